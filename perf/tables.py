@@ -43,9 +43,9 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
 }
 """Name -> script in this folder, and its arguments, chosen so that all fit into a quarter of an hour: by themselves
 most do more. docs/performance.md has what they said."""
-NO_GOAL = ("resolver", "loader", "rules", "isolation", "corruption")
+NO_GOAL = ("loader",)
 """What prints figures that are held against nothing."""
-UNHURRIED = ("resolver", "reports of 4096 ranks", "rules", "isolation", "corruption")
+UNHURRIED = ("reports of 4096 ranks",)
 """What simulates, waits for a resolver, or counts processor time. They run together: wall time there is longer than
 alone, and only processor time is held against a bound."""
 _MISSED, _BROKE, _OVERDUE = 1, 70, 124

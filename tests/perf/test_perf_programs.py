@@ -1,6 +1,6 @@
 """The programs of perf/: each runs, and says what is wrong with its arguments.
 
-What simulates the rules is in test_simulations.py, the noise in test_noise.py, the soak in test_soak_of_the_suite.py.
+The soak is in test_soak_of_the_suite.py.
 """
 
 from __future__ import annotations
@@ -45,13 +45,10 @@ def run(script: str, *words: str, **more: str) -> subprocess.CompletedProcess[st
 SMALL = {
     "agreement.py": ["--ranks=2", "--tests=4", "--pairs=1"],
     "collectives.py": ["--sizes=1M", "--window=0.01"],
-    "corruption.py": ["--trials=1", "--only=products bf16,patterns,copy,all-reduce fp32"],
     "fidelity.py": ["--only=matmul,rectangle,hbm", "--dtypes=bf16", "--n=64", "--mebibytes=1", "--window=0.01"],
     "loader.py": ["--side=16", "--pairs=6", "--images=16"],
     "overhead.py": ["--only=import", "--pairs=6"],
     "reports.py": ["--ranks=64", "--criteria=2", "--only=html"],
-    "resolver.py": ["--ranks=2", "--only=as it is"],
-    "sampler.py": ["--seconds=0.5", "--window=0.05", "--rows=judged", "--n=64"],
     "scale.py": ["--ranks=4", "--tests=2"],
 }
 
@@ -78,16 +75,10 @@ WRONG = [
     ("collectives", "--sizes=64k,1M", "below 1 MiB"),
     ("collectives", "--sizes=1M:2M", "no range"),
     ("collectives", "--collectives=gather", "all_reduce"),
-    ("corruption", "--only=product", "'product'"),
-    ("corruption", "--trials=0", "--trials"),
     ("faults", "--at-once=9", "1 to 8"),
     ("fidelity", "--n=2", "64 rows"),
     ("fidelity", "--only=matmul,hbn", "'matmul,hbn'"),
-    ("noise", "--workload=nonsense", "KEY=VALUE"),
     ("reports", "--only=htm", "'htm'"),
-    ("resolver", "--ranks=a", "'a'"),
-    ("resolver", "--ranks=0", "'0'"),
-    ("rules", "--trials=0", "--trials"),
     ("scale", "--tests=0", "--tests 0"),
     ("scale", "--ranks=64,100", "a multiple of 8"),
     ("tables", "--only=scales", "'overhead'"),
