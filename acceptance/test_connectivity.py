@@ -55,7 +55,7 @@ def test_connectivity(board, cluster, environ, measure, nodes, workload):
 
     On cpu it is the interface that gloo will use.
     """
-    if nodes.speaks != cluster.rank:
+    if nodes.representative != cluster.rank:
         return
     asked = workload.connectivity
     reached = connect_all(
@@ -90,7 +90,7 @@ def test_dns(board, cluster, environ, measure, nodes, workload):
 
     In Kubernetes pods have names for each other only behind a headless service: there, an unknown name is noted.
     """
-    if nodes.speaks != cluster.rank:
+    if nodes.representative != cluster.rank:
         return
     asked = workload.connectivity
     questions = all_questions(
@@ -117,7 +117,7 @@ def test_clock_skew(board, cluster, environ, measure, nodes, workload):
 
     When it fails: look at `chronyc tracking` or `timedatectl` on the named node.
     """
-    if nodes.speaks != cluster.rank:
+    if nodes.representative != cluster.rank:
         return
     asked = workload.connectivity
     series = skew_of_nodes(

@@ -53,10 +53,10 @@ def test_gpu_health(cluster, gpu, gpu_sources, inventory, workload, measure):
     health = workload.health
     load = partial(keep_busy, cluster.device, seconds=health.load_seconds)
     held = held_bytes(cluster.device)
-    situation = collect(
+    snapshot = collect(
         gpu_sources, inventory, rank=cluster.rank, sku=gpu.sku, mig=health.mig, load=load, held_bytes=held
     )
-    examined = examine_gpu(situation)
+    examined = examine_gpu(snapshot)
     notes = [str(note) for note in examined.of_kind("note")]
     for note in notes:
         print(note)

@@ -45,7 +45,7 @@ def hold(cluster, gpu, inventory, workload, telemetry, link, measure):
             during=window,
             look=link,
         )
-        context = {**window.summary(), **link.told(), "memory": result.memory}
+        context = {**window.summary(), **link.report(), "memory": result.memory}
         for direction in result.directions:
             metric, rate = f"host_link.{direction}.bandwidth", result.bytes_per_second
             measure(metric, rate, unit="B/s", telemetry=context, mode=result.mode, size=result.size)

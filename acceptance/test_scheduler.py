@@ -27,7 +27,7 @@ def test_slurm(when, board, cluster, measure):
     without Slurm's commands nothing can be asked: the test is skipped, and the run is incomplete.
     """
     if cluster.rank == 0:
-        board.post("why not", slurm.why_not_asked())
+        board.post("why not", slurm.why_unavailable())
     why_not = board.read("why not", [0], within_seconds=WITHIN_SECONDS).get(0)
     if why_not is not None:
         pytest.skip(why_not)
@@ -37,7 +37,7 @@ def test_slurm(when, board, cluster, measure):
     measure("slurm.controller", pinged.seconds, unit="s", when=when)
     nodes = slurm.nodes_of_job(os.environ)
     found = slurm.node_states(nodes, os.environ.get("SLURM_JOB_PARTITION"))
-    measure("slurm.nodes", slurm.well(found, nodes), unit="nodes", record_only=True, of=len(nodes), when=when)
+    measure("slurm.nodes", slurm.healthy_count(found, nodes), unit="nodes", record_only=True, of=len(nodes), when=when)
     require_nothing(slurm.examine_slurm(pinged, found, nodes, cluster.hostname))
 
 
@@ -75,7 +75,7 @@ def test_kubernetes(cluster, inventory, measure):
 
     When it fails: each finding says what to add to the pod's template. Not in Kubernetes: not run.
     """
-    if Nodes.of(inventory, cluster.node_rank).speaks != cluster.rank:
+    if Nodes.of(inventory, cluster.node_rank).representative != cluster.rank:
         return
     pod = kubernetes.read(kubernetes.ROOT)
     found = kubernetes.examine(cluster.hostname, pod, ranks=cluster.local_world_size, nnodes=cluster.nnodes)

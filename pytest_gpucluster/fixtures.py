@@ -171,7 +171,7 @@ def telemetry(request: pytest.FixtureRequest) -> Telemetry:
     ``measure(..., telemetry=window.summary())`` puts its clocks, power, temperature, utilisation and throttle reasons
     on record. On cpu a window does nothing and its summary is empty. What NVML does not tell never fails a test: the
     summary names it. The whole body of every test is watched in any case."""
-    return _run(request).accompaniment.window
+    return _run(request).monitor.window
 
 
 @pytest.fixture(scope="session")

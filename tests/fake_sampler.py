@@ -76,5 +76,5 @@ if __name__ == "__main__":
     text = Path(sys.argv.pop(1)).read_text()
     planted_gpus = json.loads(text)
     # A busy machine is no NVML that hangs.
-    gpu_sampler.LEAVE_SECONDS = 1.0 if '"hang"' in text else 30.0
+    gpu_sampler.CLOSE_SECONDS = 1.0 if '"hang"' in text else 30.0
     main(lambda: _open_nvml(planted_gpus))

@@ -78,10 +78,10 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
 def run_info(options: argparse.Namespace) -> int:
     """Tell what this node is."""
     # Imported here, so that --help answers at once.
-    from pytest_gpucluster.node.info import Sources, gather_info
+    from pytest_gpucluster.node.info import Sources, collect_info
     from pytest_gpucluster.node.info_text import render_info
 
-    told = gather_info(options.view, Sources())
+    told = collect_info(options.view, Sources())
     text = json.dumps(told, indent=2, allow_nan=False) + "\n" if options.json else render_info(told, width=_width())
     sys.stdout.write(text)
     return DONE
@@ -141,11 +141,11 @@ def run_diff(options: argparse.Namespace) -> int:
         return complain(f"--nodes: {error}", USAGE)
     except OSError as error:
         return complain(f"{options.folder}: {error.strerror or error}", NO_JOURNAL)
-    compared = diff.compare_nodes(found.told)
+    compared = diff.compare_nodes(found.nodes)
     code = DONE if all(fact.alike for fact in compared) else REGRESSED
-    if code == DONE and (found.without or (len(found.told) < 2 and len(expected) != 1)):
+    if code == DONE and (found.missing or (len(found.nodes) < 2 and len(expected) != 1)):
         code = UNDECIDED
-    if not found.told:
+    if not found.nodes:
         code = NO_JOURNAL
     if options.json is not None:
         try:
@@ -157,7 +157,7 @@ def run_diff(options: argparse.Namespace) -> int:
     if options.json not in ("-", "/dev/stdout"):
         width = max(_DIFF_LEAST_COLUMNS, shutil.get_terminal_size((80, 24)).columns)
         write_text("-", diff.diff_table(found, compared, width=width))
-    if not found.told:
+    if not found.nodes:
         return complain(
             f"{options.folder}: no node gave an answer: NODE.json, of `gpucluster node info all --json`", code
         )
@@ -372,7 +372,7 @@ def _show(options: argparse.Namespace, state: NodeState) -> int:
 def is_complete(node: Node) -> bool:
     """Tell whether there are GPUs, and every one of them has answered just now."""
     return bool(node.gpus) and not any(
-        gpu.is_stale or gpu.age_seconds is None or gpu.told.get("lost") for gpu in node.gpus
+        gpu.is_stale or gpu.age_seconds is None or gpu.values.get("lost") for gpu in node.gpus
     )
 
 

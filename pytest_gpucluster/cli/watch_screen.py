@@ -106,7 +106,7 @@ class Screen:
             yield _Section(content=_port_table(node.ports, width), least=3, what="lines of ports")
         elif node.why_no_ports:
             yield _Section(content=_line(f"ports: none: {node.why_no_ports}", width), least=1)
-        if any(gpu.told.get(PROCESSES) for gpu in node.gpus):
+        if any(gpu.values.get(PROCESSES) for gpu in node.gpus):
             yield _Section(content=_process_table(node.gpus, width), least=2, what="processes")
 
     def _head(self, width: int) -> Text:
@@ -153,15 +153,15 @@ def _kept(lines: int, room: int, first: Collection[int]) -> list[int]:
 
 def _title_and_troubled(gpus: Sequence[Part]) -> frozenset[int]:
     rows = enumerate(gpus, start=1)
-    return frozenset({0, *(row for row, gpu in rows if gpu.told.get("lost") or gpu.is_stale or _held_down(gpu))})
+    return frozenset({0, *(row for row, gpu in rows if gpu.values.get("lost") or gpu.is_stale or _held_down(gpu))})
 
 
 def _held_down(gpu: Part) -> str:
-    return printable(", ".join(gpu.told.get("throttle") or ()))
+    return printable(", ".join(gpu.values.get("throttle") or ()))
 
 
 def _host_figures(host: Part) -> Iterable[str]:
-    told = host.told
+    told = host.values
     if told.get("load"):
         cpus = f" / {told['cpus']} CPUs" if told.get("cpus") else ""
         busy = host.rates.get("busy_ratio")
@@ -188,7 +188,7 @@ def _gpu_title(node: Node, width: int) -> Text:
         ages = [gpu.age_seconds for gpu in node.gpus if gpu.age_seconds is not None]
         since = f" for {min(ages):.0f} s" if ages else ""
         return _warning(f"GPUs: {len(node.gpus)}, and NVML has not answered{since}", width)
-    names = Counter(str(gpu.told.get("name") or "of unknown kind") for gpu in node.gpus)
+    names = Counter(str(gpu.values.get("name") or "of unknown kind") for gpu in node.gpus)
     which = ", ".join(f"{count} x {_said(name, 40)}" for name, count in names.items())
     return _line(f"GPUs: {which}, driver {_said(node.driver or 'unknown', 20)}", width)
 
@@ -197,7 +197,7 @@ def _gpu_table(gpus: Sequence[Part], width: int) -> Table:
     titles = ["GPU", "util %", "mem GiB", "°C", "power W", "SM MHz", "mem MHz", "NVLink GB/s", "held down by"]
     rows: list[list[str | Text]] = []
     for gpu in gpus:
-        told = gpu.told
+        told = gpu.values
         rows.append(
             [
                 str(told.get("index", "?")),
@@ -242,7 +242,7 @@ def _table(
 
 def _state(gpu: Part) -> Text:
     """Say what is to be known beside the figures; the worst first."""
-    told = gpu.told
+    told = gpu.values
     if told.get("lost"):
         return Text("LOST", style="bold red")
     if gpu.is_stale:
@@ -256,11 +256,11 @@ def _notes(gpus: Sequence[Part]) -> Iterable[str]:
     """Say why figures are missing, one line a reason; what a GPU does not support is no news."""
     reasons: dict[str, list[tuple[str, str]]] = {}
     for gpu in gpus:
-        index = str(gpu.told.get("index", "?"))
-        if gpu.told.get("lost"):
-            reasons.setdefault(str(gpu.told["lost"]), []).append((index, ""))
+        index = str(gpu.values.get("index", "?"))
+        if gpu.values.get("lost"):
+            reasons.setdefault(str(gpu.values["lost"]), []).append((index, ""))
             continue
-        for key, why in gpu.told.get("not_available", {}).items():
+        for key, why in gpu.values.get("not_available", {}).items():
             if not str(why).startswith((_NOT_SUPPORTED, "not known to this driver")):
                 reasons.setdefault(str(why), []).append((index, str(key)))
     for why, found in reasons.items():
@@ -283,7 +283,7 @@ def _port_table(ports: Sequence[Part], width: int) -> Table:
 
 
 def _port(port: Part, characters: int) -> list[str]:
-    told = port.told
+    told = port.values
     rate = told.get("rate_gbps")
     state = _said(str(told.get("state") or "unknown"), 10)
     if state == "ACTIVE" and rate is not None:
@@ -300,7 +300,7 @@ def _port(port: Part, characters: int) -> list[str]:
 
 def _process_table(gpus: Sequence[Part], width: int) -> Table:
     found: list[tuple[Any, dict[str, Any]]] = [
-        (gpu.told.get("index", "?"), process) for gpu in gpus for process in gpu.told.get(PROCESSES) or ()
+        (gpu.values.get("index", "?"), process) for gpu in gpus for process in gpu.values.get(PROCESSES) or ()
     ]
     found.sort(key=lambda one: -(one[1]["memory_bytes"] or 0))
     rows: list[list[str | Text]] = [
@@ -443,15 +443,15 @@ def _gpu(gpu: Part) -> dict[str, Any]:
     return {
         **_told(gpu, (*_IDENTITY, *figures)),
         **{name: gpu.rates.get(name) for name in _NVLINK_RATES},
-        PROCESSES: gpu.told.get(PROCESSES),
-        "not_available": gpu.told.get("not_available", {}),
-        "lost": gpu.told.get("lost") or None,
+        PROCESSES: gpu.values.get(PROCESSES),
+        "not_available": gpu.values.get("not_available", {}),
+        "lost": gpu.values.get("lost") or None,
         **_json_age(gpu),
     }
 
 
 def _told(part: Part, names: tuple[str, ...]) -> Mapping[str, Any]:
-    return {name: part.told.get(name) for name in names}
+    return {name: part.values.get(name) for name in names}
 
 
 def _json_age(part: Part) -> Mapping[str, Any]:

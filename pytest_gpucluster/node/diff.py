@@ -1,13 +1,10 @@
-"""Comparison of nodes: the facts compared, the nodes' answers, groups of nodes that agree, and the output.
+"""Comparison of nodes: the facts to compare, the nodes' JSON files, groups of nodes with equal values, text and JSON.
 
-Compared is what stays the same from one minute to the next, and should be the same on all nodes. Left out is what
-belongs to one node or one moment: names, addresses, serial numbers, temperatures, loads, free memory.
+Facts are what should be constant and equal on all nodes. Left out is what belongs to one node or one moment: names,
+addresses, serial numbers, temperatures, loads, free memory.
 
-What nodes have told of themselves: one file of JSON each, as ``gpucluster node info all --json`` writes it.
-
-Nodes that are alike in a fact stand in one group: who differs from the others, and in what.
-
-What nodes have in common and in what they differ: as text, and as one JSON object.
+Each node is one JSON file, as ``gpucluster node info all --json`` writes it. Nodes with the same value of a fact form a
+group.
 """
 
 from __future__ import annotations
@@ -25,10 +22,11 @@ from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.hostlist import compress_hostlist
 from pytest_gpucluster.text import one_line
 
-Told = Mapping[str, Any]
+NodeInfo = Mapping[str, Any]
+"""The JSON of one node."""
 
 GIB = 2**30
-NOT_TOLD = "not told"
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,43 +34,43 @@ class Fact:
     """One thing to compare.
 
     Attributes:
-        name: for people.
-        of: returns it from what a node told, as plain JSON types; None where the node did not tell.
-        shown: returns it as a short text.
-        alike_ratio: numbers that differ by no more than this share of the larger one are the same.
+        name: as displayed.
+        get: returns the value from a node's info, in plain JSON types; None where it is unknown.
+        format: returns the value as a short text.
+        tolerance_ratio: numbers that differ by no more than this part of the larger one are equal.
     """
 
     name: str
-    of: Callable[[Told], Any]
-    shown: Callable[[Any], str] = str
-    alike_ratio: float = 0.0
+    get: Callable[[NodeInfo], Any]
+    format: Callable[[Any], str] = str
+    tolerance_ratio: float = 0.0
 
-    def read(self, told: Told) -> Any:
-        """Return it, or None for what is not there or not of the expected form."""
+    def read(self, info: NodeInfo) -> Any:
+        """Return the value, or None where it is missing or of an unexpected form."""
         try:
-            return self.of(told)
+            return self.get(info)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, ZeroDivisionError):
-            return None  # another program, or an older version of this one, has written it: the node has not told it
+            return None  # written by another program or version: unknown
 
 
-def _at(*keys: str) -> Callable[[Told], Any]:
-    def of(told: Told) -> Any:
+def _at(*keys: str) -> Callable[[NodeInfo], Any]:
+    def get(info: NodeInfo) -> Any:
         for key in keys:
-            told = told[key]
-        return told
+            info = info[key]
+        return info
 
-    return of
+    return get
 
 
-def _of_gpus(key: str) -> Callable[[Told], Any]:
-    """Return a value of every GPU, each once where all have the same."""
+def _per_gpu(key: str) -> Callable[[NodeInfo], Any]:
+    """Return a getter of the values of all GPUs."""
 
-    def of(told: Told) -> Any:
-        gpus = told["gpus"]["gpus"]
+    def get(info: NodeInfo) -> Any:
+        gpus = info["gpus"]["gpus"]
         values = [gpu.get(key) for gpu in gpus]
         return None if not values or values == [None] * len(values) else values
 
-    return of
+    return get
 
 
 def _gib(value: Any) -> str:
@@ -80,7 +78,7 @@ def _gib(value: Any) -> str:
 
 
 def _counted(values: Any) -> str:
-    """Say "8 x 0.88" of eight equal values, and "7 x 0.88, 1 x 0.79" where one is another."""
+    """Return "8 x 0.88" for eight equal values, and "7 x 0.88, 1 x 0.79" where one differs."""
     counts = Counter("none" if value is None else _short(value) for value in values)
     return ", ".join(f"{count} x {value}" for value, count in counts.most_common())
 
@@ -104,7 +102,7 @@ def _mapping(value: Any) -> str:
 
 
 def _matrix(rows: Any) -> str:
-    """A matrix is known by a few digits of its digest: it does not fit into a line."""
+    """Return size, words and digest: a matrix does not fit into a line."""
     if not rows:
         return "none"
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:6]
@@ -112,173 +110,173 @@ def _matrix(rows: Any) -> str:
     return f"{len(rows)} x {len(rows[0])} ({', '.join(sorted(words))}), pattern {digest}"
 
 
-def _smt(told: Told) -> float:
-    return float(told["cpu"]["cpus"] / told["cpu"]["cores"])
+def _smt(info: NodeInfo) -> float:
+    return float(info["cpu"]["cpus"] / info["cpu"]["cores"])
 
 
-def _numa(told: Told) -> list[str]:
-    return [f"{node['node']}: {node['cpus']}" for node in told["cpu"]["numa_nodes"]]
+def _numa(info: NodeInfo) -> list[str]:
+    return [f"{node['node']}: {node['cpus']}" for node in info["cpu"]["numa_nodes"]]
 
 
-def _huge_pages(told: Told) -> list[str]:
+def _huge_pages(info: NodeInfo) -> list[str]:
     return [
-        f"{page['total']} of {page['size_bytes'] >> 10} KiB" for page in told["memory"]["huge_pages"] if page["total"]
+        f"{page['total']} of {page['size_bytes'] >> 10} KiB" for page in info["memory"]["huge_pages"] if page["total"]
     ]
 
 
-def _nvlinks(told: Told) -> list[int]:
-    return [sum(map(bool, (gpu.get("nvlink_up") or {}).values())) for gpu in told["gpus"]["gpus"]]
+def _nvlinks(info: NodeInfo) -> list[int]:
+    return [sum(map(bool, (gpu.get("nvlink_up") or {}).values())) for gpu in info["gpus"]["gpus"]]
 
 
-def _adapters(told: Told) -> list[str]:
-    return sorted(f"{device['name']} {device['kind']}" for device in told["infiniband"]["devices"])
+def _adapters(info: NodeInfo) -> list[str]:
+    return sorted(f"{device['name']} {device['kind']}" for device in info["infiniband"]["devices"])
 
 
-def _adapter(key: str) -> Callable[[Told], Any]:
-    return lambda told: sorted(str(device[key]) for device in told["infiniband"]["devices"])
+def _adapter(key: str) -> Callable[[NodeInfo], Any]:
+    return lambda info: sorted(str(device[key]) for device in info["infiniband"]["devices"])
 
 
-def _ports(told: Told) -> list[str]:
+def _ports(info: NodeInfo) -> list[str]:
     return sorted(
         f"{device['name']}/{port['number']} {port['link_layer']} {port['rate']} {port['state']}"
-        for device in told["infiniband"]["devices"]
+        for device in info["infiniband"]["devices"]
         for port in device["ports"]
     )
 
 
-def _interfaces(told: Told) -> list[str]:
-    """Return the interfaces of real devices: those of containers come and go."""
+def _interfaces(info: NodeInfo) -> list[str]:
+    """Return the interfaces of PCI devices: those of containers come and go."""
     return sorted(
         f"{each['name']} {each['driver']} mtu {each['mtu']} {each['speed_mbps']} Mb/s {each['state']}"
-        for each in told["network"]
+        for each in info["network"]
         if each["pci"]
     )
 
 
-def _mounts(told: Told) -> list[str]:
+def _mounts(info: NodeInfo) -> list[str]:
     return sorted(
         f"{mount['point']} {mount['kind']} {mount['source']}{' (read only)' if mount['read_only'] else ''}"
-        for mount in told["mounts"]
+        for mount in info["mounts"]
         if mount["network"]
     )
 
 
 FACTS: Sequence[Fact] = (
-    Fact(name="distribution", of=_at("system", "system")),
-    Fact(name="kernel", of=_at("system", "kernel")),
-    Fact(name="machine", of=_at("system", "machine")),
-    Fact(name="container", of=lambda told: told["system"]["container"] or "none"),
-    Fact(name="CPU", of=_at("cpu", "model")),
-    Fact(name="sockets", of=_at("cpu", "sockets")),
-    Fact(name="cores", of=_at("cpu", "cores")),
-    Fact(name="CPUs online", of=_at("cpu", "cpus")),
-    Fact(name="CPUs offline", of=_at("cpu", "offline")),
-    Fact(name="threads a core (SMT)", of=_smt, shown="{:g}".format),
-    Fact(name="CPUs for this job", of=_at("cpu", "cpus_allowed")),
-    Fact(name="governors", of=_at("cpu", "governors"), shown=_mapping),
-    Fact(name="NUMA balancing", of=_at("cpu", "numa_balancing"), shown=_short),
-    Fact(name="CPUs of NUMA nodes", of=_numa, shown=_listed),
-    Fact(name="memory", of=_at("memory", "total_bytes"), shown=_gib, alike_ratio=0.01),
-    Fact(name="swap", of=_at("memory", "swap_total_bytes"), shown=_gib, alike_ratio=0.01),
-    Fact(name="memory of the control group", of=_at("memory", "group_bytes"), shown=_gib, alike_ratio=0.01),
-    Fact(name="/dev/shm", of=_at("memory", "shm", "total_bytes"), shown=_gib, alike_ratio=0.01),
-    Fact(name="transparent huge pages", of=_at("memory", "transparent_huge_pages")),
-    Fact(name="huge pages", of=_huge_pages, shown=_listed),
-    Fact(name="open files (nofile)", of=_at("memory", "limits", "nofile")),
-    Fact(name="locked memory (memlock, bytes)", of=_at("memory", "limits", "memlock_bytes")),
-    Fact(name="processes (nproc)", of=_at("memory", "limits", "nproc")),
-    Fact(name="driver", of=_at("stack", "driver")),
-    Fact(name="kind of driver", of=_at("stack", "driver_kind")),
-    Fact(name="CUDA toolkit", of=_at("stack", "toolkit")),
-    Fact(name="torch", of=_at("stack", "torch")),
-    Fact(name="NCCL", of=_at("stack", "nccl")),
-    Fact(name="pytest-gpucluster", of=_at("stack", "pytest_gpucluster")),
-    Fact(name="fabric manager", of=_at("stack", "fabric_manager")),
-    Fact(name="OFED", of=_at("stack", "ofed")),
-    Fact(name="kernel modules", of=_at("stack", "modules"), shown=_mapping),
-    Fact(name="why no GPU", of=lambda told: told["gpus"]["why_not"] or None),
-    Fact(name="GPUs", of=_at("gpus", "count")),
-    Fact(name="GPU models", of=_of_gpus("name"), shown=_counted),
-    Fact(name="GPU memory", of=_of_gpus("memory_total_bytes"), shown=_counted_gib),
-    Fact(name="VBIOS", of=_of_gpus("vbios"), shown=_counted),
-    Fact(name="InfoROM", of=_of_gpus("inforom"), shown=_counted),
-    Fact(name="GSP firmware", of=_of_gpus("gsp_firmware"), shown=_counted),
-    Fact(name="board part number", of=_of_gpus("board_part_number"), shown=_counted),
-    Fact(name="power limit (W)", of=_of_gpus("power_limit_watts"), shown=_counted),
-    Fact(name="highest SM clock (MHz)", of=_of_gpus("sm_clock_max_mhz"), shown=_counted),
-    Fact(name="highest memory clock (MHz)", of=_of_gpus("memory_clock_max_mhz"), shown=_counted),
-    Fact(name="ECC", of=_of_gpus("ecc"), shown=_counted),
-    Fact(name="MIG", of=_of_gpus("mig"), shown=_counted),
-    Fact(name="persistence", of=_of_gpus("persistence"), shown=_counted),
-    Fact(name="PCIe generation", of=_of_gpus("pcie_generation_max"), shown=_counted),
-    Fact(name="PCIe width", of=_of_gpus("pcie_width"), shown=_counted),
-    Fact(name="NVLinks up", of=_nvlinks, shown=_counted),
-    Fact(name="between GPUs", of=_at("topology", "between_gpus"), shown=_matrix),
-    Fact(name="from HCAs to GPUs", of=_at("topology", "to_gpus"), shown=_matrix),
-    Fact(name="why no InfiniBand", of=lambda told: told["infiniband"]["why_not"] or None),
-    Fact(name="HCAs", of=_adapters, shown=_listed),
-    Fact(name="HCA firmware", of=_adapter("firmware"), shown=_counted),
-    Fact(name="HCA boards", of=_adapter("board"), shown=_counted),
-    Fact(name="HCA ports", of=_ports, shown=_listed),
-    Fact(name="network", of=_interfaces, shown=_listed),
-    Fact(name="network mounts", of=_mounts, shown=_listed),
+    Fact(name="distribution", get=_at("system", "system")),
+    Fact(name="kernel", get=_at("system", "kernel")),
+    Fact(name="machine", get=_at("system", "machine")),
+    Fact(name="container", get=lambda info: info["system"]["container"] or "none"),
+    Fact(name="CPU", get=_at("cpu", "model")),
+    Fact(name="sockets", get=_at("cpu", "sockets")),
+    Fact(name="cores", get=_at("cpu", "cores")),
+    Fact(name="CPUs online", get=_at("cpu", "cpus")),
+    Fact(name="CPUs offline", get=_at("cpu", "offline")),
+    Fact(name="threads a core (SMT)", get=_smt, format="{:g}".format),
+    Fact(name="CPUs for this job", get=_at("cpu", "cpus_allowed")),
+    Fact(name="governors", get=_at("cpu", "governors"), format=_mapping),
+    Fact(name="NUMA balancing", get=_at("cpu", "numa_balancing"), format=_short),
+    Fact(name="CPUs of NUMA nodes", get=_numa, format=_listed),
+    Fact(name="memory", get=_at("memory", "total_bytes"), format=_gib, tolerance_ratio=0.01),
+    Fact(name="swap", get=_at("memory", "swap_total_bytes"), format=_gib, tolerance_ratio=0.01),
+    Fact(name="memory of the control group", get=_at("memory", "group_bytes"), format=_gib, tolerance_ratio=0.01),
+    Fact(name="/dev/shm", get=_at("memory", "shm", "total_bytes"), format=_gib, tolerance_ratio=0.01),
+    Fact(name="transparent huge pages", get=_at("memory", "transparent_huge_pages")),
+    Fact(name="huge pages", get=_huge_pages, format=_listed),
+    Fact(name="open files (nofile)", get=_at("memory", "limits", "nofile")),
+    Fact(name="locked memory (memlock, bytes)", get=_at("memory", "limits", "memlock_bytes")),
+    Fact(name="processes (nproc)", get=_at("memory", "limits", "nproc")),
+    Fact(name="driver", get=_at("stack", "driver")),
+    Fact(name="kind of driver", get=_at("stack", "driver_kind")),
+    Fact(name="CUDA toolkit", get=_at("stack", "toolkit")),
+    Fact(name="torch", get=_at("stack", "torch")),
+    Fact(name="NCCL", get=_at("stack", "nccl")),
+    Fact(name="pytest-gpucluster", get=_at("stack", "pytest_gpucluster")),
+    Fact(name="fabric manager", get=_at("stack", "fabric_manager")),
+    Fact(name="OFED", get=_at("stack", "ofed")),
+    Fact(name="kernel modules", get=_at("stack", "modules"), format=_mapping),
+    Fact(name="why no GPU", get=lambda info: info["gpus"]["why_not"] or None),
+    Fact(name="GPUs", get=_at("gpus", "count")),
+    Fact(name="GPU models", get=_per_gpu("name"), format=_counted),
+    Fact(name="GPU memory", get=_per_gpu("memory_total_bytes"), format=_counted_gib),
+    Fact(name="VBIOS", get=_per_gpu("vbios"), format=_counted),
+    Fact(name="InfoROM", get=_per_gpu("inforom"), format=_counted),
+    Fact(name="GSP firmware", get=_per_gpu("gsp_firmware"), format=_counted),
+    Fact(name="board part number", get=_per_gpu("board_part_number"), format=_counted),
+    Fact(name="power limit (W)", get=_per_gpu("power_limit_watts"), format=_counted),
+    Fact(name="highest SM clock (MHz)", get=_per_gpu("sm_clock_max_mhz"), format=_counted),
+    Fact(name="highest memory clock (MHz)", get=_per_gpu("memory_clock_max_mhz"), format=_counted),
+    Fact(name="ECC", get=_per_gpu("ecc"), format=_counted),
+    Fact(name="MIG", get=_per_gpu("mig"), format=_counted),
+    Fact(name="persistence", get=_per_gpu("persistence"), format=_counted),
+    Fact(name="PCIe generation", get=_per_gpu("pcie_generation_max"), format=_counted),
+    Fact(name="PCIe width", get=_per_gpu("pcie_width"), format=_counted),
+    Fact(name="NVLinks up", get=_nvlinks, format=_counted),
+    Fact(name="between GPUs", get=_at("topology", "between_gpus"), format=_matrix),
+    Fact(name="from HCAs to GPUs", get=_at("topology", "to_gpus"), format=_matrix),
+    Fact(name="why no InfiniBand", get=lambda info: info["infiniband"]["why_not"] or None),
+    Fact(name="HCAs", get=_adapters, format=_listed),
+    Fact(name="HCA firmware", get=_adapter("firmware"), format=_counted),
+    Fact(name="HCA boards", get=_adapter("board"), format=_counted),
+    Fact(name="HCA ports", get=_ports, format=_listed),
+    Fact(name="network", get=_interfaces, format=_listed),
+    Fact(name="network mounts", get=_mounts, format=_listed),
 )
 
 
-def show(fact: Fact, value: Any) -> str:
-    """Return a value of a fact as a text; ``not told`` for None."""
+def format_value(fact: Fact, value: Any) -> str:
+    """Return a value of a fact as text; ``unknown`` for None."""
     if value is None:
-        return NOT_TOLD
+        return UNKNOWN
     try:
-        text = fact.shown(value)
+        text = fact.format(value)
     except (TypeError, ValueError, AttributeError, IndexError):
-        text = _short(value)  # of another form than this version writes: shown as it is
+        text = _short(value)  # of another form than this version writes
     return text if text else "none"
 
 
 SUFFIX = ".json"
 VIEW, INFO_SCHEMA_VERSION = "all", 1
-"""What can be compared: all that a node is, by the names of docs/info.md, and the version of these names."""
+"""The view that can be compared, and the version of its keys (docs/info.md)."""
 _MOST_BYTES = 16 * 2**20
 _ERROR_CHARACTERS = 160
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Who has answered what.
+    """The nodes' files.
 
     Attributes:
-        told: node -> what ``gpucluster node info`` has told there.
-        without: node -> why nothing is known of it.
-        uninvited: nodes that have answered and were not expected.
+        nodes: node -> its info.
+        missing: node -> why it has no info.
+        unexpected: nodes with a file that were not expected.
     """
 
-    told: Mapping[str, Mapping[str, Any]]
-    without: Mapping[str, str]
-    uninvited: tuple[str, ...] = ()
+    nodes: Mapping[str, NodeInfo]
+    missing: Mapping[str, str]
+    unexpected: tuple[str, ...] = ()
 
 
 def read_answers(folder: Path, expected: Sequence[str] = ()) -> Answers:
-    """Return the answers in a folder. Each is a file with the node's name and ``.json`` behind it.
+    """Read the files ``NODE.json`` of a folder.
 
     Args:
-        folder: with the files; others in it are passed over.
-        expected: nodes that should have answered; none for those that have.
+        folder: with the files; others in it are ignored.
+        expected: nodes that should have a file; empty for those that have one.
 
     Raises:
         OSError: the folder cannot be read.
     """
     paths = {path.name.removesuffix(SUFFIX): path for path in folder.iterdir() if _is_answer(path)}
-    told: dict[str, Mapping[str, Any]] = {}
-    without = {node: "no answer" for node in expected if node not in paths}
+    nodes: dict[str, NodeInfo] = {}
+    missing = {node: "no answer" for node in expected if node not in paths}
     for node in sorted(paths):
         found = _read(paths[node])
         if isinstance(found, str):
-            without[node] = found
+            missing[node] = found
         else:
-            told[node] = found
-    uninvited = tuple(sorted(set(paths) - set(expected))) if expected else ()
-    return Answers(told=told, without=dict(sorted(without.items())), uninvited=uninvited)
+            nodes[node] = found
+    unexpected = tuple(sorted(set(paths) - set(expected))) if expected else ()
+    return Answers(nodes=nodes, missing=dict(sorted(missing.items())), unexpected=unexpected)
 
 
 def _is_answer(path: Path) -> bool:
@@ -286,36 +284,36 @@ def _is_answer(path: Path) -> bool:
 
 
 def _read(path: Path) -> Mapping[str, Any] | str:
-    """Return what a file tells, or why that is nothing."""
+    """Return a file's info, or why it has none."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             return f"{path.name} is larger than {_MOST_BYTES >> 20} MiB"
-        told = json.loads(path.read_bytes())
+        info = json.loads(path.read_bytes())
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
     except (ValueError, RecursionError) as error:
         return one_line(f"{path.name} is no JSON: {error}", _ERROR_CHARACTERS)
-    if not isinstance(told, dict) or "schema_version" not in told or "host" not in told:
+    if not isinstance(info, dict) or "schema_version" not in info or "host" not in info:
         return f"{path.name} was not written by `gpucluster node info --json`"
-    if told["schema_version"] != INFO_SCHEMA_VERSION or told.get("view") != VIEW:
-        found = f"version {told['schema_version']!r}, view {told.get('view')!r}"
+    if info["schema_version"] != INFO_SCHEMA_VERSION or info.get("view") != VIEW:
+        found = f"version {info['schema_version']!r}, view {info.get('view')!r}"
         return one_line(
             f"{path.name} is not of `gpucluster node info all --json` of this version: {found}", _ERROR_CHARACTERS
         )
-    return told
+    return info
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Nodes that have told the same. ``shown`` is what, as a text; ``value`` as plain JSON types, None: not told."""
+    """Nodes with the same value: in plain JSON types, None where it is unknown, and as text."""
 
     value: Any
-    shown: str
+    text: str
     nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class FactComparison:
     """One fact over all nodes: the largest group first."""
 
     name: str
@@ -323,26 +321,26 @@ class Compared:
 
     @property
     def alike(self) -> bool:
-        """Whether all nodes have told the same, be it nothing."""
+        """Whether all nodes have the same value, or none."""
         return len(self.groups) < 2
 
     @property
     def known(self) -> bool:
-        """Whether any node has told it."""
+        """Whether any node has a value."""
         return any(group.value is not None for group in self.groups)
 
 
-def compare_nodes(told: Mapping[str, Told], facts: Sequence[Fact] = FACTS) -> tuple[Compared, ...]:
-    """Return each fact over all nodes. Where some tell it and others do not, they differ.
+def compare_nodes(nodes: Mapping[str, NodeInfo], facts: Sequence[Fact] = FACTS) -> tuple[FactComparison, ...]:
+    """Compare each fact over all nodes. A known and an unknown value differ.
 
     Args:
-        told: node -> what it has told.
-        facts: what to compare.
+        nodes: node -> its info.
+        facts: to compare.
     """
-    return tuple(_compare(fact, {node: fact.read(each) for node, each in sorted(told.items())}) for fact in facts)
+    return tuple(_compare(fact, {node: fact.read(info) for node, info in sorted(nodes.items())}) for fact in facts)
 
 
-def _compare(fact: Fact, values: Mapping[str, Any]) -> Compared:
+def _compare(fact: Fact, values: Mapping[str, Any]) -> FactComparison:
     groups: list[tuple[Any, list[str]]] = []
     for node, value in values.items():
         for known, nodes in groups:
@@ -352,16 +350,16 @@ def _compare(fact: Fact, values: Mapping[str, Any]) -> Compared:
         else:
             groups.append((value, [node]))
     groups.sort(key=lambda group: (-len(group[1]), group[1]))
-    return Compared(
+    return FactComparison(
         name=fact.name,
-        groups=tuple(Group(value=value, shown=show(fact, value), nodes=tuple(nodes)) for value, nodes in groups),
+        groups=tuple(Group(value=value, text=format_value(fact, value), nodes=tuple(nodes)) for value, nodes in groups),
     )
 
 
 def _same(fact: Fact, one: Any, other: Any) -> bool:
     numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other))
-    if fact.alike_ratio and numbers:
-        return bool(abs(one - other) <= fact.alike_ratio * max(abs(one), abs(other)))
+    if fact.tolerance_ratio and numbers:
+        return bool(abs(one - other) <= fact.tolerance_ratio * max(abs(one), abs(other)))
     return type(one) is type(other) and bool(one == other)
 
 
@@ -370,25 +368,25 @@ _CELL_CHARACTERS = 400
 _NAME_COLUMNS = 30
 
 
-def diff_table(answers: Answers, compared: Sequence[Compared], *, width: int) -> str:
-    """Return the comparison as text, what is wrong first. Every line but a long name's is at most ``width`` wide."""
+def diff_table(answers: Answers, compared: Sequence[FactComparison], *, width: int) -> str:
+    """Return the comparison as text, problems first. Lines are up to ``width`` wide, but for a longer name."""
     return "".join(f"{line.rstrip()}\n" for line in _lines(answers, compared, width))
 
 
-def diff_document(answers: Answers, compared: Sequence[Compared], *, exit_code: int) -> str:
+def diff_document(answers: Answers, compared: Sequence[FactComparison], *, exit_code: int) -> str:
     """Return the comparison as one JSON object, whose keys are in docs/slurm.md."""
     plain = {
         "schema_version": DIFF_SCHEMA_VERSION,
         "exit": exit_code,
-        "nodes": sorted(answers.told),
-        "without_answer": dict(answers.without),
-        "uninvited": list(answers.uninvited),
+        "nodes": sorted(answers.nodes),
+        "without_answer": dict(answers.missing),
+        "uninvited": list(answers.unexpected),
         "facts": [
             {
                 "name": fact.name,
                 "alike": fact.alike,
                 "groups": [
-                    {"shown": group.shown, "value": group.value, "nodes": list(group.nodes)} for group in fact.groups
+                    {"shown": group.text, "value": group.value, "nodes": list(group.nodes)} for group in fact.groups
                 ],
             }
             for fact in compared
@@ -397,15 +395,15 @@ def diff_document(answers: Answers, compared: Sequence[Compared], *, exit_code: 
     return json.dumps(plain, indent=2) + "\n"
 
 
-def _lines(answers: Answers, compared: Sequence[Compared], width: int) -> Iterator[str]:
+def _lines(answers: Answers, compared: Sequence[FactComparison], width: int) -> Iterator[str]:
     different = [fact for fact in compared if not fact.alike]
-    if answers.without:
+    if answers.missing:
         yield "without an answer:"
-        for node, why in answers.without.items():
+        for node, why in answers.missing.items():
             yield from _wrapped(f"{one_line(node, 80)}: {why}", "  ", width)
         yield ""
-    if answers.uninvited:
-        yield from _wrapped(f"not expected, and compared all the same: {_named(answers.uninvited)}", "", width)
+    if answers.unexpected:
+        yield from _wrapped(f"not expected, but compared: {_node_names(answers.unexpected)}", "", width)
         yield ""
     if different:
         yield "they differ in:"
@@ -416,35 +414,35 @@ def _lines(answers: Answers, compared: Sequence[Compared], width: int) -> Iterat
         yield ""
     alike = [fact for fact in compared if fact.alike and fact.known]
     if alike:
-        yield "alike:" if len(answers.told) > 1 else "it is:"
+        yield "alike:" if len(answers.nodes) > 1 else "this node:"
         for fact in alike:
-            yield from _wrapped(f"{fact.name:<{_NAME_COLUMNS}}  {_shown(fact.groups[0])}", "  ", width, deeper=34)
+            yield from _wrapped(f"{fact.name:<{_NAME_COLUMNS}}  {_cell(fact.groups[0])}", "  ", width, deeper=34)
         yield ""
-    count = len(answers.told)
-    ending = f"differ in {len(different)} of {sum(fact.known for fact in compared)} facts" if different else "are alike"
-    told = f"{count} nodes told what they are: they {ending}"
+    count = len(answers.nodes)
+    result = f"differ in {len(different)} of {sum(fact.known for fact in compared)} facts" if different else "are alike"
+    summary = f"{count} nodes compared: they {result}"
     if count < 2:
-        told = "1 node told what it is: nothing is there to compare it with" if count else "no node told what it is"
-    if answers.without:
-        told += f"; {len(answers.without)} gave no answer: {_named(answers.without)}"
-    yield from _wrapped(told, "", width)
+        summary = "1 node: nothing to compare it with" if count else "no node to compare"
+    if answers.missing:
+        summary += f"; {len(answers.missing)} gave no answer: {_node_names(answers.missing)}"
+    yield from _wrapped(summary, "", width)
 
 
 def _group(group: Group, *, is_first: bool, width: int) -> Iterator[str]:
-    yield from _wrapped(f"{len(group.nodes):>5}  {_shown(group)}", "  ", width, deeper=9)
-    # Of the largest group all that is to be said is that the others are not in it.
+    yield from _wrapped(f"{len(group.nodes):>5}  {_cell(group)}", "  ", width, deeper=9)
+    # The nodes of the largest group are all those that are not listed.
     if not is_first or len(group.nodes) == 1:
-        yield from _wrapped(_named(group.nodes), " " * 9, width)
+        yield from _wrapped(_node_names(group.nodes), " " * 9, width)
 
 
-def _shown(group: Group) -> str:
-    return one_line(group.shown, _CELL_CHARACTERS)
+def _cell(group: Group) -> str:
+    return one_line(group.text, _CELL_CHARACTERS)
 
 
-def _named(nodes: Collection[str]) -> str:
+def _node_names(nodes: Collection[str]) -> str:
     try:
         return one_line(compress_hostlist(nodes), _CELL_CHARACTERS)
-    except LaunchError:  # a file's name that no node has: it stands as it is
+    except LaunchError:  # a file's name that is no host name: unchanged
         return one_line(", ".join(nodes), _CELL_CHARACTERS)
 
 

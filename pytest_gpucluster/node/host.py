@@ -1,4 +1,4 @@
-"""All that is known of one node's host, gathered and frozen: what is judged always says the same."""
+"""The facts of one node's host, collected once and frozen."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from pytest_gpucluster.metrics.finding import Identity, identity
 from pytest_gpucluster.node import limits, pci
-from pytest_gpucluster.node.limits import Cgroup, Memory, ProcessLimits, Processors, Space, Tree
+from pytest_gpucluster.node.limits import Cgroup, Memory, ProcessLimits, Processors, Space, Tree, least
 from pytest_gpucluster.node.numa import DEVICES, place_of_gpu
 from pytest_gpucluster.node.pci import PciPath
 
 WORKERS = "PYTEST_XDIST_WORKER_COUNT"
-"""How many processes share a node without a launcher, each of which takes itself for the only one. Source:
+"""Number of worker processes on a node without a launcher. Source:
 pytest-xdist, "How-tos", "Identifying the worker process during a test"."""
 
 TREE = Tree()
-"""Where it is read from, unless the caller says otherwise."""
+"""Where facts are read, unless the caller gives another tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPath:
-    """A GPU of this node and the way to it. ``node``: its NUMA node; None where the kernel knows of none."""
+    """A GPU of this node and its PCIe path. ``node``: its NUMA node; None where the kernel reports none."""
 
     who: Identity
     node: int | None
@@ -33,14 +33,14 @@ class GpuPath:
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """What one rank tells of its node.
+    """The host facts of one rank's node.
 
     Attributes:
         host: its name.
         ranks: processes that share it.
-        machine: kind of CPU, such as ``x86_64``.
+        machine: CPU architecture, such as ``x86_64``.
         own_cpus: where this rank may run.
-        limits: None if the kernel does not tell.
+        limits: None if the kernel does not report them.
         gpus: of all ranks here.
     """
 
@@ -56,28 +56,26 @@ class HostFacts:
 
     @property
     def cpus(self) -> float | None:
-        """How many CPUs' time all ranks can have together; None if that is not known.
+        """CPU time of all ranks together, in CPUs; None if unknown.
 
         Not the CPUs of this rank: a launcher that binds ranks gives each a part of them.
         """
-        there = self.cgroup.cpuset or self.processors.online
-        told = (None if there is None else float(len(there)), self.cgroup.cpus)
-        return min((number for number in told if number is not None), default=None)
+        available = self.cgroup.cpuset or self.processors.online
+        return least([None if available is None else float(len(available)), self.cgroup.cpus])
 
     @property
     def cpus_per_rank(self) -> float | None:
-        """The time that a rank can count on: its part of all, and no more than the CPUs that it may run on."""
+        """CPUs of one rank: its part of all, and at most those that it may run on."""
         return None if self.cpus is None else min(self.cpus / self.ranks, float(len(self.own_cpus)))
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory that all ranks can have together."""
-        told = (self.memory.total_bytes, self.cgroup.memory_bytes)
-        return min((number for number in told if number is not None), default=None)
+        """Memory of all ranks together."""
+        return least([self.memory.total_bytes, self.cgroup.memory_bytes])
 
     @property
     def shm_bytes(self) -> int | None:
-        """What all ranks can still put into /dev/shm: it counts as memory of the control group."""
+        """Free space of /dev/shm for all ranks; it counts as memory of the control group."""
         if self.memory.shm is None:
             return None
         free = self.memory.shm.free_bytes
@@ -85,14 +83,14 @@ class HostFacts:
 
     @property
     def nofile(self) -> int | None:
-        """Files that a rank can have open."""
+        """Open files of one rank."""
         if self.limits is None:
             return None
-        return self.limits.files_at_most if self.limits.nofile.soft is None else self.limits.nofile.soft
+        return self.limits.max_files if self.limits.nofile.soft is None else self.limits.nofile.soft
 
     @property
     def memlock_ratio(self) -> float | None:
-        """The part of the node's memory that a rank may lock."""
+        """Part of the node's memory that a rank may lock."""
         if self.limits is None or self.memory_bytes is None:
             return None
         allowed = self.limits.memlock.soft
@@ -100,14 +98,13 @@ class HostFacts:
 
     @property
     def tasks(self) -> int | None:
-        """Processes and threads that all ranks can have together."""
+        """Processes and threads of all ranks together."""
         if self.limits is None:
             return None
-        told = (self.limits.nproc.soft, self.limits.tasks_at_most, self.cgroup.tasks)
-        return min((number for number in told if number is not None), default=None)
+        return least([self.limits.nproc.soft, self.limits.max_tasks, self.cgroup.tasks])
 
 
-def gather(
+def collect_host(
     inventory: Sequence[Mapping[str, Any]],
     *,
     rank: int,
@@ -115,14 +112,14 @@ def gather(
     tree: Tree | None = None,
     space: Space = limits.space,
 ) -> HostFacts:
-    """Read all that is known of this rank's node. It takes milliseconds, and writes nothing.
+    """Collect the host facts of this rank's node, within milliseconds.
 
     Args:
-        inventory: what every rank has said of itself (``inventory.identify``).
-        rank: which of them this is.
+        inventory: of every rank (``inventory.identify``).
+        rank: this one.
         environ: the environment, for the number of workers.
         tree: where to read; by default ``TREE``.
-        space: how large a file system is.
+        space: returns size and free bytes of a file system.
     """
     tree = TREE if tree is None else tree
     me = next(who for who in inventory if who["rank"] == rank)
@@ -142,6 +139,6 @@ def gather(
 
 
 def _gpu(tree: Tree, who: Mapping[str, Any]) -> GpuPath:
-    named = identity(who)
-    place = place_of_gpu(named.pci, tree.path(str(DEVICES)))
-    return GpuPath(who=named, node=min(place.nodes) if place else None, path=pci.read_pci_path(tree, named.pci))
+    gpu = identity(who)
+    place = place_of_gpu(gpu.pci, tree.path(str(DEVICES)))
+    return GpuPath(who=gpu, node=min(place.nodes) if place else None, path=pci.read_pci_path(tree, gpu.pci))

@@ -1,6 +1,6 @@
-"""Checks of a host: what is not as it should be, and the figures that limits are set for.
+"""Checks of a host: findings about its settings, and the values that are compared with limits.
 
-Each figure comes with what was found, and the way to more of it.
+Each value comes with what was found and how to raise it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
 from pytest_gpucluster.node.host import HostFacts
 from pytest_gpucluster.node.limits import SHM
-from pytest_gpucluster.node.numa import shown
+from pytest_gpucluster.node.numa import format_ranges
 
 ANY, PERFORMANCE = "any", "performance"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """How the hosts are meant to be set up: words of the workload's section ``host``. "any": it does not matter."""
+    """The intended settings, from the workload's section ``host``. "any" accepts all."""
 
     governor: str = PERFORMANCE
     numa_balancing: str = ANY
@@ -28,14 +28,14 @@ class Wanted:
 
 
 def examine_host(facts: HostFacts, wanted: Wanted) -> list[Finding]:
-    """Apply every check. Settings that hurt are of the environment: no GPU is at fault."""
+    """Apply every check. Harmful settings are faults of the environment, not of a GPU."""
     return [finding for check in CHECKS for finding in check(facts, wanted)]
 
 
 def require_fit(findings: list[Finding]) -> None:
-    """Make sure that nothing but notes was found.
+    """Raise the findings other than notes.
 
-    Raises: EnvironmentBroken with all that is more than a note: nothing of it is a fault of the hardware.
+    Raises: EnvironmentBroken: none of them is a fault of the hardware.
     """
     wrong = [str(finding) for finding in findings if finding.kind != "note"]
     if wrong:
@@ -57,7 +57,7 @@ def _shm(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
             facts,
             "shm_is_no_memory",
             "environment",
-            f"{SHM} is {f'a {shm.kind}' if shm.kind else 'no mount of its own'}",
+            f"{SHM} is {f'a {shm.kind}' if shm.kind else 'not a mount of its own'}",
             "a tmpfs: NCCL and data loaders exchange data through it at each step",
             "mount it as the distribution does (systemd: dev-shm.mount), or let the container runtime do it",
         )
@@ -69,7 +69,7 @@ def _governor(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
     remedy = "`cpupower frequency-set -g performance` on this host, and a service that does so at each boot"
     if not governors:
         found = "the kernel shows no CPU frequency governor, as in most virtual machines"
-        yield _finding(facts, "governor", "note", found, "anything", "nothing here; ask whoever runs the hypervisor")
+        yield _finding(facts, "governor", "note", found, "anything", "nothing here; the hypervisor sets it")
         return
     others = {name: cpus for name, cpus in governors.items() if name != PERFORMANCE}
     if follows := others.get("powersave", frozenset()) & facts.processors.autonomous:
@@ -78,27 +78,28 @@ def _governor(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
             facts,
             "governor",
             "note",
-            f"the CPU frequency governor is powersave of a driver that follows the load, on the CPUs {shown(follows)}",
+            "the CPU frequency governor is powersave, of a driver that follows the load, on the CPUs "
+            f"{format_ranges(follows)}",
             f"anything; {PERFORMANCE} keeps the clock up between launches",
             remedy,
         )
     others = {name: cpus for name, cpus in others.items() if cpus}
     if others:
-        found = ", ".join(f"{name} on the CPUs {shown(cpus)}" for name, cpus in sorted(others.items()))
+        found = ", ".join(f"{name} on the CPUs {format_ranges(cpus)}" for name, cpus in sorted(others.items()))
         yield _finding(
             facts,
             "governor",
             "environment" if wanted.governor == PERFORMANCE else "note",
             f"the CPU frequency governor is {found}",
-            f"{PERFORMANCE} on all CPUs: a CPU that has to wake up first launches kernels late",
+            f"{PERFORMANCE} on all CPUs: a CPU with a low clock launches kernels late",
             f"{remedy}; or accept it: --gpucluster-workload host.governor=any",
         )
 
 
 def _offline(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
     if facts.processors.offline:
-        found = f"the CPUs {shown(facts.processors.offline)} are switched off"
-        yield _finding(facts, "cpus_offline", "note", found, "anything", "nothing, if that is meant, as without SMT")
+        found = f"the CPUs {format_ranges(facts.processors.offline)} are switched off"
+        yield _finding(facts, "cpus_offline", "note", found, "anything", "nothing, if intended, such as SMT off")
 
 
 def _numa(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
@@ -112,15 +113,15 @@ def _numa(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
             facts,
             "numa_balancing",
             kind,
-            f"the kernel moves memory between {len(facts.processors.nodes or ())} NUMA nodes by itself "
+            f"automatic NUMA balancing is on, with {len(facts.processors.nodes or ())} NUMA nodes "
             f"(kernel.numa_balancing={balancing})",
-            "off, where ranks are bound to their GPU's node: looking where memory is used takes page faults",
+            "off, where ranks are bound to their GPU's node: it causes page faults",
             "`sysctl kernel.numa_balancing=0`, and the same in /etc/sysctl.d",
         )
     unknown = [str(gpu.who) for gpu in facts.gpus if gpu.node is None]
     if several and unknown:
-        found = f"the kernel does not know beside which NUMA node these are: {'; '.join(unknown)}"
-        remedy = "look at the BIOS or at the hypervisor's topology: ranks cannot be bound beside their GPUs"
+        found = f"the kernel reports no NUMA node for: {'; '.join(unknown)}"
+        remedy = "look at the BIOS or at the hypervisor's topology: ranks cannot be bound to their GPU's node"
         yield _finding(facts, "gpu_without_node", "note", found, "a node for each GPU", remedy)
     known = [f"GPU {gpu.who.index}: node {gpu.node}" for gpu in facts.gpus if gpu.node is not None]
     if known:
@@ -139,15 +140,15 @@ def _iommu(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
             facts,
             "iommu",
             "environment" if strict else "note",
-            f"an IOMMU translates the addresses of this GPU (its group is of the type {gpu.path.iommu})",
-            "passthrough, or none: translation sends data between GPU and network card by way of the CPU",
+            f"an IOMMU translates the addresses of this GPU (type of its group: {gpu.path.iommu})",
+            "passthrough, or none: translation sends data between GPU and network card through the CPU",
             "iommu=pt on the kernel's command line, or VT-d / AMD-Vi off in the BIOS; or accept it: "
             "--gpucluster-workload host.iommu=any",
             gpu.who,
         )
     hidden = [gpu for gpu in facts.gpus if gpu.path is None]
     if hidden:
-        found = f"whether an IOMMU translates cannot be seen for {len(hidden)} of {len(facts.gpus)} GPUs"
+        found = f"unknown whether an IOMMU translates for {len(hidden)} of {len(facts.gpus)} GPUs"
         remedy = "look at /sys/kernel/iommu_groups/*/type on the host, where DMA and DMA-FQ translate"
         yield _finding(facts, "iommu", "note", found, "anything", remedy)
 
@@ -162,15 +163,15 @@ def _acs(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
             facts,
             "acs",
             "environment" if wanted.acs == "off" else "note",
-            f"PCIe switch ports above this GPU redirect what devices below them tell each other: {ports}",
-            "ACS off at switch ports, where no virtual machine needs it",
+            f"PCIe switch ports above this GPU redirect peer-to-peer traffic: {ports}",
+            "ACS off at switch ports, unless virtual machines need it",
             "`setpci -s PORT ECAP_ACS+0x6.w=0000` for each port at each boot, or ACS off in the BIOS; or accept it: "
             "--gpucluster-workload host.acs=any",
             gpu.who,
         )
     hidden = [gpu for gpu in facts.gpus if gpu.path is None or gpu.path.hidden]
     if hidden:
-        found = f"whether ACS redirects cannot be seen for {len(hidden)} of {len(facts.gpus)} GPUs"
+        found = f"unknown whether ACS redirects for {len(hidden)} of {len(facts.gpus)} GPUs"
         remedy = "as root: `lspci -vvv | grep -i acsctl`, where no switch port may show ReqRedir+ or CmpltRedir+"
         yield _finding(facts, "acs", "note", found, "anything", remedy)
 
@@ -178,7 +179,7 @@ def _acs(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
 def _huge_pages(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
     reserved, transparent = facts.memory.reserved_pages, facts.memory.transparent
     parts = [f"transparent huge pages: {transparent}"] if transparent else []
-    parts += [f"{reserved} huge pages set aside, which other memory cannot use"] if reserved else []
+    parts += [f"{reserved} reserved huge pages, which other memory cannot use"] if reserved else []
     if parts:
         yield _finding(facts, "huge_pages", "note", "; ".join(parts), "anything", "nothing")
 
@@ -196,7 +197,7 @@ CHECKS: tuple[Callable[[HostFacts, Wanted], Iterator[Finding]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One figure: ``value`` in ``unit``, what was found on the host, and the way to more of it."""
+    """One value in ``unit``, what was found on the host, and how to raise it."""
 
     metric: str
     value: float
@@ -205,13 +206,13 @@ class Reading:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.metric}: {self.found}; for more: {self.remedy}"
+        return f"{self.metric}: {self.found}; to raise it: {self.remedy}"
 
 
 def readings(facts: HostFacts) -> Iterator[Reading]:
-    """Yield every figure.
+    """Yield every value.
 
-    Raises: EnvironmentBroken if one of them is not known: then nobody can say that it is enough.
+    Raises: EnvironmentBroken if one of them is unknown.
     """
     for one in (_nofile, _memlock, _shm_reading, _cpus, _tasks, _memory):
         yield one(facts)
@@ -222,15 +223,15 @@ def _reading(
 ) -> Reading:
     if value is None:
         raise EnvironmentBroken(
-            f"{facts.host}: {metric} is not known: {source} tells nothing; a figure is needed to be held against the "
-            "limit; make /proc, /sys and /dev/shm visible to the job, as container runtimes do by default"
+            f"{facts.host}: {metric} is unknown: {source} cannot be read, so the limit cannot be checked; make "
+            "/proc, /sys and /dev/shm visible to the job, as container runtimes do by default"
         )
     return Reading(metric=metric, value=value, unit=unit, found=found, remedy=remedy)
 
 
 def _nofile(facts: HostFacts) -> Reading:
     limit = facts.limits.nofile if facts.limits else None
-    found = f"open files {_amount(limit.soft)}, which can be raised to {_amount(limit.hard)}" if limit else ""
+    found = f"open files {_amount(limit.soft)}, hard limit {_amount(limit.hard)}" if limit else ""
     return _reading(
         facts,
         "host.nofile",
@@ -268,8 +269,8 @@ def _shm_reading(facts: HostFacts) -> Reading:
         "host.shm",
         None if total is None else total / facts.ranks / 1e9,
         "GB",
-        found=f"{SHM}: {found}{_of_group(facts)}",
-        remedy=f"remove what ended jobs have left in {SHM}; docker --shm-size=32g or --ipc=host; in Kubernetes an "
+        found=f"{SHM}: {found}{_group_limit(facts)}",
+        remedy=f"remove files of earlier jobs from {SHM}; docker --shm-size=32g or --ipc=host; in Kubernetes an "
         f"emptyDir with medium: Memory at {SHM}",
         source=f"the file system at {SHM}",
     )
@@ -277,11 +278,11 @@ def _shm_reading(facts: HostFacts) -> Reading:
 
 def _cpus(facts: HostFacts) -> Reading:
     online, group = facts.processors.online, facts.cgroup
-    parts = [f"{len(online)} CPUs are online" if online is not None else "CPUs that are online: not told"]
-    parts += [f"the control group may run on {shown(group.cpuset)}"] if group.cpuset is not None else []
+    parts = [f"{len(online)} CPUs are online" if online is not None else "CPUs online: unknown"]
+    parts += [f"the control group may run on {format_ranges(group.cpuset)}"] if group.cpuset is not None else []
     parts += [f"and use the time of {_amount(group.cpus)}"] if group.cpus is not None else []
-    parts += [] if group.versions else ["no control group can be seen, so its limits are not known"]
-    parts.append(f"this rank may run on {shown(facts.own_cpus)}; {_ranks(facts)} on the node")
+    parts += [] if group.versions else ["no control group can be read, so its limits are unknown"]
+    parts.append(f"this rank may run on {format_ranges(facts.own_cpus)}; {_ranks(facts)} on the node")
     return _reading(
         facts,
         "host.cpus",
@@ -296,7 +297,7 @@ def _cpus(facts: HostFacts) -> Reading:
 def _tasks(facts: HostFacts) -> Reading:
     limits, found = facts.limits, ""
     if limits is not None:
-        found = f"this user may have {_amount(limits.nproc.soft)}, the node {_amount(limits.tasks_at_most)}"
+        found = f"this user may have {_amount(limits.nproc.soft)}, the node {_amount(limits.max_tasks)}"
     return _reading(
         facts,
         "host.tasks",
@@ -317,13 +318,13 @@ def _memory(facts: HostFacts) -> Reading:
         "host.memory",
         None if facts.memory_bytes is None else facts.memory_bytes / facts.ranks / 1e9,
         "GB",
-        found=found + _of_group(facts),
+        found=found + _group_limit(facts),
         remedy="srun --mem=0 or --mem-per-gpu; requests and limits of the pod; docker --memory",
         source="/proc/meminfo, MemTotal",
     )
 
 
-def _of_group(facts: HostFacts) -> str:
+def _group_limit(facts: HostFacts) -> str:
     limit = facts.cgroup.memory_bytes
     return "" if limit is None else f"; the control group may use {_gb(limit)}"
 

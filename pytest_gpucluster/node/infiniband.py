@@ -1,6 +1,6 @@
-"""The InfiniBand and RoCE ports of this node, as the kernel shows them: state, rate, firmware, GIDs, counters.
+"""The InfiniBand and RoCE ports of this node from sysfs: state, rate, firmware, GIDs, counters.
 
-Nothing here needs a library, root or the verbs: all of it is in sysfs, also in a container that was given its HCAs.
+It needs no library, root or verbs, and works in a container that was given its HCAs.
 
 Source: Linux kernel, Documentation/ABI/stable/sysfs-class-infiniband; the texts of state, phys_state and rate,
 drivers/infiniband/core/sysfs.c.
@@ -28,7 +28,7 @@ CARRIER_DOWN = "carrier_down_count"
 Documentation/ABI/testing/sysfs-class-net."""
 
 BYTES: Mapping[str, str] = {"port_xmit_data": "port_xmit_bytes", "port_rcv_data": "port_rcv_bytes"}
-"""Counters that the kernel counts in words of 4 bytes -> what they are called here, in bytes."""
+"""Counters in words of 4 bytes -> their name here, in bytes."""
 BYTES_PER_WORD = 4
 
 ERRORS = (
@@ -46,7 +46,7 @@ ERRORS = (
 )
 """Error counters of a port, in ``counters/``."""
 CONGESTION = ("port_xmit_wait",)
-"""Ticks in which there was something to send and it was held back; in ``counters/``. No error."""
+"""Ticks in which data waited to be sent; in ``counters/``. Not an error."""
 HARDWARE_ERRORS = (
     "out_of_sequence",
     "packet_seq_err",
@@ -55,7 +55,7 @@ HARDWARE_ERRORS = (
     "rx_icrc_encapsulated",
     "roce_adp_retrans_to",
 )
-"""What tells of lost or corrupted packets in ``hw_counters/`` of NVIDIA's HCAs, where packets are sent again.
+"""Counters of lost, corrupted or resent packets, in ``hw_counters/`` of NVIDIA's HCAs.
 Source: NVIDIA, "Understanding mlx5 Linux Counters and Status Parameters", HW counters."""
 
 _UNREADABLE = (OSError, ValueError)
@@ -63,7 +63,7 @@ _UNREADABLE = (OSError, ValueError)
 
 @dataclass(frozen=True, kw_only=True)
 class Gid:
-    """One entry of a port's table of addresses. ``kind``: "IB/RoCE v1" or "RoCE v2"; "" where the kernel is silent."""
+    """One entry of a port's table of addresses. ``kind``: "IB/RoCE v1" or "RoCE v2"; "" where unknown."""
 
     index: int
     address: str
@@ -72,7 +72,7 @@ class Gid:
 
     @property
     def is_ipv4(self) -> bool:
-        """Tell whether it is an IPv4 address, as routed RoCE uses it.
+        """Whether it is an IPv4 address, as routed RoCE uses it.
 
         >>> Gid(index=3, address="0000:0000:0000:0000:0000:ffff:0a00:0001").is_ipv4
         True
@@ -89,11 +89,11 @@ class Port:
         state: DOWN, INIT, ARMED, ACTIVE or ACTIVE_DEFER; "" where it cannot be read.
         phys_state: LinkUp, Polling, Disabled and so on.
         rate_gbps: width times speed of the link now, in Gb/s; None where it cannot be read.
-        rate: the same in the kernel's words, such as "400 Gb/sec (4X NDR)".
+        rate: the kernel's text, such as "400 Gb/sec (4X NDR)".
         link_layer: "InfiniBand", "Ethernet" (RoCE) or "".
         lid, sm_lid: of the port and of its subnet manager; 0 where there is none.
-        gids: the entries that are not empty; read only where asked for.
-        counters: see ``ERRORS``, ``BYTES`` and the others; those that this port has.
+        gids: the entries that are not empty; read on request.
+        counters: those of ``ERRORS``, ``BYTES`` and the others that this port has.
     """
 
     device: str
@@ -110,12 +110,12 @@ class Port:
 
     @property
     def name(self) -> str:
-        """Device and number, such as ``mlx5_0/1``. Where all nodes are alike, this is the rail."""
+        """Device and number, such as ``mlx5_0/1``. In a fleet of equal nodes, this is the rail."""
         return f"{self.device}/{self.number}"
 
     @property
     def is_active(self) -> bool:
-        """Tell whether it carries data."""
+        """Whether it carries data."""
         return self.state == ACTIVE
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Port:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One HCA. ``board`` is the maker's id of the card (PSID); ``pci`` and ``numa_node`` are None where unknown."""
+    """One HCA. ``board`` is the vendor's id of the card (PSID); ``pci`` and ``numa_node`` are None where unknown."""
 
     name: str
     kind: str = ""
@@ -139,7 +139,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """All HCAs of a node. ``why_not`` says why there are none to be seen; it is empty where there are."""
+    """All HCAs of a node. ``why_not``: why there are none, or empty."""
 
     devices: tuple[Device, ...] = ()
     why_not: str = ""
@@ -150,12 +150,12 @@ class Adapters:
         return tuple(port for device in self.devices for port in device.ports)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain types, to be told to other ranks and put on record."""
+        """Return plain types, to exchange and record."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Adapters:
-        """Read what :meth:`to_json` has made."""
+    def from_json(cls, data: Mapping[str, Any]) -> Adapters:
+        """Read the result of :meth:`to_json`."""
 
         def port(one: Mapping[str, Any]) -> Port:
             return Port(**{**one, "gids": tuple(Gid(**gid) for gid in one["gids"])})
@@ -163,7 +163,7 @@ class Adapters:
         def device(one: Mapping[str, Any]) -> Device:
             return Device(**{**one, "ports": tuple(map(port, one["ports"]))})
 
-        return cls(devices=tuple(map(device, told["devices"])), why_not=told["why_not"])
+        return cls(devices=tuple(map(device, data["devices"])), why_not=data["why_not"])
 
 
 def read(sysfs: Path = SYSFS, *, gids: bool = True, only_bytes: bool = False) -> Adapters:
@@ -172,7 +172,7 @@ def read(sysfs: Path = SYSFS, *, gids: bool = True, only_bytes: bool = False) ->
     Args:
         sysfs: where sysfs is mounted.
         gids: whether to read the tables of GIDs, which have hundreds of entries on RoCE ports.
-        only_bytes: of the counters only ``BYTES``: the firmware is asked for each of the others.
+        only_bytes: of the counters only ``BYTES``: each of the others queries the firmware.
     """
     folder = sysfs / "class" / "infiniband"
     try:
@@ -188,7 +188,7 @@ def _device(folder: Path, *, gids: bool, only_bytes: bool) -> Device:
     try:
         numbers = sorted(int(entry.name) for entry in (folder / "ports").iterdir() if entry.name.isdigit())
     except OSError:
-        numbers = []  # an HCA that shows no port has none that could be used, and whoever counts them notices
+        numbers = []  # an HCA without ports has no usable one
     node = _number(folder / "device" / "numa_node")
     return Device(
         name=folder.name,
@@ -246,8 +246,8 @@ def _gids(port: Path) -> Iterator[Gid]:
         try:
             known = ipaddress.IPv6Address(address)
         except ValueError:
-            continue  # an entry that cannot be read cannot be used either
-        # fe80:: with no interface id is what an empty entry of an InfiniBand port looks like.
+            continue  # an entry that cannot be read is not usable
+        # An empty entry of an InfiniBand port is fe80:: without an interface id.
         if int(known) & (2**64 - 1):
             yield Gid(
                 index=index,
@@ -258,7 +258,7 @@ def _gids(port: Path) -> Iterator[Gid]:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text, or nothing: an attribute that this driver lacks, or an entry of a table that is empty."""
+    """Return a file's text; "" for an attribute that this driver lacks, or an empty table entry."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -274,7 +274,7 @@ def _number(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="utf-8", errors="replace"), 0)
     except _UNREADABLE:
-        return None  # also "N/A (no PMA)", which a virtual function says
+        return None  # also "N/A (no PMA)" of a virtual function
 
 
 def _by_number(name: str) -> tuple[str, int]:

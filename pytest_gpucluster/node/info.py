@@ -1,8 +1,7 @@
-"""What ``gpucluster node info`` shows of a node: system, CPUs, memory and mounts, and all parts put together.
+"""The data of ``gpucluster node info``: system, CPUs, memory and mounts, and all parts together.
 
-The system is its name, kernel and distribution, the container around this process, and the scheduler. CPUs and memory
-come with what this process may use of them. File systems are never looked into: a server that is gone would never
-answer. GPUs are read in ``node.info_gpus``, software and network in ``node.info_software``.
+File systems are not accessed, only listed: a server that is down would block. GPUs are read in ``node.info_gpus``,
+software and network in ``node.info_software``.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from typing import Any
 from pytest_gpucluster.launch.launchers import Allocation, allocation
 from pytest_gpucluster.node import info_gpus, info_software, limits
 from pytest_gpucluster.node import limits as host_memory
-from pytest_gpucluster.node.info_software import Answer, Ask
+from pytest_gpucluster.node.info_software import Answer, Run
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
 from pytest_gpucluster.node.limits import Space, Tree
-from pytest_gpucluster.node.numa import shown
-from pytest_gpucluster.node.processes import Who, who_is
+from pytest_gpucluster.node.numa import format_ranges
+from pytest_gpucluster.node.processes import Process, find_process
 
 _APPTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 
 
 def read_system(tree: Tree, environ: Mapping[str, str], *, host: str, allocation: Allocation) -> dict[str, Any]:
-    """Tell of the system.
+    """Read the system.
 
     Returns:
         ``host``; ``system``, the distribution; ``kernel``; ``machine``, such as x86_64; ``uptime_seconds``; ``load``,
         runnable tasks averaged over 1, 5 and 15 minutes; ``root``, whether this process is root here; ``container``,
-        what kind of container this process is in, null for none that is known; ``scheduler``.
+        of this process, null for none that is known; ``scheduler``.
 
     Source: os-release(5), proc_uptime(5), proc_loadavg(5).
     """
@@ -53,7 +52,7 @@ def read_system(tree: Tree, environ: Mapping[str, str], *, host: str, allocation
 
 
 def container(tree: Tree, environ: Mapping[str, str]) -> str | None:
-    """Return the kind of container that this process is in, or None where nothing tells of one.
+    """Return the container runtime of this process, or None where none is recognised.
 
     Source: systemd, "The Container Interface" (/run/systemd/container, /run/host); podman-run(1),
     /run/.containerenv; Docker makes /.dockerenv; Apptainer, "Environment and Metadata".
@@ -62,9 +61,9 @@ def container(tree: Tree, environ: Mapping[str, str]) -> str | None:
         return "kubernetes"
     if any(environ.get(name) for name in _APPTAINER):
         return "apptainer"
-    told = tree.text("/run/systemd/container") or environ.get("container", "")
-    if told:
-        return told
+    runtime = tree.text("/run/systemd/container") or environ.get("container", "")
+    if runtime:
+        return runtime
     if tree.has("/run/.containerenv"):
         return "podman"
     if tree.has("/.dockerenv"):
@@ -91,8 +90,8 @@ def _scheduler(environ: Mapping[str, str], allocation: Allocation) -> dict[str, 
     }
     if allocation.name == "kubernetes":
         names = {"pod": "HOSTNAME", "namespace": "POD_NAMESPACE", "node": "NODE_NAME"}
-    told = {key: environ.get(name) or None for key, name in names.items()}
-    return {"name": allocation.name, "nnodes": allocation.nnodes, "gpus_per_node": allocation.gpus_per_node, **told}
+    values = {key: environ.get(name) or None for key, name in names.items()}
+    return {"name": allocation.name, "nnodes": allocation.nnodes, "gpus_per_node": allocation.gpus_per_node, **values}
 
 
 def _first_number(text: str | None) -> float | None:
@@ -110,16 +109,16 @@ def _load(text: str | None) -> list[float] | None:
 
 _NODES = "/sys/devices/system/node"
 _MODEL = re.compile(r"^(?:model name|Model|cpu model|uarch|Processor)\s*:\s*(.+)$", re.MULTILINE)
-"""x86 and others. An Arm kernel tells the maker's numbers only, which are told in their place."""
+"""x86 and others. An Arm kernel reports the vendor's numbers only, which are shown instead."""
 
 
 def read_cpus(tree: Tree) -> dict[str, Any]:
-    """Tell of the CPUs.
+    """Read the CPUs.
 
     Returns:
         ``model``; ``sockets``, ``cores``, ``cpus`` that are online, ``offline`` ones; ``cpus_allowed``, those that this
-        process may run on, as the kernel writes a list; ``cpus_of_group``, how many CPUs' time its control group gets,
-        null for no limit; ``max_mhz``; ``governors``; ``numa_balancing``; ``numa_nodes``: each with ``node``, ``cpus``,
+        process may run on, as the kernel writes a list; ``cpus_of_group``, the CPU quota of its control group, null for
+        no limit; ``max_mhz``; ``governors``; ``numa_balancing``; ``numa_nodes``: each with ``node``, ``cpus``,
         ``memory_total_bytes``, ``memory_free_bytes`` and ``distances`` to all nodes.
 
     Source: Linux kernel, Documentation/admin-guide/cputopology.rst and Documentation/ABI/stable/sysfs-devices-node.
@@ -132,7 +131,7 @@ def read_cpus(tree: Tree) -> dict[str, Any]:
         "cores": _different(tree, online, "thread_siblings_list"),
         "cpus": len(online) if known.online is not None else None,
         "offline": len(known.offline),
-        "cpus_allowed": shown(os.sched_getaffinity(0)),
+        "cpus_allowed": format_ranges(os.sched_getaffinity(0)),
         "cpus_of_group": limits.read_cgroup(tree).cpus,
         "max_mhz": _max_mhz(tree, online),
         "governors": {name: len(cpus) for name, cpus in sorted(known.governors.items())},
@@ -156,14 +155,14 @@ def _field(text: str, name: str) -> str:
 
 
 def _different(tree: Tree, cpus: Iterable[int], name: str) -> int | None:
-    """Count the different values of an attribute of all CPUs' topology; None where the kernel lacks one of them."""
-    told = {tree.text(f"{limits.CPUS}/cpu{cpu}/topology/{name}") for cpu in cpus}
-    return None if None in told or not told else len(told)
+    """Count the different values of a topology attribute of all CPUs; None where one is missing."""
+    values = {tree.text(f"{limits.CPUS}/cpu{cpu}/topology/{name}") for cpu in cpus}
+    return None if None in values or not values else len(values)
 
 
 def _max_mhz(tree: Tree, cpus: Iterable[int]) -> float | None:
-    told = (tree.number(f"{limits.CPUS}/cpu{cpu}/cpufreq/cpuinfo_max_freq") for cpu in cpus)
-    return max((number / 1000 for number in told if number is not None), default=None)
+    kilohertz = (tree.number(f"{limits.CPUS}/cpu{cpu}/cpufreq/cpuinfo_max_freq") for cpu in cpus)
+    return max((number / 1000 for number in kilohertz if number is not None), default=None)
 
 
 def _node(tree: Tree, node: int) -> dict[str, Any]:
@@ -188,11 +187,11 @@ _HUGE = "/sys/kernel/mm/hugepages"
 
 
 def read_memory(tree: Tree, space: Space = host_memory.space) -> dict[str, Any]:
-    """Tell of the memory.
+    """Read the memory.
 
     Returns:
-        ``total_bytes``, ``available_bytes``, ``swap_total_bytes``, ``swap_free_bytes``; ``group_bytes``, what the
-        control group may use, null for no limit; ``shm``: ``kind``, ``total_bytes``, ``free_bytes`` of /dev/shm;
+        ``total_bytes``, ``available_bytes``, ``swap_total_bytes``, ``swap_free_bytes``; ``group_bytes``, the limit of
+        the control group, null for none; ``shm``: ``kind``, ``total_bytes``, ``free_bytes`` of /dev/shm;
         ``transparent_huge_pages``; ``huge_pages``: for each size ``size_bytes``, ``total``, ``free``; ``limits``:
         ``nofile``, ``memlock_bytes`` and ``nproc``, each "unlimited" or a number, and ``may_lock_all``.
 
@@ -235,8 +234,8 @@ def _limits(tree: Tree) -> dict[str, Any] | None:
     if known is None:
         return None
     soft = {"nofile": known.nofile.soft, "memlock_bytes": known.memlock.soft, "nproc": known.nproc.soft}
-    told: dict[str, Any] = {name: "unlimited" if limit is None else limit for name, limit in soft.items()}
-    return {**told, "may_lock_all": known.may_lock_all}
+    values: dict[str, Any] = {name: "unlimited" if limit is None else limit for name, limit in soft.items()}
+    return {**values, "may_lock_all": known.may_lock_all}
 
 
 def _bytes(text: str, name: str) -> int | None:
@@ -244,20 +243,20 @@ def _bytes(text: str, name: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-OF_THE_KERNEL = frozenset(
+PSEUDO_FILE_SYSTEMS = frozenset(
     (
         *("autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs", "efivarfs"),
         *("fusectl", "hugetlbfs", "mqueue", "nsfs", "proc", "pstore", "ramfs", "rpc_pipefs", "securityfs", "selinuxfs"),
         *("squashfs", "sysfs", "tracefs"),
     )
 )
-"""Types of file systems that hold nothing of anybody's. Source: filesystems(5) and the kernel's documentation."""
+"""Types of file systems without user data. Source: filesystems(5) and the kernel's documentation."""
 
 
 def read_mounts(tree: Tree) -> list[dict[str, Any]]:
-    """Tell of each mount: ``point``, ``kind``, ``source``, ``network``, ``read_only``. A later one at the same place
-    hides the earlier one."""
-    seen = {mount.point: mount for mount in tree.mounts() if mount.kind not in OF_THE_KERNEL}
+    """Return ``point``, ``kind``, ``source``, ``network`` and ``read_only`` of each mount. A later one at the same
+    point hides the earlier one."""
+    mounts = {mount.point: mount for mount in tree.mounts() if mount.kind not in PSEUDO_FILE_SYSTEMS}
     return [
         {
             "point": mount.point,
@@ -266,7 +265,7 @@ def read_mounts(tree: Tree) -> list[dict[str, Any]]:
             "network": mount.is_network,
             "read_only": mount.read_only,
         }
-        for mount in seen.values()
+        for mount in mounts.values()
     ]
 
 
@@ -279,49 +278,49 @@ VIEWS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("system", "cpu", "memory"),
     "all": ("system", "cpu", "memory", "stack", "gpus", "topology", "infiniband", "network", "mounts"),
 }
-"""What is shown -> the parts that it is made of. A summary tells less of each."""
+"""View -> its parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where a node is asked: all of it can be planted."""
+    """Where a node is read. Tests replace all of it."""
 
     tree: Tree = field(default_factory=Tree)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     hostname: Callable[[], str] = socket.gethostname
-    gpus: Callable[[], Answer] = info_gpus.ask_child
-    ask: Ask = info_software.run_program
-    who_is: Callable[[int], Who] = who_is
+    gpus: Callable[[], Answer] = info_gpus.run_child
+    run: Run = info_software.run_program
+    find_process: Callable[[int], Process] = find_process
     interfaces: Callable[[], Sequence[Interface]] = own_interfaces
     space: Space = host_memory.space
     version: Callable[[str], str | None] = info_software.version_of
     nccl: Callable[[], str | None] = info_software.installed_nccl
 
 
-def gather_info(view: str, sources: Sources) -> dict[str, Any]:
+def collect_info(view: str, sources: Sources) -> dict[str, Any]:
     """Return the parts of a view, as plain JSON types.
 
     Returns:
         ``schema_version``, ``view``, ``host``, ``at`` (ISO 8601, UTC), and a key for each part in ``VIEWS``.
     """
     wanted, tree, host = VIEWS[view], sources.tree, sources.hostname()
-    told: dict[str, Any] = {
+    info: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "view": view,
         "host": host,
         "at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     adapters = info_software.network_adapters(tree) if {"infiniband", "topology"} & {*wanted} else None
-    known = info_gpus.read_gpus(sources.gpus(), sources.who_is) if "gpus" in wanted else None
+    known = info_gpus.read_gpus(sources.gpus(), sources.find_process) if "gpus" in wanted else None
     parts: dict[str, Callable[[], Any]] = {
         "system": lambda: read_system(tree, sources.environ, host=host, allocation=allocation(sources.environ)),
         "cpu": lambda: read_cpus(tree),
         "memory": lambda: read_memory(tree, sources.space),
-        "stack": lambda: info_software.read_stack(tree, sources.ask, version=sources.version, nccl=sources.nccl),
+        "stack": lambda: info_software.read_stack(tree, sources.run, version=sources.version, nccl=sources.nccl),
         "gpus": lambda: known,
         "topology": lambda: info_gpus.read_topology(known or {}, adapters or {}, tree),
         "infiniband": lambda: adapters,
         "network": lambda: info_software.network_interfaces(tree, sources.interfaces),
         "mounts": lambda: read_mounts(tree),
     }
-    return told | {part: parts[part]() for part in wanted}
+    return info | {part: parts[part]() for part in wanted}

@@ -1,9 +1,9 @@
 """The GPUs of a node through NVML, queried by a child process (this module as a program), and their topology.
 
-A driver that hangs blocks its caller for ever and deaf to signals. So a child queries it, writes a JSON object a line
-for each answer, and is killed when it is late (its end is waited for 1 s at most): what it has written is kept.
+A driver that hangs blocks its caller for ever, without a reaction to signals. So a child queries it, writes one line of
+JSON for each answer, and is killed at the deadline: the lines written by then are kept.
 
-The topology is what lies between two GPUs, and between a GPU and a network card, in the words of
+The topology has the path between two GPUs, and between a GPU and a network card, in the terms of
 ``nvidia-smi topo -m``.
 """
 
@@ -20,10 +20,10 @@ from pytest_gpucluster.node.info_software import Answer, run_program
 from pytest_gpucluster.node.kernel_log import normalised
 from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.nvml import NotAvailable, Nvml, PyNvml
-from pytest_gpucluster.node.processes import Who, who_is
+from pytest_gpucluster.node.processes import Process, find_process
 
 ANSWER_SECONDS = 30.0
-"""Several times what a sleeping driver needs to wake up eight GPUs, where persistence mode is off."""
+"""Several times the time to initialise eight GPUs where persistence mode is off."""
 _CHILD = (sys.executable, "-m", "pytest_gpucluster.node.info_gpus")
 
 QUERIES = {
@@ -61,15 +61,15 @@ QUERIES = {
     "fabric": "fabric",
     "processes": "processes",
 }
-"""Key of a GPU -> NVML query. What each is in is in its name, or is NVML's own word."""
+"""Key of a GPU -> NVML query. The key has the unit."""
 
 
-def tell(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], None]) -> None:
-    """In the child: ask all there is to ask, and write each answer at once."""
+def query_gpus(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], None]) -> None:
+    """In the child: run all queries, and write each answer at once."""
     try:
         nvml = open_nvml()
         write({"driver": nvml.driver_version(), "count": nvml.count()})
-        write({"asking": "which GPUs there are"})
+        write({"query": "the list of GPUs"})
         listed = nvml.listed()
     except EnvironmentBroken as error:
         write({"why_not": str(error)})
@@ -78,14 +78,14 @@ def tell(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], None])
         identity = {"index": gpu.index, "name": gpu.name, "uuid": gpu.uuid, "pci": gpu.pci_bus_id}
         write({"gpu": identity})
         for key, query in QUERIES.items():
-            write({"asking": f"{query} of GPU {gpu.index}"})
+            write({"query": f"{query} of GPU {gpu.index}"})
             try:
                 write({"of": gpu.uuid, "key": key, "value": nvml.read(gpu.uuid, query)})
             except NotAvailable as error:
                 write({"of": gpu.uuid, "key": key, "why_not": str(error)})
     for number, gpu in enumerate(listed):
         for other in listed[number + 1 :]:
-            write({"asking": f"the way from GPU {gpu.index} to GPU {other.index}"})
+            write({"query": f"the path from GPU {gpu.index} to GPU {other.index}"})
             try:
                 write({"from": gpu.uuid, "to": other.uuid, "common": nvml.between(gpu.uuid, other.uuid)})
             except NotAvailable as error:
@@ -93,67 +93,68 @@ def tell(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], None])
     write({"done": True})
 
 
-def ask_child(command: Sequence[str] = _CHILD, seconds: float = ANSWER_SECONDS) -> Answer:
-    """Let a child ask, and return what it has written by the deadline."""
+def run_child(command: Sequence[str] = _CHILD, seconds: float = ANSWER_SECONDS) -> Answer:
+    """Run the child, and return what it has written by the deadline."""
     return run_program(command, seconds, environ=detached_process.child_environment())
 
 
-def read_gpus(answer: Answer, who: Callable[[int], Who] = who_is) -> dict[str, Any]:
-    """Put the child's lines together.
+def read_gpus(child: Answer, find_process: Callable[[int], Process] = find_process) -> dict[str, Any]:
+    """Parse the child's lines.
 
     Returns:
-        ``why_not``: why nothing, or not all, is known; "" where all was told. ``driver``: its version. ``count``: GPUs
-        that this process may use, also those that do not answer. ``gpus``: each with ``index``, ``name``, ``uuid``,
-        ``pci``, a key for each of ``QUERIES``, and ``not_available``, why a key is null. ``ways``: ``from``, ``to`` and
-        ``common``, the nearest thing that two GPUs have in common.
+        ``why_not``: why nothing, or not all, is known; "" where the child finished. ``driver``: its version. ``count``:
+        GPUs that this process may use, also those that do not answer. ``gpus``: each with ``index``, ``name``,
+        ``uuid``, ``pci``, a key for each of ``QUERIES``, and ``not_available``, why a key is null. ``ways``: ``from``,
+        and
+        ``common``, the nearest common ancestor of two GPUs.
     """
-    told: dict[str, Any] = {"why_not": "", "driver": None, "count": None, "gpus": [], "ways": []}
+    result: dict[str, Any] = {"why_not": "", "driver": None, "count": None, "gpus": [], "ways": []}
     gpus: dict[str, dict[str, Any]] = {}
-    asking, is_done = "whether NVML is there", False
-    for line in answer.text.splitlines():
+    query, is_done = "NVML's initialisation", False
+    for line in child.text.splitlines():
         try:
-            said = json.loads(line)
+            answer = json.loads(line)
         except ValueError:
             continue  # the last line of a child that was killed while it wrote
-        if "asking" in said:
-            asking = said["asking"]
-        elif "done" in said:
+        if "query" in answer:
+            query = answer["query"]
+        elif "done" in answer:
             is_done = True
-        elif "gpu" in said:
-            gpus[said["gpu"]["uuid"]] = {**said["gpu"], **dict.fromkeys(QUERIES), "not_available": {}}
-        elif "of" in said:
-            _take(gpus[said["of"]], said, who)
-        elif "from" in said:
-            told["ways"].append({"common": None, **said})
+        elif "gpu" in answer:
+            gpus[answer["gpu"]["uuid"]] = {**answer["gpu"], **dict.fromkeys(QUERIES), "not_available": {}}
+        elif "of" in answer:
+            _take(gpus[answer["of"]], answer, find_process)
+        elif "from" in answer:
+            result["ways"].append({"common": None, **answer})
         else:
-            told |= said
-            is_done = is_done or "why_not" in said
+            result |= answer
+            is_done = is_done or "why_not" in answer
     if not is_done:
-        why = answer.why_not or "the child that asks NVML has ended early"
-        told["why_not"] = f"{why}; it was asking for {asking}" if answer.text else why
+        why = child.why_not or "the child that queries NVML exited early"
+        result["why_not"] = f"{why}; its last query was {query}" if child.text else why
         for gpu in gpus.values():
-            rest = {key: "not asked: NVML does not answer" for key in QUERIES if gpu[key] is None}
+            rest = {key: "not queried: NVML does not answer" for key in QUERIES if gpu[key] is None}
             gpu["not_available"] = {**rest, **gpu["not_available"]}
-    told["gpus"] = list(gpus.values())
-    return told
+    result["gpus"] = list(gpus.values())
+    return result
 
 
-def _take(gpu: dict[str, Any], said: dict[str, Any], who: Callable[[int], Who]) -> None:
-    key = said["key"]
-    if "why_not" in said:
-        gpu["not_available"][key] = said["why_not"]
+def _take(gpu: dict[str, Any], answer: dict[str, Any], find_process: Callable[[int], Process]) -> None:
+    key = answer["key"]
+    if "why_not" in answer:
+        gpu["not_available"][key] = answer["why_not"]
     elif key == "processes":
-        gpu[key] = [{"pid": pid, "memory_bytes": used, **_named(who(pid))} for pid, used in said["value"]]
+        gpu[key] = [{"pid": pid, "memory_bytes": used, **_owner(find_process(pid))} for pid, used in answer["value"]]
     else:
-        gpu[key] = said["value"]
+        gpu[key] = answer["value"]
 
 
-def _named(process: Who) -> dict[str, Any]:
+def _owner(process: Process) -> dict[str, Any]:
     return {"user": process.user or None, "command": process.command or None}
 
 
-def write(line: dict[str, Any]) -> None:
-    """Write one thing; at once, since the next question may never be answered."""
+def write_line(line: dict[str, Any]) -> None:
+    """Write one line at once, since the next query may hang."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
@@ -165,10 +166,10 @@ LEGEND: Mapping[str, str] = {
     "NV#": "# NVLinks, of each other or to the same switches",
     "PIX": "at most one PCIe switch",
     "PXB": "several PCIe switches, and not the CPU's host bridge",
-    "PHB": "a PCIe host bridge, which is mostly the CPU",
+    "PHB": "a PCIe host bridge, typically the CPU",
     "NODE": "host bridges of one NUMA node",
     "SYS": "the link between NUMA nodes",
-    UNKNOWN: "not told",
+    UNKNOWN: "unknown",
 }
 """Source: `nvidia-smi topo -m`, its legend."""
 _BY_NVML = {
@@ -182,18 +183,18 @@ _BY_NVML = {
 
 
 def read_topology(gpus: Mapping[str, Any], adapters: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
-    """Tell what lies between GPUs and HCAs.
+    """Return the paths between GPUs and HCAs.
 
-    GPUs are told apart by NVML, and where it does not tell, by the kernel's PCI devices; HCAs by the latter.
+    Between GPUs by NVML, and where it does not report them, by the kernel's PCI devices; to HCAs by the latter.
 
     Args:
-        gpus: as ``gpus.read`` tells.
-        adapters: as ``network.adapters`` tells.
+        gpus: the result of :func:`read_gpus`.
+        adapters: the result of ``info_software.network_adapters``.
 
     Returns:
-        ``gpus``: their indices; ``between_gpus``: for each GPU, the way to each of them; ``adapters``: their names;
-        ``to_gpus``: for each HCA, the way to each GPU; ``numa_nodes``: of each GPU, null where the kernel does not
-        know; ``cpus``: beside each GPU.
+        ``gpus``: their indices; ``between_gpus``: for each GPU, the path to each of them; ``adapters``: their names;
+        ``to_gpus``: for each HCA, the path to each GPU; ``numa_nodes``: of each GPU, null where unknown; ``cpus``:
+        local to each GPU.
     """
     listed: Sequence[Mapping[str, Any]] = gpus["gpus"]
     common = {frozenset((way["from"], way["to"])): way["common"] for way in gpus["ways"]}
@@ -205,8 +206,8 @@ def read_topology(gpus: Mapping[str, Any], adapters: Mapping[str, Any], tree: Tr
         links = nvlinks(one, other)
         if links:
             return f"NV{links}"
-        told = common.get(frozenset((one["uuid"], other["uuid"])))
-        return _BY_NVML.get(str(told)) or by_kernel(tree, one["pci"], other["pci"])
+        ancestor = common.get(frozenset((one["uuid"], other["uuid"])))
+        return _BY_NVML.get(str(ancestor)) or by_kernel(tree, one["pci"], other["pci"])
 
     return {
         "gpus": [gpu["index"] for gpu in listed],
@@ -232,9 +233,9 @@ def nvlinks(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
 
 
 def by_kernel(tree: Tree, one: str | None, other: str | None) -> str:
-    """Return what lies between two PCI devices, by what the kernel's paths to them have in common.
+    """Return the path between two PCI devices, by the common part of their sysfs paths.
 
-    PIX: what they share ends at most two steps above each of them, at the upstream port of one switch. Source: NCCL
+    PIX: the common part ends at most two steps above each of them, at the upstream port of one switch. Source: NCCL
     2.5, src/graph/topo.cc, pciDistance, which compares the same paths.
     """
     first, second = _path(tree, one), _path(tree, other)
@@ -277,4 +278,4 @@ def _cpus(tree: Tree, pci: str | None) -> str | None:
 
 
 if __name__ == "__main__":
-    tell(PyNvml, write)
+    query_gpus(PyNvml, write_line)

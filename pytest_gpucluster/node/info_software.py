@@ -1,7 +1,7 @@
-"""The software stack of a node, its network interfaces and its InfiniBand and RoCE ports, and a runner of its tools.
+"""The software stack of a node, its network interfaces and HCAs, and a runner of its tools.
 
-The stack is what lies between the GPUs and a program: driver, Fabric Manager, kernel modules, CUDA, NCCL, torch, OFED.
-Ports come with their way to GPU memory. Tools run with a deadline: one of a broken driver may never end.
+The stack is driver, Fabric Manager, kernel modules, CUDA, NCCL, torch and OFED. Tools run with a deadline, for a broken
+driver may hang.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.text import first_line
 
 ANSWER_SECONDS = 5.0
-_GONE_SECONDS = 1.0
+_KILL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a program has printed until it ended, or until nobody waited any longer. ``why_not`` is empty if it ended
-    well."""
+    """What a program printed until it exited or was killed. ``why_not`` is empty if it exited with 0."""
 
     text: str = ""
     why_not: str = ""
 
 
-Ask = Callable[[Sequence[str]], Answer]
+Run = Callable[[Sequence[str]], Answer]
 
 
 def run_program(
     command: Sequence[str], seconds: float = ANSWER_SECONDS, *, environ: Mapping[str, str] | None = None
 ) -> Answer:
-    """Run a program that only tells, and return its answer; after ``seconds`` it is killed."""
+    """Run a program that only prints, and return its output; after ``seconds`` it is killed."""
     try:
         process = subprocess.Popen(
             command,
@@ -55,24 +54,24 @@ def run_program(
     except OSError as error:
         return Answer(why_not=f"{command[0]}: {error.strerror or error}")
     try:
-        out, said = process.communicate(timeout=seconds)
+        out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as late:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and with it what it has started itself
-        # One that waits inside of the driver does not even hear that. It is left to the kernel, and not waited for.
+            os.killpg(process.pid, signal.SIGKILL)  # and its children
+        # A process blocked in the driver cannot be killed: it is not waited for.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_GONE_SECONDS)
+            process.wait(timeout=_KILL_SECONDS)
         for pipe in filter(None, (process.stdout, process.stderr)):
             pipe.close()
-        return Answer(text=_text(late.stdout), why_not=f"{command[0]} has not answered within {seconds:g} s")
+        return Answer(text=_text(late.stdout), why_not=f"{command[0]}: no answer within {seconds:g} s")
     if process.returncode:
-        why = first_line(_text(said)) or f"it ended with {process.returncode}"
+        why = first_line(_text(err)) or f"exit code {process.returncode}"
         return Answer(text=_text(out), why_not=f"{command[0]}: {why}")
     return Answer(text=_text(out))
 
 
-def _text(told: bytes | None) -> str:
-    return (told or b"").decode("utf-8", "replace")
+def _text(output: bytes | None) -> str:
+    return (output or b"").decode("utf-8", "replace")
 
 
 _VERSION = "/proc/driver/nvidia/version"
@@ -96,21 +95,21 @@ def version_of(distribution: str) -> str | None:
 
 
 def installed_nccl() -> str | None:
-    """Return the version of the NCCL that is installed for torch, as nvidia-nccl-cu12; a torch may hold its own."""
+    """Return the version of the NCCL package installed for torch, such as nvidia-nccl-cu12."""
     names = {str(one.metadata["Name"]).lower(): one.version for one in metadata.distributions() if one.metadata["Name"]}
     return next((version for name, version in sorted(names.items()) if name.startswith("nvidia-nccl")), None)
 
 
 def read_stack(
-    tree: Tree, ask: Ask, *, version: Version = version_of, nccl: Callable[[], str | None] = installed_nccl
+    tree: Tree, run: Run, *, version: Version = version_of, nccl: Callable[[], str | None] = installed_nccl
 ) -> dict[str, Any]:
-    """Tell of the stack.
+    """Read the software stack.
 
     Returns:
         ``driver``, the loaded kernel driver's version; ``driver_kind``: "open" or "proprietary" kernel modules;
         ``toolkit``, of the CUDA toolkit in /usr/local/cuda; ``torch``, ``nccl``, ``pytest_gpucluster``: installed for
-        this Python, and else the NCCL among the system's libraries; ``fabric_manager``, such as active; ``ofed``;
-        ``modules``, those of the kernel that matter here, each with its version, "" where it has none;
+        this Python, or else the system's NCCL library; ``fabric_manager``, such as active; ``ofed``;
+        ``modules``, relevant kernel modules, each with its version, "" where it has none;
         ``not_available``, why a key is null.
 
     Source: NVIDIA driver's README, "The /proc/driver/nvidia Interface"; systemctl(1), is-active.
@@ -118,31 +117,31 @@ def read_stack(
     missing: dict[str, str] = {}
     text = tree.text(_VERSION)
     if text is None:
-        missing["driver"] = f"{_VERSION} cannot be read: no driver of NVIDIA is loaded, or it is hidden here"
+        missing["driver"] = f"{_VERSION} cannot be read: no NVIDIA driver is loaded, or it is hidden here"
     found = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)", text or "")
-    told = {
+    stack = {
         "driver": found[1] if found else None,
         "driver_kind": None if text is None else "open" if "Open Kernel Module" in text else "proprietary",
         "toolkit": _toolkit(tree),
         "torch": version("torch"),
         "nccl": nccl() or installed_library(tree),
         "pytest_gpucluster": version("pytest-gpucluster"),
-        "fabric_manager": _fabric_manager(ask, missing),
-        "ofed": _ofed(ask, missing),
+        "fabric_manager": _fabric_manager(run, missing),
+        "ofed": _ofed(run, missing),
         "modules": _modules(tree, missing),
     }
-    return {**told, "not_available": missing}
+    return {**stack, "not_available": missing}
 
 
 def _modules(tree: Tree, missing: dict[str, str]) -> dict[str, str] | None:
     if not tree.has(_LOADED):
-        missing["modules"] = f"{_LOADED} cannot be looked at"
+        missing["modules"] = f"{_LOADED} cannot be read"
         return None
     return {name: tree.text(f"{_LOADED}/{name}/version") or "" for name in _MODULES if tree.has(f"{_LOADED}/{name}")}
 
 
 def installed_library(tree: Tree) -> str | None:
-    """Return the version of the NCCL that the system has, as in NVIDIA's containers, by the name of its file."""
+    """Return the version of the system's NCCL, as in NVIDIA's containers, by the name of its file."""
     names = (path.name for folder in _LIBRARIES for path in tree.path("/").glob(f"{folder}/libnccl.so.*"))
     versions = [found[1] for found in (re.fullmatch(r"libnccl\.so\.(\d+\.\d+\.\d+)", name) for name in names) if found]
     return max(versions, key=lambda version: [int(part) for part in version.split(".")], default=None)
@@ -150,24 +149,24 @@ def installed_library(tree: Tree) -> str | None:
 
 def _toolkit(tree: Tree) -> str | None:
     try:
-        told = json.loads(tree.text(_TOOLKIT) or "")["cuda"]["version"]
+        version = json.loads(tree.text(_TOOLKIT) or "")["cuda"]["version"]
     except (ValueError, KeyError, TypeError):
-        return None  # no toolkit there, or a much older one
-    return told if isinstance(told, str) else None
+        return None  # no toolkit, or a much older one
+    return version if isinstance(version, str) else None
 
 
-def _fabric_manager(ask: Ask, missing: dict[str, str]) -> str | None:
-    answer = ask(_FABRIC_MANAGER)
-    # It ends with 3 where the service does not run, and says so.
+def _fabric_manager(run: Run, missing: dict[str, str]) -> str | None:
+    answer = run(_FABRIC_MANAGER)
+    # The exit code is 3 where the service does not run, with its state as output.
     words = answer.text.strip().splitlines()
     if len(words) == 1 and re.fullmatch(r"[a-z-]+", words[0]):
         return words[0]
-    missing["fabric_manager"] = answer.why_not or "systemctl has told nothing"
+    missing["fabric_manager"] = answer.why_not or "systemctl printed nothing"
     return None
 
 
-def _ofed(ask: Ask, missing: dict[str, str]) -> str | None:
-    answer = ask(_OFED)
+def _ofed(run: Run, missing: dict[str, str]) -> str | None:
+    answer = run(_OFED)
     if answer.why_not:
         missing["ofed"] = answer.why_not
         return None
@@ -177,8 +176,8 @@ def _ofed(ask: Ask, missing: dict[str, str]) -> str | None:
 _NET = "/sys/class/net"
 
 
-def network_interfaces(tree: Tree, with_addresses: Callable[[], Sequence[Interface]]) -> list[dict[str, Any]]:
-    """Tell of each network interface but the loopback.
+def network_interfaces(tree: Tree, interfaces: Callable[[], Sequence[Interface]]) -> list[dict[str, Any]]:
+    """Read each network interface but the loopback.
 
     Returns:
         ``name``; ``state``, such as up; ``speed_mbps``, null where there is none, as of a bridge; ``mtu``; ``mac``;
@@ -186,7 +185,7 @@ def network_interfaces(tree: Tree, with_addresses: Callable[[], Sequence[Interfa
 
     Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net.
     """
-    addresses = {one.name: list(one.addresses) for one in with_addresses()}
+    addresses = {one.name: list(one.addresses) for one in interfaces()}
     try:
         names = sorted(entry.name for entry in tree.path(_NET).iterdir() if entry.name != "lo")
     except OSError:
@@ -210,12 +209,12 @@ def _interface(tree: Tree, name: str) -> dict[str, Any]:
 
 
 def network_adapters(tree: Tree) -> dict[str, Any]:
-    """Tell of each HCA and its ports.
+    """Read each HCA and its ports.
 
     Returns:
-        ``why_not``, why none is to be seen, "" where there are some; ``devices``: ``name``, ``kind``, ``firmware``,
+        ``why_not``, why there is none, "" where there are some; ``devices``: ``name``, ``kind``, ``firmware``,
         ``board``, ``guid``, ``pci``, ``numa_node`` and ``ports``, each with ``number``, ``state``, ``phys_state``,
-        ``rate``, ``rate_gbps``, ``link_layer``, ``lid``, ``sm_lid`` and ``errors``, the counters of errors that are not
+        ``rate``, ``rate_gbps``, ``link_layer``, ``lid``, ``sm_lid`` and ``errors``, the error counters that are not
         zero; ``peer_memory``: ``module`` and ``why_no_dma_buf``.
     """
     known = infiniband.read(tree.path("/sys"), gids=False)
@@ -231,10 +230,10 @@ def network_adapters(tree: Tree) -> dict[str, Any]:
             }
             for port in device.ports
         ]
-        told = {
+        values = {
             name: getattr(device, name) for name in ("name", "kind", "firmware", "board", "guid", "pci", "numa_node")
         }
-        devices.append({**told, "ports": ports})
+        devices.append({**values, "ports": ports})
     return {
         "why_not": known.why_not,
         "devices": devices,

@@ -1,6 +1,6 @@
-"""What a node is, as text for people: host, GPUs, ports and interfaces, topology.
+"""The text of ``gpucluster node info``: host, GPUs, ports and interfaces, topology.
 
-No line is wider than asked for, and nothing in the text acts on a terminal.
+Lines are at most ``width`` wide, and the text has no control characters.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _LEAST_COLUMNS, _WIDE_COLUMNS = 4, 24
 
 
 def fact(key: str, text: str, width: int) -> list[str]:
-    """Return a fact as lines: its name, and beside it the text."""
+    """Return a fact as lines: its name, then the text."""
     name = padded(shortened(clean(key), _KEY_COLUMNS - 1), _KEY_COLUMNS)
     return paragraph(text, width, first=f"  {name}", rest=" " * (2 + _KEY_COLUMNS))
 
 
 def facts(pairs: Iterable[tuple[str, str | None]], width: int) -> Iterable[str]:
-    """Yield facts; what is not known is said to be."""
+    """Yield facts, "unknown" for those without a value."""
     for key, text in pairs:
-        yield from fact(key, text or "not told", width)
+        yield from fact(key, text or "unknown", width)
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int, left: int = 1) -> list[str]:
-    """Return a table; the first ``left`` columns begin at the left, numbers end at the right. The widest cells of texts
-    are cut until it fits."""
+    """Return a table; the first ``left`` columns are left-aligned, the others right-aligned. The widest text cells are
+    shortened until it fits."""
     heads = [Column(title=title, is_right=at >= left) for at, title in enumerate(titles)]
     cells = [[clean(cell) for cell in row] for row in [titles, *rows]]
     wide = widths(cells)
     while total(wide) > width - 2 and max(wide) > _LEAST_COLUMNS:
-        # Numbers are cut last: a part of one is another number.
+        # Numbers are shortened last: a part of one is another number.
         cut = [at for at in range(len(wide)) if wide[at] > _WIDE_COLUMNS]
         cut = cut or [at for at in range(left) if wide[at] > _LEAST_COLUMNS] or list(range(len(wide)))
         wide[max(cut, key=lambda at: wide[at])] -= 1
@@ -57,7 +57,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int, left
 
 
 def amount(in_bytes: float | None) -> str:
-    """Return bytes as people say them of memory.
+    """Format bytes in units of 1024.
 
     >>> amount(2**31), amount(1500), amount(None)
     ('2 GiB', '1.46 KiB', '?')
@@ -71,13 +71,13 @@ def amount(in_bytes: float | None) -> str:
     return f"{in_bytes:.0f} {unit}" if abs(in_bytes) >= 1000 else f"{in_bytes:.3g} {unit}"
 
 
-def shown(value: object, unit: str = "") -> str:
+def with_unit(value: object, unit: str = "") -> str:
     """Return a value with its unit, or a question mark."""
     return "?" if value is None else f"{value}{unit and f' {unit}'}"
 
 
 def switch(value: bool | None, on: str = "on", off: str = "off") -> str:
-    """Return what is on, off or not known."""
+    """Return ``on``, ``off`` or a question mark."""
     return "?" if value is None else on if value else off
 
 
@@ -86,15 +86,15 @@ def count(number: int | None, what: str) -> str:
     return f"? {what}s" if number is None else f"{number} {what}{'s' * (number != 1)}"
 
 
-Values = Mapping[str, Any]
+Info = Mapping[str, Any]
 
 
-def of_system(told: Values, width: int) -> Iterable[str]:
+def system_lines(info: Info, width: int) -> Iterable[str]:
     """Yield the system, the container and the scheduler."""
-    system = told["system"]
+    system = info["system"]
     yield from facts(
         [
-            ("system", f"{shown(system['system'])}, Linux {shown(system['kernel'])}, {system['machine']}"),
+            ("system", f"{with_unit(system['system'])}, Linux {with_unit(system['kernel'])}, {system['machine']}"),
             ("up", f"{_uptime(system['uptime_seconds'])}, load {_load(system['load'])}"),
             ("container", f"{system['container'] or 'none seen'}, {switch(system['root'], '', 'not ')}as root"),
             ("scheduler", _scheduler(system["scheduler"])),
@@ -114,21 +114,23 @@ def _load(load: Sequence[float] | None) -> str:
     return "?" if load is None else " ".join(f"{number:g}" for number in load)
 
 
-def _scheduler(told: Values | None) -> str:
-    if told is None:
+def _scheduler(scheduler: Info | None) -> str:
+    if scheduler is None:
         return "none"
     shape = []
-    if told["nnodes"] is not None:
-        shape.append(count(told["nnodes"], "node"))
-    if told["gpus_per_node"] is not None:
-        shape.append(f"{told['gpus_per_node']} GPUs on each")
-    rest = [f"{key} {value}" for key, value in told.items() if key not in ("name", "nnodes", "gpus_per_node") and value]
-    return ", ".join([told["name"], *rest, *shape])
+    if scheduler["nnodes"] is not None:
+        shape.append(count(scheduler["nnodes"], "node"))
+    if scheduler["gpus_per_node"] is not None:
+        shape.append(f"{scheduler['gpus_per_node']} GPUs on each")
+    rest = [
+        f"{key} {value}" for key, value in scheduler.items() if key not in ("name", "nnodes", "gpus_per_node") and value
+    ]
+    return ", ".join([scheduler["name"], *rest, *shape])
 
 
-def of_cpu(told: Values, width: int) -> Iterable[str]:
-    """Yield the CPUs in short."""
-    cpu = told["cpu"]
+def cpu_lines(info: Info, width: int) -> Iterable[str]:
+    """Yield a summary of the CPUs."""
+    cpu = info["cpu"]
     group = f"; the control group gets the time of {cpu['cpus_of_group']:g}" if cpu["cpus_of_group"] is not None else ""
     off = f", {cpu['offline']} offline" if cpu["offline"] else ""
     counted = [count(cpu["sockets"], "socket"), count(cpu["cores"], "core"), count(cpu["cpus"], "CPU")]
@@ -137,16 +139,16 @@ def of_cpu(told: Values, width: int) -> Iterable[str]:
         [
             ("model", cpu["model"]),
             ("CPUs", f"{shape}; this process may use {cpu['cpus_allowed']}{group}"),
-            ("NUMA nodes", str(len(cpu["numa_nodes"])) if cpu["numa_nodes"] else "not told"),
+            ("NUMA nodes", str(len(cpu["numa_nodes"])) if cpu["numa_nodes"] else "unknown"),
         ],
         width,
     )
 
 
-def of_cpu_whole(told: Values, width: int) -> Iterable[str]:
+def cpu_details(info: Info, width: int) -> Iterable[str]:
     """Yield the CPUs, and each NUMA node."""
-    cpu = told["cpu"]
-    yield from of_cpu(told, width)
+    cpu = info["cpu"]
+    yield from cpu_lines(info, width)
     clock = [f"at most {cpu['max_mhz']:g} MHz"] if cpu["max_mhz"] is not None else []
     clock += [f"{name} on {count(number, 'CPU')}" for name, number in cpu["governors"].items()]
     yield from fact("clock", ", ".join(clock) or "not the kernel's to choose", width)
@@ -154,7 +156,7 @@ def of_cpu_whole(told: Values, width: int) -> Iterable[str]:
     rows = [
         [
             str(node["node"]),
-            shown(node["cpus"]),
+            with_unit(node["cpus"]),
             amount(node["memory_total_bytes"]),
             amount(node["memory_free_bytes"]),
             " ".join(map(str, node["distances"])) or "?",
@@ -165,9 +167,9 @@ def of_cpu_whole(told: Values, width: int) -> Iterable[str]:
         yield from table(("node", "CPUs", "memory", "free", "distances"), rows, width, left=2)
 
 
-def of_memory(told: Values, width: int) -> Iterable[str]:
-    """Yield memory in short."""
-    memory = told["memory"]
+def memory_lines(info: Info, width: int) -> Iterable[str]:
+    """Yield a summary of the memory."""
+    memory = info["memory"]
     group = f"; the control group may use {amount(memory['group_bytes'])}" if memory["group_bytes"] is not None else ""
     shm = memory["shm"]
     pairs = [("memory", f"{amount(memory['total_bytes'])}, {amount(memory['available_bytes'])} available{group}")]
@@ -180,12 +182,12 @@ def of_memory(told: Values, width: int) -> Iterable[str]:
     yield from facts(pairs, width)
 
 
-def of_memory_whole(told: Values, width: int) -> Iterable[str]:
+def memory_details(info: Info, width: int) -> Iterable[str]:
     """Yield memory, huge pages and limits."""
-    yield from of_memory(told, width)
-    memory, limits = told["memory"], told["memory"]["limits"]
+    yield from memory_lines(info, width)
+    memory, limits = info["memory"], info["memory"]["limits"]
     huge = [
-        f"{shown(page['total'])} of {amount(page['size_bytes'])} ({shown(page['free'])} free)"
+        f"{with_unit(page['total'])} of {amount(page['size_bytes'])} ({with_unit(page['free'])} free)"
         for page in memory["huge_pages"]
     ]
     yield from facts(
@@ -193,7 +195,7 @@ def of_memory_whole(told: Values, width: int) -> Iterable[str]:
             ("swap", f"{amount(memory['swap_total_bytes'])}, {amount(memory['swap_free_bytes'])} free"),
             (
                 "huge pages",
-                f"{', '.join(huge) or 'none'}; transparent ones: {shown(memory['transparent_huge_pages'])}",
+                f"{', '.join(huge) or 'none'}; transparent ones: {with_unit(memory['transparent_huge_pages'])}",
             ),
             ("limits", None if limits is None else _limits(limits)),
         ],
@@ -201,53 +203,53 @@ def of_memory_whole(told: Values, width: int) -> Iterable[str]:
     )
 
 
-def _limits(limits: Values) -> str:
+def _limits(limits: Info) -> str:
     locked = limits["memlock_bytes"]
     locked = locked if isinstance(locked, str) else amount(locked)
-    may = " (and CAP_IPC_LOCK, by which it may lock all)" if limits["may_lock_all"] else ""
+    may = " (unlimited by CAP_IPC_LOCK)" if limits["may_lock_all"] else ""
     return f"open files {limits['nofile']}, locked memory {locked}{may}, processes {limits['nproc']}"
 
 
-def of_stack(told: Values, width: int) -> Iterable[str]:
+def stack_lines(info: Info, width: int) -> Iterable[str]:
     """Yield the driver stack."""
-    stack, missing = told["stack"], told["stack"]["not_available"]
+    stack, missing = info["stack"], info["stack"]["not_available"]
     driver = stack["driver"] and f"{stack['driver']}, {stack['driver_kind']} kernel modules"
     loaded = ", ".join(f"{name} {version}".rstrip() for name, version in (stack["modules"] or {}).items())
-    modules = f"not known: {missing['modules']}" if "modules" in missing else loaded
+    modules = f"unknown: {missing['modules']}" if "modules" in missing else loaded
     wanted = (("CUDA toolkit", "toolkit"), ("NCCL", "nccl"), ("torch", "torch"))
     yield from facts(
         [
-            ("driver", driver or f"none: {missing.get('driver', 'its version is not told')}"),
+            ("driver", driver or f"none: {missing.get('driver', 'its version is unknown')}"),
             *((name, stack[key] or "none installed here") for name, key in wanted),
-            ("Fabric Manager", stack["fabric_manager"] or f"not known: {missing.get('fabric_manager', '')}"),
-            ("OFED", stack["ofed"] or f"not known: {missing.get('ofed', '')}"),
+            ("Fabric Manager", stack["fabric_manager"] or f"unknown: {missing.get('fabric_manager', '')}"),
+            ("OFED", stack["ofed"] or f"unknown: {missing.get('ofed', '')}"),
             ("modules", modules or "none of the driver or the RDMA stack is loaded"),
         ],
         width,
     )
 
 
-def of_mounts(told: Values, width: int) -> Iterable[str]:
-    """Yield the root, and what is mounted from other hosts."""
-    return _mounts_of([one for one in told["mounts"] if one["network"] or one["point"] == "/"], width)
+def mounts_lines(info: Info, width: int) -> Iterable[str]:
+    """Yield the root and network mounts."""
+    return _mount_table([one for one in info["mounts"] if one["network"] or one["point"] == "/"], width)
 
 
-def of_mounts_whole(told: Values, width: int) -> Iterable[str]:
+def mounts_details(info: Info, width: int) -> Iterable[str]:
     """Yield every mount."""
-    return _mounts_of(told["mounts"], width)
+    return _mount_table(info["mounts"], width)
 
 
-def _mounts_of(mounts: Sequence[Values], width: int) -> Iterable[str]:
+def _mount_table(mounts: Sequence[Info], width: int) -> Iterable[str]:
     rows = [[one["point"], one["kind"], one["source"], "ro" if one["read_only"] else "rw"] for one in mounts]
     return (
-        table(("mounted at", "kind", "source", "may"), rows, width, left=3) if rows else fact("mounts", "none", width)
+        table(("mounted at", "kind", "source", "mode"), rows, width, left=3) if rows else fact("mounts", "none", width)
     )
 
 
 _MOST_PROCESSES = 32
 
 
-def _why_no_gpus(gpus: Values, width: int) -> Iterable[str]:
+def _gpu_problems(gpus: Info, width: int) -> Iterable[str]:
     counted, found = gpus["count"], len(gpus["gpus"])
     if gpus["why_not"]:
         yield from fact("not available", gpus["why_not"], width)
@@ -257,18 +259,18 @@ def _why_no_gpus(gpus: Values, width: int) -> Iterable[str]:
         yield from fact("missing", f"{counted - found} of {count(counted, 'GPU')} do not answer", width)
 
 
-def of_gpus(told: Values, width: int) -> Iterable[str]:
+def gpus_lines(info: Info, width: int) -> Iterable[str]:
     """Yield a line for each GPU."""
-    gpus = told["gpus"]
-    yield from _why_no_gpus(gpus, width)
+    gpus = info["gpus"]
+    yield from _gpu_problems(gpus, width)
     rows = [
         [
             str(gpu["index"]),
             gpu["name"],
             amount(gpu["memory_total_bytes"]),
-            shown(gpu["temperature_celsius"], "C"),
+            with_unit(gpu["temperature_celsius"], "C"),
             _watts(gpu["power_watts"], gpu["power_limit_watts"]),
-            shown(gpu["utilization_percent"], "%"),
+            with_unit(gpu["utilization_percent"], "%"),
             switch(gpu["ecc"]),
             switch(gpu["mig"]),
             _links(gpu),
@@ -284,34 +286,34 @@ def _watts(drawn: float | None, limit: float | None) -> str:
     return f"{'?' if drawn is None else f'{drawn:.0f}'}/{'?' if limit is None else f'{limit:.0f}'} W"
 
 
-def _links(gpu: Values) -> str:
+def _links(gpu: Info) -> str:
     links = gpu["nvlink_up"]
     return "?" if links is None else "none" if not links else f"{sum(links.values())}/{len(links)}"
 
 
-def of_gpus_whole(told: Values, width: int) -> Iterable[str]:
+def gpus_details(info: Info, width: int) -> Iterable[str]:
     """Yield each GPU."""
-    yield from of_gpus(told, width)
-    for gpu in told["gpus"]["gpus"]:
+    yield from gpus_lines(info, width)
+    for gpu in info["gpus"]["gpus"]:
         yield ""
         yield from paragraph(f"GPU {gpu['index']}: {gpu['name']}, {gpu['uuid']}", width)
-        yield from facts(_of_gpu(gpu), width)
-        yield from _why(gpu["not_available"], width)
+        yield from facts(_gpu_facts(gpu), width)
+        yield from _missing_lines(gpu["not_available"], width)
 
 
-def _of_gpu(gpu: Values) -> Iterable[tuple[str, str]]:
+def _gpu_facts(gpu: Info) -> Iterable[tuple[str, str]]:
     yield "PCI", f"{gpu['pci']}, {_pcie(gpu)}"
-    yield "board", f"serial {shown(gpu['serial'])}, part {shown(gpu['board_part_number'])}"
+    yield "board", f"serial {with_unit(gpu['serial'])}, part {with_unit(gpu['board_part_number'])}"
     firmware = (("VBIOS", "vbios"), ("InfoROM", "inforom"), ("GSP", "gsp_firmware"))
-    yield "firmware", ", ".join(f"{name} {shown(gpu[key])}" for name, key in firmware)
+    yield "firmware", ", ".join(f"{name} {with_unit(gpu[key])}" for name, key in firmware)
     yield "memory", f"{amount(gpu['memory_used_bytes'])} of {amount(gpu['memory_total_bytes'])} used"
     clocks = (("SM", "sm_clock_mhz", "sm_clock_max_mhz"), ("memory", "memory_clock_mhz", "memory_clock_max_mhz"))
-    told = ", ".join(f"{name} {shown(gpu[now])} of {shown(gpu[most])} MHz" for name, now, most in clocks)
+    text = ", ".join(f"{name} {with_unit(gpu[now])} of {with_unit(gpu[most])} MHz" for name, now, most in clocks)
     throttle = gpu["throttle"]
-    yield "clocks", f"{told}; held down by {', '.join(throttle) or 'nothing' if throttle is not None else '?'}"
+    yield "clocks", f"{text}; throttled by {', '.join(throttle) or 'nothing' if throttle is not None else '?'}"
     default = gpu["power_limit_default_watts"]
-    told = "?" if default is None else f"{default:.0f} W"
-    yield "power", f"{_watts(gpu['power_watts'], gpu['power_limit_watts'])}, by default {told}"
+    default_text = "?" if default is None else f"{default:.0f} W"
+    yield "power", f"{_watts(gpu['power_watts'], gpu['power_limit_watts'])}, by default {default_text}"
     yield "ECC", _ecc(gpu)
     yield "modes", f"MIG {switch(gpu['mig'])}, persistence {switch(gpu['persistence'])}"
     yield "NVLink", _nvlink(gpu)
@@ -321,18 +323,19 @@ def _of_gpu(gpu: Values) -> Iterable[tuple[str, str]]:
     yield "processes", _processes(gpu["processes"])
 
 
-def _ecc(gpu: Values) -> str:
-    errors = f"uncorrected errors {shown(gpu['ecc_uncorrected'])}, in its life {shown(gpu['ecc_uncorrected_of_life'])}"
+def _ecc(gpu: Info) -> str:
+    aggregate = with_unit(gpu["ecc_uncorrected_of_life"])
+    errors = f"uncorrected errors {with_unit(gpu['ecc_uncorrected'])}, over its life {aggregate}"
     pending, failed = (switch(gpu[key], "yes", "no") for key in ("rows_remap_pending", "rows_remap_failed"))
     return f"{switch(gpu['ecc'])}, {errors}; row remap pending {pending}, failed {failed}"
 
 
-def _pcie(gpu: Values) -> str:
-    now = f"gen {shown(gpu['pcie_generation'])} x{shown(gpu['pcie_width'])}"
-    return f"{now} now, gen {shown(gpu['pcie_generation_max'])} x{shown(gpu['pcie_width_max'])} at best"
+def _pcie(gpu: Info) -> str:
+    now = f"gen {with_unit(gpu['pcie_generation'])} x{with_unit(gpu['pcie_width'])}"
+    return f"{now} now, gen {with_unit(gpu['pcie_generation_max'])} x{with_unit(gpu['pcie_width_max'])} at best"
 
 
-def _nvlink(gpu: Values) -> str:
+def _nvlink(gpu: Info) -> str:
     links = gpu["nvlink_up"]
     if links is None:
         return "?"
@@ -348,20 +351,20 @@ def _nvlink(gpu: Values) -> str:
     return ", ".join(parts)
 
 
-def _processes(told: Sequence[Values] | None) -> str:
-    if told is None:
+def _processes(processes: Sequence[Info] | None) -> str:
+    if processes is None:
         return "?"
-    held = [
+    listed = [
         f"{one['pid']} {one['user'] or 'of an unknown user'} {amount(one['memory_bytes'])}"
         f" ({one['command'] or 'not shown'})"
-        for one in told[:_MOST_PROCESSES]
+        for one in processes[:_MOST_PROCESSES]
     ]
-    more = [f"and {len(told) - _MOST_PROCESSES} more"] if len(told) > _MOST_PROCESSES else []
-    return "; ".join([*held, *more]) or "none"
+    more = [f"and {len(processes) - _MOST_PROCESSES} more"] if len(processes) > _MOST_PROCESSES else []
+    return "; ".join([*listed, *more]) or "none"
 
 
-def _why(missing: Mapping[str, str], width: int) -> Iterable[str]:
-    """Say why there are question marks: each reason once."""
+def _missing_lines(missing: Mapping[str, str], width: int) -> Iterable[str]:
+    """Yield the reasons of question marks, each once."""
     reasons: dict[str, list[str]] = {}
     for key, why in missing.items():
         reasons.setdefault(why.partition(" (nvml")[0], []).append(key)
@@ -369,9 +372,9 @@ def _why(missing: Mapping[str, str], width: int) -> Iterable[str]:
         yield from fact("not available", f"{', '.join(keys)}: {why}", width)
 
 
-def of_infiniband(told: Values, width: int) -> Iterable[str]:
+def infiniband_lines(info: Info, width: int) -> Iterable[str]:
     """Yield a line for each port."""
-    known = told["infiniband"]
+    known = info["infiniband"]
     if known["why_not"]:
         yield from fact("ports", f"none: {known['why_not']}", width)
     rows = [
@@ -380,7 +383,7 @@ def of_infiniband(told: Values, width: int) -> Iterable[str]:
             port["link_layer"] or "?",
             f"{port['state'] or '?'}, {port['phys_state'] or '?'}",
             port["rate"] or "?",
-            shown(device["numa_node"]),
+            with_unit(device["numa_node"]),
             device["firmware"] or "?",
         ]
         for device in known["devices"]
@@ -395,20 +398,20 @@ def of_infiniband(told: Values, width: int) -> Iterable[str]:
     yield from fact("GPUDirect", str(PeerMemory(**peer)), width)
 
 
-def of_infiniband_whole(told: Values, width: int) -> Iterable[str]:
+def infiniband_details(info: Info, width: int) -> Iterable[str]:
     """Yield each HCA and its ports."""
-    yield from of_infiniband(told, width)
-    for device in told["infiniband"]["devices"]:
+    yield from infiniband_lines(info, width)
+    for device in info["infiniband"]["devices"]:
         yield ""
         yield from paragraph(f"{device['name']}: {device['kind'] or '?'}, PSID {device['board'] or '?'}", width)
-        yield from facts([("PCI", f"{shown(device['pci'])}, GUID {device['guid'] or '?'}")], width)
+        yield from facts([("PCI", f"{with_unit(device['pci'])}, GUID {device['guid'] or '?'}")], width)
         for port in device["ports"]:
             lids = f"LID {port['lid']}, subnet manager at {port['sm_lid']}"
             errors = ", ".join(f"{name} {count}" for name, count in port["errors"].items())
             yield from fact(f"port {port['number']}", f"{lids}; errors since it was reset: {errors or 'none'}", width)
 
 
-def of_network(told: Values, width: int) -> Iterable[str]:
+def network_lines(info: Info, width: int) -> Iterable[str]:
     """Yield a line for each interface."""
     rows = [
         [
@@ -416,9 +419,9 @@ def of_network(told: Values, width: int) -> Iterable[str]:
             one["state"] or "?",
             ", ".join(one["addresses"]) or "no address",
             "?" if one["speed_mbps"] is None else f"{one['speed_mbps'] / 1000:g} Gb/s",
-            shown(one["mtu"]),
+            with_unit(one["mtu"]),
         ]
-        for one in told["network"]
+        for one in info["network"]
     ]
     if rows:
         yield from table(("interface", "state", "addresses", "speed", "MTU"), rows, width, left=3)
@@ -426,20 +429,20 @@ def of_network(told: Values, width: int) -> Iterable[str]:
         yield from fact("interfaces", "none", width)
 
 
-def of_topology(told: Values, width: int) -> Iterable[str]:
-    """Yield what lies between the GPUs, and between them and the HCAs."""
-    known = told["topology"]
+def topology_lines(info: Info, width: int) -> Iterable[str]:
+    """Yield the paths between the GPUs, and between HCAs and GPUs."""
+    known = info["topology"]
     names = [f"GPU{index}" for index in known["gpus"]]
     if not names:
         return
-    beside = [[shown(node), shown(cpus)] for node, cpus in zip(known["numa_nodes"], known["cpus"], strict=True)]
+    local = [[with_unit(node), with_unit(cpus)] for node, cpus in zip(known["numa_nodes"], known["cpus"], strict=True)]
     yield from _matrix(names, names, known["between_gpus"], width)
     if known["adapters"]:
         yield ""
         yield from _matrix(known["adapters"], names, known["to_gpus"], width)
     yield ""
-    rows = [[name, *cells] for name, cells in zip(names, beside, strict=True)]
-    yield from table(("", "NUMA node", "CPUs beside it"), rows, width, left=1)
+    rows = [[name, *cells] for name, cells in zip(names, local, strict=True)]
+    yield from table(("", "NUMA node", "local CPUs"), rows, width, left=1)
     seen = {
         "NV#" if way.startswith("NV") else way for row in [*known["between_gpus"], *known["to_gpus"]] for way in row
     }
@@ -450,7 +453,7 @@ def of_topology(told: Values, width: int) -> Iterable[str]:
 
 
 def _matrix(names: Sequence[str], heads: Sequence[str], ways: Sequence[Sequence[str]], width: int) -> Iterable[str]:
-    """Return a table of ways, in several blocks where it would be too wide."""
+    """Return a table of paths, in several blocks where it would be too wide."""
     most = max(1, (width - 2 - 10) // (max(columns(head) for head in heads) + 2))
     for first in range(0, len(heads), most):
         if first:
@@ -459,40 +462,40 @@ def _matrix(names: Sequence[str], heads: Sequence[str], ways: Sequence[Sequence[
         yield from table(["", *heads[first : first + most]], rows, width)
 
 
-Section = tuple[str, str, Callable[[Values, int], Iterable[str]]]
+Section = tuple[str, str, Callable[[Info, int], Iterable[str]]]
 _SUMMARY: Sequence[Section] = (
-    ("system", "System", of_system),
-    ("cpu", "CPUs", of_cpu),
-    ("memory", "Memory", of_memory),
-    ("stack", "Driver stack", of_stack),
-    ("gpus", "GPUs", of_gpus),
-    ("infiniband", "InfiniBand and RoCE", of_infiniband),
-    ("network", "Network", of_network),
-    ("mounts", "Mounts of other hosts, and the root", of_mounts),
+    ("system", "System", system_lines),
+    ("cpu", "CPUs", cpu_lines),
+    ("memory", "Memory", memory_lines),
+    ("stack", "Driver stack", stack_lines),
+    ("gpus", "GPUs", gpus_lines),
+    ("infiniband", "InfiniBand and RoCE", infiniband_lines),
+    ("network", "Network", network_lines),
+    ("mounts", "Root and network mounts", mounts_lines),
 )
-_WHOLE: Sequence[Section] = (
-    ("system", "System", of_system),
-    ("cpu", "CPUs", of_cpu_whole),
-    ("memory", "Memory", of_memory_whole),
-    ("stack", "Driver stack", of_stack),
-    ("gpus", "GPUs", of_gpus_whole),
-    ("topology", "Topology", of_topology),
-    ("infiniband", "InfiniBand and RoCE", of_infiniband_whole),
-    ("network", "Network", of_network),
-    ("mounts", "Mounts", of_mounts_whole),
+_DETAILS: Sequence[Section] = (
+    ("system", "System", system_lines),
+    ("cpu", "CPUs", cpu_details),
+    ("memory", "Memory", memory_details),
+    ("stack", "Driver stack", stack_lines),
+    ("gpus", "GPUs", gpus_details),
+    ("topology", "Topology", topology_lines),
+    ("infiniband", "InfiniBand and RoCE", infiniband_details),
+    ("network", "Network", network_lines),
+    ("mounts", "Mounts", mounts_details),
 )
 
 
-def render_info(told: Values, *, width: int) -> str:
+def render_info(info: Info, *, width: int) -> str:
     """Return a view as text."""
-    sections = _SUMMARY if told["view"] == "summary" else _WHOLE
-    lines = _title(told, width)
+    sections = _SUMMARY if info["view"] == "summary" else _DETAILS
+    lines = _title(info, width)
     for part, title, show in sections:
-        if part in told:
-            body = list(show(told, width))
+        if part in info:
+            body = list(show(info, width))
             lines += ["", title, *body] if body else []
     return "\n".join(lines) + "\n"
 
 
-def _title(told: Values, width: int) -> list[str]:
-    return paragraph(f"{told['host']}, {told['at']}", width)
+def _title(info: Info, width: int) -> list[str]:
+    return paragraph(f"{info['host']}, {info['at']}", width)

@@ -1,6 +1,6 @@
 """The network interface and address that NCCL or gloo will use on this host, and the nodes of a run.
 
-Nodes exchange notices through a board, without a process group (:class:`Nodes`).
+Nodes exchange values through the store, without a process group (:class:`Nodes`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ IF_INET6 = Path("/proc/net/if_inet6")
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
 _IFF_RUNNING = 0x40  # linux/if.h
 _LINK_LOCAL = "20"  # scope in if_inet6, see include/net/ipv6.h
-_BY_ITSELF = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
-"""What NCCL tries in turn where nothing is set. Source: NCCL, src/misc/socket.cc, ncclFindInterfaces."""
+_NCCL_DEFAULT = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
+"""The prefixes that NCCL tries in turn without a variable. Source: NCCL, src/misc/socket.cc, ncclFindInterfaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """A network interface. ``addresses``: IPv4 first; no IPv6 that means something on one link only."""
+    """A network interface. ``addresses``: IPv4 first; no link-local IPv6."""
 
     name: str
     running: bool
@@ -34,7 +34,7 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The address that a host will use, its interface, and why that one."""
+    """The address that a host will use, its interface, and the reason."""
 
     interface: str
     address: str
@@ -43,27 +43,27 @@ class Chosen:
 
 def interfaces(if_inet6: Path = IF_INET6) -> tuple[Interface, ...]:
     """Return this host's interfaces that have an address, in the kernel's order."""
-    sixth: dict[str, list[str]] = {}
+    ipv6: dict[str, list[str]] = {}
     try:
         for line in if_inet6.read_text(encoding="ascii").splitlines():
             digits, _, _, scope, _, name = line.split()
             if scope != _LINK_LOCAL and digits != f"{1:032x}":
-                sixth.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+                ipv6.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     except (OSError, ValueError):
-        sixth = {}  # a kernel without IPv6
+        ipv6 = {}  # a kernel without IPv6
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            (flags,) = struct.unpack_from("H", _ask(probe, _SIOCGIFFLAGS, name) or bytes(40), 16)
-            fourth = _ask(probe, _SIOCGIFADDR, name)
-            addresses = ([socket.inet_ntoa(fourth[20:24])] if fourth else []) + sixth.get(name, [])
+            (flags,) = struct.unpack_from("H", _ioctl(probe, _SIOCGIFFLAGS, name) or bytes(40), 16)
+            ipv4 = _ioctl(probe, _SIOCGIFADDR, name)
+            addresses = ([socket.inet_ntoa(ipv4[20:24])] if ipv4 else []) + ipv6.get(name, [])
             if addresses:
                 found.append(Interface(name=name, running=bool(flags & _IFF_RUNNING), addresses=tuple(addresses)))
     return tuple(found)
 
 
-def _ask(probe: socket.socket, request: int, name: str) -> bytes | None:
-    """Ask the kernel about an interface; None where it has no such thing, such as no IPv4 address."""
+def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:
+    """Query the kernel about an interface; None where it has no value, such as no IPv4 address."""
     try:
         return fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))
     except OSError:
@@ -71,9 +71,9 @@ def _ask(probe: socket.socket, request: int, name: str) -> bytes | None:
 
 
 def matches(name: str, wanted: str) -> bool:
-    """Tell whether an interface is one that ``NCCL_SOCKET_IFNAME`` asks for.
+    """Whether an interface matches a value of ``NCCL_SOCKET_IFNAME``.
 
-    A list of prefixes; ``=`` before it asks for whole names, ``^`` for all others. Source: NCCL, src/misc/socket.cc,
+    A list of prefixes; a leading ``=`` means whole names, ``^`` all others. Source: NCCL, src/misc/socket.cc,
     findInterfaces; https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, NCCL_SOCKET_IFNAME.
 
     >>> matches("eth0", "eth,ib"), matches("eth0", "^eth"), matches("eth01", "=eth0"), matches("eth1", "^=eth0")
@@ -87,11 +87,11 @@ def matches(name: str, wanted: str) -> bool:
     return listed != other_than
 
 
-def by_itself(found: Sequence[Interface]) -> tuple[Interface, ...]:
-    """Return the interfaces that NCCL takes where no variable chooses: the first for its own connections, and all of
-    them where TCP carries the data."""
+def nccl_default_interfaces(found: Sequence[Interface]) -> tuple[Interface, ...]:
+    """Return the interfaces that NCCL uses where no variable is set: the first for its bootstrap, all of them for data
+    over TCP."""
     running = [one for one in found if one.running and one.addresses]
-    for wanted in _BY_ITSELF:
+    for wanted in _NCCL_DEFAULT:
         chosen = tuple(one for one in running if matches(one.name, wanted))
         if chosen:
             return chosen
@@ -109,36 +109,36 @@ def choose(backend: str, environ: Mapping[str, str]) -> Chosen:
     """
     found = interfaces()
     if backend == "nccl":
-        return of_nccl(found, environ)
-    return of_gloo(found, environ, environ.get("MASTER_ADDR"))
+        return choose_for_nccl(found, environ)
+    return choose_for_gloo(found, environ, environ.get("MASTER_ADDR"))
 
 
-def of_nccl(found: Sequence[Interface], environ: Mapping[str, str]) -> Chosen:
+def choose_for_nccl(found: Sequence[Interface], environ: Mapping[str, str]) -> Chosen:
     """Choose as NCCL does for its bootstrap: by ``NCCL_SOCKET_IFNAME`` and ``NCCL_SOCKET_FAMILY``, else by its list.
 
     Raises: EnvironmentBroken where NCCL would find none; the message lists what there is.
     """
-    asked = environ.get("NCCL_SOCKET_IFNAME", "")
-    # NCCL takes a value of one character for none.
-    tried = (asked,) if len(asked) > 1 else _BY_ITSELF
+    variable = environ.get("NCCL_SOCKET_IFNAME", "")
+    # NCCL ignores a value of one character.
+    tried = (variable,) if len(variable) > 1 else _NCCL_DEFAULT
     family = {"AF_INET": ".", "AF_INET6": ":"}.get(environ.get("NCCL_SOCKET_FAMILY", ""), "")
     for wanted in tried:
         for one in found:
             addresses = [address for address in one.addresses if family in address]
             if one.running and addresses and matches(one.name, wanted):
-                why = f"NCCL_SOCKET_IFNAME={asked}" if len(asked) > 1 else "NCCL's own choice"
+                why = f"NCCL_SOCKET_IFNAME={variable}" if len(variable) > 1 else "NCCL's own choice"
                 return Chosen(interface=one.name, address=addresses[0], why=why)
-    there = ", ".join(f"{one.name} ({'up' if one.running else 'down'}: {' '.join(one.addresses)})" for one in found)
-    said = f"NCCL_SOCKET_IFNAME={asked}" if len(asked) > 1 else "NCCL's own list of names"
+    available = ", ".join(f"{one.name} ({'up' if one.running else 'down'}: {' '.join(one.addresses)})" for one in found)
+    rule = f"NCCL_SOCKET_IFNAME={variable}" if len(variable) > 1 else "NCCL's own list of names"
     if family:
-        said += f" with NCCL_SOCKET_FAMILY={environ['NCCL_SOCKET_FAMILY']}"
+        rule += f" with NCCL_SOCKET_FAMILY={environ['NCCL_SOCKET_FAMILY']}"
     raise EnvironmentBroken(
-        f"NCCL finds no network interface: {said} fits none that is up. There are: {there or 'none'}. Correct the "
-        "variable, or unset it; where nodes name their interfaces differently, give several names or an exclusion"
+        f"NCCL finds no network interface: {rule} matches none that is up. Available: {available or 'none'}. Correct "
+        "the variable, or unset it; where nodes name their interfaces differently, give several names or an exclusion"
     )
 
 
-def of_gloo(
+def choose_for_gloo(
     found: Sequence[Interface],
     environ: Mapping[str, str],
     toward: str | None,
@@ -151,42 +151,42 @@ def of_gloo(
         found: the interfaces.
         environ: the environment.
         toward: the address of the rendezvous; None for a process alone.
-        source: returns the address from which this host would send to another one; by default the kernel's answer.
+        source: returns this host's source address towards another one; by default the kernel's answer.
 
     Raises: EnvironmentBroken where the variable names no interface, or there is none at all.
     """
-    asked = environ.get("GLOO_SOCKET_IFNAME", "")
-    names = [name for name in asked.split(",") if name]
+    variable = environ.get("GLOO_SOCKET_IFNAME", "")
+    names = [name for name in variable.split(",") if name]
     by_name = {one.name: one for one in found}
     for name in names:
         if name in by_name:
-            return Chosen(interface=name, address=by_name[name].addresses[0], why=f"GLOO_SOCKET_IFNAME={asked}")
+            return Chosen(interface=name, address=by_name[name].addresses[0], why=f"GLOO_SOCKET_IFNAME={variable}")
     if names:
         raise EnvironmentBroken(
-            f"GLOO_SOCKET_IFNAME={asked} names no interface of this host. There are: {', '.join(by_name) or 'none'}"
+            f"GLOO_SOCKET_IFNAME={variable} names no interface of this host. Available: {', '.join(by_name) or 'none'}"
         )
     if toward is not None:
         address = (source or _source)(toward)
         name = next((one.name for one in found if address in one.addresses), "?")
-        return Chosen(interface=name, address=address, why=f"the way to {toward}")
+        return Chosen(interface=name, address=address, why=f"the route to {toward}")
     for one in sorted(found, key=lambda one: one.name == "lo"):
-        return Chosen(interface=one.name, address=one.addresses[0], why="the first one there is")
+        return Chosen(interface=one.name, address=one.addresses[0], why="the first one")
     raise EnvironmentBroken("this host has no network interface with an address, not even the loopback")
 
 
 def _source(toward: str) -> str:
-    """Return the address from which this host would send to another one. Nothing is sent for that."""
+    """Return this host's source address towards another one, without sending anything."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise EnvironmentBroken(f"this host knows no way to {toward}: {error}") from error
+        raise EnvironmentBroken(f"this host has no route to {toward}: {error}") from error
 
 
 class Board(Protocol):
-    """Where nodes leave notices for each other: ``agreement.store.Board``."""
+    """Exchange of values between ranks: ``agreement.store.Board``."""
 
     def post(self, name: str, value: Any) -> None: ...
     def read(self, name: str, ranks: Sequence[int], *, within_seconds: float) -> Mapping[int, Any]: ...
@@ -195,36 +195,36 @@ class Board(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The nodes of a run, each spoken for by one of its ranks.
+    """The nodes of a run, each represented by one of its ranks.
 
     Attributes:
-        speakers: node -> the rank that speaks for it.
+        representatives: node -> the rank that represents it.
         hosts: node -> its name.
         me: the node of this rank.
     """
 
-    speakers: Mapping[int, int]
+    representatives: Mapping[int, int]
     hosts: Mapping[int, str]
     me: int
 
     @classmethod
     def of(cls, inventory: Iterable[Mapping[str, Any]], node_rank: int) -> Nodes:
-        """Take them from what every rank has said of itself: the rank that is first on its node speaks for it."""
+        """Make them from the inventory of every rank: the first rank of a node represents it."""
         first: dict[int, Mapping[str, Any]] = {}
         for who in sorted(inventory, key=lambda who: (who["node_rank"], who["local_rank"])):
             first.setdefault(int(who["node_rank"]), who)
         return cls(
-            speakers={node: int(who["rank"]) for node, who in first.items()},
+            representatives={node: int(who["rank"]) for node, who in first.items()},
             hosts={node: str(who["host"]) for node, who in first.items()},
             me=node_rank,
         )
 
     @property
-    def speaks(self) -> int:
-        """The rank that speaks for this rank's node."""
-        return self.speakers[self.me]
+    def representative(self) -> int:
+        """The rank that represents this rank's node."""
+        return self.representatives[self.me]
 
     def gather(self, board: Board, name: str, value: Any, *, within_seconds: float) -> dict[int, Any]:
-        """Return node -> notice, of those that came within the time. Every speaker must call this."""
-        came = board.gather(name, value, list(self.speakers.values()), within_seconds=within_seconds)
-        return {node: came[rank] for node, rank in self.speakers.items() if rank in came}
+        """Return node -> value, of those that came in time. Collective: every representing rank must call this."""
+        values = board.gather(name, value, list(self.representatives.values()), within_seconds=within_seconds)
+        return {node: values[rank] for node, rank in self.representatives.items() if rank in values}

@@ -1,7 +1,7 @@
-"""What one rank and its node are: the facts that the preflight compares before anything can hang.
+"""The inventory of one rank and its node, which the preflight compares before anything can hang.
 
 CUDA and NVML number GPUs differently (``CUDA_VISIBLE_DEVICES``, ``CUDA_DEVICE_ORDER``, cgroups), so a GPU is
-carried from one to the other by its UUID and never by its index.
+identified by its UUID and never by its index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.node.nvml import NOT_AVAILABLE, NotAvailable, Nvml, NvmlGpu, PyNvml
 
 Device = Literal["cuda", "cpu"]
-TOLD_BY_NVML = {
+NVML_QUERIES = {
     "serial": "serial",
     "vbios": "vbios",
     "board_part_number": "board.part_number",
@@ -30,12 +30,12 @@ TOLD_BY_NVML = {
     "ecc": "ecc.mode",
     "mig": "mig.mode",
 }
-"""Key of a rank's ``gpu`` -> NVML's query."""
+"""Key of a rank's ``gpu`` -> NVML query."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGpu:
-    """One GPU, as CUDA knows it. torch gives the UUID without NVML's ``GPU-``."""
+    """One GPU, as CUDA reports it. torch's UUID lacks NVML's ``GPU-``."""
 
     name: str
     uuid: str
@@ -43,20 +43,20 @@ class CudaGpu:
 
 
 class Cuda(Protocol):
-    """What is asked of torch here."""
+    """The part of torch that is used here."""
 
     def versions(self) -> dict[str, str | None]:
         """Versions of ``torch``, ``cuda`` and ``nccl``; None where this torch has none."""
 
     def visible(self) -> int:
-        """GPUs that CUDA shows to this process, 0 where there is no usable driver."""
+        """Number of GPUs visible to this process, 0 where there is no usable driver."""
 
     def gpu(self, index: int) -> CudaGpu:
-        """What CUDA says of one visible GPU."""
+        """Properties of one visible GPU."""
 
 
 class TorchCuda:
-    """torch's view. Importing torch takes seconds, so it happens here and not with this module."""
+    """torch, imported here and not with this module, for that takes seconds."""
 
     def __init__(self) -> None:
         import torch
@@ -96,16 +96,16 @@ def identify(
 
     Returns:
         rank, host, node_rank, local_rank, local_world_size, pid: as launched.
-        start_time: clock ticks since boot, to tell a reused pid; None where there is no /proc.
+        start_time: clock ticks since boot, to detect a reused pid; None where there is no /proc.
         gpu: ``index`` (NVML's), ``uuid``, ``pci_bus_id``, ``name``, ``memory_bytes``, ``serial``, ``vbios``,
         ``board_part_number``, ``inforom``, ``gsp_firmware``, ``power_limit_watts``, ``ecc`` and ``mig`` (true for on);
-        None on cpu. What only NVML knows is None where it does not tell.
+        None on cpu. NVML's values are None where it does not report them.
         cuda_index: N of ``cuda:N``; None on cpu.
         versions: ``python``, ``torch``, ``cuda``, ``nccl``, ``driver``, ``pytest_gpucluster``.
-        visible_gpus, node_gpus: the GPUs that CUDA shows to this process, and that NVML counts.
-        nvml: empty, or why NVML could not say everything.
+        visible_gpus, node_gpus: the number of GPUs visible to CUDA in this process, and of those that NVML counts.
+        nvml: empty, or why NVML's values are missing.
 
-    A rehearsal on cpu looks at no GPU, even where there is one.
+    A rehearsal on cpu reads no GPU, even where there is one.
 
     Raises:
         OptionError: the device is cuda, and this process has none.
@@ -141,18 +141,18 @@ def identify(
     gpu = cuda.gpu(index)
     uuid = full_uuid(gpu.uuid, gpu.name)
     known: NvmlGpu | None = None
-    told: dict[str, Any] = dict.fromkeys(TOLD_BY_NVML)
+    values: dict[str, Any] = dict.fromkeys(NVML_QUERIES)
     try:
         nvml = open_nvml()
         who["versions"]["driver"] = nvml.driver_version()
         who["node_gpus"] = nvml.count()
         known = nvml.find(uuid)
         if known is None:
-            who["nvml"] = f"NVML does not know {uuid}, which CUDA shows as cuda:{index}"
+            who["nvml"] = f"NVML does not list {uuid}, which CUDA shows as cuda:{index}"
         else:
-            told = {key: _tell(nvml, uuid, query) for key, query in TOLD_BY_NVML.items()}
+            values = {key: _read(nvml, uuid, query) for key, query in NVML_QUERIES.items()}
     except Exception as error:
-        # The driver's own failures come in many types. What is lost is named; the preflight decides.
+        # Drivers fail in many ways. The reason is recorded; the preflight decides.
         who["nvml"] = str(error) if isinstance(error, EnvironmentBroken) else f"NVML failed: {error}"
         who["versions"]["driver"] = who["versions"]["driver"] or NOT_AVAILABLE
     who["visible_gpus"], who["cuda_index"] = visible, index
@@ -162,13 +162,13 @@ def identify(
         "pci_bus_id": known.pci_bus_id if known else None,
         "name": gpu.name,
         "memory_bytes": gpu.memory_bytes,
-        **told,
+        **values,
     }
     return who
 
 
-def _tell(nvml: Nvml, uuid: str, query: str) -> Any:
-    """Read what identifies a GPU; None where the card does not have it. The health criterion says why."""
+def _read(nvml: Nvml, uuid: str, query: str) -> Any:
+    """Read one value; None where the card does not have it. The health criterion reports the reason."""
     try:
         return nvml.read(uuid, query)
     except NotAvailable:
@@ -178,8 +178,7 @@ def _tell(nvml: Nvml, uuid: str, query: str) -> Any:
 def choose_cuda_index(facts: RankFacts, visible: int) -> int:
     """Choose this rank's ``cuda:N`` among the visible GPUs.
 
-    A launcher that shows each rank its own GPU alone calls every one of them ``cuda:0``. Whether they are
-    different ones is not visible here: the preflight compares the UUIDs.
+    Where a launcher shows each rank only its own GPU, each of them is ``cuda:0``. The preflight compares the UUIDs.
 
     Raises:
         LaunchError: LOCAL_RANK is beyond the visible GPUs.
@@ -198,7 +197,7 @@ def choose_cuda_index(facts: RankFacts, visible: int) -> int:
 
 
 def no_cuda(facts: RankFacts, *, torch_version: str, cuda_version: str | None) -> OptionError:
-    """Make the error of a rank that has no CUDA device although the device is cuda."""
+    """Return the error of a rank without a CUDA device although the device is cuda."""
     if cuda_version is None:
         why = f"torch {torch_version} is built without CUDA"
         remedy = "install a torch with CUDA"
@@ -213,14 +212,14 @@ def no_cuda(facts: RankFacts, *, torch_version: str, cuda_version: str | None) -
 
 
 def full_uuid(uuid: str, name: str) -> str:
-    """Give a UUID of torch the prefix that NVML and the operator's tools use."""
+    """Add the prefix of NVML and nvidia-smi to a UUID of torch."""
     if uuid.startswith(("GPU-", "MIG-")):
         return uuid
     return f"MIG-{uuid}" if re.search(r"\bMIG\b", name) else f"GPU-{uuid}"
 
 
 def start_time(stat: Path = Path("/proc/self/stat")) -> int | None:
-    """Read when this process started, in clock ticks since boot; None where there is no /proc.
+    """Return the start time of this process in clock ticks since boot; None where there is no /proc.
 
     Source: proc_pid_stat(5), field 22. Field 2 is the program's name, which may hold spaces and brackets.
     """

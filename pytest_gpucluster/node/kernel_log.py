@@ -1,7 +1,7 @@
-"""What the kernel log of this boot says of GPUs and NVSwitches: the driver's reports, each with its PCI address.
+"""The driver's reports on GPUs and NVSwitches in the kernel log of this boot, each with its PCI address.
 
-A log that cannot be read is no finding and no pass: it is reported, with the host's way out. Without root most
-distributions refuse it (``kernel.dmesg_restrict``), and in a container there may be none.
+A log that cannot be read is no pass: it is reported with the reason. Most distributions restrict it to root
+(``kernel.dmesg_restrict``), and a container may have none.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 KMSG = Path("/dev/kmsg")
 COMMANDS = (("dmesg",), ("journalctl", "-k", "-b", "--no-pager", "-o", "cat"))
-"""Asked in turn where /dev/kmsg cannot be read."""
+"""Run in turn where /dev/kmsg cannot be read."""
 COMMAND_SECONDS = 5.0
 _FIRST = "Linux version"
-"""Of what a kernel says first."""
+"""In the first line of a kernel's log."""
 _RECORD_BYTES = 8192
 _MOST_RECORDS = 1_000_000
-"""Far more than a kernel buffer holds: a bound on reading a log that grows meanwhile."""
+"""Far more than a kernel buffer holds: a bound for a log that grows while it is read."""
 
 # NVRM: Xid (PCI:0000:3b:00): 79, pid=1896, GPU has fallen off the bus. The function number is mostly left out. Under
 # MIG the instance follows: (PCI:0000:01:00 GPU-I:05). Old drivers leave "PCI:" out, and the domain: (0001:00). A report
@@ -34,10 +34,10 @@ _REPORT = re.compile(
 )
 FALLEN_OFF = 79
 _GONE = "fallen off the bus and is not responding"
-"""Of a GPU that does not answer when the driver is loaded: it gets no Xid, and this line does not name it.
+"""Of a GPU that does not answer when the driver is loaded: it has no Xid, and the line has no address.
 Source: NVIDIA/open-gpu-kernel-modules, src/nvidia/arch/nvalloc/unix/src/osinit.c."""
-_GOES_ON = re.compile(r"Severity 0|Data \{")
-"""How the later lines of an SXid begin, whose first one has said all that counts."""
+_CONTINUATION = re.compile(r"Severity 0|Data \{")
+"""Start of the further lines of an SXid, which add nothing to the first."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PCI = re.compile(
     r"(?:(?P<domain>[0-9a-fA-F]+):)?(?P<bus>(?:00)?[0-9a-fA-F]{1,2}):(?P<device>[0-9a-fA-F]{1,2})(?:\.(?P<function>[0-7]))?"
@@ -52,10 +52,10 @@ class Xid:
     """One report of the driver. Source: NVIDIA, https://docs.nvidia.com/deploy/xid-errors/
 
     Attributes:
-        pci: of the GPU, or of the NVSwitch; as the kernel writes it, where it can be read.
-        code: its number; 0 where the line is cut off before it.
-        text: what follows the number.
-        is_switch: it is an SXid, an NVSwitch's.
+        pci: of the GPU or NVSwitch, as the kernel writes it, where it is valid.
+        code: the number; 0 where the line is cut off before it.
+        text: the rest of the line.
+        is_switch: whether it is an SXid, of an NVSwitch.
     """
 
     pci: str
@@ -71,10 +71,10 @@ class Xid:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLog:
-    """Lines of this boot and where they are from.
+    """Lines of this boot and their source.
 
-    ``why_not`` is empty unless nothing could be read; ``lost_records`` counts the oldest ones that the kernel has
-    overwritten, and ``numbers`` has the kernel's number of each line, as far as the source tells.
+    ``why_not``: why nothing could be read, or empty. ``lost_records``: the number of records that the kernel has
+    overwritten. ``numbers``: the kernel's record number of each line, where the source has it.
     """
 
     lines: tuple[str, ...] = ()
@@ -89,52 +89,52 @@ class KernelLog:
 
 
 def read(*, kmsg: Path = KMSG, commands: Sequence[Sequence[str]] = COMMANDS) -> KernelLog:
-    """Read this boot's kernel log from the first place that gives it. Takes at most a few seconds."""
-    refused = []
+    """Read this boot's kernel log from the first source that works, within a few seconds."""
+    problems = []
     try:
         lines, numbers, first = _records(kmsg)
         _require_kernel(lines)
         return KernelLog(lines=tuple(lines), source=str(kmsg), lost_records=first, numbers=tuple(numbers))
     except OSError as error:
-        refused.append(f"{kmsg}: {error.strerror or error}")
+        problems.append(f"{kmsg}: {error.strerror or error}")
     for command in commands:
         try:
             lines = _output(command).splitlines()
             _require_kernel(lines)
             return KernelLog(lines=tuple(lines), source=" ".join(command))
         except (OSError, subprocess.SubprocessError) as error:
-            refused.append(f"{command[0]}: {_why(error)}")
-    return KernelLog(why_not="; ".join(refused))
+            problems.append(f"{command[0]}: {_why(error)}")
+    return KernelLog(why_not="; ".join(problems))
 
 
 class Reader:
-    """Reads the log as often as it is called. Where it was refused once, nobody is asked again: the right to read it
-    does not come back, and a command that ends without it may take seconds."""
+    """Reads the log at each call. After a failure it is not tried again: permissions do not change during a run, and a
+    command that fails may take seconds."""
 
     def __init__(self, read: Callable[[], KernelLog] = read) -> None:
         self._read = read
-        self._refused: KernelLog | None = None
+        self._failed: KernelLog | None = None
 
     def __call__(self) -> KernelLog:
-        """Return what the log says now, or why it cannot be read."""
-        if self._refused is not None:
-            return self._refused
+        """Return the log as it is now, or why it cannot be read."""
+        if self._failed is not None:
+            return self._failed
         log = self._read()
         if log.why_not:
-            self._refused = log
+            self._failed = log
         return log
 
 
 def parse(lines: Iterable[str]) -> tuple[Xid, ...]:
-    """Find the driver's reports among kernel log lines, whatever stands before and between them.
+    """Find the driver's reports in kernel log lines with any prefix.
 
     >>> parse(["[ 9.1] NVRM: Xid (PCI:0000:3B:00): 79, pid=1896, GPU has fallen off the bus."])
     (Xid(pci='0000:3b:00.0', code=79, text='pid=1896, GPU has fallen off the bus.', is_switch=False),)
     """
-    return tuple(report for line in lines if "Xid" in line or _GONE in line for report in _of_line(line))
+    return tuple(report for line in lines if "Xid" in line or _GONE in line for report in _reports(line))
 
 
-def _of_line(line: str) -> Iterator[Xid]:
+def _reports(line: str) -> Iterator[Xid]:
     line = _COLOUR.sub("", line).rstrip()
     matches = list(_REPORT.finditer(line))
     if not matches and _GONE in line and "NVRM:" in line:
@@ -142,14 +142,14 @@ def _of_line(line: str) -> Iterator[Xid]:
     ends = [*(match.start() for match in matches[1:]), len(line)]
     for match, end in zip(matches, ends, strict=False):
         text = line[match.end() : end].strip(" ,")
-        if match["switch"] and _GOES_ON.match(text):
+        if match["switch"] and _CONTINUATION.match(text):
             continue
         pci = normalised(match["pci"]) or match["pci"]
         yield Xid(pci=pci, code=int(match["code"] or 0), text=text, is_switch=bool(match["switch"]))
 
 
 def normalised(address: str) -> str | None:
-    """Write a PCI address the kernel's way, whoever has written it; None if it is none.
+    """Return a PCI address in the kernel's form; None if it is not valid.
 
     >>> normalised("00000000:3B:00.0"), normalised("0000:3b:00"), normalised("3b:00.0")
     ('0000:3b:00.0', '0000:3b:00.0', '0000:3b:00.0')
@@ -164,26 +164,26 @@ def normalised(address: str) -> str | None:
 
 
 def _require_kernel(lines: Sequence[str]) -> None:
-    """Refuse what looks like a kernel log and is none, in which no GPU would ever have an Xid.
+    """Reject a log that cannot have the Xids of this node's GPUs.
 
-    A container may put /dev/null in the place of /dev/kmsg, a gVisor sandbox makes its messages up, and a small virtual
-    machine around a container has a kernel without the driver, which runs outside. The driver names itself when it is
-    loaded, so a log that reaches back to the boot and never names it is another kernel's.
-    Source: gVisor, its documentation on how to tell it by dmesg.
+    A container may have /dev/null for /dev/kmsg, a gVisor sandbox invents its messages, and a micro virtual machine
+    around a container has a kernel without the driver, which runs outside. The driver logs its name when it is loaded,
+    so a log that reaches back to the boot without it is another kernel's.
+    Source: gVisor's documentation on detecting it by dmesg.
     """
     if not any(lines):
-        raise OSError(errno.ENODATA, "it shows no line")
+        raise OSError(errno.ENODATA, "it is empty")
     if "Starting gVisor" in lines[0]:
-        raise OSError(errno.ENODATA, "it is made up by gVisor and not the host's")
+        raise OSError(errno.ENODATA, "it is gVisor's and not the host's")
     if any(_FIRST in line for line in lines[:3]) and not any("NVRM:" in line for line in lines):
-        raise OSError(errno.ENODATA, "its kernel has not loaded NVIDIA's driver, so another one drives the GPUs")
+        raise OSError(errno.ENODATA, "its kernel has not loaded NVIDIA's driver, so it is not the host's")
 
 
 def _records(kmsg: Path) -> tuple[list[str], list[int], int]:
-    """Read what the kernel's buffer holds now: its lines, the number of the record that each is of, and the number of
-    the first record, which is 0 until the buffer overflows.
+    """Read the kernel's buffer: its lines, the record number of each, and the number of the first record, which is 0
+    until the buffer overflows.
 
-    One read gives one record: ``priority,sequence,time,flags;text``.
+    One read returns one record: ``priority,sequence,time,flags;text``.
     Source: Linux, Documentation/ABI/testing/dev-kmsg.
     """
     descriptor = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK)
@@ -195,17 +195,17 @@ def _records(kmsg: Path) -> tuple[list[str], list[int], int]:
             try:
                 record = os.read(descriptor, _RECORD_BYTES)
             except BlockingIOError:
-                break  # all of it is read
+                break  # the end of the buffer
             except OSError as error:
                 if error.errno == errno.EPIPE:
-                    continue  # the oldest records were overwritten meanwhile; reading goes on with the next
+                    continue  # the oldest records were overwritten; the next read continues behind them
                 raise
             if not record:
                 break
             number = _sequence(record)
             first = number if first is None else first
             for line in record.decode("utf-8", "replace").splitlines():
-                # What follows a record's first line are its fields, and begins with a blank.
+                # The lines after a record's first are its fields, and begin with a blank.
                 if line and not line.startswith(" "):
                     lines.append(line.partition(";")[2] or line)
                     numbers.append(number)
@@ -230,9 +230,9 @@ def _output(command: Sequence[str]) -> str:
     )
     text = done.stdout.decode("utf-8", "replace")
     if not text.strip():
-        # Without the right to read it, journalctl ends well and shows nothing.
-        said = done.stderr.decode("utf-8", "replace").strip()
-        raise OSError(errno.ENODATA, said.splitlines()[-1] if said else "it shows no line")
+        # Without permission, journalctl exits with 0 and prints nothing.
+        message = done.stderr.decode("utf-8", "replace").strip()
+        raise OSError(errno.ENODATA, message.splitlines()[-1] if message else "it is empty")
     return text
 
 
@@ -240,6 +240,6 @@ def _why(error: OSError | subprocess.SubprocessError) -> str:
     if isinstance(error, subprocess.TimeoutExpired):
         return f"no answer within {COMMAND_SECONDS:g} s"
     if isinstance(error, subprocess.CalledProcessError):
-        said = (error.stderr or b"").decode("utf-8", "replace").strip()
-        return said.splitlines()[-1] if said else f"it ended with {error.returncode}"
+        message = (error.stderr or b"").decode("utf-8", "replace").strip()
+        return message.splitlines()[-1] if message else f"exit code {error.returncode}"
     return str(getattr(error, "strerror", None) or error)

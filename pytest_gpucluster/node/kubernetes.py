@@ -1,4 +1,4 @@
-"""Was a pod given what ranks need: shared memory, CPUs, RDMA, the right to lock memory? Pure, but for :func:`read`."""
+"""Checks of a pod's resources: shared memory, CPUs, RDMA, locked memory. Pure, but for :func:`read`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pytest_gpucluster.node import limits
 from pytest_gpucluster.node.limits import Cgroup, ProcessLimits, SharedMemory, Space, Tree
 
 ROOT = Tree()
-"""Where the kernel's files are. A test puts others here."""
+"""Where the kernel's files are. Tests replace it."""
 
 DEFAULT_SHM_BYTES = 64 * 2**20
-"""What a container runtime gives where the pod says nothing. Source: OCI image and runtime tools, `--shm-size`;
+"""The default of container runtimes. Source: OCI image and runtime tools, `--shm-size`;
 containerd mounts /dev/shm with size=65536k."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """What a pod has.
+    """The resources of a pod.
 
     Attributes:
         cgroup: its limits.
         shm: its /dev/shm; None if there is none.
-        limits: of its processes; None if the kernel does not tell.
-        hcas: the RDMA devices that the kernel shows, which are those of the node.
+        limits: of its processes; None if the kernel does not report them.
+        hcas: the RDMA devices of the node.
         verbs: the RDMA devices that the pod may open.
     """
 
@@ -38,7 +38,7 @@ class Pod:
 
 
 def read(tree: Tree, space: Space = limits.space) -> Pod:
-    """Read what this pod has."""
+    """Read this pod's resources."""
     return Pod(
         cgroup=limits.read_cgroup(tree),
         shm=limits.read_memory(tree, space).shm,
@@ -49,13 +49,13 @@ def read(tree: Tree, space: Space = limits.space) -> Pod:
 
 
 def examine(host: str, pod: Pod, *, ranks: int, nnodes: int) -> list[Finding]:
-    """Return what a pod lacks.
+    """Return the findings on a pod.
 
     Args:
         host: its node.
-        pod: what it has.
+        pod: its resources.
         ranks: in it.
-        nnodes: of the whole run: over several of them RDMA is expected where the node has it.
+        nnodes: of the whole run: with several, RDMA is required where the node has it.
     """
     return [*_resources(host, pod, ranks), *_shm(host, pod), *_rdma(host, pod, nnodes)]
 
@@ -67,9 +67,9 @@ def _resources(host: str, pod: Pod, ranks: int) -> Iterator[Finding]:
             "kubernetes.resources",
             "environment",
             host,
-            "no control group can be looked at, so the pod's limits are not known",
+            "no control group can be read, so the pod's limits are unknown",
             allowed="/sys/fs/cgroup is mounted in the pod",
-            remedy="mount it read only, as container runtimes do by themselves",
+            remedy="mount it read only, as container runtimes do by default",
         )
     elif quota is not None and quota < ranks:
         yield notice(
@@ -78,18 +78,18 @@ def _resources(host: str, pod: Pod, ranks: int) -> Iterator[Finding]:
             host,
             f"{ranks} ranks get the time of {quota:g} CPUs",
             allowed="at least one CPU for each rank",
-            remedy="raise resources.limits.cpu of the pod, or leave it out: ranks that have used it up are stopped",
+            remedy="raise resources.limits.cpu of the pod, or remove it: ranks that use it up are throttled",
         )
     else:
-        told = [f"{quota:g} CPUs" if quota is not None else "no limit of CPUs"]
-        told.append(f"{limit / 2**30:.4g} GiB of memory" if limit is not None else "no limit of memory")
+        parts = [f"{quota:g} CPUs" if quota is not None else "no CPU limit"]
+        parts.append(f"{limit / 2**30:.4g} GiB of memory" if limit is not None else "no memory limit")
         yield notice(
             "kubernetes.resources",
             "note",
             host,
-            f"the pod has {' and '.join(told)}",
-            allowed="anything that is enough",
-            remedy="without a limit of memory, the node's pods end each other when it runs out",
+            f"the pod has {' and '.join(parts)}",
+            allowed="enough for the ranks",
+            remedy="without a memory limit, pods of the node kill each other when it runs out",
         )
 
 
@@ -101,7 +101,7 @@ def _shm(host: str, pod: Pod) -> Iterator[Finding]:
             "environment",
             host,
             "/dev/shm is not mounted",
-            allowed="memory that processes share",
+            allowed="shared memory",
             remedy=remedy,
         )
     elif pod.shm.kind != "tmpfs":
@@ -109,7 +109,7 @@ def _shm(host: str, pod: Pod) -> Iterator[Finding]:
             "kubernetes.shm",
             "environment",
             host,
-            f"/dev/shm is {pod.shm.kind}, and no memory",
+            f"/dev/shm is {pod.shm.kind}, not memory",
             allowed="tmpfs",
             remedy=remedy,
         )
@@ -118,8 +118,8 @@ def _shm(host: str, pod: Pod) -> Iterator[Finding]:
             "kubernetes.shm",
             "environment",
             host,
-            f"/dev/shm has {pod.shm.total_bytes / 2**20:.4g} MiB, what a container gets that says nothing",
-            allowed="more than that: NCCL and the workers of loaders share memory there",
+            f"/dev/shm has {pod.shm.total_bytes / 2**20:.4g} MiB, the default of a container",
+            allowed="more than that: NCCL and data loader workers share memory there",
             remedy=remedy,
         )
 
@@ -132,20 +132,20 @@ def _rdma(host: str, pod: Pod, nnodes: int) -> Iterator[Finding]:
             "kubernetes.rdma",
             "environment" if nnodes > 1 else "note",
             host,
-            f"the node has {len(pod.hcas)} RDMA devices ({', '.join(pod.hcas)}), and the pod may open none: there is "
+            f"the node has {len(pod.hcas)} RDMA devices ({', '.join(pod.hcas)}), and the pod has no access: there is "
             "no /dev/infiniband/uverbs*",
-            allowed="the node's RDMA devices, over several nodes",
-            remedy="ask for the device plugin's RDMA resource (resources.limits, such as rdma/hca_shared_devices_a: 1)",
+            allowed="the node's RDMA devices, in a run of several nodes",
+            remedy="request the device plugin's RDMA resource (resources.limits, such as rdma/hca_shared_devices_a: 1)",
         )
         return
     limits = pod.limits
     if limits is None or (not limits.may_lock_all and limits.memlock.soft is not None):
-        found = "its limits are not known" if limits is None else f"memlock is {limits.memlock.soft} B"
+        found = "its limits are unknown" if limits is None else f"memlock is {limits.memlock.soft} B"
         yield notice(
             "kubernetes.ipc_lock",
             "environment",
             host,
-            f"the pod has RDMA devices, and may not lock memory at will: it has no IPC_LOCK, and {found}",
+            f"the pod has RDMA devices, but its locked memory is limited: it has no IPC_LOCK, and {found}",
             allowed="the capability IPC_LOCK, or unlimited memlock",
             remedy='add it to the container: securityContext: {capabilities: {add: ["IPC_LOCK"]}}',
         )

@@ -1,11 +1,10 @@
-"""What the kernel lets this process use: limits of its control group and of the process, CPUs, and host memory.
+"""The limits of this process: control group, process limits, CPUs, and host memory.
 
-The files are read below one root (:class:`Tree`), so that tests can plant their own: what is not there is None, never a
-guess. A container's limits are those of its control group. Memory includes the part of it that files in /dev/shm may
-take, and huge pages.
+Files are read below one root (:class:`Tree`), so that tests can use their own; a missing file is None. A container's
+limits are those of its control group. Memory includes /dev/shm and huge pages.
 
-Control groups: version 1 has a tree for each controller, version 2 one for all, and a host can have both. A limit holds
-for everything below it, so the tightest on the way up decides.
+Control groups: version 1 has a tree for each controller, version 2 one for all, and a host can have both. A limit
+applies to everything below it, so the lowest one on the path to the root counts.
 Sources: Linux kernel, Documentation/admin-guide/cgroup-v2.rst (memory.max, cpu.max, pids.max, cpuset.cpus.effective)
 and Documentation/admin-guide/cgroup-v1/ (memory.limit_in_bytes, cpu.cfs_quota_us, pids.max, cpuset.effective_cpus).
 """
@@ -21,48 +20,48 @@ from typing import TypeVar
 
 from pytest_gpucluster import files
 from pytest_gpucluster.files import Mount
-from pytest_gpucluster.node.numa import parse
+from pytest_gpucluster.node.numa import parse_ranges
 
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """A tree of files as the kernel shows it below ``/``."""
+    """The file system below ``/``, or a test's."""
 
     root: Path = Path("/")
 
     def path(self, absolute: str) -> Path:
-        """Return where ``/proc/...`` or ``/sys/...`` is below the root."""
+        """Return an absolute path below the root."""
         return self.root / absolute.lstrip("/")
 
     def has(self, absolute: str) -> bool:
-        """Tell whether there is such a file or folder; what this process may not look at is as good as not there."""
+        """Whether a file or folder exists and can be accessed."""
         # Path.exists raises where a folder above is closed to this user.
         return os.path.exists(self.path(absolute))
 
     def text(self, absolute: str) -> str | None:
-        """Return a file's text without the space around it; None if it cannot be read."""
+        """Return a file's stripped text; None if it cannot be read."""
         try:
             return self.path(absolute).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return None
 
     def number(self, absolute: str) -> int | None:
-        """Return the whole number that a file holds; None if there is none."""
+        """Return a file's whole number; None if it has none."""
         text = self.text(absolute)
         return int(text) if text is not None and _NUMBER.fullmatch(text) else None
 
     def numbers(self, absolute: str) -> frozenset[int] | None:
-        """Return the set of CPUs or nodes that a file lists; None if it does not."""
+        """Return a file's list of CPUs or nodes as a set; None if it has none."""
         text = self.text(absolute)
         try:
-            return None if text is None else parse(text)
+            return None if text is None else parse_ranges(text)
         except ValueError:
             return None
 
     def mounts(self) -> tuple[Mount, ...]:
-        """Return what this process sees mounted, in the order of mounting; nothing if the kernel does not tell."""
+        """Return the mounts of this process, in the order of mounting; none if the kernel does not report them."""
         try:
             return files.read_mounts(self.path(str(files.MOUNTINFO)))
         except OSError:
@@ -72,17 +71,17 @@ class Tree:
 N = TypeVar("N", int, float)
 
 _UNLIMITED_BYTES = 2**62
-"""Version 1 has no word for unlimited memory: it gives the largest number of pages, about 2**63 bytes."""
+"""Version 1 reports unlimited memory as the largest number of pages, about 2**63 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cgroup:
-    """The tightest limits on the way up; None where there is none.
+    """The lowest limits on the path to the root; None where there is none.
 
     Attributes:
-        versions: of the trees that could be looked at; empty if there was none, and then no None means anything.
+        versions: of the trees that could be read; if empty, a None means nothing.
         memory_bytes: all memory of the group, its part of /dev/shm included.
-        cpus: how many CPUs' time the group gets, such as 7.5.
+        cpus: the quota of CPU time in CPUs, such as 7.5.
         tasks: processes and threads.
         cpuset: the CPUs that it may run on.
     """
@@ -99,37 +98,37 @@ def read_cgroup(tree: Tree) -> Cgroup:
     folders = list(_folders(tree))
     return Cgroup(
         versions=tuple(sorted({version for version, _, _ in folders})),
-        memory_bytes=_least(_memory(tree, *folder) for folder in folders),
-        cpus=_least(_cpus(tree, *folder) for folder in folders),
-        tasks=_least(_tasks(tree, *folder) for folder in folders),
+        memory_bytes=least(_memory(tree, *folder) for folder in folders),
+        cpus=least(_cpus(tree, *folder) for folder in folders),
+        tasks=least(_tasks(tree, *folder) for folder in folders),
         cpuset=_cpuset(tree, folders),
     )
 
 
 def _folders(tree: Tree) -> Iterator[tuple[int, frozenset[str], str]]:
     """Yield each group of this process and those above it: version, controllers, folder. The lowest come first."""
-    seen = tree.mounts()
+    mounts = tree.mounts()
     for line in (tree.text("/proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
-        written, _, path = rest.partition(":")
-        controllers = frozenset(filter(None, written.split(",")))
+        names, _, path = rest.partition(":")
+        controllers = frozenset(filter(None, names.split(",")))
         version = 1 if controllers else 2
-        for mount in seen:
+        for mount in mounts:
             fits = (
                 mount.kind == "cgroup2" if version == 2 else mount.kind == "cgroup" and controllers <= {*mount.options}
             )
             if not fits:
                 continue
-            for folder in _way_up(mount, path):
+            for folder in _ancestors(mount, path):
                 if tree.has(folder):
                     yield version, controllers, folder
 
 
-def _way_up(mount: Mount, path: str) -> list[str]:
-    """Return the folders from a group's own up to the mount point."""
+def _ancestors(mount: Mount, path: str) -> list[str]:
+    """Return the folders from a group's own to the mount point."""
     try:
         inside = PurePosixPath(path).relative_to(mount.root)
-    except ValueError:  # a group outside of what is mounted here, as in some containers: the mount is what there is
+    except ValueError:  # a group outside of this mount, as in some containers: use the mount point
         inside = PurePosixPath()
     if ".." in inside.parts:
         inside = PurePosixPath()
@@ -161,26 +160,19 @@ def _tasks(tree: Tree, version: int, controllers: frozenset[str], folder: str) -
 
 
 def _cpuset(tree: Tree, folders: Iterable[tuple[int, frozenset[str], str]]) -> frozenset[int] | None:
-    """Return the CPUs of the lowest group that tells: what is effective there holds the limits of those above."""
+    """Return the CPUs of the lowest group that has them: its effective set includes the limits above."""
     for version, controllers, folder in folders:
         names = ("cpuset.cpus.effective",) if version == 2 else ("cpuset.effective_cpus", "cpuset.cpus")
         if version == 1 and "cpuset" not in controllers:
             continue
         for name in names:
-            written = tree.text(f"{folder}/{name}")
-            if written:
-                return _cpus_of(written)
+            if tree.text(f"{folder}/{name}"):
+                return tree.numbers(f"{folder}/{name}")
     return None
 
 
-def _cpus_of(written: str) -> frozenset[int] | None:
-    try:
-        return parse(written)
-    except ValueError:
-        return None
-
-
-def _least(limits: Iterable[N | None]) -> N | None:
+def least(limits: Iterable[N | None]) -> N | None:
+    """Return the lowest known limit."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -193,7 +185,7 @@ _NAMES = {"nofile": "Max open files", "memlock": "Max locked memory", "nproc": "
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The limit in force, and how far the process could raise it itself. None: unlimited."""
+    """The soft and the hard limit. None: unlimited."""
 
     soft: int | None
     hard: int | None
@@ -205,23 +197,23 @@ class ProcessLimits:
 
     Attributes:
         nofile: open files.
-        memlock: locked memory in bytes. RDMA counts registered buffers against it, CUDA's pinned memory does not.
+        memlock: locked memory in bytes. RDMA buffers count, CUDA's pinned memory does not.
         nproc: processes and threads of this user.
-        may_lock_all: the process has CAP_IPC_LOCK, by which memlock does not hold.
-        files_at_most: what "unlimited" open files are (``fs.nr_open``); None if the kernel does not tell.
-        tasks_at_most: what the kernel has numbers for, and lets run, on the whole node; None if it does not tell.
+        may_lock_all: the process has CAP_IPC_LOCK, which overrides memlock.
+        max_files: what "unlimited" open files are (``fs.nr_open``); None if unknown.
+        max_tasks: of the whole node (threads-max, pid_max); None if unknown.
     """
 
     nofile: Limit
     memlock: Limit
     nproc: Limit
     may_lock_all: bool = False
-    files_at_most: int | None = None
-    tasks_at_most: int | None = None
+    max_files: int | None = None
+    max_tasks: int | None = None
 
 
 def read_process_limits(tree: Tree) -> ProcessLimits | None:
-    """Read the limits of this process; None if the kernel does not tell.
+    """Read the limits of this process; None if the kernel does not report them.
 
     Source: proc_pid_limits(5), proc_sys_fs(5), proc_sys_kernel(5).
     """
@@ -236,8 +228,8 @@ def read_process_limits(tree: Tree) -> ProcessLimits | None:
         memlock=memlock,
         nproc=nproc,
         may_lock_all=_may_lock_all(tree),
-        files_at_most=tree.number("/proc/sys/fs/nr_open"),
-        tasks_at_most=min((number for number in of_node if number is not None), default=None),
+        max_files=tree.number("/proc/sys/fs/nr_open"),
+        max_tasks=least(of_node),
     )
 
 
@@ -245,14 +237,14 @@ def _limit(text: str, title: str) -> Limit | None:
     found = re.search(rf"^{title} +(\d+|unlimited) +(\d+|unlimited)\b", text, re.MULTILINE)
     if found is None:
         return None
-    soft, hard = (None if written == "unlimited" else int(written) for written in found.groups())
+    soft, hard = (None if value == "unlimited" else int(value) for value in found.groups())
     return Limit(soft=soft, hard=hard)
 
 
 def _may_lock_all(tree: Tree) -> bool:
-    """Tell whether the process has the capability, and has it on the host.
+    """Whether the process has the capability on the host.
 
-    In a user namespace, as of a rootless container, it does not count: the kernel asks for the host's.
+    In a user namespace, such as a rootless container's, it does not count.
     Source: Linux kernel, drivers/infiniband/core/umem.c, ib_umem_get: ``capable(CAP_IPC_LOCK)``.
     """
     found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)$", tree.text("/proc/self/status") or "", re.MULTILINE)
@@ -270,17 +262,16 @@ Documentation/admin-guide/pm/intel_pstate.rst (Active Mode) and amd-pstate.rst (
 
 @dataclass(frozen=True, kw_only=True)
 class Processors:
-    """What the kernel tells of the CPUs. None: it does not.
+    """The CPUs as the kernel reports them; None where it does not.
 
     Attributes:
         online: CPUs that run.
-        offline: CPUs that are there and switched off.
-        governors: what chooses the clock -> the CPUs that it does so for; empty where the clock is not the kernel's to
-            choose, as in most virtual machines.
-        autonomous: of these the CPUs whose driver has a governor "powersave" that is another one than the kernel's: it
-            does not keep the lowest clock.
+        offline: CPUs that are switched off.
+        governors: CPU frequency governor -> its CPUs; empty where the kernel has none, as in most virtual machines.
+        autonomous: the CPUs whose driver has a "powersave" of its own, which follows the load and does not keep the
+            lowest clock.
         nodes: NUMA nodes.
-        numa_balancing: whether the kernel moves memory after the threads that use it: 0 is no.
+        numa_balancing: 0 is off.
     """
 
     online: frozenset[int] | None
@@ -292,7 +283,7 @@ class Processors:
 
 
 def read_processors(tree: Tree) -> Processors:
-    """Read what the kernel tells of the CPUs.
+    """Read the CPUs.
 
     Source: Linux kernel, Documentation/admin-guide/cputopology.rst, Documentation/admin-guide/pm/cpufreq.rst
     (scaling_governor) and Documentation/admin-guide/sysctl/kernel.rst (numa_balancing).
@@ -319,12 +310,12 @@ def read_processors(tree: Tree) -> Processors:
 SHM = "/dev/shm"
 
 Space = Callable[[Path], tuple[int, int]]
-"""Tells the bytes that a file system has, and those of them that are free. Raises OSError."""
+"""Returns the size and the free bytes of a file system. Raises OSError."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemory:
-    """The file system at /dev/shm. ``kind`` is ``tmpfs`` where it is memory; None if it is no mount of its own."""
+    """The file system at /dev/shm. ``kind`` is ``tmpfs`` as a rule; None if it is not a mount of its own."""
 
     kind: str | None
     total_bytes: int
@@ -333,13 +324,12 @@ class SharedMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory of the node as the kernel counts it.
+    """Memory of the node; None where unknown.
 
     Attributes:
-        total_bytes: None if the kernel does not tell.
         shm: None if there is no /dev/shm.
-        transparent: how transparent huge pages are given: ``always``, ``madvise`` or ``never``; None if not told.
-        reserved_pages: huge pages that are set aside, which nothing else can use; None if not told.
+        transparent: transparent huge pages: ``always``, ``madvise`` or ``never``.
+        reserved_pages: huge pages that are reserved, which other memory cannot use.
     """
 
     total_bytes: int | None
@@ -349,24 +339,23 @@ class Memory:
 
 
 def space(path: Path) -> tuple[int, int]:
-    """Return the bytes of a file system, and those of them that this user may still take."""
-    told = os.statvfs(path)
-    return told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+    """Return the size of a file system and the bytes that this user may still use."""
+    status = os.statvfs(path)
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
 def read_memory(tree: Tree, space: Space = space) -> Memory:
-    """Read what the kernel tells of memory.
+    """Read the memory.
 
-    Source: proc_meminfo(5); Linux kernel, Documentation/admin-guide/mm/transhuge.rst, where the chosen word is the
-    one in brackets.
+    Source: proc_meminfo(5); Linux kernel, Documentation/admin-guide/mm/transhuge.rst: the active word is in brackets.
     """
     chosen = re.search(r"\[(\w+)\]", tree.text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
-    kilobytes = _of_meminfo(tree, "MemTotal")
+    kilobytes = _meminfo(tree, "MemTotal")
     return Memory(
         total_bytes=None if kilobytes is None else kilobytes * 1024,
         shm=_shm(tree, space),
         transparent=chosen[1] if chosen else None,
-        reserved_pages=_of_meminfo(tree, "HugePages_Total"),
+        reserved_pages=_meminfo(tree, "HugePages_Total"),
     )
 
 
@@ -379,6 +368,6 @@ def _shm(tree: Tree, space: Space) -> SharedMemory | None:
     return SharedMemory(kind=kinds[-1] if kinds else None, total_bytes=total, free_bytes=free)
 
 
-def _of_meminfo(tree: Tree, name: str) -> int | None:
+def _meminfo(tree: Tree, name: str) -> int | None:
     found = re.search(rf"^{name}:\s+(\d+)", tree.text("/proc/meminfo") or "", re.MULTILINE)
     return int(found[1]) if found else None

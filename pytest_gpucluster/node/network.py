@@ -1,8 +1,7 @@
-"""Whether every node reaches every other one over TCP, on the interface that NCCL or gloo will use for its connections.
+"""Whether every node reaches every other one over TCP, on the interface that NCCL or gloo will use.
 
-Each host runs a small TCP service (:class:`Responder`), which other hosts call to learn whether they reach it and what
-its clock says. Plain sockets with deadlines, before any process group is made: where a firewall or a wrong interface
-lies between two nodes, a process group would only hang.
+Each host runs a small TCP service (:class:`Responder`), which other hosts connect to, also for its clock. Plain sockets
+with deadlines, before any process group is made: with a firewall or a wrong interface, a process group would hang.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from pytest_gpucluster.node.interfaces import Board, Chosen, Nodes
 
 TOKEN_BYTES = 16
 _HEAD = struct.Struct(f"!{TOKEN_BYTES}scI")
-"""The token, what is asked, and how many bytes follow."""
+"""The token, the request, and the number of bytes that follow."""
 _TIMES = struct.Struct("!dd")
 _ECHO, _CLOCK = b"E", b"C"
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 _CHUNK_BYTES = 2**16
 
 
 class Responder:
     """Answers on a port of its own, in a thread, until it is closed. Use it as a context manager.
 
-    Whoever does not know the token gets no answer: a port scanner or another job is no peer.
+    A caller without the token, such as a port scanner or another job, gets no answer.
 
     Args:
         address: where to listen; the port is a free one.
-        deadline_seconds: how long a connection may be silent.
+        deadline_seconds: of each receive.
         now: this host's clock.
 
-    Raises: OSError if nothing can listen there.
+    Raises: OSError if it cannot listen there.
     """
 
     def __init__(self, address: str, *, deadline_seconds: float, now: Callable[[], float] = time.time) -> None:
@@ -52,13 +51,13 @@ class Responder:
         class Connection(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 self.request.settimeout(deadline_seconds)
-                with suppress(OSError, EOFError):  # the caller sees it too, and tells
+                with suppress(OSError, EOFError):  # the caller reports it
                     while True:
-                        came, asked, length = _HEAD.unpack(receive(self.request, _HEAD.size))
+                        token_received, request, length = _HEAD.unpack(receive(self.request, _HEAD.size))
                         arrived = now()
-                        if came != token or length > MOST_BYTES:
+                        if token_received != token or length > MAX_BYTES:
                             return
-                        if asked == _ECHO:
+                        if request == _ECHO:
                             self.request.sendall(receive(self.request, length))
                         else:
                             self.request.sendall(_TIMES.pack(arrived, now()))
@@ -89,7 +88,7 @@ class Responder:
 class Caller:
     """A connection to a :class:`Responder`. Use it as a context manager.
 
-    Raises: OSError if it cannot be reached, or is silent for longer than the deadline.
+    Raises: OSError if it cannot be reached, or a receive exceeds the deadline.
     """
 
     def __init__(self, address: str, port: int, token: str, *, deadline_seconds: float) -> None:
@@ -104,9 +103,9 @@ class Caller:
         self._socket.close()
 
     def echo(self, payload: bytes) -> None:
-        """Send bytes, and make sure that the same bytes come back.
+        """Send bytes and require the same bytes back.
 
-        Raises: OSError if they do not.
+        Raises: OSError otherwise.
         """
         self._socket.sendall(_HEAD.pack(self._token, _ECHO, len(payload)) + payload)
         try:
@@ -114,27 +113,27 @@ class Caller:
         except EOFError:
             raise ConnectionError("it accepts connections and then closes them: is it another program?") from None
         if back != payload:
-            raise ConnectionError(f"of {len(payload)} bytes that were sent there others came back")
+            raise ConnectionError(f"{len(payload)} bytes came back altered")
 
     def clock(self) -> tuple[float, float]:
-        """Return what the other host's clock said when the question came, and when the answer went.
+        """Return the other host's time when the request arrived, and when the answer was sent.
 
-        Raises: OSError if no answer comes.
+        Raises: OSError without an answer.
         """
         self._socket.sendall(_HEAD.pack(self._token, _CLOCK, 0))
         try:
-            arrived, left = _TIMES.unpack(receive(self._socket, _TIMES.size))
+            arrived, sent = _TIMES.unpack(receive(self._socket, _TIMES.size))
         except EOFError:
             raise ConnectionError("it accepts connections and then closes them: is it another program?") from None
-        return float(arrived), float(left)
+        return float(arrived), float(sent)
 
 
 def receive(connection: socket.socket, length: int) -> bytes:
-    """Read so many bytes.
+    """Receive ``length`` bytes.
 
     Raises:
         EOFError: the connection was closed before.
-        OSError: it failed, or was silent for too long.
+        OSError: it failed or timed out.
     """
     parts = []
     while length:
@@ -146,27 +145,27 @@ def receive(connection: socket.socket, length: int) -> bytes:
     return b"".join(parts)
 
 
-_AT_ONCE = 16
-"""Connections that a node makes at the same time: 127 others are through in a few rounds."""
-_BESIDE_SECONDS = 30.0
-"""What nodes may be apart when they begin and end."""
-_PAIRS_TOLD = 20
-_NODES_TOLD = 20
-_SILENT = "it gave no word in time, though its rank is there: is it busy, or stopped?"
+_CONCURRENT = 16
+"""Concurrent connections of a node: 127 others take a few rounds."""
+_MARGIN_SECONDS = 30.0
+"""How far apart nodes may begin and end."""
+_MAX_PAIRS = 20
+_MAX_NODES = 20
+_SILENT = "no answer in time, though its rank is running: is it busy, or stopped?"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
-    """Who reaches whom.
+class Reachability:
+    """Which node reaches which.
 
     Attributes:
         hosts: node -> its name.
-        addresses: node -> its address and interface, as far as it has one.
-        slowest: node -> how long the slowest of its connections took, with one exchange, of those that worked.
-        failures: (from, to) -> why it did not work.
-        untried: (from, to) that nobody has tried, or told of.
+        addresses: node -> its address and interface, if it has one.
+        slowest: node -> duration of its slowest connection, with one exchange, of those that worked.
+        failures: (from, to) -> why it failed.
+        untried: (from, to) without a result.
         absent: node -> why it has no address.
-        silent: nodes of which nothing was heard, or not enough.
+        silent: nodes that did not answer.
     """
 
     hosts: Mapping[int, str]
@@ -180,70 +179,69 @@ class Reached:
     @property
     def reached_ratio(self) -> float:
         """Part of the pairs that reach each other: each node with every node, itself included, in both directions.
-        Nodes that have no address are no part of any pair."""
+        Nodes without an address are not counted."""
         present = len(self.hosts) - len(self.absent)
         return 1 - len({*self.failures, *self.untried}) / present**2 if present else 0.0
 
     @property
     def whole_nodes(self) -> int:
-        """How many nodes reach all nodes and are reached by all."""
+        """Number of nodes that reach all nodes and are reached by all."""
         if self.absent or self.silent:
             return 0
         return len(set(self.hosts) - {node for pair in (*self.failures, *self.untried) for node in pair})
 
     def slowest_from(self, node: int) -> float | None:
-        """Return the longest time that a connection from this node took; None where none worked."""
+        """Return the duration of this node's slowest connection; None where none worked."""
         return self.slowest.get(node)
 
-    def blamed(self) -> tuple[int, ...]:
-        """Return the nodes that the failures point to.
+    def suspects(self) -> tuple[int, ...]:
+        """Return the suspected nodes.
 
-        A node that is part of failures with more than half of the others explains them by itself; of a pair that no
-        such node explains both ends are named.
+        A node with failures to more than half of the others explains these; of a pair without such a node, both ends
+        are suspects.
         """
-        blamed = {*self.absent, *self.silent, *(one for one, two in self.failures if one == two)}
+        suspects = {*self.absent, *self.silent, *(one for one, two in self.failures if one == two)}
         partners: dict[int, set[int]] = {}
         for one, two in self.failures:
-            if not blamed & {one, two}:
+            if not suspects & {one, two}:
                 partners.setdefault(one, set()).add(two)
                 partners.setdefault(two, set()).add(one)
         while partners:
             worst = max(partners, key=lambda node: (len(partners[node]), -node))
             if len(partners[worst]) == 1 or 2 * len(partners[worst]) <= len(self.hosts) - 1:
-                blamed |= {*partners}
+                suspects |= {*partners}
                 break
-            blamed.add(worst)
+            suspects.add(worst)
             for other in partners.pop(worst):
                 partners[other].discard(worst)
                 if not partners[other]:
                     del partners[other]
-        return tuple(sorted(blamed))
+        return tuple(sorted(suspects))
 
     def require_whole(self, node: int) -> None:
-        """Make sure that all nodes reach each other; it is told on the nodes to which the failures point, and for a
-        node that is silent by the first one.
+        """Require that all nodes reach each other. The suspected nodes raise, and for a silent node the first one.
 
-        Raises, on such a node:
-            HardwareFault: each pair that does not, both ends named.
-            EnvironmentBroken: all that could be tried works, but a node has no usable interface, or is silent.
+        Raises:
+            HardwareFault: each failed pair with both ends.
+            EnvironmentBroken: no pair failed, but a node has no usable interface, or is silent.
         """
-        blamed = self.blamed()
-        if node not in blamed and not (self.silent and node == min(self.hosts)):
+        suspects = self.suspects()
+        if node not in suspects and not (self.silent and node == min(self.hosts)):
             return
-        names = ", ".join(self.hosts[one] for one in blamed[:_NODES_TOLD])
-        names += f" and {len(blamed) - _NODES_TOLD} more" if len(blamed) > _NODES_TOLD else ""
-        told = [f"- {self.hosts[one]}: {why}" for one, why in sorted(self.absent.items())]
-        told += [f"- {self.hosts[one]}: {_SILENT}" for one in self.silent]
-        told += [
+        names = ", ".join(self.hosts[one] for one in suspects[:_MAX_NODES])
+        names += f" and {len(suspects) - _MAX_NODES} more" if len(suspects) > _MAX_NODES else ""
+        lines = [f"- {self.hosts[one]}: {why}" for one, why in sorted(self.absent.items())]
+        lines += [f"- {self.hosts[one]}: {_SILENT}" for one in self.silent]
+        lines += [
             f"- {self._name(one)} does not reach {self._name(two)}: {why}"
             for (one, two), why in sorted(self.failures.items())
         ]
-        if len(told) > _PAIRS_TOLD:
-            told[_PAIRS_TOLD:] = [f"- and {len(told) - _PAIRS_TOLD} more"]
+        if len(lines) > _MAX_PAIRS:
+            lines[_MAX_PAIRS:] = [f"- and {len(lines) - _MAX_PAIRS} more"]
         text = "\n".join(
             [
                 f"{self.whole_nodes} of {len(self.hosts)} nodes reach all others; look at {names}",
-                *told,
+                *lines,
                 "what to do: compare NCCL_SOCKET_IFNAME with the nodes' interfaces (`ip -br addr`), and look for a "
                 "firewall, a switch port that is down, and different MTUs between the named hosts",
             ]
@@ -257,7 +255,7 @@ class Reached:
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """What is done between two hosts. A test puts one that is broken in the place of another."""
+    """The exchange between two hosts. Tests replace it by a failing one."""
 
     call: Callable[..., float]
 
@@ -266,7 +264,7 @@ def call(address: str, port: int, token: str, *, payload: bytes, deadline_second
     """Connect to a node's responder, and exchange a few bytes and then the payload; return the seconds until the few
     bytes are back.
 
-    The payload fills many packets: between hosts whose MTUs differ, few bytes pass and many do not.
+    The payload fills many packets: with different MTUs, few bytes pass and many do not.
 
     Raises: OSError if any of this fails or takes too long.
     """
@@ -288,8 +286,8 @@ PIECES = Pieces(call=call)
 
 
 def longest_seconds(count: int, deadline_seconds: float) -> float:
-    """Return how long :func:`connect_all` can take with so many nodes."""
-    return 2 * (deadline_seconds * (2 + 2 * count / _AT_ONCE) + _BESIDE_SECONDS)
+    """Return how long :func:`connect_all` can take with ``count`` nodes."""
+    return 2 * (deadline_seconds * (2 + 2 * count / _CONCURRENT) + _MARGIN_SECONDS)
 
 
 def connect_all(
@@ -300,18 +298,18 @@ def connect_all(
     payload_bytes: int,
     deadline_seconds: float,
     pieces: Pieces | None = None,
-) -> Reached:
-    """Let every node connect to every node, itself included; return on all of them who reached whom.
+) -> Reachability:
+    """Connect every node to every node, itself included; return the results on all of them.
 
-    The rank that speaks for each node must call this, and no other one.
+    Collective: exactly the ranks that represent a node must call this.
 
     Args:
-        board: where nodes tell their addresses.
-        nodes: who takes part.
-        choose: says which address this node uses.
-        payload_bytes: what is exchanged over each connection.
-        deadline_seconds: how long a connection may be silent.
-        pieces: what is done between two hosts; by default ``PIECES`` of this module.
+        board: for the exchange of addresses and results.
+        nodes: of the run.
+        choose: returns this node's address.
+        payload_bytes: exchanged over each connection.
+        deadline_seconds: of each receive.
+        pieces: the exchange between two hosts; by default ``PIECES`` of this module.
 
     Raises: StoreError if the store has stopped answering.
     """
@@ -322,7 +320,7 @@ def connect_all(
         try:
             chosen = choose()
             responder = stack.enter_context(Responder(chosen.address, deadline_seconds=deadline_seconds))
-        except (EnvironmentBroken, OSError) as error:  # told to all: they must not wait for this node's address
+        except (EnvironmentBroken, OSError) as error:  # sent to all: they must not wait for this node's address
             mine = {"error": str(error)}
         else:
             mine = {
@@ -331,11 +329,11 @@ def connect_all(
                 "token": responder.token,
                 "where": f"{chosen.address} on {chosen.interface}, {chosen.why}",
             }
-        told = nodes.gather(board, "address", mine, within_seconds=within)
-        there = {node: one for node, one in told.items() if "error" not in one}
-        # A node without an address of its own calls nobody: what it could reach says nothing. Each one begins with the
-        # node after it: if all began with the first one, that would have to answer them all at once.
-        called = {} if "error" in mine else _from(nodes.me, there)
+        answers = nodes.gather(board, "address", mine, within_seconds=within)
+        present = {node: one for node, one in answers.items() if "error" not in one}
+        # A node without an address makes no connections. Each one begins with the node after it: if all began with the
+        # first one, that would have to answer all of them at once.
+        called = {} if "error" in mine else _call_order(nodes.me, present)
         payload = bytes(index * 7 % 251 for index in range(payload_bytes))
 
         def attempt(one: Mapping[str, Any]) -> float | str:
@@ -343,24 +341,24 @@ def connect_all(
                 return pieces.call(
                     one["address"], one["port"], one["token"], payload=payload, deadline_seconds=deadline_seconds
                 )
-            except OSError as error:  # it is told to all nodes
+            except OSError as error:  # sent to all nodes
                 return str(error) or type(error).__name__
 
-        with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+        with ThreadPoolExecutor(max_workers=_CONCURRENT) as pool:
             results = dict(zip(called, pool.map(attempt, called.values()), strict=True))
-        # Who has told its results needs no answer any more: when all have, the responder may end.
+        # A node that has sent its results makes no more connections: when all have, the responder may end.
         reports = nodes.gather(board, "reached", _report(nodes, results), within_seconds=within)
-    absent = {node: one["error"] for node, one in told.items() if "error" in one}
-    return _agreed(nodes, reports, absent, {node: one["where"] for node, one in there.items()})
+    absent = {node: one["error"] for node, one in answers.items() if "error" in one}
+    return _combine(nodes, reports, absent, {node: one["where"] for node, one in present.items()})
 
 
-def _from(me: int, there: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the nodes in the order in which one of them calls: those after it, then those before it, then itself."""
-    return {node: there[node] for node in sorted(there, key=lambda node: (node <= me, node))}
+def _call_order(me: int, present: Mapping[int, Any]) -> dict[int, Any]:
+    """Return the nodes in the order of a node's calls: those after it, then those before it, then itself."""
+    return {node: present[node] for node in sorted(present, key=lambda node: (node <= me, node))}
 
 
 def _report(nodes: Nodes, results: Mapping[int, float | str]) -> dict[str, Any]:
-    """Return what a node tells all others of its calls, in few words: each of them reads it, however many they are."""
+    """Return a node's results in a short form, which every other node reads."""
     failed: dict[str, list[int]] = {}
     for node, result in results.items():
         if isinstance(result, str):
@@ -370,21 +368,21 @@ def _report(nodes: Nodes, results: Mapping[int, float | str]) -> dict[str, Any]:
     return {"slowest": max(worked, default=None), "failed": failed, "left_out": left_out}
 
 
-def _agreed(
+def _combine(
     nodes: Nodes, reports: Mapping[int, Mapping[str, Any]], absent: Mapping[int, str], addresses: Mapping[int, str]
-) -> Reached:
-    """Put together what every node has reached."""
-    told = {node: report for node, report in reports.items() if node not in absent}
-    silent = tuple(node for node in nodes.hosts if node not in told and node not in absent)
+) -> Reachability:
+    """Combine the results of all nodes."""
+    known = {node: report for node, report in reports.items() if node not in absent}
+    silent = tuple(node for node in nodes.hosts if node not in known and node not in absent)
     untried = {(one, two) for one in silent for two in nodes.hosts}
-    untried |= {(one, two) for one, report in told.items() for two in report["left_out"]}
-    return Reached(
+    untried |= {(one, two) for one, report in known.items() for two in report["left_out"]}
+    return Reachability(
         hosts=nodes.hosts,
         addresses=addresses,
-        slowest={node: report["slowest"] for node, report in told.items() if report["slowest"] is not None},
+        slowest={node: report["slowest"] for node, report in known.items() if report["slowest"] is not None},
         failures={
             (one, two): why
-            for one, report in told.items()
+            for one, report in known.items()
             for why, others in report["failed"].items()
             for two in others
         },

@@ -15,7 +15,7 @@ from pytest_gpucluster.node.kernel_log import normalised
 DEVICES = Path("/sys/bus/pci/devices")
 STATUS = Path("/proc/self/status")
 _NO_NODE = -1
-"""What the kernel says of a device that is near no node in particular. Source: Linux kernel,
+"""The kernel's value for a device without a NUMA node. Source: Linux kernel,
 Documentation/ABI/testing/sysfs-bus-pci, numa_node."""
 
 REMEDY = (
@@ -26,18 +26,18 @@ REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """CPUs and memory nodes. ``nodes``: of a rank, those that it may take memory from; of a GPU, the one it is on."""
+    """CPUs and NUMA nodes. ``nodes``: of a rank, those of its memory policy; of a GPU, its own."""
 
     cpus: frozenset[int]
     nodes: frozenset[int]
 
 
-def parse(written: str) -> frozenset[int]:
-    """Read a list of CPUs or nodes as the kernel writes it.
+def parse_ranges(written: str) -> frozenset[int]:
+    """Parse the kernel's list of CPUs or nodes.
 
-    Raises: ValueError if it is none.
+    Raises: ValueError if it is not valid.
 
-    >>> sorted(parse("0-2,8"))
+    >>> sorted(parse_ranges("0-2,8"))
     [0, 1, 2, 8]
     """
     numbers: set[int] = set()
@@ -47,10 +47,10 @@ def parse(written: str) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def shown(numbers: Iterable[int]) -> str:
-    """Write a list of CPUs or nodes as the kernel does.
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format CPUs or nodes as the kernel does.
 
-    >>> shown([8, 0, 1, 2]), shown([])
+    >>> format_ranges([8, 0, 1, 2]), format_ranges([])
     ('0-2,8', 'none')
     """
     ranges: list[list[int]] = []
@@ -63,29 +63,29 @@ def shown(numbers: Iterable[int]) -> str:
 
 
 def own_place(status: Path = STATUS) -> Place:
-    """Return where this process may run and take memory.
+    """Return the CPUs and memory nodes of this process.
 
-    Raises: EnvironmentBroken if the kernel does not tell.
+    Raises: EnvironmentBroken if the kernel does not report them.
     """
     try:
         lines = dict(line.split(":", 1) for line in status.read_text(encoding="ascii").splitlines() if ":" in line)
-        return Place(cpus=frozenset(os.sched_getaffinity(0)), nodes=parse(lines["Mems_allowed_list"]))
+        return Place(cpus=frozenset(os.sched_getaffinity(0)), nodes=parse_ranges(lines["Mems_allowed_list"]))
     except (OSError, KeyError, ValueError) as error:
-        raise EnvironmentBroken(f"{status} does not say where this process may take memory: {error!r}") from None
+        raise EnvironmentBroken(f"the memory nodes of this process are unknown: {status}: {error!r}") from None
 
 
 def place_of_gpu(pci: str | None, devices: Path = DEVICES) -> Place | None:
-    """Return the CPUs and the node beside a GPU, or None where the kernel does not know them.
+    """Return the local CPUs and the node of a GPU; None where the kernel does not report them.
 
     Args:
-        pci: its address as NVML writes it, such as 00000000:3B:00.0; None if that is not known either.
+        pci: its address as NVML writes it, such as 00000000:3B:00.0; None if unknown.
         devices: the folder of all PCI devices.
     """
     address = normalised(pci or "")
     try:
         [folder] = [entry for entry in devices.iterdir() if address and normalised(entry.name) == address]
         node = int((folder / "numa_node").read_text(encoding="ascii"))
-        cpus = parse((folder / "local_cpulist").read_text(encoding="ascii"))
+        cpus = parse_ranges((folder / "local_cpulist").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
     return None if node == _NO_NODE or not cpus else Place(cpus=cpus, nodes=frozenset({node}))
@@ -94,13 +94,13 @@ def place_of_gpu(pci: str | None, devices: Path = DEVICES) -> Place | None:
 def examine_affinity(who: Mapping[str, Any], rank: Place, gpu: Place | None) -> list[Finding]:
     """Compare the places of a rank and of its GPU.
 
-    A rank that may run on none of the CPUs beside its GPU, or may not take memory there, is misplaced: the launcher has
-    bound it to another node. One that may run elsewhere too is worth a note: the kernel may move it away.
+    A rank with none of its GPU's local CPUs, or without its memory node, is misplaced: the launcher has bound it to
+    another node. One that may also run elsewhere gets a note: the kernel may move it away.
 
     Args:
         who: the rank's entry in the inventory.
         rank: where it may run.
-        gpu: where its GPU is; None if that is not known.
+        gpu: where its GPU is; None if unknown.
     """
 
     def finding(kind: Kind, found: str, allowed: str, remedy: str) -> Finding:
@@ -110,24 +110,24 @@ def examine_affinity(who: Mapping[str, Any], rank: Place, gpu: Place | None) -> 
     if gpu is None:
         remedy = "nothing on a machine with one node; else make /sys/bus/pci/devices visible to the job"
         return [finding("note", "has no NUMA information about its GPU", "anything", remedy)]
-    allowed = f"the CPUs {shown(gpu.cpus)} and memory of node {shown(gpu.nodes)}"
+    allowed = f"the CPUs {format_ranges(gpu.cpus)} and memory of node {format_ranges(gpu.nodes)}"
     findings = []
     if not rank.cpus & gpu.cpus:
-        found = f"may run on the CPUs {shown(rank.cpus)}, none of which is beside its GPU"
+        found = f"may run on the CPUs {format_ranges(rank.cpus)}, none of which is local to its GPU"
         findings.append(finding("environment", found, allowed, REMEDY))
     elif rank.cpus - gpu.cpus:
-        found = f"may run on the CPUs {shown(rank.cpus)}, not all of which are beside its GPU"
+        found = f"may run on the CPUs {format_ranges(rank.cpus)}, not all of which are local to its GPU"
         findings.append(finding("note", found, allowed, REMEDY))
     if not rank.nodes & gpu.nodes:
-        found = f"may take memory of node {shown(rank.nodes)}, and not of its GPU's"
+        found = f"may use memory of node {format_ranges(rank.nodes)}, and not of its GPU's"
         findings.append(finding("environment", found, allowed, REMEDY))
     return findings
 
 
 def require_near(findings: Iterable[Finding]) -> None:
-    """Make sure that nothing but notes was found.
+    """Raise the findings other than notes.
 
-    Raises: EnvironmentBroken with all that is more than a note.
+    Raises: EnvironmentBroken.
     """
     wrong = [str(finding) for finding in findings if finding.kind != "note"]
     if wrong:
@@ -135,25 +135,25 @@ def require_near(findings: Iterable[Finding]) -> None:
 
 
 LEAST = 0.95
-"""The kernel may put single pages elsewhere."""
+"""The kernel may place single pages elsewhere."""
 
 
 def require_local(who: Mapping[str, Any], nodes: Mapping[int, float], gpu: Place | None) -> None:
-    """Make sure that host memory lay on the NUMA node of the GPU, as far as both are known.
+    """Require that host memory was on the NUMA node of the GPU, where both are known.
 
     Args:
         who: the rank's entry in the inventory.
-        nodes: NUMA node -> the part of the memory that lay there; empty if it is not known.
-        gpu: where its GPU is; None if it is not known.
+        nodes: NUMA node -> part of the memory on it; empty if unknown.
+        gpu: where its GPU is; None if unknown.
 
-    Raises: EnvironmentBroken: what was measured says more of the link between the sockets than of the GPU's.
+    Raises: EnvironmentBroken: the measurement included the link between the sockets.
     """
     if gpu is None or not nodes:
         return
     here = sum(part for node, part in nodes.items() if node in gpu.nodes)
     if here < LEAST:
         raise EnvironmentBroken(
-            f"{identity(who)}: {100 * here:.3g} % of the host memory of rank {who['rank']} lay on NUMA node "
-            f"{shown(gpu.nodes)}, beside this GPU; to measure its link, at least {100 * LEAST:g} % must; see whether "
-            f"that node is full (`numactl -H`), and {REMEDY}"
+            f"{identity(who)}: {100 * here:.3g} % of the host memory of rank {who['rank']} was on NUMA node "
+            f"{format_ranges(gpu.nodes)}, local to this GPU; to measure its link, at least {100 * LEAST:g} % must; "
+            f"check whether that node is full (`numactl -H`), and {REMEDY}"
         )

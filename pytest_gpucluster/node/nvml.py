@@ -1,7 +1,7 @@
-"""What the driver reports of the GPUs, read through NVML: one named query, one plain value.
+"""The GPUs through NVML: one named query, one plain value.
 
-A query that gives no value says why, because "this card has no such counter", "ask root" and "the GPU is gone" call
-for different answers. A MIG slice is asked for its own memory and processes; all else belongs to its GPU.
+A query without a value has a reason, because "not supported", "no permission" and "the GPU is lost" need different
+actions. Memory and processes of a MIG slice are its own; all else is its GPU's.
 
 Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/
 """
@@ -24,15 +24,15 @@ Absence = Literal["not supported", "no permission", "lost", "failed"]
 COMMON_ANCESTORS: Mapping[int, str] = MappingProxyType(
     {0: "internal", 10: "single", 20: "multiple", 30: "hostbridge", 40: "node", 50: "system"}
 )
-"""What two GPUs have in common: the board, one PCIe switch, several of them, a host bridge, a NUMA node, the machine.
+"""The nearest common ancestor of two GPUs: the board, one PCIe switch, several, a host bridge, a NUMA node, the system.
 Source: nvml.h, nvmlGpuTopologyLevel_t."""
 
 
 class NotAvailable(Exception):
-    """A query gave no value; the text says why, ``kind`` of what kind the reason is.
+    """A query has no value; the text has the reason, ``kind`` its category.
 
     ``not supported``: by this card, this driver or this nvidia-ml-py. ``no permission``: for this user or container.
-    ``lost``: the GPU does not answer any more. ``failed``: anything else.
+    ``lost``: the GPU no longer answers. ``failed``: anything else.
     """
 
     def __init__(self, reason: str, kind: Absence = "not supported") -> None:
@@ -42,7 +42,7 @@ class NotAvailable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class NvmlGpu:
-    """One GPU, as the driver knows it."""
+    """One GPU, as the driver lists it."""
 
     index: int
     uuid: str
@@ -51,7 +51,7 @@ class NvmlGpu:
 
 
 class Nvml(Protocol):
-    """What is asked of NVML here."""
+    """The part of NVML that is used here."""
 
     def driver_version(self) -> str: ...
 
@@ -65,14 +65,14 @@ class Nvml(Protocol):
         """GPUs that this process may use and that answer, in NVML's order."""
 
     def between(self, uuid: str, other: str) -> str:
-        """Name the nearest thing that the ways of two GPUs to their CPU have in common: one of ``COMMON_ANCESTORS``.
+        """Return the nearest common ancestor of two GPUs: one of ``COMMON_ANCESTORS``.
 
         Raises:
-            NotAvailable: there is no answer; it says why.
+            NotAvailable: with the reason.
         """
 
     def find(self, uuid: str) -> NvmlGpu | None:
-        """Look a GPU up by its full UUID (``GPU-...``, ``MIG-...``); None where NVML does not know it."""
+        """Look a GPU up by its full UUID (``GPU-...``, ``MIG-...``); None where NVML does not list it."""
 
     def pci_bus_ids(self) -> tuple[str, ...]:
         """PCI addresses of the GPUs that answer, as NVML writes them; a lost GPU is left out."""
@@ -81,7 +81,7 @@ class Nvml(Protocol):
         """Read one of ``QUERIES`` as a plain value in its unit.
 
         Raises:
-            NotAvailable: there is no value; it says why.
+            NotAvailable: with the reason.
             KeyError: there is no such query.
         """
 
@@ -123,18 +123,18 @@ class PyNvml:
         return tuple(found)
 
     def listed(self) -> tuple[NvmlGpu, ...]:
-        """List the GPUs that answer; ``count`` tells of how many."""
+        """List the GPUs that answer; ``count`` has also those that do not."""
         found = []
         for handle in self._permitted():
             try:
                 known = None if handle is None else self.find(text(self._nvml.nvmlDeviceGetUUID(handle)))
             except self._nvml.NVMLError:
-                continue  # what does not answer is missing here, and that is how it is noticed
+                continue  # a GPU that does not answer is missing here, and the caller notices by the count
             found += [known] if known is not None else []
         return tuple(found)
 
     def between(self, uuid: str, other: str) -> str:
-        """Ask for the nearest common ancestor of two GPUs."""
+        """Read the nearest common ancestor of two GPUs."""
         nvml, function = self._nvml, "nvmlDeviceGetTopologyCommonAncestor"
         try:
             level = int(getattr(nvml, function)(self._gpu(uuid), self._gpu(other)))
@@ -143,7 +143,7 @@ class PyNvml:
         return COMMON_ANCESTORS.get(level, f"unknown ({level})")
 
     def find(self, uuid: str) -> NvmlGpu | None:
-        """Look a GPU up. A GPU that has fallen off the bus is not found, which the preflight reports."""
+        """Look a GPU up. One that has fallen off the bus is not found, which the preflight reports."""
         nvml = self._nvml
         try:
             handle = self._gpu(uuid)
@@ -164,26 +164,26 @@ class PyNvml:
                 if handle is not None:
                     found.append(text(nvml.nvmlDeviceGetPciInfo(handle).busId))
             except nvml.NVMLError:
-                continue  # what does not answer is missing here, and that is how it is noticed
+                continue  # a GPU that does not answer is missing here, and the caller notices by the count
         return tuple(found)
 
     def read(self, uuid: str, query: str) -> Any:
-        """Read one query, and say why where there is no value."""
-        asked = QUERIES[query]
+        """Read one query."""
+        definition = QUERIES[query]
         nvml = self._nvml
         try:
-            handle = self._handle(uuid) if asked.of_slice else self._gpu(uuid)
-            return asked.ask(nvml, handle)
+            handle = self._handle(uuid) if definition.of_slice else self._gpu(uuid)
+            return definition.read(nvml, handle)
         except AttributeError as error:
             if error.obj is not nvml:
                 raise
-            reason = f"the installed nvidia-ml-py is too old for {asked.functions} ({error})"
+            reason = f"the installed nvidia-ml-py is too old for {definition.functions} ({error})"
             raise NotAvailable(reason) from error
         except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
-            raise _not_available(nvml, error, asked.functions) from error
+            raise _not_available(nvml, error, definition.functions) from error
 
     def _of_node(self, function: str) -> Any:
-        """Ask what is not about one GPU, so that a failure is no GPU's fault."""
+        """Call a function that is not about one GPU: its failure is no GPU's fault."""
         try:
             return getattr(self._nvml, function)()
         except self._nvml.NVMLError as error:
@@ -192,7 +192,7 @@ class PyNvml:
     def _permitted(self) -> list[Any]:
         """Return the handle of each GPU that this process may use, None for one that does not answer.
 
-        NVML also counts GPUs that a cgroup keeps from this process, as Slurm's do. They are no fault.
+        NVML also counts GPUs that a cgroup denies to this process, as Slurm's do. They are no fault.
         Source: nvml.h, nvmlDeviceGetCount_v2.
         """
         nvml = self._nvml
@@ -216,7 +216,7 @@ class PyNvml:
         try:
             return nvml.nvmlDeviceGetHandleByUUID(uuid)
         except nvml.NVMLError_GpuIsLost:
-            # NVML gives up when any GPU of the node is lost. This one may be well.
+            # NVML fails when any GPU of the node is lost. This one may be healthy.
             for handle in self._permitted():
                 try:
                     if handle is not None and text(nvml.nvmlDeviceGetUUID(handle)) == uuid:
@@ -236,12 +236,12 @@ class PyNvml:
 
 
 def _not_available(nvml: Any, error: Exception, functions: str) -> NotAvailable:
-    """Tell apart why NVML gave no value."""
+    """Return the category and text of an NVML error."""
     value = getattr(error, "value", None)
     kinds: dict[Any, tuple[Absence, str]] = {
         nvml.NVML_ERROR_NOT_SUPPORTED: ("not supported", "not supported by this GPU or driver"),
-        nvml.NVML_ERROR_FUNCTION_NOT_FOUND: ("not supported", "not known to this driver"),
-        nvml.NVML_ERROR_DEPRECATED: ("not supported", "not supported any more by this driver"),
+        nvml.NVML_ERROR_FUNCTION_NOT_FOUND: ("not supported", "unknown to this driver"),
+        nvml.NVML_ERROR_DEPRECATED: ("not supported", "no longer supported by this driver"),
         nvml.NVML_ERROR_NO_PERMISSION: ("no permission", "no permission for this user or container"),
         nvml.NVML_ERROR_GPU_IS_LOST: ("lost", "the GPU is lost: it has fallen off the bus or is inaccessible"),
         nvml.NVML_ERROR_RESET_REQUIRED: ("lost", "the GPU requires a reset before it can be used again"),

@@ -1,9 +1,9 @@
-"""What can be asked of a GPU through NVML: named queries, each with its unit and one plain value.
+"""The NVML queries of a GPU: named, each with its unit and one plain value.
 
     >>> QUERIES["power.draw"].unit
     'W'
 
-Nothing here imports NVML: a query is handed the module and a handle.
+Nothing here imports NVML: a query gets the module and a handle.
 
 Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/; each query names its functions.
 """
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-Ask = Callable[[Any, Any], Any]
+Read = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """One thing to ask of a GPU. ``functions`` are NVML's; ``of_slice``: a MIG slice has a value of its own."""
+    """One query. ``functions`` are NVML's; ``of_slice``: a MIG slice has a value of its own."""
 
     name: str
     unit: str
     doc: str
     functions: str
-    ask: Ask
+    read: Read
     of_slice: bool = False
 
 
@@ -102,12 +102,12 @@ LINK_ENDS: Mapping[int, str] = MappingProxyType({0: "gpu", 1: "npu", 2: "switch"
 LINK_VERSIONS: Mapping[int, str] = MappingProxyType(
     {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
 )
-"""NVML numbers the versions: an A100 says 5 and means 3.1. Source: nvml.h, NVML_NVLINK_VERSION_*."""
+"""NVML numbers the versions: an A100's 5 is 3.1. Source: nvml.h, NVML_NVLINK_VERSION_*."""
 
 FABRIC_STATES = ("not supported", "not started", "in progress", "completed")
 """By NVML_GPU_FABRIC_STATE_*."""
 
-# Field of the health mask -> (name when it is bad, the values that mean so).
+# Field of the health mask -> (the problem, the values that mean it).
 # Source: NVML, NVML_GPU_FABRIC_HEALTH_MASK_*: two-bit fields, 0 not supported, 1 true, 2 false.
 _FABRIC_HEALTH = (
     ("DEGRADED_BW", "bandwidth degraded", (1,)),
@@ -119,7 +119,7 @@ _FABRIC_HEALTH = (
 
 
 def _memory(field: str) -> Callable[[Any, Any], int]:
-    # Version 2 tells what the driver keeps for itself apart from what processes use.
+    # Version 2 reports what the driver reserves separately from what processes use.
     return lambda nvml, gpu: int(getattr(nvml.nvmlDeviceGetMemoryInfo(gpu, version=nvml.nvmlMemory_v2), field))
 
 
@@ -142,7 +142,7 @@ def _ecc_errors(kind: str, counter: str) -> Callable[[Any, Any], int]:
     )
 
 
-def _remapped(position: int, of: type) -> Ask:
+def _remapped(position: int, of: type) -> Read:
     # (by correctable errors, by uncorrectable ones, one is pending, one has failed)
     return lambda nvml, gpu: of(nvml.nvmlDeviceGetRemappedRows(gpu)[position])
 
@@ -151,7 +151,7 @@ def _throttle(nvml: Any, gpu: Any) -> tuple[str, ...]:
     try:
         bits = int(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
     except nvml.NVMLError_FunctionNotFound:
-        # Drivers before 535 know the same bits by the older name only. Source: nvml.h, nvmlClocksThrottleReasons.
+        # Drivers before 535 have the same bits under the older name only. Source: nvml.h, nvmlClocksThrottleReasons.
         bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
     names = [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
     unknown = bits & ~sum(THROTTLE_REASONS)
@@ -163,7 +163,7 @@ def _watts(function: str) -> Callable[[Any, Any], float]:
 
 
 def _links(nvml: Any, gpu: Any) -> dict[int, bool]:
-    """Ask link by link; numbers beyond the card's last link are invalid arguments or not supported."""
+    """Query link by link; numbers beyond the card's last link are invalid arguments or not supported."""
     states: dict[int, bool] = {}
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -173,15 +173,15 @@ def _links(nvml: Any, gpu: Any) -> dict[int, bool]:
     return states
 
 
-def _of_links(nvml: Any, gpu: Any, ask: Callable[[int], Any]) -> dict[int, Any]:
-    """Ask about each link that is up; those that this GPU tells nothing of are left out."""
-    told: dict[int, Any] = {}
+def _per_link(nvml: Any, gpu: Any, read: Callable[[int], Any]) -> dict[int, Any]:
+    """Read a value of each link that is up; links without a value are left out."""
+    values: dict[int, Any] = {}
     for link in [link for link, up in _links(nvml, gpu).items() if up]:
         try:
-            told[link] = ask(link)
+            values[link] = read(link)
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
             continue
-    return told
+    return values
 
 
 def _link_ends(nvml: Any, gpu: Any) -> dict[int, tuple[str, str]]:
@@ -191,7 +191,7 @@ def _link_ends(nvml: Any, gpu: Any) -> dict[int, tuple[str, str]]:
         address = text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId)
         return LINK_ENDS.get(kind, f"unknown ({kind})"), address
 
-    return _of_links(nvml, gpu, end)
+    return _per_link(nvml, gpu, end)
 
 
 def _link_versions(nvml: Any, gpu: Any) -> dict[int, str]:
@@ -199,7 +199,7 @@ def _link_versions(nvml: Any, gpu: Any) -> dict[int, str]:
         number = int(nvml.nvmlDeviceGetNvLinkVersion(gpu, link))
         return LINK_VERSIONS.get(number, f"unknown ({number})")
 
-    return _of_links(nvml, gpu, version)
+    return _per_link(nvml, gpu, version)
 
 
 def _switch_links(nvml: Any, gpu: Any) -> int:
@@ -234,7 +234,7 @@ def _link_errors(nvml: Any, gpu: Any) -> dict[str, dict[int, int]]:
 
 
 def _fields(nvml: Any, gpu: Any, constants: Mapping[str, str], scope: int = 0) -> dict[str, int]:
-    """Read field values; those that this GPU does not have are left out."""
+    """Read field values; those that this GPU lacks are left out."""
     known = {name: getattr(nvml, constant) for name, constant in constants.items() if hasattr(nvml, constant)}
     if not known:
         return {}
@@ -265,7 +265,7 @@ def _field(nvml: Any, value: Any) -> int | float:
 
 
 def _fabric(nvml: Any, gpu: Any) -> dict[str, Any]:
-    """Ask with the newest structure that driver and package share; the first has no health mask."""
+    """Query with the newest structure that driver and package share; the first has no health mask."""
     for structure in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
         if not hasattr(nvml, structure):
             continue
@@ -277,14 +277,14 @@ def _fabric(nvml: Any, gpu: Any) -> dict[str, Any]:
             nvml.NVMLError_ArgumentVersionMismatch,
             nvml.NVMLError_InvalidArgument,
         ):
-            continue  # this driver does not know the structure, and drivers have more than one word for that
-        return _fabric_told(nvml, info, mask=int(info.healthMask))
+            continue  # this driver does not have the structure; the error differs between drivers
+        return _fabric_state(nvml, info, mask=int(info.healthMask))
     info = nvml.c_nvmlGpuFabricInfo_t()
     nvml.nvmlDeviceGetGpuFabricInfo(gpu, ctypes.byref(info))
-    return _fabric_told(nvml, info, mask=0)
+    return _fabric_state(nvml, info, mask=0)
 
 
-def _fabric_told(nvml: Any, info: Any, mask: int) -> dict[str, Any]:
+def _fabric_state(nvml: Any, info: Any, mask: int) -> dict[str, Any]:
     state, status = int(info.state), int(info.status)
     health = []
     for field, words, bad in _FABRIC_HEALTH:
@@ -300,7 +300,7 @@ def _fabric_told(nvml: Any, info: Any, mask: int) -> dict[str, Any]:
 
 
 def _link_bytes(nvml: Any, gpu: Any) -> dict[str, int]:
-    """Ask for all links together; where a generation does not count so, add up what its links have counted."""
+    """Read the sum over all links; where a generation lacks it, add up the links' counters."""
     found = _fields(nvml, gpu, NVLINK_KIBIBYTES, ALL_LINKS)
     if len(found) == len(NVLINK_KIBIBYTES):
         return {name: 1024 * count for name, count in found.items()}
@@ -336,10 +336,10 @@ def _max_clock(kind: str) -> Callable[[Any, Any], int]:
 def _table() -> dict[str, Query]:
     table: dict[str, Query] = {}
 
-    def add(name: str, unit: str, function: str, ask: Ask, doc: str, **more: bool) -> None:
-        table[name] = Query(name=name, unit=unit, doc=doc, functions=function, ask=ask, **more)
+    def add(name: str, unit: str, function: str, read: Read, doc: str, **more: bool) -> None:
+        table[name] = Query(name=name, unit=unit, doc=doc, functions=function, read=read, **more)
 
-    def plain(name: str, unit: str, function: str, make: Callable[[str], Ask], doc: str) -> None:
+    def plain(name: str, unit: str, function: str, make: Callable[[str], Read], doc: str) -> None:
         add(name, unit, function, make(function), doc)
 
     plain("serial", "text", "nvmlDeviceGetSerial", _words, "Serial number of the board.")
@@ -348,16 +348,16 @@ def _table() -> dict[str, Query]:
     plain("inforom", "text", "nvmlDeviceGetInforomImageVersion", _words, "Version of the whole InfoROM on the board.")
     plain("gsp.firmware", "text", "nvmlDeviceGetGspFirmwareVersion", _words, "Version of the GSP's firmware.")
     memory = "nvmlDeviceGetMemoryInfo_v2"
-    add("memory.total", "B", memory, _memory("total"), "Device memory, what the driver keeps included.", of_slice=True)
-    add("memory.free", "B", memory, _memory("free"), "Memory that nobody uses.", of_slice=True)
+    add("memory.total", "B", memory, _memory("total"), "Device memory, the driver's part included.", of_slice=True)
+    add("memory.free", "B", memory, _memory("free"), "Memory that is free.", of_slice=True)
     add("memory.used", "B", memory, _memory("used"), "Memory that processes use.", of_slice=True)
-    add("memory.reserved", "B", memory, _memory("reserved"), "Memory the driver keeps for itself.", of_slice=True)
+    add("memory.reserved", "B", memory, _memory("reserved"), "Memory that the driver reserves.", of_slice=True)
     add(
         "processes",
         "(pid, B)",
         "nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGetGraphicsRunningProcesses",
         _processes,
-        "Who has a context on the GPU: pairs of pid and bytes, None where NVML does not tell the bytes.",
+        "Processes with a context on the GPU: pairs of pid and bytes, None where NVML does not report the bytes.",
         of_slice=True,
     )
     add(
@@ -429,7 +429,7 @@ def _table() -> dict[str, Query]:
         "degC",
         "nvmlDeviceGetMarginTemperature",
         _number,
-        "Distance to the nearest slowdown threshold; newer cards tell this instead.",
+        "Distance to the nearest slowdown threshold; newer cards have this instead.",
     )
     add(
         "utilization.gpu",
@@ -443,7 +443,7 @@ def _table() -> dict[str, Query]:
         "names",
         "nvmlDeviceGetCurrentClocksEventReasons",
         _throttle,
-        "What holds the clocks down at this moment, as short names.",
+        "Current throttle reasons, as short names.",
     )
     plain("pcie.generation", "gen", "nvmlDeviceGetCurrPcieLinkGeneration", _number, "PCIe generation now.")
     plain("pcie.width", "lanes", "nvmlDeviceGetCurrPcieLinkWidth", _number, "PCIe lanes now.")
@@ -455,14 +455,14 @@ def _table() -> dict[str, Query]:
         "Best generation of this card in this slot.",
     )
     plain("pcie.width.max", "lanes", "nvmlDeviceGetMaxPcieLinkWidth", _number, "Most lanes of this card in this slot.")
-    plain("pcie.replays", "replays", "nvmlDeviceGetPcieReplayCounter", _number, "Packets sent again over PCIe.")
+    plain("pcie.replays", "replays", "nvmlDeviceGetPcieReplayCounter", _number, "Packets resent over PCIe.")
     add("nvlink.up", "link -> bool", "nvmlDeviceGetNvLinkState", _links, "The card's NVLinks, and whether each is up.")
     add(
         "nvlink.ends",
         "link -> (kind, address)",
         "nvmlDeviceGetNvLinkRemoteDeviceType, nvmlDeviceGetNvLinkRemotePciInfo",
         _link_ends,
-        "What is at the other end of each NVLink that is up: gpu, switch or npu, and its PCI address.",
+        "The other end of each NVLink that is up: gpu, switch or npu, and its PCI address.",
     )
     plain(
         "nvlink.version",
@@ -484,21 +484,21 @@ def _table() -> dict[str, Query]:
         "sent, received -> B",
         "nvmlDeviceGetFieldValues",
         _link_bytes,
-        "Bytes that have gone over the GPU's NVLinks, all together; they only grow.",
+        "Bytes over all of the GPU's NVLinks; they only grow.",
     )
     add(
         "fabric",
         "state, status, health",
         "nvmlDeviceGetGpuFabricInfoV",
         _fabric,
-        "How far the GPU's registration with the Fabric Manager is, how it ended, and what is wrong with it.",
+        "State, status and health of the GPU's registration with the Fabric Manager.",
     )
     add(
         "recovery.action",
         "number",
         "nvmlDeviceGetFieldValues",
         _recovery_action,
-        "What the driver wants done with the GPU: 0 is nothing, the others are nvmlDeviceGpuRecoveryAction_t.",
+        "The action that the GPU needs: 0 is none, the others are nvmlDeviceGpuRecoveryAction_t.",
     )
     add(
         "mig.mode", "bool", "nvmlDeviceGetMigMode", lambda nvml, gpu: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]), "MIG on."
@@ -508,7 +508,7 @@ def _table() -> dict[str, Query]:
         "bool",
         "nvmlDeviceGetPersistenceMode",
         _switch,
-        "The driver stays loaded while nobody uses the GPU.",
+        "The driver stays loaded while no process uses the GPU.",
     )
     return table
 
@@ -517,5 +517,5 @@ QUERIES: Mapping[str, Query] = MappingProxyType(_table())
 
 
 def text(value: str | bytes) -> str:
-    """Return NVML's text, which older nvidia-ml-py gives as bytes."""
+    """Return NVML's text, which older nvidia-ml-py returns as bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

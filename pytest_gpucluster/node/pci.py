@@ -1,12 +1,12 @@
-"""GPUs on this node's PCI bus: those that NVML does not list, their PCIe link, and their way to CPU and network card.
+"""GPUs on this node's PCI bus: those that NVML does not list, their PCIe link, and their path to CPU and network card.
 
-A link is read while data cross it, for an idle one slows down. Peer memory is whether a network card may reach GPU
-memory: both ways of GPUDirect RDMA, as far as they are seen from outside. Without one, each byte between nodes goes
-through the host's memory, and NCCL says so in its log only.
+A link is read under load, for an idle one slows down. Peer memory: whether a network card can reach GPU memory, by one
+of the two methods of GPUDirect RDMA. Without it, all data between nodes goes through host memory, which only NCCL's log
+shows.
 
 Data between two GPUs, or between a GPU and a network card, can stay below the PCIe switch that both are on. With Access
-Control Services (ACS) redirecting, or with an IOMMU that translates, they go up to the CPU and down again: slower, and
-on some machines never arriving. Source: NCCL user guide, troubleshooting, "PCI Access Control Services (ACS)",
+Control Services (ACS) redirecting, or with an IOMMU that translates, it goes through the CPU: slower, and lost on some
+machines. Source: NCCL user guide, troubleshooting, "PCI Access Control Services (ACS)",
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html.
 """
 
@@ -39,9 +39,9 @@ State = Literal["answers", "dead", "hidden", "elsewhere", "no driver"]
 class PciGpu:
     """A GPU on the bus.
 
-    ``state``: ``answers`` a process could open it; ``dead`` it does not answer on the bus, or the driver cannot open
-    it; ``hidden`` it is not given to this job (container, cgroup); ``elsewhere`` another driver has it, such as one
-    for virtual machines; ``no driver`` none has it. ``detail`` says what was seen.
+    ``state``: ``answers`` it can be opened; ``dead`` it does not answer on the bus, or the driver cannot open it;
+    ``hidden`` this job has no access (container, cgroup); ``elsewhere`` another driver has it, such as one for virtual
+    machines; ``no driver`` none has it. ``detail`` has the evidence.
     """
 
     address: str
@@ -57,10 +57,10 @@ def unlisted_gpus(
     nodes: Path = NODES,
     mounts: Path = MOUNTS,
 ) -> tuple[PciGpu, ...]:
-    """Look at the NVIDIA GPUs on the bus whose addresses NVML does not list.
+    """Return the NVIDIA GPUs on the bus whose addresses NVML does not list.
 
     Raises:
-        OSError: the bus cannot be looked at. That is not the same as a bus without further GPUs.
+        OSError: the bus cannot be read, so whether there are further GPUs is unknown.
     """
     entries = sorted(devices.iterdir())
     limited = _view_is_limited(mounts, driver)
@@ -76,10 +76,10 @@ def _is_gpu(entry: Path) -> bool:
 def _state(entry: Path, *, driver: Path, nodes: Path, limited: bool) -> PciGpu:
     address = entry.name
     try:
-        with (entry / "config").open("rb", buffering=0) as config:  # no more than is needed is read from the device
+        with (entry / "config").open("rb", buffering=0) as config:  # unbuffered, to read 4 bytes only from the device
             begin = config.read(4)
     except OSError as error:
-        return PciGpu(address=address, state="dead", detail=f"its PCI configuration cannot be read: {_said(error)}")
+        return PciGpu(address=address, state="dead", detail=f"its PCI configuration cannot be read: {_reason(error)}")
     if begin == b"\xff" * 4:
         return PciGpu(address=address, state="dead", detail="its PCI configuration reads as all ones")
     try:
@@ -97,24 +97,24 @@ def _state(entry: Path, *, driver: Path, nodes: Path, limited: bool) -> PciGpu:
 
 
 def _opened(address: str, node: Path) -> PciGpu:
-    """Open the GPU's device file, which the driver refuses for a GPU that it could not bring up."""
+    """Open the GPU's device file, which fails for a GPU that the driver could not initialise."""
     try:
         os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError as error:
         hidden = error.errno in (errno.ENOENT, errno.EPERM, errno.EACCES)
-        return PciGpu(address=address, state="hidden" if hidden else "dead", detail=f"{node}: {_said(error)}")
+        return PciGpu(address=address, state="hidden" if hidden else "dead", detail=f"{node}: {_reason(error)}")
     return PciGpu(address=address, state="answers", detail=f"{node} can be opened")
 
 
 def _view_is_limited(mounts: Path, driver: Path) -> bool:
-    """Tell whether a container runtime has put its own view over the driver's folder."""
+    """Whether a container runtime has mounted over the driver's folder."""
     try:
         lines: Sequence[str] = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
     folder = str(driver.parent)
     points = [fields[4] for fields in map(str.split, lines) if len(fields) > 4]
-    # Newer runtimes replace a file beside the list of GPUs, which hides none.
+    # Newer runtimes mount over another file of the driver, which hides no GPU.
     return any(point in (folder, str(driver)) or point.startswith(f"{driver}/") for point in points)
 
 
@@ -135,7 +135,7 @@ def _line(path: Path) -> str:
         return ""
 
 
-def _said(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
@@ -150,14 +150,14 @@ kernel modules (515 or newer) and CUDA 11.7."""
 
 @dataclass(frozen=True, kw_only=True)
 class PeerMemory:
-    """How GPU memory can be reached. ``module`` is empty where none is loaded; ``why_no_dma_buf`` where there is it."""
+    """The methods of GPUDirect RDMA. ``module``: empty where none is loaded; ``why_no_dma_buf``: empty with DMA-BUF."""
 
     module: str
     why_no_dma_buf: str
 
     @property
     def is_reachable(self) -> bool:
-        """Tell whether there is any way."""
+        """Whether either method is available."""
         return bool(self.module) or not self.why_no_dma_buf
 
     def __str__(self) -> str:
@@ -167,13 +167,13 @@ class PeerMemory:
 
 
 def read_peer_memory(sysfs: Path = Path("/sys"), proc: Path = Path("/proc"), release: str | None = None) -> PeerMemory:
-    """Look at modules, driver and kernel.
+    """Read modules, driver and kernel.
 
     Args:
         sysfs, proc: where they are mounted.
-        release: of the kernel, such as ``5.15.0-1063-nvidia``; by default of the one that runs.
+        release: of the kernel, such as ``5.15.0-1063-nvidia``; by default of the running one.
     """
-    # Path.is_dir raises where a folder above is closed to this user.
+    # Path.is_dir raises where a folder above is not accessible.
     module = next((name for name in MODULES if os.path.isdir(sysfs / "module" / name)), "")
     return PeerMemory(module=module, why_no_dma_buf=_why_no_dma_buf(proc, release or os.uname().release))
 
@@ -196,10 +196,10 @@ QUERIES = {"generation": "pcie.generation", "width": "pcie.width"}
 
 
 class PcieLink:
-    """Looks at one GPU's link, as often as it is called. What NVML does not tell is named, and fails nobody.
+    """Reads one GPU's link at each call. Values that NVML does not report are listed, and fail no test.
 
     Args:
-        nvml: where to ask; None if NVML cannot be used, or on cpu.
+        nvml: None if NVML cannot be used, or on cpu.
         uuid: the GPU; None on cpu.
     """
 
@@ -209,7 +209,7 @@ class PcieLink:
         self._missing: dict[str, str] = {}
 
     def __call__(self) -> None:
-        """Look once: two questions, some milliseconds at most on a healthy driver."""
+        """Read generation and width, within milliseconds on a healthy driver."""
         if self._nvml is None or self._uuid is None:
             return
         for name, query in QUERIES.items():
@@ -218,20 +218,20 @@ class PcieLink:
             except NotAvailable as error:
                 self._missing.setdefault(name, str(error))
             else:
-                # A link that reached its speed once can do it, and the first look may come before it has.
+                # The best value counts: the first reading may come before the link has reached its speed.
                 self._best[name] = max(value, self._best.get(name, value))
 
-    def told(self) -> dict[str, Any]:
-        """Return what was seen, for the report: ``pcie``, the best generation and width; empty if nobody looked.
+    def report(self) -> dict[str, Any]:
+        """Return ``pcie``, the best generation and width, for the report; empty without a reading.
 
-        >>> PcieLink(None, None).told()
+        >>> PcieLink(None, None).report()
         {}
         """
-        seen = [f"gen{self._best['generation']}"] if "generation" in self._best else []
-        seen += [f"x{self._best['width']}"] if "width" in self._best else []
+        parts = [f"gen{self._best['generation']}"] if "generation" in self._best else []
+        parts += [f"x{self._best['width']}"] if "width" in self._best else []
         lacking = [f"{name} not available: {why}" for name, why in self._missing.items() if name not in self._best]
-        text = ", ".join([" ".join(seen), *lacking] if seen else lacking)
-        return {"pcie": f"{text} under load" if seen and not lacking else text} if text else {}
+        text = ", ".join([" ".join(parts), *lacking] if parts else lacking)
+        return {"pcie": f"{text} under load" if parts and not lacking else text} if text else {}
 
 
 DEVICE_FOLDER = "/sys/bus/pci/devices"
@@ -244,19 +244,19 @@ pci_read_config."""
 _CAPABILITY_LIST, _EXPRESS, _TYPE_SHIFT, _DOWNSTREAM = 0x34, 0x10, 4, 6
 _FIRST_EXTENDED, _ACS, _ACS_CONTROL = 0x100, 0x000D, 6
 REDIRECTS = {0x04: "request redirect", 0x08: "completion redirect", 0x10: "upstream forwarding"}
-"""Bits of ACS control that send what two devices below a switch tell each other up to the CPU: PCI_ACS_RR, PCI_ACS_CR,
+"""Bits of ACS control that send traffic between two devices below a switch to the CPU: PCI_ACS_RR, PCI_ACS_CR,
 PCI_ACS_UF."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PciPath:
-    """The way from one GPU up.
+    """The PCIe path from one GPU to the CPU.
 
     Attributes:
         pci: the GPU's address.
-        iommu: what its IOMMU group does, such as ``DMA-FQ`` or ``identity``; empty where no IOMMU is seen.
-        redirecting: address of each switch port on the way that redirects -> the names of the bits that are set.
-        hidden: the ports' configuration may not be read here, so ``redirecting`` says nothing.
+        iommu: type of its IOMMU group, such as ``DMA-FQ`` or ``identity``; empty where there is none.
+        redirecting: address of each switch port on the path that redirects, and the names of its bits.
+        hidden: the ports' configuration cannot be read here, so ``redirecting`` may be incomplete.
     """
 
     pci: str
@@ -266,7 +266,7 @@ class PciPath:
 
     @property
     def is_translated(self) -> bool:
-        """Tell whether an IOMMU translates this GPU's addresses.
+        """Whether an IOMMU translates this GPU's addresses.
 
         Source: Linux kernel, Documentation/ABI/testing/sysfs-kernel-iommu_groups: DMA and DMA-FQ translate, identity
         does not.
@@ -275,7 +275,7 @@ class PciPath:
 
 
 def read_pci_path(tree: Tree, pci: str | None) -> PciPath | None:
-    """Follow the way up from a GPU; None if it is not among the kernel's devices.
+    """Read the path from a GPU to the CPU; None if the kernel does not list the GPU.
 
     Args:
         pci: its address as NVML writes it, such as 00000000:3B:00.0.
@@ -299,14 +299,14 @@ def read_pci_path(tree: Tree, pci: str | None) -> PciPath | None:
 
 
 def _bridges(device: Path) -> list[Path]:
-    """Return the folders of the bridges above a device, the nearest first: each is the folder that holds the next."""
+    """Return the folders of the bridges above a device, the nearest first."""
     return [above for above in device.parents if normalised(above.name) == above.name]
 
 
 def redirects(config: bytes) -> tuple[str, ...]:
     """Name the ACS bits that redirect, from the configuration of a PCIe switch's downstream port; none for others.
 
-    At a root port nothing is redirected that was not at the CPU already.
+    A root port is at the CPU already.
     """
     if _port_type(config) != _DOWNSTREAM:
         return ()
@@ -319,7 +319,7 @@ def redirects(config: bytes) -> tuple[str, ...]:
 
 def _port_type(config: bytes) -> int | None:
     place, left = _byte(config, _CAPABILITY_LIST), 48
-    while place and left:  # a list that runs in a circle ends as well
+    while place and left:  # bounded, for a list may be circular
         if _byte(config, place) == _EXPRESS:
             return _byte(config, place + 2) >> _TYPE_SHIFT
         place, left = _byte(config, place + 1), left - 1

@@ -1,7 +1,7 @@
-"""Processes of a node by pid, and what other users or earlier jobs have left on it: processes on GPUs, files.
+"""Processes of a node by pid, and stale processes and files of other users or earlier jobs.
 
 A process is described for an operator who has to find and kill it. Files are those in /dev/shm and /tmp. A scheduler's
-prolog and epilog should have removed both.
+prolog or epilog should remove both.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LONGEST_COMMAND = 120
 
 
 @dataclass(frozen=True, kw_only=True)
-class Who:
-    """A process as far as this host shows it; ``known`` is False for one that this process table does not have."""
+class Process:
+    """A process as this host shows it; ``known`` is False for one that is not in the process table."""
 
     pid: int
     user: str = ""
@@ -31,19 +31,19 @@ class Who:
 
     def __str__(self) -> str:
         if not self.known:
-            return f"pid {self.pid}, which this host or container does not show"
+            return f"pid {self.pid}, which this host or container does not list"
         return f"pid {self.pid} of user {self.user or 'unknown'} ({self.command or 'no command'})"
 
 
-def who_is(pid: int, proc: Path = PROC) -> Who:
+def find_process(pid: int, proc: Path = PROC) -> Process:
     """Look a process up. Source: proc_pid_status(5), proc_pid_cmdline(5), proc_pid_comm(5)."""
     folder = proc / str(pid)
     try:
         status = (folder / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return Who(pid=pid, known=False)
+        return Process(pid=pid, known=False)
     uid = next((line.split()[1] for line in status.splitlines() if line.startswith("Uid:")), "")
-    return Who(pid=pid, user=_user(uid), command=_command(folder))
+    return Process(pid=pid, user=_user(uid), command=_command(folder))
 
 
 def _user(uid: str) -> str:
@@ -56,7 +56,7 @@ def _user(uid: str) -> str:
 def _command(folder: Path) -> str:
     try:
         words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
-        # A zombie has no command line any more; its name stays.
+        # A zombie has a name but no command line.
         words = words or (folder / "comm").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
@@ -66,17 +66,17 @@ def _command(folder: Path) -> str:
 
 SHM, TMP = Path("/dev/shm"), Path("/tmp")
 LEAST_BYTES = 2**20
-"""Less than this in /dev/shm is noted only: it takes no memory worth the name."""
+"""Less than this in /dev/shm is only a note."""
 _FIRST_USER = 1000
-"""Numbers below are the system's own. Source: login.defs(5), UID_MIN."""
+"""Lower uids are the system's. Source: login.defs(5), UID_MIN."""
 _OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 _NAMED = 5
 _MOST_ENTRIES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Left:
-    """Entries of a folder that are not this job's: how many of whom, their size, the largest ones."""
+class StaleFiles:
+    """Entries of a folder that are not this job's: their number by owner, size, and the largest ones."""
 
     count: int
     bytes: int
@@ -88,41 +88,40 @@ class Left:
         return f"{self.count} entries with {self.bytes / 1e6:.4g} MB ({of}), such as {', '.join(self.largest)}"
 
 
-def stale_files(folder: Path, *, uid: int, before: float | None) -> Left | None:
-    """Return what lies in a folder, not below, and belongs to another user, or to an earlier job of this one.
+def stale_files(folder: Path, *, uid: int, before: float | None) -> StaleFiles | None:
+    """Return the entries of a folder, not below, that belong to other users, or to an earlier job of this user.
 
-    What is root's or a system user's is taken for the system's; in a container with users of its own, so is what
-    belongs to anybody outside, for root's cannot be told from others' there. Of this user's own entries those are an
-    earlier job's that were last touched before this one began; what this job copies there may keep an old time of
-    change, and so the time counts at which the entry itself came or changed (ctime).
+    Root's and system users' entries are not counted; nor, in a user namespace, those of unmapped users, which may be
+    root's. This user's own entries are an earlier job's if they were last changed before this job began; ctime counts
+    too, for a copied file may keep an old mtime.
 
     Args:
-        folder: to look into.
+        folder: to read.
         uid: of this user.
-        before: when this job began, in seconds since the epoch; None if that is not known.
+        before: when this job began, in seconds since the epoch; None if unknown.
 
     Returns: None where there is nothing.
 
-    Raises: OSError if the folder cannot be looked into.
+    Raises: OSError if the folder cannot be read.
     """
     found: list[tuple[int, str, int]] = []
-    nobody = _nobody()
+    unmapped = _unmapped_uid()
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
             if number >= _MOST_ENTRIES:
                 break
             try:
-                told = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # it has been removed meanwhile
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # removed since it was listed
                 continue
-            others = told.st_uid not in (uid, nobody) and told.st_uid >= _FIRST_USER
-            earlier = told.st_uid == uid and before is not None and max(told.st_mtime, told.st_ctime) < before
-            if others or (earlier and not stat.S_ISDIR(told.st_mode)):
-                found.append((told.st_blocks * 512, entry.name, told.st_uid))
+            others = status.st_uid not in (uid, unmapped) and status.st_uid >= _FIRST_USER
+            earlier = status.st_uid == uid and before is not None and max(status.st_mtime, status.st_ctime) < before
+            if others or (earlier and not stat.S_ISDIR(status.st_mode)):
+                found.append((status.st_blocks * 512, entry.name, status.st_uid))
     if not found:
         return None
     found.sort(reverse=True)
-    return Left(
+    return StaleFiles(
         count=len(found),
         bytes=sum(size for size, _, _ in found),
         owners=dict(Counter(_name(owner) for _, _, owner in found).most_common(_NAMED)),
@@ -130,80 +129,80 @@ def stale_files(folder: Path, *, uid: int, before: float | None) -> Left | None:
     )
 
 
-def of_files(
+def stale_file_findings(
     host: str, *, uid: int, before: float | None, alone: bool, shm: Path | None = None, tmp: Path | None = None
 ) -> Iterator[Finding]:
-    """Yield what is left in /dev/shm and /tmp.
+    """Yield findings on stale files in /dev/shm and /tmp.
 
-    What takes memory in /dev/shm of a node that belongs to this job alone is an error; everything else is noted.
+    Files in /dev/shm of a node that is allocated to this job alone are an error; the others are notes.
 
     Args:
         host: the node.
         uid: of this user.
         before: when this job began.
         alone: the whole node was allocated to this job.
-        shm, tmp: where to look; by default ``SHM`` and ``TMP`` of this module.
+        shm, tmp: the folders; by default ``SHM`` and ``TMP`` of this module.
     """
     shm, tmp = shm or SHM, tmp or TMP
     for folder in (shm, tmp):
         try:
-            left = stale_files(folder, uid=uid, before=before)
+            stale = stale_files(folder, uid=uid, before=before)
         except OSError as error:
             yield notice(
                 "leftovers.files",
                 "note",
                 host,
-                f"{folder} cannot be looked into: {error}",
+                f"{folder} cannot be read: {error}",
                 allowed="a folder that this job may read",
                 remedy=f"compare `ls -la {folder}` on this host",
             )
             continue
-        if left is None:
+        if stale is None:
             continue
-        heavy = folder == shm and alone and left.bytes >= LEAST_BYTES
+        heavy = folder == shm and alone and stale.bytes >= LEAST_BYTES
         yield notice(
             "leftovers.files",
             "environment" if heavy else "note",
             host,
-            f"{folder} holds {left}",
-            allowed="no files of other users or of earlier jobs" if alone else "files of jobs that run beside this one",
-            remedy=f"remove them, and let the epilog do so: they take {'memory' if folder == shm else 'space'}",
+            f"{folder} has {stale}",
+            allowed="no files of other users or of earlier jobs" if alone else "files of other running jobs",
+            remedy=f"remove them, and let the epilog do so: they use {'memory' if folder == shm else 'space'}",
         )
 
 
-def of_processes(
+def stale_process_findings(
     host: str,
     on_gpus: Mapping[int, int | None],
     *,
     own: Collection[int],
-    who_is: Callable[[int], Who],
+    find_process: Callable[[int], Process],
 ) -> Iterator[Finding]:
-    """Yield the processes on this node's GPUs that are not this job's.
+    """Yield findings on processes on this node's GPUs that are not this job's.
 
     Args:
         host: the node.
-        on_gpus: pid -> bytes of GPU memory, None where that is not known, as NVML tells.
+        on_gpus: pid -> bytes of GPU memory, None where unknown, from NVML.
         own: the pids of this job's ranks.
-        who_is: looks a process up.
+        find_process: looks a process up.
     """
     for pid, used in on_gpus.items():
         if pid in own:
             continue
-        who = who_is(pid)
+        process = find_process(pid)
         size = "an unknown amount" if used is None else f"{used / 1e9:.4g} GB"
-        # In a container NVML may tell numbers of the host, also for this job's own ranks.
+        # In a container NVML may report the host's pids, also for this job's own ranks.
         yield notice(
             "leftovers.process",
-            "environment" if who.known else "note",
+            "environment" if process.known else "note",
             host,
-            f"{who} holds {size} of GPU memory",
+            f"{process} uses {size} of GPU memory",
             allowed="this job's ranks only",
-            remedy="end it, and let the epilog end what a job has left",
+            remedy="kill it, and let the epilog kill processes of ended jobs",
         )
 
 
-def _nobody() -> int | None:
-    """Return the number under which a container sees users that it does not know. Source: user_namespaces(7)."""
+def _unmapped_uid() -> int | None:
+    """Return the uid of users that are unmapped in this user namespace. Source: user_namespaces(7)."""
     try:
         return int(_OVERFLOW.read_text(encoding="ascii"))
     except (OSError, ValueError):

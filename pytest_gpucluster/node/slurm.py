@@ -1,6 +1,6 @@
 """What Slurm reports of its controllers and the job's nodes, and whether ranks are bound to what it allocated.
 
-The check of an allocation also looks for what others have left on the node.
+The check of an allocation also looks for stale processes and files on the node.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pytest_gpucluster.metrics.finding import Finding, notice
 from pytest_gpucluster.node import limits, processes
 from pytest_gpucluster.node.interfaces import Board, Nodes
 from pytest_gpucluster.node.limits import Tree
-from pytest_gpucluster.node.processes import Who
+from pytest_gpucluster.node.processes import Process
 from pytest_gpucluster.node.slurm_allocation import Place, allocation, allocation_findings, place_of
 from pytest_gpucluster.text import first_line
 
 ANSWER_SECONDS = 30.0
-"""Longer than Slurm's own MessageTimeout of 10 s (slurm.conf(5)), so that its own message is heard."""
+"""Longer than Slurm's own MessageTimeout of 10 s (slurm.conf(5)), to get its own message."""
 
 _COMMANDS = ("scontrol", "sinfo")
 
@@ -37,13 +37,13 @@ _FORMAT = "%N|%P|%a|%T|%E"
 """Node, partition, whether that takes jobs, state, reason. Source: sinfo(1), --format."""
 
 RUNNING = ("allocated", "allocated+", "mixed")
-"""States of a node that runs a job and is well. Source: sinfo(1), NODE STATE CODES."""
+"""States of a healthy node that runs a job. Source: sinfo(1), NODE STATE CODES."""
 
 _FLAGS = {
     "*": "Slurm's daemon on it does not answer",
     "~": "it is powered off",
     "#": "it is being powered up",
-    "!": "it is to be powered down",
+    "!": "it will be powered down",
     "%": "it is being powered down",
     "^": "a reboot was ordered",
 }
@@ -53,7 +53,7 @@ _HARMLESS_FLAGS = {"$": "in a maintenance reservation", "@": "to be rebooted whe
 
 @dataclass(frozen=True, kw_only=True)
 class Ping:
-    """The controllers that answer and those that do not, as "role host", and how long it took to find out."""
+    """The controllers that answer and those that do not, as "role host", and the duration of the query."""
 
     up: tuple[str, ...]
     down: tuple[str, ...]
@@ -72,41 +72,40 @@ class NodeState:
 
 
 def ping(*, answer_seconds: float = ANSWER_SECONDS) -> Ping:
-    """Ask Slurm's controllers whether they are there.
+    """Ping Slurm's controllers.
 
-    Raises: EnvironmentBroken if none answers, or it cannot be asked.
+    Raises: EnvironmentBroken if none answers, or the command fails.
     """
     begin = time.monotonic()
-    output, said, code = _ask(["scontrol", "ping"], answer_seconds)
+    output, message, code = _run(["scontrol", "ping"], answer_seconds)
     seconds = time.monotonic() - begin
     found = [(f"{one['role']} {one['host']}", one["state"]) for one in _PING.finditer(output)]
     up = tuple(name for name, state in found if state == "UP")
     if not up:
-        told = first_line(output.strip() or said.strip()) or f"exit code {code}, and no word"
+        reason = first_line(output.strip() or message.strip()) or f"exit code {code}, no message"
         raise EnvironmentBroken(
-            f"no controller of Slurm answers (scontrol ping: {told}). New jobs do not start, and this one may be "
-            "ended: look at slurmctld on the controller's host, and at the network to it"
+            f"no controller of Slurm answers (scontrol ping: {reason}). New jobs do not start, and this one may be "
+            "killed: look at slurmctld on the controller's host, and at the network to it"
         )
     return Ping(up=up, down=tuple(name for name, state in found if state == "DOWN"), seconds=seconds)
 
 
-def why_not_asked() -> str | None:
-    """Return why Slurm cannot be asked anything here, or None if it can: its commands may be missing in a container."""
+def why_unavailable() -> str | None:
+    """Return why Slurm cannot be queried here, or None if it can: its commands may be missing in a container."""
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
     if not missing:
         return None
     return (
-        f"{' and '.join(missing)} cannot be found, so Slurm was not asked. In a container, mount Slurm's commands and "
+        f"{' and '.join(missing)} not found, so Slurm was not queried. In a container, mount Slurm's commands and "
         "libraries, slurm.conf and munge's socket into it, such as (pyxis) srun --container-mounts=/usr/bin/scontrol,"
         "/usr/bin/sinfo,/usr/lib64/slurm,/etc/slurm,/run/munge"
     )
 
 
 def nodes_of_job(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the nodes that this runs on, as Slurm calls them: those of the step that srun has started,
-    for it may leave out nodes of the job that are known to be bad; else those of the job.
+    """Return Slurm's names of the nodes of this step, which may exclude bad nodes; without a step, of the job.
 
-    Raises: EnvironmentBroken if Slurm's variables do not tell.
+    Raises: EnvironmentBroken if Slurm's variables are missing or invalid.
     """
     name = "SLURM_STEP_NODELIST" if in_step(environ) and environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     listed = environ.get(name) or environ.get("SLURM_NODELIST") or ""
@@ -119,45 +118,45 @@ def nodes_of_job(environ: Mapping[str, str]) -> list[str]:
 def node_states(
     nodes: Sequence[str], partition: str | None, *, answer_seconds: float = ANSWER_SECONDS
 ) -> tuple[NodeState, ...]:
-    """Ask in which state nodes and their partition are.
+    """Query the states of nodes and their partition.
 
     Args:
         nodes: their names.
-        partition: of the job; None for every one that the nodes are in.
-        answer_seconds: how long to wait.
+        partition: of the job; None for all partitions of the nodes.
+        answer_seconds: the timeout.
 
-    Raises: EnvironmentBroken if Slurm does not tell, or tells something else.
+    Raises: EnvironmentBroken if Slurm does not answer, or its output is not valid.
     """
     listed = ",".join(nodes)
     command = ["sinfo", "--noheader", "--Node", "--nodes", listed, "--format", _FORMAT]
-    # Also a partition that is hidden, which --partition implies: sinfo refuses both together.
+    # --all includes hidden partitions, as --partition does: sinfo rejects both together.
     command += ["--partition", partition] if partition else ["--all"]
-    output, said, code = _ask(command, answer_seconds)
+    output, message, code = _run(command, answer_seconds)
     found = []
     for line in filter(str.strip, output.splitlines()):
         fields = [field.strip() for field in line.split("|", 4)]
         if code or len(fields) != 5:
-            told = first_line(said.strip() or line)
-            raise EnvironmentBroken(f"sinfo does not tell the state of {listed} (exit code {code}): {told}")
+            reason = first_line(message.strip() or line)
+            raise EnvironmentBroken(f"sinfo does not report the state of {listed} (exit code {code}): {reason}")
         node, of, available, state, reason = fields
         reason = "" if reason.lower() == "none" else reason
         found.append(
             NodeState(node=node, partition=of.rstrip("*"), available=available, state=state.lower(), reason=reason)
         )
     if not found:
-        told = f": {first_line(said.strip())}" if said.strip() else ""
-        raise EnvironmentBroken(f"sinfo knows nothing of {listed} (exit code {code}){told}")
+        reason = f": {first_line(message.strip())}" if message.strip() else ""
+        raise EnvironmentBroken(f"sinfo lists none of {listed} (exit code {code}){reason}")
     return tuple(found)
 
 
 def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str], controller: str) -> list[Finding]:
-    """Return what is wrong with controllers, partitions and nodes.
+    """Return the findings on controllers, partitions and nodes.
 
     Args:
-        pinged: what ``scontrol ping`` said.
-        found: what sinfo said.
+        pinged: the result of ``scontrol ping``.
+        found: the lines of sinfo.
         nodes: the job's.
-        controller: whom findings about Slurm itself are about, such as this host.
+        controller: the host of findings about Slurm itself, such as this one.
     """
     findings = [
         notice(
@@ -166,7 +165,7 @@ def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str]
             controller,
             f"Slurm's {name} does not answer",
             allowed="every controller answers",
-            remedy="start slurmctld there again, for there is nobody to take over now",
+            remedy="restart slurmctld there: no backup controller is available now",
         )
         for name in pinged.down
     ]
@@ -181,10 +180,10 @@ def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str]
                     node,
                     "sinfo does not list this node of the job in the job's partition",
                     allowed="every node of the job is listed",
-                    remedy=f"ask `scontrol show node {node}`",
+                    remedy=f"run `scontrol show node {node}`",
                 )
             )
-        findings += _of_node(node, of_node[:1])
+        findings += _node_findings(node, of_node[:1])
     closed = {line.partition: line.available for line in lines if line.available != "up"}
     findings += [
         notice(
@@ -193,15 +192,15 @@ def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str]
             controller,
             f"the partition {partition} is {available}",
             allowed="up",
-            remedy=f"ask `scontrol show partition {partition}`; `scontrol update PartitionName={partition} State=UP`",
+            remedy=f"run `scontrol show partition {partition}`; `scontrol update PartitionName={partition} State=UP`",
         )
         for partition, available in closed.items()
     ]
     return findings
 
 
-def well(found: Iterable[NodeState], nodes: Sequence[str]) -> int:
-    """Return how many of these nodes are in a state in which jobs run."""
+def healthy_count(found: Iterable[NodeState], nodes: Sequence[str]) -> int:
+    """Return the number of these nodes that are in a state to run jobs."""
     states = {line.node: _parts(line.state) for line in found}
     return sum(
         node in states and states[node][0] in RUNNING and not set(states[node][1]) & set(_FLAGS) for node in nodes
@@ -214,7 +213,7 @@ def _parts(state: str) -> tuple[str, str]:
     return state.rstrip("".join(_FLAGS) + "".join(_HARMLESS_FLAGS)), flags
 
 
-def _of_node(node: str, lines: Sequence[NodeState]) -> list[Finding]:
+def _node_findings(node: str, lines: Sequence[NodeState]) -> list[Finding]:
     findings = []
     for line in lines:
         state, flags = _parts(line.state)
@@ -230,7 +229,7 @@ def _of_node(node: str, lines: Sequence[NodeState]) -> list[Finding]:
                     node,
                     f"Slurm calls this node {line.state}{because}: {', and '.join(wrong)}",
                     allowed=" or ".join(RUNNING),
-                    remedy=f"ask `scontrol show node {node}`; somebody has taken it out of service, or wants to",
+                    remedy=f"run `scontrol show node {node}`; it was taken out of service, or is going to be",
                 )
             )
         for flag in flags:
@@ -248,10 +247,10 @@ def _of_node(node: str, lines: Sequence[NodeState]) -> list[Finding]:
     return findings
 
 
-def _ask(command: list[str], seconds: float) -> tuple[str, str, int]:
-    """Run a command of Slurm's; return its output, what it said beside that, such as a warning, and its exit code.
+def _run(command: list[str], seconds: float) -> tuple[str, str, int]:
+    """Run a Slurm command; return stdout, stderr and exit code.
 
-    Raises: EnvironmentBroken if it is not there or gives no answer.
+    Raises: EnvironmentBroken if it is missing or does not answer.
     """
     try:
         done = subprocess.run(
@@ -263,7 +262,7 @@ def _ask(command: list[str], seconds: float) -> tuple[str, str, int]:
         )
     except FileNotFoundError:
         raise EnvironmentBroken(
-            f"{command[0]} is not there, so Slurm cannot be asked. In a container, mount Slurm's commands, slurm.conf "
+            f"{command[0]} is missing, so Slurm cannot be queried. In a container, mount Slurm's commands, slurm.conf "
             "and munge's socket into it"
         ) from None
     except subprocess.TimeoutExpired:
@@ -276,18 +275,18 @@ def _ask(command: list[str], seconds: float) -> tuple[str, str, int]:
 
 
 ROOT = Tree()
-"""Where the kernel's files are. A test puts others here."""
+"""Where the kernel's files are. Tests replace it."""
 _WITHIN_SECONDS = 60.0
 
 
 class Sources(Protocol):
-    """Where processes on GPUs are asked for: ``node.health.snapshot.Sources``."""
+    """Where processes on GPUs are read: ``node.health.snapshot.Sources``."""
 
     @property
     def nvml(self) -> Any: ...
 
     @property
-    def who_is(self) -> Callable[[int], Who]: ...
+    def find_process(self) -> Callable[[int], Process]: ...
 
 
 def examine_allocation(
@@ -299,34 +298,34 @@ def examine_allocation(
     rank: int,
     sources: Sources | None,
 ) -> list[Finding] | None:
-    """Compare what the ranks of each node are bound to with what Slurm gave the job there, and look for leftovers.
+    """Compare what the ranks of each node are bound to with the allocation, and look for stale processes and files.
 
-    Every rank must call this. The rank that speaks for its node examines it.
+    Collective: every rank must call this. The rank that represents its node examines it.
 
     Args:
-        board: where ranks tell what they are bound to.
-        nodes: who speaks for whom.
-        inventory: what every rank has said of itself.
+        board: for the exchange of places.
+        nodes: of the run.
+        inventory: of every rank.
         environ: the environment, with Slurm's variables.
         rank: this one.
         sources: NVML and the process table; None in a rehearsal on cpu.
 
-    Returns: what was found; None on the other ranks.
+    Returns: the findings; None on the other ranks.
 
-    Raises: EnvironmentBroken if a rank of this node told nothing in time.
+    Raises: EnvironmentBroken if a rank of this node did not answer in time.
     """
     board.post("place", place_of(rank, environ))
-    if nodes.speaks != rank:
+    if nodes.representative != rank:
         return None
     here = [who for who in inventory if who["node_rank"] == nodes.me]
     host = nodes.hosts[nodes.me]
-    told = board.read("place", [int(who["rank"]) for who in here], within_seconds=_WITHIN_SECONDS)
-    missing = [int(who["rank"]) for who in here if who["rank"] not in told]
+    answers = board.read("place", [int(who["rank"]) for who in here], within_seconds=_WITHIN_SECONDS)
+    missing = [int(who["rank"]) for who in here if who["rank"] not in answers]
     if missing:
-        raise EnvironmentBroken(f"{host}: rank {missing[0]} did not tell in time what it is bound to")
+        raise EnvironmentBroken(f"{host}: rank {missing[0]} did not report its CPUs and GPUs in time")
     places = [
         Place(rank=one["rank"], cpus=tuple(one["cpus"]), visible_devices=one["visible_devices"])
-        for one in told.values()
+        for one in answers.values()
     ]
     given = allocation(environ)
     cores = _cores({cpu for place in places for cpu in place.cpus})
@@ -337,14 +336,14 @@ def examine_allocation(
     alone = given.cpus is not None and online is not None and given.cpus >= len(online)
     began = environ.get("SLURM_JOB_START_TIME", "")  # since Slurm 22.05
     before = float(began) if began.isdecimal() else None
-    findings += processes.of_files(host, uid=os.getuid(), before=before, alone=alone)
+    findings += processes.stale_file_findings(host, uid=os.getuid(), before=before, alone=alone)
     if sources is not None:
         findings += _processes(host, here, sources)
     return findings
 
 
 def _cores(cpus: Iterable[int]) -> int | None:
-    """Return how many cores these CPUs are of; None if the kernel does not tell it of each.
+    """Return the number of cores of these CPUs; None if one is unknown.
 
     Source: Linux kernel, Documentation/admin-guide/cputopology.rst, thread_siblings_list.
     """
@@ -353,7 +352,7 @@ def _cores(cpus: Iterable[int]) -> int | None:
 
 
 def _processes(host: str, here: Sequence[Mapping[str, Any]], sources: Sources) -> list[Finding]:
-    """Ask NVML who is on the GPUs of this node's ranks."""
+    """Return findings on the processes on the GPUs of this node's ranks."""
     from pytest_gpucluster.node.nvml import NotAvailable
 
     on_gpus: dict[int, int | None] = {}
@@ -367,10 +366,10 @@ def _processes(host: str, here: Sequence[Mapping[str, Any]], sources: Sources) -
                     "leftovers.process",
                     "environment",
                     host,
-                    f"who is on GPU {who['gpu']['index']} is not known: {error}",
-                    allowed="NVML tells the processes of a GPU",
+                    f"the processes on GPU {who['gpu']['index']} are unknown: {error}",
+                    allowed="NVML lists the processes of a GPU",
                     remedy="look with `nvidia-smi` on this host",
                 )
             )
     own = {int(who["pid"]) for who in here}
-    return [*findings, *processes.of_processes(host, on_gpus, own=own, who_is=sources.who_is)]
+    return [*findings, *processes.stale_process_findings(host, on_gpus, own=own, find_process=sources.find_process)]

@@ -1,4 +1,4 @@
-"""Is a job bound to what Slurm gave it on a node: GPUs, CPUs, memory? Pure, but for :func:`place_of`."""
+"""Checks that a job uses what Slurm allocated on a node: GPUs, CPUs, memory. Pure, but for :func:`place_of`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from pytest_gpucluster.metrics.finding import Finding, notice
 from pytest_gpucluster.node.limits import Cgroup
-from pytest_gpucluster.node.numa import shown
+from pytest_gpucluster.node.numa import format_ranges
 
 MIB = 2**20
 _MORE_RATIO = 1.05
-"""A limit that is larger by so much is another limit. Slurm allows a job more with AllowedRAMSpace (cgroup.conf(5))."""
+"""Tolerance of the memory limit. Slurm allows a job more with AllowedRAMSpace (cgroup.conf(5))."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What Slurm gave the job, or its step, on a node; None where it does not say.
+    """What Slurm allocated to the job, or its step, on a node; None where unknown.
 
     Attributes:
         gpus: their number.
@@ -84,19 +84,19 @@ def allocation_findings(
     on_cpu: bool,
     cores: int | None = None,
 ) -> list[Finding]:
-    """Compare what a node's ranks are bound to with what was allocated there.
+    """Compare what a node's ranks are bound to with the allocation.
 
-    Less than was allocated is an error, and so are GPUs and CPUs that others may have been given. Memory beyond the
-    allocation is noted where nothing keeps the job from it: others pay for that.
+    Less than was allocated is an error, and so is access to GPUs and CPUs beyond it, which other jobs may use. An
+    unlimited or larger memory limit is a note.
 
     Args:
         host: the node.
         given: what was allocated on it.
         places: of its ranks.
-        who: of the same ranks, what they have said of themselves (``inventory.identify``).
+        who: inventory of the same ranks (``inventory.identify``).
         cgroup: its limits.
         on_cpu: a rehearsal, which uses no GPU.
-        cores: how many cores the ranks' CPUs are of; None if that is not known.
+        cores: number of cores of the ranks' CPUs; None if unknown.
     """
     return [
         *([] if on_cpu else _gpus(host, given, places, who)),
@@ -111,9 +111,9 @@ def _gpus(host: str, given: Allocation, places: Sequence[Place], who: Sequence[M
             "slurm.gpus",
             "environment",
             host,
-            "Slurm says nothing of GPUs (SLURM_STEP_GPUS, SLURM_GPUS_ON_NODE and SLURM_JOB_GPUS are not set)",
+            "Slurm reports no GPUs (SLURM_STEP_GPUS, SLURM_GPUS_ON_NODE and SLURM_JOB_GPUS are not set)",
             allowed="GPUs are allocated to the job",
-            remedy="ask for them (--gpus-per-node, --gres=gpu:8); without that, another job may get the same ones",
+            remedy="request them (--gpus-per-node, --gres=gpu:8); otherwise another job may get the same ones",
         )
         return
     used = len({one["gpu"]["uuid"] for one in who if one.get("gpu")})
@@ -137,7 +137,7 @@ def _gpus(host: str, given: Allocation, places: Sequence[Place], who: Sequence[M
             host,
             f"the ranks see {max(used, visible)} GPUs (CUDA_VISIBLE_DEVICES: {devices})",
             allowed=f"the {given.gpus} that were allocated",
-            remedy="start one rank for each GPU; if `nvidia-smi -L` in the job shows fewer too, a GPU is gone",
+            remedy="start one rank for each GPU; if `nvidia-smi -L` in the job shows fewer too, a GPU is missing",
         )
     elif used < given.gpus:
         yield notice(
@@ -157,27 +157,27 @@ def _cpus(host: str, given: Allocation, places: Sequence[Place], cores: int | No
             "slurm.cpus",
             "environment",
             host,
-            f"{len(places)} ranks share {len(cpus)} CPUs ({shown(cpus)})",
+            f"{len(places)} ranks share {len(cpus)} CPUs ({format_ranges(cpus)})",
             allowed="at least one CPU for each rank",
-            remedy="give the step its CPUs: srun does not take --cpus-per-task over from sbatch, so repeat it "
-            "(srun --cpus-per-task=$SLURM_CPUS_PER_TASK), or ask for more",
+            remedy="give the step its CPUs: srun does not inherit --cpus-per-task from sbatch, so repeat it "
+            "(srun --cpus-per-task=$SLURM_CPUS_PER_TASK), or request more",
         )
     if given.cpus is None:
         yield notice(
             "slurm.cpus",
             "environment",
             host,
-            "Slurm says nothing of CPUs (SLURM_CPUS_ON_NODE is not set)",
+            "Slurm reports no CPUs (SLURM_CPUS_ON_NODE is not set)",
             allowed="CPUs are allocated to the job",
             remedy="start the ranks by srun or in a batch script",
         )
     elif len(cpus) > given.cpus and cores is not None and cores <= given.cpus:
-        # Where slurm.conf says CPUs=<number of cores>, a job gets all threads of its cores.
+        # With CPUs=<number of cores> in slurm.conf, a job gets all threads of its cores.
         yield notice(
             "slurm.cpus",
             "note",
             host,
-            f"the ranks may run on {len(cpus)} CPUs ({shown(cpus)}), which are {cores} cores",
+            f"the ranks may run on {len(cpus)} CPUs ({format_ranges(cpus)}), which are {cores} cores",
             allowed=f"the {given.cpus} CPUs that were allocated, which may be cores",
             remedy="nothing, if Slurm counts cores here (`scontrol show node`: CPUTot); else set ConstrainCores=yes",
         )
@@ -186,7 +186,7 @@ def _cpus(host: str, given: Allocation, places: Sequence[Place], cores: int | No
             "slurm.cpus",
             "environment",
             host,
-            f"the ranks may run on {len(cpus)} CPUs ({shown(cpus)})",
+            f"the ranks may run on {len(cpus)} CPUs ({format_ranges(cpus)})",
             allowed=f"the {given.cpus} that were allocated",
             remedy="set TaskPlugin=task/cgroup,task/affinity and ConstrainCores=yes: jobs disturb each other",
         )
@@ -195,7 +195,7 @@ def _cpus(host: str, given: Allocation, places: Sequence[Place], cores: int | No
             "slurm.cpus",
             "note",
             host,
-            f"the ranks may run on {len(cpus)} CPUs ({shown(cpus)}) of {given.cpus} allocated ones",
+            f"the ranks may run on {len(cpus)} CPUs ({format_ranges(cpus)}) of {given.cpus} allocated ones",
             allowed="anything",
             remedy="look at --cpu-bind, if ranks wait for data",
         )
@@ -218,14 +218,14 @@ def _memory(host: str, given: Allocation, cgroup: Cgroup) -> Iterator[Finding]:
     elif limit is None or limit > given.memory_bytes * _MORE_RATIO:
         found = "no control group limits the memory" if limit is None else f"it is limited to {limit / 2**30:.4g} GiB"
         if not cgroup.versions:
-            found = "no control group can be looked at"
+            found = "no control group can be read"
         yield notice(
             "slurm.memory",
             "note",
             host,
             found,
             allowed=allowed,
-            remedy="set ConstrainRAMSpace=yes in cgroup.conf: a job that takes more than its part ends others'",
+            remedy="set ConstrainRAMSpace=yes in cgroup.conf: a job that uses more than its part gets others killed",
         )
 
 

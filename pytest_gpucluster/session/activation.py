@@ -45,7 +45,7 @@ def configure(config: pytest.Config) -> tuple[Session | Controller, Controller |
             index, count = int(worker["workerid"].removeprefix("gw")), int(worker["workercount"])
             place = WorkerPlace(index=index, count=count, directory=str(worker.get(DIRECTORY, "")))
             run = Run(config, place=place)
-            run.accompaniment.told(worker.get(SAMPLER))
+            run.monitor.use_sampler(worker.get(SAMPLER))
             session: Session | Controller = Worker(config, run)
         else:
             run = Run(config)

@@ -23,7 +23,7 @@ from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault, Inconclus
 from pytest_gpucluster.journal.test_record import TestName, TestRecord
 from pytest_gpucluster.metrics.measurement import Measurement
 from pytest_gpucluster.metrics.time_budget import LEDGER, SET_UP, counted
-from pytest_gpucluster.node.health.monitor import Company
+from pytest_gpucluster.node.health.monitor import TestMonitor
 from pytest_gpucluster.session.failure import (
     LONGEST_TEXT,
     clip,
@@ -179,7 +179,7 @@ class Phases:
         self._dirty = False
         self._holders: list[BaseException] = []
         """Failures whose frames may hold a group that was thrown away."""
-        self._company: Company | None = None
+        self._monitor: TestMonitor | None = None
         """What has gone along with the body that runs, or has run last."""
         self._has_worsened = False
         """This rank's failure says more than its exception: what the counters have counted beside it."""
@@ -248,7 +248,7 @@ class Phases:
             self._isolate(item)
         number = watch.enter(label_of(item, when), self._deadline(item))
         error: BaseException | None = None
-        self._company = None
+        self._monitor = None
         try:
             try:
                 if when == "call":
@@ -275,9 +275,9 @@ class Phases:
             error = errors.translate_nvls(raised)
         own = own_outcome(self._run, item, when, number, error)
         self._has_worsened = False
-        if self._company is not None:
-            own = replace(own, telemetry=self._company.telemetry)
-            fault = self._company.fault
+        if self._monitor is not None:
+            own = replace(own, telemetry=self._monitor.telemetry)
+            fault = self._monitor.fault
             if fault is not None and error is not fault:
                 own, self._has_worsened = worsened(own, fault), True
         verdict = self._agree(item, when, number, own, error)
@@ -307,25 +307,25 @@ class Phases:
 
         Raises: what the body has raised comes first.
         """
-        company = self._company = self._run.accompaniment.company(counts=criterion_of(item) is not None)
-        company.begin()
+        monitor = self._monitor = self._run.monitor.test_monitor(counters=criterion_of(item) is not None)
+        monitor.begin()
         item.stash[IN_CALL] = True
         try:
             with self._run.own_process(label_of(item, "call")):
                 yield
             if self.shown.failed_subtests:
                 raise FailedSubtests(self.shown.failed_subtests)
-            company.end()
-            company.require_well()
+            monitor.end()
+            monitor.require_healthy()
         except (pytest.skip.Exception, pytest.xfail.Exception):
-            company.end()
-            company.require_no_fault()
+            monitor.end()
+            monitor.require_no_fault()
             raise
         finally:
             item.stash[IN_CALL] = False
-            company.end()
+            monitor.end()
             measured: list[Measurement] = item.stash.get(MEASUREMENTS, [])
-            measured[:] = company.beside(measured)
+            measured[:] = monitor.annotate(measured)
 
     def _require_room(self, item: pytest.Item) -> None:
         """Skip a test that needs more than there is; on record is whether there is room for it in what was ordered."""

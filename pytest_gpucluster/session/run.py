@@ -31,7 +31,7 @@ from pytest_gpucluster.journal.run_directory import ARTIFACTS
 from pytest_gpucluster.journal.test_record import JournalCopy, TestName, TestRecord
 from pytest_gpucluster.launch.launchers import RankFacts, detect
 from pytest_gpucluster.metrics.units import did_you_mean
-from pytest_gpucluster.node.health.monitor import Accompaniment
+from pytest_gpucluster.node.health.monitor import RankMonitor
 from pytest_gpucluster.recorder.client import Recorder
 from pytest_gpucluster.session import options
 from pytest_gpucluster.session.cluster import Cluster
@@ -174,7 +174,7 @@ class Run:
         self.junit_path: Path | None = None
         self.claimed: socket.socket | None = None
         """It shows other runs on this host that this one writes the JUnit file."""
-        self.accompaniment = Accompaniment()
+        self.monitor = RankMonitor()
         self.fault_file = FaultFile()
         self.while_open = contextlib.ExitStack()
         """What is undone when this process leaves the run."""

@@ -278,7 +278,7 @@ def overtime(run: Run, abort: AbortReason) -> None:
 
 def close(run: Run) -> None:
     """Leave: no rank is called lost after this."""
-    run.accompaniment.close()
+    run.monitor.close()
     if run.joined is None:
         return
     watch = run.watch

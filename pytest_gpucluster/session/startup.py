@@ -288,7 +288,7 @@ class Opening:
         """Start the node's sampler, if this is its first rank; return what the others must know of it."""
         if not me.get("gpu") or me["local_rank"] != 0 or self._run.place is not None:
             return {}  # a local worker's was started by its controller
-        return {"sampler": self._run.accompaniment.start()}
+        return {"sampler": self._run.monitor.start()}
 
     def _take_place(self, me: Mapping[str, Any]) -> None:
         """Let tests be watched: by this rank, and by the sampler of its node."""
@@ -296,8 +296,8 @@ class Opening:
         here = (me["host"], me["node_rank"])
         node = [who for who in run.roll.who.values() if (who["host"], who["node_rank"]) == here]
         if run.place is None:
-            run.accompaniment.told(next((who["sampler"] for who in node if who.get("sampler")), None))
-        run.accompaniment.join(
+            run.monitor.use_sampler(next((who["sampler"] for who in node if who.get("sampler")), None))
+        run.monitor.join(
             Place(
                 node=node,
                 rank=me["rank"],
@@ -305,7 +305,7 @@ class Opening:
                 interval_seconds=lambda: (
                     run.workload.telemetry.interval_seconds if run.running.workload else INTERVAL_SECONDS
                 ),
-                looks_at_ports=run.place is None or run.place.index == 0,
+                reads_ports=run.place is None or run.place.index == 0,
             )
         )
 

@@ -398,9 +398,9 @@ def describe_gpus(node: Node) -> str:
     if all(gpu.is_stale for gpu in node.gpus):
         ages = [gpu.age_seconds for gpu in node.gpus if gpu.age_seconds is not None]
         return f"GPUs: NVML has not answered{f' for {min(ages):.0f} s' if ages else ''}"
-    lost = [str(gpu.told.get("index")) for gpu in node.gpus if gpu.told.get("lost")]
-    read = [gpu for gpu in node.gpus if gpu.age_seconds is not None and not gpu.told.get("lost")]
-    head = f"GPU {node.gpus[0].told.get('index')}" if len(node.gpus) == 1 else f"{len(node.gpus)} GPUs"
+    lost = [str(gpu.values.get("index")) for gpu in node.gpus if gpu.values.get("lost")]
+    read = [gpu for gpu in node.gpus if gpu.age_seconds is not None and not gpu.values.get("lost")]
+    head = f"GPU {node.gpus[0].values.get('index')}" if len(node.gpus) == 1 else f"{len(node.gpus)} GPUs"
     parts = [
         _span(read, "utilization_percent", "%", outlier=min),
         _span(read, "memory_used_bytes", "GiB", scale=_GIB),
@@ -415,13 +415,13 @@ def describe_gpus(node: Node) -> str:
 def _span(
     gpus: Sequence[Part], key: str, unit: str, *, scale: float = 1, outlier: Callable[..., Part] | None = None
 ) -> str:
-    known = [gpu for gpu in gpus if gpu.told.get(key) is not None]
+    known = [gpu for gpu in gpus if gpu.values.get(key) is not None]
     if not known:
         return ""
-    least, most = (round(which(gpu.told[key] for gpu in known) / scale) for which in (min, max))
+    least, most = (round(which(gpu.values[key] for gpu in known) / scale) for which in (min, max))
     if least == most:
         return f"{most} {unit}"
-    who = "" if outlier is None else f" (GPU {outlier(known, key=lambda gpu: gpu.told[key]).told.get('index')})"
+    who = "" if outlier is None else f" (GPU {outlier(known, key=lambda gpu: gpu.values[key]).values.get('index')})"
     first, second = (who, "") if outlier is min else ("", who)
     return f"{least}{first}-{most} {unit}{second}"
 

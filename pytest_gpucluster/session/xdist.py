@@ -235,7 +235,7 @@ class Controller:
         self._run.selection = is_selection(self._config)
         Opening(self._run).open_for_workers(self._workers)
         if not self._run.rehearsal:
-            self._sampler = self._run.accompaniment.start()
+            self._sampler = self._run.monitor.start()
         self._steps = begin_for_workers(self._config, self._run)
 
     def header(self) -> list[str]:
@@ -580,7 +580,7 @@ class Controller:
     def close(self) -> None:
         """End what was started for the workers."""
         self._finish()  # Ctrl-C again, while the workers were ending
-        self._run.accompaniment.close()
+        self._run.monitor.close()
         self._run.close()
 
 

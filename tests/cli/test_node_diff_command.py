@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from told_nodes import told, write
+from node_info_files import node_info, write
 
 from pytest_gpucluster.cli import main
 
@@ -16,7 +16,7 @@ def columns(monkeypatch):
 
 
 def test_nodes_that_are_alike_end_with_0(tmp_path, capsys):
-    write(tmp_path, n_1=told(), n_2=told())
+    write(tmp_path, n_1=node_info(), n_2=node_info())
     assert main.main(["node", "diff", str(tmp_path), "--nodes", "n-[1-2]"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1].startswith("2 nodes ")
@@ -24,7 +24,7 @@ def test_nodes_that_are_alike_end_with_0(tmp_path, capsys):
 
 
 def test_a_difference_is_told_with_the_node_s_name(tmp_path, capsys):
-    write(tmp_path, n_1=told(), n_2=told(), n_3=told(system__kernel="5.4\x1b[31m"))
+    write(tmp_path, n_1=node_info(), n_2=node_info(), n_3=node_info(system__kernel="5.4\x1b[31m"))
     assert main.main(["node", "diff", str(tmp_path), "--json", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().out
     assert "  kernel\n" in said
@@ -50,7 +50,7 @@ def test_a_difference_is_told_with_the_node_s_name(tmp_path, capsys):
     ids=["missing", "empty", "cut off", "deep", "a list", "newer", "another view"],
 )
 def test_a_node_without_an_answer_is_never_alike(tmp_path, capsys, text, why):
-    write(tmp_path, n_1=told(), n_2=told(), **({} if text is None else {"n_3": text}))
+    write(tmp_path, n_1=node_info(), n_2=node_info(), **({} if text is None else {"n_3": text}))
     assert main.main(["node", "diff", str(tmp_path), "--nodes", "n-[1-3]"]) == 5
     said = " ".join(capsys.readouterr().out.split())
     assert "n-3: " in said
@@ -69,7 +69,7 @@ def test_a_node_without_an_answer_is_never_alike(tmp_path, capsys, text, why):
     ids=["no host list", "no place", "one node, as asked", "one node"],
 )
 def test_wrong_usage_and_single_nodes(tmp_path, capsys, words, code, said):
-    write(tmp_path, n_1=told())
+    write(tmp_path, n_1=node_info())
     assert main.main(["node", "diff", str(tmp_path), *words]) == code
     told_of = capsys.readouterr()
     assert said in told_of.err

@@ -18,8 +18,8 @@ def test_it_is_one_line_of_strict_json_whatever_is_in_it() -> None:
 
 
 def test_what_is_not_there_is_null_and_never_zero() -> None:
-    bare = Part(told={"index": 0, "uuid": "GPU-0", "not_available": {"power_watts": "why"}, "lost": ""})
-    told = to_json(node(gpus=(bare,), ports=(Part(told={"name": "a/1"}),), host=Part(told={})), host="h", at="now")
+    bare = Part(values={"index": 0, "uuid": "GPU-0", "not_available": {"power_watts": "why"}, "lost": ""})
+    told = to_json(node(gpus=(bare,), ports=(Part(values={"name": "a/1"}),), host=Part(values={})), host="h", at="now")
     [found] = told["gpus"]
     assert {key for key, value in found.items() if value is not None} == {"index", "uuid", "not_available", "stale"}
     assert found["not_available"] == {"power_watts": "why"}

@@ -86,8 +86,8 @@ def test_a_gpu_with_trouble_stays_where_there_is_no_room_for_all() -> None:
         (node(ports=(port(stale=True),)), "mlx5_0/1 STALE"),
         (node(ports=(port(state=None),)), "mlx5_0/1 unknown"),
         (node(problem="what reads this node has ended"), "what reads this node has ended"),
-        (node(host=Part(told={}, age_seconds=50.0, is_stale=True)), "host stale for 50 s"),
-        (node(host=Part(told={}, is_stale=True)), "host not read"),
+        (node(host=Part(values={}, age_seconds=50.0, is_stale=True)), "host stale for 50 s"),
+        (node(host=Part(values={}, is_stale=True)), "host not read"),
     ],
     name=lambda case: case[1],
 )
@@ -97,7 +97,8 @@ def test_what_is_wrong_is_said_in_words(case: tuple[Node, str]) -> None:
 
 
 def test_a_figure_that_is_not_there_is_a_dash_and_never_a_zero() -> None:
-    bare = Part(told={"index": 0, "not_available": {}, "lost": ""}, age_seconds=0.1)
-    [row] = [line for line in shown(node(gpus=(bare,), ports=(Part(told={"name": "a/1"}),))) if line.startswith("  0")]
+    bare = Part(values={"index": 0, "not_available": {}, "lost": ""}, age_seconds=0.1)
+    lines = shown(node(gpus=(bare,), ports=(Part(values={"name": "a/1"}),)))
+    [row] = [line for line in lines if line.startswith("  0")]
     assert set(row.split()[1:]) == {"-"}
-    assert "0.0" not in "\n".join(shown(node(gpus=(bare,), ports=(Part(told={"name": "a/1"}),))))
+    assert "0.0" not in "\n".join(lines)

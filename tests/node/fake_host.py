@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.node.host import HostFacts, gather
+from pytest_gpucluster.node.host import HostFacts, collect_host
 from pytest_gpucluster.node.limits import Tree
 
 LIMITS = """\
@@ -61,7 +61,7 @@ HEALTHY: Mapping[str, str] = {
 
 
 def plant(root: Path, files: Mapping[str, str | None], *, healthy: bool = True) -> Tree:
-    """Write files below a folder; with ``healthy`` those of a healthy host beside them. None leaves one out."""
+    """Write files below a folder; with ``healthy`` also those of a healthy host. None leaves one out."""
     for name, text in {**(HEALTHY if healthy else {}), **files}.items():
         if text is not None:
             path = root / name.lstrip("/")
@@ -71,7 +71,7 @@ def plant(root: Path, files: Mapping[str, str | None], *, healthy: bool = True) 
 
 
 def space(total: int = 10**12, free: int = 10**12) -> Any:
-    """Return what tells the size of every file system."""
+    """Return a function with this size for every file system."""
     return lambda path: (total, free)
 
 
@@ -82,7 +82,9 @@ def who(rank: int = 0, *, node_rank: int = 0, host: str = "gpu-07", pci: str | N
 
 
 def facts(root: Path, files: Mapping[str, str | None] | None = None, *, ranks: int = 1, **others: Any) -> HostFacts:
-    """Gather what is known of a healthy host with these changes."""
+    """Collect the facts of a healthy host with these changes."""
     tree = plant(root, files or {})
     inventory = others.pop("inventory", [who(rank) for rank in range(ranks)])
-    return gather(inventory, rank=0, environ=others.pop("environ", {}), tree=tree, space=others.pop("space", space()))
+    return collect_host(
+        inventory, rank=0, environ=others.pop("environ", {}), tree=tree, space=others.pop("space", space())
+    )

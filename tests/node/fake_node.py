@@ -17,7 +17,7 @@ from pytest_gpucluster.node.info import Sources
 from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.limits import Tree
-from pytest_gpucluster.node.processes import Who
+from pytest_gpucluster.node.processes import Process
 
 CPUINFO = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480+\n\n"
 DRIVER = (
@@ -109,25 +109,25 @@ def nvml(changes: Mapping[str, Any] | None = None, *, count: int = 8, **others: 
     return FakeNvml({uuid: {**HEALTHY_H100, **(changes or {})} for uuid in uuids}, pci=pci, **others)
 
 
-def told_by(fake: FakeNvml) -> Answer:
+def child_answer(fake: FakeNvml) -> Answer:
     """Return what the child would write of these GPUs."""
     lines: list[str] = []
-    info_gpus.tell(lambda: fake, lambda line: lines.append(json.dumps(line)))
+    info_gpus.query_gpus(lambda: fake, lambda line: lines.append(json.dumps(line)))
     return Answer(text="\n".join(lines))
 
 
 def sources(planted: Tree, fake: FakeNvml | None = None, **changes: Any) -> Sources:
     """Return the sources of the node."""
-    answer = told_by(nvml() if fake is None else fake)
+    answer = child_answer(nvml() if fake is None else fake)
     planned: dict[str, Any] = {
         "tree": planted,
         "environ": {},
         "hostname": lambda: "gpu-07",
         "gpus": lambda: answer,
-        "ask": lambda command: Answer(
+        "run": lambda command: Answer(
             text="active\n" if command[0] == "systemctl" else "MLNX_OFED_LINUX-24.04-0.6.6.0:\n"
         ),
-        "who_is": lambda pid: Who(pid=pid, user="alice", command="python train.py"),
+        "find_process": lambda pid: Process(pid=pid, user="alice", command="python train.py"),
         "interfaces": lambda: (Interface(name="eth0", running=True, addresses=("10.0.0.7", "2001:db8::7")),),
         "space": space(),
         "version": lambda name: {"torch": "2.13.0+cu130"}.get(name),

@@ -1,4 +1,4 @@
-"""A rank beside its GPU passes, one that is bound elsewhere is named, and what is not known is a note."""
+"""A rank on its GPU's node passes, one bound elsewhere is named, and an unknown place is a note."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from complaints import in_order
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node import numa
-from pytest_gpucluster.node.numa import Place, examine_affinity, own_place, parse, place_of_gpu, require_near, shown
+from pytest_gpucluster.node.numa import (
+    Place,
+    examine_affinity,
+    format_ranges,
+    own_place,
+    parse_ranges,
+    place_of_gpu,
+    require_near,
+)
 
 PCI = "00000000:3B:00.0"
 WHO: dict[str, Any] = {
@@ -18,7 +26,7 @@ WHO: dict[str, Any] = {
     "host": "node-a",
     "gpu": {"index": 1, "uuid": "GPU-1f2e", "serial": "1320", "pci_bus_id": PCI},
 }
-GPU = Place(cpus=parse("0-31,64-95"), nodes=frozenset({0}))
+GPU = Place(cpus=parse_ranges("0-31,64-95"), nodes=frozenset({0}))
 
 
 def sysfs(tmp_path: Path, **files: str) -> Path:
@@ -31,16 +39,16 @@ def sysfs(tmp_path: Path, **files: str) -> Path:
 
 
 def of(cpus: str, nodes: str = "0") -> Place:
-    return Place(cpus=parse(cpus), nodes=parse(nodes))
+    return Place(cpus=parse_ranges(cpus), nodes=parse_ranges(nodes))
 
 
 def test_the_kernel_s_lists_are_read_and_written() -> None:
     for written, count in {"0": 1, "0-3": 4, "0-3,8\n": 5, "0-31,64-95": 64, "": 0}.items():
-        assert len(parse(written)) == count
-        assert shown(parse(written)) == (written.strip() or "none")
+        assert len(parse_ranges(written)) == count
+        assert format_ranges(parse_ranges(written)) == (written.strip() or "none")
     for wrong in ("all", "0-", "-1", "0x3"):
         with pytest.raises(ValueError, match="invalid literal"):
-            parse(wrong)
+            parse_ranges(wrong)
 
 
 def test_the_place_of_a_gpu_is_read_by_the_address_that_nvml_gives(tmp_path: Path) -> None:
@@ -56,7 +64,7 @@ def test_the_place_of_a_gpu_is_read_by_the_address_that_nvml_gives(tmp_path: Pat
         assert place_of_gpu(PCI, devices) is None
 
 
-def test_a_kernel_that_does_not_tell_is_an_error(tmp_path: Path) -> None:
+def test_a_kernel_without_the_memory_nodes_is_an_error(tmp_path: Path) -> None:
     for text in ("", "Name:\tpython\n", "Mems_allowed_list:\tall\n"):
         (tmp_path / "status").write_text(text, encoding="ascii")
         with pytest.raises(EnvironmentBroken, match="memory"):
@@ -75,7 +83,7 @@ def test_a_rank_on_another_node_s_cpus_is_named_with_what_was_found_and_wanted()
         require_near([finding])
 
 
-def test_a_rank_that_may_take_no_memory_beside_its_gpu_is_named() -> None:
+def test_a_rank_without_memory_on_its_gpu_s_node_is_named() -> None:
     [finding] = examine_affinity(WHO, of("0-31", "1"), GPU)
     assert (finding.kind, in_order(finding.found, "rank 5 memory of node 1")) == ("environment", True)
     with pytest.raises(EnvironmentBroken, match="node 1"):

@@ -36,9 +36,9 @@ def test_what_slurm_s_variables_give(case: tuple[Any, ...]) -> None:
     assert allocation(environ) == given
 
 
-def test_a_rank_tells_what_it_is_bound_to() -> None:
-    told = place_of(3, {"CUDA_VISIBLE_DEVICES": "1"})
-    assert told == {"rank": 3, "cpus": sorted(os.sched_getaffinity(0)), "visible_devices": "1"}
+def test_a_rank_reports_its_cpus_and_visible_devices() -> None:
+    place = place_of(3, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert place == {"rank": 3, "cpus": sorted(os.sched_getaffinity(0)), "visible_devices": "1"}
     assert place_of(3, {})["visible_devices"] is None
 
 

@@ -31,7 +31,7 @@ def test_the_offset_is_right_within_its_error(by: float, there: float) -> None:
 def test_of_several_answers_the_one_that_came_back_fastest_counts() -> None:
     slow, fast = (0.0, 5.9, 5.9, 1.0), (10.0, 15.001, 15.001, 10.002)
     assert offset([slow, fast, slow]) == Offset(seconds=5.0, error=0.001)
-    assert offset([(10.0, 10.0, 10.5, 10.2)]).error == 0.0, "a clock that is set meanwhile"
+    assert offset([(10.0, 10.0, 10.5, 10.2)]).error == 0.0, "a clock that is set during the exchange"
     with pytest.raises(ValueError, match="no sample"):
         offset([])
     with pytest.raises(ValueError, match="no other clock"):
@@ -65,13 +65,13 @@ def compared(monkeypatch: pytest.MonkeyPatch, choose: object = None) -> list[obj
 
     def run(node: int) -> object:
         nodes = Nodes.of(INVENTORY, node)
-        board = Board(store, nodes.speaks, lambda: 1)
+        board = Board(store, nodes.representative, lambda: 1)
         try:
             return skew_of_nodes(board, nodes, choose or loopback, samples=4, deadline_seconds=0.3)  # type: ignore[arg-type]
         except EnvironmentBroken as error:
             return error
 
-    monkeypatch.setattr(clock_skew, "_BESIDE_SECONDS", 0.5)
+    monkeypatch.setattr(clock_skew, "_MARGIN_SECONDS", 0.5)
     with ThreadPoolExecutor(max_workers=3) as pool:
         return list(pool.map(run, range(3)))
 
@@ -82,7 +82,7 @@ def test_nodes_on_one_host_have_one_clock(monkeypatch: pytest.MonkeyPatch) -> No
         assert series.low <= series.median <= series.high < 1.0
 
 
-def test_a_first_node_without_an_address_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_node_without_an_address_delays_no_other_node(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> Chosen:
         raise EnvironmentBroken("no interface")
 

@@ -1,4 +1,4 @@
-"""Who reaches whom is told by all nodes alike, and failures point to the node that explains them."""
+"""All nodes report the same reachability, and failures point to the node that explains them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_gpucluster.agreement.store import Board, MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.node import network
 from pytest_gpucluster.node.interfaces import Chosen, Nodes
-from pytest_gpucluster.node.network import Pieces, Reached, connect_all
+from pytest_gpucluster.node.network import Pieces, Reachability, connect_all
 
 INVENTORY = [
     {"rank": 2 * node + local, "node_rank": node, "local_rank": local, "host": f"node-{'abcd'[node]}"}
@@ -24,10 +24,10 @@ INVENTORY = [
 ]
 
 
-def reached(count: int, *broken: tuple[int, int], absent: dict[int, str] | None = None) -> Reached:
+def reached(count: int, *broken: tuple[int, int], absent: dict[int, str] | None = None) -> Reachability:
     """Everybody reaches everybody, but for some pairs."""
     away = absent or {}
-    return Reached(
+    return Reachability(
         hosts={node: f"node-{node}" for node in range(count)},
         addresses={node: f"10.0.0.{node} on eth0, NCCL's own choice" for node in range(count) if node not in away},
         slowest={node: 0.001 * (1 + node) for node in range(count) if node not in away},
@@ -38,7 +38,7 @@ def reached(count: int, *broken: tuple[int, int], absent: dict[int, str] | None 
 
 def test_all_who_reach_each_other_are_whole() -> None:
     found = reached(4)
-    assert (found.reached_ratio, found.whole_nodes, found.blamed()) == (1.0, 4, ())
+    assert (found.reached_ratio, found.whole_nodes, found.suspects()) == (1.0, 4, ())
     assert found.slowest_from(2) == pytest.approx(0.003)
     for node in range(4):
         found.require_whole(node)
@@ -53,19 +53,19 @@ def around(node: int, count: int) -> list[tuple[int, int]]:
     [
         pytest.param(2, [(0, 1)], (0, 1), id="two nodes: both ends"),
         pytest.param(8, [(2, 5), (5, 2)], (2, 5), id="one pair: both ends"),
-        pytest.param(8, around(3, 8), (3,), id="a node that nobody reaches"),
+        pytest.param(8, around(3, 8), (3,), id="a node that no node reaches"),
         pytest.param(8, around(3, 8)[:10], (3,), id="a node that most do not reach"),
         pytest.param(8, [*around(3, 8), (0, 1)], (0, 1, 3), id="a node, and a pair"),
         pytest.param(8, [*around(3, 8), *around(6, 8)], (3, 6), id="two nodes"),
         pytest.param(3, [(1, 1)], (1,), id="a node that does not reach itself"),
-        pytest.param(8, [(3, 3), *around(3, 8)], (3,), id="a node that reaches nobody, nor itself"),
+        pytest.param(8, [(3, 3), *around(3, 8)], (3,), id="a node that reaches no node, nor itself"),
     ],
 )
 def test_failures_point_to_the_nodes_that_explain_them(
     count: int, broken: list[tuple[int, int]], blamed: tuple[int, ...]
 ) -> None:
     found = reached(count, *broken)
-    assert found.blamed() == blamed
+    assert found.suspects() == blamed
     for node in range(count):
         if node in blamed:
             with pytest.raises(HardwareFault, match="look at node-"):
@@ -85,15 +85,15 @@ def test_both_ends_of_a_pair_are_named_with_address_and_reason() -> None:
 
 def test_a_node_without_an_interface_is_an_error_and_no_fault_of_the_hardware() -> None:
     found = reached(3, absent={2: "no interface"})
-    assert (found.reached_ratio, found.whole_nodes, found.blamed()) == (1.0, 0, (2,))
+    assert (found.reached_ratio, found.whole_nodes, found.suspects()) == (1.0, 0, (2,))
     found.require_whole(0)
     with pytest.raises(EnvironmentBroken, match="- node-2: no interface"):
         found.require_whole(2)
 
 
-def test_a_node_that_is_silent_is_told_by_the_first_one_and_its_pairs_count_as_broken() -> None:
+def test_a_node_that_is_silent_is_reported_by_the_first_one_and_its_pairs_count_as_broken() -> None:
     found = replace(reached(4), silent=(2,), untried=frozenset((2, other) for other in range(4)))
-    assert (found.reached_ratio, found.whole_nodes, found.blamed()) == (0.75, 0, (2,))
+    assert (found.reached_ratio, found.whole_nodes, found.suspects()) == (0.75, 0, (2,))
     for node in (1, 3):
         found.require_whole(node)
     for node in (0, 2):
@@ -110,17 +110,17 @@ def connect(
     choose: Callable[[int], Callable[[], Chosen]] | None = None,
     deadline_seconds: float = 5.0,
     done: Callable[[int], object] = lambda node: None,
-) -> list[Reached]:
+) -> list[Reachability]:
     """Let nodes, each a thread, connect to each other; each calls ``done`` at its end."""
     store = MemoryStore()
 
     def loopback() -> Chosen:
         return Chosen(interface="lo", address="127.0.0.1", why="a test")
 
-    def run(node: int) -> Reached:
+    def run(node: int) -> Reachability:
         nodes = Nodes.of([who for who in INVENTORY if who["node_rank"] < count], node)
         found = connect_all(
-            Board(store, nodes.speaks, lambda: 1),
+            Board(store, nodes.representative, lambda: 1),
             nodes,
             choose(node) if choose else loopback,
             payload_bytes=4096,
@@ -144,7 +144,7 @@ def test_nodes_that_reach_each_other_all_learn_of_it(count: int) -> None:
 
 
 def test_a_node_whose_results_do_not_come_is_silent_on_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_BESIDE_SECONDS", 0.1)
+    monkeypatch.setattr(network, "_MARGIN_SECONDS", 0.1)
     late, given_up = threading.Event(), threading.Barrier(2, action=lambda: late.set())
 
     def pieces(node: int) -> Pieces:
@@ -174,7 +174,7 @@ def test_a_node_that_cannot_be_called_is_named_on_every_node() -> None:
 
     for found in connect(3, pieces, choose):
         assert found.failures == dict.fromkeys([(0, 2), (1, 2), (2, 0), (2, 1)], "Connection refused")
-        assert (found.blamed(), found.whole_nodes) == ((2,), 0)
+        assert (found.suspects(), found.whole_nodes) == ((2,), 0)
         assert found.reached_ratio == pytest.approx(5 / 9)
 
 
@@ -189,7 +189,7 @@ def test_few_bytes_that_pass_where_many_do_not_point_to_the_mtu(monkeypatch: pyt
     assert in_order(found.failures[0, 1], "4096 MTUs")
 
 
-def test_a_node_without_an_interface_keeps_nobody_waiting() -> None:
+def test_a_node_without_an_interface_delays_no_other_node() -> None:
     def choose(node: int) -> Callable[[], Chosen]:
         def loopback() -> Chosen:
             if node == 1:
@@ -203,7 +203,7 @@ def test_a_node_without_an_interface_keeps_nobody_waiting() -> None:
         assert (found.failures, found.whole_nodes) == ({}, 0)
 
 
-def test_an_address_that_nothing_can_listen_on_is_told_as_well() -> None:
+def test_an_address_that_nothing_can_listen_on_is_reported_as_well() -> None:
     def choose(node: int) -> Callable[[], Chosen]:
         return lambda: Chosen(interface="eth9", address="203.0.113.77" if node else "127.0.0.1", why="a test")
 

@@ -1,4 +1,4 @@
-"""What is gathered of a host, and what the limits of its container make of it."""
+"""The facts of a host with the limits of its container."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_control_group_s_limits_hold_where_they_are_tighter(tmp_path: Path) 
 
 
 def test_a_rank_counts_on_its_part_and_on_no_more_than_it_may_run_on(tmp_path: Path) -> None:
-    # The tests run on so many CPUs, which the planted host may have more of.
+    # The test's own CPUs, of which the planted host may have more.
     assert facts(tmp_path, ranks=128).cpus_per_rank == 1
     assert facts(tmp_path, ranks=256).cpus_per_rank == 0.5
     assert facts(tmp_path, ranks=1).cpus_per_rank == min(128, OWN)
@@ -88,7 +88,7 @@ def test_the_gpus_of_this_node_are_there_with_their_nodes(tmp_path: Path) -> Non
     assert [(gpu.who.index, gpu.node, gpu.path is None) for gpu in found] == [(0, 1, False), (1, None, True)]
 
 
-def test_what_the_kernel_does_not_tell_is_unknown(tmp_path: Path) -> None:
+def test_what_the_kernel_does_not_report_is_unknown(tmp_path: Path) -> None:
     def refuse(path: Path) -> tuple[int, int]:
         raise FileNotFoundError(path)
 

@@ -64,16 +64,16 @@ def test_powersave_of_a_driver_that_follows_the_load_is_a_note(tmp_path: Path, d
     assert in_order(finding.found, "powersave CPUs 127")
 
 
-def test_beside_such_a_driver_another_governor_is_still_more_than_a_note(tmp_path: Path) -> None:
+def test_with_such_a_driver_another_governor_is_still_more_than_a_note(tmp_path: Path) -> None:
     files = {
         f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/{name}": f"{value}\n"
         for cpu, governor in ((126, "powersave"), (127, "schedutil"))
         for name, value in (("scaling_governor", governor), ("scaling_driver", "intel_pstate"))
     }
-    told = {finding.kind: finding.found for finding in found(facts(tmp_path, files), "governor")}
-    assert in_order(told["note"], "powersave CPUs 126")
-    assert in_order(told["environment"], "schedutil CPUs 127")
-    assert "126" not in told["environment"]
+    by_kind = {finding.kind: finding.found for finding in found(facts(tmp_path, files), "governor")}
+    assert in_order(by_kind["note"], "powersave CPUs 126")
+    assert in_order(by_kind["environment"], "schedutil CPUs 127")
+    assert "126" not in by_kind["environment"]
 
 
 def test_a_machine_without_governors_is_a_note(tmp_path: Path) -> None:
@@ -127,13 +127,13 @@ def test_a_gpu_that_is_near_no_node_is_a_note_where_there_are_several(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("mounts", "told"),
-    [("", "no mount of its own"), (MOUNTS.replace("tmpfs", "overlay"), "a overlay")],
+    ("mounts", "words"),
+    [("", "not a mount of its own"), (MOUNTS.replace("tmpfs", "overlay"), "a overlay")],
     ids=["none", "on disk"],
 )
-def test_a_dev_shm_on_disk_is_named(tmp_path: Path, mounts: str, told: str) -> None:
+def test_a_dev_shm_on_disk_is_named(tmp_path: Path, mounts: str, words: str) -> None:
     [finding] = found(facts(tmp_path, {"/proc/self/mountinfo": mounts}), "shm_is_no_memory")
-    assert (finding.kind, finding.found) == ("environment", f"/dev/shm is {told}")
+    assert (finding.kind, finding.found) == ("environment", f"/dev/shm is {words}")
 
 
 def test_switched_off_cpus_and_huge_pages_are_notes(tmp_path: Path) -> None:

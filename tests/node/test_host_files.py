@@ -1,4 +1,4 @@
-"""Limits, CPUs, memory, mounts and links of a host, as the kernel and NVML tell them: what is not told is None."""
+"""Limits, CPUs, memory, mounts and links of a host, from the kernel and NVML: what is missing is None."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_soft_and_hard_limits_are_read_and_unlimited_is_none(tmp_path: Path) -> 
     )
     assert found is not None
     assert (found.nofile, found.memlock) == (Limit(soft=1024, hard=1048576), Limit(soft=65536, hard=65536))
-    assert (found.nproc.soft, found.files_at_most, found.tasks_at_most) == (4096, 1048576, 4194304)
+    assert (found.nproc.soft, found.max_files, found.max_tasks) == (4096, 1048576, 4194304)
     found = process_limits.read_process_limits(plant(tmp_path, {"/proc/self/limits": limits(nofile="unlimited")}))
     assert found is not None
     assert (found.nofile.soft, found.memlock.soft) == (None, None)
@@ -113,17 +113,17 @@ WHO = who(5, pci="00000000:3B:00.0")
 NODE_1 = Place(cpus=frozenset({64}), nodes=frozenset({1}))
 
 
-def test_memory_beside_the_gpu_is_fine_and_what_is_not_known_fails_nobody() -> None:
+def test_memory_on_the_gpu_s_node_or_on_an_unknown_one_passes() -> None:
     for nodes in ({1: 1.0}, {1: 0.96, 0: 0.04}, {}):
         require_local(WHO, nodes, NODE_1)
     require_local(WHO, {0: 1.0}, None)
 
 
-@pytest.mark.parametrize(("nodes", "told"), [({0: 1.0}, "0 %"), ({0: 0.5, 1: 0.5}, "50 %")], ids=["none", "half"])
-def test_memory_elsewhere_is_an_error_that_names_gpu_node_and_part(nodes: dict[int, float], told: str) -> None:
+@pytest.mark.parametrize(("nodes", "part"), [({0: 1.0}, "0 %"), ({0: 0.5, 1: 0.5}, "50 %")], ids=["none", "half"])
+def test_memory_elsewhere_is_an_error_that_names_gpu_node_and_part(nodes: dict[int, float], part: str) -> None:
     with pytest.raises(EnvironmentBroken) as caught:
         require_local(WHO, nodes, NODE_1)
-    assert in_order(str(caught.value), f"GPU 5 (GPU-5, PCI 00000000:3B:00.0) gpu-07 {told} rank 5 NUMA node 1 numactl")
+    assert in_order(str(caught.value), f"GPU 5 (GPU-5, PCI 00000000:3B:00.0) gpu-07 {part} rank 5 NUMA node 1 numactl")
 
 
 # ---- the PCIe link, at its best under load ---------------------------------------------------------------------------
@@ -137,13 +137,13 @@ def link(**changes: object) -> PcieLink:
 def looked(seen: PcieLink, times: int = 1) -> str:
     for _ in range(times):
         seen()
-    return seen.told().get("pcie", "")
+    return seen.report().get("pcie", "")
 
 
-def test_a_link_is_told_as_it_was_at_its_best_and_what_is_not_available_is_named() -> None:
+def test_a_link_is_reported_at_its_best_and_missing_values_are_named() -> None:
     generations = iter([1, 4, 3])
     assert looked(link()) == "gen5 x16 under load"
     assert looked(link(generation=lambda: next(generations), width=8), 3) == "gen4 x8 under load"
     assert in_order(looked(link(generation=NotAvailable("not supported")), 2), "x16, generation not supported")
     assert in_order(looked(PcieLink(FakeNvml({}), "GPU-1")), "generation lost")
-    assert looked(PcieLink(None, None)) == looked(link(), times=0) == "", "nobody looks on cpu"
+    assert looked(PcieLink(None, None)) == looked(link(), times=0) == "", "nothing is read on cpu"

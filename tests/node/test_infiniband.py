@@ -25,7 +25,7 @@ def test_a_port_is_read_as_the_kernel_shows_it(tmp_path: Path) -> None:
     assert str(port) == "mlx5_3/1 InfiniBand ACTIVE (LinkUp), 400 Gb/sec (4X NDR)"
 
 
-def test_data_are_counted_in_words_of_four_bytes_and_told_in_bytes(tmp_path: Path) -> None:
+def test_data_are_counted_in_words_of_four_bytes_and_reported_in_bytes(tmp_path: Path) -> None:
     add_port(tmp_path, counters={"port_xmit_data": 25_000_000_000, "port_rcv_data": 3})
     [port] = read(tmp_path).ports
     assert (port.counters["port_xmit_bytes"], port.counters["port_rcv_bytes"]) == (100_000_000_000, 12)

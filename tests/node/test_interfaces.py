@@ -11,7 +11,7 @@ from each import of_each
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node import interfaces as module
-from pytest_gpucluster.node.interfaces import Interface, choose, interfaces, matches, of_gloo, of_nccl
+from pytest_gpucluster.node.interfaces import Interface, choose, choose_for_gloo, choose_for_nccl, interfaces, matches
 
 
 def interface(name: str, *addresses: str, running: bool = True) -> Interface:
@@ -51,23 +51,23 @@ def test_what_a_value_of_nccl_socket_ifname_fits() -> None:
 )
 def test_nccl_s_choice(case: tuple[Any, ...]) -> None:
     found, environ, address = case
-    assert of_nccl(found, environ).address == address
+    assert choose_for_nccl(found, environ).address == address
 
 
 def test_where_nccl_would_find_none_the_interfaces_are_listed() -> None:
     ipv6 = {"NCCL_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_FAMILY": "AF_INET6"}
-    for environ, told in (({"NCCL_SOCKET_IFNAME": "bond0"}, "NCCL_SOCKET_IFNAME=bond0"), (ipv6, "AF_INET6")):
-        with pytest.raises(EnvironmentBroken, match=told) as raised:
-            of_nccl((LO, ETH0, interface("bond1", "10.3.0.1", running=False), ETH1), environ)
+    for environ, words in (({"NCCL_SOCKET_IFNAME": "bond0"}, "NCCL_SOCKET_IFNAME=bond0"), (ipv6, "AF_INET6")):
+        with pytest.raises(EnvironmentBroken, match=words) as raised:
+            choose_for_nccl((LO, ETH0, interface("bond1", "10.3.0.1", running=False), ETH1), environ)
         assert in_order(str(raised.value), "eth0 (up: 10.1.0.5 fd00::5) bond1 (down: 10.3.0.1)")
 
 
-def test_gloo_takes_what_it_is_told_else_the_way_to_the_rendezvous_else_what_is_no_loopback() -> None:
-    assert of_gloo(ALL, {"GLOO_SOCKET_IFNAME": "nothing,eth1"}, "10.1.0.1").address == "10.2.0.5"
-    chosen = of_gloo(ALL, {}, "10.9.0.1", source=lambda toward: "10.9.0.5")
-    assert (chosen.interface, chosen.address, chosen.why) == ("ib0", "10.9.0.5", "the way to 10.9.0.1")
-    assert of_gloo((LO, ETH0), {}, None).address == "10.1.0.5"
-    assert of_gloo((LO,), {}, None).address == "127.0.0.1"
+def test_gloo_uses_the_variable_else_the_route_to_the_rendezvous_else_the_first_one_but_loopback() -> None:
+    assert choose_for_gloo(ALL, {"GLOO_SOCKET_IFNAME": "nothing,eth1"}, "10.1.0.1").address == "10.2.0.5"
+    chosen = choose_for_gloo(ALL, {}, "10.9.0.1", source=lambda toward: "10.9.0.5")
+    assert (chosen.interface, chosen.address, chosen.why) == ("ib0", "10.9.0.5", "the route to 10.9.0.1")
+    assert choose_for_gloo((LO, ETH0), {}, None).address == "10.1.0.5"
+    assert choose_for_gloo((LO,), {}, None).address == "127.0.0.1"
 
 
 def test_gloo_without_a_usable_interface_or_a_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_gloo_without_a_usable_interface_or_a_way_is_an_error(monkeypatch: pytes
         (ALL, {}, "head", "to head: Network is unreachable"),
     ):
         with pytest.raises(EnvironmentBroken, match=words):
-            of_gloo(found, environ, head)
+            choose_for_gloo(found, environ, head)
 
 
 def test_this_host_has_a_loopback_that_runs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
-from pytest_gpucluster.node.inventory import TOLD_BY_NVML, CudaGpu, choose_cuda_index, full_uuid, identify, start_time
+from pytest_gpucluster.node.inventory import NVML_QUERIES, CudaGpu, choose_cuda_index, full_uuid, identify, start_time
 from pytest_gpucluster.node.nvml import Nvml
 
 FACTS = RankFacts(
@@ -69,20 +69,20 @@ def test_a_gpu_is_carried_from_cuda_to_nvml_by_uuid_not_by_index() -> None:
     gpu = who["gpu"]
     assert (gpu["index"], gpu["uuid"], gpu["pci_bus_id"], gpu["name"]) == (0, "GPU-aa", "00000000:1B:00.0", H100)
     assert (gpu["memory_bytes"], gpu["power_limit_watts"], gpu["ecc"], gpu["mig"]) == (85 * 10**9, 700.0, True, False)
-    told = [gpu[key] for key in ("serial", "vbios", "board_part_number", "inforom", "gsp_firmware")]
-    assert told == ["1650123456789", "96.00.74.00.01", "900-2G520-0000-000", "G520.0200.00.05", "580.65.06"]
+    values = [gpu[key] for key in ("serial", "vbios", "board_part_number", "inforom", "gsp_firmware")]
+    assert values == ["1650123456789", "96.00.74.00.01", "900-2G520-0000-000", "G520.0200.00.05", "580.65.06"]
     assert json.loads(json.dumps(who)) == who
     assert [who[key] for key in ("rank", "host", "node_rank", "local_rank", "pid")] == [9, "gpu-07", 1, 1, os.getpid()]
     assert sorted(who["versions"]) == ["cuda", "driver", "nccl", "pytest_gpucluster", "python", "torch"]
     assert (who["visible_gpus"], who["node_gpus"], who["nvml"]) == (2, 3, "")
 
 
-def test_what_nvml_does_not_tell_of_a_gpu_is_none() -> None:
+def test_what_nvml_does_not_report_of_a_gpu_is_none() -> None:
     without_mig = {query: value for query, value in HEALTHY_H100.items() if query != "mig.mode"}
     who = identify(FACTS, "cuda", cuda=FakeCuda(), open_nvml=lambda: FakeNvml({"GPU-aa": without_mig}))
     assert (who["gpu"]["mig"], who["gpu"]["vbios"], who["nvml"]) == (None, "96.00.74.00.01", "")
     who = identify(FACTS, "cuda", cuda=FakeCuda(), open_nvml=no_nvml)
-    assert [who["gpu"][key] for key in TOLD_BY_NVML] == [None] * 8
+    assert [who["gpu"][key] for key in NVML_QUERIES] == [None] * 8
 
 
 def test_a_rehearsal_looks_at_no_gpu_even_where_there_is_one() -> None:
@@ -101,7 +101,7 @@ def test_a_rehearsal_looks_at_no_gpu_even_where_there_is_one() -> None:
     ],
     ids=["no NVML", "NVML that fails half way", "a GPU that it does not know"],
 )
-def test_what_nvml_cannot_tell_is_named_and_the_gpu_keeps_its_uuid(open_nvml: Any, driver: str, words: str) -> None:
+def test_a_failure_of_nvml_is_named_and_the_gpu_keeps_its_uuid(open_nvml: Any, driver: str, words: str) -> None:
     who = identify(FACTS, "cuda", cuda=FakeCuda(), open_nvml=open_nvml)
     assert who["gpu"]["uuid"] == "GPU-aa"
     assert who["versions"]["driver"] == driver

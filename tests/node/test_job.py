@@ -1,4 +1,4 @@
-"""A node's part of a job: what every rank tells comes together, and whoever holds its GPUs is named."""
+"""A node's part of a job: the places of its ranks are collected, and other processes on its GPUs are named."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.node import processes, slurm
 from pytest_gpucluster.node.interfaces import Nodes
 from pytest_gpucluster.node.limits import Tree
-from pytest_gpucluster.node.processes import Who
+from pytest_gpucluster.node.processes import Process
 from pytest_gpucluster.node.slurm import examine_allocation
 
 ENVIRON = {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_START_TIME": "1000"}
 
 
 def nvml(*processes: tuple[tuple[int, int | None], ...] | None) -> FakeNvml:
-    """GPUs with the processes on each; None: it does not tell."""
+    """GPUs with the processes on each; None: not supported."""
     return FakeNvml({f"GPU-{n}": {} if of is None else {"processes": of} for n, of in enumerate(processes)})
 
 
@@ -61,7 +61,9 @@ def clean_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def examined(asked: FakeNvml | None, *, silent: bool = False, environ: Mapping[str, str] = ENVIRON) -> list[Finding]:
     store = MemoryStore()
-    sources = None if asked is None else SimpleNamespace(nvml=asked, who_is=lambda pid: Who(pid=pid, user="ann"))
+    sources = (
+        None if asked is None else SimpleNamespace(nvml=asked, find_process=lambda pid: Process(pid=pid, user="ann"))
+    )
     found = None
     for rank in (0,) if silent else (1, 0):
         who = inventory()
@@ -78,13 +80,13 @@ def test_a_node_that_is_this_job_s_alone_has_no_findings() -> None:
     assert examined(None, environ={"SLURM_CPUS_ON_NODE": "2"}) == [], "a rehearsal asks no GPU"
 
 
-def test_whoever_else_is_on_the_gpus_is_named() -> None:
+def test_other_processes_on_the_gpus_are_named() -> None:
     [finding] = examined(nvml(((100, 10), (7, 10**9)), ((101, 10),)))
     assert (finding.code, finding.kind) == ("leftovers.process", "environment")
     assert finding.found.startswith("pid 7 of user ann")
     [unknown] = examined(nvml(((100, 10),), None))
     assert unknown.kind == "environment"
-    assert in_order(unknown.found, "GPU 1 not known: nvmlDeviceGetComputeRunningProcesses")
+    assert in_order(unknown.found, "GPU 1 unknown nvmlDeviceGetComputeRunningProcesses")
 
 
 def test_what_an_earlier_job_has_left_in_shared_memory_is_an_error_on_a_node_of_one_s_own(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_what_an_earlier_job_has_left_in_shared_memory_is_an_error_on_a_node_of_
     assert examined(both) == [], "it came after the job had begun"
     [shm] = examined(both, environ=later)
     assert (shm.code, shm.kind) == ("leftovers.files", "environment")
-    assert "/files holds 1 entries with 1.0" in shm.found
+    assert "/files has 1 entries with 1.0" in shm.found
     shared = examined(both, environ={**later, "SLURM_CPUS_ON_NODE": "1"})
     assert [one.code for one in shared if one.kind == "environment"] == ["slurm.cpus"]
 
@@ -112,7 +114,7 @@ def test_all_threads_of_the_allocated_cores_are_no_error(tmp_path: Path, sibling
     assert ("which are 1 cores" in finding.found) == (siblings is not None)
 
 
-def test_a_rank_that_tells_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "_WITHIN_SECONDS", 0.05)
     with pytest.raises(EnvironmentBroken, match="node-a: rank 1 "):
         examined(None, silent=True)

@@ -47,7 +47,7 @@ def test_xids_are_found_in_lines_of_the_log(case: tuple[Any, ...]) -> None:
 SWITCH = "nvidia-nvswitch3: SXid (PCI:0000:04:00.0): 22013, "
 
 
-def test_reports_of_switches_are_told_from_those_of_gpus_also_on_one_line() -> None:
+def test_reports_of_switches_are_distinguished_from_those_of_gpus_also_on_one_line() -> None:
     lines = [
         f"[ 38.1] {SWITCH}Data {{0x0000002b, 0x0000002b}}",
         f"[ 38.2] {SWITCH}Non-fatal, Link 44 Minion Link DLREQ interrupt",
@@ -76,7 +76,7 @@ def test_a_buffer_that_may_not_be_opened_or_is_none_is_no_log(monkeypatch: pytes
     assert read(kmsg=Path("/kmsg"), commands=()).why_not == "/kmsg: Operation not permitted"
 
 
-def test_an_address_is_the_same_whoever_has_written_it() -> None:
+def test_an_address_is_the_same_in_every_form() -> None:
     # NVML, sysfs, the kernel log, lspci.
     for address in ("00000000:3B:00.0", "0000:3b:00.0", "0000:3b:00", "3b:00.0"):
         assert normalised(address) == "0000:3b:00.0"
@@ -121,14 +121,14 @@ def command(text: str) -> tuple[str, ...]:
 
 def test_where_the_buffer_is_refused_commands_are_asked_in_turn(tmp_path: Path) -> None:
     refused = command("import sys; print('dmesg: read kernel buffer failed', file=sys.stderr); sys.exit(1)")
-    told = command(f"print({FALLEN!r})")
-    log = read(kmsg=tmp_path / "none", commands=(refused, told))
+    reporting = command(f"print({FALLEN!r})")
+    log = read(kmsg=tmp_path / "none", commands=(refused, reporting))
     assert [xid.code for xid in log.xids()] == [79]
     assert log.why_not == ""
     assert log.source.startswith(sys.executable)
 
 
-def test_a_log_that_nobody_shows_says_each_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_read_has_each_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The others are a shell's, for those are done long before it, also on a busy machine.
     monkeypatch.setattr(kernel_log, "COMMAND_SECONDS", 1.0)
     silent = ("true",)
@@ -139,7 +139,7 @@ def test_a_log_that_nobody_shows_says_each_reason(tmp_path: Path, monkeypatch: p
     assert log.xids() == ()
     for reason in (
         "No such file or directory",
-        "it shows no line",
+        "it is empty",
         "no answer within 1 s",
         "Operation not permitted",
     ):
@@ -158,8 +158,8 @@ def test_records_that_the_kernel_has_overwritten_are_counted(tmp_path: Path, mon
 
 def test_the_messages_that_a_sandbox_makes_up_are_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_up = ("Starting gVisor...", "Feeding the init monster...")
-    told = command(f"print('[    0.000000] {made_up[0]}'); print('[    0.400000] {made_up[1]}')")
-    log = read(kmsg=tmp_path / "none", commands=(told,))
+    reporting = command(f"print('[    0.000000] {made_up[0]}'); print('[    0.400000] {made_up[1]}')")
+    log = read(kmsg=tmp_path / "none", commands=(reporting,))
     assert log.source == ""
     assert in_order(log.why_not, "gVisor")
     (tmp_path / "kmsg").touch()
@@ -189,7 +189,7 @@ def test_a_log_since_boot_that_never_names_the_driver_is_another_kernels(
     assert ("NVIDIA's driver" in log.why_not) is not is_read
 
 
-def test_where_the_log_was_refused_nobody_is_asked_again():
+def test_a_log_that_cannot_be_read_is_not_read_again():
     asked = []
     refused = kernel_log.KernelLog(why_not="dmesg: Operation not permitted")
     reader = kernel_log.Reader(lambda: asked.append(1) or refused)

@@ -30,7 +30,7 @@ def test_a_pod_with_everything_has_a_note_of_its_resources_only() -> None:
     [finding] = examine("node-a", POD, ranks=8, nnodes=2)
     assert (finding.kind, finding.found) == ("note", "the pod has 64 CPUs and 512 GiB of memory")
     [finding] = examine("node-a", replace(POD, cgroup=Cgroup(versions=(2,))), ranks=8, nnodes=2)
-    assert (finding.kind, in_order(finding.found, "no limit CPUs no limit memory")) == ("note", True)
+    assert (finding.kind, in_order(finding.found, "no CPU limit no memory limit")) == ("note", True)
 
 
 def test_what_is_not_needed_is_not_demanded() -> None:

@@ -14,7 +14,13 @@ import pytest
 from complaints import in_order
 
 from pytest_gpucluster.node import processes
-from pytest_gpucluster.node.processes import LEAST_BYTES, Who, of_files, of_processes, stale_files
+from pytest_gpucluster.node.processes import (
+    LEAST_BYTES,
+    Process,
+    stale_file_findings,
+    stale_files,
+    stale_process_findings,
+)
 
 UID = os.getuid()
 OTHER = 61234
@@ -57,7 +63,7 @@ def test_own_files_of_before_this_job_are_an_earlier_job_s(folder: Path) -> None
     assert stale_files(folder, uid=UID, before=None) is None, "without the job's begin they are this job's"
     (folder / "empty").mkdir()
     assert stale_files(folder / "empty", uid=UID, before=9e9) is None
-    [unseen] = of_files("node-a", uid=UID, before=None, alone=True, shm=folder / "none", tmp=folder)
+    [unseen] = stale_file_findings("node-a", uid=UID, before=None, alone=True, shm=folder / "none", tmp=folder)
     assert (unseen.kind, "/none " in unseen.found) == ("note", True)
 
 
@@ -68,9 +74,9 @@ def test_files_of_another_user_are_his(
     (tmp_path / "overflowuid").write_text(f"{OTHER if unknown else 65534}\n")
     monkeypatch.setattr(processes, "_OVERFLOW", tmp_path / "overflowuid")
     leave(folder, "x", 5000)
-    told = list((folder / "x").lstat())
-    told[4] = OTHER
-    his = os.stat_result(told, {"st_blocks": 16, "st_mtime": 9e9, "st_ctime": 9e9})
+    status = list((folder / "x").lstat())
+    status[4] = OTHER
+    his = os.stat_result(status, {"st_blocks": 16, "st_mtime": 9e9, "st_ctime": 9e9})
     entry = SimpleNamespace(name="x", stat=lambda *, follow_symlinks: his)
     monkeypatch.setattr(processes.os, "scandir", lambda path: contextlib.nullcontext(iter([entry])))
     left = stale_files(folder, uid=UID, before=1.0)
@@ -96,16 +102,18 @@ def test_memory_that_is_taken_on_a_node_of_one_s_own_is_an_error(
     leave(folder, "psm2_shm.1", size)
     empty = tmp_path / "empty"
     empty.mkdir()
-    [finding] = of_files("node-a", uid=UID, before=now(), alone=alone, shm=folder, tmp=empty)
+    [finding] = stale_file_findings("node-a", uid=UID, before=now(), alone=alone, shm=folder, tmp=empty)
     assert (finding.code, finding.kind) == ("leftovers.files", kind)
     assert "psm2_shm.1" in finding.found
-    [finding] = of_files("node-a", uid=UID, before=now(), alone=alone, shm=empty, tmp=folder)
+    [finding] = stale_file_findings("node-a", uid=UID, before=now(), alone=alone, shm=empty, tmp=folder)
     assert finding.kind == "note"
 
 
 def test_processes_of_others_on_the_gpus_are_errors_and_this_job_s_are_not() -> None:
-    people = {7: Who(pid=7, user="ann", command="python train.py"), 8: Who(pid=8, known=False)}
-    found = list(of_processes("node-a", {5: 100, 7: 2 * 10**9, 8: None}, own={5}, who_is=people.__getitem__))
+    people = {7: Process(pid=7, user="ann", command="python train.py"), 8: Process(pid=8, known=False)}
+    found = list(
+        stale_process_findings("node-a", {5: 100, 7: 2 * 10**9, 8: None}, own={5}, find_process=people.__getitem__)
+    )
     assert [one.kind for one in found] == ["environment", "note"]
-    assert found[0].found == "pid 7 of user ann (python train.py) holds 2 GB of GPU memory"
+    assert found[0].found == "pid 7 of user ann (python train.py) uses 2 GB of GPU memory"
     assert in_order(found[1].found, "pid 8, unknown amount")

@@ -1,4 +1,4 @@
-"""Names are looked up within their time, whatever the resolver does, and what has no answer is told."""
+"""Names are looked up within their time, whatever the resolver does, and a missing answer is reported."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class Resolver:
 
 
 def forward(*names: str) -> list[Question]:
-    return [Question(kind="forward", node=node, asked=name) for node, name in enumerate(names)]
+    return [Question(kind="forward", node=node, name=name) for node, name in enumerate(names)]
 
 
 def test_answers_come_in_the_order_of_the_questions() -> None:
     questions = [
         *forward("slow", "a", "unknown", "b", "c", "d", ""),
-        Question(kind="reverse", node=1, asked="10.0.0.2"),
+        Question(kind="reverse", node=1, name="10.0.0.2"),
     ]
     answers = look_up(questions, deadline_seconds=20.0, resolver=Resolver())
     assert [answer.question for answer in answers] == questions
     assert [bool(answer.found) for answer in answers] == [True, True, False, True, True, True, False, True]
-    assert all(answer.came for answer in answers)
+    assert not any(answer.timed_out for answer in answers)
     assert answers[0].seconds >= 0.2
     assert answers[2].error == "no such name"
     assert answers[-1].found == "host-of-10.0.0.2"
@@ -66,7 +66,7 @@ def test_a_resolver_that_never_answers_is_given_up_and_the_others_are_asked_all_
         answers = look_up(forward(*["silent"] * 6, "a", "b"), deadline_seconds=0.2, resolver=resolver)
     finally:
         resolver.never.set()
-    assert [answer.came for answer in answers] == [False] * 6 + [True, True]
+    assert [answer.timed_out for answer in answers] == [True] * 6 + [False, False]
     for answer in answers[:6]:
         assert answer.error == "no answer within 0.2 s"
         assert answer.seconds >= 0.2
@@ -92,9 +92,11 @@ def test_the_address_that_the_store_looks_up_is_looked_up(monkeypatch: pytest.Mo
 HOSTS = {0: "node-a", 1: "node-b"}
 
 
-def answer(kind: str = "forward", *, error: str = "", seconds: float = 0.01, came: bool = True) -> Answer:
-    question = Question(kind=kind, node=1, asked="gpu-2")  # type: ignore[arg-type]
-    return Answer(question=question, seconds=seconds, found="" if error else "10.0.0.2", error=error, came=came)
+def answer(kind: str = "forward", *, error: str = "", seconds: float = 0.01, timed_out: bool = False) -> Answer:
+    question = Question(kind=kind, node=1, name="gpu-2")  # type: ignore[arg-type]
+    return Answer(
+        question=question, seconds=seconds, found="" if error else "10.0.0.2", error=error, timed_out=timed_out
+    )
 
 
 def test_a_name_without_an_address_is_an_error_that_says_who_asked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,12 +106,12 @@ def test_a_name_without_an_address_is_an_error_that_says_who_asked(capsys: pytes
     assert in_order(str(raised.value), "gpu-2, node-b no such name")
     require_known([wrong], HOSTS, me=0, in_pods=True)
     assert "dns.unknown (note)" in capsys.readouterr().out
-    with pytest.raises(EnvironmentBroken, match="gpu-2, as node-b"):
+    with pytest.raises(EnvironmentBroken, match="gpu-2, the name of node-b"):
         require_known([answer(error="Temporary failure", seconds=5.0)], HOSTS, me=0, in_pods=False)
 
 
 def test_what_is_slow_and_addresses_without_a_name_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    slow, late = answer(seconds=4.0), answer(error="no answer within 10 s", seconds=10.0, came=False)
+    slow, late = answer(seconds=4.0), answer(error="no answer within 10 s", seconds=10.0, timed_out=True)
     require_known([slow, late, answer("reverse", error="no name"), answer()], HOSTS, me=0, in_pods=False)
     printed = capsys.readouterr().out
     assert in_order(printed, "node-a gpu-2 10.0.0.2 (4 s) node-a gpu-2 (10 s) node-a node-b gpu-2 (0.01 s)")

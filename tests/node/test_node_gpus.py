@@ -11,49 +11,49 @@ import pytest
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node import info_gpus
 from pytest_gpucluster.node.info_software import Answer
-from pytest_gpucluster.node.processes import Who
+from pytest_gpucluster.node.processes import Process
 
 
 def read(fake=None, answer=None):
-    answer = fake_node.told_by(fake) if answer is None else answer
-    return info_gpus.read_gpus(answer, lambda pid: Who(pid=pid, user="alice", command="train"))
+    answer = fake_node.child_answer(fake) if answer is None else answer
+    return info_gpus.read_gpus(answer, lambda pid: Process(pid=pid, user="alice", command="train"))
 
 
-def test_every_figure_of_every_gpu_is_told():
-    told = read(fake_node.nvml())
-    assert (told["why_not"], told["driver"], told["count"]) == ("", "580.65.06", 8)
-    assert [gpu["index"] for gpu in told["gpus"]] == list(range(8))
-    gpu = told["gpus"][3]
+def test_every_value_of_every_gpu_is_reported():
+    gpus = read(fake_node.nvml())
+    assert (gpus["why_not"], gpus["driver"], gpus["count"]) == ("", "580.65.06", 8)
+    assert [gpu["index"] for gpu in gpus["gpus"]] == list(range(8))
+    gpu = gpus["gpus"][3]
     assert (gpu["name"], gpu["pci"]) == ("NVIDIA H100 80GB HBM3", "00000000:23:00.0")
     assert {key for key in info_gpus.QUERIES if gpu[key] is None} == set()
     assert gpu["not_available"] == {}
-    assert len(told["ways"]) == 8 * 7 // 2
-    json.dumps(told, allow_nan=False)
+    assert len(gpus["ways"]) == 8 * 7 // 2
+    json.dumps(gpus, allow_nan=False)
 
 
-def test_without_a_driver_it_is_said_why_there_is_nothing():
+def test_without_a_driver_the_reason_is_reported():
     def no_driver():
         raise EnvironmentBroken("NVML Shared Library missing")
 
     lines = []
-    info_gpus.tell(no_driver, lines.append)
-    told = read(answer=Answer(text="\n".join(map(json.dumps, lines))))
-    assert told["why_not"] == "NVML Shared Library missing"
-    assert told["gpus"] == []
+    info_gpus.query_gpus(no_driver, lines.append)
+    gpus = read(answer=Answer(text="\n".join(map(json.dumps, lines))))
+    assert gpus["why_not"] == "NVML Shared Library missing"
+    assert gpus["gpus"] == []
 
 
 def test_a_driver_that_hangs_is_named_with_what_it_was_asked_and_all_before_it_is_kept(tmp_path):
-    lines = fake_node.told_by(fake_node.nvml(count=2)).text.splitlines()
+    lines = fake_node.child_answer(fake_node.nvml(count=2)).text.splitlines()
     at = next(at for at, line in enumerate(lines) if "power.draw of GPU 1" in line)
-    (tmp_path / "told").write_text("\n".join([*lines[: at + 1], '{"of']))
-    answer = info_gpus.ask_child(["sh", "-c", f"cat {tmp_path}/told; sleep 600"], 2.0)
-    told = read(answer=answer)
-    assert re.search(" 2 s; .*power.draw of GPU 1$", told["why_not"])
-    first, second = told["gpus"]
+    (tmp_path / "lines").write_text("\n".join([*lines[: at + 1], '{"of']))
+    answer = info_gpus.run_child(["sh", "-c", f"cat {tmp_path}/lines; sleep 600"], 2.0)
+    gpus = read(answer=answer)
+    assert re.search(" 2 s; .*power.draw of GPU 1$", gpus["why_not"])
+    first, second = gpus["gpus"]
     assert first["not_available"] == {}
     assert second["serial"] == "1650123456789"
     assert second["power_watts"] is None
-    assert second["not_available"]["power_watts"].startswith("not asked")
+    assert second["not_available"]["power_watts"].startswith("not queried")
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_a_driver_that_hangs_is_named_with_what_it_was_asked_and_all_before_it_i
     ],
     ids=["silent", "crashed"],
 )
-def test_a_child_that_told_nothing_to_its_end_is_no_node_without_gpus(answer, why_not):
+def test_a_child_that_exits_without_output_is_no_node_without_gpus(answer, why_not):
     assert read(answer=answer)["why_not"].startswith(why_not)
 
 
 def test_the_child_is_a_process_of_its_own_and_says_what_this_machine_has():
-    told = read(answer=info_gpus.ask_child())
-    assert told["gpus"] or told["why_not"] or told["count"] == 0
+    gpus = read(answer=info_gpus.run_child())
+    assert gpus["gpus"] or gpus["why_not"] or gpus["count"] == 0

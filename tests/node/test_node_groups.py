@@ -1,26 +1,26 @@
-"""Who differs in what."""
+"""Which nodes differ in what."""
 
 from __future__ import annotations
 
 from each import of_each
-from told_nodes import told
+from node_info_files import node_info
 
-from pytest_gpucluster.node.diff import NOT_TOLD, compare_nodes
+from pytest_gpucluster.node.diff import UNKNOWN, compare_nodes
 
 
 def different(*nodes):
     found = compare_nodes({f"n{number}": node for number, node in enumerate(nodes)})
-    return {fact.name: [(group.shown, group.nodes) for group in fact.groups] for fact in found if not fact.alike}
+    return {fact.name: [(group.text, group.nodes) for group in fact.groups] for fact in found if not fact.alike}
 
 
 def gpus(**changed):
-    node = told()
+    node = node_info()
     node["gpus"]["gpus"][1] |= changed
     return node["gpus"]
 
 
-def test_nodes_that_tell_the_same_are_alike():
-    assert different(told(), told(), told()) == {}
+def test_nodes_with_the_same_values_are_equal():
+    assert different(node_info(), node_info(), node_info()) == {}
 
 
 @of_each(
@@ -41,32 +41,32 @@ def test_nodes_that_tell_the_same_are_alike():
 )
 def test_a_node_that_is_another_one_is_named(case):
     changed, fact, shown = case
-    node = told()
+    node = node_info()
     for name, value in changed.items():
         part, _, key = name.partition("__")
         if key:
             node[part][key] = value
         else:
             node[part] = value
-    found = different(told(), node, told())[fact]
+    found = different(node_info(), node, node_info())[fact]
     assert [nodes for _, nodes in found] == [("n0", "n2"), ("n1",)]
     assert shown is None or found[1][0] == shown
 
 
 def test_memory_differs_only_beyond_a_percent():
-    node = told()
+    node = node_info()
     total = node["memory"]["total_bytes"]
-    assert different(node, told(memory__total_bytes=int(total * 0.995))) == {}
-    assert list(different(node, told(memory__total_bytes=int(total * 0.98)))) == ["memory"]
+    assert different(node, node_info(memory__total_bytes=int(total * 0.995))) == {}
+    assert list(different(node, node_info(memory__total_bytes=int(total * 0.98)))) == ["memory"]
 
 
 @of_each("broken", [{}, {"gpus": None}, {"gpus": {"gpus": 5, "count": "x"}}, {"infiniband": {"devices": [1]}}])
-def test_what_a_node_does_not_tell_is_a_difference_and_no_crash(broken):
-    node = {**told(), **broken} if broken else {"schema_version": 1}
-    found = different(told(), told(), node)
+def test_an_unknown_value_is_a_difference_and_no_crash(broken):
+    node = {**node_info(), **broken} if broken else {"schema_version": 1}
+    found = different(node_info(), node_info(), node)
     assert found
-    assert NOT_TOLD in {shown for groups in found.values() for shown, _ in groups} or "x" in found["GPUs"][1][0]
+    assert UNKNOWN in {shown for groups in found.values() for shown, _ in groups} or "x" in found["GPUs"][1][0]
 
 
 def test_true_is_not_one():
-    assert list(different(told(cpu__numa_balancing=True), told(cpu__numa_balancing=1))) == ["NUMA balancing"]
+    assert list(different(node_info(cpu__numa_balancing=True), node_info(cpu__numa_balancing=1))) == ["NUMA balancing"]

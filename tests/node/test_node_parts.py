@@ -9,7 +9,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.node import info, info_software
-from pytest_gpucluster.node.info import VIEWS, gather_info
+from pytest_gpucluster.node.info import VIEWS, collect_info
 from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.limits import Tree
 
@@ -21,28 +21,28 @@ def node(tmp_path_factory):
 
 def test_a_view_has_its_parts_in_plain_json(node):
     for view, parts in VIEWS.items():
-        told = gather_info(view, fake_node.sources(node))
-        assert list(told) == ["schema_version", "view", "host", "at", *parts]
-        assert json.loads(json.dumps(told, allow_nan=False))["host"] == "gpu-07"
+        info = collect_info(view, fake_node.sources(node))
+        assert list(info) == ["schema_version", "view", "host", "at", *parts]
+        assert json.loads(json.dumps(info, allow_nan=False))["host"] == "gpu-07"
 
 
 def test_cpus_are_counted_by_socket_core_and_node(node):
-    told = info.read_cpus(node)
-    assert told["model"] == "Intel(R) Xeon(R) Platinum 8480+"
-    assert (told["sockets"], told["cores"], told["cpus"], told["offline"]) == (2, 64, 128, 0)
-    first, second = told["numa_nodes"]
+    cpus = info.read_cpus(node)
+    assert cpus["model"] == "Intel(R) Xeon(R) Platinum 8480+"
+    assert (cpus["sockets"], cpus["cores"], cpus["cpus"], cpus["offline"]) == (2, 64, 128, 0)
+    first, second = cpus["numa_nodes"]
     assert (first["cpus"], first["memory_total_bytes"], first["distances"]) == ("0-63", 1056784056 * 1024, [10, 21])
     assert second["distances"] == [21, 10]
 
 
 def test_memory_has_its_huge_pages_and_limits(node):
-    told = info.read_memory(node, fake_node.space(10**12, 5 * 10**11))
-    assert told["available_bytes"] == 2000000000 * 1024
-    assert told["shm"] == {"kind": "tmpfs", "total_bytes": 10**12, "free_bytes": 5 * 10**11}
-    assert told["huge_pages"] == [{"size_bytes": 2**21, "total": 16, "free": 4}]
+    memory = info.read_memory(node, fake_node.space(10**12, 5 * 10**11))
+    assert memory["available_bytes"] == 2000000000 * 1024
+    assert memory["shm"] == {"kind": "tmpfs", "total_bytes": 10**12, "free_bytes": 5 * 10**11}
+    assert memory["huge_pages"] == [{"size_bytes": 2**21, "total": 16, "free": 4}]
     expected = {"nofile": 1048576, "memlock_bytes": "unlimited", "nproc": 8255000, "may_lock_all": False}
-    assert told["limits"] == expected
-    assert told["group_bytes"] is None
+    assert memory["limits"] == expected
+    assert memory["group_bytes"] is None
 
 
 def test_a_container_and_what_it_may_use_are_seen(tmp_path):
@@ -66,7 +66,7 @@ def test_a_container_and_what_it_may_use_are_seen(tmp_path):
         ({}, {"APPTAINER_CONTAINER": "/x.sif"}, "apptainer"),
     ],
 )
-def test_the_kind_of_container_is_told(tmp_path_factory, case):
+def test_the_kind_of_container_is_reported(tmp_path_factory, case):
     files, environ, kind = case
     assert info.container(fake_node.plant(tmp_path_factory.mktemp("node"), files, healthy=False), environ) == kind
 
@@ -75,11 +75,11 @@ def test_interfaces_and_ports_have_what_sysfs_says(node):
     eth0, eth1 = info_software.network_interfaces(node, fake_node.sources(node).interfaces)
     assert (eth0["speed_mbps"], eth0["mtu"], eth0["addresses"]) == (100_000, 9000, ["10.0.0.7", "2001:db8::7"])
     assert (eth1["state"], eth1["speed_mbps"], eth1["addresses"]) == ("down", None, [])
-    told = info_software.network_adapters(node)
-    assert told["why_not"] == ""
-    [port] = told["devices"][0]["ports"]
+    info = info_software.network_adapters(node)
+    assert info["why_not"] == ""
+    [port] = info["devices"][0]["ports"]
     assert (port["state"], port["rate_gbps"], port["errors"]) == ("ACTIVE", 400.0, {})
-    assert told["peer_memory"]["module"] == "nvidia_peermem"
+    assert info["peer_memory"]["module"] == "nvidia_peermem"
 
 
 def read_stack(tree, text="active\n", why_not=""):
@@ -88,12 +88,12 @@ def read_stack(tree, text="active\n", why_not=""):
 
 
 def test_the_stack_has_its_versions(node):
-    told = gather_info("gpu", fake_node.sources(node))["stack"]
-    assert (told["driver"], told["driver_kind"], told["toolkit"]) == ("580.65.06", "open", "13.0.1")
-    assert (told["torch"], told["nccl"], told["fabric_manager"]) == ("2.13.0+cu130", "2.28.3", "active")
-    assert told["ofed"] == "MLNX_OFED_LINUX-24.04-0.6.6.0"
-    assert told["modules"] == {"nvidia": "580.65.06", "nvidia_peermem": "580.65.06"}
-    assert told["not_available"] == {}
+    info = collect_info("gpu", fake_node.sources(node))["stack"]
+    assert (info["driver"], info["driver_kind"], info["toolkit"]) == ("580.65.06", "open", "13.0.1")
+    assert (info["torch"], info["nccl"], info["fabric_manager"]) == ("2.13.0+cu130", "2.28.3", "active")
+    assert info["ofed"] == "MLNX_OFED_LINUX-24.04-0.6.6.0"
+    assert info["modules"] == {"nvidia": "580.65.06", "nvidia_peermem": "580.65.06"}
+    assert info["not_available"] == {}
 
 
 @of_each(
@@ -107,9 +107,9 @@ def test_the_stack_has_its_versions(node):
 )
 def test_the_fabric_manager_is_what_systemd_says_or_not_known(tmp_path, case):
     text, why_not, state = case
-    told = read_stack(Tree(root=tmp_path), text, why_not)
-    assert told["fabric_manager"] == state
-    assert ("fabric_manager" in told["not_available"]) is (state is None)
+    info = read_stack(Tree(root=tmp_path), text, why_not)
+    assert info["fabric_manager"] == state
+    assert ("fabric_manager" in info["not_available"]) is (state is None)
 
 
 def test_the_nccl_of_a_container_is_found_among_its_libraries(tmp_path):
@@ -122,11 +122,11 @@ def test_the_nccl_of_a_container_is_found_among_its_libraries(tmp_path):
 
 
 def test_where_nothing_is_to_be_seen_nothing_is_made_up(tmp_path):
-    told = gather_info("all", fake_node.sources(Tree(root=tmp_path), fake_node.nvml(count=0), interfaces=tuple))
-    seen = [told["cpu"][key] for key in ("model", "sockets", "cpus")]
-    seen += [told["memory"]["total_bytes"], told["memory"]["limits"], told["system"]["kernel"]]
-    assert [*seen, told["stack"]["driver"], told["stack"]["modules"]] == [None] * 8
+    info = collect_info("all", fake_node.sources(Tree(root=tmp_path), fake_node.nvml(count=0), interfaces=tuple))
+    seen = [info["cpu"][key] for key in ("model", "sockets", "cpus")]
+    seen += [info["memory"]["total_bytes"], info["memory"]["limits"], info["system"]["kernel"]]
+    assert [*seen, info["stack"]["driver"], info["stack"]["modules"]] == [None] * 8
     for key, where in {"driver": "/proc/driver/nvidia/version", "modules": "/sys/module"}.items():
-        assert where in told["stack"]["not_available"][key]
-    assert told["infiniband"]["why_not"]
-    assert (told["network"], told["mounts"], told["gpus"]["gpus"]) == ([], [], [])
+        assert where in info["stack"]["not_available"][key]
+    assert info["infiniband"]["why_not"]
+    assert (info["network"], info["mounts"], info["gpus"]["gpus"]) == ([], [], [])

@@ -1,4 +1,4 @@
-"""A node as text: nothing is too wide, nothing acts on the terminal, and what is not there is said."""
+"""A node as text: nothing is too wide, there are no control characters, and missing values are shown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fake_node
 import pytest
 from each import of_each
 
-from pytest_gpucluster.node.info import VIEWS, gather_info
+from pytest_gpucluster.node.info import VIEWS, collect_info
 from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.info_text import render_info
 from pytest_gpucluster.node.limits import Tree
@@ -26,15 +26,15 @@ def bare(tmp_path_factory):
 
 
 def shown(view, tree, width=80, **changes):
-    return render_info(gather_info(view, fake_node.sources(tree, **changes)), width=width)
+    return render_info(collect_info(view, fake_node.sources(tree, **changes)), width=width)
 
 
 @of_each("view", list(VIEWS))
 def test_no_line_is_wider_than_asked_for(node, bare, view):
     for tree in (node, bare):
-        told = gather_info(view, fake_node.sources(tree))
+        info = collect_info(view, fake_node.sources(tree))
         for width in (60, 80, 200):
-            lines = render_info(told, width=width).splitlines()
+            lines = render_info(info, width=width).splitlines()
             assert max(map(columns, lines)) <= width
             assert all(line == line.rstrip() for line in lines)
 
@@ -49,7 +49,7 @@ def test_a_node_is_summed_up_in_lines_that_say_it_all(node):
         assert f"\n  {line}" in text
 
 
-def test_a_lost_gpu_and_a_driver_that_hangs_are_said(node, bare):
+def test_a_lost_gpu_and_a_driver_that_hangs_are_shown(node, bare):
     fake = fake_node.nvml()
     fake.silent = {list(fake.gpus)[5]}
     assert "missing         1 of 8 GPUs " in shown("summary", node, fake=fake)

@@ -1,4 +1,4 @@
-"""Who reaches whom over what, by NVML and by the kernel's PCI devices."""
+"""The paths between devices, by NVML and by the kernel's PCI devices."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def node(tmp_path_factory):
 
 def read(tree, fake):
     return info_gpus.read_topology(
-        info_gpus.read_gpus(fake_node.told_by(fake)), info_software.network_adapters(tree), tree
+        info_gpus.read_gpus(fake_node.child_answer(fake)), info_software.network_adapters(tree), tree
     )
 
 
 def test_gpus_behind_switches_are_as_many_links_apart_as_they_have_to_the_switches(node):
-    told = read(node, fake_node.nvml())
-    assert told["between_gpus"] == [["X" if one == other else "NV18" for other in range(8)] for one in range(8)]
-    assert told["adapters"] == [f"mlx5_{number}" for number in range(8)]
+    topology = read(node, fake_node.nvml())
+    assert topology["between_gpus"] == [["X" if one == other else "NV18" for other in range(8)] for one in range(8)]
+    assert topology["adapters"] == [f"mlx5_{number}" for number in range(8)]
     expected = [
         ["PIX" if nic == gpu else "NODE" if nic // 4 == gpu // 4 else "SYS" for gpu in range(8)] for nic in range(8)
     ]
-    assert told["to_gpus"] == expected
-    assert told["numa_nodes"] == [0] * 4 + [1] * 4
-    assert told["cpus"] == ["0-63"] * 4 + ["64-127"] * 4
+    assert topology["to_gpus"] == expected
+    assert topology["numa_nodes"] == [0] * 4 + [1] * 4
+    assert topology["cpus"] == ["0-63"] * 4 + ["64-127"] * 4
 
 
 def test_links_to_each_other_are_counted_by_the_address_at_their_end(node):
@@ -40,8 +40,8 @@ def test_links_to_each_other_are_counted_by_the_address_at_their_end(node):
     ends = {uuid: dict.fromkeys(range(4), ("gpu", fake.pci[uuids[1 - at]])) for at, uuid in enumerate(uuids[:2])}
     for uuid in uuids:
         fake.gpus[uuid]["nvlink.ends"] = ends.get(uuid, {})
-    told = read(node, fake)
-    assert told["between_gpus"] == [["X", "NV4", "SYS"], ["NV4", "X", "SYS"], ["SYS", "SYS", "X"]]
+    topology = read(node, fake)
+    assert topology["between_gpus"] == [["X", "NV4", "SYS"], ["NV4", "X", "SYS"], ["SYS", "SYS", "X"]]
 
 
 @of_each("case", list(zip(COMMON_ANCESTORS.values(), ["PIX", "PIX", "PXB", "PHB", "NODE", "SYS"], strict=True)))
@@ -56,9 +56,9 @@ def test_where_nvml_does_not_say_it_the_kernel_does_and_where_neither_does_it_is
     fake = fake_node.nvml({"nvlink.ends": NotAvailable("not supported")}, count=2)
     fake.ways[frozenset(fake.gpus)] = NotAvailable("not supported")
     assert read(node, fake)["between_gpus"][0] == ["X", "NODE"]
-    told = read(Tree(root=tmp_path), fake)
-    assert told["between_gpus"] == [["X", "?"], ["?", "X"]]
-    assert (told["numa_nodes"], told["cpus"], told["to_gpus"]) == ([None, None], [None, None], [])
+    topology = read(Tree(root=tmp_path), fake)
+    assert topology["between_gpus"] == [["X", "?"], ["?", "X"]]
+    assert (topology["numa_nodes"], topology["cpus"], topology["to_gpus"]) == ([None, None], [None, None], [])
 
 
 ROOT, PORT, UP = "pci0000:16", "0000:16:01.0", "0000:17:00.0"

@@ -105,15 +105,15 @@ def test_a_driver_that_has_only_the_older_name_of_the_throttle_reasons_is_asked_
     library.answers("nvmlDeviceGetCurrentClocksThrottleReasons", 0x44)
     assert PyNvml().read(GPU, "throttle.reasons") == ("sw_power_cap", "hw_thermal")
     library.fails("nvmlDeviceGetCurrentClocksThrottleReasons", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-    with pytest.raises(NotAvailable, match="not known to this driver"):
+    with pytest.raises(NotAvailable, match="unknown to this driver"):
         PyNvml().read(GPU, "throttle.reasons")
 
 
-def test_memory_tells_what_the_driver_keeps_apart_from_what_is_used(library: Library) -> None:
-    told = {"total": 100, "reserved": 10, "free": 60, "used": 30}
-    answers = {pynvml.nvmlMemory_v2: SimpleNamespace(**told)}
+def test_memory_of_the_driver_is_not_counted_as_used(library: Library) -> None:
+    values = {"total": 100, "reserved": 10, "free": 60, "used": 30}
+    answers = {pynvml.nvmlMemory_v2: SimpleNamespace(**values)}
     library.answers("nvmlDeviceGetMemoryInfo", lambda _, version: answers[version])
-    assert {field: PyNvml().read(GPU, f"memory.{field}") for field in told} == told
+    assert {field: PyNvml().read(GPU, f"memory.{field}") for field in values} == values
 
 
 def test_processes_come_once_each_also_where_graphics_is_not_supported(library: Library) -> None:
@@ -130,7 +130,7 @@ def test_processes_come_once_each_also_where_graphics_is_not_supported(library: 
     assert PyNvml().read(GPU, "processes") == ((3, 2), (7, 500), (9, None))
 
 
-def test_links_that_are_up_tell_their_version_and_what_is_at_their_other_end(library: Library) -> None:
+def test_links_that_are_up_have_a_version_and_another_end(library: Library) -> None:
     def of(answers: dict[int, Any]) -> Any:
         def answer(_: object, link: int) -> Any:
             if link not in answers:
@@ -154,10 +154,10 @@ def test_links_that_are_up_tell_their_version_and_what_is_at_their_other_end(lib
 
 def test_the_names_of_versions_ends_and_ancestors_are_the_librarys() -> None:
     named = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_NVLINK_VERSION_")}
-    told = {number: name[20:].replace("_", ".") for number, name in named.items() if number}
+    values = {number: name[20:].replace("_", ".") for number, name in named.items() if number}
     # An nvidia-ml-py of 13.580 does not have the latest one yet; what it has must be ours.
-    assert told.items() <= dict(LINK_VERSIONS).items()
-    assert len(told) >= len(LINK_VERSIONS) - 2
+    assert values.items() <= dict(LINK_VERSIONS).items()
+    assert len(values) >= len(LINK_VERSIONS) - 2
     levels = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_TOPOLOGY_")}
     assert {level: levels[level][14:].lower() for level in COMMON_ANCESTORS} == {
         **COMMON_ANCESTORS,
@@ -219,7 +219,7 @@ def test_nvlink_errors_are_the_counters_of_the_links_that_are_up(library: Librar
 
 
 @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_DEPRECATED])
-def test_a_card_without_the_older_counters_tells_the_newer_ones(library: Library, error: int) -> None:
+def test_a_card_without_the_older_counters_has_the_newer_ones(library: Library, error: int) -> None:
     library.answers("nvmlDeviceGetNvLinkState", lambda _, link: int(link == 0))
     library.fails("nvmlDeviceGetNvLinkErrorCounter", error)
     received = pynvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS
@@ -288,7 +288,7 @@ def fills(structure: str, refusal: int = pynvml.NVML_ERROR_ARGUMENT_VERSION_MISM
 
 
 @pytest.mark.parametrize("structure", ["c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"])
-def test_the_fabric_tells_state_status_and_health(library: Library, structure: str) -> None:
+def test_the_fabric_has_state_status_and_health(library: Library, structure: str) -> None:
     library.answers(
         "nvmlDeviceGetGpuFabricInfoV",
         fills(structure, state=pynvml.NVML_GPU_FABRIC_STATE_COMPLETED, status=0, healthMask=0b10_10),
@@ -319,8 +319,8 @@ def test_an_older_driver_is_asked_for_the_fabric_with_an_older_structure(library
 
 REASONS = {
     pynvml.NVML_ERROR_NOT_SUPPORTED: ("not supported", "not supported by this GPU or driver"),
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: ("not supported", "not known to this driver"),
-    pynvml.NVML_ERROR_DEPRECATED: ("not supported", "not supported any more by this driver"),
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: ("not supported", "unknown to this driver"),
+    pynvml.NVML_ERROR_DEPRECATED: ("not supported", "no longer supported by this driver"),
     pynvml.NVML_ERROR_NO_PERMISSION: ("no permission", "no permission"),
     pynvml.NVML_ERROR_GPU_IS_LOST: ("lost", "the GPU is lost"),
     pynvml.NVML_ERROR_RESET_REQUIRED: ("lost", "requires a reset"),
@@ -330,7 +330,7 @@ REASONS = {
 
 
 @of_each("error", list(REASONS))
-def test_why_there_is_no_value_is_told_apart(library: Library, error: int) -> None:
+def test_each_reason_of_a_missing_value_has_its_kind(library: Library, error: int) -> None:
     library.fails("nvmlDeviceGetPowerUsage", error)
     kind, words = REASONS[error]
     with pytest.raises(NotAvailable, match=f"{words}.*nvmlDeviceGetPowerUsage") as caught:

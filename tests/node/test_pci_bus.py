@@ -74,7 +74,7 @@ def bus(tmp_path: Path) -> Bus:
         ({"kind": "0x030000"}, "answers"),
     ],
 )
-def test_a_gpu_that_nvml_does_not_list_is_told_with_its_state(case: tuple[dict, str], tmp_path: Path) -> None:
+def test_a_gpu_that_nvml_does_not_list_is_reported_with_its_state(case: tuple[dict, str], tmp_path: Path) -> None:
     device, state = case
     bus = Bus(tmp_path / repr(device))
     bus.add(OTHER, minor=None if device.get("minor", 0) is None else 7)
@@ -105,7 +105,7 @@ def test_a_container_that_shows_a_part_of_the_gpus_hides_the_others(bus: Bus) ->
     ("code", "state"),
     [(errno.EPERM, "hidden"), (errno.EACCES, "hidden"), (errno.EIO, "dead"), (errno.ENODEV, "dead")],
 )
-def test_what_the_driver_says_to_opening_tells_hidden_from_dead(
+def test_the_error_of_opening_distinguishes_hidden_from_dead(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, code: int, state: str
 ) -> None:
     bus.add(GPU)

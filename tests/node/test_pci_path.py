@@ -93,7 +93,7 @@ def test_without_root_the_ports_are_hidden(tmp_path: Path) -> None:
     ("kind", "translated"),
     [("DMA", True), ("DMA-FQ", True), ("identity", False), ("blocked", False), (None, False)],
 )
-def test_the_iommu_is_told_by_the_gpu_s_group(tmp_path: Path, kind: str | None, translated: bool) -> None:
+def test_the_iommu_is_known_by_the_gpu_s_group(tmp_path: Path, kind: str | None, translated: bool) -> None:
     found = pci_path.read_pci_path(plant(tmp_path, QUIET, iommu=kind), GPU)
     assert found is not None
     assert (found.iommu, found.is_translated, found.pci) == (kind or "", translated, "0000:3b:00.0")

@@ -43,7 +43,7 @@ def test_a_kernel_with_dma_buf_needs_no_module(tmp_path: Path, release: str) -> 
     ],
     ids=["closed driver", "old kernel", "no version", "no driver"],
 )
-def test_what_is_missing_is_said(tmp_path: Path, settings: dict[str, str], why: str) -> None:
+def test_what_is_missing_is_named(tmp_path: Path, settings: dict[str, str], why: str) -> None:
     found = look(tmp_path, **settings)  # type: ignore[arg-type]
     assert not found.is_reachable
     assert why in str(found)

@@ -1,4 +1,4 @@
-"""A responder answers whoever knows its token, and nobody else; a caller notices whatever does not come back."""
+"""A responder answers callers with its token only; a caller notices missing and altered answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pytest_gpucluster.node.network import _HEAD, MOST_BYTES, Caller, Responder, receive
+from pytest_gpucluster.node.network import _HEAD, MAX_BYTES, Caller, Responder, receive
 
 
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 2048], ids=["nothing", "a byte", "512 KiB"])
@@ -44,7 +44,7 @@ def test_a_length_beyond_reason_gets_no_answer() -> None:
         Responder("127.0.0.1", deadline_seconds=5) as responder,
         socket.create_connection(("127.0.0.1", responder.port), timeout=5) as connection,
     ):
-        connection.sendall(_HEAD.pack(responder.token.encode(), b"E", MOST_BYTES + 1))
+        connection.sendall(_HEAD.pack(responder.token.encode(), b"E", MAX_BYTES + 1))
         with pytest.raises(EOFError):
             receive(connection, 1)
 
@@ -71,7 +71,7 @@ def test_other_bytes_than_were_sent_are_noticed() -> None:
         caller.echo(b"abc")
 
 
-def test_silence_ends_at_the_deadline_and_nobody_there_is_refused() -> None:
+def test_silence_ends_at_the_deadline_and_a_port_without_a_listener_is_refused() -> None:
     with Caller("127.0.0.1", answering(b""), "x" * 16, deadline_seconds=0.1) as caller, pytest.raises(TimeoutError):
         caller.echo(b"abc")
     with Responder("127.0.0.1", deadline_seconds=5) as responder:

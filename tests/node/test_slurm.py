@@ -12,7 +12,7 @@ from each import of_each
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node import slurm
-from pytest_gpucluster.node.slurm import NodeState, Ping, examine_slurm, node_states, nodes_of_job, ping, well
+from pytest_gpucluster.node.slurm import NodeState, Ping, examine_slurm, healthy_count, node_states, nodes_of_job, ping
 
 PING = Ping(up=("primary head",), down=(), seconds=0.1)
 
@@ -24,9 +24,9 @@ class Commands:
         self.folder = folder
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
-    def say(self, name: str, output: str, code: int = 0, before: str = "", beside: str = "") -> None:
+    def say(self, name: str, output: str, code: int = 0, before: str = "", stderr: str = "") -> None:
         path = self.folder / name
-        begin = f'#!/bin/sh\necho "$@" > {path}.asked\n{before}\necho "{beside}" >&2\n'
+        begin = f'#!/bin/sh\necho "$@" > {path}.asked\n{before}\necho "{stderr}" >&2\n'
         path.write_text(f'{begin}cat <<"END"\n{output}\nEND\nexit {code}\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
@@ -85,23 +85,23 @@ def test_what_is_no_list_of_states_is_an_error(commands: Commands, case: tuple[s
         node_states(["gpu-001"], None)
 
 
-def test_a_warning_beside_the_answer_is_no_part_of_it(commands: Commands) -> None:
+def test_a_warning_is_not_part_of_the_answer(commands: Commands) -> None:
     warning = "sinfo: error: If munged is up, restart with --num-threads=10"
-    commands.say("sinfo", "gpu-001|train*|up|mixed|none", beside=warning)
+    commands.say("sinfo", "gpu-001|train*|up|mixed|none", stderr=warning)
     assert [one.state for one in node_states(["gpu-001"], "train")] == ["mixed"]
-    commands.say("sinfo", "", 1, beside=warning)
+    commands.say("sinfo", "", 1, stderr=warning)
     with pytest.raises(EnvironmentBroken, match=r"gpu-001 \(exit code 1\): sinfo: error: "):
         node_states(["gpu-001"], "train")
 
 
-def test_what_is_missing_in_a_container_is_told_with_the_way_to_bring_it_in(
+def test_what_is_missing_in_a_container_is_reported_with_the_way_to_bring_it_in(
     commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands.say("scontrol", "")
     monkeypatch.setenv("PATH", str(commands.folder))
-    assert in_order(str(slurm.why_not_asked()), "sinfo container")
+    assert in_order(str(slurm.why_unavailable()), "sinfo container")
     commands.say("sinfo", "")
-    assert slurm.why_not_asked() is None
+    assert slurm.why_unavailable() is None
 
 
 def of(state: str, *, available: str = "up", reason: str = "") -> list[NodeState]:
@@ -112,7 +112,7 @@ def of(state: str, *, available: str = "up", reason: str = "") -> list[NodeState
 def test_a_node_that_runs_jobs_is_well(state: str) -> None:
     findings = examine_slurm(PING, of(state), ["gpu-001"], "head")
     assert {one.kind for one in findings} <= {"note"}
-    assert well(of(state), ["gpu-001"]) == 1
+    assert healthy_count(of(state), ["gpu-001"]) == 1
     assert bool(findings) == (state[-1] in "-$@")
 
 
@@ -121,7 +121,7 @@ def test_a_node_in_another_state_is_named_with_slurm_s_reason(state: str) -> Non
     [finding] = examine_slurm(PING, of(state, reason="ECC errors"), ["gpu-001"], "head")
     assert (finding.code, finding.kind, str(finding.gpu)) == ("slurm.node", "environment", "gpu-001")
     assert in_order(finding.found, f"{state} (ECC errors)")
-    assert well(of(state), ["gpu-001"]) == 0
+    assert healthy_count(of(state), ["gpu-001"]) == 0
 
 
 def test_a_node_that_sinfo_does_not_list_and_a_partition_that_is_not_up_are_named() -> None:

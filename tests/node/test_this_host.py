@@ -18,9 +18,9 @@ from pytest_gpucluster.node.pci import DEVICES, unlisted_gpus
 
 
 def test_this_host_can_be_read(tmp_path: Path) -> None:
-    gathered, here, (total, free) = host.gather([who(0)], rank=0), own_place(), limits.space(tmp_path)
-    assert gathered.own_cpus == here.cpus == os.sched_getaffinity(0)
-    assert gathered.cpus
+    facts, here, (total, free) = host.collect_host([who(0)], rank=0), own_place(), limits.space(tmp_path)
+    assert facts.own_cpus == here.cpus == os.sched_getaffinity(0)
+    assert facts.cpus
     assert here.nodes
     assert limits.read_memory(Tree()).total_bytes
     assert 0 <= free <= total
@@ -35,5 +35,5 @@ def test_this_host_can_be_read(tmp_path: Path) -> None:
     assert str(pci.read_peer_memory())
     log = kernel_log.read()
     assert bool(log.why_not) != bool(log.source)
-    taken = counters.take(counters.Sources(gpu=Identity(host="here"), of_node=True))
+    taken = counters.read(counters.Sources(gpu=Identity(host="here"), of_node=True))
     assert ("infiniband" in taken.missing) != any(name.startswith("infiniband.") for name in taken.values)

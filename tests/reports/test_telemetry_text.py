@@ -82,7 +82,7 @@ JSON = st.recursive(
 )
 
 
-KEYS = [*telemetry.QUERIES, *telemetry.OF_THE_CARD, "not_available", "seconds", "notes", "throttle_share", "counters"]
+KEYS = [*telemetry.QUERIES, *telemetry.CARD_QUERIES, "not_available", "seconds", "notes", "throttle_share", "counters"]
 KEYS += ["counter_notes", "counters_not_available"]
 
 

@@ -20,7 +20,7 @@ from pytest_gpucluster.node.fabric.nccl_facts import EFA, IB, ROCE, TCP, Fabric,
 from pytest_gpucluster.node.fabric.nccl_rules import GUIDE_URL, number
 from pytest_gpucluster.node.fabric.ports import roce_gid, selects
 from pytest_gpucluster.node.infiniband import ROCE_V2
-from pytest_gpucluster.node.interfaces import by_itself, matches
+from pytest_gpucluster.node.interfaces import matches, nccl_default_interfaces
 
 AdviceKind = Literal["set", "remove", "look", "leave"]
 _JSON_FIELDS: Mapping[AdviceKind, Sequence[str]] = {
@@ -214,7 +214,7 @@ def advise_sockets(facts: Facts, fabric: Fabric) -> Iterator[Item]:
 
 
 def _interfaces(facts: Facts, fabric: Fabric) -> Item:
-    names = [interface.name for interface in by_itself([network.interface for network in facts.networks])]
+    names = [interface.name for interface in nccl_default_interfaces([network.interface for network in facts.networks])]
     # The interfaces that NCCL uses by itself: the first for its own connections, all of them for TCP.
     default = [network for network in facts.networks if network.name in names]
     if not default:

@@ -88,7 +88,7 @@ class Sources:
     hostname: Callable[[], str] = socket.gethostname
     interfaces: Callable[[], Sequence[Interface]] = own_interfaces
     names: Callable[[], Sequence[str]] = lambda: [name for _, name in socket.if_nameindex()]
-    gpus: Callable[[], VisibleGpus] = lambda: by_nvml(info_gpus.ask_child)
+    gpus: Callable[[], VisibleGpus] = lambda: by_nvml(info_gpus.run_child)
     nccl: Callable[[Tree], str | None] = lambda tree: (
         info_software.installed_nccl() or info_software.installed_library(tree)
     )

@@ -1,11 +1,11 @@
 """Health checks of one GPU: answers, memory, ECC, thermal, power, PCIe, configuration, and the driver's reports.
 
-- answers: the GPU answers, and NVML reports what health is judged by
-- memory: all of it is there, and it is free but for this job
-- ECC: memory is protected, and nothing beyond repair was found
-- thermal, power: clocks hold under load, the GPU is cool enough for that, and may draw the power it was made for
-- PCIe: the link to the host runs at full speed and width; idle links slow down, so it is read under load
-- configuration: the GPU is set up as declared
+- answers: the GPU answers, and NVML reports the required values
+- memory: it has the promised size, and only this job uses it
+- ECC: it is on, with no uncorrected errors and no failed or pending repair
+- thermal, power: no thermal throttling under load, and the power limit is the default
+- PCIe: full speed and width, read under load, for idle links slow down
+- configuration: MIG as declared
 - Xids: NVML's recovery action, and the driver's reports in the kernel log of this boot
 """
 
@@ -15,102 +15,102 @@ from collections.abc import Iterator, Sequence
 
 from pytest_gpucluster.metrics.datasheets import ANY_GPU
 from pytest_gpucluster.metrics.finding import Finding, Identity
-from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, Missing, Situation
+from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, HealthSnapshot, Missing
 from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.node.kernel_log import Xid, normalised
 
 
-def check_answers(situation: Situation) -> Iterator[Finding]:
+def check_answers(snapshot: HealthSnapshot) -> Iterator[Finding]:
     """Report a lost GPU, each required query without a value, and in one note all others."""
-    lost = _lost(situation)
+    lost = _lost(snapshot)
     if lost:
-        yield situation.finding(
+        yield snapshot.finding(
             "gpu_lost",
             "hardware",
-            f"the GPU does not answer any more: {lost}",
+            f"the GPU no longer answers: {lost}",
             allowed="a GPU that answers",
             remedy="take the node out of service, power it off and on, and have the GPU replaced if that does not help",
         )
         return
-    required = situation.promise.required_queries if situation.promise else ANY_GPU
-    absent = _absent(situation)
+    required = snapshot.promise.required_queries if snapshot.promise else ANY_GPU
+    absent = _absent(snapshot)
     for query in required:
         if query in absent:
-            yield situation.finding(
+            yield snapshot.finding(
                 "query_missing",
                 "environment",
-                f"NVML does not tell {query}: {absent[query].reason}",
-                allowed=f"a value, without which the health of a {situation.sku or 'GPU'} cannot be judged",
+                f"NVML does not report {query}: {absent[query].reason}",
+                allowed=f"a value, without which the health of a {snapshot.sku or 'GPU'} cannot be judged",
                 remedy=_remedy(absent[query]),
             )
     others = [f"{query} ({missing.reason})" for query, missing in absent.items() if query not in required]
     if others:
-        yield situation.finding(
+        yield snapshot.finding(
             "not_available",
             "note",
             f"not available: {'; '.join(others)}",
             allowed="anything",
             remedy="nothing, unless this GPU should have them",
         )
-    if situation.promise is None:
-        yield situation.finding(
+    if snapshot.promise is None:
+        yield snapshot.finding(
             "sku_unknown",
             "note",
-            f"nothing is promised of this kind of GPU (SKU {situation.sku or 'unknown'})",
+            f"no data sheet values for this SKU ({snapshot.sku or 'unknown'})",
             allowed="anything",
-            remedy="judge memory, PCIe link and NVLinks by hand: here only the card's own word counts",
+            remedy="check memory, PCIe link and NVLinks by hand: here only the card's own maximum is compared",
         )
 
 
-def _lost(situation: Situation) -> str:
-    reasons = [m.reason for s in situation.snapshots for m in s.missing.values() if m.kind == "lost"]
-    return "; ".join(part for part in (reasons[0] if reasons else "", situation.load_error) if part)
+def _lost(snapshot: HealthSnapshot) -> str:
+    reasons = [m.reason for s in snapshot.all_values for m in s.missing.values() if m.kind == "lost"]
+    return "; ".join(part for part in (reasons[0] if reasons else "", snapshot.load_error) if part)
 
 
-def _absent(situation: Situation) -> dict[str, Missing]:
+def _absent(snapshot: HealthSnapshot) -> dict[str, Missing]:
     """Queries without a value before or after load; those under load count only if they were read under load."""
-    missing = {**situation.after.missing, **situation.before.missing}
+    missing = {**snapshot.after.missing, **snapshot.before.missing}
     absent = {query: why for query, why in missing.items() if query not in UNDER_LOAD}
     for query in UNDER_LOAD:
-        if situation.loaded(query):
+        if snapshot.loaded(query):
             continue
-        reasons = [s.missing[query] for s in situation.snapshots if query in s.missing]
+        reasons = [s.missing[query] for s in snapshot.all_values if query in s.missing]
         absent[query] = reasons[0] if reasons else Missing(reason="it was not read under load", kind="failed")
     return absent
 
 
 def _remedy(missing: Missing) -> str:
     if missing.kind == "no permission":
-        return "run as a user, or in a container, that may read it"
+        return "run as a user, or in a container, with permission to read it"
     if missing.kind == "not supported":
         return "update the driver and nvidia-ml-py, or name the right SKU with --gpucluster-sku"
     return "look at `nvidia-smi -q` on this host and run again"
 
 
 LEAST_FREE_RATIO = 0.95
-"""Part of the memory that nobody else may use. Source: this suite's rule; what the driver keeps for itself, which is
-1 to 2 %, is not counted as used."""
+"""Part of the memory that no other process may use. Source: this suite's rule; what the driver reserves, 1 to 2 %,
+is not counted as used."""
 
 
-def check_memory(situation: Situation) -> Iterator[Finding]:
-    """Hold the size against the promise, and what others use against the limit; name them."""
-    yield from _size(situation)
-    free = free_ratio(situation)
+def check_memory(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    """Compare the size with the data sheet, and the memory used by other processes with the limit; name them."""
+    yield from _size(snapshot)
+    free = free_ratio(snapshot)
     if free is None:
         return
-    strangers = _strangers(situation)
+    strangers = _strangers(snapshot)
     if free < LEAST_FREE_RATIO:
-        taken = taken_bytes(situation) or 0
-        by = "; ".join(strangers) or "no process that NVML names"
-        yield situation.finding(
+        taken = taken_bytes(snapshot) or 0
+        by = "; ".join(strangers) or "no process that NVML lists"
+        yield snapshot.finding(
             "memory_taken",
             "environment",
-            f"{taken / 1e9:.2f} GB are used beside this job, {100 * free:.1f} % are free: {by}",
-            allowed=f"at least {100 * LEAST_FREE_RATIO:g} % free beside this job's own ranks",
+            f"{taken / 1e9:.2f} GB are used by other processes, {100 * free:.1f} % are free: {by}",
+            allowed=f"at least {100 * LEAST_FREE_RATIO:g} % free, not counting this job's own ranks",
             remedy="end the named process and start again, or reset the GPU where none is named",
         )
-    elif strangers and not _may_be_this_one(situation):
-        yield situation.finding(
+    elif strangers and not _may_be_this_one(snapshot):
+        yield snapshot.finding(
             "stranger",
             "note",
             f"others have a context on this GPU: {'; '.join(strangers)}",
@@ -119,84 +119,84 @@ def check_memory(situation: Situation) -> Iterator[Finding]:
         )
 
 
-def free_ratio(situation: Situation) -> float | None:
-    """Return the part of the memory that nobody but this job uses; None where NVML does not tell."""
-    total, taken = situation.before.get("memory.total"), taken_bytes(situation)
+def free_ratio(snapshot: HealthSnapshot) -> float | None:
+    """Return the part of the memory that no other job uses; None where NVML does not report it."""
+    total, taken = snapshot.before.get("memory.total"), taken_bytes(snapshot)
     return None if not total or taken is None else 1 - taken / total
 
 
-def taken_bytes(situation: Situation) -> int | None:
-    """Return the bytes that others use, or None where NVML does not tell.
+def taken_bytes(snapshot: HealthSnapshot) -> int | None:
+    """Return the bytes that other processes use; None where NVML does not report it.
 
-    In a container NVML may name processes by numbers of the host. This job's ranks are then not among them, and what
-    this process's allocator holds is taken for its own; its context, some 0.5 GB, counts as somebody else's.
+    In a container NVML may list processes by the host's pids. This job's ranks are then not among them, and only what
+    this process's allocator holds is counted as its own; its context, some 0.5 GB, counts as another process's.
     """
-    used = situation.before.get("memory.used")
+    used = snapshot.before.get("memory.used")
     if used is None:
         return None
-    listed = _listed(situation)
-    own = [listed[pid] for pid in situation.own_pids if pid in listed]
+    listed = _listed(snapshot)
+    own = [listed[pid] for pid in snapshot.own_pids if pid in listed]
     known = sum(bytes_ for bytes_ in own if bytes_ is not None)
-    return max(0, int(used) - max(known, situation.held_bytes))
+    return max(0, int(used) - max(known, snapshot.held_bytes))
 
 
-def _size(situation: Situation) -> Iterator[Finding]:
-    total, promise = situation.before.get("memory.total"), situation.promise
+def _size(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    total, promise = snapshot.before.get("memory.total"), snapshot.promise
     # A slice has a part of the memory, and the promise is about the whole.
-    if promise is None or total is None or situation.is_slice or total >= promise.memory_gb * 1e9:
+    if promise is None or total is None or snapshot.is_slice or total >= promise.memory_gb * 1e9:
         return
-    yield situation.finding(
+    yield snapshot.finding(
         "memory_size",
         "hardware",
         f"{total / 1e9:.2f} GB of device memory",
-        allowed=f"at least {promise.memory_gb:g} GB, as the data sheet of the {situation.sku} says",
+        allowed=f"at least {promise.memory_gb:g} GB, by the data sheet of the {snapshot.sku}",
         remedy="compare the product with the order, and have the vendor look at the card",
     )
 
 
-def _strangers(situation: Situation) -> list[str]:
-    """Name the processes that are not this job's."""
-    listed = _listed(situation)
+def _strangers(snapshot: HealthSnapshot) -> list[str]:
+    """Describe the processes that are not this job's."""
+    listed = _listed(snapshot)
     named = []
     for pid, used in listed.items():
-        if pid not in situation.own_pids:
+        if pid not in snapshot.own_pids:
             size = "an unknown amount" if used is None else f"{used / 1e9:.2f} GB ({used} bytes)"
-            named.append(f"{situation.who.get(pid) or f'pid {pid}'} with {size}")
+            named.append(f"{snapshot.who.get(pid) or f'pid {pid}'} with {size}")
     return named
 
 
-def _may_be_this_one(situation: Situation) -> bool:
-    """Tell whether NVML names one process only, by a number that is not of this namespace: then it is this one."""
-    listed = _listed(situation)
-    return len(listed) == 1 and all(pid in situation.who and not situation.who[pid].known for pid in listed)
+def _may_be_this_one(snapshot: HealthSnapshot) -> bool:
+    """Whether NVML lists one process only, by a pid that is not of this namespace: then it is this one."""
+    listed = _listed(snapshot)
+    return len(listed) == 1 and all(pid in snapshot.who and not snapshot.who[pid].known for pid in listed)
 
 
-def _listed(situation: Situation) -> dict[int, int | None]:
-    """Return pid -> bytes of the processes that NVML names."""
-    return dict(situation.before.get("processes") or ())
+def _listed(snapshot: HealthSnapshot) -> dict[int, int | None]:
+    """Return pid -> bytes of the processes that NVML lists."""
+    return dict(snapshot.before.get("processes") or ())
 
 
 MOST_REMAPPED_ROWS = 512
 """Source: NVIDIA GPU Memory Error Management, row remapping: up to 512 remappings."""
 
 
-def check_ecc(situation: Situation) -> Iterator[Finding]:
-    """Look at ECC, its uncorrected errors, remapped rows and retired pages."""
-    read = situation.before.get
+def check_ecc(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    """Check ECC, uncorrected errors, remapped rows and retired pages."""
+    read = snapshot.before.get
     if read("ecc.mode") is False:
-        promised = situation.promise is not None and situation.promise.ecc
-        yield situation.finding(
+        promised = snapshot.promise is not None and snapshot.promise.ecc
+        yield snapshot.finding(
             "ecc_off",
             "hardware" if promised else "note",
             "ECC is off",
             allowed="ECC on, as delivered",
             remedy="turn it on with `nvidia-smi -e 1` and reset the GPU",
         )
-    errors = situation.worst("ecc.uncorrected.volatile")
+    errors = snapshot.worst("ecc.uncorrected.volatile")
     if errors:
         before = read("ecc.uncorrected.volatile") or 0
         when = f", {errors - before} of them under this test's load" if errors > before else ""
-        yield situation.finding(
+        yield snapshot.finding(
             "ecc_uncorrected",
             "hardware",
             f"{errors} uncorrected memory errors since the driver was loaded{when}",
@@ -205,16 +205,16 @@ def check_ecc(situation: Situation) -> Iterator[Finding]:
         )
     earlier = read("ecc.uncorrected.aggregate")
     if earlier and not errors:
-        yield situation.finding(
+        yield snapshot.finding(
             "ecc_history",
             "note",
             f"{earlier} uncorrected memory errors over the life of the card, none since the driver was loaded",
             allowed="anything",
             remedy="ask the vendor whether the card was used before",
         )
-    yield from _rows(situation)
-    if situation.worst("pages.pending"):
-        yield situation.finding(
+    yield from _rows(snapshot)
+    if snapshot.worst("pages.pending"):
+        yield snapshot.finding(
             "page_pending",
             "hardware",
             "a page of memory waits to be retired",
@@ -223,26 +223,26 @@ def check_ecc(situation: Situation) -> Iterator[Finding]:
         )
 
 
-def _rows(situation: Situation) -> Iterator[Finding]:
-    if situation.worst("rows.failed"):
-        yield situation.finding(
+def _rows(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    if snapshot.worst("rows.failed"):
+        yield snapshot.finding(
             "row_remap_failed",
             "hardware",
             "the remap of a faulty row of memory has failed",
             allowed="no failed remap",
             remedy="have the GPU replaced: this is the vendor's criterion for it",
         )
-    if situation.worst("rows.pending"):
-        yield situation.finding(
+    if snapshot.worst("rows.pending"):
+        yield snapshot.finding(
             "row_remap_pending",
             "hardware",
             "the remap of a faulty row of memory waits for a reset",
             allowed="no remap waiting",
             remedy="reboot the node, and run again: the log of this boot has an Xid of it as a rule",
         )
-    remapped = (situation.worst("rows.remapped.corrected") or 0) + (situation.worst("rows.remapped.uncorrected") or 0)
+    remapped = (snapshot.worst("rows.remapped.corrected") or 0) + (snapshot.worst("rows.remapped.uncorrected") or 0)
     if remapped > MOST_REMAPPED_ROWS:
-        yield situation.finding(
+        yield snapshot.finding(
             "rows_remapped",
             "hardware",
             f"{remapped} rows of memory are remapped",
@@ -262,14 +262,14 @@ BAD_REASONS = {
 _EXPECTED = {"sw_power_cap", "gpu_idle"}
 
 
-def check_thermal(situation: Situation) -> Iterator[Finding]:
-    """Look at the throttle reasons under load, and at the temperature beside the card's own slowdown limit."""
-    seen = {reason for reasons in situation.loaded("throttle.reasons") for reason in reasons}
+def check_thermal(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    """Check the throttle reasons under load, and the temperature against the card's own slowdown limit."""
+    seen = {reason for reasons in snapshot.loaded("throttle.reasons") for reason in reasons}
     bad = [f"{words} ({name})" for name, words in BAD_REASONS.items() if name in seen]
     if bad:
-        hottest = max(situation.loaded("temperature.gpu"), default=None)
+        hottest = max(snapshot.loaded("temperature.gpu"), default=None)
         at = "" if hottest is None else f", at up to {hottest} degC"
-        yield situation.finding(
+        yield snapshot.finding(
             "throttle",
             "hardware",
             f"clocks held down under load by: {', '.join(bad)}{at}",
@@ -277,7 +277,7 @@ def check_thermal(situation: Situation) -> Iterator[Finding]:
             remedy="look at airflow or coolant, heat sink and power supplies of this node",
         )
     if "sw_power_cap" in seen:
-        yield situation.finding(
+        yield snapshot.finding(
             "power_cap",
             "note",
             "clocks held down by the power limit (sw_power_cap), as with any healthy GPU under full load",
@@ -286,30 +286,30 @@ def check_thermal(situation: Situation) -> Iterator[Finding]:
         )
     others = sorted(seen - set(BAD_REASONS) - _EXPECTED)
     if others:
-        yield situation.finding(
+        yield snapshot.finding(
             "clocks_held",
             "note",
             f"clocks held down under load by: {', '.join(others)}",
             allowed="anything, as long as the GPU is fast enough",
-            remedy="undo clocks if somebody has set them: `nvidia-smi -rgc`, `nvidia-smi -rac`",
+            remedy="reset clocks that were locked: `nvidia-smi -rgc`, `nvidia-smi -rac`",
         )
-    yield from _temperature(situation)
+    yield from _temperature(snapshot)
 
 
-def _temperature(situation: Situation) -> Iterator[Finding]:
-    hottest = max(situation.loaded("temperature.gpu"), default=None)
-    limit = situation.before.get("temperature.slowdown")
-    margins = situation.loaded("temperature.margin")
+def _temperature(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    hottest = max(snapshot.loaded("temperature.gpu"), default=None)
+    limit = snapshot.before.get("temperature.slowdown")
+    margins = snapshot.loaded("temperature.margin")
     if not limit and not margins and hottest is not None:
-        yield situation.finding(
+        yield snapshot.finding(
             "temperature_limit",
             "note",
-            f"{hottest} degC under load, and NVML does not tell at which temperature this card slows down",
-            allowed="anything: a card that slows down says so in its throttle reasons",
+            f"{hottest} degC under load, and NVML does not report this card's slowdown temperature",
+            allowed="anything: a card that slows down reports a throttle reason",
             remedy="compare with the data sheet, or update driver and nvidia-ml-py",
         )
     too_hot = ""
-    # A limit of 0 is how some drivers say that the card has none.
+    # Some drivers report 0 for a card without a limit.
     if limit and hottest is not None and hottest >= limit:
         too_hot = f"{hottest} degC under load"
         allowed = f"below {limit} degC, where this card slows down"
@@ -317,7 +317,7 @@ def _temperature(situation: Situation) -> Iterator[Finding]:
         too_hot = f"{hottest} degC under load, {min(margins)} degC away from this card's slowdown limit"
         allowed = "more than 0 degC away from it"
     if too_hot:
-        yield situation.finding(
+        yield snapshot.finding(
             "temperature",
             "hardware",
             too_hot,
@@ -329,74 +329,74 @@ def _temperature(situation: Situation) -> Iterator[Finding]:
 _ROUNDING_WATTS = 0.5
 
 
-def check_power(situation: Situation) -> Iterator[Finding]:
-    """Hold the enforced power limit against the card's default."""
-    limit, default = situation.before.get("power.limit"), situation.before.get("power.limit.default")
+def check_power(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    """Compare the enforced power limit with the card's default."""
+    limit, default = snapshot.before.get("power.limit"), snapshot.before.get("power.limit.default")
     if limit is None or default is None or limit >= default - _ROUNDING_WATTS:
         return
-    yield situation.finding(
+    yield snapshot.finding(
         "power_limit",
         "hardware",
         f"the enforced power limit is {limit:g} W",
         allowed=f"the card's default of {default:g} W or more",
-        remedy=f"set it with `nvidia-smi -pl {default:g}`, and find out who lowered it",
+        remedy=f"set it with `nvidia-smi -pl {default:g}`, and find out what lowered it",
     )
 
 
-def limit_ratio(situation: Situation) -> float | None:
-    """Return the enforced limit as a part of the default; None where NVML does not tell."""
-    limit, default = situation.before.get("power.limit"), situation.before.get("power.limit.default")
+def limit_ratio(snapshot: HealthSnapshot) -> float | None:
+    """Return the enforced limit as a part of the default; None where NVML does not report them."""
+    limit, default = snapshot.before.get("power.limit"), snapshot.before.get("power.limit.default")
     return limit / default if limit is not None and default else None
 
 
-def check_pcie(situation: Situation) -> Iterator[Finding]:
-    """Hold the best generation and width under load against the promise and what card and slot can do."""
-    promise = situation.promise
+def check_pcie(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    """Compare the best generation and width under load with the data sheet and with what card and slot support."""
+    promise = snapshot.promise
     if promise is not None and promise.pcie_generation is None:
         return
-    yield from _compare(situation, "pcie.generation", "gen", promise.pcie_generation if promise else None)
-    yield from _compare(situation, "pcie.width", "x", promise.pcie_width if promise else None)
+    yield from _compare(snapshot, "pcie.generation", "gen", promise.pcie_generation if promise else None)
+    yield from _compare(snapshot, "pcie.width", "x", promise.pcie_width if promise else None)
 
 
-def _compare(situation: Situation, query: str, unit: str, promised: int | None) -> Iterator[Finding]:
-    # The best: a link that reached its speed once can do it, and the first reading may come before it has.
-    best = max(situation.loaded(query), default=None)
-    able = situation.before.get(f"{query}.max")
+def _compare(snapshot: HealthSnapshot, query: str, unit: str, promised: int | None) -> Iterator[Finding]:
+    # The best value counts: the first reading may come before the link has reached its speed.
+    best = max(snapshot.loaded(query), default=None)
+    able = snapshot.before.get(f"{query}.max")
     wanted = max((value for value in (promised, able) if value is not None), default=None)
     if best is None or wanted is None or best >= wanted:
         return
-    limits = "" if able is None else f"; card and slot can do {unit}{able}"
+    limits = "" if able is None else f"; card and slot support {unit}{able}"
     by_slot = able is not None and able <= best
-    yield situation.finding(
+    yield snapshot.finding(
         query.replace(".", "_"),
         "hardware",
         f"PCIe {unit}{best} under load{limits}",
-        allowed=f"{unit}{wanted}" + (f", as the {situation.sku} promises" if wanted == promised else ""),
+        allowed=f"{unit}{wanted}" + (f", as the {snapshot.sku} promises" if wanted == promised else ""),
         remedy="look at the slot, riser, retimer and the BIOS setting of this slot"
         if by_slot
         else "reseat the GPU or its board, and look at the link's errors (`nvidia-smi -q`, part PCI, and `lspci -vv`)",
     )
 
 
-def check_configuration(situation: Situation) -> Iterator[Finding]:
-    """Hold MIG against what the workload declares, and note where the driver does not stay loaded."""
-    mode = "on" if situation.mig_is_on else "off"
-    known = situation.before.get("mig.mode") is not None or situation.is_slice
-    # A card that cannot be cut into slices is not; whether that is required to be known is the SKU's matter.
-    if mode != situation.mig:
-        yield situation.finding(
+def check_configuration(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    """Compare MIG with what the workload declares, and note where persistence mode is off."""
+    mode = "on" if snapshot.mig_is_on else "off"
+    known = snapshot.before.get("mig.mode") is not None or snapshot.is_slice
+    # A card without MIG counts as off; where the mode is required, check_answers reports that it is missing.
+    if mode != snapshot.mig:
+        yield snapshot.finding(
             "mig",
             "environment",
-            f"MIG is {mode}" + ("" if known else ", as far as NVML tells"),
-            allowed=f"{situation.mig}, as the workload declares (health.mig)",
-            remedy=f"set it with `nvidia-smi -mig {int(situation.mig == 'on')}`, or declare"
+            f"MIG is {mode}" + ("" if known else ", as far as NVML reports"),
+            allowed=f"{snapshot.mig}, as the workload declares (health.mig)",
+            remedy=f"set it with `nvidia-smi -mig {int(snapshot.mig == 'on')}`, or declare"
             f" --gpucluster-workload health.mig={mode}",
         )
-    if situation.before.get("persistence.mode") is False:
-        yield situation.finding(
+    if snapshot.before.get("persistence.mode") is False:
+        yield snapshot.finding(
             "persistence",
             "note",
-            "persistence mode is off: the driver is unloaded while nobody uses the GPU",
+            "persistence mode is off: the driver is unloaded while no process uses the GPU",
             allowed="anything",
             remedy="start nvidia-persistenced, so that jobs start faster and settings stay",
         )
@@ -405,58 +405,58 @@ def check_configuration(situation: Situation) -> Iterator[Finding]:
 _AGAIN = "Keep the log (`nvidia-bug-report.sh`), and reboot before you run again: this boot's log keeps the report"
 
 
-def check_xids(situation: Situation) -> Iterator[Finding]:
+def check_xids(snapshot: HealthSnapshot) -> Iterator[Finding]:
     """Report NVML's recovery action, each Xid of this GPU, on one rank of a node each SXid of its NVSwitches, and a log
-    that cannot be read. What demands action on GPU, NVLink or node rejects; the rest is a note."""
-    wanted = situation.worst("recovery.action")
+    that cannot be read. A report that demands action on GPU, NVLink or node rejects; the rest are notes."""
+    wanted = snapshot.worst("recovery.action")
     if wanted:
         entry = recovery_action(wanted)
-        yield situation.finding(
+        yield snapshot.finding(
             "recovery_action",
             "hardware",
             f"NVML's recovery action of this GPU is {wanted:#x}: {entry.meaning}",
             allowed="none",
             remedy=entry.advice,
         )
-    log = situation.kernel_log
+    log = snapshot.kernel_log
     if log.why_not:
-        yield situation.finding(
+        yield snapshot.finding(
             "kernel_log",
             "note",
-            f"kernel log of {situation.gpu.host} not readable, so Xids are not judged: {log.why_not}",
+            f"kernel log of {snapshot.gpu.host} not readable, so Xids are not checked: {log.why_not}",
             allowed="a log that this job may read",
             remedy="look for Xids as root: `dmesg | grep -i xid`",
         )
         return
     if log.lost_records:
-        yield situation.finding(
+        yield snapshot.finding(
             "kernel_log",
             "note",
-            f"kernel log of {situation.gpu.host} begins late: {log.lost_records} older records of {log.source} are"
+            f"kernel log of {snapshot.gpu.host} begins late: {log.lost_records} older records of {log.source} are"
             " overwritten, so Xids among them are not seen",
             allowed="a log that reaches back to the boot",
             remedy="look for older Xids as root: `journalctl -k -b | grep -i xid`",
         )
     reports = log.xids()
-    if situation.node is not None:
-        yield from _judged(situation, [one for one in reports if one.is_switch], Identity(host=situation.gpu.host))
-    address = normalised(situation.gpu.pci or "")
+    if snapshot.node is not None:
+        yield from _xid_findings(snapshot, [one for one in reports if one.is_switch], Identity(host=snapshot.gpu.host))
+    address = normalised(snapshot.gpu.pci or "")
     if address is None:
-        yield situation.finding(
+        yield snapshot.finding(
             "pci_unknown",
             "environment",
-            f"NVML does not tell this GPU's PCI address ({situation.gpu.pci!r}), so no Xid can be told to be its own",
+            f"NVML does not report this GPU's PCI address ({snapshot.gpu.pci!r}), so no Xid can be assigned to it",
             allowed="an address",
             remedy="look at `nvidia-smi -q` on this host and run again",
         )
         return
     # The log leaves the function number out, which is always 0.
     own = [one for one in reports if not one.is_switch and one.pci[:-2] == address[:-2]]
-    yield from _judged(situation, own, situation.gpu)
+    yield from _xid_findings(snapshot, own, snapshot.gpu)
 
 
-def _judged(situation: Situation, reports: Sequence[Xid], gpu: Identity) -> Iterator[Finding]:
-    """Yield one finding for each number, by the last one of its reports that rejects, or the last one."""
+def _xid_findings(snapshot: HealthSnapshot, reports: Sequence[Xid], gpu: Identity) -> Iterator[Finding]:
+    """Yield one finding for each code, from its last report that rejects, or else its last report."""
     for code in sorted({report.code for report in reports}):
         same = [report for report in reports if report.code == code]
         entries = [lookup(report) for report in same]
@@ -465,10 +465,10 @@ def _judged(situation: Situation, reports: Sequence[Xid], gpu: Identity) -> Iter
         kind = "sxid" if report.is_switch else "xid"
         times = f"{len(same)} times" if len(same) > 1 else "once"
         where = f" of {report.pci}" if report.is_switch else ""
-        yield situation.finding(
+        yield snapshot.finding(
             f"{kind}_{code}",
             "hardware" if entry.rejects else "note",
-            f"{report.name}{where} {times} in the kernel log of this boot ({situation.kernel_log.source}):"
+            f"{report.name}{where} {times} in the kernel log of this boot ({snapshot.kernel_log.source}):"
             f" {entry.meaning}; action: {entry.action}; the {'last' if at == len(same) - 1 else 'worst'} one:"
             f" {report.text}",
             allowed="no report that demands action on GPU, NVLink or node",

@@ -1,12 +1,12 @@
 """Fault counters of a rank, read before and after a test, and which of their changes are a fault of the hardware.
 
-    before = counters.take(sources)
+    before = counters.read(sources)
     ...
-    found = counters.changes(before, counters.take(sources))
+    found = counters.changes(before, counters.read(sources))
     found.require_no_fault()
 
-A rank answers for its own GPU (NVML); the first rank of a node also for what is the node's: Xids in the kernel log and
-InfiniBand ports. Nothing here communicates or decides about a test. Comparing two readings is pure.
+Each rank reads its own GPU (NVML); the first rank of a node also what belongs to the node: Xids in the kernel log and
+InfiniBand ports. Nothing here communicates or decides about a test. The comparison is pure.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from pytest_gpucluster.node.nvml import Nvml
 
 
 def ports_of_node() -> Adapters:
-    """Read the ports without their tables of GIDs, which count nothing."""
+    """Read the ports without their GID tables, which hold no counters."""
     return infiniband.read(gids=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Whom a rank asks. Tests put their own here.
+    """Where a rank reads its counters. Tests replace them.
 
     Attributes:
-        gpu: the names of this rank's GPU; the host alone on cpu.
-        nvml: None where it cannot be used; then ``why_no_nvml`` says why.
-        of_node: this rank also answers for its node.
+        gpu: identity of this rank's GPU; the host alone on cpu.
+        nvml: None where it cannot be used; ``why_no_nvml`` has the reason.
+        of_node: this rank also reads the node's counters.
         gpus_of_node: PCI address, as the kernel writes it, -> the GPU of a rank of this node.
         kernel_log: read where there is a GPU.
         adapters: the InfiniBand ports.
-        of_switches: it answers for the NVSwitches of the node, too.
+        of_switches: this rank also reports the NVSwitches of the node.
     """
 
     gpu: Identity
@@ -59,11 +59,11 @@ class Sources:
 
     @property
     def has_gpu(self) -> bool:
-        """Tell whether this rank has a GPU; a rehearsal on cpu has none."""
+        """Whether this rank has a GPU; a rehearsal on cpu has none."""
         return self.gpu.uuid is not None
 
     def without_ports(self) -> Sources:
-        """Return the same without the node's ports and NVSwitches: another rank looks at them."""
+        """Return the same without the node's ports and NVSwitches, which another rank reads."""
         return replace(self, adapters=Adapters, of_switches=False)
 
     @classmethod
@@ -79,8 +79,8 @@ class Sources:
         """Make the sources of a rank.
 
         Args:
-            inventory: what every rank has said of itself (``inventory.identify``).
-            rank: whose sources they are.
+            inventory: of every rank (``inventory.identify``).
+            rank: the one that reads.
             nvml, why_no_nvml: as above.
             others: ``kernel_log`` and ``adapters``, to replace them.
         """
@@ -112,16 +112,16 @@ QUERIES = (
     "nvlink.errors",
     RECOVERY,
 )
-"""What is asked of NVML."""
+"""The NVML queries that are read."""
 XID, INFINIBAND = "xid", "infiniband"
-"""Names of what is not NVML's, where it is missing."""
+"""Keys of ``missing`` for the sources other than NVML."""
 ACTIVE, RATE = "active", "rate"
-"""Beside a port's own counters: 1 while it carries data, and the Gb/s of its link."""
+"""Added to a port's own counters: 1 while it is Active, and the Gb/s of its link."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """The Xids and SXids of a kernel log: what tells one from all others -> the report.
+    """The Xids and SXids of a kernel log, by a key that is unique in it.
 
     ``numbers``: of the oldest and the newest record, where the source numbers them.
     """
@@ -133,15 +133,15 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What a rank's sources said at one moment.
+    """The counters of a rank at one moment.
 
     Attributes:
         gpu: this rank's GPU; the host alone on cpu.
         values: name -> count. Flags and states are 0 or 1. A link of the GPU is a name such as ``nvlink.replay[3]``, a
             port ``infiniband.mlx5_0/1.link_downed``.
-        log: the node's Xids; None where this rank does not look at them, or they cannot be read.
+        log: the node's Xids; None where this rank does not read them, or they cannot be read.
         missing: name of a query, ``xid`` or ``infiniband`` -> why there is no value.
-        lost: what NVML says of a GPU that does not answer any more.
+        lost: NVML's message about a GPU that no longer answers; else "".
         gpus_of_node: as in :class:`Sources`.
     """
 
@@ -151,8 +151,8 @@ class Counters:
     missing: Mapping[str, str] = field(default_factory=dict)
     lost: str = ""
     gpus_of_node: Mapping[str, Identity] = field(default_factory=dict)
-    beside: frozenset[str] = frozenset()
-    """Ports of Ethernet on a node whose fabric is InfiniBand, as of a card for storage or management."""
+    secondary_ports: frozenset[str] = frozenset()
+    """Ethernet ports of a node whose fabric is InfiniBand, such as those of a storage or management card."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain types."""
@@ -161,30 +161,30 @@ class Counters:
         return {"values": dict(self.values), "xids": xids, "missing": dict(self.missing), "lost": self.lost}
 
 
-def take(sources: Sources) -> Counters:
-    """Read all counters of a rank, one source after the other. No source that fails keeps the others from being read.
+def read(sources: Sources) -> Counters:
+    """Read all counters of a rank, one source after the other. A source that fails does not prevent the others.
 
     NVML, sysfs and the kernel's buffer answer within milliseconds. Where /dev/kmsg cannot be read, ``dmesg`` and
-    ``journalctl`` are asked, each for ``kernel_log.COMMAND_SECONDS`` at most.
+    ``journalctl`` are run, each for ``kernel_log.COMMAND_SECONDS`` at most.
     """
     values: dict[str, float] = {}
     missing: dict[str, str] = {}
     lost, log = "", None
-    beside: frozenset[str] = frozenset()
+    secondary: frozenset[str] = frozenset()
     if sources.has_gpu and sources.nvml is None:
         missing.update(dict.fromkeys(QUERIES, sources.why_no_nvml))
     elif sources.nvml is not None and sources.gpu.uuid is not None:
-        told = snapshot.take_snapshot(sources.nvml, sources.gpu.uuid, QUERIES)
-        values.update(_of_gpu(told.values))
-        missing.update({query: why.reason for query, why in told.missing.items()})
-        lost = next((why.reason for why in told.missing.values() if why.kind == "lost"), "")
+        gpu = snapshot.read_values(sources.nvml, sources.gpu.uuid, QUERIES)
+        values.update(_gpu_counters(gpu.values))
+        missing.update({query: why.reason for query, why in gpu.missing.items()})
+        lost = next((why.reason for why in gpu.missing.values() if why.kind == "lost"), "")
     if sources.of_node:
         if sources.has_gpu:
             log, why = _log(sources.kernel_log(), switches=sources.of_switches)
             missing.update({XID: why} if why else {})
         adapters = sources.adapters()
-        values.update(_of_ports(adapters))
-        beside = _beside(adapters)
+        values.update(_port_counters(adapters))
+        secondary = _secondary_ports(adapters)
         missing.update({INFINIBAND: adapters.why_not} if adapters.why_not else {})
     return Counters(
         gpu=sources.gpu,
@@ -193,12 +193,12 @@ def take(sources: Sources) -> Counters:
         missing=missing,
         lost=lost,
         gpus_of_node=sources.gpus_of_node,
-        beside=beside,
+        secondary_ports=secondary,
     )
 
 
-def _of_gpu(told: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for query, value in told.items():
+def _gpu_counters(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for query, value in values.items():
         if query == "nvlink.up":
             yield from ((f"nvlink.up[{link}]", int(up)) for link, up in value.items())
         elif query == "nvlink.errors":
@@ -208,7 +208,7 @@ def _of_gpu(told: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield query, int(value)
 
 
-def _of_ports(adapters: Adapters) -> Iterator[tuple[str, float]]:
+def _port_counters(adapters: Adapters) -> Iterator[tuple[str, float]]:
     for port in adapters.ports:
         prefix = f"{INFINIBAND}.{port.name}"
         yield from ((f"{prefix}.{name}", count) for name, count in port.counters.items())
@@ -217,8 +217,8 @@ def _of_ports(adapters: Adapters) -> Iterator[tuple[str, float]]:
             yield f"{prefix}.{RATE}", port.rate_gbps
 
 
-def _beside(adapters: Adapters) -> frozenset[str]:
-    """Return the ports of Ethernet where a port of InfiniBand is active: then NCCL's fabric is that."""
+def _secondary_ports(adapters: Adapters) -> frozenset[str]:
+    """Return the Ethernet ports where an InfiniBand port is active: then NCCL uses that."""
     fabric = any(port.is_active and port.link_layer == LAYER_OF_FABRIC for port in adapters.ports)
     return frozenset(port.name for port in adapters.ports if fabric and port.link_layer == ETHERNET)
 
@@ -232,8 +232,8 @@ def _log(log: KernelLog, *, switches: bool) -> tuple[Log | None, str]:
         for xid in kernel_log.parse([line]):
             if xid.is_switch and not switches:
                 continue
-            # A line without a number of its own, or a time in it, is told from its like by how many came before; so is
-            # a second report on one line.
+            # Equal lines without a record number are distinguished by their count so far, and so are several reports in
+            # one line.
             record = str(log.numbers[index]) if log.numbers else line
             times[record] += 1
             found[record if log.numbers and times[record] == 1 else f"{record} #{times[record]}"] = xid
@@ -267,9 +267,8 @@ class Changes:
             ``recovery.action``) the difference, so that what went down is negative. A new Xid is ``xid.79``, an
             SXid ``sxid.20034``, with how many there were.
         faults: of these, what rejects the hardware.
-        notes: what is worth knowing: a counter that was reset, an Xid that demands nothing of the hardware, another
-            job's GPU.
-        missing: query, ``xid`` or ``infiniband`` -> why it could not be compared. Who must not lack one decides.
+        notes: a counter that was reset, an Xid that demands no action on the hardware, another job's GPU.
+        missing: query, ``xid`` or ``infiniband`` -> why it could not be compared. The caller knows the required ones.
     """
 
     changed: Mapping[str, float] = field(default_factory=dict)
@@ -279,16 +278,16 @@ class Changes:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain types; what is empty is left out."""
-        told = {
+        parts = {
             "changed": {name: _whole(value) for name, value in self.changed.items()},
             "faults": [str(fault) for fault in self.faults],
             "notes": list(self.notes),
             "missing": dict(self.missing),
         }
-        return {name: value for name, value in told.items() if value}
+        return {name: value for name, value in parts.items() if value}
 
     def require_no_fault(self) -> None:
-        """Raise what was found, each fault with its GPU or host and what to do.
+        """Raise the faults, each with its GPU or host and what to do.
 
         Raises: HardwareFault.
         """
@@ -303,7 +302,7 @@ class Changes:
 def changes(before: Counters, after: Counters) -> Changes:
     """Compare two readings of the same rank.
 
-    A counter that is lower than before was reset, or has begun anew; what it shows has come since, at least.
+    A counter that is lower than before was reset or wrapped; its value is then the least growth.
     """
     changed: dict[str, float] = {}
     faults: list[Finding] = []
@@ -316,7 +315,7 @@ def changes(before: Counters, after: Counters) -> Changes:
                 code="gpu_lost",
                 kind="hardware",
                 gpu=after.gpu,
-                found=f"the GPU does not answer any more: {after.lost}",
+                found=f"the GPU no longer answers: {after.lost}",
                 allowed="a GPU that answers",
                 remedy="take the node out of service, power it off and on, and have the GPU replaced if that does not "
                 "help",
@@ -332,7 +331,7 @@ def changes(before: Counters, after: Counters) -> Changes:
         if change:
             changed[name] = change
     if not after.lost and "nvlink.up" not in after.missing:
-        # A card that shows no link any more has lost it.
+        # A link that is no longer reported is down.
         for name in before.values:
             if name.startswith("nvlink.up[") and before.values[name] and name not in after.values:
                 changed[name] = -1
@@ -348,55 +347,55 @@ def changes(before: Counters, after: Counters) -> Changes:
             if name in other.values or name in changed:
                 continue
             if (query := _query(name)) and query not in missing:
-                missing[query] = f"{name} was told {'before' if counters is before else 'after'} the test only"
+                missing[query] = f"{name} was reported {'before' if counters is before else 'after'} the test only"
     _xids(before, after, changed, faults, notes, missing)
     return Changes(changed=changed, faults=tuple(faults), notes=tuple(notes), missing=missing)
 
 
 def _why_no_fault(port: str, before: Counters) -> str:
-    """Return why what happens to a port rejects nothing, or nothing if it does."""
-    if port in before.beside:
-        return "it is an Ethernet port beside a fabric of InfiniBand"
+    """Return why a change of a port is no fault; "" if it is one."""
+    if port in before.secondary_ports:
+        return "it is an Ethernet port of a node whose fabric is InfiniBand"
     if port and not before.values.get(f"{INFINIBAND}.{port}.{ACTIVE}"):
         return "it was not Active before the test either"
     return ""
 
 
 def _faults(changed: Mapping[str, float], before: Counters, after: Counters) -> Iterator[tuple[Finding, str]]:
-    """Yield each fault, and the port that it is of; "" for the GPU's."""
-    said: set[str] = set()
+    """Yield each fault and its port; "" for the GPU."""
+    reported: set[str] = set()
     links: dict[tuple[str, str], list[str]] = {}
     for name, change in changed.items():
         if name in _OF_GPU and change > 0:
             code, what, remedy = _OF_GPU[name]
-            if code not in said:  # errors since the driver was loaded are among those of the card's life
-                said.add(code)
+            if code not in reported:  # volatile errors are counted in the aggregate, too
+                reported.add(code)
                 yield _fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy), ""
         elif name == RECOVERY and (value := int(after.values[name])):
             entry = recovery_action(value)
-            wanted = f"NVML's recovery action of this GPU has become {value:#x}: {entry.meaning}"
+            wanted = f"NVML's recovery action of this GPU changed to {value:#x}: {entry.meaning}"
             yield _fault(after.gpu, "recovery_action", wanted, entry.advice), ""
         elif (link := _LINK.fullmatch(name)) is not None:
             counter = link["counter"]
             if counter == "up" and change < 0:
-                links.setdefault(("nvlink_down", "NVLinks that have gone down"), []).append(f"link {link['link']}")
+                links.setdefault(("nvlink_down", "NVLinks that went down"), []).append(f"link {link['link']}")
             elif counter in (*ZERO_TOLERANCE, *MUST_NOT_GROW) and change > 0:
                 key = "nvlink_errors", f"NVLink counter {counter} has grown"
                 links.setdefault(key, []).append(f"link {link['link']}: {_whole(change)}")
         elif (port := _PORT.fullmatch(name)) is not None:
-            found = _of_port(port["port"], port["counter"], change, before, after)
+            found = _port_faults(port["port"], port["counter"], change, before, after)
             yield from ((fault, port["port"]) for fault in found)
     for (code, what), where in links.items():
         remedy = "look at `nvidia-smi nvlink -e` and the Fabric Manager's log, then reset the GPUs of this node"
         yield _fault(after.gpu, code, f"{what}: {', '.join(where)}", remedy), ""
 
 
-def _of_port(port: str, counter: str, change: float, before: Counters, after: Counters) -> Iterator[Finding]:
+def _port_faults(port: str, counter: str, change: float, before: Counters, after: Counters) -> Iterator[Finding]:
     host = Identity(host=after.gpu.host)
     if counter in (LINK_DOWNED, CARRIER_DOWN) and change > 0:
         yield _fault(host, "link_down", f"port {port} has lost its link {_whole(change)} times ({counter})", _CABLE)
     elif counter == ACTIVE and change < 0:
-        yield _fault(host, "port_down", f"port {port} was Active before, and is not any more", _CABLE)
+        yield _fault(host, "port_down", f"port {port} was Active before, and no longer is", _CABLE)
     elif counter == RATE and change < 0:
         name = f"{INFINIBAND}.{port}.{RATE}"
         found = f"port {port} has fallen from {before.values[name]:g} to {after.values[name]:g} Gb/s"
@@ -423,7 +422,7 @@ def _xids(
 ) -> None:
     old, new = before.log, after.log
     if old is None or new is None:
-        return  # why is among what is missing, where anybody has looked
+        return  # ``missing`` has the reason
     if old.source != new.source:
         missing[XID] = f"the kernel log was read from {old.source} before the test and from {new.source} after it"
         return
@@ -452,7 +451,7 @@ def _fault(gpu: Identity, code: str, found: str, remedy: str) -> Finding:
 
 
 def _query(name: str) -> str:
-    """Return which query told a counter; nothing for a port's, whose absence is told apart."""
+    """Return the query of a counter; "" for a port's, whose absence is handled separately."""
     if name.startswith("nvlink.") and not name.startswith("nvlink.up"):
         return "nvlink.errors"
     return next((query for query in QUERIES if name == query or name.startswith(f"{query}[")), "")

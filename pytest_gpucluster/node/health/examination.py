@@ -1,4 +1,4 @@
-"""All health checks on one GPU with their result, and whether the GPUs of all ranks are alike."""
+"""All health checks of one GPU with their result, and whether the GPUs of all ranks are equal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.metrics.finding import Finding, Kind, identity
 from pytest_gpucluster.node.health import checks, interconnect_checks
-from pytest_gpucluster.node.health.snapshot import Situation
+from pytest_gpucluster.node.health.snapshot import HealthSnapshot
 from pytest_gpucluster.text import rank_ranges
 
-CHECKS: tuple[Callable[[Situation], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[HealthSnapshot], Iterator[Finding]], ...] = (
     checks.check_answers,
     checks.check_memory,
     checks.check_ecc,
@@ -30,7 +30,7 @@ CHECKS: tuple[Callable[[Situation], Iterator[Finding]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A figure for the report. ``record_only``: a finding decides about it, not a limit."""
+    """A value for the report. ``record_only``: findings decide, not a limit."""
 
     metric: str
     value: float
@@ -40,9 +40,9 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What was found, in the order of the checks."""
+    """The findings, in the order of the checks."""
 
-    situation: Situation
+    snapshot: HealthSnapshot
     findings: tuple[Finding, ...]
 
     def of_kind(self, kind: Kind) -> tuple[Finding, ...]:
@@ -50,50 +50,49 @@ class Examination:
         return tuple(finding for finding in self.findings if finding.kind == kind)
 
     def readings(self) -> Iterator[Reading]:
-        """Return the figures that NVML told."""
-        situation = self.situation
-        total, free = situation.before.get("memory.total"), checks.free_ratio(situation)
+        """Yield the values that NVML reported."""
+        snapshot = self.snapshot
+        total, free = snapshot.before.get("memory.total"), checks.free_ratio(snapshot)
         if total is not None:
-            # The limit is about a whole GPU, a slice has a part of its memory.
-            part = situation.is_slice
+            # The limit is for a whole GPU; a slice has a part of its memory.
+            part = snapshot.is_slice
             yield Reading(metric="gpu.memory.total", value=total / 1e9, unit="GB", record_only=part)
         if free is not None:
             yield Reading(metric="gpu.memory.free", value=100 * free, unit="%")
-        hottest = max(situation.loaded("temperature.gpu"), default=None)
+        hottest = max(snapshot.loaded("temperature.gpu"), default=None)
         if hottest is not None:
             yield Reading(metric="gpu.temperature", value=hottest, unit="degC")
-        limit = checks.limit_ratio(situation)
+        limit = checks.limit_ratio(snapshot)
         if limit is not None:
             yield Reading(metric="gpu.power_limit", value=100 * limit, unit="%")
 
     def require_healthy(self) -> None:
-        """Raise what was found, each finding with its GPU and what to do.
+        """Raise the findings, each with its GPU and what to do.
 
-        A load that has failed under CUDA is raised as it is, for what it says of this process; the findings, which may
-        tell why, are printed before.
+        The failure of a load under CUDA is raised unchanged; the findings, which may explain it, are printed before.
 
         Raises:
             RuntimeError: the load's own failure.
             HardwareFault: the hardware is to be rejected.
-            EnvironmentBroken: only the environment is at fault: the GPU could not be judged, or is disturbed.
+            EnvironmentBroken: the environment is at fault: the GPU could not be checked, or other processes use it.
         """
         hardware, environment = self.of_kind("hardware"), self.of_kind("environment")
-        if self.situation.load_failure is not None:
+        if self.snapshot.load_failure is not None:
             print(_text(hardware + environment + self.of_kind("note")))
-            raise self.situation.load_failure
+            raise self.snapshot.load_failure
         if hardware:
             raise HardwareFault(_text(hardware + environment + self.of_kind("note")))
         if environment:
             raise EnvironmentBroken(_text(environment + self.of_kind("note")))
 
 
-def examine_gpu(situation: Situation) -> Examination:
+def examine_gpu(snapshot: HealthSnapshot) -> Examination:
     """Apply every check."""
-    return Examination(situation=situation, findings=tuple(finding for check in CHECKS for finding in check(situation)))
+    return Examination(snapshot=snapshot, findings=tuple(finding for check in CHECKS for finding in check(snapshot)))
 
 
 def _text(findings: tuple[Finding, ...]) -> str:
-    """Return the decisive findings' codes in one line, then each finding in a line of its own."""
+    """Return the codes of all findings but notes in one line, then each finding in a line of its own."""
     decisive = [finding for finding in findings if finding.kind != "note"]
     codes = ", ".join(dict.fromkeys(finding.code for finding in decisive))
     places = ", ".join(dict.fromkeys(str(finding.gpu) for finding in decisive))
@@ -110,17 +109,17 @@ COMPARED = {
 """Key of a rank's ``gpu`` in the inventory -> what it is."""
 
 _MAY_BE_UNKNOWN = ("ecc", "mig")
-"""Some cards have neither. All of a fleet must still say the same."""
+"""Some cards have neither. Within a fleet the answer must still be the same."""
 
 _MOST_NAMED = 16
 
 
 def require_uniform(inventory: Sequence[Mapping[str, Any]]) -> None:
-    """Compare the GPUs of all ranks, and name the odd ones.
+    """Compare the GPUs of all ranks, and name those that differ.
 
     Raises:
-        HardwareFault: they differ; says in what, and which ranks have which value.
-        EnvironmentBroken: what is compared is not known of every rank.
+        HardwareFault: they differ; the message has each value and its ranks.
+        EnvironmentBroken: a value is unknown on a rank.
     """
     unknown, different = [], []
     odd: set[int] = set()

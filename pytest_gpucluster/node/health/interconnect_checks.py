@@ -1,8 +1,8 @@
 """Health checks of the interconnect and the node: NVLinks, NVSwitch fabric, and GPUs that are missing or not used.
 
-- NVLink: all links are up, and carry data without errors
-- NVSwitch: the Fabric Manager has taken this GPU into the fabric, and the fabric is well
-- node: it shows all of its GPUs, and the job uses them
+- NVLink: all links are up and without errors
+- NVSwitch: this GPU is registered with the Fabric Manager, and the fabric is healthy
+- node: NVML lists all of its GPUs, and the job uses them
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
-from pytest_gpucluster.node.health.snapshot import Node, Situation
+from pytest_gpucluster.node.health.snapshot import HealthSnapshot, Node
 from pytest_gpucluster.node.kernel_log import normalised
 from pytest_gpucluster.node.pci import PciGpu, State
 
@@ -30,55 +30,55 @@ MUST_NOT_GROW = (
     "link_recovery",
     "effective_errors",
 )
-"""Counters of NVLink 5 that must not grow while they are watched. Source: NVIDIA/DCGM, its health check of NVLink 5
+"""Counters of NVLink 5 that must not grow during the test. Source: NVIDIA/DCGM, its health check of NVLink 5
 error counters fails at one more within a minute."""
 
 _REMEDY = "run `nvidia-smi nvlink -e` again after a reset; if they come back, have GPU, baseboard or cable replaced"
 
 
-def check_nvlink(situation: Situation) -> Iterator[Finding]:
-    """Look at the links' states and error counters. With MIG on there are no links."""
-    if situation.mig_is_on:
+def check_nvlink(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    """Check the links' states and error counters. With MIG on there are no links."""
+    if snapshot.mig_is_on:
         return
-    before: Mapping[int, bool] | None = situation.before.get("nvlink.up")
+    before: Mapping[int, bool] | None = snapshot.before.get("nvlink.up")
     if before is not None:
-        told = situation.after.get("nvlink.up")
-        after = before if told is None else told  # a card that shows no link any more has lost them
-        yield from _states(situation, {link: up and after.get(link, False) for link, up in before.items()})
-    yield from _errors(situation)
+        later = snapshot.after.get("nvlink.up")
+        after = before if later is None else later  # a link that is no longer reported is down
+        yield from _states(snapshot, {link: up and after.get(link, False) for link, up in before.items()})
+    yield from _errors(snapshot)
 
 
-def switched_off(situation: Situation) -> bool:
-    """Tell whether this is the only GPU of its node and all its links are down.
+def switched_off(snapshot: HealthSnapshot) -> bool:
+    """Whether this is the only GPU of its node and all its links are down.
 
-    So are they by design where a hypervisor gives a single GPU of a board to a virtual machine. There is no other GPU
-    that they could reach. A container or cgroup shows a single GPU too, but the PCI bus shows the others, and so do the
-    other ranks of the node. Where the bus cannot be looked at, nobody knows, and nothing is excused.
+    That is by design where a hypervisor gives a single GPU of a board to a virtual machine: there is no peer. A
+    container or cgroup shows a single GPU too, but then the PCI bus, or other ranks of the node, show the others. Where
+    the bus cannot be read, this is unknown, and the result is False.
     """
-    states: Mapping[int, bool] = situation.before.get("nvlink.up") or {}
-    node = situation.node
+    states: Mapping[int, bool] = snapshot.before.get("nvlink.up") or {}
+    node = snapshot.node
     alone = node is not None and node.nvml_gpus == node.ranks == 1 and not (node.unlisted or node.bus_unreadable)
     return alone and not any(states.values())
 
 
-def _states(situation: Situation, states: Mapping[int, bool]) -> Iterator[Finding]:
+def _states(snapshot: HealthSnapshot, states: Mapping[int, bool]) -> Iterator[Finding]:
     down = [link for link, up in states.items() if not up]
     up = len(states) - len(down)
-    promised = situation.promise.nvlinks if situation.promise is not None else None
+    promised = snapshot.promise.nvlinks if snapshot.promise is not None else None
     found = f"{up} NVLinks are up" + (f"; down: {', '.join(map(str, down))}" if down else "")
     if promised is not None and up < promised:
-        alone = switched_off(situation)
-        yield situation.finding(
+        alone = switched_off(snapshot)
+        yield snapshot.finding(
             "nvlink_down",
             "note" if alone else "hardware",
             found + (", and this is the only GPU of its node" if alone else ""),
-            allowed=f"{promised}, as the {situation.sku} promises",
+            allowed=f"{promised}, as the data sheet of the {snapshot.sku} states",
             remedy="nothing, if a hypervisor has switched them off; else look at the Fabric Manager's log"
             if alone
             else "look at `nvidia-smi nvlink -s` and the Fabric Manager's log, then reset the GPUs of this node",
         )
     elif promised is None and down:
-        yield situation.finding(
+        yield snapshot.finding(
             "nvlink_bridges",
             "note",
             found,
@@ -87,16 +87,16 @@ def _states(situation: Situation, states: Mapping[int, bool]) -> Iterator[Findin
         )
 
 
-def _errors(situation: Situation) -> Iterator[Finding]:
-    before: Mapping[str, Mapping[int, int]] = situation.before.get("nvlink.errors") or {}
-    told: Mapping[str, Mapping[int, int]] | None = situation.after.get("nvlink.errors")
-    after = before if told is None else told
+def _errors(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    before: Mapping[str, Mapping[int, int]] = snapshot.before.get("nvlink.errors") or {}
+    later: Mapping[str, Mapping[int, int]] | None = snapshot.after.get("nvlink.errors")
+    after = before if later is None else later
     old = []
     for counter, links in after.items():
         grown = {link: count - before.get(counter, {}).get(link, 0) for link, count in links.items()}
         grown = {link: count for link, count in grown.items() if count > 0}
         if counter in ZERO_TOLERANCE and any(links.values()):
-            yield situation.finding(
+            yield snapshot.finding(
                 "nvlink_errors",
                 "hardware",
                 f"NVLink counter {counter} since the driver was loaded: {_by_link(links)}",
@@ -104,7 +104,7 @@ def _errors(situation: Situation) -> Iterator[Finding]:
                 remedy=_REMEDY,
             )
         elif counter in MUST_NOT_GROW and grown:
-            yield situation.finding(
+            yield snapshot.finding(
                 "nvlink_errors",
                 "hardware",
                 f"NVLink counter {counter} has grown during this test: {_by_link(grown)}",
@@ -114,11 +114,11 @@ def _errors(situation: Situation) -> Iterator[Finding]:
         elif any(links.values()):
             old.append(f"{counter}: {_by_link(links)}")
     if old:
-        yield situation.finding(
+        yield snapshot.finding(
             "nvlink_history",
             "note",
             f"NVLink counters that are not 0: {'; '.join(old)}",
-            allowed="anything that does not grow under load",
+            allowed="no growth under load",
             remedy="look at them again after the NCCL criteria (`nvidia-smi nvlink -e`)",
         )
 
@@ -130,16 +130,16 @@ def _by_link(counts: Mapping[int, int]) -> str:
 _LOG = "look at `systemctl status nvidia-fabricmanager` and /var/log/fabricmanager.log"
 
 
-def check_nvlink_fabric(situation: Situation) -> Iterator[Finding]:
-    """Hold state, status and health of the registration against completed, success and nothing wrong."""
-    fabric: Mapping[str, Any] | None = situation.before.get("fabric")
-    if situation.mig_is_on:
+def check_nvlink_fabric(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    """Check state, status and health of the registration with the Fabric Manager."""
+    fabric: Mapping[str, Any] | None = snapshot.before.get("fabric")
+    if snapshot.mig_is_on:
         return
     if fabric is None or fabric["state"] == "not supported":
-        yield from _not_told(situation)
+        yield from _fabric_missing(snapshot)
     elif fabric["state"] != "completed":
-        alone = switched_off(situation)
-        yield situation.finding(
+        alone = switched_off(snapshot)
+        yield snapshot.finding(
             "fabric_state",
             "note" if alone else "environment",
             f"the GPU's registration with the Fabric Manager is: {fabric['state']}",
@@ -147,7 +147,7 @@ def check_nvlink_fabric(situation: Situation) -> Iterator[Finding]:
             remedy="nothing, if a hypervisor has switched this GPU's links off" if alone else f"start it: {_LOG}",
         )
     elif fabric["status"] != "success":
-        yield situation.finding(
+        yield snapshot.finding(
             "fabric_status",
             "hardware",
             f"the GPU's registration with the Fabric Manager ended with: {fabric['status']}",
@@ -155,35 +155,35 @@ def check_nvlink_fabric(situation: Situation) -> Iterator[Finding]:
             remedy=f"{_LOG}, then reset all GPUs and switches of this node",
         )
     elif fabric["health"]:
-        yield situation.finding(
+        yield snapshot.finding(
             "fabric_health",
             "hardware",
-            f"NVML says of the fabric: {', '.join(fabric['health'])}",
-            allowed="nothing wrong with it",
+            f"NVML reports of the fabric: {', '.join(fabric['health'])}",
+            allowed="no health problem",
             remedy=f"{_LOG}, and have the link or the switch repaired",
         )
 
 
-def _not_told(situation: Situation) -> Iterator[Finding]:
-    promise = situation.promise
+def _fabric_missing(snapshot: HealthSnapshot) -> Iterator[Finding]:
+    promise = snapshot.promise
     if promise is None or not promise.nvswitch:
         return
-    switch_links = situation.before.get("nvlink.switch")
-    missing = situation.before.missing.get("fabric")
+    switch_links = snapshot.before.get("nvlink.switch")
+    missing = snapshot.before.missing.get("fabric")
     if missing is not None and missing.kind == "lost":
-        return  # the GPU is lost, which is told as what it is
-    why = missing.reason if missing else "NVML says that it is not supported"
+        return  # check_answers reports the lost GPU
+    why = missing.reason if missing else "NVML reports that it is not supported"
     if promise.fabric_state and switch_links:
-        yield situation.finding(
+        yield snapshot.finding(
             "fabric_state",
             "environment",
-            f"{switch_links} NVLinks lead to an NVSwitch, and the state of the fabric is not told: {why}",
+            f"{switch_links} NVLinks lead to an NVSwitch, and the state of the fabric is not reported: {why}",
             allowed="completed",
             remedy=f"update the driver; {_LOG}",
         )
         return
-    without = "no NVLink is known to lead to an NVSwitch" if promise.fabric_state else "not told on this GPU"
-    yield situation.finding(
+    without = "no NVLink is known to lead to an NVSwitch" if promise.fabric_state else "not reported on this GPU"
+    yield snapshot.finding(
         "fabric_unknown",
         "note",
         f"state of the Fabric Manager: {without} ({why})",
@@ -204,58 +204,58 @@ _KINDS: dict[State, tuple[Kind, str]] = {
 }
 
 
-def check_node(situation: Situation) -> Iterator[Finding]:
+def check_node(snapshot: HealthSnapshot) -> Iterator[Finding]:
     """Report GPUs on the PCI bus that NVML does not show, GPUs that do not answer, and GPUs without a rank."""
-    node = situation.node
+    node = snapshot.node
     if node is None:
         return
     if node.bus_unreadable:
-        yield situation.finding(
+        yield snapshot.finding(
             "pci_bus",
             "note",
-            f"the PCI bus cannot be looked at, so GPUs that have left it are not noticed: {node.bus_unreadable}",
+            f"the PCI bus cannot be read, so GPUs missing from NVML are not noticed: {node.bus_unreadable}",
             allowed="a bus that this job may read",
             remedy="compare `lspci | grep -i nvidia` on this host with `nvidia-smi -L`",
-            gpu=Identity(host=situation.gpu.host),
+            gpu=Identity(host=snapshot.gpu.host),
         )
     for gpu in node.unlisted:
-        yield _unlisted(situation, gpu)
+        yield _unlisted(snapshot, gpu)
     silent = node.nvml_gpus - node.answering
     named = sum(gpu.state in ("dead", "answers") for gpu in node.unlisted)
     if silent > named:
-        yield situation.finding(
+        yield snapshot.finding(
             "gpu_silent",
             "hardware",
             f"NVML counts {node.nvml_gpus} GPUs, and {silent} of them do not answer",
             allowed="every GPU answers",
             remedy="find them with `nvidia-smi` and `dmesg | grep -i xid`, and take the node out of service",
-            gpu=Identity(host=situation.gpu.host),
+            gpu=Identity(host=snapshot.gpu.host),
         )
-    yield from _unused(situation, node)
+    yield from _unused(snapshot, node)
 
 
-def _unlisted(situation: Situation, gpu: PciGpu) -> Finding:
+def _unlisted(snapshot: HealthSnapshot, gpu: PciGpu) -> Finding:
     kind, remedy = _KINDS[gpu.state]
     address = normalised(gpu.address)
-    xids = sorted({xid.code for xid in situation.kernel_log.xids() if address and xid.pci[:-2] == address[:-2]})
+    xids = sorted({xid.code for xid in snapshot.kernel_log.xids() if address and xid.pci[:-2] == address[:-2]})
     log = f"; Xids in the kernel log: {', '.join(map(str, xids))}" if xids else ""
-    return situation.finding(
+    return snapshot.finding(
         "gpu_not_listed",
         kind,
         f"the PCI bus shows a GPU that NVML does not: {gpu.detail}{log}",
         allowed="NVML shows every GPU of the node",
         remedy=remedy,
-        gpu=Identity(host=situation.gpu.host, pci=gpu.address),
+        gpu=Identity(host=snapshot.gpu.host, pci=gpu.address),
     )
 
 
-def _unused(situation: Situation, node: Node) -> Iterator[Finding]:
+def _unused(snapshot: HealthSnapshot, node: Node) -> Iterator[Finding]:
     if node.ranks < node.answering:
-        yield situation.finding(
+        yield snapshot.finding(
             "gpus_without_rank",
             "note",
-            f"{node.ranks} ranks on a node of {node.answering} GPUs: the others are not looked at",
+            f"{node.ranks} ranks on a node of {node.answering} GPUs: the others are not checked",
             allowed="one rank for each GPU, for a node to be accepted as a whole",
             remedy=f"start {node.answering} ranks on this node",
-            gpu=Identity(host=situation.gpu.host),
+            gpu=Identity(host=snapshot.gpu.host),
         )

@@ -1,9 +1,9 @@
-"""What monitors each test's body on this rank: the node's sampler, and the counters of GPU and node.
+"""Monitoring of each test's body on this rank: telemetry from the node's sampler, and fault counters of GPU and node.
 
-Every body is watched. A criterion's counters are taken before and after it: what has changed is recorded with its
-measurements, and what must never change (uncorrected memory errors, an Xid that demands action, a lost link) makes the
-test fail on the rank that has counted it. A counter without which the health of this kind of GPU cannot be judged, and
-which is not reported, is an error. Nothing here communicates with other ranks.
+Telemetry is taken during every body. A criterion's counters are read before and after it: changes are recorded with
+its measurements, and a counter that must never change (uncorrected memory errors, an Xid that demands action, a lost
+link) fails the test on the rank that read it. A required counter of this SKU that is not available is an error. Nothing
+here communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from pytest_gpucluster.node.health import counters, telemetry
 from pytest_gpucluster.node.health.counters import QUERIES, Changes, Counters, Sources
 from pytest_gpucluster.node.health.telemetry import INTERVAL_SECONDS, Link, NodeSampler, Window
 
-TAKING_SECONDS = 30.0
-"""Counters are read within milliseconds; a kernel log by journalctl takes seconds. What takes longer hangs."""
-
-Who = Mapping[str, Any]
+READ_SECONDS = 30.0
+"""Counters are read within milliseconds; a kernel log by journalctl takes seconds. A read that takes longer hangs."""
 
 
-def sources_of(node: Sequence[Who], rank: int) -> Sources:
-    """Return whom this rank asks for its counters. Tests put their own in the place of this.
+def sources_of(node: Sequence[Mapping[str, Any]], rank: int) -> Sources:
+    """Return the sources of this rank's counters. Tests replace it.
 
     Args:
-        node: what the ranks of this node have said of themselves (``inventory.identify``), this rank among them.
-        rank: of these.
+        node: inventory of this node's ranks (``inventory.identify``).
+        rank: this one of them.
     """
     if not any(who["rank"] == rank and who["gpu"] for who in node):
         return Sources.of(node, rank=rank)
@@ -44,25 +42,25 @@ def sources_of(node: Sequence[Who], rank: int) -> Sources:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which rank this is, and how it is watched."""
+    """Which rank this is, and how it is monitored."""
 
-    node: Sequence[Who]
+    node: Sequence[Mapping[str, Any]]
     rank: int
     sku: Callable[[], str | None]
-    """The kind of GPU, which says what must be told of it."""
+    """The SKU, which determines the required counters."""
     interval_seconds: Callable[[], float] = lambda: INTERVAL_SECONDS
-    looks_at_ports: bool = True
-    """Of local workers each is a world of its own, and the first rank of its node: one of them looks at the node's
-    ports, so that a link that goes down is one failure and not one of each GPU."""
+    reads_ports: bool = True
+    """Each local worker (pytest-xdist) takes itself for the first rank of its node: one of them reads the node's ports,
+    so that a link that goes down is one failure and not one for each GPU."""
 
     @property
-    def me(self) -> Who:
-        """What this rank has said of itself."""
+    def me(self) -> Mapping[str, Any]:
+        """This rank's inventory."""
         return next(who for who in self.node if who["rank"] == self.rank)
 
 
-class Accompaniment:
-    """This rank's part in it, for the whole session."""
+class RankMonitor:
+    """The monitoring of this rank, for the whole session."""
 
     def __init__(self) -> None:
         self._process: NodeSampler | None = None
@@ -73,27 +71,27 @@ class Accompaniment:
         self._sources: Sources | None = None
 
     def start(self) -> dict[str, Any]:
-        """Start this node's sampler; return what the other ranks of the node must be told (see :meth:`told`)."""
+        """Start this node's sampler; return how to reach it, for :meth:`use_sampler` on the node's ranks."""
         try:
             self._process = telemetry.start_sampler()
         except OSError as error:
             return {"address": None, "why_not": f"the node's sampler could not be started: {error}"}
         return {"address": self._process.address, "why_not": ""}
 
-    def told(self, sampler: Mapping[str, Any] | None) -> None:
-        """Take what :meth:`start` has returned, on this rank or on the node's first one."""
+    def use_sampler(self, sampler: Mapping[str, Any] | None) -> None:
+        """Use the sampler that :meth:`start` started, on this rank or on the node's first one."""
         if sampler is not None:
             self._address, self._why_not = sampler["address"], str(sampler["why_not"])
 
     def join(self, place: Place) -> None:
-        """Take this rank's place. Before the first test."""
+        """Set this rank's place. Call it before the first test."""
         self._place = place
 
     def window(self) -> Window:
         """Return a window on this rank's GPU, not yet open."""
         if self._link is not None and self._link.is_unseen and self._process is None:
             # Slurm's --gpus-per-task shows each rank its own GPU only, NVML's too: then each has a sampler of its own.
-            self.told(self.start())
+            self.use_sampler(self.start())
             self._link.close()
             self._link = None
         if self._link is None:
@@ -102,28 +100,28 @@ class Accompaniment:
             self._link = Link(self._address, gpu["uuid"] if gpu else None, interval, why_not=self._why_not)
         return self._link.window()
 
-    def company(self, *, counts: bool) -> Company:
-        """Return what goes along with one test. ``counts``: its counters are taken, as a criterion's are."""
-        sources = self._my_sources() if counts else None
-        return Company(window=self.window(), sources=sources, required=self._required if sources else tuple)
+    def test_monitor(self, *, counters: bool) -> TestMonitor:
+        """Return the monitor of one test. ``counters``: its counters are read, as a criterion's are."""
+        sources = self._own_sources() if counters else None
+        return TestMonitor(window=self.window(), sources=sources, required=self._required if sources else tuple)
 
     def close(self) -> None:
-        """Leave the sampler; end it, if this rank has started it."""
+        """Disconnect from the sampler; end it if this rank started it."""
         if self._link is not None:
             self._link.close()
         if self._process is not None:
             self._process.close()
             self._process = None
 
-    def _my_sources(self) -> Sources | None:
+    def _own_sources(self) -> Sources | None:
         if self._sources is None and self._place is not None:
             self._sources = sources_of(self._place.node, self._place.rank)
-            if not self._place.looks_at_ports:
+            if not self._place.reads_ports:
                 self._sources = self._sources.without_ports()
         return self._sources
 
     def _required(self) -> tuple[str, ...]:
-        """Return the counters without which this kind of GPU cannot be judged, as in the health criterion."""
+        """Return the counters that this SKU must have, as in the health criterion."""
         if self._place is None or not self._place.me["gpu"]:
             return ()
         promise = promise_of(self._place.sku())
@@ -131,90 +129,92 @@ class Accompaniment:
 
 
 @dataclass(kw_only=True)
-class Company:
-    """What goes along with one test's body: :meth:`begin` before it, :meth:`end` after it, however it ends.
+class TestMonitor:
+    """The monitoring of one test: :meth:`begin` before its body, :meth:`end` after it, however it ends.
 
     Neither raises. Both wait a bounded time.
     """
 
+    __test__ = False  # pytest must not collect it
+
     window: Window
     sources: Sources | None
     required: Callable[[], Sequence[str]]
-    taking_seconds: float = TAKING_SECONDS
+    read_seconds: float = READ_SECONDS
     telemetry: Mapping[str, Any] = field(default_factory=dict)
-    """What the GPU did during the body, and what has changed; nothing where there is no GPU and no change."""
+    """Telemetry and changed counters of the body; empty where there is no GPU and no change."""
     fault: HardwareFault | None = None
     _problem: EnvironmentBroken | None = None
     _before: Counters | str | None = None
     _is_open: bool = False
 
     def begin(self) -> None:
-        """Take the counters, then begin to watch."""
+        """Read the counters, then open the telemetry window."""
         if self.sources is not None:
-            self._before = self._take(self.sources)
+            self._before = self._read(self.sources)
         self.window.__enter__()
         self._is_open = True
 
     def end(self) -> None:
-        """Stop watching, then take the counters again. Once; further calls do nothing."""
+        """Close the telemetry window, then read the counters again. Further calls do nothing."""
         if not self._is_open:
             return
         self._is_open = False
         self.window.__exit__(None, None, None)
-        told = self.window.summary()
+        telemetry = self.window.summary()
         if self.sources is not None:
-            told |= self._compare(self._take(self.sources))
-        self.telemetry = told
+            telemetry |= self._compare(self._read(self.sources))
+        self.telemetry = telemetry
 
-    def require_well(self) -> None:
-        """Raise what the counters say of the body that has just passed.
+    def require_healthy(self) -> None:
+        """Raise the fault that the counters show for this body.
 
         Raises:
-            HardwareFault: something has been counted that must not be; each finding names GPU or host.
-            EnvironmentBroken: a counter that must be told is not.
+            HardwareFault: a counter grew that must not; each finding names GPU or host.
+            EnvironmentBroken: a required counter is not available.
         """
         problem = self.fault or self._problem
         if problem is not None:
             raise problem
 
     def require_no_fault(self) -> None:
-        """Raise a fault of the hardware that was counted during a body that decides nothing itself, such as a skip.
+        """Raise a hardware fault counted during a body without a verdict of its own, such as a skip.
 
         Raises: HardwareFault.
         """
         if self.fault is not None:
             raise self.fault
 
-    def beside(self, measured: Sequence[Measurement]) -> list[Measurement]:
-        """Return the measurements with what has changed beside each: it may explain the value."""
+    def annotate(self, measured: Sequence[Measurement]) -> list[Measurement]:
+        """Return the measurements, each with the changed counters, which may explain its value."""
         changed = self.telemetry.get("counters")
         if not changed:
             return list(measured)
         return [replace(one, telemetry={**one.telemetry, "counters": changed}) for one in measured]
 
-    def _take(self, sources: Sources) -> Counters | str:
-        """Take the counters in another thread, or return why they cannot be: a driver that hangs must not hang this."""
-        taken: list[Counters | str] = []
+    def _read(self, sources: Sources) -> Counters | str:
+        """Read the counters in another thread, for a driver may hang; return the reason where that fails."""
+        results: list[Counters | str] = []
 
-        def take() -> None:
+        def read() -> None:
             try:
-                taken.append(counters.take(sources))
-            except Exception as error:  # whatever a driver or a file system comes up with; it is told
-                taken.append(f"{type(error).__name__}: {error}")
+                results.append(counters.read(sources))
+            except Exception as error:  # drivers and file systems fail in many ways; the message is reported
+                results.append(f"{type(error).__name__}: {error}")
 
-        thread = threading.Thread(target=take, name="gpucluster-counters", daemon=True)
+        thread = threading.Thread(target=read, name="gpucluster-counters", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
             return str(error)
-        thread.join(self.taking_seconds)
-        return taken[0] if taken else f"no answer within {self.taking_seconds:g} s"
+        thread.join(self.read_seconds)
+        return results[0] if results else f"no answer within {self.read_seconds:g} s"
 
     def _compare(self, after: Counters | str) -> dict[str, Any]:
-        """Hold the counters against those before; return what goes on record."""
-        for when, taken in (("before", self._before), ("after", after)):
-            if not isinstance(taken, Counters):
-                missing = f"the counters could not be taken {when} the test: {taken}"
+        """Compare the counters with those before; return what is recorded."""
+        for when, result in (("before", self._before), ("after", after)):
+            if not isinstance(result, Counters):
+                missing = f"the counters could not be read {when} the test: {result}"
                 if self.required():
                     self._problem = EnvironmentBroken(f"{missing}\nwhat to do: look at `nvidia-smi -q` on this host")
                 return {"counters_not_available": {"all": missing}}
@@ -222,10 +222,10 @@ class Company:
         assert isinstance(after, Counters)
         found = counters.changes(self._before, after)
         self._judge(found)
-        told = {"counters": _plain(found), "counter_notes": list(found.notes)}
-        if self.sources is not None and self.sources.has_gpu:  # a rehearsal lacks nothing
-            told |= {"counters_not_available": dict(found.missing)}
-        return {key: value for key, value in told.items() if value}
+        record = {"counters": _plain(found), "counter_notes": list(found.notes)}
+        if self.sources is not None and self.sources.has_gpu:  # a rehearsal on cpu needs no counters
+            record |= {"counters_not_available": dict(found.missing)}
+        return {key: value for key, value in record.items() if value}
 
     def _judge(self, found: Changes) -> None:
         try:
@@ -237,10 +237,10 @@ class Company:
         if lacking:
             where = f" on {self.sources.gpu}" if self.sources is not None else ""
             self._problem = EnvironmentBroken(
-                f"NVML does not tell {lacking[0]}{where}: {found.missing[lacking[0]]}; whether it has changed during"
-                " this test is not known, and must be"
+                f"NVML does not report {lacking[0]}{where}: {found.missing[lacking[0]]}; it is unknown whether it"
+                " changed during this test"
                 + "".join(f"\n- {query}: {found.missing[query]}" for query in lacking)
-                + "\nwhat to do: as for the criterion gpu.health, which asks for the same"
+                + "\nwhat to do: as for the criterion gpu.health, which requires the same"
             )
 
 

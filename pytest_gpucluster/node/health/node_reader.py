@@ -1,10 +1,10 @@
 """Reads a node's state: the reader process as its parent sees it, one sample of a GPU, and the host's load.
 
-The process is :mod:`pytest_gpucluster.node.health.node_reader_process`; its parent never waits for it. Asking NVML in a
-process of its own has two reasons: a driver that hangs hangs there, and a measuring process never shares an interpreter
-with the questions.
+The process is :mod:`pytest_gpucluster.node.health.node_reader_process`; its parent never waits for it. NVML is
+queried in a process of its own for two reasons: a driver that hangs hangs there, and a measuring process never shares
+an interpreter with the queries.
 
-A sample of a GPU (NVML) is in plain JSON types: each figure, or why there is none. The host's load is from /proc: load,
+A sample of a GPU (NVML) is in plain JSON types: each value, or why there is none. The host's load is from /proc: load,
 the time its CPUs have spent, memory.
 """
 
@@ -23,27 +23,27 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.node.health.telemetry import QUERIES as OF_TELEMETRY
+from pytest_gpucluster.node.health.telemetry import QUERIES as TELEMETRY_QUERIES
 from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.nvml import NotAvailable
-from pytest_gpucluster.node.processes import Who, who_is
+from pytest_gpucluster.node.processes import Process, find_process
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.node.health.node_reader_process")
-"""What is started. A test puts its own in the place, with GPUs that are not there."""
+"""The command line. Tests replace it by one with simulated GPUs."""
 
 _END_SECONDS = 1.0
 
 
 class NodeReader:
-    """Starts the process, and hands over each thing that it tells, in a thread of its own.
+    """Starts the process, and hands over each of its lines, in a thread of its own.
 
     Args:
         take: called with each line, and with ``{"ended": exit code}`` when the process has ended on its own.
-        interval_seconds: from one look to the next.
-        few: only the figures of GPUs that a glance beside a measurement needs.
+        interval_seconds: from one sample to the next.
+        few: only the keys ``FEW`` of GPUs, for use during a measurement.
 
     Raises:
-        OSError: no process, or no thread, can be started.
+        OSError: no process or thread can be started.
     """
 
     def __init__(
@@ -67,23 +67,23 @@ class NodeReader:
             raise OSError(f"{error}") from error
 
     def close(self) -> None:
-        """End it. It writes nothing but what it tells, so it can be ended at any moment."""
+        """Kill it. It writes no files, so it can be killed at any moment."""
         self._is_closing = True
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: it is gone when that answers
+        with contextlib.suppress(subprocess.TimeoutExpired):  # blocked in the driver: it exits when that answers
             self._process.wait(timeout=_END_SECONDS)
-        self._process.returncode = self._process.returncode or 0  # no warning about it, either
+        self._process.returncode = self._process.returncode or 0  # so that subprocess warns of no running child
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
                 try:
-                    told = json.loads(line)
+                    sample = json.loads(line)
                 except ValueError:
                     continue  # the last line of a process that was killed
-                if isinstance(told, dict):  # a driver's library may print what it likes
-                    self._take(told)
+                if isinstance(sample, dict):  # a driver's library may print other text
+                    self._take(sample)
         if not self._is_closing:
             self._take({"ended": self._process.wait()})
 
@@ -92,42 +92,46 @@ PROCESSES, NVLINK = "processes", "nvlink_bytes"
 
 QUERIES: Mapping[str, str] = MappingProxyType(
     {
-        "utilization_percent": OF_TELEMETRY["utilization_percent"],
+        "utilization_percent": TELEMETRY_QUERIES["utilization_percent"],
         "memory_used_bytes": "memory.used",
         "memory_total_bytes": "memory.total",
-        "temperature_celsius": OF_TELEMETRY["temperature_celsius"],
-        "power_watts": OF_TELEMETRY["power_watts"],
+        "temperature_celsius": TELEMETRY_QUERIES["temperature_celsius"],
+        "power_watts": TELEMETRY_QUERIES["power_watts"],
         "power_limit_watts": "power.limit",
-        "sm_clock_mhz": OF_TELEMETRY["sm_clock_mhz"],
-        "memory_clock_mhz": OF_TELEMETRY["memory_clock_mhz"],
-        "throttle": OF_TELEMETRY["throttle"],
+        "sm_clock_mhz": TELEMETRY_QUERIES["sm_clock_mhz"],
+        "memory_clock_mhz": TELEMETRY_QUERIES["memory_clock_mhz"],
+        "throttle": TELEMETRY_QUERIES["throttle"],
         NVLINK: "nvlink.bytes",
         PROCESSES: "processes",
     }
 )
-"""Key of a look -> NVML query. What each is in is in its name."""
+"""Key of a sample -> NVML query. The key has the unit."""
 
 FEW = ("utilization_percent", "memory_used_bytes", "memory_total_bytes", "temperature_celsius", "power_watts")
-"""What is asked beside a measurement, where each question counts."""
+"""Keys that are read during a measurement, where each query costs."""
 
 
 class Reader(Protocol):
-    """What is needed of ``nvml.Nvml``."""
+    """The part of ``nvml.Nvml`` that is used here."""
 
     def read(self, uuid: str, query: str) -> Any:
-        """Return the answer to one query. Raises: NotAvailable if this GPU or driver has none."""
+        """Return the value of one query. Raises: NotAvailable if this GPU or driver has none."""
 
 
 def sample_gpu(
-    nvml: Reader, uuid: str, keys: Collection[str] = tuple(QUERIES), *, who: Callable[[int], Who] = who_is
+    nvml: Reader,
+    uuid: str,
+    keys: Collection[str] = tuple(QUERIES),
+    *,
+    find_process: Callable[[int], Process] = find_process,
 ) -> dict[str, Any]:
-    """Ask a GPU for ``keys`` of :data:`QUERIES`.
+    """Read ``keys`` of :data:`QUERIES` from a GPU.
 
     Returns:
-        ``uuid``; each key with its value; ``not_available``, the other keys, each with the reason; ``lost``, what NVML
-        said where it cannot reach the GPU any more, else "". Nothing that NVML does raises.
+        ``uuid``; each key with its value; ``not_available``, the other keys, each with the reason; ``lost``, NVML's
+        message where the GPU is lost, else "". No error of NVML is raised.
     """
-    told: dict[str, Any] = {"uuid": uuid}
+    sample: dict[str, Any] = {"uuid": uuid}
     missing: dict[str, str] = {}
     lost = ""
     for key in keys:
@@ -135,44 +139,44 @@ def sample_gpu(
             missing[key] = lost
             continue
         try:
-            told[key] = _plain(key, nvml.read(uuid, QUERIES[key]), who)
+            sample[key] = _plain(key, nvml.read(uuid, QUERIES[key]), find_process)
         except NotAvailable as error:
             missing[key] = str(error) or "not available"
             lost = missing[key] if error.kind == "lost" else ""
-        except Exception as error:  # whatever a binding or a driver comes up with; what is lost is named
+        except Exception as error:  # bindings and drivers fail in many ways; the reason is reported
             missing[key] = f"{type(error).__name__}: {error}"
-    return {**told, "not_available": missing, "lost": lost}
+    return {**sample, "not_available": missing, "lost": lost}
 
 
-def _plain(key: str, value: Any, who: Callable[[int], Who]) -> Any:
-    """Return a value as it is told.
+def _plain(key: str, value: Any, find_process: Callable[[int], Process]) -> Any:
+    """Return a value in plain JSON types.
 
     Raises:
-        ValueError: NVML gave something else than it should.
+        ValueError: NVML returned a value of another type.
     """
     if key == "throttle":
-        return [str(name) for name in value if name != "gpu_idle"]  # an idle GPU is held down by its idleness
+        return [str(name) for name in value if name != "gpu_idle"]  # the reason of every idle GPU
     if key == NVLINK:
         return {way: int(value[way]) for way in ("sent", "received")}
     if key == PROCESSES:
-        return [_process(who(int(pid)), memory) for pid, memory in value]
+        return [_process(find_process(int(pid)), memory) for pid, memory in value]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"NVML gave {value!r:.60}")
     return value
 
 
-def _process(who: Who, memory_bytes: int | None) -> dict[str, Any]:
+def _process(process: Process, memory_bytes: int | None) -> dict[str, Any]:
     return {
-        "pid": who.pid,
-        "user": who.user or None,
-        # Foreign text, and it is on its way to a terminal; how it is made visible there is not decided here.
-        "command": who.command if who.known else None,
+        "pid": process.pid,
+        "user": process.user or None,
+        # Untrusted text: what shows it must make it safe for a terminal.
+        "command": process.command if process.known else None,
         "memory_bytes": memory_bytes,
     }
 
 
 def read_host_load(tree: Tree) -> dict[str, Any]:
-    """Read what the kernel tells; what it does not is None.
+    """Read the load of the host; None for what the kernel does not report.
 
     Returns:
         ``load``: runnable tasks, averaged over 1, 5 and 15 minutes; ``cpus`` that run; ``busy_ticks`` and

@@ -1,6 +1,6 @@
-"""The process that reads a node for the program that started it, and writes what it reads to its standard output.
+"""The process that reads a node for the program that started it, and writes samples to its standard output.
 
-Each line is a JSON object, and states one thing with the time of the monotonic clock at which it was read:
+Each line is a JSON object with one sample and the time of the monotonic clock at which it was read:
 
     {"nvml": {"driver": "580.65.06", "gpus": [{"index": 0, "uuid": "GPU-...", "name": "NVIDIA H100"}]}, "at": 12.3}
     {"nvml": {"why_not": "NVML is not available: ..."}, "at": 12.3}
@@ -8,8 +8,8 @@ Each line is a JSON object, and states one thing with the time of the monotonic 
     {"host": {"load": [1.0, 0.9, 0.8], ...}, "at": 12.4}
     {"ports": [{"name": "mlx5_0/1", ...}], "why_not": "", "at": 12.4}
 
-One thread asks NVML, another reads the kernel's files: where NVML hangs, the other goes on, and the reader of the lines
-sees by their times what has become old. The process exits with its parent, and when its output is no longer read.
+One thread queries NVML, another reads the kernel's files: where NVML hangs, the other continues, and the reader of the
+lines sees by their times which samples are old. The process exits with its parent, and when its output is closed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pytest_gpucluster.node.health.sampler_process import wait_for_end
 from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.nvml import NvmlGpu, PyNvml
 
-Say = Callable[[Mapping[str, Any]], None]
+Write = Callable[[Mapping[str, Any]], None]
 
 
 class Nvml(node_reader.Reader, Protocol):
-    """What is needed of ``nvml.Nvml``."""
+    """The part of ``nvml.Nvml`` that is used here."""
 
     def driver_version(self) -> str:
         """Return the version of the driver."""
@@ -47,25 +47,25 @@ class Nvml(node_reader.Reader, Protocol):
         """Look a GPU up; None where NVML does not know it."""
 
 
-def read_gpus(open_nvml: Callable[[], Nvml], say: Say, interval_seconds: float, keys: Collection[str]) -> None:
-    """Tell of all GPUs, round after round, until nobody listens."""
+def read_gpus(open_nvml: Callable[[], Nvml], write: Write, interval_seconds: float, keys: Collection[str]) -> None:
+    """Write samples of all GPUs, round after round."""
     try:
         nvml = open_nvml()
         uuids = nvml.uuids()
-        say({"nvml": {"driver": nvml.driver_version(), "gpus": [_gpu(nvml, *gpu) for gpu in enumerate(uuids)]}})
+        write({"nvml": {"driver": nvml.driver_version(), "gpus": [_gpu(nvml, *gpu) for gpu in enumerate(uuids)]}})
     except EnvironmentBroken as error:
-        say({"nvml": {"why_not": str(error)}})
+        write({"nvml": {"why_not": str(error)}})
         return
-    except Exception as error:  # whatever a binding or a driver comes up with: silence would look like a hang
-        say({"nvml": {"why_not": f"NVML failed: {type(error).__name__}: {error}"}})
+    except Exception as error:  # bindings and drivers fail in many ways; without a line it would look like a hang
+        write({"nvml": {"why_not": f"NVML failed: {type(error).__name__}: {error}"}})
         return
-    there = [uuid for uuid in uuids if uuid is not None]
-    while there:
+    answering = [uuid for uuid in uuids if uuid is not None]
+    while answering:
         begin = time.monotonic()
-        for uuid in there:
-            say({"gpu": node_reader.sample_gpu(nvml, uuid, keys)})
+        for uuid in answering:
+            write({"gpu": node_reader.sample_gpu(nvml, uuid, keys)})
         spent = time.monotonic() - begin
-        # Every call serialises with the driver's other work: at least half of the time nothing is asked.
+        # Every call serialises with the driver's other work: at least half of the time there is none.
         time.sleep(max(interval_seconds - spent, spent))
 
 
@@ -79,13 +79,13 @@ def _gpu(nvml: Nvml, index: int, uuid: str | None) -> Mapping[str, Any]:
     }
 
 
-def read_host(tree: Tree, say: Say, interval_seconds: float) -> None:
-    """Tell of the host and its ports, round after round, until nobody listens."""
+def read_host(tree: Tree, write: Write, interval_seconds: float) -> None:
+    """Write samples of the host and its ports, round after round."""
     while True:
         begin = time.monotonic()
-        say({"host": node_reader.read_host_load(tree)})
+        write({"host": node_reader.read_host_load(tree)})
         adapters = infiniband.read(tree.path("/sys"), gids=False, only_bytes=True)
-        say({"ports": [_port(port) for port in adapters.ports], "why_not": adapters.why_not})
+        write({"ports": [_port(port) for port in adapters.ports], "why_not": adapters.why_not})
         time.sleep(max(0.0, interval_seconds - (time.monotonic() - begin)))
 
 
@@ -99,12 +99,12 @@ def _port(port: infiniband.Port) -> Mapping[str, Any]:
     }
 
 
-def speaker(descriptor: int) -> Say:
-    """Return what writes lines, each in one piece, from any thread; when nobody reads them the process ends."""
+def line_writer(descriptor: int) -> Write:
+    """Return a function that writes whole lines from any thread; it exits the process when nothing reads them."""
     lock = threading.Lock()
 
-    def say(told: Mapping[str, Any]) -> None:
-        line = json.dumps({**told, "at": time.monotonic()}).encode() + b"\n"
+    def write(sample: Mapping[str, Any]) -> None:
+        line = json.dumps({**sample, "at": time.monotonic()}).encode() + b"\n"
         with lock:
             try:
                 while line:
@@ -112,23 +112,23 @@ def speaker(descriptor: int) -> Say:
             except OSError:
                 os._exit(0)
 
-    return say
+    return write
 
 
 def main(open_nvml: Callable[[], Nvml] = PyNvml, tree: Tree | None = None) -> NoReturn:
     """Run as the reader process."""
     detached_process.shield()
-    parser = argparse.ArgumentParser(description="The reader of a node. It is started by what shows it, not by hand.")
+    parser = argparse.ArgumentParser(description="The reader of a node, started by gpucluster node watch, not by hand.")
     parser.add_argument("--interval", type=float, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--few", action="store_true")
     options = parser.parse_args()
-    say = speaker(sys.stdout.fileno())
+    write = line_writer(sys.stdout.fileno())
     keys = node_reader.FEW if options.few else tuple(node_reader.QUERIES)
     # The main thread only waits: NVML may hang in any other one, and the process still ends with its parent.
-    threading.Thread(target=read_gpus, args=(open_nvml, say, options.interval, keys), daemon=True).start()
+    threading.Thread(target=read_gpus, args=(open_nvml, write, options.interval, keys), daemon=True).start()
     if not options.few:
-        threading.Thread(target=read_host, args=(tree or Tree(), say, options.interval), daemon=True).start()
+        threading.Thread(target=read_host, args=(tree or Tree(), write, options.interval), daemon=True).start()
     wait_for_end(options.parent)
     os._exit(0)
 

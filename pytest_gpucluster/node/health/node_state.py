@@ -1,4 +1,4 @@
-"""What is known of a node at a moment: the latest look at each part with its age, and rates from two looks."""
+"""The state of a node: the latest sample of each part with its age, and rates from the last two samples."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 from pytest_gpucluster.node.health.node_reader import NVLINK
 
 STALE_INTERVALS, STALE_SECONDS = 3.0, 3.0
-"""What is older than so many intervals, and than so many seconds, is called stale: a busy machine may be late once."""
+"""A part older than both is stale: a busy machine may be late once."""
 
 
 @dataclass
 class _Latest:
-    """The last look at one part, and the one before."""
+    """The last sample of one part, and the one before."""
 
     at: float
-    told: Mapping[str, Any]
+    values: Mapping[str, Any]
     before: tuple[float, Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of the node. ``told`` is what was read last, ``rates`` bytes per second or ticks since the look before;
+    """One part of the node. ``values`` is the last sample, ``rates`` are per second since the sample before;
     ``age_seconds`` is None where it was never read."""
 
-    told: Mapping[str, Any]
+    values: Mapping[str, Any]
     rates: Mapping[str, float] = field(default_factory=dict)
     age_seconds: float | None = None
     is_stale: bool = False
@@ -36,17 +36,17 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """All that is known. ``gpus`` are in NVML's order.
+    """The state of all parts. ``gpus`` are in NVML's order.
 
     Attributes:
-        gpus: ``told`` has ``index``, ``uuid``, ``name``, ``pci_bus_id`` and what ``gpu_glance`` reads.
-        driver: its version; None if NVML has not said it.
+        gpus: ``values`` has ``index``, ``uuid``, ``name``, ``pci_bus_id`` and those of ``node_reader.sample_gpu``.
+        driver: its version; None if NVML has not reported it.
         why_no_gpus: why there is none; "" if there is one, or if NVML has not answered yet.
-        silent_seconds: how long NVML has not said anything at all, not even which GPUs there are; else None.
-        host: what ``host_load`` reads; ``busy_ratio`` is among its rates.
-        ports: ``told`` has what the reader says of a port.
-        why_no_ports: why none is seen.
-        problem: what is wrong with the reader itself; "" if nothing is.
+        silent_seconds: how long NVML has not answered at all, not even with the list of GPUs; else None.
+        host: those of ``node_reader.read_host_load``; ``busy_ratio`` is among its rates.
+        ports: the values of ``node_reader_process`` for each port.
+        why_no_ports: why there is none.
+        problem: of the reader itself; "" if there is none.
     """
 
     gpus: tuple[Part, ...]
@@ -60,11 +60,11 @@ class Node:
 
 
 class NodeState:
-    """Takes what the reader says, from its thread, and tells what is known, to any other.
+    """Takes the reader's lines from its thread, and gives the current state to any other thread.
 
     Args:
-        interval_seconds: how often the reader looks.
-        only: indices of the GPUs to tell of; None: all.
+        interval_seconds: of the reader.
+        only: indices of the GPUs to include; None: all.
         uuids: the same by UUID.
         now: seconds of the monotonic clock, which the reader uses too.
     """
@@ -89,30 +89,32 @@ class NodeState:
         self._why_no_ports = ""
         self._problem = ""
 
-    def take(self, told: Mapping[str, Any]) -> None:
+    def take(self, line: Mapping[str, Any]) -> None:
         """Take one line of the reader."""
         with self._condition:
-            at = float(told.get("at", self._now()))
-            if "nvml" in told:
-                self._nvml = told["nvml"]
-            elif "gpu" in told:
-                _renew(self._gpus, str(told["gpu"]["uuid"]), at, told["gpu"])
-            elif "host" in told:
-                before = None if self._host is None else (self._host.at, self._host.told)
-                self._host = _Latest(at, told["host"], before)
-            elif "ports" in told:
-                self._port_names = [str(port["name"]) for port in told["ports"]]
-                self._why_no_ports = str(told["why_not"])
-                for port in told["ports"]:
+            at = float(line.get("at", self._now()))
+            if "nvml" in line:
+                self._nvml = line["nvml"]
+            elif "gpu" in line:
+                _renew(self._gpus, str(line["gpu"]["uuid"]), at, line["gpu"])
+            elif "host" in line:
+                before = None if self._host is None else (self._host.at, self._host.values)
+                self._host = _Latest(at, line["host"], before)
+            elif "ports" in line:
+                self._port_names = [str(port["name"]) for port in line["ports"]]
+                self._why_no_ports = str(line["why_not"])
+                for port in line["ports"]:
                     _renew(self._ports, str(port["name"]), at, port)
-            elif "ended" in told:
-                self._problem = f"what reads this node has ended (exit code {told['ended']}): nothing here is new"
+            elif "ended" in line:
+                self._problem = (
+                    f"the process that reads this node exited with code {line['ended']}: these values are old"
+                )
             self._condition.notify_all()
 
-    def wait(self, looks: int, seconds: float) -> None:
-        """Wait until every part has been read so many times (1 or 2), but not longer than so many seconds."""
+    def wait(self, samples: int, seconds: float) -> None:
+        """Wait up to ``seconds`` until every part has been read ``samples`` times (1 or 2)."""
 
-        def is_there() -> bool:
+        def is_complete() -> bool:
             if self._problem:
                 return True
             if self._nvml is None or self._host is None:
@@ -121,25 +123,25 @@ class NodeState:
             if not known <= set(self._gpus):
                 return False
             parts = [self._host, *self._gpus.values(), *(self._ports[name] for name in self._port_names)]
-            return looks < 2 or all(part.before is not None for part in parts)
+            return samples < 2 or all(part.before is not None for part in parts)
 
         with self._condition:
-            self._condition.wait_for(is_there, seconds)
+            self._condition.wait_for(is_complete, seconds)
 
     def unknown(self) -> list[int]:
-        """Return those of the asked GPUs that NVML does not have; nothing as long as it has not told which it has."""
+        """Return the wanted GPUs that NVML does not list; none before it has listed its GPUs."""
         with self._condition:
             if self._nvml is None or "gpus" not in self._nvml or self._only is None:
                 return []
             return sorted(set(self._only) - {int(gpu["index"]) for gpu in self._nvml["gpus"]})
 
     def listed(self) -> list[Mapping[str, Any]]:
-        """Return what NVML has listed: ``index``, ``uuid`` and ``name`` of each GPU."""
+        """Return ``index``, ``uuid`` and ``name`` of each GPU that NVML listed."""
         with self._condition:
             return list((self._nvml or {}).get("gpus", ()))
 
     def node(self) -> Node:
-        """Return what is known now."""
+        """Return the current state."""
         with self._condition:
             now = self._now()
             nvml = self._nvml or {}
@@ -166,7 +168,7 @@ class NodeState:
 
     def _gpu(self, gpu: Mapping[str, Any], now: float) -> Part:
         if gpu["uuid"] is None:
-            return Part(told={**gpu, "not_available": {}, "lost": "it is counted by NVML, and does not answer"})
+            return Part(values={**gpu, "not_available": {}, "lost": "NVML counts it, and it does not answer"})
         return self._part(self._gpus.get(gpu["uuid"]), gpu, now, _gpu_rates)
 
     def _part(
@@ -177,22 +179,24 @@ class NodeState:
         rates: Callable[[float, Mapping[str, Any], Mapping[str, Any]], dict[str, float]],
     ) -> Part:
         if latest is None:
-            return Part(told={"not_available": {}, "lost": "", **known}, is_stale=now - self._began > self._stale_after)
+            return Part(
+                values={"not_available": {}, "lost": "", **known}, is_stale=now - self._began > self._stale_after
+            )
         age = max(0.0, now - latest.at)
         found: dict[str, float] = {}
         if latest.before is not None and latest.at > latest.before[0]:
-            found = rates(latest.at - latest.before[0], latest.before[1], latest.told)
+            found = rates(latest.at - latest.before[0], latest.before[1], latest.values)
         is_stale = age > self._stale_after
-        return Part(told={**latest.told, **known}, rates=found, age_seconds=age, is_stale=is_stale)
+        return Part(values={**latest.values, **known}, rates=found, age_seconds=age, is_stale=is_stale)
 
 
-def _renew(kept: dict[str, _Latest], name: str, at: float, told: Mapping[str, Any]) -> None:
-    before = kept.get(name)
-    kept[name] = _Latest(at, told, None if before is None else (before.at, before.told))
+def _renew(samples: dict[str, _Latest], name: str, at: float, values: Mapping[str, Any]) -> None:
+    before = samples.get(name)
+    samples[name] = _Latest(at, values, None if before is None else (before.at, before.values))
 
 
 def growth(seconds: float, before: Any, after: Any) -> float | None:
-    """Return how much a counter grows in a second; None if it cannot be told, such as after it began anew."""
+    """Return the growth of a counter per second; None where it is unknown, such as after a reset."""
     if not isinstance(before, (int, float)) or not isinstance(after, (int, float)) or after < before or seconds <= 0:
         return None
     return (after - before) / seconds

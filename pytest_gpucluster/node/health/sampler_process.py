@@ -1,13 +1,13 @@
-"""What the node's sampler process does: read each GPU that a rank of the node has named, while a window of it is open.
+"""The node's sampler process: it reads each GPU that a rank of the node named, while a window on it is open.
 
 A rank's messages, each a JSON object and a packet of its own:
 
-    {"gpu": "GPU-1f2e...", "interval": 0.1}     first: which GPU is its own, and how often it is read
-    {"open": 7, "at": 12.3, "forget": [5, 6]}   window 7 opens, at a time of the monotonic clock; 5 and 6 are done with
+    {"gpu": "GPU-1f2e...", "interval": 0.1}     first: its GPU, and how often it is read
+    {"open": 7, "at": 12.3, "forget": [5, 6]}   window 7 opens, at a time of the monotonic clock; 5 and 6 are deleted
     {"close": 7, "at": 15.4, "request": 12}     it closes; the answer is {"request": 12, "summary": {...}}
 
-An answer has ``"unseen": true`` too where NVML does not know the GPU here: a launcher may show each rank its own only.
-What cannot be obeyed is answered by {"failure": "why"}, and the connection is closed.
+An answer has ``"unseen": true`` too where NVML does not list the GPU here: a launcher may show each rank its own only.
+An invalid message is answered by {"failure": "why"}, and the connection is closed.
 
 A thread serves each rank and another one reads the GPUs, so that each rank is answered while NVML hangs. The process
 exits with its parent.
@@ -38,7 +38,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Nvml(Reader, Protocol):
-    """What is needed of ``nvml.Nvml``."""
+    """The part of ``nvml.Nvml`` that is used here."""
 
     def find(self, uuid: str) -> Any:
         """Look a GPU up; None where NVML does not know it."""
@@ -56,14 +56,14 @@ class Node:
         self._why_not = ""
 
     def open(self) -> None:
-        """Open NVML. Where there is no driver, every window says so."""
+        """Open NVML. Where that fails, every window has the reason."""
         try:
             self._nvml = self._open_nvml()
         except EnvironmentBroken as error:
             self._why_not = str(error)
 
     def sampler(self, uuid: str, interval_seconds: float) -> GpuSampler:
-        """Return the sampler of a GPU. The first rank says how often GPUs are read; the others say the same."""
+        """Return the sampler of a GPU. The first rank's interval counts; the others send the same."""
         with self._lock:
             self._pace = self._pace or Pace(interval_seconds)
             if uuid not in self._samplers:
@@ -71,12 +71,12 @@ class Node:
             return self._samplers[uuid]
 
     def sees(self, uuid: str) -> bool:
-        """Tell whether NVML knows a GPU here; also where it knows none at all, which another process could not help."""
+        """Whether NVML lists a GPU here; also True without NVML, where another process would not help."""
         return self._nvml is None or self._nvml.find(uuid) is not None
 
 
-class Visit:
-    """The conversation with one rank."""
+class RankConnection:
+    """The connection of one rank."""
 
     def __init__(self, node: Node, channel: socket.socket) -> None:
         self._node = node
@@ -86,28 +86,28 @@ class Visit:
         self._windows: dict[int, GpuWindow] = {}
 
     def serve(self) -> None:
-        """Obey until the rank hangs up, or says something that no rank says."""
+        """Serve requests until the rank disconnects or sends an invalid message."""
         try:
             while packet := self._channel.recv(MESSAGE_BYTES):
                 try:
-                    answer = self._obey(json.loads(packet))
+                    answer = self._handle(json.loads(packet))
                 except (ValueError, KeyError, TypeError, RuntimeError) as error:
-                    self._say({"failure": f"{type(error).__name__}: {error}"})
+                    self._send({"failure": f"{type(error).__name__}: {error}"})
                     return
                 if answer is not None:
-                    self._say(answer)
+                    self._send(answer)
         except OSError:
-            return  # it has hung up, or takes no answers; then it waits for none
+            return  # it has disconnected, or reads no answers
         finally:
             self._channel.close()
             now = time.monotonic()
             for window in self._windows.values():
                 window.close(now)
 
-    def _say(self, answer: Mapping[str, Any]) -> None:
+    def _send(self, answer: Mapping[str, Any]) -> None:
         self._channel.send(json.dumps(answer).encode(), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
-    def _obey(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def _handle(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if "gpu" in message:
             self._sampler = self._node.sampler(str(message["gpu"]), float(message["interval"]))
             self._is_unseen = not self._node.sees(str(message["gpu"]))
@@ -130,7 +130,7 @@ class Visit:
 
 
 def serve(listener: socket.socket, node: Node) -> None:
-    """Take in ranks, each in a thread of its own, for as long as the process lives."""
+    """Accept ranks, each served in a thread of its own, for as long as the process lives."""
     node.open()
     while True:
         channel, _ = listener.accept()
@@ -138,11 +138,11 @@ def serve(listener: socket.socket, node: Node) -> None:
         if user != os.geteuid():
             channel.close()
             continue
-        threading.Thread(target=Visit(node, channel).serve, name="gpucluster-visit", daemon=True).start()
+        threading.Thread(target=RankConnection(node, channel).serve, name="gpucluster-rank", daemon=True).start()
 
 
 def wait_for_end(parent: int) -> None:
-    """Return when the parent has ended, however it ended."""
+    """Return when the parent has exited, however it did."""
     end = detached_process.end_descriptor(parent)
     if end is not None:
         select.select([end], [], [])
@@ -154,7 +154,7 @@ def wait_for_end(parent: int) -> None:
 def main(open_nvml: Callable[[], Nvml] = PyNvml) -> NoReturn:
     """Run as the sampler process."""
     detached_process.shield()
-    parser = argparse.ArgumentParser(description="The sampler of a node. It is started by a rank, not by hand.")
+    parser = argparse.ArgumentParser(description="The sampler of a node, started by a rank, not by hand.")
     parser.add_argument("--listener", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args()

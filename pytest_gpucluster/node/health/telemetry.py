@@ -1,26 +1,26 @@
 """Telemetry of a GPU during a window of time: a rank's link to the node's sampler, and the summary of what was read.
 
     with link.window() as window:
-        ...  # what is measured
+        ...  # the measurement
     window.summary()
 
     {"seconds": 3.1, "samples": 31, "sm_clock_mhz": [1740, 1755, 1980], "throttle": ["hw_thermal"],
      "throttle_share": {"hw_thermal": 0.62}, ..., "not_available": {}}
 
-A summary (:func:`summary`, pure) is in plain JSON types: clocks, power, temperature, utilisation and what held the
-clocks down. Some figures look back further than one interval: utilisation is that of the last 1/6 to 1 s, and from the
-Ampere generation on (but for the A100) power is the mean of the last second. So the first second of a window also
-covers what was before it. Source: NVML API Reference, nvmlUtilization_t and nvmlDeviceGetPowerUsage,
+A summary (:func:`summary`, pure) is in plain JSON types: clocks, power, temperature, utilisation and throttle reasons.
+Some values cover more than one interval: utilisation is that of the last 1/6 to 1 s, and from the Ampere generation on
+(but for the A100) power is the mean of the last second. So the first second of a window also covers the time before it.
+Source: NVML API Reference, nvmlUtilization_t and nvmlDeviceGetPowerUsage,
 https://docs.nvidia.com/deploy/nvml-api/.
 
 The sampler is one small process a node that reads the GPUs of its ranks (NVML, no torch): see
 :mod:`pytest_gpucluster.node.health.sampler_process`. The node's first rank starts it (:func:`start_sampler`) and gives
 the others its address. A rank sends when a window opens and closes, by the monotonic clock, which all processes of a
-node share, and gets the summary. Nothing that the process does or fails to do disturbs what is measured: opening a
-window never waits, closing one waits a bounded time, and what is missing is named with its reason.
+node share, and gets the summary. A sampler that hangs or exits does not disturb the measurement: opening a window never
+waits, closing one waits a bounded time, and each missing value has its reason.
 
-The socket is a Unix socket in Linux's abstract namespace: nothing of it is left on disk, however the process ends. Its
-name is random, and the process talks to its own user only. Source: unix(7).
+The socket is a Unix socket in Linux's abstract namespace: it leaves no file, however the process exits. Its name is
+random, and the process serves its own user only. Source: unix(7).
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ QUERIES: Mapping[str, str] = MappingProxyType(
         THROTTLE: "throttle.reasons",
     }
 )
-"""Key in a summary -> NVML query. What each is in is in its name; ``throttle`` lists names of reasons."""
+"""Key in a summary -> NVML query. The key has the unit; ``throttle`` lists names of reasons."""
 
-OF_THE_CARD: Mapping[str, str] = MappingProxyType(
+CARD_QUERIES: Mapping[str, str] = MappingProxyType(
     {"sm_clock_max_mhz": "clock.sm.max", "slowdown_celsius": "temperature.slowdown"}
 )
-"""Key in a summary -> NVML query, of what does not change. A card that does not tell them is none the worse for it."""
+"""Key in a summary -> NVML query, of constants of the card. They are optional."""
 
 INTERVAL_SECONDS = 0.1
-"""As a rule; a workload's ``telemetry.interval`` says otherwise."""
+"""Default; a workload's ``telemetry.interval`` overrides it."""
 
-# An idle GPU is said to be throttled by its idleness.
+# NVML reports it for every idle GPU.
 _NO_THROTTLE = "gpu_idle"
 
 
@@ -78,20 +78,20 @@ def summary(
     throttle_seconds: Mapping[str, float] | None = None,
     card: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Sum up a window in plain JSON types.
+    """Summarise a window in plain JSON types.
 
     Args:
-        readings: key of ``QUERIES`` -> what was read, in the order of time.
+        readings: key of ``QUERIES`` -> its values, in the order of time.
         seconds: how long the window was open.
         not_available: key -> why it could not be read, or not any longer.
-        lost: what NVML said when it could not reach the GPU any more.
-        throttle_seconds: throttle reason -> how long it was there.
-        card: key of ``OF_THE_CARD`` -> its value.
+        lost: NVML's message where the GPU was lost.
+        throttle_seconds: throttle reason -> how long it was active.
+        card: key of ``CARD_QUERIES`` -> its value.
 
     Returns:
         ``seconds``; ``samples``, the most readings of any key; for each key that was read ``[min, median, max]``, but
         for ``throttle`` all reasons seen; ``throttle_share``, the part of the window, from 0 to 1, in which each of
-        them was there; ``card``'s keys; ``not_available``, which names every other key, and those that failed later;
+        them was active; ``card``'s keys; ``not_available``, which names every other key, and those that failed later;
         ``lost`` only if the GPU was lost.
     """
     missing = dict(not_available)
@@ -118,22 +118,22 @@ def summary(
 
 
 def _shares(reasons: Sequence[str], spent: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Return the part of the window of each reason; where the window took no time, it was there or was not."""
+    """Return the part of the window of each reason; 1 in a window of no duration."""
     if seconds <= 0:
         return dict.fromkeys(reasons, 1.0)
     return {reason: round(min(1.0, spent.get(reason, 0.0) / seconds), 4) for reason in reasons}
 
 
-def nothing(why: str, *, seconds: float = 0.0) -> dict[str, Any]:
-    """Return the summary of a window in which nothing could be read."""
+def empty_summary(why: str, *, seconds: float = 0.0) -> dict[str, Any]:
+    """Return the summary of a window without readings."""
     return summary({}, seconds=seconds, not_available=dict.fromkeys(QUERIES, why))
 
 
-def checked(key: str, value: Any) -> Any:
-    """Return a reading that can be summed up: a finite float, or for ``throttle`` a tuple of names.
+def validated(key: str, value: Any) -> Any:
+    """Return a valid reading: a finite float, or for ``throttle`` a tuple of names.
 
     Raises:
-        ValueError: NVML gave something else.
+        ValueError: NVML returned another type or a value that is not finite.
     """
     if key == THROTTLE:
         if isinstance(value, (tuple, list, set, frozenset)) and all(isinstance(name, str) for name in value):
@@ -144,41 +144,41 @@ def checked(key: str, value: Any) -> Any:
 
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.node.health.sampler_process")
-"""What is started. A test puts its own in the place, with GPUs that are not there."""
+"""The command line. Tests replace it by one with simulated GPUs."""
 
 MESSAGE_BYTES = 64 * 1024
-"""More than any message has. Below the default send buffer of a Unix socket."""
+"""Larger than any message, smaller than the default send buffer of a Unix socket."""
 _BACKLOG = 64
 ANSWER_SECONDS = 0.5
-"""Closing a window waits no longer. The process waits for a hanging NVML less long, so that it can say what it has."""
+"""The longest wait of closing a window. The process waits less for NVML, so that its answer comes in time."""
 _AGAIN_SECONDS = 0.05
-"""For a process that has not answered before."""
+"""The longest wait after a request that was not answered."""
 _END_SECONDS = 1.0
 
 
 class NodeSampler:
-    """The process, for the one that has started it."""
+    """The sampler process, for the rank that started it."""
 
     def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
         self._process = process
         self.address = address
-        """What ranks of this node connect to."""
+        """The address that ranks of this node connect to."""
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The pid of the process."""
         return self._process.pid
 
     def close(self) -> None:
-        """End it. It writes nothing, so it can be ended at any moment."""
+        """Kill it. It writes no files, so it can be killed at any moment."""
         self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: it is gone when that answers
+        with contextlib.suppress(subprocess.TimeoutExpired):  # blocked in the driver: it exits when that answers
             self._process.wait(timeout=_END_SECONDS)
-        self._process.returncode = self._process.returncode or 0  # no warning about it, either
+        self._process.returncode = self._process.returncode or 0  # so that subprocess warns of no running child
 
 
 def start_sampler() -> NodeSampler:
-    """Start the sampler of this node. That takes milliseconds: ranks may connect before it is ready.
+    """Start the sampler of this node. It takes milliseconds; ranks may connect before the process is ready.
 
     Raises:
         OSError: no process can be started.
@@ -188,7 +188,7 @@ def start_sampler() -> NodeSampler:
         listener.bind(_abstract(address))
         listener.listen(_BACKLOG)
         command = [*COMMAND, "--listener", str(listener.fileno()), "--parent", str(os.getpid())]
-        # It inherits the mask, so there is no moment in which one of these could end it.
+        # The child inherits the mask, so these signals cannot end it before it handles them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, detached_process.SHIELDED)
         try:
             process = subprocess.Popen(
@@ -206,7 +206,7 @@ def start_sampler() -> NodeSampler:
 
 
 class Window:
-    """A time in which this rank's GPU is watched, as a context manager. Entered again, it adds to what it has."""
+    """A time in which this rank's GPU is sampled, as a context manager. Entered again, it adds to its readings."""
 
     def __init__(self, link: Link, number: int) -> None:
         self._link = link
@@ -214,7 +214,7 @@ class Window:
         self._is_open = False
         self._seconds = 0.0
         self._entered_at = 0.0
-        self._told: dict[str, Any] | None = None
+        self._summary: dict[str, Any] | None = None
 
     def __enter__(self) -> Window:
         if self._is_open:
@@ -230,29 +230,29 @@ class Window:
         end = time.monotonic()
         self._seconds += end - self._entered_at
         self._is_open = False
-        told = self._link._close(self._number, end)
-        if isinstance(told, str):
-            self._miss(told)
+        answer = self._link._close(self._number, end)
+        if isinstance(answer, str):
+            self._miss(answer)
         else:
-            self._told = told
+            self._summary = answer
 
     def summary(self) -> dict[str, Any]:
-        """Return what was seen, as ``telemetry.summary`` does; nothing at all on cpu."""
+        """Return the summary (:func:`summary`); empty on cpu."""
         if not self._link.has_gpu:
             return {}
-        return dict(self._told) if self._told is not None else nothing("the window was never opened")
+        return dict(self._summary) if self._summary is not None else empty_summary("the window was never opened")
 
     def _miss(self, why: str) -> None:
-        """Keep what was told before, if anything was, and say that there was more."""
-        if self._told is None or not self._told["samples"]:
-            self._told = nothing(why, seconds=self._seconds)
+        """Keep an earlier summary, if there is one, and add why the newest readings are missing."""
+        if self._summary is None or not self._summary["samples"]:
+            self._summary = empty_summary(why, seconds=self._seconds)
         else:
-            missing = {**dict.fromkeys(QUERIES, why), **self._told["not_available"]}
-            self._told = {**self._told, "seconds": round(self._seconds, 3), "not_available": missing}
+            missing = {**dict.fromkeys(QUERIES, why), **self._summary["not_available"]}
+            self._summary = {**self._summary, "seconds": round(self._seconds, 3), "not_available": missing}
 
 
 class Link:
-    """A rank's connection to its node's sampler, made when the first window opens. From any thread.
+    """A rank's connection to its node's sampler, made when the first window opens. Usable from any thread.
 
     Args:
         address: of the sampler; None if there is none.
@@ -282,17 +282,17 @@ class Link:
         self._numbers = 0
         self._requests = 0
         self._unopened: dict[int, str] = {}
-        """Windows that the process does not know of, and why."""
-        self._done_with: list[int] = []
-        """Windows that nobody can enter again, which the process may forget."""
+        """Windows that could not be opened, and why."""
+        self._collected: list[int] = []
+        """Windows that were collected, which the process may delete."""
         self._is_silent = False
-        """It owes an answer: it is not waited for as long again."""
+        """An answer is overdue: later waits are shorter."""
         self.is_unseen = False
-        """The sampler has said that it does not see this rank's GPU."""
+        """The sampler reported that NVML does not list this rank's GPU there."""
 
     @property
     def has_gpu(self) -> bool:
-        """Tell whether there is a GPU to watch."""
+        """Whether there is a GPU to sample."""
         return self._uuid is not None
 
     def window(self) -> Window:
@@ -300,11 +300,11 @@ class Link:
         with self._lock:
             self._numbers += 1
             window = Window(self, self._numbers)
-        weakref.finalize(window, self._done_with.append, self._numbers).atexit = False
+        weakref.finalize(window, self._collected.append, self._numbers).atexit = False
         return window
 
     def close(self) -> None:
-        """Leave the sampler. Windows can be opened after it, and tell that nothing was read."""
+        """Disconnect. Windows can still be opened, and their summaries are empty."""
         with self._lock:
             self._address, self._why_not = None, "the sampler is closed"
             self._hang_up()
@@ -312,7 +312,7 @@ class Link:
     # ---- for windows ---------------------------------------------------------------------------------------------
 
     def _open(self, number: int, at: float) -> None:
-        """Say that a window opens. Never waits for the process."""
+        """Send that a window opens. Never waits for the process."""
         if not self.has_gpu:
             return
         if not self._lock.acquire(timeout=self._patience):
@@ -321,16 +321,16 @@ class Link:
         try:
             self._unopened.pop(number, None)
             forget = []
-            while self._done_with:  # a window may be collected at any moment
-                forget.append(self._done_with.pop())
-            why = self._connect() or self._say({"open": number, "at": at, "forget": forget})
+            while self._collected:  # garbage collection may append at any moment
+                forget.append(self._collected.pop())
+            why = self._connect() or self._send({"open": number, "at": at, "forget": forget})
             if why:
                 self._unopened[number] = why
         finally:
             self._lock.release()
 
     def _close(self, number: int, at: float) -> dict[str, Any] | str:
-        """Say that a window closes; return its summary, or why there is none."""
+        """Send that a window closes; return its summary, or why there is none."""
         if not self.has_gpu:
             return {}
         if number in self._unopened:
@@ -340,7 +340,7 @@ class Link:
             return self._no_answer("another window waits for it")
         try:
             self._requests += 1
-            why = self._say({"close": number, "at": at, "request": self._requests})
+            why = self._send({"close": number, "at": at, "request": self._requests})
             return why or self._answer(self._requests, deadline)
         finally:
             self._lock.release()
@@ -350,25 +350,25 @@ class Link:
         return min(self._answer_seconds, _AGAIN_SECONDS) if self._is_silent else self._answer_seconds
 
     def _connect(self) -> str:
-        """Connect if that has not been done; return why it cannot be."""
+        """Connect if not connected; return the problem, or ""."""
         if os.getpid() != self._owner:
-            return "this process was forked from the rank, which alone is watched"
+            return "this process was forked from the rank, and only the rank is sampled"
         if self._channel is not None:
             return ""
         if self._address is None:
             return self._why_not
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            channel.setblocking(False)  # it listens since before it was started; a full queue is refused at once
+            channel.setblocking(False)  # it has been listening since before it started; a full queue fails at once
             channel.connect(_abstract(self._address))
         except OSError as error:
             channel.close()
             return f"the node's sampler cannot be reached: {error.strerror or error}"
         self._channel = channel
-        return self._say({"gpu": self._uuid, "interval": self._interval_seconds})
+        return self._send({"gpu": self._uuid, "interval": self._interval_seconds})
 
-    def _say(self, message: Mapping[str, Any]) -> str:
-        """Send a message without waiting; return why it cannot be."""
+    def _send(self, message: Mapping[str, Any]) -> str:
+        """Send a message without waiting; return the problem, or ""."""
         if self._channel is None or os.getpid() != self._owner:
             return "there is no connection to the node's sampler"
         try:
@@ -379,34 +379,34 @@ class Link:
             return "the node's sampler takes no messages"
         except OSError as error:
             self._hang_up()
-            return f"the node's sampler has ended: {error.strerror or error}"
+            return f"the node's sampler exited: {error.strerror or error}"
         return ""
 
     def _answer(self, request: int, deadline: float) -> dict[str, Any] | str:
-        """Wait for the answer to a request; those to earlier ones, which nobody waits for any more, are dropped."""
+        """Wait for the answer to a request; late answers to earlier ones are dropped."""
         while self._channel is not None:
             left = deadline - time.monotonic()
             try:
                 self._channel.settimeout(max(0.0, left))
-                answer = self._channel.recv(MESSAGE_BYTES)
-                told = json.loads(answer) if answer else None
+                packet = self._channel.recv(MESSAGE_BYTES)
+                answer = json.loads(packet) if packet else None
             except (BlockingIOError, TimeoutError):
                 return self._no_answer(f"no answer within {self._patience:g} s")
             except (OSError, ValueError) as error:
                 self._hang_up()
                 return f"the node's sampler has failed: {error}"
-            if told is None:
+            if answer is None:
                 self._hang_up()
-                return "the node's sampler has ended"
-            if "failure" in told:
+                return "the node's sampler exited"
+            if "failure" in answer:
                 self._hang_up()
-                return f"the node's sampler has refused: {told['failure']}"
+                return f"the node's sampler rejected a message: {answer['failure']}"
             self._is_silent = False
-            self.is_unseen = bool(told.get("unseen"))
-            if told["request"] == request:
-                summary: dict[str, Any] = told["summary"]
+            self.is_unseen = bool(answer.get("unseen"))
+            if answer["request"] == request:
+                summary: dict[str, Any] = answer["summary"]
                 return summary
-        return "the node's sampler has ended"
+        return "the node's sampler exited"
 
     def _no_answer(self, how: str) -> str:
         self._is_silent = True

@@ -1,4 +1,4 @@
-"""What a report of the driver means, and what to do: from ``xid.tsv`` in this folder and the text of the line itself.
+"""The meaning of a driver's report and what to do, from ``xid.tsv`` in this folder and the text of the line itself.
 
     >>> from pytest_gpucluster.node import kernel_log
     >>> entry = lookup(kernel_log.parse(["NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus."])[0])
@@ -41,7 +41,7 @@ _LINK_EVENTS = frozenset({"NETIR_LINK_EVT", "NETIR_LINK_DOWN"})
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a report means, the action for it (see ``ACTIONS``), and what comes after that, if anything is known."""
+    """What a report means, the action for it (see ``ACTIONS``), and the next step, if known."""
 
     meaning: str
     action: str
@@ -49,17 +49,17 @@ class Entry:
 
     @property
     def rejects(self) -> bool:
-        """Tell whether a GPU, an NVLink or the node needs something; what a program can cause does not reject."""
+        """Whether a GPU, an NVLink or the node needs action; an error that a program can cause does not reject."""
         return not HARMLESS.issuperset(self.action.split(_THEN))
 
     @property
     def advice(self) -> str:
-        """The action, and what comes next."""
+        """The action and the next step."""
         return f"{self.action}; {self.next}" if self.next else self.action
 
 
 def lookup(report: Xid) -> Entry:
-    """Return what a report means. What the table does not have, and what a torn line does not say, rejects."""
+    """Return what a report means. A report that is not in the table, or is truncated, rejects."""
     if report.is_switch:
         return _first(*_keys_of_switch(report))
     code = str(report.code)
@@ -84,7 +84,7 @@ def table() -> Mapping[str, Entry]:
     """Return the table: a report without alternatives, such as "79", "144 Fatal" or "154 0x2", -> its entry.
 
     Raises:
-        ValueError: a line of the file is none of the table.
+        ValueError: a line of the file is not valid.
     """
     found: dict[str, Entry] = {}
     for number, line in enumerate(TABLE.read_text(encoding="utf-8").splitlines(), 1):

@@ -1,4 +1,4 @@
-"""A healthy H100 and its node, as the counters' sources tell them, with anything planted."""
+"""A healthy H100 and its node, as the counters' sources report them, with planted values."""
 
 from __future__ import annotations
 

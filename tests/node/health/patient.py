@@ -11,7 +11,7 @@ from pytest_gpucluster.node.health.examination import Examination, examine_gpu
 from pytest_gpucluster.node.health.snapshot import Sources, collect
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.pci import PciGpu
-from pytest_gpucluster.node.processes import Who
+from pytest_gpucluster.node.processes import Process
 
 UUID, PCI = "GPU-5f2c", "00000000:3B:00.0"
 NAMES = ("GPU 0", UUID, "1650123456789", PCI, "gpu-07")
@@ -52,7 +52,7 @@ def sources(
     unlisted: tuple[PciGpu, ...] | OSError = (),
     known_pids: bool = True,
 ) -> Sources:
-    """Return sources that tell nothing bad but what is given."""
+    """Return sources of a healthy GPU with these faults."""
 
     def bus(listed: Iterable[str]) -> tuple[PciGpu, ...]:
         if isinstance(unlisted, OSError):
@@ -63,7 +63,7 @@ def sources(
         nvml=fake,
         kernel_log=lambda: log or KernelLog(source="dmesg"),
         unlisted=bus,
-        who_is=lambda pid: Who(pid=pid, user="alice", command="python train.py", known=known_pids),
+        find_process=lambda pid: Process(pid=pid, user="alice", command="python train.py", known=known_pids),
     )
 
 
@@ -88,9 +88,9 @@ def examined(
     fake: FakeNvml | None = None,
     **settings: Any,
 ) -> Examination:
-    """Gather a GPU's situation and apply every check."""
+    """Gather a GPU's snapshot and apply every check."""
     fake = fake or nvml(planted, without, **settings)
-    situation = collect(
+    snapshot = collect(
         sources(fake, log=log, unlisted=unlisted, known_pids=known_pids),
         inventory or [who()],
         rank=0,
@@ -99,4 +99,4 @@ def examined(
         load=load,
         held_bytes=held_bytes,
     )
-    return examine_gpu(situation)
+    return examine_gpu(snapshot)

@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "health.md"
 
 
 def codes() -> dict[str, set[str]]:
-    """Return each code that a check raises, with the kinds that are written beside it."""
+    """Return each code that a check raises, with the kinds that are documented for it."""
     found: dict[str, set[str]] = {}
     for path in FOLDER.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -87,8 +87,8 @@ HARDWARE: dict[str, tuple[Any, ...]] = {
     "at the slowdown temperature": ({"temperature.gpu": 89}, "temperature", "89 degC", "below 89 degC"),
     "no thermal margin": ({"temperature.margin": 0}, "temperature", "0 degC"),
     "power limit lowered": ({"power.limit": 650.0}, "power_limit", "650 W", "700 W", "-pl 700"),
-    "pcie generation": ({"pcie.generation": 3}, "pcie_generation", "gen3", "can do gen5", "H100 SXM", "reseat"),
-    "pcie slot": ({"pcie.generation": 4, "pcie.generation.max": 4}, "pcie_generation", "can do gen4", "gen5", "slot"),
+    "pcie generation": ({"pcie.generation": 3}, "pcie_generation", "gen3", "support gen5", "H100 SXM", "reseat"),
+    "pcie slot": ({"pcie.generation": 4, "pcie.generation.max": 4}, "pcie_generation", "support gen4", "gen5", "slot"),
     "pcie width": ({"pcie.width": 8}, "pcie_width", "x8", "x16"),
     "nvlink down": ({UP: links({3, 7})}, "nvlink_down", "16 ", "down: 3, 7", "18"),
     "nvlink down under load": ({UP: grows(links(), links({5}))}, "nvlink_down", "17 ", "down: 5"),
@@ -124,17 +124,17 @@ LEAK = {**FULL, "processes": ((99, 4 * GB + GB // 2), (PID, 5 * GB // 10))}
 HIDDEN_LEAK = {**FULL, "processes": ((70001, 4 * GB),)}
 ENVIRONMENT: dict[str, tuple[Any, ...]] = {
     "memory taken by a leaked process": ({"planted": LEAK}, "memory_taken", "4.50 GB", f"{TAKER} with 4.50 GB"),
-    "memory taken by nobody": ({"planted": {**FULL, "processes": ()}}, "memory_taken", "reset the GPU"),
+    "memory taken by no process": ({"planted": {**FULL, "processes": ()}}, "memory_taken", "reset the GPU"),
     "memory of a process without its size": ({"planted": {**FULL, "processes": ((99, None),)}}, "memory_taken", TAKER),
     "of another container": ({"planted": HIDDEN_LEAK, "known_pids": False}, "memory_taken", "pid 70001,", "4.00 GB"),
     "a required query missing": ({"without": [ECC]}, "query_missing", f"{ECC}: not supported", "driver"),
     "a required query refused": ({"planted": {"rows.pending": REFUSED}}, "query_missing", "rows.pending", "user"),
     "a required query failing": ({"planted": {"power.limit": FAILED}}, "query_missing", "power.limit: Unknown Error"),
     "failing after the load": ({"planted": {ECC: grows(0, FAILED)}}, "query_missing", f"{ECC}: Unknown Error"),
-    "throttle reasons not told under load": ({"without": [REASONS]}, "query_missing", REASONS),
+    "throttle reasons missing under load": ({"without": [REASONS]}, "query_missing", REASONS),
     "the fabric not started": ({"planted": fabric("not started")}, "fabric_state", "not started", "fabricmanager"),
     "the fabric in progress": ({"planted": fabric("in progress")}, "fabric_state", "in progress", "completed"),
-    "a switch whose fabric is not told": ({"without": ["fabric"]}, "fabric_state", "18 NVLinks", "not supported"),
+    "a switch without the fabric's state": ({"without": ["fabric"]}, "fabric_state", "18 NVLinks", "not supported"),
     "MIG on, declared off": ({"planted": {"mig.mode": True}}, "mig", "MIG is on", "allowed: off"),
     "MIG off, declared on": ({"mig": "on"}, "mig", "MIG is off", "nvidia-smi -mig 1", "health.mig=off"),
 }
@@ -175,14 +175,14 @@ NOTES: list[tuple[dict[str, Any], str, str]] = [
     ({"without": ["fabric", "nvlink.switch"]}, "fabric_unknown", "NVLink"),
     # Links that are switched off for a single GPU.
     ({"planted": {UP: links(set(range(18)))}}, "nvlink_down", "only GPU"),
-    ({"sku": "T4"}, "sku_unknown", "promised"),
+    ({"sku": "T4"}, "sku_unknown", "data sheet"),
     ({"unlisted": (HIDDEN,)}, "gpu_not_listed", "/dev/nvidia4"),
     ({"unlisted": NO_BUS}, "pci_bus", "Permission denied: '/sys/bus/pci/devices'"),
 ]
 
 
 @of_each("case", NOTES)
-def test_a_note_is_told_and_fails_nothing(case: tuple[Any, ...]) -> None:
+def test_a_note_is_reported_and_fails_nothing(case: tuple[Any, ...]) -> None:
     arguments, code, words = case
     found = examined(**arguments)
     assert codes(found.findings) == {code}
@@ -256,7 +256,7 @@ def test_the_line_itself_decides_where_it_says_what_to_do() -> None:
     found.require_healthy()
 
 
-def test_what_nvml_wants_done_with_the_gpu_rejects_it_also_without_a_log() -> None:
+def test_what_nvml_wants_collected_the_gpu_rejects_it_also_without_a_log() -> None:
     for value, action in ((1, "reset the GPU"), (2, "reboot the node"), (3, "drain"), (99, "not stated")):
         found = examined({"recovery.action": grows(0, value)}, log=KernelLog(why_not="dmesg: not permitted"))
         [finding] = found.of_kind("hardware")
@@ -293,7 +293,7 @@ def test_without_an_address_no_xid_is_taken_for_anothers() -> None:
 
 
 def lost_after(reads: int) -> FakeNvml:
-    """A GPU that answers so many queries, and never again."""
+    """A GPU that answers a number of queries, and then none."""
     fake, left = nvml(), [reads]
     read = fake.read
 
@@ -331,7 +331,7 @@ def test_a_load_that_dies_of_a_lost_gpu_is_the_gpus_fault() -> None:
     assert "unspecified launch failure" in str(found.findings[0])
 
 
-def test_a_load_that_fails_on_a_gpu_that_answers_is_raised_as_it_is_and_what_nvml_tells_is_said_before(
+def test_a_load_that_fails_on_a_gpu_that_answers_is_raised_as_it_is_after_the_findings_are_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fake = nvml()
@@ -346,9 +346,9 @@ def test_a_load_that_fails_on_a_gpu_that_answers_is_raised_as_it_is_and_what_nvm
     with pytest.raises(RuntimeError, match="uncorrectable ECC error") as caught:
         found.require_healthy()
     assert errors.gpu_died(caught.value) == "hardware"
-    said = capsys.readouterr().out
-    assert "ecc_uncorrected (hardware): 1 " in said
-    assert all(name in said for name in NAMES)
+    output = capsys.readouterr().out
+    assert "ecc_uncorrected (hardware): 1 " in output
+    assert all(name in output for name in NAMES)
 
 
 def test_a_load_without_a_look_is_never_a_pass() -> None:
@@ -365,7 +365,7 @@ def test_memory_of_this_jobs_ranks_is_no_leak() -> None:
     assert codes(examined(taken, inventory=other_node).of_kind("environment")) == {"memory_taken"}
 
 
-def test_in_a_container_with_numbers_of_its_own_the_allocator_tells_what_is_this_jobs() -> None:
+def test_in_a_container_with_pids_of_its_own_the_allocator_counts_as_this_jobs() -> None:
     taken = {"memory.used": 31 * GB, "processes": ((70001, 31 * GB),)}
     found = examined(taken, held_bytes=30 * GB, known_pids=False)
     assert codes(found.findings) == set()
@@ -379,7 +379,7 @@ def test_in_a_container_with_numbers_of_its_own_the_allocator_tells_what_is_this
     ("state", "kind"),
     [("dead", "hardware"), ("answers", "hardware"), ("no driver", "environment"), ("elsewhere", "note")],
 )
-def test_a_gpu_that_the_bus_shows_and_nvml_does_not_is_told_by_its_address(state: Any, kind: str) -> None:
+def test_a_gpu_that_the_bus_shows_and_nvml_does_not_is_reported_by_its_address(state: Any, kind: str) -> None:
     gone = PciGpu(address="0000:5e:00.0", state=state, detail="its PCI configuration reads as all ones")
     found = examined(unlisted=(gone,), log=log(xid(79, "0000:5e:00")))
     (finding,) = (f for f in found.findings if f.code == "gpu_not_listed")

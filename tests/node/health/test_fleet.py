@@ -35,7 +35,7 @@ def test_the_odd_ranks_are_named_with_their_values_and_hosts() -> None:
         require_uniform(fleet({"vbios": None}, {"vbios": "x"}, {"vbios": "y"}))
 
 
-def test_the_odd_gpus_are_told_by_all_their_names_and_no_others() -> None:
+def test_the_odd_gpus_are_reported_by_all_their_names_and_no_others() -> None:
     with pytest.raises(HardwareFault) as caught:
         require_uniform(fleet({}, {}, {"vbios": "x", "serial": "odd"}, {}))
     names = [line for line in str(caught.value).splitlines() if line.startswith("- ")]

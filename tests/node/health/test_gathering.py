@@ -5,13 +5,13 @@ from typing import Any
 from patient import PID, UUID, examined, nvml, sources, who
 
 from pytest_gpucluster.metrics.finding import identity
-from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, collect, take_snapshot
+from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, collect, read_values
 from pytest_gpucluster.node.nvml import NotAvailable
 from pytest_gpucluster.node.nvml_queries import QUERIES
 
 
 def test_a_snapshot_has_each_query_as_a_value_or_as_missing() -> None:
-    snapshot = take_snapshot(nvml({"power.draw": NotAvailable("asleep", "failed")}), UUID)
+    snapshot = read_values(nvml({"power.draw": NotAvailable("asleep", "failed")}), UUID)
     assert set(snapshot.values) | set(snapshot.missing) == set(QUERIES)
     assert not set(snapshot.values) & set(snapshot.missing)
     assert (snapshot.missing["power.draw"].reason, snapshot.missing["power.draw"].kind) == ("asleep", "failed")
@@ -23,11 +23,11 @@ def test_a_lost_gpu_is_not_asked_again() -> None:
     fake = nvml(silent=[UUID])
     read = fake.read
     fake.read = lambda uuid, query: asked.append(query) or read(uuid, query)  # type: ignore[method-assign]
-    snapshot = take_snapshot(fake, UUID)
+    snapshot = read_values(fake, UUID)
     assert len(asked) == 1
     assert {missing.kind for missing in snapshot.missing.values()} == {"lost"}
     assert set(snapshot.missing) == set(QUERIES)
-    assert examined(fake=nvml(silent=[UUID])).situation.gpu == identity(who()), "it keeps its names"
+    assert examined(fake=nvml(silent=[UUID])).snapshot.gpu == identity(who()), "it keeps its names"
 
 
 def test_what_means_something_under_load_only_is_read_under_load() -> None:
@@ -40,14 +40,14 @@ def test_what_means_something_under_load_only_is_read_under_load() -> None:
         look()
         assert asked == list(UNDER_LOAD)
 
-    situation = examined(fake=fake, load=load).situation
-    assert len(situation.under_load) == 1
-    assert situation.loaded("clock.sm") == [1755]
+    snapshot = examined(fake=fake, load=load).snapshot
+    assert len(snapshot.under_load) == 1
+    assert snapshot.loaded("clock.sm") == [1755]
 
 
 def test_the_rank_that_asks_finds_itself_and_the_ranks_of_its_node() -> None:
     others = [{**who(rank), "host": "gpu-08" if rank == 2 else "gpu-07", "node_rank": rank // 2} for rank in (1, 2)]
-    situation = collect(
+    snapshot = collect(
         sources(nvml()),
         [*others, {**who(), "rank": 7}],
         rank=7,
@@ -56,7 +56,7 @@ def test_the_rank_that_asks_finds_itself_and_the_ranks_of_its_node() -> None:
         load=lambda look: look(),
         held_bytes=5,
     )
-    assert situation.gpu.uuid == UUID
-    assert situation.own_pids == {PID, PID + 1}
-    assert situation.held_bytes == 5
-    assert situation.promise is not None
+    assert snapshot.gpu.uuid == UUID
+    assert snapshot.own_pids == {PID, PID + 1}
+    assert snapshot.held_bytes == 5
+    assert snapshot.promise is not None

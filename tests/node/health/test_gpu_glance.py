@@ -12,35 +12,35 @@ from fake_nvml import HEALTHY_H100, FakeNvml
 from pytest_gpucluster.node.health.node_reader import QUERIES, sample_gpu
 from pytest_gpucluster.node.nvml import NotAvailable
 from pytest_gpucluster.node.nvml_queries import QUERIES as KNOWN
-from pytest_gpucluster.node.processes import Who
+from pytest_gpucluster.node.processes import Process
 
 GPU = "GPU-aa"
-TELLING = {**HEALTHY_H100, "nvlink.bytes": {"sent": 5, "received": 7}}
+COMPLETE = {**HEALTHY_H100, "nvlink.bytes": {"sent": 5, "received": 7}}
 
 
-def who(pid: int) -> Who:
-    return Who(pid=pid, user="ada", command="train \x1b[2J") if pid == 7 else Who(pid=pid, known=False)
+def who(pid: int) -> Process:
+    return Process(pid=pid, user="ada", command="train \x1b[2J") if pid == 7 else Process(pid=pid, known=False)
 
 
 def look(changes: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
-    return sample_gpu(FakeNvml({GPU: {**TELLING, **(changes or {})}}), GPU, who=who, **others)
+    return sample_gpu(FakeNvml({GPU: {**COMPLETE, **(changes or {})}}), GPU, find_process=who, **others)
 
 
-def test_every_figure_has_a_query_and_is_told_in_json_types() -> None:
+def test_every_value_has_a_query_and_a_json_type() -> None:
     assert set(QUERIES.values()) <= set(KNOWN)
-    told = look({"processes": ((7, 2**30), (9, None))})
-    assert told == json.loads(json.dumps(told))
-    assert {*QUERIES, "uuid", "not_available", "lost"} == set(told)
-    assert (told["utilization_percent"], told["memory_used_bytes"], told["nvlink_bytes"]["received"]) == (
+    sample = look({"processes": ((7, 2**30), (9, None))})
+    assert sample == json.loads(json.dumps(sample))
+    assert {*QUERIES, "uuid", "not_available", "lost"} == set(sample)
+    assert (sample["utilization_percent"], sample["memory_used_bytes"], sample["nvlink_bytes"]["received"]) == (
         100,
         520_000_000,
         7,
     )
-    assert told["processes"] == [
+    assert sample["processes"] == [
         {"pid": 7, "user": "ada", "command": "train \x1b[2J", "memory_bytes": 2**30},
         {"pid": 9, "user": None, "command": None, "memory_bytes": None},
     ]
-    assert (told["not_available"], told["lost"]) == ({}, "")
+    assert (sample["not_available"], sample["lost"]) == ({}, "")
 
 
 @of_each(
@@ -56,18 +56,18 @@ def test_every_figure_has_a_query_and_is_told_in_json_types() -> None:
         (None, "ValueError: NVML gave None"),
     ],
 )
-def test_what_is_not_told_is_missing_with_its_reason_and_the_others_are_there(case: tuple[Any, str]) -> None:
+def test_a_missing_value_has_its_reason_and_the_others_are_there(case: tuple[Any, str]) -> None:
     answer, why = case
-    told = look({"temperature.gpu": answer})
-    assert "temperature_celsius" not in told
-    assert told["not_available"] == {"temperature_celsius": why}
-    assert told["power_watts"] == 690.0
-    assert told["lost"] == ""
+    sample = look({"temperature.gpu": answer})
+    assert "temperature_celsius" not in sample
+    assert sample["not_available"] == {"temperature_celsius": why}
+    assert sample["power_watts"] == 690.0
+    assert sample["lost"] == ""
 
 
 def test_a_lost_gpu_is_asked_nothing_more() -> None:
-    told = look({"temperature.gpu": NotAvailable("off the bus", "lost")})
-    assert told["lost"] == "off the bus"
+    sample = look({"temperature.gpu": NotAvailable("off the bus", "lost")})
+    assert sample["lost"] == "off the bus"
     asked = list(QUERIES)
     after = asked[asked.index("temperature_celsius") :]
-    assert told["not_available"] == dict.fromkeys(after, "off the bus")
+    assert sample["not_available"] == dict.fromkeys(after, "off the bus")

@@ -1,4 +1,4 @@
-"""One GPU's sampler: what is seen during a window, and that a misbehaving NVML keeps nobody waiting."""
+"""One GPU's sampler: the summary of a window, and that a misbehaving NVML delays no caller."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def watched_by(window: GpuWindow) -> Iterator[GpuWindow]:
 def sampler() -> Iterator[Callable[..., GpuSampler]]:
     made: list[Pace] = []
 
-    def make(values: dict[str, Any], interval_seconds: float = 0.001, leave_seconds: float = DEADLINE) -> GpuSampler:
-        made.append(Pace(interval_seconds, leave_seconds=leave_seconds))
+    def make(values: dict[str, Any], interval_seconds: float = 0.001, close_seconds: float = DEADLINE) -> GpuSampler:
+        made.append(Pace(interval_seconds, close_seconds=close_seconds))
         return GpuSampler(FakeNvml({GPU: values}), GPU, made[-1])
 
     yield make
     for pace in made:
-        pace.leave_seconds = DEADLINE
+        pace.close_seconds = DEADLINE
         pace.close()
         assert pace._thread is None or not pace._thread.is_alive()
 
@@ -98,22 +98,22 @@ def sampler() -> Iterator[Callable[..., GpuSampler]]:
 # ---- windows
 
 
-def test_a_window_tells_what_the_gpu_did_in_it(sampler: Callable[..., GpuSampler]) -> None:
+def test_a_window_summarises_the_gpu(sampler: Callable[..., GpuSampler]) -> None:
     passes = Passes(VALUES["throttle.reasons"])
     clock = turns(1740, 1980, then=1755)
     with watched_by(sampler({**VALUES, "clock.sm": clock, "throttle.reasons": passes}).window()) as window:
         passes.wait_for(5)
-    told = window.summary()
-    assert told["samples"] >= 5
-    assert told["sm_clock_mhz"] == [1740, 1755, 1980]
-    assert told["power_watts"] == [698.2, 698.2, 698.2]
-    assert told["temperature_celsius"] == [67, 67, 67]
-    assert told["utilization_percent"] == [99, 99, 99]
-    assert told["throttle"] == ["sw_power_cap"]
-    assert told["not_available"] == {}
-    assert "lost" not in told
-    assert told["seconds"] > 0
-    assert json.loads(json.dumps(told)) == told
+    summary = window.summary()
+    assert summary["samples"] >= 5
+    assert summary["sm_clock_mhz"] == [1740, 1755, 1980]
+    assert summary["power_watts"] == [698.2, 698.2, 698.2]
+    assert summary["temperature_celsius"] == [67, 67, 67]
+    assert summary["utilization_percent"] == [99, 99, 99]
+    assert summary["throttle"] == ["sw_power_cap"]
+    assert summary["not_available"] == {}
+    assert "lost" not in summary
+    assert summary["seconds"] > 0
+    assert json.loads(json.dumps(summary)) == summary
 
 
 def test_a_short_window_costs_one_pass_and_none_is_made_outside_of_it(
@@ -136,9 +136,9 @@ def test_a_short_window_costs_one_pass_and_none_is_made_outside_of_it(
 
 
 def test_a_window_that_was_never_opened_says_so() -> None:
-    told = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace()).window().summary()
-    assert told["samples"] == 0
-    assert set(told["not_available"]) == set(QUERIES)
+    summary = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace()).window().summary()
+    assert summary["samples"] == 0
+    assert set(summary["not_available"]) == set(QUERIES)
 
 
 def test_windows_can_follow_and_overlap(sampler: Callable[..., GpuSampler]) -> None:
@@ -162,21 +162,21 @@ def test_a_window_is_not_entered_while_it_is_open(sampler: Callable[..., GpuSamp
 
 def test_windows_of_many_threads_each_have_their_readings(sampler: Callable[..., GpuSampler]) -> None:
     watched = sampler(VALUES)
-    told: list[dict[str, Any]] = []
+    summaries: list[dict[str, Any]] = []
 
     def measure() -> None:
         for _ in range(20):
             with watched_by(watched.window()) as window:
                 pass
-            told.append(window.summary())
+            summaries.append(window.summary())
 
     threads = [threading.Thread(target=measure) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE)
-    assert len(told) == 160
-    assert all(each["samples"] >= 1 and each["not_available"] == {} for each in told)
+    assert len(summaries) == 160
+    assert all(each["samples"] >= 1 and each["not_available"] == {} for each in summaries)
 
 
 # ---- NVML at its worst
@@ -186,9 +186,9 @@ def test_without_nvml_a_window_says_why() -> None:
     watched = GpuSampler(None, GPU, Pace(), why_not="no driver library")
     with watched_by(watched.window()) as window:
         pass
-    told = window.summary()
-    assert told["samples"] == 0
-    assert told["not_available"] == dict.fromkeys(QUERIES, "no driver library")
+    summary = window.summary()
+    assert summary["samples"] == 0
+    assert summary["not_available"] == dict.fromkeys(QUERIES, "no driver library")
 
 
 def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Callable[..., GpuSampler]) -> None:
@@ -197,10 +197,10 @@ def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Callabl
     for window in (watched.window(), watched.window()):
         with watched_by(window):
             passes.wait_for(passes.count + 3)
-        told = window.summary()
-        assert told["not_available"] == {"power_watts": "no sensor"}
-        assert "power_watts" not in told
-        assert told["samples"] >= 3
+        summary = window.summary()
+        assert summary["not_available"] == {"power_watts": "no sensor"}
+        assert "power_watts" not in summary
+        assert summary["samples"] >= 3
     assert asked.count == 1
 
 
@@ -234,10 +234,10 @@ def test_a_lost_gpu_is_on_record_with_what_was_read_before(sampler: Callable[...
     watched = sampler({**VALUES, "temperature.gpu": temperature, "power.draw": turns(700, 700, then=LOST)})
     with watched_by(watched.window()) as window, watched._condition:
         assert watched._condition.wait_for(lambda: window.lost, DEADLINE)
-    told = window.summary()
-    assert told["lost"] == "the GPU is lost"
-    assert told["not_available"] == dict.fromkeys(QUERIES, "the GPU is lost")
-    assert told["power_watts"] == [700, 700, 700]
+    summary = window.summary()
+    assert summary["lost"] == "the GPU is lost"
+    assert summary["not_available"] == dict.fromkeys(QUERIES, "the GPU is lost")
+    assert summary["power_watts"] == [700, 700, 700]
     assert temperature.count == 2  # nothing more is asked of a lost GPU
     with watched_by(watched.window()) as after:
         pass
@@ -246,13 +246,13 @@ def test_a_lost_gpu_is_on_record_with_what_was_read_before(sampler: Callable[...
 
 def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Callable[..., GpuSampler]) -> None:
     hang = Hang()
-    watched = sampler({**VALUES, "power.draw": hang}, leave_seconds=0.01)
+    watched = sampler({**VALUES, "power.draw": hang}, close_seconds=0.01)
     with watched_by(watched.window()) as window:
         assert hang.asked.wait(DEADLINE)
-    told = window.summary()
-    assert told["sm_clock_mhz"] == [1755, 1755, 1755]
-    assert told["not_available"]["power_watts"].startswith("NVML ")
-    assert re.match("not asked: .* power_watts$", told["not_available"]["temperature_celsius"])
+    summary = window.summary()
+    assert summary["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert summary["not_available"]["power_watts"].startswith("NVML ")
+    assert re.match("not read: .* power_watts$", summary["not_available"]["temperature_celsius"])
     # A window that opens while NVML still hangs neither waits nor starts a second thread to hang.
     with watched_by(watched.window()) as next_window:
         pass
@@ -261,21 +261,21 @@ def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Callable[..., Gp
     assert [thread.name for thread in threading.enumerate()].count("gpucluster-telemetry") == 1
     hang.let_go.set()
     with watched._condition:
-        assert watched._condition.wait_for(lambda: watched._pace.asked is None, DEADLINE)
-    assert window.summary() == told, "what came after it was left is not its own"
+        assert watched._condition.wait_for(lambda: watched._pace.current is None, DEADLINE)
+    assert window.summary() == summary, "what came after it was left is not its own"
 
 
 def test_a_hang_after_some_readings_is_named_too(sampler: Callable[..., GpuSampler]) -> None:
     hang = Hang()
     answers = turns(lambda: 700, lambda: 701, then=hang)
-    watched = sampler({**VALUES, "power.draw": lambda: answers()()}, leave_seconds=0.01)
+    watched = sampler({**VALUES, "power.draw": lambda: answers()()}, close_seconds=0.01)
     with watched_by(watched.window()) as window:
         assert hang.asked.wait(DEADLINE)
         with watched._condition:
             assert not watched._condition.wait_for(lambda: False, 0.02)
-    told = window.summary()
-    assert told["power_watts"] == [700, 700.5, 701]
-    assert set(told["not_available"]) == {"power_watts"}
+    summary = window.summary()
+    assert summary["power_watts"] == [700, 700.5, 701]
+    assert set(summary["not_available"]) == {"power_watts"}
     hang.let_go.set()
 
 
@@ -337,12 +337,12 @@ def test_shares_are_of_the_time_in_which_the_window_was_open(sampler: Callable[.
     window.close(at=104.0)
     window.open(at=200.0)
     window.close(at=206.0)
-    told = window.summary()
-    assert (told["seconds"], told["samples"]) == (10.0, 2)
-    assert told["throttle_share"] == {"hw_thermal": 1.0}
+    summary = window.summary()
+    assert (summary["seconds"], summary["samples"]) == (10.0, 2)
+    assert summary["throttle_share"] == {"hw_thermal": 1.0}
 
 
-def test_what_the_card_tells_of_itself_is_asked_once_and_what_it_does_not_tell_is_not_missing(
+def test_constants_of_the_card_are_read_once_and_are_optional(
     sampler: Callable[..., GpuSampler],
 ) -> None:
     asked, passes = Passes(1980), Passes()
@@ -354,15 +354,15 @@ def test_what_the_card_tells_of_itself_is_asked_once_and_what_it_does_not_tell_i
     silent = {**VALUES, "temperature.slowdown": 0}
     with watched_by(sampler(silent, NEVER).window()) as window:
         pass
-    told = window.summary()
-    assert told["not_available"] == {}
-    assert "sm_clock_max_mhz" not in told
-    assert "slowdown_celsius" not in told
+    summary = window.summary()
+    assert summary["not_available"] == {}
+    assert "sm_clock_max_mhz" not in summary
+    assert "slowdown_celsius" not in summary
 
 
 def test_a_card_that_hangs_over_its_own_data_costs_no_reading(sampler: Callable[..., GpuSampler]) -> None:
     hang = Hang()
-    watched = sampler({**VALUES, "clock.sm.max": hang}, 0.001, leave_seconds=0.01)
+    watched = sampler({**VALUES, "clock.sm.max": hang}, 0.001, close_seconds=0.01)
     with watched_by(watched.window()) as window:
         assert hang.asked.wait(DEADLINE)
     assert window.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
@@ -377,7 +377,7 @@ def test_gpus_at_one_pace_are_asked_only_in_their_own_windows_and_in_time() -> N
     other = "GPU-5a6b7c8d"
     asked, passes = Passes(), Passes()
     nvml = FakeNvml({GPU: {**VALUES, "throttle.reasons": asked}, other: {**VALUES, "throttle.reasons": passes}})
-    pace = Pace(0.05, leave_seconds=DEADLINE)
+    pace = Pace(0.05, close_seconds=DEADLINE)
     mine, its = GpuSampler(nvml, GPU, pace), GpuSampler(nvml, other, pace)
     with watched_by(its.window()):
         while passes.count < 3:  # far more often than a round is due
@@ -392,14 +392,14 @@ def test_gpus_at_one_pace_are_asked_only_in_their_own_windows_and_in_time() -> N
 def test_a_hang_over_another_gpu_is_named() -> None:
     other, hang = "GPU-5a6b7c8d", Hang()
     nvml = FakeNvml({GPU: {**VALUES, "clock.sm": hang}, other: VALUES})
-    pace = Pace(0.001, leave_seconds=0.01)
+    pace = Pace(0.001, close_seconds=0.01)
     with watched_by(GpuSampler(nvml, GPU, pace).window()):
         assert hang.asked.wait(DEADLINE)
         with watched_by(GpuSampler(nvml, other, pace).window()) as window:
             pass
-    told = window.summary()
-    assert told["samples"] == 0
-    assert re.match(f"not asked: .* sm_clock_mhz of {GPU}$", told["not_available"]["sm_clock_mhz"])
+    summary = window.summary()
+    assert summary["samples"] == 0
+    assert re.match(f"not read: .* sm_clock_mhz of {GPU}$", summary["not_available"]["sm_clock_mhz"])
     hang.let_go.set()
-    pace.leave_seconds = DEADLINE
+    pace.close_seconds = DEADLINE
     pace.close()

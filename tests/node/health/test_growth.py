@@ -13,7 +13,7 @@ from sysfs_ports import add_port, add_roce, write
 
 from pytest_gpucluster.errors import HardwareFault
 from pytest_gpucluster.node import infiniband
-from pytest_gpucluster.node.health.counters import Changes, Counters, Sources, changes, take
+from pytest_gpucluster.node.health.counters import Changes, Counters, Sources, changes, read
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import NotAvailable
 
@@ -23,16 +23,16 @@ QUIET = KernelLog(lines=("NVRM: loading",), source="dmesg")
 def compared(before: dict[str, object], after: dict[str, object], **more: object) -> Changes:
     """What a test finds on an H100 whose values were ``before`` and are ``after``."""
     both = {"kernel_log": lambda: QUIET, **more}
-    return changes(take(sources(nvml=nvml(**before), **both)), take(sources(nvml=nvml(**after), **both)))
+    return changes(read(sources(nvml=nvml(**before), **both)), read(sources(nvml=nvml(**after), **both)))
 
 
 def logged(*lines: str, source: str = "dmesg", numbers: tuple[int, ...] = ()) -> Counters:
     log = KernelLog(lines=("NVRM: loading", *lines), source=source, numbers=numbers)
-    return take(sources(kernel_log=lambda: log))
+    return read(sources(kernel_log=lambda: log))
 
 
 def on_port(sysfs: Path) -> Counters:
-    return take(Sources(gpu=GPU, of_node=True, kernel_log=lambda: QUIET, nvml=nvml(),
+    return read(Sources(gpu=GPU, of_node=True, kernel_log=lambda: QUIET, nvml=nvml(),
                         adapters=lambda: infiniband.read(sysfs, gids=False)))  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_new_trouble_of_the_gpu_is_a_fault_that_names_it(code: str) -> None:
     json.dumps(found.to_json())
 
 
-def test_errors_of_the_card_s_life_are_not_told_twice_and_count_where_the_driver_was_loaded_anew() -> None:
+def test_errors_of_the_card_s_life_are_not_reported_twice_and_count_where_the_driver_was_loaded_anew() -> None:
     both = compared({}, {"ecc.uncorrected.volatile": 2, "ecc.uncorrected.aggregate": 2})
     assert [fault.code for fault in both.faults] == ["ecc_uncorrected"]
     reset = compared({"ecc.uncorrected.volatile": 3, "ecc.uncorrected.aggregate": 3}, {"ecc.uncorrected.aggregate": 4})
@@ -105,8 +105,8 @@ def test_a_card_that_shows_no_link_any_more_has_lost_them() -> None:
 
 
 def test_a_gpu_that_is_lost_during_the_test_is_a_fault_and_one_lost_before_is_not_again() -> None:
-    lost = take(sources(nvml=FakeNvml({UUID: {}}, silent=[UUID]), kernel_log=lambda: QUIET))
-    healthy = take(sources(kernel_log=lambda: QUIET))
+    lost = read(sources(nvml=FakeNvml({UUID: {}}, silent=[UUID]), kernel_log=lambda: QUIET))
+    healthy = read(sources(kernel_log=lambda: QUIET))
     assert [fault.code for fault in changes(healthy, lost).faults] == ["gpu_lost"]
     assert changes(lost, lost).faults == ()
     assert "ecc.uncorrected.volatile" in changes(lost, lost).missing
@@ -160,7 +160,7 @@ def test_the_action_that_the_driver_wants_and_a_switch_s_fatal_error_are_faults(
     assert (dict(found.changed), fault.remedy.split(";")[0]) == ({"sxid.20034": 1}, "drain, then reset the GPU")
     # Of local workers one looks at what is the node's.
     logs = (KernelLog(lines=lines, source="dmesg") for lines in (("a",), ("a", SWITCH.format("Fatal"))))
-    assert changes(*(take(sources(kernel_log=lambda log=log: log).without_ports()) for log in logs)).faults == ()
+    assert changes(*(read(sources(kernel_log=lambda log=log: log).without_ports()) for log in logs)).faults == ()
 
 
 def test_a_recovery_action_that_nvml_asks_for_is_a_fault_also_where_no_log_can_be_read() -> None:
@@ -180,14 +180,14 @@ def test_records_that_were_overwritten_do_not_make_old_xids_new() -> None:
     assert "xid" not in found.missing
 
 
-def test_records_that_nobody_has_read_are_missing() -> None:
+def test_records_that_were_overwritten_unread_are_missing() -> None:
     before = logged("x", source="/dev/kmsg", numbers=(1, 2))
     found = changes(before, logged("y", source="/dev/kmsg", numbers=(10, 11)))
     assert in_order(found.missing["xid"], "7 records")
     found = changes(logged(), logged(XID_79, source="/dev/kmsg", numbers=(1, 2)))
     assert found.faults == (), "logs of two sources are not compared"
     assert in_order(found.missing["xid"], "dmesg /dev/kmsg")
-    refused = take(sources(kernel_log=lambda: KernelLog(why_not="dmesg: refused")))
+    refused = read(sources(kernel_log=lambda: KernelLog(why_not="dmesg: refused")))
     assert changes(logged(), refused).missing["xid"] == "dmesg: refused"
 
 

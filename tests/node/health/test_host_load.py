@@ -49,7 +49,7 @@ def test_load_cpus_time_and_memory_are_read(tmp_path: Path) -> None:
         (dict.fromkeys(FILES), {*read_host_load(Tree(root=Path("/nowhere")))}),
     ],
 )
-def test_what_the_kernel_does_not_tell_is_none(tmp_path: Path, case: tuple[dict[str, str | None], set[str]]) -> None:
+def test_what_the_kernel_does_not_report_is_none(tmp_path: Path, case: tuple[dict[str, str | None], set[str]]) -> None:
     changes, missing = case
-    told = read_host_load(plant(Path(tempfile.mkdtemp(dir=tmp_path)), changes))
-    assert {key for key, value in told.items() if value is None} == missing
+    load = read_host_load(plant(Path(tempfile.mkdtemp(dir=tmp_path)), changes))
+    assert {key for key, value in load.items() if value is None} == missing

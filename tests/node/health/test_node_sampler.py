@@ -1,4 +1,4 @@
-"""A rank's end of the node's sampler: what it is told, and that nothing of it ever disturbs what is measured."""
+"""A rank's end of the node's sampler: its summaries, and that no failure of it disturbs the measurement."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def links_are_closed() -> Iterator[None]:
         link.close()
 
 
-def missing(told: dict[str, Any]) -> set[str]:
-    assert set(told["not_available"]) == set(QUERIES)
-    return set(told["not_available"].values())
+def missing(summary: dict[str, Any]) -> set[str]:
+    assert set(summary["not_available"]) == set(QUERIES)
+    return set(summary["not_available"].values())
 
 
 class Mute:
-    """In the sampler's place: something that listens and says what it is told to, or nothing."""
+    """A process in the sampler's place that sends given answers, or none."""
 
     def __init__(self) -> None:
         self.address = f"gpucluster-test-{os.urandom(8).hex()}"
@@ -88,7 +88,7 @@ class Mute:
         self.channel: socket.socket | None = None
 
     def accept(self) -> list[Any]:
-        """Take the rank in; return what it has said so far."""
+        """Accept the rank; return its messages so far."""
         self.channel, _ = self._listener.accept()
         self.channel.settimeout(DEADLINE)
         return [json.loads(self.channel.recv(65536)), json.loads(self.channel.recv(65536))]
@@ -106,21 +106,21 @@ def mute() -> Iterator[Mute]:
     made.close()
 
 
-# ---- what a rank is told
+# ---- what a rank receives
 
 
-def test_a_window_tells_each_rank_what_its_own_gpu_did_in_it(start: Start) -> None:
+def test_a_window_summarises_each_rank_s_own_gpu(start: Start) -> None:
     sampler = start({GPU: VALUES, OTHER: {**VALUES, "clock.sm": 1200}})
-    with patient(sampler, OTHER).window() as beside, patient(sampler).window() as window:
+    with patient(sampler, OTHER).window() as second, patient(sampler).window() as window:
         pass
-    assert beside.summary()["sm_clock_mhz"][1] == 1200
-    told = window.summary()
-    assert told["sm_clock_mhz"] == [1755, 1755, 1755]
-    assert told["power_watts"] == [698.2, 698.2, 698.2]
-    assert told["throttle"] == ["sw_power_cap"]
-    assert told["throttle_share"] == {"sw_power_cap": 1.0}
-    assert (told["samples"] >= 1, told["not_available"]) == (True, {})
-    assert json.loads(json.dumps(told)) == told
+    assert second.summary()["sm_clock_mhz"][1] == 1200
+    summary = window.summary()
+    assert summary["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert summary["power_watts"] == [698.2, 698.2, 698.2]
+    assert summary["throttle"] == ["sw_power_cap"]
+    assert summary["throttle_share"] == {"sw_power_cap": 1.0}
+    assert (summary["samples"] >= 1, summary["not_available"]) == (True, {})
+    assert json.loads(json.dumps(summary)) == summary
 
 
 def test_windows_can_lie_inside_each_other(start: Start) -> None:
@@ -140,7 +140,7 @@ def test_a_window_is_not_entered_while_it_is_open(start: Start) -> None:
         window.__enter__()
 
 
-def test_windows_that_nobody_holds_any_more_are_forgotten(mute: Mute) -> None:
+def test_windows_without_a_reference_are_forgotten(mute: Mute) -> None:
     link = linked(mute.address, GPU, answer_seconds=0.0)
     with link.window() as window:
         pass
@@ -184,13 +184,13 @@ def test_nvml_that_hangs_is_named_on_every_rank_and_keeps_none_waiting(start: St
     sampler = start({GPU: hanging, OTHER: VALUES})
     with patient(sampler).window() as window:
         pass
-    told = window.summary()
-    assert told["sm_clock_mhz"] == [1755, 1755, 1755]
-    assert told["not_available"]["power_watts"].startswith("NVML ")
-    with patient(sampler, OTHER).window() as beside:
+    summary = window.summary()
+    assert summary["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert summary["not_available"]["power_watts"].startswith("NVML ")
+    with patient(sampler, OTHER).window() as second:
         pass
-    (why,) = missing(beside.summary())
-    assert re.match(f"not asked: .* power_watts of {GPU}$", why)
+    (why,) = missing(second.summary())
+    assert re.match(f"not read: .* power_watts of {GPU}$", why)
 
 
 def test_without_a_sampler_or_an_opened_window_or_after_the_end_it_says_why(start: Start) -> None:
@@ -198,16 +198,16 @@ def test_without_a_sampler_or_an_opened_window_or_after_the_end_it_says_why(star
     closed.close()
     for link, expected in (
         (linked(None, GPU, why_not="it could not be started: no more processes"), ": no more processes"),
-        (linked("gpucluster-nobody", GPU), ": Connection refused"),
+        (linked("gpucluster-none", GPU), ": Connection refused"),
         (closed, " closed"),
     ):
         with link.window() as window:
             pass
         assert [why.endswith(expected) for why in missing(window.summary())] == [True]
-    assert ["never opened" in why for why in missing(linked("nobody", GPU).window().summary())] == [True]
+    assert ["never opened" in why for why in missing(linked("none", GPU).window().summary())] == [True]
 
 
-def test_a_sampler_that_is_killed_leaves_what_it_had_told_before(start: Start) -> None:
+def test_a_sampler_that_is_killed_leaves_the_summary_of_before(start: Start) -> None:
     sampler = start({GPU: VALUES})
     link = patient(sampler)
     window = link.window()
@@ -217,16 +217,16 @@ def test_a_sampler_that_is_killed_leaves_what_it_had_told_before(start: Start) -
     with window:
         os.kill(sampler.pid, signal.SIGKILL)
         sampler._process.wait(DEADLINE)
-    told = window.summary()
-    assert told["sm_clock_mhz"] == before["sm_clock_mhz"]
-    assert told["seconds"] >= before["seconds"]
-    assert all("has ended" in why for why in missing(told))
+    summary = window.summary()
+    assert summary["sm_clock_mhz"] == before["sm_clock_mhz"]
+    assert summary["seconds"] >= before["seconds"]
+    assert all("exited" in why for why in missing(summary))
     with link.window() as later:
         pass
     assert all("the node's sampler" in why for why in missing(later.summary()))
 
 
-def test_a_sampler_that_is_stopped_keeps_nobody_waiting(start: Start) -> None:
+def test_a_sampler_that_is_stopped_delays_no_caller(start: Start) -> None:
     sampler = start({GPU: VALUES})
     link = patient(sampler)
     with link.window():
@@ -274,7 +274,9 @@ def test_a_sampler_that_takes_nothing_is_not_waited_for(mute: Mute) -> None:
     ("answer", "why"),
     [
         pytest.param(b"{}}", "the node's sampler has failed: ", id="no JSON"),
-        pytest.param(b'{"failure": "KeyError: 7"}', "the node's sampler has refused: KeyError: 7", id="a refusal"),
+        pytest.param(
+            b'{"failure": "KeyError: 7"}', "the node's sampler rejected a message: KeyError: 7", id="a refusal"
+        ),
     ],
 )
 def test_a_sampler_that_makes_no_sense_is_left(mute: Mute, answer: bytes, why: str) -> None:
@@ -283,8 +285,8 @@ def test_a_sampler_that_makes_no_sense_is_left(mute: Mute, answer: bytes, why: s
         mute.accept()
         assert mute.channel is not None
         mute.channel.send(answer)
-    (told,) = missing(window.summary())
-    assert told.startswith(why)
+    (summary,) = missing(window.summary())
+    assert summary.startswith(why)
     assert link._channel is None
 
 

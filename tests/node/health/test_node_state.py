@@ -26,13 +26,13 @@ class Watched:
     def nvml(self, gpus: list[dict[str, Any]] | None = None) -> None:
         self.state.take({"nvml": {"driver": "580", "gpus": LISTED if gpus is None else gpus}, "at": self.time})
 
-    def gpu(self, uuid: str = "GPU-0", **told: Any) -> None:
-        told = {"uuid": uuid, "not_available": {}, "lost": "", **told}
-        self.state.take({"gpu": told, "at": self.time})
+    def gpu(self, uuid: str = "GPU-0", **values: Any) -> None:
+        values = {"uuid": uuid, "not_available": {}, "lost": "", **values}
+        self.state.take({"gpu": values, "at": self.time})
 
     def ports(self, why_not: str = "", **sent: int | None) -> None:
-        told = [{"name": name, "port_xmit_bytes": count, "port_rcv_bytes": count} for name, count in sent.items()]
-        self.state.take({"ports": told, "why_not": why_not, "at": self.time})
+        ports = [{"name": name, "port_xmit_bytes": count, "port_rcv_bytes": count} for name, count in sent.items()]
+        self.state.take({"ports": ports, "why_not": why_not, "at": self.time})
 
     def host(self, **changes: Any) -> None:
         self.state.take({"host": {**HOST, **changes}, "at": self.time})
@@ -47,9 +47,9 @@ def test_gpus_come_in_nvmls_order_also_those_that_do_not_answer(watched: Watched
     watched.nvml()
     watched.gpu("GPU-1", power_watts=5)
     first, second, third = watched.state.node().gpus
-    assert (first.told["index"], first.age_seconds, first.is_stale) == (0, None, False)
-    assert (second.told["index"], second.told["power_watts"], second.age_seconds) == (1, 5, 0.0)
-    assert "NVML" in third.told["lost"]
+    assert (first.values["index"], first.age_seconds, first.is_stale) == (0, None, False)
+    assert (second.values["index"], second.values["power_watts"], second.age_seconds) == (1, 5, 0.0)
+    assert "NVML" in third.values["lost"]
 
 
 def test_what_is_not_read_any_more_becomes_stale_and_keeps_its_values(watched: Watched) -> None:
@@ -63,7 +63,7 @@ def test_what_is_not_read_any_more_becomes_stale_and_keeps_its_values(watched: W
     watched.time += 0.1
     node = watched.state.node()
     assert all(part.is_stale for part in (node.gpus[0], node.gpus[1], node.host, *node.ports))
-    assert node.gpus[0].told["power_watts"] == 5
+    assert node.gpus[0].values["power_watts"] == 5
     assert node.gpus[0].age_seconds == pytest.approx(STALE_SECONDS + 0.1)
     assert node.gpus[1].age_seconds is None, "this one was never read"
     watched.gpu("GPU-0", power_watts=6)
@@ -86,25 +86,25 @@ def test_rates_are_differences_of_counters_over_the_time_between(watched: Watche
     assert node.host.rates == {"busy_ratio": 0.5}
 
 
-def test_a_counter_that_began_anew_or_is_not_told_has_no_rate() -> None:
+def test_a_counter_that_was_reset_or_is_missing_has_no_rate() -> None:
     assert [growth(2.0, 10, 30), growth(2.0, 30, 30)] == [10.0, 0.0]
     none: list[tuple[float, Any, Any]] = [(2.0, 30, 10), (0.0, 10, 30), (-1.0, 10, 30)]
     none += [(2.0, None, 30), (2.0, 10, None), (2.0, "10", 30)]
     assert [growth(*each) for each in none] == [None] * len(none)
 
 
-def test_only_the_gpus_that_were_asked_for_are_told_and_unknown_ones_are_named() -> None:
+def test_only_the_wanted_gpus_are_included_and_unknown_ones_are_named() -> None:
     watched = Watched(only=(1, 7))
-    assert watched.state.unknown() == [], "NVML has not said yet which it has"
+    assert watched.state.unknown() == [], "NVML has not listed its GPUs yet"
     watched.nvml()
-    assert [gpu.told["index"] for gpu in watched.state.node().gpus] == [1]
+    assert [gpu.values["index"] for gpu in watched.state.node().gpus] == [1]
     assert watched.state.unknown() == [7]
     assert [gpu["index"] for gpu in watched.state.listed()] == [0, 1, 2]
     watched.state.take({"nvml": {"why_not": "no driver library"}, "at": 1.0})
     assert watched.state.unknown() == [], "it is not the number that is wrong"
 
 
-def test_what_is_wrong_with_all_of_it_is_told(watched: Watched) -> None:
+def test_a_problem_of_the_reader_is_reported(watched: Watched) -> None:
     watched.time += 7
     node = watched.state.node()
     assert (node.gpus, node.silent_seconds, node.why_no_gpus) == ((), 7.0, "")
@@ -114,5 +114,5 @@ def test_what_is_wrong_with_all_of_it_is_told(watched: Watched) -> None:
     watched.nvml([])
     assert watched.state.node().why_no_gpus.startswith("NVML ")
     watched.state.take({"ended": -11})
-    assert "ended (exit code -11)" in watched.state.node().problem
+    assert "exited with code -11" in watched.state.node().problem
     watched.state.wait(2, 60)  # for nothing more that could come

@@ -25,26 +25,26 @@ DEADLINE_SECONDS = 60.0
 
 
 class Stopped(Exception):
-    """Enough was said."""
+    """Enough lines were written."""
 
 
-def said_by(read: Any, *arguments: Any, after: int) -> list[Mapping[str, Any]]:
-    """Return the first things that are said, and end it there."""
-    told: list[Mapping[str, Any]] = []
+def lines_of(read: Any, *arguments: Any, after: int) -> list[Mapping[str, Any]]:
+    """Return the first lines, and stop there."""
+    lines: list[Mapping[str, Any]] = []
 
     def say(one: Mapping[str, Any]) -> None:
-        told.append(one)
-        if len(told) >= after:
+        lines.append(one)
+        if len(lines) >= after:
             raise Stopped
 
     with contextlib.suppress(Stopped):
         read(*arguments[:1], say, *arguments[1:])
-    return told
+    return lines
 
 
 def test_all_gpus_are_listed_and_those_that_answer_are_read_round_after_round() -> None:
     nvml = FakeNvml({"GPU-0": {"power.draw": 5.0}, "GPU-1": {}, "GPU-2": {}}, silent=["GPU-1"])
-    first, *looks = said_by(node_reader_process.read_gpus, lambda: nvml, 0.01, ("power_watts",), after=5)
+    first, *looks = lines_of(node_reader_process.read_gpus, lambda: nvml, 0.01, ("power_watts",), after=5)
     assert [(gpu["index"], gpu["uuid"]) for gpu in first["nvml"]["gpus"]] == [(0, "GPU-0"), (1, None), (2, "GPU-2")]
     assert first["nvml"]["driver"] == nvml.driver
     assert [look["gpu"]["uuid"] for look in looks] == ["GPU-0", "GPU-2", "GPU-0", "GPU-2"]
@@ -52,22 +52,22 @@ def test_all_gpus_are_listed_and_those_that_answer_are_read_round_after_round() 
 
 
 class Listener:
-    """Keeps what the process has said."""
+    """Keeps the lines of the process."""
 
     def __init__(self) -> None:
-        self.told: list[Mapping[str, Any]] = []
+        self.lines: list[Mapping[str, Any]] = []
         self._condition = threading.Condition()
 
     def take(self, one: Mapping[str, Any]) -> None:
         with self._condition:
-            self.told.append(one)
+            self.lines.append(one)
             self._condition.notify_all()
 
     def wait_for(self, key: str) -> Mapping[str, Any]:
         with self._condition:
-            there = self._condition.wait_for(lambda: any(key in one for one in self.told), DEADLINE_SECONDS)
-            assert there, f"{key} was never said: {self.told}"
-            return next(one for one in self.told if key in one)
+            there = self._condition.wait_for(lambda: any(key in one for one in self.lines), DEADLINE_SECONDS)
+            assert there, f"{key} was never written: {self.lines}"
+            return next(one for one in self.lines if key in one)
 
 
 @pytest.fixture
@@ -97,20 +97,20 @@ def test_a_driver_that_hangs_over_one_gpu_leaves_the_rest_of_the_node_fresh(
     while not (node := state.node()).gpus or not all(gpu.is_stale for gpu in node.gpus) or node.host.is_stale:
         assert time.monotonic() < until, "the host is as old as the GPUs, or they are not called stale"
         time.sleep(0.02)
-    assert node.gpus[0].told["power_watts"] == 690.0, "the last value stays"
+    assert node.gpus[0].values["power_watts"] == 690.0, "the last value stays"
     assert [gpu.age_seconds is None for gpu in node.gpus] == [False, True, True]
     assert node.host.age_seconds is not None
-    assert node.host.told["load"] == [1.0, 1.0, 1.0]
+    assert node.host.values["load"] == [1.0, 1.0, 1.0]
 
 
-def test_beside_a_measurement_only_a_few_figures_of_gpus_are_read(started: Any) -> None:
+def test_during_a_measurement_only_a_few_values_of_gpus_are_read(started: Any) -> None:
     listener = Listener()
     opened = started({"GPU-0": fake_reader.h100()}, listener.take, few=True)
     look = listener.wait_for("gpu")["gpu"]
     assert set(look) == {"uuid", "not_available", "lost", *node_reader.FEW}
     opened.close()
-    assert not any("host" in one or "ports" in one for one in listener.told)
-    assert not any("ended" in one for one in listener.told), "it was ended on purpose"
+    assert not any("host" in one or "ports" in one for one in listener.lines)
+    assert not any("ended" in one for one in listener.lines), "it was ended on purpose"
 
 
 def test_a_reader_that_ends_on_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_reader_that_ends_on_its_own_says_so(monkeypatch: pytest.MonkeyPatch) 
     opened = node_reader.NodeReader(listener.take, 1.0)
     assert listener.wait_for("ended") == {"ended": 3}
     opened.close()
-    assert listener.told == [{"ended": 3}], "what is no line of it is passed over"
+    assert listener.lines == [{"ended": 3}], "other output is ignored"
 
 
 def test_without_a_thread_there_is_no_reader_and_its_process_is_ended(
@@ -141,7 +141,7 @@ def test_without_a_thread_there_is_no_reader_and_its_process_is_ended(
     assert started[0].poll() is not None
 
 
-def test_it_ends_when_nobody_reads_it_and_with_its_parent(tmp_path: Path) -> None:
+def test_it_exits_when_its_output_is_closed_and_with_its_parent(tmp_path: Path) -> None:
     command = [*fake_reader.command(tmp_path, {"GPU-0": {}}), "--interval", "0.05", "--parent", str(os.getpid())]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -163,8 +163,8 @@ def test_it_ends_when_nobody_reads_it_and_with_its_parent(tmp_path: Path) -> Non
     ("error", "why"),
     [(EnvironmentBroken("no driver library"), "no driver library"), (KeyError("x"), "NVML failed: KeyError: 'x'")],
 )
-def test_without_nvml_it_is_said_why(error: Exception, why: str) -> None:
+def test_without_nvml_the_reason_is_written(error: Exception, why: str) -> None:
     def fail() -> Any:
         raise error
 
-    assert said_by(node_reader_process.read_gpus, fail, 0.01, (), after=9) == [{"nvml": {"why_not": why}}]
+    assert lines_of(node_reader_process.read_gpus, fail, 0.01, (), after=9) == [{"nvml": {"why_not": why}}]

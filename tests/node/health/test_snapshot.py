@@ -16,7 +16,7 @@ from pytest_gpucluster.node.nvml import NotAvailable
 
 def test_flags_links_and_counts_become_numbers_by_name() -> None:
     planted = {"rows.pending": True, "nvlink.errors": {"replay": {0: 0, 17: 3}}, "nvlink.up": {0: True, 1: False}}
-    taken = counters.take(sources(nvml=nvml(**planted)))
+    taken = counters.read(sources(nvml=nvml(**planted)))
     assert taken.values["rows.pending"] == 1
     assert taken.values["nvlink.replay[17]"] == 3
     assert (taken.values["nvlink.up[0]"], taken.values["nvlink.up[1]"]) == (1, 0)
@@ -27,29 +27,29 @@ def test_flags_links_and_counts_become_numbers_by_name() -> None:
 
 
 def test_lines_that_are_alike_are_different_xids() -> None:
-    taken = counters.take(sources())
+    taken = counters.read(sources())
     assert taken.log is not None
     assert [xid.code for xid in taken.log.xids.values()] == [79, 79]
     assert [xid[:16] for xid in taken.to_json()["xids"]] == ["0000:3b:00.0: 79"] * 2
     log = KernelLog(lines=(XID_79 * 2,), source="/dev/kmsg", numbers=(5,))
-    taken = counters.take(sources(kernel_log=lambda: log))
+    taken = counters.read(sources(kernel_log=lambda: log))
     assert taken.log is not None
     assert list(taken.log.xids) == ["5", "5 #2"], "two on one line"
     log = KernelLog(lines=("a", XID_79, "b"), source="/dev/kmsg", numbers=(7, 8, 9))
-    taken = counters.take(sources(kernel_log=lambda: log))
+    taken = counters.read(sources(kernel_log=lambda: log))
     assert taken.log is not None
     assert (list(taken.log.xids), taken.log.numbers) == (["8"], (7, 9)), "where the kernel numbers its records"
 
 
 def test_a_rank_that_is_not_the_first_of_its_node_looks_at_its_gpu_only() -> None:
-    def nobody() -> object:
+    def not_read() -> object:
         raise AssertionError("asked")
 
-    taken = counters.take(sources(of_node=False, kernel_log=nobody, adapters=nobody))
+    taken = counters.read(sources(of_node=False, kernel_log=not_read, adapters=not_read))
     assert taken.log is None
     assert set(taken.missing) == {"pages.pending"}
     # A rehearsal.
-    taken = counters.take(sources(gpu=Identity(host="gpu-07"), nvml=None, kernel_log=nobody))
+    taken = counters.read(sources(gpu=Identity(host="gpu-07"), nvml=None, kernel_log=not_read))
     assert (dict(taken.values), dict(taken.missing)) == ({}, {"infiniband": "none here"})
     made = Sources.of([{**who(0), "gpu": None}], rank=0)
     assert (made.has_gpu, dict(made.gpus_of_node)) == (False, {})
@@ -57,15 +57,15 @@ def test_a_rank_that_is_not_the_first_of_its_node_looks_at_its_gpu_only() -> Non
 
 def test_what_cannot_be_read_is_missing_by_name_and_the_rest_is_there() -> None:
     log = KernelLog(why_not="dmesg: refused")
-    taken = counters.take(sources(nvml=nvml(**{"ecc.uncorrected.volatile": NotAvailable("ask root", "no permission")}),
+    taken = counters.read(sources(nvml=nvml(**{"ecc.uncorrected.volatile": NotAvailable("ask root", "no permission")}),
                                   kernel_log=lambda: log))  # fmt: skip
     assert taken.missing["ecc.uncorrected.volatile"] == "ask root"
     assert taken.missing["xid"] == "dmesg: refused"
     assert taken.values["rows.failed"] == 0
     assert taken.lost == ""
-    taken = counters.take(sources(nvml=None, why_no_nvml="no driver library"))
+    taken = counters.read(sources(nvml=None, why_no_nvml="no driver library"))
     assert {name: taken.missing[name] for name in QUERIES} == dict.fromkeys(QUERIES, "no driver library")
-    taken = counters.take(sources(nvml=FakeNvml({UUID: {}}, silent=[UUID])))
+    taken = counters.read(sources(nvml=FakeNvml({UUID: {}}, silent=[UUID])))
     assert "lost" in taken.lost
     assert set(QUERIES) <= set(taken.missing)
 

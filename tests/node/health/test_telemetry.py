@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpucluster.node import nvml_queries
-from pytest_gpucluster.node.health.telemetry import OF_THE_CARD, QUERIES, THROTTLE, checked, nothing, summary
+from pytest_gpucluster.node.health.telemetry import CARD_QUERIES, QUERIES, THROTTLE, empty_summary, summary, validated
 
 
 def test_each_series_is_summed_up_as_least_median_and_most() -> None:
@@ -32,33 +32,33 @@ def test_each_series_is_summed_up_as_least_median_and_most() -> None:
 def test_each_throttle_reason_has_its_part_of_the_time() -> None:
     readings = {THROTTLE: (("hw_thermal",), ("gpu_idle",), ("hw_thermal", "sw_power_cap"))}
     spent = {"hw_thermal": 6.2, "sw_power_cap": 2.0, "gpu_idle": 3.8}
-    told = summary(readings, seconds=10.0, not_available={}, throttle_seconds=spent)
-    assert told["throttle_share"] == {"hw_thermal": 0.62, "sw_power_cap": 0.2}
+    result = summary(readings, seconds=10.0, not_available={}, throttle_seconds=spent)
+    assert result["throttle_share"] == {"hw_thermal": 0.62, "sw_power_cap": 0.2}
     for seconds in (0.0, 1.0):  # no more than all of it
-        told = summary(
+        result = summary(
             {THROTTLE: (("hw_thermal",),)}, seconds=seconds, not_available={}, throttle_seconds={"hw_thermal": 1.1}
         )
-        assert told["throttle_share"] == {"hw_thermal": 1.0}
+        assert result["throttle_share"] == {"hw_thermal": 1.0}
     assert summary({THROTTLE: (("gpu_idle",),)}, seconds=1, not_available={})["throttle"] == []
 
 
 def test_what_is_read_is_what_nvml_can_be_asked_for() -> None:
-    units = [nvml_queries.QUERIES[query].unit for key, query in {**QUERIES, **OF_THE_CARD}.items() if key != THROTTLE]
+    units = [nvml_queries.QUERIES[query].unit for key, query in {**QUERIES, **CARD_QUERIES}.items() if key != THROTTLE]
     assert units == ["MHz", "MHz", "W", "degC", "%", "MHz", "degC"]
-    told = summary({}, seconds=1, not_available={}, card={"sm_clock_max_mhz": 1980, "slowdown_celsius": 89.04})
-    assert (told["sm_clock_max_mhz"], told["slowdown_celsius"]) == (1980, 89.0)
+    result = summary({}, seconds=1, not_available={}, card={"sm_clock_max_mhz": 1980, "slowdown_celsius": 89.04})
+    assert (result["sm_clock_max_mhz"], result["slowdown_celsius"]) == (1980, 89.0)
     nothing_read = {"seconds": 2.5, "samples": 0, "not_available": dict.fromkeys(QUERIES, "no sampler here")}
-    assert nothing("no sampler here", seconds=2.5) == nothing_read
+    assert empty_summary("no sampler here", seconds=2.5) == nothing_read
 
 
 @pytest.mark.parametrize("value", ["fast", float("nan"), float("inf"), True, None, (1, 2)], ids=repr)
 def test_what_is_no_number_is_no_reading(value: object) -> None:
     with pytest.raises(ValueError, match="NVML gave"):
-        checked("sm_clock_mhz", value)
+        validated("sm_clock_mhz", value)
 
 
 def test_what_are_no_names_are_no_throttle_reasons() -> None:
-    assert checked(THROTTLE, ["hw_thermal"]) == ("hw_thermal",)
+    assert validated(THROTTLE, ["hw_thermal"]) == ("hw_thermal",)
     for value in ("sw_power_cap", [1], 4):
         with pytest.raises(ValueError, match="NVML gave"):
-            checked(THROTTLE, value)
+            validated(THROTTLE, value)

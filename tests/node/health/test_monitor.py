@@ -23,7 +23,7 @@ from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.node import infiniband, nvml
 from pytest_gpucluster.node.health import telemetry
 from pytest_gpucluster.node.health.counters import Sources
-from pytest_gpucluster.node.health.monitor import Accompaniment, Company, Place, sources_of
+from pytest_gpucluster.node.health.monitor import Place, RankMonitor, TestMonitor, sources_of
 from pytest_gpucluster.node.health.telemetry import Link
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import NotAvailable
@@ -48,15 +48,15 @@ def sources(values: dict[str, Any], *, log: Callable[[], KernelLog] | None = Non
     return Sources.of([who()], rank=0, nvml=fake, kernel_log=log or (lambda: quiet))
 
 
-def company(values: dict[str, Any], required: tuple[str, ...] = (ECC,), **more: Any) -> Company:
+def company(values: dict[str, Any], required: tuple[str, ...] = (ECC,), **more: Any) -> TestMonitor:
     settings = {"window": Link(None, None).window(), "sources": sources(values), "required": lambda: required}
-    return Company(**{**settings, **more})  # type: ignore[arg-type]
+    return TestMonitor(**{**settings, **more})  # type: ignore[arg-type]
 
 
 # ---- one body
 
 
-def test_what_has_changed_goes_beside_every_measurement() -> None:
+def test_changed_counters_are_added_to_every_measurement() -> None:
     values = dict(HEALTHY_H100)
     went = company(values)
     went.end()
@@ -66,13 +66,13 @@ def test_what_has_changed_goes_beside_every_measurement() -> None:
     went.end()
     values[ECC] = 5
     went.end()
-    went.require_well()
+    went.require_healthy()
     assert went.telemetry["counters"] == {"pcie.replays": 3}, "changes alone, and none is taken twice"
     measured = [measurement("inventory.ranks", 1, unit="ranks", telemetry={"notes": ["kept"]})]
-    assert went.beside(measured)[0].telemetry == {"notes": ["kept"], "counters": {"pcie.replays": 3}}
+    assert went.annotate(measured)[0].telemetry == {"notes": ["kept"], "counters": {"pcie.replays": 3}}
 
 
-def test_a_new_uncorrected_error_is_a_fault_which_outweighs_what_is_not_told() -> None:
+def test_a_new_uncorrected_error_is_a_fault_which_outweighs_a_missing_counter() -> None:
     values = dict(HEALTHY_H100)
     del values["rows.failed"], values["pcie.replays"]
     went = company(values, required=(ECC, "rows.failed"))
@@ -81,36 +81,36 @@ def test_a_new_uncorrected_error_is_a_fault_which_outweighs_what_is_not_told() -
     went.end()
     assert went.telemetry["counters"] == {ECC: 2}
     with pytest.raises(HardwareFault, match=r"ecc_uncorrected .*: GPU 0 \(GPU-00000000"):
-        went.require_well()
+        went.require_healthy()
     with pytest.raises(HardwareFault):
         went.require_no_fault()
     assert "not supported" in went.telemetry["counters_not_available"]["pcie.replays"]
 
 
-@of_each("told_before", [False, True])
-def test_a_required_counter_that_is_not_told_is_an_error(told_before: bool) -> None:
+@of_each("known_before", [False, True])
+def test_a_required_counter_that_is_missing_is_an_error(known_before: bool) -> None:
     refused = NotAvailable("no permission", "no permission")
-    values = dict(HEALTHY_H100) if told_before else {**HEALTHY_H100, ECC: refused}
+    values = dict(HEALTHY_H100) if known_before else {**HEALTHY_H100, ECC: refused}
     went = company(values)
     went.begin()
     values[ECC] = refused
     went.end()
     with pytest.raises(EnvironmentBroken, match=r"ecc\.uncorrected\.volatile on GPU 0 .*on gpu-07.*no permission"):
-        went.require_well()
+        went.require_healthy()
     went.require_no_fault()
 
 
-def test_a_driver_that_hangs_over_the_counters_hangs_nobody() -> None:
+def test_a_driver_that_hangs_over_the_counters_delays_no_test() -> None:
     let_go = threading.Event()
     values = {**HEALTHY_H100, ECC: lambda: let_go.wait(30) and 0}
-    went = company(values, taking_seconds=0.01)
+    went = company(values, read_seconds=0.01)
     begin = time.monotonic()
     went.begin()
     went.end()
     assert time.monotonic() - begin < 20
     let_go.set()
     with pytest.raises(EnvironmentBroken, match=r"before the test: .* 0\.01 s"):
-        went.require_well()
+        went.require_healthy()
     assert set(went.telemetry["counters_not_available"]) == {"all"}
 
 
@@ -123,16 +123,16 @@ def test_counters_that_break_are_an_error_where_any_is_required_and_a_note_where
         assert "OSError: broken" in went.telemetry["counters_not_available"]["all"]
         if is_error:
             with pytest.raises(EnvironmentBroken, match="OSError: broken"):
-                went.require_well()
+                went.require_healthy()
         else:
-            went.require_well()
+            went.require_healthy()
 
 
 # ---- a rank's part
 
 
-def joined(sku: str | None = "H100 SXM", *, gpu: bool = True) -> Accompaniment:
-    made = Accompaniment()
+def joined(sku: str | None = "H100 SXM", *, gpu: bool = True) -> RankMonitor:
+    made = RankMonitor()
     made.join(Place(node=[who(gpu=gpu)], rank=0, sku=lambda: sku))
     return made
 
@@ -141,17 +141,17 @@ def joined(sku: str | None = "H100 SXM", *, gpu: bool = True) -> Accompaniment:
     ("sku", "required"),
     [
         pytest.param("H100 SXM", {ECC, "rows.pending", "rows.failed", "nvlink.up"}, id="of an H100"),
-        pytest.param(None, set(), id="of a GPU that nobody knows"),
+        pytest.param(None, set(), id="of an unknown GPU"),
     ],
 )
-def test_what_must_be_told_is_what_the_health_criterion_asks_for(
+def test_required_counters_are_those_of_the_health_criterion(
     sku: str | None, required: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvml, "PyNvml", lambda: FakeNvml({GPU: HEALTHY_H100}))
-    assert required <= set(joined(sku).company(counts=True).required())
+    assert required <= set(joined(sku).test_monitor(counters=True).required())
     if not required:
-        assert not joined(sku).company(counts=True).required()
-    assert not joined(sku).company(counts=False).required()
+        assert not joined(sku).test_monitor(counters=True).required()
+    assert not joined(sku).test_monitor(counters=False).required()
 
 
 def test_where_nvml_cannot_be_opened_a_criterion_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +159,11 @@ def test_where_nvml_cannot_be_opened_a_criterion_is_an_error(monkeypatch: pytest
         raise EnvironmentBroken("NVML is not available: no driver library")
 
     monkeypatch.setattr(nvml, "PyNvml", refuse)
-    went = joined().company(counts=True)
+    went = joined().test_monitor(counters=True)
     went.begin()
     went.end()
     with pytest.raises(EnvironmentBroken, match="no driver library"):
-        went.require_well()
+        went.require_healthy()
 
 
 def test_on_cpu_nothing_is_required_and_nvml_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +171,10 @@ def test_on_cpu_nothing_is_required_and_nvml_is_not_touched(monkeypatch: pytest.
         raise AssertionError("NVML on cpu")
 
     monkeypatch.setattr(nvml, "PyNvml", refuse)
-    went = joined(gpu=False).company(counts=True)
+    went = joined(gpu=False).test_monitor(counters=True)
     went.begin()
     went.end()
-    went.require_well()
+    went.require_healthy()
     assert set(went.telemetry) <= {"counters", "counter_notes"}
 
 
@@ -193,8 +193,8 @@ def test_a_rank_whose_gpu_the_nodes_sampler_does_not_see_starts_its_own_and_no_m
     monkeypatch.setattr(telemetry, "start_sampler", lambda: started.append(real()) or started[-1])
     monkeypatch.setattr(telemetry, "ANSWER_SECONDS", 30.0)
     monkeypatch.setattr(telemetry, "COMMAND", fake_sampler.command(tmp_path, {uuid_of(7): SAMPLED}))
-    first, mine = Accompaniment(), joined()
-    mine.told(first.start())
+    first, mine = RankMonitor(), joined()
+    mine.use_sampler(first.start())
     with mine.window() as window:
         pass
     assert window.summary()["samples"] == 0
@@ -312,7 +312,7 @@ def test_a_link_that_goes_down_under_a_criterion_fails_it(session: Callable[...,
         ),
     ],
 )  # fmt: skip
-def test_what_no_hardware_is_rejected_for_is_told_and_passes(
+def test_what_no_hardware_is_rejected_for_is_reported_and_passes(
     session: Callable[..., Left], settings: dict[str, Any]
 ) -> None:
     left = session(**settings)
@@ -322,7 +322,7 @@ def test_what_no_hardware_is_rejected_for_is_told_and_passes(
         assert "counters: " in left.properties["test_it.test_speed[telemetry]"]
 
 
-def test_a_required_counter_that_is_not_told_makes_the_criterion_an_error(session: Callable[..., Left]) -> None:
+def test_a_required_counter_that_is_missing_makes_the_criterion_an_error(session: Callable[..., Left]) -> None:
     refused = NotAvailable("no permission for this user", "no permission")
     left = session(SUITE, "--gpucluster-sku=H100 SXM", counted=[{"rows.failed": refused}])
     assert left.verdicts["test_speed"].startswith("error: rank 0 (")
@@ -380,8 +380,8 @@ def test_a_missed_value_is_explained_by_its_own_window_or_by_the_whole_test(sess
     for name in ("test_speed[True]", "test_speed[False]"):
         assert "(n=256): HW thermal slowdown 100 % of the time, 91 degC on rank 0 (" in left.verdicts[name]
         assert "< " in left.verdicts[name]
-        (told,) = [rank.message for rank in next(r for r in left.journal.results if r.name == name).ranks]
-        assert told.endswith(": HW thermal slowdown 100 % of the time, 91 degC")
+        (message,) = [rank.message for rank in next(r for r in left.journal.results if r.name == name).ranks]
+        assert message.endswith(": HW thermal slowdown 100 % of the time, 91 degC")
 
 
 def test_a_sampler_that_hangs_or_is_not_there_fails_nothing(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,13 +389,13 @@ def test_a_sampler_that_hangs_or_is_not_there_fails_nothing(project: Project, mo
     project.suite(SUITE)
     hung = project.run()
     assert set(hung.verdicts.values()) == {"passed"}
-    told = hung.journal.results[-1].telemetry[0]
-    assert told["not_available"]["power_watts"].startswith("NVML ")
+    sampled = hung.journal.results[-1].telemetry[0]
+    assert sampled["not_available"]["power_watts"].startswith("NVML ")
     monkeypatch.setattr(telemetry, "COMMAND", ("/no/such/program",))
     gone = project.run()
     assert set(gone.verdicts.values()) == {"passed"}
-    told = gone.journal.results[-1].telemetry[0]
-    [why] = set(told["not_available"].values())
+    sampled = gone.journal.results[-1].telemetry[0]
+    [why] = set(sampled["not_available"].values())
     assert why.endswith(": '/no/such/program'")
 
 
@@ -426,7 +426,7 @@ def test_workers_without_a_launcher_share_their_controllers_sampler(project: Pro
     journal = left.journal
     assert {path.name for path in project.path.glob("gpu-*")} == {"gpu-0", "gpu-1"}
     assert journal.run.world_size == 2
-    clocks = {rank: told["sm_clock_mhz"][1] for rank, told in result.telemetry.items()}
+    clocks = {rank: seen["sm_clock_mhz"][1] for rank, seen in result.telemetry.items()}
     assert clocks == {0: 1755, 1: 1200}
 
 
@@ -506,9 +506,9 @@ def test_ranks_of_a_node_share_its_sampler_and_the_one_at_fault_is_named(tmp_pat
     assert "HW thermal slowdown 100 % of the time, 91 degC on rank 1 (" in run.verdicts["test_speed"]
     assert run.verdicts["test_counted"].startswith("failure: rank 1 (")
     assert re.search(r"ecc_uncorrected .*: GPU 1 \(GPU-00000001", run.verdicts["test_counted"])
-    told = {result.name: result for result in run.journal.results}
-    clocks = {rank: seen["temperature_celsius"][2] for rank, seen in told["test_speed"].telemetry.items()}
+    results = {result.name: result for result in run.journal.results}
+    clocks = {rank: seen["temperature_celsius"][2] for rank, seen in results["test_speed"].telemetry.items()}
     assert clocks == {0: 67, 1: 91}
-    assert (told["test_counted"].culprits, told["test_counted"].telemetry[1]["counters"]) == ((1,), {ECC: 2})
-    assert "counters" not in told["test_counted"].telemetry[0]
+    assert (results["test_counted"].culprits, results["test_counted"].telemetry[1]["counters"]) == ((1,), {ECC: 2})
+    assert "counters" not in results["test_counted"].telemetry[0]
     assert run.left_over == []

@@ -1,4 +1,4 @@
-"""What made-up nodes tell of themselves, in the very form that `gpucluster node info all --json` has."""
+"""The info of made-up nodes, in the form of `gpucluster node info all --json`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.node.info import Sources, gather_info
+from pytest_gpucluster.node.info import Sources, collect_info
 
-_HERE = json.loads(json.dumps(gather_info("all", Sources())))
+_HERE = json.loads(json.dumps(collect_info("all", Sources())))
 """This host itself: so that a key which info renames is missed here, too."""
 _GPU = {
     "name": "NVIDIA H100 80GB HBM3",
@@ -24,8 +24,8 @@ _GPU = {
 }
 
 
-def told(**more: Any) -> dict[str, Any]:
-    """Return what a node of two GPUs and one HCA tells; ``more`` are "part.key" -> value."""
+def node_info(**more: Any) -> dict[str, Any]:
+    """Return the info of a node of two GPUs and one HCA; ``more`` are "part.key" -> value."""
     node = copy.deepcopy(_HERE)
     node["gpus"] = {"why_not": "", "driver": "570.1", "count": 2, "gpus": [dict(_GPU), dict(_GPU)], "ways": []}
     node["topology"] |= {"between_gpus": [["X", "NV18"], ["NV18", "X"]], "to_gpus": [["PIX", "SYS"]]}
