@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from pytest_gpucluster.benchmarks.burn_in import Course, burn_in
+from pytest_gpucluster.benchmarks.burn_in import TimeSeries, burn_in
 from pytest_gpucluster.benchmarks.fingerprint import Fingerprint, FingerprintAgreement, exchange, take_fingerprint
-from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Survey, go_through
+from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Survey, run_pattern
 from pytest_gpucluster.metrics.finding import identity
 from pytest_gpucluster.node.health.checks import BAD_REASONS
 from pytest_gpucluster.node.host import WORKERS
@@ -67,7 +67,7 @@ def test_burn_in(cluster, names, workload, telemetry, artifacts, progress, measu
     """
     asked = workload.burn_in
     window = telemetry()
-    course = Course(asked.duration_seconds, artifacts / f"burn-in-rank-{cluster.rank}.csv")
+    course = TimeSeries(asked.duration_seconds, artifacts / f"burn-in-rank-{cluster.rank}.csv")
     try:
         burn_in(
             cluster.device,
@@ -79,9 +79,9 @@ def test_burn_in(cluster, names, workload, telemetry, artifacts, progress, measu
             progress=progress,
         )
     finally:
-        record_property("burn_in", course.reached)
+        record_property("burn_in", course.progress_text)
         seen = window.summary()
-        for one in course.readings(asked.dtype, seen, slowdowns=BAD_REASONS):
+        for one in course.metric_values(asked.dtype, seen, slowdowns=BAD_REASONS):
             measure(
                 one.metric,
                 one.value,
@@ -92,7 +92,7 @@ def test_burn_in(cluster, names, workload, telemetry, artifacts, progress, measu
                 load="burn-in",
             )
     course.require_ends()
-    course.require_watched(seen, names[cluster.rank])
+    course.require_telemetry(seen, names[cluster.rank])
 
 
 @pytest.mark.single_gpu
@@ -114,7 +114,7 @@ def test_memory_patterns(pattern, cluster, workload, artifacts, progress, measur
     asked = workload.memory_patterns
     survey = Survey(pattern=pattern)
     try:
-        go_through(
+        run_pattern(
             cluster.device,
             survey,
             share=asked.share,
@@ -126,7 +126,7 @@ def test_memory_patterns(pattern, cluster, workload, artifacts, progress, measur
         labels = {"pattern": pattern}
         if survey.wrong_words:
             path = artifacts / f"memory-{pattern}-rank-{cluster.rank}.txt"
-            path.write_text(survey.listed(), encoding="utf-8")
+            path.write_text(survey.report(), encoding="utf-8")
         # One wrong word decides at once; that there is none is known only at the end.
         judged = survey.is_complete or survey.wrong_words > 0
         if judged or survey.passes:
@@ -154,17 +154,17 @@ def test_gpu_repeats_its_bits(cluster, names, workload, local_worker, measure):
     """
     asked = workload.determinism
     found = take_fingerprint(cluster.device, n=asked.n, repeats=asked.repeats)
-    measure("gpu.determinism.repeated", found.repeated, unit="ratio", repeats=asked.repeats)
+    measure("gpu.determinism.repeated", found.repeatable, unit="ratio", repeats=asked.repeats)
     if local_worker is None:
-        found.require_steady(names[cluster.rank])
+        found.require_repeatable(names[cluster.rank])
         return
     index, name, folder = local_worker
     prints, called = exchange(
         folder, found, index=index, count=LOCAL_WORKERS, name=name, wait_seconds=WORKER_SKEW_SECONDS
     )
-    found.require_steady(name)
+    found.require_repeatable(name)
     agreement = FingerprintAgreement(prints)
-    measure("gpu.determinism.agreed", agreement.agreed(index), unit="ratio")
+    measure("gpu.determinism.agreed", agreement.agreement_ratio(index), unit="ratio")
     agreement.require(index, called)
 
 
@@ -185,5 +185,5 @@ def test_gpus_agree(cluster, names, workload, measure):
     mine = take_fingerprint(cluster.device, n=workload.determinism.n, repeats=1)
     fingerprints = cluster.all_gather_object(mine.to_json())
     agreement = FingerprintAgreement([Fingerprint.from_json(one) for one in fingerprints])
-    measure("gpu.determinism.agreed", agreement.agreed(cluster.rank), unit="ratio")
+    measure("gpu.determinism.agreed", agreement.agreement_ratio(cluster.rank), unit="ratio")
     agreement.require(cluster.rank, names)

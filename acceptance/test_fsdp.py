@@ -4,7 +4,7 @@ import pytest
 
 from pytest_gpucluster.benchmarks.training.fsdp import check_fully_sharded
 from pytest_gpucluster.benchmarks.training.model import Geometry
-from pytest_gpucluster.benchmarks.training.sharding import held_memory
+from pytest_gpucluster.benchmarks.training.sharding import measure_sharded_memory
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_fsdp_memory(cluster, geometry, workload, measure):
     """
     batch = workload.fsdp.batch
     for ranks in sorted({1, cluster.local_world_size, cluster.world_size}):
-        held = held_memory(cluster.subgroups(ranks), cluster.device, geometry, batch=batch)
+        held = measure_sharded_memory(cluster.subgroups(ranks), cluster.device, geometry, batch=batch)
         counted = {"weights, gradients and moments": held.state_bytes, "all that torch allocated": held.peak_bytes}
         for what, found_bytes in counted.items():
             if found_bytes is not None:

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from pytest_gpucluster.benchmarks.burn_in import held_bytes, keep_busy
+from pytest_gpucluster.benchmarks.burn_in import keep_busy, reserved_bytes
 from pytest_gpucluster.benchmarks.dtypes import check_product, dtypes_of
 from pytest_gpucluster.metrics.finding import identity
 from pytest_gpucluster.node.health.examination import examine_gpu, require_uniform
@@ -52,7 +52,7 @@ def test_gpu_health(cluster, gpu, gpu_sources, inventory, workload, measure):
     """
     health = workload.health
     load = partial(keep_busy, cluster.device, seconds=health.load_seconds)
-    held = held_bytes(cluster.device)
+    held = reserved_bytes(cluster.device)
     snapshot = collect(
         gpu_sources, inventory, rank=cluster.rank, sku=gpu.sku, mig=health.mig, load=load, held_bytes=held
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from pytest_gpucluster.benchmarks.host_link import longest_seconds, measure_host_link
-from pytest_gpucluster.benchmarks.host_link_concurrent import measure_host_links_together
+from pytest_gpucluster.benchmarks.host_link_concurrent import measure_host_links_concurrently
 from pytest_gpucluster.node.numa import place_of_gpu, require_local
 from pytest_gpucluster.node.pci import PcieLink
 
@@ -43,7 +43,7 @@ def hold(cluster, gpu, inventory, workload, telemetry, link, measure):
             sampling=sizes.sampling,
             cpus=place.cpus if place else None,
             during=window,
-            look=link,
+            sample=link,
         )
         context = {**window.summary(), **link.report(), "memory": result.memory}
         for direction in result.directions:
@@ -89,4 +89,4 @@ def test_host_links_together(direction, cluster, inventory, hold):
     The bytes of each GPU count, over the time until the last one has ended.
     """
     group = cluster.node_group([who["node_rank"] for who in inventory])
-    hold(measure_host_links_together, group, cluster.device, direction)
+    hold(measure_host_links_concurrently, group, cluster.device, direction)

@@ -54,12 +54,12 @@ def test_matmul_search(dtype, board, cluster, workload, telemetry, measure, reco
             cluster.device,
             candidates(dtype, asked.shapes, asked.layouts),
             dtype=dtype,
-            look_seconds=asked.look_seconds,
+            trial_seconds=asked.look_seconds,
             sampling=asked.sampling,
             choose=choose,
             during=window,
         )
-    record_property("matmul.search", found.looks_text)
+    record_property("matmul.search", found.trials_text)
     measure(
         f"matmul.{dtype}.best_tflops",
         found.best.tflops,

@@ -48,9 +48,9 @@ def reference_curve(request, cluster, settings):
     another test of this run trains. A reference curve that no test would compare is an error."""
 
     def curve_of(label):
-        if settings.golden is None:
+        if settings.reference_curve is None:
             return None
-        curve = read(settings.golden)
+        curve = read(settings.reference_curve)
         model = curve.context["model"]
         if model == label:
             return curve
@@ -61,8 +61,8 @@ def reference_curve(request, cluster, settings):
         if trains in others and has_inputs and has_gpu:
             return None
         raise CurveError(
-            f"{settings.golden} is a reference curve of {model}, and no test of this run trains {model}: nothing would "
-            f"be compared. {trains} does, with the model and the data that the curve is of; or leave the option out"
+            f"{settings.reference_curve} is a reference curve of {model}, and no test of this run trains "
+            f"{model}: nothing would be compared. {trains} does, with the model and the data that the curve is of; or leave the option out"
         )
 
     return curve_of
@@ -96,7 +96,7 @@ def train(cluster, settings, reference_curve, artifacts, progress, measure, peak
     from pytest_gpucluster.benchmarks.lora.convergence import converge, figures_of
     from pytest_gpucluster.benchmarks.lora.experiment import checks_of, recipe_of
 
-    def train(sizes, base, lesson):
+    def train(sizes, base, data):
         recipe, expected = recipe_of(sizes, base), reference_curve(base.label)
         ranks = group_size(cluster.world_size, recipe.global_batch)
         group = f"group-{cluster.rank // ranks}"
@@ -109,21 +109,21 @@ def train(cluster, settings, reference_curve, artifacts, progress, measure, peak
             base=base,
             recipe=recipe,
             checks=checks_of(sizes),
-            lesson=lesson,
+            data=data,
             folder=folder / group,
             final=folder / f"final-{group}",
             resume=settings.resume,
-            golden=expected,
+            reference=expected,
             progress=progress,
         )
         if cluster.rank % ranks == 0:
             found.curve.write_csv(artifacts / f"curve-{group}.csv")
             found.curve.write_tensorboard(artifacts / f"tensorboard-{group}")
-        for name, text in (("base", base.origin), ("data", lesson.origin), ("notes", "; ".join(found.notes))):
+        for name, text in (("base", base.origin), ("data", data.origin), ("notes", "; ".join(found.notes))):
             record_property(f"lora.{name}", text or "none")
         for one in figures_of(found, peak_tflops=peak_tflops):
             measure(one.metric, one.value, unit=one.unit, record_only=one.recorded, **one.labels)
-        if expected is not None and found.learned is not None:
+        if expected is not None and found.result is not None:
             far = deviation(expected, found.curve)
             print(f"reference curve: {far}")
             measure("lora.reference_deviation", far.largest, unit="ratio", model=base.label)

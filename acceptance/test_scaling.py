@@ -6,7 +6,7 @@ from pytest_gpucluster.benchmarks.collectives import all_reduce
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import require_free, total_bytes
 from pytest_gpucluster.benchmarks.training.model import Geometry
-from pytest_gpucluster.benchmarks.training.scaling import efficiency, rates, straggler_table, told_series
+from pytest_gpucluster.benchmarks.training.scaling import efficiency, gather_series, rates, straggler_table
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.metrics.units import parse
 
@@ -221,7 +221,7 @@ def test_busbw_retention(cluster, group_of, workload, telemetry, measure):
                 during=telemetry(),
             )
     everyone = Ranks(cluster.group, cluster.device)
-    node, world = (told_series(everyone, found[scope].slowest_busbw) for scope in ("node", "world"))
+    node, world = (gather_series(everyone, found[scope].slowest_busbw) for scope in ("node", "world"))
     measure(
         "scaling.busbw_retention",
         efficiency(world, node),

@@ -44,12 +44,12 @@ def test_shared_filesystem(artifacts, cluster, inventory, measure, record_proper
     )
     if found is None:
         return
-    seen, reads, there = found.seen, found.reads, found.mounted
-    seen.require_there(cluster.hostname)
+    visibility, reads, there = found.visibility, found.reads, found.mount
+    visibility.require_visible(cluster.hostname)
     record_property("shared_filesystem.mount", str(there.mount or "unknown"))
     labels = {"nnodes": cluster.nnodes, "file_system": there.mount.kind if there.mount else "unknown"}
-    measure("shared_filesystem.verified", seen.right / seen.files, unit="ratio", **labels)
-    measure("shared_filesystem.visible", seen.slowest_seconds, unit="s", **labels)
+    measure("shared_filesystem.verified", visibility.right / visibility.files, unit="ratio", **labels)
+    measure("shared_filesystem.visible", visibility.slowest_seconds, unit="s", **labels)
     measure("shared_filesystem.whole_reads", 100 * reads.whole_ratio, unit="%", **labels)
     measure("shared_filesystem.small_files", found.small_files_per_second, unit="files/s", **labels)
     measure("shared_filesystem.free", 100 * there.free_ratio, unit="%", **labels)

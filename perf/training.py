@@ -1,9 +1,9 @@
-"""How fast the LoRA loop of this suite is, against transformers' Trainer, step by step in one run.
+"""How fast the LoRA trainer of this suite is, against transformers' Trainer, step by step in one run.
 
 Both sides train the same adapters on the same weights with the same blocks in the same order, precision, micro-batch
 and optimizer, without dropout and at one learning rate:
 
-* ours: ``benchmarks.lora.loop``, FSDP2 also on one rank, as the criterion runs it;
+* ours: ``benchmarks.lora.trainer``, FSDP2 also on one rank, as the criterion runs it;
 * trainer: ``transformers.Trainer``, the plain model on one rank, DDP on several. It logs once, at its end.
 
 They take turns in the same processes: a step of the Trainer, then one of ours, and so on, so that both see the same
@@ -38,7 +38,7 @@ GOALS = {"cpu": 1.0, "cuda": 1.1}
 """Of the median ratio, ours to trainer's."""
 LOSS_ERRORS = {"fp32": 1e-4, "bf16": 1e-2}
 """The largest relative difference of a loss in the first steps at which both have done the same work: ten and two times
-what the criterion allows between its loop and one rank, for here two programs round in their own order."""
+what the criterion allows between its trainer and one rank, for here two programs round in their own order."""
 COMPARED_STEPS = 5
 _DEADLINE_SECONDS = 900
 _ROWS = 1500
@@ -57,7 +57,7 @@ def child(arguments: argparse.Namespace) -> None:
     from pytest_gpucluster.benchmarks.lora.model import random_base, tiny_base
     from pytest_gpucluster.benchmarks.lora.packing import pack, tiny_tokenizer
     from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-    from pytest_gpucluster.benchmarks.lora.trainer import Loop, Pieces, judged_blocks
+    from pytest_gpucluster.benchmarks.lora.trainer import Components, Trainer, trainable_blocks
     from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -65,7 +65,7 @@ def child(arguments: argparse.Namespace) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rows = synthetic_rows(_ROWS, seed=1)
-    packed = judged_blocks(pack(rows, tiny_tokenizer(rows), arguments.sequence), arguments.sequence)
+    packed = trainable_blocks(pack(rows, tiny_tokenizer(rows), arguments.sequence), arguments.sequence)
     base = tiny_base(512) if arguments.model == "tiny" else random_base()
     recipe = Recipe(
         steps=arguments.steps,
@@ -80,21 +80,21 @@ def child(arguments: argparse.Namespace) -> None:
         seed=3,
     )
 
-    def start() -> Loop:
+    def start() -> Trainer:
         if not dist.is_initialized():  # one rank: after the Trainer was made, which would take it for several
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        pieces = Pieces(learning_rate=lambda step, recipe: recipe.learning_rate)
-        return Loop(dist.group.WORLD, device, base, recipe, packed, pieces=pieces)
+        components = Components(learning_rate=lambda step, recipe: recipe.learning_rate)
+        return Trainer(dist.group.WORLD, device, base, recipe, packed, components=components)
 
     turns = Turns(start, device)
     train(turns, base, recipe, packed, device, ranks, check=arguments.check, compiled=arguments.trainer_compiled)
-    assert turns.loop is not None
+    assert turns.trainer is not None
     flops = base.geometry.flops_per_token(
         arguments.sequence, rank=base.adapters.rank, head_trained=base.adapters.trains_head, recompute=turns.recomputes
     )
     found = {"flops_per_token": flops, "notes": turns.notes, **turns.found, **gpu(device)}
-    turns.loop = None
+    turns.trainer = None
     gc.collect()  # on gloo a process can abort at its end while sharded weights are alive
     dist.destroy_process_group()
     if rank == 0:
@@ -106,7 +106,7 @@ class Turns:
 
     def __init__(self, start: Callable[[], Any], device: Any) -> None:
         self._start, self._device = start, device
-        self.loop: Any = None
+        self.trainer: Any = None
         self.found: dict[str, list[float]] = {
             name: [] for name in ("ours", "trainer", "ours_cpu", "trainer_cpu", "ours_losses", "trainer_losses")
         }
@@ -122,10 +122,10 @@ class Turns:
 
     def begin(self) -> None:
         """Make our side. The Trainer's first step begins."""
-        self.loop = self._start()
-        self.recomputes = self.loop.recomputes
+        self.trainer = self._start()
+        self.recomputes = self.trainer.recomputes
         self.notes = f"recompute {'on' if self.recomputes else 'off'}, " + (
-            f"not compiled ({self.loop.not_compiled})" if self.loop.not_compiled else "compiled"
+            f"not compiled ({self.trainer.not_compiled})" if self.trainer.not_compiled else "compiled"
         )
         self._begin = self._now()
 
@@ -133,7 +133,7 @@ class Turns:
         """Take the time of the Trainer's step, and take one of ours."""
         for side in ("trainer", "ours"):
             if side == "ours":
-                self.found["ours_losses"].append(self.loop.step(number).loss)
+                self.found["ours_losses"].append(self.trainer.step(number).loss)
             now = self._now()
             for name, then, at in zip((side, f"{side}_cpu"), self._begin, now, strict=True):
                 self.found[name].append(at - then)
@@ -159,14 +159,14 @@ def train(
     ]
 
     class Blocks(torch.utils.data.Dataset):  # type: ignore[type-arg]  # torch leaves it untyped
-        """The blocks in the order in which our loop takes them."""
+        """The blocks in the order in which our trainer takes them."""
 
         def __len__(self) -> int:
             return len(order)
 
         def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
-            tokens, judged = packed.tokens[order[place]], packed.judged[order[place]]
-            targets = tokens[1:].masked_fill(~judged, -100)
+            tokens, loss_mask = packed.tokens[order[place]], packed.loss_mask[order[place]]
+            targets = tokens[1:].masked_fill(~loss_mask, -100)
             return {"input_ids": tokens[:-1], "labels": targets, "shift_labels": targets}
 
     class Watch(TrainerCallback):

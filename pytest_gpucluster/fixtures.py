@@ -229,8 +229,8 @@ def board(request: pytest.FixtureRequest) -> Board:
 @pytest.fixture(scope="session")
 def settings(request: pytest.FixtureRequest) -> TrainingInputs:
     """What training takes from outside, as the options say: data ("images", "function_calls" -> name, path, revision,
-    sha256), model (name, path, revision), resume, scratch, golden. What was not given is None, data are empty then;
-    paths were there, on every rank, before the first test."""
+    sha256), model (name, path, revision), resume, scratch, reference_curve. What was not given is None, data are empty
+    then; paths were there, on every rank, before the first test."""
     from pytest_gpucluster.session.training_inputs import TrainingInputs
 
     found = _run(request).settings

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from example_cluster import ExampleRun
 
-from pytest_gpucluster.benchmarks.burn_in import Course
 from pytest_gpucluster.benchmarks.burn_in import Point as CoursePoint
+from pytest_gpucluster.benchmarks.burn_in import TimeSeries
 from pytest_gpucluster.isolation.link_matrix import Reading
 from pytest_gpucluster.isolation.link_survey import Survey, matrix_of, survey_text, to_json
 from pytest_gpucluster.isolation.round_robin import Places
@@ -97,7 +97,7 @@ def write_courses(
     folder.mkdir(parents=True, exist_ok=True)
     drawn = random.Random(seed)
     for rank in ranks:
-        course = Course(seconds, folder / f"burn-in-rank-{rank}.csv")
+        course = TimeSeries(seconds, folder / f"burn-in-rank-{rank}.csv")
         for at in range(10, int(seconds) + 1, 10):
             lost = 0.18 * min(1.0, at / 200) if rank in slow else 0.02 * min(1.0, at / 60)
             course.add(

@@ -1,10 +1,10 @@
 """Repeat an operation until its rate is known: warm-up, blocks as samples, as many as it takes.
 
 Operations are started in bursts. A burst is one timed region, in which nothing but the operations runs; then its
-results are verified, while they are all still there; then comes the next. Bursts make up a block, and a block one
+results are verified, while they all still exist; then comes the next. Bursts make up a block, and a block one
 sample: single operations are autocorrelated.
 
-How many calls a window has, and how many windows a sample. Pure.
+Also the number of calls of a window, and of windows of a sample.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, se
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified
 
 BLOCK_SECONDS = 0.25
-"""A sample is the rate over about this long. It is less where the window is too short for enough samples."""
+"""A sample is the rate over about this time, or less where the window is too short for enough samples."""
 
 BATCH_SECONDS = 1.0
-"""After the window, so much is measured until it is decided again whether to go on."""
+"""After the window, the decision whether to continue is made again after this time."""
 
-NOTHING: AbstractContextManager[object] = nullcontext()
-"""What is held open meanwhile, unless the caller has something."""
+NO_CONTEXT: AbstractContextManager[object] = nullcontext()
+"""Entered during the measurement, unless the caller passes a context."""
 
 
 class Work(Protocol):
     """Operations of one kind, numbered from 0, and the memory to keep the results of the last few."""
 
-    most_at_once: int
-    """As many results are kept until they are verified."""
+    max_in_flight: int
+    """Maximum number of results kept until they are verified."""
 
     def start(self, index: int) -> None:
         """Start operation ``index``, without waiting for it."""
 
     def verify(self, done: range) -> None:
-        """Look at the results of these operations, the last ones.
+        """Verify the results of these operations, the last ones.
 
-        Raises: WrongResult if one is not what it must be.
+        Raises: WrongResult if one is wrong.
         """
 
 
@@ -53,7 +53,7 @@ class Rate:
 
     Attributes:
         per_second: one sample for each block.
-        timed: operations that the samples are made of.
+        timed: operations of the samples.
         verified: all operations that were started, those of the warm-up included.
     """
 
@@ -63,16 +63,16 @@ class Rate:
 
 
 def measure_rate(
-    work: Work, clock: Clock, *, sampling: Sampling, during: AbstractContextManager[object] = NOTHING
+    work: Work, clock: Clock, *, sampling: Sampling, during: AbstractContextManager[object] = NO_CONTEXT
 ) -> Rate:
-    """Measure how many operations a second are done.
+    """Measure operations a second.
 
     Args:
         work: what to do and to verify.
         clock: takes the time.
-        sampling: how long to warm up, how long to measure, how sure to be. Counted is the time in timed regions.
-        during: held open while samples are taken, not during the warm-up. It is entered for the window, and again for
-            each batch after it.
+        sampling: how long to warm up and to measure, and the required confidence. Only timed regions count.
+        during: entered while samples are taken, not during the warm-up: for the window, and again for each batch after
+            it.
 
     Raises:
         WrongResult: from ``work.verify``.
@@ -110,20 +110,20 @@ class Bursts:
     def warm_up(self, seconds: float) -> None:
         """Work for at least ``seconds``, in bursts that grow."""
         spent, bursts, count = 0.0, 0, 1
-        # The first operation takes far longer than the others: what one takes is known from the second burst on, and
+        # The first operation takes far longer than the others: the time of one is known from the second burst on, and
         # the count may only grow step by step.
         while bursts < 2 or spent < seconds:
             spent += self.burst(count)
             bursts += 1
-            count = max(1, min(10 * count, self.operations_in(BLOCK_SECONDS), self._work.most_at_once))
+            count = max(1, min(10 * count, self.operations_in(BLOCK_SECONDS), self._work.max_in_flight))
 
     def operations_in(self, seconds: float) -> int:
         """Return how many operations take about ``seconds``, by the last burst."""
         return max(1, round(seconds / self._each_seconds))
 
     def block(self, operations: int) -> float:
-        """Do so many operations in bursts of about the same size; return their seconds."""
-        bursts = math.ceil(operations / self._work.most_at_once)
+        """Run operations in bursts of about the same size; return their seconds."""
+        bursts = math.ceil(operations / self._work.max_in_flight)
         ends = [operations * index // bursts for index in range(bursts + 1)]
         seconds = 0.0
         # No generator: as a frame in a traceback its closure would keep the work, and all its memory, alive.
@@ -132,7 +132,7 @@ class Bursts:
         return seconds
 
     def burst(self, count: int) -> float:
-        """Do so many operations in one timed region, and verify them; return their seconds.
+        """Run operations in one timed region, and verify them; return their seconds.
 
         Raises:
             WrongResult: from ``work.verify``.
@@ -157,23 +157,23 @@ class Bursts:
 
 
 SAMPLE_SECONDS = 0.25
-"""About how long a sample takes, at most: single calls depend on each other, means of so many do so no more."""
+"""Maximum time of a sample: consecutive single calls are correlated, means of many are not."""
 
 MOST_CALLS = 500
-"""In one window: a GPU's queue has room for about a thousand launches, and then the host waits for it."""
+"""Of one window: a GPU's queue has room for about a thousand launches, and then the host waits for it."""
 
 MOST_WINDOWS = 10_000
 
 QUICK_CALL_SECONDS = 50e-6
-"""A GPU may be done with a call that takes less before the host has enqueued the next one. Windows of such calls are
-kept short enough for the clock to let the host get ahead; longer ones would hold the host's time."""
+"""A GPU may complete a shorter call before the host has enqueued the next one. Windows of such calls are kept short
+enough for the clock to let the host get ahead; longer ones would measure the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPlan:
-    """A sample is the mean of ``windows`` windows, each of ``calls`` calls between two looks at the clock.
+    """A sample is the mean of ``windows`` windows, each of ``calls`` calls between two readings of the clock.
 
-    ``call_seconds`` is what a call is expected to take; infinite where nothing is known yet.
+    ``call_seconds`` is the expected time of a call; infinite while it is unknown.
     """
 
     calls: int = 1
@@ -182,7 +182,7 @@ class WindowPlan:
 
     @property
     def window_seconds(self) -> float:
-        """How long the calls of a window are expected to take."""
+        """The expected time of the calls of a window."""
         return self.calls * self.call_seconds
 
     def after(
@@ -191,10 +191,10 @@ class WindowPlan:
         """Plan the next sample from this one.
 
         Args:
-            seconds_per_call: what a call took on the slowest rank.
-            took_seconds: what the whole sample took, with all that is done outside of the time.
+            seconds_per_call: on the slowest rank.
+            took_seconds: of the whole sample, including what is not timed.
             sampling: a sample is short enough for enough of them to fit into its window.
-            finite_calls: how many calls in a row keep the sums finite.
+            finite_calls: number of consecutive calls that keep the sums finite.
         """
         target = min(SAMPLE_SECONDS, sampling.window_seconds / MIN_SAMPLES)
         most = min(MOST_CALLS, finite_calls)
@@ -202,7 +202,7 @@ class WindowPlan:
             most = min(most, max(1, int(0.9 * SHORT_REGION_SECONDS / seconds_per_call)))
         # The first calls connect and take far longer, so the number may only grow step by step.
         calls = max(1, min(most, 10 * self.calls, round(target / seconds_per_call)))
-        # The more calls, the longer a window; what is around them stays as it is.
+        # More calls make a window longer; its overhead stays the same.
         window_seconds = took_seconds / self.windows + (calls - self.calls) * seconds_per_call
         windows = max(1, min(MOST_WINDOWS, 10 * self.windows, int(target / max(window_seconds, 1e-9))))
         return WindowPlan(calls=calls, windows=windows, call_seconds=seconds_per_call)

@@ -1,10 +1,9 @@
 """Burn-in: a device at its highest power for a set time, every product verified, its rate recorded over time.
 
-What a device does in its first seconds says little about the hour after it: heat builds up slowly, and a unit that is
-right a million times may be wrong once. Points are kept as they are measured, so that a burn-in that is interrupted
-still leaves its results.
+A device's first seconds do not predict the hour after it: heat builds up slowly, and a unit that is right a million
+times may be wrong once. Points are stored as they are measured, so that an interrupted burn-in still has results.
 
-:func:`keep_busy` loads a device and its link to the host, so that what is read during that time applies under load.
+:func:`keep_busy` loads a device and its link to the host, so that values sampled during that time apply under load.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import Any
 
 import torch
 
-from pytest_gpucluster.benchmarks.blocks import NOTHING, Bursts
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Bursts
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.dtypes import numerics
 from pytest_gpucluster.benchmarks.matmul import Buffers, Multiply, Products, multiplier, prepare
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.benchmarks.memory_budget import memory_released
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.stats import median
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
@@ -34,23 +33,23 @@ LONGEST_END_SECONDS = 60.0
 END_SHARE = 0.1
 """... and in a burn-in of less than ten minutes its first and its last tenth."""
 
-HOT, POWER = "temperature_celsius", "power_watts"
+TEMPERATURE, POWER = "temperature_celsius", "power_watts"
 """Keys of a telemetry window's summary, each [minimum, median, maximum]."""
-SHARES = "throttle_share"
-"""Another one: throttle reason -> the part of the time in which it was there."""
+THROTTLE_SHARE = "throttle_share"
+"""Another key: throttle reason -> the part of the time in which it was active."""
 
 HEADER = "seconds,products,busy_seconds,tflops\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The rate over some products one after the other.
+    """The rate over consecutive products.
 
     Attributes:
-        at_seconds: when the last of them was done and verified, since the burn-in began.
-        products: how many.
-        busy_seconds: what they took by themselves, without their verification.
-        tflops: the rate of that time, in 10**12 floating point operations a second.
+        at_seconds: when the last of them was verified, since the burn-in began.
+        products: number of products.
+        busy_seconds: their time, without verification.
+        tflops: the rate over that time, in 10**12 floating point operations a second.
     """
 
     at_seconds: float
@@ -60,8 +59,8 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """A value for ``measure``: its metric, the unit that it is in, and whether it is only recorded."""
+class MetricValue:
+    """A value for ``measure``: its metric, its unit, and whether it is only recorded."""
 
     metric: str
     value: float
@@ -69,25 +68,25 @@ class Reading:
     record_only: bool
 
 
-class Course:
+class TimeSeries:
     """The points of a burn-in so far.
 
     Args:
-        seconds: how long the burn-in is to last.
-        path: where each point is written to as it comes, as CSV. A file that is there is replaced.
+        seconds: the requested duration of the burn-in.
+        path: the CSV file to which each point is written as it is measured. An existing file is replaced.
     """
 
     def __init__(self, seconds: float, path: Path | None = None) -> None:
         self.seconds = seconds
         self.points: list[Point] = []
         self.is_complete = False
-        """All of it is done. Nothing else is a burn-in that was passed."""
+        """The whole duration was completed. Otherwise the burn-in did not pass."""
         self._path = path
         if path is not None:
             path.write_text(HEADER, encoding="ascii")
 
     def add(self, point: Point) -> None:
-        """Take the next point, and put it on disk at once: the process may be killed at any time."""
+        """Add the next point, and write it to disk at once: the process may be killed at any time."""
         self.points.append(point)
         if self._path is not None:
             with self._path.open("a", encoding="ascii") as file:
@@ -100,19 +99,19 @@ class Course:
 
     @property
     def seconds_done(self) -> float:
-        """How far it is, in seconds."""
+        """The time so far, in seconds."""
         return self.points[-1].at_seconds if self.points else 0.0
 
     @property
     def completed(self) -> float:
-        """How far it is, as a part of what was asked for: 1 is all of it."""
+        """The completed part of the requested duration: 1 is all of it."""
         return 1.0 if self.is_complete else min(1.0, self.seconds_done / self.seconds)
 
     @property
-    def reached(self) -> str:
-        """How far it is, in words.
+    def progress_text(self) -> str:
+        """The progress so far, as text.
 
-        >>> Course(7200.0).reached
+        >>> TimeSeries(7200.0).progress_text
         'after 0 s of 7200 s, and no product'
         """
         after = f"after {self.seconds_done:.4g} s of {self.seconds:.4g} s"
@@ -127,7 +126,7 @@ class Course:
         Raises: InconclusiveMeasurement if there is no point.
         """
         if not self.points:
-            raise InconclusiveMeasurement(f"the burn-in has no rate {self.reached}")
+            raise InconclusiveMeasurement(f"the burn-in has no rate {self.progress_text}")
         return median([point.tflops for point in self.points])
 
     @property
@@ -136,55 +135,61 @@ class Course:
         return len(self.points) > 1
 
     def require_ends(self) -> None:
-        """Raise where ``has_ends`` is false: then nothing is known of a decay.
+        """Raise where ``has_ends`` is false: then the decay is unknown.
 
         Raises: InconclusiveMeasurement
         """
         if not self.has_ends:
             raise InconclusiveMeasurement(
-                f"the burn-in has {'one point' if self.points else 'no point'} of its course, {self.reached}: too few"
+                f"the burn-in has {'one point' if self.points else 'no point'} in its time series, "
+                f"{self.progress_text}: too few"
                 " to compare its beginning with its end. Choose a longer burn_in.duration, or a shorter"
                 " burn_in.interval"
             )
 
-    def readings(self, dtype: str, seen: Mapping[str, Any], *, slowdowns: Iterable[str] = ()) -> Iterator[Reading]:
-        """Yield what is known by now, to be put on record however the burn-in ends.
+    def metric_values(
+        self, dtype: str, telemetry: Mapping[str, Any], *, slowdowns: Iterable[str] = ()
+    ) -> Iterator[MetricValue]:
+        """Yield the values so far, to be recorded however the burn-in ends.
 
-        Rates of a part of the time are only recorded: it may be that nothing has become warm.
+        Rates of a part of the time are only recorded: the device may not have reached its temperature.
 
         Args:
             dtype: of the products.
-            seen: a telemetry window's summary; what it lacks is left out.
-            slowdowns: names of throttle reasons that a GPU in good order does not have.
+            telemetry: a telemetry window's summary; missing values are left out.
+            slowdowns: names of throttle reasons that a healthy GPU does not have.
         """
         part = not self.is_complete
-        yield Reading(metric="burn_in.completed", value=self.completed, unit="ratio", record_only=True)
+        yield MetricValue(metric="burn_in.completed", value=self.completed, unit="ratio", record_only=True)
         if self.points:
-            yield Reading(metric=f"matmul.{dtype}.tflops", value=self.tflops, unit="TFLOPS", record_only=part)
+            yield MetricValue(metric=f"matmul.{dtype}.tflops", value=self.tflops, unit="TFLOPS", record_only=part)
         if self.has_ends:
-            yield Reading(metric="burn_in.retention", value=self.retention, unit="ratio", record_only=part)
-        if SHARES in seen:
-            worst = max((seen[SHARES].get(name, 0.0) for name in slowdowns), default=0.0)
-            yield Reading(metric="burn_in.slowed", value=worst, unit="ratio", record_only=part)
-        if HOT in seen:
-            yield Reading(metric="burn_in.temperature", value=seen[HOT][-1], unit="degC", record_only=True)
-        if POWER in seen:
-            yield Reading(metric="burn_in.power", value=seen[POWER][1], unit="W", record_only=True)
+            yield MetricValue(metric="burn_in.retention", value=self.retention, unit="ratio", record_only=part)
+        if THROTTLE_SHARE in telemetry:
+            worst = max((telemetry[THROTTLE_SHARE].get(name, 0.0) for name in slowdowns), default=0.0)
+            yield MetricValue(metric="burn_in.slowed", value=worst, unit="ratio", record_only=part)
+        if TEMPERATURE in telemetry:
+            yield MetricValue(
+                metric="burn_in.temperature", value=telemetry[TEMPERATURE][-1], unit="degC", record_only=True
+            )
+        if POWER in telemetry:
+            yield MetricValue(metric="burn_in.power", value=telemetry[POWER][1], unit="W", record_only=True)
 
     @staticmethod
-    def require_watched(seen: Mapping[str, Any], where: str) -> None:
-        """Raise where nobody can tell whether the GPU was slowed down. On cpu ``seen`` is empty, and nothing is asked.
+    def require_telemetry(telemetry: Mapping[str, Any], where: str) -> None:
+        """Raise where it is unknown whether the GPU was throttled. On cpu ``telemetry`` is empty, and not required.
 
-        Raises: EnvironmentBroken with ``where`` and why telemetry is not available.
+        Raises: EnvironmentBroken with ``where`` and the reason why telemetry is not available.
         """
-        lacking = [key for key in (SHARES, HOT) if key not in seen] if seen else []
-        if lacking:
+        missing = [key for key in (THROTTLE_SHARE, TEMPERATURE) if key not in telemetry] if telemetry else []
+        if missing:
             why = (
-                "; ".join(f"{key}: {text}" for key, text in seen.get("not_available", {}).items()) or "no reason given"
+                "; ".join(f"{key}: {text}" for key, text in telemetry.get("not_available", {}).items())
+                or "no reason given"
             )
             raise EnvironmentBroken(
-                f"{where}: telemetry of the burn-in lacks {' and '.join(lacking)} ({why}), so it is not known whether"
-                " heat or the power supply slowed this GPU down. Look at driver and NVML (nvidia-smi -q -d PERFORMANCE)"
+                f"{where}: telemetry of the burn-in lacks {' and '.join(missing)} ({why}), so it is unknown whether"
+                " heat or the power supply slowed this GPU down. Check driver and NVML (nvidia-smi -q -d PERFORMANCE)"
             )
 
     @property
@@ -201,7 +206,7 @@ class Course:
     def retention(self) -> float:
         """The rate of the last minute or tenth as a part of the first one's: 0.97 is a decay of 3 %.
 
-        Raises: InconclusiveMeasurement if there are fewer than two points, which have no beginning and no end.
+        Raises: InconclusiveMeasurement if there are fewer than two points.
         """
         return self.last_tflops / self.first_tflops
 
@@ -211,69 +216,69 @@ class Course:
         end = min(LONGEST_END_SECONDS, END_SHARE * self.seconds_done)
         first = [point.tflops for point in self.points if point.at_seconds <= end]
         last = [point.tflops for point in self.points if point.at_seconds > self.seconds_done - end]
-        # A point that takes longer than the end itself is the end; the last one always is in it.
+        # A point that takes longer than the end itself is the end; the last one is always in it.
         return median(first or [self.points[0].tflops]), median(last)
 
 
 Progress = Callable[..., None]
-"""``progress(step, of, **figures)``: shown to whoever waits. A step is a second."""
+"""``progress(step, of, **figures)``: for the display. A step is a second."""
 
-SHOWN_SECONDS = 5.0
-"""Nobody waits for what takes less."""
+PROGRESS_SECONDS = 5.0
+"""Progress is reported only for measurements that take at least this long."""
 
 
 def burn_in(
     device: torch.device,
-    course: Course,
+    series: TimeSeries,
     *,
     n: int,
     dtype: str,
     interval_seconds: float,
     seed: int = 0,
-    during: AbstractContextManager[object] = NOTHING,
+    during: AbstractContextManager[object] = NO_CONTEXT,
     progress: Progress | None = None,
     clock: Clock | None = None,
     multiply: Multiply | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Multiply random n x n matrices without a pause for ``course.seconds``, and verify every product.
+    """Multiply random n x n matrices without a pause for ``series.seconds``, and verify every product.
 
-    The first products are held against a true fp32 reference, element by element, and each later one is compared on
-    the device with the first of its kind, bit by bit: see ``matmul``. The comparisons keep the memory busy while the
-    multipliers rest, some 3 % of the time.
+    The first products are compared with a true fp32 reference, element by element, and each later one on the device
+    with the first of its kind, bit by bit: see ``matmul``. The comparisons keep the memory busy while the multipliers
+    rest, some 3 % of the time.
 
-    The course belongs to the caller, who has it however this ends. ``course.is_complete`` only if it ends well.
+    The series belongs to the caller, who has it however this ends. It is complete only on success.
 
     Args:
-        device: what to burn in.
-        course: takes the points as they come.
-        n, dtype, seed: what is multiplied: as in ``matmul.measure_matmul``.
-        interval_seconds: about how long the products of one point of the course take.
-        during: held open meanwhile.
-        progress: called about once a second, in a burn-in of ``SHOWN_SECONDS`` or more, with the seconds gone, those
-            asked for, and the figure ``tflops``.
+        device: to burn in.
+        series: to which the points are added.
+        n, dtype, seed: of the products, as in ``matmul.measure_matmul``.
+        interval_seconds: about how long the products of one point take.
+        during: entered during the burn-in.
+        progress: called about once a second, in a burn-in of ``PROGRESS_SECONDS`` or more, with the seconds so far,
+            those requested, and the figure ``tflops``.
         clock: takes the time of the products; by default the device's own.
         multiply: ``multiply(a, b, out)``; by default as ``matmul.multiplier``.
-        now: the time that ``course.seconds`` is of; seconds that only grow.
+        now: the clock of ``series.seconds``; it only moves forward.
 
     Raises:
-        WrongResult: a product is wrong; names it and its first wrong element, and says when it was.
-        EnvironmentBroken: the run was ended meanwhile; says how far the burn-in was. Or too little memory is free, the
-            device has no fp8, or the environment forbids to choose between fp32 and TF32.
+        WrongResult: a product is wrong; names it, its first wrong element, and the time.
+        EnvironmentBroken: the run was ended during the burn-in; states its progress. Or too little memory is free, the
+            device has no fp8, or the environment overrides the choice between fp32 and TF32.
         InconclusiveMeasurement: the clock did not advance.
-        KeyboardInterrupt: of the operator; says how far the burn-in was.
+        KeyboardInterrupt: of the operator; states the progress of the burn-in.
         ValueError: an argument is out of its range.
     """
-    for what, value in (("course.seconds", course.seconds), ("interval_seconds", interval_seconds)):
+    for what, value in (("series.seconds", series.seconds), ("interval_seconds", interval_seconds)):
         if not 0 < value < math.inf:
             raise ValueError(f"{what} must be positive and finite, not {value}")
     instead = "choose smaller matrices, such as --gpucluster-workload burn_in.n=8192"
     buffers = prepare(device, n=n, dtype=dtype, instead=instead)
     try:
-        with memory_returned(), numerics(buffers.kind.float32_precision):
+        with memory_released(), numerics(buffers.kind.float32_precision):
             _burn(
                 device,
-                course,
+                series,
                 buffers,
                 f"{device}: burn-in {dtype} n={n}",
                 seed,
@@ -285,19 +290,19 @@ def burn_in(
                 now,
             )
     except WrongResult as error:
-        raise WrongResult(f"{error}; {course.reached}") from error
+        raise WrongResult(f"{error}; {series.progress_text}") from error
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"burn-in stopped {course.reached}") from None
+        raise KeyboardInterrupt(f"burn-in stopped {series.progress_text}") from None
     except Exception:
-        raise  # what it says of the device is looked for in its type and text
-    except BaseException as stop:  # by which a run that is over, or past its deadline, gets a rank out of here
-        raise EnvironmentBroken(f"{stop}; burn-in stopped {course.reached}") from stop
-    course.is_complete = True
+        raise  # its type and text are matched for errors of the device
+    except BaseException as stop:  # how a rank is stopped when the run is over, or past its deadline
+        raise EnvironmentBroken(f"{stop}; burn-in stopped {series.progress_text}") from stop
+    series.is_complete = True
 
 
 def _burn(
     device: torch.device,
-    course: Course,
+    series: TimeSeries,
     buffers: Buffers,
     name: str,
     seed: int,
@@ -308,56 +313,56 @@ def _burn(
     progress: Progress | None,
     now: Callable[[], float],
 ) -> None:
-    # A function of its own, for its frame holds all tensors: see memory_returned.
+    # A function of its own, for its frame holds all tensors: see memory_released.
     products = Products(device, buffers, name=name, seed=seed, multiply=multiply)
     bursts = Bursts(products, clock)
-    total, told = math.ceil(course.seconds), 0
+    total, reported = math.ceil(series.seconds), 0
     begin, gone = now(), 0.0
     with counted(MEASURING), during:
-        while gone < course.seconds:
+        while gone < series.seconds:
             before, busy = bursts.done, 0.0
-            until = min(gone + interval_seconds, course.seconds)
+            until = min(gone + interval_seconds, series.seconds)
             while gone < until:
-                busy += bursts.burst(products.most_at_once)
+                busy += bursts.burst(products.max_in_flight)
                 gone = now() - begin
             done = bursts.done - before
             tflops = done * buffers.shape.flops / busy / 1e12
             point = Point(at_seconds=gone, products=done, busy_seconds=busy, tflops=tflops)
-            course.add(point)
-            step = int(gone) if gone < course.seconds else total
-            if progress is not None and step > told and course.seconds >= SHOWN_SECONDS:
-                told = step
+            series.add(point)
+            step = int(gone) if gone < series.seconds else total
+            if progress is not None and step > reported and series.seconds >= PROGRESS_SECONDS:
+                reported = step
                 progress(step, total, tflops=point.tflops)
 
 
-LOOK_SECONDS = 0.2
-"""About how long the device still works after a look."""
+SAMPLE_SECONDS = 0.2
+"""How long the device continues to work after a sample, about."""
 
 ROWS = {"cuda": 8192, "cpu": 256}
 """Rows and columns of the matrices. A product of 8192 takes a data center GPU to its power limit."""
 
 COPY_BYTES = 64 * 2**20
-"""Enough for one copy to last milliseconds on a link of PCIe, so that the link does not fall asleep in between."""
+"""Enough for one copy to last milliseconds on a PCIe link, so that the link does not enter a sleep state in between."""
 
 PRODUCTS_PER_COPY = 4
-"""So many take longer than the copy on every GPU: then the multipliers never wait for the link."""
+"""This number takes longer than the copy on every GPU: then the multipliers never wait for the link."""
 
 _MEASURED_SECONDS = 0.1
 _STEPS_AT_MOST = 10_000
 
 
-def keep_busy(device: torch.device, look: Callable[[], None], *, seconds: float) -> int:
-    """Multiply bf16 matrices and copy from the host until the time is up, and look at the device meanwhile.
+def keep_busy(device: torch.device, sample: Callable[[], None], *, seconds: float) -> int:
+    """Multiply bf16 matrices and copy from the host until the time is up, and call ``sample`` under this load.
 
-    Products and copies are enqueued for as long as the last look took and ``LOOK_SECONDS`` more; ``look`` is called
+    Products and copies are enqueued for the time of the last sample and ``SAMPLE_SECONDS`` more; ``sample`` is called
     while they run, then they are waited for. On cpu, where nothing runs by itself, it is called after them.
 
     Args:
-        device: what to keep busy.
-        look: called at least once, from this thread.
+        device: to keep busy.
+        sample: called at least once, from this thread.
         seconds: how long.
 
-    Returns: how often ``look`` was called.
+    Returns: the number of calls of ``sample``.
 
     Raises:
         ValueError: the time is not positive and finite.
@@ -365,32 +370,32 @@ def keep_busy(device: torch.device, look: Callable[[], None], *, seconds: float)
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds must be positive and finite, not {seconds}")
-    with counted(MEASURING), memory_returned():
-        return _keep_busy(device, look, seconds=seconds)
+    with counted(MEASURING), memory_released():
+        return _keep_busy(device, sample, seconds=seconds)
 
 
-def held_bytes(device: torch.device) -> int:
-    """Return what this process's allocator holds on a device, used or not; 0 on cpu, where there is none."""
+def reserved_bytes(device: torch.device) -> int:
+    """Return the bytes that this process's allocator has reserved on a device; 0 on cpu, where there is none."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
-def _keep_busy(device: torch.device, look: Callable[[], None], *, seconds: float) -> int:
+def _keep_busy(device: torch.device, sample: Callable[[], None], *, seconds: float) -> int:
     step = _Step(device)
     each = _seconds_of(step)
-    until, looks, look_seconds = time.monotonic() + seconds, 0, 0.0
-    while looks == 0 or time.monotonic() < until:
-        for _ in range(max(1, min(_STEPS_AT_MOST, round((LOOK_SECONDS + look_seconds) / each)))):
+    until, samples, sample_seconds = time.monotonic() + seconds, 0, 0.0
+    while samples == 0 or time.monotonic() < until:
+        for _ in range(max(1, min(_STEPS_AT_MOST, round((SAMPLE_SECONDS + sample_seconds) / each)))):
             step.enqueue()
         begin = time.monotonic()
-        look()
-        look_seconds = min(time.monotonic() - begin, seconds)
+        sample()
+        sample_seconds = min(time.monotonic() - begin, seconds)
         step.wait()
-        looks += 1
-    return looks
+        samples += 1
+    return samples
 
 
 def _seconds_of(step: _Step) -> float:
-    """Measure one step with ever more of them, which also loads the kernels and wakes the clocks."""
+    """Measure one step from a growing number of them, which also loads the kernels and raises the clocks."""
     count = 1
     while True:
         begin = time.monotonic()
@@ -409,7 +414,7 @@ class _Step:
     def __init__(self, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
         n = ROWS[device.type]
-        # Random: zeros would let the device run cooler than work does.
+        # Random: zeros would let the device run cooler than real work.
         self._a, self._b = (
             torch.randn(n, n, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
         )

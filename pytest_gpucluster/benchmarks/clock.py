@@ -1,4 +1,4 @@
-"""How time is taken on a device.
+"""Clocks for the work on a device.
 
 A benchmark opens regions one after the other and reads them all at once. On a GPU nothing waits between the
 regions: the host runs ahead, the device's queue stays full, and launch times do not show.
@@ -32,25 +32,25 @@ class Clock(Protocol):
         """Wait until the device has done all work that was started so far."""
 
     def get_ahead(self, launches: int, *, seconds: float) -> None:
-        """Prepare for a region of so many launches that is expected to take about ``seconds``.
+        """Prepare for a region with this number of launches that is expected to take about ``seconds``.
 
-        Before a short region the device is kept waiting until the host has enqueued all of it: else the device would
-        run dry between two launches, and the region would hold the host's time. Call it outside of regions.
+        Before a short region the device is kept waiting until the host has enqueued all of it: otherwise the device
+        would run dry between two launches, and the region would measure the host. Call it outside of regions.
         """
 
 
 SHORT_REGION_SECONDS = 1e-3
-"""In a region that takes longer, what the first launch takes on an idle device, some 10 us, is no more than 1 %."""
+"""In a longer region the first launch on an idle device, some 10 us, is no more than 1 %."""
 
 _LAUNCH_SECONDS = 50e-6
-"""A generous guess of what the host needs for one launch of a library's kernel through torch."""
+"""A generous estimate of the host's time for one launch of a library's kernel through torch."""
 
 _CYCLES_PER_SECOND = 2e9
 """About the highest clock of the GPUs so far. At a lower one the device waits longer, which does no harm."""
 
 
 RESOLUTION_SECONDS = 0.5e-6
-"""About what CUDA events can tell apart. Source: CUDA Runtime API, event management, cudaEventElapsedTime."""
+"""About the resolution of CUDA events. Source: CUDA Runtime API, event management, cudaEventElapsedTime."""
 
 
 class EventClock:
@@ -99,20 +99,20 @@ def _timing_event() -> torch.cuda.Event:
 
 
 class WallClock:
-    """Host time, for devices that have done the work when the call returns."""
+    """Host time, for devices that have completed the work when the call returns."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Take the time before the work and after it."""
+        """Read the clock before the work and after it."""
         begin = time.perf_counter()
         yield
         self._seconds.append(time.perf_counter() - begin)
 
     def read(self) -> list[float]:
-        """Return the regions' times; there is nothing to wait for."""
+        """Return the regions' times; nothing has to be waited for."""
         seconds, self._seconds = self._seconds, []
         return seconds
 
@@ -124,7 +124,7 @@ class WallClock:
 
 
 class ManualClock:
-    """A clock that stands still until it is told to move: the fake for tests.
+    """A clock that moves only by ``advance``: the fake for tests.
 
     >>> clock = ManualClock()
     >>> with clock.region():
@@ -140,12 +140,12 @@ class ManualClock:
         self._seconds: list[float] = []
 
     def advance(self, seconds: float) -> None:
-        """Let the work that is being timed take ``seconds``."""
+        """Let the work in the current region take ``seconds``."""
         self.now_seconds += seconds
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Note how far the clock was moved inside."""
+        """Record how far the clock was moved inside."""
         begin = self.now_seconds
         yield
         self._seconds.append(self.now_seconds - begin)
@@ -159,7 +159,7 @@ class ManualClock:
         """Return at once."""
 
     def get_ahead(self, launches: int, *, seconds: float) -> None:
-        """Note the call."""
+        """Record the call."""
         self.prepared.append((launches, seconds))
 
 

@@ -1,7 +1,7 @@
-"""The tensors of a collective: their sizes, what ranks contribute or send, and what must result.
+"""The tensors of a collective: their sizes, what ranks contribute or send, and the expected result.
 
-Sizes follow nccl-tests: the larger one of what a rank gives and what it gets. Of an all_gather that is all ranks' parts
-together, of a reduce_scatter the whole that is summed up, of an all_to_all what a rank gives to all ranks together.
+Sizes follow nccl-tests: the larger one of a rank's input and output. Of an all_gather that is all ranks' parts
+together, of a reduce_scatter the whole sum, of an all_to_all a rank's data for all ranks together.
 
 >>> shape_of("all_gather", 4096, itemsize=4, ranks=8)
 Shape(collective='all_gather', itemsize=4, ranks=8, part=128, sent=128, received=1024, in_place=False)
@@ -9,7 +9,7 @@ Shape(collective='all_gather', itemsize=4, ranks=8, part=128, sent=128, received
 Source: nccl-tests, doc/PERFORMANCE.md, and AllGatherGetCollByteCount and the like in src/.
 
 Sums: in each element one rank contributes a whole number and the others zero, so the first sum is exact in any order
-and any dtype, and a wrong sum differs from a rounded one. Moved data: each element is a whole number that gives its
+and any dtype, and a wrong sum differs from a rounded one. Moved data: each element is a whole number that encodes its
 rank and its place there, so data of another rank, another place or an earlier call are wrong data, in any dtype.
 """
 
@@ -26,7 +26,7 @@ from pytest_gpucluster.metrics.units import show
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 SUMMED = ("all_reduce", "reduce_scatter")
-"""Those that add up what the ranks give; the others move it as it is."""
+"""Those that add up the ranks' data; the others move it as it is."""
 
 _ALIGNED_BYTES = 16
 """Parts are whole multiples of this, as in nccl-tests: NCCL copies 16 bytes at a time, and takes longer where a part
@@ -38,8 +38,8 @@ class Shape:
     """The tensors of one rank. All numbers but ``itemsize`` (bytes) and ``ranks`` count elements.
 
     Attributes:
-        part: what one rank has of the whole, where it is divided among the ranks; else all of it.
-        sent, received: length of the tensor that a rank gives, and of that which it gets.
+        part: one rank's part of the whole, where it is divided among the ranks; else all of it.
+        sent, received: length of a rank's input tensor, and of its output tensor.
         in_place: they are the same tensor.
     """
 
@@ -58,28 +58,28 @@ class Shape:
 
     @property
     def tensor_bytes(self) -> int:
-        """What the tensors take together on one rank."""
+        """Bytes of the tensors together on one rank."""
         return self.itemsize * (self.sent if self.in_place else self.sent + self.received)
 
 
 def shape_of(collective: str, payload_bytes: int, *, itemsize: int, ranks: int) -> Shape:
     """Divide a payload among the ranks.
 
-    What does not divide evenly is rounded down to parts of whole 16 bytes, and a part is one element at least. So a
-    few bytes among many ranks become more than was asked for, where nccl-tests would move nothing.
+    A remainder is rounded down to parts of whole 16 bytes, and a part is one element at least. So a few bytes among
+    many ranks become more than requested, where nccl-tests would move nothing.
 
     Args:
         collective: one of COLLECTIVES.
         payload_bytes: the size, a positive multiple of ``itemsize``.
         itemsize: bytes of an element.
-        ranks: how many take part.
+        ranks: number of ranks.
 
     Raises:
-        ValueError: a send_recv has one rank only, which has nobody to send to.
+        ValueError: a send_recv has one rank only, and so no peer.
     """
     whole = payload_bytes // itemsize
     if collective == "send_recv" and ranks < 2:
-        raise ValueError("a send_recv needs 2 ranks and more: one alone has nobody to send to")
+        raise ValueError("a send_recv needs 2 ranks and more: one alone has no peer")
     if collective in ("all_reduce", "broadcast", "send_recv"):
         in_place = collective != "send_recv"
         part = sent = received = whole
@@ -108,16 +108,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST_ADDEND = 127
 """Whole numbers up to this one are exact in all dtypes: bf16 has 8 significant bits."""
 
-NOTHING = -1
-"""Stands where nothing has arrived yet. No element is ever expected to be this."""
+EMPTY = -1
+"""The initial value of received elements. No element is ever expected to be this."""
 
 CHUNK_ELEMENTS = 2**24
-"""What is expected is made for so many elements at a time, to need little memory beside the payload."""
+"""Expected values are computed for this number of elements at a time, to need little memory besides the payload."""
 
-_BYTES_BESIDE_ELEMENT = 64
-"""For each element of a chunk: its index, contributor and addend in 8 bytes each, and what is made on the way."""
+_CHECK_BYTES_PER_ELEMENT = 64
+"""For each element of a chunk: its index, contributor and addend in 8 bytes each, and temporary values."""
 
-_ALWAYS = 2**31
+_UNLIMITED = 2**31
 
 
 def finite_calls(ranks: int, dtype: str) -> int:
@@ -129,12 +129,12 @@ def finite_calls(ranks: int, dtype: str) -> int:
     (122, 31, 4)
     """
     if ranks < 2:
-        return _ALWAYS
+        return _UNLIMITED
     return 1 + math.floor(math.log(torch.finfo(DTYPES[dtype]).max / LARGEST_ADDEND, ranks))
 
 
 def needed_bytes(payload_bytes: int, dtype: str, *, collective: str = "all_reduce", ranks: int = 2) -> int:
-    """Return how much memory a payload of this size takes on each rank, with what verifying it needs.
+    """Return the memory for a payload of this size on each rank, including its verification.
 
     >>> needed_bytes(8 * 2**30, "bf16") / 2**30
     9.0
@@ -142,17 +142,17 @@ def needed_bytes(payload_bytes: int, dtype: str, *, collective: str = "all_reduc
     17.0
     """
     shape = shape_of(collective, payload_bytes, itemsize=DTYPES[dtype].itemsize, ranks=ranks)
-    return shape.tensor_bytes + _BYTES_BESIDE_ELEMENT * min(max(shape.sent, shape.received), CHUNK_ELEMENTS)
+    return shape.tensor_bytes + _CHECK_BYTES_PER_ELEMENT * min(max(shape.sent, shape.received), CHUNK_ELEMENTS)
 
 
 class Payload:
-    """One rank's tensors, and what their elements must sum up to: of an all_reduce or a reduce_scatter.
+    """One rank's tensors, and the expected sums of their elements: of an all_reduce or a reduce_scatter.
 
     Attributes:
-        sent, received: what this rank gives and gets: one-dimensional, of the dtype, on the device; of an all_reduce
+        sent, received: this rank's input and output: one-dimensional, of the dtype, on the device; of an all_reduce
             the same tensor.
         shape: their sizes.
-        finite_calls: how many calls in a row keep the sums finite.
+        finite_calls: number of consecutive calls that keep the sums finite.
         verified: elements that were compared so far.
     """
 
@@ -171,24 +171,24 @@ class Payload:
         self.dtype = dtype
         self.shape = shape_of(collective, payload_bytes, itemsize=DTYPES[dtype].itemsize, ranks=self._ranks)
         self.sent, self.received = tensors_of(self.shape, dtype, device)
-        # Only a sum that takes the place of its addends grows with each call.
-        self.finite_calls = finite_calls(self._ranks, dtype) if self.shape.in_place else _ALWAYS
+        # Only a sum that replaces its addends grows with each call.
+        self.finite_calls = finite_calls(self._ranks, dtype) if self.shape.in_place else _UNLIMITED
         self._first = 0 if self.shape.in_place else self._rank * self.shape.part
         self._calls = self._round = 0
 
     def fill(self) -> None:
-        """Write this rank's addends, other ones than the last time, so that old sums are wrong sums."""
+        """Write this rank's addends, different from the last ones, so that old sums are wrong sums."""
         self._round += 1
         self._calls = 0
         if not self.shape.in_place:
-            self.received.fill_(NOTHING)
+            self.received.fill_(EMPTY)
         for part, contributor, addend in self._chunks(self.sent, 0):
             part.copy_(addend.where(contributor == self._rank, 0))
 
     def ready(self, calls: int) -> str | None:
-        """Let the payload be summed up ``calls`` more times, and fill it again if a sum could overflow.
+        """Prepare the payload for ``calls`` more sums, and fill it again if a sum could overflow.
 
-        Returns: what was wrong with the sums that are replaced, as :meth:`defect`; None if nothing was.
+        Returns: the defect of the replaced sums, as :meth:`defect`; None if there is none.
         """
         found = None
         if self._calls == 0 or self._calls + calls > self.finite_calls:
@@ -198,11 +198,11 @@ class Payload:
         return found
 
     def defect(self) -> str | None:
-        """Describe what is wrong with the sums after all calls since they were filled, or return None.
+        """Describe the defect of the sums after all calls since they were filled, or return None.
 
-        In place, each call multiplies what the one before has left by the number of ranks: one wrong element makes all
-        later sums of it wrong, so that one look is at all calls; but what one rank alone has wrong in the lowest
-        log2(ranks) bits the next call rounds away. Where such sums cannot be exact in any order of the
+        In place, each call multiplies the previous sums by the number of ranks: one wrong element makes all later sums
+        of it wrong, so that one check covers all calls; but an error of one rank alone in the lowest log2(ranks) bits
+        is rounded away by the next call. Where such sums cannot be exact in any order of the
         additions, as those of 8 ranks in bf16, only those of the first call are compared. Waits for the device.
         """
         again = max(0, self._calls - 1) if self.shape.in_place else 0
@@ -240,29 +240,30 @@ class Payload:
             yield part, index % self._ranks, (index * 3 + self._round) % LARGEST_ADDEND + 1
 
     def __str__(self) -> str:
-        return described(self.shape, self.dtype)
+        return description(self.shape, self.dtype)
 
 
 def tensors_of(shape: Shape, dtype: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make what a rank gives and what it gets."""
+    """Return a rank's input and output tensor."""
     sent = torch.empty(shape.sent, dtype=DTYPES[dtype], device=device)
     return sent, sent if shape.in_place else torch.empty(shape.received, dtype=DTYPES[dtype], device=device)
 
 
-def described(shape: Shape, dtype: str) -> str:
-    """Name this rank and what is measured, for messages."""
+def description(shape: Shape, dtype: str) -> str:
+    """Describe this rank and its collective, for messages."""
     size = show(shape.payload_bytes, "B")
     return f"rank {dist.get_rank()}: {shape.collective} of {size} {dtype} over {shape.ranks} ranks"
 
 
 ROOT = 0
-"""Whose data a broadcast carries, by its number in the group. Source: nccl-tests, README.md, option ``-r``: 0."""
+"""The rank whose data a broadcast carries, by its number in the group. Source: nccl-tests, README.md, option ``-r``:
+0."""
 
-_AS_OFTEN_AS_WANTED = 2**31
+_UNLIMITED = 2**31
 
 
 def source_of(rank: int, ranks: int) -> int:
-    """Return from whom a rank gets its data in a send_recv: all send to the next one at once.
+    """Return the rank that sends to a rank in a send_recv: each sends to the next one at once.
 
     Source: nccl-tests, src/sendrecv.cu, SendRecvRunColl.
     """
@@ -270,19 +271,19 @@ def source_of(rank: int, ranks: int) -> int:
 
 
 class MovedPayload:
-    """One rank's tensors of an all_gather, all_to_all, broadcast or send_recv, and what must arrive in them.
+    """One rank's tensors of an all_gather, all_to_all, broadcast or send_recv, and the data expected in them.
 
     Attributes:
-        sent, received: what this rank gives and gets: one-dimensional, of the dtype, on the device; of a broadcast the
+        sent, received: this rank's input and output: one-dimensional, of the dtype, on the device; of a broadcast the
             same tensor.
         shape: their sizes.
-        finite_calls: how many calls in a row may follow one filling: any number, for nothing grows.
+        finite_calls: number of calls after one filling: unlimited, for nothing grows.
         verified: elements that were compared so far.
     """
 
     verified = 0
 
-    finite_calls = _AS_OFTEN_AS_WANTED
+    finite_calls = _UNLIMITED
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, payload_bytes: int, dtype: str, collective: str
@@ -295,9 +296,9 @@ class MovedPayload:
         self._round = 0
 
     def fill(self) -> None:
-        """Write what this rank gives, other data than the last time, and clear what it gets."""
+        """Write this rank's input, different from the last one, and clear its output."""
         self._round += 1
-        self.received.fill_(NOTHING)
+        self.received.fill_(EMPTY)
         if self.shape.collective == "broadcast" and self._rank != ROOT:
             return
         for start in range(0, len(self.sent), CHUNK_ELEMENTS):
@@ -305,14 +306,14 @@ class MovedPayload:
             part.copy_(self._values(self._rank, start, len(part)))
 
     def ready(self, calls: int) -> None:
-        """Let the payload be moved ``calls`` more times."""
+        """Prepare the payload for ``calls`` more calls."""
         if not self._round:
             self.fill()
 
     def defect(self) -> str | None:
-        """Describe what is wrong with what has arrived after a call, or return None. Waits for the device."""
+        """Describe the defect of the received data after a call, or return None. Waits for the device."""
         count, first = 0, ""
-        for start, source, offset, length in self._pieces():
+        for start, source, offset, length in self._segments():
             part, expected = self.received[start : start + length], self._values(source, offset, length)
             wrong = part != expected  # a NaN is unequal too
             here = int(wrong.sum())
@@ -326,8 +327,8 @@ class MovedPayload:
         self.verified += self.shape.received
         return f"{self}: {count} of {self.shape.received} elements are wrong, {first}" if count else None
 
-    def _pieces(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield what arrives piece after piece: where, from which rank, from which place there, and its length."""
+    def _segments(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the received segments: their start, the sending rank, the offset there, and their length."""
         shape, rank = self.shape, self._rank
         sources = {
             "all_gather": [(source, 0) for source in range(self._ranks)],
@@ -341,7 +342,7 @@ class MovedPayload:
                 yield number * shape.part + start, source, first + start, length
 
     def _values(self, source: int, offset: int, count: int) -> torch.Tensor:
-        """Return what rank ``source`` of the group gives from ``offset`` on: ``count`` numbers from 1 to 127, int64."""
+        """Return the input of the group's rank ``source`` from ``offset`` on: ``count`` numbers of 1 to 127, int64."""
         index = torch.arange(offset, offset + count, device=self._device)
         # A polynomial of the place whose factors are the source's digits to the base 127, a prime: so two sources agree
         # in one of 126 places at most, and a place and its neighbours hardly ever.
@@ -350,4 +351,4 @@ class MovedPayload:
         return (3 * index + self._round + (low + high * place) * place) % LARGEST_ADDEND + 1
 
     def __str__(self) -> str:
-        return described(self.shape, self.dtype)
+        return description(self.shape, self.dtype)

@@ -1,4 +1,4 @@
-"""Collectives: how fast a group of ranks adds up, gathers, spreads or passes on data, all of it verified.
+"""Collectives: the rate at which a group of ranks adds up, gathers, scatters or passes on data, all of it verified.
 
 result = measure_collective("all_gather", group, device, payload_bytes=10**9, dtype="bf16", sampling=sampling)
 result.busbw.median          # bytes a second
@@ -41,42 +41,42 @@ from pytest_gpucluster.benchmarks.collective_payload import (
     source_of,
 )
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_returned
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_released
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 from pytest_gpucluster.metrics.units import did_you_mean, show
 
 Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
-"""``call(sent, received, group)``: carry out one collective. Of those in place both tensors are the same."""
+"""``call(sent, received, group)``: run one collective. For those in place both tensors are the same."""
 
-# torch 2.13 calls them so, and warns of their names before.
+# The names since torch 2.13, which warns of the older ones.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Put all ranks' ``sent`` behind each other into ``received``."""
+    """Concatenate all ranks' ``sent`` in ``received``."""
     _gather_into(received, sent, group=group)
 
 
 def reduce_scatter(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum up all ranks' ``sent``, and put this rank's part of it into ``received``."""
+    """Sum up all ranks' ``sent``, and put this rank's part of the sum into ``received``."""
     _reduce_scatter(received, sent, op=dist.ReduceOp.SUM, group=group)
 
 
 def all_to_all(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Give each rank its part of ``sent``, and put what each rank gives to this one into ``received``."""
+    """Send each rank its part of ``sent``, and put each rank's part for this one into ``received``."""
     dist.all_to_all_single(received, sent, group=group)
 
 
 def broadcast(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Replace ``received`` by what the group's first rank has in it. ``sent`` is the same tensor."""
+    """Replace ``received`` by the group's first rank's. ``sent`` is the same tensor."""
     dist.broadcast(received, group=group, group_src=ROOT)
 
 
 def send_recv(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send ``sent`` to the next rank, and put what the one before sends into ``received``, both at once."""
+    """Send ``sent`` to the next rank, and receive from the previous one into ``received``, both at once."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     works = dist.batch_isend_irecv(
         [
@@ -88,7 +88,7 @@ def send_recv(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGro
         work.wait()
 
 
-MOVES: Mapping[str, Call] = MappingProxyType(
+MOVE_CALLS: Mapping[str, Call] = MappingProxyType(
     {
         "all_gather": all_gather,
         "reduce_scatter": reduce_scatter,
@@ -100,14 +100,14 @@ MOVES: Mapping[str, Call] = MappingProxyType(
 """Name -> one call of it."""
 
 _LAUNCHES_OF_SEND_RECV = 4
-"""As many launches of one kernel as the host's time for it is reckoned: torch makes an object for each operation."""
+"""The host's time for it, in launches of one kernel: torch creates an object for each operation."""
 
 _RANKS_OF_A_LAUNCH = 8
-"""In an all_to_all NCCL prepares a send and a receive for each rank: so many ranks are reckoned as one more launch."""
+"""In an all_to_all NCCL prepares a send and a receive for each rank: this number of ranks counts as one more launch."""
 
 
 def launches(collective: str, ranks: int) -> int:
-    """Return how many launches of a kernel one call is reckoned as, for the clock to let the host get ahead.
+    """Return the number of kernel launches that one call counts as, for the clock to let the host get ahead.
 
     >>> launches("all_reduce", 8), launches("send_recv", 8), launches("all_to_all", 64)
     (1, 4, 9)
@@ -117,7 +117,7 @@ def launches(collective: str, ranks: int) -> int:
     return 1 + ranks // _RANKS_OF_A_LAUNCH if collective == "all_to_all" else 1
 
 
-# What each rank must send or get, in parts of the payload: (a, b) stands for a (n - 1) / n + b.
+# Each rank's traffic, in parts of the payload: (a, b) stands for a (n - 1) / n + b.
 _FACTORS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "all_reduce": (2, 0),
@@ -137,7 +137,7 @@ def busbw_factor(ranks: int, collective: str = "all_reduce") -> float:
     broadcast and a send_recv.
 
     Raises:
-        ValueError: there are fewer than two ranks, so nothing crosses a link; or no such collective is known.
+        ValueError: there are fewer than two ranks, so nothing crosses a link; or the collective is unknown.
 
     Source: nccl-tests, doc/PERFORMANCE.md, "Summary"; for send_recv src/sendrecv.cu, SendRecvGetBw.
     """
@@ -152,23 +152,23 @@ def busbw_factor(ranks: int, collective: str = "all_reduce") -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveResult:
-    """What this rank saw of a collective, and what all ranks of the group saw together.
+    """The times of a collective on this rank, and on all ranks of the group.
 
-    All series are inconclusive together: it is the slowest rank's series that decides when enough is known.
+    All series are inconclusive together: the slowest rank's series decides when to stop.
 
     Attributes:
         collective: its name, such as ``all_reduce``.
-        payload_bytes: its size as nccl-tests counts it (``collective_shape``): of an all_reduce, a broadcast and a
-            send_recv what each rank gives; of the others all ranks' parts together.
+        payload_bytes: its size as nccl-tests counts it (``collective_payload``): of an all_reduce, a broadcast and a
+            send_recv each rank's input; of the others all ranks' parts together.
         dtype: of the elements.
         ranks: size of the group.
-        calls_per_window, windows_per_sample: how often it was called between two looks at the clock, and how many of
-            such windows make a sample.
+        calls_per_window, windows_per_sample: number of calls between two readings of the clock, and of such windows in
+            a sample.
         latency: seconds per call on this rank.
         slowest_latency: seconds per call on the rank that was slowest in each sample; equal on all ranks.
         mean_latency: seconds per call, the mean of all ranks in each sample; equal on all ranks.
         verified_elements: elements that were compared with the expected ones, before, between and after the windows.
-        sampling: by which it was measured.
+        sampling: of the measurement.
     """
 
     collective: str
@@ -193,7 +193,7 @@ class CollectiveResult:
 
     @property
     def busbw(self) -> Series | None:
-        """What the slowest link must carry for this rank's ``algbw``, in bytes a second; None for one rank."""
+        """The slowest link's traffic for this rank's ``algbw``, in bytes a second; None for one rank."""
         return self._on_bus(self.latency)
 
     @property
@@ -222,16 +222,16 @@ class CollectiveResult:
 Reduce = Callable[[torch.Tensor, dist.ProcessGroup], object]
 """Replace a tensor by the sum of all ranks' tensors."""
 
-_PLENTY_BYTES = 2**52
-"""Stands for free memory that nobody can tell: then the allocation itself will tell."""
+_UNKNOWN_BYTES = 2**52
+"""Stands for unknown free memory: then the allocation itself fails if there is too little."""
 
 
 def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
 
 
-CALLS: dict[str, Call] = {"all_reduce": lambda sent, received, group: _sum(received, group), **MOVES}
-"""Name of each collective -> what one call of it is. Looked up when it is measured: that is where tests put a fault."""
+CALLS: dict[str, Call] = {"all_reduce": lambda sent, received, group: _sum(received, group), **MOVE_CALLS}
+"""Name of each collective -> one call of it. Looked up at each measurement: tests inject a fault here."""
 
 
 def measure_collective(
@@ -253,34 +253,34 @@ def measure_collective(
 
     A window is a barrier and then a number of calls one after the other. A sample is the time of one or more windows
     over the number of their calls, on this rank. After each sample the ranks share theirs, and the first rank decides
-    for all whether more are wanted: it goes by the slowest rank's sample, and counts all time that passes. Where sums
-    take the place of their addends, the payload is made anew outside of the windows, often enough to keep them finite.
+    for all whether to continue: by the slowest rank's sample and the total time. Where sums replace their addends, the
+    payload is written again outside of the windows, often enough to keep them finite.
 
-    Every element is verified before the first window and after the last, each time with new data; and between them
-    what the windows leave: of sums in place, in which an error stays, all calls where they are exact
-    (``Payload.defect``), of others the last call. A rank that finds something wrong says so after its last collective,
-    in order not to leave the others waiting.
+    Every element is verified before the first window and after the last, each time with new data; and in between the
+    results of the windows: of sums in place, in which an error stays, all calls where they are exact
+    (``Payload.defect``), of others the last call. A rank that finds a defect raises after its last collective, so that
+    the others do not wait for it.
 
     An all_reduce and a broadcast (from the group's first rank) are in place, the others not. In a send_recv each rank
-    sends to the next one and gets from the one before, all at once.
+    sends to the next one and receives from the previous one, all at once.
 
     Args:
         collective: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send_recv".
         group: the ranks that take part.
         device: where this rank's payload is.
-        payload_bytes: the size as nccl-tests counts it (``collective_shape``). What is then moved, rounded to equal
-            parts, is in the result.
+        payload_bytes: the size as nccl-tests counts it (``collective_payload``). The size that is then moved, rounded
+            to equal parts, is in the result.
         dtype: "fp32", "bf16" or "fp16".
-        sampling: how long to warm up and to measure, and how sure to be. What is not sure in time is returned as
-            inconclusive.
+        sampling: how long to warm up and to measure, and the required confidence. A result that does not reach it in
+            time is returned as inconclusive.
         during: entered for the time of the windows that count, without warm-up and verification.
         clock: takes the time; by default the device's own.
-        call: ``call(sent, received, group)``, by default what stands in ``CALLS`` by then.
+        call: ``call(sent, received, group)``, by default the one in ``CALLS``.
         now: the time of day of the first rank, in seconds.
 
     Raises:
-        WrongResult: an element on this rank is wrong; names the rank, the count, the first element, and from which
-            rank it comes.
+        WrongResult: an element on this rank is wrong; names the rank, the count, the first element, and its source
+            rank.
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
         ValueError: an argument is out of its range, or this rank is not in the group.
@@ -297,10 +297,10 @@ def measure_collective(
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     try:
-        with memory_returned():
+        with memory_released():
             ranks = Ranks(group, device)
             _agree(ranks, collective, payload_bytes, dtype, sampling, free=free_bytes(device))
-            return _Measured(
+            return _Measurement(
                 group,
                 ranks,
                 _payload(collective, group, device, payload_bytes, dtype),
@@ -358,7 +358,7 @@ def _agree(
     ranks: Ranks, collective: str, payload_bytes: int, dtype: str, sampling: Sampling, *, free: int | None
 ) -> None:
     """Find on all ranks what would let some wait for others that do something else, or that have failed."""
-    known = _PLENTY_BYTES if free is None else free
+    known = _UNKNOWN_BYTES if free is None else free
     names = list(DTYPES)
     mine = [
         COLLECTIVES.index(collective),
@@ -367,30 +367,31 @@ def _agree(
         zlib.crc32(repr(sampling).encode()),
         known,
     ]
-    told = [[int(number) for number in numbers] for numbers in ranks.gather(mine)]
-    for index, (which, size, kind, sampled, _) in enumerate(told):
-        if [which, size, kind, sampled] != told[0][:4]:
-            first, found = f"{show(told[0][1], 'B')} {names[told[0][2]]}", f"{show(size, 'B')} {names[kind]}"
-            if which != told[0][0]:
-                first, found = f"{COLLECTIVES[told[0][0]]} of {first}", f"{COLLECTIVES[which]} of {found}"
-            found += "" if sampled == told[0][3] else " for other times"
+    of_ranks = [[int(number) for number in numbers] for numbers in ranks.gather(mine)]
+    reference = of_ranks[0]
+    for index, (which, size, kind, sampled, _) in enumerate(of_ranks):
+        if [which, size, kind, sampled] != reference[:4]:
+            first, found = f"{show(reference[1], 'B')} {names[reference[2]]}", f"{show(size, 'B')} {names[kind]}"
+            if which != reference[0]:
+                first, found = f"{COLLECTIVES[reference[0]]} of {first}", f"{COLLECTIVES[which]} of {found}"
+            found += "" if sampled == reference[3] else " for other times"
             raise EnvironmentBroken(
                 f"the ranks do not measure the same: {ranks.name(index)} {found}, {ranks.name(0)} {first}. "
                 "Give all nodes the same suite, profile and workload"
             )
     needed = needed_bytes(payload_bytes, dtype, collective=collective, ranks=ranks.count)
-    least = min(range(len(told)), key=lambda index: told[index][4])
-    if told[least][4] < needed:
+    least = min(range(len(of_ranks)), key=lambda index: of_ranks[index][4])
+    if of_ranks[least][4] < needed:
         section = "all_reduce" if collective == "all_reduce" else "collectives"
         raise EnvironmentBroken(
             f"{ranks.name(least)}: {'an' if collective.startswith('a') else 'a'} {collective} of "
             f"{show(payload_bytes, 'B')} {dtype} needs {show(needed / 2**30, 'GiB')} of memory with its verification, "
-            f"and {show(told[least][4] / 2**30, 'GiB')} are free. End what else uses the memory, or leave this size "
-            f"out (--gpucluster-sizes, or --gpucluster-workload nccl.{section}.sizes=...)"
+            f"and {show(of_ranks[least][4] / 2**30, 'GiB')} are free. End what else uses the memory, or leave this "
+            f"size out (--gpucluster-sizes, or --gpucluster-workload nccl.{section}.sizes=...)"
         )
 
 
-class _Measured:
+class _Measurement:
     """One collective, size and dtype on one group."""
 
     def __init__(
@@ -398,10 +399,10 @@ class _Measured:
     ) -> None:
         self._group, self._ranks, self._payload, self._clock, self._call = group, ranks, payload, clock, call
         self._launches = launches(payload.shape.collective, ranks.count)
-        self._wrong: str | None = None
-        """The first finding in one call by itself: it is this rank's own."""
-        self._left_wrong: str | None = None
-        """The first in what windows have left: of sums in place any rank may have made them wrong, for all."""
+        self._own_defect: str | None = None
+        """The first defect of a single call: this rank's own."""
+        self._window_defect: str | None = None
+        """The first defect after windows: of sums in place any rank may have caused it, for all."""
 
     def measure(
         self, sampling: Sampling, during: AbstractContextManager[object], now: Callable[[], float]
@@ -413,16 +414,16 @@ class _Measured:
             with counted(MEASURING), during:
                 samples, spent = self._samples(plan, sampling, now)
         except InconclusiveMeasurement:
-            self._require_right()  # it matters more, and may be why
+            self._raise_defect()  # it matters more, and may be the cause
             raise
         with counted(VERIFYING):
-            self._left_wrong = self._left_wrong or self._payload.defect()
+            self._window_defect = self._window_defect or self._payload.defect()
         self._verify()
-        self._require_right()
+        self._raise_defect()
         slowest = series((max(times) for times in samples), sampling, spent_seconds=spent)
         mine, mean = (
-            series(taken, sampling, spent_seconds=spent).decided_by(slowest)
-            for taken in ([times[dist.get_rank(self._group)] for times in samples], map(statistics.fmean, samples))
+            series(times_of, sampling, spent_seconds=spent).decided_by(slowest)
+            for times_of in ([times[dist.get_rank(self._group)] for times in samples], map(statistics.fmean, samples))
         )
         return CollectiveResult(
             collective=self._payload.shape.collective,
@@ -453,7 +454,7 @@ class _Measured:
     def _samples(
         self, plan: WindowPlan, sampling: Sampling, now: Callable[[], float]
     ) -> tuple[list[list[float]], float]:
-        """Return sample after sample, of all ranks each, until the first rank has seen enough; and its seconds."""
+        """Return sample after sample, of all ranks each, until the first rank has enough; and the total seconds."""
         samples: list[list[float]] = []
         begin, spent, more = now(), 0.0, 1.0
         while more:
@@ -478,7 +479,7 @@ class _Measured:
     def _window(self, plan: WindowPlan) -> float:
         """Return the seconds of all calls of a window on this rank."""
         found = self._payload.ready(plan.calls)
-        self._left_wrong = self._left_wrong or found
+        self._window_defect = self._window_defect or found
         self._clock.synchronize()
         # Ahead of the barrier: a wait that each GPU counts in cycles of its own clock would pull them apart after it.
         self._clock.get_ahead(1 + plan.calls * self._launches, seconds=plan.window_seconds)
@@ -487,13 +488,13 @@ class _Measured:
             for _ in range(plan.calls):
                 self._call(self._payload.sent, self._payload.received, self._group)
         [elapsed] = self._clock.read()
-        # One GPU alone has nothing to do for a sum in place, and that may take less than its clock can tell.
+        # One GPU alone has nothing to do for a sum in place, which may be below its clock's resolution.
         return max(elapsed, RESOLUTION_SECONDS) if self._ranks.count == 1 else elapsed
 
-    def _require_right(self) -> None:
-        """Raise what was found here; where some rank has a finding of its own, those with none do not."""
-        is_known = any(wrong for [wrong] in self._ranks.gather([self._wrong is not None]))
-        found = self._wrong if is_known else self._left_wrong
+    def _raise_defect(self) -> None:
+        """Raise this rank's defect; where some rank has one of its own, only those raise."""
+        is_known = any(wrong for [wrong] in self._ranks.gather([self._own_defect is not None]))
+        found = self._own_defect if is_known else self._window_defect
         if found:
             raise WrongResult(found) from None
 
@@ -502,4 +503,4 @@ class _Measured:
             self._payload.fill()
             self._call(self._payload.sent, self._payload.received, self._group)
             found = self._payload.defect()
-        self._wrong = self._wrong or found
+        self._own_defect = self._own_defect or found

@@ -36,7 +36,7 @@ Source: the model is Higham and Mary, "A New Approach to Probabilistic Rounding 
 _TENSOR_CORE_ACCUMULATION = 256 * 2.0**-24
 """Tensor cores multiply bf16, fp16 and TF32 exactly and sum in fp32, but cut off instead of rounding: at each step (of
 4 TF32 products on Ampere and Ada, of 8 on Hopper, of more for 16 bits) products and sum are aligned to the largest and
-what lies below bit 24 (Hopper and Blackwell: 25) goes, then what lies below bit 23 of the new sum. All of that is
+bits below bit 24 (Hopper and Blackwell: 25) are dropped, then those below bit 23 of the new sum. All of that is
 toward zero, so the errors of a sum that keeps its sign add up.
 
 derived: emulated for TF32 at n = 16384, in units of 2**-24 |row| |column|, the root mean square is 7 on Ampere and 5 on
@@ -49,7 +49,7 @@ bit by bit: https://github.com/microsoft/MMA-Sim.
 
 _FP8_FAST_ACCUMULATION = 10 * 2.0**-13
 """On Ada and Hopper the tensor cores sum fp8 products with 13 bits of fraction: at each step of 32 products (16 on
-Ada) the products and the sum so far are aligned to the largest of them, and what lies below its 13th bit is cut off,
+Ada) the products and the sum so far are aligned to the largest of them, and the bits below its 13th are cut off,
 toward zero. Fast accumulation does all n terms that way. Blackwell keeps 25 bits.
 
 derived: emulated for random operands with steps of 16 and of 32, the error in units of 2**-13 |row| |column| is 0.20
@@ -69,8 +69,8 @@ class Arithmetic:
 
     Attributes:
         operands, result: the dtypes.
-        roundoff: half the relative distance of neighbouring values of the result: what rounding it may cost.
-        accumulation: how far an element may be off beside that, as a part of |row of a| |column of b|.
+        roundoff: half the relative distance of neighbouring values of the result: the error of its rounding.
+        accumulation: further error of an element, as a part of |row of a| |column of b|.
         float32_precision: torch's switch: ``highest`` is true fp32, ``high`` allows TF32.
         cleared_bits: the lowest bits of each operand that are set to 0.
         is_scaled: multiplied by ``scaled_product``, whose second operand is column-major.
@@ -88,7 +88,7 @@ class Arithmetic:
 
 
 # TF32 keeps 10 of fp32's 23 bits of fraction. Operands without the other 13 lose nothing on the way into a tensor
-# core, so that TF32 products can be held against the reference as closely as the others.
+# core, so that TF32 products can be compared with the reference as closely as the others.
 ARITHMETICS: Mapping[str, Arithmetic] = MappingProxyType(
     {
         "bf16": Arithmetic(operands=torch.bfloat16, result=torch.bfloat16, roundoff=2.0**-8),
@@ -116,7 +116,7 @@ ARITHMETICS: Mapping[str, Arithmetic] = MappingProxyType(
 
 
 def arithmetic(dtype: str) -> Arithmetic:
-    """Look one up.
+    """Return the arithmetic of a dtype.
 
     Raises: ValueError if there is none of that name.
     """
@@ -126,10 +126,10 @@ def arithmetic(dtype: str) -> Arithmetic:
 
 
 def require_switches(device: torch.device, kind: Arithmetic) -> None:
-    """Make sure that torch's switch decides between true fp32 and TF32.
+    """Check that torch's switch decides between true fp32 and TF32.
 
-    Raises: EnvironmentBroken if a variable overrides it: then the one may be measured as the other, and a GPU blamed
-    for being slow, or wrong.
+    Raises: EnvironmentBroken if a variable overrides it: then the one may be measured as the other, and a GPU reported
+    as slow, or wrong.
     Source: NVIDIA_TF32_OVERRIDE=0 turns TF32 off in all of NVIDIA's libraries:
     https://deeprec.readthedocs.io/en/latest/NVIDIA-TF32.html.
     """
@@ -143,7 +143,7 @@ def require_switches(device: torch.device, kind: Arithmetic) -> None:
 
 @contextmanager
 def numerics(float32_precision: str) -> Iterator[None]:
-    """Set torch's switches for the arithmetic of products, and put them back.
+    """Set torch's switches for the arithmetic of products, and restore them.
 
     ``highest`` is true fp32, ``high`` allows TF32. Partial sums are kept in fp32: with less, the element by
     element bound would not hold, and a result would depend on how a library divides the work.
@@ -153,7 +153,7 @@ def numerics(float32_precision: str) -> Iterator[None]:
     try:
         old_precision = torch.get_float32_matmul_precision()
     except RuntimeError:
-        # Only the newer switches below were set, and torch refuses to name both in the words of the older.
+        # Only the newer switches below were set, and torch does not report both by the older one.
         old_precision = "highest"
     precisions = cuda.fp32_precision, cpu.fp32_precision
     reductions = [
@@ -180,7 +180,7 @@ CAPABILITY = (8, 9)
 
 
 def require_fp8(device: torch.device) -> None:
-    """Make sure that a device multiplies fp8 matrices.
+    """Check that a device multiplies fp8 matrices.
 
     Raises: EnvironmentBroken on a GPU that is too old: that is no fault of the GPU.
     """
@@ -193,7 +193,7 @@ def require_fp8(device: torch.device) -> None:
 
 
 def scaled_product(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]:
-    """Return what multiplies two e4m3 matrices, unscaled, with fast accumulation: ``multiply(a, b, out)``.
+    """Return a function that multiplies two e4m3 matrices, unscaled, with fast accumulation: ``multiply(a, b, out)``.
 
     ``b`` must be column-major, ``out`` bf16, and all dimensions multiples of 16.
     Source: the doc of torch.nn.functional.scaled_mm; cuBLAS, 8-bit floating point data types.
@@ -201,7 +201,7 @@ def scaled_product(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor
     one = torch.ones((), device=device)
     older: Any = getattr(torch, "_scaled_mm", None)
     if older is not None:
-        # Preferred although it is private: it writes to a given matrix, so that what a product failed to write shows.
+        # Preferred although it is private: it writes to a given matrix, so that elements that are not written show.
         def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
             return older(a, b, one, one, out_dtype=out.dtype, use_fast_accum=True, out=out)
 
@@ -250,7 +250,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
-    """Name the dtypes that a device multiplies in: fp8 from ``scaled_product.CAPABILITY`` on, all others anywhere."""
+    """Return the dtypes that a device supports: fp8 from ``CAPABILITY`` on, all others anywhere."""
     has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
     return tuple(name for name, kind in _KINDS.items() if has_fp8 or not kind.fp8)
 
@@ -270,7 +270,7 @@ def check_product(
         device: where to multiply.
         dtype: of the operands: one of ``dtypes_of``; the result is of the same, but bf16 for fp8.
         n: rows and columns of the product; for fp8 a multiple of 16.
-        where: how to call the device in an error; by default its name in torch.
+        where: the device's name in an error; by default its name in torch.
         seed: of the operands.
         multiply: by default ``torch.mm``, for fp8 torch's scaled product.
 

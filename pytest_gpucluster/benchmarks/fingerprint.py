@@ -1,10 +1,10 @@
-"""The bits that a device computes from fixed numbers: taken, exchanged and compared between equal GPUs.
+"""The bits that a device computes from fixed numbers: computed, exchanged and compared between equal GPUs.
 
 They are the same on every GPU of a model, and each time. The numbers are drawn on the CPU, and the results are summed
-up on the CPU too: a GPU that computes wrongly must not be the one that reports what it has computed.
+up on the CPU too: a GPU that computes wrongly must not digest its own results.
 
-The comparison is pure. :func:`exchange` is for local workers of a node that cannot communicate and know of each other
-by number only: each leaves its fingerprint as a file in a folder and waits for all the others, so that all compare the
+The comparison is pure. :func:`exchange` is for local workers of a node that cannot communicate and know each other by
+number only: each writes its fingerprint to a file in a folder and waits for all the others, so that all compare the
 same.
 """
 
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from pytest_gpucluster.benchmarks.dtypes import arithmetic, dtypes_of, numerics, require_switches
 from pytest_gpucluster.benchmarks.matmul import multiplier
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned, require_free
+from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.verify import Comparison, deterministic
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -37,13 +37,13 @@ HEAD = 64
 _ROWS_A_HEAD = 512
 
 _MATRICES = 24
-"""So many fp32 matrices of n x n are in memory at most, generously: operands, what a stage makes of them, results."""
+"""Maximum number of fp32 n x n matrices in memory, generously: operands, temporaries of a stage, results."""
 
 _MIX = 0x9E3779B1 - 2**32
-"""An odd number with bits all over. Source: 2**32 over the golden ratio, as in ``pattern``."""
+"""An odd number with well mixed bits. Source: 2**32 over (1 + sqrt(5)) / 2, as in ``verify``."""
 
 Stage = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""``stage(a, b)``: a computation with two n x n matrices of fp32, both of which it leaves as they are."""
+"""``stage(a, b)``: a computation with two n x n matrices of fp32, which it does not change."""
 
 
 def _product(dtype: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def _softmax(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Causal attention in bf16 with heads of 64, as training has it."""
+    """Causal attention in bf16 with heads of 64, as in training."""
     heads = max(1, len(a) // _ROWS_A_HEAD)
     query, key, value = (
         each[:, : heads * HEAD].to(torch.bfloat16).view(1, len(a), heads, HEAD).transpose(1, 2) for each in (a, b, a)
@@ -75,18 +75,18 @@ def _attention(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _functions(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """What the special function units do, and a division."""
+    """The special function units, and a division."""
     return torch.exp(a).add_(torch.sin(b)).div_(torch.rsqrt(b.square().add_(1))).add_(torch.tanh(a))
 
 
 def _integers(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The bits of both, multiplied and mixed modulo 2**32: right or wrong, with nothing to round."""
+    """The bits of both, multiplied and mixed modulo 2**32: exact, with no rounding."""
     mixed = a.view(torch.int32).mul(_MIX).bitwise_xor_(b.view(torch.int32))
     return mixed.bitwise_xor_(mixed.bitwise_right_shift(15)).mul_(_MIX)
 
 
 def stages_of(device: torch.device) -> Mapping[str, Stage]:
-    """Return what is computed on a device: products in every dtype that it has, and what else training is made of."""
+    """Return the stages of a device: products in every dtype that it has, and the other operations of training."""
     products = {f"matmul {dtype}": functools.partial(_product, dtype) for dtype in dtypes_of(device)}
     others = {
         "sums": _sums,
@@ -100,13 +100,13 @@ def stages_of(device: torch.device) -> Mapping[str, Stage]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What one device has computed.
+    """The results of one device.
 
     Attributes:
-        kind: what must be alike on two devices for their bits to be the same.
+        kind: what must be the same on two devices for their bits to be the same.
         digests: stage -> its bits, summed up as 16 hexadecimal digits.
         repeats: how often each stage was computed.
-        changed: stage -> how many of the repeats gave other bits than the first time; only those that have any.
+        changed: stage -> how many of the repeats gave other bits than the first time; only those with any.
     """
 
     kind: str
@@ -115,19 +115,19 @@ class Fingerprint:
     changed: Mapping[str, int]
 
     @property
-    def repeated(self) -> float:
+    def repeatable(self) -> float:
         """The part of the stages that gave the same bits every time."""
         return 1 - len(self.changed) / len(self.digests)
 
-    def require_steady(self, where: str) -> None:
-        """Raise where the device gave other bits at another time.
+    def require_repeatable(self, where: str) -> None:
+        """Raise where a repeat gave other bits.
 
         Raises: WrongResult with ``where``, the stages, and how often.
         """
         if self.changed:
-            told = ", ".join(f"{stage} in {count}" for stage, count in self.changed.items())
+            counts = ", ".join(f"{stage} in {count}" for stage, count in self.changed.items())
             raise WrongResult(
-                f"{where}: the same computation gave other bits than the first time: {told} of {self.repeats - 1}"
+                f"{where}: the same computation gave other bits than the first time: {counts} of {self.repeats - 1}"
                 " repeats. Take this device out of service and run the vendor's diagnostics"
             )
 
@@ -141,26 +141,26 @@ class Fingerprint:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Fingerprint:
-        """Read what :meth:`to_json` has made."""
-        return cls(**told)
+    def from_json(cls, fields: Mapping[str, Any]) -> Fingerprint:
+        """Undo :meth:`to_json`."""
+        return cls(**fields)
 
 
 def take_fingerprint(
     device: torch.device, *, n: int, repeats: int, seed: int = 0, stages: Mapping[str, Stage] | None = None
 ) -> Fingerprint:
-    """Compute each stage ``repeats`` times, and say what came out.
+    """Compute each stage ``repeats`` times, and return the digests.
 
     Args:
         device: where to compute.
-        n: rows and columns of the matrices, a multiple of 64. On a GPU so large that every multiprocessor has work.
+        n: rows and columns of the matrices, a multiple of 64. On a GPU large enough to load every multiprocessor.
         repeats: at least 1. Each but the first is compared with the first, bit by bit, on the device.
         seed: of the numbers.
         stages: what to compute; by default ``stages_of`` the device.
 
     Raises:
-        EnvironmentBroken: too little memory is free, or the environment keeps cuBLAS or torch from giving the same
-            bits again.
+        EnvironmentBroken: too little memory is free, or the environment keeps cuBLAS or torch from reproducible
+            results.
         ValueError: an argument is out of its range.
 
     Source: cuBLAS gives the same bits on GPUs with the same architecture and number of multiprocessors:
@@ -171,7 +171,7 @@ def take_fingerprint(
     require_switches(device, arithmetic("fp32"))
     instead = "choose smaller matrices, such as --gpucluster-workload determinism.n=1024"
     require_free(device, _MATRICES * 4 * n * n, f"the fingerprint of n={n}", instead=instead)
-    with counted(MEASURING), memory_returned(), deterministic(), torch.no_grad():
+    with counted(MEASURING), memory_released(), deterministic(), torch.no_grad():
         digests, changed = _compute(device, stages_of(device) if stages is None else stages, n, repeats, seed)
     return Fingerprint(kind=kind_of(device), digests=digests, repeats=repeats, changed=changed)
 
@@ -179,7 +179,7 @@ def take_fingerprint(
 def _compute(
     device: torch.device, stages: Mapping[str, Stage], n: int, repeats: int, seed: int
 ) -> tuple[dict[str, str], dict[str, int]]:
-    # A function of its own, for its frame holds all tensors: see memory_returned.
+    # A function of its own, for its frame holds all tensors: see memory_released.
     drawn = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(n, n, generator=drawn).to(device) for _ in range(2))
     digests, changed = {}, {}
@@ -195,7 +195,7 @@ def _compute(
 
 
 def kind_of(device: torch.device) -> str:
-    """Name what must be alike for two devices to compute the same bits: the model, and the software."""
+    """Return what must be the same for two devices to compute the same bits: the model, and the software."""
     software = f"torch {torch.__version__}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -206,17 +206,17 @@ def kind_of(device: torch.device) -> str:
     return f"cpu ({torch.backends.cpu.get_cpu_capability()}) with {torch.get_num_threads()} threads, {software}"
 
 
-_NAMED = 8
-"""So many are named in a message."""
+_LISTED = 8
+"""Maximum number of ranks named in a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dissent:
-    """A stage in which the GPUs of one kind do not agree.
+class Disagreement:
+    """A stage in which the GPUs of one kind disagree.
 
     Attributes:
-        stage: what they have computed.
-        holders: digest -> the ranks that gave it, those of the most first.
+        stage: its name.
+        holders: digest -> the ranks that gave it, the most frequent first.
     """
 
     stage: str
@@ -229,7 +229,7 @@ class Dissent:
 
     @property
     def majority(self) -> str | None:
-        """The digest that more than half of them gave, or None: then nobody can tell who is right."""
+        """The digest that more than half of them gave, or None: then the wrong ranks are unknown."""
         digest, ranks = next(iter(self.holders.items()))
         return digest if 2 * len(ranks) > len(self.ranks) else None
 
@@ -240,88 +240,91 @@ class Dissent:
 
 
 class FingerprintAgreement:
-    """What several GPUs' fingerprints say of each other.
+    """The comparison of several GPUs' fingerprints.
 
     Args:
-        prints: of each rank, in the order of ranks.
+        fingerprints: of each rank, in the order of ranks.
     """
 
-    def __init__(self, prints: Sequence[Fingerprint]) -> None:
-        self._prints = tuple(prints)
+    def __init__(self, fingerprints: Sequence[Fingerprint]) -> None:
+        self._fingerprints = tuple(fingerprints)
         of_kind: dict[str, list[int]] = {}
-        for rank, one in enumerate(self._prints):
+        for rank, one in enumerate(self._fingerprints):
             of_kind.setdefault(one.kind, []).append(rank)
         self._of_kind = of_kind
-        self.dissents = tuple(
-            dissent
+        self.disagreements = tuple(
+            disagreement
             for ranks in of_kind.values()
             for stage in self._stages(ranks)
-            if (dissent := self._of(stage, ranks))
+            if (disagreement := self._disagreement(stage, ranks))
         )
 
     def _stages(self, ranks: Sequence[int]) -> list[str]:
-        return list(dict.fromkeys(stage for rank in ranks for stage in self._prints[rank].digests))
+        return list(dict.fromkeys(stage for rank in ranks for stage in self._fingerprints[rank].digests))
 
-    def _of(self, stage: str, ranks: Sequence[int]) -> Dissent | None:
-        # A stage that a rank has not computed is none that it agrees in.
-        told = {rank: self._prints[rank].digests.get(stage, "nothing") for rank in ranks}
-        counted = Counter(told.values()).most_common()
+    def _disagreement(self, stage: str, ranks: Sequence[int]) -> Disagreement | None:
+        # A stage that a rank has not computed is a disagreement.
+        digests = {rank: self._fingerprints[rank].digests.get(stage, "nothing") for rank in ranks}
+        counted = Counter(digests.values()).most_common()
         if len(counted) == 1:
             return None
-        return Dissent(
+        return Disagreement(
             stage=stage,
-            holders={digest: tuple(rank for rank in ranks if told[rank] == digest) for digest, _ in counted},
+            holders={digest: tuple(rank for rank in ranks if digests[rank] == digest) for digest, _ in counted},
         )
 
-    def agreed(self, rank: int) -> float:
+    def agreement_ratio(self, rank: int) -> float:
         """Return the part of the stages in which this rank gave the bits of the majority of its kind.
 
         Raises: EnvironmentBroken if there is no other GPU of its kind: nothing was compared.
         """
-        kind = self._prints[rank].kind
+        kind = self._fingerprints[rank].kind
         ranks = self._of_kind[kind]
         if len(ranks) < 2:
             others = ", ".join(sorted(other for other in self._of_kind if other != kind))
             raise EnvironmentBroken(
-                f"rank {rank} has nobody to compare its bits with: it alone has {kind}, the others have {others}. Bring"
-                " GPUs and software to the same model and version, or run this on at least two that are alike"
+                f"rank {rank} has no rank to compare its bits with: it alone has {kind}, the others have {others}. Use"
+                " the same GPU model and software version on all, or at least two GPUs of each kind"
             )
         stages = self._stages(ranks)
-        alone = sum(rank in dissent.suspects for dissent in self.dissents)
+        alone = sum(rank in disagreement.suspects for disagreement in self.disagreements)
         return 1 - alone / len(stages)
 
     def require(self, rank: int, names: Mapping[int, str]) -> None:
-        """Raise where this rank's GPU computes other bits than its equals, or where it is open whose are wrong.
+        """Raise where this rank's GPU computes other bits than the majority of its kind, or where there is none.
 
         Args:
             rank: this one.
-            names: how each rank is called in the message.
+            names: the name of each rank in the message.
 
-        Raises: WrongResult with the stages and who gave what.
+        Raises: WrongResult with the stages and the ranks of each digest.
         """
-        mine = [dissent for dissent in self.dissents if rank in dissent.suspects]
+        mine = [disagreement for disagreement in self.disagreements if rank in disagreement.suspects]
         if not mine:
             return
-        told = "; ".join(_told(dissent, rank, names) for dissent in mine)
-        raise WrongResult(f"{names[rank]}: the same computation gives other bits here: {told}")
+        text = "; ".join(_description(disagreement, rank, names) for disagreement in mine)
+        raise WrongResult(f"{names[rank]}: the same computation gives other bits here: {text}")
 
 
-def _told(dissent: Dissent, rank: int, names: Mapping[int, str]) -> str:
-    digest = next(digest for digest, ranks in dissent.holders.items() if rank in ranks)
-    if dissent.majority is not None:
-        many = len(dissent.holders[dissent.majority])
-        return f"{dissent.stage} gives {digest}, and {many} of {len(dissent.ranks)} alike give {dissent.majority}"
-    camps = "; ".join(f"{digest} on {_named(ranks, names)}" for digest, ranks in dissent.holders.items())
-    if len(dissent.ranks) == 2:
+def _description(disagreement: Disagreement, rank: int, names: Mapping[int, str]) -> str:
+    digest = next(digest for digest, ranks in disagreement.holders.items() if rank in ranks)
+    if disagreement.majority is not None:
+        many = len(disagreement.holders[disagreement.majority])
         return (
-            f"{dissent.stage} gives {camps}: one of the two is wrong, and which one only a third of their kind can tell"
+            f"{disagreement.stage} gives {digest}, and {many} of {len(disagreement.ranks)} of this kind give "
+            f"{disagreement.majority}"
         )
-    return f"{dissent.stage} gives {camps}: no majority, so it is open who is wrong; more of their kind can tell"
+    groups = "; ".join(f"{digest} on {_names(ranks, names)}" for digest, ranks in disagreement.holders.items())
+    if len(disagreement.ranks) == 2:
+        return (
+            f"{disagreement.stage} gives {groups}: one of the two is wrong; a third GPU of their kind would show which"
+        )
+    return f"{disagreement.stage} gives {groups}: no majority, so the wrong ones are unknown; run more of their kind"
 
 
-def _named(ranks: Sequence[int], names: Mapping[int, str]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return ", ".join(names[rank] for rank in ranks[:_NAMED]) + more
+def _names(ranks: Sequence[int], names: Mapping[int, str]) -> str:
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    return ", ".join(names[rank] for rank in ranks[:_LISTED]) + more
 
 
 _POLL_SECONDS = 0.1
@@ -338,21 +341,21 @@ def exchange(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Fingerprint], dict[int, str]]:
-    """Leave this process's fingerprint, and return those of all and how each is called, by number.
+    """Write this process's fingerprint, and return those of all and each one's name, by number.
 
     All ``count`` processes must call this, with the same folder, of this run alone.
 
     Args:
-        folder: is made, if it is not there.
-        own: what this process's device has computed.
+        folder: is created, if it does not exist.
+        own: this process's fingerprint.
         index: the number of this process, from 0 on.
-        count: how many there are.
-        name: how this process is called in messages.
-        wait_seconds: the others may come so much later.
-        now: seconds that only grow.
-        sleep: waits for so many seconds.
+        count: number of processes.
+        name: of this process in messages.
+        wait_seconds: how long to wait for the others.
+        now: a monotonic clock, in seconds.
+        sleep: waits for this number of seconds.
 
-    Raises: EnvironmentBroken if one of the others does not come: nobody can say then that all agree.
+    Raises: EnvironmentBroken if a fingerprint is missing: then the agreement is unknown.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mine = folder / f".{index}"
@@ -364,9 +367,9 @@ def exchange(
         if now() >= until:
             raise EnvironmentBroken(
                 f"{name}: no fingerprint to compare with came from worker {', '.join(map(str, missing))} within"
-                f" {wait_seconds:g} s: see what became of it; without it nobody can say that all GPUs agree"
+                f" {wait_seconds:g} s: look for its error; without it the agreement of the GPUs is unknown"
             )
         sleep(_POLL_SECONDS)
-    told = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    prints = [Fingerprint.from_json(one["fingerprint"]) for one in told]
-    return prints, {number: str(one["name"]) for number, one in enumerate(told)}
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    fingerprints = [Fingerprint.from_json(one["fingerprint"]) for one in contents]
+    return fingerprints, {number: str(one["name"]) for number, one in enumerate(contents)}

@@ -1,4 +1,4 @@
-"""How fast one device copies, reads and writes its own memory, with every pass verified."""
+"""The rate at which one device copies, reads and writes its own memory, with every pass verified."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pytest_gpucluster.benchmarks.blocks import NOTHING, Rate, measure_rate
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Rate, measure_rate
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, memory_returned, require_free, sets_beyond_cache
+from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, memory_released, require_free, sets_beyond_cache
 from pytest_gpucluster.benchmarks.memory_passes import KINDS, WORD_BYTES, Operations
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.units import UNITS, did_you_mean
@@ -17,13 +17,13 @@ from pytest_gpucluster.metrics.units import UNITS, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class HbmResult:
-    """What was measured on one device.
+    """The result of one device.
 
     Attributes:
         bytes_per_second: a sample for each block of passes.
         kind: "copy", "read" or "write".
         payload_bytes: of one buffer.
-        bytes_per_pass: what one pass moves: a copy reads its payload and writes it.
+        bytes_per_pass: a copy reads its payload and writes it.
         passes: timed passes, without those of the warm-up.
         verified_passes: all passes, each verified.
         buffer_sets: buffers, or pairs of them, that were used in turn, so that they do not stay in the cache.
@@ -44,7 +44,7 @@ class HbmResult:
 
 
 def size_of(payload_bytes: int) -> str:
-    """Write bytes as a quantity, in the unit that takes the fewest digits.
+    """Format bytes as a quantity, in the unit that takes the fewest digits.
 
     >>> size_of(8 * 2**30), size_of(32 * 10**9), size_of(24)
     ('8 GiB', '32 GB', '24 B')
@@ -60,35 +60,35 @@ def measure_hbm(
     *,
     payload_bytes: int,
     sampling: Sampling,
-    during: AbstractContextManager[object] = NOTHING,
+    during: AbstractContextManager[object] = NO_CONTEXT,
     clock: Clock | None = None,
     operations: Operations | None = None,
     cache: int | None = None,
 ) -> HbmResult:
     """Measure passes over buffers of ``payload_bytes``, in bytes a second.
 
-    Counted is what a pass moves: a ``copy`` from one buffer to another reads the payload and writes it, a ``read`` sums
-    it up, a ``write`` fills it with one value. Only buffers larger than the device's cache say something about its
+    Counted are the bytes that a pass moves: a ``copy`` from one buffer to another reads the payload and writes it, a
+    ``read`` sums it up, a ``write`` fills it with one value. Only buffers larger than the device's cache measure its
     memory; smaller ones are used in turn with others.
 
-    Every pass is verified, between the timed regions. A copy takes along what the copies before it have left, and in
-    the end all bits must be what they were. A read's sum must be exactly right. A write's value must be there, of each
-    but the last write only at its beginning, which the next one spares.
+    Every pass is verified, between the timed regions. A copy also moves the results of the copies before it, and in
+    the end all bits must be the initial ones. A read's sum must be exactly right. A write's value must be there, of
+    each but the last write only at its beginning, which the next one leaves out.
 
     Args:
         device: whose memory.
         kind: "copy", "read" or "write".
         payload_bytes: of one buffer, a multiple of 8. A copy needs two.
-        sampling: how long to work before and while samples are taken, and how sure to be.
-        during: held open while samples are taken.
+        sampling: how long to warm up and to measure, and the required confidence.
+        during: entered while samples are taken.
         clock: takes the time; by default the device's own.
-        operations: what copies, reads and writes; by default torch.
-        cache: bytes of the device's last cache; by default as the device says.
+        operations: the copy, read and write; by default torch.
+        cache: bytes of the device's last cache; by default as the device reports them.
 
-    Returns: the result; its series may be inconclusive, and says so.
+    Returns: the result; its series may be inconclusive, and states it.
 
     Raises:
-        WrongResult: data are not what they must be; names how many words, the first one's offset and its bits.
+        WrongResult: data are wrong; names how many words, the first one's offset and its bits.
         InconclusiveMeasurement: the clock did not advance.
         EnvironmentBroken: too little memory is free.
         ValueError: an argument is out of its range.
@@ -110,7 +110,7 @@ def measure_hbm(
         instead="choose smaller buffers, such as --gpucluster-workload hbm.sizes=8GiB",
     )
     name, by = f"{device}: {what}", operations or Operations()
-    with memory_returned():
+    with memory_released():
         rate = _measure(device, kind, words, sets, by, name, clock or clock_for(device), sampling, during)
     bytes_per_pass = make.touched_bytes(words)
     return HbmResult(
@@ -135,6 +135,6 @@ def _measure(
     sampling: Sampling,
     during: AbstractContextManager[object],
 ) -> Rate:
-    # A function of its own, for its frame holds all tensors: see memory_returned.
+    # A function of its own, for its frame holds all tensors: see memory_released.
     passes = KINDS[kind](device, words, sets, operations, name=name)
     return measure_rate(passes, clock, sampling=sampling, during=during)

@@ -1,4 +1,4 @@
-"""How fast data go between the host and one GPU at a time, each direction alone or both, all copies verified.
+"""The rate of copies between the host and one GPU at a time, each direction alone or both, all copies verified.
 
 The NUMA node of the host memory is chosen first, then the memory is pinned. torch's own pinned memory comes from a
 cache, in which a buffer may lie on any NUMA node. So fresh pages are mapped here, touched by this thread while it runs
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pytest_gpucluster.benchmarks.blocks import NOTHING, Rate, measure_rate
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Rate, measure_rate
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.hbm import size_of
 from pytest_gpucluster.benchmarks.host_link_copies import (
@@ -31,7 +31,7 @@ from pytest_gpucluster.benchmarks.host_link_copies import (
     bytes_on_device,
     words_on_host,
 )
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned, require_free
+from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.units import did_you_mean
@@ -48,7 +48,7 @@ class HostMemory:
 
     Attributes:
         words: all of it, int64, of one dimension.
-        nodes: NUMA node -> the part of the pages that lies there; empty where the kernel does not tell.
+        nodes: NUMA node -> the part of the pages that lies there; empty where the kernel does not report it.
     """
 
     words: torch.Tensor
@@ -57,16 +57,16 @@ class HostMemory:
 
 @contextmanager
 def host_memory(device: torch.device, words: int, *, cpus: frozenset[int] | None = None) -> Iterator[HostMemory]:
-    """Give so many 8-byte words of fresh memory, beside ``cpus`` and pinned for ``device``.
+    """Provide 8-byte words of fresh memory, on the NUMA node of ``cpus`` and pinned for ``device``.
 
     Args:
-        device: what will copy. On cpu nothing is pinned.
+        device: that will copy. On cpu nothing is pinned.
         words: how many.
         cpus: the CPUs on whose NUMA node it should lie; None leaves it to the kernel. Where this process may run on
             none of them, the kernel chooses too, and ``nodes`` shows where.
 
     Raises:
-        EnvironmentBroken: there is not so much memory, or CUDA cannot pin it.
+        EnvironmentBroken: there is too little memory, or CUDA cannot pin it.
 
     Source: the kernel takes a page from the node of the CPU that touches it first: Linux kernel,
     Documentation/admin-guide/mm/numa_memory_policy.rst, system default policy.
@@ -90,7 +90,7 @@ def host_memory(device: torch.device, words: int, *, cpus: frozenset[int] | None
 
 
 def nodes_of(address: int, numa_maps: Path = NUMA_MAPS) -> dict[int, float]:
-    """Return which part of the mapping at an address lies on which NUMA node; empty if the kernel does not tell.
+    """Return which part of the mapping at an address lies on which NUMA node; empty if the kernel does not report it.
 
     Source: proc_pid_numa_maps(5): each line is a mapping by its first address; ``N0=12`` are pages on node 0.
     """
@@ -115,7 +115,7 @@ def _running_on(cpus: frozenset[int] | None) -> Iterator[None]:
     try:
         if cpus:
             os.sched_setaffinity(0, cpus)
-    except OSError:  # none of them is allowed here: the pages will be elsewhere, and nodes_of says where
+    except OSError:  # none of them is allowed here: the pages will be elsewhere, and nodes_of reports where
         pass
     try:
         yield
@@ -133,19 +133,20 @@ def _pinned(buffer: torch.Tensor, device: torch.device) -> Iterator[None]:
         failed = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE))
     if failed:
         raise EnvironmentBroken(
-            f"{device}: CUDA cannot pin {buffer.nbytes / 1e9:.3g} GB of host memory: error {failed}; is so much of it "
-            "free, and not held back by a limit of the job or container (host.limits)?"
+            f"{device}: CUDA cannot pin {buffer.nbytes / 1e9:.3g} GB of host memory: error {failed}; is that much "
+            "free, and within the limits of the job or container (host.limits)?"
         )
     try:
         yield
     finally:
-        # Whatever the copies came to: pages that are still being written must not be let go.
+        # Also after an error: pages that are still being written must not be released.
         torch.cuda.synchronize(device)
         runtime.cudaHostUnregister(buffer.data_ptr())
 
 
 COMPARED_GB_PER_SECOND = 5.0
-"""What one core of a host compares, at least. Source: this suite's rule; it reads both sides from memory."""
+"""The rate at which one core of a host compares, at least. Source: this suite's rule; it reads both sides from
+memory."""
 
 ALONE, BOTH, TOGETHER = "alone", "both", "together"
 WAYS = (*DIRECTIONS, BOTH)
@@ -153,16 +154,16 @@ WAYS = (*DIRECTIONS, BOTH)
 
 @dataclass(frozen=True, kw_only=True)
 class HostLinkResult:
-    """What this rank saw of the link between its host and its GPU.
+    """The rate of the link between this rank's host and its GPU.
 
     Attributes:
-        bytes_per_second: of each direction, whatever went the other way.
-        directions: what was copied.
+        bytes_per_second: of each direction, whatever was copied the other way.
+        directions: of the copies.
         mode: "alone" (one direction of one GPU), "both" (both directions of one GPU) or "together" (one direction of
             all GPUs of the node).
         payload_bytes: of one copy.
-        verified_copies: each of them was compared, those of the warm-up too; of each direction.
-        nodes: NUMA node -> the part of the host memory that lay there; empty if the kernel does not tell.
+        verified_copies: of each direction; each of them was compared, those of the warm-up too.
+        nodes: NUMA node -> the part of the host memory that lay there; empty if the kernel does not report it.
     """
 
     bytes_per_second: Series
@@ -179,18 +180,18 @@ class HostLinkResult:
 
     @property
     def memory(self) -> str:
-        """Where the host memory lay, in a few words.
+        """The NUMA nodes of the host memory, as text.
 
-        >>> HostLinkResult.shown({0: 0.75, 1: 0.25}), HostLinkResult.shown({})
-        ('NUMA node 0: 75 %, NUMA node 1: 25 %', 'NUMA node not told by the kernel')
+        >>> HostLinkResult.nodes_text({0: 0.75, 1: 0.25}), HostLinkResult.nodes_text({})
+        ('NUMA node 0: 75 %, NUMA node 1: 25 %', 'NUMA node unknown')
         """
-        return self.shown(self.nodes)
+        return self.nodes_text(self.nodes)
 
     @staticmethod
-    def shown(nodes: Mapping[int, float]) -> str:
-        """Write parts of memory by their NUMA node."""
+    def nodes_text(nodes: Mapping[int, float]) -> str:
+        """Format parts of memory by their NUMA node."""
         parts = [f"NUMA node {node}: {100 * part:.3g} %" for node, part in sorted(nodes.items())]
-        return ", ".join(parts) or "NUMA node not told by the kernel"
+        return ", ".join(parts) or "NUMA node unknown"
 
 
 def longest_seconds(sampling: Sampling, *, ranks: int, gb_per_second: float) -> float:
@@ -199,7 +200,7 @@ def longest_seconds(sampling: Sampling, *, ranks: int, gb_per_second: float) -> 
     Args:
         sampling: of each rank.
         ranks: those that take turns. While one compares, the next one copies, so comparing counts once.
-        gb_per_second: the highest rate of a link: the faster it is, the more is to be compared.
+        gb_per_second: the highest rate of a link: the faster it is, the more has to be compared.
 
     >>> times = Sampling(warmup_seconds=0.5, window_seconds=1, longest_seconds=5, tolerance_ratio=0.01)
     >>> longest_seconds(times, ranks=8, gb_per_second=50.0), longest_seconds(times, ranks=8, gb_per_second=450.0)
@@ -217,8 +218,8 @@ def measure_host_link(
     copies: int,
     sampling: Sampling,
     cpus: frozenset[int] | None = None,
-    during: AbstractContextManager[object] = NOTHING,
-    look: Callable[[], object] | None = None,
+    during: AbstractContextManager[object] = NO_CONTEXT,
+    sample: Callable[[], object] | None = None,
     clock: Clock | None = None,
     copier: Copier | None = None,
     turn: Turn | None = None,
@@ -232,21 +233,21 @@ def measure_host_link(
         device: which GPU. On cpu both sides are host memory, and the two directions take turns.
         way: "h2d", "d2h" or "both".
         payload_bytes: of one copy, a multiple of 8.
-        copies: as many are started one after the other, and have a buffer each, until all of them are verified.
-        sampling: how long to copy before and while samples are taken, and how sure to be. Verifying takes longer than
-            the copies, and counts for nothing.
-        cpus: beside the device: host memory is to lie on their NUMA node.
-        during: held open while samples are taken.
-        look: called while copies are under way, some times a second.
+        copies: started one after the other, each with its own buffer, until all of them are verified.
+        sampling: how long to warm up and to measure, and the required confidence. Verification takes longer than the
+            copies, and does not count.
+        cpus: near the device: host memory is placed on their NUMA node.
+        during: entered while samples are taken.
+        sample: called while copies are in progress, some times a second.
         clock: takes the time; by default the device's own.
-        copier: what copies; by default torch.
-        turn: by what processes of a node copy one at a time; by default a lock that all of them know. While one
-            compares, the next one copies.
+        copier: makes the copies; by default with torch.
+        turn: lets one process of a node copy at a time; by default a lock that all of them know. While one compares,
+            the next one copies.
 
-    Returns: the result; its series may be inconclusive, and says so.
+    Returns: the result; its series may be inconclusive, and states it.
 
     Raises:
-        WrongResult: a copy is not what it must be; names direction, how many words, the first one's offset and bits.
+        WrongResult: a copy is wrong; names direction, how many words, the first one's offset and bits.
         InconclusiveMeasurement: the clock did not advance.
         EnvironmentBroken: too little memory is free, it cannot be pinned, or there was no turn.
         ValueError: an argument is out of its range.
@@ -258,9 +259,9 @@ def measure_host_link(
     words = check_sizes(device, directions, payload_bytes, copies)
     name = f"{device}: host link {way}, {size_of(payload_bytes)}"
     clock, copier = clock or clock_for(device), copier or Copier()
-    with memory_returned(), turn or Turn() as mine:
+    with memory_released(), turn or Turn() as mine:
         rate, nodes = _measure(
-            device, directions, words, copies, name, copier, clock, sampling, cpus, during, look, mine
+            device, directions, words, copies, name, copier, clock, sampling, cpus, during, sample, mine
         )
     return HostLinkResult(
         bytes_per_second=rate.per_second.scaled(payload_bytes),
@@ -283,12 +284,14 @@ def _measure(
     sampling: Sampling,
     cpus: frozenset[int] | None,
     during: AbstractContextManager[object],
-    look: Callable[[], object] | None,
+    sample: Callable[[], object] | None,
     turn: Turn,
 ) -> tuple[Rate, Mapping[int, float]]:
-    # A function of its own, for its frame holds all tensors: see memory_returned.
+    # A function of its own, for its frame holds all tensors: see memory_released.
     with host_memory(device, words_on_host(words, copies, directions), cpus=cpus) as host:
-        work = HostCopies(device, host.words, words, copies, directions, name=name, copier=copier, look=look, turn=turn)
+        work = HostCopies(
+            device, host.words, words, copies, directions, name=name, copier=copier, sample=sample, turn=turn
+        )
         return measure_rate(work, work.timed(clock), sampling=sampling, during=during), host.nodes
 
 
@@ -306,7 +309,7 @@ def directions_of(way: str) -> tuple[str, ...]:
 
 
 def check_sizes(device: torch.device, directions: tuple[str, ...], payload_bytes: int, copies: int) -> int:
-    """Return the 8-byte words of a copy, if there is memory for it all.
+    """Return the 8-byte words of a copy, if there is memory for all of it.
 
     Raises:
         ValueError: a size is out of its range.

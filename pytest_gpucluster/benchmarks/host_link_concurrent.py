@@ -1,4 +1,4 @@
-"""How fast data go between the host and all GPUs of a node at once, as bytes of each in a common window."""
+"""The rates of copies between the host and all GPUs of a node at once, as bytes of each in a common window."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.hbm import size_of
 from pytest_gpucluster.benchmarks.host_link import TOGETHER, HostLinkResult, HostMemory, check_sizes, host_memory
 from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS, Copier, HostCopies, words_on_host
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.benchmarks.memory_budget import memory_released
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified
 from pytest_gpucluster.metrics.units import did_you_mean
 
 SAMPLE_SECONDS = 0.25
-"""About how long the windows of a sample take together, at most."""
+"""Maximum time of all windows of a sample."""
 
 _MOST_WINDOWS = 1000
 _WARM_UP_SAMPLES = 3
-"""At least: the first copy takes far longer than the others, and the number of copies grows by steps."""
+"""A minimum: the first copy takes far longer than the others, and the number of copies grows by steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,10 @@ class Plan:
     windows: int = 1
 
     def after(self, seconds: Sequence[float], *, most: int, sampling: Sampling) -> Plan:
-        """Plan the next sample, from what one copy took each rank: all are to end at about the same time.
+        """Plan the next sample, from the time of one copy on each rank: all are to end at about the same time.
 
-        The fastest rank makes as many copies as are kept, the others what they can do meanwhile. Growth is by steps,
-        for the first copies take far longer. Pure: all ranks come to the same plan from the same seconds.
+        The fastest rank makes as many copies as are kept, the others as many as they can in that time. Growth is by
+        steps, for the first copies take far longer. Pure: all ranks get the same plan from the same seconds.
 
         >>> from pytest_gpucluster.metrics.sampling import Sampling
         >>> times = Sampling(warmup_seconds=0, window_seconds=2, longest_seconds=2, tolerance_ratio=1)
@@ -59,7 +59,7 @@ class Plan:
         return Plan(copies=copies, windows=max(1, min(_MOST_WINDOWS, round(target / window))))
 
 
-def measure_host_links_together(
+def measure_host_links_concurrently(
     group: dist.ProcessGroup,
     device: torch.device,
     direction: str,
@@ -69,7 +69,7 @@ def measure_host_links_together(
     sampling: Sampling,
     cpus: frozenset[int] | None = None,
     during: AbstractContextManager[object] | None = None,
-    look: Callable[[], object] | None = None,
+    sample: Callable[[], object] | None = None,
     clock: Clock | None = None,
     copier: Copier | None = None,
 ) -> HostLinkResult:
@@ -78,27 +78,27 @@ def measure_host_links_together(
     Collective: every rank of the group must call this, with the same direction, sizes and sampling.
 
     A window is a barrier and then a number of copies on each rank, chosen so that all end at about the same time. The
-    window is as long as the slowest rank takes, and the rate of each rank is its bytes over that: no rank is flattered
-    by what it copies while others have ended. The first rank decides for all whether more samples are wanted, by the
-    slowest rank's rate; counted is the time of the windows.
+    window is as long as the slowest rank takes, and the rate of each rank is its bytes over that: no rank's rate gains
+    from copies after others have ended. The first rank decides for all whether more samples are needed, by the slowest
+    rank's rate; the time of the windows counts.
 
     Args:
         group: the ranks that copy at once, as a rule those of a node.
         device: this rank's GPU. On cpu both sides are host memory.
         direction: "h2d" or "d2h".
         payload_bytes: of one copy, a multiple of 8.
-        copies: as many are kept, and verified after each window.
-        sampling: how long to copy before and while samples are taken, and how sure to be.
-        cpus: beside this rank's device: host memory is to lie on their NUMA node.
-        during: held open while samples are taken.
-        look: called while copies are under way, some times a second.
+        copies: kept in buffers, and verified after each window.
+        sampling: how long to warm up and to measure, and the required confidence.
+        cpus: near this rank's device: host memory is placed on their NUMA node.
+        during: entered while samples are taken.
+        sample: called while copies are in progress, some times a second.
         clock: takes the time; by default the device's own.
-        copier: what copies; by default torch.
+        copier: makes the copies; by default with torch.
 
     Returns: the result; its series is inconclusive on all ranks where the slowest rank's is.
 
     Raises:
-        WrongResult: a copy on this rank is not what it must be; raised after the last collective.
+        WrongResult: a copy on this rank is wrong; raised after the last collective.
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
         ValueError: an argument is out of its range, or this rank is not in the group.
@@ -111,15 +111,15 @@ def measure_host_links_together(
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     ranks = Ranks(group, device)
     try:
-        with memory_returned():
-            work = _Together(ranks, clock or clock_for(device), sampling)
-            return work.measure(device, direction, payload_bytes, copies, cpus, copier or Copier(), look, during)
+        with memory_released():
+            work = _ConcurrentCopies(ranks, clock or clock_for(device), sampling)
+            return work.measure(device, direction, payload_bytes, copies, cpus, copier or Copier(), sample, during)
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del group, ranks
 
 
-class _Together:
+class _ConcurrentCopies:
     """All ranks of a group, copying at once."""
 
     def __init__(self, ranks: Ranks, clock: Clock, sampling: Sampling) -> None:
@@ -135,20 +135,20 @@ class _Together:
         copies: int,
         cpus: frozenset[int] | None,
         copier: Copier,
-        look: Callable[[], object] | None,
+        sample: Callable[[], object] | None,
         during: AbstractContextManager[object] | None,
     ) -> HostLinkResult:
         name = f"{device}: host link {direction} together, {size_of(payload_bytes)}"
         with ExitStack() as stack:
-            host, refused = self._memory(stack, device, direction, payload_bytes, copies, cpus)
-            self._agree(direction, payload_bytes, copies, refused)
+            host, failure = self._memory(stack, device, direction, payload_bytes, copies, cpus)
+            self._agree(direction, payload_bytes, copies, failure)
             assert host is not None
             words = payload_bytes // 8
-            work = HostCopies(device, host.words, words, copies, (direction,), name=name, copier=copier, look=look)
+            work = HostCopies(device, host.words, words, copies, (direction,), name=name, copier=copier, sample=sample)
             try:
                 rates, spent = self._rates(work, payload_bytes, during or nullcontext())
             except InconclusiveMeasurement:
-                if self._wrong:  # it matters more, and may be why
+                if self._wrong:  # it matters more, and may be the cause
                     raise WrongResult(self._wrong) from None
                 raise
             nodes = host.nodes
@@ -174,7 +174,7 @@ class _Together:
         copies: int,
         cpus: frozenset[int] | None,
     ) -> tuple[HostMemory | None, EnvironmentBroken | ValueError | None]:
-        """Take the memory, or say why not: the others must hear of it before they wait."""
+        """Allocate the memory, or return the error: the others must know of it before they wait."""
         try:
             words = check_sizes(device, (direction,), payload_bytes, copies)
             wanted = words_on_host(words, copies, (direction,))
@@ -183,25 +183,26 @@ class _Together:
             return None, error
 
     def _agree(
-        self, direction: str, payload_bytes: int, copies: int, refused: EnvironmentBroken | ValueError | None
+        self, direction: str, payload_bytes: int, copies: int, failure: EnvironmentBroken | ValueError | None
     ) -> None:
         mine = [DIRECTIONS.index(direction), payload_bytes, copies, zlib.crc32(repr(self._sampling).encode())]
-        told = self._ranks.gather([*mine, refused is not None])
-        if refused is not None:
-            raise refused
-        for index, (*others, _) in enumerate(told):
-            if others != told[0][:-1]:
+        of_ranks = self._ranks.gather([*mine, failure is not None])
+        if failure is not None:
+            raise failure
+        for index, (*others, _) in enumerate(of_ranks):
+            if others != of_ranks[0][:-1]:
+                first = of_ranks[0]
                 raise EnvironmentBroken(
                     f"the ranks do not measure the same: {self._ranks.name(index)} copies "
                     f"{DIRECTIONS[int(others[0])]} {int(others[2])} x {size_of(int(others[1]))}, {self._ranks.name(0)} "
-                    f"{DIRECTIONS[int(told[0][0])]} {int(told[0][2])} x {size_of(int(told[0][1]))}, or for other "
+                    f"{DIRECTIONS[int(first[0])]} {int(first[2])} x {size_of(int(first[1]))}, or for other "
                     "times. Give all nodes the same suite, profile and workload"
                 )
-        lacking = [self._ranks.name(index) for index, (*_, failed) in enumerate(told) if failed]
+        lacking = [self._ranks.name(index) for index, (*_, failed) in enumerate(of_ranks) if failed]
         if lacking:
             raise EnvironmentBroken(
-                f"host links together: {lacking[0]} could not take the memory that it needs, so nobody measures; its "
-                "own error says what to do"
+                f"host links together: {lacking[0]} could not allocate the memory that it needs, so no rank measures; "
+                "see its own error"
             )
 
     def _rates(
@@ -227,23 +228,23 @@ class _Together:
         while more:
             taken = self._sample(work, plan)
             each = [taken[-1][rank] / count for rank, count in enumerate(plan.copies)]
-            plan = plan.after(each, most=work.most_at_once, sampling=self._sampling)
+            plan = plan.after(each, most=work.max_in_flight, sampling=self._sampling)
             samples += 1
-            goes_on = samples < _WARM_UP_SAMPLES or time.monotonic() - begin < self._sampling.warmup_seconds
-            [more] = self._ranks.of_first([goes_on])
+            continues = samples < _WARM_UP_SAMPLES or time.monotonic() - begin < self._sampling.warmup_seconds
+            [more] = self._ranks.of_first([continues])
         return plan
 
     def _sample(self, work: HostCopies, plan: Plan) -> list[list[float]]:
         """Return the seconds of each window, of each rank."""
         mine = [self._window(work, plan.copies[self._ranks.index]) for _ in range(plan.windows)]
-        told = self._ranks.gather(mine)
-        for rank, seconds in enumerate(told):
+        of_ranks = self._ranks.gather(mine)
+        for rank, seconds in enumerate(of_ranks):
             if not all(0 < each < math.inf for each in seconds):
                 raise InconclusiveMeasurement(
                     f"host links together: the clock of {self._ranks.name(rank)} did not advance: windows took "
                     f"{min(seconds)} to {max(seconds)} s"
                 )
-        return [list(window) for window in zip(*told, strict=True)]
+        return [list(window) for window in zip(*of_ranks, strict=True)]
 
     def _window(self, work: HostCopies, copies: int) -> float:
         batch = range(self._done, self._done + copies)
@@ -259,10 +260,10 @@ class _Together:
         self._done += copies
         try:
             work.verify(batch)
-        except WrongResult as error:  # told after the last collective, in order not to leave the others waiting
+        except WrongResult as error:  # raised after the last collective, so that the others do not wait
             self._wrong = self._wrong or str(error)
-        looked = time.perf_counter()
+        verified_at = time.perf_counter()
         [seconds] = self._clock.read()
-        verified(looked - started, still_busy=seconds - (started - begun))
+        verified(verified_at - started, still_busy=seconds - (started - begun))
         self._each_seconds = seconds / copies
         return seconds

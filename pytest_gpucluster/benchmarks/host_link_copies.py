@@ -3,7 +3,7 @@
 The lock is on a file, because the processes may not know of each other. So a link is measured alone under torchrun,
 where all ranks run the same test at once, and without a launcher. The kernel releases the lock of a process that ends.
 
-Copies are compared bit by bit. Both sides hold the same pattern. A copy takes it from one side, at a place that is
+Copies are compared bit by bit. Both sides hold the same pattern. A copy takes it from one side, at an offset that is
 shifted from time to time, to one of many buffers on the other side, where it is compared with that side's own pattern.
 So a copy that was not made, or only in part, leaves the data of an earlier copy with another shift.
 """
@@ -26,21 +26,21 @@ from pytest_gpucluster.benchmarks.verify import FACTOR, difference_seen
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 WAIT_SECONDS = 60.0
-"""A turn takes less than a second: so long only one waits behind a process that hangs."""
+"""A turn takes less than a second: only a hanging process can make another one wait this long."""
 
 _POLL_SECONDS = 0.0005
 
 
 def shared_path() -> Path:
-    """Return the file that all processes of this user on this node agree on.
+    """Return the lock file that all processes of this user on this node share.
 
-    With the node's own name in it, for a lock in a folder on a network would keep other nodes waiting, too.
+    With the node's own name in it, for a lock in a network folder would keep other nodes waiting, too.
     """
     return Path(tempfile.gettempdir()) / f"gpucluster-host-link-{os.uname().nodename}-{os.getuid()}.lock"
 
 
 class Turn:
-    """A process's part in taking turns, as a context manager: in it, any number of turns.
+    """A process's access to the lock, as a context manager: in it, any number of turns.
 
     Source: flock(2): a lock belongs to the opened file, and ends with it.
     """
@@ -59,14 +59,14 @@ class Turn:
     def __enter__(self) -> Turn:
         """Open the file.
 
-        Raises: EnvironmentBroken if that cannot be done: then nobody can say that a link is measured alone.
+        Raises: EnvironmentBroken if that fails: then the links cannot be measured one at a time.
         """
         try:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise EnvironmentBroken(
-                f"ranks cannot take turns by {self._path}: {error.strerror}; give them a folder of this node that all "
-                "of them may write to: TMPDIR"
+                f"ranks cannot take turns by {self._path}: {error.strerror}; set TMPDIR to a folder of this node that "
+                "all of them can write to"
             ) from None
         return self
 
@@ -80,7 +80,7 @@ class Turn:
     def begin(self) -> None:
         """Wait until it is this process's turn.
 
-        Raises: EnvironmentBroken if the others have not let it come to that.
+        Raises: EnvironmentBroken if the others do not release the lock in time.
         """
         assert self._file is not None
         until = self._now() + self._wait_seconds
@@ -97,7 +97,7 @@ class Turn:
                 self._sleep(_POLL_SECONDS)
 
     def end(self) -> None:
-        """Let the others have their turn. Without one of its own nothing happens."""
+        """Release the lock. Without a turn nothing happens."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
@@ -106,31 +106,31 @@ H2D, D2H = "h2d", "d2h"
 DIRECTIONS = (H2D, D2H)
 
 WORD_BYTES = 8
-LOOK_SECONDS = 0.2
-"""So much time is left between two looks at the link."""
+SAMPLE_INTERVAL_SECONDS = 0.2
+"""Minimum time between two samples of the link."""
 
 _STEP_WORDS = 64
 """How far the next round is shifted: 512 bytes, so that all begin as aligned as an allocation does."""
 _SHIFTS = 3
 _NO_DATA = -FACTOR
-"""A word that is not in the pattern as far as memory reaches."""
+"""A word that is in no pattern of any possible size."""
 
 
 class Copier:
-    """What is timed: one call into torch; the seam at which tests plant faults."""
+    """The timed operation: one call into torch; the seam at which tests inject faults."""
 
     def copy(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Start to copy all words. From and to pinned memory torch leaves it to cudaMemcpyAsync, and does not wait."""
+        """Start to copy all words. For pinned memory torch uses cudaMemcpyAsync, and does not wait."""
         target.copy_(source, non_blocking=True)
 
 
 def words_on_host(words: int, copies: int, directions: Sequence[str]) -> int:
-    """Return the words of host memory that are needed: the pattern, and buffers for what comes from the device."""
+    """Return the words of host memory needed: the pattern, and buffers for the copies from the device."""
     return words + (_SHIFTS - 1) * _STEP_WORDS + (copies * words if D2H in directions else 0)
 
 
 def bytes_on_device(words: int, copies: int, directions: Sequence[str]) -> int:
-    """Return the bytes of device memory that are needed, with those that a comparison takes for a moment."""
+    """Return the bytes of device memory needed, including the temporary ones of a comparison."""
     buffers = copies * words if H2D in directions else 0
     return WORD_BYTES * (words + (_SHIFTS - 1) * _STEP_WORDS + buffers) + words
 
@@ -142,13 +142,13 @@ class HostCopies:
         device: where the device's side is.
         host: memory for the host's side, of ``words_on_host`` words.
         words: of one copy.
-        copies: buffers of a direction: so many copies are started until all of them are verified.
+        copies: buffers of a direction: this number of copies are started until all of them are verified.
         directions: "h2d", "d2h" or both.
         name: for messages.
         copier: makes the copies.
-        look: called while copies are under way, at most every ``LOOK_SECONDS``.
-        turn: is begun before copies are started, and ended when they are done; None where all copy at once.
-        now: the time, for looking.
+        sample: called while copies are in progress, at most every ``SAMPLE_INTERVAL_SECONDS``.
+        turn: begun before copies are started, and ended when they are done; None where all copy at once.
+        now: the clock for the samples.
     """
 
     def __init__(
@@ -161,17 +161,17 @@ class HostCopies:
         *,
         name: str,
         copier: Copier,
-        look: Callable[[], object] | None = None,
+        sample: Callable[[], object] | None = None,
         turn: Turn | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.most_at_once = copies
+        self.max_in_flight = copies
         self._device, self._words, self._name, self._copier = device, words, name, copier
-        self._look, self._turn, self._now, self._looked_at = look, turn, now, float("-inf")
+        self._sample, self._turn, self._now, self._sampled_at = sample, turn, now, float("-inf")
         pattern = words + (_SHIFTS - 1) * _STEP_WORDS
         there = torch.empty(pattern, dtype=torch.int64, device=device)
-        self._sides = {H2D: (_filled(host[:pattern]), _filled(there)), D2H: (there, host[:pattern])}
-        """Direction -> the pattern that is copied, and the one of the other side to compare with."""
+        self._sides = {H2D: (_write_pattern(host[:pattern]), _write_pattern(there)), D2H: (there, host[:pattern])}
+        """Direction -> the pattern to copy, and the one of the other side to compare with."""
         rest = {D2H: host[pattern:]}
         if H2D in directions:
             rest[H2D] = torch.empty(copies * words, dtype=torch.int64, device=device)
@@ -191,13 +191,13 @@ class HostCopies:
                 self._copier.copy(direction, source, targets[index % len(targets)])
 
     def verify(self, done: range) -> None:
-        """Look at the link, wait for these copies, and compare each of them.
+        """Call ``sample`` if it is due, wait for these copies, and compare each of them.
 
         Raises: WrongResult that names direction, copy, and the first wrong word.
         """
-        if self._look is not None and self._now() - self._looked_at >= LOOK_SECONDS:
-            self._look()
-            self._looked_at = self._now()
+        if self._sample is not None and self._now() - self._sampled_at >= SAMPLE_INTERVAL_SECONDS:
+            self._sample()
+            self._sampled_at = self._now()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # what has arrived on the host is compared by the host
         if self._turn is not None:
@@ -206,17 +206,17 @@ class HostCopies:
             for index in done:
                 expected = self._place(self._sides[direction][1], index)
                 if not torch.equal(targets[index % len(targets)], expected):
-                    raise WrongResult(self._described(direction, index, targets[index % len(targets)], expected))
+                    raise WrongResult(self._description(direction, index, targets[index % len(targets)], expected))
 
     def timed(self, clock: Clock) -> Clock:
-        """Return a clock whose regions are in this rank's turn, and hold the second direction's stream as well."""
+        """Return a clock whose regions are in this rank's turn, and include the second direction's stream as well."""
         return _CopyClock(clock, self._side, self._turn, self._device)
 
     def _place(self, pattern: torch.Tensor, index: int) -> torch.Tensor:
-        shift = index // self.most_at_once % _SHIFTS * _STEP_WORDS
+        shift = index // self.max_in_flight % _SHIFTS * _STEP_WORDS
         return pattern[shift : shift + self._words]
 
-    def _described(self, direction: str, index: int, found: torch.Tensor, expected: torch.Tensor) -> str:
+    def _description(self, direction: str, index: int, found: torch.Tensor, expected: torch.Tensor) -> str:
         wrong = difference_seen(found, expected, self._name)
         word, wanted = (int(side[wrong.offset]) % 2**64 for side in (found, expected))
         return (
@@ -229,7 +229,7 @@ class HostCopies:
 class _CopyClock:
     """A clock for copies: a region begins and ends for both streams together, where there are two.
 
-    Whoever measures lets it get ahead before each region: that is where a turn begins, and ``verify`` ends it.
+    The measurement calls ``get_ahead`` before each region: there a turn begins, and ``verify`` ends it.
     """
 
     def __init__(self, clock: Clock, side: torch.cuda.Stream | None, turn: Turn | None, device: torch.device) -> None:
@@ -256,7 +256,7 @@ class _CopyClock:
         self._clock.get_ahead(launches if self._side is None else 2 * launches, seconds=seconds)
 
 
-def _filled(pattern: torch.Tensor) -> torch.Tensor:
+def _write_pattern(pattern: torch.Tensor) -> torch.Tensor:
     """Write word j as j times the factor, modulo 2**64. Source: as ``pattern``."""
     torch.arange(len(pattern), out=pattern)
     return pattern.mul_(FACTOR)

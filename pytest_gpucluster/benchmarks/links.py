@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_returned
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_released
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement
 from pytest_gpucluster.isolation.link_matrix import Matrix, Reading, Scope
 from pytest_gpucluster.isolation.link_survey import Survey, matrix_of
@@ -42,27 +42,27 @@ from pytest_gpucluster.metrics.units import show
 
 WORD_BYTES = 4
 _CHUNK_WORDS = 2**22
-"""The expected words are made for so many at a time, to need little memory beside the payload."""
+"""Expected words are computed for this number at a time, to need little memory besides the payload."""
 
-_BYTES_BESIDE_WORD = 40
-"""For each word of a chunk: an index and a hash in 8 bytes each, and what is made on the way."""
+_CHECK_BYTES_PER_WORD = 40
+"""For each word of a chunk: an index and a hash in 8 bytes each, and temporary values."""
 
 _ODD = 2654435761
 """Spreads neighbouring numbers over all 32 bits. Source: Knuth, "The Art of Computer Programming", volume 3, section
-6.4, multiplicative hashing: 2^32 over the golden ratio, rounded to an odd number."""
+6.4, multiplicative hashing: 2^32 over (1 + sqrt(5)) / 2, rounded to an odd number."""
 
 _MASK = 0xFFFFFFFF
-_POISON = -1
-"""Lies where data are to arrive: no word of a payload that never came is right but by chance."""
+_EMPTY = -1
+"""The initial value of received words: then a missing payload is right only by chance."""
 
 
 def needed_bytes(payload_bytes: int) -> int:
-    """Return how much memory sending and receiving so much takes, with the verification."""
-    return 2 * payload_bytes + _BYTES_BESIDE_WORD * min(payload_bytes // WORD_BYTES, _CHUNK_WORDS)
+    """Return the memory for sending and receiving this payload, including the verification."""
+    return 2 * payload_bytes + _CHECK_BYTES_PER_WORD * min(payload_bytes // WORD_BYTES, _CHUNK_WORDS)
 
 
 def salt(sender: int, receiver: int, when: int) -> int:
-    """Return a number of 32 bits for a payload: another one for each pair, direction and time."""
+    """Return a number of 32 bits for a payload: a different one for each pair, direction and time."""
     mixed = 0
     for part in (sender, receiver, when):
         mixed = (mixed ^ part + 1) * _ODD & _MASK
@@ -76,16 +76,16 @@ def fill(words: torch.Tensor, seed: int) -> None:
         part.copy_(expected)
 
 
-def poison(words: torch.Tensor) -> None:
-    """Make sure that nothing of an earlier payload is left."""
-    words.fill_(_POISON)
+def clear(words: torch.Tensor) -> None:
+    """Overwrite an earlier payload."""
+    words.fill_(_EMPTY)
 
 
 def defect(words: torch.Tensor, seed: int) -> tuple[int, int, int, int] | None:
-    """Return what is wrong with a payload that has arrived, or None. Waits for the device.
+    """Return the defect of a received payload, or None. Waits for the device.
 
     Returns:
-        how many words are wrong; of the first of them the offset in bytes, and what was found and expected there, as
+        how many words are wrong; of the first of them the offset in bytes, and the found and expected value, as
         whole numbers of 32 bits without a sign.
     """
     count, start = 0, 0
@@ -102,7 +102,7 @@ def defect(words: torch.Tensor, seed: int) -> tuple[int, int, int, int] | None:
 
 
 def _chunks(words: torch.Tensor, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield part after part of the words, with what they must be."""
+    """Yield part after part of the words, with their expected values."""
     for start in range(0, len(words), _CHUNK_WORDS):
         part = words[start : start + _CHUNK_WORDS]
         index = torch.arange(start, start + len(part), device=words.device)
@@ -114,22 +114,22 @@ def _chunks(words: torch.Tensor, seed: int) -> Iterator[tuple[torch.Tensor, torc
 
 
 WINDOWS = 5
-"""In each direction. The median of as many stands one or two that something else has disturbed."""
+"""In each direction. The median of five tolerates one or two disturbed ones."""
 
 PROBE_SHARE = 64
-"""The first look at a link sends this part of the payload, so that a link that is far too slow is found out early."""
+"""The probe of a link sends this part of the payload, so that a link that is far too slow is found early."""
 
 _LEAST_PROBE_BYTES = 4096
 _MOST_CALLS = 500
 """In one window: a GPU's queue has room for about a thousand launches, and then the host waits for it."""
 
 _PATIENCE = 4
-"""A single call may take so many windows. A slower link gets less to send."""
+"""A single call may take this number of windows. A slower link gets less to send."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """``calls`` of ``words`` words of 32 bits each between two looks at the clock."""
+    """``calls`` of ``words`` words of 32 bits each between two readings of the clock."""
 
     calls: int
     words: int
@@ -141,7 +141,7 @@ def window_seconds(round_seconds: float) -> float:
 
 
 def probe_bytes(payload_bytes: int) -> int:
-    """Return how much the first look at a link sends.
+    """Return the size of a link's probe.
 
     >>> probe_bytes(256 * 2**20) / 2**20, probe_bytes(65536), probe_bytes(400)
     (4.0, 4096, 400)
@@ -151,7 +151,7 @@ def probe_bytes(payload_bytes: int) -> int:
 
 
 def pace(probe_seconds: float, *, payload_bytes: int, round_seconds: float) -> Pace:
-    """Decide from the time that the first look took.
+    """Return the pace from the time of the probe.
 
     >>> pace(100e-6, payload_bytes=256 * 2**20, round_seconds=0.6)
     Pace(calls=8, words=67108864)
@@ -167,23 +167,23 @@ def pace(probe_seconds: float, *, payload_bytes: int, round_seconds: float) -> P
 
 
 Progress = Callable[[int, int], object]
-"""``progress(step, of)``: so many rounds have been measured."""
+"""``progress(step, of)``: the number of rounds that have been measured."""
 
-_PLENTY_BYTES = 2**52
-"""Stands for free memory that nobody can tell: then the allocation itself will tell."""
+_UNKNOWN_BYTES = 2**52
+"""Stands for unknown free memory: then the allocation itself fails if there is too little."""
 
 _COLUMNS = 10
-"""Numbers by which a reading travels."""
+"""Numbers of a reading in the exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What the ranks of a group have measured. Equal on all of them.
+    """The readings of the ranks of a group. Equal on all of them.
 
     Attributes:
         readings: two for each pair that was measured, one in each direction.
         left_out: pairs of the rounds for which there was no time.
-        seconds: what all of it took, on the first rank.
+        seconds: the total time, on the first rank.
     """
 
     readings: tuple[Reading, ...]
@@ -209,25 +209,25 @@ def sweep(
 
     A pair first sends a small part of the payload both ways, which also connects it. From the time that took, the first
     rank of the group decides for every pair how much it sends and how often, so that a round takes about as long as
-    planned: a link that is far too slow sends less, and does not hold up the others for long. Then one end sends to the
-    other, and the other way round: each direction by itself, all pairs in step. The receiving rank takes the time of
-    some windows, each of which begins with a barrier of the group, and the median of their rates counts.
+    planned: a link that is far too slow sends less, and delays the others only briefly. Then one end sends to the
+    other, and the other way round: each direction by itself, all pairs in step. The receiving rank times some windows,
+    each of which begins with a barrier of the group, and the median of their rates counts.
 
-    The first payload and the last one are verified, word by word. What is wrong is on record with the reading and ends
+    The first payload and the last one are verified, word by word. A defect is recorded with the reading and stops
     nothing.
 
     All data go through the one group, by batched point-to-point operations. A group for each pair would take longer to
-    make than to measure, and NCCL would keep the memory of each. Source: torch.distributed.batch_isend_irecv; after the
-    first collective of a group some of its ranks may call it without the others.
+    create than to measure, and NCCL would keep the memory of each. Source: torch.distributed.batch_isend_irecv; after
+    the first collective of a group some of its ranks may call it without the others.
 
     Args:
         group: whose ranks are paired.
         device: where this rank's payload is.
-        rounds: pairs of ranks, by their number in the world; as of ``links.plan``.
-        payload_bytes: what is sent at a time; a multiple of 4.
-        round_seconds: how long a round should take, the making of connections aside.
+        rounds: pairs of ranks, by their number in the world; as of ``isolation.round_robin``.
+        payload_bytes: of one message; a multiple of 4.
+        round_seconds: how long a round should take, without the creation of connections.
         longest_seconds: after a round that ends later than this, the others are left out. The first rank decides.
-        progress: told after each round.
+        progress: called after each round.
         clock: takes the time; by default the device's own.
         now: the time of day of the first rank, in seconds.
 
@@ -243,9 +243,9 @@ def sweep(
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     try:
-        with memory_returned():
-            return _all(
-                _made(group, device, rounds, payload_bytes, round_seconds, clock),
+        with memory_released():
+            return _measure_rounds(
+                _make_links(group, device, rounds, payload_bytes, round_seconds, clock),
                 rounds,
                 longest_seconds,
                 progress,
@@ -256,22 +256,22 @@ def sweep(
         del group
 
 
-def gathered(ranks: Ranks, mine: Sequence[Reading]) -> tuple[Reading, ...]:
+def gather_readings(ranks: Ranks, mine: Sequence[Reading]) -> tuple[Reading, ...]:
     """Return the readings of all ranks. Collective: every rank must call this, with those that it has received itself.
 
-    So the nodes tell each other what each has measured for itself.
+    It exchanges the nodes' readings.
     """
     most = int(max(count for [count] in ranks.gather([len(mine)])))
     numbers = [number for reading in mine for number in _numbers(reading)]
     numbers += [-1.0] * (most * _COLUMNS - len(numbers))
     found = []
-    for told in ranks.gather(numbers) if most else []:
-        rows = (told[start : start + _COLUMNS] for start in range(0, len(told), _COLUMNS))
+    for row_numbers in ranks.gather(numbers) if most else []:
+        rows = (row_numbers[start : start + _COLUMNS] for start in range(0, len(row_numbers), _COLUMNS))
         found += [_reading(row) for row in rows if row[0] >= 0]
     return tuple(found)
 
 
-def _made(
+def _make_links(
     group: dist.ProcessGroup,
     device: torch.device,
     rounds: Sequence[Round],
@@ -289,26 +289,27 @@ def _agree(
 ) -> None:
     """Find on all ranks what would let some wait for others that do something else, or that have failed."""
     plan = zlib.crc32(repr((tuple(rounds), round_seconds)).encode())
-    told = ranks.gather([payload_bytes, plan, _PLENTY_BYTES if free is None else free])
-    for index, (size, theirs, _) in enumerate(told):
-        if [size, theirs] != told[0][:2]:
+    of_ranks = ranks.gather([payload_bytes, plan, _UNKNOWN_BYTES if free is None else free])
+    for index, (size, theirs, _) in enumerate(of_ranks):
+        if [size, theirs] != of_ranks[0][:2]:
             raise EnvironmentBroken(
                 f"the ranks do not measure the same links: {ranks.name(index)} sends {show(size, 'B')}, "
-                f"{ranks.name(0)} {show(told[0][0], 'B')}, and their rounds are "
-                f"{'the same' if theirs == told[0][1] else 'not the same'}. Give all nodes the same suite, profile and "
-                "workload"
+                f"{ranks.name(0)} {show(of_ranks[0][0], 'B')}, and their rounds are "
+                f"{'the same' if theirs == of_ranks[0][1] else 'not the same'}. Give all nodes the same suite, profile "
+                "and workload"
             )
     needed = needed_bytes(payload_bytes)
-    least = min(range(len(told)), key=lambda index: told[index][2])
-    if told[least][2] < needed:
+    least = min(range(len(of_ranks)), key=lambda index: of_ranks[index][2])
+    if of_ranks[least][2] < needed:
         raise EnvironmentBroken(
             f"{ranks.name(least)}: sending and receiving {show(payload_bytes, 'B')} needs "
-            f"{show(needed / 2**30, 'GiB')} of memory with its verification, and {show(told[least][2] / 2**30, 'GiB')} "
+            f"{show(needed / 2**30, 'GiB')} of memory with its verification, and "
+            f"{show(of_ranks[least][2] / 2**30, 'GiB')} "
             "are free. End what else uses the memory, or send less (--gpucluster-workload links.size=64MiB)"
         )
 
 
-def _all(
+def _measure_rounds(
     links: _Links, rounds: Sequence[Round], longest_seconds: float, progress: Progress | None, now: Callable[[], float]
 ) -> Sweep:
     found: list[Reading] = []
@@ -348,14 +349,14 @@ class _Links:
         """Measure all pairs of a round; return the readings of all of them."""
         peer = next((one if self._rank == other else other for one, other in pairs if self._rank in (one, other)), None)
         with counted(WARM_UP):
-            own = self._paces(peer)
+            own = self._probe(peer)
         numbers = [-1.0] * _COLUMNS
         for direction in (0, 1):
-            # Whoever has the lower rank sends first; who is in no pair only keeps step.
+            # The lower rank sends first; a rank in no pair only takes part in the barriers.
             sends = peer is not None and (self._rank < peer) == (direction == 0)
-            told = self._one_way(peer, own, sends=sends, when=2 * number + direction)
+            values = self._one_way(peer, own, sends=sends, when=2 * number + direction)
             if peer is not None and not sends:
-                numbers = told
+                numbers = values
         everyone = self.ranks.gather(numbers)
         stopped = [index for index, row in enumerate(everyone) if row[0] >= 0 and not 0 < row[2] < math.inf]
         if stopped:
@@ -365,23 +366,23 @@ class _Links:
             )
         return [_reading(row) for row in everyone if row[0] >= 0]
 
-    def _paces(self, peer: int | None) -> Pace:
-        """Look at all links of a round for the first time, and let the first rank decide."""
+    def _probe(self, peer: int | None) -> Pace:
+        """Probe all links of a round, and let the first rank decide their pace."""
         words = probe_bytes(self._payload_bytes) // WORD_BYTES
         outgoing, incoming = self._outgoing[:words], self._incoming[:words]
-        looked: list[float] = []
-        for _ in range(3):  # the first time connects, and of the others one may have been disturbed
+        probes: list[float] = []
+        for _ in range(3):  # the first one connects, and one of the others may have been disturbed
             self._clock.synchronize()
             self.ranks.barrier()
             with self._clock.region():
                 if peer is not None:
                     _exchange(self._group, outgoing, incoming, peer)
-            looked += self._clock.read()
-        looks = self.ranks.gather([-1.0 if peer is None else peer, min(looked[1:])])
+            probes += self._clock.read()
+        gathered_probes = self.ranks.gather([-1.0 if peer is None else peer, min(probes[1:])])
         number_of = {dist.get_global_rank(self._group, index): index for index in range(self.ranks.count)}
         table: list[float] = []
-        for met, seconds in looks:
-            theirs = 0.0 if met < 0 else looks[number_of[int(met)]][1]
+        for met, seconds in gathered_probes:
+            theirs = 0.0 if met < 0 else gathered_probes[number_of[int(met)]][1]
             of_pair = pace(max(seconds, theirs), payload_bytes=self._payload_bytes, round_seconds=self._round_seconds)
             table += [of_pair.calls, of_pair.words]
         decided = self.ranks.of_first(table)
@@ -389,7 +390,7 @@ class _Links:
         return Pace(calls=int(own_calls), words=int(own_words))
 
     def _one_way(self, peer: int | None, own: Pace, *, sends: bool, when: int) -> list[float]:
-        """Send or receive, or only keep step; return the numbers of a reading, which mean something where received."""
+        """Send, receive, or only take part in the barriers; return the numbers of a reading, valid where received."""
         outgoing = self._outgoing[: own.words] if sends else None
         incoming = self._incoming[: own.words] if peer is not None and not sends else None
         ends = (self._rank, peer or 0) if sends else (peer or 0, self._rank)
@@ -402,7 +403,7 @@ class _Links:
                 if outgoing is not None:
                     fill(outgoing, seed)
                 if incoming is not None:
-                    poison(incoming)
+                    clear(incoming)
             elapsed = [self._window(peer, outgoing, incoming, calls) for _ in range(windows)]
             if incoming is not None:
                 with counted(VERIFYING):
@@ -443,7 +444,7 @@ def _exchange(
 
 
 def _numbers(reading: Reading) -> list[float]:
-    """Return a reading as it travels."""
+    """Return the numbers of a reading for the exchange."""
     rates = (reading.bytes_per_second, reading.low, reading.high)
     return [reading.sender, reading.receiver, *rates, reading.payload_bytes, *reading.defect]
 
@@ -488,10 +489,11 @@ def survey(
     during: AbstractContextManager[object] | None = None,
     sweeping: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Survey:
-    """Measure all links of a scope, and those that are far behind once more, without what could have shared their way.
+    """Measure all links of a scope, and those that are far behind once more, without links that may have shared their
+    path.
 
-    Collective: every rank of the world must call this, with the same arguments but for the group. What the ranks find
-    is the same on all of them afterwards.
+    Collective: every rank of the world must call this, with the same arguments but for the group. The result is the
+    same on all of them.
 
     Args:
         world: all ranks.
@@ -499,15 +501,15 @@ def survey(
         device: where this rank's payload is.
         places: where the ranks are.
         scope: "node" for links within nodes, all nodes at once; "world" for links across nodes.
-        payload_bytes: what is sent at a time; a multiple of 4.
+        payload_bytes: of one message; a multiple of 4.
         round_seconds: how long a round should take.
-        repeats: so many rounds at most are spent on suspects.
+        repeats: maximum number of rounds for suspects.
         below: suspects are pairs with a smaller ratio to the median of the others. None: there are none.
-        longest_seconds: after so long no other round of the tournament begins; what is left out is told.
-        progress: told after each round of the tournament.
+        longest_seconds: after this time no other round of the tournament begins; the result lists the links left out.
+        progress: called after each round of the tournament.
         during: entered for the time of the tournament.
-        sweeping: makes what is entered while only ``group`` is used. Within nodes the world is used as well, to tell
-            each other what was found: its connections are none of the group's.
+        sweeping: returns a context that is entered while only ``group`` is used. Within nodes the world is used as
+            well, to exchange the readings: its connections are none of the group's.
 
     Raises:
         InconclusiveMeasurement, EnvironmentBroken, ValueError: as of :func:`links.sweep`.
@@ -516,7 +518,7 @@ def survey(
     rank = ranks.index
     rounds = rounds_of(scope, places, rank)
 
-    def swept(planned: Sequence[Round], told: Progress | None = None) -> tuple[Matrix, float]:
+    def measure(planned: Sequence[Round], show_progress: Progress | None = None) -> tuple[Matrix, float]:
         with sweeping():
             found = links.sweep(
                 group,
@@ -525,19 +527,19 @@ def survey(
                 payload_bytes=payload_bytes,
                 round_seconds=round_seconds,
                 longest_seconds=longest_seconds,
-                progress=told,
+                progress=show_progress,
             )
         if scope == "world":
             return matrix_of(found.readings, scope, places), found.seconds
-        everyones = links.gathered(ranks, [one for one in found.readings if one.receiver == rank])
+        everyones = links.gather_readings(ranks, [one for one in found.readings if one.receiver == rank])
         return matrix_of(everyones, scope, places), max(seconds for [seconds] in ranks.gather([found.seconds]))
 
     with during or nullcontext():
-        matrix, seconds = swept(rounds, progress)
+        matrix, seconds = measure(rounds, progress)
     suspects = [] if below is None else matrix.slow(below)
     alone = Matrix(())
     if suspects and repeats:  # equal on all ranks, for all of them have the same readings
-        alone, _ = swept(_again(scope, places, rank, suspects, repeats))
+        alone, _ = measure(_again(scope, places, rank, suspects, repeats))
     return Survey(
         scope=scope,
         places=places,

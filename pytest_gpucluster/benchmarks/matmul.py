@@ -1,4 +1,4 @@
-"""How fast one device multiplies matrices: shapes, layouts, operands, and the timed products, all verified.
+"""The rate at which one device multiplies matrices: shapes, layouts, operands, and the timed products, all verified.
 
 A product is an (m, k) matrix times a (k, n) one. It is compared, element by element, with a true fp32 product of the
 same operands.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pytest_gpucluster.benchmarks.blocks import NOTHING, Rate, measure_rate
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Rate, measure_rate
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.dtypes import (
     Arithmetic,
@@ -26,19 +26,19 @@ from pytest_gpucluster.benchmarks.dtypes import (
     require_switches,
     scaled_product,
 )
-from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, memory_returned, require_free, sets_beyond_cache
-from pytest_gpucluster.benchmarks.verify import Comparison, bytes_to_compare, difference_seen, shown
+from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, memory_released, require_free, sets_beyond_cache
+from pytest_gpucluster.benchmarks.verify import Comparison, bytes_to_compare, difference_seen, element_text
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
-"""How the left and the right operand lie: n row by row, t column by column, which is its transpose row by row."""
+"""The order of the left and the right operand: n row by row, t column by column, which is its transpose row by row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The shape of a product and the layout of its operands. The result lies row by row.
+    """The shape of a product and the layout of its operands. The result is stored row by row.
 
     Attributes:
         m, n: rows and columns of the result.
@@ -64,7 +64,7 @@ class Shape:
 
     @property
     def is_square(self) -> bool:
-        """Tell whether both operands are n x n, so that they can be multiplied either way."""
+        """Whether both operands are n x n, so that they can be multiplied either way."""
         return self.m == self.n == self.k
 
     @property
@@ -77,23 +77,23 @@ class Shape:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels of what is measured with it: m, n, k and layout."""
+        """The labels of its measurements: m, n, k and layout."""
         return {"m": str(self.m), "n": str(self.n), "k": str(self.k), "layout": self.layout}
 
     def __str__(self) -> str:
-        """Write it as ``16384x8192x4096 nt``: m, n, k, layout."""
+        """Format it as ``16384x8192x4096 nt``: m, n, k, layout."""
         return f"{self.m}x{self.n}x{self.k} {self.layout}"
 
 
 _PART_ELEMENTS = 2**24
-"""The reference is made for so many elements at a time, to need little memory beside the operands."""
+"""The reference is computed for this number of elements at a time, to need little memory besides the operands."""
 
 
 def reference_bytes(shape: Shape) -> int:
-    """Return the memory that the comparison with the reference needs beside operands and result.
+    """Return the memory for the comparison with the reference, besides operands and result.
 
-    It is fp32: the right operand and what its norms need, and for one part of the rows the left operand and a few
-    matrices of the part's size.
+    It is fp32: the right operand and the temporaries of its norms, and for one part of the rows the left operand and a
+    few matrices of the part's size.
     """
     rows = _rows_of_a_part(shape.m, shape.n)
     return 2 * 4 * shape.k * shape.n + 4 * rows * (5 * shape.n + max(shape.n, shape.k))
@@ -101,7 +101,7 @@ def reference_bytes(shape: Shape) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Wrong:
-    """How many elements are out of bounds, where the first one is, and what it is."""
+    """How many elements are out of bounds, where the first one is, and its value."""
 
     count: int
     row: int
@@ -157,8 +157,8 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 RESULTS_AT_ONCE = 64
 RESULTS_BYTES = 4 * 2**30
-"""So many products, and of no more than so many bytes, are kept until they are verified. Of bf16 matrices with
-n = 16384 it is 8 products: 0.1 s of work between two looks of the host."""
+"""Maximum number and bytes of products that are kept until they are verified. Of bf16 matrices with
+n = 16384 it is 8 products: 0.1 s of work between two interventions of the host."""
 
 
 def usual_layout(kind: Arithmetic) -> str:
@@ -175,11 +175,11 @@ def layouts_of(kind: Arithmetic) -> tuple[str, ...]:
 
 
 class Buffers:
-    """How many matrices there are, and how large.
+    """The number and size of the matrices.
 
     Attributes:
-        shape, kind: what is multiplied, and in which arithmetic.
-        turns_around: both products of a pair of operands are taken, a b and b a. Otherwise it is a b and c b.
+        shape, kind: of the products, and their arithmetic.
+        turns_around: the products of a pair of operands are a b and b a. Otherwise they are a b and c b.
         sets: sets of operands that are used in turn.
         results: products that are kept at a time.
         operand_bytes: of all operands of one set.
@@ -196,7 +196,7 @@ class Buffers:
         else:
             self.operand_bytes = 2 * left + right
         self.result_bytes = shape.m * shape.n * kind.result.itemsize
-        # Operands and result of one product: so much passes through the cache until the next one.
+        # Operands and result of one product pass through the cache until the next one.
         self.sets = sets_beyond_cache(left + right + self.result_bytes, cache)
         results = max(1, min(RESULTS_AT_ONCE, RESULTS_BYTES // self.result_bytes))
         # Whole rounds of the sets, so that each result always belongs to the same set.
@@ -211,8 +211,8 @@ class Buffers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Turn:
-    """One of the two products of a set of operands, and what it must be."""
+class _Operands:
+    """The operands of one of the two products of a set, and the expected result."""
 
     left: torch.Tensor
     right: torch.Tensor
@@ -220,7 +220,7 @@ class _Turn:
 
 
 class Products:
-    """The operands and the results, which are used in turn: what ``blocks`` repeats.
+    """The operands and the results, which are used in turn: the work that ``blocks`` repeats.
 
     Raises: WrongResult if one of the first products is wrong; names the first wrong element.
     """
@@ -229,17 +229,17 @@ class Products:
         self._buffers, self._shape, self._name, self._multiply = buffers, buffers.shape, name, multiply
         random = torch.Generator(device).manual_seed(seed)
         size, dtype = (self._shape.m, self._shape.n), buffers.kind.result
-        # An element that is never written must not look right by chance.
+        # An element that is never written must not be right by chance.
         self._results = [torch.full(size, math.nan, dtype=dtype, device=device) for _ in range(buffers.results)]
-        self._sets: list[tuple[_Turn, _Turn]] = []
+        self._sets: list[tuple[_Operands, _Operands]] = []
         for _ in range(buffers.sets):
-            self._sets.append(self._turns(random))
+            self._sets.append(self._make_operands(random))
         self._comparison = Comparison(self._results[0])
         self._verified = 0
-        self.most_at_once = buffers.results
+        self.max_in_flight = buffers.results
 
-    def _turns(self, random: torch.Generator) -> tuple[_Turn, _Turn]:
-        """Make two different products for the first time, and hold them against the reference.
+    def _make_operands(self, random: torch.Generator) -> tuple[_Operands, _Operands]:
+        """Compute two different products for the first time, and compare them with the reference.
 
         Raises: WrongResult naming the first wrong element.
         """
@@ -252,7 +252,7 @@ class Products:
         right = _operand(kind, shape.k, shape.n, of_right, random)
         return self._first(left, right), self._first(other, right)
 
-    def _first(self, left: torch.Tensor, right: torch.Tensor) -> _Turn:
+    def _first(self, left: torch.Tensor, right: torch.Tensor) -> _Operands:
         first = self._results[0].fill_(math.nan)
         self._multiply(left, right, first)
         with counted(VERIFYING):
@@ -260,39 +260,39 @@ class Products:
         if wrong is not None:
             place = self._place(wrong.count, wrong.row, wrong.column)
             raise WrongResult(f"{self._name}: the first product is wrong in {place}: {wrong.what}")
-        return _Turn(left=left, right=right, first=first.clone())
+        return _Operands(left=left, right=right, first=first.clone())
 
     def start(self, index: int) -> None:
         """Start product ``index``."""
-        turn, result = self._turn(index)
-        self._multiply(turn.left, turn.right, result)
+        pair, result = self._operands_of(index)
+        self._multiply(pair.left, pair.right, result)
 
-    def _turn(self, index: int) -> tuple[_Turn, torch.Tensor]:
-        # Each result holds the other product of its set before.
+    def _operands_of(self, index: int) -> tuple[_Operands, torch.Tensor]:
+        # Each result had the other product of its set before.
         rounds, place = divmod(index, self._buffers.results)
         return self._sets[place % self._buffers.sets][rounds % 2], self._results[place]
 
     def verify(self, done: range) -> None:
         """Compare the last products with the first ones.
 
-        The tensor cores rest meanwhile. derived, not measured, for bf16 and n = 16384 on an H100: the comparison reads
+        The tensor cores rest during it. derived, not measured, for bf16 and n = 16384 on an H100: the comparison reads
         two matrices and writes and reads an eighth of one, 1.2 GB, which takes 0.40 ms at nine tenths of 3.35 TB/s,
-        beside 12.0 ms for a product at 731 TFLOPS: 3 %.
+        compared with 12.0 ms for a product at 731 TFLOPS: 3 %.
 
         Raises: WrongResult naming how many products are wrong, and the first wrong element of the first one.
         """
-        turns = [self._turn(index) for index in done]
-        answers = torch.stack([self._comparison.differ(result, turn.first) for turn, result in turns])
+        operands = [self._operands_of(index) for index in done]
+        differ = torch.stack([self._comparison.differ(result, pair.first) for pair, result in operands])
         self._verified += len(done)
-        wrong = answers.nonzero().flatten().tolist()  # waits for all of them
+        wrong = differ.nonzero().flatten().tolist()  # waits for all of them
         if not wrong:
             return
-        turn, result = turns[wrong[0]]
-        found = difference_seen(result, turn.first, self._name)
+        pair, result = operands[wrong[0]]
+        found = difference_seen(result, pair.first, self._name)
         raise WrongResult(
             f"{self._name}: product {done[wrong[0]]} is wrong in"
             f" {self._place(found.count, *divmod(found.offset, self._shape.n))}:"
-            f" found {shown(result, found.offset)}, expected {shown(turn.first, found.offset)};"
+            f" found {element_text(result, found.offset)}, expected {element_text(pair.first, found.offset)};"
             f" {len(wrong)} of {self._verified} products are wrong"
         )
 
@@ -313,7 +313,7 @@ def _operand(kind: Arithmetic, rows: int, columns: int, lies: str, random: torch
 
 
 def _column_major(right: torch.Tensor, kind: Arithmetic) -> torch.Tensor:
-    """Return the same matrix as it must lie to stand on the right."""
+    """Return the same matrix in the layout of a right operand."""
     return right.t().contiguous().t() if kind.is_scaled else right
 
 
@@ -323,7 +323,7 @@ BEST_OF = (4096, 8192, 16384)
 
 @dataclass(frozen=True, kw_only=True)
 class BestSquare:
-    """The size that speaks for a device.
+    """The size by whose rate a device is judged.
 
     Attributes:
         n: rows and columns of that product.
@@ -341,11 +341,11 @@ class BestSquare:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulResult:
-    """What was measured on one device.
+    """The result of one device.
 
     Attributes:
         tflops: in 10**12 floating point operations a second, a sample for each block of products.
-        shape, dtype, seed: what was multiplied.
+        shape, dtype, seed: of the products.
         flops_per_iter: operations of one product.
         iters: timed products, without those of the warm-up.
         verified_products: products compared element by element: the timed ones, those of the warm-up and the first
@@ -370,38 +370,38 @@ def measure_matmul(
     dtype: str,
     sampling: Sampling,
     seed: int = 0,
-    during: AbstractContextManager[object] = NOTHING,
+    during: AbstractContextManager[object] = NO_CONTEXT,
     clock: Clock | None = None,
     multiply: Multiply | None = None,
     cache: int | None = None,
 ) -> MatmulResult:
     """Measure products of two random n x n matrices, in TFLOPS.
 
-    Counted is the time of the products alone. ``fp32`` is true fp32: TF32 is off. ``fp8`` has e4m3 operands, a bf16
-    result and fast accumulation. Only operands larger than the device's cache say something about the whole device;
-    smaller ones are used in turn with others.
+    Only the time of the products counts. ``fp32`` is true fp32: TF32 is off. ``fp8`` has e4m3 operands, a bf16
+    result and fast accumulation. Only operands larger than the device's cache measure the whole device; smaller ones
+    are used in turn with others.
 
-    Two products of each pair, a b and b a, take turns, so that a part of the result which a product failed to write
-    still holds the other one and is seen. Both are first held against a true fp32 reference, element by element. Each
-    later product is compared with the first of its kind bit by bit, between the timed regions.
+    Two products of each pair, a b and b a, take turns, so that a part of the result that a product failed to write
+    still has the other one's value and is seen. Both are first compared with a true fp32 reference, element by element.
+    Each later product is compared with the first of its kind bit by bit, between the timed regions.
 
     Args:
         device: where to multiply.
         n: rows and columns of the matrices; for fp8 a multiple of 16.
         dtype: "bf16", "fp16", "tf32", "fp32" or "fp8".
-        sampling: how long to multiply before and while samples are taken, and how sure to be.
+        sampling: how long to warm up and to measure, and the required confidence.
         seed: of the operands.
-        during: held open while samples are taken.
+        during: entered while samples are taken.
         clock: takes the time; by default the device's own.
         multiply: ``multiply(a, b, out)``, by default ``torch.mm``, and torch's scaled product for fp8.
-        cache: bytes of the device's last cache; by default as the device says.
+        cache: bytes of the device's last cache; by default as the device reports them.
 
-    Returns: the result; its series may be inconclusive, and says so.
+    Returns: the result; its series may be inconclusive, and states it.
 
     Raises:
         WrongResult: a product is wrong, NaN and infinities included; names the count and the first element.
         InconclusiveMeasurement: the clock did not advance.
-        EnvironmentBroken: too little memory is free, the device has no fp8, or the environment forbids to choose
+        EnvironmentBroken: too little memory is free, the device has no fp8, or the environment overrides the choice
             between fp32 and TF32.
         ValueError: an argument is out of its range.
 
@@ -410,7 +410,7 @@ def measure_matmul(
     instead = "choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192"
     buffers = prepare(device, n=n, dtype=dtype, cache=cache, instead=instead)
     name = f"{device}: matmul {dtype} n={n}"
-    return _measured(device, buffers, dtype, name, seed, multiply, clock, sampling, during)
+    return _result(device, buffers, dtype, name, seed, multiply, clock, sampling, during)
 
 
 def measure_shape(
@@ -421,7 +421,7 @@ def measure_shape(
     sampling: Sampling,
     instead: str,
     seed: int = 0,
-    during: AbstractContextManager[object] = NOTHING,
+    during: AbstractContextManager[object] = NO_CONTEXT,
     clock: Clock | None = None,
     multiply: Multiply | None = None,
     cache: int | None = None,
@@ -431,7 +431,7 @@ def measure_shape(
     Where a b and b a are not both of this shape and layout, the two products that take turns are a b and c b.
 
     Args:
-        shape: what is multiplied.
+        shape: of the products.
         instead: how to ask for less memory, for the message.
         others: as for ``measure_matmul``.
 
@@ -439,7 +439,7 @@ def measure_shape(
     """
     buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead)
     name = f"{device}: matmul {dtype} {shape}"
-    return _measured(device, buffers, dtype, name, seed, multiply, clock, sampling, during)
+    return _result(device, buffers, dtype, name, seed, multiply, clock, sampling, during)
 
 
 def best_square(tflops: Mapping[int, Series]) -> BestSquare:
@@ -447,11 +447,11 @@ def best_square(tflops: Mapping[int, Series]) -> BestSquare:
 
     Which of them is the fastest differs from GPU to GPU and from library to library, and no single one is a floor for
     all: two H100 SXM reached 726 and 729 TFLOPS in bf16 at n = 4096, and 669.24 and 670.05 at n = 16384
-    (drmysore/nebius-h100-8gpu-benchmark); the acceptance of 2 nodes x 8 H100 SXM 80GB demanded more than 700 and
+    (drmysore/nebius-h100-8gpu-benchmark); the acceptance of 2 nodes x 8 H100 SXM 80GB required more than 700 and
     observed 730.97 at n = 8192.
 
-    The best has the highest lower end of its interval among those that are conclusive: a rate that is sure at one size
-    is proven. Where none is, it is the highest median, which is then inconclusive. Of equals it is the smallest.
+    The best has the highest lower end of its interval among the conclusive ones. Where none is, it is the highest
+    median, which is then inconclusive. Of equals it is the smallest.
 
     Args:
         tflops: the rate at each n, in TFLOPS (10**12 operations a second). Where none of the three sizes is among
@@ -468,16 +468,16 @@ def best_square(tflops: Mapping[int, Series]) -> BestSquare:
 
 
 def prepare(device: torch.device, *, n: int, dtype: str, instead: str, cache: int | None = None) -> Buffers:
-    """Make sure that a device can multiply n x n matrices, and say which it will hold.
+    """Check that a device can multiply n x n matrices, and return the buffers that it needs.
 
     Args:
         device: where to multiply.
         n, dtype: as in ``measure_matmul``.
         instead: how to ask for less memory, for the message.
-        cache: bytes of the device's last cache; by default as the device says.
+        cache: bytes of the device's last cache; by default as the device reports them.
 
     Raises:
-        EnvironmentBroken: too little memory is free, the device has no fp8, or the environment forbids to choose
+        EnvironmentBroken: too little memory is free, the device has no fp8, or the environment overrides the choice
             between fp32 and TF32.
         ValueError: an argument is out of its range.
     """
@@ -491,15 +491,15 @@ def prepare(device: torch.device, *, n: int, dtype: str, instead: str, cache: in
 def prepare_shape(
     device: torch.device, shape: Shape, *, dtype: str, instead: str, cache: int | None = None, what: str = ""
 ) -> Buffers:
-    """Make sure that a device can take products of this shape, and say which matrices it will hold.
+    """Check that a device can multiply matrices of this shape, and return the buffers that it needs.
 
     Args:
         device: where to multiply.
-        shape: what is multiplied.
-        what: how the message calls it; by default as it is written.
+        shape: of the products.
+        what: its name in the message; by default as it is formatted.
         others: as for ``prepare``.
 
-    Raises: as ``prepare``. ValueError also for a layout that this dtype cannot be multiplied in.
+    Raises: as ``prepare``. ValueError also for a layout that this dtype does not support.
     """
     kind = arithmetic(dtype)
     if any(size % kind.multiple_of for size in (shape.m, shape.n, shape.k)):
@@ -515,7 +515,7 @@ def prepare_shape(
 
 
 def multiplier(device: torch.device, kind: Arithmetic) -> Multiply:
-    """Return what multiplies matrices of this kind: ``torch.mm``, and torch's scaled product for fp8."""
+    """Return a function that multiplies matrices of this kind: ``torch.mm``, and torch's scaled product for fp8."""
     return scaled_product(device) if kind.is_scaled else _mm
 
 
@@ -524,7 +524,7 @@ def flops_of(n: int) -> int:
     return Shape.square(n).flops
 
 
-def _measured(
+def _result(
     device: torch.device,
     buffers: Buffers,
     dtype: str,
@@ -535,7 +535,7 @@ def _measured(
     sampling: Sampling,
     during: AbstractContextManager[object],
 ) -> MatmulResult:
-    with memory_returned(), numerics(buffers.kind.float32_precision):
+    with memory_released(), numerics(buffers.kind.float32_precision):
         by = multiply or multiplier(device, buffers.kind)
         rate = _rate(device, buffers, name, seed, by, clock or clock_for(device), sampling, during)
     flops = buffers.shape.flops
@@ -561,7 +561,7 @@ def _rate(
     sampling: Sampling,
     during: AbstractContextManager[object],
 ) -> Rate:
-    # A function of its own, for its frame holds all tensors: see memory_returned.
+    # A function of its own, for its frame holds all tensors: see memory_released.
     products = Products(device, buffers, name=name, seed=seed, multiply=multiply)
     return measure_rate(products, clock, sampling=sampling, during=during)
 

@@ -1,4 +1,4 @@
-"""Memory of the device: what a benchmark needs, what it must exceed, and what it leaves behind: nothing."""
+"""Memory of the device: what a benchmark needs, what it must exceed, and its release at the end."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ its turn comes again. Source: this suite's rule; twice would do for a cache that
 
 
 @contextmanager
-def memory_returned(*, circles: bool = False) -> Iterator[None]:
-    """Give the memory of what is called inside back to the device, whether it returns or raises.
+def memory_released(*, cycles: bool = False) -> Iterator[None]:
+    """Return the memory that is allocated inside to the device, on return and on errors.
 
     torch's allocator would keep it, and NCCL, which allocates for itself, would run out of memory later. The
     tensors must belong to a function called inside: those of the caller are still in use.
 
     Args:
-        circles: what is called inside makes objects that hold each other, as FSDP2 and DistributedDataParallel do.
-            Without this they stay until Python looks for such; and on gloo, where one of them outlives its process
-            group, that aborts the process.
+        cycles: the code inside makes objects with reference cycles, as FSDP2 and DistributedDataParallel do. Without
+            this they stay until Python's garbage collection; and on gloo, one that outlives its process group aborts
+            the process.
     """
     try:
         yield
     except BaseException as error:
         # A report keeps the traceback, the traceback its frames, and the frames gigabytes of tensors.
         traceback.clear_frames(error.__traceback__)
-        if circles:
+        if cycles:
             gc.collect()
-        with suppress(RuntimeError):  # on a lost device this fails as well, and must not hide why
+        with suppress(RuntimeError):  # on a lost device this fails as well, and must not hide the cause
             torch.cuda.empty_cache()
         raise
-    if circles:
+    if cycles:
         gc.collect()
     # Does nothing where CUDA was never used.
     torch.cuda.empty_cache()
@@ -65,30 +65,30 @@ def sets_beyond_cache(set_bytes: int, cache: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how much memory of the device is free; None if that is not known."""
+    """Return how much memory of the device is free; None if that is unknown."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch's allocator keeps is free for torch, but not counted so
+        torch.cuda.empty_cache()  # the memory that torch's allocator keeps does not count as free
         return int(torch.cuda.mem_get_info(device)[0])
     return _host_bytes("MemAvailable:")
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return how much memory the device has, used or not; None if that is not known."""
+    """Return how much memory the device has, used or not; None if that is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return _host_bytes("MemTotal:")
 
 
 def require_free(device: torch.device, needed_bytes: int, what: str, *, instead: str) -> None:
-    """Make sure that there is enough memory, before a benchmark takes it.
+    """Check that there is enough memory, before a benchmark allocates it.
 
     Args:
         device: whose memory.
-        needed_bytes: what the benchmark will allocate.
+        needed_bytes: of the benchmark.
         what: the benchmark, for the message.
         instead: how to ask for less, for the message.
 
-    Raises: EnvironmentBroken if less is free. It is no failure: somebody else may hold the memory.
+    Raises: EnvironmentBroken if less is free. It is no failure: another process may use the memory.
     """
     free = free_bytes(device)
     if free is not None and free < needed_bytes:

@@ -1,7 +1,7 @@
-"""Three ways to go through device memory: copy, read, write. Each pass leaves a trace, by which it is verified.
+"""Passes over device memory: copy, read, write. Each pass leaves a trace, by which it is verified.
 
-Passes over one set of buffers follow each other at shifted places, so that what a pass failed to do leaves data of an
-earlier pass where they do not belong. Several sets, used in turn, keep small buffers out of the cache.
+Consecutive passes over one set of buffers are shifted, so that where a pass failed, the data of an earlier pass are at
+a wrong place. Several sets, used in turn, keep small buffers out of the cache.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from pytest_gpucluster.errors import WrongResult
 WORD_BYTES = 8
 
 STEP_WORDS = 64
-"""How far one pass is shifted against the next: 512 bytes, so that all begin as aligned as an allocation does."""
+"""The shift of one pass against the next: 512 bytes, so that all begin as aligned as an allocation does."""
 
 PASSES_AT_ONCE = 64
-"""Passes until the next look: a quarter of a second of 8 GiB copies is about as many."""
+"""Passes until the next verification: a quarter of a second of 8 GiB copies is about as many."""
 
 _READ_PLACES = 3
-"""Reads use so many places in turn, so that not all sums are the same."""
+"""Reads use this number of places in turn, so that not all sums are the same."""
 
 _DATA = Pattern(start=0)
 
 _NO_DATA = _DATA.word(-1)
-"""A word that no buffer has in it as data: the pattern comes to it after 2**64 words."""
+"""A word that no buffer has as data: the pattern reaches it after 2**64 words."""
 
 
 class Operations:
-    """What is timed, each a single call into torch; the seam at which tests plant faults."""
+    """The timed operations, each a single call into torch; the seam at which tests inject faults."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy all words. Between contiguous buffers of one dtype torch leaves it to the driver (cudaMemcpyAsync).
@@ -58,18 +58,18 @@ class Operations:
 class Copies:
     """Copies from one buffer to the other and back, each to the next place: read plus written bytes count.
 
-    Each copy takes along what the one before has left. So when the data have come through many copies as they were at
-    first, every one of them was right and complete, and one look shows it. For the next copies all is laid out anew.
+    Each copy moves the result of the one before it. So when the data are unchanged after many copies, every one of
+    them was right and complete, and one check shows it. For the next copies the data are written again.
     """
 
     def __init__(self, device: torch.device, words: int, sets: int, operations: Operations, *, name: str) -> None:
-        self.most_at_once = PASSES_AT_ONCE
+        self.max_in_flight = PASSES_AT_ONCE
         self._words, self._operations, self._name = words, operations, name
         self._writer = PatternWriter(device, words)
         length = words + PASSES_AT_ONCE * STEP_WORDS
         self._sets = [(_empty(device, length), _empty(device, length)) for _ in range(sets)]
-        self._first = 0  # of those that have been done since all was laid out
-        self._lay_out()
+        self._first = 0  # of those since the data were written
+        self._write_data()
 
     @staticmethod
     def needed_bytes(words: int, sets: int) -> int:
@@ -86,12 +86,12 @@ class Copies:
         self._operations.copy(self._place(pair, copies), self._place(pair, copies + 1))
 
     def _copies_of_set(self, index: int) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-        """Return the set whose turn it is, and how many copies it has seen since all was laid out."""
+        """Return the set whose turn it is, and the number of its copies since the data were written."""
         sets = len(self._sets)
         return self._sets[index % sets], (index - self._first) // sets
 
     def _place(self, pair: tuple[torch.Tensor, torch.Tensor], copies: int) -> torch.Tensor:
-        """Where the data are after so many copies. What was there before is one or two places off."""
+        """The place of the data after this number of copies. The data before it are one or two places off."""
         return pair[copies % 2][copies * STEP_WORDS :][: self._words]
 
     def verify(self, done: range) -> None:
@@ -101,13 +101,13 @@ class Copies:
             wrong = self._writer.compare(data, _DATA)
             if wrong is not None:
                 raise WrongResult(
-                    f"{self._name}: {_described(wrong, data, _DATA.word(wrong.offset))}; after copies {self._first} to"
-                    f" {done[-1]}, each of what the one before it left"
+                    f"{self._name}: {_defect_text(wrong, data, _DATA.word(wrong.offset))}; after copies {self._first}"
+                    f" to {done[-1]}, each of the result of the one before it"
                 )
         self._first = done.stop
-        self._lay_out()
+        self._write_data()
 
-    def _lay_out(self) -> None:
+    def _write_data(self) -> None:
         for ours, theirs in self._sets:
             self._writer.fill(ours[: self._words], _DATA)
             ours[self._words :].fill_(_NO_DATA)
@@ -115,17 +115,17 @@ class Copies:
 
 
 class Reads:
-    """Sums of a known pattern, each over the next place. Every sum is compared with what it must be."""
+    """Sums of a known pattern, each over the next place. Every sum is compared with the expected one."""
 
     def __init__(self, device: torch.device, words: int, sets: int, operations: Operations, *, name: str) -> None:
-        self.most_at_once = PASSES_AT_ONCE
+        self.max_in_flight = PASSES_AT_ONCE
         self._words, self._operations, self._name = words, operations, name
         self._writer = PatternWriter(device, words)
         self._sets = [_empty(device, words + (_READ_PLACES - 1) * STEP_WORDS) for _ in range(sets)]
         for buffer in self._sets:
             self._writer.fill(buffer, _DATA)
         self._expected = [_DATA.total(shift * STEP_WORDS, words) for shift in range(_READ_PLACES)]
-        # What a sum that was never written must not look like.
+        # The initial value of a sum: none of the expected ones.
         self._none = next(signed(total + 1) for total in self._expected if signed(total + 1) not in self._expected)
         self._totals = torch.full((PASSES_AT_ONCE,), self._none, dtype=torch.int64, device=device)
 
@@ -157,26 +157,26 @@ class Reads:
         found, expected = totals[first % PASSES_AT_ONCE], self._expected[self._shift(first)]
         raise WrongResult(
             f"{self._name}: the sum of read {first} is wrong: found {_hex(found)}, expected {_hex(expected)};"
-            f" {len(wrong)} of {len(done)} reads are wrong; {self._what_lies_there(first)}"
+            f" {len(wrong)} of {len(done)} reads are wrong; {self._memory_text(first)}"
         )
 
-    def _what_lies_there(self, index: int) -> str:
+    def _memory_text(self, index: int) -> str:
         buffer = self._sets[index % len(self._sets)]
         wrong = self._writer.compare(buffer, _DATA)
         if wrong is None:
-            return "the memory itself holds what was written there"
-        return f"in memory {_described(wrong, buffer, _DATA.word(wrong.offset))}"
+            return "the memory itself has the written data"
+        return f"in memory {_defect_text(wrong, buffer, _DATA.word(wrong.offset))}"
 
 
 class Writes:
     """Fills, each with another value and from the next place on.
 
-    What lies before the place of the next fill stays, so that after many fills the beginning of each one is still
-    there to be seen, and the last one from beginning to end.
+    The data before the place of the next fill stay, so that after many fills the beginning of each one can still be
+    checked, and the last one from beginning to end.
     """
 
     def __init__(self, device: torch.device, words: int, sets: int, operations: Operations, *, name: str) -> None:
-        self.most_at_once = PASSES_AT_ONCE
+        self.max_in_flight = PASSES_AT_ONCE
         self._words, self._operations, self._name = words, operations, name
         self._sets = [_empty(device, words + PASSES_AT_ONCE * STEP_WORDS) for _ in range(sets)]
         for buffer in self._sets:
@@ -205,32 +205,32 @@ class Writes:
         shift = (index - self._first) * STEP_WORDS
         return self._sets[index % len(self._sets)][shift : shift + self._words]
 
-    def _kept(self, index: int, done: range) -> torch.Tensor:
-        """What is still to be seen of a write: up to where the next one of its set began."""
+    def _remaining(self, index: int, done: range) -> torch.Tensor:
+        """The data of a write that are left: up to where the next one of its set began."""
         written, sets = self._place(index), len(self._sets)
         return written[: sets * STEP_WORDS] if index + sets in done else written
 
     def verify(self, done: range) -> None:
-        counts = torch.stack([_count_of_others(self._kept(index, done), self._value(index)) for index in done])
+        counts = torch.stack([_count_different(self._remaining(index, done), self._value(index)) for index in done])
         wrong = counts.nonzero().flatten().tolist()  # waits for all of them
         if wrong:
             index = done[wrong[0]]
-            kept, value = self._kept(index, done), self._value(index)
-            seen = Difference(count=int(counts[wrong[0]]), offset=_first_of_others(kept, value))
+            remaining, value = self._remaining(index, done), self._value(index)
+            difference = Difference(count=int(counts[wrong[0]]), offset=_first_different(remaining, value))
             raise WrongResult(
-                f"{self._name}: {_described(seen, kept, value)};"
+                f"{self._name}: {_defect_text(difference, remaining, value)};"
                 f" after write {index}, {len(wrong)} of {len(done)} writes are wrong"
             )
         self._first = done.stop
 
 
-def _count_of_others(words: torch.Tensor, value: int) -> torch.Tensor:
+def _count_different(words: torch.Tensor, value: int) -> torch.Tensor:
     """Count the words that are not ``value``, on the device."""
     parts = (words[start : start + PART_WORDS] for start in range(0, len(words), PART_WORDS))
     return torch.stack([(part != value).sum() for part in parts]).sum()
 
 
-def _first_of_others(words: torch.Tensor, value: int) -> int:
+def _first_different(words: torch.Tensor, value: int) -> int:
     """Return the offset of the first word that is not ``value``; 0 if by now there is none, which the report shows.
 
     In parts, because torch's search for it takes no more than 2**31 words at once, and room for each that it finds.
@@ -246,7 +246,7 @@ def _empty(device: torch.device, words: int) -> torch.Tensor:
     return torch.empty(words, dtype=torch.int64, device=device)
 
 
-def _described(wrong: Difference, words: torch.Tensor, expected: int) -> str:
+def _defect_text(wrong: Difference, words: torch.Tensor, expected: int) -> str:
     found = int(words[wrong.offset])
     flipped = ((found ^ expected) % 2**64).bit_count()
     return (

@@ -1,17 +1,18 @@
-"""Whether device memory holds what is written to it: bit patterns, the passes, and what was found.
+"""Whether device memory keeps the data written to it: bit patterns, the passes, and the faults.
 
-``benchmarks.hbm`` measures how fast a few buffers are; this tests the cells of most of the memory. A pass goes through
-it in parts. In each part it first reads and compares what the pass before has left there, then it writes something
-else. So every word that is written is read again, after all of the memory was written.
+``benchmarks.hbm`` measures the rate of a few buffers; this tests the cells of most of the memory. A pass goes through
+it in parts. In each part it first reads and compares the data of the pass before, then it writes other data. So every
+word that is written is read again, after all of the memory was written.
 
     walking_ones       one bit set in each word; in 64 steps it walks through all bits of every word
     walking_zeros      the same, with one bit clear in each word
     random             words of a generator, from a seed of their own in each part; then their complement
-    moving_inversions  a word everywhere, turned over part by part upwards, and turned back part by part downwards
+    moving_inversions  a word everywhere, inverted part by part upwards, and inverted back part by part downwards
 
 Source: moving inversions as memtest86 does them, https://www.memtest86.com/tech_memtest-algoritm.html; walking bits as
-in memtester, README.tests. There single words take turns, here parts of the memory: a GPU has no order within one.
-Results are kept as they are found, so that an interrupted test still leaves them.
+in memtester, README.tests. They process single words in order, this one parts of the memory: a GPU has no order within
+one.
+Results are stored as they are found, so that an interrupted test still has them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from types import MappingProxyType
 
 import torch
 
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_returned, total_bytes
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_released, total_bytes
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 from pytest_gpucluster.metrics.units import did_you_mean
@@ -33,13 +34,13 @@ WORD_BYTES = 8
 WORD_BITS = 64
 
 _ALTERNATING = (0x0000000000000000, 0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)
-"""The words of moving inversions: with their complements every bit is beside an equal and beside another one."""
+"""The words of moving inversions: with their complements every bit is next to an equal and next to another one."""
 
 _LOWEST = -(2**63)
 
 
 class Words:
-    """The words of one part of the memory in a pass, made when they are needed, in memory that is used again.
+    """The words of one part of the memory in a pass, computed on demand, in memory that is reused.
 
     Args:
         device: where.
@@ -56,8 +57,8 @@ class Words:
 
     @staticmethod
     def needed_bytes(longest: int) -> int:
-        """Return what it takes in memory for parts of so many words."""
-        # While the table is made, there are the bits, the ones and the shifted ones.
+        """Return the memory that it takes for parts of this number of words."""
+        # While the table is computed, there are the bits, the ones and the shifted ones.
         return (longest + 3 * (longest + WORD_BITS)) * WORD_BYTES
 
     def walking(self, count: int, first_bit: int) -> torch.Tensor:
@@ -65,7 +66,7 @@ class Words:
         return self._walking[first_bit : first_bit + count]
 
     def all_alike(self, count: int, word: int) -> torch.Tensor:
-        """Return the same word so many times."""
+        """Return the same word ``count`` times."""
         return self._buffer[:count].fill_(word)
 
     def random(self, count: int, seed: int) -> torch.Tensor:
@@ -80,7 +81,7 @@ class Words:
 
 
 Make = Callable[[Words, int, int], torch.Tensor]
-"""``make(words, part, count)``: what the words of a part are. The tensor is good until the next one is made."""
+"""``make(words, part, count)``: the words of a part. The tensor is valid until the next one is made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +89,10 @@ class Pass:
     """One way through the memory.
 
     Attributes:
-        expects: what must lie in each part; None: nothing is known of it.
-        writes: what is written to it then; None: nothing.
+        expects: the words expected in each part; None: unknown.
+        writes: the words written to it then; None: nothing.
         downwards: from the last part to the first.
-        what: the pass in words, for an error.
+        what: a description of the pass, for an error.
     """
 
     expects: Make | None
@@ -141,10 +142,10 @@ def _moving_inversions(rounds: int, seed: int) -> Iterator[Pass]:
 
     for _ in range(rounds):
         for word in _ALTERNATING:
-            upright, turned = of(word), of(~word)
+            upright, inverse = of(word), of(~word)
             yield Pass(expects=None, writes=upright, what=f"{word:#018x} written")
-            yield Pass(expects=upright, writes=turned, what=f"{word:#018x} turned over upwards")
-            yield Pass(expects=turned, writes=upright, what=f"{word:#018x} turned back downwards", downwards=True)
+            yield Pass(expects=upright, writes=inverse, what=f"{word:#018x} inverted upwards")
+            yield Pass(expects=inverse, writes=upright, what=f"{word:#018x} inverted back downwards", downwards=True)
             yield Pass(expects=upright, writes=None, what=f"{word:#018x} read at last")
 
 
@@ -160,7 +161,7 @@ PATTERNS: Mapping[str, Callable[[int, int], Iterator[Pass]]] = MappingProxyType(
 
 
 PLACES_LISTED = 32
-"""So many are listed; the others are counted."""
+"""Maximum number of places that are listed; the others are counted."""
 
 _PLACES_IN_A_MESSAGE = 4
 _BITS_NAMED = 4
@@ -172,12 +173,12 @@ class Fault:
 
     Attributes:
         buffer: which of the buffers, from 0 on in the order of their allocation.
-        offset_bytes: of the word in its buffer. It is no physical address: the driver alone knows that.
+        offset_bytes: of the word in its buffer. It is no physical address: only the driver knows that.
         expected, found: the word as unsigned numbers, when it was wrong for the first time; ``found`` is of a second
-            look.
-        during: the pass of the first time, in words.
-        times: in how many passes it was wrong.
-        wrong_bits: all bits that ever were wrong, as a number that has them set.
+            read.
+        during: the pass of the first time, as text.
+        times: number of passes in which it was wrong.
+        wrong_bits: all bits that were wrong in any pass, as a number that has them set.
     """
 
     buffer: int
@@ -190,11 +191,11 @@ class Fault:
 
     @property
     def xor(self) -> int:
-        """The bits that differed the first time; 0 where the second look found the word right."""
+        """The bits that differed the first time; 0 where the second read found the word right."""
         return self.expected ^ self.found
 
-    def and_again(self, other: Fault) -> Fault:
-        """Return what is known after the same word was wrong once more."""
+    def repeated(self, other: Fault) -> Fault:
+        """Return the fault of the same word that was wrong once more."""
         return replace(self, times=self.times + 1, wrong_bits=self.wrong_bits | self.xor | other.xor)
 
     def __str__(self) -> str:
@@ -212,17 +213,17 @@ class Fault:
 
 @dataclass(kw_only=True)
 class Survey:
-    """What has been seen so far.
+    """The results so far.
 
     Attributes:
-        pattern: what was written.
+        pattern: that is written.
         device: whose memory.
         buffer_bytes: the size of each buffer.
-        total_bytes: of the device, used or not; None if that is not known.
-        passes, passes_wanted: ways through all buffers, and how many are asked for.
-        wrong_words: words that were read wrong, counted in each pass anew.
-        faults: the first ``PLACES_LISTED`` places of such words: (buffer, byte offset) -> what was seen there.
-        is_complete: all passes are done. Nothing else is a memory that was found right.
+        total_bytes: of the device, used or not; None if that is unknown.
+        passes, passes_wanted: passes through all buffers so far, and in all.
+        wrong_words: words that were read wrong, counted again in each pass.
+        faults: the first ``PLACES_LISTED`` places of such words: (buffer, byte offset) -> the fault.
+        is_complete: all passes are done. Otherwise the memory did not pass.
     """
 
     pattern: str
@@ -237,49 +238,49 @@ class Survey:
 
     @property
     def tested_bytes(self) -> int:
-        """How much memory is written and read."""
+        """Bytes of memory that are written and read."""
         return sum(self.buffer_bytes)
 
     @property
     def share(self) -> float:
-        """The same as a part of all the device has; NaN where that is not known."""
+        """The same as a part of all the device has; NaN where that is unknown."""
         return self.tested_bytes / self.total_bytes if self.total_bytes else float("nan")
 
     @property
-    def reached(self) -> str:
-        """How far it is, in words.
+    def progress_text(self) -> str:
+        """The progress so far, as text.
 
-        >>> Survey(pattern="random").reached
+        >>> Survey(pattern="random").progress_text
         'after 0 of 0 passes over 0 GB'
         """
         return f"after {self.passes} of {self.passes_wanted} passes over {self.tested_bytes / 1e9:.4g} GB"
 
-    def take(self, fault: Fault) -> None:
-        """Take one of the words that ``wrong_words`` counts."""
+    def add(self, fault: Fault) -> None:
+        """Add one of the words that ``wrong_words`` counts."""
         place = fault.buffer, fault.offset_bytes
         known = self.faults.get(place)
         if known is not None:
-            self.faults[place] = known.and_again(fault)
+            self.faults[place] = known.repeated(fault)
         elif len(self.faults) < PLACES_LISTED:
             self.faults[place] = fault
 
     @property
-    def found(self) -> str:
-        """How much is wrong, in words.
+    def faults_text(self) -> str:
+        """The number of faults, as text.
 
-        >>> Survey(pattern="random", wrong_words=2).found
+        >>> Survey(pattern="random", wrong_words=2).faults_text
         'words were read wrong 2 times, at 0 places'
         """
         places = f"{len(self.faults)}{' or more' * (len(self.faults) >= PLACES_LISTED)}"
         times = f"{self.wrong_words} time{'s' * (self.wrong_words != 1)}"
         return f"words were read wrong {times}, at {places} place{'s' * (places != '1')}"
 
-    def listed(self) -> str:
-        """Return what was found as a text of some lines, for a file beside the report."""
+    def report(self) -> str:
+        """Return the faults as a text of some lines, for a file of the report."""
         sizes = ", ".join(f"{number}: {size}" for number, size in enumerate(self.buffer_bytes))
         return "\n".join(
             [
-                f"{self.device}: memory pattern {self.pattern}: {self.found}, {self.reached}",
+                f"{self.device}: memory pattern {self.pattern}: {self.faults_text}, {self.progress_text}",
                 f"buffers and their bytes: {sizes or 'none'}",
                 *map(str, self.faults.values()),
                 "",
@@ -293,35 +294,37 @@ class Survey:
         """
         if not self.wrong_words:
             return
-        shown = "; ".join(map(str, list(self.faults.values())[:_PLACES_IN_A_MESSAGE]))
-        raise WrongResult(f"{self.device}: memory pattern {self.pattern}: {self.found}, {self.reached}: {shown}")
+        examples = "; ".join(map(str, list(self.faults.values())[:_PLACES_IN_A_MESSAGE]))
+        raise WrongResult(
+            f"{self.device}: memory pattern {self.pattern}: {self.faults_text}, {self.progress_text}: {examples}"
+        )
 
 
 PART_WORDS = 2**25
-"""256 MiB: several times the last cache of any GPU so far, so that what is compared comes from memory."""
+"""256 MiB: several times the last cache of any GPU so far, so that the compared data come from memory."""
 
 BUFFER_WORDS = 2**29
 """4 GiB: one allocation of most of the memory may fail where several of them do not."""
 
-_LOOK_WORDS = 2**20
-"""Wrong words are looked for in so many at a time, to need little memory."""
+_SEARCH_WORDS = 2**20
+"""Wrong words are searched for in this number at a time, to need little memory."""
 
 Progress = Callable[..., None]
-"""``progress(step, of, **figures)``: shown to whoever waits. A step is a pass."""
+"""``progress(step, of, **figures)``: for the display. A step is a pass."""
 
-SHOWN_SECONDS = 2.0
-"""Before that nobody has waited yet."""
+PROGRESS_SECONDS = 2.0
+"""Before that no progress is reported."""
 
 
 class Cells:
-    """What writes the memory; the seam at which tests plant faults."""
+    """The writes to the memory; the seam at which tests inject faults."""
 
     def write(self, target: torch.Tensor, words: torch.Tensor) -> None:
         """Write words to a part of a buffer. Both are int64 of one dimension and of the same length."""
         target.copy_(words)
 
 
-def go_through(
+def run_pattern(
     device: torch.device,
     survey: Survey,
     *,
@@ -337,26 +340,26 @@ def go_through(
     """Write the survey's pattern to the free memory of a device, and read it back, pass by pass.
 
     Every word that is written is read again after all buffers were written, and compared on the device, bit by bit.
-    Random words are made again from their seeds for that. A wrong word does not end it: where else memory is wrong
-    tells whether it is a cell, a row or a line.
+    Random words are computed again from their seeds for that. A wrong word does not end it: the places of the others
+    show whether it is a cell, a row or a line.
 
     The survey belongs to the caller, who has it however this ends.
 
     Args:
         device: whose memory.
-        survey: takes what is found; its ``pattern`` is one of ``bit_patterns.PATTERNS``.
-        share: the part of the free memory that is taken, with what the comparison needs.
-        most_bytes: no more than this is written.
-        rounds: how often the pattern is gone through.
+        survey: to which faults are added; its ``pattern`` is one of ``PATTERNS``.
+        share: the part of the free memory to use, including what the comparison needs.
+        most_bytes: maximum number of bytes written.
+        rounds: repeats of the pattern.
         seed: of random words.
-        progress: called after each pass that ends after ``SHOWN_SECONDS`` or later, with the passes done, those to do,
-            and the figure ``wrong_words``.
-        cells: what writes; by default torch's copy.
-        part_words: a pass goes through the buffers in parts of so many words.
-        buffer_words: a buffer has no more than this.
+        progress: called after each pass that ends after ``PROGRESS_SECONDS`` or later, with the passes so far, those in
+            all, and the figure ``wrong_words``.
+        cells: writes; by default with torch's copy.
+        part_words: size of the parts in which a pass goes through the buffers.
+        buffer_words: maximum size of a buffer.
 
     Raises:
-        EnvironmentBroken: too little memory is free, or it is not known how much.
+        EnvironmentBroken: too little memory is free, or the free memory is unknown.
         ValueError: an argument is out of its range.
     """
     if survey.pattern not in PATTERNS:
@@ -373,42 +376,42 @@ def go_through(
     passes = list(PATTERNS[survey.pattern](rounds, seed))
     survey.passes_wanted = len(passes)
     try:
-        with memory_returned():
-            _go_through(device, survey, words, passes, progress, cells or Cells(), part_words, buffer_words)
+        with memory_released():
+            _run_passes(device, survey, words, passes, progress, cells or Cells(), part_words, buffer_words)
     except torch.OutOfMemoryError as error:
-        said = (
-            f"{device}: memory pattern {survey.pattern}: {error}. Another process may have taken memory meanwhile"
+        problem = (
+            f"{device}: memory pattern {survey.pattern}: {error}. Another process may have taken memory during the test"
             " (nvidia-smi names the processes); or choose a smaller share, such as --gpucluster-workload"
             " memory_patterns.share=80%"
         )
     else:
         survey.is_complete = True
         return
-    # Here, where nothing refers to the error any more, whose frames hold the buffers.
-    raise EnvironmentBroken(said)
+    # Raised here, where no reference to the first error is left, whose frames hold the buffers.
+    raise EnvironmentBroken(problem)
 
 
 def _words_to_write(device: torch.device, share: float, most_bytes: int, part_words: int) -> int:
     free = free_bytes(device)
     if free is None:
-        raise EnvironmentBroken(f"{device}: it is not known how much memory is free, so it cannot be gone through")
-    beside = needed_bytes_beside(min(part_words, most_bytes // WORD_BYTES))
-    words = min(int(share * free) - beside, most_bytes) // WORD_BYTES
+        raise EnvironmentBroken(f"{device}: the free memory is unknown, so it cannot be tested")
+    check_bytes = comparison_bytes(min(part_words, most_bytes // WORD_BYTES))
+    words = min(int(share * free) - check_bytes, most_bytes) // WORD_BYTES
     if words < 1:
         raise EnvironmentBroken(
-            f"{device}: {100 * share:g} % of the {free / 1e9:.3g} GB of memory that are free are too little to go"
-            f" through, for comparing takes {beside / 1e9:.3g} GB; end what else uses this device (nvidia-smi names"
+            f"{device}: {100 * share:g} % of the {free / 1e9:.3g} GB of memory that are free are too little to test,"
+            f" for comparing takes {check_bytes / 1e9:.3g} GB; end what else uses this device (nvidia-smi names"
             " the processes)"
         )
     return words
 
 
-def needed_bytes_beside(part_words: int) -> int:
-    """Return the bytes of memory that making and comparing parts of so many words takes."""
+def comparison_bytes(part_words: int) -> int:
+    """Return the memory for computing and comparing parts of this number of words."""
     return Words.needed_bytes(part_words) + part_words
 
 
-def _go_through(
+def _run_passes(
     device: torch.device,
     survey: Survey,
     words: int,
@@ -418,19 +421,19 @@ def _go_through(
     part_words: int,
     buffer_words: int,
 ) -> None:
-    # A function of its own, for its frame holds all tensors: see memory_returned.
+    # A function of its own, for its frame holds all tensors: see memory_released.
     memory = _Memory(device, survey, words, cells, part_words, buffer_words)
     begin = time.monotonic()
     for number, step in enumerate(passes, start=1):
         with counted(MEASURING):
-            memory.go(step)
+            memory.run_pass(step)
         survey.passes = number
-        if progress is not None and time.monotonic() - begin >= SHOWN_SECONDS:
+        if progress is not None and time.monotonic() - begin >= PROGRESS_SECONDS:
             progress(number, len(passes), wrong_words=survey.wrong_words)
 
 
 class _Memory:
-    """The buffers, and what goes through them."""
+    """The buffers, and the passes through them."""
 
     def __init__(
         self, device: torch.device, survey: Survey, words: int, cells: Cells, part_words: int, buffer_words: int
@@ -447,7 +450,7 @@ class _Memory:
             for start in range(0, len(buffer), part_words):
                 self._parts.append((number, start, buffer[start : start + part_words]))
 
-    def go(self, step: Pass) -> None:
+    def run_pass(self, step: Pass) -> None:
         """Go through all parts once."""
         order = range(len(self._parts))
         for index in reversed(order) if step.downwards else order:
@@ -459,20 +462,20 @@ class _Memory:
                 self._cells.write(part, step.writes(self._words, index, len(part)))
 
     def _compare(self, part: torch.Tensor, expected: torch.Tensor, buffer: int, start: int, during: str) -> None:
-        """Count what differs, and take the first of it. It waits for the device."""
+        """Count the words that differ, and add the first of them. It waits for the device."""
         mask = torch.ne(part, expected, out=self._mask[: len(part)])
         if not bool(mask.any()):
             return
         self._survey.wrong_words += int(mask.sum())
         left = PLACES_LISTED
-        for first in range(0, len(part), _LOOK_WORDS):
+        for first in range(0, len(part), _SEARCH_WORDS):
             if not left:
                 return
-            offsets = first + mask[first : first + _LOOK_WORDS].nonzero().flatten()[:left]
+            offsets = first + mask[first : first + _SEARCH_WORDS].nonzero().flatten()[:left]
             left -= len(offsets)
-            seen = (offsets.tolist(), expected[offsets].tolist(), part[offsets].tolist())
-            for offset, right, found in zip(*seen, strict=True):
-                self._survey.take(
+            values = (offsets.tolist(), expected[offsets].tolist(), part[offsets].tolist())
+            for offset, right, found in zip(*values, strict=True):
+                self._survey.add(
                     Fault(
                         buffer=buffer,
                         offset_bytes=(start + offset) * WORD_BYTES,

@@ -1,6 +1,6 @@
 """Verification: tensors compared bit by bit, patterns of known numbers, and torch's deterministic algorithms.
 
-Comparing is cheap while nothing waits for the answer, and exact once tensors differ. Bits are compared, not numbers:
+Comparing is cheap while nothing waits for the result, and exact once tensors differ. Bits are compared, not numbers:
 NaN equals itself then, and 0 is not -0.
 
 A pattern looks random: word j is j times an odd constant, plus a start, modulo 2**64. About half of the bits change
@@ -11,7 +11,7 @@ integers modulo 2**64 do not depend on the order of additions, and no single wro
     >>> [pattern.word(0), pattern.word(1) - pattern.word(0) == FACTOR]
     [5, True]
 
-Source: the constant is 2**64 over the golden ratio: Knuth, "The Art of Computer Programming", volume 3 (2nd edition),
+Source: the constant is 2**64 over (1 + sqrt(5)) / 2: Knuth, "The Art of Computer Programming", volume 3 (2nd edition),
 section 6.4.
 """
 
@@ -30,7 +30,7 @@ from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 _INTEGERS = {dtype.itemsize: dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)}
 
 _PART_ELEMENTS = 2**26
-"""Differences are counted in so many elements at a time, to need little memory."""
+"""Differences are counted in this number of elements at a time, to need little memory."""
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,15 +47,14 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Comparison:
-    """Compares tensors of one size word by word, and leaves the answer on the device.
+    """Compares tensors of one size word by word, and leaves the result on the device.
 
-    Each comparison reads both tensors once. Wide words make what is written and read in between small: an eighth of
-    one tensor.
+    Each comparison reads both tensors once. Wide words keep the temporary mask small: an eighth of one tensor.
     """
 
     def __init__(self, like: torch.Tensor) -> None:
         self._words = len(words_of(like))
-        # In whole int64 words, so that it too can be read by words. What is beyond the last word stays False.
+        # In whole int64 words, so that it too can be read by words. The rest beyond the last word stays False.
         self._mask = torch.zeros(-(-self._words // 8) * 8, dtype=torch.bool, device=like.device)
 
     def differ(self, found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -95,18 +94,18 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None
 
 
 def difference_seen(found: torch.Tensor, expected: torch.Tensor, where: str) -> Difference:
-    """Return the difference of two tensors that a ``Comparison`` has seen to differ.
+    """Return the difference of two tensors of which a ``Comparison`` has found that they differ.
 
     Raises: WrongResult if they do not differ any more: then memory or device cannot be trusted.
     """
-    seen = difference(found, expected)
-    if seen is None:
-        raise WrongResult(f"{where}: data were seen to differ from what they must be, and then not any more")
-    return seen
+    found_difference = difference(found, expected)
+    if found_difference is None:
+        raise WrongResult(f"{where}: data differed from the expected ones, and then not any more")
+    return found_difference
 
 
-def shown(tensor: torch.Tensor, offset: int) -> str:
-    """Write one element as number and as bits: ``1.5 (0x3fc0)``."""
+def element_text(tensor: torch.Tensor, offset: int) -> str:
+    """Format one element as number and as bits: ``1.5 (0x3fc0)``."""
     element = tensor.view(-1)[offset : offset + 1]
     width = tensor.itemsize
     return f"{element.item():g} ({int(bits_of(element)) % 256**width:#0{2 * width + 2}x})"
@@ -115,7 +114,7 @@ def shown(tensor: torch.Tensor, offset: int) -> str:
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
 
 PART_WORDS = 2**24
-"""Buffers are filled and compared in so many words at a time, to need little memory beside them."""
+"""Buffers are filled and compared in this number of words at a time, to need little memory besides them."""
 
 
 def signed(number: int) -> int:
@@ -128,7 +127,7 @@ def signed(number: int) -> int:
 
 
 class Pattern:
-    """An endless sequence of int64 words; ``start`` tells one from another."""
+    """An endless sequence of int64 words; ``start`` selects one."""
 
     def __init__(self, *, start: int) -> None:
         self._start = start
@@ -154,7 +153,7 @@ class PatternWriter:
 
     @staticmethod
     def needed_bytes(longest_words: int) -> int:
-        """Return what a writer for buffers of so many words, with its comparison, takes in memory."""
+        """Return the memory of a writer for buffers of this number of words, with its comparison."""
         return 18 * min(PART_WORDS, longest_words) + 16
 
     def fill(self, words: torch.Tensor, pattern: Pattern) -> None:
@@ -165,7 +164,7 @@ class PatternWriter:
     def compare(self, words: torch.Tensor, pattern: Pattern) -> Difference | None:
         """Compare with the pattern from its word 0 on, bit by bit; None if all is right. It waits for the device.
 
-        Raises: WrongResult if what was seen to differ does not any more.
+        Raises: WrongResult if a difference is not found again.
         """
         starts = range(0, len(words), len(self._multiples))
         answers = []
@@ -191,7 +190,7 @@ class PatternWriter:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let torch choose only algorithms that give the same bits again, and put its switch back.
+    """Let torch choose only deterministic algorithms, and restore its switch.
 
     "error", not "warn": with a mere warning the backward of flash and memory-efficient attention stay as they are
     (Source: pytorch, aten/src/ATen/native/transformers/cuda/attention_backward.cu). Source of the switch:
@@ -200,11 +199,11 @@ def deterministic() -> Iterator[None]:
     Raises: EnvironmentBroken where a GPU is in use and the environment keeps cuBLAS from it; see ``cublas.prepare``.
     """
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    if in_use and (hindrance := cublas.hindrance(os.environ)):
-        raise EnvironmentBroken(hindrance)
+    if in_use and (problem := cublas.not_reproducible(os.environ)):
+        raise EnvironmentBroken(problem)
     before = torch.get_deterministic_debug_mode()
     try:
-        # What torch.use_deterministic_algorithms does, but for compiled code, whose compiler it would import.
+        # As torch.use_deterministic_algorithms, but for compiled code, whose compiler it would import.
         torch.set_deterministic_debug_mode("error")
         yield
     finally:

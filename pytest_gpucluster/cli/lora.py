@@ -45,8 +45,8 @@ _LORA = "Prepare the data of the LoRA criteria, and work with what a training ha
 _PREPARE = """\
 Read conversations, hold a part of them out, and pack both parts into blocks of tokens of one length. SOURCE is one JSON
 array or JSONL, with rows {system, chat} as in glaive-function-calling-v2 or {instruction, input, output}; or the name
-of a data set on the Hugging Face hub. The file holds the blocks, which tokens are judged, the conversations that were
-held out, and where all of it comes from. The statistics go to the standard output.
+of a data set on the Hugging Face hub. The file holds the blocks, which tokens count in the loss, the held-out
+conversations, and the origin of all of it. The statistics go to the standard output.
 """
 
 _EVALUATE = """\
@@ -174,11 +174,11 @@ def _print_statistics(made: Prepared, rows: int, malformed: int) -> None:
     print(f"{'rows read':<16}{rows:>14}\n{'malformed':<16}{malformed:>14}\n")
     print(f"{'':<16}{'train':>14}{'held out':>14}")
     parts: tuple[Packed, ...] = (made.train, made.held_out)
-    for name in ("rows", "tokens", "judged", "longest", "blocks", "judged_targets", "dropped"):
+    for name in ("rows", "tokens", "loss_mask", "longest", "blocks", "loss_targets", "dropped"):
         figures = "".join(f"{getattr(part.statistics, name):>14}" for part in parts)
         print(f"{name.replace('_', ' '):<16}{figures}")
-    shares = "".join(f"{part.statistics.judged / part.statistics.tokens:>14.1%}" for part in parts)
-    print(f"{'judged part':<16}{shares}\n")
+    shares = "".join(f"{part.statistics.loss_tokens / part.statistics.tokens:>14.1%}" for part in parts)
+    print(f"{'loss_mask part':<16}{shares}\n")
     for name, value in made.context.items():
         print(f"{name.replace('_', ' '):<18}{value or '-'}")
 
@@ -206,7 +206,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         batch=options.batch,
     )
     if not score.asked:
-        why = "; ".join(f"{count} times {reason}" for reason, count in score.unasked.items()) or "there are none"
+        why = "; ".join(f"{count} times {reason}" for reason, count in score.skipped.items()) or "there are none"
         return complain(f"--data {options.data}: no held-out conversation can be asked for a call: {why}", FAILED)
     if options.json:
         print(json.dumps(_as_json(score, options, saved.base), indent=2))
@@ -230,7 +230,7 @@ def _print_score(score: CallScore) -> None:
     print(f"{'calls asked for':<18}{score.asked:>8}")
     for name, ratio in score.ratios().items():
         print(f"{name.replace('_', ' '):<18}{getattr(score, name):>8}{ratio:>10.1%}")
-    for reason, count in score.unasked.items():
+    for reason, count in score.skipped.items():
         print(f"gpucluster: {count} conversations were not asked: {reason}", file=sys.stderr)
 
 
@@ -243,7 +243,7 @@ def _as_json(score: CallScore, options: argparse.Namespace, base: str) -> dict[s
         "asked": score.asked,
         **{name: getattr(score, name) for name in score.ratios()},
         "ratios": score.ratios(),
-        "unasked": dict(score.unasked),
+        "skipped": dict(score.skipped),
         "wrong": [_wrong(answer) for answer in wrong[:_WRONG_SHOWN]],
     }
 
@@ -304,18 +304,18 @@ exit codes:
 """
 
 _REFERENCE_CURVE_EXAMPLES = """\
-  gpucluster lora reference-curve run-1/curve.csv gpucluster-report/latest --out golden.json
+  gpucluster lora reference-curve run-1/curve.csv gpucluster-report/latest --out reference.json
 """
 
-_GOLDEN = """\
-Make a golden loss curve of one or more runs of the same experiment, for --gpucluster-golden. Of a journal or a folder
-of a run the curve among its artifacts is taken, if its test passed; of a report directory the latest run's.
+_REFERENCE_CURVE = """\
+Make a reference loss curve of one or more runs of the same experiment, for --gpucluster-reference-curve. Of a journal
+or a folder of a run the curve among its artifacts is taken, if its test passed; of a report directory the latest run's.
 """
 
 
 def configure_reference_curve(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``lora reference-curve``."""
-    explain(parser, _GOLDEN, _REFERENCE_CURVE_EXAMPLES, REFERENCE_CURVE_EXIT_CODES)
+    explain(parser, _REFERENCE_CURVE, _REFERENCE_CURVE_EXAMPLES, REFERENCE_CURVE_EXIT_CODES)
     parser.add_argument(
         "curves",
         metavar="CURVE.csv|JOURNAL",
@@ -323,19 +323,19 @@ def configure_reference_curve(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="the CSV file of a curve, a journal.jsonl, the folder of a run, or a report directory (its latest run)",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="write the golden curve here")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="write the reference curve here")
     parser.add_argument(
         "--test", metavar="TEXT", default="", help="of a run, the curve of the test with this in its id, as lora_tiny"
     )
 
 
 def run_reference_curve(options: argparse.Namespace) -> int:
-    """Make a golden curve, and return the exit code."""
+    """Make a reference curve, and return the exit code."""
     return make(options.curves, options.out, options.test)
 
 
 def make(places: Sequence[Path], out: Path, test: str = "") -> int:
-    """Make a golden curve of the curves in these places, write it, and return the exit code.
+    """Make a reference curve of the curves in these places, write it, and return the exit code.
 
     Args:
         places: CSV files of curves; or journals, folders of runs or report directories, each with one curve among the
@@ -363,8 +363,8 @@ def make(places: Sequence[Path], out: Path, test: str = "") -> int:
     widest = max(made.band)
     runs = "1 run" if made.runs == 1 else f"{made.runs} runs"
     print(
-        f"gpucluster: golden curve of {runs}, {len(made.steps)} steps, loss {made.loss[0]:.4g} to {made.loss[-1]:.4g}, "
-        f"band at most {widest:.2g}: {out}",
+        f"gpucluster: reference curve of {runs}, {len(made.steps)} steps, loss {made.loss[0]:.4g} to "
+        f"{made.loss[-1]:.4g}, band at most {widest:.2g}: {out}",
         file=sys.stderr,
     )
     return DONE

@@ -376,11 +376,11 @@ OPTIONS = (
         help="go on from the newest checkpoint in the scratch folder; without a value it means yes (default: no)",
     ),
     _Option(
-        name="golden",
+        name="reference-curve",
         metavar="FILE",
         parse=_path,
         takes="base",
-        help="a golden loss curve, made by gpucluster lora reference-curve; a curve that leaves its band is a failure",
+        help="a reference curve of the loss, made by gpucluster lora reference-curve; leaving its band is a failure",
     ),
     _Option(
         name="baseline",

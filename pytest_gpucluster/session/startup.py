@@ -162,7 +162,7 @@ class Opening:
         if self._run.launched is None:
             return
         settings = self._run.settings
-        read = {"thresholds": settings.thresholds, "golden": settings.golden}
+        read = {"thresholds": settings.thresholds, "reference-curve": settings.reference_curve}
         if settings.baseline is not None:
             read["baseline"] = settings.baseline
         read |= {f"data {data.key}": data.source.path for data in settings.data}

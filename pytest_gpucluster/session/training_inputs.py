@@ -70,8 +70,8 @@ class TrainingInputs:
     """Go on from the newest checkpoint in the scratch folder."""
     scratch: Path | None = None
     """Where checkpoints go, on a file system that all ranks share; None: the test's artifacts folder."""
-    golden: Path | None = None
-    """The golden curve to compare with; None: none."""
+    reference_curve: Path | None = None
+    """The reference curve to compare with; None: none."""
 
     @classmethod
     def of(cls, settings: Any) -> TrainingInputs:
@@ -81,7 +81,7 @@ class TrainingInputs:
             model=settings.model,
             resume=settings.resume,
             scratch=settings.scratch,
-            golden=settings.golden,
+            reference_curve=settings.reference_curve,
         )
 
     def told(self) -> dict[str, str]:
@@ -89,7 +89,11 @@ class TrainingInputs:
         found = {f"--gpucluster-data {key}": str(source) for key, source in self.data.items()}
         found |= {
             f"--gpucluster-{name}": str(value)
-            for name, value in (("model", self.model), ("scratch", self.scratch), ("golden", self.golden))
+            for name, value in (
+                ("model", self.model),
+                ("scratch", self.scratch),
+                ("reference-curve", self.reference_curve),
+            )
             if value is not None
         }
         return found | ({"--gpucluster-resume": "yes"} if self.resume else {})
@@ -120,10 +124,10 @@ class TrainingInputs:
             yield from wrong
             if not wrong and not os.access(self.scratch, os.W_OK | os.X_OK):
                 yield f"{option}: nothing can be written into it"
-        if self.golden is not None:
-            option = f"--gpucluster-golden {self.golden}"
-            wrong = list(_file(option, self.golden))
-            yield from wrong or _no_golden_curve(option, self.golden)
+        if self.reference_curve is not None:
+            option = f"--gpucluster-reference-curve {self.reference_curve}"
+            wrong = list(_file(option, self.reference_curve))
+            yield from wrong or _no_reference_curve(option, self.reference_curve)
 
 
 def read_data(text: str, base: Path = Path()) -> Data:
@@ -197,7 +201,7 @@ def _folder(option: str, path: Path) -> Iterator[str]:
         yield f"{option}: cannot be read"
 
 
-def _no_golden_curve(option: str, path: Path) -> Iterator[str]:
+def _no_reference_curve(option: str, path: Path) -> Iterator[str]:
     from pytest_gpucluster.benchmarks.lora import reference_curve  # a run without one pays nothing
 
     try:

@@ -128,7 +128,7 @@ def test_a_group_that_learns_otherwise_is_found(run):
     assert (error.status, error.worst_rank, error.values[0]) == ("failed", 1, 0.0)
 
 
-def test_a_curve_that_leaves_the_band_of_the_golden_one_fails(run):
+def test_a_curve_that_leaves_the_band_of_the_reference_curve_fails(run):
     same, astray = (of_metric(result(run, fault), "lora.reference_deviation") for fault in ("resumed", "astray"))
     assert (same.status, same.value) == ("passed", 0.0)
     assert (astray.status, astray.value > 1) == ("failed", True)
@@ -137,7 +137,7 @@ def test_a_curve_that_leaves_the_band_of_the_golden_one_fails(run):
 @pytest.mark.parametrize(
     ("fault", "fields"), [("foreign", ("of qwen2-7b", "trains qwen2-7b")), ("weights", ("weights is '", "0" * 16))]
 )
-def test_a_golden_curve_that_cannot_be_compared_is_an_error_before_the_training(run, fault, fields):
+def test_a_reference_curve_that_cannot_be_compared_is_an_error_before_the_training(run, fault, fields):
     found = result(run, fault)
     assert found.outcome == "error"
     assert "CurveError" in found.message

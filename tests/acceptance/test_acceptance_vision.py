@@ -13,7 +13,7 @@ from programs import needs_modules
 from torch import nn
 
 from pytest_gpucluster.benchmarks.vision import throughput
-from pytest_gpucluster.benchmarks.vision.throughput_setup import PIECES
+from pytest_gpucluster.benchmarks.vision.throughput_setup import COMPONENTS
 
 pytestmark = needs_modules("transformers", "PIL")
 
@@ -89,7 +89,7 @@ def test_a_broken_image_is_an_error_that_names_its_file(suite, monkeypatch):
     folder = image_files.write_image_folder(suite.path / "data", classes=2, images=8)
     (folder / "n0001" / "3.png").write_bytes(b"<html>not found</html>")
     small = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 2))
-    monkeypatch.setattr(throughput, "PIECES", replace(PIECES, make=lambda *given, **more: small))
+    monkeypatch.setattr(throughput, "COMPONENTS", replace(COMPONENTS, make=lambda *given, **more: small))
     options = (f"--gpucluster-data=images={folder}", "--gpucluster-workload=vision.workers=0")
     left = suite.run("-k=data and resnet18", *options)
     [found] = left.journal.results

@@ -330,7 +330,9 @@ def given(told: dict[str, str], *problems: str) -> dict[str, Any]:
 def test_what_ranks_were_given_to_train_with_is_the_same() -> None:
     who = world()
     for rank, they in who.items():
-        they["inputs"] = given({"--gpucluster-model": "/b" if rank == 9 else "/a", "--gpucluster-golden": "/g"})
+        they["inputs"] = given(
+            {"--gpucluster-model": "/b" if rank == 9 else "/a", "--gpucluster-reference-curve": "/g"}
+        )
     found = only(check(who))
     assert re.match(r"--gpucluster-model .*: '/b' on rank 9 \(gpu-07\); .* 15 ranks have '/a'$", found.message)
     assert (found.ranks, found.exit) == ((9,), 11)
@@ -347,7 +349,7 @@ def test_a_path_that_is_missing_on_one_node_names_its_ranks_and_host_and_everywh
     assert re.match(r"--gpucluster-data images=/data: .* \(ranks 8-15 on gpu-07\)$", found.message)
     assert (found.ranks, found.exit) == (tuple(range(8, 16)), 11)
     for they in who.values():
-        they["inputs"] = given({}, "--gpucluster-golden /g: no such file")
+        they["inputs"] = given({}, "--gpucluster-reference-curve /g: no such file")
     found = only(check(who))
-    assert re.match(r"--gpucluster-golden /g: .* \(ranks 0-15 on gpu-06, gpu-07\)$", found.message)
+    assert re.match(r"--gpucluster-reference-curve /g: .* \(ranks 0-15 on gpu-06, gpu-07\)$", found.message)
     assert found.exit == 4

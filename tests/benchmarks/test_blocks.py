@@ -15,11 +15,11 @@ from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling
 
 
 class Steps:
-    """Work of ``seconds`` a step on a manual clock, verified after ``most_at_once`` steps at the latest."""
+    """Work of ``seconds`` a step on a manual clock, verified after ``max_in_flight`` steps at the latest."""
 
-    def __init__(self, seconds=0.01, *, most_at_once=64, wrong=None):
+    def __init__(self, seconds=0.01, *, max_in_flight=64, wrong=None):
         self.clock = ManualClock()
-        self.most_at_once = most_at_once
+        self.max_in_flight = max_in_flight
         self.started, self.verified = [], []
         self._seconds, self._wrong = seconds, wrong
 
@@ -47,7 +47,7 @@ def test_a_steady_rate_is_known_after_the_window():
 
 
 def test_every_step_is_started_once_and_verified_once():
-    steps = Steps(0.004, most_at_once=7)
+    steps = Steps(0.004, max_in_flight=7)
     rate = measure_rate(steps, steps.clock, sampling=sampling())
     assert steps.started == list(range(rate.verified))
     assert [index for done in steps.verified for index in done] == steps.started
@@ -111,7 +111,7 @@ def test_a_wrong_result_ends_it_at_once(wrong):
     steps = Steps(0.01, wrong=wrong)
     with pytest.raises(WrongResult, match=f"step {wrong}"):
         measure_rate(steps, steps.clock, sampling=sampling())
-    assert len(steps.started) <= wrong + steps.most_at_once
+    assert len(steps.started) <= wrong + steps.max_in_flight
 
 
 @of_each("seconds", [0.0, math.nan, math.inf])
@@ -122,7 +122,7 @@ def test_a_clock_that_gives_no_time_is_inconclusive(seconds):
 
 
 def test_the_clock_is_prepared_for_each_region_by_what_the_last_one_took():
-    steps = Steps(1e-5, most_at_once=10)
+    steps = Steps(1e-5, max_in_flight=10)
     measure_rate(steps, steps.clock, sampling=sampling(warmup=0.001, window=0.01, longest=0.1))
     prepared = steps.clock.prepared
     assert len(prepared) == len(steps.verified)
@@ -134,16 +134,16 @@ def test_the_clock_is_prepared_for_each_region_by_what_the_last_one_took():
 @settings(deadline=None)
 @given(
     each=st.floats(1e-5, 3.0),
-    most_at_once=st.integers(1, 100),
+    max_in_flight=st.integers(1, 100),
     warmup=st.floats(0, 2),
     window=st.floats(0.05, 3),
     beyond=st.floats(0, 5),
 )
-def test_however_long_a_step_takes_the_rate_is_one_over_it(each, most_at_once, warmup, window, beyond):
-    steps = Steps(each, most_at_once=most_at_once)
+def test_however_long_a_step_takes_the_rate_is_one_over_it(each, max_in_flight, warmup, window, beyond):
+    steps = Steps(each, max_in_flight=max_in_flight)
     chosen = sampling(warmup=min(warmup, 1000 * each), window=min(window, 1000 * each), longest=window + beyond)
     rate = measure_rate(steps, steps.clock, sampling=chosen)
     assert rate.per_second.median == pytest.approx(1 / each, rel=1e-3)
     assert len(rate.per_second.samples) >= MIN_SAMPLES
     assert rate.timed / rate.per_second.median >= 0.999 * chosen.window_seconds
-    assert all(len(done) <= most_at_once for done in steps.verified)
+    assert all(len(done) <= max_in_flight for done in steps.verified)

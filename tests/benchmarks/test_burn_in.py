@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.burn_in import Course, burn_in
+from pytest_gpucluster.benchmarks.burn_in import TimeSeries, burn_in
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -37,7 +37,7 @@ class Device:
         self._calls += 1
 
 
-def burn(device: Device, course: Course, *, interval: float = 1.0, **more: object) -> None:
+def burn(device: Device, course: TimeSeries, *, interval: float = 1.0, **more: object) -> None:
     burn_in(
         CPU,
         course,
@@ -52,7 +52,7 @@ def burn(device: Device, course: Course, *, interval: float = 1.0, **more: objec
 
 
 def test_it_lasts_as_long_as_is_asked_for_and_every_product_is_in_its_course() -> None:
-    device, course = Device(), Course(10.0)
+    device, course = Device(), TimeSeries(10.0)
     burn(device, course)
     assert course.is_complete
     assert 10.0 <= course.seconds_done < 11.0
@@ -62,7 +62,7 @@ def test_it_lasts_as_long_as_is_asked_for_and_every_product_is_in_its_course() -
 
 
 def test_a_device_that_slows_down_does_not_keep_its_rate() -> None:
-    device, course = Device(), Course(20.0)
+    device, course = Device(), TimeSeries(20.0)
 
     def show(step: int, of: int, **figures: float) -> None:
         device.seconds = EACH_SECONDS * (1 + step / of)
@@ -82,13 +82,13 @@ def test_a_device_that_slows_down_does_not_keep_its_rate() -> None:
 def test_a_wrong_product_is_told_with_its_place_and_its_time(
     fault: Callable[[torch.Tensor], object], found: str
 ) -> None:
-    device, course = Device(at=700, fault=fault), Course(3600.0)
+    device, course = Device(at=700, fault=fault), TimeSeries(3600.0)
     with pytest.raises(WrongResult, match="burn-in fp32 n=64: product 700 is wrong in ") as caught:
         burn(device, course)
     assert found in str(caught.value)
     # Of the points before it; the one that it is in does not count.
-    assert str(caught.value).endswith(f"; {course.reached}")
-    assert course.reached.startswith("after 6.4 s of 3600 s, and 640 products, ")
+    assert str(caught.value).endswith(f"; {course.progress_text}")
+    assert course.progress_text.startswith("after 6.4 s of 3600 s, and 640 products, ")
     assert not course.is_complete
 
 
@@ -104,7 +104,7 @@ def test_what_was_seen_before_an_interruption_is_kept_and_told(
         raise stop
 
     path = tmp_path / "course.csv"
-    device, course = Device(at=700, fault=fault), Course(3600.0, path)
+    device, course = Device(at=700, fault=fault), TimeSeries(3600.0, path)
     with pytest.raises(raised, match=r"burn-in stopped after 6.4 s of 3600 s, and 640 products") as caught:
         burn(device, course)
     assert str(caught.value).startswith(f"{stop}; " if str(stop) else "burn-in stopped")
@@ -128,7 +128,7 @@ def test_the_time_left_is_shown_second_by_second_and_telemetry_is_open_meanwhile
         shown.append((step, of))
 
     # Many points a second: the same step twice would begin the display anew.
-    burn(Device(), Course(10.0), interval=0.1, progress=show, during=window())
+    burn(Device(), TimeSeries(10.0), interval=0.1, progress=show, during=window())
     steps = [step for step, _ in shown]
     assert steps == sorted(set(steps))
     assert shown[-1] == (10, 10)
@@ -140,4 +140,4 @@ def test_the_time_left_is_shown_second_by_second_and_telemetry_is_open_meanwhile
 )
 def test_a_time_that_is_none_is_refused(seconds: float, interval: float) -> None:
     with pytest.raises(ValueError, match=r"positive and"):
-        burn(Device(), Course(seconds), interval=interval)
+        burn(Device(), TimeSeries(seconds), interval=interval)

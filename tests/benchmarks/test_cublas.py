@@ -13,7 +13,7 @@ def test_a_session_chooses_the_workspace_before_anybody_can_multiply_on_a_gpu(mo
     monkeypatch.setattr(os, "environ", environment)
     activation.prepare_environment()
     assert environment[cublas.NAME] == ":4096:8"
-    assert cublas.hindrance(environment) == ""
+    assert cublas.not_reproducible(environment) == ""
     assert environment["NCCL_DEBUG"] == "INFO", "and NCCL's log"
 
 
@@ -22,4 +22,4 @@ def test_what_the_operator_has_chosen_stays(chosen, hinders):
     environment = {cublas.NAME: chosen}
     cublas.prepare(environment)
     assert environment == {cublas.NAME: chosen}
-    assert bool(cublas.hindrance(environment)) is hinders
+    assert bool(cublas.not_reproducible(environment)) is hinders

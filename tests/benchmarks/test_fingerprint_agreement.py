@@ -41,8 +41,8 @@ def blamed(found: FingerprintAgreement, count: int) -> dict[int, str]:
 
 def test_equal_bits_agree() -> None:
     found = agreement(["ab"] * 8)
-    assert found.dissents == ()
-    assert [found.agreed(rank) for rank in range(8)] == [1.0] * 8
+    assert found.disagreements == ()
+    assert [found.agreement_ratio(rank) for rank in range(8)] == [1.0] * 8
     assert blamed(found, 8) == {}
 
 
@@ -53,7 +53,7 @@ def test_the_one_that_deviates_is_named_with_its_stage_and_no_other(count: int) 
         1: "rank 1: the same computation gives other bits here: stage 1 gives xxxx, and"
         f" {count - 1} of {count} alike give bbbb"
     }
-    assert [found.agreed(rank) for rank in range(3)] == [1.0, 0.5, 1.0]
+    assert [found.agreement_ratio(rank) for rank in range(3)] == [1.0, 0.5, 1.0]
 
 
 def test_several_that_deviate_in_several_stages_are_all_named() -> None:
@@ -71,7 +71,7 @@ def test_of_two_that_differ_it_is_said_that_one_of_them_is_wrong() -> None:
     for text in told.values():
         assert re.search(r"stage 0 gives aaaa.* 0; xxxx on rank 1: .*is wrong", text)
         assert re.search(r"their kind", text)
-    assert [found.agreed(rank) for rank in range(2)] == [0.5, 0.5]
+    assert [found.agreement_ratio(rank) for rank in range(2)] == [0.5, 0.5]
 
 
 @of_each("bits", [["a", "a", "x", "x"], ["a", "x", "y"]])
@@ -84,14 +84,14 @@ def test_without_a_majority_nobody_is_cleared(bits: list[str]) -> None:
 def test_each_kind_is_compared_with_its_like_only() -> None:
     found = agreement(["a", "b", "a", "b", "x", "b"], ["H100", "H200"] * 3)
     assert blamed(found, 6).keys() == {4}
-    assert found.agreed(1) == 1.0
+    assert found.agreement_ratio(1) == 1.0
 
 
 def test_one_that_is_alone_of_its_kind_is_no_pass() -> None:
     found = agreement(["a", "a", "b"], ["H100", "H100", "H200"])
     with pytest.raises(EnvironmentBroken, match=r"rank 2 .*compare its.* H200, the"):
-        found.agreed(2)
-    assert found.agreed(0) == 1.0
+        found.agreement_ratio(2)
+    assert found.agreement_ratio(0) == 1.0
 
 
 def test_a_stage_that_only_some_have_computed_is_a_dissent() -> None:

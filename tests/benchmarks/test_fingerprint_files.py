@@ -25,7 +25,7 @@ def test_all_get_the_same_and_only_the_deviant_is_blamed(tmp_path: Path) -> None
         told = list(pool.map(worker, range(4)))
     assert told == [([of(each) for each in bits], {index: f"GPU {index}" for index in range(4)})] * 4
     agreement = FingerprintAgreement(told[0][0])
-    assert [agreement.agreed(index) for index in range(4)] == [1, 1, 0, 1]
+    assert [agreement.agreement_ratio(index) for index in range(4)] == [1, 1, 0, 1]
     with pytest.raises(WrongResult, match=r"GPU 2: .*computation gives.* 3 of 4"):
         agreement.require(2, told[0][1])
 

@@ -9,7 +9,7 @@ from pytest_gpucluster.benchmarks import memory_budget
 from pytest_gpucluster.benchmarks.memory_budget import (
     CACHES,
     free_bytes,
-    memory_returned,
+    memory_released,
     require_free,
     sets_beyond_cache,
 )
@@ -54,9 +54,9 @@ def test_memory_that_cannot_be_counted_is_not_refused(monkeypatch):
 def test_the_cache_is_emptied_either_way(monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    with memory_returned():
+    with memory_released():
         pass
-    with pytest.raises(ValueError, match="as planned"), memory_returned():
+    with pytest.raises(ValueError, match="as planned"), memory_released():
         raise ValueError("as planned")
     assert emptied == [True, True]
 
@@ -66,5 +66,5 @@ def test_a_lost_device_does_not_hide_why(monkeypatch):
         raise RuntimeError("CUDA error: device lost")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lost)
-    with pytest.raises(ValueError, match="the reason"), memory_returned():
+    with pytest.raises(ValueError, match="the reason"), memory_released():
         raise ValueError("the reason")

@@ -33,7 +33,7 @@ def test_the_same_device_gives_the_same_bits_again_in_every_stage() -> None:
     assert first == second
     assert first.changed == {}
     assert first.repeated == 1.0
-    first.require_steady("here")
+    first.require_repeatable("here")
 
 
 def test_every_dtype_is_multiplied_and_all_stages_give_bits_of_their_own() -> None:
@@ -65,9 +65,9 @@ def test_a_device_that_computes_something_else_the_second_time_is_told_with_the_
     stages[stage] = flipping(stages[stage], at=2)
     found = take_fingerprint(CPU, n=N, repeats=4, stages=stages)
     assert found.changed == {stage: 1}
-    assert found.repeated == pytest.approx(1 - 1 / len(stages))
+    assert found.repeatable == pytest.approx(1 - 1 / len(stages))
     with pytest.raises(WrongResult, match=f"^GPU 3 of node-b: .*: {stage} in 1 of 3 repeats"):
-        found.require_steady("GPU 3 of node-b")
+        found.require_repeatable("GPU 3 of node-b")
 
 
 def test_a_first_time_that_was_wrong_differs_from_all_later_ones() -> None:

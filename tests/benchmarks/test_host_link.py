@@ -111,12 +111,14 @@ def test_the_link_is_looked_at_while_copies_are_under_way_and_not_too_often():
 
     class Looked(host_link_copies.HostCopies):
         def __init__(self, *arguments, **others):
-            super().__init__(*arguments, **others, now=lambda: next(times) * host_link_copies.LOOK_SECONDS / 4)
+            super().__init__(
+                *arguments, **others, now=lambda: next(times) * host_link_copies.SAMPLE_INTERVAL_SECONDS / 4
+            )
 
     result = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_link, "HostCopies", Looked)
-        result = measure("h2d", copier, look=lambda: looks.append(len(copier.copies)))
+        result = measure("h2d", copier, sample=lambda: looks.append(len(copier.copies)))
     assert looks[0] == 1, "at the first burst, before its copies are compared"
     assert 1 < len(looks) < result.verified_copies / 2
 

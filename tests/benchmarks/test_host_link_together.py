@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.host_link_concurrent import Plan, measure_host_links_together
+from pytest_gpucluster.benchmarks.host_link_concurrent import Plan, measure_host_links_concurrently
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -23,7 +23,7 @@ PREAMBLE = """
 from pytest_gpucluster.benchmarks import host_link_concurrent
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
-from pytest_gpucluster.benchmarks.host_link_concurrent import measure_host_links_together
+from pytest_gpucluster.benchmarks.host_link_concurrent import measure_host_links_concurrently
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -42,7 +42,7 @@ def outcome(copier, **arguments):
     given = dict(payload_bytes=8000, copies=8, direction="h2d", sampling=Sampling(
         warmup_seconds=0, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)) | arguments
     try:
-        return measure_host_links_together(group, device, given.pop("direction"), clock=copier.clock, copier=copier,
+        return measure_host_links_concurrently(group, device, given.pop("direction"), clock=copier.clock, copier=copier,
                                            **given)
     except (GpuClusterError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
@@ -89,7 +89,7 @@ class Timed(Copier):
 
 def measure(group, copier, direction="h2d", **others):
     given = {"payload_bytes": 8000, "copies": 8, "sampling": SAMPLING} | others
-    return measure_host_links_together(group, CPU, direction, clock=copier.clock, copier=copier, **given)
+    return measure_host_links_concurrently(group, CPU, direction, clock=copier.clock, copier=copier, **given)
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])

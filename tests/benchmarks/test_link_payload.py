@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks import links
-from pytest_gpucluster.benchmarks.links import defect, fill, poison, salt
+from pytest_gpucluster.benchmarks.links import clear, defect, fill, salt
 
 SEED = salt(0, 1, 5)
 
@@ -47,7 +47,7 @@ def test_all_wrong_words_are_counted_and_the_first_is_told() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        pytest.param(poison, id="nothing came"),
+        pytest.param(clear, id="nothing came"),
         pytest.param(lambda received: received.zero_(), id="zeros"),
         pytest.param(lambda received: received.copy_(received.roll(1)), id="a word too late"),
         pytest.param(lambda received: received.copy_(words(1000, salt(0, 1, 4))), id="what was sent before"),
@@ -66,7 +66,7 @@ def test_data_that_were_not_meant_are_wrong_in_nearly_all_words(spoil) -> None:
 
 def test_the_part_that_did_not_arrive_is_wrong() -> None:
     received = torch.empty(1000, dtype=torch.int32)
-    poison(received)
+    clear(received)
     received[:600] = words(600)
     assert (defect(received, SEED) or ())[:2] == (400, 2400)
 

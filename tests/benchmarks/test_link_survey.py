@@ -56,8 +56,8 @@ say(entered)
 
 # What is entered while only the group is used: the tournament and once more, and not when all tell each other.
 entered.clear()
-whole = links.links.gathered
-links.links.gathered = lambda *given: (entered.append("told"), whole(*given))[1]
+whole = links.links.gather_readings
+links.links.gather_readings = lambda *given: (entered.append("told"), whole(*given))[1]
 surveyed(mine, "node", sweeping=During)
 say(entered)
 nodes = mine = None

@@ -87,13 +87,14 @@ if rank:
     group = pair
     found = links.sweep(pair, device, (((1, 2),),), payload_bytes=4000, round_seconds=0.02)
     say(sorted(plain(found)))
-    everyones = links.gathered(Ranks(dist.group.WORLD, device), [one for one in found.readings if one.receiver == rank])
+    received = [one for one in found.readings if one.receiver == rank]
+    everyones = links.gather_readings(Ranks(dist.group.WORLD, device), received)
     pair = group = found = None
 else:
     say([])
-    everyones = links.gathered(Ranks(dist.group.WORLD, device), [])
+    everyones = links.gather_readings(Ranks(dist.group.WORLD, device), [])
 say([[one.sender, one.receiver, one.bytes_per_second > 0, one.wrong] for one in everyones])
-say(links.gathered(Ranks(dist.group.WORLD, device), []))
+say(links.gather_readings(Ranks(dist.group.WORLD, device), []))
 """
 
 

@@ -15,7 +15,7 @@ from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic, scaled_product
 from pytest_gpucluster.benchmarks.matmul import Buffers, Products, Shape, layouts_of, measure_shape, prepare_shape
 from pytest_gpucluster.benchmarks.matmul_search import (
-    Look,
+    Trial,
     candidates,
     fastest,
     first_rank_chooses,
@@ -77,7 +77,7 @@ def search(multiply, shapes=SHAPES, *, dtype="fp32", **others):
         CPU,
         shapes,
         dtype=dtype,
-        look_seconds=LOOK_SECONDS,
+        trial_seconds=LOOK_SECONDS,
         clock=multiply.clock,
         multiply=multiply,
         **({"sampling": SAMPLING} | others),
@@ -156,9 +156,9 @@ def test_the_fastest_shape_is_found_and_measured_anew(best):
     found = search(multiply)
     assert found.best.shape == best
     assert found.best.tflops.median == pytest.approx(2e-4)
-    assert [look.shape for look in found.looks] == SHAPES
-    assert [look.tflops for look in found.looks] == pytest.approx([2e-4 if each == best else 1e-4 for each in SHAPES])
-    assert found.looks_text.startswith(f"{best} 0.0002, ")
+    assert [look.shape for look in found.trials] == SHAPES
+    assert [look.tflops for look in found.trials] == pytest.approx([2e-4 if each == best else 1e-4 for each in SHAPES])
+    assert found.trials_text.startswith(f"{best} 0.0002, ")
 
 
 def test_the_rate_on_record_is_never_the_look():
@@ -177,7 +177,7 @@ def test_the_rate_on_record_is_never_the_look():
 
     found = search(multiply, choose=choose)
     assert found.best.shape == TALL
-    assert found.looks[1].tflops == pytest.approx(9e-4)
+    assert found.trials[1].tflops == pytest.approx(9e-4)
     assert found.best.tflops.median == pytest.approx(1e-4)
     assert max(found.best.tflops.samples) == pytest.approx(1e-4)
 
@@ -305,7 +305,7 @@ class Notices:
 
 
 def looks_of(*tflops):
-    return [Look(shape=shape, tflops=rate) for shape, rate in zip(SHAPES, tflops, strict=True)]
+    return [Trial(shape=shape, tflops=rate) for shape, rate in zip(SHAPES, tflops, strict=True)]
 
 
 def chosen(board, rank, looks):

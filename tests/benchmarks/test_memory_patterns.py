@@ -12,7 +12,7 @@ from each import of_each
 
 from pytest_gpucluster.benchmarks import memory_patterns
 from pytest_gpucluster.benchmarks import memory_patterns as memory_survey
-from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Cells, Survey, go_through, needed_bytes_beside
+from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Cells, Survey, comparison_bytes, run_pattern
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def stuck(bit: int, *, high: bool) -> Callable[[Faulty, int, int, torch.Tensor],
 def survey_of(pattern: str, cells: Cells | None = None, **more: object) -> Survey:
     survey = Survey(pattern=pattern)
     settings = {"share": 0.5, "most_bytes": 8 * WORDS, "part_words": PART, "buffer_words": BUFFER} | more
-    go_through(CPU, survey, cells=cells, **settings)  # type: ignore[arg-type]  # passed through
+    run_pattern(CPU, survey, cells=cells, **settings)  # type: ignore[arg-type]  # passed through
     return survey
 
 
@@ -126,8 +126,8 @@ def test_what_is_wrong_at_one_look_and_right_at_the_next_is_told_so(monkeypatch:
     monkeypatch.setattr(torch, "ne", lying)
     survey = survey_of("random")
     assert survey.wrong_words == 1
-    assert "byte 0x28: expected 0x" in survey.listed()
-    assert re.search(r"read wrong", survey.listed())
+    assert "byte 0x28: expected 0x" in survey.report()
+    assert re.search(r"read wrong", survey.report())
 
 
 def test_what_was_seen_before_an_interruption_is_kept() -> None:
@@ -138,25 +138,25 @@ def test_what_was_seen_before_an_interruption_is_kept() -> None:
 
     survey = Survey(pattern="walking_ones")
     with pytest.raises(KeyboardInterrupt):
-        go_through(
+        run_pattern(
             CPU, survey, share=0.5, most_bytes=8 * WORDS, part_words=PART, buffer_words=BUFFER, cells=Faulty(after)
         )
     assert not survey.is_complete
     assert survey.passes == 4
     assert survey.wrong_words > 0
-    assert survey.reached == "after 4 of 65 passes over 3.2e-06 GB"
+    assert survey.progress_text == "after 4 of 65 passes over 3.2e-06 GB"
 
 
 def test_the_progress_of_the_passes_is_shown_once_somebody_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     survey_of("random", progress=lambda step, of, **figures: pytest.fail("nobody has waited"))
-    monkeypatch.setattr(memory_patterns, "SHOWN_SECONDS", 0.0)
+    monkeypatch.setattr(memory_patterns, "PROGRESS_SECONDS", 0.0)
     shown: list[tuple[int, int, dict[str, float]]] = []
     survey_of("random", progress=lambda step, of, **figures: shown.append((step, of, figures)))
     assert shown == [(step, 3, {"wrong_words": 0}) for step in (1, 2, 3)]
 
 
 def test_a_share_of_what_is_free_is_taken_less_what_comparing_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = 10 * needed_bytes_beside(PART)
+    free = 10 * comparison_bytes(PART)
     monkeypatch.setattr(memory_patterns, "free_bytes", lambda device: free)
     monkeypatch.setattr(memory_patterns, "total_bytes", lambda device: 2 * free)
     survey = survey_of("random", most_bytes=10**9, share=0.9)
@@ -184,7 +184,7 @@ def test_memory_that_somebody_else_takes_meanwhile_is_no_fault_of_the_memory() -
 
     survey = Survey(pattern="random")
     with pytest.raises(EnvironmentBroken, match=r"memory meanwhile"):
-        go_through(CPU, survey, share=0.5, most_bytes=8 * WORDS, cells=Full())
+        run_pattern(CPU, survey, share=0.5, most_bytes=8 * WORDS, cells=Full())
     assert not survey.is_complete
 
 

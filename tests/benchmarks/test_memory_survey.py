@@ -23,7 +23,7 @@ def survey(*faults: Fault) -> Survey:
 
 
 def test_a_fault_says_where_it_is_and_which_bits_are_wrong() -> None:
-    again = str(fault().and_again(fault(found=3, during="step 2 of 64")))
+    again = str(fault().repeated(fault(found=3, during="step 2 of 64")))
     assert again.startswith("buffer 3, byte 0x28: expected 0x0000000000000000, found 0x0000000000020000, xor 0x")
     assert again.endswith("20000 (bits 0, 1, 17), step 1 of 64, and 1 more times")
     assert "xor 0x00000000000200f0, step" in str(fault(expected=0xF0)), "too many bits to name"
@@ -45,7 +45,7 @@ def test_wrong_words_are_told_by_place() -> None:
 def test_of_many_places_the_first_are_listed_and_all_are_counted() -> None:
     found = survey(*(fault(8 * number) for number in range(PLACES_LISTED + 10)))
     assert found.found == f"words were read wrong {PLACES_LISTED + 10} times, at {PLACES_LISTED} or more places"
-    lines = found.listed().splitlines()
+    lines = found.report().splitlines()
     assert lines[1] == "buffers and their bytes: 0: 4096, 1: 1024"
     assert len(lines) == 2 + PLACES_LISTED
     with pytest.raises(WrongResult) as caught:

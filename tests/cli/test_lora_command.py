@@ -86,12 +86,12 @@ def adapter(base, tmp_path_factory):
     encoded = [encode(row, tokenizer) for row in read_rows(json.dumps(QUESTIONS).encode(), "questions")[0]]
     longest = max(len(tokens) for tokens, _ in encoded)
     ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in encoded])
-    judged = torch.tensor([counts + [False] * (longest - len(counts)) for _, counts in encoded])
+    loss_mask = torch.tensor([counts + [False] * (longest - len(counts)) for _, counts in encoded])
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other beside other work, and such small products need none
     for _ in range(100):
-        model(input_ids=ids, labels=ids.masked_fill(~judged, -100)).loss.backward()
+        model(input_ids=ids, labels=ids.masked_fill(~loss_mask, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.set_num_threads(threads)
@@ -139,7 +139,7 @@ def test_rows_become_blocks_with_their_statistics(source, tmp_path, capsys):
     table = {line[:16].strip(): line[16:].split() for line in said.splitlines()}
     assert table["rows read"] == ["300"]
     assert table["malformed"] == ["1"]
-    for name in ("rows", "tokens", "judged", "longest", "blocks", "dropped"):
+    for name in ("rows", "tokens", "loss_mask", "longest", "blocks", "dropped"):
         assert table[name] == [str(getattr(part.statistics, name)) for part in (found.train, found.held_out)]
     assert table["rows"] == ["270", "30"]
     assert f"{source}: left out line 30 (row 7): " in told
@@ -174,7 +174,7 @@ def test_an_adapter_is_asked_for_the_calls_of_held_out_conversations(questions, 
         "right_function": 8,
         "right_arguments": 8,
         "ratios": {"well_formed": 1.0, "right_function": 1.0, "right_arguments": 1.0},
-        "unasked": {},
+        "skipped": {},
         "wrong": [],
     }
     # The same conversations are held out of the rows themselves, by the same part and seed.

@@ -1,4 +1,4 @@
-"""``gpucluster lora reference-curve``: from the curves of runs to the file of --gpucluster-golden."""
+"""``gpucluster lora reference-curve``: from the curves of runs to the file of --gpucluster-reference-curve."""
 
 from __future__ import annotations
 
@@ -46,9 +46,11 @@ def csv(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_golden_curve_of_a_file_and_of_a_run(tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reference_curve_of_a_file_and_of_a_run(
+    tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_folder(tmp_path / "reports")
-    out = tmp_path / "golden.json"
+    out = tmp_path / "reference.json"
     assert main(["lora", "reference-curve", str(csv), str(tmp_path / "reports"), "--out", str(out)]) == 0
     found = reference_curve.read(out)
     assert (found.runs, found.steps, found.loss) == (2, (1, 2), (2.5, 1.25))
@@ -59,8 +61,8 @@ def test_a_golden_curve_of_a_file_and_of_a_run(tmp_path: Path, csv: Path, capsys
 @pytest.mark.parametrize("place", ["journal.jsonl", ".", ".."])
 def test_a_run_is_named_by_its_journal_its_folder_or_the_report_directory(tmp_path: Path, place: str) -> None:
     folder = run_folder(tmp_path / "reports")
-    assert main(["lora", "reference-curve", str(folder / place), "--out", str(tmp_path / "golden.json")]) == 0
-    assert reference_curve.read(tmp_path / "golden.json").loss == (3.0, 1.5)
+    assert main(["lora", "reference-curve", str(folder / place), "--out", str(tmp_path / "reference.json")]) == 0
+    assert reference_curve.read(tmp_path / "reference.json").loss == (3.0, 1.5)
 
 
 @pytest.mark.parametrize("outcome", ["failed", "error", "skipped"])
@@ -68,15 +70,15 @@ def test_a_test_that_did_not_pass_leaves_nothing_to_go_by(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], outcome: str
 ) -> None:
     folder = run_folder(tmp_path / "reports", outcome=outcome)
-    assert main(["lora", "reference-curve", str(folder), "--out", str(tmp_path / "golden.json")]) == 3
+    assert main(["lora", "reference-curve", str(folder), "--out", str(tmp_path / "reference.json")]) == 3
     assert "curve0.csv: its test did not pass" in capsys.readouterr().err
-    assert not (tmp_path / "golden.json").exists()
+    assert not (tmp_path / "reference.json").exists()
 
 
 @pytest.mark.parametrize(("curves", "told"), [(0, ": no loss curves in "), (2, ": 2 loss curves in ")])
 def test_a_run_must_have_one_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str], curves: int, told: str) -> None:
     folder = run_folder(tmp_path / "reports", curves=curves)
-    assert main(["lora", "reference-curve", str(folder), "--out", str(tmp_path / "golden.json")]) == 3
+    assert main(["lora", "reference-curve", str(folder), "--out", str(tmp_path / "reference.json")]) == 3
     said = capsys.readouterr().err
     assert told in said
 
@@ -88,7 +90,7 @@ def test_of_several_curves_the_one_of_a_test_is_taken(tmp_path: Path, capsys: py
         file.write(journal.encode({"type": "test", "nodeid": other, "outcome": "failed"}))
     (folder / "artifacts" / artifacts_name(other)).mkdir()
     curve(8.0).write_csv(folder / "artifacts" / artifacts_name(other) / "curve.csv")
-    arguments = ["lora", "reference-curve", str(folder), "--out", str(tmp_path / "golden.json")]
+    arguments = ["lora", "reference-curve", str(folder), "--out", str(tmp_path / "reference.json")]
     assert main([*arguments]) == 3
     assert "2 loss curves in " in capsys.readouterr().err
     assert main([*arguments, "--test", "lora_qwen2"]) == 3
@@ -96,13 +98,13 @@ def test_of_several_curves_the_one_of_a_test_is_taken(tmp_path: Path, capsys: py
     assert main([*arguments, "--test", "other"]) == 3
     assert f"{folder}/artifacts of tests with 'other'" in capsys.readouterr().err
     assert main([*arguments, "--test", "lora_tiny"]) == 0
-    assert reference_curve.read(tmp_path / "golden.json").loss == (3.0, 1.5)
+    assert reference_curve.read(tmp_path / "reference.json").loss == (3.0, 1.5)
 
 
 def test_runs_of_different_experiments_are_named(tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.csv"
     curve(2.0, seed="8").write_csv(other)
-    assert main(["lora", "reference-curve", str(csv), str(other), "--out", str(tmp_path / "golden.json")]) == 3
+    assert main(["lora", "reference-curve", str(csv), str(other), "--out", str(tmp_path / "reference.json")]) == 3
     assert re.search(rf"seed is '8' in run 2.*'x' in run 1.*1 is {csv}; run 2 is {other}\b", capsys.readouterr().err)
 
 

@@ -37,7 +37,7 @@ def pytest_runtest_setup(item):
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     if FAULT == "interface":
         os.environ["GLOO_SOCKET_IFNAME"] = "bond7"
-    checkpoint.SEEN_SECONDS = honest_seen_seconds if fault_of(item) == "right" else 0.5
+    checkpoint.VISIBILITY_SECONDS = honest_seen_seconds if fault_of(item) == "right" else 0.5
     consistency._MOST_SECONDS_EACH = 0.02
     for (module, name), operations in HONEST.items():
         setattr(module, name, operations)
@@ -83,7 +83,7 @@ class Silent(Quick):
 
 # ---- file system -----------------------------------------------------------------------------------------------------
 
-honest_seen_seconds = checkpoint.SEEN_SECONDS
+honest_seen_seconds = checkpoint.VISIBILITY_SECONDS
 MOUNT, FILE = (shared_filesystem, "MOUNT_OPERATIONS"), (shared_filesystem, "FILE_OPERATIONS")
 RENAME, VISIBILITY = (consistency, "RENAME_OPERATIONS"), (consistency, "VISIBILITY_OPERATIONS")
 HONEST = {(module, name): getattr(module, name) for module, name in (MOUNT, FILE, RENAME, VISIBILITY)}

@@ -24,8 +24,8 @@ CASES = {
     "2x2": {"test_checkpoint": ("none",), "test_checkpoint_bandwidth": ("none",)},
 }
 ON_RANK_1 = os.environ["RANK"] == "1"
-SEEN_SECONDS = checkpoint.SEEN_SECONDS
-RESUME, STORE, BANDWIDTH = resume.PIECES, checkpoint.PIECES, bandwidth.PIECES
+VISIBILITY_SECONDS = checkpoint.VISIBILITY_SECONDS
+RESUME, STORE, BANDWIDTH = resume.COMPONENTS, checkpoint.COMPONENTS, bandwidth.COMPONENTS
 
 
 def damaging(damage):
@@ -126,5 +126,5 @@ FAULTS = {
 
 
 def plant(fault, request):
-    checkpoint.SEEN_SECONDS = 0.5 if fault == "unshared" else SEEN_SECONDS
-    resume.PIECES, checkpoint.PIECES, bandwidth.PIECES = FAULTS[fault]
+    checkpoint.VISIBILITY_SECONDS = 0.5 if fault == "unshared" else VISIBILITY_SECONDS
+    resume.COMPONENTS, checkpoint.COMPONENTS, bandwidth.COMPONENTS = FAULTS[fault]

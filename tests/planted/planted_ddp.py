@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from pytest_gpucluster.benchmarks.training import ddp, step, step_check
-from pytest_gpucluster.benchmarks.training.ddp import PIECES
+from pytest_gpucluster.benchmarks.training.ddp import COMPONENTS
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 
 OF_A_STEP = ("nan", "frozen", "none")
@@ -68,26 +68,26 @@ def other(*arguments, seed, **more):
 
 
 def with_step(**parts):
-    return replace(PIECES, step=replace(PARTS, **parts))
+    return replace(COMPONENTS, step=replace(PARTS, **parts))
 
 
 DDP = {
-    "none": PIECES,
-    "nosync": replace(PIECES, replicate=unsynchronized),
-    "samedata": replace(PIECES, read=read_of_rank_0),
+    "none": COMPONENTS,
+    "nosync": replace(COMPONENTS, replicate=unsynchronized),
+    "samedata": replace(COMPONENTS, read=read_of_rank_0),
     "bit": with_step(update=flipped),
     "scaled": with_step(loss=lambda *given: 2 * token_mean(*given)),
     "scaledone": with_step(loss=lambda *given: (1 + 0.001 * ON_RANK_1) * token_mean(*given)),
     "nan": with_step(loss=nan),
-    "sampler": replace(PIECES, sampler=overlapping),
-    "epoch": replace(PIECES, sampler=unshuffled),
-    "frozen": replace(PIECES, make=frozen),
-    "start": replace(PIECES, make=other),
+    "sampler": replace(COMPONENTS, sampler=overlapping),
+    "epoch": replace(COMPONENTS, sampler=unshuffled),
+    "frozen": replace(COMPONENTS, make=frozen),
+    "start": replace(COMPONENTS, make=other),
 }
 STEP = {"nan": replace(PARTS, loss=nan)}
 
 
 def plant(fault, request):
-    ddp.PIECES = DDP[fault]
+    ddp.COMPONENTS = DDP[fault]
     step.PARTS = STEP.get(fault, PARTS) if request.node.originalname == "test_training_step" else PARTS
     step_check.make_decoder = frozen if fault == "frozen" else MAKE

@@ -5,13 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_gpucluster.benchmarks.training import failure_propagation
-from pytest_gpucluster.benchmarks.training.failure_propagation import PIECES
+from pytest_gpucluster.benchmarks.training.failure_propagation import COMPONENTS
 
 LAUNCHER = (sys.executable, "-S", str(Path(__file__).with_name("job_launcher.py")))
 LEFT_OVER_SECONDS = failure_propagation.LEFT_OVER_SECONDS
-JOBS = {"none": PIECES, "silent": replace(PIECES, launcher=(*LAUNCHER, "silent"), module="this_module_is_not_there")}
+JOBS = {
+    "none": COMPONENTS,
+    "silent": replace(COMPONENTS, launcher=(*LAUNCHER, "silent"), module="this_module_is_not_there"),
+}
 JOBS |= {
-    how: replace(PIECES, launcher=(*LAUNCHER, how)) for how in ("hidden", "unnamed", "stubborn", "unwatched", "leaves")
+    how: replace(COMPONENTS, launcher=(*LAUNCHER, how))
+    for how in ("hidden", "unnamed", "stubborn", "unwatched", "leaves")
 }
 CASES = {"1x2": {"test_failure_propagation": tuple(JOBS)}, "2x1": {"test_failure_propagation": ("none",)}}
 # What hangs does so for any time.
@@ -19,5 +23,5 @@ WORKLOADS = {how: {"failure_propagation": {"end_seconds": 1.0}} for how in ("stu
 
 
 def plant(fault, request):
-    failure_propagation.PIECES = JOBS[fault]
+    failure_propagation.COMPONENTS = JOBS[fault]
     failure_propagation.LEFT_OVER_SECONDS = 0.5 if fault == "leaves" else LEFT_OVER_SECONDS

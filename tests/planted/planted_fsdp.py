@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from pytest_gpucluster.benchmarks.training import ddp, fsdp, sharding
-from pytest_gpucluster.benchmarks.training.fsdp import PIECES
+from pytest_gpucluster.benchmarks.training.fsdp import COMPONENTS
 from pytest_gpucluster.benchmarks.training.model import make_decoder
 from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients, token_mean
 
@@ -129,28 +129,28 @@ def nan(*given):
 
 
 def with_step(**parts):
-    return replace(PIECES, step=replace(PARTS, **parts))
+    return replace(COMPONENTS, step=replace(PARTS, **parts))
 
 
 BETWEEN = Between()
 FAULTS = {
-    "none": PIECES,
-    "nosync": replace(PIECES, shard=unsynchronized),
-    "offload": replace(PIECES, shard=unsynchronized_offload),
+    "none": COMPONENTS,
+    "nosync": replace(COMPONENTS, shard=unsynchronized),
+    "offload": replace(COMPONENTS, shard=unsynchronized_offload),
     "sum": with_step(clip=undivided),
-    "block": replace(PIECES, shard=block_left_out),
-    "weight": replace(PIECES, shard=weight_left_out),
+    "block": replace(COMPONENTS, shard=block_left_out),
+    "weight": replace(COMPONENTS, shard=weight_left_out),
     "bit": with_step(update=flipped),
     "replay": with_step(clip=Once()),
-    "between": replace(PIECES, shard=BETWEEN.shard, read=BETWEEN.read),
+    "between": replace(COMPONENTS, shard=BETWEEN.shard, read=BETWEEN.read),
     "moments": with_step(update=three_moments),
-    "samedata": replace(PIECES, read=read_of_rank_0),
+    "samedata": replace(COMPONENTS, read=read_of_rank_0),
     "scaled": with_step(loss=lambda *given: RANKS * token_mean(*given)),
     "nan": with_step(loss=nan),
-    "frozen": replace(PIECES, make=frozen),
-    "start": replace(PIECES, make=other),
+    "frozen": replace(COMPONENTS, make=frozen),
+    "start": replace(COMPONENTS, make=other),
 }
 
 
 def plant(fault, request):
-    fsdp.PIECES = FAULTS[fault]
+    fsdp.COMPONENTS = FAULTS[fault]

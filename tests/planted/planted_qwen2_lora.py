@@ -16,7 +16,7 @@ from pytest_gpucluster.benchmarks.lora.dataset import Rows
 from pytest_gpucluster.benchmarks.lora.model import make_adapted, make_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import share, tiny_tokenizer, tokenizer_for
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.trainer import PIECES, fully_sharded, token_mean
+from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, fully_sharded, token_mean
 from pytest_gpucluster.benchmarks.lora.training_plan import cosine
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.metrics.loss_curve import read_csv
@@ -116,7 +116,7 @@ def interrupted(model, optimizer):
         raise RuntimeError("the training is interrupted here")
 
 
-PIECES_OF = {
+COMPONENTS_OF = {
     "none": {},
     "nosync": {"shard": unsynchronized},
     "samedata": {"share": same},
@@ -143,12 +143,12 @@ PIECES_OF = {
 
 experiment.tiny_experiment = functools.cache(experiment.tiny_experiment)  # the same for each fault
 
-# What the golden curve that is read is of.
+# What the reference curve that is read is of.
 CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
 FIND, FREE = importlib.util.find_spec, training_plan.free_bytes
 CASES = {
     "1x2": {
-        "test_lora_tiny": tuple(fault for fault in PIECES_OF if fault not in ("model", "nomemory")),
+        "test_lora_tiny": tuple(fault for fault in COMPONENTS_OF if fault not in ("model", "nomemory")),
         "test_qwen2_lora": ("model",),
         "test_lora_of_model": ("model",),
         "test_qwen2_lora_throughput": ("model", "nomemory"),
@@ -158,12 +158,12 @@ CASES = {
 WORKLOADS = {fault: {"lora_tiny": {"global_batch": 3}} for fault in ("groups", "drift")}
 
 
-def golden_curve():
+def reference_file():
     """That of the right training."""
-    path = HERE / f"golden-{os.environ['RANK']}.json"
+    path = HERE / f"reference-{os.environ['RANK']}.json"
     [curve] = (HERE / "reports" / "latest").rglob("*test_lora_tiny_none*/curve-group-0.csv")
     reference_curve.write(path, [read_csv(curve)])
-    return {"golden": path}
+    return {"reference_curve": path}
 
 
 def going_on():
@@ -189,14 +189,14 @@ def small_model():
     return {
         "model": Source(name=str(folder), path=folder),
         "data": {"function_calls": Source(name=str(blocks), path=blocks)},
-        **golden_curve(),
+        **reference_file(),
     }
 
 
 SETTINGS = {
-    **dict.fromkeys(("astray", "foreign", "weights"), golden_curve),
+    **dict.fromkeys(("astray", "foreign", "weights"), reference_file),
     "interrupted": going_on,
-    "resumed": lambda: going_on() | golden_curve(),
+    "resumed": lambda: going_on() | reference_file(),
     "model": small_model,
 }
 
@@ -211,7 +211,7 @@ def plant(fault, request):
     calls.clear()
     missing = fault == "noextra"
     importlib.util.find_spec = lambda name, *more: None if missing and name == "peft" else FIND(name, *more)
-    trainer.PIECES = replace(PIECES, **PIECES_OF[fault])
+    trainer.COMPONENTS = replace(COMPONENTS, **COMPONENTS_OF[fault])
     training_plan.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
 
     def read(path):

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from pytest_gpucluster.benchmarks import collectives, memory_budget
 from pytest_gpucluster.benchmarks.training import throughput
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
-from pytest_gpucluster.benchmarks.training.throughput import PIECES
+from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS
 
 NODE, FABRIC, TOTAL = ("test_scaling[node]", "test_scaling[fabric]", "test_scaling[total]")
 ALL = ("test_stragglers", NODE, FABRIC, TOTAL, "test_busbw_retention")
@@ -42,7 +42,7 @@ def waiting_longer(group, bucket):
 
 
 def replicate(model, device, group, hook=waiting):
-    replica = PIECES.replicate(model, device, group)
+    replica = COMPONENTS.replicate(model, device, group)
     replica.register_comm_hook(group, hook)
     return replica
 
@@ -52,12 +52,12 @@ def slow_fabric(model, device, group):
 
 
 def slow_rank(*arguments, **more):
-    batches = PIECES.batches(*arguments, **more)
+    batches = COMPONENTS.batches(*arguments, **more)
     return delayed(batches) if RANK == 3 else batches
 
 
 def slow_alone(*arguments, count, **more):
-    batches = PIECES.batches(*arguments, count=count, **more)
+    batches = COMPONENTS.batches(*arguments, count=count, **more)
     return delayed(batches) if count == 1 else batches
 
 
@@ -71,7 +71,7 @@ def nan(*given):
     return token_mean(*given) * (math.nan if RANK == 3 else 1.0)
 
 
-PLANTED = replace(PIECES, clock=clock_for, replicate=replicate)
+PLANTED = replace(COMPONENTS, clock=clock_for, replicate=replicate)
 FOUND = {
     "none": PLANTED,
     "huge": PLANTED,
@@ -85,7 +85,7 @@ planted = []
 
 
 def plant(fault, request):
-    throughput.PIECES = FOUND[fault]
+    throughput.COMPONENTS = FOUND[fault]
     memory_budget.free_bytes = (lambda device: 1000) if (fault, RANK) == ("full", 1) else FREE_BYTES
     collectives.clock_for = clock_for
     collectives._sum = slow_sum if fault == "fabric" else SUM

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from pytest_gpucluster.benchmarks.training import throughput
 from pytest_gpucluster.benchmarks.training.step import PARTS, optimizer_step, token_mean
-from pytest_gpucluster.benchmarks.training.throughput import PIECES
+from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS
 from pytest_gpucluster.benchmarks.training.throughput_setup import compile_blocks
 
 ON_RANK_1 = os.environ["RANK"] == "1"
@@ -40,12 +40,12 @@ def meeting(group, bucket):
 
 
 def timed(model, device, group):
-    replica = PIECES.replicate(model, device, group)
+    replica = COMPONENTS.replicate(model, device, group)
     replica.register_comm_hook(group, meeting)
     return replica
 
 
-PLANTED = replace(PIECES, clock=clock_for, replicate=timed)
+PLANTED = replace(COMPONENTS, clock=clock_for, replicate=timed)
 
 
 def nan(*given):
@@ -70,7 +70,7 @@ def skipping():
 
 
 def unsynchronized(model, device, group):
-    replica = PIECES.replicate(model, device, group)
+    replica = COMPONENTS.replicate(model, device, group)
     replica.require_backward_grad_sync = False
     return replica
 
@@ -107,5 +107,5 @@ FAULTS = {
 
 
 def plant(fault, request):
-    throughput.PIECES = FAULTS[fault]()
+    throughput.COMPONENTS = FAULTS[fault]()
     throughput.compile_blocks = compile_blocks if "COMPILER" in os.environ else without_a_compiler

@@ -11,8 +11,8 @@ from planted_clock import CLOCK, clock_for
 from torch import nn
 
 from pytest_gpucluster.benchmarks.vision import throughput
-from pytest_gpucluster.benchmarks.vision.loader import Batches, Room
-from pytest_gpucluster.benchmarks.vision.throughput_setup import PIECES, class_mean
+from pytest_gpucluster.benchmarks.vision.loader import Batches, SharedMemory
+from pytest_gpucluster.benchmarks.vision.throughput_setup import COMPONENTS, class_mean
 
 CASES = {
     "1x2": {
@@ -66,26 +66,26 @@ def nan(logits, labels, seen=[]):  # noqa: B006  # remembers
 
 
 def unsynchronized(model, device, group):
-    replica = PIECES.replicate(model, device, group)
+    replica = COMPONENTS.replicate(model, device, group)
     replica.require_backward_grad_sync = False
     return replica
 
 
 def little():
-    return Room(total_bytes=2**26, free_bytes=2**20 if ON_RANK_1 else 2**16, device=1)
+    return SharedMemory(total_bytes=2**26, free_bytes=2**20 if ON_RANK_1 else 2**16, device=1)
 
 
-SMALL = replace(PIECES, make=small)
+SMALL = replace(COMPONENTS, make=small)
 PARTS = {
-    "none": PIECES,
+    "none": COMPONENTS,
     "small": SMALL,
     "nan": replace(SMALL, loss=nan),
     "nosync": replace(SMALL, replicate=unsynchronized),
     "slow": replace(SMALL, batches=Slow),
     "death": replace(SMALL, batches=partial(of, Dying)),
-    "shm": replace(SMALL, look=little),
+    "shm": replace(SMALL, inspect=little),
 }
 
 
 def plant(fault, request):
-    throughput.PIECES, throughput.clock_for = PARTS[fault], clock_for
+    throughput.COMPONENTS, throughput.clock_for = PARTS[fault], clock_for

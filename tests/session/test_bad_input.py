@@ -152,7 +152,7 @@ def test_a_report_that_cannot_be_kept_is_refused_and_the_one_beside_the_journal_
     assert left.end == ("BROKEN", 4)
 
 
-@pytest.mark.parametrize("option", ["thresholds=", "golden=", "data=function_calls="])
+@pytest.mark.parametrize("option", ["thresholds=", "reference-curve=", "data=function_calls="])
 def test_a_report_does_not_replace_what_the_run_reads(stale: Project, option: str) -> None:
     left = stale.run("--junitxml=bad.yaml", f"--gpucluster-{option}bad.yaml", junit=False)
     assert left.exit == 4

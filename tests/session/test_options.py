@@ -47,7 +47,7 @@ def test_the_options_are_these_and_no_others() -> None:
         ("--gpucluster-model", "gpucluster_model", "GPUCLUSTER_MODEL", "PATH|NAME[@REVISION]", None),
         ("--gpucluster-scratch", "gpucluster_scratch", "GPUCLUSTER_SCRATCH", "DIR", None),
         ("--gpucluster-resume", "gpucluster_resume", "GPUCLUSTER_RESUME", "yes|no", "no"),
-        ("--gpucluster-golden", "gpucluster_golden", "GPUCLUSTER_GOLDEN", "FILE", None),
+        ("--gpucluster-reference-curve", "gpucluster_reference_curve", "GPUCLUSTER_REFERENCE_CURVE", "FILE", None),
         ("--gpucluster-baseline", "gpucluster_baseline", "GPUCLUSTER_BASELINE", "JOURNAL", None),
         ("--gpucluster-baseline-fail", "gpucluster_baseline_fail", "GPUCLUSTER_BASELINE_FAIL", "PERCENT", "3%"),
         ("--gpucluster-live", "gpucluster_live", "GPUCLUSTER_LIVE", "auto|never", "auto"),
@@ -282,14 +282,14 @@ def test_options_are_recognised_before_pytest_has_parsed_them(
 
 def test_a_path_of_the_ini_file_is_relative_to_that_file(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(
-        ini="gpucluster_thresholds = limits.yaml\ngpucluster_report_dir = /reports\ngpucluster_golden = g.json\n"
-        "gpucluster_data = images=pictures\ngpucluster_model = ./qwen2"
+        ini="gpucluster_thresholds = limits.yaml\ngpucluster_report_dir = /reports\n"
+        "gpucluster_reference_curve = g.json\ngpucluster_data = images=pictures\ngpucluster_model = ./qwen2"
     )
     monkeypatch.chdir("/")
     settings = resolve(config, {"GPUCLUSTER_SKU": "H200"})
     assert settings.thresholds == config.inipath.parent / "limits.yaml"
     assert str(settings.report_dir) == "/reports"
-    assert settings.golden == config.inipath.parent / "g.json"
+    assert settings.reference_curve == config.inipath.parent / "g.json"
     assert settings.data[0].source.path == config.inipath.parent / "pictures"
     assert settings.model.path == config.inipath.parent / "qwen2"
     assert resolve(config, {"GPUCLUSTER_THRESHOLDS": "mine.yaml"}).thresholds == Path("mine.yaml")

@@ -17,13 +17,13 @@ SUITE = """
         assert settings.data["function_calls"].revision == "v1"
         assert settings.model.name == "org/model"
         assert settings.resume and settings.scratch.name == "scratch"
-        assert settings.golden is None
+        assert settings.reference_curve is None
         with pytest.raises(TypeError):
             settings.data["images"] = None
 """
 NOTHING = """
     def test_nothing(settings):
-        assert settings.model is None and settings.scratch is None and settings.golden is None
+        assert settings.model is None and settings.scratch is None and settings.reference_curve is None
         assert not settings.resume and not settings.data
 """
 MUST_NOT_RUN = "def test_it(settings): raise AssertionError('must not run')"

@@ -98,7 +98,7 @@ def test_no_model_is_refused_and_a_home_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def inputs(place: Path, **settings: Any) -> TrainingInputs:
-    given = {"data": (), "model": None, "resume": False, "scratch": None, "golden": None, **settings}
+    given = {"data": (), "model": None, "resume": False, "scratch": None, "reference_curve": None, **settings}
     return TrainingInputs.of(SimpleNamespace(**given))
 
 
@@ -122,9 +122,9 @@ def test_what_is_there_is_no_problem_and_is_told(place: Path) -> None:
 def test_a_pipe_is_not_waited_for(place: Path) -> None:
     os.mkfifo(place / "pipe")
     found = TrainingInputs(
-        data={"function_calls": Source(name="pipe", path=place / "pipe")}, golden=place / "pipe"
+        data={"function_calls": Source(name="pipe", path=place / "pipe")}, reference_curve=place / "pipe"
     ).problems()
-    for problem, words in zip(found, ("-data function_calls=pipe:", f"-golden {place}/pipe:"), strict=True):
+    for problem, words in zip(found, ("-data function_calls=pipe:", f"-reference-curve {place}/pipe:"), strict=True):
         assert in_order(problem, f"--gpucluster{words} pipe file")
 
 
@@ -145,9 +145,12 @@ def test_a_scratch_folder_must_be_writable(place: Path, monkeypatch: pytest.Monk
         ({"model": "rows.json"}, "--gpucluster-model rows.json: file folder"),
         ({"model": "pictures"}, "--gpucluster-model pictures: config.json"),
         ({"scratch": "gone"}, "--gpucluster-scratch {place}/gone: folder"),
-        ({"golden": "gone"}, "--gpucluster-golden {place}/gone: file"),
-        ({"golden": "pictures"}, "--gpucluster-golden {place}/pictures: folder file"),
-        ({"golden": "rows.json"}, "--gpucluster-golden {place}/rows.json: format gpucluster lora reference-curve"),
+        ({"reference_curve": "gone"}, "--gpucluster-reference-curve {place}/gone: file"),
+        ({"reference_curve": "pictures"}, "--gpucluster-reference-curve {place}/pictures: folder file"),
+        (
+            {"reference_curve": "rows.json"},
+            "--gpucluster-reference-curve {place}/rows.json: format lora reference-curve",
+        ),
     ],
 )
 def test_what_is_not_there_is_named_with_its_option(case: tuple[Any, ...], place: Path) -> None:
@@ -156,7 +159,7 @@ def test_what_is_not_there_is_named_with_its_option(case: tuple[Any, ...], place
         "data": lambda text: (read_data(text, place),),
         "model": lambda text: read_model(text, place),
         "scratch": lambda text: place / text,
-        "golden": lambda text: place / text,
+        "reference_curve": lambda text: place / text,
     }
     found = inputs(place, **{name: readers[name](text) for name, text in settings.items()})
     [problem] = found.problems()

@@ -1,4 +1,4 @@
-"""Whether a LoRA training learns what it should: the conditions, the result of each, and the figures.
+"""Whether a LoRA training converges: the conditions, the result of each, and the figures.
 
 A loss below a limit alone would miss most faults. So each condition is checked by itself: all is finite, the loss ends
 low and that of held-out blocks falls, every adapter has moved and the base has not, some steps equal those of one rank,
@@ -24,13 +24,13 @@ from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate, reload_adapter, reloaded_loss
 from pytest_gpucluster.benchmarks.lora.model import Base
 from pytest_gpucluster.benchmarks.lora.recipe import Parity, check_parity, context_of, require_same_context, steps_of
-from pytest_gpucluster.benchmarks.lora.reference_curve import Golden, require_same_experiment
+from pytest_gpucluster.benchmarks.lora.reference_curve import ReferenceCurve, require_same_experiment
 from pytest_gpucluster.benchmarks.lora.throughput import steady_rate
-from pytest_gpucluster.benchmarks.lora.trainer import Lesson, Loop, Pieces, Step, judged_blocks
+from pytest_gpucluster.benchmarks.lora.trainer import Components, Step, Trainer, TrainingData, trainable_blocks
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.benchmarks.memory_budget import memory_released
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.storage.checkpoint import first
+from pytest_gpucluster.benchmarks.storage.checkpoint import on_first_rank
 from pytest_gpucluster.benchmarks.training.fingerprint import relative
 from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
 from pytest_gpucluster.benchmarks.verify import deterministic
@@ -45,16 +45,16 @@ LAST = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """How much is found out beside the training itself.
+    """The checks beyond the training itself.
 
     Attributes:
-        parity_steps, parity_batch, parity_sequence: of the steps that one rank repeats; the batch is made a multiple of
-            the ranks.
-        parity_precisions: in which these steps are taken.
-        checkpoint_every: steps from one checkpoint to the next. As many, at most, are taken a second time.
-        calls: function calls that the trained model is asked for, by all ranks of a group together; 0 for none.
-        call_tokens: of an answer, at most.
-        sampling: how sure the rate must be.
+        parity_steps, parity_batch, parity_sequence: of the steps that a single rank repeats; the batch is rounded up to
+            a multiple of the ranks.
+        parity_precisions: the precisions of these steps.
+        checkpoint_every: steps between two checkpoints. At most this many steps are replayed.
+        calls: function calls that the trained model is prompted for, by all ranks of a group together; 0 for none.
+        call_tokens: maximum tokens of an answer.
+        sampling: the required confidence of the rate.
     """
 
     parity_steps: int
@@ -68,21 +68,21 @@ class Checks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learned:
-    """What a training that was finite to its end has come to. Ratios are parts of 1.
+class TrainingResult:
+    """The result of a training whose steps were all finite. Ratios are parts of 1.
 
     Attributes:
         final_loss: mean of the last ``LAST`` losses.
         held_out_before, held_out_after: mean loss of held-out blocks.
-        moved_adapters: of the adapters' B matrices, how many have moved.
-        unchanged_base: of the frozen tensors on this rank, how many are the same bit by bit.
-        replayed_steps: of the steps that were taken again from a checkpoint, after how many this rank's weights were
-            the same as the first time, bit by bit.
-        resume_error: largest difference of a loss the second time.
-        replayed: steps that were taken again.
-        reload_error: difference of the held-out loss after ``final/`` was read again.
-        group_error: largest difference of a loss to that of the first group; None where there is one group only.
-        calls: function calls of held-out conversations; None if none were asked for.
+        moved_adapters: part of the adapters' B matrices that have changed.
+        unchanged_base: part of the frozen tensors on this rank that are the same bit by bit.
+        replayed_steps: part of the steps replayed from a checkpoint after which this rank's weights were the same as
+            the first time, bit by bit.
+        resume_error: largest difference of a loss in the replay.
+        replayed: number of replayed steps.
+        reload_error: difference of the held-out loss after ``final/`` was loaded again.
+        group_error: largest difference of a loss from that of the first group; None where there is one group only.
+        calls: function calls of held-out conversations; None if the workload has none.
     """
 
     final_loss: float
@@ -100,27 +100,27 @@ class Learned:
 
 @dataclass(frozen=True, kw_only=True)
 class Convergence:
-    """What was found on this rank.
+    """The result on this rank.
 
     Attributes:
         finite_steps: part of the steps, of all phases, in which what this rank contributed is finite.
         parity: by precision.
         curve: of the training.
-        learned: None where a step was not finite on some rank, and nothing more was tried.
-        tokens_per_second: of this GPU, in the steady steps, those that were taken again among them; None where there
-            are too few, as where a training was resumed near its end.
+        result: None where a step was not finite on some rank, so that the training was stopped.
+        tokens_per_second: of this GPU, in the steady steps, replayed ones included; None where there are too few, as
+            in a training that was resumed near its end.
         flops_per_token: by the formula.
         peak_bytes: of the GPU's memory, in training; None on cpu.
         recomputes: whether activations were recomputed.
         groups, ranks: how many groups trained at once, of how many ranks.
-        resumed_at: the step of the checkpoint that the training went on from; 0: it began anew.
+        resumed_at: the step of the checkpoint that the training was resumed from; 0: it started from scratch.
         notes: for the report.
     """
 
     finite_steps: float
     parity: Mapping[str, Parity]
     curve: Curve
-    learned: Learned | None
+    result: TrainingResult | None
     tokens_per_second: Series | None
     flops_per_token: int
     peak_bytes: int | None
@@ -140,52 +140,53 @@ def converge(
     base: Base,
     recipe: Recipe,
     checks: Checks,
-    lesson: Lesson,
+    data: TrainingData,
     folder: Path,
     final: Path,
     resume: bool = False,
-    golden: Golden | None = None,
+    reference: ReferenceCurve | None = None,
     progress: Callable[..., None] | None = None,
-    pieces: Pieces | None = None,
+    components: Components | None = None,
 ) -> Convergence:
-    """Train, and find out everything that tells a right training from a wrong one.
+    """Train, and run every check that separates a right training from a wrong one.
 
     Collective: every rank of the world must call this, with the same arguments.
 
     Args:
         world: all ranks.
-        group: the ranks that train one model together, this one among them; as ``plan.group_size`` says.
+        group: the ranks that train one model together, this one among them, of the size that
+            ``training_plan.group_size`` returns.
         alone: the group of this rank only.
         device: where this rank trains.
-        base: what is trained.
-        recipe: how.
-        checks: what else is found out.
-        lesson: from what.
+        base: the model to train.
+        recipe: how to train it.
+        checks: the further checks.
+        data: the blocks to train on, and those held out.
         folder: for checkpoints, this group's own, on a file system that its ranks share.
-        final: the folder for the adapters when they are trained, on such a file system too.
-        resume: go on from the newest checkpoint in ``folder``; without it older ones there are an error. The folder is
-            removed at the end of a training that came to its end.
-        golden: the curve that this one will be compared with; looked at here only to refuse one of another experiment
+        final: the folder for the trained adapters, on such a file system too.
+        resume: continue from the newest checkpoint in ``folder``; without it, existing checkpoints there are an error.
+            The folder is removed once the training has completed.
+        reference: the curve that this one will be compared with; used here only to reject one of another experiment
             before the first step.
-        progress: shows how far it is.
-        pieces: of the training on many ranks; by default ``PIECES`` of ``loop``.
+        progress: called with the step, the number of steps, the loss and the rate.
+        components: of the training on many ranks; by default ``COMPONENTS`` of ``trainer``.
 
     Raises:
         WrongResult: weights or data differ between ranks before the first step, or a checkpoint is broken.
         EnvironmentBroken: too little memory, a folder that cannot be used, or a checkpoint of another experiment.
-        CurveError: the golden curve is of another experiment.
+        CurveError: the reference curve is of another experiment.
     """
     try:
-        with memory_returned(circles=True), numerics("highest"), deterministic():
-            return _Course(world, group, alone, device, base, recipe, checks, lesson, pieces, progress).run(
-                folder, final, resume, golden
+        with memory_released(cycles=True), numerics("highest"), deterministic():
+            return _Convergence(world, group, alone, device, base, recipe, checks, data, components, progress).run(
+                folder, final, resume, reference
             )
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del world, group, alone
 
 
-class _Course:
+class _Convergence:
     def __init__(
         self,
         world: dist.ProcessGroup,
@@ -195,13 +196,13 @@ class _Course:
         base: Base,
         recipe: Recipe,
         checks: Checks,
-        lesson: Lesson,
-        pieces: Pieces | None,
+        data: TrainingData,
+        components: Components | None,
         progress: Callable[..., None] | None,
     ) -> None:
         self._world, self._group, self._alone, self._device = world, group, alone, device
-        self._base, self._recipe, self._checks, self._lesson = base, recipe, checks, lesson
-        self._pieces, self._progress = pieces, progress
+        self._base, self._recipe, self._checks, self._data = base, recipe, checks, data
+        self._components, self._progress = components, progress
         self._everyone, self._ranks = Ranks(world, device), Ranks(group, device)
         self._context = self._context_of(0)  # until there is a model
         self._points: list[Point] = []
@@ -209,13 +210,13 @@ class _Course:
         self._notes: list[str] = []
         self._finite = self._taken = 0
 
-    def run(self, folder: Path, final: Path, resume: bool, golden: Golden | None) -> Convergence:
+    def run(self, folder: Path, final: Path, resume: bool, reference: ReferenceCurve | None) -> Convergence:
         found = dict[str, Parity]()
         for precision in self._checks.parity_precisions:
             with counted(VERIFYING):
                 found[precision] = self._parity(precision)
-        if not self._all(all(one.all_finite for one in found.values())):
-            return self._found(found, None, None)
+        if not self._on_all_ranks(all(parity.all_finite for parity in found.values())):
+            return self._convergence(found, None, None)
         newest = self._newest(folder)
         if newest is None and resume:
             self._notes.append(f"there was no checkpoint in {folder.name} to resume from")
@@ -224,24 +225,24 @@ class _Course:
                 f"{folder} holds checkpoints already, the newest is {newest.name}. Go on from it with "
                 "--gpucluster-resume, or choose another folder (--gpucluster-scratch)"
             )
-        with counted(MEASURING), memory_returned(circles=True), self._compiler():
-            trained = self._train(folder, final, newest, golden)
-        finite = self._all(all(step.all_finite for step in trained.steps))
+        with counted(MEASURING), memory_released(cycles=True), self._compiler():
+            training = self._train(folder, final, newest, reference)
+        finite = self._on_all_ranks(all(step.all_finite for step in training.steps))
         group_error = self._group_error() if finite and self._everyone.count > self._ranks.count else None
         if not finite:
-            return self._found(found, trained, None)
-        with counted(VERIFYING), memory_returned(circles=True), self._compiler():
-            replay = self._replay(folder, trained)
-        with counted(VERIFYING), memory_returned(circles=True):
+            return self._convergence(found, training, None)
+        with counted(VERIFYING), memory_released(cycles=True), self._compiler():
+            replay = self._replay(folder, training)
+        with counted(VERIFYING), memory_released(cycles=True):
             reload_error, calls = self._reload(final)
-        # Who starts again has nothing to go on from: the training has come to its end.
-        first(self._group, lambda: shutil.rmtree(folder) if folder.exists() else None)
-        learned = Learned(
+        # A restart has nothing to resume: the training is complete.
+        on_first_rank(self._group, lambda: shutil.rmtree(folder) if folder.exists() else None)
+        result = TrainingResult(
             final_loss=mean_of_last(self._curve(), LAST),
             held_out_before=self._held_out[0][1],
             held_out_after=self._held_out[-1][1],
-            moved_adapters=trained.moved_adapters,
-            unchanged_base=trained.unchanged_base,
+            moved_adapters=training.moved_adapters,
+            unchanged_base=training.unchanged_base,
             replayed_steps=replay.same,
             resume_error=replay.loss_error,
             replayed=len(replay.steps),
@@ -249,7 +250,7 @@ class _Course:
             group_error=group_error,
             calls=calls,
         )
-        return self._found(found, trained, learned, replay.steps)
+        return self._convergence(found, training, result, replay.steps)
 
     # ---- phases
 
@@ -260,93 +261,97 @@ class _Course:
             global_batch=-(-checks.parity_batch // ranks) * ranks,
             precision=precision,
         )
-        packed = judged_blocks(self._lesson.train, checks.parity_sequence)
-        found = check_parity(self._group, self._alone, self._device, self._base, recipe, packed, pieces=self._pieces)
+        packed = trainable_blocks(self._data.train, checks.parity_sequence)
+        found = check_parity(
+            self._group, self._alone, self._device, self._base, recipe, packed, components=self._components
+        )
         self._count(found.finite, found.taken)
         return found
 
-    def _train(self, folder: Path, final: Path, newest: Path | None, golden: Golden | None) -> _Trained:
+    def _train(
+        self, folder: Path, final: Path, newest: Path | None, reference: ReferenceCurve | None
+    ) -> _TrainingPhase:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        loop = self._loop()
-        self._context = self._context_of(loop.start)
-        if golden is not None:
-            require_same_experiment(golden, self._context)
-        done = self._go_on(loop, newest) if newest is not None else 0
+        trainer = self._trainer()
+        self._context = self._context_of(trainer.start)
+        if reference is not None:
+            require_same_experiment(reference, self._context)
+        done = self._go_on(trainer, newest) if newest is not None else 0
         if not done:
-            self._held_out.append((0, loop.held_out_loss(self._lesson.held_out)))
-        if loop.recomputes:
-            why = "the workload asks for it" if self._recipe.recompute == "on" else "the memory demands it"
+            self._held_out.append((0, trainer.held_out_loss(self._data.held_out)))
+        if trainer.recomputes:
+            why = "set in the workload" if self._recipe.recompute == "on" else "otherwise the memory would not suffice"
             self._notes.append(f"activations are recomputed: {why}")
-        if self._recipe.compiled and loop.not_compiled:
-            self._notes.append(f"torch.compile does not work here, so blocks run eagerly: {loop.not_compiled}")
+        if self._recipe.compiled and trainer.not_compiled:
+            self._notes.append(f"torch.compile does not work here, so blocks run eagerly: {trainer.not_compiled}")
 
-        def seen(step: Step) -> None:
+        def on_step(step: Step) -> None:
             self._points.append(_point(step))
             if step.step < self._recipe.steps and step.step % self._checks.checkpoint_every == 0:
-                loop.save(folder, step.step, self._extra())
+                trainer.save(folder, step.step, self._extra())
             if self._progress is not None:
-                rate = loop.tokens_of_rank / step.seconds
+                rate = trainer.tokens_of_rank / step.seconds
                 self._progress(step.step, self._recipe.steps, loss=step.loss, tokens_per_second=rate)
 
-        steps = steps_of(loop, self._recipe.steps, first=done + 1, seen=seen)
+        steps = steps_of(trainer, self._recipe.steps, first=done + 1, on_step=on_step)
         self._count(sum(step.finite for step in steps), len(steps))
         if not steps[-1].all_finite:
             self._points.append(_point(steps[-1]))
         else:
-            self._held_out.append((self._recipe.steps, loop.held_out_loss(self._lesson.held_out)))
-            loop.save_final(final)
+            self._held_out.append((self._recipe.steps, trainer.held_out_loss(self._data.held_out)))
+            trainer.save_final(final)
         cuda = self._device.type == "cuda"
-        return _Trained(
+        return _TrainingPhase(
             steps=steps,
             resumed_at=done,
-            tokens_of_rank=loop.tokens_of_rank,
-            moved_adapters=loop.moved_adapters(),
-            unchanged_base=loop.unchanged_base(),
-            recomputes=loop.recomputes,
+            tokens_of_rank=trainer.tokens_of_rank,
+            moved_adapters=trainer.moved_adapters(),
+            unchanged_base=trainer.unchanged_base(),
+            recomputes=trainer.recomputes,
             peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
         )
 
-    def _go_on(self, loop: Loop, newest: Path) -> int:
-        """Go on from a checkpoint; return its step."""
-        extra = loop.load(newest)
+    def _go_on(self, trainer: Trainer, newest: Path) -> int:
+        """Restore a checkpoint; return its step."""
+        extra = trainer.load(newest)
         require_same_context(newest, extra, self._context)
         self._points = [Point(**point) for point in extra["points"]]
         self._held_out = [(int(step), float(loss)) for step, loss in extra["held_out"]]
         self._notes.append(f"resumed from {newest.name}")
         return int(extra["step"])
 
-    def _replay(self, folder: Path, trained: _Trained) -> _Replay:
-        """Take the steps after the newest checkpoint again, with a model made anew."""
+    def _replay(self, folder: Path, training: _TrainingPhase) -> _Replay:
+        """Take the steps after the newest checkpoint again, with a new model."""
         newest = self._newest(folder)
-        # Whatever memory is free by now: a forward pass that is recomputed may round otherwise, where it is compiled.
-        loop = self._loop(recompute="on" if trained.recomputes else "off")
-        begin = int(loop.load(newest)["step"]) if newest is not None else 0
-        before = {step.step: step for step in trained.steps}
-        again = steps_of(loop, self._recipe.steps, first=begin + 1)
+        # Not by the memory that is free by now: a recomputed forward pass may round otherwise, where it is compiled.
+        trainer = self._trainer(recompute="on" if training.recomputes else "off")
+        start = int(trainer.load(newest)["step"]) if newest is not None else 0
+        before = {step.step: step for step in training.steps}
+        again = steps_of(trainer, self._recipe.steps, first=start + 1)
         self._count(sum(step.finite for step in again), len(again))
         pairs = [(step, before[step.step]) for step in again]
         same = sum(one.weights == other.weights for one, other in pairs)
         return _Replay(
             steps=again,
-            same=same / (self._recipe.steps - begin),
+            same=same / (self._recipe.steps - start),
             loss_error=max(relative(one.loss, other.loss) for one, other in pairs),
         )
 
     def _reload(self, final: Path) -> tuple[float, CallScore | None]:
-        """Read what was saved into a model made anew, whole on each rank."""
-        checks, lesson = self._checks, self._lesson
+        """Load the saved adapters into a new model, whole on each rank."""
+        checks, data = self._checks, self._data
         model = reload_adapter(
             self._base, final, self._device, precision=self._recipe.precision, seed=self._recipe.seed
         )
-        loss = reloaded_loss(model, lesson.held_out, self._ranks, dist.get_rank(self._group), self._device)
+        loss = reloaded_loss(model, data.held_out, self._ranks, dist.get_rank(self._group), self._device)
         error = relative(loss, self._held_out[-1][1])
         if not checks.calls:
             return error, None
         each = -(-checks.calls // self._ranks.count)
-        mine = list(lesson.held_out_rows)[dist.get_rank(self._group) :: self._ranks.count]
+        mine = list(data.held_out_rows)[dist.get_rank(self._group) :: self._ranks.count]
         score = evaluate(
-            model, lesson.tokenizer, mine, device=self._device, limit=each, max_new_tokens=checks.call_tokens
+            model, data.tokenizer, mine, device=self._device, limit=each, max_new_tokens=checks.call_tokens
         )
         fields = (score.asked, score.well_formed, score.right_function, score.right_arguments)
         asked, well_formed, function, arguments = (
@@ -357,40 +362,40 @@ class _Course:
             well_formed=well_formed,
             right_function=function,
             right_arguments=arguments,
-            unasked=score.unasked,
+            skipped=score.skipped,
             answers=score.answers,
         )
 
-    # ---- what they share
+    # ---- shared by the phases
 
     def _context_of(self, weights: int) -> dict[str, str]:
-        return context_of(self._base, self._recipe, self._lesson, ranks=self._ranks.count, weights=weights)
+        return context_of(self._base, self._recipe, self._data, ranks=self._ranks.count, weights=weights)
 
-    def _loop(self, *, recompute: str = "") -> Loop:
+    def _trainer(self, *, recompute: str = "") -> Trainer:
         recipe = replace(self._recipe, recompute=recompute or self._recipe.recompute)
-        return Loop(self._group, self._device, self._base, recipe, self._lesson.train, pieces=self._pieces)
+        return Trainer(self._group, self._device, self._base, recipe, self._data.train, components=self._components)
 
     def _compiler(self) -> AbstractContextManager[None]:
-        """Let what was compiled for a model go with it, and what is compiled again be the same."""
+        """Free what was compiled with its model, and compile the same code the next time."""
         return fresh_compiler(repeatable=True) if self._recipe.compiled else nullcontext()
 
     def _newest(self, folder: Path) -> Path | None:
         """Return the newest checkpoint as the first rank of the group sees it."""
-        name: str = first(self._group, lambda: str(checkpoint.latest(folder) or ""))
+        name: str = on_first_rank(self._group, lambda: str(checkpoint.latest(folder) or ""))
         return Path(name) if name else None
 
     def _extra(self) -> dict[str, Any]:
         points = [vars(point) for point in self._points]
         return {"context": self._context, "points": points, "held_out": [list(pair) for pair in self._held_out]}
 
-    def _all(self, good: bool) -> bool:
-        """Tell whether something holds on all ranks of the world, so that all go on or none."""
-        return all(told for [told] in self._everyone.gather([float(good)]))
+    def _on_all_ranks(self, condition: bool) -> bool:
+        """Return whether a condition holds on all ranks of the world, so that all continue or none."""
+        return all(flag for [flag] in self._everyone.gather([float(condition)]))
 
     def _group_error(self) -> float:
-        """Return the largest difference of this group's losses to those of the first group."""
-        told = self._everyone.gather([point.loss for point in self._points])
-        return max(relative(point.loss, other) for point, other in zip(self._points, told[0], strict=True))
+        """Return the largest difference of this group's losses from those of the first group."""
+        losses = self._everyone.gather([point.loss for point in self._points])
+        return max(relative(point.loss, other) for point, other in zip(self._points, losses[0], strict=True))
 
     def _count(self, finite: int, taken: int) -> None:
         self._finite += finite
@@ -399,33 +404,33 @@ class _Course:
     def _curve(self) -> Curve:
         return Curve(points=tuple(self._points), held_out=tuple(self._held_out), context=self._context)
 
-    def _found(
+    def _convergence(
         self,
         parity: Mapping[str, Parity],
-        trained: _Trained | None,
-        learned: Learned | None,
+        training: _TrainingPhase | None,
+        result: TrainingResult | None,
         again: Sequence[Step] = (),
     ) -> Convergence:
         rate = None
-        if trained is not None:
-            rate = steady_rate([trained.steps, again], trained.tokens_of_rank, self._checks.sampling)
+        if training is not None:
+            rate = steady_rate([training.steps, again], training.tokens_of_rank, self._checks.sampling)
         adapters = self._base.adapters
         return Convergence(
             finite_steps=self._finite / self._taken if self._taken else math.nan,
             parity=parity,
             curve=self._curve(),
-            learned=learned,
+            result=result,
             tokens_per_second=rate,
             flops_per_token=self._base.geometry.flops_per_token(
-                int(self._lesson.train.judged.shape[1]),
+                int(self._data.train.loss_mask.shape[1]),
                 rank=adapters.rank,
                 head_trained=adapters.trains_head,
             ),
-            peak_bytes=trained.peak_bytes if trained is not None else None,
-            recomputes=trained is not None and trained.recomputes,
+            peak_bytes=training.peak_bytes if training is not None else None,
+            recomputes=training is not None and training.recomputes,
             groups=self._everyone.count // self._ranks.count,
             ranks=self._ranks.count,
-            resumed_at=trained.resumed_at if trained is not None else 0,
+            resumed_at=training.resumed_at if training is not None else 0,
             notes=tuple(self._notes),
         )
 
@@ -438,7 +443,7 @@ class _Replay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Trained:
+class _TrainingPhase:
     steps: Sequence[Step]
     resumed_at: int
     tokens_of_rank: int
@@ -465,7 +470,7 @@ _PER_TFLOPS = 1e12
 class Figure:
     """One quantity, by the name of its metric, in a unit.
 
-    ``recorded`` says that it is never judged, whatever limits there are.
+    ``recorded``: it is never judged, whatever limits there are.
     """
 
     metric: str
@@ -480,7 +485,7 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
 
     Args:
         found: on this rank.
-        peak_tflops: of the GPU's data sheet in bf16; None where it is not known, as on cpu: then there is no MFU.
+        peak_tflops: of the GPU's data sheet in bf16; None where it is unknown, as on cpu: then there is no MFU.
     """
     context = found.curve.context
     labels = {
@@ -495,11 +500,11 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
             compared = {"model": context["model"], "precision": precision, "steps": str(parity.steps)}
             yield Figure(metric="lora.loss_error", value=parity.loss_error, unit="ratio", labels=compared)
             yield Figure(metric="lora.gradient_error", value=parity.gradient_error, unit="ratio", labels=compared)
-    if found.learned is None:
+    if found.result is None:
         return
-    yield from _learned(found.learned, labels)
-    beside = {**labels, "recompute": "on" if found.recomputes else "off"}
-    yield from rate_figures(found.tokens_per_second, found.flops_per_token, found.peak_bytes, peak_tflops, beside)
+    yield from _result_figures(found.result, labels)
+    rate_labels = {**labels, "recompute": "on" if found.recomputes else "off"}
+    yield from rate_figures(found.tokens_per_second, found.flops_per_token, found.peak_bytes, peak_tflops, rate_labels)
 
 
 def rate_figures(
@@ -509,9 +514,9 @@ def rate_figures(
     peak_tflops: float | None,
     labels: Mapping[str, str],
 ) -> Iterator[Figure]:
-    """Yield tokens/s of a GPU, the part of its peak that they are, and the memory that they took.
+    """Yield tokens/s of a GPU, their part of its peak, and the peak memory.
 
-    A rate that is not known is NaN: what a limit asks for and nobody has measured must not be left out.
+    An unknown rate is NaN: a value that a limit asks for must not be left out.
     """
     yield Figure(
         metric="lora.tokens_per_second", value=math.nan if rate is None else rate, unit="tokens/s", labels=labels
@@ -524,22 +529,22 @@ def rate_figures(
         yield Figure(metric="lora.peak_memory", value=float(peak_bytes), unit="B", labels=labels, recorded=True)
 
 
-def _learned(learned: Learned, labels: Mapping[str, str]) -> Iterator[Figure]:
-    yield Figure(metric="lora.final_loss", value=learned.final_loss, unit="nats", labels=labels)
-    yield Figure(metric="lora.held_out_loss", value=learned.held_out_after, unit="nats", labels=labels)
+def _result_figures(result: TrainingResult, labels: Mapping[str, str]) -> Iterator[Figure]:
+    yield Figure(metric="lora.final_loss", value=result.final_loss, unit="nats", labels=labels)
+    yield Figure(metric="lora.held_out_loss", value=result.held_out_after, unit="nats", labels=labels)
     ratios = {
-        "held_out_ratio": learned.held_out_after / learned.held_out_before,
-        "moved_adapters": learned.moved_adapters,
-        "unchanged_base": learned.unchanged_base,
-        "replayed_steps": learned.replayed_steps,
-        "resume_error": learned.resume_error,
-        "reload_error": learned.reload_error,
+        "held_out_ratio": result.held_out_after / result.held_out_before,
+        "moved_adapters": result.moved_adapters,
+        "unchanged_base": result.unchanged_base,
+        "replayed_steps": result.replayed_steps,
+        "resume_error": result.resume_error,
+        "reload_error": result.reload_error,
     }
     for name, value in ratios.items():
         yield Figure(metric=f"lora.{name}", value=value, unit="ratio", labels=labels)
-    if learned.group_error is not None:
-        yield Figure(metric="lora.group_error", value=learned.group_error, unit="ratio", labels=labels)
-    calls = learned.calls
+    if result.group_error is not None:
+        yield Figure(metric="lora.group_error", value=result.group_error, unit="ratio", labels=labels)
+    calls = result.calls
     if calls is not None and calls.asked:
         asked = {**labels, "asked": str(calls.asked)}
         for name in ("well_formed", "right_function", "right_arguments"):

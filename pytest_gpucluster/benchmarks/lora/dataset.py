@@ -1,11 +1,11 @@
 """The conversations of glaive-function-calling-v2: read from a file or the hub, split into turns, and held out.
 
 Rows that cannot be used are returned with the reason. Held-out conversations are kept from the training, to measure
-what it has learned beyond its own data.
+how it generalizes beyond its own data.
 
 Source of the format: glaiveai/glaive-function-calling-v2. A row has two texts. ``system`` starts with ``SYSTEM: `` and
 holds the functions as indented JSON. ``chat`` holds the turns (``USER: ...``, ``ASSISTANT: ...``,
-``FUNCTION RESPONSE: ...``), with two empty lines between them; what the assistant says ends with ``<|endoftext|>``.
+``FUNCTION RESPONSE: ...``), with two empty lines between them; a text of the assistant ends with ``<|endoftext|>``.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from pytest_gpucluster.errors import EnvironmentBroken
 Role = Literal["user", "assistant", "function"]
 
 END = "<|endoftext|>"
-"""What stands in the text where the assistant has finished."""
+"""Ends each text of the assistant."""
 
 BETWEEN = "\n\n\n"
-"""What stands between two turns."""
+"""Separates two turns."""
 
 LABELS: dict[Role, str] = {"user": "USER:", "assistant": "ASSISTANT:", "function": "FUNCTION RESPONSE:"}
-"""What a turn of each role begins with."""
+"""How a turn of each role begins."""
 
 _ROLES = {label: role for role, label in LABELS.items()}
-# At the start of a line only: a turn may tell of an "ASSISTANT:" in the middle of a sentence.
+# At the start of a line only: a turn may contain "ASSISTANT:" in the middle of a sentence.
 _TURN = re.compile(rf"^[ \t]*({'|'.join(map(re.escape, _ROLES))})", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one side says.
+    """One text of one role.
 
     Attributes:
-        role: who says it.
+        role: user, assistant or function.
         text: without label, without white space around it, and without ``END`` at its end.
         start, end: where ``text`` stands in the chat: ``chat[start:end] == text``.
     """
@@ -55,10 +55,10 @@ class Turn:
 
 
 def turns_of(chat: str) -> tuple[Turn, ...]:
-    """Take a chat apart.
+    """Split a chat into turns.
 
-    Raises: ValueError, saying why it is no conversation: nothing in it, text before the first turn, or no turn of the
-    assistant that says anything.
+    Raises: ValueError with the reason why it is no conversation: it is empty, has text before the first turn, or no
+    text of the assistant.
     """
     marks = list(_TURN.finditer(chat))
     if not chat.strip():
@@ -70,7 +70,7 @@ def turns_of(chat: str) -> tuple[Turn, ...]:
         start, end = _stripped(chat, mark.end(), following.start() if following else len(chat))
         turns.append(Turn(role=_ROLES[mark[1]], text=chat[start:end], start=start, end=end))
     if not any(turn.role == "assistant" and turn.text for turn in turns):
-        raise ValueError("the assistant says nothing in it: there is nothing to learn")
+        raise ValueError("no turn of the assistant has a text: there is nothing to train on")
     return tuple(turns)
 
 
@@ -84,7 +84,7 @@ def _stripped(chat: str, start: int, end: int) -> tuple[int, int]:
 
 
 MALFORMED_RATIO = 0.01
-"""The part of the rows that may be malformed. Source: this suite's rule; with more it is another file."""
+"""The part of the rows that may be malformed. Source: this suite's rule; a file with more is not the expected one."""
 
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "glaive": ("system", "chat"),
@@ -93,7 +93,7 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 """The keys that a row must have, by the name of its shape. An instruction row may have an ``input`` as well."""
 
 _ALLOWED = "{system, chat} as in glaive-function-calling-v2, or {instruction, input, output}"
-_SHOWN = 5
+_LISTED = 5
 _LENGTH_BYTES = 8  # of safetensors, before its JSON: https://huggingface.co/docs/safetensors/index, "Format"
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _DECODER = json.JSONDecoder()
@@ -104,7 +104,7 @@ class Row:
     """A conversation.
 
     Attributes:
-        system: what stands before it: ``SYSTEM: ...`` with the functions, or nothing.
+        system: the text before it: ``SYSTEM: ...`` with the functions, or nothing.
         chat: its turns, as text.
         line: where it begins in its file, from 1; 0 if it is from none.
     """
@@ -119,7 +119,7 @@ class Row:
         return turns_of(self.chat)
 
     def key(self) -> str:
-        """Return what two rows share exactly if they are the same conversation."""
+        """Return a key that two rows share exactly if they are the same conversation."""
         return hashlib.sha256(
             f"{self.system.strip()}\0{self.chat.strip()}".encode("utf-8", "surrogatepass")
         ).hexdigest()
@@ -145,7 +145,7 @@ class Malformed:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What a source holds.
+    """The rows of a source.
 
     Attributes:
         rows: the conversations, in the order of the file.
@@ -166,7 +166,7 @@ def load_rows(source: str | Path, *, sha256: str | None = None, revision: str | 
     """Read conversations from a file, or from a repository of data sets on the Hugging Face hub.
 
     The file is one JSON array, or JSONL: one object a line. A row has one of the ``SHAPES``. A row that cannot be used
-    is left out and told in ``malformed``.
+    is left out and listed in ``malformed``.
 
     Args:
         source: a path, or as text ``owner/name`` with or without ``@revision``. A path that exists wins.
@@ -187,17 +187,17 @@ def load_rows(source: str | Path, *, sha256: str | None = None, revision: str | 
     if not path.exists() and name is not None:
         path = fetch(name)
         sha256 = sha256 or name.sha256
-        shown: str | HubName = name
+        label: str | HubName = name
     else:
-        shown, name = str(source), None
+        label, name = str(source), None
     data = _bytes(path)
     found = hashlib.sha256(data).hexdigest()
     if sha256 is not None and found != sha256.strip().lower():
         raise EnvironmentBroken(
-            f"{shown}: its sha256 is {found}, and {sha256} is expected: it is another file, or damaged; get it again,"
-            " or name its own sha256"
+            f"{label}: its sha256 is {found}, and {sha256} is expected: it is another file, or damaged; get it again,"
+            " or give its own sha256"
         )
-    rows, malformed = read_rows(data, str(shown))
+    rows, malformed = read_rows(data, str(label))
     return Rows(
         rows=tuple(rows),
         malformed=tuple(malformed),
@@ -217,7 +217,7 @@ def read_rows(data: bytes, where: str) -> tuple[list[Row], list[Malformed]]:
     Raises: EnvironmentBroken, as ``load_rows``.
     """
     if data[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{" and b"\0" in data[:_LENGTH_BYTES]:
-        raise EnvironmentBroken(f"{where}: a safetensors file, and no rows; name the file of rows that it was made of")
+        raise EnvironmentBroken(f"{where}: a safetensors file, not rows; give the file of rows that it was made of")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -246,7 +246,7 @@ def read_rows(data: bytes, where: str) -> tuple[list[Row], list[Malformed]]:
 
 
 class UnknownShape(ValueError):
-    """A row has other keys than any shape that is known."""
+    """A row has the keys of no known shape."""
 
 
 def row_of(value: object, line: int = 0) -> Row:
@@ -308,7 +308,7 @@ def _lines(text: str, where: str) -> Iterator[tuple[int, Any]]:
             readable = True
             yield number, value
         except json.JSONDecodeError as error:
-            # A file without one readable line is no JSONL: that its last line is not either says nothing.
+            # A file without one readable line is no JSONL: then its last line does not show that it is cut off.
             if number == len(lines) and readable:
                 raise EnvironmentBroken(
                     f"{where}:{number}:{error.colno}: the file is cut off in its last line: {error.msg}; get it again"
@@ -340,9 +340,9 @@ def _array(text: str, at: int, where: str) -> Iterator[tuple[int, Any]]:
 
 
 def _json(text: str, at: int, *, whole: bool = False) -> tuple[Any, int]:
-    """Read the value at a place of a text, with the place after it; ``whole``: it must be all of the text.
+    """Read the value at a position of a text, with the position after it; ``whole``: it must be all of the text.
 
-    Raises: json.JSONDecodeError, whatever is wrong with it.
+    Raises: json.JSONDecodeError, for any defect.
     """
     try:
         return (json.loads(text), len(text)) if whole else _DECODER.raw_decode(text, at)
@@ -370,11 +370,11 @@ def _broken(text: str, at: int, where: str, count: int, message: str) -> Environ
 def _refuse_many(malformed: Sequence[Malformed], count: int, where: str) -> None:
     if len(malformed) <= MALFORMED_RATIO * count:
         return
-    shown = "; ".join(map(str, malformed[:_SHOWN]))
-    more = f"; and {len(malformed) - _SHOWN} more" if len(malformed) > _SHOWN else ""
+    listed = "; ".join(map(str, malformed[:_LISTED]))
+    more = f"; and {len(malformed) - _LISTED} more" if len(malformed) > _LISTED else ""
     raise EnvironmentBroken(
         f"{where}: {len(malformed)} of {count} rows are malformed, and at most {MALFORMED_RATIO:.0%} may be:"
-        f" {shown}{more}; mend them or take them out, or name another file: one JSON array, or one object a line"
+        f" {listed}{more}; repair or remove them, or give another file: one JSON array, or one object a line"
     )
 
 
@@ -382,19 +382,19 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise EnvironmentBroken(f"{path}: {error.strerror or error}; name a file of rows") from None
+        raise EnvironmentBroken(f"{path}: {error.strerror or error}; give a file of rows") from None
 
 
 def held_out_split(rows: Sequence[Row], ratio: float, seed: int) -> tuple[list[Row], list[Row]]:
     """Split rows into those to train on and those held out, each in their order.
 
-    No conversation is in both, however often it is there. Which are held out follows from their texts and the seed, not
-    from their order.
+    No conversation is in both, however often it occurs. Which are held out depends on their texts and the seed, not on
+    their order.
 
     Args:
         rows: conversations.
         ratio: the part of the different conversations to hold out, rounded up: above 0 and below 1.
-        seed: another one holds others out.
+        seed: selects which are held out.
 
     Raises: ValueError if the ratio is not between 0 and 1, or nothing would be left to train on.
     """

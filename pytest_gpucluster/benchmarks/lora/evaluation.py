@@ -1,7 +1,7 @@
-"""A saved adapter loaded again, and asked for function calls that it was not trained on.
+"""A saved adapter loaded again, and evaluated on function calls that it was not trained on.
 
-The adapter is loaded as a user of it does, from the folder that peft has saved, onto a model made anew. The score is
-whether that model calls the right function with the right arguments. :func:`choose_device` selects where it runs.
+The adapter is loaded as its users do, from the folder that peft has saved, onto a new model. The score is whether that
+model calls the right function with the right arguments. :func:`choose_device` selects where it runs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, NoCall, has_call, parse, same_json
 from pytest_gpucluster.benchmarks.lora.hub import INSTALL, local_only
-from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, JudgedLoss, first_line, make_base
+from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, first_line, make_base
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Segment, ids_of, segments, tokenizer_for
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.benchmarks.memory_budget import memory_released
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the model said where a call was due.
+    """The model's answer where a call is expected.
 
     Attributes:
-        expected: the call that stands in the conversation.
-        text: what the model said instead, or just so.
-        found: the call in it, or why it is none.
+        expected: the call in the conversation.
+        text: the model's text.
+        found: the call in it, or the reason why there is none.
     """
 
     expected: FunctionCall
@@ -45,17 +45,17 @@ class Answer:
 
     @property
     def well_formed(self) -> bool:
-        """Tell whether it is a call that a program can read."""
+        """Whether it is a call that a program can read."""
         return isinstance(self.found, FunctionCall)
 
     @property
     def right_function(self) -> bool:
-        """Tell whether it calls the function that is due."""
+        """Whether it calls the expected function."""
         return isinstance(self.found, FunctionCall) and self.found.name == self.expected.name
 
     @property
     def right_arguments(self) -> bool:
-        """Tell whether it calls that function with exactly the arguments that are due, compared as JSON values."""
+        """Whether it calls that function with exactly the expected arguments, compared as JSON values."""
         if not isinstance(self.found, FunctionCall) or not self.right_function:
             return False
         try:
@@ -66,26 +66,26 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class CallScore:
-    """How many calls were asked for, and how many of them came.
+    """Calls expected, and calls made.
 
     Attributes:
-        asked: conversations in which the model was asked for a call.
+        asked: conversations in which the model was prompted for a call.
         well_formed: answers that are a well-formed call.
-        right_function: that are, to the function that is due.
-        right_arguments: that are, with the arguments that are due.
-        unasked: conversations that were left out, by the reason.
-        answers: what the model said, in the order of the rows.
+        right_function: answers that call the expected function.
+        right_arguments: answers that call it with the expected arguments.
+        skipped: conversations that were left out, by the reason.
+        answers: the model's answers, in the order of the rows.
     """
 
     asked: int
     well_formed: int
     right_function: int
     right_arguments: int
-    unasked: Mapping[str, int]
+    skipped: Mapping[str, int]
     answers: tuple[Answer, ...] = ()
 
     def ratios(self) -> dict[str, float]:
-        """Return the parts of ``asked``, by the name of the count; NaN if nothing was asked."""
+        """Return the parts of ``asked``, by the name of the count; NaN if there was no prompt."""
         return {
             name: getattr(self, name) / self.asked if self.asked else math.nan
             for name in ("well_formed", "right_function", "right_arguments")
@@ -110,26 +110,26 @@ def evaluate(
     group: dist.ProcessGroup | None = None,
     progress: Callable[..., None] | None = None,
 ) -> CallScore:
-    """Let a model write the first call of each conversation, and hold it against the one that stands there.
+    """Let a model write the first call of each conversation, and compare it with the one in the conversation.
 
-    The prompt is the conversation up to ``ASSISTANT:``, laid out as for training. The model takes the likeliest token
-    each time, until the end token or ``max_new_tokens``. So it ends in any case.
+    The prompt is the conversation up to ``ASSISTANT:``, laid out as for training. Decoding is greedy, until the end
+    token or ``max_new_tokens``, so it always ends.
 
     A model on one device needs no group, and ranks may evaluate one each, by themselves. A model whose parameters are
     sharded over ranks (FSDP2) gathers them at each token: then it is collective, and every rank of the group must call
-    this with the same rows and sizes. The first rank's tokens count on all of them, so that all take equally many
-    steps. The model must be the module that was sharded last, and its forward must return logits.
+    this with the same rows and sizes. All ranks use the first rank's tokens, so that all take the same number of steps.
+    The model must be the module that was sharded last, and its forward must return logits.
 
     Args:
         model: a causal language model of transformers, with or without peft's adapters. Its mode is put back.
-        tokenizer: the one that it was trained with.
-        rows: conversations; those in which nothing is called are left out.
+        tokenizer: the one of its training.
+        rows: conversations; those without a call are left out.
         device: where the model is.
-        limit: calls to ask for, at most; None: all.
-        max_new_tokens: of an answer, at most.
+        limit: maximum number of calls; None: all.
+        max_new_tokens: of an answer.
         batch: prompts that are answered together. They are padded on the left, and the padding is masked.
         group: the ranks that the model is sharded over.
-        progress: told the calls that were asked for, and how many there are.
+        progress: called with the number of prompts answered, and of all prompts.
 
     Raises:
         WrongResult: the model's logits are not finite.
@@ -139,14 +139,14 @@ def evaluate(
         raise ValueError(f"limit, max_new_tokens and batch must be at least 1: {limit}, {max_new_tokens}, {batch}")
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end token (eos_token)")
-    unasked: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     room = math.inf if longest is None else longest - max_new_tokens
-    questions = list(islice(_questions(rows, tokenizer, room, unasked), limit))
+    questions = list(islice(_questions(rows, tokenizer, room, skipped), limit))
     was_training = model.training
     model.eval()
     try:
-        with memory_returned(), torch.no_grad():
+        with memory_released(), torch.no_grad():
             writer = _Writer(model, tokenizer, device, max_new_tokens, group)
             texts = writer.write([question.prompt for question in questions], batch, progress)
     finally:
@@ -162,30 +162,30 @@ def evaluate(
         well_formed=sum(answer.well_formed for answer in answers),
         right_function=sum(answer.right_function for answer in answers),
         right_arguments=sum(answer.right_arguments for answer in answers),
-        unasked=dict(unasked),
+        skipped=dict(skipped),
         answers=answers,
     )
 
 
-def _questions(rows: Iterable[Row], tokenizer: Any, room: float, unasked: Counter[str]) -> Iterable[_Question]:
+def _questions(rows: Iterable[Row], tokenizer: Any, room: float, skipped: Counter[str]) -> Iterable[_Question]:
     for row in rows:
-        pieces: list[Segment] = []
-        for piece in segments(row):
-            if piece.judged and has_call(piece.text):
-                expected = parse(piece.text)
+        before: list[Segment] = []
+        for segment in segments(row):
+            if segment.is_assistant and has_call(segment.text):
+                expected = parse(segment.text)
                 break
-            pieces.append(piece)
+            before.append(segment)
         else:
-            unasked["nothing is called"] += 1
+            skipped["no call in the row"] += 1
             continue
         if isinstance(expected, NoCall):
-            unasked["the call in the row is not well-formed"] += 1
+            skipped["the call in the row is not well-formed"] += 1
             continue
         prompt: list[int] = []
-        for piece, ids in zip(pieces, ids_of([piece.text for piece in pieces], tokenizer), strict=True):
-            prompt += ids + ([tokenizer.eos_token_id] if piece.judged else [])
+        for segment, ids in zip(before, ids_of([segment.text for segment in before], tokenizer), strict=True):
+            prompt += ids + ([tokenizer.eos_token_id] if segment.is_assistant else [])
         if len(prompt) > room:
-            unasked["the prompt is too long for the model"] += 1
+            skipped["the prompt is too long for the model"] += 1
             continue
         yield _Question(prompt=prompt, expected=expected)
 
@@ -200,19 +200,19 @@ class _Writer:
         self._finite = torch.ones((), dtype=torch.bool, device=device)
 
     def write(self, prompts: Sequence[list[int]], batch: int, progress: Callable[..., None] | None) -> list[str]:
-        """Return what the model says to each prompt."""
+        """Return the model's answer to each prompt."""
         texts = [""] * len(prompts)
-        # Of nearly the same length together, for little padding; the longest first, so that one that does not fit into
-        # the memory ends it at once.
+        # Prompts of similar length together, for little padding; the longest first, so that one that does not fit into
+        # the memory fails at once.
         ranked = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
         for start in range(0, len(ranked), batch):
             numbers = ranked[start : start + batch]
             for number, tokens in zip(numbers, self._tokens([prompts[number] for number in numbers]), strict=True):
-                said = tokens[: tokens.index(self._end)] if self._end in tokens else tokens
-                texts[number] = self._tokenizer.decode(said, skip_special_tokens=False)
+                answer = tokens[: tokens.index(self._end)] if self._end in tokens else tokens
+                texts[number] = self._tokenizer.decode(answer, skip_special_tokens=False)
             if progress is not None:
                 progress(start + len(numbers), len(ranked))
-        # Only now: a rank that left in the middle would leave the others waiting.
+        # Only now: a rank that raised earlier would leave the others waiting.
         if not bool(self._finite):
             raise WrongResult("the model's logits are not finite: its weights are broken")
         return texts
@@ -277,12 +277,12 @@ class SavedAdapter:
 
 
 def load_adapter(folder: Path, device: torch.device, *, base: str | None = None) -> SavedAdapter:
-    """Load an adapter's folder, as peft's ``save_pretrained`` leaves it, and the model beneath it.
+    """Load an adapter's folder, as peft's ``save_pretrained`` writes it, and its base model.
 
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
-        device: where the model shall be.
-        base: folder or hub name of the model beneath; by default the one that adapter_config.json names.
+        device: where the model is placed.
+        base: folder or hub name of the base model; by default the one in adapter_config.json.
 
     Raises: EnvironmentBroken: a package, file or weight is missing, or adapter and base do not fit together.
     """
@@ -292,12 +292,12 @@ def load_adapter(folder: Path, device: torch.device, *, base: str | None = None)
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise EnvironmentBroken(f"{error.name} is not installed; install it with {INSTALL}") from None
-    # Looked at first: what is missing in the folder, peft would look for on the hub.
+    # Checked first: peft would look on the hub for a file that is missing in the folder.
     base, saved = _base(folder, base), _saved_weights(folder)
     local = local_only(base)
     models: Any = AutoModelForCausalLM  # its types leave out what output_loading_info adds
     try:
-        below, told = models.from_pretrained(
+        below, loading = models.from_pretrained(
             base,
             dtype="auto",
             device_map={"": device},
@@ -306,14 +306,14 @@ def load_adapter(folder: Path, device: torch.device, *, base: str | None = None)
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise EnvironmentBroken(f"{base}: the model beneath the adapter cannot be loaded: {_first(error)}") from error
-    if missing := sorted(told["missing_keys"]):
+        raise EnvironmentBroken(f"{base}: the base model cannot be loaded: {_first(error)}") from error
+    if missing := sorted(loading["missing_keys"]):
         raise EnvironmentBroken(
             f"{base}: {len(missing)} weights are not in its files, such as {missing[0]}: they would be random"
         )
     try:
         with warnings.catch_warnings():
-            # Weights that are missing are looked for below: an error, not a warning.
+            # Missing weights are an error below, not a warning.
             warnings.filterwarnings("ignore", message=".*missing adapter keys")
             model = PeftModel.from_pretrained(below, str(folder))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -330,13 +330,13 @@ def _base(folder: Path, named: str | None) -> str:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         raise EnvironmentBroken(
-            f"{folder / CONFIG}: {error.strerror or error}; name the folder of a saved adapter, such as final/"
+            f"{folder / CONFIG}: {error.strerror or error}; give the folder of a saved adapter, such as final/"
         ) from None
     except ValueError as error:
         raise EnvironmentBroken(f"{folder / CONFIG}: no JSON: {error}") from None
     named = named or (config.get("base_model_name_or_path") if isinstance(config, dict) else None)
     if not named:
-        raise EnvironmentBroken(f"{folder / CONFIG}: names no model beneath the adapter; name it with --base")
+        raise EnvironmentBroken(f"{folder / CONFIG}: names no base model; give it with --base")
     return str(named)
 
 
@@ -351,12 +351,12 @@ def _saved_weights(folder: Path) -> set[str]:
 
 
 def _require_all_weights(model: Any, saved: set[str], folder: Path, base: str) -> None:
-    """Make sure that each weight of the adapter was in the file, and that each in the file was used."""
+    """Check that each weight of the adapter was in the file, and that each in the file was used."""
     from peft import get_peft_model_state_dict
 
     # Without looking for changed embeddings: that would ask the hub.
     needed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    for names, what in ((needed - saved, "are not in the file"), (saved - needed, "have no place on this model")):
+    for names, what in ((needed - saved, "are not in the file"), (saved - needed, "do not exist in this model")):
         if names:
             raise EnvironmentBroken(
                 f"{folder / WEIGHTS}: {len(names)} weights {what}, such as {min(names)}: it does not belong to {base}"
@@ -369,9 +369,9 @@ def _first(error: Exception) -> str:
 
 
 def reload_adapter(base: Base, final: Path, device: torch.device, *, precision: str, seed: int) -> Any:
-    """Return peft's model of a base with the adapters of a folder, whole on this rank, to be used and not trained.
+    """Return peft's model of a base with the adapters of a folder, whole on this rank, for evaluation only.
 
-    All weights are in the dtype of the precision, as they were multiplied in training.
+    All weights are in the dtype of the precision, as in the products of the training.
 
     Raises: WrongResult if the folder cannot be read, or the adapters do not fit.
     """
@@ -385,8 +385,8 @@ def reload_adapter(base: Base, final: Path, device: torch.device, *, precision: 
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise WrongResult(
-            f"{final}: the adapters that were saved cannot be read again: {first_line(error)}. Look at the file "
-            "system, and at the version of peft"
+            f"{final}: the saved adapters cannot be loaded again: {first_line(error)}. Check the file system, and the "
+            "version of peft"
         ) from error
     for weight in model.parameters():
         weight.data = weight.data.to(device, DTYPES[precision])
@@ -394,17 +394,17 @@ def reload_adapter(base: Base, final: Path, device: torch.device, *, precision: 
 
 
 def reloaded_loss(model: Any, packed: Packed, ranks: Ranks, rank: int, device: torch.device) -> float:
-    """Return the mean loss of the judged targets, each rank with its part of the blocks.
+    """Return the mean loss over the loss mask, each rank with its part of the blocks.
 
     Collective: every rank of the group must call this.
     """
-    whole = JudgedLoss(model)
+    whole = MaskedLoss(model)
     summed = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():
         for block in range(rank, len(packed), ranks.count):
             one = slice(block, block + 1)
-            summed += whole(packed.tokens[one].to(device), packed.judged[one].to(device))[0].double()
-    return sum(told for [told] in ranks.gather([float(summed)])) / int(packed.judged.sum())
+            summed += whole(packed.tokens[one].to(device), packed.loss_mask[one].to(device))[0].double()
+    return sum(loss for [loss] in ranks.gather([float(summed)])) / int(packed.loss_mask.sum())
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -419,7 +419,7 @@ def choose_device(name: str | None) -> torch.device:
     except RuntimeError:
         raise ValueError("no device of torch; allowed: cpu, cuda, cuda:0 and so on") from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError("no device that is known here; allowed: cpu, cuda, cuda:0 and so on")
+        raise ValueError("not a supported device; allowed: cpu, cuda, cuda:0 and so on")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"torch sees {torch.cuda.device_count()} GPUs; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
     return device

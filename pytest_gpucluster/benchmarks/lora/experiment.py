@@ -1,4 +1,4 @@
-"""A LoRA experiment from the sizes of a workload: its recipe, its checks, and what it learns from."""
+"""A LoRA experiment from the sizes of a workload: its recipe, its checks and its data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packed_file import Prepared, is_prepared, read, require_fit
 from pytest_gpucluster.benchmarks.lora.packing import Packed, pack, tiny_tokenizer, tokenizer_for
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
-from pytest_gpucluster.benchmarks.lora.trainer import Lesson, judged_blocks
+from pytest_gpucluster.benchmarks.lora.trainer import TrainingData, trainable_blocks
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -85,7 +85,7 @@ def recipe_of(sizes: Sizes, base: Base) -> Recipe:
 
 
 def checks_of(sizes: Sizes) -> Checks:
-    """Return what is found out beside the training."""
+    """Return the checks beyond the training."""
     return Checks(
         parity_steps=sizes.parity_steps,
         parity_batch=sizes.parity_batch,
@@ -94,28 +94,28 @@ def checks_of(sizes: Sizes) -> Checks:
         checkpoint_every=sizes.checkpoint_every,
         calls=sizes.calls,
         call_tokens=sizes.call_tokens,
-        # The steps are as many as they are: nothing is measured longer to be surer.
+        # The number of steps is fixed: the measurement is never extended for more confidence.
         sampling=Sampling(
             warmup_seconds=0.0, window_seconds=1.0, longest_seconds=1.0, tolerance_ratio=sizes.tolerance_ratio
         ),
     )
 
 
-def tiny_experiment(sizes: Sizes) -> tuple[Base, Lesson]:
+def tiny_experiment(sizes: Sizes) -> tuple[Base, TrainingData]:
     """Return the base that needs no download, and synthetic conversations in the format of glaive-function-calling-v2.
 
-    Its tokenizer is made of them, on the spot: the same on every rank.
+    Its tokenizer is trained on them: the same on every rank.
     """
     rows = synthetic_rows(sizes.rows, SEED)
     tokenizer = tiny_tokenizer(held_out_split(rows, sizes.held_out_ratio, SEED)[0], TINY_VOCAB)
     origin = f"{sizes.rows} synthetic conversations from seed {SEED}"
-    return tiny_base(len(tokenizer)), _lesson(rows, tokenizer, sizes, origin)
+    return tiny_base(len(tokenizer)), _training_data(rows, tokenizer, sizes, origin)
 
 
 def given_data(source: str | Path, *, sha256: str | None = None, revision: str | None = None) -> Rows | Prepared:
-    """Read conversations that were given: rows as ``load_rows`` takes them, or a file of ``gpucluster lora prepare``.
+    """Read the operator's conversations: rows as ``load_rows`` takes them, or a file of ``gpucluster lora prepare``.
 
-    Raises: EnvironmentBroken, as ``load_rows`` and ``prepared.read``; or the file has another sha256.
+    Raises: EnvironmentBroken, as ``load_rows`` and ``packed_file.read``; or the file has another sha256.
     """
     path = Path(source)
     try:
@@ -123,7 +123,7 @@ def given_data(source: str | Path, *, sha256: str | None = None, revision: str |
         found = hashlib.sha256(path.read_bytes()).hexdigest() if packed and sha256 is not None else sha256
     except OSError as error:
         raise EnvironmentBroken(
-            f"{path}: {error.strerror or error}; name a file of rows, or of packed blocks"
+            f"{path}: {error.strerror or error}; give a file of rows, or of packed blocks"
         ) from None
     if not packed:
         return load_rows(source, sha256=sha256, revision=revision)
@@ -134,20 +134,22 @@ def given_data(source: str | Path, *, sha256: str | None = None, revision: str |
     return read(path)
 
 
-def given_experiment(sizes: Sizes, base: Base, data: Rows | Prepared) -> Lesson:
-    """Return conversations that were given, in the tokens of a base that was given.
+def given_experiment(sizes: Sizes, base: Base, data: Rows | Prepared) -> TrainingData:
+    """Return the operator's conversations, in the tokens of a given base.
 
     Raises: EnvironmentBroken if blocks were made for another tokenizer or another length.
     """
     assert base.folder is not None
     tokenizer = tokenizer_for(base.folder)
     if isinstance(data, Rows):
-        return _lesson(data.rows[: sizes.rows], tokenizer, sizes, _origin(data.source, data.revision, data.sha256))
+        return _training_data(
+            data.rows[: sizes.rows], tokenizer, sizes, _origin(data.source, data.revision, data.sha256)
+        )
     require_fit(data, tokenizer, sizes.sequence)
     made = data.context
-    return Lesson(
-        train=judged_blocks(_first(data.train, sizes.steps * sizes.global_batch), sizes.sequence),
-        held_out=judged_blocks(_first(data.held_out, sizes.held_out_blocks), sizes.sequence),
+    return TrainingData(
+        train=trainable_blocks(_first(data.train, sizes.steps * sizes.global_batch), sizes.sequence),
+        held_out=trainable_blocks(_first(data.held_out, sizes.held_out_blocks), sizes.sequence),
         held_out_rows=data.held_out_rows,
         tokenizer=tokenizer,
         origin=f"prepared blocks of {_origin(made.get('source'), made.get('revision'), made.get('sha256'))}",
@@ -159,16 +161,18 @@ def _origin(source: str | None, revision: str | None, sha256: str | None) -> str
 
 
 def _first(packed: Packed, blocks: int) -> Packed:
-    return replace(packed, tokens=packed.tokens[:blocks], judged=packed.judged[:blocks])
+    return replace(packed, tokens=packed.tokens[:blocks], loss_mask=packed.loss_mask[:blocks])
 
 
-def _lesson(rows: Sequence[Row], tokenizer: Any, sizes: Sizes, origin: str) -> Lesson:
+def _training_data(rows: Sequence[Row], tokenizer: Any, sizes: Sizes, origin: str) -> TrainingData:
     train, held_out = held_out_split(rows, sizes.held_out_ratio, SEED)
-    return Lesson(
-        train=judged_blocks(
+    return TrainingData(
+        train=trainable_blocks(
             pack(train, tokenizer, sizes.sequence, blocks=sizes.steps * sizes.global_batch), sizes.sequence
         ),
-        held_out=judged_blocks(pack(held_out, tokenizer, sizes.sequence, blocks=sizes.held_out_blocks), sizes.sequence),
+        held_out=trainable_blocks(
+            pack(held_out, tokenizer, sizes.sequence, blocks=sizes.held_out_blocks), sizes.sequence
+        ),
         held_out_rows=held_out,
         tokenizer=tokenizer,
         origin=origin,

@@ -20,7 +20,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _CLOSING = re.compile(r"'(?=[ \t\r\n]*[,}])")
 _TRIES = 8
-"""How many places for the closing quote are tried where JSON does not say where it is."""
+"""How many candidates for the closing quote are tried where JSON does not determine it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +43,21 @@ class _NotWellFormed(ValueError):
 
 
 def has_call(text: str) -> bool:
-    """Tell whether a text means to call a function, well-formed or not."""
+    """Whether a text contains a function call, well-formed or not."""
     return CALL in text
 
 
 def write(call: FunctionCall) -> str:
     """Write a call as glaive's rows do.
 
-    >>> write(FunctionCall(name="tell", arguments={"to": "O'Hara"}))
-    '<functioncall> {"name": "tell", "arguments": \\'{"to": "O\\'Hara"}\\'}'
+    >>> write(FunctionCall(name="send", arguments={"to": "O'Hara"}))
+    '<functioncall> {"name": "send", "arguments": \\'{"to": "O\\'Hara"}\\'}'
     """
     return f'{CALL} {{"name": {json.dumps(call.name)}, "arguments": \'{json.dumps(dict(call.arguments))}\'}}'
 
 
 def parse(text: str) -> FunctionCall | NoCall:
-    """Read the call in what the assistant says. Text may stand before it; only ``<|endoftext|>`` may follow.
+    """Read the call in a text of the assistant. Text may precede it; only ``<|endoftext|>`` may follow.
 
     Arguments are read as JSON in single quotes, where an apostrophe may be escaped (``\\'``) or not, and quotes and
     backslashes may be escaped once more; as a plain JSON object; and as JSON in a JSON string. What stands in quotes
@@ -85,7 +85,7 @@ def parse(text: str) -> FunctionCall | NoCall:
 
 
 def same_json(one: object, other: object) -> bool:
-    """Tell whether two JSON values are equal: numbers by value, objects in any order, and true is not 1.
+    """Whether two JSON values are equal: numbers by value, objects in any order, and true is not 1.
 
     >>> same_json({"a": 1, "b": [2]}, {"b": [2.0], "a": 1}), same_json(True, 1), same_json([1, 2], [2, 1])
     (True, False, False)

@@ -13,10 +13,10 @@ from pytest_gpucluster.errors import EnvironmentBroken
 _NAME = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
 _OF_A_FILE = (".json", ".jsonl", ".safetensors")
-"""No data set is called so: it is a path in a folder, and the file is missing."""
+"""No data set has such a name: it is a path, and the file is missing."""
 
 ANSWER_SECONDS = 10.0
-"""How long the hub may take to say what it has. Source: huggingface_hub's own default for one request."""
+"""How long the hub may take to list its files. Source: huggingface_hub's own default for one request."""
 
 DOWNLOAD_SECONDS = 1800.0
 """How long a download may take. Source: this suite's rule: the original's 271 MB at 150 kB/s."""
@@ -26,7 +26,7 @@ INSTALL = "python -m pip install -c constraints.txt -e '.[lora]'"
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """What is known of a file on the hub."""
+    """The known revision and sha256 of a file on the hub."""
 
     file: str
     revision: str
@@ -46,7 +46,7 @@ https://huggingface.co/datasets/glaiveai/glaive-function-calling-v2/tree/e7f4b64
 
 @dataclass(frozen=True, kw_only=True)
 class HubName:
-    """A repository of a data set, at a revision. ``file`` and ``sha256`` are None where they are not known."""
+    """A repository of a data set, at a revision. ``file`` and ``sha256`` are None where they are unknown."""
 
     repository: str
     revision: str
@@ -79,11 +79,11 @@ def hub_name(text: str, revision: str | None = None) -> HubName | None:
 def fetch(name: HubName) -> Path:
     """Return the path of the data set's one JSON file, from the cache or from the hub.
 
-    The hub is asked once what it has, and must answer within ``ANSWER_SECONDS``. If it does not, or with
-    HF_HUB_OFFLINE, only the cache is looked at. So nothing waits for a network that is not there: huggingface_hub by
-    itself would ask again and again, for minutes. A download must be over within ``DOWNLOAD_SECONDS``.
+    The hub is asked once for its files, and must answer within ``ANSWER_SECONDS``. If it does not, or with
+    HF_HUB_OFFLINE, only the cache is used. So nothing waits for a network that is unreachable: huggingface_hub by
+    itself would retry for minutes. A download must be complete within ``DOWNLOAD_SECONDS``.
 
-    Raises: EnvironmentBroken, saying what is missing: the package, the file in the cache, or an answer of the hub.
+    Raises: EnvironmentBroken, naming what is missing: the package, the file in the cache, or an answer of the hub.
     """
     try:
         import huggingface_hub
@@ -92,15 +92,15 @@ def fetch(name: HubName) -> Path:
         raise EnvironmentBroken(f"{name}: huggingface_hub is not installed; install it with {INSTALL}") from None
     offline = bool(constants.HF_HUB_OFFLINE)
     listed: list[str] | None = None
-    trouble: Exception | None = None
-    # Whatever goes wrong has other types by the version of huggingface_hub: of its own, httpx, requests, the socket.
+    hub_error: Exception | None = None
+    # The types of the errors depend on the version of huggingface_hub: its own, httpx, requests, the socket.
     try:
         if not offline:
             hub = huggingface_hub.HfApi()
-            told = hub.dataset_info(name.repository, revision=name.revision, timeout=ANSWER_SECONDS)
-            listed = [sibling.rfilename for sibling in told.siblings or ()]
+            info = hub.dataset_info(name.repository, revision=name.revision, timeout=ANSWER_SECONDS)
+            listed = [sibling.rfilename for sibling in info.siblings or ()]
     except Exception as error:
-        trouble = error
+        hub_error = error
     try:
         file = name.file or _only_json(name, listed if listed is not None else _cached(name))
         return _within(
@@ -119,20 +119,20 @@ def fetch(name: HubName) -> Path:
     except EnvironmentBroken:
         raise
     except Exception as error:
-        cause = trouble or error
+        cause = hub_error or error
         first = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no reason given")
         why = (
-            "HF_HUB_OFFLINE is set, and it is not in the hub's cache; fetch it where there is a network, or name a file"
-            " that is here"
+            "HF_HUB_OFFLINE is set, and it is not in the hub's cache; download it where there is a network, or give a"
+            " local file"
             if offline
-            else "the hub does not give it, and it is not in the hub's cache; name a file that is here"
+            else "the hub does not provide it, and it is not in the hub's cache; give a local file"
         )
         raise EnvironmentBroken(f"{name}: {why} ({type(cause).__name__}: {first[:200]})") from error
 
 
 def local_only(model: str | Path, revision: str | None = None) -> bool:
-    """Tell whether a model is to be loaded without the hub: it is a path, HF_HUB_OFFLINE is set, or the hub does not
-    answer. transformers by itself would ask it again and again.
+    """Return whether to load a model without the hub: it is a path, HF_HUB_OFFLINE is set, or the hub does not answer.
+    transformers by itself would retry for minutes.
 
     Raises: ImportError without huggingface_hub.
     """
@@ -143,7 +143,7 @@ def local_only(model: str | Path, revision: str | None = None) -> bool:
         return True
     try:
         huggingface_hub.HfApi().model_info(str(model), revision=revision, timeout=ANSWER_SECONDS)
-    except Exception:  # of types as in fetch; whoever loads it then says what is not in the cache
+    except Exception:  # of types as in fetch; the loader then names what is not in the cache
         return True
     return False
 
@@ -153,7 +153,7 @@ def _only_json(name: HubName, files: Sequence[str]) -> str:
     if len(candidates) != 1:
         found = ", ".join(candidates[:10]) or "none"
         raise EnvironmentBroken(
-            f"{name}: one JSON or JSONL file is expected in it, found: {found}; name a path instead"
+            f"{name}: one JSON or JSONL file is expected in it, found: {found}; give a path instead"
         )
     return candidates[0]
 
@@ -169,7 +169,7 @@ def _cached(name: HubName) -> list[str]:
 
 
 def _within(seconds: float, work: Callable[[], Path]) -> Path:
-    """Return what the work returns, or raise what it raises. Raises: TimeoutError if it is not over by then."""
+    """Return the result of the work, or raise its error. Raises: TimeoutError if it takes longer."""
     done: list[Path] = []
     failed: list[Exception] = []
 

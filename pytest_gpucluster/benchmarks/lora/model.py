@@ -1,7 +1,7 @@
 """The models of LoRA: sizes and FLOPs, the base, its adapters, and a forward pass that ends in losses.
 
 The sizes are those of Qwen2, with the FLOPs of a token as pure arithmetic. The base is a tiny model, one of Qwen2-7B's
-sizes with random weights, or a given one; the adapters define which linear layers learn, at which rank and dtype.
+sizes with random weights, or a given one; the adapters define which linear layers are trained, at which rank and dtype.
 The forward pass ends in the losses, so that no rank ever has to keep all logits of a batch.
 """
 
@@ -26,12 +26,12 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """What is put on a model.
+    """The adapters of a model.
 
     Attributes:
         rank, alpha: an adapter's product is scaled by alpha / rank.
         dropout: of the adapters' inputs, a part of 1.
-        saved: modules that learn as a whole, beside the adapters.
+        saved: modules that are trained as a whole, besides the adapters.
         learning_rate: the highest.
     """
 
@@ -43,7 +43,7 @@ class Adapters:
 
     @property
     def trains_head(self) -> bool:
-        """Tell whether the head learns as a whole."""
+        """Whether the head is trained as a whole."""
         return "lm_head" in self.saved
 
 
@@ -51,20 +51,20 @@ QWEN2 = Adapters(rank=64, alpha=128, dropout=0.05, learning_rate=2e-5)
 """Source: acceptance of 2 nodes x 8 H100 SXM 80GB."""
 
 TINY = Adapters(rank=16, alpha=32, dropout=0.05, learning_rate=5e-3, saved=("embed_tokens", "lm_head"))
-"""On a random base adapters alone learn next to nothing, for its embedding and head say nothing about any token. With
-both learning the loss of 100 steps stands clearly below 0.5, and without the adapters clearly above.
+"""On a random base, adapters alone learn almost nothing, for its embedding and head carry no information about tokens.
+With both trained, the loss of 100 steps is clearly below 0.5, and without the adapters clearly above.
 Source: this suite's rule, measured: 0.2 with and 0.8 without."""
 
 
 def with_adapters(base: Any, adapters: Adapters, *, dropout: bool = True) -> Any:
-    """Put adapters on a model; all else is frozen. Returns peft's ``PeftModel``.
+    """Add adapters to a model and freeze all else. Returns peft's ``PeftModel``.
 
-    What is trained is fp32, whatever the dtype of the base is: at such learning rates bf16 would round most steps off
-    to nothing.
+    Trained weights are fp32, whatever the dtype of the base: at such learning rates bf16 would round most updates to
+    nothing.
 
     Args:
         base: a Qwen2 model of transformers, changed in place.
-        adapters: which.
+        adapters: which to add.
         dropout: False for steps that are compared with others.
 
     Raises: ImportError without peft.
@@ -88,12 +88,12 @@ def with_adapters(base: Any, adapters: Adapters, *, dropout: bool = True) -> Any
 
 
 def trained_parameters(model: nn.Module) -> int:
-    """Count the weights that learn; of a sharded model those of all ranks."""
+    """Count the trained weights; of a sharded model those of all ranks."""
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 def is_outer_factor(name: str) -> bool:
-    """Tell whether a weight of this name is an adapter's B: it starts as 0, so that whoever has learned has moved it.
+    """Whether a weight of this name is an adapter's B: it starts as 0, so any training changes it.
 
     Source: Hu et al., "LoRA" (arXiv:2106.09685), section 4.1.
     """
@@ -101,14 +101,14 @@ def is_outer_factor(name: str) -> bool:
 
 
 LOGITS_AT_ONCE = 2**30
-"""Logits that are made at a time: 4 GiB in fp32. What is beyond is made in parts, which the backward pass makes again:
+"""Logits that are computed at a time: 4 GiB in fp32. More are computed in parts, which the backward pass recomputes:
 3 % more operations at Qwen2-7B's sizes. A batch of one block of 4096 tokens fits, with its 152,064 x 4096."""
 
 
-class JudgedLoss(nn.Module):
+class MaskedLoss(nn.Module):
     """A causal language model of transformers with peft's adapters, and the losses of its next tokens.
 
-    It is the root that is sharded, so head and embedding are gathered for the losses too.
+    It is the root module of the sharding, so head and embedding are gathered for the losses too.
 
     Args:
         adapted: peft's ``PeftModel`` of a Qwen2 model.
@@ -129,23 +129,23 @@ class JudgedLoss(nn.Module):
         blocks: nn.ModuleList = self.causal.model.layers
         return blocks
 
-    def forward(self, tokens: torch.Tensor, judged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two sums in nats, fp32: the cross entropy of the judged targets, and, detached, of all targets.
+    def forward(self, tokens: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two sums in nats, fp32: the cross entropy of the targets in the mask, and, detached, of all targets.
 
         Attention is plainly causal over each row: documents that were packed together see each other. Resetting the
         positions would need a mask, and lose flash attention.
 
         Args:
             tokens: int64, batch x (positions + 1): each token is the target of the one before it.
-            judged: bool, batch x positions: which targets count.
+            loss_mask: bool, batch x positions: which targets count.
         """
         hidden = self.causal.model(
             input_ids=tokens[:, :-1],
-            # A mapping is taken as it is: no mask is made, and nothing asks the device what is in it.
+            # A mapping is passed through: no mask is made, and no value is read from the device.
             attention_mask={"full_attention": None},
             use_cache=False,
         ).last_hidden_state.flatten(0, 1)
-        targets, counts = tokens[:, 1:].flatten(), judged.flatten()
+        targets, counts = tokens[:, 1:].flatten(), loss_mask.flatten()
         at_once = max(1, LOGITS_AT_ONCE // self.causal.config.vocab_size)
         parts = list(
             zip(torch.split(hidden, at_once), torch.split(targets, at_once), torch.split(counts, at_once), strict=True)
@@ -153,14 +153,14 @@ class JudgedLoss(nn.Module):
         if len(parts) == 1:
             return self._sums(*parts[0])
         sums = [checkpoint(self._sums, *part, use_reentrant=False) for part in parts]
-        of_judged, of_all = zip(*sums, strict=True)
-        return torch.stack(of_judged).sum(), torch.stack(of_all).sum()
+        masked, total = zip(*sums, strict=True)
+        return torch.stack(masked).sum(), torch.stack(total).sum()
 
     def _sums(
         self, hidden: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         losses = functional.cross_entropy(self.causal.lm_head(hidden).float(), targets, reduction="none")
-        # Not a product with the mask: an infinite loss that does not count would make NaN of it.
+        # Not a product with the mask: an infinite loss outside of it would become NaN.
         return losses.masked_fill(~counts, 0.0).sum(), losses.detach().sum()
 
 
@@ -173,8 +173,8 @@ class Geometry:
         intermediate: width inside the MLP.
         layers: blocks of attention and MLP.
         heads, kv_heads: of the attention; several heads share one pair of key and value.
-        vocab: tokens that there are.
-        positions: the longest sequence that it is meant for.
+        vocab: number of tokens.
+        positions: the longest supported sequence.
         rms_epsilon, rope_base: of the norms and of the rotary positions.
         tied: whether the head is the embedding's own matrix.
 
@@ -209,7 +209,7 @@ class Geometry:
 
     @property
     def multiplied_parameters(self) -> int:
-        """Weights that each token is multiplied with: the seven matrices of each block, and the head."""
+        """Weights that each token is multiplied by: the seven matrices of each block, and the head."""
         attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_width
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
 
@@ -234,13 +234,14 @@ class Geometry:
         one once more, for its own: 6. Attention is 6 layers hidden sequence, of which the causal mask has halved
         12. Recomputing repeats the forward pass of the blocks, not of the head.
 
-        Source: as ``decoder.Geometry.training_flops_per_token``; Hu et al. (arXiv:2106.09685) for what is not trained.
+        Source: as ``Geometry.training_flops_per_token`` of ``training.model``; Hu et al. (arXiv:2106.09685) for frozen
+        weights.
 
         Args:
             sequence: positions of a block of tokens.
             rank: of the adapters.
-            head_trained: whether the head learns as a whole.
-            recompute: whether the backward pass makes the activations of the blocks anew.
+            head_trained: whether the head is trained as a whole.
+            recompute: whether the backward pass recomputes the activations of the blocks.
         """
         head = self.vocab * self.hidden
         adapters = self.adapter_parameters(rank)
@@ -253,11 +254,11 @@ class Geometry:
         return flops
 
     def full_flops_per_token(self, sequence: int) -> int:
-        """Likewise where all weights learn."""
+        """Return the same where all weights are trained."""
         return 6 * self.multiplied_parameters + 6 * self.layers * self.hidden * sequence
 
     def config_fields(self) -> dict[str, Any]:
-        """Return every field of transformers' ``Qwen2Config`` that makes this model what it is."""
+        """Return every field of transformers' ``Qwen2Config`` that defines this model."""
         return {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
@@ -279,7 +280,7 @@ class Geometry:
         }
 
     def differences(self, other: Geometry) -> list[str]:
-        """Say in which sizes another model is not this one. How long its sequences may be does not matter."""
+        """List the sizes in which another model differs. The length of its sequences does not matter."""
         return [
             f"{name} is {theirs}, expected {ours}"
             for name, ours in vars(self).items()
@@ -299,7 +300,7 @@ QWEN2_7B_TRAINED = 161_480_704
 
 
 def tiny(vocab: int) -> Geometry:
-    """Return the model of the rehearsal: two blocks, and a vocabulary that a tokenizer has made on the spot."""
+    """Return the model of the rehearsal: two blocks, and the vocabulary of a tokenizer trained on its data."""
     return Geometry(hidden=128, intermediate=384, layers=2, heads=4, kv_heads=2, vocab=vocab, positions=4096)
 
 
@@ -311,14 +312,14 @@ TINY_LABEL, RANDOM_LABEL, QWEN2_LABEL = "lora_tiny", "qwen2-7b-random", "qwen2-7
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """A model to put adapters on.
+    """A model to train adapters on.
 
     Attributes:
-        label: how reports call it.
+        label: its name in reports.
         geometry: its sizes.
-        adapters: what is put on it.
+        adapters: the adapters to add.
         folder: where its weights are; None: they are random.
-        origin: which weights they are, for reports.
+        origin: the origin of its weights, for reports.
     """
 
     label: str
@@ -329,7 +330,7 @@ class Base:
 
     @property
     def is_random(self) -> bool:
-        """Tell whether the frozen weights are random: then a loss says nothing about a language."""
+        """Whether the frozen weights are random: then a loss is no measure of a language model."""
         return self.folder is None
 
 
@@ -346,16 +347,16 @@ def random_base(geometry: Geometry = QWEN2_7B, label: str = RANDOM_LABEL) -> Bas
 def given_base(name: str, *, path: Path | None = None, revision: str | None = None) -> Base:
     """Return a pretrained base from a folder, or from the hub at a revision.
 
-    Only a model of Qwen2-7B's sizes is called ``qwen2-7b``. Another Qwen2 model keeps its own name, so that no report
-    takes it for that.
+    Only a model of Qwen2-7B's sizes has the label ``qwen2-7b``. Another Qwen2 model has its own name, so that no report
+    confuses the two.
 
     Args:
         name: as the operator wrote it.
         path: a folder with config.json and weights; None: ``name`` is one of the hub.
-        revision: of the hub's repository: a commit, tag or branch. Without it the hub is refused, for nobody could tell
-            later which weights were trained.
+        revision: of the hub's repository: a commit, tag or branch. Without one the hub is refused, for the trained
+            weights could not be identified later.
 
-    Raises: EnvironmentBroken if it cannot be had, is no Qwen2 model, or transformers is missing.
+    Raises: EnvironmentBroken if it cannot be loaded, is no Qwen2 model, or transformers is missing.
     """
     folder = path if path is not None else _from_hub(name, revision)
     geometry = _geometry(folder)
@@ -371,13 +372,13 @@ def given_base(name: str, *, path: Path | None = None, revision: str | None = No
 
 
 def make_adapted(base: Base, device: torch.device, *, precision: str, dropout: bool, seed: int) -> Any:
-    """Make a base with adapters on a device: the same on every rank, for the seed decides what is random.
+    """Create a base with adapters on a device: the same on every rank, for the seed decides what is random.
 
-    Returns peft's ``PeftModel``: the base in the dtype of the precision, what learns in fp32, in training mode.
+    Returns peft's ``PeftModel``: the base in the dtype of the precision, trained weights in fp32, in training mode.
 
     Raises:
         EnvironmentBroken: the weights cannot be read.
-        WrongResult: it does not have as many weights as its sizes say.
+        WrongResult: the number of its weights differs from that of its sizes.
         ImportError: transformers or peft is missing.
     """
     model = make_base(base, device, precision=precision, seed=seed)
@@ -395,10 +396,10 @@ def make_adapted(base: Base, device: torch.device, *, precision: str, dropout: b
 
 
 def make_base(base: Base, device: torch.device, *, precision: str, seed: int) -> Any:
-    """Make the base alone, as transformers' ``Qwen2ForCausalLM`` in the dtype of the precision.
+    """Create the base alone, as transformers' ``Qwen2ForCausalLM`` in the dtype of the precision.
 
-    Made on the device itself, never on meta: what has no values there, such as the rotary frequencies, would be in no
-    state dict either.
+    It is created on the device itself, never on meta: what has no values there, such as the rotary frequencies, is in
+    no state dict either.
     """
     from safetensors import SafetensorError
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -426,8 +427,8 @@ def make_base(base: Base, device: torch.device, *, precision: str, seed: int) ->
 def _require_count(base: Base, what: str, found: int, expected: int) -> None:
     if found != expected:
         raise WrongResult(
-            f"{base.label}: {what} {found:,} parameters, expected {expected:,}: this is another model than its sizes "
-            "say. Look at the versions of transformers and peft, and at the weights' folder"
+            f"{base.label}: {what} {found:,} parameters, expected {expected:,}: the model does not match its sizes. "
+            "Check the versions of transformers and peft, and the weights' folder"
         )
 
 
@@ -438,13 +439,11 @@ def _geometry(folder: Path) -> Geometry:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise EnvironmentBroken(
-            f"{folder}: no model is there: {first_line(error)}. A folder as "
-            "`hf download Qwen/Qwen2-7B --local-dir FOLDER` leaves it is expected"
+            f"{folder}: no model is there: {first_line(error)}. Expected is a folder as "
+            "`hf download Qwen/Qwen2-7B --local-dir FOLDER` creates it"
         ) from error
     if config.model_type != "qwen2":
-        raise EnvironmentBroken(
-            f"{folder}: a model of type qwen2 is expected, and config.json says {config.model_type}"
-        )
+        raise EnvironmentBroken(f"{folder}: a model of type qwen2 is expected, and config.json has {config.model_type}")
     if getattr(config, "use_sliding_window", False):
         raise EnvironmentBroken(f"{folder}: config.json asks for a sliding window, which Qwen2-7B does not have")
     rope: Mapping[str, Any] = config.rope_parameters
@@ -486,13 +485,13 @@ def _from_hub(name: str, revision: str | None) -> Path:
         )
     except Exception as error:  # of huggingface_hub, httpx, requests and the socket, by version
         why = (
-            "HF_HUB_OFFLINE is set, and it is not in the hub's cache; fetch it elsewhere, or name a folder"
+            "HF_HUB_OFFLINE is set, and it is not in the hub's cache; download it elsewhere, or give a folder"
             if constants.HF_HUB_OFFLINE
-            else "the hub does not give it, and it is not in the hub's cache; name a folder instead"
+            else "the hub does not provide it, and it is not in the hub's cache; give a folder instead"
         )
         raise EnvironmentBroken(f"{name}@{revision}: {why} ({type(error).__name__}: {first_line(error)})") from error
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says first, for a message."""
+    """Return the first line of an error, for a message."""
     return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), "no reason given")

@@ -1,4 +1,4 @@
-"""A file of packed blocks: made once from rows, with what was held out, and where all of it comes from."""
+"""A file of packed blocks: made once from rows, with the held-out conversations and the origin of all of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_gpucluster.benchmarks.lora.hub import INSTALL
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics, pack, tokenizer_fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _ENTRY = "pytest-gpucluster packed blocks"
 _PARTS = ("train", "held_out")
 _ROWS = "held_out.rows"
@@ -28,14 +28,14 @@ _LONGEST_HEADER = 2**40
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """Blocks to train on, and what was held out.
+    """Packed blocks to train on, and held-out ones.
 
     Attributes:
         train: the blocks to train on.
         held_out: blocks of the other conversations.
-        held_out_rows: these conversations, to ask for their calls.
-        context: where it comes from: source, its sha256 and revision, malformed rows, the tokenizer and its sha256,
-            sequence, seed and the held-out part.
+        held_out_rows: these conversations, for the evaluation of function calls.
+        context: the origin: source, its sha256 and revision, malformed rows, the tokenizer and its sha256, sequence,
+            seed and the held-out part.
     """
 
     train: Packed
@@ -48,12 +48,12 @@ def prepare(rows: Rows, tokenizer: Any, *, name: str, sequence: int, held_out: f
     """Hold a part of the rows out, and pack both parts.
 
     Args:
-        rows: what a source holds.
+        rows: of a source.
         tokenizer: of transformers, with an end token.
         name: of the tokenizer, for the context.
         sequence: positions of a block.
         held_out: the part of the conversations to hold out, above 0 and below 1.
-        seed: of which are held out.
+        seed: selects which are held out.
 
     Raises:
         EnvironmentBroken: a part does not fill one block.
@@ -81,7 +81,7 @@ def prepare(rows: Rows, tokenizer: Any, *, name: str, sequence: int, held_out: f
 
 
 def write(path: Path, prepared: Prepared) -> None:
-    """Write a file of packed blocks: safetensors. A file of that name is replaced in one moment, or stays as it is.
+    """Write a file of packed blocks: safetensors. An existing file is replaced atomically, or stays as it is.
 
     Raises:
         EnvironmentBroken: safetensors is not installed.
@@ -96,40 +96,40 @@ def write(path: Path, prepared: Prepared) -> None:
     for part in _PARTS:
         packed: Packed = getattr(prepared, part)
         # Half the size; no vocabulary comes near 2^31.
-        tensors |= {f"{part}.tokens": packed.tokens.to(torch.int32), f"{part}.judged": packed.judged}
+        tensors |= {f"{part}.tokens": packed.tokens.to(torch.int32), f"{part}.loss_mask": packed.loss_mask}
     lines = "".join(json.dumps({"system": row.system, "chat": row.chat}) + "\n" for row in prepared.held_out_rows)
     tensors[_ROWS] = torch.frombuffer(bytearray(lines.encode()), dtype=torch.uint8)
-    told = {
+    header = {
         "schema_version": SCHEMA_VERSION,
         "context": dict(prepared.context),
         "statistics": {part: asdict(getattr(prepared, part).statistics) for part in _PARTS},
     }
-    # One entry only: safetensors writes several in any order, and the same blocks shall give the same file.
-    metadata = {_ENTRY: json.dumps(told)}
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # One entry only: safetensors writes several in any order, and the same blocks must give the same file.
+    metadata = {_ENTRY: json.dumps(header)}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        save_file(tensors, beside, metadata)
-        with beside.open("rb") as written:
+        save_file(tensors, temporary, metadata)
+        with temporary.open("rb") as written:
             os.fsync(written.fileno())
-        beside.replace(path)
-    except SafetensorError as error:  # how safetensors tells of a full or missing file system
+        temporary.replace(path)
+    except SafetensorError as error:  # safetensors' error for a full or missing file system
         raise OSError(str(error)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def is_prepared(path: Path) -> bool:
-    """Tell whether a file looks like one of packed blocks, and not like rows. Raises: OSError."""
+    """Whether a file looks like one of packed blocks, and not like rows. Raises: OSError."""
     with path.open("rb") as file:
         start = file.read(_LENGTH_BYTES + 1)
     return start[_LENGTH_BYTES:] == b"{" and int.from_bytes(start[:_LENGTH_BYTES], "little") < _LONGEST_HEADER
 
 
 def read(path: Path) -> Prepared:
-    """Read a file that ``write`` has made.
+    """Read a file of :func:`write`.
 
-    Raises: EnvironmentBroken if it cannot be read, is cut off, is something else, is of another version, or contradicts
-    itself.
+    Raises: EnvironmentBroken if it cannot be read, is cut off, is something else, is of another version, or is
+    inconsistent.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -140,54 +140,55 @@ def read(path: Path) -> Prepared:
             entry = (file.metadata() or {}).get(_ENTRY)
             if entry is None:
                 raise EnvironmentBroken(f"{path}: no packed blocks; make them with `gpucluster lora prepare`")
-            told = json.loads(entry)
-            if told["schema_version"] != SCHEMA_VERSION:
+            header = json.loads(entry)
+            if header["schema_version"] != SCHEMA_VERSION:
                 raise EnvironmentBroken(
-                    f"{path}: schema_version {told['schema_version']}, and {SCHEMA_VERSION} is read here; make it anew"
-                    " with `gpucluster lora prepare`"
+                    f"{path}: schema_version {header['schema_version']}, and {SCHEMA_VERSION} is required; make it"
+                    " again with `gpucluster lora prepare`"
                 )
-            train, held_out = (_packed(file, part, told["statistics"][part]) for part in _PARTS)
+            train, held_out = (_packed(file, part, header["statistics"][part]) for part in _PARTS)
             lines = file.get_tensor(_ROWS).numpy().tobytes().decode().splitlines()
             rows = tuple(row_of(json.loads(line)) for line in lines)
-            context = {str(name): str(value) for name, value in told["context"].items()}
+            context = {str(name): str(value) for name, value in header["context"].items()}
     except (OSError, SafetensorError) as error:
         raise EnvironmentBroken(
-            f"{path}: cannot be read: {error}; make it anew with `gpucluster lora prepare`"
+            f"{path}: cannot be read: {error}; make it again with `gpucluster lora prepare`"
         ) from error
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise EnvironmentBroken(f"{path}: damaged: {error}; make it anew with `gpucluster lora prepare`") from error
+        raise EnvironmentBroken(f"{path}: damaged: {error}; make it again with `gpucluster lora prepare`") from error
     return Prepared(train=train, held_out=held_out, held_out_rows=rows, context=context)
 
 
 def require_fit(prepared: Prepared, tokenizer: Any, sequence: int) -> None:
-    """Make sure that blocks are of this length and were made with this tokenizer.
+    """Check that blocks have this length and were made with this tokenizer.
 
-    Raises: EnvironmentBroken if they are others: another model would read nonsense in them.
+    Raises: EnvironmentBroken otherwise: their numbers mean other tokens to another model.
     """
     made = prepared.context
     if made.get("tokenizer_sha256") != tokenizer_fingerprint(tokenizer):
         raise EnvironmentBroken(
-            f"the blocks were made with the tokenizer of {made.get('tokenizer')}, which is another than the model's;"
-            " make them anew with `gpucluster lora prepare --model` and this model"
+            f"the blocks were made with the tokenizer of {made.get('tokenizer')}, which differs from the model's;"
+            " make them again with `gpucluster lora prepare --model` and this model"
         )
-    if prepared.train.judged.shape[1] != sequence:
+    if prepared.train.loss_mask.shape[1] != sequence:
         raise EnvironmentBroken(
-            f"the blocks have {prepared.train.judged.shape[1]} positions, and {sequence} are asked for; make them anew"
-            f" with `gpucluster lora prepare --sequence {sequence}`"
+            f"the blocks have {prepared.train.loss_mask.shape[1]} positions, and the workload has {sequence}; make them"
+            f" again with `gpucluster lora prepare --sequence {sequence}`"
         )
 
 
-def _packed(file: Any, part: str, told: Mapping[str, int]) -> Packed:
-    tokens, judged = (file.get_tensor(f"{part}.{name}") for name in ("tokens", "judged"))
-    statistics = Statistics(**told)
+def _packed(file: Any, part: str, counts: Mapping[str, int]) -> Packed:
+    tokens, loss_mask = (file.get_tensor(f"{part}.{name}") for name in ("tokens", "loss_mask"))
+    statistics = Statistics(**counts)
     blocks, length = tokens.shape
-    if tokens.dtype != torch.int32 or judged.dtype != torch.bool or judged.shape != (blocks, length - 1):
+    if tokens.dtype != torch.int32 or loss_mask.dtype != torch.bool or loss_mask.shape != (blocks, length - 1):
         raise ValueError(
-            f"{part}: tokens are {tokens.dtype} {tuple(tokens.shape)}, judged {judged.dtype} {tuple(judged.shape)}"
+            f"{part}: tokens are {tokens.dtype} {tuple(tokens.shape)}, loss_mask {loss_mask.dtype}"
+            f" {tuple(loss_mask.shape)}"
         )
-    if blocks != statistics.blocks or int(judged.sum()) != statistics.judged_targets:
-        raise ValueError(f"{part}: {blocks} blocks, of which the statistics say otherwise")
-    return Packed(tokens=tokens.long(), judged=judged, statistics=statistics)
+    if blocks != statistics.blocks or int(loss_mask.sum()) != statistics.loss_targets:
+        raise ValueError(f"{part}: {blocks} blocks, which contradicts the statistics")
+    return Packed(tokens=tokens.long(), loss_mask=loss_mask, statistics=statistics)
 
 
 def _missing() -> EnvironmentBroken:

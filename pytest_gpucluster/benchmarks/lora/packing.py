@@ -1,9 +1,9 @@
-"""Conversations as packed blocks of tokens: layout, the part that the assistant says, tokenizers.
+"""Conversations as packed blocks of tokens: layout, loss mask, tokenizers.
 
-Blocks have one length; only tokens that the assistant says count in the loss. Nothing is padded, and attention is
-plainly causal: a block may begin in the middle of a conversation and may hold several. Source: training on packed
-blocks as torchtune and TRL name it; that conversations see what stands before them in their block is the price of
-static shapes and flash attention.
+Blocks have one length; only tokens of the assistant count in the loss. Nothing is padded, and attention is plainly
+causal: a block may begin in the middle of a conversation and may hold several. Source: training on packed blocks as
+torchtune and TRL name it; that a conversation sees the ones before it in its block is the price of static shapes and
+flash attention.
 
 A tokenizer is a tiny one that is trained on the rows, or the one that comes with a model.
 """
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A piece of a conversation that is turned into tokens by itself.
+    """A part of a conversation that is tokenized by itself.
 
     Attributes:
-        text: the piece.
-        judged: the assistant says it. After it comes the end token, which is judged as well.
+        text: the part.
+        is_assistant: it is the assistant's. The end token follows it, and counts in the loss as well.
     """
 
     text: str
-    judged: bool
+    is_assistant: bool
 
 
 def segments(row: Row) -> Iterator[Segment]:
-    """Yield a conversation piece by piece: what is given, then what the assistant says, and so on.
+    """Yield a conversation part by part: what is given, then the assistant's text, and so on.
 
-    ``ASSISTANT:`` is given; what the assistant says begins with the space after it. Turns are two empty lines apart, as
+    ``ASSISTANT:`` is given; the assistant's text begins with the space after it. Turns are two empty lines apart, as
     in glaive's files, whatever stood between them in the row.
     """
     given, first = row.system.strip(), not row.system.strip()
@@ -53,13 +53,13 @@ def segments(row: Row) -> Iterator[Segment]:
         given += ("" if first else BETWEEN) + LABELS[turn.role]
         first = False
         if turn.role == "assistant":
-            yield Segment(text=given, judged=False)
-            yield Segment(text=f" {turn.text}" if turn.text else "", judged=True)
+            yield Segment(text=given, is_assistant=False)
+            yield Segment(text=f" {turn.text}" if turn.text else "", is_assistant=True)
             given = ""
         else:
             given += f" {turn.text}"
     if given:
-        yield Segment(text=given, judged=False)
+        yield Segment(text=given, is_assistant=False)
 
 
 def text_of(row: Row) -> str:
@@ -68,29 +68,29 @@ def text_of(row: Row) -> str:
 
 
 _AT_ONCE = 512
-"""Rows that are given to the tokenizer together: it spreads them over its threads."""
+"""Rows that are passed to the tokenizer together: it spreads them over its threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What became of the rows.
+    """How the rows were packed.
 
     Attributes:
-        rows: that were laid out.
+        rows: that were packed.
         tokens: of these rows, end tokens included.
-        judged: tokens among them that the assistant says, end tokens included.
+        loss_tokens: tokens among them that count in the loss: the assistant's, end tokens included.
         dropped: tokens at the end that fill no block.
         blocks: of ``sequence + 1`` tokens.
-        judged_targets: targets in the blocks that count. The first token of a block is no target.
+        loss_targets: targets in the blocks that count in the loss. The first token of a block is no target.
         longest: tokens of the longest row.
     """
 
     rows: int
     tokens: int
-    judged: int
+    loss_tokens: int
     dropped: int
     blocks: int
-    judged_targets: int
+    loss_targets: int
     longest: int
 
 
@@ -100,12 +100,12 @@ class Packed:
 
     Attributes:
         tokens: int64, blocks x (sequence + 1): inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
-        judged: bool, blocks x sequence: which of the targets the assistant says.
-        statistics: what became of the rows.
+        loss_mask: bool, blocks x sequence: which of the targets count in the loss: the assistant's.
+        statistics: of the packing.
     """
 
     tokens: torch.Tensor
-    judged: torch.Tensor
+    loss_mask: torch.Tensor
     statistics: Statistics
 
     def __len__(self) -> int:
@@ -113,23 +113,23 @@ class Packed:
 
 
 def encode(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a row, and which of them the assistant says: its words, and the end token after them.
+    """Return the tokens of a row, and which of them count in the loss: the assistant's, and the end token after them.
 
-    Each piece of a row is turned into tokens by itself, so that no token is half judged. A row that does not end with
-    the assistant is closed by an end token that is not judged.
+    Each part of a row is tokenized by itself, so that no token belongs half to the assistant. A row that does not end
+    with the assistant is closed by an end token that does not count.
     """
-    [(tokens, judged)] = _encoded([row], tokenizer)
-    return tokens, judged
+    [(tokens, loss_mask)] = _encoded([row], tokenizer)
+    return tokens, loss_mask
 
 
 def pack(rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | None = None) -> Packed:
-    """Lay rows out as tokens, one after another in their order, and cut that into blocks.
+    """Tokenize rows, concatenate them in their order, and cut that into blocks.
 
     Args:
         rows: conversations.
         tokenizer: of transformers, with an end token.
         sequence: positions of a block; it holds one token more.
-        blocks: how many are wanted: the rows after them are not looked at. None takes all rows.
+        blocks: stop at this number; the rows after them are not read. None takes all rows.
 
     Raises:
         EnvironmentBroken: the rows do not fill one block.
@@ -144,9 +144,9 @@ def pack(rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | No
     masks: list[torch.Tensor] = []
     used = total = longest = 0
     for chunk in _chunks(rows, _AT_ONCE):
-        for tokens, judged in _encoded(chunk, tokenizer):
+        for tokens, loss_mask in _encoded(chunk, tokenizer):
             pieces.append(torch.tensor(tokens, dtype=torch.int32))
-            masks.append(torch.tensor(judged, dtype=torch.bool))
+            masks.append(torch.tensor(loss_mask, dtype=torch.bool))
             used, total, longest = used + 1, total + len(tokens), max(longest, len(tokens))
             if blocks is not None and total >= blocks * length:
                 break
@@ -162,14 +162,14 @@ def pack(rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | No
     in_blocks = mask[: count * length].view(count, length)[:, 1:].contiguous()
     return Packed(
         tokens=torch.cat(pieces)[: count * length].view(count, length).long(),
-        judged=in_blocks,
+        loss_mask=in_blocks,
         statistics=Statistics(
             rows=used,
             tokens=total,
-            judged=int(mask.sum()),
+            loss_tokens=int(mask.sum()),
             dropped=total - count * length,
             blocks=count,
-            judged_targets=int(in_blocks.sum()),
+            loss_targets=int(in_blocks.sum()),
             longest=longest,
         ),
     )
@@ -177,16 +177,16 @@ def pack(rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | No
 
 @lru_cache(maxsize=2)
 def order(seed: int, epoch: int, blocks: int) -> tuple[int, ...]:
-    """Return the order in which an epoch goes through the blocks: the same on every rank and for every world size."""
+    """Return the order of the blocks in an epoch: the same on every rank and for every world size."""
     numbers = list(range(blocks))
     Draws(seed, "order", epoch).shuffle(numbers)
     return tuple(numbers)
 
 
 def global_batch(step: int, *, size: int, blocks: int, seed: int) -> list[int]:
-    """Return the blocks of a step, of all ranks together. After the last block the next epoch begins, in its own order.
+    """Return the blocks of a step, of all ranks together. After the last block comes the next epoch, in its own order.
 
-    It depends on the step alone, so that a training which is resumed goes on with the same blocks.
+    It depends on the step alone, so that a resumed training continues with the same blocks.
 
     Args:
         step: from 0.
@@ -203,39 +203,39 @@ def global_batch(step: int, *, size: int, blocks: int, seed: int) -> list[int]:
 
 
 def share(batch: Sequence[int], *, rank: int, world_size: int) -> list[int]:
-    """Return the part of a global batch that a rank of a group takes: equally many each, in their order.
+    """Return the part of a global batch for a rank of a group: the same number each, in their order.
 
-    Raises: ValueError if the batch cannot be shared out equally.
+    Raises: ValueError if the batch does not divide evenly.
     """
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank must be one of {world_size} ranks, not {rank}")
     if len(batch) % world_size:
-        raise ValueError(f"{len(batch)} blocks cannot be shared out equally among {world_size} ranks")
+        raise ValueError(f"{len(batch)} blocks cannot be divided evenly among {world_size} ranks")
     each = len(batch) // world_size
     return list(batch[rank * each : (rank + 1) * each])
 
 
 def _encoded(rows: Sequence[Row], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
-    laid_out = [list(segments(row)) for row in rows]
+    parts_of_rows = [list(segments(row)) for row in rows]
     # No special token of its own: a model that begins each text with one would have it at every turn.
-    ids = iter(ids_of([segment.text for pieces in laid_out for segment in pieces], tokenizer))
+    ids = iter(ids_of([segment.text for parts in parts_of_rows for segment in parts], tokenizer))
     end = tokenizer.eos_token_id
-    for pieces in laid_out:
+    for parts in parts_of_rows:
         tokens: list[int] = []
-        judged: list[bool] = []
-        for segment in pieces:
-            piece = list(next(ids)) + ([end] if segment.judged else [])
+        loss_mask: list[bool] = []
+        for segment in parts:
+            piece = list(next(ids)) + ([end] if segment.is_assistant else [])
             tokens += piece
-            judged += [segment.judged] * len(piece)
-        if not pieces[-1].judged:
+            loss_mask += [segment.is_assistant] * len(piece)
+        if not parts[-1].is_assistant:
             tokens.append(end)
-            judged.append(False)
-        yield tokens, judged
+            loss_mask.append(False)
+        yield tokens, loss_mask
 
 
 def ids_of(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Return the tokens of each text, without those that a model puts at the begin of all texts."""
-    # A long text is no mistake here: it is cut into blocks. Without this the tokenizer warns of it.
+    """Return the tokens of each text, without those that a model adds at the start of each text."""
+    # Without verbose=False the tokenizer warns of texts longer than its model's context, which blocks cut anyway.
     if not texts:
         return []
     found: list[list[int]] = tokenizer(
@@ -254,15 +254,15 @@ PAD = "<|pad|>"
 
 
 def tiny_tokenizer(rows: Iterable[Row], vocab: int = 512) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on the rows: any text can be written in it, and equal rows give equal tokenizers.
+    """Train a byte-level BPE on the rows: it can encode any text, and equal rows give equal tokenizers.
 
     Args:
-        rows: what it learns from.
-        vocab: tokens that it has, all 256 bytes and the two for the end and for padding included.
+        rows: to train on.
+        vocab: number of tokens, all 256 bytes and the two for the end and for padding included.
 
     Raises:
         EnvironmentBroken: transformers is not installed.
-        ValueError: the rows are too few for so many tokens.
+        ValueError: the rows are too few for this number of tokens.
     """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -280,7 +280,7 @@ def tiny_tokenizer(rows: Iterable[Row], vocab: int = 512) -> PreTrainedTokenizer
     )
     bare.train_from_iterator((text_of(row) for row in rows), trainer)
     if bare.get_vocab_size() != vocab:
-        raise ValueError(f"the rows give {bare.get_vocab_size()} tokens, and {vocab} are asked for: give more rows")
+        raise ValueError(f"the rows give {bare.get_vocab_size()} tokens, and {vocab} are required: give more rows")
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it so
         tokenizer_object=bare, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
     )
@@ -289,7 +289,7 @@ def tiny_tokenizer(rows: Iterable[Row], vocab: int = 512) -> PreTrainedTokenizer
 def tokenizer_for(model: str | Path, revision: str | None = None) -> Any:
     """Load the tokenizer of a model, from a folder or from the hub.
 
-    With HF_HUB_OFFLINE, or where the hub does not answer, only the hub's cache is looked at.
+    With HF_HUB_OFFLINE, or where the hub does not answer, only the hub's cache is used.
 
     Raises: EnvironmentBroken: transformers is not installed, there is no such tokenizer, or it has no end token.
     """
@@ -306,7 +306,7 @@ def tokenizer_for(model: str | Path, revision: str | None = None) -> Any:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         where = "" if Path(model).exists() else "it is no folder here and not in the hub's cache; "
         raise EnvironmentBroken(
-            f"{model}: no tokenizer can be loaded from it ({first[:200]}); {where if local else ''}name the folder of a"
+            f"{model}: no tokenizer can be loaded from it ({first[:200]}); {where if local else ''}give the folder of a"
             " model, with its tokenizer.json and tokenizer_config.json"
         ) from error
     if tokenizer.eos_token_id is None:
@@ -315,10 +315,10 @@ def tokenizer_for(model: str | Path, revision: str | None = None) -> Any:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a sha256 of what a tokenizer makes of texts: its tokens, merges and rules."""
+    """Return a sha256 of what determines a tokenizer's output: its tokens, merges and rules."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    told = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(f"{told}\0{tokenizer.eos_token_id}".encode()).hexdigest()
+    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{rules}\0{tokenizer.eos_token_id}".encode()).hexdigest()
 
 
 def _missing() -> EnvironmentBroken:

@@ -18,32 +18,32 @@ import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.lora.model import Base
 from pytest_gpucluster.benchmarks.lora.packing import Packed
-from pytest_gpucluster.benchmarks.lora.trainer import Lesson, Loop, Pieces, Step
+from pytest_gpucluster.benchmarks.lora.trainer import Components, Step, Trainer, TrainingData
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.benchmarks.memory_budget import memory_released
 from pytest_gpucluster.benchmarks.training.fingerprint import relative
 from pytest_gpucluster.errors import EnvironmentBroken
 
 
-def context_of(base: Base, recipe: Recipe, lesson: Lesson, *, ranks: int, weights: int) -> dict[str, str]:
+def context_of(base: Base, recipe: Recipe, data: TrainingData, *, ranks: int, weights: int) -> dict[str, str]:
     """Return the context of a curve and of a checkpoint.
 
-    The number of ranks belongs to it only with dropout, of which each rank draws its own.
+    The number of ranks belongs to it only with dropout, where each rank draws its own.
 
     Args:
-        base, recipe, lesson: what is trained, how, and from what.
+        base, recipe, data: the model, how it is trained, and on what.
         ranks: that train one model together.
-        weights: fingerprint of all weights before the first step. It tells a hub's revision from another one, and the
-            random weights of one kind of GPU from those of another, wherever they come from.
+        weights: fingerprint of all weights before the first step. It distinguishes one revision of the hub from
+            another, and the random weights of one kind of GPU from those of another.
     """
     dropout = base.adapters.dropout if recipe.dropout else 0.0
     context = {
         "model": base.label,
         "weights": f"{weights:016x}",
-        "data_sha256": lesson.sha256,
+        "data_sha256": data.sha256,
         "seed": str(recipe.seed),
         "global_batch": str(recipe.global_batch),
-        "sequence": str(lesson.train.judged.shape[1]),
+        "sequence": str(data.train.loss_mask.shape[1]),
         "precision": recipe.precision,
         "steps": str(recipe.steps),
         "warmup_steps": str(recipe.warmup_steps),
@@ -56,7 +56,7 @@ def context_of(base: Base, recipe: Recipe, lesson: Lesson, *, ranks: int, weight
 
 
 def require_same_context(checkpoint: Path, extra: Mapping[str, Any], context: Mapping[str, str]) -> None:
-    """Make sure that a checkpoint is of this experiment.
+    """Check that a checkpoint is of this experiment.
 
     Args:
         checkpoint: for the message.
@@ -80,16 +80,16 @@ def require_same_context(checkpoint: Path, extra: Mapping[str, Any], context: Ma
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """How far the steps of all ranks are from those of one: the largest over the steps, as ratios. NaN: a step was not
+    """The largest relative differences between steps of all ranks and the same steps of one rank. NaN: a step was not
     finite, so nothing was compared.
 
     Attributes:
         loss_error: of the losses.
         gradient_error: of the gradients' norms before clipping.
         finite: steps whose losses and norm are finite on this rank; ``taken`` if all are.
-        taken: steps, together and alone.
-        steps: that were taken together.
-        all_finite: whether the steps together were finite on all ranks, and those alone on this one.
+        taken: steps, of all ranks and of the single rank.
+        steps: steps of all ranks.
+        all_finite: whether the steps of all ranks were finite on all of them, and those of the single rank on this one.
     """
 
     loss_error: float
@@ -108,7 +108,7 @@ def check_parity(
     recipe: Recipe,
     packed: Packed,
     *,
-    pieces: Pieces | None = None,
+    components: Components | None = None,
 ) -> Parity:
     """Take the steps of a recipe on all ranks of a group, and then on each rank alone, and compare them.
 
@@ -118,23 +118,23 @@ def check_parity(
         group: the ranks that train together.
         alone: the group of this rank only.
         device: where this rank trains.
-        base: what is trained.
+        base: the model to train.
         recipe: without dropout, as ``Recipe.compared`` makes it.
         packed: the blocks to train on.
-        pieces: of the training on all ranks; the one rank takes the product's own.
+        components: of the training on all ranks; the single rank always takes the default ones.
 
-    Raises: as ``Loop``.
+    Raises: as ``Trainer``.
     """
 
-    def follow(ranks: dist.ProcessGroup, made_of: Pieces | None) -> list[Step]:
-        with memory_returned(circles=True):
-            return steps_of(Loop(ranks, device, base, recipe, packed, pieces=made_of), recipe.steps)
+    def run(ranks: dist.ProcessGroup, components: Components | None) -> list[Step]:
+        with memory_released(cycles=True):
+            return steps_of(Trainer(ranks, device, base, recipe, packed, components=components), recipe.steps)
 
-    together = follow(group, pieces)
-    alone_steps = follow(alone, Pieces()) if together[-1].all_finite else []
-    taken = [*together, *alone_steps]
+    group_steps = run(group, components)
+    alone_steps = run(alone, Components()) if group_steps[-1].all_finite else []
+    taken = [*group_steps, *alone_steps]
     compared = taken[-1].all_finite
-    pairs = list(zip(together, alone_steps, strict=True)) if compared else []
+    pairs = list(zip(group_steps, alone_steps, strict=True)) if compared else []
     return Parity(
         loss_error=max((relative(one.loss, other.loss) for one, other in pairs), default=math.nan),
         gradient_error=max(
@@ -142,24 +142,26 @@ def check_parity(
         ),
         finite=sum(step.finite for step in taken),
         taken=len(taken),
-        steps=len(together),
+        steps=len(group_steps),
         all_finite=compared,
     )
 
 
-def steps_of(loop: Loop, last: int, *, first: int = 1, seen: Callable[[Step], None] | None = None) -> list[Step]:
-    """Take steps from ``first`` to ``last``, or to the one that is not finite on some rank: no step after it says
-    anything.
+def steps_of(
+    trainer: Trainer, last: int, *, first: int = 1, on_step: Callable[[Step], None] | None = None
+) -> list[Step]:
+    """Take steps from ``first`` to ``last``, or to the first that is not finite on some rank: no later step has any
+    meaning.
 
     Args:
-        loop: where the step before ``first`` was taken last.
-        seen: is given each step that is finite.
+        trainer: after the step before ``first``.
+        on_step: called with each finite step.
     """
     steps = []
     for number in range(first, last + 1):
-        steps.append(loop.step(number))
+        steps.append(trainer.step(number))
         if not steps[-1].all_finite:
             break
-        if seen is not None:
-            seen(steps[-1])
+        if on_step is not None:
+            on_step(steps[-1])
     return steps

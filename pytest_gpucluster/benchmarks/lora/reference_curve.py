@@ -1,7 +1,7 @@
-"""A reference curve: what the loss of an experiment was, step by step, and how far another run of it may be from that.
+"""A reference curve: the loss of an experiment step by step, and the band within which another run must stay.
 
-It shows what a threshold on the last losses cannot: a run that arrives at a low loss by another way. With synchronous
-training the way is known: seed, data and global batch define it, whatever the number of ranks. Dropout is the
+It shows what a threshold on the last losses cannot: a run that reaches a low loss by another path. With synchronous
+training the path is known: seed, data and global batch define it, whatever the number of ranks. Dropout is the
 exception: each rank draws its own, and another number of ranks leaves the floor of the band after some 30 steps of the
 tiny model, by up to 4 bands. So with dropout the number of ranks belongs to the context.
 """
@@ -21,19 +21,19 @@ from typing import Any
 from pytest_gpucluster.errors import CurveError
 from pytest_gpucluster.metrics.loss_curve import Curve
 
-FORMAT = "pytest-gpucluster golden curve"
+FORMAT = "pytest-gpucluster reference curve"
 VERSION = 1
 REQUIRED = ("model", "data_sha256", "seed", "global_batch", "sequence", "precision", "steps")
-"""What the context of a curve must say at least, so that it can be known which experiment it is of."""
+"""The keys that the context of a curve needs, to identify its experiment."""
 
 SPREADS = 3.0
-"""The band is at least so many standard deviations of the runs. Source: this suite's rule."""
+"""The band is at least this number of standard deviations of the runs. Source: this suite's rule."""
 RELATIVE_FLOOR = 0.02
-"""The band is at least this part of the loss. Source: this suite's rule. It lies between what another seed alone moves
-the early losses of the tiny model (2.5 to 5.7 %) and what bf16 instead of fp32 does at its end (1.5 %); of the faults
+"""The band is at least this part of the loss. Source: this suite's rule. It lies between the effect of another seed on
+the early losses of the tiny model (2.5 to 5.7 %) and that of bf16 instead of fp32 at its end (1.5 %); of the faults
 that leave the last losses low, the mildest moves the first ones by 3.6 %."""
 ABSOLUTE_FLOOR = 1e-3
-"""The band is at least so many nats a token, since a part of a loss near 0 is nothing. Source: this suite's rule."""
+"""The band is at least this, in nats a token, since a part of a loss near 0 is nothing. Source: this suite's rule."""
 RULE = (
     f"the largest of {SPREADS:g} standard deviations of the runs, {RELATIVE_FLOOR * 100:g} % of the loss, and "
     f"{ABSOLUTE_FLOOR:g} nats a token (a rule of pytest-gpucluster)"
@@ -42,50 +42,50 @@ _KEYS = ("format", "version", "rule", "runs", "context", "steps", "loss", "band"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Golden:
-    """A golden curve. ``steps``, ``loss`` and ``band`` are equally long; losses in nats a token."""
+class ReferenceCurve:
+    """A reference curve. ``steps``, ``loss`` and ``band`` are equally long; losses in nats a token."""
 
     context: Mapping[str, str]
     steps: tuple[int, ...]
     loss: tuple[float, ...]
     """Mean over the runs."""
     band: tuple[float, ...]
-    """How far from it is allowed, to both sides."""
+    """The allowed difference, to both sides."""
     runs: int
     rule: str = RULE
-    """How the band was made."""
+    """How the band was computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """Where a curve is farthest from a golden one, in bands: above 1 it is beyond. NaN where a loss is."""
+    """The largest deviation of a curve from a reference curve, in bands: above 1 is beyond. NaN where a loss is."""
 
     largest: float
     step: int
     loss: float
-    golden: float
+    reference: float
     band: float
 
     def __str__(self) -> str:
         return (
-            f"{self.largest:.3g} bands at step {self.step}: loss {self.loss:.6g}, golden {self.golden:.6g} +- "
+            f"{self.largest:.3g} bands at step {self.step}: loss {self.loss:.6g}, reference {self.reference:.6g} +- "
             f"{self.band:.2g}"
         )
 
 
-def golden_of(curves: Sequence[Curve]) -> Golden:
-    """Make a golden curve of one or more runs of the same experiment.
+def reference_curve_of(curves: Sequence[Curve]) -> ReferenceCurve:
+    """Make a reference curve of one or more runs of the same experiment.
 
     Raises:
         CurveError: no curve, runs of different experiments or steps, an incomplete context, or a loss that is not
             finite.
     """
     if not curves:
-        raise CurveError("no curve to make a golden one of")
+        raise CurveError("no curve to make a reference curve of")
     first = curves[0]
     missing = [key for key in REQUIRED if key not in first.context]
     if missing:
-        raise CurveError(f"the curve does not say its {', '.join(missing)}, so what it can be compared with is unknown")
+        raise CurveError(f"the curve has no {', '.join(missing)} in its context, so its experiment is unknown")
     steps = tuple(point.step for point in first.points)
     if not steps:
         raise CurveError("the curve has no points")
@@ -94,9 +94,9 @@ def golden_of(curves: Sequence[Curve]) -> Golden:
         _require_steps(f"run {number}", [point.step for point in curve.points], steps)
         for point in curve.points:
             if not math.isfinite(point.loss):
-                raise CurveError(f"run {number} has a loss of {point.loss} at step {point.step}: nothing to go by")
+                raise CurveError(f"run {number} has a loss of {point.loss} at step {point.step}: not usable")
     losses = [[curve.points[index].loss for curve in curves] for index in range(len(steps))]
-    return Golden(
+    return ReferenceCurve(
         context=dict(first.context),
         steps=steps,
         loss=tuple(statistics.fmean(of_step) for of_step in losses),
@@ -105,30 +105,30 @@ def golden_of(curves: Sequence[Curve]) -> Golden:
     )
 
 
-def write(path: Path, curves: Sequence[Curve]) -> Golden:
-    """Write the golden curve of these runs, and return it.
+def write(path: Path, curves: Sequence[Curve]) -> ReferenceCurve:
+    """Write the reference curve of these runs, and return it.
 
     Raises:
-        CurveError: as :func:`golden_of`.
+        CurveError: as :func:`reference_curve_of`.
         OSError: it cannot be written.
     """
-    golden = golden_of(curves)
+    reference = reference_curve_of(curves)
     body = {
         "format": FORMAT,
         "version": VERSION,
-        "rule": golden.rule,
-        "runs": golden.runs,
-        "context": dict(golden.context),
-        "steps": golden.steps,
-        "loss": golden.loss,
-        "band": golden.band,
+        "rule": reference.rule,
+        "runs": reference.runs,
+        "context": dict(reference.context),
+        "steps": reference.steps,
+        "loss": reference.loss,
+        "band": reference.band,
     }
     path.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return golden
+    return reference
 
 
-def read(path: Path) -> Golden:
-    """Read a golden curve.
+def read(path: Path) -> ReferenceCurve:
+    """Read a reference curve.
 
     Raises:
         CurveError: it cannot be read, or is not exactly what :func:`write` writes; names the file and what is wrong.
@@ -138,10 +138,10 @@ def read(path: Path) -> Golden:
     except (OSError, UnicodeDecodeError) as error:
         raise CurveError(f"{path}: cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise CurveError(f"{path}: no golden curve: {error}") from None
+        raise CurveError(f"{path}: no reference curve: {error}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CurveError(
-            f"{path}: no golden curve: its format is not {FORMAT!r}; make one with gpucluster lora reference-curve"
+            f"{path}: no reference curve: its format is not {FORMAT!r}; make one with gpucluster lora reference-curve"
         )
     if body.get("version") != VERSION:
         raise CurveError(
@@ -149,8 +149,9 @@ def read(path: Path) -> Golden:
         )
     missing, unknown = [key for key in _KEYS if key not in body], [key for key in body if key not in _KEYS]
     if missing or unknown:
-        told = [f"no {', '.join(missing)}"] if missing else []
-        raise CurveError(f"{path}: {' and '.join([*told, *([f'unknown keys {unknown}'] if unknown else [])])}")
+        problems = [f"no {', '.join(missing)}"] if missing else []
+        problems += [f"unknown keys {unknown}"] if unknown else []
+        raise CurveError(f"{path}: {' and '.join(problems)}")
     steps, loss, band = (_numbers(path, body, key) for key in ("steps", "loss", "band"))
     if not len(steps) == len(loss) == len(band) or not steps:
         raise CurveError(
@@ -167,30 +168,31 @@ def read(path: Path) -> Golden:
         raise CurveError(f"{path}: the context lacks {', '.join(key for key in REQUIRED if key not in context)}")
     if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1 or not isinstance(rule, str):
         raise CurveError(f"{path}: runs must be a number from 1, and rule a text")
-    return Golden(context=context, steps=tuple(map(int, steps)), loss=loss, band=band, runs=runs, rule=rule)
+    return ReferenceCurve(context=context, steps=tuple(map(int, steps)), loss=loss, band=band, runs=runs, rule=rule)
 
 
-def require_same_experiment(golden: Golden, context: Mapping[str, str]) -> None:
-    """Find out before training whether a curve of this context can be compared.
+def require_same_experiment(reference: ReferenceCurve, context: Mapping[str, str]) -> None:
+    """Check before training whether a curve of this context can be compared.
 
     Raises:
         CurveError: it cannot; names each key that differs, with both values.
     """
-    _require_same("this run", context, "the golden curve", golden.context)
+    _require_same("this run", context, "the reference curve", reference.context)
 
 
-def deviation(golden: Golden, curve: Curve) -> Deviation:
-    """Return where ``|loss - golden| / band`` is largest over the steps; a loss that is not finite counts as largest.
+def deviation(reference: ReferenceCurve, curve: Curve) -> Deviation:
+    """Return where ``|loss - reference| / band`` is largest over the steps; a loss that is not finite counts as
+    largest.
 
     Raises:
-        CurveError: they are not of the same experiment, so that a difference would say nothing: names each key of the
+        CurveError: they are not of the same experiment, so that a difference would mean nothing: names each key of the
             context that differs, with both values; or the steps differ.
     """
-    require_same_experiment(golden, curve.context)
-    _require_steps("this run", [point.step for point in curve.points], golden.steps)
+    require_same_experiment(reference, curve.context)
+    _require_steps("this run", [point.step for point in curve.points], reference.steps)
     found = [
-        Deviation(largest=abs(point.loss - mean) / band, step=point.step, loss=point.loss, golden=mean, band=band)
-        for point, mean, band in zip(curve.points, golden.loss, golden.band, strict=True)
+        Deviation(largest=abs(point.loss - mean) / band, step=point.step, loss=point.loss, reference=mean, band=band)
+        for point, mean, band in zip(curve.points, reference.loss, reference.band, strict=True)
     ]
     return max(found, key=lambda each: math.inf if math.isnan(each.largest) else each.largest)
 
@@ -202,7 +204,7 @@ def _band(losses: Sequence[float]) -> float:
 
 def _require_same(one: str, context: Mapping[str, str], other: str, expected: Mapping[str, str]) -> None:
     different = [
-        f"{key} is {_told(context, key)} in {one} and {_told(expected, key)} in {other}"
+        f"{key} is {_value_text(context, key)} in {one} and {_value_text(expected, key)} in {other}"
         for key in dict.fromkeys([*expected, *context])
         if context.get(key) != expected.get(key)
     ]
@@ -210,16 +212,18 @@ def _require_same(one: str, context: Mapping[str, str], other: str, expected: Ma
         raise CurveError(f"not the same experiment: {'; '.join(different)}")
 
 
-def _told(context: Mapping[str, str], key: str) -> str:
+def _value_text(context: Mapping[str, str], key: str) -> str:
     return repr(context[key]) if key in context else "not given"
 
 
 def _require_steps(one: str, steps: Sequence[int], expected: Sequence[int]) -> None:
     if list(steps) == list(expected):
         return
-    lost, more = sorted(set(expected) - set(steps)), sorted(set(steps) - set(expected))
-    told = f"no step {lost[0]}" if lost else f"a step {more[0]} too many" if more else "the steps in another order"
-    raise CurveError(f"{one} has {told}: {len(steps)} steps, and {len(expected)} are expected")
+    missing, extra = sorted(set(expected) - set(steps)), sorted(set(steps) - set(expected))
+    problem = (
+        f"no step {missing[0]}" if missing else f"an extra step {extra[0]}" if extra else "the steps in another order"
+    )
+    raise CurveError(f"{one} has {problem}: {len(steps)} steps, and {len(expected)} are expected")
 
 
 def _numbers(path: Path, body: Mapping[str, Any], key: str) -> tuple[float, ...]:

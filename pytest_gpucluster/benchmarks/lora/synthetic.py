@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, Row
-from pytest_gpucluster.benchmarks.lora.dataset import held_out_split as held_out_split
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, write
 
 Item = TypeVar("Item")
 
 
 class Draws:
-    """Draws from a seed. Keys beside the seed make draws that do not depend on each other.
+    """Draws from a seed. Keys in addition to the seed make draws that do not depend on each other.
 
-    Only ``random.Random(int)`` and its ``random()`` are used: they alone are promised to stay what they are. Source:
-    Python's documentation of ``random``, "Notes on Reproducibility". What is built on them is spelled out here.
+    Only ``random.Random(int)`` and its ``random()`` are used: only their results are guaranteed not to change. Source:
+    Python's documentation of ``random``, "Notes on Reproducibility". The rest is implemented here.
     """
 
     def __init__(self, seed: int, *keys: object) -> None:
@@ -43,7 +42,7 @@ class Draws:
         return items[self.below(len(items))]
 
     def chance(self, ratio: float) -> bool:
-        """Return True in so many of all cases."""
+        """Return True with this probability."""
         return self._random.random() < ratio
 
     def shuffle(self, items: MutableSequence[Item]) -> None:
@@ -57,7 +56,7 @@ WITH_FUNCTIONS = "SYSTEM: You are a helpful assistant with access to the followi
 WITHOUT_FUNCTIONS = "SYSTEM: You are a helpful assistant, with no access to external functions."
 
 _TALK_RATIO = 0.1
-"""The part of the conversations that calls no function."""
+"""The part of the conversations without a function call."""
 
 _SECOND_RATIO = 0.5
 """The part in which the assistant has to choose between two functions."""
@@ -74,9 +73,9 @@ class Function:
     Attributes:
         description: for the system text.
         parameters: by name, the values of each: all texts or all numbers.
-        questions: how a user asks for it.
+        questions: how a user requests it.
         respond: what it returns for these arguments; the number is drawn, from 0 to 9.
-        answer: what the assistant says of it. Arguments and response are filled in, as into the questions.
+        answer: the assistant's answer. Arguments and response are filled in, as into the questions.
     """
 
     name: str
@@ -110,7 +109,7 @@ FUNCTIONS = (
         parameters={"city": _CITIES, "days": (2, 3, 5, 7)},
         questions=(
             "What will the weather be like in {city} for {days} days?",
-            "Can you tell me the weather of {city}? I need {days} days.",
+            "What is the forecast for {city}? I need {days} days.",
         ),
         respond=lambda arguments, drawn: {
             "forecast": ("sunny", "cloudy", "rainy")[drawn % 3],
@@ -176,10 +175,10 @@ _TALK = (
 
 
 def synthetic_rows(count: int, seed: int) -> list[Row]:
-    """Make up conversations, all different: the same for the same seed, on every machine.
+    """Make conversations, all different: the same for the same seed, on every machine.
 
-    Most ask for something that one of the functions does: the assistant calls it, is told the response, and answers.
-    The others call nothing.
+    In most, the user asks for something that one of the functions does: the assistant calls it, gets the response, and
+    answers. The others have no call.
 
     Raises: ValueError if ``count`` is below 1, or more than there are different conversations.
     """
@@ -193,7 +192,7 @@ def synthetic_rows(count: int, seed: int) -> list[Row]:
             if row.key() not in seen:
                 break
         else:
-            raise ValueError(f"there are not {count} different conversations to make up; ask for fewer")
+            raise ValueError(f"there are not {count} different conversations; ask for fewer")
         seen.add(row.key())
         rows.append(row)
     return rows

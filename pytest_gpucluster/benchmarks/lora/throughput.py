@@ -1,4 +1,4 @@
-"""How many tokens a GPU trains on in a second, and how much memory it takes, whatever the weights are."""
+"""Tokens a second of LoRA training on a GPU, and its peak memory, whatever the weights are."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.blocks import NOTHING
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT
 from pytest_gpucluster.benchmarks.lora.model import Base
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics
-from pytest_gpucluster.benchmarks.lora.trainer import STARTING_STEPS, Loop, Pieces, Step
+from pytest_gpucluster.benchmarks.lora.trainer import STARTING_STEPS, Components, Step, Trainer
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned
+from pytest_gpucluster.benchmarks.memory_budget import memory_released
 from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
@@ -26,7 +26,7 @@ _FEWEST_RATES = 6
 
 @dataclass(frozen=True, kw_only=True)
 class LoraThroughput:
-    """What was found on this rank.
+    """The result on this rank.
 
     Attributes:
         tokens_per_second: input tokens of all positions, none of which is padding, over the time of a step: one sample
@@ -34,7 +34,7 @@ class LoraThroughput:
         flops_per_token: by the formula, without what is recomputed.
         peak_bytes: of the GPU's memory; None on cpu.
         recomputes: whether activations were recomputed.
-        steps: that were taken.
+        steps: number of steps.
         notes: for the report.
     """
 
@@ -54,25 +54,25 @@ def lora_throughput(
     recipe: Recipe,
     sequence: int,
     sampling: Sampling,
-    during: AbstractContextManager[object] = NOTHING,
+    during: AbstractContextManager[object] = NO_CONTEXT,
     progress: Callable[..., None] | None = None,
-    pieces: Pieces | None = None,
+    components: Components | None = None,
 ) -> LoraThroughput:
     """Train on random tokens until the rate is known.
 
-    Collective: every rank of the group must call this, with the same arguments. The first rank decides for all when it
-    is enough, by the slowest rank's time of each step. Where the steps of the recipe end first, the series says so.
+    Collective: every rank of the group must call this, with the same arguments. The first rank decides for all when
+    to stop, by the slowest rank's time of each step. Where the steps of the recipe end first, the series states it.
 
     Args:
         group: the ranks that train one model together.
         device: where this rank trains.
-        base: what is trained.
-        recipe: how; its steps are those at most, and fix only the learning rate.
+        base: the model to train.
+        recipe: how; its steps are a maximum, and determine only the learning rate.
         sequence: positions of a block.
-        sampling: how long to warm up, how long to measure, how sure to be.
-        during: held open while steps are timed, not during the warm-up.
-        progress: shows how far it is.
-        pieces: by default ``PIECES`` of ``loop``.
+        sampling: how long to warm up and to measure, and the required confidence.
+        during: entered while steps are timed, not during the warm-up.
+        progress: called with the step, the number of steps, the loss and the rate.
+        components: by default ``COMPONENTS`` of ``trainer``.
 
     Raises:
         WrongResult: a loss or norm is not finite.
@@ -80,44 +80,46 @@ def lora_throughput(
     """
     try:
         compiler = fresh_compiler() if recipe.compiled else nullcontext()
-        with memory_returned(circles=True), compiler:
-            return _measure(group, device, base, recipe, sequence, sampling, during, progress, pieces)
+        with memory_released(cycles=True), compiler:
+            return _measure(group, device, base, recipe, sequence, sampling, during, progress, components)
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del group
 
 
 def steady_rate(trainings: Sequence[Sequence[Step]], tokens: int, sampling: Sampling) -> Series | None:
-    """Return the rate of the steady steps of trainings that were taken anyway; None where there are too few.
+    """Return the rate of the steady steps of trainings; None where there are too few.
 
     Args:
         trainings: the steps of each, from its first one.
         tokens: of a step on this rank.
-        sampling: how sure the rate must be.
+        sampling: the required confidence.
     """
     timed = [step for steps in trainings for step in steps[STARTING_STEPS:]]
     if len(timed) < _FEWEST_RATES:
-        timed = [step for steps in trainings for step in steps]  # the slow ones too: no rate looks better by that
+        timed = [
+            step for steps in trainings for step in steps
+        ]  # the slow ones too: that never makes a rate look better
     if len(timed) < _FEWEST_RATES:
         return None
     return series([tokens / step.seconds for step in timed], sampling, spent_seconds=0)
 
 
 def random_blocks(count: int, sequence: int, vocab: int, seed: int) -> Packed:
-    """Return blocks of random tokens, all of which are judged."""
+    """Return blocks of random tokens, all of which count in the loss."""
     random = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab, (count, sequence + 1), generator=random)
     total = count * (sequence + 1)
     return Packed(
         tokens=tokens,
-        judged=torch.ones(count, sequence, dtype=torch.bool),
+        loss_mask=torch.ones(count, sequence, dtype=torch.bool),
         statistics=Statistics(
             rows=0,
             tokens=total,
-            judged=total,
+            loss_tokens=total,
             dropped=0,
             blocks=count,
-            judged_targets=count * sequence,
+            loss_targets=count * sequence,
             longest=sequence + 1,
         ),
     )
@@ -132,50 +134,50 @@ def _measure(
     sampling: Sampling,
     during: AbstractContextManager[object],
     progress: Callable[..., None] | None,
-    pieces: Pieces | None,
+    components: Components | None,
 ) -> LoraThroughput:
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     packed = random_blocks(4 * recipe.global_batch, sequence, base.geometry.vocab, recipe.seed)
-    loop = Loop(group, device, base, recipe, packed, pieces=pieces)
+    trainer = Trainer(group, device, base, recipe, packed, components=components)
     taken = 0
 
     def take() -> float:
         nonlocal taken
         taken += 1
-        step = loop.step(taken)
+        step = trainer.step(taken)
         if not step.all_finite:
             raise WrongResult(
                 f"step {taken}: the loss is {step.loss} and the gradients' norm {step.gradient_norm}, and both must be "
-                "finite. Look at -k ddp and at the GPU"
+                "finite. Check -k ddp and the GPU"
             )
-        rate = loop.tokens_of_rank / step.seconds
+        rate = trainer.tokens_of_rank / step.seconds
         if progress is not None:
             progress(taken, recipe.steps, loss=step.loss, tokens_per_second=rate)
         return step.seconds
 
-    def goes_on(more: bool) -> bool:
-        [decided] = loop.ranks.of_first([float(more)])
+    def continues(more: bool) -> bool:
+        [decided] = trainer.ranks.of_first([float(more)])
         return bool(decided) and taken < recipe.steps
 
     warm = 0.0
     with counted(WARM_UP):
-        while goes_on(taken < STARTING_STEPS or warm < sampling.warmup_seconds):
+        while continues(taken < STARTING_STEPS or warm < sampling.warmup_seconds):
             warm += take()
     rates: list[float] = []
     slowest: list[float] = []
     spent = 0.0
     with counted(MEASURING), during:
-        while goes_on(wants_more(slowest, spent_seconds=spent, sampling=sampling)):
+        while continues(wants_more(slowest, spent_seconds=spent, sampling=sampling)):
             seconds = take()
-            longest = max(told for [told] in loop.ranks.gather([seconds]))
-            rates.append(loop.tokens_of_rank / seconds)
-            slowest.append(loop.tokens_of_rank / longest)
+            longest = max(step_seconds for [step_seconds] in trainer.ranks.gather([seconds]))
+            rates.append(trainer.tokens_of_rank / seconds)
+            slowest.append(trainer.tokens_of_rank / longest)
             spent += longest
-    notes = ["activations are recomputed"] if loop.recomputes else []
-    if recipe.compiled and loop.not_compiled:
-        notes.append(f"torch.compile does not work here, so blocks run eagerly: {loop.not_compiled}")
+    notes = ["activations are recomputed"] if trainer.recomputes else []
+    if recipe.compiled and trainer.not_compiled:
+        notes.append(f"torch.compile does not work here, so blocks run eagerly: {trainer.not_compiled}")
     adapters = base.adapters
     return LoraThroughput(
         tokens_per_second=series(rates, sampling, spent_seconds=spent).decided_by(
@@ -183,7 +185,7 @@ def _measure(
         ),
         flops_per_token=base.geometry.flops_per_token(sequence, rank=adapters.rank, head_trained=adapters.trains_head),
         peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
-        recomputes=loop.recomputes,
+        recomputes=trainer.recomputes,
         steps=taken,
         notes=tuple(notes),
     )

@@ -1,4 +1,4 @@
-"""The training of LoRA's adapters: its data, what must be equal on all ranks at the start, and the loop.
+"""The training of LoRA's adapters: its data, the checks that all ranks start equal, and the training loop.
 
 The model is sharded and the global batch is fixed. Equality of the ranks is checked before the first step: later each
 rank keeps only a part, and a difference would not be seen.
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from pytest_gpucluster.benchmarks.clock import clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.dataset import Row
-from pytest_gpucluster.benchmarks.lora.model import Base, JudgedLoss, is_outer_factor, make_adapted
+from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_outer_factor, make_adapted
 from pytest_gpucluster.benchmarks.lora.packing import Packed, global_batch, share
 from pytest_gpucluster.benchmarks.lora.training_plan import (
     Recipe,
@@ -34,22 +34,22 @@ from pytest_gpucluster.benchmarks.lora.training_plan import (
     seed_of_step,
 )
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.storage.checkpoint import first
+from pytest_gpucluster.benchmarks.storage.checkpoint import on_first_rank
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.training.sharding import POLICIES, mesh_of
-from pytest_gpucluster.benchmarks.training.step import BETAS, clip_gradients, optimizer_step, unshared
+from pytest_gpucluster.benchmarks.training.step import BETAS, clip_gradients, optimizer_step, without_gradient_sync
 from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
-    """What is learned from.
+class TrainingData:
+    """The data of a training.
 
     Attributes:
-        train, held_out: blocks of tokens; what is held out is in no training block.
+        train, held_out: blocks of tokens; no held-out conversation is in a training block.
         held_out_rows: the conversations of ``held_out``, for function calls.
-        tokenizer: that has made the blocks.
+        tokenizer: of the blocks.
         origin: where the rows come from, for reports.
     """
 
@@ -61,26 +61,26 @@ class Lesson:
 
     @property
     def sha256(self) -> str:
-        """Of the tokens to train on, and which of them are judged."""
+        """Of the tokens to train on, and their loss mask."""
         digest = hashlib.sha256(self.train.tokens.numpy().tobytes())
-        digest.update(self.train.judged.numpy().tobytes())
+        digest.update(self.train.loss_mask.numpy().tobytes())
         return digest.hexdigest()
 
 
-def judged_blocks(packed: Packed, sequence: int) -> Packed:
-    """Return the blocks in which something is judged, of each its first positions: nothing is learned of others.
+def trainable_blocks(packed: Packed, sequence: int) -> Packed:
+    """Return the blocks whose loss mask is not empty, cut to ``sequence``: the others train nothing.
 
     Raises: EnvironmentBroken if there is none.
     """
-    some = packed.judged[:, :sequence].any(dim=1)
+    some = packed.loss_mask[:, :sequence].any(dim=1)
     if not some.any():
         raise EnvironmentBroken(
-            f"in none of {len(packed)} blocks of {sequence} tokens the assistant says anything: give other data, or a "
+            f"none of {len(packed)} blocks of {sequence} tokens has a text of the assistant: give other data, or a "
             "longer sequence"
         )
     return Packed(
         tokens=packed.tokens[some, : sequence + 1].contiguous(),
-        judged=packed.judged[some, :sequence].contiguous(),
+        loss_mask=packed.loss_mask[some, :sequence].contiguous(),
         statistics=packed.statistics,
     )
 
@@ -92,48 +92,48 @@ def require_same(ranks: Ranks, found: Mapping[str, int]) -> None:
 
     Args:
         ranks: of the group.
-        found: by the name of what it is of: a number below 2^64.
+        found: by the name of what was fingerprinted: a number below 2^64.
 
     Raises: WrongResult on all ranks if one differs, naming the rank.
     """
-    # In halves: numbers travel as fp64.
+    # In halves: numbers are exchanged as fp64.
     halves = [float(half) for value in found.values() for half in (value >> 32, value & 0xFFFFFFFF)]
-    told = ranks.gather(halves)
+    by_rank = ranks.gather(halves)
     for place, what in enumerate(found):
-        kinds = [tuple(numbers[2 * place : 2 * place + 2]) for numbers in told]
+        kinds = [tuple(numbers[2 * place : 2 * place + 2]) for numbers in by_rank]
         if len(set(kinds)) > 1:
-            usual = max(kinds, key=kinds.count)
-            odd = [rank for rank, kind in enumerate(kinds) if kind != usual]
+            most_frequent = max(kinds, key=kinds.count)
+            differing = [rank for rank, kind in enumerate(kinds) if kind != most_frequent]
             raise WrongResult(
-                f"before the first step {what} are not the same on all ranks: {ranks.name(odd[0])} has others "
-                f"than most, and {len(odd) - 1} more. Look at the versions of torch and transformers, at the files "
-                "on each node, and at that rank's GPU"
+                f"before the first step {what} are not the same on all ranks: {ranks.name(differing[0])} differs "
+                f"from most, and {len(differing) - 1} more. Check the versions of torch and transformers, the files "
+                "on each node, and that rank's GPU"
             )
 
 
 STARTING_STEPS = 3
-"""Steps at the beginning that are slower than the others: memory is allocated and kernels are chosen in them."""
+"""Steps at the beginning that are slower than the others: memory is allocated and kernels are selected in them."""
 
 Loss = Callable[[torch.Tensor, float], torch.Tensor]
-"""Return what is differentiated: of the sum of a micro-batch's judged losses, and the targets that make up a mean."""
+"""Return the loss to differentiate: of the sum over a micro-batch's mask, and the number of targets of the mean."""
 
-Shard = Callable[[JudgedLoss, dist.ProcessGroup, torch.device, str], None]
+Shard = Callable[[MaskedLoss, dist.ProcessGroup, torch.device, str], None]
 """Shard a model over a group of ranks, in place, for a precision."""
 
 
-def token_mean(of_judged: torch.Tensor, targets_per_rank: float) -> torch.Tensor:
-    """Return a micro-batch's part of the mean over all judged targets of the global batch.
+def token_mean(masked_sum: torch.Tensor, targets_per_rank: float) -> torch.Tensor:
+    """Return a micro-batch's part of the mean over all targets in the global batch's mask.
 
-    The gradients of the ranks are averaged. So the judged targets of all ranks, divided by their number, make the mean
-    the true one, also where some ranks have more of them than others.
+    The gradients of the ranks are averaged. So the number of these targets on all ranks, divided by the ranks, makes
+    the mean the true one, also where some ranks have more of them than others.
     """
-    return of_judged / targets_per_rank
+    return masked_sum / targets_per_rank
 
 
-def fully_sharded(model: JudgedLoss, group: dist.ProcessGroup, device: torch.device, precision: str) -> None:
-    """Shard each block, and then what is outside of them: embedding, last norm and head.
+def fully_sharded(model: MaskedLoss, group: dist.ProcessGroup, device: torch.device, precision: str) -> None:
+    """Shard each block, and then the root: embedding, last norm and head.
 
-    Also on one rank: without the policy of mixed precision peft would multiply its adapters in fp32.
+    On one rank too: without the policy of mixed precision peft would multiply its adapters in fp32.
 
     Collective: every rank of the group must call this.
     """
@@ -144,8 +144,8 @@ def fully_sharded(model: JudgedLoss, group: dist.ProcessGroup, device: torch.dev
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """What the loop is made of. A test puts one that is broken in the place of another."""
+class Components:
+    """The replaceable parts of the training loop: tests inject a faulty one."""
 
     make: Callable[..., Any] = make_adapted
     shard: Shard = fully_sharded
@@ -153,27 +153,27 @@ class Pieces:
     loss: Loss = token_mean
     learning_rate: Callable[[int, Recipe], float] = cosine
     update: Callable[[nn.Module, torch.optim.Optimizer], None] = optimizer_step
-    save: Callable[..., checkpoint.Saved] = checkpoint.save
+    save: Callable[..., checkpoint.SavedCheckpoint] = checkpoint.save
     load: Callable[..., dict[str, Any]] = checkpoint.load
 
 
-PIECES = Pieces()
+COMPONENTS = Components()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step has seen, and left.
+    """The values of one step.
 
     Attributes:
         step: from 1.
-        loss: mean over the judged targets of the global batch, in nats.
-        all_token_loss: likewise over all targets; recorded only.
+        loss: mean over the targets in the global batch's mask, in nats.
+        all_token_loss: mean over all targets; recorded only.
         gradient_norm: of all gradients together, before they are clipped.
         learning_rate: that the optimizer has used.
-        finite: whether what this rank has contributed is: its losses, or if those of all ranks are, the norm.
+        finite: whether this rank's losses are, or, if those of all ranks are, the norm.
         all_finite: whether that holds on all ranks.
-        seconds: that it took on this rank.
-        weights: fingerprint of what this rank keeps of the trained weights, after it.
+        seconds: the step's time on this rank.
+        weights: fingerprint of this rank's part of the trained weights, after the step.
     """
 
     step: int
@@ -187,20 +187,20 @@ class Step:
     weights: int
 
 
-class Loop:
-    """A training that is taken step by step.
+class Trainer:
+    """The training loop, step by step.
 
-    Collective: every rank of the group must make it, and call each method, with the same arguments.
+    Collective: every rank of the group must create it, and call each method, with the same arguments.
 
-    The weights are made from the seed on each rank and compared before they are sharded: FSDP2 sends none around.
+    The weights are made from the seed on each rank and compared before they are sharded: FSDP2 broadcasts none.
 
     Args:
         group: the ranks that train one model together.
         device: where this rank trains.
-        base: what is trained.
+        base: the model to train.
         recipe: how.
-        packed: the blocks to train on, the same on every rank; in each something is judged.
-        pieces: by default ``PIECES`` of this module.
+        packed: the blocks to train on, the same on every rank; each has a loss mask that is not empty.
+        components: by default ``COMPONENTS`` of this module.
 
     Attributes:
         start: fingerprint of all weights before the first step, the base's and the adapters', before they are sharded.
@@ -208,7 +208,7 @@ class Loop:
     Raises:
         WrongResult: weights or data are not the same on all ranks.
         EnvironmentBroken: too little memory is free.
-        ValueError: in a block nothing is judged.
+        ValueError: a block has an empty loss mask.
     """
 
     def __init__(
@@ -219,31 +219,31 @@ class Loop:
         recipe: Recipe,
         packed: Packed,
         *,
-        pieces: Pieces | None = None,
+        components: Components | None = None,
     ) -> None:
-        if not packed.judged.any(dim=1).all():
-            raise ValueError("in each block to train on something must be judged, or a mean may be of nothing")
+        if not packed.loss_mask.any(dim=1).all():
+            raise ValueError("each block to train on needs a target in its loss mask, or a mean may be of nothing")
         self._group, self._device, self._packed = group, device, packed
-        self.base, self.recipe, self._pieces = base, recipe, pieces or PIECES
+        self.base, self.recipe, self._components = base, recipe, components or COMPONENTS
         self.ranks = Ranks(group, device)
         self._rank = dist.get_rank(group)
         self._micro = micro_batch(recipe, self.ranks.count)
         self.recomputes = self._decide_recompute()
-        self.model = JudgedLoss(
-            self._pieces.make(base, device, precision=recipe.precision, dropout=recipe.dropout, seed=recipe.seed)
+        self.model = MaskedLoss(
+            self._components.make(base, device, precision=recipe.precision, dropout=recipe.dropout, seed=recipe.seed)
         )
         self.start = fingerprint(self.model.parameters())
         require_same(
             self.ranks,
             {
                 "the model's weights": self.start,
-                "the blocks of tokens": fingerprint([packed.tokens, packed.judged.to(torch.uint8)]),
+                "the blocks of tokens": fingerprint([packed.tokens, packed.loss_mask.to(torch.uint8)]),
             },
         )
         if self.recomputes:
             self.model.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.not_compiled = self._compile() if recipe.compiled else "not asked for"
-        self._pieces.shard(self.model, group, device, recipe.precision)
+        self._components.shard(self.model, group, device, recipe.precision)
         self._trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         self._before = {name: fingerprint([_local(weight)]) for name, weight in self.model.named_parameters()}
         self.optimizer = torch.optim.AdamW(
@@ -256,28 +256,28 @@ class Loop:
     def step(self, number: int) -> Step:
         """Take one step, numbered from 1.
 
-        Raises: EnvironmentBroken if the device's memory does not suffice, with the figures.
+        Raises: EnvironmentBroken with the figures if the device runs out of memory.
         """
-        rate = self._pieces.learning_rate(number, self.recipe)
+        rate = self._components.learning_rate(number, self.recipe)
         for settings in self.optimizer.param_groups:
             settings["lr"] = rate
         blocks = global_batch(
             number - 1, size=self.recipe.global_batch, blocks=len(self._packed), seed=self.recipe.seed
         )
-        mine = self._pieces.share(blocks, rank=self._rank, world_size=self.ranks.count)
-        targets = int(self._packed.judged[blocks].sum())
-        # By step and rank: a training that is resumed draws the same dropout.
+        mine = self._components.share(blocks, rank=self._rank, world_size=self.ranks.count)
+        targets = int(self._packed.loss_mask[blocks].sum())
+        # By step and rank: a resumed training draws the same dropout.
         torch.manual_seed(seed_of_step(number, self._rank, self.recipe.seed))
         self.model.train()
-        spent = ""
+        memory_error = ""
         sums, norm = torch.zeros(2, dtype=torch.float64), torch.zeros(())
         try:
             with self._clock.region():
                 sums, norm = self._accumulate(mine, targets / self.ranks.count)
-                self._pieces.update(self.model, self.optimizer)
+                self._components.update(self.model, self.optimizer)
         except torch.OutOfMemoryError as error:
-            spent = str(error).split(". ")[0]
-        if spent:  # raised outside: inside it would keep the first error, and that all tensors of the step
+            memory_error = str(error).split(". ")[0]
+        if memory_error:  # raised here: inside, it would keep the first error, and that all tensors of the step
             raise EnvironmentBroken(
                 out_of_memory(
                     self._device,
@@ -287,20 +287,20 @@ class Loop:
                     ranks=self.ranks.count,
                     recompute=self.recomputes,
                     during=f"step {number}",
-                    said=spent,
+                    message=memory_error,
                 )
             )
         self.optimizer.zero_grad(set_to_none=True)
         [seconds] = self._clock.read()
-        told = self.ranks.gather(sums.tolist())
-        of_judged, of_all = (sum(column) for column in zip(*told, strict=True))
-        losses_finite = [math.isfinite(one) for one, _ in told]
-        # A norm is that of all ranks: where a loss is not finite already, it says nothing about the others.
-        finite = losses_finite if not all(losses_finite) else [math.isfinite(float(norm))] * len(told)
+        sums_of_ranks = self.ranks.gather(sums.tolist())
+        masked_sum, total_sum = (sum(column) for column in zip(*sums_of_ranks, strict=True))
+        losses_finite = [math.isfinite(one) for one, _ in sums_of_ranks]
+        # The norm is that of all ranks: where one loss is not finite, neither is the norm of the other ranks.
+        finite = losses_finite if not all(losses_finite) else [math.isfinite(float(norm))] * len(sums_of_ranks)
         return Step(
             step=number,
-            loss=of_judged / targets,
-            all_token_loss=of_all / (len(blocks) * self.sequence),
+            loss=masked_sum / targets,
+            all_token_loss=total_sum / (len(blocks) * self.sequence),
             gradient_norm=float(norm),
             learning_rate=rate,
             finite=finite[self._rank],
@@ -312,72 +312,72 @@ class Loop:
     @property
     def sequence(self) -> int:
         """Positions of a block."""
-        return int(self._packed.judged.shape[1])
+        return int(self._packed.loss_mask.shape[1])
 
     @property
     def tokens_of_rank(self) -> int:
-        """Input tokens that a rank takes in a step, none of which is padding."""
+        """Input tokens of a rank in a step, none of which is padding."""
         return self.recipe.global_batch // self.ranks.count * self.sequence
 
     def _accumulate(self, mine: Sequence[int], targets_per_rank: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Leave the gradients of all micro-batches with the weights, clipped; return the losses' sums and the norm."""
+        """Accumulate the clipped gradients of all micro-batches; return the losses' sums and the norm."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         parts = [list(mine[at : at + self._micro]) for at in range(0, len(mine), self._micro)]
         for number, blocks in enumerate(parts, start=1):
             # The ranks share the gradients once, those of all micro-batches together.
-            with nullcontext() if number == len(parts) else unshared(self.model):
-                of_judged, of_all = self.model(*self._on_device(self._packed, blocks))
-                loss = self._pieces.loss(of_judged, targets_per_rank)
+            with nullcontext() if number == len(parts) else without_gradient_sync(self.model):
+                masked_sum, total_sum = self.model(*self._on_device(self._packed, blocks))
+                loss = self._components.loss(masked_sum, targets_per_rank)
                 loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            sums += torch.stack((of_judged.detach(), of_all)).double()
+            sums += torch.stack((masked_sum.detach(), total_sum)).double()
         return sums, clip_gradients(self.model)
 
     def held_out_loss(self, packed: Packed) -> float:
-        """Return the mean loss of the judged targets of other blocks, without training on them."""
-        ranks, judged = self.ranks.count, packed.judged
-        # Each rank must call the model equally often: what is added does not count.
-        most = -(-len(packed) // ranks)
+        """Return the mean loss over the loss mask of other blocks, without training on them."""
+        ranks, loss_mask = self.ranks.count, packed.loss_mask
+        # Each rank must call the model equally often: an added call does not count.
+        calls = -(-len(packed) // ranks)
         mine = list(range(self._rank, len(packed), ranks))
         summed = torch.zeros((), dtype=torch.float64, device=self._device)
         self.model.eval()
         with torch.no_grad():
-            for at in range(0, most, self._micro):
+            for at in range(0, calls, self._micro):
                 blocks = mine[at : at + self._micro]
                 tokens, counts = self._on_device(packed, blocks or [0])
                 summed += self.model(tokens, counts if blocks else torch.zeros_like(counts))[0].double()
         self._reshard()
-        return sum(told for [told] in self.ranks.gather([float(summed)])) / int(judged.sum())
+        return sum(loss for [loss] in self.ranks.gather([float(summed)])) / int(loss_mask.sum())
 
     def _on_device(self, packed: Packed, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = list(blocks)
-        return packed.tokens[rows].to(self._device), packed.judged[rows].to(self._device)
+        return packed.tokens[rows].to(self._device), packed.loss_mask[rows].to(self._device)
 
-    # ---- what it has done
+    # ---- checks
 
     def unchanged_base(self) -> float:
-        """Return the part of the frozen tensors whose part on this rank is still what it was, bit by bit."""
+        """Return the part of the frozen tensors whose part on this rank is unchanged, bit by bit."""
         frozen = [(name, weight) for name, weight in self.model.named_parameters() if not weight.requires_grad]
         same = sum(fingerprint([_local(weight)]) == self._before[name] for name, weight in frozen)
         return same / len(frozen)
 
     def moved_adapters(self) -> float:
-        """Return the part of the adapters' B matrices that have moved on any rank of the group: 1 if all have."""
+        """Return the part of the adapters' B matrices that have changed on any rank of the group: 1 if all have."""
         outer = [(name, weight) for name, weight in self.model.named_parameters() if is_outer_factor(name)]
         moved = [float(fingerprint([_local(weight)]) != self._before[name]) for name, weight in outer]
         on_any_rank = [max(flags) for flags in zip(*self.ranks.gather(moved), strict=True)]
         return float(sum(on_any_rank)) / len(outer)
 
-    # ---- keeping it
+    # ---- checkpoints
 
-    def save(self, folder: Path, step: int, extra: dict[str, Any]) -> checkpoint.Saved:
-        """Save what is trained, and the optimizer, as the checkpoint of a step."""
-        return self._pieces.save(
+    def save(self, folder: Path, step: int, extra: dict[str, Any]) -> checkpoint.SavedCheckpoint:
+        """Save the trained weights, and the optimizer, as the checkpoint of a step."""
+        return self._components.save(
             folder, step, self.model, self.optimizer, group=self._group, extra=extra, trained_only=True
         )
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Go back to a checkpoint; return what was saved with it, and its ``step``."""
-        return self._pieces.load(checkpoint, self.model, self.optimizer, group=self._group, trained_only=True)
+        """Restore a checkpoint; return what was saved with it, and its ``step``."""
+        return self._components.load(checkpoint, self.model, self.optimizer, group=self._group, trained_only=True)
 
     def save_final(self, folder: Path) -> None:
         """Write the adapters as peft reads them, by the first rank of the group."""
@@ -390,9 +390,9 @@ class Loop:
             # Without False peft would ask the hub how large the base's vocabulary is.
             self.model.adapted.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
 
-        first(self._group, write)
+        on_first_rank(self._group, write)
 
-    # ---- before it starts
+    # ---- set-up
 
     def _decide_recompute(self) -> bool:
         recompute, lacking = memory_for(
@@ -403,10 +403,10 @@ class Loop:
         return recompute
 
     def _compile(self) -> str:
-        """Let each block be compiled when it first runs; return why not, if a rank has no compiler."""
-        why = missing_compiler(self._device)
-        if any(missing for [missing] in self.ranks.gather([float(bool(why))])):
-            return why or "another rank has no compiler"
+        """Have each block compiled when it first runs; return why not, if a rank has no compiler."""
+        problem = missing_compiler(self._device)
+        if any(missing for [missing] in self.ranks.gather([float(bool(problem))])):
+            return problem or "another rank has no compiler"
         for block in self.model.blocks:
             block.compile(dynamic=False)
         return ""
@@ -419,6 +419,6 @@ class Loop:
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
-    """Return what this rank keeps of a weight."""
+    """Return this rank's part of a weight."""
     local: torch.Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
     return local.detach()

@@ -31,11 +31,11 @@ class Recipe:
         steps: of the optimizer, in all.
         warmup_steps: in which the learning rate rises.
         global_batch: blocks of a step, of all ranks of a group together.
-        micro_batch: blocks that a rank takes at once, at most.
+        micro_batch: maximum blocks that a rank takes at once.
         learning_rate: the highest.
         precision: ``fp32`` or ``bf16``.
         dropout: whether the adapters have theirs.
-        recompute: ``on``, ``off``, or ``auto``: only where the memory demands it.
+        recompute: ``on``, ``off``, or ``auto``: only where the memory would not suffice otherwise.
         compiled: whether each block is compiled.
         seed: of weights, order and dropout.
 
@@ -61,8 +61,8 @@ class Recipe:
                 raise ValueError(f"{name} is one of {', '.join(allowed)}, not {getattr(self, name)!r}")
 
     def compared(self, *, steps: int, global_batch: int, precision: str) -> Recipe:
-        """Return the recipe of a few steps that two trainings take to be compared: without dropout, which would differ
-        between them, and with a rise and fall of the learning rate of its own, so that its scale shows."""
+        """Return the recipe of a few steps of two trainings that are compared: without dropout, which would differ
+        between them, and with its own rise and fall of the learning rate, so that an error in its scale shows."""
         return replace(
             self,
             steps=steps,
@@ -87,8 +87,8 @@ def cosine(step: int, recipe: Recipe) -> float:
 
 
 def group_size(world_size: int, global_batch: int) -> int:
-    """Return how many ranks train together: as many as possible, up to ``LARGEST_GROUP``, in groups of one size, each
-    rank with equally many blocks.
+    """Return how many ranks train together: the largest number up to ``LARGEST_GROUP`` that makes groups of one size,
+    each rank with the same number of blocks.
 
     >>> [group_size(ranks, 128) for ranks in (1, 2, 8, 16, 32, 24, 6)]
     [1, 2, 8, 16, 16, 8, 2]
@@ -102,9 +102,9 @@ def group_size(world_size: int, global_batch: int) -> int:
 
 
 def micro_batch(recipe: Recipe, ranks: int) -> int:
-    """Return how many blocks a rank takes at once: as the recipe says, or fewer, so that its share divides evenly.
+    """Return how many blocks a rank takes at once: the recipe's, or fewer, so that its share divides evenly.
 
-    Raises: ValueError if the ranks cannot have equally many blocks.
+    Raises: ValueError if the ranks cannot have the same number of blocks.
     """
     if recipe.global_batch % ranks:
         raise ValueError(f"a global batch of {recipe.global_batch} blocks cannot be divided among {ranks} ranks")
@@ -118,15 +118,15 @@ def seed_of_step(step: int, rank: int, seed: int) -> int:
 
 
 MARGIN = 1.1
-"""What is estimated may be off by a tenth, and the allocator leaves gaps. Source: this suite's rule."""
+"""The estimate may be off by a tenth, and the allocator leaves gaps. Source: this suite's rule."""
 
 
 def needed_bytes(base: Base, *, ranks: int, micro_batch: int, sequence: int, precision: str, recompute: bool) -> int:
-    """Estimate the memory of one rank: the larger of making the model and of a training step.
+    """Estimate the memory of one rank: the larger of the model's creation and of a training step.
 
-    It is made whole on each rank, and sharded then. In a step each rank keeps its part of the base and of what learns
-    (fp32, gradient and two moments: 16 bytes), the gathered root and two gathered blocks, the activations, and the
-    logits with their gradients in fp32.
+    It is created whole on each rank, and then sharded. In a step each rank keeps its part of the base and of what is
+    trained (fp32, gradient and two moments: 16 bytes), the gathered root and two gathered blocks, the activations, and
+    the logits with their gradients in fp32.
 
     Kept of a token in each block, in bytes, with e bytes to a number: the inputs of the seven adapters after dropout
     and its masks, (6 hidden + intermediate) (e + 1); two norms in fp32, 8 hidden; queries, keys, values and what
@@ -156,14 +156,14 @@ def needed_bytes(base: Base, *, ranks: int, micro_batch: int, sequence: int, pre
 def too_little_memory(
     world: dist.ProcessGroup, device: torch.device, base: Base, recipe: Recipe, sequence: int, *, ranks: int
 ) -> str:
-    """Say why a training does not fit into the memory of the GPUs, with the figures; "" if it does, on all of them.
+    """Return why a training does not fit into the memory of the GPUs, with the figures; "" if it does, on all of them.
 
     Collective: every rank of the world must call this.
 
     Args:
         world: all ranks.
         device: of this rank.
-        base, recipe, sequence: what is to be trained.
+        base, recipe, sequence: the training.
         ranks: that train one model together.
     """
     return memory_for(Ranks(world, device), device, base, recipe, sequence, ranks=ranks)[1]
@@ -178,7 +178,7 @@ def memory_for(
 
     Collective: each of ``everyone`` must call this.
     """
-    free = int(min(told for [told] in everyone.gather([float(free_bytes(device) or 0)])))
+    free = int(min(free for [free] in everyone.gather([float(free_bytes(device) or 0)])))
     at_once = micro_batch(recipe, ranks)
 
     def need(recompute: bool) -> int:
@@ -212,26 +212,26 @@ def out_of_memory(
     ranks: int,
     recompute: bool,
     during: str,
-    said: str,
+    message: str,
 ) -> str:
-    """Say with what figures the memory did not suffice, although it was estimated to.
+    """Return an error text with the figures of a training that ran out of memory although the estimate fitted.
 
     Args:
         device: of this rank.
-        base, recipe, sequence, ranks, recompute: what was trained, and how.
-        during: what it was in the middle of.
-        said: by torch.
+        base, recipe, sequence, ranks, recompute: the training.
+        during: the step or phase in which it happened.
+        message: of torch's error.
     """
     at_once = micro_batch(recipe, ranks)
     estimate = needed_bytes(
         base, ranks=ranks, micro_batch=at_once, sequence=sequence, precision=recipe.precision, recompute=recompute
     )
-    held = ""
+    allocated = ""
     if device.type == "cuda":
         most, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
-        held = f", torch held {most / 1e9:.3g} GB at most of {total / 1e9:.3g} GB"
+        allocated = f", torch had allocated up to {most / 1e9:.3g} GB of {total / 1e9:.3g} GB"
     return (
-        f"{device}: out of memory in {during} of {base.label}: {said}. {at_once} blocks of {sequence} tokens at once, "
-        f"activations {'' if recompute else 'not '}recomputed; {estimate / 1e9:.3g} GB were estimated{held}. Set a "
-        "smaller micro_batch, or recompute=on (--gpucluster-workload lora.qwen2.recompute=on)"
+        f"{device}: out of memory in {during} of {base.label}: {message}. {at_once} blocks of {sequence} tokens at "
+        f"once, activations {'' if recompute else 'not '}recomputed; {estimate / 1e9:.3g} GB were estimated{allocated}."
+        " Set a smaller micro_batch, or recompute=on (--gpucluster-workload lora.qwen2.recompute=on)"
     )

@@ -1,6 +1,6 @@
-"""How fast the shared file system writes and reads the checkpoints of all ranks at once.
+"""The rates at which the shared file system writes and reads the checkpoints of all ranks at once.
 
-Each rank writes one large file whose bytes are known, and reads that of another rank, past its host's page cache.
+Each rank writes one large file with known bytes, and reads that of another rank, bypassing its host's page cache.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster import files
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned
-from pytest_gpucluster.benchmarks.storage.checkpoint import first, make_own, together, wait_for
+from pytest_gpucluster.benchmarks.memory_budget import memory_released
+from pytest_gpucluster.benchmarks.storage.checkpoint import make_unique_folder, on_all_ranks, on_first_rank, wait_for
 from pytest_gpucluster.benchmarks.verify import FACTOR, Pattern, PatternWriter
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
@@ -31,8 +31,8 @@ CHUNK_BYTES = 2**24
 """Written or read by one call: of the order in which torch writes its checkpoints."""
 
 PAGE_BYTES = 4096
-"""The largest alignment that O_DIRECT commonly asks for (Source: open(2)); so files are a multiple of it. Each piece of
-so many bytes differs from all others, so that no file system stores one for many."""
+"""The largest alignment that O_DIRECT commonly needs (Source: open(2)); so files are a multiple of it. Each block of
+this size differs from all others, so that no file system deduplicates them."""
 
 _BUFFERS = 3
 """One is read into while another is verified."""
@@ -42,7 +42,7 @@ class Contents:
     """The bytes of a file, chunk by chunk: a pattern, and the number of each page as its first word.
 
     Args:
-        start: tells the files of one rank from those of another.
+        start: distinguishes the files of one rank from those of another.
     """
 
     def __init__(self, start: int) -> None:
@@ -56,7 +56,7 @@ class Contents:
         return memoryview(self._map)
 
     def defect(self, words: torch.Tensor, offset: int) -> str:
-        """Compare what was read from a byte on with what it must be: "" if it is the same."""
+        """Compare bytes that were read from an offset on with the expected ones: "" if they are the same."""
         self._mark(offset)
         due = self._words[: len(words)]
         if torch.equal(words, due):
@@ -71,9 +71,9 @@ class Contents:
 
 
 def write_file(path: Path, size_bytes: int, contents: Contents) -> float:
-    """Write a file and wait until it is on stable storage; return the seconds that this took, the opening included.
+    """Write a file and wait until it is on stable storage; return the seconds that this took, including the opening.
 
-    Then the kernel is asked to drop what it keeps of the file.
+    Then the kernel is asked to drop the file from its cache.
 
     Raises: OSError.
     """
@@ -94,12 +94,12 @@ def write_file(path: Path, size_bytes: int, contents: Contents) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FileRead:
-    """What reading a file has shown.
+    """The result of reading a file.
 
     Attributes:
         seconds: from opening it until all is verified.
         verified_bytes: that were compared and right.
-        defect: what is wrong with it; "" if nothing is.
+        defect: "" if there is none.
     """
 
     seconds: float
@@ -112,9 +112,9 @@ def read_file(path: Path, size_bytes: int, contents: Contents, *, direct: bool) 
 
     Args:
         path: of the file.
-        size_bytes: how long it must be.
-        contents: what it must hold.
-        direct: read by O_DIRECT; else the kernel is asked to drop what it keeps of the file first.
+        size_bytes: its expected length.
+        contents: its expected bytes.
+        direct: read by O_DIRECT; else the kernel is asked to drop the file from its cache first.
 
     Raises: OSError.
     """
@@ -141,7 +141,7 @@ def read_file(path: Path, size_bytes: int, contents: Contents, *, direct: bool) 
 
 
 def reads_directly(path: Path) -> bool:
-    """Tell whether a file can be read by O_DIRECT: not every file system lets it.
+    """Return whether a file can be read by O_DIRECT: not every file system supports it.
 
     Raises: OSError if it cannot be read at all.
     """
@@ -155,7 +155,7 @@ def reads_directly(path: Path) -> bool:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of the file system that a folder is on, as the kernel calls it; "unknown" if it does not tell.
+    """Return the type of a folder's file system as the kernel names it; "unknown" if it is not reported.
 
     Source: proc(5), /proc/pid/mountinfo.
     """
@@ -178,29 +178,29 @@ def _opened(path: Path, direct: bool) -> Iterator[int]:
 
 
 def _read(handle: int, into: memoryview, offset: int) -> int:
-    """Fill a buffer from a byte of the file on; return how many bytes there were."""
+    """Fill a buffer from a byte of the file on; return the number of bytes read."""
     done = 0
     while done < len(into):
         got = os.preadv(handle, [into[done:]], offset + done)
         done += got
-        if not got or done % PAGE_BYTES:  # the end; O_DIRECT could not go on from the middle of a page
+        if not got or done % PAGE_BYTES:  # the end; O_DIRECT could not continue from the middle of a page
             break
     return done
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidth:
-    """What was measured on this rank while all ranks did the same: a number for each pass.
+    """The rates of this rank while all ranks did the same: a number for each pass.
 
     Attributes:
         written_bytes_per_second: from opening the file until it is on stable storage.
         read_bytes_per_second: of the file that another rank has written, until all of it is verified.
         verified_ratio: bytes that were compared and right, over all bytes of the files read.
         file_bytes: of each rank.
-        past_the_cache: how this host's page cache was kept out of reading, the same on all ranks. "O_DIRECT" reads past
-            it; with "posix_fadvise" the kernel is asked to drop what it has, and may keep it.
+        past_the_cache: how this host's page cache was bypassed, the same on all ranks. "O_DIRECT" bypasses it; with
+            "posix_fadvise" the kernel is asked to drop the file, and may keep it.
         other_host: whether every rank has read a file that was written on another host.
-        file_system: its type, as the first rank's kernel calls it.
+        file_system: its type, as the first rank's kernel names it.
     """
 
     written_bytes_per_second: tuple[float, ...]
@@ -213,14 +213,14 @@ class Bandwidth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """What is timed. A test puts one that is broken in the place of another."""
+class Components:
+    """The replaceable parts of the timed work: tests inject a faulty one."""
 
     write: Callable[[Path, int, Contents], float] = write_file
     read: Callable[..., FileRead] = read_file
 
 
-PIECES = Pieces()
+COMPONENTS = Components()
 
 
 def storage_bandwidth(
@@ -231,9 +231,9 @@ def storage_bandwidth(
     file_bytes: int,
     passes: int,
     progress: Callable[..., None] | None = None,
-    pieces: Pieces | None = None,
+    components: Components | None = None,
 ) -> Bandwidth:
-    """Let each rank write a file, and then read the one of another rank, all at the same time; several times.
+    """Have each rank write a file, and then read the one of another rank, all at the same time; several times.
 
     Collective: every rank of the group must call this, with the same folder and sizes.
 
@@ -242,16 +242,16 @@ def storage_bandwidth(
 
     Args:
         group: the ranks that take part.
-        folder: on the file system to be measured, which all ranks share. The files lie in a folder of their own there,
-            which is removed at the end; after an error it stays, empty where no rank was killed.
+        folder: on the file system to be measured, which all ranks share. The files lie in a new folder there, which is
+            removed at the end; after an error it stays, empty unless a rank was killed.
         hosts: of each rank.
         file_bytes: of each file; a multiple of ``PAGE_BYTES``.
-        passes: how often.
-        progress: told of each pass: ``progress(step, of)``.
-        pieces: what is timed; by default ``PIECES`` of this module.
+        passes: number of passes.
+        progress: called after each pass: ``progress(step, of)``.
+        components: of the timed work; by default ``COMPONENTS`` of this module.
 
     Raises:
-        WrongResult: on the rank that has read something else than was written.
+        WrongResult: on the rank that has read other bytes than were written.
         EnvironmentBroken: on all ranks: too little space, or the file system is not shared or fails otherwise.
         ValueError: an argument is out of its range.
     """
@@ -260,16 +260,16 @@ def storage_bandwidth(
             f"passes must be at least 1 and file_bytes a multiple of {PAGE_BYTES}, not {passes} and {file_bytes}"
         )
     try:
-        with counted(MEASURING), memory_returned():
-            check = _Passes(group, folder, list(hosts), file_bytes, pieces or PIECES)
-            return check.run(passes, progress or (lambda *told, **more: None))
+        with counted(MEASURING), memory_released():
+            check = _Passes(group, folder, list(hosts), file_bytes, components or COMPONENTS)
+            return check.run(passes, progress or (lambda *steps, **figures: None))
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del group
 
 
 def shift_of(hosts: Sequence[str]) -> int:
-    """Return how many ranks further the rank is whose file each rank reads: if possible one on another host.
+    """Return the distance to the rank whose file each rank reads: if possible one on another host.
 
     >>> shift_of(["a", "a", "b", "b"]), shift_of(["a", "a"]), shift_of(["a"])
     (2, 1, 0)
@@ -283,43 +283,43 @@ def shift_of(hosts: Sequence[str]) -> int:
 
 class _Passes:
     def __init__(
-        self, group: dist.ProcessGroup, folder: Path, hosts: list[str], file_bytes: int, pieces: Pieces
+        self, group: dist.ProcessGroup, folder: Path, hosts: list[str], file_bytes: int, components: Components
     ) -> None:
-        self._group, self._folder, self._file_bytes, self._pieces = group, folder, file_bytes, pieces
+        self._group, self._folder, self._file_bytes, self._components = group, folder, file_bytes, components
         rank, count, shift = dist.get_rank(group), dist.get_world_size(group), shift_of(hosts)
         self._rank, self._other = rank, (rank + shift) % count
         self._other_host = all(hosts[one] != hosts[(one + shift) % count] for one in range(count))
         self._mine, self._others = Contents(rank), Contents(self._other)
 
     def run(self, passes: int, progress: Callable[..., None]) -> Bandwidth:
-        self._folder = Path(first(self._group, lambda: str(self._begin())))
-        together(self._group, lambda: wait_for(self._folder))
+        self._folder = Path(on_first_rank(self._group, lambda: str(self._begin())))
+        on_all_ranks(self._group, lambda: wait_for(self._folder))
         written, read, direct = [], [], False
         verified, defect = 0, ""
         for number in range(passes):
             mine, other = (self._folder / f"pass-{number}-rank-{rank:05d}.bin" for rank in (self._rank, self._other))
             try:
-                seconds = together(self._group, partial(self._pieces.write, mine, self._file_bytes, self._mine))
+                seconds = on_all_ranks(self._group, partial(self._components.write, mine, self._file_bytes, self._mine))
                 written.append(self._file_bytes / seconds[self._rank])
                 if number == 0:
-                    direct = all(together(self._group, partial(self._reads_directly, other)))
-                found = together(self._group, partial(self._read, other, direct=direct))[self._rank]
+                    direct = all(on_all_ranks(self._group, partial(self._reads_directly, other)))
+                found = on_all_ranks(self._group, partial(self._read, other, direct=direct))[self._rank]
                 read.append(self._file_bytes / found.seconds)
                 verified += found.verified_bytes
                 defect = defect or (f"{other} {found.defect}" if found.defect else "")
             except BaseException:
-                with suppress(OSError):  # it would hide why
+                with suppress(OSError):  # it would hide the first error
                     mine.unlink(missing_ok=True)
                 raise
-            together(self._group, partial(mine.unlink, missing_ok=True))
+            on_all_ranks(self._group, partial(mine.unlink, missing_ok=True))
             progress(number + 1, passes)
-        kind = first(self._group, lambda: file_system_of(self._folder))
-        first(self._group, lambda: shutil.rmtree(self._folder))
+        kind = on_first_rank(self._group, lambda: file_system_of(self._folder))
+        on_first_rank(self._group, lambda: shutil.rmtree(self._folder))
         if defect:
             raise WrongResult(
-                f"rank {dist.get_global_rank(self._group, self._rank)} has read something else than rank "
-                f"{dist.get_global_rank(self._group, self._other)} has written: {defect}. Look at the file system, and "
-                "at the memory and network of both hosts"
+                f"rank {dist.get_global_rank(self._group, self._rank)} has read other bytes than rank "
+                f"{dist.get_global_rank(self._group, self._other)} has written: {defect}. Check the file system, and "
+                "the memory and network of both hosts"
             )
         return Bandwidth(
             written_bytes_per_second=tuple(written),
@@ -337,7 +337,7 @@ class _Passes:
 
     def _read(self, path: Path, *, direct: bool) -> FileRead:
         wait_for(path)
-        return self._pieces.read(path, self._file_bytes, self._others, direct=direct)
+        return self._components.read(path, self._file_bytes, self._others, direct=direct)
 
     def _begin(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -345,7 +345,7 @@ class _Passes:
         if free < needed + CHUNK_BYTES:
             raise EnvironmentBroken(
                 f"{self._folder}: the files of all ranks need {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free. "
-                "Make room, choose another folder (--gpucluster-scratch), or smaller files "
+                "Free some space, choose another folder (--gpucluster-scratch), or smaller files "
                 "(--gpucluster-workload checkpoint.size=...)"
             )
-        return make_own(self._folder)
+        return make_unique_folder(self._folder)

@@ -3,7 +3,7 @@
 torch.distributed.checkpoint saves them, so that an interruption at any moment destroys nothing. A checkpoint is a
 folder ``step-00000010``: a shard per rank, torch's own index of them, and a manifest with the length and sha256 of each
 file. It is written under a name that begins with ``.partial-``, brought to stable storage, and renamed last. Renaming a
-folder is atomic on POSIX file systems (Source: rename(2)), so what is called ``step-...`` is whole.
+folder is atomic on POSIX file systems (Source: rename(2)), so a folder with the name ``step-...`` is whole.
 
 Only one group of ranks may write to a folder at a time; the ranks may be on any hosts that share it. An error on one
 rank is raised on every rank of the group, so that none waits for it.
@@ -45,11 +45,11 @@ _AT_ONCE = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sealed:
-    """What a file holds.
+class FileDigest:
+    """The length and digest of a file.
 
     Attributes:
-        size_bytes: how long it is.
+        size_bytes: its length.
         sha256: of its bytes, in hexadecimal.
     """
 
@@ -59,19 +59,19 @@ class Sealed:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
-        step: of the training that was saved.
+        step: of the saved training.
         world_size: ranks that have saved it.
-        extra: what the training needs besides to go on, JSON.
-        files: name in the folder -> what is in it.
+        extra: further state that the training needs to resume, JSON.
+        files: name in the folder -> its length and digest.
     """
 
     step: int
     world_size: int
     extra: Mapping[str, Any]
-    files: Mapping[str, Sealed]
+    files: Mapping[str, FileDigest]
 
     @property
     def stored_bytes(self) -> int:
@@ -79,8 +79,8 @@ class Manifest:
         return sum(one.size_bytes for one in self.files.values())
 
 
-def seal_file(path: Path) -> Sealed:
-    """Read a file from beginning to end and return what is in it.
+def digest_file(path: Path) -> FileDigest:
+    """Read a whole file and return its length and digest.
 
     Raises: OSError.
     """
@@ -89,11 +89,11 @@ def seal_file(path: Path) -> Sealed:
         while chunk := stream.read(_AT_ONCE):
             digest.update(chunk)
             size += len(chunk)
-    return Sealed(size_bytes=size, sha256=digest.hexdigest())
+    return FileDigest(size_bytes=size, sha256=digest.hexdigest())
 
 
-def require_sealed(path: Path, expected: Sealed) -> None:
-    """Make sure that a file is still what it was.
+def verify_file(path: Path, expected: FileDigest) -> None:
+    """Check that a file has its expected length and digest.
 
     Raises:
         WrongResult: it is missing, has another size or other bytes; names the file, what was found and expected.
@@ -107,7 +107,7 @@ def require_sealed(path: Path, expected: Sealed) -> None:
     if size != expected.size_bytes:
         what = "truncated" if size < expected.size_bytes else "longer than it was"
         raise WrongResult(f"{path} is {what}: {size} bytes found, {wanted}. {_WHAT_TO_DO}")
-    found = seal_file(path)
+    found = digest_file(path)
     if found != expected:
         raise WrongResult(
             f"{path} is changed: {found.size_bytes} bytes with sha256 {found.sha256}, expected {expected.size_bytes} "
@@ -115,7 +115,7 @@ def require_sealed(path: Path, expected: Sealed) -> None:
         )
 
 
-_WHAT_TO_DO = "Go on from an older checkpoint, and look at the file system"
+_WHAT_TO_DO = "Resume from an older checkpoint, and check the file system"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -124,7 +124,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises: OSError.
     """
     body = {"format": FORMAT, **asdict(manifest)}
-    text = json.dumps({**body, "sha256": _of(body)}, indent=1) + "\n"
+    text = json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n"
     with (folder / NAME).open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -143,19 +143,18 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        raise WrongResult(
-            f"{path} is missing, so nobody knows what the checkpoint should hold. {_WHAT_TO_DO}"
-        ) from None
+        raise WrongResult(f"{path} is missing, so the checkpoint's contents are unknown. {_WHAT_TO_DO}") from None
     try:
         body = json.loads(text)
-        told = body.pop("sha256")
-        if told != _of(body):
+        stated = body.pop("sha256")
+        if stated != _digest(body):
             raise WrongResult(
-                f"{path} is changed: its {len(text)} bytes have the sha256 {_of(body)} and name {told}. {_WHAT_TO_DO}"
+                f"{path} is changed: its {len(text)} bytes have the sha256 {_digest(body)} and state {stated}. "
+                f"{_WHAT_TO_DO}"
             )
         if body.pop("format") != FORMAT:
             raise ValueError(f"{path} is of another format than {FORMAT}; use the version that has written it")
-        files = {name: Sealed(**one) for name, one in body.pop("files").items()}
+        files = {name: FileDigest(**one) for name, one in body.pop("files").items()}
         return Manifest(files=files, **body)
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
         raise WrongResult(
@@ -164,7 +163,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def _of(body: Mapping[str, Any]) -> str:
+def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -173,38 +172,38 @@ T = TypeVar("T")
 _KINDS: dict[str, type[Exception]] = {"wrong": WrongResult, "value": ValueError, "broken": EnvironmentBroken}
 
 
-def together(group: dist.ProcessGroup, act: Callable[[], T]) -> list[T]:
-    """Let each rank do something that no other rank waits for; return what all got, in the order of the group's ranks.
+def on_all_ranks(group: dist.ProcessGroup, act: Callable[[], T]) -> list[T]:
+    """Run an action on each rank, on which no other rank waits; return all results, in the order of the group's ranks.
 
-    Collective: every rank of the group must call this. Inside of ``act`` nothing collective may happen. The values
-    are pickled on their way.
+    Collective: every rank of the group must call this. ``act`` must not call anything collective. The results are
+    pickled for the exchange.
 
-    Raises: on every rank what was raised on the first rank that failed, named: ``WrongResult`` and ``ValueError`` as
-        they are, another ``Exception`` as ``EnvironmentBroken``. What is no ``Exception`` ends its own rank only.
+    Raises: on every rank the error of the first rank that failed, with its name: ``WrongResult`` and ``ValueError`` as
+        they are, another ``Exception`` as ``EnvironmentBroken``. A ``BaseException`` ends its own rank only.
     """
     mine, error = _outcome(act)
-    told: list[tuple[str, Any]] = [("", None)] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
-    for place, (kind, text) in enumerate(told):
+    outcomes: list[tuple[str, Any]] = [("", None)] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, mine, group=group)
+    for place, (kind, text) in enumerate(outcomes):
         if kind:
             raise _KINDS[kind](f"rank {dist.get_global_rank(group, place)}: {text}") from error
-    return [value for _, value in told]
+    return [value for _, value in outcomes]
 
 
-def first(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
-    """Let the first rank of the group do something, and return on every rank what it got.
+def on_first_rank(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
+    """Run an action on the first rank of the group, and return its result on every rank.
 
-    Collective: every rank of the group must call this. Inside of ``act`` nothing collective may happen. The first rank
-    waits for nobody: what others may still use it must not remove before a :func:`together`.
+    Collective: every rank of the group must call this. ``act`` must not call anything collective. The first rank does
+    not wait: it must not remove what others may still use before an :func:`on_all_ranks`.
 
-    Raises: as :func:`together`.
+    Raises: as :func:`on_all_ranks`.
     """
     error: Exception | None = None
-    told: list[tuple[str, Any]] = [("", None)]
+    outcome: list[tuple[str, Any]] = [("", None)]
     if dist.get_rank(group) == 0:
-        told[0], error = _outcome(act)
-    dist.broadcast_object_list(told, group=group, group_src=0)
-    kind, value = told[0]
+        outcome[0], error = _outcome(act)
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    kind, value = outcome[0]
     if kind:
         raise _KINDS[kind](f"rank {dist.get_global_rank(group, 0)}: {value}") from error
     result: T = value
@@ -212,7 +211,7 @@ def first(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
 
 
 def _outcome(act: Callable[[], T]) -> tuple[tuple[str, Any], Exception | None]:
-    """Return ("", the value) or (which kind of error, its text), and the error."""
+    """Return ("", the value) or (the kind of error, its text), and the error."""
     try:
         return ("", act()), None
     except Exception as error:  # it is raised again, on every rank
@@ -223,14 +222,14 @@ def _outcome(act: Callable[[], T]) -> tuple[tuple[str, Any], Exception | None]:
 
 PREFIX = "gpucluster-checkpoint-"
 
-SEEN_SECONDS = 90.0
-"""So long a network file system may take to show one host what another one has made. An NFS client that has once
-looked for a name in vain may keep that for as long as what it knows of the folder, by default up to 60 s (Source:
-nfs(5), acdirmax and lookupcache)."""
+VISIBILITY_SECONDS = 90.0
+"""How long a network file system may take to show on one host what another one has created. An NFS client may cache a
+missing name for as long as the attributes of the folder, by default up to 60 s (Source: nfs(5), acdirmax and
+lookupcache)."""
 
 
-def make_own(folder: Path) -> Path:
-    """Make a folder in another one, under a name that no other run has: nobody's files are in anybody's way.
+def make_unique_folder(folder: Path) -> Path:
+    """Create a folder in another one, under a name that no other run has.
 
     Raises: OSError.
     """
@@ -239,22 +238,22 @@ def make_own(folder: Path) -> Path:
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a file or folder that another rank has made is there.
+    """Wait until a file or folder that another rank has created is visible.
 
-    Raises: EnvironmentBroken if it does not come.
+    Raises: EnvironmentBroken if it is not in time.
     """
-    until = time.monotonic() + SEEN_SECONDS
+    until = time.monotonic() + VISIBILITY_SECONDS
     while not path.exists():
         if time.monotonic() > until:
             raise EnvironmentBroken(
-                f"{path}, which another rank has made, is not there on this host after {SEEN_SECONDS:g} s. Choose a "
-                "folder on a file system that all hosts share (--gpucluster-scratch)"
+                f"{path}, which another rank has created, is not visible on this host after {VISIBILITY_SECONDS:g} s. "
+                "Choose a folder on a file system that all hosts share (--gpucluster-scratch)"
             )
         time.sleep(0.02)
 
 
-KEPT = 2
-"""Checkpoints that stay in a folder: one more than is needed, in case that the newest turns out to be broken."""
+KEEP = 2
+"""Checkpoints that stay in a folder: one more than needed, in case the newest is broken."""
 
 _PUBLISHED = re.compile(r"step-(\d{8,})")
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
@@ -267,7 +266,7 @@ def write_shards(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) 
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a whole checkpoint its name. One of that name steps aside first, and is there again until it is replaced."""
+    """Rename a whole checkpoint to its final name. An older one of that name is renamed first, and removed last."""
     aside = path.with_name(f"{_REPLACED}{path.name}")
     if path.exists():
         os.rename(path, aside)
@@ -277,25 +276,25 @@ def publish(partial: Path, path: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """What saving is made of. A test puts one that is broken in the place of another."""
+class Components:
+    """The replaceable parts of saving: tests inject a faulty one."""
 
     write: Callable[[dict[str, Any], Path, dist.ProcessGroup], None] = write_shards
     publish: Callable[[Path, Path], None] = publish
 
 
-PIECES = Pieces()
+COMPONENTS = Components()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A checkpoint that has been published.
+class SavedCheckpoint:
+    """A published checkpoint.
 
     Attributes:
         path: its folder.
         step: of the training.
         stored_bytes: of all files of all ranks but the manifest.
-        seconds: that saving took on this rank, verification of what was written included.
+        seconds: of saving on this rank, verification included.
     """
 
     path: Path
@@ -313,28 +312,28 @@ def save(
     group: dist.ProcessGroup,
     extra: Mapping[str, Any] | None = None,
     trained_only: bool = False,
-    keep: int = KEPT,
-    pieces: Pieces | None = None,
-) -> Saved:
+    keep: int = KEEP,
+    components: Components | None = None,
+) -> SavedCheckpoint:
     """Save model and optimizer as the checkpoint of a step.
 
     Collective: every rank of the group must call this, with the same folder, step and settings.
 
     Until the new checkpoint is whole and on stable storage the older ones stay. Then all but the ``keep`` newest are
-    removed, and what interrupted saves have left is removed at the start of the next one.
+    removed. The remains of interrupted saves are removed at the start of the next one.
 
     Args:
-        folder: where checkpoints of this training lie, on a file system that all ranks of the group share; made if it
-            is not there. Nobody else may write to it.
-        step: that was taken last; from 0.
+        folder: of this training's checkpoints, on a file system that all ranks of the group share; created if it is
+            missing. No other process may write to it.
+        step: the last one taken; from 0.
         model: plain, in DistributedDataParallel or sharded by ``fully_shard``.
         optimizer: of the model; it must have taken a step.
         group: the ranks that hold the model together.
-        extra: what else the training needs to go on, such as epoch, batches consumed and random state; must be JSON.
-            The first rank's counts.
+        extra: further state that the training needs to resume, such as epoch, batches consumed and random state; must
+            be JSON. The first rank's counts.
         trained_only: leave out weights that are frozen.
-        keep: how many checkpoints stay, at least 1.
-        pieces: by default ``PIECES`` of this module.
+        keep: number of checkpoints to keep, at least 1.
+        components: by default ``COMPONENTS`` of this module.
 
     Raises, on all ranks alike:
         EnvironmentBroken: the file system is full, not shared, or fails otherwise.
@@ -343,9 +342,19 @@ def save(
     started = time.monotonic()
     try:
         whole, path = _save(
-            folder, step, model, optimizer, group, dict(extra or {}), _options(trained_only), keep, pieces or PIECES
+            folder,
+            step,
+            model,
+            optimizer,
+            group,
+            dict(extra or {}),
+            _options(trained_only),
+            keep,
+            components or COMPONENTS,
         )
-        return Saved(path=path, step=step, stored_bytes=whole.stored_bytes, seconds=time.monotonic() - started)
+        return SavedCheckpoint(
+            path=path, step=step, stored_bytes=whole.stored_bytes, seconds=time.monotonic() - started
+        )
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del group, model, optimizer
@@ -354,8 +363,8 @@ def save(
 def latest(folder: Path) -> Path | None:
     """Return the published checkpoint of the highest step in a folder; None if there is none.
 
-    Whether it is whole is seen when it is loaded. What an interrupted save has left is not looked at, but for a
-    checkpoint that stepped aside for a new one of the same step which then did not come.
+    Whether it is whole is checked when it is loaded. The remains of an interrupted save are ignored, except for a
+    checkpoint that was renamed for a new one of the same step, where the new one is missing.
     """
     found = {int(match[1]): path for path in _entries(folder, _REPLACED) if (match := _PUBLISHED.search(path.name))}
     found |= {int(match[1]): path for path in _entries(folder, "step-") if (match := _PUBLISHED.fullmatch(path.name))}
@@ -370,15 +379,15 @@ def load(
     group: dist.ProcessGroup,
     trained_only: bool = False,
 ) -> dict[str, Any]:
-    """Give model and optimizer the values of a checkpoint, and return its ``extra`` with the ``step``.
+    """Restore model and optimizer from a checkpoint, and return its ``extra`` with the ``step``.
 
     Collective: every rank of the group must call this, with the same checkpoint.
 
-    All files are verified first, each by one of the ranks: torch reads none that is not what was written. The group may
-    have another number of ranks than the one that has saved, and the model may be sharded otherwise.
+    All files are verified first, each by one of the ranks: torch reads only verified ones. The group may have another
+    number of ranks than the one that has saved, and the model may be sharded otherwise.
 
     Args:
-        path: a checkpoint, as :func:`latest` names it.
+        path: a checkpoint, as :func:`latest` returns it.
         model: of the same weights; plain, in DistributedDataParallel or sharded by ``fully_shard``.
         optimizer: of the model, of the same kind; its gradients are dropped.
         group: the ranks that hold the model together.
@@ -403,18 +412,18 @@ def _save(
     extra: dict[str, Any],
     options: StateDictOptions,
     keep: int,
-    used: Pieces,
+    used: Components,
 ) -> tuple[Manifest, Path]:
-    together(group, lambda: _examine(step, optimizer, extra, keep))
-    partial = Path(first(group, lambda: str(_begin(folder, step))))
-    together(group, lambda: wait_for(partial))
+    on_all_ranks(group, lambda: _check_arguments(step, optimizer, extra, keep))
+    partial = Path(on_first_rank(group, lambda: str(_begin(folder, step))))
+    on_all_ranks(group, lambda: wait_for(partial))
     state = _state(model, optimizer, options)
-    with _alike(f"the checkpoint of step {step} could not be written to {partial}", group):
+    with _same_error(f"the checkpoint of step {step} could not be written to {partial}", group):
         used.write(state, partial, group)
     files = _sealed(partial, group)
     whole = Manifest(step=step, world_size=dist.get_world_size(group), extra=extra, files=files)
     path = partial.with_name(f"step-{step:08d}")
-    first(group, lambda: _finish(partial, path, whole, used, keep))
+    on_first_rank(group, lambda: _finish(partial, path, whole, used, keep))
     return whole, path
 
 
@@ -425,16 +434,16 @@ def _load(
     group: dist.ProcessGroup,
     options: StateDictOptions,
 ) -> dict[str, Any]:
-    chosen = Path(first(group, lambda: str(path)))
-    whole = first(group, lambda: read_manifest(chosen))
-    together(group, lambda: _require_same(path, chosen))
-    together(group, lambda: _require_share_sealed(path, whole, dist.get_rank(group), dist.get_world_size(group)))
-    # Left over, they would keep torch from making the state that is then read.
+    chosen = Path(on_first_rank(group, lambda: str(path)))
+    whole = on_first_rank(group, lambda: read_manifest(chosen))
+    on_all_ranks(group, lambda: _require_same(path, chosen))
+    on_all_ranks(group, lambda: _require_share_sealed(path, whole, dist.get_rank(group), dist.get_world_size(group)))
+    # Gradients would keep torch from creating the state to read into.
     optimizer.zero_grad(set_to_none=True)
     state = _state(model, optimizer, options)
     reader = FileSystemReader(path)
-    together(group, lambda: _require_same_model(path, reader.read_metadata(), state["model"]))
-    with _alike(f"{path} could not be loaded", group):
+    on_all_ranks(group, lambda: _require_same_model(path, reader.read_metadata(), state["model"]))
+    with _same_error(f"{path} could not be loaded", group):
         load_state(state, storage_reader=reader, process_group=group)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
@@ -452,7 +461,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDic
     return {"model": weights, "optimizer": moments}
 
 
-def _examine(step: int, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any], keep: int) -> None:
+def _check_arguments(step: int, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any], keep: int) -> None:
     if step < 0 or keep < 1:
         raise ValueError(f"step must not be negative and keep must be at least 1, not {step} and {keep}")
     try:
@@ -461,11 +470,11 @@ def _examine(step: int, optimizer: torch.optim.Optimizer, extra: Mapping[str, An
         raise ValueError(f"extra must be JSON: {error}") from error
     if not optimizer.state:
         # torch would take a step of its own to have something to save, and count it.
-        raise ValueError("the optimizer has not taken a step yet, so there is nothing to go on from: save after one")
+        raise ValueError("the optimizer has not taken a step yet, so there is nothing to resume: save after one")
 
 
 def _begin(folder: Path, step: int) -> Path:
-    """Remove what interrupted saves have left, and make the folder to write to."""
+    """Remove the remains of interrupted saves, and create the folder to write to."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in _entries(folder, _PARTIAL):
         shutil.rmtree(left)
@@ -475,21 +484,21 @@ def _begin(folder: Path, step: int) -> Path:
             shutil.rmtree(aside)
         else:
             os.rename(aside, path)
-    _sync(folder.parent)  # the folder may be new, and with it everything would be lost
+    _sync(folder.parent)  # the folder may be new, and without this everything could be lost
     partial = folder / f"{_PARTIAL}step-{step:08d}-{uuid.uuid4().hex[:8]}"
     partial.mkdir()
     return partial
 
 
-def _sealed(partial: Path, group: dist.ProcessGroup) -> dict[str, Sealed]:
-    """Return what is in each file: every rank reads those that it has written, the first one also the index."""
+def _sealed(partial: Path, group: dist.ProcessGroup) -> dict[str, FileDigest]:
+    """Return the digest of each file: every rank reads those that it has written, the first one also the index."""
     mine = dist.get_rank(group)
 
-    def sealed_here() -> dict[str, Sealed]:
-        return {path.name: seal_file(path) for path in sorted(partial.iterdir()) if _writer(path.name) == mine}
+    def sealed_here() -> dict[str, FileDigest]:
+        return {path.name: digest_file(path) for path in sorted(partial.iterdir()) if _writer(path.name) == mine}
 
-    files = {name: one for of_rank in together(group, sealed_here) for name, one in of_rank.items()}
-    first(group, lambda: _require_complete(partial, files))
+    files = {name: one for of_rank in on_all_ranks(group, sealed_here) for name, one in of_rank.items()}
+    on_first_rank(group, lambda: _require_complete(partial, files))
     return files
 
 
@@ -498,14 +507,14 @@ def _writer(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _require_complete(partial: Path, files: Mapping[str, Sealed]) -> None:
+def _require_complete(partial: Path, files: Mapping[str, FileDigest]) -> None:
     index = FileSystemReader(partial).read_metadata().storage_data
-    lost = sorted({info.relative_path for info in index.values()} - set(files))
-    if lost:
-        raise EnvironmentBroken(f"{partial}: {', '.join(lost[:4])} is not there right after it was written")
+    missing = sorted({info.relative_path for info in index.values()} - set(files))
+    if missing:
+        raise EnvironmentBroken(f"{partial}: {', '.join(missing[:4])} is missing right after it was written")
 
 
-def _finish(partial: Path, path: Path, whole: Manifest, used: Pieces, keep: int) -> None:
+def _finish(partial: Path, path: Path, whole: Manifest, used: Components, keep: int) -> None:
     write_manifest(partial, whole)
     _sync(partial)
     used.publish(partial, path)
@@ -521,7 +530,7 @@ def _finish(partial: Path, path: Path, whole: Manifest, used: Pieces, keep: int)
 def _require_share_sealed(path: Path, whole: Manifest, rank: int, ranks: int) -> None:
     """Verify this rank's share of the files: all ranks together read each once."""
     for name in sorted(whole.files)[rank::ranks]:
-        require_sealed(path / name, whole.files[name])
+        verify_file(path / name, whole.files[name])
 
 
 def _require_same(path: Path, chosen: Path) -> None:
@@ -530,7 +539,7 @@ def _require_same(path: Path, chosen: Path) -> None:
 
 
 def _require_same_model(path: Path, saved: Metadata, weights: Mapping[str, Any]) -> None:
-    """Compare names and shapes, for torch itself overlooks what is saved and not asked for."""
+    """Compare names and shapes, for torch itself ignores saved weights that are not requested."""
     prefix = "model."
     there = {
         name.removeprefix(prefix): tuple(one.size)
@@ -538,18 +547,18 @@ def _require_same_model(path: Path, saved: Metadata, weights: Mapping[str, Any])
         if name.startswith(prefix) and isinstance(one, TensorStorageMetadata)
     }
     wanted = {name: tuple(one.shape) for name, one in weights.items() if isinstance(one, torch.Tensor)}
-    odd = sorted(name for name in there.keys() | wanted.keys() if there.get(name) != wanted.get(name))
-    if odd:
-        shown = "; ".join(f"{name}: saved {there.get(name)}, asked for {wanted.get(name)}" for name in odd[:3])
+    different = sorted(name for name in there.keys() | wanted.keys() if there.get(name) != wanted.get(name))
+    if different:
+        examples = "; ".join(f"{name}: saved {there.get(name)}, requested {wanted.get(name)}" for name in different[:3])
         raise EnvironmentBroken(
-            f"{path} is of another model: {len(odd)} of {len(there)} weights differ ({shown}). Load it into the model "
-            "that was saved, with the same choice of trained weights"
+            f"{path} is of another model: {len(different)} of {len(there)} weights differ ({examples}). Load it into "
+            "the model that was saved, with the same choice of trained weights"
         )
 
 
 @contextmanager
-def _alike(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Turn torch's report of what went wrong on which ranks, which it raises on all of them, into one of ours."""
+def _same_error(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Turn torch's error of what failed on which ranks, which it raises on all of them, into one of ours."""
     # At DEBUG this logger writes usage statistics, which pytest would show under every failure.
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.INFO)
     try:
@@ -557,13 +566,13 @@ def _alike(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     except CheckpointException as error:
         mine = error.failures.get(dist.get_rank(group))
         if mine is not None and not isinstance(mine[0], Exception):
-            raise mine[0] from None  # this rank is asked to end
-        told = [
+            raise mine[0] from None  # this rank was interrupted
+        failures = [
             f"rank {dist.get_global_rank(group, place)}: {type(cause).__name__}: {cause}"
             for place, (cause, _) in sorted(error.failures.items())
         ]
-        more = f", and {len(told) - 4} more ranks" if len(told) > 4 else ""
-        raise EnvironmentBroken(f"{what}: {'; '.join(told[:4])}{more}") from error
+        more = f", and {len(failures) - 4} more ranks" if len(failures) > 4 else ""
+        raise EnvironmentBroken(f"{what}: {'; '.join(failures[:4])}{more}") from error
 
 
 def _entries(folder: Path, prefix: str) -> list[Path]:

@@ -24,16 +24,16 @@ FILE_BYTES = 16384
 """Several pages, so that a part of a file can be seen."""
 _DIGEST_BYTES = 32
 _PAUSE_SECONDS = 0.001
-"""Between two renames, so that readers come between."""
+"""Between two renames, so that readers get a chance to read."""
 _MOST_SECONDS_EACH = 0.1
 _IDLE_SECONDS = 1.0
-"""When nothing new has been seen for so long, the reader looks less often."""
-_TOLD = 5
+"""After this time without a new version, the reader reads less often."""
+_LISTED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class RenameOperations:
-    """What is done to the files. A test puts one that is broken in the place of another."""
+    """The replaceable file operations: tests inject a faulty one."""
 
     replace: Callable[[Path, Path], None] = os.replace
     read: Callable[[Path], bytes] = Path.read_bytes
@@ -43,19 +43,19 @@ RENAME_OPERATIONS = RenameOperations()
 
 
 @dataclass(kw_only=True)
-class Reads:
-    """What a reader has found.
+class ReadCounts:
+    """The counts of a reader.
 
     Attributes:
-        whole: reads that found a whole file.
-        missing: reads that found none.
-        torn: reads that found something else.
-        stale: reads that the file system refused since the file had been replaced after it was opened (ESTALE). NFS
+        whole: reads of a whole file.
+        missing: reads that found no file.
+        torn: reads of anything else.
+        stale: reads that the file system rejected since the file had been replaced after it was opened (ESTALE). NFS
             does so; the reader opens it again.
-        backward: reads that found an older version than the one before. A network file system may do so for a while.
-        versions: how many different versions were seen.
+        backward: reads of an older version than the one before. A network file system may return one for a while.
+        versions: number of different versions read.
         last: the newest one.
-        examples: of what was wrong.
+        examples: of missing and torn files.
     """
 
     whole: int = 0
@@ -69,36 +69,36 @@ class Reads:
 
     @property
     def whole_ratio(self) -> float:
-        """Part of the reads that found a whole file; those that were refused are not counted."""
+        """Part of the reads that found a whole file; rejected ones are not counted."""
         counted = self.whole + self.missing + self.torn
         return self.whole / counted if counted else 0.0
 
     def require_whole(self, host: str, path: Path, renames: int) -> None:
-        """Make sure that no read found anything but a whole file, and that the last version was seen.
+        """Check that every read found a whole file, and that the last version was seen.
 
         Raises: WrongResult.
         """
-        told = []
+        problems = []
         if self.missing or self.torn:
             counted = self.whole + self.missing + self.torn
-            told.append(
+            problems.append(
                 f"{host} found {path} missing {self.missing} times and torn {self.torn} times in {counted} reads, "
                 f"while it was replaced by {renames} renames: " + "; ".join(self.examples)
             )
         if self.last < renames:
-            seen = f"version {self.last}" if self.last >= 0 else "none"
-            told.append(
-                f"{host} saw {seen} of {path} at last, and version {renames} lay there: it is shown what was replaced "
-                f"more than {checkpoint.SEEN_SECONDS:g} s ago"
+            last = f"version {self.last}" if self.last >= 0 else "none"
+            problems.append(
+                f"{host} saw {last} of {path} at last, and version {renames} was there: it sees a file that was "
+                f"replaced more than {checkpoint.VISIBILITY_SECONDS:g} s ago"
             )
-        if told:
+        if problems:
             raise WrongResult(
-                "\n".join([*told, "what to do: look at the file system's type and its mount options on that host"])
+                "\n".join([*problems, "what to do: check the file system's type and its mount options on that host"])
             )
 
 
 def version_content(version: int) -> bytes:
-    """Return a version of the file: its number, many times, and the digest of all of that.
+    """Return a version of the file: its number, repeated, and the digest of all of that.
 
     >>> len(version_content(3)) == FILE_BYTES, version_of(version_content(3)), version_of(version_content(3)[:-1])
     (True, 3, None)
@@ -115,29 +115,31 @@ def version_of(content: bytes) -> int | None:
     return int(body[:15])
 
 
-def put_version(path: Path, version: int, *, pieces: RenameOperations | None = None) -> None:
-    """Put a version of the file in the place of the one before.
+def put_version(path: Path, version: int, *, components: RenameOperations | None = None) -> None:
+    """Replace the file by a version.
 
     Raises: OSError.
     """
     new = path.with_name(f"{path.name}.new")
     with new.open("wb") as stream:
         stream.write(version_content(version))
-    (pieces or RENAME_OPERATIONS).replace(new, path)
+    (components or RENAME_OPERATIONS).replace(new, path)
 
 
-def replace_and_read(path: Path, renames: int, *, writes: bool, pieces: RenameOperations | None = None) -> Reads:
+def replace_and_read(
+    path: Path, renames: int, *, writes: bool, components: RenameOperations | None = None
+) -> ReadCounts:
     """Read a file until its last version is seen, while one of the hosts replaces it again and again.
 
     Args:
         path: of the file; version 0 must be there.
         renames: the number of the last version.
         writes: this host is the one that replaces it, in a thread.
-        pieces: by default ``RENAME_OPERATIONS`` of this module.
+        components: by default ``RENAME_OPERATIONS`` of this module.
 
     Raises: OSError of the writer, or of the reader but for a file that is missing or stale.
     """
-    do = pieces or RENAME_OPERATIONS
+    do = components or RENAME_OPERATIONS
     failed: list[OSError] = []
     stop = threading.Event()
 
@@ -146,7 +148,7 @@ def replace_and_read(path: Path, renames: int, *, writes: bool, pieces: RenameOp
             for version in range(1, renames + 1):
                 if stop.is_set():
                     return
-                put_version(path, version, pieces=do)
+                put_version(path, version, components=do)
                 time.sleep(_PAUSE_SECONDS)
         except OSError as error:  # raised again below
             failed.append(error)
@@ -167,21 +169,21 @@ def replace_and_read(path: Path, renames: int, *, writes: bool, pieces: RenameOp
 
 def longest_seconds(renames: int) -> float:
     """Return how long :func:`replace_and_read` can take."""
-    return renames * _MOST_SECONDS_EACH + checkpoint.SEEN_SECONDS
+    return renames * _MOST_SECONDS_EACH + checkpoint.VISIBILITY_SECONDS
 
 
-def _read(path: Path, renames: int, pieces: RenameOperations, failed: Callable[[], bool]) -> Reads:
-    found = Reads()
+def _read(path: Path, renames: int, components: RenameOperations, failed: Callable[[], bool]) -> ReadCounts:
+    found = ReadCounts()
     until = time.monotonic() + longest_seconds(renames)
     changed = time.monotonic()
     while found.last < renames and time.monotonic() < until and not failed():
         if time.monotonic() > changed + _IDLE_SECONDS:
             time.sleep(_IDLE_SECONDS / 100)
         try:
-            content = pieces.read(path)
+            content = components.read(path)
         except FileNotFoundError:
             found.missing += 1
-            _remember(found, f"missing after version {found.last}")
+            _add_example(found, f"missing after version {found.last}")
             continue
         except OSError as error:
             if error.errno != errno.ESTALE:
@@ -191,7 +193,7 @@ def _read(path: Path, renames: int, pieces: RenameOperations, failed: Callable[[
         version = version_of(content)
         if version is None:
             found.torn += 1
-            _remember(found, f"{len(content)} bytes that are no version, after version {found.last}")
+            _add_example(found, f"{len(content)} bytes that are no version, after version {found.last}")
             continue
         found.whole += 1
         if version != found.last:
@@ -202,8 +204,8 @@ def _read(path: Path, renames: int, pieces: RenameOperations, failed: Callable[[
     return found
 
 
-def _remember(found: Reads, text: str) -> None:
-    if len(found.examples) < _TOLD:
+def _add_example(found: ReadCounts, text: str) -> None:
+    if len(found.examples) < _LISTED:
         found.examples.append(text)
 
 
@@ -213,14 +215,14 @@ ROUNDS = ("written", "written over")
 
 @dataclass(frozen=True, kw_only=True)
 class VisibilityOperations:
-    """What is done to the files. A test puts one that is broken in the place of another."""
+    """The replaceable file operations: tests inject a faulty one."""
 
     write: Callable[[Path, bytes], None]
     read: Callable[[Path], bytes]
 
 
 def write_probe(path: Path, content: bytes) -> None:
-    """Write a file, over the one that is there, and wait until it is on stable storage.
+    """Write a file, overwriting an existing one, and wait until it is on stable storage.
 
     Raises: OSError.
     """
@@ -235,7 +237,7 @@ def write_probe(path: Path, content: bytes) -> None:
 
 
 def read_probe(path: Path) -> bytes:
-    """Read a whole file. Opening it anew makes an NFS client ask the server for its age.
+    """Read a whole file. Opening it again makes an NFS client ask the server for its age.
 
     Source: nfs(5), close-to-open cache consistency.
 
@@ -248,15 +250,15 @@ VISIBILITY_OPERATIONS = VisibilityOperations(write=write_probe, read=read_probe)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What one node has seen of the others' files.
+class Visibility:
+    """What one node has read of the others' files.
 
     Attributes:
-        files: that were looked at, each round counted.
-        right: of these, that were as they had been written.
-        slowest_seconds: until the last of them was seen so.
-        wrong: each file that was not.
-        missing: each file that was not there at all.
+        files: read, each round counted.
+        right: of these, with the expected content.
+        slowest_seconds: until the last of these had it.
+        wrong: a text for each file with another content.
+        missing: a text for each missing file.
     """
 
     files: int
@@ -265,8 +267,8 @@ class Seen:
     wrong: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
-    def __add__(self, other: Seen) -> Seen:
-        return Seen(
+    def __add__(self, other: Visibility) -> Visibility:
+        return Visibility(
             files=self.files + other.files,
             right=self.right + other.right,
             slowest_seconds=max(self.slowest_seconds, other.slowest_seconds),
@@ -274,8 +276,8 @@ class Seen:
             missing=self.missing + other.missing,
         )
 
-    def require_there(self, host: str) -> None:
-        """Make sure that no file was missing.
+    def require_visible(self, host: str) -> None:
+        """Check that no file was missing.
 
         Raises: EnvironmentBroken.
         """
@@ -283,15 +285,15 @@ class Seen:
             raise EnvironmentBroken(
                 "\n".join(
                     [
-                        f"{host} does not see what other nodes have written, after {checkpoint.SEEN_SECONDS:g} s:",
+                        f"{host} does not see the files of other nodes after {checkpoint.VISIBILITY_SECONDS:g} s:",
                         *self.missing,
                         "what to do: choose a folder on a file system that all nodes share (--gpucluster-scratch)",
                     ]
                 )
             )
 
-    def require_right(self, host: str) -> None:
-        """Make sure that everything that was there was as it had been written.
+    def require_content(self, host: str) -> None:
+        """Check that every visible file had the expected content.
 
         Raises: WrongResult.
         """
@@ -309,11 +311,11 @@ def path_of(folder: Path, node: int) -> Path:
     return folder / f"node-{node:05d}.bin"
 
 
-def others_of(node: int, count: int) -> tuple[int, ...]:
-    """Return whose files a node reads: the first node those of all, and each other one the first node's and that of
-    the node after it. So every file is read on two nodes, and the work stays small however many there are.
+def nodes_to_read(node: int, count: int) -> tuple[int, ...]:
+    """Return the nodes whose files a node reads: the first node reads those of all, each other one the first node's and
+    that of the node after it. So every file is read on two nodes, and the work stays small with many nodes.
 
-    >>> others_of(0, 4), others_of(1, 4), others_of(3, 4), others_of(0, 2), others_of(0, 1)
+    >>> nodes_to_read(0, 4), nodes_to_read(1, 4), nodes_to_read(3, 4), nodes_to_read(0, 2), nodes_to_read(0, 1)
     ((1, 2, 3), (0, 2), (0,), (1,), (0,))
     """
     if count == 1:
@@ -323,26 +325,26 @@ def others_of(node: int, count: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((0, (node + 1) % count)))
 
 
-def look_for(
+def read_until_visible(
     folder: Path,
     nodes: tuple[int, ...],
     *,
     turn: int,
     size_bytes: int,
     hosts: dict[int, str],
-    pieces: VisibilityOperations | None = None,
-) -> Seen:
-    """Read the files of other nodes until they are as they were written, or the time that this may take is up.
+    components: VisibilityOperations | None = None,
+) -> Visibility:
+    """Read the files of other nodes until they have the expected content, or the time limit is reached.
 
     Args:
-        folder: where they lie.
-        nodes: whose files.
-        turn: which writing: 0 for the first one.
+        folder: of the files.
+        nodes: whose files to read.
+        turn: the number of the write: 0 for the first one.
         size_bytes: of each file.
         hosts: node -> its name.
-        pieces: by default ``VISIBILITY_OPERATIONS`` of this module.
+        components: by default ``VISIBILITY_OPERATIONS`` of this module.
     """
-    look = pieces or VISIBILITY_OPERATIONS
+    look = components or VISIBILITY_OPERATIONS
     seconds, wrong, missing = 0.0, [], []
     for node in nodes:
         path, due = path_of(folder, node), hashlib.sha256(turn_content(node, turn, size_bytes)).hexdigest()
@@ -353,20 +355,22 @@ def look_for(
                 content = look.read(path)
                 found, size = hashlib.sha256(content).hexdigest(), len(content)
             except FileNotFoundError:
-                pass  # maybe not yet
-            if found == due or time.monotonic() > begin + checkpoint.SEEN_SECONDS:
+                pass  # maybe not visible yet
+            if found == due or time.monotonic() > begin + checkpoint.VISIBILITY_SECONDS:
                 break
             time.sleep(_POLL_SECONDS)
         if found == due:
             seconds = max(seconds, time.monotonic() - begin)
         elif size < 0:
-            missing.append(f"- {path}, {ROUNDS[turn]} by {hosts[node]}, is not there")
+            missing.append(f"- {path}, {ROUNDS[turn]} by {hosts[node]}, is missing")
         else:
             stale = found == hashlib.sha256(turn_content(node, turn - 1, size_bytes)).hexdigest() if turn else False
-            told = "what was there before" if stale else f"{size} bytes with sha256 {found[:16]}..."
+            content_text = "the content before" if stale else f"{size} bytes with sha256 {found[:16]}..."
             wrong.append(
-                f"- {path}, {ROUNDS[turn]} by {hosts[node]}: found {told}, expected {size_bytes} bytes with sha256 "
-                f"{due[:16]}..., after {checkpoint.SEEN_SECONDS:g} s"
+                f"- {path}, {ROUNDS[turn]} by {hosts[node]}: found {content_text}, expected {size_bytes} bytes with "
+                f"sha256 {due[:16]}..., after {checkpoint.VISIBILITY_SECONDS:g} s"
             )
     right = len(nodes) - len(wrong) - len(missing)
-    return Seen(files=len(nodes), right=right, slowest_seconds=seconds, wrong=tuple(wrong), missing=tuple(missing))
+    return Visibility(
+        files=len(nodes), right=right, slowest_seconds=seconds, wrong=tuple(wrong), missing=tuple(missing)
+    )

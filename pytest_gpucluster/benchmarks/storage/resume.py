@@ -1,4 +1,4 @@
-"""Does a training go on from a checkpoint as if nothing had happened: on the same ranks, on fewer, sharded or not?"""
+"""Whether a training resumes from a checkpoint without a difference: on the same ranks, on fewer, sharded or not."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned, require_free
+from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.storage.checkpoint import Saved, first, make_own, together
+from pytest_gpucluster.benchmarks.storage.checkpoint import (
+    SavedCheckpoint,
+    make_unique_folder,
+    on_all_ranks,
+    on_first_rank,
+)
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.ddp import replicate
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint, relative
@@ -33,20 +38,20 @@ from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """What saving and loading is made of. A test puts one that is broken in the place of another."""
+class Components:
+    """The replaceable parts of saving and loading: tests inject a faulty one."""
 
-    save: Callable[..., Saved] = checkpoint.save
+    save: Callable[..., SavedCheckpoint] = checkpoint.save
     load: Callable[..., dict[str, Any]] = checkpoint.load
 
 
-PIECES = Pieces()
+COMPONENTS = Components()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """What was found. The errors are of the losses after the checkpoint to those without an interruption: the largest
-    over all steps, as ratios.
+class ResumeResult:
+    """The result. The errors are of the losses after the checkpoint compared with those without an interruption: the
+    largest over all steps, as ratios.
 
     Attributes:
         same: sharded on the same ranks.
@@ -54,7 +59,7 @@ class Resumed:
         fewer: sharded on fewer ranks with the same global batch; None if there was no such group.
         fewer_ranks: how many; 0 if there was no such group.
         steps: before the checkpoint, and as many after it.
-        saved: the checkpoint, which is gone by now.
+        saved: the checkpoint, which is removed by now.
     """
 
     same: float
@@ -62,7 +67,7 @@ class Resumed:
     fewer: float | None
     fewer_ranks: int
     steps: int
-    saved: Saved
+    saved: SavedCheckpoint
 
 
 def check_resume(
@@ -75,31 +80,32 @@ def check_resume(
     batch: int,
     steps: int,
     seed: int = 0,
-    pieces: Pieces | None = None,
-) -> Resumed:
-    """Train a sharded decoder, save it, train on; then let others go on from the checkpoint, and compare the losses.
+    components: Components | None = None,
+) -> ResumeResult:
+    """Train a sharded decoder, save it, train on; then resume others from the checkpoint, and compare the losses.
 
     Collective: every rank of the group must call this, with the same folder and sizes.
 
     Each time a decoder with other weights loads the checkpoint: sharded on the same ranks, replicated on them, and
-    sharded on fewer. Then model and optimizer must have all the bits that were saved. Which rows come next is read from
-    the checkpoint. A copy with a truncated shard, and one without it, must be refused. A save that is interrupted
-    before it is published must leave the checkpoint before it as it was.
+    sharded on fewer. Then model and optimizer must have all the saved bits. The next rows are read from the checkpoint.
+    A copy with a truncated shard, and one without it, must be rejected. A save that is interrupted before it is
+    published must leave the checkpoint before it unchanged.
 
     Args:
         group: the ranks that save together.
         device: where this rank trains.
         geometry: of the decoder.
-        folder: on a file system that all ranks share. The checkpoints lie in a folder of their own there, which is
-            removed at the end; after an error it stays, for whoever looks for the cause.
+        folder: on a file system that all ranks share. The checkpoints lie in a new folder there, which is removed at
+            the end; after an error it stays, for the diagnosis.
         fewer: a group that this rank is in, with a part of the ranks; all ranks are in one of this size.
         batch: rows of each rank in a step.
         steps: before the checkpoint, and as many after it.
         seed: of weights and data.
-        pieces: what saving and loading is made of; by default ``PIECES`` of this module.
+        components: of saving and loading; by default ``COMPONENTS`` of this module.
 
-    Raises, on all ranks alike, and for the fewer ranks on those of the group that it went wrong in:
-        WrongResult: the checkpoint, or what was loaded from it, is not what was saved; or what is broken was loaded.
+    Raises, on all ranks alike, and for the fewer ranks on those of the group in which it failed:
+        WrongResult: the checkpoint, or what was loaded from it, differs from what was saved; or a broken one was
+            loaded.
         EnvironmentBroken: the file system is full, not shared, or fails otherwise; too little memory is free.
         ValueError: an argument is out of its range.
     """
@@ -114,8 +120,8 @@ def check_resume(
         instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
     )
     try:
-        with counted(VERIFYING), memory_returned(circles=True), numerics("highest"), deterministic():
-            check = _Check(group, device, geometry, folder, batch, steps, seed, pieces or PIECES)
+        with counted(VERIFYING), memory_released(cycles=True), numerics("highest"), deterministic():
+            check = _Check(group, device, geometry, folder, batch, steps, seed, components or COMPONENTS)
             return check.run(fewer)
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
@@ -132,52 +138,54 @@ class _Check:
         batch: int,
         steps: int,
         seed: int,
-        pieces: Pieces,
+        components: Components,
     ) -> None:
         self._group, self._device, self._geometry, self._folder = group, device, geometry, folder
-        self._steps, self._seed, self._pieces = steps, seed, pieces
+        self._steps, self._seed, self._components = steps, seed, components
         self._global_batch = batch * dist.get_world_size(group)
         self._data = PackedTokens(
             rows=2 * steps * self._global_batch, sequence=geometry.sequence, vocab=geometry.vocab, seed=seed
         )
 
-    def run(self, fewer: dist.ProcessGroup | None) -> Resumed:
-        self._folder = Path(first(self._group, lambda: str(make_own(self._folder))))
+    def run(self, fewer: dist.ProcessGroup | None) -> ResumeResult:
+        self._folder = Path(on_first_rank(self._group, lambda: str(make_unique_folder(self._folder))))
         training = self._sharded(self._group, self._seed)
         consumed = self._steps * self._global_batch
         self._losses(training, self._group, consumed=0)
         saved = self._save(training, self._steps, consumed)
-        state = _print(training)
+        state = _state_fingerprint(training)
         due = self._losses(training, self._group, consumed=consumed)
         self._interrupt(training, saved)
         del training
 
-        def resume(made: Training, group: dist.ProcessGroup, how: str) -> float:
-            told = self._pieces.load(saved.path, made.model, made.optimizer, group=group)
-            found = _print(made)
-            together(group, lambda: _require_same(found, state, told, self._extra(consumed), f"{saved.path}, {how}"))
-            losses = self._losses(made, group, consumed=int(told["rows_consumed"]))
+        def resume(other: Training, group: dist.ProcessGroup, how: str) -> float:
+            loaded = self._components.load(saved.path, other.model, other.optimizer, group=group)
+            found = _state_fingerprint(other)
+            on_all_ranks(
+                group, lambda: _require_same(found, state, loaded, self._extra(consumed), f"{saved.path}, {how}")
+            )
+            losses = self._losses(other, group, consumed=int(loaded["rows_consumed"]))
             return max(relative(one, other) for one, other in zip(losses, due, strict=True))
 
-        other = self._seed + 1  # nothing may be right by chance
-        same = resume(self._sharded(self._group, other), self._group, "loaded by the same ranks")
-        replica = self._replicated(other)
+        other_seed = self._seed + 1  # no weight may be right by chance
+        same = resume(self._sharded(self._group, other_seed), self._group, "loaded by the same ranks")
+        replica = self._replicated(other_seed)
         replicated = resume(replica, self._group, "loaded without sharding")
-        self._refuse(replica, saved)
+        self._check_rejection(replica, saved)
         del replica
         count = 0 if fewer is None else dist.get_world_size(fewer)
         less, failure = None, None
         if fewer is not None:
             try:
-                less = resume(self._sharded(fewer, other), fewer, f"loaded by {count} of the ranks")
-            except (WrongResult, EnvironmentBroken) as error:  # the other groups do not know of it
+                less = resume(self._sharded(fewer, other_seed), fewer, f"loaded by {count} of the ranks")
+            except (WrongResult, EnvironmentBroken) as error:  # the other groups do not see it
                 failure = error
-        # Also a meeting: nobody reads in the folder any more.
-        if not any(together(self._group, lambda: failure is not None)):
-            first(self._group, lambda: shutil.rmtree(self._folder))
+        # Also a barrier: after it no rank reads in the folder any more.
+        if not any(on_all_ranks(self._group, lambda: failure is not None)):
+            on_first_rank(self._group, lambda: shutil.rmtree(self._folder))
         if failure is not None:
             raise failure
-        return Resumed(
+        return ResumeResult(
             same=same,
             replicated=replicated,
             fewer=less,
@@ -188,17 +196,17 @@ class _Check:
 
     def _sharded(self, group: dist.ProcessGroup, seed: int) -> Training:
         model = make_decoder(self._geometry, self._device, seed=seed)
-        return self._trained(shard(model, mesh_of(group, self._device), precision="fp32"))
+        return self._training(shard(model, mesh_of(group, self._device), precision="fp32"))
 
     def _replicated(self, seed: int) -> Training:
         model = make_decoder(self._geometry, self._device, seed=seed)
-        return self._trained(replicate(model, self._device, self._group))
+        return self._training(replicate(model, self._device, self._group))
 
-    def _trained(self, model: nn.Module) -> Training:
+    def _training(self, model: nn.Module) -> Training:
         return Training(model, self._device, precision="fp32")
 
-    def _save(self, training: Training, step: int, consumed: int) -> Saved:
-        return self._pieces.save(
+    def _save(self, training: Training, step: int, consumed: int) -> SavedCheckpoint:
+        return self._components.save(
             self._folder,
             step,
             training.model,
@@ -222,8 +230,8 @@ class _Check:
             losses.append(sum(its for [its] in ranks.gather([loss])) / ranks.count)
         return losses
 
-    def _interrupt(self, training: Training, saved: Saved) -> None:
-        """Begin to save once more, and end before it is published: that must not touch what is there."""
+    def _interrupt(self, training: Training, saved: SavedCheckpoint) -> None:
+        """Start another save that fails before it is published: the existing checkpoint must not change."""
         try:
             checkpoint.save(
                 self._folder,
@@ -231,27 +239,27 @@ class _Check:
                 training.model,
                 training.optimizer,
                 group=self._group,
-                pieces=replace(checkpoint.PIECES, publish=_interrupted),
+                components=replace(checkpoint.COMPONENTS, publish=_interrupted),
             )
         except EnvironmentBroken as error:
             if _INTERRUPTED not in str(error):
                 raise
-        newest = first(self._group, lambda: str(checkpoint.latest(self._folder)))
+        newest = on_first_rank(self._group, lambda: str(checkpoint.latest(self._folder)))
         if newest != str(saved.path):
             raise WrongResult(f"after a save that was interrupted the newest checkpoint is {newest}, not {saved.path}")
 
-    def _refuse(self, training: Training, saved: Saved) -> None:
-        """Load copies of the checkpoint that are broken: each must be refused, and the file named."""
+    def _check_rejection(self, training: Training, saved: SavedCheckpoint) -> None:
+        """Load broken copies of the checkpoint: each must be rejected, and the file named."""
         for how, damage in (("truncated", _truncate), ("missing", Path.unlink)):
             copy = self._folder / f"copy-{how}"
-            name = first(self._group, partial(_damaged, saved.path, copy, damage))
+            name = on_first_rank(self._group, partial(_damaged, saved.path, copy, damage))
             try:
-                self._pieces.load(copy, training.model, training.optimizer, group=self._group)
+                self._components.load(copy, training.model, training.optimizer, group=self._group)
             except WrongResult as error:
                 if f"{copy / name} is {how}" not in str(error):
                     raise
             else:
-                raise WrongResult(f"{copy} was loaded, although {name} is {how} there. It must be refused")
+                raise WrongResult(f"{copy} was loaded, although {name} is {how} there. It must be rejected")
 
 
 _INTERRUPTED = "interrupted on purpose, before the checkpoint is published"
@@ -262,7 +270,7 @@ def _interrupted(unpublished: Path, path: Path) -> None:
 
 
 def _damaged(whole: Path, copy: Path, damage: Callable[[Path], object]) -> str:
-    """Copy a checkpoint, damage its largest shard and return the name of that."""
+    """Copy a checkpoint, damage its largest shard and return its name."""
     shutil.copytree(whole, copy)
     files = checkpoint.read_manifest(copy).files
     name = max(files, key=lambda name: files[name].size_bytes)
@@ -274,8 +282,8 @@ def _truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _print(training: Training) -> int:
-    """Return one number for all weights and all that the optimizer keeps of them, however they are divided.
+def _state_fingerprint(training: Training) -> int:
+    """Return one number for all weights and all of the optimizer's state, however they are divided.
 
     Collective: every rank that the model is divided over must call this.
     """
@@ -292,12 +300,12 @@ def _print(training: Training) -> int:
     return fingerprint(tensors())
 
 
-def _require_same(found: int, saved: int, told: Mapping[str, Any], extra: Mapping[str, Any], what: str) -> None:
+def _require_same(found: int, saved: int, loaded: Mapping[str, Any], extra: Mapping[str, Any], what: str) -> None:
     if found != saved:
         raise WrongResult(
             f"{what}: model and optimizer are not what was saved: fingerprint {found:016x}, expected {saved:016x}. The "
-            "files are what was written, so look at the versions of torch, then at the GPU"
+            "files are verified, so check the versions of torch, then the GPU"
         )
-    kept = {name: value for name, value in told.items() if name in extra}
-    if kept != extra:
-        raise WrongResult(f"{what}: it says {kept}, and {dict(extra)} was saved")
+    found_extra = {name: value for name, value in loaded.items() if name in extra}
+    if found_extra != extra:
+        raise WrongResult(f"{what}: it contains {found_extra}, and {dict(extra)} was saved")

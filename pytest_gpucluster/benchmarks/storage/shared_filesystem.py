@@ -1,7 +1,7 @@
 """The survey of a shared file system: mounts, visibility, renames, and the rate of small files.
 
-One rank of each node inspects the folder: what it is mounted from, whether the host's network file systems answer at
-all, and how fast many small files are made, found and removed, as by an import or a data set of single files.
+One rank of each node inspects the folder: what it is mounted from, whether the host's network file systems respond,
+and how fast many small files are created, listed and removed, as by an import or a data set of single files.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import torch.distributed as dist
 
 from pytest_gpucluster import files
 from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
-from pytest_gpucluster.benchmarks.storage.checkpoint import first, make_own, together, wait_for
-from pytest_gpucluster.benchmarks.storage.consistency import Reads, Seen
+from pytest_gpucluster.benchmarks.storage.checkpoint import make_unique_folder, on_all_ranks, on_first_rank, wait_for
+from pytest_gpucluster.benchmarks.storage.consistency import ReadCounts, Visibility
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.files import Mount
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 ANSWER_SECONDS = 10.0
-"""So long a file system may take to tell its size."""
+"""How long a file system may take to report its size."""
 _GONE = {errno.ESTALE: "stale file handle", errno.EIO: "input/output error", errno.ENOTCONN: "not connected"}
-"""What the kernel says of a network file system that is mounted and gone; other errors are about rights."""
+"""The kernel's errors for a mounted network file system whose server is gone; other errors are about permissions."""
 T = TypeVar("T")
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder where it is missing. Raises: OSError."""
+    """Create a folder where it is missing. Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MountOperations:
-    """What is asked of the host. A test puts one that is broken in the place of another."""
+    """The replaceable system calls: tests inject a faulty one."""
 
     mounts: Callable[[], tuple[Mount, ...]] = files.read_mounts
     statvfs: Callable[[str], os.statvfs_result] = os.statvfs
@@ -52,15 +52,15 @@ MOUNT_OPERATIONS = MountOperations()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mounted:
+class MountInfo:
     """A folder as one host sees it.
 
     Attributes:
         host: its name.
-        mount: what it is mounted from; None if the kernel does not tell.
+        mount: what it is mounted from; None if the kernel does not report it.
         free_ratio: free space, of all space.
         free_inodes_ratio: free inodes, of all of them; None where the file system has no fixed number of them.
-        broken: each network file system of the host that does not answer, and how it fails.
+        broken: each network file system of the host that does not respond, and how it fails.
     """
 
     host: str
@@ -71,76 +71,76 @@ class Mounted:
 
 
 def inspect_mount(
-    folder: Path, host: str, *, answer_seconds: float = ANSWER_SECONDS, pieces: MountOperations | None = None
-) -> Mounted:
-    """Look at a folder, which is made where it is missing, and at every network file system of this host.
+    folder: Path, host: str, *, answer_seconds: float = ANSWER_SECONDS, components: MountOperations | None = None
+) -> MountInfo:
+    """Inspect a folder, which is created where it is missing, and every network file system of this host.
 
-    Raises: EnvironmentBroken if the folder itself cannot be looked at, or its file system does not answer.
+    Raises: EnvironmentBroken if the folder itself cannot be inspected, or its file system does not respond.
     """
-    ask = pieces or MOUNT_OPERATIONS
+    do = components or MOUNT_OPERATIONS
     try:
-        _within(answer_seconds, lambda: ask.make(folder))
-        real = _within(answer_seconds, lambda: folder.resolve(strict=True))
-        told = _within(answer_seconds, lambda: ask.statvfs(str(real)))
+        _call_within(answer_seconds, lambda: do.make(folder))
+        real = _call_within(answer_seconds, lambda: folder.resolve(strict=True))
+        sizes = _call_within(answer_seconds, lambda: do.statvfs(str(real)))
     except (OSError, TimeoutError) as error:
         raise EnvironmentBroken(
-            f"{host}: {folder} cannot be looked at: {_why(error, answer_seconds)}. Mount it again, and look at its "
+            f"{host}: {folder} cannot be inspected: {_reason(error, answer_seconds)}. Mount it again, and check its "
             "server"
         ) from error
     try:
-        found = ask.mounts()
+        found = do.mounts()
     except OSError as error:
-        print(f"{host}: what is mounted is not known: {error}")
+        print(f"{host}: the mounts are unknown: {error}")
         found = ()
     network = [mount for mount in found if mount.is_network]
-    asked = [_begin(lambda mount=mount: ask.statvfs(mount.point)) for mount in network]  # type: ignore[misc]  # bound now
+    calls = [_start_call(lambda mount=mount: do.statvfs(mount.point)) for mount in network]  # type: ignore[misc]  # bound now
     # All at once: a server that is gone may have many of them.
     until = time.monotonic() + answer_seconds
     broken = []
-    for mount, answer in zip(network, asked, strict=True):
+    for mount, result_within in zip(network, calls, strict=True):
         try:
-            answer(max(0.0, until - time.monotonic()))
+            result_within(max(0.0, until - time.monotonic()))
         except (OSError, TimeoutError) as error:
             if isinstance(error, TimeoutError) or error.errno in _GONE:
-                broken.append(f"{mount}: {_why(error, answer_seconds)}")
-    return Mounted(
+                broken.append(f"{mount}: {_reason(error, answer_seconds)}")
+    return MountInfo(
         host=host,
         mount=files.mount_of(real, found),
-        free_ratio=told.f_bavail / told.f_blocks if told.f_blocks else 0.0,
-        free_inodes_ratio=told.f_favail / told.f_files if told.f_files else None,
+        free_ratio=sizes.f_bavail / sizes.f_blocks if sizes.f_blocks else 0.0,
+        free_inodes_ratio=sizes.f_favail / sizes.f_files if sizes.f_files else None,
         broken=tuple(broken),
     )
 
 
-def require_alike(folder: Path, seen: Sequence[Mounted]) -> None:
-    """Make sure that a folder is on the same kind of file system on all hosts, and can be written to on each; and that
-    no host has a network file system that does not answer.
+def require_same_mounts(folder: Path, mounts: Sequence[MountInfo]) -> None:
+    """Check that a folder is on the same kind of file system on all hosts, and is writable on each; and that every
+    network file system of the hosts responds.
 
-    Different sources or options are printed: a server may have several addresses. What its files show, decides.
+    Different sources or options are only printed: a server may have several addresses. The check of its files decides.
 
     Raises: EnvironmentBroken naming the few hosts that differ from the others, or where something is broken.
     """
-    told = [f"- {one.host}: {what}" for one in seen for what in one.broken]
+    problems = [f"- {one.host}: {what}" for one in mounts for what in one.broken]
     texts = {
-        "the type of file system": [one.mount.kind if one.mount else "unknown" for one in seen],
-        "what may be done": ["read only" if one.mount and one.mount.read_only else "read and write" for one in seen],
+        "the type of file system": [one.mount.kind if one.mount else "unknown" for one in mounts],
+        "the access": ["read only" if one.mount and one.mount.read_only else "read and write" for one in mounts],
     }
     for what, values in texts.items():
-        told += [f"- {what} of {folder}: {text}" for text in _deviants(seen, values)]
-    told += [
+        problems += [f"- {what} of {folder}: {text}" for text in _deviants(mounts, values)]
+    problems += [
         f"- {folder} is mounted read only on {one.host}"
-        for one in seen
-        if one.mount and one.mount.read_only and all(other.mount and other.mount.read_only for other in seen)
+        for one in mounts
+        if one.mount and one.mount.read_only and all(other.mount and other.mount.read_only for other in mounts)
     ]
-    sources = [str(one.mount) for one in seen]
-    for text in _deviants(seen, sources):
+    sources = [str(one.mount) for one in mounts]
+    for text in _deviants(mounts, sources):
         print(f"{folder} is mounted differently: {text}")
-    if told:
+    if problems:
         raise EnvironmentBroken(
             "\n".join(
                 [
-                    "file systems differ between the nodes, or do not answer:",
-                    *told,
+                    "file systems differ between the nodes, or do not respond:",
+                    *problems,
                     "what to do: compare `findmnt` on the named hosts with the others, and mount again what is gone "
                     "(`umount -f -l`, then `mount`)",
                 ]
@@ -148,10 +148,10 @@ def require_alike(folder: Path, seen: Sequence[Mounted]) -> None:
         )
 
 
-def not_shared(seen: Sequence[Mounted]) -> str:
-    """Return what an operator should hear where a folder is not the same one on all hosts."""
+def not_shared_message(mounts: Sequence[MountInfo]) -> str:
+    """Return the operator's message where a folder is not the same one on all hosts."""
     lines = []
-    for one in seen:
+    for one in mounts:
         local = one.mount is not None and not one.mount.is_network
         lines.append(f"- {one.host}: {one.mount or 'unknown'}{', which is no network file system' if local else ''}")
     return "\n".join(
@@ -166,44 +166,44 @@ def not_shared(seen: Sequence[Mounted]) -> str:
     )
 
 
-def _deviants(seen: Sequence[Mounted], values: Sequence[str]) -> list[str]:
-    """Return "value on hosts" for each value but the commonest one. Of two equally common ones the first counts."""
+def _deviants(mounts: Sequence[MountInfo], values: Sequence[str]) -> list[str]:
+    """Return "value on hosts" for each value but the most frequent one; of two equally frequent ones the first."""
     counted = Counter(values)
-    [(usual, number)] = counted.most_common(1)
+    [(most_frequent, number)] = counted.most_common(1)
     found = []
     for value in dict.fromkeys(values):
-        if value != usual:
-            hosts = ", ".join(one.host for one, its in zip(seen, values, strict=True) if its == value)
-            found.append(f"{value} on {hosts}, where {number} of {len(seen)} hosts have {usual}")
+        if value != most_frequent:
+            hosts = ", ".join(one.host for one, its in zip(mounts, values, strict=True) if its == value)
+            found.append(f"{value} on {hosts}, where {number} of {len(mounts)} hosts have {most_frequent}")
     return found
 
 
-def _why(error: BaseException, answer_seconds: float) -> str:
+def _reason(error: BaseException, answer_seconds: float) -> str:
     if isinstance(error, TimeoutError) and getattr(error, "errno", None) is None:
         return f"no answer within {answer_seconds:g} s"
     known = _GONE.get(getattr(error, "errno", None) or 0, "")
     return f"{known} ({error})" if known else str(error)
 
 
-def _within(seconds: float, ask: Callable[[], T]) -> T:
-    """Ask the kernel something, and wait so long for the answer.
+def _call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Make a system call, and wait up to a limit for its result.
 
-    Raises: TimeoutError without an errno, or the OSError that the kernel gave.
+    Raises: TimeoutError without an errno, or the kernel's OSError.
     """
-    return _begin(ask)(seconds)
+    return _start_call(call)(seconds)
 
 
-def _begin(ask: Callable[[], T]) -> Callable[[float], T]:
-    """Ask the kernel something in a thread: a file system whose server is gone never answers, nor can it be stopped.
+def _start_call(call: Callable[[], T]) -> Callable[[float], T]:
+    """Make a system call in a thread: on a file system whose server is gone it never returns and cannot be stopped.
 
-    Returns: what waits so long for the answer, as :func:`_within`.
+    Returns: a function that waits up to a limit for the result, as :func:`_call_within`.
     """
-    came: list[T] = []
+    results: list[T] = []
     failed: list[OSError] = []
 
     def run() -> None:
         try:
-            came.append(ask())
+            results.append(call())
         except OSError as error:  # raised again below
             failed.append(error)
 
@@ -214,9 +214,9 @@ def _begin(ask: Callable[[], T]) -> Callable[[float], T]:
         thread.join(seconds)
         if failed:
             raise failed[0]
-        if not came:
+        if not results:
             raise TimeoutError
-        return came[0]
+        return results[0]
 
     return wait
 
@@ -225,13 +225,13 @@ FILE_BYTES = 4096
 
 
 def make_file(path: Path, content: bytes) -> None:
-    """Make a file. Raises: OSError."""
+    """Create a file. Raises: OSError."""
     path.write_bytes(content)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileOperations:
-    """What is done to the files. A test puts one that is broken in the place of another."""
+    """The replaceable file operations: tests inject a faulty one."""
 
     make: Callable[[Path, bytes], None] = make_file
     read: Callable[[Path], bytes] = Path.read_bytes
@@ -240,19 +240,19 @@ class FileOperations:
 FILE_OPERATIONS = FileOperations()
 
 
-def small_files_per_second(folder: Path, count: int, *, pieces: FileOperations | None = None) -> float:
-    """Make files of 4 KiB in a folder, list them, read each and remove all of them; return files a second.
+def small_files_per_second(folder: Path, count: int, *, components: FileOperations | None = None) -> float:
+    """Create files of 4 KiB in a folder, list them, read each and remove all of them; return files a second.
 
     Args:
-        folder: a new one is made here, and removed at the end.
+        folder: created here, and removed at the end.
         count: of the files.
-        pieces: by default ``FILE_OPERATIONS`` of this module.
+        components: by default ``FILE_OPERATIONS`` of this module.
 
     Raises:
-        WrongResult: a file is not as it was written, or the list is not complete.
+        WrongResult: a file has another content, or the list is not complete.
         OSError: the file system fails.
     """
-    do = pieces or FILE_OPERATIONS
+    do = components or FILE_OPERATIONS
     folder.mkdir()
     begin = time.perf_counter()
     names = [f"{index:06d}" for index in range(count)]
@@ -260,11 +260,13 @@ def small_files_per_second(folder: Path, count: int, *, pieces: FileOperations |
         do.make(folder / name, _content(name))
     listed = sorted(path.name for path in folder.iterdir())
     if listed != names:
-        lost = sorted(set(names) ^ set(listed))
-        raise WrongResult(f"{folder}: {len(lost)} of {count} files are listed wrongly, the first of them is {lost[0]}")
+        different = sorted(set(names) ^ set(listed))
+        raise WrongResult(
+            f"{folder}: {len(different)} of {count} files are listed wrongly, the first of them is {different[0]}"
+        )
     for name in names:
         if do.read(folder / name) != _content(name):
-            raise WrongResult(f"{folder / name} is not as it was written")
+            raise WrongResult(f"{folder / name} has another content than was written")
     for name in names:
         (folder / name).unlink()
     seconds = time.perf_counter() - begin
@@ -280,31 +282,31 @@ _RENAMED = "renamed.bin"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a node has found, and all have agreed on.
+class SurveyResult:
+    """A node's result, to which all have agreed.
 
     Attributes:
-        mounted: the folder as this node sees it.
-        seen: of the other nodes' files.
+        mount: the folder as this node sees it.
+        visibility: of the other nodes' files.
         reads: while a file was replaced.
         small_files_per_second: while all nodes made theirs.
         path: of the file that was replaced.
-        renames: how often.
+        renames: number of renames.
     """
 
-    mounted: Mounted
-    seen: Seen
-    reads: Reads
+    mount: MountInfo
+    visibility: Visibility
+    reads: ReadCounts
     small_files_per_second: float
     path: Path
     renames: int
 
     def require_sound(self, host: str) -> None:
-        """Make sure that this node has seen everything as it was written.
+        """Check that this node has read everything as it was written.
 
         Raises: WrongResult: a file was torn, missing for a moment, old, or had other bytes.
         """
-        self.seen.require_right(host)
+        self.visibility.require_content(host)
         self.reads.require_whole(host, self.path, self.renames)
 
 
@@ -317,25 +319,25 @@ def survey(
     file_bytes: int,
     replaced: int,
     small: int,
-) -> Found | None:
-    """Let one rank of each node look at a folder: what it is mounted from, the files of the other nodes, a file that
-    the first node replaces by renames, and many small files.
+) -> SurveyResult | None:
+    """Inspect a folder from one rank of each node: its mount, the files of the other nodes, a file that the first node
+    replaces by renames, and many small files.
 
     Collective: every rank of the group must call this, with the same arguments.
 
     Args:
         group: all ranks.
-        folder: which all nodes share. The files lie in a folder of their own there, which is removed at the end; after
-            an error it stays.
-        nodes: the node of each rank; the first rank of a node looks for it.
+        folder: shared by all nodes. The files lie in a new folder there, which is removed at the end; after an error it
+            stays.
+        nodes: the node of each rank; the first rank of a node inspects for it.
         hosts: the host of each rank.
         file_bytes: what each node writes for the others, twice.
         replaced: how often a file is replaced.
-        small: files of 4 KiB that each node makes.
+        small: number of files of 4 KiB that each node creates.
 
-    Returns: what the node has found; None on the ranks that do not look.
+    Returns: the node's result; None on the other ranks.
 
-    Raises: EnvironmentBroken on all ranks: the folder is not there on a node, differs between nodes, or fails.
+    Raises: EnvironmentBroken on all ranks: the folder is missing on a node, differs between nodes, or fails.
     """
     try:
         with counted(MEASURING):
@@ -347,7 +349,7 @@ def survey(
 
 def longest_seconds(replaced: int, small: int) -> float:
     """Return how long :func:`survey` can wait for a file system."""
-    return 5 * checkpoint.SEEN_SECONDS + consistency.longest_seconds(replaced) + 0.2 * small
+    return 5 * checkpoint.VISIBILITY_SECONDS + consistency.longest_seconds(replaced) + 0.2 * small
 
 
 class _Survey:
@@ -356,66 +358,66 @@ class _Survey:
         rank = dist.get_rank(group)
         self._host, self._count = hosts[rank], len(set(nodes))
         self._node = sorted(set(nodes)).index(nodes[rank])
-        self._looks = nodes.index(nodes[rank]) == rank
+        self._is_leader = nodes.index(nodes[rank]) == rank
         self._hosts = {sorted(set(nodes)).index(node): host for node, host in zip(nodes, hosts, strict=True)}
 
-    def run(self, file_bytes: int, replaced: int, small: int) -> Found | None:
-        seen_mounts = [one for one in together(self._group, self._look) if one is not None]
-        first(self._group, lambda: require_alike(self._folder, seen_mounts))
-        folder = Path(first(self._group, lambda: str(make_own(self._folder))))
-        together(self._group, lambda: self._find(folder, seen_mounts))
-        seen = Seen(files=0, right=0, slowest_seconds=0.0)
+    def run(self, file_bytes: int, replaced: int, small: int) -> SurveyResult | None:
+        mounts = [one for one in on_all_ranks(self._group, self._inspect) if one is not None]
+        on_first_rank(self._group, lambda: require_same_mounts(self._folder, mounts))
+        folder = Path(on_first_rank(self._group, lambda: str(make_unique_folder(self._folder))))
+        on_all_ranks(self._group, lambda: self._find(folder, mounts))
+        visibility = Visibility(files=0, right=0, slowest_seconds=0.0)
         for turn in range(len(consistency.ROUNDS)):
-            # All have read before anybody writes over it.
-            together(self._group, lambda turn=turn: self._write(folder, turn, file_bytes))  # type: ignore[misc]
-            found = together(self._group, lambda turn=turn: self._read(folder, turn, file_bytes))  # type: ignore[misc]
-            seen += found[dist.get_rank(self._group)] or seen
+            # All have read before a node overwrites.
+            on_all_ranks(self._group, lambda turn=turn: self._write(folder, turn, file_bytes))  # type: ignore[misc]
+            found = on_all_ranks(self._group, lambda turn=turn: self._read(folder, turn, file_bytes))  # type: ignore[misc]
+            visibility += found[dist.get_rank(self._group)] or visibility
         path = folder / _RENAMED
-        first(self._group, lambda: consistency.put_version(path, 0))
-        together(self._group, lambda: wait_for(path) if self._looks else None)
-        reads = together(self._group, lambda: self._replace(path, replaced))[dist.get_rank(self._group)]
-        rates = together(self._group, lambda: self._small(folder, small))
-        first(self._group, lambda: shutil.rmtree(folder))
-        if not self._looks or reads is None:
+        on_first_rank(self._group, lambda: consistency.put_version(path, 0))
+        on_all_ranks(self._group, lambda: wait_for(path) if self._is_leader else None)
+        reads = on_all_ranks(self._group, lambda: self._replace(path, replaced))[dist.get_rank(self._group)]
+        rates = on_all_ranks(self._group, lambda: self._small(folder, small))
+        on_first_rank(self._group, lambda: shutil.rmtree(folder))
+        if not self._is_leader or reads is None:
             return None
-        return Found(
-            mounted=next(one for one in seen_mounts if one.host == self._host),
-            seen=seen,
+        return SurveyResult(
+            mount=next(one for one in mounts if one.host == self._host),
+            visibility=visibility,
             reads=reads,
             small_files_per_second=rates[dist.get_rank(self._group)] or 0.0,
             path=path,
             renames=replaced,
         )
 
-    def _look(self) -> Mounted | None:
-        if not self._looks:
+    def _inspect(self) -> MountInfo | None:
+        if not self._is_leader:
             return None
         return inspect_mount(self._folder, self._host)
 
-    def _find(self, folder: Path, mounts: list[Mounted]) -> None:
-        """Wait for the folder that the first rank has made; where it does not come, say what is mounted where."""
-        if not self._looks:
+    def _find(self, folder: Path, mounts: list[MountInfo]) -> None:
+        """Wait for the folder that the first rank has created; where it does not appear, report all mounts."""
+        if not self._is_leader:
             return
         try:
             wait_for(folder)
         except EnvironmentBroken as error:
-            raise EnvironmentBroken(f"{self._host}: {error}\n{not_shared(mounts)}") from None
+            raise EnvironmentBroken(f"{self._host}: {error}\n{not_shared_message(mounts)}") from None
 
     def _write(self, folder: Path, turn: int, file_bytes: int) -> None:
-        if self._looks:
+        if self._is_leader:
             content = consistency.turn_content(self._node, turn, file_bytes)
             consistency.VISIBILITY_OPERATIONS.write(consistency.path_of(folder, self._node), content)
 
-    def _read(self, folder: Path, turn: int, file_bytes: int) -> Seen | None:
-        if not self._looks:
+    def _read(self, folder: Path, turn: int, file_bytes: int) -> Visibility | None:
+        if not self._is_leader:
             return None
-        others = consistency.others_of(self._node, self._count)
-        return consistency.look_for(folder, others, turn=turn, size_bytes=file_bytes, hosts=self._hosts)
+        others = consistency.nodes_to_read(self._node, self._count)
+        return consistency.read_until_visible(folder, others, turn=turn, size_bytes=file_bytes, hosts=self._hosts)
 
-    def _replace(self, path: Path, replaced: int) -> Reads | None:
-        if not self._looks:
+    def _replace(self, path: Path, replaced: int) -> ReadCounts | None:
+        if not self._is_leader:
             return None
         return consistency.replace_and_read(path, replaced, writes=self._node == 0)
 
     def _small(self, folder: Path, small: int) -> float | None:
-        return small_files_per_second(folder / f"small-{self._node:05d}", small) if self._looks else None
+        return small_files_per_second(folder / f"small-{self._node:05d}", small) if self._is_leader else None

@@ -20,24 +20,24 @@ from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.errors import EnvironmentBroken
 
 STRIDES = 8
-"""From one token to the next it is a step of 1 to so many: what there is to learn."""
+"""The difference between consecutive tokens is 1 up to this: the pattern to learn."""
 
 NOISE_PARTS = 8
-"""One token of so many is random instead. It also makes every row another one."""
+"""One token of this number is random instead. It also makes every row different."""
 
 _SEEDS_APART = 10_000_019
-"""Rows of one seed, at least, that no other seed beside it has."""
+"""Rows of one seed, at least, that no neighbouring seed has."""
 
 
 class PackedTokens(Dataset[torch.Tensor]):
-    """Rows that follow from a seed: the same on every rank, whoever reads which.
+    """Rows that depend on the seed alone: the same on every rank, whichever reads them.
 
     A row is int64 of ``sequence + 1`` tokens: each is the target of the one before it.
 
     Args:
-        rows: how many there are.
+        rows: number of rows.
         sequence: positions of a row.
-        vocab: tokens that there are.
+        vocab: number of tokens.
         seed: other seeds make other rows.
 
     Raises: ValueError if there is no row.
@@ -54,7 +54,7 @@ class PackedTokens(Dataset[torch.Tensor]):
     def __getitem__(self, row: int) -> torch.Tensor:
         if not 0 <= row < self._rows:
             raise IndexError(f"row {row} of {self._rows}")
-        # The generator looks at 32 bits of its seed only.
+        # The generator uses 32 bits of its seed only.
         random = torch.Generator().manual_seed((self._seed * _SEEDS_APART + row) % 2**32)
         start, stride = (int(torch.randint(most, (), generator=random)) for most in (self._vocab, STRIDES))
         tokens = (start + (stride + 1) * torch.arange(self._length)) % self._vocab
@@ -63,19 +63,19 @@ class PackedTokens(Dataset[torch.Tensor]):
 
 
 ROWS = 2**31
-"""So many rows are different from each other; more than any run reads."""
+"""This number of rows are different from each other; more than any run reads."""
 
 WAIT_SECONDS = 120.0
 """The longest that a batch may take. Source: this suite's rule; a batch of packed tokens takes milliseconds."""
 
-LOOK_SECONDS = 2.0
-"""While nothing comes, the workers are looked after so often: no signal tells of their death, for the server that has
+LIVENESS_SECONDS = 2.0
+"""While no batch comes, the workers are checked at this interval: no signal reports their death, for the server that
 started them is their parent."""
 
 
 _START = "forkserver"
-"""How workers are started. Not by fork: a rank holds a CUDA context, and threads of NCCL and gloo, which no child
-survives. Not by spawn: each worker would import torch again. The server is started anew, imports torch once, and holds
+"""How workers are started. Not by fork: a rank has a CUDA context, and threads of NCCL and gloo, which no child
+survives. Not by spawn: each worker would import torch again. The server is a new process, imports torch once, and has
 nothing else than this module. Source: torch.multiprocessing, "CUDA in multiprocessing"; Python, multiprocessing,
 "Contexts and start methods"."""
 
@@ -86,7 +86,7 @@ class Loading:
 
     Attributes:
         batch: rows of each rank in a step.
-        workers: processes that read ahead; 0: the training process reads itself, when it needs them.
+        workers: processes that read ahead; 0: the training process itself reads each batch.
         prefetch: batches that each of them reads ahead.
         seed: other seeds make other rows.
     """
@@ -117,13 +117,13 @@ def _next(batches: Iterator[torch.Tensor]) -> torch.Tensor:
         try:
             return next(batches)
         except RuntimeError as error:
-            # torch has looked for a dead worker before it says so, and takes the next call as if this one had not been.
+            # torch checks for a dead worker before it raises this, and accepts a further call.
             if not str(error).startswith("DataLoader timed out") or time.monotonic() > last:
                 raise
 
 
 def worker_context() -> BaseContext:
-    """Return how the workers of a DataLoader are to be started, beside a GPU and process groups."""
+    """Return the start method of a DataLoader's workers, next to a GPU and process groups."""
     context = multiprocessing.get_context(_START)
     context.set_forkserver_preload([__name__])
     return context
@@ -137,11 +137,11 @@ def endless_batches(
     On a GPU the copy is started, not waited for.
 
     Args:
-        geometry: tells vocabulary and positions.
+        geometry: for vocabulary and positions.
         loading: how to read.
-        device: where the rows shall be.
+        device: where the rows are placed.
         rank: of ``count`` ranks that read.
-        count: of the ranks.
+        count: number of ranks.
 
     Raises: EnvironmentBroken if no batch comes in ``WAIT_SECONDS``, or a worker has died.
     """
@@ -151,14 +151,14 @@ def endless_batches(
         ahead = {
             "multiprocessing_context": worker_context(),
             "prefetch_factor": loading.prefetch,
-            "timeout": LOOK_SECONDS,
+            "timeout": LIVENESS_SECONDS,
         }
     loader = DataLoader(
         data,
         batch_size=loading.batch,
         sampler=OwnRows(rank=rank, count=count),
         num_workers=loading.workers,
-        # Only from pinned memory can a copy go on while the host does something else.
+        # Only from pinned memory can a copy overlap with the host's work.
         pin_memory=device.type == "cuda",
         **ahead,
     )
@@ -167,14 +167,14 @@ def endless_batches(
         try:
             rows = _next(batches)
         except (RuntimeError, OSError, EOFError) as error:
-            # Besides torch's own words: of a worker that dies while it hands over a batch, only the closed pipe tells.
+            # Besides torch's own errors: a worker that dies while it passes on a batch shows only as a closed pipe.
             if not loading.workers or (isinstance(error, RuntimeError) and "DataLoader" not in str(error)):
                 raise
             cause = str(error).partition("\n")[0] or type(error).__name__
             raise EnvironmentBroken(
                 f"no batch came from the {loading.workers} workers of the DataLoader: {cause}. "
-                "Look at the memory of the node and at the size of its /dev/shm, or read without workers "
-                "(--gpucluster-workload, workers=0 of what this test trains)"
+                "Check the node's memory and the size of its /dev/shm, or read without workers "
+                "(--gpucluster-workload, workers=0 for this test's training)"
             ) from error
         yield rows.to(device, non_blocking=True)
 
@@ -183,7 +183,7 @@ MakeSampler = Callable[..., Sampler[int]]
 """``make(dataset, num_replicas=, rank=, seed=, shuffle=)``, as torch's ``DistributedSampler``."""
 
 EPOCHS = 2
-"""Looked at: two are needed to see that the order changes."""
+"""Checked: two are needed to see that the order changes."""
 
 
 def share(
@@ -201,29 +201,29 @@ def share(
 def share_defects(
     shares: Sequence[Sequence[Sequence[int]]], expected: Sequence[Sequence[Sequence[int]]], *, rows: int
 ) -> dict[int, str]:
-    """Say what is wrong with which rank's rows: {} if nothing is.
+    """Describe the defects in the ranks' shares, by rank: {} if there are none.
 
     Args:
         shares: of each rank, the rows that it reads in each epoch.
-        expected: likewise, as this process's own samplers give them for all ranks.
-        rows: how many there are.
+        expected: the same from this process's own samplers, for all ranks.
+        rows: number of rows.
 
     A rank whose rows are not the expected ones is at fault. Where all are as expected and still not disjoint, complete
     and shuffled, the sampler itself is wrong, on every rank.
     """
-    odd = {}
+    defects = {}
     for rank, (mine, due) in enumerate(zip(shares, expected, strict=True)):
         for epoch, (found, wanted) in enumerate(zip(mine, due, strict=True)):
-            if list(found) != list(wanted) and rank not in odd:
+            if list(found) != list(wanted) and rank not in defects:
                 others = [other for other, its in enumerate(expected) if other != rank and set(its[epoch]) & set(found)]
                 whose = f", {_overlap(found, expected, epoch, others)}" if others else ""
-                odd[rank] = (
-                    f"reads {_shown(found)} of epoch {epoch}, and its share is {_shown(wanted)}{whose}. "
-                    "Look at its sampler: num_replicas, rank, seed and set_epoch"
+                defects[rank] = (
+                    f"reads {_rows_text(found)} of epoch {epoch}, and its share is {_rows_text(wanted)}{whose}. "
+                    "Check its sampler: num_replicas, rank, seed and set_epoch"
                 )
-    if odd:
-        return odd
-    wrong = _wrong_as_a_whole(shares, rows)
+    if defects:
+        return defects
+    wrong = _common_defect(shares, rows)
     return dict.fromkeys(range(len(shares)), wrong) if wrong else {}
 
 
@@ -234,7 +234,7 @@ def _overlap(
     return f"with row {shared[0]} and {len(shared) - 1} more from that of rank {others[0]}"
 
 
-def _wrong_as_a_whole(shares: Sequence[Sequence[Sequence[int]]], rows: int) -> str:
+def _common_defect(shares: Sequence[Sequence[Sequence[int]]], rows: int) -> str:
     world_size = len(shares)
     for epoch in range(EPOCHS):
         lengths = {len(mine[epoch]) for mine in shares}
@@ -251,5 +251,5 @@ def _wrong_as_a_whole(shares: Sequence[Sequence[Sequence[int]]], rows: int) -> s
     return ""
 
 
-def _shown(rows: Sequence[int]) -> str:
+def _rows_text(rows: Sequence[int]) -> str:
     return f"the rows {', '.join(map(str, rows[:4]))} ..." if len(rows) > 4 else f"the rows {list(rows)}"

@@ -1,4 +1,4 @@
-"""Do all ranks together train as one process would: the same data, gradients and weights?"""
+"""Whether all ranks together train as one process would: the same data, gradients and weights."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned, require_free
+from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
 from pytest_gpucluster.benchmarks.training.data import MakeSampler, PackedTokens, share, share_defects
 from pytest_gpucluster.benchmarks.training.fingerprint import (
     distance,
     fingerprint,
     gradients_of,
     relative,
-    unmoved,
+    unchanged_weights,
     weights_of,
 )
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, make_decoder
@@ -43,14 +43,14 @@ Replicate = Callable[[nn.Module, torch.device, dist.ProcessGroup], nn.Module]
 def read_rows(data: PackedTokens, rows: Sequence[int]) -> torch.Tensor:
     """Read rows through torch's DataLoader, as a training does."""
     [batch] = DataLoader(data, batch_size=len(rows), sampler=rows)
-    together: torch.Tensor = batch
-    return together
+    tensor: torch.Tensor = batch
+    return tensor
 
 
 def replicate(model: nn.Module, device: torch.device, group: dist.ProcessGroup) -> nn.Module:
     """Wrap a model in DistributedDataParallel: its gradients are then the mean of all ranks'."""
     device_ids = None if device.index is None else [device.index]
-    # The buffers follow from the geometry: sending them at each step would say nothing. torch 2.13 has another name.
+    # The buffers depend on the geometry alone, so they need no exchange. torch 2.13 has another name for the option.
     known = inspect.signature(DistributedDataParallel).parameters
     buffers: dict[str, Any] = {
         next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in known): False
@@ -59,8 +59,8 @@ def replicate(model: nn.Module, device: torch.device, group: dist.ProcessGroup) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """What a training on many ranks is made of. A test puts one that is broken in the place of another."""
+class Components:
+    """The replaceable parts of a training on many ranks: tests inject a faulty one."""
 
     make: Callable[..., Decoder] = make_decoder
     sampler: MakeSampler = DistributedSampler
@@ -69,19 +69,19 @@ class Pieces:
     step: Parts = PARTS
 
 
-PIECES = Pieces()
+COMPONENTS = Components()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """What was found: the largest over all steps, as ratios.
+    """The result: the largest differences over all steps, as ratios.
 
     Attributes:
-        loss_error: of this rank's loss to that of one process with this rank's rows.
-        gradient_error: of the gradients to those of one process with all ranks' rows: of their norm before clipping, or
-            their distance, whichever is larger.
+        loss_error: of this rank's loss from that of one process with this rank's rows.
+        gradient_error: of the gradients from those of one process with all ranks' rows: of their norm before clipping,
+            or their distance, whichever is larger.
         losses: of this rank.
-        steps: that all ranks have taken.
+        steps: number of steps of all ranks.
         global_batch: rows of a step, of all ranks together.
     """
 
@@ -103,39 +103,39 @@ def check_data_parallel(
     steps: int,
     precision: str = "fp32",
     seed: int = 0,
-    pieces: Pieces | None = None,
+    components: Components | None = None,
 ) -> DataParallel:
-    """Train on all ranks with DistributedDataParallel, and beside it, on each rank, as one process would.
+    """Train on all ranks with DistributedDataParallel, and on each rank also as one process would.
 
     Collective: every rank of the group must call this, with the same sizes and seed.
 
-    The one process takes the same steps with the rows of all ranks, one rank's after the other's. After each step the
-    ranks tell each other the fingerprints of their weights and of the rows that they have read, and their losses. So
-    all know in the same moment whether something is wrong, and end together; the ranks at fault raise. To tell which of
-    two ranks has the wrong weights, each rank repeats its optimizer's step on a copy: that must give the same bits.
+    The reference process takes the same steps with the rows of all ranks, one rank's after the other's. After each step
+    the ranks exchange the fingerprints of their weights and of the rows that they have read, and their losses. So all
+    ranks see a defect at the same time, and stop together; the ranks at fault raise. To decide which of two ranks has
+    the wrong weights, each rank repeats its optimizer's step on a copy: that must give the same bits.
 
     Args:
-        group: the ranks that take part: all of the launched ones.
+        group: the ranks that take part: all launched ones.
         device: where this rank trains.
         geometry: of the decoder.
-        rank, world_size: as the launcher says.
+        rank, world_size: from the launcher.
         batch: rows of each rank in a step.
-        steps: at most; they end with the first that goes wrong.
-        precision: one of ``step.PRECISIONS``, of all ranks and of the one process.
+        steps: at most; they end with the first defect.
+        precision: one of ``step.PRECISIONS``, of all ranks and of the reference process.
         seed: of weights, data and order.
-        pieces: what the training is made of; by default ``PIECES`` of this module.
+        components: of the training; by default ``COMPONENTS`` of this module.
 
     Raises:
-        WrongResult: on the rank at fault, or on every rank where none is to be told from the others: the group has
-            other ranks than the launcher, rows are shared or missing, a loss is not finite, weights differ between
-            ranks, or do not move.
+        WrongResult: on the rank at fault, or on every rank where none can be identified: the group has other ranks than
+            the launcher, rows are shared or missing, a loss is not finite, weights differ between ranks, or do not
+            change.
         EnvironmentBroken: too little memory is free.
         ValueError: an argument is out of its range.
     """
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
     try:
-        with counted(VERIFYING), memory_returned(circles=True), numerics("highest"):
+        with counted(VERIFYING), memory_released(cycles=True), numerics("highest"):
             check = _Check(
                 group,
                 device,
@@ -144,7 +144,7 @@ def check_data_parallel(
                 steps=steps,
                 precision=precision,
                 seed=seed,
-                pieces=pieces or PIECES,
+                components=components or COMPONENTS,
             )
             return check.run(rank, world_size)
     finally:
@@ -163,29 +163,29 @@ class _Check:
         steps: int,
         precision: str,
         seed: int,
-        pieces: Pieces,
+        components: Components,
     ) -> None:
         self._group, self._device, self._geometry, self._precision = group, device, geometry, precision
-        self._batch, self._steps, self._seed, self._pieces = batch, steps, seed, pieces
+        self._batch, self._steps, self._seed, self._components = batch, steps, seed, components
         self._ranks = Ranks(group, device)
         self._rank = dist.get_rank(group)
-        # Not a multiple of the ranks, so that there is something to pad.
+        # Not a multiple of the ranks, so that padding is needed.
         rows = self._ranks.count * batch * steps - (self._ranks.count > 1)
         self._data = PackedTokens(rows=rows, sequence=geometry.sequence, vocab=geometry.vocab, seed=seed)
-        self._found: dict[int, str] = {}
+        self._defects: dict[int, str] = {}
         self._losses: list[float] = []
         self._loss_errors: list[float] = []
         self._gradient_errors: list[float] = []
 
     def run(self, rank: int, world_size: int) -> DataParallel:
         self._check_ranks(rank, world_size)
-        expected = self._check_shares() if not self._found else []
-        if not self._found:
+        expected = self._check_shares() if not self._defects else []
+        if not self._defects:
             self._train([of_rank[0] for of_rank in expected])
-        if self._rank in self._found:
-            raise WrongResult(f"{self._ranks.name(self._rank)} {self._found[self._rank]}")
+        if self._rank in self._defects:
+            raise WrongResult(f"{self._ranks.name(self._rank)} {self._defects[self._rank]}")
         return DataParallel(
-            # Nothing compared is no agreement. It never decides alone: then another rank raises.
+            # No comparison is no agreement. It never decides alone: then another rank raises.
             loss_error=max(self._loss_errors, default=math.nan),
             gradient_error=max(self._gradient_errors, default=math.nan),
             losses=tuple(self._losses),
@@ -194,25 +194,25 @@ class _Check:
         )
 
     def _check_ranks(self, rank: int, world_size: int) -> None:
-        for place, told in enumerate(self._ranks.gather([rank, world_size])):
-            if told != [place, self._ranks.count]:
-                self._found[place] = (
-                    f"is rank {told[0]:.0f} of {told[1]:.0f} to its launcher, and rank {place} of {self._ranks.count} "
-                    "in the group. Look at RANK and WORLD_SIZE of its launcher"
+        for place, [launched, count] in enumerate(self._ranks.gather([rank, world_size])):
+            if [launched, count] != [place, self._ranks.count]:
+                self._defects[place] = (
+                    f"is rank {launched:.0f} of {count:.0f} to its launcher, and rank {place} of {self._ranks.count} "
+                    "in the group. Check RANK and WORLD_SIZE of its launcher"
                 )
 
     def _check_shares(self) -> list[list[list[int]]]:
         count = self._ranks.count
         expected = [share(self._data, rank=rank, world_size=count, seed=self._seed) for rank in range(count)]
-        mine = share(self._data, rank=self._rank, world_size=count, seed=self._seed, make=self._pieces.sampler)
-        # Padded: all must tell equally many numbers, and a wrong sampler may give any number of rows.
+        mine = share(self._data, rank=self._rank, world_size=count, seed=self._seed, make=self._components.sampler)
+        # Padded: all must send the same number of values, and a wrong sampler may return any number of rows.
         longest = int(max(most for [most] in self._ranks.gather([max(map(len, mine))])))
-        told = self._ranks.gather([float(row) for rows in mine for row in rows + [-1] * (longest - len(rows))])
+        sent = self._ranks.gather([float(row) for rows in mine for row in rows + [-1] * (longest - len(rows))])
         shares = [
             [[int(row) for row in numbers[at : at + longest] if row >= 0] for at in range(0, len(numbers), longest)]
-            for numbers in told
+            for numbers in sent
         ]
-        self._found |= share_defects(shares, expected, rows=len(self._data))
+        self._defects |= share_defects(shares, expected, rows=len(self._data))
         return expected
 
     def _train(self, shares: Sequence[Sequence[int]]) -> None:
@@ -222,27 +222,27 @@ class _Check:
             f"training {self._geometry.parameters / 1e6:.3g}M parameters and comparing them",
             instead="choose a smaller one, such as --gpucluster-workload training.width=256",
         )
-        model = self._pieces.make(self._geometry, self._device, seed=self._seed)
+        model = self._components.make(self._geometry, self._device, seed=self._seed)
         start = weights_of(model)
         self._compare_weights([fingerprint(model.parameters())] * 2, "before the first step")
-        if self._found:
-            return  # DistributedDataParallel would send rank 0's weights to all, and nobody would see it
-        replica = self._pieces.replicate(model, self._device, self._group)
-        training = Training(replica, self._device, precision=self._precision, parts=self._pieces.step)
-        alone = Training(self._made(), self._device, precision=self._precision)
-        copy = Training(self._made(), self._device, precision=self._precision)
+        if self._defects:
+            return  # DistributedDataParallel would send rank 0's weights to all, and hide the difference
+        replica = self._components.replicate(model, self._device, self._group)
+        training = Training(replica, self._device, precision=self._precision, parts=self._components.step)
+        alone = Training(self._reference_model(), self._device, precision=self._precision)
+        copy = Training(self._reference_model(), self._device, precision=self._precision)
         for step in range(self._steps):
             self._step(step, training, alone, copy, shares)
-            if self._found:
+            if self._defects:
                 return
-        still = unmoved(model, start)
+        still = unchanged_weights(model, start)
         if still:
-            self._found[self._rank] = (
-                f"has {len(still)} of {len(list(model.parameters()))} weight tensors that have not moved in "
+            self._defects[self._rank] = (
+                f"has {len(still)} of {len(list(model.parameters()))} weight tensors that have not changed in "
                 f"{self._steps} steps: {', '.join(still[:8])}. The optimizer must change all of them"
             )
 
-    def _made(self) -> Decoder:
+    def _reference_model(self) -> Decoder:
         return make_decoder(self._geometry, self._device, seed=self._seed)
 
     def _step(
@@ -250,94 +250,96 @@ class _Check:
     ) -> None:
         at = slice(step * self._batch, (step + 1) * self._batch)
         due = [torch.stack([self._data[row] for row in rows[at]]) for rows in shares]
-        rows = self._pieces.read(self._data, shares[self._rank][at]).to(self._device)
+        rows = self._components.read(self._data, shares[self._rank][at]).to(self._device)
 
         reference = alone.step([rows_of_rank.to(self._device) for rows_of_rank in due])
-        taken = training.backward([rows])
+        result = training.backward([rows])
         gradients, wanted = gradients_of(training.model), gradients_of(alone.model)
         repeat(training, copy)
         training.update()
 
-        loss = float(taken.losses.mean())
+        loss = float(result.losses.mean())
         self._losses.append(loss)
         self._loss_errors.append(relative(loss, float(reference.losses[self._rank])))
         self._gradient_errors.append(
             max(
-                relative(float(taken.gradient_norm), float(reference.gradient_norm)),
+                relative(float(result.gradient_norm), float(reference.gradient_norm)),
                 distance(gradients, wanted),
             )
         )
         self._compare(step, rows, loss, [fingerprint(one.model.parameters()) for one in (training, copy)], due)
 
     def _compare(self, step: int, rows: torch.Tensor, loss: float, weights: list[int], due: list[torch.Tensor]) -> None:
-        """Tell the other ranks what this one has read, lost and become, and find who is at fault."""
-        prints = [fingerprint([rows_of_rank]) for rows_of_rank in due]
-        told = self._ranks.gather([*halves(fingerprint([rows])), loss])
-        for rank, (high, low, its_loss) in enumerate(told):
-            read = whole(high, low)
-            if read != prints[rank]:
-                whose = f"those of {self._ranks.name(prints.index(read))}" if read in prints else "no rank's"
-                self._found[rank] = (
-                    f"has read other rows in step {step + 1} than its share: {whose}. Look at how it reads its data"
+        """Exchange losses and fingerprints of rows and weights with the other ranks, and find the ranks at fault."""
+        fingerprints = [fingerprint([rows_of_rank]) for rows_of_rank in due]
+        of_ranks = self._ranks.gather([*halves(fingerprint([rows])), loss])
+        for rank, (high, low, its_loss) in enumerate(of_ranks):
+            read = join_halves(high, low)
+            if read != fingerprints[rank]:
+                whose = (
+                    f"those of {self._ranks.name(fingerprints.index(read))}" if read in fingerprints else "no rank's"
+                )
+                self._defects[rank] = (
+                    f"has read other rows in step {step + 1} than its share: {whose}. Check how it reads its data"
                 )
             elif not math.isfinite(its_loss):
-                self._found[rank] = f"has a loss of {its_loss} in step {step + 1}, and it must be finite"
-        if not self._found:
+                self._defects[rank] = f"has a loss of {its_loss} in step {step + 1}, and it must be finite"
+        if not self._defects:
             self._compare_weights(weights, f"after step {step + 1}")
 
     def _compare_weights(self, weights: list[int], when: str) -> None:
         """Find the ranks whose weights are not those of the others.
 
         Args:
-            weights: the fingerprint of this rank's, and what they are when the optimizer's step is repeated.
+            weights: the fingerprint of this rank's, and of a copy on which the optimizer's step was repeated.
             when: for the message.
         """
-        told = self._ranks.gather([number for one in weights for number in halves(one)])
-        found = [whole(*numbers[:2]) for numbers in told]
-        repeated = [whole(*numbers[2:]) for numbers in told]
-        [(usual, most), *others] = Counter(found).most_common()
+        of_ranks = self._ranks.gather([number for one in weights for number in halves(one)])
+        found = [join_halves(*numbers[:2]) for numbers in of_ranks]
+        repeated = [join_halves(*numbers[2:]) for numbers in of_ranks]
+        [(most_frequent, most), *others] = Counter(found).most_common()
         for rank in range(self._ranks.count):
             if found[rank] != repeated[rank]:
-                self._found[rank] = (
+                self._defects[rank] = (
                     f"has other weights {when} than when it repeats the optimizer's step: fingerprint "
                     f"{found[rank]:016x}, expected {repeated[rank]:016x}. Its memory or its arithmetic is wrong: take "
                     "its GPU out of service and run the vendor's diagnostics (dcgmi diag -r 3)"
                 )
-        if not others or self._found:
+        if not others or self._defects:
             return
         undecided = most == others[0][1]
         cause = (
-            "They were not made the same from the seed: look at the versions of torch"
+            "They were not initialised equally from the seed: check the versions of torch"
             if not self._losses
-            else "The gradients were not made the same on all ranks: look at the all-reduce (nccl.all_reduce in this "
-            "run), and at what skips it"
+            else "The gradients are not the same on all ranks: check the all-reduce (nccl.all_reduce in this run), and "
+            "what skips it"
         )
         for rank in range(self._ranks.count):
             if undecided:
-                self._found[rank] = (
+                self._defects[rank] = (
                     f"has other weights {when} than other ranks: {len(others) + 1} kinds on {self._ranks.count} ranks, "
                     f"none on most. {cause}"
                 )
-            elif found[rank] != usual:
-                self._found[rank] = (
+            elif found[rank] != most_frequent:
+                self._defects[rank] = (
                     f"has other weights {when} than most ranks: fingerprint {found[rank]:016x}, on {most} of "
-                    f"{self._ranks.count} ranks it is {usual:016x}. What it got from the all-reduce, or started from, "
-                    "is wrong: look at its GPU and its links"
+                    f"{self._ranks.count} ranks it is {most_frequent:016x}. What it got from the all-reduce, or "
+                    "started from, is wrong: check its GPU and its links"
                 )
 
 
 def repeat(training: Training, copy: Training) -> None:
-    """Let a copy take the optimizer's step that the training is about to take."""
+    """Take the optimizer's step that the training is about to take on a copy."""
     for weight, its in zip(training.model.parameters(), copy.model.parameters(), strict=True):
         its.grad = None if weight.grad is None else weight.grad.clone()
     copy.optimizer.step()
 
 
 def halves(number: int) -> list[float]:
-    """Split 64 bits in two, for ``Ranks`` sends numbers as fp64."""
+    """Split 64 bits in two, for ``Ranks`` exchanges numbers as fp64."""
     return [number >> 32, number & (2**32 - 1)]
 
 
-def whole(high: float, low: float) -> int:
-    """Put together what :func:`halves` has split."""
+def join_halves(high: float, low: float) -> int:
+    """Undo :func:`halves`."""
     return (int(high) << 32) + int(low)

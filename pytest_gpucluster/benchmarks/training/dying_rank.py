@@ -1,4 +1,4 @@
-"""One rank of a small training of which one rank dies. It is run by a launcher, never inside of the suite:
+"""One rank of a small training in which one rank dies. It is run by a launcher, never inside of the suite:
 
 torchrun --standalone --nproc-per-node=2 -m pytest_gpucluster.benchmarks.training.dying_rank --folder /tmp/job ...
 """
@@ -27,25 +27,25 @@ EXIT_CODE = 43
 """Of a rank that exits: neither Python's own for an exception, nor one that a shell uses."""
 
 DEATHS = ("exit", "raise", "kill")
-"""exit: the process ends at once, as where a library calls ``exit``. raise: an exception that nobody catches. kill:
-SIGKILL, as of the kernel where there is no memory left."""
+"""exit: the process ends at once, as where a library calls ``exit``. raise: an uncaught exception. kill: SIGKILL, as
+from the kernel when it is out of memory."""
 
 _ENDLESS = 10**9
-"""Steps that no training takes: what ends it is a death, or the alarm."""
+"""More steps than any training takes: a death or the alarm ends it."""
 
 
 def die(how: str) -> None:
-    """Let this rank die in one of the ``DEATHS``."""
+    """Kill this rank in one of the ``DEATHS``."""
     if how == "exit":
         os._exit(EXIT_CODE)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise RuntimeError("this rank dies in training, as it was told to")
+    raise RuntimeError("this rank dies in training, on purpose")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """What a rank had reached, and when: seconds of the clock that all processes of a host share."""
+    """A point that a rank has reached, and when: seconds of the clock that all processes of a host share."""
 
     name: str
     at: float
@@ -53,7 +53,7 @@ class Stamp:
 
 
 class Stamps:
-    """What a rank leaves on disk of how far it is: it is read while the rank may die at any moment."""
+    """A rank's progress on disk: it is read while the rank may die at any moment."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / f"rank-{rank}.txt"
@@ -82,11 +82,11 @@ def arguments_for(
         geometry: of the decoder.
         device_type: "cuda" or "cpu".
         batch: rows of each rank in a step.
-        steps: after so many a rank dies.
-        dies: which one.
+        steps: steps before a rank dies.
+        dies: the rank that dies.
         how: one of ``DEATHS``.
         folder: for the stamps.
-        seconds: after so long each rank is ended by its own alarm, whatever it waits for and whoever still watches it.
+        seconds: each rank's own alarm ends it after this time, whatever it waits for, also when nothing watches it.
     """
     sizes = ",".join(f"{field.name}={getattr(geometry, field.name)}" for field in fields(geometry))
     named = {"geometry": sizes, "device": device_type, "batch": batch, "steps": steps, "dies": dies, "how": how}
@@ -100,37 +100,37 @@ def main(
     death: Callable[[str], None] = die,
 ) -> None:
     """Train until one rank dies. It does not return."""
-    told = _parser().parse_args(arguments)
-    # Its default action ends the process in the kernel, also where Python does not run any more.
-    signal.alarm(max(1, round(told.seconds)))
+    options = _parser().parse_args(arguments)
+    # Its default action ends the process in the kernel, even where Python does not run any more.
+    signal.alarm(max(1, round(options.seconds)))
     rank, count = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    stamps = Stamps(told.folder, rank)
+    stamps = Stamps(options.folder, rank)
     stamps.write("started")
     device = torch.device("cpu")
-    if told.device == "cuda":
+    if options.device == "cuda":
         device = torch.device("cuda", int(environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if told.device == "cuda" else "gloo", device_id=_of_group(device))
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", device_id=_device_id(device))
     group = dist.group.WORLD
     assert group is not None
     training = Training(
-        replicate(make_decoder(told.geometry, device, seed=0), device, group), device, precision="bf16", parts=PARTS
+        replicate(make_decoder(options.geometry, device, seed=0), device, group), device, precision="bf16", parts=PARTS
     )
-    rows = count * told.batch
-    data = PackedTokens(rows=rows, sequence=told.geometry.sequence, vocab=told.geometry.vocab, seed=0)
+    rows = count * options.batch
+    data = PackedTokens(rows=rows, sequence=options.geometry.sequence, vocab=options.geometry.vocab, seed=0)
     mine = torch.stack([data[row] for row in range(rank, rows, count)]).to(device)
     for step in range(1, _ENDLESS):
-        taken = training.step([mine])
-        float(taken.losses.mean())  # waits for the GPU, as a training does that prints its loss
+        result = training.step([mine])
+        float(result.losses.mean())  # waits for the GPU, as a training that prints its loss does
         stamps.write(f"step-{step}")
-        if step == told.steps and rank == told.dies:
+        if step == options.steps and rank == options.dies:
             stamps.write("dies")
             sys.stderr.flush()
-            death(told.how)
+            death(options.how)
 
 
-def _of_group(device: torch.device) -> torch.device | None:
-    # Connected at once, and not at the first collective.
+def _device_id(device: torch.device) -> torch.device | None:
+    # With it NCCL connects at once, and not at the first collective.
     return device if device.type == "cuda" else None
 
 

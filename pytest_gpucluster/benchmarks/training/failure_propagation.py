@@ -1,6 +1,6 @@
-"""A job of torchrun in which one rank dies: whether it ends, how soon, and which rank is named.
+"""A torchrun job in which one rank dies: whether it ends, how soon, and which rank is named.
 
-The small training is started from inside another job: in an environment of its own, and all its processes are ended.
+The small training is started from inside another job: with an environment of its own; all its processes are killed.
 """
 
 from __future__ import annotations
@@ -27,40 +27,42 @@ from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 _MARK = "GPUCLUSTER_CHILD_JOB"
-"""In the environment of each process of the job: ranks have sessions of their own, so no process group holds them."""
+"""In the environment of each process of the job: ranks have sessions of their own, so no process group covers them."""
 
 _POLL_SECONDS = 0.02
 _ENDING_SECONDS = 10.0
-"""How long a process that was killed may take to be gone: it gives back its memory first, on a GPU too."""
+"""How long a killed process may take to end: it frees its memory first, on a GPU too."""
 
 _TAIL_BYTES = 4000
 
-_OF_A_LAUNCHER = (
+_LAUNCHER_PREFIXES = (
     # What torchrun sets, and the options that it reads.
     *("TORCHELASTIC_", "PET_", "MASTER_", "ROLE_", "GROUP_"),
     # What this suite sets for its own ranks: how they wait, and what NCCL logs.
     *("TORCH_NCCL_", "TORCH_FR_", "NCCL_DEBUG"),
 )
-_OF_A_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NCCL_COMM_ID"}
+_RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NCCL_COMM_ID"}
 
 
-def environment_of_its_own(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what makes this process a rank of its job.
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that make this process a rank of its job.
 
-    What a site has set for its network, such as NCCL_SOCKET_IFNAME, stays.
+    A site's settings for its network, such as NCCL_SOCKET_IFNAME, stay.
     """
     return {
-        name: value for name, value in environ.items() if not name.startswith(_OF_A_LAUNCHER) and name not in _OF_A_RANK
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_LAUNCHER_PREFIXES) and name not in _RANK_VARIABLES
     }
 
 
 class ChildJob:
-    """A command and every process that comes of it. To be used as a context manager: at its end nothing is left.
+    """A command and all processes that it starts. As a context manager it leaves no process behind.
 
     Args:
-        command: what to run.
-        environ: its environment; :func:`environment_of_its_own` makes one.
-        output: the file that takes all that is printed.
+        command: to run.
+        environ: its environment; :func:`child_environment` makes one.
+        output: the file for all output.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
@@ -96,16 +98,16 @@ class ChildJob:
 
     @property
     def text(self) -> str:
-        """All that was printed by now."""
+        """The output so far."""
         return self._output.read_text(encoding="utf-8", errors="backslashreplace")
 
     @property
-    def last_words(self) -> str:
-        """The last of what was printed by now."""
+    def output_tail(self) -> str:
+        """The end of the output so far."""
         return self.text[-_TAIL_BYTES:].strip() or "nothing was printed"
 
     def wait(self, until: Callable[[], bool], *, seconds: float) -> bool:
-        """Wait for something, at most so long; return whether it has come."""
+        """Wait for a condition up to a limit; return whether it holds."""
         last = time.monotonic() + seconds
         while not until():
             if time.monotonic() > last:
@@ -114,12 +116,12 @@ class ChildJob:
         return True
 
     def processes(self) -> list[int]:
-        """Return the living processes of the job. One that has ended and was not waited for does not count."""
+        """Return the living processes of the job. A zombie does not count."""
         mark, found = self._mark.encode(), []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
-            # Other users' processes cannot be looked at, and some end meanwhile.
+            # Other users' processes cannot be read, and some end during the scan.
             with contextlib.suppress(OSError):
                 if mark in (entry / "environ").read_bytes().split(b"\0") and _state(entry) not in "ZX":
                     found.append(int(entry.name))
@@ -135,7 +137,7 @@ class ChildJob:
         return ""
 
     def end(self) -> None:
-        """Kill every process of the job that still lives, and wait a while for its end."""
+        """Kill every living process of the job, and wait up to a limit for their end."""
         last = time.monotonic() + _ENDING_SECONDS
         while living := self.processes():
             for pid in living:
@@ -145,7 +147,7 @@ class ChildJob:
             if time.monotonic() > last:
                 break
             time.sleep(_POLL_SECONDS)
-        # Also where it has not come as far as to have an environment of its own.
+        # Also where it does not have its own environment yet.
         self._launcher.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(timeout=_ENDING_SECONDS)
@@ -157,47 +159,47 @@ def _state(entry: Path) -> str:
 
 
 CONTEXT_BYTES = 3 * 2**30
-"""What a process takes of a GPU's memory before its first tensor: the CUDA context with its kernels, and NCCL's
-buffers. Source: this suite's rule, generous."""
+"""A process's use of a GPU's memory before its first tensor: the CUDA context with its kernels, and NCCL's buffers.
+Source: this suite's rule, generous."""
 
 LEFT_OVER_SECONDS = 10.0
 """How long a process may outlive its launcher: this suite's rule."""
 
 _FAILURE = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)\n\s*exitcode\s*: (-?\d+) ", re.MULTILINE)
-"""How torchrun tells of a rank that has failed. Source: torch/distributed/elastic/multiprocessing/errors, the text of
+"""How torchrun reports a rank that has failed. Source: torch/distributed/elastic/multiprocessing/errors, the text of
 ChildFailedError."""
 
 _ROOT_CAUSE = "Root Cause (first observed failure):"
-"""Source: likewise."""
+"""Source: as above."""
 
 _CODES = {"exit": EXIT_CODE, "kill": -9}
-"""What the launcher must say of a rank that died so; of an exception any code but 0, for the libraries that end with
-the interpreter may have the last word."""
+"""The exit code that the launcher must report of a rank that died so; of an exception any code but 0, for a library
+may replace it when the interpreter ends."""
 
 _PACKAGE = "pytest_gpucluster"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """What the job is made of. A test puts one that is broken in the place of another."""
+class Components:
+    """The replaceable parts of the job: tests inject a faulty one."""
 
     launcher: Sequence[str] = (sys.executable, "-m", "torch.distributed.run")
     module: str = f"{_PACKAGE}.benchmarks.training.dying_rank"
 
 
-PIECES = Pieces()
+COMPONENTS = Components()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Propagation:
-    """What was seen of a job of which a rank has died.
+    """The result of a job in which a rank has died.
 
     Attributes:
-        seconds: from the last that the rank did until no process of the job was left.
+        seconds: from the rank's last stamp until no process of the job was left.
         exit_code: of the launcher.
-        rank: which one has died.
-        rank_exit_code: its own, as the launcher tells.
-        is_root_cause: whether the launcher takes it for the first that has failed.
+        rank: the rank that died.
+        rank_exit_code: its exit code as the launcher reports it.
+        is_root_cause: whether the launcher reports it as the first failure.
     """
 
     seconds: float
@@ -220,40 +222,40 @@ def check_propagation(
     end_seconds: float,
     visible: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
-    pieces: Pieces | None = None,
+    components: Components | None = None,
 ) -> Propagation:
-    """Start a training by torchrun on this host, let its last rank die, and see how the job ends.
+    """Start a training by torchrun on this host in which the last rank dies, and check how the job ends.
 
-    Not collective: one rank of a node calls this. The job uses no group of this process, and takes the same GPUs, with
-    little memory. Whatever it comes to, none of its processes is left.
+    Not collective: one rank of a node calls this. The job uses no group of this process, and uses the same GPUs, with
+    little memory. None of its processes is left, whatever the result.
 
     Args:
         device: of this process: the job runs on devices of this kind.
-        geometry: of the decoder that is trained.
+        geometry: of the decoder to train.
         ranks: of the job, at least 2; on GPUs at most one for each.
         how: the rank dies, one of ``DEATHS``.
         batch: rows of each rank in a step.
-        steps: that are taken before.
-        folder: for what the job prints and its ranks tell; made here, and it must be new.
+        steps: number of steps before.
+        folder: for the job's output and its ranks' stamps; created here, and it must be new.
         start_seconds: from the start to that death, at most.
         end_seconds: from that death to the end of the job, at most; then it is ended.
         visible: the GPUs of the job, by UUID; by default those that this process sees.
         environ: of this process.
-        pieces: what the job is made of; by default ``PIECES`` of this module.
+        components: of the job; by default ``COMPONENTS`` of this module.
 
     Raises:
         WrongResult: the job has not ended in time, its exit code is 0, it does not name the rank, or a process is left.
-        EnvironmentBroken: the job has not come as far as to that death, or there is too little memory.
+        EnvironmentBroken: the job has not reached that death, or there is too little memory.
         ValueError: an argument is out of its range.
     """
     if ranks < 2 or steps < 1 or how not in DEATHS:
         raise ValueError(f"ranks >= 2, steps >= 1 and one of {', '.join(DEATHS)} are needed: {ranks}, {steps}, {how!r}")
-    made = pieces or PIECES
+    used = components or COMPONENTS
     context = CONTEXT_BYTES if device.type == "cuda" else 0
     require_free(
         device,
         context + needed_bytes(geometry, batch),
-        "a second training beside this job",
+        "a second training next to this job",
         instead="choose a smaller one, such as --gpucluster-workload training.width=256",
     )
     folder.mkdir(parents=True)
@@ -267,13 +269,13 @@ def check_propagation(
         folder=folder,
         seconds=start_seconds + 2 * end_seconds,
     )
-    command = [*made.launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", made.module, *arguments]
+    command = [*used.launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", used.module, *arguments]
     with counted(MEASURING), ChildJob(command, _environment(environ, visible), folder / "output.txt") as job:
         return _Watch(job, folder, ranks=ranks, how=how).run(start_seconds, end_seconds)
 
 
 class _Watch:
-    """Sees one job to its end."""
+    """Watches one job until its end."""
 
     def __init__(self, job: ChildJob, folder: Path, *, ranks: int, how: str) -> None:
         self._job, self._how, self._rank = job, how, ranks - 1
@@ -284,38 +286,38 @@ class _Watch:
         job.wait(lambda: self._death() is not None or job.exit_code is not None, seconds=start_seconds)
         death = self._death()
         if death is None:
-            raise EnvironmentBroken(self._not_begun(start_seconds))
+            raise EnvironmentBroken(self._not_started(start_seconds))
         waited = death.at + end_seconds - time.monotonic()
         if not job.wait(lambda: job.exit_code is not None, seconds=waited):
             raise WrongResult(
                 f"{self._dead} and {end_seconds:g} s later the job has not ended: {self._living()}. A job of many "
-                "nodes would hold all of them. Look at the versions of torch and NCCL, and at what those processes "
-                f"wait for; their output:\n{job.last_words}"
+                "nodes would occupy all of them. Check the versions of torch and NCCL, and what those processes "
+                f"wait for; their output:\n{job.output_tail}"
             )
         if not job.wait(lambda: not job.processes(), seconds=LEFT_OVER_SECONDS):
             raise WrongResult(
-                f"{self._dead} the launcher has ended, and {LEFT_OVER_SECONDS:g} s later this is left over: "
-                f"{self._living()}. It would hold its GPU against the next job"
+                f"{self._dead} the launcher has ended, and {LEFT_OVER_SECONDS:g} s later this is left: "
+                f"{self._living()}. It would occupy its GPU in the next job"
             )
         seconds = time.monotonic() - death.at
         exit_code = job.exit_code
         if not exit_code:
             raise WrongResult(
-                f"{self._dead} and the launcher ended with exit code 0: a scheduler would take the job for done; its "
-                f"output:\n{job.last_words}"
+                f"{self._dead} and the launcher ended with exit code 0: a scheduler would treat the job as completed; "
+                f"its output:\n{job.output_tail}"
             )
-        return self._named(exit_code, seconds)
+        return self._propagation(exit_code, seconds)
 
-    def _named(self, exit_code: int, seconds: float) -> Propagation:
+    def _propagation(self, exit_code: int, seconds: float) -> Propagation:
         text = self._job.text
-        told = {int(rank): int(code) for rank, code in _FAILURE.findall(text)}
-        code, expected = told.get(self._rank), _CODES.get(self._how)
+        reported = {int(rank): int(code) for rank, code in _FAILURE.findall(text)}
+        code, expected = reported.get(self._rank), _CODES.get(self._how)
         if not code or (expected is not None and code != expected):
             wanted = "another exit code than 0" if expected is None else f"the exit code {expected}"
-            found = ", ".join(f"rank {rank} with {its}" for rank, its in sorted(told.items())) or "no rank"
+            found = ", ".join(f"rank {rank} with {its}" for rank, its in sorted(reported.items())) or "no rank"
             raise WrongResult(
-                f"{self._dead} and the launcher does not say so: it names {found}, and rank {self._rank} with {wanted} "
-                f"is meant. Nobody would find the bad GPU; its output:\n{self._job.last_words}"
+                f"{self._dead} and the launcher does not report it: it names {found}, and rank {self._rank} with "
+                f"{wanted} is expected. The bad GPU could not be found; its output:\n{self._job.output_tail}"
             )
         first = _FAILURE.search(text, max(0, text.rfind(_ROOT_CAUSE)))
         return Propagation(
@@ -333,13 +335,13 @@ class _Watch:
     def _dead(self) -> str:
         return f"rank {self._rank} of a training on this node has died ({self._how}),"
 
-    def _not_begun(self, start_seconds: float) -> str:
-        how_far = ", ".join(f"rank {rank}: {self._last(stamps)}" for rank, stamps in enumerate(self._stamps))
+    def _not_started(self, start_seconds: float) -> str:
+        progress = ", ".join(f"rank {rank}: {self._last(stamps)}" for rank, stamps in enumerate(self._stamps))
         ended = f"has ended with {self._job.exit_code}"
-        how = ended if self._job.exit_code is not None else f"was not so far after {start_seconds:g} s"
+        how = ended if self._job.exit_code is not None else f"did not reach that after {start_seconds:g} s"
         return (
-            f"a training on this node, of which rank {self._rank} should die, {how} ({how_far}). See why in its "
-            f"output:\n{self._job.last_words}"
+            f"a training on this node, of which rank {self._rank} should die, {how} ({progress}). For the cause see "
+            f"its output:\n{self._job.output_tail}"
         )
 
     def _last(self, stamps: Stamps) -> str:
@@ -347,17 +349,17 @@ class _Watch:
         return found[-1].name if found else "not started"
 
     def _living(self) -> str:
-        """Name the processes that still run by what they are."""
+        """Describe the processes that still run."""
         names = {self._job.pid: "the launcher"}
         for rank, stamps in enumerate(self._stamps):
             names |= {stamp.pid: f"rank {rank}, last seen at {stamp.name}" for stamp in stamps.read()}
         living = [(pid, self._job.state_of(pid)) for pid in self._job.processes()]
-        told = [f"{names.get(pid, 'another process')} (pid {pid}, state {state})" for pid, state in living if state]
-        return "; ".join(told) or "no process of it is left"
+        texts = [f"{names.get(pid, 'another process')} (pid {pid}, state {state})" for pid, state in living if state]
+        return "; ".join(texts) or "no process of it is left"
 
 
 def _environment(environ: Mapping[str, str], visible: Sequence[str]) -> dict[str, str]:
-    own = environment_of_its_own(environ)
+    own = child_environment(environ)
     if visible:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     # Where the package is not installed, its processes must find it where this one has.

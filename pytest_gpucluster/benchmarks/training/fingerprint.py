@@ -1,6 +1,6 @@
 """Fingerprints of weights, and the distance of two trainings step by step.
 
-A trajectory keeps what some steps did to a model, to compare it with the same steps elsewhere. A fingerprint is one
+A trajectory holds the results of some steps, to compare them with the same steps elsewhere. A fingerprint is one
 number for many tensors, computed on their device, which changes whenever they do.
 """
 
@@ -18,8 +18,8 @@ from pytest_gpucluster.errors import WrongResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
-    """One step: what it saw, and what it left. The tensors are fp32 on the CPU, all weights in one row."""
+class StepRecord:
+    """The values of one step. The tensors are fp32 on the CPU, all weights in one row."""
 
     loss: float
     gradient_norm: float
@@ -32,18 +32,18 @@ class Trajectory:
     """Some steps, and the weights before the first one."""
 
     start: torch.Tensor
-    steps: tuple[Seen, ...]
+    steps: tuple[StepRecord, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How far one trajectory is from another: the largest over all steps. All are ratios.
+    """The distance of two trajectories: the largest over all steps. All are ratios.
 
     Attributes:
         loss: of the losses' difference to the loss.
         gradient: of the norms' difference before clipping to the norm, or of the distance of the clipped gradients to
             their norm, whichever is larger: the norm sees a wrong scale, the distance a wrong direction.
-        weight: of the distance of the weights to the way that they have gone so far.
+        weight: of the distance of the weights to the distance that they have moved so far.
     """
 
     loss: float
@@ -51,39 +51,39 @@ class Errors:
     weight: float
 
 
-def follow(training: Training, batches: Sequence[torch.Tensor], *, where: str) -> Trajectory:
-    """Take one step for each batch, and keep what it did.
+def record_trajectory(training: Training, batches: Sequence[torch.Tensor], *, where: str) -> Trajectory:
+    """Take one step for each batch, and record it.
 
     Args:
         training: a model that has not been trained yet.
         batches: int64 on the model's device, each batch x (positions + 1).
-        where: how to call the device in an error.
+        where: the device's name in an error.
 
     Raises: WrongResult if a loss or a gradient is not finite, or a weight tensor has not changed at all.
     """
     start = weights_of(training.model)
     steps = []
     for number, rows in enumerate(batches, start=1):
-        taken = training.backward([rows])
-        loss, norm = float(taken.losses.mean()), float(taken.gradient_norm)
+        result = training.backward([rows])
+        loss, norm = float(result.losses.mean()), float(result.gradient_norm)
         for what, value in (("loss", loss), ("gradients' norm", norm)):
             if not math.isfinite(value):
                 raise WrongResult(f"{where}: the {what} of step {number} is {value}, and must be finite")
         gradients = gradients_of(training.model)
         training.update()
         weights = weights_of(training.model)
-        steps.append(Seen(loss=loss, gradient_norm=norm, gradients=gradients, weights=weights))
-    still = unmoved(training.model, start)
+        steps.append(StepRecord(loss=loss, gradient_norm=norm, gradients=gradients, weights=weights))
+    still = unchanged_weights(training.model, start)
     if still:
         raise WrongResult(
-            f"{where}: {len(still)} of {len(list(training.model.parameters()))} weight tensors have not moved in "
+            f"{where}: {len(still)} of {len(list(training.model.parameters()))} weight tensors have not changed in "
             f"{len(batches)} steps: {', '.join(still[:8])}. The optimizer must change all of them"
         )
     return Trajectory(start=start, steps=tuple(steps))
 
 
-def unmoved(model: nn.Module, start: torch.Tensor) -> list[str]:
-    """Name the weight tensors that are still as ``start`` has them: all weights in one row, fp32 on the CPU."""
+def unchanged_weights(model: nn.Module, start: torch.Tensor) -> list[str]:
+    """Name the weight tensors that still equal ``start``: all weights in one row, fp32 on the CPU."""
     names, weights = zip(*model.named_parameters(), strict=True)
     before = torch.split(start, [weight.numel() for weight in weights])
     pairs = zip(names, weights, before, strict=True)
@@ -96,7 +96,7 @@ def weights_of(model: nn.Module) -> torch.Tensor:
 
 
 def errors(found: Trajectory, reference: Trajectory) -> Errors:
-    """Tell how far a trajectory is from one of equally many steps."""
+    """Return the distance of a trajectory from one with the same number of steps."""
     pairs = list(zip(found.steps, reference.steps, strict=True))
     return Errors(
         loss=max(relative(one.loss, other.loss) for one, other in pairs),
@@ -109,12 +109,12 @@ def errors(found: Trajectory, reference: Trajectory) -> Errors:
 
 
 def relative(found: float, reference: float) -> float:
-    """Return how far a number is from another one, as a part of that."""
+    """Return the difference of two numbers as a part of the reference."""
     return abs(found - reference) / abs(reference) if reference else math.inf
 
 
 def distance(found: torch.Tensor, reference: torch.Tensor, since: torch.Tensor | None = None) -> float:
-    """Return the distance of two rows of numbers, as a part of the reference's own length, or of its way ``since``."""
+    """Return the distance of two rows of numbers, over the reference's norm, or its distance from ``since``."""
     length = (reference if since is None else reference - since).double().norm()
     return float((found - reference).double().norm() / length) if length else math.inf
 
@@ -126,22 +126,22 @@ def gradients_of(model: nn.Module) -> torch.Tensor:
 
 
 def _row(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    # A copy in any case: on cpu the weights themselves go on changing.
+    # Always a copy: on cpu the weights themselves change in training.
     return torch.cat([tensor.flatten().to("cpu", torch.float32) for tensor in tensors])
 
 
 _AT_ONCE = 2**24
-"""Elements that are summed at a time: they take 16 bytes each meanwhile."""
+"""Elements that are summed at a time: they take 16 bytes each."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the sum of all elements' bits, each times an odd number that its position gives, modulo 2^64.
+    """Return the sum of all elements' bits, each times an odd number from its position, modulo 2^64.
 
     A change of any one element always shows, because an odd factor makes no difference vanish modulo 2^64. So do two
     elements of up to 32 bits that have changed places, if there are fewer than 2^31 in all: their difference is then
-    off by less than 2^64. The sum is the same in whatever order it is made. One wait for each device.
+    off by less than 2^64. The order of the summation does not matter. One wait for each device.
     """
     position = 0
     sums: dict[torch.device, list[torch.Tensor]] = {}

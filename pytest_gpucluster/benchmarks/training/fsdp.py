@@ -1,4 +1,4 @@
-"""Do the ranks that share one model by FSDP2 hold what they should, and train as one process would?"""
+"""Whether the ranks that share one model by FSDP2 hold their parts of it, and train as one process would."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned, require_free
+from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
 from pytest_gpucluster.benchmarks.training.data import PackedTokens, share
-from pytest_gpucluster.benchmarks.training.ddp import Read, halves, read_rows, repeat, replicate, whole
+from pytest_gpucluster.benchmarks.training.ddp import Read, halves, join_halves, read_rows, repeat, replicate
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint, relative
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, make_decoder, on_meta
 from pytest_gpucluster.benchmarks.training.sharding import (
@@ -35,14 +35,14 @@ Shard = Callable[..., Decoder]
 """``shard(model, mesh, precision=, cpu_offload=)``, as :func:`~.sharding.shard`."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each weight beside a count of its steps."""
+"""AdamW's state of each weight, besides a count of its steps."""
 
 _TAKE_OUT = "take its GPU out of service and run the vendor's diagnostics (dcgmi diag -r 3)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """What a sharded training is made of. A test puts one that is broken in the place of another."""
+class Components:
+    """The replaceable parts of a sharded training: tests inject a faulty one."""
 
     make: Callable[..., Decoder] = make_decoder
     read: Read = read_rows
@@ -50,17 +50,17 @@ class Pieces:
     step: Parts = PARTS
 
 
-PIECES = Pieces()
+COMPONENTS = Components()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """How far some sharded steps are from one process's: the largest over all steps, as ratios.
+    """The difference of sharded steps from one process's: the largest over all steps, as ratios.
 
     Attributes:
-        loss: of this rank's loss to that of the one process with this rank's rows.
-        gradient: of the gradients to those of the one process with all ranks' rows: of their norm before clipping, or
-            their distance, whichever is larger.
+        loss: of this rank's loss from that of the one process with this rank's rows.
+        gradient: of the gradients from those of the one process with all ranks' rows: of their norm before clipping,
+            or their distance, whichever is larger.
     """
 
     loss: float
@@ -69,17 +69,17 @@ class Parity:
 
 @dataclass(frozen=True, kw_only=True)
 class FullySharded:
-    """What was found.
+    """The result.
 
     Attributes:
-        fp32, offloaded: steps in fp32, with weights and optimizer on the device and in the host's memory, beside one
-            process's in fp32.
-        bf16: steps in bf16, beside one process's with the same precisions.
-        ddp_loss_error: of this rank's losses in fp32 to those of DistributedDataParallel on the same ranks, as a ratio.
-        share: bytes of weights and moments that this rank holds, over those of its part of 1/N of each weight.
-        parameter_bytes: that this rank holds of the weights.
+        fp32, offloaded: steps in fp32, with weights and optimizer on the device and in the host's memory, compared with
+            one process's in fp32.
+        bf16: steps in bf16, compared with one process's with the same precisions.
+        ddp_loss_error: of this rank's losses in fp32 from those of DistributedDataParallel on the same ranks, a ratio.
+        share: bytes of weights and moments on this rank, over those of 1/N of each weight.
+        parameter_bytes: of the weights on this rank.
         losses: of this rank in fp32.
-        steps: that all ranks have taken.
+        steps: number of steps of all ranks.
         global_batch: rows of a step, of all ranks together.
     """
 
@@ -103,17 +103,17 @@ def check_fully_sharded(
     batch: int,
     steps: int,
     seed: int = 0,
-    pieces: Pieces | None = None,
+    components: Components | None = None,
 ) -> FullySharded:
-    """Train a decoder that is sharded over all ranks of a group, and beside it, on each rank, as one process would.
+    """Train a decoder that is sharded over all ranks of a group, and on each rank also as one process would.
 
     Collective: every rank of the group must call this, with the same sizes and seed.
 
-    FSDP2 sends no weights, so before the first step the ranks compare what they have made. Then every weight must be
-    cut into equal parts, block by block. It is trained in fp32, twice; in fp32 with the weights in the host's memory;
-    and in bf16. There are no replicas to compare. Instead each rank repeats its optimizer's step on a copy, and both
-    trainings in fp32 must leave the same bits on every rank after every step: torch is told to choose deterministic
-    algorithms. After each step all ranks know whether something is wrong, and end together; the ranks at fault raise.
+    FSDP2 broadcasts no weights, so before the first step the ranks compare their initial ones. Then every weight must
+    be divided into equal parts, block by block. It is trained in fp32, twice; in fp32 with the weights in the host's
+    memory; and in bf16. There are no replicas to compare. Instead each rank repeats its optimizer's step on a copy, and
+    both trainings in fp32 must give the same bits on every rank after every step, with torch's deterministic
+    algorithms. After each step all ranks see whether there is a defect, and stop together; the ranks at fault raise.
 
     Args:
         group: the ranks that share the model.
@@ -121,22 +121,24 @@ def check_fully_sharded(
         geometry: of the decoder.
         alone: the group of this rank alone.
         batch: rows of each rank in a step.
-        steps: of each training; they end with the first that goes wrong.
+        steps: of each training; they end with the first defect.
         seed: of weights, data and order.
-        pieces: what the training is made of; by default ``PIECES`` of this module.
+        components: of the training; by default ``COMPONENTS`` of this module.
 
     Raises:
-        WrongResult: on the rank at fault, or on every rank where none is to be told from the others: weights differ
-            before the first step, are not sharded, do not move, change by themselves or are others in the replay; rows
-            are not this rank's; a loss is not finite.
+        WrongResult: on the rank at fault, or on every rank where none can be identified: weights differ before the
+            first step, are not sharded, do not change, change by themselves or differ in the replay; rows are not this
+            rank's; a loss is not finite.
         EnvironmentBroken: too little memory is free.
         ValueError: an argument is out of its range.
     """
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
     try:
-        with counted(VERIFYING), memory_returned(circles=True), numerics("highest"), deterministic():
-            check = _Check(group, alone, device, geometry, batch=batch, steps=steps, seed=seed, pieces=pieces or PIECES)
+        with counted(VERIFYING), memory_released(cycles=True), numerics("highest"), deterministic():
+            check = _Check(
+                group, alone, device, geometry, batch=batch, steps=steps, seed=seed, components=components or COMPONENTS
+            )
             return check.run()
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
@@ -144,13 +146,13 @@ def check_fully_sharded(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Due:
-    """What one process has seen in a step.
+class _ReferenceStep:
+    """A step of the reference process.
 
     Attributes:
         losses: of each rank's rows.
         gradient_norm: of all rows, before clipping.
-        gradients: clipped; of each weight the part that this rank is to hold. On the device.
+        gradients: clipped; this rank's part of each weight. On the device.
     """
 
     losses: list[float]
@@ -159,17 +161,17 @@ class _Due:
 
 
 @dataclass(kw_only=True)
-class _Course:
-    """What this rank has seen of one training so far: an item a step in each list."""
+class _TrainingSeries:
+    """The steps of one training on this rank: an item per step in each list."""
 
     losses: list[float] = field(default_factory=list)
-    prints: list[int] = field(default_factory=list)
+    fingerprints: list[int] = field(default_factory=list)
     loss_errors: list[float] = field(default_factory=list)
     gradient_errors: list[float] = field(default_factory=list)
 
     @property
     def parity(self) -> Parity:
-        # Nothing compared is no agreement. It never decides alone: then another rank raises.
+        # No comparison is no agreement. It never decides alone: then another rank raises.
         return Parity(
             loss=max(self.loss_errors, default=math.nan), gradient=max(self.gradient_errors, default=math.nan)
         )
@@ -186,17 +188,17 @@ class _Check:
         batch: int,
         steps: int,
         seed: int,
-        pieces: Pieces,
+        components: Components,
     ) -> None:
         self._group, self._alone, self._device, self._geometry = group, alone, device, geometry
-        self._batch, self._steps, self._seed, self._pieces = batch, steps, seed, pieces
+        self._batch, self._steps, self._seed, self._components = batch, steps, seed, components
         self._ranks, self._rank = Ranks(group, device), dist.get_rank(group)
         count = self._ranks.count
         self._data = PackedTokens(
             rows=count * batch * steps, sequence=geometry.sequence, vocab=geometry.vocab, seed=seed
         )
         self._shares = [share(self._data, rank=rank, world_size=count, seed=seed)[0] for rank in range(count)]
-        self._found: dict[int, str] = {}
+        self._defects: dict[int, str] = {}
         self._share, self._parameter_bytes, self._ddp_loss_error = math.nan, 0, math.nan
 
     def run(self) -> FullySharded:
@@ -207,17 +209,17 @@ class _Check:
             instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
         )
         self._compare_starts()
-        due = [] if self._found else self._as_one("fp32")
-        courses = [_Course() for _ in range(4)]
-        first, again, offloaded, bf16 = courses
+        due = [] if self._defects else self._reference_steps("fp32")
+        trainings = [_TrainingSeries() for _ in range(4)]
+        first, again, offloaded, bf16 = trainings
         self._train(first, due, "in fp32", repeated=True)
         self._train(again, due, "in the replay", before=first)
         self._train(offloaded, due, "in fp32 with cpu_offload", cpu_offload=True)
         self._replicate(first)
         del due
-        self._train(bf16, [] if self._found else self._as_one("bf16"), "in bf16", precision="bf16")
-        if self._rank in self._found:
-            raise WrongResult(f"{self._ranks.name(self._rank)} {self._found[self._rank]}")
+        self._train(bf16, [] if self._defects else self._reference_steps("bf16"), "in bf16", precision="bf16")
+        if self._rank in self._defects:
+            raise WrongResult(f"{self._ranks.name(self._rank)} {self._defects[self._rank]}")
         return FullySharded(
             fp32=first.parity,
             offloaded=offloaded.parity,
@@ -231,47 +233,51 @@ class _Check:
         )
 
     def _compare_starts(self) -> None:
-        mine = fingerprint(self._pieces.make(self._geometry, self._device, seed=self._seed).parameters())
-        told = [whole(*numbers) for numbers in self._ranks.gather(halves(mine))]
-        usual = max(told, key=told.count)
-        undecided = len(set(told)) > 1 and 2 * told.count(usual) <= len(told)
-        for rank, found in enumerate(told):
-            if undecided or found != usual:
+        mine = fingerprint(self._components.make(self._geometry, self._device, seed=self._seed).parameters())
+        of_ranks = [join_halves(*numbers) for numbers in self._ranks.gather(halves(mine))]
+        most_frequent = max(of_ranks, key=of_ranks.count)
+        undecided = len(set(of_ranks)) > 1 and 2 * of_ranks.count(most_frequent) <= len(of_ranks)
+        for rank, found in enumerate(of_ranks):
+            if undecided or found != most_frequent:
                 others = "other ranks" if undecided else "most ranks"
-                self._found[rank] = (
-                    f"has other weights before the first step than {others}: fingerprint {found:016x}. FSDP2 sends "
-                    "none, so the model would be put together from different ones. They were not made the same from "
-                    "the seed: look at the versions of torch, and at its GPU"
+                self._defects[rank] = (
+                    f"has other weights before the first step than {others}: fingerprint {found:016x}. FSDP2 "
+                    "broadcasts none, so the model would be a mix of different ones. They were not initialised equally "
+                    "from the seed: check the versions of torch, and its GPU"
                 )
 
     def _rows(self, rank: int, step: int) -> list[int]:
         return self._shares[rank][step * self._batch : (step + 1) * self._batch]
 
-    def _as_one(self, precision: str) -> list[_Due]:
+    def _reference_steps(self, precision: str) -> list[_ReferenceStep]:
         """Take all steps as one process would, with the rows of all ranks, one rank's after the other's."""
         model = make_decoder(self._geometry, self._device, seed=self._seed)
         if precision != "fp32":
-            # The same precisions at each place; autocast would keep others.
+            # The same precision for each value; autocast would choose others.
             model = shard(model, mesh_of(self._alone, self._device), precision=precision)
         training = Training(model, self._device, precision="own")
-        count, seen = self._ranks.count, []
+        count, reference_steps = self._ranks.count, []
         for step in range(self._steps):
             rows = [self._due_rows(rank, step).to(self._device) for rank in range(count)]
-            taken = training.backward(rows)
+            result = training.backward(rows)
             gradients = [
                 part_of(local(_gradient(weight)), ranks=count, rank=self._rank).clone()
                 for weight in training.model.parameters()
             ]
             training.update()
-            losses = taken.losses.tolist()
-            seen.append(_Due(losses=losses, gradient_norm=float(taken.gradient_norm), gradients=gradients))
-        return seen
+            losses = result.losses.tolist()
+            reference_steps.append(
+                _ReferenceStep(losses=losses, gradient_norm=float(result.gradient_norm), gradients=gradients)
+            )
+        return reference_steps
 
     def _due_rows(self, rank: int, step: int) -> torch.Tensor:
         return torch.stack([self._data[row] for row in self._rows(rank, step)])
 
-    def _made(self, *, precision: str = "fp32", cpu_offload: bool = False, pieces: Pieces | None = None) -> Training:
-        used = pieces or self._pieces
+    def _sharded_training(
+        self, *, precision: str = "fp32", cpu_offload: bool = False, components: Components | None = None
+    ) -> Training:
+        used = components or self._components
         model = used.shard(
             used.make(self._geometry, self._device, seed=self._seed),
             mesh_of(self._group, self._device),
@@ -285,47 +291,47 @@ class _Check:
 
     def _train(
         self,
-        course: _Course,
-        due: Sequence[_Due],
+        series: _TrainingSeries,
+        due: Sequence[_ReferenceStep],
         where: str,
         *,
         precision: str = "fp32",
         cpu_offload: bool = False,
         repeated: bool = False,
-        before: _Course | None = None,
+        before: _TrainingSeries | None = None,
     ) -> None:
         """Train sharded, and compare each step with the one process's; with ``repeated`` with the same step on a copy,
-        and with ``before`` with an earlier course. Does nothing if something was found already."""
-        if self._found:
+        and with ``before`` with an earlier training. Does nothing after a defect."""
+        if self._defects:
             return
-        training = self._made(precision=precision, cpu_offload=cpu_offload)
-        self._blame(self._layout_defect(training, where))
-        if self._found:
+        training = self._sharded_training(precision=precision, cpu_offload=cpu_offload)
+        self._share_defect(self._layout_defect(training, where))
+        if self._defects:
             return
-        copy = self._made(pieces=Pieces()) if repeated else None
+        copy = self._sharded_training(components=Components()) if repeated else None
         start = [local(weight.detach()).clone() for weight in training.model.parameters()]
         for step in range(self._steps):
-            self._step(training, copy, course, due[step], f"in step {step + 1} {where}")
-            if before is not None and not self._found:
-                self._compare_courses(course, before, f"after step {step + 1}")
-            if self._found:
+            self._step(training, copy, series, due[step], f"in step {step + 1} {where}")
+            if before is not None and not self._defects:
+                self._compare_replay(series, before, f"after step {step + 1}")
+            if self._defects:
                 return
         names, weights = zip(*training.model.named_parameters(), strict=True)
-        # A rank may hold nothing of a weight, or only rows of the embedding whose tokens did not come.
+        # A rank may have nothing of a weight, or only rows of the embedding whose tokens did not occur.
         due_to_move = [any(bool(one.gradients[index].any()) for one in due) for index in range(len(names))]
         still = [
             name
             for name, weight, old, due_here in zip(names, weights, start, due_to_move, strict=True)
             if due_here and torch.equal(local(weight.detach()), old)
         ]
-        self._blame(
-            f"has {len(still)} of {len(names)} weight tensors whose part has not moved in {self._steps} steps {where}: "
-            f"{', '.join(still[:8])}. The optimizer must change all of them"
+        self._share_defect(
+            f"has {len(still)} of {len(names)} weight tensors whose part has not changed in {self._steps} steps "
+            f"{where}: {', '.join(still[:8])}. The optimizer must change all of them"
             if still
             else ""
         )
         if repeated:
-            self._account(training)
+            self._measure_share(training)
 
     def _layout_defect(self, training: Training, where: str) -> str:
         model = training.model
@@ -333,8 +339,8 @@ class _Check:
         wrong = layout_defect(model, on_meta(self._geometry), ranks=self._ranks.count, rank=self._rank)
         return f"{wrong} ({where})" if wrong else ""
 
-    def _account(self, training: Training) -> None:
-        """Count what this rank holds of weights and moments."""
+    def _measure_share(self, training: Training) -> None:
+        """Compare this rank's bytes of weights and moments with its part."""
         weights = list(training.model.parameters())
         moments = [
             moment for weight in weights for name, moment in training.optimizer.state[weight].items() if name != "step"
@@ -346,12 +352,14 @@ class _Check:
         # AdamW keeps two moments of each weight.
         self._share = (self._parameter_bytes + bytes_of(moments)) / (3 * part) if part else 1.0
 
-    def _step(self, training: Training, copy: Training | None, course: _Course, due: _Due, where: str) -> None:
-        step, count = len(course.losses), self._ranks.count
-        rows = self._pieces.read(self._data, self._rows(self._rank, step)).to(self._device)
-        kept = course.prints[-1] if course.prints else None
-        found_again = kept if kept is None else _print(training)
-        taken = training.backward([rows])
+    def _step(
+        self, training: Training, copy: Training | None, series: _TrainingSeries, due: _ReferenceStep, where: str
+    ) -> None:
+        step, count = len(series.losses), self._ranks.count
+        rows = self._components.read(self._data, self._rows(self._rank, step)).to(self._device)
+        fingerprint_before = series.fingerprints[-1] if series.fingerprints else None
+        fingerprint_now = fingerprint_before if fingerprint_before is None else _state_fingerprint(training)
+        result = training.backward([rows])
         gradients = [local(_gradient(weight)) for weight in training.model.parameters()]
         squares = torch.tensor([[0.0, 0.0]] * len(gradients), dtype=torch.float64)
         for index, (found, wanted) in enumerate(zip(gradients, due.gradients, strict=True)):
@@ -361,63 +369,65 @@ class _Check:
             repeat(training, copy)
         training.update()
 
-        loss = float(taken.losses.mean())
-        course.losses.append(loss)
-        course.prints.append(_print(training))
-        expected = course.prints[-1] if copy is None else _print(copy)
-        told = self._ranks.gather(
+        loss = float(result.losses.mean())
+        series.losses.append(loss)
+        series.fingerprints.append(_state_fingerprint(training))
+        expected = series.fingerprints[-1] if copy is None else _state_fingerprint(copy)
+        of_ranks = self._ranks.gather(
             [
                 *halves(fingerprint([rows])),
                 loss,
-                float(found_again == kept),
-                *halves(course.prints[-1]),
+                float(fingerprint_now == fingerprint_before),
+                *halves(series.fingerprints[-1]),
                 *halves(expected),
                 *squares.sum(0).tolist(),
             ]
         )
-        course.loss_errors.append(relative(loss, due.losses[self._rank]))
-        off, length = (math.sqrt(sum(numbers[place] for numbers in told)) for place in (8, 9))
-        course.gradient_errors.append(
-            max(relative(float(taken.gradient_norm), due.gradient_norm), off / length if length else math.inf)
+        series.loss_errors.append(relative(loss, due.losses[self._rank]))
+        off, length = (math.sqrt(sum(numbers[place] for numbers in of_ranks)) for place in (8, 9))
+        series.gradient_errors.append(
+            max(relative(float(result.gradient_norm), due.gradient_norm), off / length if length else math.inf)
         )
-        prints = [fingerprint([self._due_rows(rank, step)]) for rank in range(count)]
-        for rank, (high, low, its_loss, same, *numbers) in enumerate(told):
-            read = whole(high, low)
-            if read != prints[rank]:
-                whose = f"those of {self._ranks.name(prints.index(read))}" if read in prints else "no rank's"
-                self._found[rank] = (
-                    f"has read other rows {where} than its share: {whose}. Look at how it reads its data"
+        fingerprints = [fingerprint([self._due_rows(rank, step)]) for rank in range(count)]
+        for rank, (high, low, its_loss, same, *numbers) in enumerate(of_ranks):
+            read = join_halves(high, low)
+            if read != fingerprints[rank]:
+                whose = (
+                    f"those of {self._ranks.name(fingerprints.index(read))}" if read in fingerprints else "no rank's"
+                )
+                self._defects[rank] = (
+                    f"has read other rows {where} than its share: {whose}. Check how it reads its data"
                 )
             elif not math.isfinite(its_loss):
-                self._found[rank] = f"has a loss of {its_loss} {where}, and it must be finite"
+                self._defects[rank] = f"has a loss of {its_loss} {where}, and it must be finite"
             elif not same:
-                self._found[rank] = (
+                self._defects[rank] = (
                     f"has other weights or moments {where} than it had after the step before. Its memory has changed "
                     f"by itself: {_TAKE_OUT}"
                 )
             elif numbers[:2] != numbers[2:4]:
-                self._found[rank] = (
+                self._defects[rank] = (
                     f"has other weights or moments {where} than when it repeats the optimizer's step: fingerprint "
-                    f"{whole(*numbers[:2]):016x}, expected {whole(*numbers[2:4]):016x}. Its memory or its arithmetic "
-                    f"is wrong: {_TAKE_OUT}"
+                    f"{join_halves(*numbers[:2]):016x}, expected {join_halves(*numbers[2:4]):016x}. Its memory or its "
+                    f"arithmetic is wrong: {_TAKE_OUT}"
                 )
 
-    def _compare_courses(self, course: _Course, before: _Course, when: str) -> None:
-        same = course.prints[-1] == before.prints[len(course.prints) - 1]
-        told = [bool(its) for [its] in self._ranks.gather([same])]
-        alike = not any(told) and len(told) > 1
-        for rank, its in enumerate(told):
+    def _compare_replay(self, series: _TrainingSeries, before: _TrainingSeries, when: str) -> None:
+        same = series.fingerprints[-1] == before.fingerprints[len(series.fingerprints) - 1]
+        of_ranks = [bool(its) for [its] in self._ranks.gather([same])]
+        on_all = not any(of_ranks) and len(of_ranks) > 1
+        for rank, its in enumerate(of_ranks):
             if not its:
-                self._found[rank] = f"has other weights or moments {when} than in the replay from the same seed. " + (
-                    "So have all ranks: an algorithm that gives other bits each time, or a wrong sum; repeat "
-                    "test_training_step and -k nccl"
-                    if alike
-                    else f"Its memory, its arithmetic or what it got from the others is wrong: {_TAKE_OUT}"
+                self._defects[rank] = f"has other weights or moments {when} than in the replay from the same seed. " + (
+                    "All ranks have: an algorithm that is not deterministic, or a wrong sum; repeat test_training_step "
+                    "and -k nccl"
+                    if on_all
+                    else f"Its memory, its arithmetic or what it received is wrong: {_TAKE_OUT}"
                 )
 
-    def _replicate(self, sharded: _Course) -> None:
+    def _replicate(self, sharded: _TrainingSeries) -> None:
         """Train the same by DistributedDataParallel, and compare the losses."""
-        if self._found:
+        if self._defects:
             return
         made = make_decoder(self._geometry, self._device, seed=self._seed)
         training = Training(replicate(made, self._device, self._group), self._device, precision="fp32")
@@ -428,29 +438,29 @@ class _Check:
         pairs = zip(sharded.losses, losses, strict=True)
         self._ddp_loss_error = max(relative(loss, reference) for loss, reference in pairs)
 
-    def _blame(self, defect: str) -> None:
-        """Let all ranks know which of them have found something wrong with themselves."""
+    def _share_defect(self, defect: str) -> None:
+        """Exchange which ranks have a defect of their own."""
         for rank, [has] in enumerate(self._ranks.gather([float(bool(defect))])):
             if has:
-                self._found[rank] = defect
+                self._defects[rank] = defect
 
 
-def _print(training: Training) -> int:
-    """Return the fingerprint of what this rank holds of the weights and of their moments.
+def _state_fingerprint(training: Training) -> int:
+    """Return the fingerprint of this rank's part of the weights and of their moments.
 
-    The moments tell of a gradient that was off by a bit; the weights would not: in its first step AdamW goes by little
-    more than the sign.
+    The moments show a gradient that was off by a bit; the weights would not: AdamW's first step depends on little more
+    than the sign.
     """
 
-    def held() -> Iterator[torch.Tensor]:
+    def state_tensors() -> Iterator[torch.Tensor]:
         for weight in training.model.parameters():
             yield local(weight.detach())
             state = training.optimizer.state.get(weight, {})
             yield from (local(state[name]) for name in _MOMENTS if name in state)
 
-    return fingerprint(held())
+    return fingerprint(state_tensors())
 
 
 def _gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight's gradient; one that it did not get counts as 0."""
+    """Return a weight's gradient; a missing one counts as 0."""
     return torch.zeros_like(weight) if weight.grad is None else weight.grad

@@ -32,9 +32,9 @@ class Geometry:
         layers: blocks of attention and MLP.
         width: of the residual stream.
         heads: of the attention; each is width / heads wide, which must be even.
-        vocab: tokens that there are.
+        vocab: number of tokens.
         sequence: positions of a block of tokens.
-        key_heads: heads of keys and values, each shared by equally many heads of queries; 0: as many as heads.
+        key_heads: heads of keys and values, each shared by the same number of heads of queries; 0: one for each head.
             Source: Ainslie et al., "GQA" (arXiv:2305.13245).
         inner: width inside the MLP; 0: 8/3 of the width, see :attr:`mlp_width`.
 
@@ -70,7 +70,7 @@ class Geometry:
 
     @property
     def mlp_width(self) -> int:
-        """Width inside the MLP: where it is not said, 8/3 of the residual stream's, up to the next multiple of 64.
+        """Width inside the MLP: by default 8/3 of the residual stream's, up to the next multiple of 64.
 
         Three matrices of this width hold as many weights as two of four times the width. Source: Shazeer, "GLU Variants
         Improve Transformer" (arXiv:2002.05202), section 3. The multiple suits the tiles of tensor cores.
@@ -79,7 +79,7 @@ class Geometry:
 
     @property
     def multiplied_parameters(self) -> int:
-        """Weights that each token is multiplied with: all matrices but the embedding, which is only looked up."""
+        """Weights that each token is multiplied by: all matrices but the embedding, which is only looked up."""
         block = 2 * self.width * (self.width + self.key_width) + 3 * self.width * self.mlp_width
         return self.layers * block + self.vocab * self.width
 
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         self.register_buffer("sine", sine, persistent=False)
 
     def recompute(self) -> None:
-        """Keep nothing of a block from forward but its input, and compute the rest again in backward.
+        """Keep only a block's input from forward, and compute the rest again in backward.
 
         Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174). To be called before
         the blocks are compiled and sharded.
@@ -147,11 +147,11 @@ class Decoder(nn.Module):
 
 
 def make_decoder(geometry: Geometry, device: torch.device, *, seed: int, drawn_on: torch.device = CPU) -> Decoder:
-    """Make a decoder whose initial weights follow from the seed alone.
+    """Create a decoder whose initial weights depend on the seed alone.
 
     Args:
         geometry: its size.
-        device: where it shall be.
+        device: where it is placed.
         seed: other seeds make other weights.
         drawn_on: where the random numbers are drawn. On the CPU they are the same for every device. On a GPU, for which
             ``device`` is meant, that is some 100 times as fast, and only GPUs of one kind draw the same.
@@ -163,7 +163,7 @@ def make_decoder(geometry: Geometry, device: torch.device, *, seed: int, drawn_o
 
 
 def on_meta(geometry: Geometry) -> Decoder:
-    """Make a decoder on the meta device: shapes without memory. It takes ``to_empty`` and :func:`fill` to use it."""
+    """Create a decoder on the meta device: shapes without memory. It needs ``to_empty`` and :func:`fill` before use."""
     # torch's own initial values would be drawn from its global generator, for nothing.
     with torch.device("meta"):
         return Decoder(geometry)
@@ -183,13 +183,13 @@ def fill(decoder: Decoder, random: torch.Generator) -> None:
                 part.normal_(std=INITIAL_DEVIATION, generator=random)
             else:
                 weight.fill_(1.0)
-        # What was made on meta has no values, those of the positions neither.
+        # Tensors made on meta have no values, those of the positions neither.
         for name, values in zip(("cosine", "sine"), _rotary(decoder.geometry), strict=True):
             decoder.get_buffer(name).copy_(values)
 
 
 def missing_flash_attention(device: torch.device, geometry: Geometry) -> str:
-    """Say why a decoder of this size cannot have flash attention in bf16 on a device: "" if it can.
+    """Return why a decoder of this size cannot have flash attention in bf16 on a device: "" if it can.
 
     Without it attention keeps and reads a matrix of all positions by all positions. Source: Dao et al.,
     "FlashAttention" (arXiv:2205.14135).
@@ -200,9 +200,9 @@ def missing_flash_attention(device: torch.device, geometry: Geometry) -> str:
     )
     try:
         with warnings.catch_warnings(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            warnings.simplefilter("ignore")  # torch warns of each reason, and raises then
+            warnings.simplefilter("ignore")  # torch warns of each reason before it raises
             functional.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=keys != geometry.heads)
-    except RuntimeError as error:  # what torch raises where the kernel that is asked for cannot be taken
+    except RuntimeError as error:  # torch's error where the requested kernel cannot be used
         return str(error).splitlines()[0]
     return ""
 
@@ -217,7 +217,7 @@ class _Block(nn.Module):
         self.recomputed = False
         self.attention_norm = nn.RMSNorm(width, eps=NORM_EPSILON)
         self.query_key_value = nn.Linear(width, width + 2 * geometry.key_width, bias=False)
-        self.attended = nn.Linear(width, width, bias=False)
+        self.attention_output = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.RMSNorm(width, eps=NORM_EPSILON)
         self.gate_and_up = nn.Linear(width, 2 * inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
@@ -225,12 +225,12 @@ class _Block(nn.Module):
     def forward(self, stream: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         if self.recomputed and torch.is_grad_enabled():
             # Inside of the block, so that compiling and sharding the block come after it.
-            again: torch.Tensor = checkpoint(self._through, stream, cosine, sine, use_reentrant=False)
+            again: torch.Tensor = checkpoint(self._compute, stream, cosine, sine, use_reentrant=False)
             return again
-        return self._through(stream, cosine, sine)
+        return self._compute(stream, cosine, sine)
 
-    def _through(self, stream: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        stream = stream + self.attended(self._attention(self.attention_norm(stream), cosine, sine))
+    def _compute(self, stream: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        stream = stream + self.attention_output(self._attention(self.attention_norm(stream), cosine, sine))
         gate, up = self.gate_and_up(self.mlp_norm(stream)).chunk(2, dim=-1)
         added: torch.Tensor = stream + self.down(functional.silu(gate) * up)
         return added
@@ -240,8 +240,8 @@ class _Block(nn.Module):
         by_head = self.query_key_value(stream).view(batch, positions, -1, width // self.heads).transpose(1, 2)
         query, key, value = by_head.split([self.heads, self.key_heads, self.key_heads], dim=1)
         mixed = functional.scaled_dot_product_attention(
-            _turned(query, cosine, sine),
-            _turned(key, cosine, sine),
+            _rotated(query, cosine, sine),
+            _rotated(key, cosine, sine),
             value,
             is_causal=True,
             enable_gqa=self.key_heads != self.heads,
@@ -257,8 +257,8 @@ def _rotary(geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos().float(), angles.sin().float()
 
 
-def _turned(head: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of components, of which one is in either half, by its position's angle; the dtype is kept."""
+def _rotated(head: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotate each pair of components, of which one is in either half, by its position's angle; the dtype is kept."""
     first, second = head.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
-    return turned.to(head.dtype)
+    rotated = torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+    return rotated.to(head.dtype)

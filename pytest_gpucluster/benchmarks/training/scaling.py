@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned
-from pytest_gpucluster.benchmarks.training.throughput import Pieces, Progress, throughput
+from pytest_gpucluster.benchmarks.memory_budget import memory_released
+from pytest_gpucluster.benchmarks.training.throughput import Components, Progress, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import stats
@@ -30,13 +30,13 @@ from pytest_gpucluster.metrics.sampling import Sampling, Series
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What all ranks reached in groups of one size, all groups at once. Equal on all ranks, but for ``notes``.
+    """The rates of all ranks in groups of one size, all groups at once. Equal on all ranks, but for ``notes``.
 
     Attributes:
         group_size: ranks that trained together.
         of_rank: tokens a second of each rank of the world, without the samples.
         mine: this rank's own, with them.
-        notes: what a reader must know of this rank's training.
+        notes: remarks on this rank's training for the report.
     """
 
     group_size: int
@@ -60,10 +60,10 @@ def rates(
     known: MutableMapping[int, Rates] | None = None,
     using: AbstractContextManager[object] | None = None,
     during: AbstractContextManager[object] | None = None,
-    pieces: Pieces | None = None,
+    components: Components | None = None,
     progress: Progress | None = None,
 ) -> Rates:
-    """Train in groups of one size, all of them at once, and tell each other the rates.
+    """Train in groups of one size, all of them at once, and exchange the rates.
 
     Collective: every rank of the world must call this, with groups of one size. No rank warms up before all have
     compiled; each group ends when its own rate is known.
@@ -72,13 +72,13 @@ def rates(
         world: all ranks.
         group: the ranks that train together; None: each rank alone, which needs no group.
         device: where this rank trains.
-        setup: what is trained, and how.
-        sampling: how long to warm up and to measure, and how sure to be.
-        known: group size -> rates that were measured before with the same setup and sampling. They are taken where all
-            ranks have them, and new ones are added that are certain.
+        setup: the training.
+        sampling: how long to warm up and to measure, and the required confidence.
+        known: group size -> rates that were measured before with the same setup and sampling. They are reused where all
+            ranks have them, and new ones that are conclusive are added.
         using: entered while the group is used, and no other one.
         during: entered for the time of the steps that count.
-        pieces: what the training is made of.
+        components: of the training.
         progress: as of ``throughput``.
 
     Raises:
@@ -86,9 +86,9 @@ def rates(
         As ``throughput`` otherwise.
     """
     try:
-        # It clears the frames that a kept traceback keeps, all but this one.
-        with memory_returned():
-            return _rates(world, group, device, setup, sampling, known, using, during, pieces, progress)
+        # It clears the frames of a kept traceback, all but this one.
+        with memory_released():
+            return _rates(world, group, device, setup, sampling, known, using, during, components, progress)
     finally:
         # A gloo group that outlives its end aborts the process.
         del world, group
@@ -103,21 +103,21 @@ def _rates(
     known: MutableMapping[int, Rates] | None,
     using: AbstractContextManager[object] | None,
     during: AbstractContextManager[object] | None,
-    pieces: Pieces | None,
+    components: Components | None,
     progress: Progress | None,
 ) -> Rates:
     everyone = Ranks(world, device)
     size = 1 if group is None else dist.get_world_size(group)
     before = {} if known is None else known
-    told = everyone.gather([size, size in before])
-    other = next((rank for rank, (its, _) in enumerate(told) if its != told[0][0]), None)
+    of_ranks = everyone.gather([size, size in before])
+    other = next((rank for rank, (its, _) in enumerate(of_ranks) if its != of_ranks[0][0]), None)
     if other is not None:
         raise EnvironmentBroken(
-            f"{everyone.name(other)} trains in a group of {told[other][0]:.0f}, {everyone.name(0)} in one of "
-            f"{told[0][0]:.0f}: start equally many ranks on every node"
+            f"{everyone.name(other)} trains in a group of {of_ranks[other][0]:.0f}, {everyone.name(0)} in one of "
+            f"{of_ranks[0][0]:.0f}: start the same number of ranks on every node"
         )
-    # A rank that failed meanwhile has less than the others.
-    if all(has for _, has in told):
+    # A rank that failed in between has less than the others.
+    if all(has for _, has in of_ranks):
         return before[size]
     with using or nullcontext():
         found = throughput(
@@ -126,17 +126,17 @@ def _rates(
             setup,
             sampling=sampling,
             during=during,
-            pieces=pieces,
+            components=components,
             progress=progress,
             in_parts=False,
-            # The start line: some compile longer, and what the others measured meanwhile would be of idle neighbours.
+            # The start line: some compile longer, and the others' rates would be those of idle neighbours until then.
             # The world's group has been used above, so it has nothing to connect here.
             ready=lambda: everyone.gather([size]),
         )
     mine = found.tokens_per_second
-    of_rank = tuple(told_series(everyone, mine))
+    of_rank = tuple(gather_series(everyone, mine))
     measured = Rates(group_size=size, of_rank=of_rank, mine=mine, notes=found.notes)
-    # What was not certain may be so the next time. All ranks know the same of it.
+    # An inconclusive rate is measured again the next time. All ranks decide the same.
     if not any(one.inconclusive for one in of_rank):
         before[size] = measured
     return measured
@@ -158,21 +158,21 @@ def straggler_table(of_rank: Sequence[Series], hosts: Sequence[str]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def told_series(ranks: Ranks, mine: Series) -> list[Series]:
+def gather_series(ranks: Ranks, mine: Series) -> list[Series]:
     """Return every rank's series, without the samples. Collective: every rank must call this."""
-    told = ranks.gather([mine.median, mine.low, mine.high, bool(mine.inconclusive)])
+    gathered = ranks.gather([mine.median, mine.low, mine.high, bool(mine.inconclusive)])
     return [
-        _rate(median, low, high, f"{ranks.name(rank)} is not sure of its own rate" * bool(unsure))
-        for rank, (median, low, high, unsure) in enumerate(told)
+        _rate(median, low, high, f"the rate of {ranks.name(rank)} is inconclusive" * bool(unsure))
+        for rank, (median, low, high, unsure) in enumerate(gathered)
     ]
 
 
 def efficiency(larger: Sequence[Series], smaller: Sequence[Series]) -> Series:
     """Return the slowest rate in larger groups over the median rate in smaller ones, with the interval of the ratio.
 
-    The interval is from the lowest that the one may be over the highest that the other may be, to the opposite: at
-    least as wide as the true one with the same confidence. What any rank is not sure of makes the ratio inconclusive.
-    A rate that is no positive number makes it NaN, which is never accepted.
+    The interval is from the lowest possible numerator over the highest possible denominator, to the opposite: at
+    least as wide as the true one with the same confidence. An inconclusive rate of any rank makes the ratio
+    inconclusive. A rate that is no positive number makes it NaN, which is never accepted.
 
     Args:
         larger: the rate of each rank in the larger groups.

@@ -1,4 +1,4 @@
-"""The decoder sharded by FSDP2: which rank holds which part of each weight, and how much memory that takes.
+"""The decoder sharded by FSDP2: each rank's part of each weight, and the memory that it takes.
 
 Each rank of a mesh keeps an equal part of every weight. The layout can be checked, and the memory of a rank is measured
 by the number of ranks that share the model.
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned, require_free
+from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, fill, on_meta
 from pytest_gpucluster.benchmarks.training.step import LARGEST_NORM, Clip, Training
@@ -28,12 +28,12 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(cast_forward_inputs=False),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False),
 }
-"""bf16: weights are gathered and multiplied in bf16, gradients are summed over the ranks in fp32; what each rank keeps
-of the weights, and the optimizer's moments, are fp32. Source: pytorch/torchtitan, which shards Llama so."""
+"""bf16: weights are gathered and multiplied in bf16, gradients are summed over the ranks in fp32; each rank's part of
+the weights, and the optimizer's moments, are fp32. Source: pytorch/torchtitan, which shards Llama so."""
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """Return the mesh of one dimension that has the ranks of a group, in their order. It makes no new group."""
+    """Return the mesh of one dimension with the ranks of a group, in their order. It makes no new group."""
     return DeviceMesh.from_group(group, device.type)
 
 
@@ -45,10 +45,10 @@ def shard(
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
 ) -> Decoder:
-    """Shard each block of a decoder, then what is left of it: embedding, last norm and head. Done in place.
+    """Shard each block of a decoder, then the root: embedding, last norm and head. Done in place.
 
-    Collective: every rank of the mesh must call this. FSDP2 sends no weights at first: each rank keeps its part of the
-    weights that it has itself, so all must have the same ones, or none yet (on the meta device).
+    Collective: every rank of the mesh must call this. FSDP2 broadcasts no weights: each rank keeps its part of its own
+    weights, so all must have the same ones, or none yet (on the meta device).
 
     Recomputing and compiling of blocks, if wanted, come before this.
 
@@ -56,10 +56,10 @@ def shard(
         model: fp32 weights; on the meta device, or made the same on every rank.
         mesh: of one dimension; one rank is enough.
         precision: one of ``POLICIES``.
-        cpu_offload: keep weights, gradients and the optimizer's moments in the host's memory. Weights travel to the
-            device for each block.
-        reshard_after_forward: throw a block's whole weights away after forward, and gather them again for backward.
-            What is outside of the blocks is needed again at once, and kept in any case.
+        cpu_offload: keep weights, gradients and the optimizer's moments in the host's memory. Weights are copied to
+            the device for each block.
+        reshard_after_forward: free a block's whole weights after forward, and gather them again for backward. The
+            root's weights are needed again at once, and kept in any case.
 
     Returns: the model itself, whose forward gathers the weights now.
 
@@ -82,16 +82,16 @@ def shard(
 
 
 def make_sharded(geometry: Geometry, mesh: DeviceMesh, device: torch.device, *, seed: int) -> Decoder:
-    """Make a decoder of which no rank ever holds more than its part, in bf16 with fp32 sums.
+    """Create a decoder of which no rank ever holds more than its part, in bf16 with fp32 sums.
 
-    Collective: every rank of the mesh must call this. The weights follow from seed and number of ranks: other ones than
+    Collective: every rank of the mesh must call this. The weights depend on seed and number of ranks: they differ from
     those of ``make_decoder``.
     """
     return allocate(shard(on_meta(geometry), mesh), device, seed=seed, rank=mesh.get_local_rank())
 
 
 def allocate(model: Decoder, device: torch.device, *, seed: int, rank: int) -> Decoder:
-    """Give a sharded decoder on the meta device memory, and its weights values that this rank draws on the device."""
+    """Allocate a sharded decoder from the meta device, and draw its weights on the device."""
     model.to_empty(device=device)
     # One stream of numbers for each rank, or all parts of a weight would be the same.
     fill(model, torch.Generator(device).manual_seed((seed << 20) + rank))
@@ -99,19 +99,19 @@ def allocate(model: Decoder, device: torch.device, *, seed: int, rank: int) -> D
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Tell whether :func:`shard` has been called with this model."""
+    """Whether :func:`shard` has been called with this model."""
     return isinstance(model, FSDPModule)
 
 
-_BESIDE_NORM = 1e-6
-"""torch.nn.utils.clip_grad_norm_ divides by the norm and so much."""
+_CLIP_EPSILON = 1e-6
+"""torch.nn.utils.clip_grad_norm_ divides by the norm plus this."""
 
 
 def part_of(whole: torch.Tensor, *, ranks: int, rank: int) -> torch.Tensor:
-    """Return the rows of a weight that a rank holds: as torch.chunk cuts the first dimension, and none past its end.
+    """Return a rank's rows of a weight: as torch.chunk divides the first dimension, and none past its end.
 
-    Source: pytorch, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, which shards dimension 0 so; what it allocates
-    beyond that for its collectives is no part of the weight.
+    Source: pytorch, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, which shards dimension 0 so; the padding that
+    it allocates for its collectives is no part of the weight.
 
     >>> [len(part_of(torch.zeros(5), ranks=4, rank=rank)) for rank in range(4)]
     [2, 2, 1, 0]
@@ -121,45 +121,47 @@ def part_of(whole: torch.Tensor, *, ranks: int, rank: int) -> torch.Tensor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: all of it, if it is not sharded."""
+    """Return this rank's part of a tensor: all of it, if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes that this rank holds of some tensors."""
+    """Return the bytes of this rank's parts of some tensors."""
     return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def layout_defect(model: Decoder, whole: Decoder, *, ranks: int, rank: int) -> str:
-    """Say what is wrong with how a decoder is sharded: "" if nothing is.
+    """Describe the defect in a decoder's sharding: "" if there is none.
 
     Args:
-        model: sharded, or not quite.
-        whole: the same decoder as one process has it; on the meta device it costs nothing.
-        ranks, rank: among which the weights are to be divided, and this one.
+        model: sharded, or partly.
+        whole: the same decoder, not sharded; on the meta device it needs no memory.
+        ranks, rank: the ranks among which the weights are divided, and this one.
     """
     blocks = {f"blocks.{index}": block for index, block in enumerate(model.blocks)}
-    left_out = [name for name, module in ({"the root": model} | blocks).items() if not isinstance(module, FSDPModule)]
-    if left_out:
+    not_sharded = [
+        name for name, module in ({"the root": model} | blocks).items() if not isinstance(module, FSDPModule)
+    ]
+    if not_sharded:
         return (
-            f"has {len(left_out)} of {len(blocks) + 1} modules that fully_shard was not called for: "
-            f"{', '.join(left_out[:4])}. Their weights are gathered all at once, or stay whole"
+            f"has {len(not_sharded)} of {len(blocks) + 1} modules that fully_shard was not called for: "
+            f"{', '.join(not_sharded[:4])}. Their weights are gathered all at once, or stay whole"
         )
     for (name, weight), its in zip(model.named_parameters(), whole.parameters(), strict=True):
         due = part_of(its, ranks=ranks, rank=rank)
-        held = local(weight)
-        if not isinstance(weight, DTensor) or held.shape != due.shape:
+        part = local(weight)
+        if not isinstance(weight, DTensor) or part.shape != due.shape:
             return (
-                f"holds {tuple(held.shape)} of {name}, which is {tuple(its.shape)}, and its part of 1/{ranks} is "
+                f"holds {tuple(part.shape)} of {name}, which is {tuple(its.shape)}, and its part of 1/{ranks} is "
                 f"{tuple(due.shape)}. fully_shard has not divided it"
             )
     return ""
 
 
 def clip_shards(group: dist.ProcessGroup, device: torch.device) -> Clip:
-    """Make the clipping of gradients that are divided over a group, wherever the parts are.
+    """Return the clipping of gradients that are divided over a group, whatever device the parts are on.
 
-    torch.nn.utils.clip_grad_norm_ would sum over the ranks where the parts are, and on the CPU NCCL cannot.
+    torch.nn.utils.clip_grad_norm_ would sum over the ranks on the parts' device, and on the CPU NCCL cannot.
 
     Args:
         group: all ranks of which together hold each weight once.
@@ -172,7 +174,7 @@ def clip_shards(group: dist.ProcessGroup, device: torch.device) -> Clip:
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         dist.all_reduce(total, group=group)
         norm = total.sqrt().float()
-        factor = (LARGEST_NORM / (norm + _BESIDE_NORM)).clamp(max=1.0)
+        factor = (LARGEST_NORM / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         for part in parts:
             part.mul_(factor.to(part.device))
         return norm
@@ -181,18 +183,18 @@ def clip_shards(group: dist.ProcessGroup, device: torch.device) -> Clip:
 
 
 STEPS = 2
-"""The first one makes the moments; so from the second on all is there that there ever is."""
+"""The first one creates the moments; so the second has all memory that a training ever has."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """What a rank holds in training.
+class ShardedMemory:
+    """A rank's memory in training.
 
     Attributes:
         ranks: that share the model.
         state_bytes: weights, gradients and both moments between two steps.
-        peak_bytes: the most that torch had allocated at a time, activations and gathered weights included; None where
-            torch does not count, as on cpu.
+        peak_bytes: torch's peak allocation, activations and gathered weights included; None where torch does not count,
+            as on cpu.
     """
 
     ranks: int
@@ -200,10 +202,10 @@ class Held:
     peak_bytes: int | None
 
 
-def held_memory(
+def measure_sharded_memory(
     group: dist.ProcessGroup, device: torch.device, geometry: Geometry, *, batch: int, seed: int = 0
-) -> Held:
-    """Take a few steps in bf16 with the model sharded over a group, and tell what this rank held of memory.
+) -> ShardedMemory:
+    """Take a few steps in bf16 with the model sharded over a group, and return this rank's memory.
 
     Collective: every rank of the group must call this, with the same sizes.
 
@@ -218,21 +220,23 @@ def held_memory(
     """
     require_free(
         device,
-        # That is of two models with all they need; one is left, as if one rank held all of it.
+        # That is of two models with all they need; one would be needed if one rank held all of it.
         needed_bytes(geometry, batch),
         f"training {geometry.parameters / 1e6:.3g}M parameters",
         instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
     )
     try:
-        with counted(MEASURING), memory_returned(circles=True):
-            return _held(group, device, geometry, batch, seed)
+        with counted(MEASURING), memory_released(cycles=True):
+            return _measure_memory(group, device, geometry, batch, seed)
     finally:
         # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
         del group
 
 
-def _held(group: dist.ProcessGroup, device: torch.device, geometry: Geometry, batch: int, seed: int) -> Held:
-    before = _counted_from(device)
+def _measure_memory(
+    group: dist.ProcessGroup, device: torch.device, geometry: Geometry, batch: int, seed: int
+) -> ShardedMemory:
+    before = _reset_peak(device)
     rank = dist.get_rank(group)
     data = PackedTokens(
         rows=batch * dist.get_world_size(group), sequence=geometry.sequence, vocab=geometry.vocab, seed=seed
@@ -247,13 +251,13 @@ def _held(group: dist.ProcessGroup, device: torch.device, geometry: Geometry, ba
     ]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     peak = None if before is None else int(torch.cuda.max_memory_allocated(device)) - before
-    return Held(
+    return ShardedMemory(
         ranks=dist.get_world_size(group), state_bytes=bytes_of([*weights, *moments, *gradients]), peak_bytes=peak
     )
 
 
-def _counted_from(device: torch.device) -> int | None:
-    """Let torch count the most memory from now on; return what is in use by now, or None where torch does not count."""
+def _reset_peak(device: torch.device) -> int | None:
+    """Reset torch's peak memory; return the memory in use, or None where torch does not count."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)

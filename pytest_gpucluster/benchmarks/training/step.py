@@ -1,7 +1,7 @@
-"""One training step (forward, mean loss of all tokens, backward, optimizer), and how long each part takes.
+"""One training step (forward, mean loss of all tokens, backward, optimizer), and the time of each part.
 
 The step is the same for every training criterion. Its parts, with waiting for data and for other ranks, are timed in
-steps of their own, so that nothing is measured in those that count.
+separate steps, so that the timing does not affect the measured ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pytest_gpucluster.metrics.stats import median
 
 PRECISIONS = ("fp32", "bf16", "own")
 """fp32: all of it. bf16: products and attention in bf16 by autocast; weights, gradients and optimizer in fp32.
-own: as the model's weights are, or as its sharding casts them."""
+own: in the dtypes of the model's weights, or of its sharding."""
 
 LARGEST_NORM = 1.0
 """Gradients above this norm are scaled down to it. Source: Brown et al., "Language Models are Few-Shot Learners"
@@ -37,7 +37,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Return the mean loss of all tokens: logits of batch x positions x vocab, targets of batch x positions."""
 
 Update = Callable[[nn.Module, torch.optim.Optimizer], None]
-"""Change a model's weights by its gradients."""
+"""Update a model's weights from its gradients."""
 
 Clip = Callable[[nn.Module], torch.Tensor]
 """Scale a model's gradients down to ``LARGEST_NORM`` where they are above it; return their norm before, fp32."""
@@ -46,13 +46,13 @@ Clip = Callable[[nn.Module], torch.Tensor]
 def token_mean(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of all tokens, in fp32 and in nats.
 
-    Blocks are full, so every rank has equally many tokens, and the mean over the ranks is the mean over all tokens.
+    Blocks are full, so every rank has the same number of tokens, and the mean over the ranks is that over all tokens.
     """
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer change the weights."""
+    """Update the weights."""
     optimizer.step()
 
 
@@ -64,7 +64,7 @@ def clip_gradients(model: nn.Module) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a step is made of. A test puts one that is broken in the place of another."""
+    """The replaceable parts of a step: tests inject a faulty one."""
 
     loss: Loss = token_mean
     update: Update = optimizer_step
@@ -75,8 +75,8 @@ PARTS = Parts()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
-    """What a step has seen, left on the device so that nothing waits for it.
+class StepResult:
+    """The values of a step, left on the device so that nothing waits for it.
 
     Attributes:
         losses: fp32, the mean loss of each micro-batch, before the step.
@@ -90,14 +90,14 @@ class Taken:
 class Training:
     """A model with its optimizer, AdamW.
 
-    There is no weight decay: what moves has moved by its gradient.
+    There is no weight decay: a weight changes by its gradient alone.
 
     Args:
         model: what to train; wrapped for many ranks or not.
-        device: where it is.
+        device: the model's.
         precision: one of ``PRECISIONS``.
-        learning_rate: the same at each step.
-        parts: what each step is made of; by default ``PARTS`` of this module.
+        learning_rate: constant.
+        parts: of each step; by default ``PARTS`` of this module.
 
     Raises: ValueError if there is no such precision.
     """
@@ -124,41 +124,41 @@ class Training:
             logits = self.model(rows[:, :-1])
         return self._parts.loss(logits, rows[:, 1:])
 
-    def backward(self, batches: Sequence[torch.Tensor]) -> Taken:
-        """Leave the gradients of the mean loss of some micro-batches of equal size with the weights, clipped.
+    def backward(self, batches: Sequence[torch.Tensor]) -> StepResult:
+        """Accumulate the clipped gradients of the mean loss of some micro-batches of equal size.
 
         Args:
-            batches: int64 on the device, each batch x (positions + 1). More than one does what one process needs to
-                stand for many ranks.
+            batches: int64 on the device, each batch x (positions + 1). One process passes more than one to reproduce
+                a step of many ranks.
         """
         losses = []
         self.optimizer.zero_grad(set_to_none=True)
         for number, rows in enumerate(batches, start=1):
             # The ranks share the gradients once, those of all micro-batches together.
-            with nullcontext() if number == len(batches) else unshared(self.model):
+            with nullcontext() if number == len(batches) else without_gradient_sync(self.model):
                 loss = self.loss(rows)
                 (loss / len(batches)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             losses.append(loss.detach())
-        return Taken(losses=torch.stack(losses), gradient_norm=self.clip())
+        return StepResult(losses=torch.stack(losses), gradient_norm=self.clip())
 
     def clip(self) -> torch.Tensor:
         """Scale the gradients down to ``LARGEST_NORM``, and return their norm before. Collective, if sharded."""
         return self._parts.clip(self.model)
 
     def update(self) -> None:
-        """Change the weights by their gradients."""
+        """Update the weights from their gradients."""
         self._parts.update(self.model, self.optimizer)
 
-    def step(self, batches: Sequence[torch.Tensor]) -> Taken:
+    def step(self, batches: Sequence[torch.Tensor]) -> StepResult:
         """Take one step: :meth:`backward`, then :meth:`update`."""
-        taken = self.backward(batches)
+        result = self.backward(batches)
         self.update()
-        return taken
+        return result
 
 
 @contextmanager
-def unshared(model: nn.Module) -> Iterator[None]:
-    """Let each rank keep to itself the gradients of what goes forward and backward inside."""
+def without_gradient_sync(model: nn.Module) -> Iterator[None]:
+    """Suspend the exchange of gradients between the ranks in forward and backward."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -173,20 +173,20 @@ def unshared(model: nn.Module) -> Iterator[None]:
 
 
 IN_ORDER = ("data_wait", "forward", "backward", "optimizer")
-"""The parts of a step that follow each other."""
+"""The consecutive parts of a step."""
 
 COMMUNICATION = "exposed_communication"
-"""Lies inside of forward and backward."""
+"""A part of forward and backward."""
 
 DEFINITIONS = {
-    "data_wait": "the time in which the device has nothing to do, or copies, until the batch is there",
+    "data_wait": "the time in which the device is idle, or copies, until the batch is there",
     "forward": "until the loss",
     "backward": "until all gradients are there, of all ranks together",
     "optimizer": "clipping of the gradients and AdamW",
-    COMMUNICATION: "what forward and backward take longer than without any exchange between the ranks; waiting for a "
-    "slower rank is part of it, what is hidden behind computing is not",
+    COMMUNICATION: "the difference of forward and backward with and without the exchange between the ranks; waiting "
+    "for a slower rank is part of it, communication that is hidden behind computing is not",
 }
-"""What each part means, for reports. On a GPU all are times of its own, between events on its stream."""
+"""What each part means, for reports. On a GPU all are times between events on its stream."""
 
 GATHERED_BYTES = 8
 """For each weight, where an FSDP2 model takes steps without exchange: whole in bf16, its gradient in bf16 and added up
@@ -196,7 +196,7 @@ in fp32."""
 def time_parts(training: Training, batches: Iterator[torch.Tensor], clock: Clock, *, steps: int) -> dict[str, float]:
     """Take some steps, and return the median seconds of each part in ``IN_ORDER``.
 
-    Collective: every rank that trains must call this, with as many steps.
+    Collective: every rank that trains must call this, with the same number of steps.
     """
     for _ in range(steps):
         with clock.region():
@@ -213,10 +213,10 @@ def time_parts(training: Training, batches: Iterator[torch.Tensor], clock: Clock
     return {part: median(seconds[place :: len(IN_ORDER)]) for place, part in enumerate(IN_ORDER)}
 
 
-def time_alone(training: Training, batches: Iterator[torch.Tensor], clock: Clock, *, steps: int) -> float:
+def time_without_exchange(training: Training, batches: Iterator[torch.Tensor], clock: Clock, *, steps: int) -> float:
     """Return the median seconds of forward and backward without any exchange between the ranks.
 
-    No rank waits for another here. The weights stay as they are, and the model must not be trained any further.
+    No rank waits for another here. The weights stay the same, and the model must not be trained any further.
 
     DistributedDataParallel: in ``no_sync``. FSDP2: whole weights and gradients stay on each rank, so that after the
     first of these steps there is nothing to gather; it takes ``GATHERED_BYTES`` for each weight.
@@ -232,8 +232,8 @@ def time_alone(training: Training, batches: Iterator[torch.Tensor], clock: Clock
 
 
 def exposed(parts: Mapping[str, float], alone_seconds: float) -> float:
-    """Return the seconds that forward and backward take longer with the exchange than without; not below 0, although
-    two medians that differ by nothing but chance may."""
+    """Return how much longer forward and backward take with the exchange than without; not below 0, although two equal
+    medians may differ by chance."""
     return max(0.0, parts["forward"] + parts["backward"] - alone_seconds)
 
 
@@ -242,5 +242,5 @@ def _without_exchange(model: nn.Module) -> Iterator[None]:
     if isinstance(model, FSDPModule):
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
-    with unshared(model):
+    with without_gradient_sync(model):
         yield

@@ -1,4 +1,4 @@
-"""Is a training step on one device right? The same steps on the CPU, in another precision, and after a reload."""
+"""Whether training steps on one device are right: compared with the CPU, another precision, and after a reload."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.memory_budget import memory_returned, require_free
+from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
-from pytest_gpucluster.benchmarks.training.fingerprint import Errors, Trajectory, errors, fingerprint, follow
+from pytest_gpucluster.benchmarks.training.fingerprint import Errors, Trajectory, errors, fingerprint, record_trajectory
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.errors import WrongResult
@@ -26,11 +26,11 @@ Store = Callable[[dict[str, Any], Path], object]
 
 @dataclass(frozen=True, kw_only=True)
 class StepCheck:
-    """What was found.
+    """The result.
 
     Attributes:
-        fp32: the device's steps in fp32 beside the CPU's.
-        bf16: the device's steps in bf16 beside its own in fp32.
+        fp32: the device's steps in fp32 compared with the CPU's.
+        bf16: the device's steps in bf16 compared with its own in fp32.
         losses: of the device's steps in fp32.
     """
 
@@ -58,13 +58,13 @@ def check_step(
         device: where to train.
         geometry: of the decoder.
         batch: rows of a step.
-        steps: how many.
+        steps: number of steps.
         checkpoint: the file to write, this rank's own; it is removed.
         seed: of weights and data.
         store: by default ``torch.save``.
 
     Raises:
-        WrongResult: a loss or gradient is not finite, a weight has not moved, or the checkpoint is not what was saved.
+        WrongResult: a loss or gradient is not finite, a weight has not changed, or the checkpoint is not the saved one.
         EnvironmentBroken: too little memory is free.
         ValueError: an argument is out of its range.
     """
@@ -76,13 +76,13 @@ def check_step(
         f"training {geometry.parameters / 1e6:.3g}M parameters",
         instead="choose a smaller one, such as --gpucluster-workload training.width=256",
     )
-    with counted(VERIFYING), memory_returned(), numerics("highest"):
+    with counted(VERIFYING), memory_released(), numerics("highest"):
         return _check(device, geometry, batch, steps, checkpoint, seed, store)
 
 
 def needed_bytes(geometry: Geometry, batch: int) -> int:
     """Estimate the memory of two models in training: weights, gradients and both moments of AdamW, all fp32; and of
-    the activations, of which some 40 of a block's width and the logits three times are kept, if nothing is recomputed.
+    the activations: some 40 of a block's width, and the logits three times, if nothing is recomputed.
     """
     tokens = batch * geometry.sequence
     activations = 4 * tokens * (40 * geometry.layers * geometry.width + 3 * geometry.vocab)
@@ -99,16 +99,16 @@ def _check(
     def run(where: torch.device, precision: str) -> tuple[Training, Trajectory]:
         training = Training(make_decoder(geometry, where, seed=seed), where, precision=precision)
         placed = [rows.to(where) for rows in batches[:steps]]
-        return training, follow(training, placed, where=f"{where} in {precision}")
+        return training, record_trajectory(training, placed, where=f"{where} in {precision}")
 
-    reference, bf16 = run(CPU, "fp32")[1], run(device, "bf16")[1]  # their models are gone then
+    reference, bf16 = run(CPU, "fp32")[1], run(device, "bf16")[1]  # their models are freed here
     training, fp32 = run(device, "fp32")
     other = Training(make_decoder(geometry, device, seed=seed + 1), device, precision="fp32")
     _check_checkpoint(training, other, batches[steps].to(device), checkpoint, store, where=str(device))
     return StepCheck(
         fp32=errors(fp32, reference),
         bf16=errors(bf16, fp32),
-        losses=tuple(seen.loss for seen in fp32.steps),
+        losses=tuple(step.loss for step in fp32.steps),
     )
 
 
@@ -123,13 +123,13 @@ def _check_checkpoint(
     other.model.load_state_dict(read["model"])
     other.optimizer.load_state_dict(read["optimizer"])
     for what, saved, loaded in (
-        ("model", _model_print(training), _model_print(other)),
-        ("optimizer", _optimizer_print(training), _optimizer_print(other)),
+        ("model", _model_fingerprint(training), _model_fingerprint(other)),
+        ("optimizer", _optimizer_fingerprint(training), _optimizer_fingerprint(other)),
     ):
         if saved != loaded:
             raise WrongResult(
                 f"{where}: the {what} read from the checkpoint is not the one that was written: fingerprint "
-                f"{loaded:016x}, expected {saved:016x}. Look at the file system of {path.parent}, then at the GPU"
+                f"{loaded:016x}, expected {saved:016x}. Check the file system of {path.parent}, then the GPU"
             )
     with torch.no_grad():
         before, after = training.loss(rows), other.loss(rows)
@@ -140,10 +140,10 @@ def _check_checkpoint(
         )
 
 
-def _model_print(training: Training) -> int:
+def _model_fingerprint(training: Training) -> int:
     return fingerprint(training.model.parameters())
 
 
-def _optimizer_print(training: Training) -> int:
+def _optimizer_fingerprint(training: Training) -> int:
     states = (training.optimizer.state[weight] for weight in training.model.parameters())
     return fingerprint(state[name] for state in states for name in sorted(state))

@@ -1,4 +1,4 @@
-"""What a training throughput is measured with: model and its memory, torch.compile, and the evidence of learning.
+"""The setup of a training throughput: model and its memory, torch.compile, and the evidence of learning.
 
 The evidence shows whether the timed steps were a training: losses, gradient norms, and how the weights changed.
 torch.compile is applied to the blocks of a decoder, where there is a compiler.
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry
-from pytest_gpucluster.benchmarks.training.step import Taken, Training
+from pytest_gpucluster.benchmarks.training.step import StepResult, Training
 
 Strategy = Literal["ddp", "fsdp"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp")
@@ -34,8 +34,8 @@ TOKENS_DEFINITION = (
     "the step; the median of the steady steps; the slowest rank decides"
 )
 FLOPS_DEFINITION = (
-    "FLOPs per token: 6 for each weight that a token is multiplied with (all but the embedding), and 6 x layers x "
-    "width x sequence for causal attention, of which half counts; what is recomputed does not count"
+    "FLOPs per token: 6 for each weight that a token is multiplied by (all but the embedding), and 6 x layers x "
+    "width x sequence for causal attention, of which half counts; recomputation does not count"
 )
 MFU_DEFINITION = "MFU: tokens/s per GPU x FLOPs per token over the dense bf16 peak of the data sheet"
 
@@ -43,12 +43,12 @@ _STATE_BYTES = 16
 """A weight, its gradient and both moments of AdamW, all fp32."""
 
 _SPARE = 1.1
-"""What the allocator cannot use, and the communication's own buffers. Source: this suite's rule."""
+"""The allocator's losses, and the communication's own buffers. Source: this suite's rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is trained, and how.
+    """A training to measure.
 
     Attributes:
         geometry: of the decoder.
@@ -83,13 +83,13 @@ class Setup:
         return self.batch * self.geometry.sequence
 
     def needed_bytes(self, ranks: int) -> int:
-        """Estimate the memory that a rank needs, from above: what is kept of weights and activations in training.
+        """Estimate the memory that a rank needs, from above: weights and activations in training.
 
-        Weights, gradients and moments: 16 bytes for each weight of this rank. Beside them with ddp a bf16 copy, and the
+        Weights, gradients and moments: 16 bytes for each weight of this rank. In addition with ddp a bf16 copy, and the
         buckets of the all-reduce; with fsdp the whole weights and gradients of embedding and head, and of the two
-        blocks that are there at a time. Of a block are kept for each token, in bf16 or fp32 as autocast has it, the
-        stream and its norms, queries, keys, values and what the MLP multiplies; of the logits a bf16 and three fp32
-        tensors. Source: this suite's count of the tensors that the decoder saves for backward.
+        blocks that are gathered at a time. Of a block are kept for each token, in bf16 or fp32 as autocast has it, the
+        stream and its norms, queries, keys, values and the inputs of the MLP's products; of the logits a bf16 and three
+        fp32 tensors. Source: this suite's count of the tensors that the decoder saves for backward.
 
         Args:
             ranks: that share the training.
@@ -107,36 +107,36 @@ class Setup:
 
 
 class Evidence:
-    """What is known of a training's steps, on this rank.
+    """The evidence that a training's steps were real ones, on this rank.
 
     Args:
         ranks: that train together.
-        setup: what should be trained.
+        setup: of the training.
         training: that has not taken a step yet.
 
     Attributes:
         losses: of each step, in nats; the last step must have had the rows of the first one again.
         norms: of the gradients of each step, before they were clipped.
-        tokens: that each step was trained on.
+        tokens: of each step.
     """
 
     def __init__(self, ranks: Ranks, setup: Setup, training: Training) -> None:
         self._ranks, self._setup, self._training = ranks, setup, training
-        self._start = _prints(training.model)
+        self._start = _fingerprints(training.model)
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.tokens: list[int] = []
 
-    def add(self, taken: Sequence[Taken]) -> None:
-        """Read what some steps have seen off the device."""
+    def add(self, taken: Sequence[StepResult]) -> None:
+        """Read the values of some steps off the device."""
         self.losses += torch.cat([one.losses for one in taken]).tolist()
         self.norms += torch.stack([one.gradient_norm for one in taken]).tolist()
 
     def defect(self) -> str:
-        """Say what is wrong with the training on this rank: "" if nothing is. Collective."""
-        # In each step the loss comes before the gradients, in which all ranks have what one of them had in its loss.
-        seen = [number for both in zip(self.losses, self.norms, strict=True) for number in both]
-        bad = next((place for place, number in enumerate(seen) if not math.isfinite(number)), math.inf)
+        """Describe the defect of the training on this rank: "" if there is none. Collective."""
+        # In each step the loss comes before the gradients, which carry a non-finite loss of one rank to all.
+        values = [number for both in zip(self.losses, self.norms, strict=True) for number in both]
+        bad = next((place for place, number in enumerate(values) if not math.isfinite(number)), math.inf)
         first = min(place for [place] in self._ranks.gather([bad]))
         differing = self._differing()
         if first < math.inf:
@@ -145,19 +145,19 @@ class Evidence:
             step, of_gradients = divmod(int(first), 2)
             what = "a gradients' norm" if of_gradients else "a loss"
             return (
-                f"has {what} of {seen[int(first)]:g} in step {step + 1}, and it must be finite. Repeat "
+                f"has {what} of {values[int(first)]:g} in step {step + 1}, and it must be finite. Repeat "
                 "test_training_step there, and run the vendor's diagnostics (dcgmi diag -r 3)"
             )
-        odd = {tokens for tokens in self.tokens if tokens != self._setup.tokens}
-        if odd:
+        unexpected = {tokens for tokens in self.tokens if tokens != self._setup.tokens}
+        if unexpected:
             return (
-                f"has trained on {min(odd)} tokens in a step, and {self._setup.batch} x {self._setup.geometry.sequence}"
-                " were asked for: its rate would count tokens that were not there. Look at how it reads its data"
+                f"has trained on {min(unexpected)} tokens in a step, and the setup has {self._setup.batch} x "
+                f"{self._setup.geometry.sequence}: its rate would count missing tokens. Check how it reads its data"
             )
         if not self.losses[-1] < self.losses[0]:
             return (
                 f"has a loss of {self.losses[-1]:.6g} after {len(self.losses)} steps on rows on which it was "
-                f"{self.losses[0]:.6g} in the first step: it has learnt nothing"
+                f"{self.losses[0]:.6g} in the first step: it has not learned anything"
             )
         counts = {int(state["step"]) for state in self._training.optimizer.state.values()}
         if counts != {len(self.losses)}:
@@ -166,101 +166,101 @@ class Evidence:
                 "skipped, so its rate is that of something else"
             )
         weights = self._training.model.named_parameters()
-        named = zip(weights, self._start, _prints(self._training.model), strict=True)
+        named = zip(weights, self._start, _fingerprints(self._training.model), strict=True)
         still = [
-            name.removeprefix("module.")  # that is how DistributedDataParallel calls what it wraps
+            name.removeprefix("module.")  # the name of the model inside DistributedDataParallel
             for (name, weight), old, new in named
             if old == new and _part(weight).numel()
         ]
         if still:
             return (
-                f"has {len(still)} of {len(self._start)} weight tensors that have not moved in {len(self.losses)} "
+                f"has {len(still)} of {len(self._start)} weight tensors that have not changed in {len(self.losses)} "
                 f"steps: {', '.join(still[:8])}. Each of them must"
             )
         return differing
 
     def _differing(self) -> str:
-        """Say so where this rank's replica has other weights than most."""
+        """Describe the defect if this rank's replica has other weights than most."""
         if self._setup.strategy != "ddp":
             return ""
         whole = fingerprint(self._training.model.parameters())
-        told = [(high, low) for high, low in self._ranks.gather([whole >> 32, whole & (2**32 - 1)])]
-        [(usual, most), *others] = Counter(told).most_common()
-        if not others or (told[self._ranks.index] == usual and most > others[0][1]):
+        of_ranks = [(high, low) for high, low in self._ranks.gather([whole >> 32, whole & (2**32 - 1)])]
+        [(most_frequent, most), *others] = Counter(of_ranks).most_common()
+        if not others or (of_ranks[self._ranks.index] == most_frequent and most > others[0][1]):
             return ""
         return (
             f"has other weights than other ranks after {len(self.losses)} steps: {len(others) + 1} kinds on "
-            f"{len(told)} ranks. The gradients were not made the same on all of them: look at the all-reduce "
-            "(nccl.all_reduce in this run), and at what skips it"
+            f"{len(of_ranks)} ranks. The gradients are not the same on all of them: check the all-reduce "
+            "(nccl.all_reduce in this run), and what skips it"
         )
 
 
 def _part(weight: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a weight."""
+    """Return this rank's part of a weight."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def _prints(model: nn.Module) -> list[int]:
+def _fingerprints(model: nn.Module) -> list[int]:
     """Return the fingerprint of each weight tensor, of this rank's part if it is sharded."""
     return [fingerprint([_part(weight)]) for weight in model.parameters()]
 
 
-_TRIED_ELEMENTS = 8
+_SAMPLE_ELEMENTS = 8
 
 
 def missing_compiler(device: torch.device) -> str:
-    """Say why torch.compile does not work for a device: "" if it does. Compiles, runs and checks a small function.
+    """Return why torch.compile does not work for a device: "" if it does. Compiles, runs and checks a small function.
 
-    For a GPU it needs triton, and a C compiler for what launches triton's kernels; for the CPU a C++ compiler. Source:
+    For a GPU it needs triton, and a C compiler for triton's launchers; for the CPU a C++ compiler. Source:
     torch.compile's documentation, "torch.compile Troubleshooting".
     """
-    given = torch.arange(_TRIED_ELEMENTS, dtype=torch.float32, device=device)
+    given = torch.arange(_SAMPLE_ELEMENTS, dtype=torch.float32, device=device)
     try:
         with fresh_compiler():
-            found = torch.compile(_tried, fullgraph=True, dynamic=False)(given)
-    # All that a missing or broken compiler raises: RuntimeErrors of torch's own, what the start of a process raises or
-    # its exit code (triton calls a C compiler by itself), and an import of triton that fails.
+            found = torch.compile(_sample, fullgraph=True, dynamic=False)(given)
+    # All errors of a missing or broken compiler: torch's own RuntimeErrors, those of a process's start or its exit
+    # code (triton calls a C compiler by itself), and a failed import of triton.
     except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
-        return f"{type(error).__name__}: {_told(str(error))}"
-    if not torch.equal(found, _tried(given)):
-        return f"what it compiles is wrong: {found.tolist()}, expected {_tried(given).tolist()}"
+        return f"{type(error).__name__}: {_first_line(str(error))}"
+    if not torch.equal(found, _sample(given)):
+        return f"its compiled code is wrong: {found.tolist()}, expected {_sample(given).tolist()}"
     return ""
 
 
 def compile_blocks(model: Decoder) -> None:
-    """Let each block of a decoder be compiled when it first runs; to be called before the blocks are sharded.
+    """Have each block of a decoder compiled when it first runs; to be called before the blocks are sharded.
 
     Compiled by block, not as a whole, all blocks share one compiled function, and the ranks share gradients of one
     block while the next one computes. Source: pytorch/torchtitan, which compiles so.
     """
     for block in model.blocks:
-        # With fullgraph what cannot be compiled is an error, not a silent return to Python.
+        # With fullgraph code that cannot be compiled is an error, not a silent return to Python.
         block.compile(fullgraph=True, dynamic=False)
 
 
 def compile_failed(error: BaseException) -> str:
-    """Say in a line what the compiler had against a model: "" if the error is none of the compiler's."""
+    """Return the compiler's error in a line: "" if the error is none of the compiler's."""
     if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return ""
-    return f"{type(error).__name__}: {_told(str(error))}"
+    return f"{type(error).__name__}: {_first_line(str(error))}"
 
 
 @contextmanager
 def fresh_compiler(*, repeatable: bool = False) -> Iterator[None]:
-    """Forget what was compiled before, and afterwards what was compiled inside.
+    """Free what was compiled before, and on exit what was compiled inside.
 
-    torch keeps a limited number of versions of each function, and holds what those refer to.
+    torch keeps a limited number of versions of each function, and references to what they use.
 
     Args:
-        repeatable: let what is compiled a second time give the same bits. By default the compiler measures which way of
-            summing is faster, and the next time another one may win.
+        repeatable: compile the same code the second time, with the same bits. By default the compiler measures which
+            order of summation is faster, and the next time another one may win.
     """
     torch._dynamo.reset()
     try:
-        # Blocks are the pieces already: cutting them further at the ends of DDP's buckets gains nothing, and cannot be
+        # The blocks are small enough: cutting them further at the ends of DDP's buckets gains nothing, and cannot be
         # done where they are recomputed.
         with torch._dynamo.config.patch(optimize_ddp=False), _unmeasured(repeatable), warnings.catch_warnings():
-            # The compiler warns of what torch does itself. Where warnings are errors, that would look like no compiler.
+            # The compiler warns of torch's own code. Where warnings are errors, that would look like no compiler.
             warnings.filterwarnings("ignore", module=r"torch\.")
             yield
     finally:
@@ -268,18 +268,18 @@ def fresh_compiler(*, repeatable: bool = False) -> Iterator[None]:
 
 
 def _unmeasured(wanted: bool) -> AbstractContextManager[object]:
-    """Keep the compiler from measuring what changes numbers. Source: "deterministic" of torch/_inductor/config.py."""
+    """Keep the compiler from measurements that change numbers. Source: "deterministic" of torch/_inductor/config.py."""
     if not wanted:
         return nullcontext()
     inductor: Any = importlib.import_module("torch._inductor.config")  # slow, so only where something is compiled
     return inductor.patch(deterministic=True) if hasattr(inductor, "deterministic") else nullcontext()
 
 
-def _tried(given: torch.Tensor) -> torch.Tensor:
+def _sample(given: torch.Tensor) -> torch.Tensor:
     return given * 3 + 1
 
 
-def _told(text: str) -> str:
-    """Return the first line that says something: some of torch's errors begin with one that announces the next."""
+def _first_line(text: str) -> str:
+    """Return the first informative line: some of torch's errors begin with one that announces the next."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().endswith("raised:")]
     return (lines[0] if lines else "no reason given").replace(os.path.expanduser("~"), "~")[:200]

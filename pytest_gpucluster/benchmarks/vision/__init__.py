@@ -1,1 +1,1 @@
-"""Training on images: the ResNets, the data sets and their loader, and how many images a second a GPU takes."""
+"""Training on images: the ResNets, the data sets and their loader, and the rate of images a second."""

@@ -63,10 +63,10 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class SyntheticImages:
-    """Images of noise, each with the tint of its class, so that they can be learned.
+    """Images of noise, each with the tint of its class, so that their classes can be learned.
 
-    A few are made, from a seed, when the first one is asked for, and come again and again: what is measured is how a
-    loader hands them over, not how they are made.
+    A few are made from a seed at the first access, and repeated: the measurement is of the loader's transfer, not of
+    how images are made.
     """
 
     rows: int
@@ -102,7 +102,7 @@ class SyntheticImages:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Images of one size in one piece.
+    """Images of one size in one tensor.
 
     Attributes:
         images: uint8, rows x height x width x colours.
@@ -118,7 +118,7 @@ class StoredImages:
 
     Args:
         name: of the data.
-        classes: that it has.
+        classes: number of classes.
         read: reads it. Each worker reads for itself: a pickled tensor would be sent through shared memory.
 
     Raises: as ``read`` does.
@@ -148,7 +148,7 @@ _UNSIGNED_BYTES = 0x08
 
 
 def find_idx(folder: Path) -> tuple[Path, Path] | None:
-    """Return the files of images and of labels in a folder; None if there are no images of this format.
+    """Return the files of images and of labels in a folder; None if it has no images of this format.
 
     Raises: EnvironmentBroken if there are images, and no labels.
     """
@@ -156,14 +156,15 @@ def find_idx(folder: Path) -> tuple[Path, Path] | None:
     if images is None:
         return None
     if labels is None:
-        raise EnvironmentBroken(f"{images}: beside it there is neither {LABELS} nor {LABELS}.gz")
+        raise EnvironmentBroken(f"{images}: neither {LABELS} nor {LABELS}.gz is next to it")
     return images, labels
 
 
 def open_idx(images: Path, labels: Path) -> StoredImages:
     """Open images and their labels.
 
-    Raises: EnvironmentBroken, with the file, if one cannot be read, is no such file, or is not as long as it says.
+    Raises: EnvironmentBroken, with the file, if one cannot be read, is no such file, or has not the length that its
+        header states.
     """
     found = StoredImages("idx", 0, partial(read_idx, images, labels))
     found.classes = max(found[row][1] for row in range(len(found))) + 1
@@ -207,7 +208,7 @@ def _read(path: Path, *, dimensions: int) -> torch.Tensor:
     due = header + math.prod(shape)
     if size != due:
         raise EnvironmentBroken(
-            f"{path}: has {size} bytes, and its header tells of {' x '.join(map(str, shape))}, which is {due}: it is "
+            f"{path}: has {size} bytes, and its header states {' x '.join(map(str, shape))}, which is {due}: it is "
             f"{'cut off' if size < due else 'too long'}. Copy it again"
         )
     if path.suffix == ".gz":
@@ -226,9 +227,9 @@ INSTEAD = "Take the binary version (cifar-10-binary.tar.gz) instead, or copy it 
 
 
 def find_cifar(folder: Path) -> list[Path] | None:
-    """Return the five files of a folder, those of the binary version if both are there; None if there are none.
+    """Return the five files of a folder, those of the binary version if both exist; None if there are none.
 
-    Raises: EnvironmentBroken if only some are there.
+    Raises: EnvironmentBroken if only some exist.
     """
     for suffix in (".bin", ""):
         paths = [folder / f"{name}{suffix}" for name in FILES]
@@ -236,14 +237,14 @@ def find_cifar(folder: Path) -> list[Path] | None:
         if not missing:
             return paths
         if len(missing) < len(paths):
-            raise EnvironmentBroken(f"{missing[0]}: is not there, and CIFAR-10 has {', '.join(FILES)}")
+            raise EnvironmentBroken(f"{missing[0]}: is missing, and CIFAR-10 has {', '.join(FILES)}")
     return None
 
 
 def open_cifar(paths: list[Path]) -> StoredImages:
     """Open the files of CIFAR-10.
 
-    Raises: EnvironmentBroken, with the file, if one cannot be read or is not what it must be.
+    Raises: EnvironmentBroken, with the file, if one cannot be read or has another format.
     """
     return StoredImages("cifar-10", CLASSES, partial(read_cifar, paths))
 
@@ -295,7 +296,7 @@ def _read_pickled(path: Path) -> tuple[torch.Tensor, list[int]]:
         raise EnvironmentBroken(f'{path}: b"data" is an array of {array.dtype}, {array.shape}. {INSTEAD}')
     if size != array.shape[0] * _IMAGE_BYTES or len(labels) != array.shape[0] or not labels:
         raise EnvironmentBroken(
-            f"{path}: has {len(labels)} labels, {array.shape[0]} rows and {size} bytes, and they do not go together"
+            f"{path}: has {len(labels)} labels, {array.shape[0]} rows and {size} bytes, which do not match"
         )
     if not all(type(label) is int for label in labels):
         raise EnvironmentBroken(f"{path}: has labels that are no whole numbers. {INSTEAD}")
@@ -309,11 +310,11 @@ class _Dtype:
         self.name = name.decode("ascii") if isinstance(name, bytes) else str(name)
 
     def __setstate__(self, _state: object) -> None:
-        pass  # byte order and alignment, which bytes have not
+        pass  # byte order and alignment, which bytes do not have
 
 
 class _Array:
-    """Stands for numpy.ndarray: what its pickle says of it, without numpy."""
+    """Stands for numpy.ndarray: its pickled state, without numpy."""
 
     shape: tuple[int, ...] = ()
     dtype = "nothing"
@@ -335,7 +336,7 @@ def _reconstruct(kind: object, *_shape_and_type: object) -> _Array:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads plain values and numpy's arrays. Nothing else can be named in the file, so nothing of it is run."""
+    """Reads plain values and numpy's arrays. Any other name in the file is an error, so none of its code is run."""
 
     KNOWN: ClassVar[dict[tuple[str, str], object]] = {
         ("numpy", "dtype"): _Dtype,
@@ -345,27 +346,27 @@ class _Unpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name of numpy.
+        """Return the substitute for a name of numpy.
 
         Raises: EnvironmentBroken for any other name.
         """
         if (module, name) not in self.KNOWN:
-            raise EnvironmentBroken(f"its pickle wants to run {module}.{name}, and only numpy's arrays may be in it")
+            raise EnvironmentBroken(f"its pickle refers to {module}.{name}, and only numpy's arrays are allowed in it")
         return self.KNOWN[module, name]
 
     def persistent_load(self, _pid: object) -> Any:
-        """Refuse. Raises: EnvironmentBroken."""
-        raise EnvironmentBroken("its pickle refers to something outside of it")
+        """Reject external references. Raises: EnvironmentBroken."""
+        raise EnvironmentBroken("its pickle refers to an external object")
 
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 class ImageFolder:
-    """Images that are read and decoded one by one, when they are asked for.
+    """Images that are read and decoded one by one, on access.
 
-    Each is scaled and cut at its centre to a square. No image is turned or cut at random: what is measured is the
-    same from run to run.
+    Each is scaled and cropped at its centre to a square. No image is rotated or cropped at random: the measurement is
+    the same from run to run.
 
     Args:
         folder: whose folders are the classes, numbered in the order of their names.
@@ -429,7 +430,7 @@ def _visible(folder: Path) -> list[str]:
 
 
 PLACES = ("", "raw", "FashionMNIST/raw", "cifar-10-batches-bin", "cifar-10-batches-py")
-"""Where the files of a data set may lie, below the path that was given: as its archive and as torchvision lay them."""
+"""Where the files of a data set may lie, below the given path: as in its archive or as torchvision stores them."""
 
 ALLOWED = (
     "the IDX files of FashionMNIST or MNIST (train-images-idx3-ubyte, train-labels-idx1-ubyte, also as .gz), the five "
@@ -439,17 +440,17 @@ ALLOWED = (
 
 
 def open_images(path: Path, *, side: int) -> Images:
-    """Open the training images under a path. Not collective, and nothing but files is touched.
+    """Open the training images under a path. Not collective; reads files only.
 
     Args:
         path: a folder.
         side: of the squares to which files of an image each are scaled. Data sets of one size keep theirs.
 
-    Raises: EnvironmentBroken, with the file, if there is nothing, nothing known, or something broken.
+    Raises: EnvironmentBroken, with the file, if there is no data, or it is unknown or broken.
     """
     if not path.is_dir():
-        what = "is a file, and must be a folder" if path.exists() else "is not there"
-        raise EnvironmentBroken(f"{path}: {what}. Name the folder: --gpucluster-data images=FOLDER")
+        what = "is a file, and must be a folder" if path.exists() else "does not exist"
+        raise EnvironmentBroken(f"{path}: {what}. Give the folder: --gpucluster-data images=FOLDER")
     for place in PLACES:
         folder = path / place
         files = find_idx(folder)

@@ -1,6 +1,6 @@
 """Endless batches of a rank's images from worker processes, and whether shared memory has room for them.
 
-A worker hands each batch over in shared memory, which is a file in /dev/shm under either of torch's sharing strategies
+A worker passes on each batch in shared memory, which is a file in /dev/shm under either of torch's sharing strategies
 (``file_descriptor`` only removes its name at once). Where it is full, a worker fails, or the kernel kills it by SIGBUS.
 So the room for all ranks of a node is checked before the first worker is started. Source: torch.multiprocessing,
 sharing strategies; tmpfs(5).
@@ -31,30 +31,30 @@ from pytest_gpucluster.errors import EnvironmentBroken
 FOLDER = Path("/dev/shm")
 
 SAFETY = 1.25
-"""Source: this suite's rule. NCCL and other users of /dev/shm take their part after it was looked at."""
+"""Source: this suite's rule. NCCL and other users of /dev/shm take their part after the check."""
 
 _PAGE_BYTES = 4096
 _UNLIMITED_BYTES = 2**52
-"""Stands for a tmpfs without a size. Numbers travel between ranks as fp64."""
+"""Stands for a tmpfs without a size. Numbers are exchanged between ranks as fp64."""
 
 REMEDY = (
     "Make it larger: docker run --shm-size={size}g, or --ipc=host; in Kubernetes mount an emptyDir with medium: Memory "
-    "at /dev/shm; on bare metal and under Slurm mount -o remount,size={size}G /dev/shm. Or ask for less: "
+    "at /dev/shm; on bare metal and under Slurm mount -o remount,size={size}G /dev/shm. Or reduce the need: "
     "--gpucluster-workload vision.workers=2 --gpucluster-workload vision.prefetch=2"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """What a file system for shared memory has. ``device`` tells it from others on the same host."""
+class SharedMemory:
+    """The size of a file system for shared memory. ``device`` distinguishes it from others on the same host."""
 
     total_bytes: int
     free_bytes: int
     device: int
 
 
-def inspect_shared_memory(folder: Path = FOLDER) -> Room:
-    """Return what /dev/shm of this process has.
+def inspect_shared_memory(folder: Path = FOLDER) -> SharedMemory:
+    """Return the size of /dev/shm of this process.
 
     Raises: OSError if there is none.
     """
@@ -62,10 +62,10 @@ def inspect_shared_memory(folder: Path = FOLDER) -> Room:
     total, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
     if found.f_blocks == 0:  # a tmpfs that was mounted without a limit
         total = free = _UNLIMITED_BYTES
-    return Room(total_bytes=total, free_bytes=free, device=folder.stat().st_dev)
+    return SharedMemory(total_bytes=total, free_bytes=free, device=folder.stat().st_dev)
 
 
-Look = Callable[[], Room]
+Inspect = Callable[[], SharedMemory]
 
 
 def needed_bytes(tensors_bytes: Sequence[int], *, workers: int, prefetch: int) -> int:
@@ -74,9 +74,9 @@ def needed_bytes(tensors_bytes: Sequence[int], *, workers: int, prefetch: int) -
     Args:
         tensors_bytes: sizes of the tensors of one batch. Each is a file of its own, in whole pages.
         workers: of the rank. With none nothing is shared.
-        prefetch: batches that each worker makes ahead.
+        prefetch: batches that each worker reads ahead.
 
-    Beside those that are made ahead, one batch is in use and one is on its way into pinned memory.
+    Besides those that are read ahead, one batch is in use and one is being copied into pinned memory.
     """
     if workers == 0:
         return 0
@@ -84,8 +84,8 @@ def needed_bytes(tensors_bytes: Sequence[int], *, workers: int, prefetch: int) -
     return (workers * prefetch + 2) * batch
 
 
-def require_shared_memory(ranks: Ranks, *, node: int, needed: int, look: Look = inspect_shared_memory) -> None:
-    """Make sure, on all ranks alike, that each node has enough shared memory for all of its ranks together.
+def require_shared_memory(ranks: Ranks, *, node: int, needed: int, inspect: Inspect = inspect_shared_memory) -> None:
+    """Check, on all ranks alike, that each node has enough shared memory for all of its ranks together.
 
     Collective: every rank of the group must call this.
 
@@ -93,40 +93,40 @@ def require_shared_memory(ranks: Ranks, *, node: int, needed: int, look: Look = 
         ranks: that are about to start workers.
         node: number of this rank's node.
         needed: bytes for this rank, of :func:`needed_bytes`.
-        look: where this rank looks.
+        inspect: returns this rank's shared memory.
 
-    Raises: EnvironmentBroken on all ranks, if there is too little anywhere: names the rank, what was found, what is
+    Raises: EnvironmentBroken on all ranks, if there is too little on any node: names the rank, what was found, what is
         needed and what to do.
     """
     try:
-        mine = look()
+        mine = inspect()
         known = [mine.device, mine.total_bytes, mine.free_bytes]
     except OSError:
         known = [-1, 0, 0]
-    told = [[int(number) for number in numbers] for numbers in ranks.gather([node, *known, needed])]
+    of_ranks = [[int(number) for number in numbers] for numbers in ranks.gather([node, *known, needed])]
     # Ranks of one node share it, unless each is in a container of its own.
-    together: dict[tuple[int, int], list[int]] = {}
-    for index, (its_node, device, *_) in enumerate(told):
-        together.setdefault((its_node, device), []).append(index)
-    for (_, device), indices in together.items():
-        wanted = math.ceil(SAFETY * sum(told[index][4] for index in indices))
-        first, (total, free) = indices[0], told[indices[0]][2:4]
+    sharing: dict[tuple[int, int], list[int]] = {}
+    for index, (its_node, device, *_) in enumerate(of_ranks):
+        sharing.setdefault((its_node, device), []).append(index)
+    for (_, device), indices in sharing.items():
+        wanted = math.ceil(SAFETY * sum(of_ranks[index][4] for index in indices))
+        first, (total, free) = indices[0], of_ranks[indices[0]][2:4]
         if not wanted or (device >= 0 and free >= wanted):
             continue
         remedy = REMEDY.format(size=math.ceil((wanted + total - free) / 2**30))
-        found = f"has {_gib(free)} free of {_gib(total)}" if device >= 0 else "cannot be looked at"
+        found = f"has {_gib(free)} free of {_gib(total)}" if device >= 0 else "cannot be inspected"
         raise EnvironmentBroken(
             f"{ranks.name(first)}: {FOLDER} {found}, and the DataLoader workers of the {len(indices)} ranks that share "
             f"it need {_gib(wanted)}. {remedy}"
         )
 
 
-def shared_memory_shortage(look: Look = inspect_shared_memory) -> str:
-    """Say what there is of /dev/shm now, and how to have more, after something has failed for want of it."""
+def shared_memory_shortage(inspect: Inspect = inspect_shared_memory) -> str:
+    """Return the present size of /dev/shm, and how to enlarge it, after a failure for lack of it."""
     try:
-        room = look()
+        room = inspect()
     except OSError as error:
-        return f"{FOLDER} cannot be looked at: {error}. {REMEDY.format(size=16)}"
+        return f"{FOLDER} cannot be inspected: {error}. {REMEDY.format(size=16)}"
     twice = max(1, math.ceil(2 * room.total_bytes / 2**30))
     return f"{FOLDER} has {_gib(room.free_bytes)} free of {_gib(room.total_bytes)} now. {REMEDY.format(size=twice)}"
 
@@ -139,16 +139,16 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 """Images, uint8, batch x height x width x colours, and labels, int64, batch."""
 
 _END_SECONDS = 2.0
-"""How long workers that nothing has ended may take to end by themselves."""
+"""How long workers may take to end by themselves."""
 
 _DEAD_SECONDS = 1.0
-"""How long it may take until it is known how a worker has ended."""
+"""How long it may take until a worker's exit code is known."""
 
 
-class EpochAfterEpoch(Sampler[list[int]]):
+class EndlessBatchSampler(Sampler[list[int]]):
     """The rows of batch after batch without an end. An epoch's rest goes into the first batch of the next one.
 
-    Between the epochs of a usual loop the workers run dry, which says more of how large the data set is than of how
+    Between the epochs of a usual loop the workers run dry, so that the rate would depend on the size of the data set.
     fast it is read.
     """
 
@@ -171,18 +171,18 @@ class Batches:
     """Batches of one rank.
 
     Each worker is a process of its own, and ends with the rank, however that ends. Where one dies, or an image cannot
-    be read, the next batch is an error: nothing is left out.
+    be read, the next batch is an error: no image is skipped.
 
     Args:
         images: to read.
         batch: images of a batch.
-        workers: processes; with none the rank reads for itself, as it needs them.
-        prefetch: batches that each worker makes ahead.
-        rank, world_size: which share of the images.
+        workers: number of processes; with none the rank itself reads each batch.
+        prefetch: batches that each worker reads ahead.
+        rank, world_size: select the share of the images.
         seed: of their order.
-        pinned: hand them over in pinned memory, from which a GPU copies while the rank goes on.
+        pinned: return them in pinned memory, from which a GPU copies while the rank continues.
         make_sampler: as torch's ``DistributedSampler``.
-        look: at /dev/shm, where a worker dies.
+        inspect: of /dev/shm, where a worker dies.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Batches:
         seed: int,
         pinned: bool,
         make_sampler: MakeSampler = DistributedSampler,
-        look: Look = inspect_shared_memory,
+        inspect: Inspect = inspect_shared_memory,
     ) -> None:
         settings: dict[str, Any] = {}
         if workers:
@@ -206,83 +206,83 @@ class Batches:
                 "prefetch_factor": prefetch,
                 "persistent_workers": True,
             }
-        rows = EpochAfterEpoch(images, batch=batch, rank=rank, world_size=world_size, seed=seed, make=make_sampler)
+        rows = EndlessBatchSampler(images, batch=batch, rank=rank, world_size=world_size, seed=seed, make=make_sampler)
         loader = DataLoader(
             _Readable(images),
             batch_sampler=rows,
             num_workers=workers,
-            collate_fn=_together,
+            collate_fn=_collate,
             pin_memory=pinned,
             worker_init_fn=_end_with_rank,
             **settings,
         )
-        self._look = look
+        self._inspect = inspect
         before = set(multiprocessing.active_children())
         self._batches: Iterator[Any] | None = iter(loader)
         self._workers: list[BaseProcess] = [one for one in multiprocessing.active_children() if one not in before]
 
     def __next__(self) -> Batch:
-        """Return the next batch. It waits for it, and looks every few seconds whether the workers are alive.
+        """Return the next batch. While it waits, it checks every few seconds whether the workers are alive.
 
         Raises: EnvironmentBroken if an image cannot be read, or a worker has died.
         """
         if self._batches is None:
             raise ValueError("these batches have been closed")
-        made: Any = None
-        why = ""
+        batch: Any = None
+        problem = ""
         try:
-            made = next(self._batches)
+            batch = next(self._batches)
         except (RuntimeError, OSError, EOFError) as error:
-            # A worker can die after it has told of a batch, and before it has handed it over: then a connection breaks.
-            why = self._why_dead() or _why_not_shared(error, self._look)
-            if not why:
+            # A worker can die after it has announced a batch and before it has passed it on: then a connection breaks.
+            problem = self._dead_worker() or _shared_memory_error(error, self._inspect)
+            if not problem:
                 raise
-        # Not inside: what is raised there would keep the iterator, and with it the other workers, in its context.
-        if why:
-            raise EnvironmentBroken(why)
-        if isinstance(made, _Unreadable):
-            raise EnvironmentBroken(made.why)
-        images, labels = made
+        # Not inside: an exception raised there would keep the iterator, and with it the other workers, in its context.
+        if problem:
+            raise EnvironmentBroken(problem)
+        if isinstance(batch, _Unreadable):
+            raise EnvironmentBroken(batch.reason)
+        images, labels = batch
         return images, labels
 
     def close(self) -> None:
-        """End the workers and wait for them. There is no next batch then."""
-        self._batches = None  # its finalizer ends them, unless a traceback still holds it
+        """End the workers and wait for them. There is no next batch after it."""
+        self._batches = None  # its finalizer ends them, unless a traceback still refers to it
         for worker in self._workers:
             worker.join(_END_SECONDS / len(self._workers))
             if worker.is_alive():
                 worker.terminate()
                 worker.join(_END_SECONDS)
 
-    def _why_dead(self) -> str:
+    def _dead_worker(self) -> str:
         for worker in self._workers:
             worker.join(_DEAD_SECONDS / len(self._workers))
             code = worker.exitcode
             if code is None or code == 0:
                 continue
-            who = f"DataLoader worker (process {worker.pid})"
+            name = f"DataLoader worker (process {worker.pid})"
             if code == -signal.SIGBUS:
-                shortage = shared_memory_shortage(self._look)
-                return f"{who} died of SIGBUS, as a rule because shared memory is full. {shortage}"
+                shortage = shared_memory_shortage(self._inspect)
+                return f"{name} died of SIGBUS, usually because shared memory is full. {shortage}"
             if code == -signal.SIGKILL:
                 return (
-                    f"{who} was killed (SIGKILL), as a rule by the kernel for want of memory: look at dmesg and at the "
-                    "memory limit of the job or container, or ask for fewer: --gpucluster-workload vision.workers=2"
+                    f"{name} was killed (SIGKILL), usually by the kernel for lack of memory: check dmesg and the "
+                    "memory limit of the job or container, or use fewer: --gpucluster-workload vision.workers=2"
                 )
             how = f"died of {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            return f"{who} {how}. What it has printed is in the output of this test"
+            return f"{name} {how}. Its output is in the output of this test"
         return ""
 
 
 class _Unreadable:
-    """Comes from a worker in the place of a batch."""
+    """What a worker returns instead of a batch that it cannot read."""
 
-    def __init__(self, why: str) -> None:
-        self.why = why
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
 
 class _Readable(Dataset["Sample | _Unreadable"]):
-    """Images of which one that cannot be read is told as a value: an exception would get a worker's traceback."""
+    """Images whose read errors are returned as values: an exception would get a worker's traceback."""
 
     def __init__(self, images: Images) -> None:
         self._images = images
@@ -297,9 +297,9 @@ class _Readable(Dataset["Sample | _Unreadable"]):
             return _Unreadable(str(error))
 
 
-def _together(samples: list[Sample | _Unreadable]) -> Any:
+def _collate(samples: list[Sample | _Unreadable]) -> Any:
     unreadable = next((one for one in samples if isinstance(one, _Unreadable)), None)
-    # default_collate makes the batch in shared memory at once, where a lack of it is an exception.
+    # default_collate makes the batch directly in shared memory, where a lack of it is an exception.
     return default_collate(samples) if unreadable is None else unreadable
 
 
@@ -320,11 +320,11 @@ def _end_with_rank(_worker: int) -> None:
     threading.Thread(target=wait, args=(rank.join,), daemon=True).start()
 
 
-def _why_not_shared(error: Exception, look: Look) -> str:
+def _shared_memory_error(error: Exception, inspect: Inspect) -> str:
     # Source: torch, ATen/MapAllocator.cpp, "unable to allocate shared memory(shm) for file".
     if "shared memory" not in str(error) and "No space left on device" not in str(error):
         return ""
-    return f"a DataLoader worker found no room for its batch in shared memory. {shared_memory_shortage(look)}"
+    return f"a DataLoader worker found no room for its batch in shared memory. {shared_memory_shortage(inspect)}"
 
 
 def _signal_name(number: int) -> str:

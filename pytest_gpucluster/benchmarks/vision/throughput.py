@@ -1,4 +1,4 @@
-"""How many images a second each GPU is trained on, by all ranks together, and whether that training is right."""
+"""Images a second of each GPU in training, by all ranks together, and whether that training is right."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks.blocks import BLOCK_SECONDS
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_returned
-from pytest_gpucluster.benchmarks.training.ddp import halves, whole
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_released
+from pytest_gpucluster.benchmarks.training.ddp import halves, join_halves
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.vision.datasets import Images
 from pytest_gpucluster.benchmarks.vision.loader import Batch, Batches, needed_bytes, require_shared_memory
 from pytest_gpucluster.benchmarks.vision.throughput_setup import (
     CLASSES,
     COLOURS,
+    COMPONENTS,
     NETWORKS,
-    PIECES,
     SMALLEST_SIDE,
+    Components,
     ImageRate,
-    Pieces,
     Setup,
     as_input,
     outputs_of,
@@ -40,19 +40,19 @@ from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP,
 LEARNING_RATE = 1e-3
 
 LEAST_STEPS = 16
-"""Are taken in any case, so that the loss has had time to fall. Source: this suite's rule."""
+"""A minimum, so that the loss has had time to fall. Source: this suite's rule."""
 
 _WARMUP_STEPS = 3
-"""At least: the first chooses convolutions, and after it DistributedDataParallel orders its buckets anew."""
+"""A minimum: the first selects convolutions, and after it DistributedDataParallel reorders its buckets."""
 
 _STATE_BYTES = 16
 """A weight, its gradient and both moments of AdamW, all fp32."""
 
 _OUTPUT_BYTES = 4
-"""Kept for each number that a layer puts out: bf16, and as much again for gradients and what a convolution works with.
+"""Kept for each output of a layer: bf16, and as much again for gradients and a convolution's workspace.
 An estimate from above. Source: this suite's rule."""
 
-_PLENTY_BYTES = 2**52
+_UNKNOWN_BYTES = 2**52
 
 
 def image_rate(
@@ -66,7 +66,7 @@ def image_rate(
     seed: int = 0,
     during: AbstractContextManager[object] | None = None,
     clock: Clock | None = None,
-    pieces: Pieces | None = None,
+    components: Components | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> ImageRate | None:
     """Train a ResNet with DistributedDataParallel, products in bf16 by autocast, channels last, and AdamW.
@@ -74,39 +74,39 @@ def image_rate(
     Collective: every rank of the group must call this, with the same setup, images, sampling and seed.
 
     A step takes the next batch from the loader, copies it to the device, and goes forward, backward and through the
-    optimizer. A sample is a block of steps. Time is the device's own: it passes while the device waits for the next
-    batch, and that part is told. After each block the ranks tell each other how it went, and the first one decides for
-    all whether another is wanted, by the slowest rank. So all end together; the ranks at fault raise, and the others
-    have nothing to say. At the end the ranks compare their weights.
+    optimizer. A sample is a block of steps. Time is the device's own: it includes the device's wait for the next batch,
+    and that part is returned. After each block the ranks exchange their results, and the first one decides for all
+    whether another is needed, by the slowest rank. So all end together; the ranks at fault raise, and the others
+    return None. At the end the ranks compare their weights.
 
     Args:
         group: the ranks that take part; None: this rank alone.
         device: where this rank trains.
-        setup: what is trained.
+        setup: of the training.
         images: opens the images; called on each rank, before anything else.
         node: number of this rank's node; its ranks share /dev/shm.
-        sampling: how long to warm up and to measure, and how sure to be.
+        sampling: how long to warm up and to measure, and the required confidence.
         seed: of weights and order.
         during: entered for the time of the blocks that count.
         clock: takes the time; by default the device's own.
-        pieces: what the training is made of; by default ``PIECES`` of this module.
+        components: of the training; by default ``COMPONENTS`` of this module.
         now: the time of day of the first rank, in seconds.
 
-    Returns: what was found; None where another rank raises.
+    Returns: the result; None where another rank raises.
 
     Raises:
-        WrongResult: on the rank at fault, or on every rank where none is to be told from the others: a loss is not
-            finite, or the ranks end with different weights.
+        WrongResult: on the rank at fault, or on every rank where none can be identified: a loss is not finite, or the
+            ranks end with different weights.
         EnvironmentBroken: the images cannot be read, a worker died, or memory is too little, on the device or in
             /dev/shm; the ranks do not train the same.
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         ImportError: transformers is missing.
     """
     try:
-        # DistributedDataParallel and its hooks hold each other.
-        with memory_returned(circles=True), _fastest_convolutions():
-            # No name for it here, or this frame would hold model and replica when their memory is to be given back.
-            return _Training(group, device, setup, seed, clock or clock_for(device), pieces or PIECES, now).run(
+        # DistributedDataParallel and its hooks refer to each other.
+        with memory_released(cycles=True), _fastest_convolutions():
+            # No name for it here, or this frame would keep model and replica when their memory is to be freed.
+            return _Training(group, device, setup, seed, clock or clock_for(device), components or COMPONENTS, now).run(
                 images, node, sampling, during or nullcontext()
             )
     finally:
@@ -115,12 +115,12 @@ def image_rate(
 
 
 class _AnotherRankFailed(Exception):
-    """This rank has nothing to say: another one raises."""
+    """This rank has no defect of its own: another one raises."""
 
 
 @dataclass(kw_only=True)
 class _Block:
-    """A block of steps, as each rank in turn tells of it."""
+    """A block of steps, with the values of each rank."""
 
     seconds: list[float]
     wait_ratios: list[float]
@@ -134,11 +134,11 @@ class _Training:
         setup: Setup,
         seed: int,
         clock: Clock,
-        pieces: Pieces,
+        components: Components,
         now: Callable[[], float],
     ) -> None:
         self._group, self._device, self._setup, self._seed = group, device, setup, seed
-        self._clock, self._pieces, self._now = clock, pieces, now
+        self._clock, self._components, self._now = clock, components, now
         self._ranks = Ranks(group, device)
         self._failure: EnvironmentBroken | None = None
         self._batches: Batches | None = None
@@ -199,11 +199,11 @@ class _Training:
         except OSError as error:
             failure = EnvironmentBroken(f"the images cannot be read: {error}")
         facts[2] = zlib.crc32(repr((self._setup, sampling, self._seed)).encode())
-        told = self._share(failure, facts)
+        of_ranks = self._share(failure, facts)
         assert opened is not None  # or the failure has been raised
-        for index, mine in enumerate(told):
-            if mine != told[0]:
-                what = "setups" if mine[2] != told[0][2] else f"images ({mine[0]:.0f} and {told[0][0]:.0f})"
+        for index, mine in enumerate(of_ranks):
+            if mine != of_ranks[0]:
+                what = "setups" if mine[2] != of_ranks[0][2] else f"images ({mine[0]:.0f} and {of_ranks[0][0]:.0f})"
                 raise EnvironmentBroken(
                     f"{self._ranks.name(index)} and {self._ranks.name(0)} train with different {what}. Give all nodes "
                     "the same suite, profile, workload and data"
@@ -214,10 +214,10 @@ class _Training:
         setup = self._setup
         sizes = (setup.batch * math.prod(images.shape), 8 * setup.batch)  # uint8 and int64
         needed = needed_bytes(sizes, workers=setup.workers, prefetch=setup.prefetch)
-        require_shared_memory(self._ranks, node=node, needed=needed, look=self._pieces.look)
+        require_shared_memory(self._ranks, node=node, needed=needed, inspect=self._components.inspect)
 
     def _make(self, images: Images) -> int:
-        """Make network, replica and optimizer; return the number of parameters."""
+        """Create network, replica and optimizer; return the number of parameters."""
         setup = self._setup
         classes = head_of(images)
         side = max(images.shape[:2])
@@ -232,10 +232,10 @@ class _Training:
                 f"choose a smaller batch: --gpucluster-workload vision.batch={max(2, setup.batch // 2)}"
             )
         self._share(failure, [])
-        self._model = self._pieces.make(setup.network, self._device, classes=classes, seed=self._seed)
+        self._model = self._components.make(setup.network, self._device, classes=classes, seed=self._seed)
         self._replica = self._model
         if self._group is not None:
-            self._replica = self._pieces.replicate(self._model, self._device, self._group)
+            self._replica = self._components.replicate(self._model, self._device, self._group)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
         return sum(weight.numel() for weight in self._model.parameters())
 
@@ -243,7 +243,7 @@ class _Training:
         """Start the workers, and wait for the first batch of every rank."""
         setup = self._setup
         try:
-            self._batches = self._pieces.batches(
+            self._batches = self._components.batches(
                 images,
                 batch=setup.batch,
                 workers=setup.workers,
@@ -251,9 +251,9 @@ class _Training:
                 rank=self._ranks.index,
                 world_size=self._ranks.count,
                 seed=self._seed,
-                # Only from pinned memory can a copy go on while the host does something else.
+                # Only from pinned memory can a copy overlap with the host's work.
                 pinned=self._device.type == "cuda",
-                look=self._pieces.look,
+                inspect=self._components.inspect,
             )
             self._take()
         except OSError as error:
@@ -263,7 +263,7 @@ class _Training:
     # ---- steps
 
     def _take(self) -> Batch:
-        """Return the next batch. Where it fails, the last one again, until the ranks have heard of it."""
+        """Return the next batch. Where it fails, the last one again, until the ranks have exchanged the failure."""
         assert self._batches is not None  # they are made before the first step
         if self._failure is None:
             try:
@@ -277,16 +277,16 @@ class _Training:
         images, labels = (part.to(self._device, non_blocking=True) for part in batch)
         with torch.autocast(self._device.type, dtype=torch.bfloat16):
             logits = self._replica(as_input(images))
-        loss = self._pieces.loss(logits, labels)
+        loss = self._components.loss(logits, labels)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._pieces.update(self._model, self._optimizer)
+        self._components.update(self._model, self._optimizer)
         return loss.detach()
 
     def _block(self, steps: int) -> _Block:
-        """Take some steps. All ranks hear how it went on each, and of what has failed.
+        """Take some steps. The ranks exchange their results and failures.
 
-        On a GPU the host runs ahead: a region around the wait for a batch is as long as the GPU has nothing to do.
+        On a GPU the host runs ahead: a region around the wait for a batch is as long as the GPU is idle.
         """
         losses = []
         for _ in range(steps):
@@ -295,21 +295,21 @@ class _Training:
             with self._clock.region():
                 losses.append(self._step(batch))
         regions = self._clock.read()
-        seen = torch.stack(losses).tolist()
-        first_bad = next((step for step, loss in enumerate(seen) if not math.isfinite(loss)), steps)
+        values = torch.stack(losses).tolist()
+        first_bad = next((step for step, loss in enumerate(values) if not math.isfinite(loss)), steps)
         seconds = sum(regions)
-        told = self._share(self._failure, [seconds, sum(regions[::2]), first_bad])
-        self._require_finite([int(mine[2]) for mine in told], steps, seen)
-        self._losses += seen
-        stopped = [index for index, mine in enumerate(told) if not 0 < mine[0] < math.inf]
+        of_ranks = self._share(self._failure, [seconds, sum(regions[::2]), first_bad])
+        self._require_finite([int(mine[2]) for mine in of_ranks], steps, values)
+        self._losses += values
+        stopped = [index for index, mine in enumerate(of_ranks) if not 0 < mine[0] < math.inf]
         if stopped:
             raise InconclusiveMeasurement(
                 f"the clock of {self._ranks.name(stopped[0])} did not advance: {steps} steps took "
-                f"{told[stopped[0]][0]} s"
+                f"{of_ranks[stopped[0]][0]} s"
             )
-        return _Block(seconds=[mine[0] for mine in told], wait_ratios=[mine[1] / mine[0] for mine in told])
+        return _Block(seconds=[mine[0] for mine in of_ranks], wait_ratios=[mine[1] / mine[0] for mine in of_ranks])
 
-    def _require_finite(self, first_bad: list[int], steps: int, seen: list[float]) -> None:
+    def _require_finite(self, first_bad: list[int], steps: int, losses: list[float]) -> None:
         # One rank's NaN is in all ranks' gradients, and so in all losses from the next step on.
         earliest = min(first_bad)
         if earliest == steps:
@@ -317,7 +317,7 @@ class _Training:
         if first_bad[self._ranks.index] != earliest:
             raise _AnotherRankFailed
         raise WrongResult(
-            f"{self._ranks.name(self._ranks.index)} has a loss of {seen[earliest]} in step "
+            f"{self._ranks.name(self._ranks.index)} has a loss of {losses[earliest]} in step "
             f"{len(self._losses) + earliest + 1}, and it must be finite. Repeat test_training_step and the "
             "matmul tests on its GPU"
         )
@@ -345,59 +345,59 @@ class _Training:
         )
 
     def _warm_up(self, sampling: Sampling) -> int:
-        """Take steps until the time is up; return how many make a block."""
+        """Take steps until the time is up; return the number of steps of a block."""
         wanted = min(BLOCK_SECONDS, sampling.window_seconds / MIN_SAMPLES)
         begin, steps, more = self._now(), 1, 1.0
         while more:
             each = max(self._block(steps).seconds) / steps
-            going_on = len(self._losses) < _WARMUP_STEPS or self._now() - begin < sampling.warmup_seconds
+            continues = len(self._losses) < _WARMUP_STEPS or self._now() - begin < sampling.warmup_seconds
             # The first step takes far longer than the others, so the number may only grow step by step.
             grown = max(1, min(10 * steps, round(wanted / each)))
-            steps, more = (int(number) for number in self._ranks.of_first([grown, going_on]))
+            steps, more = (int(number) for number in self._ranks.of_first([grown, continues]))
         return steps
 
     # ---- between the ranks
 
     def _share(self, failure: EnvironmentBroken | None, numbers: list[float]) -> list[list[float]]:
-        """Return every rank's numbers, unless a rank has failed: then it raises, and all others give up."""
-        told = self._ranks.gather([failure is not None, *numbers])
+        """Return every rank's numbers, unless a rank has failed: then it raises, and all others stop."""
+        of_ranks = self._ranks.gather([failure is not None, *numbers])
         if failure is not None:
             raise failure
-        if any(failed for failed, *_ in told):
+        if any(failed for failed, *_ in of_ranks):
             raise _AnotherRankFailed
-        return [mine for _, *mine in told]
+        return [mine for _, *mine in of_ranks]
 
     def _compare_weights(self) -> None:
-        found = [whole(*mine) for mine in self._ranks.gather(halves(fingerprint(self._model.parameters())))]
-        [(usual, most), *others] = Counter(found).most_common()
+        found = [join_halves(*mine) for mine in self._ranks.gather(halves(fingerprint(self._model.parameters())))]
+        [(most_frequent, most), *others] = Counter(found).most_common()
         if not others:
             return
-        cause = "Look at the all-reduce (nccl.all_reduce in this run), and at what skips it"
+        cause = "Check the all-reduce (nccl.all_reduce in this run), and what skips it"
         me = self._ranks.index
         if most == others[0][1]:
             raise WrongResult(
                 f"{self._ranks.name(me)} has other weights at the end than other ranks: {len(found)} ranks have "
                 f"{len(others) + 1} kinds, none of them most. {cause}"
             )
-        if found[me] == usual:
+        if found[me] == most_frequent:
             raise _AnotherRankFailed
         raise WrongResult(
             f"{self._ranks.name(me)} has other weights at the end than most ranks: fingerprint {found[me]:016x}, on "
-            f"{most} of {len(found)} ranks it is {usual:016x}. {cause}"
+            f"{most} of {len(found)} ranks it is {most_frequent:016x}. {cause}"
         )
 
 
 def head_of(images: Images) -> int:
     """Return the classes of the network's head: those of ImageNet, or of the images if they have more.
 
-    So the network is the same for all data, and a loss falls at once, when it is learned which classes there are.
+    So the network is the same for all data, and the loss falls at once, when the network learns which classes occur.
     """
     return max(CLASSES, images.classes)
 
 
 @contextmanager
 def _fastest_convolutions() -> Iterator[None]:
-    """Let cuDNN try which of its convolutions is the fastest for each shape, as a training does."""
+    """Let cuDNN benchmark its convolutions for each shape, as a training does."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:

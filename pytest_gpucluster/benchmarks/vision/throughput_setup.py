@@ -1,6 +1,6 @@
-"""What images per second are measured with: the ResNets, the parts of a training, and the result.
+"""The setup of an image rate: the ResNets, the parts of a training, and the result.
 
-ResNet-18 and ResNet-50 are made by transformers with random weights.
+ResNet-18 and ResNet-50 are created by transformers with random weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pytest_gpucluster.benchmarks.training.ddp import Replicate, replicate
 from pytest_gpucluster.benchmarks.training.step import Update, optimizer_step
-from pytest_gpucluster.benchmarks.vision.loader import Batches, Look, inspect_shared_memory
+from pytest_gpucluster.benchmarks.vision.loader import Batches, Inspect, inspect_shared_memory
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.sampling import Series
@@ -51,7 +51,7 @@ class Network:
     parameters: int
 
     def parameters_with(self, classes: int) -> int:
-        """Return how many there are with so many classes: each class has a row of weights and a bias."""
+        """Return the number with this number of classes: each class has a row of weights and a bias."""
         return self.parameters + (classes - CLASSES) * (self.widths[-1] + 1)
 
 
@@ -66,12 +66,12 @@ class ResNet(nn.Module):
 
     Args:
         name: one of ``NETWORKS``.
-        classes: that it tells apart.
+        classes: number of classes.
 
     Raises:
         ValueError: there is no such network.
         ImportError: transformers is not installed.
-        EnvironmentBroken: this version of transformers makes another network of the geometry.
+        EnvironmentBroken: this version of transformers creates another network of the geometry.
     """
 
     def __init__(self, name: str, *, classes: int = CLASSES) -> None:
@@ -81,8 +81,8 @@ class ResNet(nn.Module):
         import transformers  # an extra, and slow to import
 
         network = NETWORKS[name]
-        # Every field of the geometry: what is left out would follow the defaults of the version that is installed.
-        make_config: Any = transformers.ResNetConfig  # its type does not tell of num_labels
+        # Every field of the geometry: an omitted one would follow the defaults of the installed version.
+        make_config: Any = transformers.ResNetConfig  # its type does not have num_labels
         config = make_config(
             num_channels=COLOURS,
             embedding_size=64,
@@ -92,7 +92,7 @@ class ResNet(nn.Module):
             hidden_act="relu",
             downsample_in_first_stage=False,
             # The 3 x 3 convolution of a bottleneck halves the image, as in torchvision ("ResNet v1.5"). It changes
-            # how much is computed, and not the number of parameters.
+            # the amount of computation, and not the number of parameters.
             downsample_in_bottleneck=False,
             num_labels=classes,
         )
@@ -100,8 +100,8 @@ class ResNet(nn.Module):
         made, due = sum(weight.numel() for weight in self.parameters()), network.parameters_with(classes)
         if made != due:
             raise EnvironmentBroken(
-                f"transformers {transformers.__version__} makes a {name} of {made:,} parameters for {classes} classes, "
-                f"and it has {due:,}. Install the version of constraints.txt"
+                f"transformers {transformers.__version__} creates a {name} of {made:,} parameters for {classes} "
+                f"classes, expected {due:,}. Install the version of constraints.txt"
             )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -111,24 +111,24 @@ class ResNet(nn.Module):
 
 
 def make_resnet(name: str, device: torch.device, *, classes: int, seed: int) -> nn.Module:
-    """Make a network in fp32 on a device, its weights in the channels-last format.
+    """Create a network in fp32 on a device, its weights in the channels-last format.
 
-    The weights follow from the seed and are the same on every device: they are drawn on the CPU.
+    The weights depend on the seed alone and are the same on every device: they are drawn on the CPU.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = ResNet(name, classes=classes)
-    # torch's stubs know no memory_format beside a device.
+    # torch's stubs do not have memory_format together with a device.
     return model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
 def outputs_of(name: str, side: int) -> int:
-    """Return how many numbers all layers of a network put out for one image, side x side."""
+    """Return the number of outputs of all layers of a network for one image, side x side."""
     found = 0
 
-    def count(_module: nn.Module, _taken: object, given: torch.Tensor) -> None:
+    def count(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
         nonlocal found
-        found += given.numel()
+        found += output.numel()
 
     with torch.device("meta"):
         model = ResNet(name)
@@ -154,10 +154,10 @@ def class_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is trained, and how images are read.
+    """A training to measure, and how images are read.
 
     Attributes:
-        network: one of ``resnet.NETWORKS``.
+        network: one of ``NETWORKS``.
         batch: images of each rank in a step.
         workers: processes of each rank that read ahead; 0: the rank reads for itself.
         prefetch: batches that each of them reads ahead.
@@ -178,30 +178,30 @@ class Setup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """What such a training is made of. A test puts one that is broken in the place of another."""
+class Components:
+    """The replaceable parts of such a training: tests inject a faulty one."""
 
     make: Callable[..., nn.Module] = make_resnet
     replicate: Replicate = replicate
     batches: Callable[..., Batches] = Batches
     loss: Loss = class_mean
     update: Update = optimizer_step
-    look: Look = inspect_shared_memory
+    inspect: Inspect = inspect_shared_memory
 
 
-PIECES = Pieces()
+COMPONENTS = Components()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRate:
-    """What was found on this rank.
+    """The result on this rank.
 
     Attributes:
-        images_per_second: that this rank's GPU is trained on; a sample for each block of steps.
-        data_wait: part of the time in which the next batch was waited for; a number for each block.
+        images_per_second: of this rank's GPU in training; a sample for each block of steps.
+        data_wait: part of the time spent waiting for the next batch; a number for each block.
         losses: of this rank, step by step.
         data: name of the images.
-        rows: images that there are.
+        rows: number of images.
         parameters: of the network.
     """
 
@@ -225,7 +225,7 @@ class ImageRate:
 
 
 def as_input(images: torch.Tensor) -> torch.Tensor:
-    """Return uint8 images, batch x height x width x colours, as a network takes them: bf16 from -1 to 1, batch x 3 x
+    """Return uint8 images, batch x height x width x colours, as a network's input: bf16 from -1 to 1, batch x 3 x
     height x width, channels last. Grey ones are repeated for each colour."""
     images = images.permute(0, 3, 1, 2)
     if images.shape[1] != COLOURS:

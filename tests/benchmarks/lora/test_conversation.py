@@ -65,8 +65,8 @@ def test_labels_in_a_line_and_paragraphs_are_text_and_ends_may_be_left_out_or_re
         (" \n", "empty"),
         ("Hello! USER: hi", "(USER:, ASSISTANT:, FUNCTION RESPONSE:), but with 'Hello!"),
         ("once\nUSER: hi\nASSISTANT: hello", "but with 'once"),
-        ("USER: hi", "says nothing"),
-        ("USER: hi\n\n\nASSISTANT: <|endoftext|>", "says nothing"),
+        ("USER: hi", "there is nothing to train on"),
+        ("USER: hi\n\n\nASSISTANT: <|endoftext|>", "there is nothing to train on"),
     ],
 )
 def test_what_is_no_conversation_is_refused_with_the_reason(refused):

@@ -79,13 +79,13 @@ def ask(tokenizer, model, rows, **sizes):
     return evaluate(model, tokenizer, rows, **{"device": CPU, "limit": None, "max_new_tokens": 64, **sizes})
 
 
-def parrot(tokenizer, said=None, **more):
+def parrot(tokenizer, output=None, **more):
     """Say this to the one question that ``row`` asks."""
-    return Parrot(tokenizer, {prompt_of(row(CALL)): f" {CALL if said is None else said}"}, **more)
+    return Parrot(tokenizer, {prompt_of(row(CALL)): f" {CALL if output is None else output}"}, **more)
 
 
 CALL = '<functioncall> {"name": "heat", "arguments": \'{"city": "Rome", "days": 2}\'}'
-SAID = [
+OUTPUT = [
     (CALL, (1, 1, 1)),
     ('<functioncall> {"name": "heat", "arguments": {"days": 2.0, "city": "Rome"}}', (1, 1, 1)),
     (CALL.replace("Rome", "Oslo"), (1, 1, 0)),
@@ -98,14 +98,14 @@ SAID = [
 ]
 
 
-@of_each("answered", SAID)
+@of_each("answered", OUTPUT)
 def test_an_answer_counts_for_what_is_right_in_it(tokenizer, answered):
-    said, counts = answered
-    score = ask(tokenizer, parrot(tokenizer, said), [row(CALL)])
+    output, counts = answered
+    score = ask(tokenizer, parrot(tokenizer, output), [row(CALL)])
     assert (score.asked, score.well_formed, score.right_function, score.right_arguments) == (1, *counts)
     assert tuple(score.ratios().values()) == counts
     [answer] = score.answers
-    assert answer.text == f" {said}"
+    assert answer.text == f" {output}"
     assert answer.expected == FunctionCall(name="heat", arguments={"city": "Rome", "days": 2})
 
 
@@ -115,12 +115,12 @@ def test_answers_stand_in_the_order_of_the_rows_whatever_the_batch(tokenizer):
     answers = {prompt_of(each): f" {CALL.replace('Rome', city)}" for each, city in zip(rows, cities, strict=True)}
     answers[prompt_of(rows[2])] = " I will not."
     for batch, steps in ((1, 4), (3, 2), (8, 1)):
-        told = []
+        reports = []
         model = Parrot(tokenizer, answers)
-        score = ask(tokenizer, model, rows, batch=batch, progress=lambda *step, told=told: told.append(step))
+        score = ask(tokenizer, model, rows, batch=batch, progress=lambda *step, reports=reports: reports.append(step))
         assert [answer.expected.arguments["city"] for answer in score.answers] == cities
         assert [answer.right_arguments for answer in score.answers] == [True, True, False, True]
-        assert (told[-1], len(told)) == ((4, 4), steps)
+        assert (reports[-1], len(reports)) == ((4, 4), steps)
 
 
 def test_what_cannot_be_asked_is_counted_by_its_reason_and_where_nothing_is_asked_nothing_is_a_pass(tokenizer):
@@ -132,7 +132,7 @@ def test_what_cannot_be_asked_is_counted_by_its_reason_and_where_nothing_is_aske
         row(CALL, "never reached"),
     ]
     score = ask(tokenizer, parrot(tokenizer), rows, limit=1)
-    assert (score.asked, list(score.unasked.values())) == (1, [1, 1, 1])
+    assert (score.asked, list(score.skipped.values())) == (1, [1, 1, 1])
     score = ask(tokenizer, Parrot(tokenizer, {}), [row("Hi.")])
     assert score.asked == 0
     assert all(math.isnan(ratio) for ratio in score.ratios().values())

@@ -1,4 +1,4 @@
-"""A call in glaive's notation is read as what it means, and what is none is told why."""
+"""A call in glaive's notation is read as what it means, and for a text without a call the reason is returned."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_ways_to_write_arguments(text, arguments):
         (f'{CALL} {{"name": "f", "arguments": {"[" * 100_000}', "nested too deeply"),
     ],
 )
-def test_what_is_no_call_is_told_why(text, reason):
+def test_what_is_no_call_is_reported_why(text, reason):
     found = parse(text)
     assert isinstance(found, NoCall)
     assert reason in found.reason

@@ -1,4 +1,4 @@
-"""The LoRA loop: on one rank what a step is, and on several that they take the same steps as one."""
+"""The LoRA trainer: on one rank what a step is, and on several that they take the same steps as one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora import recipe as parity
 from pytest_gpucluster.benchmarks.lora import trainer as lora_loop
 from pytest_gpucluster.benchmarks.lora import training_plan
-from pytest_gpucluster.benchmarks.lora.model import JudgedLoss, make_adapted, random_base, tiny_base
+from pytest_gpucluster.benchmarks.lora.model import MaskedLoss, make_adapted, random_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import global_batch
 from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, random_blocks
-from pytest_gpucluster.benchmarks.lora.trainer import PIECES, Loop
+from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, Trainer
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, memory_for, too_little_memory
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -32,9 +32,9 @@ RECIPE = Recipe(steps=4, warmup_steps=1, global_batch=4, micro_batch=4, learning
 
 def blocks(count=8, sequence=16):
     packed = random_blocks(count, sequence, 64, seed=1)
-    packed.judged[:, 1::2] = False
-    packed.judged[1] = False
-    packed.judged[1, 3] = True
+    packed.loss_mask[:, 1::2] = False
+    packed.loss_mask[1] = False
+    packed.loss_mask[1, 3] = True
     return packed
 
 
@@ -43,17 +43,17 @@ def make():
     """Makes loops over a group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def loop(packed=None, *, pieces=None, base=BASE, **changes):
+    def trainer(packed=None, *, components=None, base=BASE, **changes):
         recipe = replace(RECIPE, **changes)
-        return Loop(dist.group.WORLD, CPU, base, recipe, packed or blocks(), pieces=pieces)
+        return Trainer(dist.group.WORLD, CPU, base, recipe, packed or blocks(), components=components)
 
-    yield loop
+    yield trainer
     gc.collect()
     dist.destroy_process_group()
 
 
-def steps(loop, count=3):
-    return [loop.step(number) for number in range(1, count + 1)]
+def steps(trainer, count=3):
+    return [trainer.step(number) for number in range(1, count + 1)]
 
 
 def test_the_loss_is_the_mean_over_the_judged_targets_alone(make):
@@ -62,17 +62,17 @@ def test_the_loss_is_the_mean_over_the_judged_targets_alone(make):
     model = make_adapted(BASE, CPU, precision="fp32", dropout=False, seed=0).eval()
     logits = model(input_ids=packed.tokens[:, :-1]).logits.detach()
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), packed.tokens[:, 1:].flatten(), reduction="none")
-    assert step.loss == pytest.approx(float(losses[packed.judged.flatten()].mean()), rel=1e-5)
+    assert step.loss == pytest.approx(float(losses[packed.loss_mask.flatten()].mean()), rel=1e-5)
     assert step.all_token_loss == pytest.approx(float(losses.mean()), rel=1e-5)
     assert step.all_finite
 
 
 def train_on_rank(rank):
-    packed, others = blocks(), blocks(count=5)  # rank 1 has fewer judged targets, and a held-out block less
+    packed, others = blocks(), blocks(count=5)  # rank 1 has fewer loss_mask targets, and a held-out block less
     micro_batch = 4 if dist.get_world_size() == 1 else 1  # they add up to the same step
-    loop = Loop(dist.group.WORLD, CPU, BASE, replace(RECIPE, dropout=False, micro_batch=micro_batch), packed)
-    taken = steps(loop)
-    return taken, loop.held_out_loss(others), loop.moved_adapters(), loop.unchanged_base()
+    trainer = Trainer(dist.group.WORLD, CPU, BASE, replace(RECIPE, dropout=False, micro_batch=micro_batch), packed)
+    taken = steps(trainer)
+    return taken, trainer.held_out_loss(others), trainer.moved_adapters(), trainer.unchanged_base()
 
 
 def test_ranks_take_the_steps_of_one_and_report_the_mean_of_all():
@@ -92,7 +92,7 @@ def spoil_on_rank_1(rank):
         if rank == 1:
             model.register_forward_hook(lambda module, given, sums: (sums[0] * math.nan, sums[1]))
 
-    step = Loop(dist.group.WORLD, CPU, BASE, RECIPE, blocks(), pieces=replace(PIECES, shard=shard)).step(1)
+    step = Trainer(dist.group.WORLD, CPU, BASE, RECIPE, blocks(), components=replace(COMPONENTS, shard=shard)).step(1)
     return step.finite, step.all_finite, math.isnan(step.loss)
 
 
@@ -108,11 +108,11 @@ def test_recomputing_activations_changes_nothing(make, precision):
 
 
 def test_logits_in_parts_give_the_same_losses(make, monkeypatch):
-    model = JudgedLoss(make_adapted(BASE, CPU, precision="fp32", dropout=False, seed=0))
+    model = MaskedLoss(make_adapted(BASE, CPU, precision="fp32", dropout=False, seed=0))
     packed = blocks()
-    whole = model(packed.tokens, packed.judged)
+    whole = model(packed.tokens, packed.loss_mask)
     monkeypatch.setattr("pytest_gpucluster.benchmarks.lora.model.LOGITS_AT_ONCE", 64 * 10)
-    parts = model(packed.tokens, packed.judged)
+    parts = model(packed.tokens, packed.loss_mask)
     torch.testing.assert_close(parts, whole)
     parts[0].backward()
 
@@ -130,40 +130,42 @@ def test_the_same_seed_gives_the_same_weights_after_each_step_and_another_one_ot
 
 
 def test_a_frozen_weight_that_changes_and_adapters_that_do_not_are_seen(make):
-    loop = make()
-    frozen = [weight for weight in loop.model.parameters() if not weight.requires_grad]
-    assert (loop.moved_adapters(), loop.unchanged_base()) == (0.0, 1.0)
+    trainer = make()
+    frozen = [weight for weight in trainer.model.parameters() if not weight.requires_grad]
+    assert (trainer.moved_adapters(), trainer.unchanged_base()) == (0.0, 1.0)
     for changed, weight in enumerate(frozen[:6], start=1):
         weight.to_local().detach().view(torch.int32).flatten()[0] ^= 1
-        assert loop.unchanged_base() == pytest.approx((len(frozen) - changed) / len(frozen))
+        assert trainer.unchanged_base() == pytest.approx((len(frozen) - changed) / len(frozen))
 
 
 def test_held_out_blocks_are_taken_whole_and_leave_the_model_as_it_was(make):
     of_step, same = blocks(count=4), make(blocks(count=4), dropout=False)
     assert same.held_out_loss(of_step) == pytest.approx(make(of_step, dropout=False).step(1).loss, rel=1e-5)
-    loop, packed = make(dropout=False), blocks(count=5)
-    loss = loop.held_out_loss(packed)
+    trainer, packed = make(dropout=False), blocks(count=5)
+    loss = trainer.held_out_loss(packed)
     assert math.isfinite(loss)
-    assert loop.held_out_loss(packed) == loss
-    assert steps(loop, 1)[0].weights == steps(make(dropout=False), 1)[0].weights
+    assert trainer.held_out_loss(packed) == loss
+    assert steps(trainer, 1)[0].weights == steps(make(dropout=False), 1)[0].weights
 
 
 def test_a_block_in_which_nothing_is_judged_is_refused(make):
     packed = blocks()
-    packed.judged[2] = False
-    with pytest.raises(ValueError, match=r"something must"):
+    packed.loss_mask[2] = False
+    with pytest.raises(ValueError, match=r"loss mask"):
         make(packed)
 
 
 def test_without_a_compiler_blocks_run_eagerly_and_it_is_said(make, monkeypatch):
     monkeypatch.setattr(lora_loop, "missing_compiler", lambda device: "no C compiler")
-    loop = make(compiled=True)
-    assert loop.not_compiled == "no C compiler"
-    assert steps(loop, 1)[0].all_finite
+    trainer = make(compiled=True)
+    assert trainer.not_compiled == "no C compiler"
+    assert steps(trainer, 1)[0].all_finite
 
 
 def test_a_reference_that_is_not_finite_compares_nothing(make, monkeypatch):
-    monkeypatch.setattr(parity, "Pieces", lambda: replace(PIECES, loss=lambda summed, targets: summed * math.nan))
+    monkeypatch.setattr(
+        parity, "Components", lambda: replace(COMPONENTS, loss=lambda summed, targets: summed * math.nan)
+    )
     recipe = RECIPE.compared(steps=2, global_batch=2, precision="fp32")
     found = parity.check_parity(dist.group.WORLD, dist.group.WORLD, CPU, BASE, recipe, blocks())
     assert (found.finite, found.taken, found.steps, found.all_finite) == (2, 3, 2, False)
@@ -171,17 +173,17 @@ def test_a_reference_that_is_not_finite_compares_nothing(make, monkeypatch):
     assert math.isnan(found.gradient_error)
 
 
-def test_running_out_of_memory_is_told_with_its_figures(make):
+def test_running_out_of_memory_is_reported_with_its_figures(make):
     def loss(summed, targets):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 79 GiB")
 
-    loop = make(pieces=replace(PIECES, loss=loss))
-    with pytest.raises(EnvironmentBroken, match=r"of memory.* 1 of lora_tiny: .*4 blocks of 16 .*estimated") as told:
-        loop.step(1)
-    assert told.value.__context__ is None
+    trainer = make(components=replace(COMPONENTS, loss=loss))
+    with pytest.raises(EnvironmentBroken, match=r"of memory.* 1 of lora_tiny: .*4 blocks of 16 .*estimated") as raised:
+        trainer.step(1)
+    assert raised.value.__context__ is None
 
 
-def test_too_little_memory_is_told_with_its_figures_before_anything_is_made(make, monkeypatch):
+def test_too_little_memory_is_reported_with_its_figures_before_anything_is_made(make, monkeypatch):
     monkeypatch.setattr(training_plan, "free_bytes", lambda device: 10**6)
     with pytest.raises(EnvironmentBroken, match=r"needs about .* GB of memory.* .* has 0.001 GB free"):
         make()
@@ -215,16 +217,16 @@ def test_the_throughput_of_any_sizes_can_be_measured(make):
 
 def test_throughput_of_losses_that_are_not_finite_is_no_throughput(make):
     with pytest.raises(WrongResult, match="step 1: the loss is"):
-        throughput(pieces=replace(PIECES, loss=lambda summed, targets: summed * math.nan))
+        throughput(components=replace(COMPONENTS, loss=lambda summed, targets: summed * math.nan))
 
 
 def test_the_first_step_trains_on_the_first_global_batch(make):
     packed = blocks()
-    loop = make(packed, dropout=False)
-    assert loop.tokens_of_rank == 4 * 16
+    trainer = make(packed, dropout=False)
+    assert trainer.tokens_of_rank == 4 * 16
     first = global_batch(0, size=4, blocks=8, seed=RECIPE.seed)
     model = make_adapted(BASE, CPU, precision="fp32", dropout=False, seed=0).eval()
-    tokens, judged = packed.tokens[list(first)], packed.judged[list(first)]
+    tokens, loss_mask = packed.tokens[list(first)], packed.loss_mask[list(first)]
     logits = model(input_ids=tokens[:, :-1]).logits.detach()
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    assert loop.step(1).loss == pytest.approx(float(losses[judged.flatten()].mean()), rel=1e-5)
+    assert trainer.step(1).loss == pytest.approx(float(losses[loss_mask.flatten()].mean()), rel=1e-5)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpucluster.benchmarks.lora.convergence import Convergence, Learned, figures_of
+from pytest_gpucluster.benchmarks.lora.convergence import Convergence, TrainingResult, figures_of
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore
 from pytest_gpucluster.benchmarks.lora.recipe import Parity
 from pytest_gpucluster.metrics import measurement
@@ -15,7 +15,7 @@ from pytest_gpucluster.metrics.loss_curve import Curve
 from pytest_gpucluster.metrics.sampling import Series
 
 PARITY = Parity(loss_error=1e-7, gradient_error=1e-6, finite=20, taken=20, steps=10, all_finite=True)
-LEARNED = Learned(
+RESULT = TrainingResult(
     final_loss=0.3,
     held_out_before=6.0,
     held_out_after=0.6,
@@ -26,13 +26,13 @@ LEARNED = Learned(
     replayed=20,
     reload_error=0.0,
     group_error=None,
-    calls=CallScore(asked=4, well_formed=3, right_function=2, right_arguments=1, unasked={}, answers=()),
+    calls=CallScore(asked=4, well_formed=3, right_function=2, right_arguments=1, skipped={}, answers=()),
 )
 FOUND = Convergence(
     finite_steps=1.0,
     parity={"fp32": PARITY},
     curve=Curve(points=(), context={"model": "lora_tiny", "precision": "bf16"}),
-    learned=LEARNED,
+    result=RESULT,
     tokens_per_second=Series(samples=(1e4,) * 6, median=1e4, low=1e4, high=1e4),
     flops_per_token=31_716_278_272,
     peak_bytes=70 * 10**9,
@@ -58,17 +58,17 @@ def test_the_figures_are_what_was_found_each_a_known_metric_in_its_unit():
     assert {name: found[f"lora.calls.{name}"] for name in ratios} == ratios
     assert "lora.group_error" not in found
     assert "lora.mfu" not in values(FOUND, peak=None)
-    assert values(replace(FOUND, learned=replace(LEARNED, group_error=0.01)))["lora.group_error"] == 0.01
+    assert values(replace(FOUND, result=replace(RESULT, group_error=0.01)))["lora.group_error"] == 0.01
 
 
-def test_a_rate_that_nobody_knows_is_nan_and_never_left_out():
+def test_a_rate_that_no_rank_knows_is_nan_and_never_left_out():
     found = values(replace(FOUND, tokens_per_second=None))
     assert math.isnan(found["lora.tokens_per_second"])
     assert math.isnan(found["lora.mfu"])
 
 
 def test_a_training_that_ended_early_says_only_what_it_knows_and_leaves_no_gap_in_it():
-    early = replace(FOUND, learned=None, finite_steps=0.0, tokens_per_second=None)
+    early = replace(FOUND, result=None, finite_steps=0.0, tokens_per_second=None)
     broken = replace(PARITY, loss_error=math.nan, gradient_error=math.nan, finite=0, taken=10, all_finite=False)
     assert values(replace(early, parity={"fp32": broken})) == {"lora.finite_steps": 0.0}
     found = values(replace(early, parity={"fp32": replace(broken, finite=19, taken=20)}))

@@ -16,7 +16,7 @@ from pytest_gpucluster.benchmarks.lora.model import (
     TINY,
     Base,
     Geometry,
-    JudgedLoss,
+    MaskedLoss,
     make_adapted,
     random_base,
     tiny,
@@ -49,7 +49,7 @@ def test_the_real_model_on_meta_has_exactly_these_parameters():
 def test_torch_counts_the_same_operations():
     geometry = Geometry(hidden=64, intermediate=160, layers=2, heads=4, kv_heads=2, vocab=96, positions=64)
     base = Base(label="small", geometry=geometry, adapters=TINY)
-    model = JudgedLoss(make_adapted(base, CPU, precision="fp32", dropout=False, seed=0))
+    model = MaskedLoss(make_adapted(base, CPU, precision="fp32", dropout=False, seed=0))
     # What it counts of fused attention depends on the kernel, and plain products say all.
     model.causal.set_attn_implementation("eager")
     tokens = torch.zeros(1, 33, dtype=torch.int64)
@@ -69,7 +69,7 @@ def test_a_tiny_model_has_as_many_parameters_as_the_formula_says(geometry):
     assert trained_parameters(model) == geometry.adapter_parameters(16) + 2 * geometry.vocab * geometry.hidden
 
 
-def test_another_geometry_is_told_apart_by_each_size_and_sizes_that_do_not_fit_are_refused():
+def test_another_geometry_is_reported_apart_by_each_size_and_sizes_that_do_not_fit_are_refused():
     other = replace(QWEN2_7B, hidden=1792, vocab=151936, positions=32768)
     assert QWEN2_7B.differences(other) == ["hidden is 1792, expected 3584", "vocab is 151936, expected 152064"]
     assert QWEN2_7B.differences(replace(QWEN2_7B, positions=1)) == []

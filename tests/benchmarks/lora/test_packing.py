@@ -1,4 +1,4 @@
-"""Blocks hold the conversations one after another, and exactly what the assistant says is judged."""
+"""Blocks hold the conversations one after another, and exactly what the assistant says is loss_mask."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ def tokenizer():
 
 def test_of_a_row_just_the_answers_and_their_ends_are_judged(tokenizer):
     row = next(row for row in ROWS if len(row.turns) == 4)
-    tokens, judged = encode(row, tokenizer)
-    said = tokenizer.decode([token for token, counts in zip(tokens, judged, strict=True) if counts])
-    assert said == "".join(f" {turn.text}{END}" for turn in row.turns if turn.role == "assistant")
-    given = tokenizer.decode([token for token, counts in zip(tokens, judged, strict=True) if not counts])
-    assert given == "".join(piece.text for piece in segments(row) if not piece.judged)
+    tokens, loss_mask = encode(row, tokenizer)
+    output = tokenizer.decode([token for token, counts in zip(tokens, loss_mask, strict=True) if counts])
+    assert output == "".join(f" {turn.text}{END}" for turn in row.turns if turn.role == "assistant")
+    given = tokenizer.decode([token for token, counts in zip(tokens, loss_mask, strict=True) if not counts])
+    assert given == "".join(piece.text for piece in segments(row) if not piece.is_assistant)
     assert tokens[-1] == tokenizer.eos_token_id
 
 
 def test_a_row_that_ends_with_a_question_is_closed_and_that_is_not_judged(tokenizer):
-    tokens, judged = encode(Row(system="", chat="USER: a\nASSISTANT: b\nUSER: c"), tokenizer)
+    tokens, loss_mask = encode(Row(system="", chat="USER: a\nASSISTANT: b\nUSER: c"), tokenizer)
     assert tokenizer.decode(tokens) == f"USER: a\n\n\nASSISTANT: b{END}\n\n\nUSER: c{END}"
-    assert not judged[-1]
+    assert not loss_mask[-1]
 
 
 @of_each("sequence", [64, 256, 1000])
 def test_the_judged_targets_of_all_blocks_are_what_the_assistant_says_and_every_token_counts(tokenizer, sequence):
-    packed, told = pack(ROWS, tokenizer, sequence), [encode(row, tokenizer) for row in ROWS]
-    stream = [token for tokens, _ in told for token in tokens]
-    counts = [each for _, judged in told for each in judged]
+    packed, values = pack(ROWS, tokenizer, sequence), [encode(row, tokenizer) for row in ROWS]
+    stream = [token for tokens, _ in values for token in tokens]
+    counts = [each for _, loss_mask in values for each in loss_mask]
     blocks = len(stream) // (sequence + 1)
     assert (packed.tokens.shape, packed.tokens.dtype) == ((blocks, sequence + 1), torch.int64)
-    assert (packed.judged.shape, packed.judged.dtype) == ((blocks, sequence), torch.bool)
+    assert (packed.loss_mask.shape, packed.loss_mask.dtype) == ((blocks, sequence), torch.bool)
     assert packed.tokens.flatten().tolist() == stream[: blocks * (sequence + 1)]
     for block in range(blocks):
         start = block * (sequence + 1)
-        assert packed.judged[block].tolist() == counts[start + 1 : start + sequence + 1]
+        assert packed.loss_mask[block].tolist() == counts[start + 1 : start + sequence + 1]
     found = packed.statistics
-    assert (found.rows, found.tokens, found.judged, found.blocks) == (200, len(stream), sum(counts), blocks)
+    assert (found.rows, found.tokens, found.loss_tokens, found.blocks) == (200, len(stream), sum(counts), blocks)
     assert found.dropped == len(stream) - blocks * (sequence + 1)
-    assert found.judged_targets == int(packed.judged.sum()) <= found.judged
-    assert found.longest == max(len(tokens) for tokens, _ in told)
+    assert found.loss_targets == int(packed.loss_mask.sum()) <= found.loss_tokens
+    assert found.longest == max(len(tokens) for tokens, _ in values)
 
 
 def test_as_many_blocks_as_are_wanted_are_made_of_as_few_rows(tokenizer):
     everything, some = pack(ROWS, tokenizer, 128), pack(iter(ROWS), tokenizer, 128, blocks=5)
     assert torch.equal(some.tokens, everything.tokens[:5])
-    assert torch.equal(some.judged, everything.judged[:5])
+    assert torch.equal(some.loss_mask, everything.loss_mask[:5])
     assert some.statistics.rows < 10
     assert len(pack(ROWS, tokenizer, 128, blocks=10**6)) == len(everything)
 

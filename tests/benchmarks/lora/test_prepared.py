@@ -48,21 +48,21 @@ def test_both_parts_are_packed_and_no_conversation_is_in_both(made, tokenizer):
 
 
 def test_the_context_says_where_it_comes_from(made, tokenizer):
-    told = {"source": "rows.json", "sha256": "ab" * 32, "revision": "", "malformed": "1", "tokenizer": "tiny"}
-    told |= {"tokenizer_sha256": tokenizer_fingerprint(tokenizer), "sequence": "64", "seed": "3", "held_out": "0.1"}
-    assert made.context == told
+    message = {"source": "rows.json", "sha256": "ab" * 32, "revision": "", "malformed": "1", "tokenizer": "tiny"}
+    message |= {"tokenizer_sha256": tokenizer_fingerprint(tokenizer), "sequence": "64", "seed": "3", "held_out": "0.1"}
+    assert made.context == message
 
 
 def same_blocks(one, other):
     return (
         torch.equal(one.tokens, other.tokens)
-        and torch.equal(one.judged, other.judged)
-        and (one.tokens.dtype, one.judged.dtype) == (other.tokens.dtype, other.judged.dtype)
+        and torch.equal(one.loss_mask, other.loss_mask)
+        and (one.tokens.dtype, one.loss_mask.dtype) == (other.tokens.dtype, other.loss_mask.dtype)
         and one.statistics == other.statistics
     )
 
 
-def test_what_was_written_is_read_and_is_told_from_files_of_rows(made, path):
+def test_what_was_written_is_read_and_is_reported_from_files_of_rows(made, path):
     found = packed_file.read(path)
     assert same_blocks(found.train, made.train)
     assert same_blocks(found.held_out, made.held_out)
@@ -78,8 +78,8 @@ def test_what_was_written_is_read_and_is_told_from_files_of_rows(made, path):
 def test_the_same_blocks_give_the_same_bytes_and_a_writing_that_fails_leaves_what_was_there(made, path, monkeypatch):
     import safetensors.torch
 
-    def broken(tensors, beside, metadata):
-        beside.write_bytes(b"half")
+    def broken(tensors, temporary, metadata):
+        temporary.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     before = path.read_bytes()
@@ -111,22 +111,25 @@ def rewritten(path, change=None, tensors=None):
     with safe_open(path, framework="pt") as file:
         kept = {name: file.get_tensor(name) for name in file.keys()} | (tensors or {})  # noqa: SIM118  no dict
         [[name, entry]] = file.metadata().items()
-    told = change if isinstance(change, str) else json.dumps(json.loads(entry) | (change or {}))
-    save_file(kept, path, {name: told} if told else {"format": "pt"})
+    message = change if isinstance(change, str) else json.dumps(json.loads(entry) | (change or {}))
+    save_file(kept, path, {name: message} if message else {"format": "pt"})
 
 
 @of_each(
     "refused",
     [
         ({"change": ""}, "no packed blocks; make them with"),
-        ({"change": {"schema_version": 2}}, "schema_version 2, and 1"),
+        ({"change": {"schema_version": 1}}, "schema_version 1, and 2"),
         ({"change": {"statistics": {"train": {"rows": 1}}}}, "damaged"),
         ({"change": {"context": 1}}, "damaged"),
         ({"change": "{"}, "damaged"),
         ({"change": "{}"}, "damaged"),
         ({"tensors": {"train.tokens": torch.zeros(3, 65).int()}}, "damaged: train: tokens are torch.int32"),
-        ({"tensors": {"held_out.judged": torch.zeros(1, 64)}}, "damaged: held_out: tokens are"),
-        ({"tensors": {"train.tokens": torch.zeros(1, 65).int(), "train.judged": torch.ones(1, 64) > 0}}, "train: 1 b"),
+        ({"tensors": {"held_out.loss_mask": torch.zeros(1, 64)}}, "damaged: held_out: tokens are"),
+        (
+            {"tensors": {"train.tokens": torch.zeros(1, 65).int(), "train.loss_mask": torch.ones(1, 64) > 0}},
+            "train: 1 b",
+        ),
         ({"tensors": {"held_out.rows": torch.tensor([255], dtype=torch.uint8)}}, "damaged"),
         ({"tensors": {"held_out.rows": torch.tensor([123], dtype=torch.uint8)}}, "damaged"),
     ],
@@ -139,14 +142,14 @@ def test_a_file_that_contradicts_itself_is_refused(made, tmp_path, refused):
         packed_file.read(path)
 
 
-def test_too_few_rows_held_out_are_told(tokenizer):
+def test_too_few_rows_held_out_are_reported(tokenizer):
     with pytest.raises(EnvironmentBroken, match=r"^held out: 2 rows are \d+ tokens, .*, .*hold more.*$"):
         packed_file.prepare(ROWS, tokenizer, name="tiny", sequence=4096, held_out=0.01, seed=0)
 
 
 def test_blocks_fit_the_tokenizer_and_the_length_that_they_were_made_with(made, tokenizer):
     packed_file.require_fit(made, tokenizer, 64)
-    with pytest.raises(EnvironmentBroken, match="the blocks have 64 positions, and 128 are asked for"):
+    with pytest.raises(EnvironmentBroken, match="the blocks have 64 positions, and the workload has 128"):
         packed_file.require_fit(made, tokenizer, 128)
     with pytest.raises(EnvironmentBroken, match=r"the tokenizer"):
         packed_file.require_fit(made, tiny_tokenizer(ROWS.rows[:150]), 64)

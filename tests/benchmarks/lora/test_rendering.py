@@ -11,8 +11,8 @@ ROW = Row(
 )
 
 
-def test_what_is_given_and_what_is_said_take_turns():
-    assert [(piece.text, piece.judged) for piece in segments(ROW)] == [
+def test_what_is_given_and_what_is_reported_take_turns():
+    assert [(piece.text, piece.is_assistant) for piece in segments(ROW)] == [
         ("SYSTEM: Be brief.\n\n\nUSER: One?\n\n\nASSISTANT:", False),
         (" Two.", True),
         ("\n\n\nFUNCTION RESPONSE: 3\n\n\nASSISTANT:", False),
@@ -23,7 +23,7 @@ def test_what_is_given_and_what_is_said_take_turns():
 
 def test_without_a_system_text_with_an_answer_without_words_and_with_a_last_question():
     pieces = segments(Row(system=" ", chat="USER: a\nASSISTANT:\nUSER: b\nASSISTANT: c\nUSER: d?"))
-    assert [(piece.text, piece.judged) for piece in pieces] == [
+    assert [(piece.text, piece.is_assistant) for piece in pieces] == [
         ("USER: a\n\n\nASSISTANT:", False),
         ("", True),
         ("\n\n\nUSER: b\n\n\nASSISTANT:", False),

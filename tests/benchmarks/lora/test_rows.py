@@ -1,4 +1,4 @@
-"""Rows are read from JSON and JSONL; what is wrong in a file is told with its place, and too much is refused."""
+"""Rows are read from JSON and JSONL; defects are reported with their place, and too many are an error."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ BAD = [
     ({"system": 1, "chat": "USER: a\n\n\nASSISTANT: b"}, "system must be a text, not a number"),
     ({"system": "", "chat": []}, "chat must be a text, not an array"),
     ({"system": "", "chat": "Hello"}, "the chat does"),
-    ({"system": "", "chat": "USER: a"}, "says nothing"),
+    ({"system": "", "chat": "USER: a"}, "there is nothing to train on"),
     ({"prompt": "a", "completion": "b"}, "a row has the keys prompt, completion; allowed are {system, chat}"),
-    ({"instruction": "a", "output": " "}, "says nothing"),
+    ({"instruction": "a", "output": " "}, "there is nothing to train on"),
 ]
 
 
@@ -62,12 +62,12 @@ BAD = [
 def test_a_malformed_row_is_left_out_and_named_by_its_line(layout, malformed):
     value, reason = malformed
     data = layout([*GOOD[:3], value, *GOOD[3:]])
-    rows, [told] = read_rows(data, "rows")
-    assert (len(rows), told.row) == (len(GOOD), 3)
-    assert reason in told.reason
+    rows, [message] = read_rows(data, "rows")
+    assert (len(rows), message.row) == (len(GOOD), 3)
+    assert reason in message.reason
     # In the text, the place of a row is where what it is begins.
     lines = [line.strip(" ,") for line in data.decode().splitlines()]
-    assert lines[told.line - 1] in ("{", json.dumps(value))
+    assert lines[message.line - 1] in ("{", json.dumps(value))
     assert all(lines[row.line - 1][0] == "{" for row in rows)
 
 
@@ -76,7 +76,7 @@ def test_more_than_one_row_in_a_hundred_is_an_error_that_names_the_first():
     assert len(read_rows(jsonl([*GOOD[:198], bad, bad]), "rows")[1]) == 2
     with pytest.raises(EnvironmentBroken, match=r"^rows\.jsonl: 3 of 200 .* 1%.*: line 198 \(row 197\): .* line 200 "):
         read_rows(jsonl([*GOOD[:197], bad, bad, bad]), "rows.jsonl")
-    with pytest.raises(EnvironmentBroken, match=r"line 5 .*; and 15 more; mend them"):
+    with pytest.raises(EnvironmentBroken, match=r"line 5 .*; and 15 more; repair"):
         read_rows(jsonl([bad] * 20), "rows")
 
 
@@ -119,9 +119,9 @@ def test_a_broken_file_is_an_error_with_its_place(broken):
     ],
 )
 def test_a_line_that_python_or_a_tokenizer_cannot_read_is_malformed(malformed):
-    rows, [told] = read_rows(malformed[0] + b"\n" + jsonl(GOOD), "rows")
-    assert (len(rows), told.line) == (200, 1)
-    assert told.reason.startswith(malformed[1])
+    rows, [message] = read_rows(malformed[0] + b"\n" + jsonl(GOOD), "rows")
+    assert (len(rows), message.line) == (200, 1)
+    assert message.reason.startswith(malformed[1])
 
 
 @of_each("more", [{"input": ""}, {"input": None}, {"id": 7}, {"input": "1 and 2"}])
@@ -267,7 +267,7 @@ def test_what_is_no_name_on_the_hub(text):
     assert hub.hub_name(text) is None
 
 
-def test_without_huggingface_hub_the_line_to_install_it_is_told(monkeypatch):
+def test_without_huggingface_hub_the_line_to_install_it_is_reported(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

@@ -82,7 +82,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
     assert asked == [ANSWER_SECONDS]
 
 
-def test_without_transformers_the_line_to_install_it_is_told(monkeypatch):
+def test_without_transformers_the_line_to_install_it_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     for call in (lambda: tiny_tokenizer(ROWS), lambda: tokenizer_for("x")):
         with pytest.raises(EnvironmentBroken, match=r"installed; install.* -m pip"):

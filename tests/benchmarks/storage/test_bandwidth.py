@@ -10,7 +10,13 @@ import torch.distributed as dist
 from each import of_each
 
 from pytest_gpucluster.benchmarks.storage import bandwidth
-from pytest_gpucluster.benchmarks.storage.bandwidth import PAGE_BYTES, PIECES, shift_of, storage_bandwidth, write_file
+from pytest_gpucluster.benchmarks.storage.bandwidth import (
+    COMPONENTS,
+    PAGE_BYTES,
+    shift_of,
+    storage_bandwidth,
+    write_file,
+)
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 SIZE = 4 * PAGE_BYTES
@@ -39,12 +45,12 @@ def test_one_rank_reads_its_own_file_and_the_time_is_that_of_the_pieces(measure,
         write_file(path, size_bytes, contents)
         return 0.5
 
-    told = []
-    found = measure(progress=lambda step, of: told.append((step, of)), pieces=replace(PIECES, write=write))
+    reports = []
+    found = measure(progress=lambda step, of: reports.append((step, of)), components=replace(COMPONENTS, write=write))
     assert found.written_bytes_per_second == (2 * SIZE, 2 * SIZE)
     assert len(found.read_bytes_per_second) == 2
     assert (found.verified_ratio, found.file_bytes, found.other_host) == (1.0, SIZE, False)
-    assert told == [(1, 2), (2, 2)]
+    assert reports == [(1, 2), (2, 2)]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -55,7 +61,7 @@ def test_a_wrong_byte_is_found_and_no_file_is_left(measure, tmp_path):
         return seconds
 
     with pytest.raises(WrongResult, match=rf"pass-0-rank-00000\.bin at byte {SIZE - 8}: found"):
-        measure(pieces=replace(PIECES, write=write))
+        measure(components=replace(COMPONENTS, write=write))
     assert list(tmp_path.iterdir()) == []
 
 

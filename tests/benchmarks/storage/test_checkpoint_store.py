@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.storage import checkpoint as manifest
-from pytest_gpucluster.benchmarks.storage.checkpoint import PIECES, latest, load, save
+from pytest_gpucluster.benchmarks.storage.checkpoint import COMPONENTS, latest, load, save
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.ddp import replicate
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
@@ -167,21 +167,21 @@ def interrupted_between_names(partial, path):
 
 
 @pytest.mark.parametrize(
-    ("pieces", "step", "told"),
+    ("components", "step", "message"),
     [
-        (replace(PIECES, write=interrupted_write), 3, r"could not be written to .*rank 0: OSError: \[Errno 5\]"),
-        (replace(PIECES, publish=interrupted_publish), 3, "InterruptedError: just before"),
-        (replace(PIECES, publish=interrupted_between_names), 2, "InterruptedError: in between"),
+        (replace(COMPONENTS, write=interrupted_write), 3, r"could not be written to .*rank 0: OSError: \[Errno 5\]"),
+        (replace(COMPONENTS, publish=interrupted_publish), 3, "InterruptedError: just before"),
+        (replace(COMPONENTS, publish=interrupted_between_names), 2, "InterruptedError: in between"),
     ],
     ids=["while it writes", "before it publishes", "while it replaces"],
 )
-def test_an_interrupted_save_leaves_the_one_before(group, tmp_path, pieces, step, told):
+def test_an_interrupted_save_leaves_the_one_before(group, tmp_path, components, step, message):
     training = made("sharded", group, steps=2)
     saved(training, tmp_path, group)
     before = state(training)
     train(training, 2)
-    with pytest.raises(EnvironmentBroken, match=told):
-        saved(training, tmp_path, group, step, pieces=pieces)
+    with pytest.raises(EnvironmentBroken, match=message):
+        saved(training, tmp_path, group, step, components=components)
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".partial-")]
     other = made("sharded", group, seed=1)
     assert loaded(other, latest(tmp_path), group) == {"step": 2}
@@ -195,7 +195,7 @@ def test_an_interrupted_save_leaves_the_one_before(group, tmp_path, pieces, step
 def test_a_rank_that_is_asked_to_end_while_it_writes_ends(group, tmp_path, monkeypatch):
     monkeypatch.setattr(Interrupting, "error", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        saved(made("plain", group, steps=1), tmp_path, group, pieces=replace(PIECES, write=interrupted_write))
+        saved(made("plain", group, steps=1), tmp_path, group, components=replace(COMPONENTS, write=interrupted_write))
 
 
 def save_until_killed(rank, folder, when):
@@ -208,7 +208,7 @@ def save_until_killed(rank, folder, when):
 
     training = made("plain", dist.group.WORLD, steps=1)
     saved(training, folder, dist.group.WORLD, 1)
-    saved(training, folder, dist.group.WORLD, 2, pieces=replace(PIECES, **{when: kill}))
+    saved(training, folder, dist.group.WORLD, 2, components=replace(COMPONENTS, **{when: kill}))
 
 
 @of_each("when", ["write", "publish"])
@@ -281,12 +281,12 @@ def test_a_broken_manifest_is_named(group, tmp_path, broken):
 
 def test_a_checkpoint_of_another_model_or_format_is_refused(group, tmp_path, monkeypatch):
     checkpoint = saved(made("plain", group, steps=1), tmp_path, group).path
-    for change, told in [
+    for change, message in [
         ({"layers": 2}, r"another model: 6 of 9 weights differ \(blocks\.1\."),
         ({"vocab": 128}, r"embedding\.weight: saved \(64, 64\), asked for \(128, 64\)"),
     ]:
         model = make_decoder(replace(GEOMETRY, **change), CPU, seed=0)
-        with pytest.raises(EnvironmentBroken, match=told):
+        with pytest.raises(EnvironmentBroken, match=message):
             loaded(Training(model, CPU, precision="fp32"), checkpoint, group)
     whole = manifest.read_manifest(checkpoint)
     monkeypatch.setattr(manifest, "FORMAT", 2)
@@ -302,19 +302,19 @@ def test_a_shard_that_is_gone_right_after_it_was_written_is_no_checkpoint(group,
         largest(folder).unlink()
 
     with pytest.raises(EnvironmentBroken, match=r"__0_0\..*there right"):
-        saved(made("plain", group, steps=1), tmp_path, group, pieces=replace(PIECES, write=write))
+        saved(made("plain", group, steps=1), tmp_path, group, components=replace(COMPONENTS, write=write))
     assert latest(tmp_path) is None
 
 
 def test_wrong_arguments_are_refused(group, tmp_path):
     training = made("plain", group, steps=1)
-    for more, told in [
+    for more, message in [
         ({"step": -1}, "step must"),
         ({"keep": 0}, "keep must.* 1"),
         ({"extra": {"tensor": torch.ones(1)}}, "extra must.* JSON"),
         ({"extra": {"loss": float("nan")}}, "extra must.* JSON"),
     ]:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             saved(training, tmp_path, group, **more)
     with pytest.raises(ValueError, match=r"not taken"):
         saved(made("plain", group), tmp_path, group)

@@ -16,11 +16,11 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import (
-    Mounted,
+    MountInfo,
     MountOperations,
     inspect_mount,
-    not_shared,
-    require_alike,
+    not_shared_message,
+    require_same_mounts,
 )
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.files import Mount
@@ -28,19 +28,21 @@ from pytest_gpucluster.files import Mount
 NFS = Mount(point="/data", kind="nfs4", source="server:/export", root="/", options=("rw", "vers=4.2"))
 LOCAL = Mount(point="/", kind="ext4", source="/dev/vda1", root="/", options=("rw",))
 FOLDER = Path("/data/run")
-HERE = Mounted(host="node-a", mount=NFS, free_ratio=0.5, free_inodes_ratio=None)
+HERE = MountInfo(host="node-a", mount=NFS, free_ratio=0.5, free_inodes_ratio=None)
 
 
 def sizes(blocks: int = 100, free: int = 40, files: int = 0, free_files: int = 0) -> os.statvfs_result:
     return os.statvfs_result((4096, 4096, blocks, free, free, files, free_files, free_files, 0, 255))
 
 
-def test_a_folder_s_mount_and_free_space_are_told(tmp_path: Path) -> None:
-    pieces = MountOperations(mounts=lambda: (LOCAL,), statvfs=lambda path: sizes(files=1000, free_files=250))
-    seen = inspect_mount(tmp_path, "node-a", pieces=pieces)
-    assert seen == Mounted(host="node-a", mount=LOCAL, free_ratio=0.4, free_inodes_ratio=0.25)
+def test_a_folder_s_mount_and_free_space_are_reported(tmp_path: Path) -> None:
+    components = MountOperations(mounts=lambda: (LOCAL,), statvfs=lambda path: sizes(files=1000, free_files=250))
+    seen = inspect_mount(tmp_path, "node-a", components=components)
+    assert seen == MountInfo(host="node-a", mount=LOCAL, free_ratio=0.4, free_inodes_ratio=0.25)
     assert (
-        inspect_mount(tmp_path, "node-a", pieces=replace(pieces, statvfs=lambda path: sizes())).free_inodes_ratio
+        inspect_mount(
+            tmp_path, "node-a", components=replace(components, statvfs=lambda path: sizes())
+        ).free_inodes_ratio
         is None
     )
 
@@ -55,7 +57,7 @@ def test_this_host_s_own_folders_can_be_looked_at_and_what_is_mounted_may_be_unk
     assert (tmp_path / "a" / "b").is_dir()
     assert seen.mount is not None
     assert 0 <= seen.free_ratio <= 1
-    assert inspect_mount(tmp_path, "node-a", pieces=MountOperations(mounts=mounts)).mount is None
+    assert inspect_mount(tmp_path, "node-a", components=MountOperations(mounts=mounts)).mount is None
     assert re.search(r"is mounted.* /proc", capsys.readouterr().out)
 
 
@@ -67,7 +69,7 @@ def test_this_host_s_own_folders_can_be_looked_at_and_what_is_mounted_may_be_unk
         (errno.EACCES, []),
     ],
 )
-def test_a_network_file_system_that_is_gone_is_told_and_one_that_is_closed_to_us_is_not(
+def test_a_network_file_system_that_is_gone_is_reported_and_one_that_is_closed_to_us_is_not(
     tmp_path: Path, case: tuple[int, list[str]]
 ) -> None:
     def statvfs(path: str) -> os.statvfs_result:
@@ -76,9 +78,9 @@ def test_a_network_file_system_that_is_gone_is_told_and_one_that_is_closed_to_us
         return sizes()
 
     broken = inspect_mount(
-        tmp_path, "node-a", pieces=MountOperations(mounts=lambda: (LOCAL, NFS), statvfs=statvfs)
+        tmp_path, "node-a", components=MountOperations(mounts=lambda: (LOCAL, NFS), statvfs=statvfs)
     ).broken
-    assert [told.partition("]")[0] + "]" for told in broken] == case[1]
+    assert [message.partition("]")[0] + "]" for message in broken] == case[1]
 
 
 @pytest.fixture
@@ -94,21 +96,21 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path, never: threadin
             never.wait(30)
         return sizes()
 
-    pieces = MountOperations(mounts=lambda: (LOCAL, NFS), statvfs=statvfs)
-    seen = inspect_mount(tmp_path, "node-a", answer_seconds=0.1, pieces=pieces)
+    components = MountOperations(mounts=lambda: (LOCAL, NFS), statvfs=statvfs)
+    seen = inspect_mount(tmp_path, "node-a", answer_seconds=0.1, components=components)
     assert seen.broken == ("nfs4 server:/export on /data: no answer within 0.1 s",)
 
     def hang(path: str | Path) -> Any:
         never.wait(30)
 
-    for stuck in (replace(pieces, statvfs=hang), MountOperations(make=hang)):
+    for stuck in (replace(components, statvfs=hang), MountOperations(make=hang)):
         with pytest.raises(EnvironmentBroken, match=r"node-a: .*answer within 0\.1 s"):
-            inspect_mount(tmp_path, "node-a", answer_seconds=0.1, pieces=stuck)
+            inspect_mount(tmp_path, "node-a", answer_seconds=0.1, components=stuck)
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentBroken, match=r"node-a: .*none cannot.*: .*No such file"):
-        inspect_mount(tmp_path / "none", "node-a", pieces=MountOperations(make=lambda folder: None))
+        inspect_mount(tmp_path / "none", "node-a", components=MountOperations(make=lambda folder: None))
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentBroken, match=r"node-a: .*below cannot.*: .*Not a directory"):
         inspect_mount(tmp_path / "file" / "below", "node-a")
@@ -123,29 +125,29 @@ def test_many_mounts_of_one_server_that_is_gone_are_waited_for_at_once(tmp_path:
     many = tuple(replace(NFS, point=f"/data/{index}") for index in range(40))
     begin = time.monotonic()
     seen = inspect_mount(
-        tmp_path, "node-a", answer_seconds=0.5, pieces=MountOperations(mounts=lambda: many, statvfs=statvfs)
+        tmp_path, "node-a", answer_seconds=0.5, components=MountOperations(mounts=lambda: many, statvfs=statvfs)
     )
     assert len(seen.broken) == 40
     assert time.monotonic() - begin < 15, "one after the other they take 20 s"
 
 
-def test_a_folder_that_is_not_shared_is_told_with_what_it_is_and_what_to_do() -> None:
-    text = not_shared([HERE, replace(HERE, host="node-b", mount=LOCAL)])
+def test_a_folder_that_is_not_shared_is_reported_with_what_it_is_and_what_to_do() -> None:
+    text = not_shared_message([HERE, replace(HERE, host="node-b", mount=LOCAL)])
     assert "- node-a: nfs4 server:/export on /data\n" in text
     assert "- node-b: ext4 /dev/vda1 on /" in text
     assert "--gpucluster-scratch FOLDER" in text
 
 
-def on(*mounts: Mount | None) -> list[Mounted]:
+def on(*mounts: Mount | None) -> list[MountInfo]:
     return [replace(HERE, host=f"node-{'abcd'[index]}", mount=mount) for index, mount in enumerate(mounts)]
 
 
 def test_the_same_everywhere_passes_and_another_address_of_the_server_is_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    require_alike(FOLDER, on(NFS, NFS, NFS))
+    require_same_mounts(FOLDER, on(NFS, NFS, NFS))
     assert capsys.readouterr().out == ""
-    require_alike(FOLDER, on(NFS, NFS, replace(NFS, source="10.0.0.2:/export")))
+    require_same_mounts(FOLDER, on(NFS, NFS, replace(NFS, source="10.0.0.2:/export")))
     assert "10.0.0.2:/export on /data on node-c, where 2 of 3 hosts have nfs4 server:/export" in capsys.readouterr().out
 
 
@@ -162,7 +164,7 @@ READ_ONLY = replace(NFS, options=("ro",))
         ([HERE, replace(HERE, host="node-b", broken=("nfs4 x:/y on /z: stale",))], "- node-b: nfs4 x:/y on /z: stale"),
     ],
 )
-def test_a_node_that_differs_is_named(case: tuple[list[Mounted], str]) -> None:
+def test_a_node_that_differs_is_named(case: tuple[list[MountInfo], str]) -> None:
     with pytest.raises(EnvironmentBroken, match=r"systems differ") as raised:
-        require_alike(FOLDER, case[0])
+        require_same_mounts(FOLDER, case[0])
     assert case[1] in str(raised.value)

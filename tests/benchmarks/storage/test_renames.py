@@ -14,7 +14,7 @@ import pytest
 from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
 from pytest_gpucluster.benchmarks.storage.consistency import (
     FILE_BYTES,
-    Reads,
+    ReadCounts,
     RenameOperations,
     version_content,
     version_of,
@@ -30,13 +30,15 @@ def run(
     replace: Callable[[Path, Path], None] = os.replace,
     read: Callable[[Path], bytes] = Path.read_bytes,
     times: int = TIMES,
-) -> Reads:
+) -> ReadCounts:
     path = folder / "file"
     consistency.put_version(path, 0)
-    return consistency.replace_and_read(path, times, writes=True, pieces=RenameOperations(replace=replace, read=read))
+    return consistency.replace_and_read(
+        path, times, writes=True, components=RenameOperations(replace=replace, read=read)
+    )
 
 
-def check(found: Reads, folder: Path) -> None:
+def check(found: ReadCounts, folder: Path) -> None:
     found.require_whole("node-b", folder / "file", TIMES)
 
 
@@ -87,7 +89,7 @@ def test_a_file_that_is_written_in_place_is_seen_in_parts(tmp_path: Path) -> Non
 def test_a_reader_that_is_shown_an_old_version_for_ever_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "SEEN_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoint, "VISIBILITY_SECONDS", 0.1)
     monkeypatch.setattr(consistency, "_MOST_SECONDS_EACH", 0.005)
     old = version_content(3)
     found = run(tmp_path, read=lambda path: old)
@@ -98,7 +100,7 @@ def test_a_reader_that_is_shown_an_old_version_for_ever_is_noticed(
 
 def test_a_reader_that_sees_nothing_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consistency, "_MOST_SECONDS_EACH", 0.0)
-    monkeypatch.setattr(checkpoint, "SEEN_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "VISIBILITY_SECONDS", 0.0)
     found = run(tmp_path)
     assert (found.whole, found.last, found.whole_ratio) == (0, -1, 0.0)
     with pytest.raises(WrongResult, match=r"node-.*saw none"):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.storage.resume import PIECES, check_resume
+from pytest_gpucluster.benchmarks.storage.resume import COMPONENTS, check_resume
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -54,7 +54,7 @@ def test_nothing_of_the_training_stays_alive(check, fails):
 
     kept = None
     try:
-        check(pieces=replace(PIECES, save=save))
+        check(components=replace(COMPONENTS, save=save))
     except WrongResult as error:
         kept = error  # with its traceback, as a report keeps it
     assert (kept is not None) == fails

@@ -5,13 +5,13 @@ import threading
 import pytest
 
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.storage.checkpoint import make_own, wait_for
+from pytest_gpucluster.benchmarks.storage.checkpoint import make_unique_folder, wait_for
 from pytest_gpucluster.errors import EnvironmentBroken
 
 
 def test_each_run_has_a_folder_of_its_own_beside_what_is_there(tmp_path):
     scratch = tmp_path / "not" / "there"
-    first, second = make_own(scratch), make_own(scratch)
+    first, second = make_unique_folder(scratch), make_unique_folder(scratch)
     assert first != second
     assert set(scratch.iterdir()) == {first, second}
     assert list(first.iterdir()) == []
@@ -27,6 +27,6 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path):
 
 
 def test_a_folder_that_is_not_shared_is_the_environment_s_fault(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SEEN_SECONDS", 0.1)
+    monkeypatch.setattr(checkpoint, "VISIBILITY_SECONDS", 0.1)
     with pytest.raises(EnvironmentBroken, match=r"host after 0\.1 s.*--gpucluster-scratch"):
         wait_for(tmp_path / "none")

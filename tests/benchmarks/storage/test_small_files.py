@@ -23,7 +23,7 @@ def test_all_are_made_read_and_removed(tmp_path: Path) -> None:
         sizes.append(len(content))
         return content
 
-    assert small_files_per_second(tmp_path / "small", 20, pieces=FileOperations(read=read)) > 0
+    assert small_files_per_second(tmp_path / "small", 20, components=FileOperations(read=read)) > 0
     assert sizes == [FILE_BYTES] * 20
     assert list(tmp_path.iterdir()) == []
 
@@ -34,8 +34,10 @@ def test_a_lost_or_changed_file_and_a_file_system_that_fails_are_noticed(tmp_pat
             make_file(path, content)
 
     with pytest.raises(WrongResult, match=r"1 of 5 .*listed wrongly.* 000003"):
-        small_files_per_second(tmp_path / "lost", 5, pieces=FileOperations(make=lose))
+        small_files_per_second(tmp_path / "lost", 5, components=FileOperations(make=lose))
     with pytest.raises(WrongResult, match=r"000000 .*was written"):
-        small_files_per_second(tmp_path / "changed", 5, pieces=FileOperations(read=lambda path: path.read_bytes()[:-1]))
+        small_files_per_second(
+            tmp_path / "changed", 5, components=FileOperations(read=lambda path: path.read_bytes()[:-1])
+        )
     with pytest.raises(FileNotFoundError):
         small_files_per_second(tmp_path / "none" / "small", 1)

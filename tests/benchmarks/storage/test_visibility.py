@@ -11,9 +11,9 @@ from each import of_each
 
 from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
 from pytest_gpucluster.benchmarks.storage.consistency import (
-    Seen,
+    Visibility,
     VisibilityOperations,
-    others_of,
+    nodes_to_read,
     path_of,
     turn_content,
     write_probe,
@@ -26,17 +26,17 @@ SIZE = 5000
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SEEN_SECONDS", 0.2)
+    monkeypatch.setattr(checkpoint, "VISIBILITY_SECONDS", 0.2)
 
 
-def looked(folder: Path, turn: int = 0, read: Callable[[Path], bytes] = consistency.read_probe) -> Seen:
-    return consistency.look_for(
+def looked(folder: Path, turn: int = 0, read: Callable[[Path], bytes] = consistency.read_probe) -> Visibility:
+    return consistency.read_until_visible(
         folder,
         (1, 2),
         turn=turn,
         size_bytes=SIZE,
         hosts=HOSTS,
-        pieces=VisibilityOperations(write=write_probe, read=read),
+        components=VisibilityOperations(write=write_probe, read=read),
     )
 
 
@@ -55,7 +55,7 @@ def test_what_each_node_writes_is_its_own_and_known_on_every_host() -> None:
 
 @of_each("count", [2, 3, 16, 129])
 def test_every_file_is_read_on_another_node_in_both_directions_with_the_first(count: int) -> None:
-    reads = {node: others_of(node, count) for node in range(count)}
+    reads = {node: nodes_to_read(node, count) for node in range(count)}
     assert all(node not in others for node, others in reads.items())
     assert all(0 in others for node, others in reads.items() if node)
     assert set(reads[0]) == set(range(1, count))
@@ -68,8 +68,8 @@ def test_files_as_they_were_written_are_right(tmp_path: Path) -> None:
     put(tmp_path, 1)
     both = first + looked(tmp_path, 1)
     assert (both.files, both.right, both.wrong, both.missing) == (4, 4, (), ())
-    both.require_right("node-a")
-    both.require_there("node-a")
+    both.require_content("node-a")
+    both.require_visible("node-a")
 
 
 def test_a_file_that_comes_late_is_waited_for_and_timed(tmp_path: Path) -> None:
@@ -84,17 +84,17 @@ def test_a_file_that_does_not_come_is_no_fault_of_the_hardware(tmp_path: Path) -
     write_probe(path_of(tmp_path, 1), turn_content(1, 0, SIZE))
     seen = looked(tmp_path)
     assert (seen.files, seen.right) == (2, 1)
-    seen.require_right("node-a")
+    seen.require_content("node-a")
     with pytest.raises(EnvironmentBroken, match=r"(?s)node-00002\.bin, .*node-c.*not there.*--gpucluster-scratch"):
-        seen.require_there("node-a")
+        seen.require_visible("node-a")
 
 
-def test_old_contents_are_told_as_such(tmp_path: Path) -> None:
+def test_old_contents_are_reported_as_such(tmp_path: Path) -> None:
     put(tmp_path, 0)
     seen = looked(tmp_path, 1)
     assert seen.right == 0
     with pytest.raises(WrongResult, match=r"(?s)node-.*reads something.*node-00001\..*node-b.*before, expected 5000"):
-        seen.require_right("node-a")
+        seen.require_content("node-a")
 
 
 @of_each("spoil", [lambda content: content[:-1], lambda content: content[:99] + b"?" + content[100:]])
@@ -103,4 +103,4 @@ def test_other_bytes_are_wrong(tmp_path: Path, spoil: Callable[[bytes], bytes]) 
     seen = looked(tmp_path, read=lambda path: spoil(path.read_bytes()))
     assert len(seen.wrong) == 2
     with pytest.raises(WrongResult, match=r"found .* sha256 .*, expected 5000 bytes with sha256"):
-        seen.require_right("node-a")
+        seen.require_content("node-a")

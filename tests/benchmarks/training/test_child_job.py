@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.benchmarks.training.failure_propagation import ChildJob, environment_of_its_own
+from pytest_gpucluster.benchmarks.training.failure_propagation import ChildJob, child_environment
 
 # A child of the job in a session of its own, as torchrun starts its ranks, that takes no SIGTERM.
 STUBBORN = (
@@ -35,7 +35,7 @@ def test_its_environment_has_what_the_site_has_set_and_nothing_of_this_rank() ->
     rank = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "MASTER_ADDR"}
     rank |= {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "PET_NNODES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
     rank |= {"TORCH_FR_BUFFER_SIZE", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"}
-    assert set(environment_of_its_own(dict.fromkeys(site | rank, "1"))) == site
+    assert set(child_environment(dict.fromkeys(site | rank, "1"))) == site
 
 
 def test_what_is_set_for_this_suite_s_own_ranks_is_taken_away() -> None:
@@ -44,13 +44,13 @@ def test_what_is_set_for_this_suite_s_own_ranks_is_taken_away() -> None:
 
     own: dict[str, str] = dict(release.ENVIRONMENT)
     nccl_log.prepare_log(own)
-    assert environment_of_its_own(own) == {}
+    assert child_environment(own) == {}
 
 
 def test_a_job_that_ends_leaves_its_exit_code_and_its_words(tmp_path: Path) -> None:
     with job(tmp_path, "import sys; print('some words'); sys.exit(7)") as child:
         assert child.wait(lambda: child.exit_code is not None, seconds=60)
-        assert (child.exit_code, child.last_words) == (7, "some words")
+        assert (child.exit_code, child.output_tail) == (7, "some words")
         assert child.processes() == []
 
 
@@ -100,7 +100,7 @@ def test_a_wait_has_a_deadline(tmp_path: Path) -> None:
 def test_of_many_words_the_last_are_kept(tmp_path: Path) -> None:
     with job(tmp_path, "print('x' * 100000 + 'the end')") as child:
         child.wait(lambda: child.exit_code is not None, seconds=60)
-        assert len(child.last_words) < 5000
-        assert child.last_words.endswith("the end")
+        assert len(child.output_tail) < 5000
+        assert child.output_tail.endswith("the end")
     with ChildJob(["true"], {}, tmp_path / "silent.txt") as child:
-        assert child.last_words == "nothing was printed"
+        assert child.output_tail == "nothing was printed"

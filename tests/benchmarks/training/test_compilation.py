@@ -21,7 +21,7 @@ GEOMETRY = Geometry(layers=2, width=64, heads=2, vocab=64, sequence=16)
 
 
 @pytest.mark.extended
-def test_a_compiler_that_is_not_there_is_told(tmp_path):
+def test_a_compiler_that_is_not_there_is_reported(tmp_path):
     # In a process of its own: torch remembers whether it has found one.
     code = (
         "import torch; from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler; "
@@ -33,12 +33,12 @@ def test_a_compiler_that_is_not_there_is_told(tmp_path):
     assert re.fullmatch(r"\w+: (InvalidCxxCompiler: )?No working C\+\+ compiler found .*\n", child.stdout), child.stdout
 
 
-def test_a_compiler_that_compiles_wrongly_is_told(monkeypatch):
+def test_a_compiler_that_compiles_wrongly_is_reported(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: lambda given: function(given) + 1)
-    assert re.search(r"it compiles.*: \[2\.0, 5\.0", missing_compiler(CPU))
+    assert re.search(r"compiled code.*: \[2\.0, 5\.0", missing_compiler(CPU))
 
 
-def test_what_triton_s_import_raises_is_told(monkeypatch):
+def test_what_triton_s_import_raises_is_reported(monkeypatch):
     def compile(function, **options):
         raise ImportError("cannot import name 'x' from 'triton'\nmore")
 

@@ -83,7 +83,7 @@ def test_recomputed_blocks_give_the_same_gradients_and_keep_less():
     assert kept_less < kept / 2
 
 
-def test_flash_attention_is_there_or_told_why_not(monkeypatch):
+def test_flash_attention_is_there_or_reported_why_not(monkeypatch):
     assert decoder.missing_flash_attention(CPU, SHARED) == ""
 
     def none(*arguments, **more):
@@ -132,8 +132,8 @@ def test_positions_count_by_their_distance_only():
     query, key = (torch.randn(1, 1, 1, 16, generator=random) for _ in range(2))
 
     def score(at, other):
-        turned = decoder._turned(query, cosine[at : at + 1], sine[at : at + 1])
-        return float((turned * decoder._turned(key, cosine[other : other + 1], sine[other : other + 1])).sum())
+        rotated = decoder._rotated(query, cosine[at : at + 1], sine[at : at + 1])
+        return float((rotated * decoder._rotated(key, cosine[other : other + 1], sine[other : other + 1])).sum())
 
     assert score(2, 5) == pytest.approx(score(9, 12), rel=1e-4)
     assert score(2, 5) != pytest.approx(score(2, 6), rel=1e-2)
@@ -146,8 +146,8 @@ REFUSED += [({name: -1}, f"{name} must be at least 0, not -1") for name in ("key
 
 @of_each("case", REFUSED)
 def test_sizes_that_cannot_be_are_refused(case):
-    sizes, told = case
-    with pytest.raises(ValueError, match=told):
+    sizes, message = case
+    with pytest.raises(ValueError, match=message):
         Geometry(**SIZES | sizes)
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.training import sharding
-from pytest_gpucluster.benchmarks.training.fsdp import PIECES, check_fully_sharded
+from pytest_gpucluster.benchmarks.training.fsdp import COMPONENTS, check_fully_sharded
 from pytest_gpucluster.benchmarks.training.model import Geometry
-from pytest_gpucluster.benchmarks.training.sharding import held_memory
+from pytest_gpucluster.benchmarks.training.sharding import measure_sharded_memory
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -39,7 +39,7 @@ def test_an_algorithm_that_gives_other_bits_each_time_is_seen_in_the_replay(chec
         return token_mean(logits, targets) * (1 + 1e-6 * (len(calls) == 1))
 
     with pytest.raises(WrongResult, match=r"rank 0 .*other weights.* 1 .*replay from"):
-        check(pieces=replace(PIECES, step=replace(PARTS, loss=loss)))
+        check(components=replace(COMPONENTS, step=replace(PARTS, loss=loss)))
 
 
 def test_too_little_memory_is_the_environment_s_fault(check, group, monkeypatch):
@@ -47,7 +47,7 @@ def test_too_little_memory_is_the_environment_s_fault(check, group, monkeypatch)
     with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
         check()
     with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
-        held_memory(group, CPU, GEOMETRY, batch=2)
+        measure_sharded_memory(group, CPU, GEOMETRY, batch=2)
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"steps": 0}], ids=["batch", "steps"])
@@ -72,7 +72,7 @@ def test_nothing_of_the_training_stays_alive(check, fails):
 
     kept = None
     try:
-        check(pieces=replace(PIECES, shard=shard, step=replace(PARTS, update=update)))
+        check(components=replace(COMPONENTS, shard=shard, step=replace(PARTS, update=update)))
     except RuntimeError as error:
         kept = error  # with its traceback, as a report keeps it
     assert (kept is not None) == fails
@@ -81,5 +81,5 @@ def test_nothing_of_the_training_stays_alive(check, fails):
 
 
 def test_a_rank_holds_weights_gradients_and_two_moments(group):
-    held = held_memory(group, CPU, GEOMETRY, batch=2)
+    held = measure_sharded_memory(group, CPU, GEOMETRY, batch=2)
     assert (held.ranks, held.state_bytes, held.peak_bytes) == (1, 16 * GEOMETRY.parameters, None)

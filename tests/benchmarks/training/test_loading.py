@@ -101,7 +101,7 @@ def test_what_no_worker_has_done_stays_as_it_is(monkeypatch, error):
 def test_a_worker_that_brings_nothing_is_not_waited_for_without_end(monkeypatch):
     monkeypatch.setattr(data, "PackedTokens", Slow)
     monkeypatch.setattr(data, "WAIT_SECONDS", 1.0)
-    monkeypatch.setattr(data, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(data, "LIVENESS_SECONDS", 0.3)
     began = time.monotonic()
     with pytest.raises(EnvironmentBroken, match=r"DataLoader timed out after 0\.3 seconds"):
         batches(1, workers=1)

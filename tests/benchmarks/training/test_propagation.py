@@ -11,7 +11,7 @@ import torch
 
 from pytest_gpucluster.benchmarks.training.dying_rank import EXIT_CODE, Stamps
 from pytest_gpucluster.benchmarks.training.failure_propagation import (
-    Pieces,
+    Components,
     Propagation,
     _environment,
     check_propagation,
@@ -50,7 +50,7 @@ def test_a_rank_that_raises_or_is_killed_ends_the_job_and_is_named(tmp_path: Pat
         assert re.search(r"in training", (tmp_path / "job" / "output.txt").read_text())
 
 
-# A launcher that tells what it was told to, and whose ranks leave only stamps.
+# A launcher that tells what it was message to, and whose ranks leave only stamps.
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
@@ -58,12 +58,12 @@ from pathlib import Path
 folder = Path(next(word for word in sys.argv if word.startswith("--folder=")).partition("=")[2])
 for rank, name in enumerate(("step-2", "dies")):
     (folder / f"rank-{rank}.txt").write_text(f"{name} {time.monotonic()!r} {os.getpid()}\\n")
-print(Path(__file__).with_name("told.txt").read_text())
+print(Path(__file__).with_name("message.txt").read_text())
 sys.exit(1)
 """
 
 
-def told(*failures: tuple[int, int], root: int) -> str:
+def message(*failures: tuple[int, int], root: int) -> str:
     """What torchrun prints of failures, the root cause last."""
     blocks = [
         f"[{index}]:\n  time      : 2026-01-01_00:00:00\n  host      : node-a\n"
@@ -78,19 +78,19 @@ def told(*failures: tuple[int, int], root: int) -> str:
 
 def launched(folder: Path, text: str, **more: object) -> Propagation:
     (folder / "launcher.py").write_text(LAUNCHER)
-    (folder / "told.txt").write_text(text)
-    return check(folder, pieces=Pieces(launcher=(sys.executable, str(folder / "launcher.py"))), **more)
+    (folder / "message.txt").write_text(text)
+    return check(folder, components=Components(launcher=(sys.executable, str(folder / "launcher.py"))), **more)
 
 
 @pytest.mark.parametrize(
     ("text", "is_root"),
     [
-        (told((1, EXIT_CODE), root=1), True),
-        (told((0, 1), (1, EXIT_CODE), root=1), True),
-        (told((0, 1), (1, EXIT_CODE), root=0), False),
-        (told((1, EXIT_CODE), root=1).replace("Root Cause (first observed failure):", ""), False),
+        (message((1, EXIT_CODE), root=1), True),
+        (message((0, 1), (1, EXIT_CODE), root=1), True),
+        (message((0, 1), (1, EXIT_CODE), root=0), False),
+        (message((1, EXIT_CODE), root=1).replace("Root Cause (first observed failure):", ""), False),
     ],
-    ids=["alone", "beside its peer", "after its peer", "without a root cause"],
+    ids=["alone", "next to its peer", "after its peer", "without a root cause"],
 )
 def test_the_rank_is_found_among_those_that_failed(tmp_path: Path, text: str, is_root: bool) -> None:
     found = launched(tmp_path, text)
@@ -100,11 +100,11 @@ def test_the_rank_is_found_among_those_that_failed(tmp_path: Path, text: str, is
 @pytest.mark.parametrize(
     ("how", "text", "names"),
     [
-        ("exit", "", "it names no rank, and rank 1 with the exit code 43 is meant"),
-        ("exit", told((0, 1), root=0), "it names rank 0 with 1, and rank 1 with the exit code 43"),
-        ("exit", told((1, 1), root=1), "it names rank 1 with 1, and rank 1 with the exit code 43"),
-        ("kill", told((1, EXIT_CODE), root=1), "it names rank 1 with 43, and rank 1 with the exit code -9"),
-        ("raise", told((1, 0), root=1), "it names rank 1 with 0, and rank 1 with another exit code than 0"),
+        ("exit", "", "it names no rank, and rank 1 with the exit code 43"),
+        ("exit", message((0, 1), root=0), "it names rank 0 with 1, and rank 1 with the exit code 43"),
+        ("exit", message((1, 1), root=1), "it names rank 1 with 1, and rank 1 with the exit code 43"),
+        ("kill", message((1, EXIT_CODE), root=1), "it names rank 1 with 43, and rank 1 with the exit code -9"),
+        ("raise", message((1, 0), root=1), "it names rank 1 with 0, and rank 1 with another exit code than 0"),
     ],
     ids=["nobody", "another rank", "another exit code", "no signal", "no failure"],
 )
@@ -115,9 +115,9 @@ def test_a_launcher_that_does_not_say_who_it_was_is_rejected(tmp_path: Path, how
 
 
 def test_a_job_that_never_comes_as_far_is_an_error_after_its_time(tmp_path: Path) -> None:
-    sleeps = Pieces(launcher=("sh", "-c", "sleep 600"))
-    with pytest.raises(EnvironmentBroken, match=r"far after 0\.5 s \(rank 0: not started, rank 1: not st"):
-        check(tmp_path, start_seconds=0.5, pieces=sleeps)
+    sleeps = Components(launcher=("sh", "-c", "sleep 600"))
+    with pytest.raises(EnvironmentBroken, match=r"after 0\.5 s \(rank 0: not started, rank 1: not st"):
+        check(tmp_path, start_seconds=0.5, components=sleeps)
 
 
 @pytest.mark.parametrize("wrong", [{"ranks": 1}, {"steps": 0}, {"how": "sleep"}], ids=str)

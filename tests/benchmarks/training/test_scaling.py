@@ -52,7 +52,7 @@ def test_the_low_end_is_that_of_the_rank_that_is_least_sure() -> None:
 
 
 @of_each("where", ["larger", "smaller"])
-def test_what_one_rank_is_not_sure_of_nobody_is_sure_of(where: str) -> None:
+def test_what_one_rank_is_not_sure_of_no_rank_is_sure_of(where: str) -> None:
     good, unsure = sure(90.0), sure(90.0, 91.0, inconclusive="rank 1 is not sure")
     found = efficiency(unsure, good) if where == "larger" else efficiency(good, unsure)
     assert found.inconclusive == "rank 1 is not sure"

@@ -28,8 +28,8 @@ def test_the_parts_of_all_ranks_are_the_weight(ranks):
 
 def test_a_decoder_that_is_not_sharded_is_named_and_so_is_one_that_is_sharded_as_a_whole(group):
     model = make_decoder(GEOMETRY, CPU, seed=0)
-    told = layout_defect(model, on_meta(GEOMETRY), ranks=1, rank=0)
-    assert re.search(r"has 3 of 3 modules that fully_shard .*root, blocks\.0, blocks\.1\.", told)
+    message = layout_defect(model, on_meta(GEOMETRY), ranks=1, rank=0)
+    assert re.search(r"has 3 of 3 modules that fully_shard .*root, blocks\.0, blocks\.1\.", message)
     fully_shard(model, mesh=mesh_of(group, CPU))
     assert layout_defect(model, on_meta(GEOMETRY), ranks=1, rank=0).startswith("has 2 of 3 modules")
 

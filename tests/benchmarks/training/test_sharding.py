@@ -8,7 +8,7 @@ import torch
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.model import INITIAL_DEVIATION, Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.sharding import is_sharded, make_sharded, mesh_of, shard
-from pytest_gpucluster.benchmarks.training.step import Training, unshared
+from pytest_gpucluster.benchmarks.training.step import Training, without_gradient_sync
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(layers=2, width=64, heads=4, vocab=96, sequence=16, key_heads=2)
@@ -53,7 +53,7 @@ def test_one_that_is_made_in_parts_has_the_usual_initial_values(mesh):
 def test_gradients_of_micro_batches_are_shared_with_the_last_one_only(mesh):
     model = shard(make_decoder(GEOMETRY, CPU, seed=1), mesh, precision="fp32")
     training = Training(model, CPU, precision="own")
-    with unshared(model):
+    with without_gradient_sync(model):
         training.loss(rows()).backward()
     assert model.head.weight.grad is None  # nothing has been made of the ranks' gradients yet
     training = Training(shard(make_decoder(GEOMETRY, CPU, seed=1), mesh, precision="fp32"), CPU, precision="own")

@@ -1,4 +1,4 @@
-"""Which rank reads the wrong rows is told, and what is wrong with all of them."""
+"""The ranks that read the wrong rows are named, and a defect that all share is found."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_torch_s_own_sampler_has_no_defect(ranks):
 def test_a_rank_with_another_one_s_rows_is_named_and_so_is_the_other():
     found = shares()
     found[2] = found[1]
-    told = share_defects(found, shares(), rows=ROWS)
-    assert list(told) == [2]
-    assert re.search(r"from that.* 1\. .*its sampler: num_replicas, rank, seed and set_epoch", told[2])
+    message = share_defects(found, shares(), rows=ROWS)
+    assert list(message) == [2]
+    assert re.search(r"from that.* 1\. .*its sampler: num_replicas, rank, seed and set_epoch", message[2])
 
 
 @of_each(
@@ -76,7 +76,7 @@ def stand_still(made):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         (lose, "1 of 30 rows are read by no rank in epoch 0"),
         (shorten, "the ranks read different numbers of rows in epoch 1: [14, 15]"),
@@ -85,8 +85,8 @@ def stand_still(made):
     ],
     ids=["a row that nobody reads", "unequal", "too much padding", "the same order"],
 )
-def test_a_sampler_that_is_wrong_on_every_rank_is_every_rank_s_fault(how, told):
+def test_a_sampler_that_is_wrong_on_every_rank_is_every_rank_s_fault(how, message):
     made = change(how)
     found = share_defects(made, made, rows=ROWS)
     assert list(found) == [0, 1]
-    assert found[0] == found[1] == told
+    assert found[0] == found[1] == message

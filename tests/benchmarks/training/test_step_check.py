@@ -143,14 +143,14 @@ def test_another_loss_after_the_reload_is_seen(check, monkeypatch):
     # What a checkpoint does not hold, and the loss depends on.
     made, count = model.make_decoder, []
 
-    def turned(*arguments, **more):
+    def rotated(*arguments, **more):
         model = made(*arguments, **more)
         count.append(model)
         if len(count) == 4:
             model.get_buffer("sine").neg_()
         return model
 
-    monkeypatch.setattr(step_check, "make_decoder", turned)
+    monkeypatch.setattr(step_check, "make_decoder", rotated)
     with pytest.raises(WrongResult, match=r"after reloading"):
         check()
 

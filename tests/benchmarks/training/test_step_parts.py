@@ -1,4 +1,4 @@
-"""The parts of a step are those that they are called, by a clock that moves when it is told to."""
+"""The parts of a step are timed under their names, by a manual clock."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pytest_gpucluster.benchmarks.training.step import (
     DEFINITIONS,
     IN_ORDER,
     exposed,
-    time_alone,
     time_parts,
+    time_without_exchange,
 )
 
 
@@ -57,7 +57,7 @@ def test_each_part_is_the_median_of_its_own_time(clock):
 
 def test_a_step_without_exchange_is_forward_and_backward_but_for_the_first_one(clock):
     training = training_of(clock, forward=[50, 1, 1, 3], backward=[50, 2, 2, 3], optimizer=[])
-    assert time_alone(training, batches_of(clock, 9), clock, steps=3) == 3
+    assert time_without_exchange(training, batches_of(clock, 9), clock, steps=3) == 3
 
 
 @pytest.mark.parametrize(("alone", "expected"), [(2.5, 0.5), (4, 0)], ids=["longer with it", "by chance"])

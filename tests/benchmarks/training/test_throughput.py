@@ -15,7 +15,7 @@ from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.training import throughput as module
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.step import PARTS, optimizer_step
-from pytest_gpucluster.benchmarks.training.throughput import PIECES, throughput
+from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.judge import loader
@@ -33,8 +33,8 @@ def setup(**more):
     return Setup(geometry=GEOMETRY, **given | more)
 
 
-def alone(pieces=None, *, sampling=SAMPLING, progress=None, **more):
-    return throughput(None, CPU, setup(**more), sampling=sampling, pieces=pieces, progress=progress)
+def alone(components=None, *, sampling=SAMPLING, progress=None, **more):
+    return throughput(None, CPU, setup(**more), sampling=sampling, components=components, progress=progress)
 
 
 def test_a_rank_alone_is_measured_without_a_group():
@@ -57,15 +57,15 @@ def test_one_rank_of_fsdp_needs_a_group(group):
     assert found.losses[1] < found.losses[0]
 
 
-def test_progress_is_told_until_the_last_step_that_counts():
-    told = []
-    found = alone(progress=lambda step, of, **figures: told.append((step, of, sorted(figures))))
-    assert told[-1][0] == told[-1][1] == found.steps - 1  # one more is taken with the first rows
-    assert {tuple(names) for _, _, names in told} == {("loss", "tokens_per_second")}
+def test_progress_is_reported_until_the_last_step_that_counts():
+    reports = []
+    found = alone(progress=lambda step, of, **figures: reports.append((step, of, sorted(figures))))
+    assert reports[-1][0] == reports[-1][1] == found.steps - 1  # one more is taken with the first rows
+    assert {tuple(names) for _, _, names in reports} == {("loss", "tokens_per_second")}
 
 
 def test_a_setup_without_a_compiler_runs_eager_and_says_so():
-    found = alone(replace(PIECES, missing_compiler=lambda device: "no g++"), compiled=True)
+    found = alone(replace(COMPONENTS, missing_compiler=lambda device: "no g++"), compiled=True)
     assert (found.compiled, found.notes) == (False, ("no compiler, ran eager: no g++",))
 
 
@@ -76,20 +76,20 @@ def test_no_flash_attention_is_noted(monkeypatch):
 
 def test_a_clock_that_stands_still_measures_nothing():
     with pytest.raises(InconclusiveMeasurement, match=r"the clock.* 0 did not advance"):
-        alone(replace(PIECES, clock=lambda device: ManualClock()))
+        alone(replace(COMPONENTS, clock=lambda device: ManualClock()))
 
 
 @pytest.mark.parametrize(
-    ("update", "told"),
+    ("update", "message"),
     [
         (lambda model, optimizer: None, "it has learnt nothing"),
         (lambda model, optimizer: [optimizer.step(), optimizer.step()], "and its optimizer"),
     ],
     ids=["none", "twice"],
 )
-def test_an_optimizer_that_does_something_else_is_seen(update, told):
-    with pytest.raises(WrongResult, match=f"rank 0 has .*{told}"):
-        alone(replace(PIECES, step=replace(PARTS, update=update)))
+def test_an_optimizer_that_does_something_else_is_seen(update, message):
+    with pytest.raises(WrongResult, match=f"rank 0 has .*{message}"):
+        alone(replace(COMPONENTS, step=replace(PARTS, update=update)))
 
 
 def test_a_norm_that_is_not_finite_is_seen_although_every_loss_is():
@@ -97,7 +97,7 @@ def test_a_norm_that_is_not_finite_is_seen_although_every_loss_is():
         return PARTS.clip(model) * float("inf")
 
     with pytest.raises(WrongResult, match=r"rank 0 .*gradients' norm.* 1"):
-        alone(replace(PIECES, step=replace(PARTS, clip=clip)))
+        alone(replace(COMPONENTS, step=replace(PARTS, clip=clip)))
 
 
 def test_weights_that_stop_moving_are_named():
@@ -106,18 +106,18 @@ def test_weights_that_stop_moving_are_named():
             weight.grad = None if "norm" in name else weight.grad
         optimizer_step(model, optimizer)
 
-    with pytest.raises(WrongResult, match=r"3 of 9 .* not moved in \d+ steps: blocks\.0\.attention_norm\.weight, "):
-        alone(replace(PIECES, step=replace(PARTS, update=update)))
+    with pytest.raises(WrongResult, match=r"3 of 9 .* not changed in \d+ steps: blocks\.0\.attention_norm\.weight, "):
+        alone(replace(COMPONENTS, step=replace(PARTS, update=update)))
 
 
-def test_too_little_memory_is_told_before_anything_is_made(monkeypatch):
+def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"rank 0: training 0\.06163M parameters by.* 1 ranks with 32 tokens"):
-        alone(replace(PIECES, make=None))
+        alone(replace(COMPONENTS, make=None))
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "2 GiB. The estimate was 0.00138 GB"),
         (
@@ -127,15 +127,15 @@ def test_too_little_memory_is_told_before_anything_is_made(monkeypatch):
     ],
     ids=["memory", "compiler"],
 )
-def test_what_the_step_runs_into_is_the_environment_s_fault_and_holds_no_model(error, told):
+def test_what_the_step_runs_into_is_the_environment_s_fault_and_holds_no_model(error, message):
     alive = []
 
     def loss(logits, targets):
         alive.append(weakref.ref(logits))
         raise error
 
-    with pytest.raises(EnvironmentBroken, match=told) as caught:
-        alone(replace(PIECES, step=replace(PARTS, loss=loss)))
+    with pytest.raises(EnvironmentBroken, match=message) as caught:
+        alone(replace(COMPONENTS, step=replace(PARTS, loss=loss)))
     assert "by --gpucluster-workload" in str(caught.value)
     assert caught.value.__context__ is None
     assert [ref() for ref in alive] == [None]
@@ -146,10 +146,10 @@ def test_any_other_error_stays_what_it_is():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        alone(replace(PIECES, step=replace(PARTS, loss=loss)))
+        alone(replace(COMPONENTS, step=replace(PARTS, loss=loss)))
 
 
-def test_ranks_that_would_train_something_else_are_told_on_all_of_them():
+def test_ranks_that_would_train_something_else_are_reported_on_all_of_them():
     ranks = SimpleNamespace(
         count=2, name="rank {}".format, gather=lambda numbers: [numbers, [numbers[0] + 1, numbers[1]]]
     )
@@ -175,7 +175,7 @@ def test_nothing_of_the_training_stays_alive(group, fails):
     alive = []
 
     def make(*arguments, **more):
-        model = PIECES.make(*arguments, **more)
+        model = COMPONENTS.make(*arguments, **more)
         alive.append(weakref.ref(model))
         return model
 
@@ -190,7 +190,7 @@ def test_nothing_of_the_training_stays_alive(group, fails):
             CPU,
             setup(workers=1),
             sampling=SAMPLING,
-            pieces=replace(PIECES, make=make, step=replace(PARTS, update=update)),
+            components=replace(COMPONENTS, make=make, step=replace(PARTS, update=update)),
         )
     except WrongResult as error:
         kept = error
@@ -222,7 +222,7 @@ def test_others_can_be_waited_for_after_the_first_step_and_parts_can_be_left_out
         CPU,
         setup(),
         sampling=SAMPLING,
-        pieces=replace(PIECES, step=replace(PARTS, update=update)),
+        components=replace(COMPONENTS, step=replace(PARTS, update=update)),
         in_parts=False,
         ready=lambda: seen.append(len(steps)),
     )

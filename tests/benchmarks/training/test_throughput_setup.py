@@ -34,7 +34,7 @@ def test_more_ranks_take_less_with_fsdp_and_recomputing_takes_less():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"strategy": "zero"}, "strategy is one of ddp, fsdp, not 'zero'"),
         ({"batch": 0}, "batch must be at least 1, not 0"),
@@ -43,6 +43,6 @@ def test_more_ranks_take_less_with_fsdp_and_recomputing_takes_less():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_is_refused(wrong, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
         setup(**wrong)

@@ -1,4 +1,4 @@
-"""What differs between two runs of steps is told by size."""
+"""The differences between two runs of steps are measured."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.training.fingerprint import Seen, Trajectory, distance, errors, relative
+from pytest_gpucluster.benchmarks.training.fingerprint import StepRecord, Trajectory, distance, errors, relative
 
 ROW = torch.tensor([3.0, 4.0])
 
 
 def trajectory(*seen, start=(0.0, 0.0)):
     plain = {"loss": 2.0, "gradient_norm": 5.0, "gradients": ROW, "weights": ROW}
-    return Trajectory(start=torch.tensor(start), steps=tuple(Seen(**(plain | one)) for one in seen))
+    return Trajectory(start=torch.tensor(start), steps=tuple(StepRecord(**(plain | one)) for one in seen))
 
 
 def test_the_same_steps_have_no_error():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.training.data import worker_context
-from pytest_gpucluster.benchmarks.vision.loader import Batches, EpochAfterEpoch, Room
+from pytest_gpucluster.benchmarks.vision.loader import Batches, EndlessBatchSampler, SharedMemory
 from pytest_gpucluster.errors import EnvironmentBroken
 
 SETTINGS = {"batch": 4, "workers": 2, "prefetch": 2, "rank": 0, "world_size": 2, "seed": 0, "pinned": False}
@@ -58,7 +58,7 @@ class Wrong(Numbered):
 
 
 def look():
-    return Room(total_bytes=2**26, free_bytes=2**20, device=1)
+    return SharedMemory(total_bytes=2**26, free_bytes=2**20, device=1)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_ranks_read_different_rows_of_an_epoch_and_all_of_them_and_a_batch_may_b
 
 def test_batches_come_without_end_and_in_another_order_in_each_epoch():
     make = torch.utils.data.DistributedSampler
-    rows = iter(EpochAfterEpoch(Numbered(10), batch=4, rank=0, world_size=1, seed=0, make=make))
+    rows = iter(EndlessBatchSampler(Numbered(10), batch=4, rank=0, world_size=1, seed=0, make=make))
     read = [row for batch in itertools.islice(rows, 5) for row in batch]
     assert [sorted(read[:10]), sorted(read[10:])] == [list(range(10))] * 2
     assert read[:10] != read[10:]
@@ -110,7 +110,7 @@ def test_an_image_that_cannot_be_read_is_an_error_in_plain_words(started, worker
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "message"),
     [
         (signal.SIGBUS, r"of SIGBUS, .*/dev/shm has 0\.000977 GiB free of 0\.0625 "),
         (signal.SIGKILL, r"was killed \(SIGKILL\)"),
@@ -118,12 +118,12 @@ def test_an_image_that_cannot_be_read_is_an_error_in_plain_words(started, worker
     ],
     ids=["bus", "kill", "segv"],
 )
-def test_a_worker_that_dies_is_told_of_with_the_cause(started, number, told):
-    with pytest.raises(EnvironmentBroken, match=rf"^DataLoader worker \(process \d+\) .*{told}"):
+def test_a_worker_that_dies_is_reported_of_with_the_cause(started, number, message):
+    with pytest.raises(EnvironmentBroken, match=rf"^DataLoader worker \(process \d+\) .*{message}"):
         rows_of(started(Dying(number), world_size=1), 40)
 
 
-def test_a_batch_that_does_not_fit_into_shared_memory_is_told_of(started, monkeypatch):
+def test_a_batch_that_does_not_fit_into_shared_memory_is_reported_of(started, monkeypatch):
     batches = started(Numbered(), workers=0)
 
     def full():

@@ -36,13 +36,13 @@ def test_images_and_labels_are_read(tmp_path, place, suffix):
     ],
 )
 def test_a_broken_file_is_an_error_that_names_it(tmp_path, broken):
-    name, spoil, told = broken
+    name, spoil, values = broken
     path = image_files.write_idx(tmp_path) / name
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(EnvironmentBroken) as caught:
         open_images(tmp_path, side=224)
     assert str(caught.value).startswith(f"{path}: ")
-    assert told in str(caught.value)
+    assert values in str(caught.value)
 
 
 @of_each(

@@ -15,9 +15,9 @@ from torch import nn
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.vision import throughput as module
 from pytest_gpucluster.benchmarks.vision.datasets import Block, StoredImages, SyntheticImages
-from pytest_gpucluster.benchmarks.vision.loader import Batches, Room
+from pytest_gpucluster.benchmarks.vision.loader import Batches, SharedMemory
 from pytest_gpucluster.benchmarks.vision.throughput import image_rate
-from pytest_gpucluster.benchmarks.vision.throughput_setup import PIECES, Setup, as_input, class_mean
+from pytest_gpucluster.benchmarks.vision.throughput_setup import COMPONENTS, Setup, as_input, class_mean
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -33,7 +33,7 @@ def small(_name, device, *, classes, seed):
     return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, classes)).to(device)
 
 
-PARTS = replace(PIECES, make=small)
+PARTS = replace(COMPONENTS, make=small)
 
 
 class TimedBatches(Batches):
@@ -61,9 +61,14 @@ def grey(side, colours=1, labels=(0, 1)):
     return lambda: StoredImages("grey", len(set(labels)), lambda: block)
 
 
-def run(setup=SETUP, images=IMAGES, clock=None, pieces=None, **more):
+def run(setup=SETUP, images=IMAGES, clock=None, components=None, **more):
     clock = clock or ManualClock()
-    given = {"sampling": SAMPLING, "clock": clock, "pieces": pieces or timed(clock), "now": lambda: clock.now_seconds}
+    given = {
+        "sampling": SAMPLING,
+        "clock": clock,
+        "components": components or timed(clock),
+        "now": lambda: clock.now_seconds,
+    }
     return image_rate(None, CPU, setup, images, node=0, **given, **more)
 
 
@@ -80,7 +85,7 @@ def test_images_of_a_step_are_counted_over_its_time_the_wait_included():
 
 def test_a_slow_loader_shows_as_data_wait_and_the_loss_ratio_is_of_the_last_losses_and_the_first():
     clock = ManualClock()
-    found = run(clock=clock, pieces=timed(clock, seconds=(9.0, 1.0)))
+    found = run(clock=clock, components=timed(clock, seconds=(9.0, 1.0)))
     assert found.data_wait_ratio == pytest.approx(0.9)
     assert found.images_per_second.median == pytest.approx(0.4)
     assert replace(found, losses=(4.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)).loss_ratio == 0.25
@@ -95,9 +100,9 @@ def test_grey_images_are_trained_on_and_the_head_is_that_of_imagenet_unless_the_
 
 def test_a_loss_that_is_not_finite_names_the_step():
     count = iter(range(100))
-    pieces = replace(PARTS, loss=lambda *given: class_mean(*given) * (math.nan if next(count) == 2 else 1.0))
+    components = replace(PARTS, loss=lambda *given: class_mean(*given) * (math.nan if next(count) == 2 else 1.0))
     with pytest.raises(WrongResult, match=r"^rank 0 .*loss of.* 3, .*be finite"):
-        run(clock=Moving(), pieces=pieces)
+        run(clock=Moving(), components=components)
 
 
 class Moving(ManualClock):
@@ -109,7 +114,7 @@ class Moving(ManualClock):
 
 def test_a_clock_that_stands_still_is_inconclusive():
     with pytest.raises(InconclusiveMeasurement, match=r"the clock.* 0 did not advance: 1 steps took 0\.0 s"):
-        run(pieces=PARTS)
+        run(components=PARTS)
 
 
 @of_each(
@@ -133,21 +138,21 @@ def test_a_folder_that_cannot_be_looked_at_is_an_error():
         run(images=images)
 
 
-def test_too_little_memory_is_told_before_anything_is_made(monkeypatch):
+def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(module, "free_bytes", lambda device: 10**6)
     made = []
-    told = r"cpu: .* 4 images of 28 x 28 needs 0\.18\d GB.*--gpucluster-workload vision\.batch=2"
-    with pytest.raises(EnvironmentBroken, match=told):
-        run(pieces=replace(PARTS, make=lambda *given, **more: made.append(1)))
+    message = r"cpu: .* 4 images of 28 x 28 needs 0\.18\d GB.*--gpucluster-workload vision\.batch=2"
+    with pytest.raises(EnvironmentBroken, match=message):
+        run(components=replace(PARTS, make=lambda *given, **more: made.append(1)))
     assert made == []
 
 
-def test_too_small_shared_memory_is_told_before_a_worker_is_started():
+def test_too_small_shared_memory_is_reported_before_a_worker_is_started():
     started = []
-    room = Room(total_bytes=2**26, free_bytes=2**14, device=1)
-    pieces = replace(PARTS, look=lambda: room, batches=lambda *given, **more: started.append(1))
+    room = SharedMemory(total_bytes=2**26, free_bytes=2**14, device=1)
+    components = replace(PARTS, inspect=lambda: room, batches=lambda *given, **more: started.append(1))
     with pytest.raises(EnvironmentBroken, match=r"^rank 0: /dev/shm has 1\.53e-05 GiB free of 0\.0625 GiB"):
-        run(setup=replace(SETUP, workers=2, prefetch=2), pieces=pieces)
+        run(setup=replace(SETUP, workers=2, prefetch=2), components=components)
     assert started == []
 
 
@@ -165,9 +170,9 @@ def test_data_that_fail_in_the_middle_and_workers_that_cannot_be_started_are_err
         raise OSError(24, "Too many open files")
 
     with pytest.raises(EnvironmentBroken, match=r"^n0001/13\.jpg: cannot.*$"):
-        run(clock=Moving(), pieces=replace(PARTS, batches=Failing))
+        run(clock=Moving(), components=replace(PARTS, batches=Failing))
     with pytest.raises(EnvironmentBroken, match=r"DataLoader cannot.*: \[Errno 24\]"):
-        run(pieces=replace(PARTS, batches=refuse))
+        run(components=replace(PARTS, batches=refuse))
 
 
 def test_nothing_of_the_training_is_left_when_it_ends_and_the_choice_of_convolutions_is_as_it_was():
@@ -178,7 +183,7 @@ def test_nothing_of_the_training_is_left_when_it_ends_and_the_choice_of_convolut
         return model
 
     clock = ManualClock()
-    run(clock=clock, pieces=replace(timed(clock), make=make))
+    run(clock=clock, components=replace(timed(clock), make=make))
     assert [one() for one in made] == [None]
     assert torch.backends.cudnn.benchmark == before
 

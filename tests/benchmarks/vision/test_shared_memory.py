@@ -9,13 +9,18 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.benchmarks.vision import loader
-from pytest_gpucluster.benchmarks.vision.loader import Room, needed_bytes, require_shared_memory, shared_memory_shortage
+from pytest_gpucluster.benchmarks.vision.loader import (
+    SharedMemory,
+    needed_bytes,
+    require_shared_memory,
+    shared_memory_shortage,
+)
 from pytest_gpucluster.errors import EnvironmentBroken
 
 MIB = 2**20
 
 
-class Told:
+class FakeRanks:
     """The ranks of a group, of which all but the first are made up."""
 
     def __init__(self, *others):
@@ -29,7 +34,7 @@ class Told:
 
 
 def free(mib, total=64, device=7):
-    return lambda: Room(total_bytes=total * MIB, free_bytes=int(mib * MIB), device=device)
+    return lambda: SharedMemory(total_bytes=total * MIB, free_bytes=int(mib * MIB), device=device)
 
 
 def missing():
@@ -49,17 +54,19 @@ def test_dev_shm_of_this_machine_is_looked_at():
 
 def test_a_tmpfs_without_a_limit_has_room_for_anything(monkeypatch):
     monkeypatch.setattr(loader.os, "statvfs", lambda folder: SimpleNamespace(f_frsize=4096, f_blocks=0, f_bavail=0))
-    require_shared_memory(Told(), node=0, needed=2**50)
+    require_shared_memory(FakeRanks(), node=0, needed=2**50)
 
 
 def test_too_little_names_what_was_found_what_is_needed_and_the_fix():
-    require_shared_memory(Told(), node=0, needed=32 * MIB, look=free(40))  # times 1.25
-    require_shared_memory(Told(), node=0, needed=0, look=missing)
-    told = r"^rank 0: /dev/shm has 0\.0586 GiB free of 0\.0625 GiB, .* 1 ranks .* 2\.5 GiB\. .*--shm-size=3g.*size=3G"
-    with pytest.raises(EnvironmentBroken, match=rf"{told}.*vision\.workers=2.*vision\.prefetch=2$"):
-        require_shared_memory(Told(), node=0, needed=2048 * MIB, look=free(60))
+    require_shared_memory(FakeRanks(), node=0, needed=32 * MIB, inspect=free(40))  # times 1.25
+    require_shared_memory(FakeRanks(), node=0, needed=0, inspect=missing)
+    message = (
+        r"^rank 0: /dev/shm has 0\.0586 GiB free of 0\.0625 GiB, .* 1 ranks .* 2\.5 GiB\. .*--shm-size=3g.*size=3G"
+    )
+    with pytest.raises(EnvironmentBroken, match=rf"{message}.*vision\.workers=2.*vision\.prefetch=2$"):
+        require_shared_memory(FakeRanks(), node=0, needed=2048 * MIB, inspect=free(60))
     with pytest.raises(EnvironmentBroken, match=r"^rank 0: /dev/shm cannot.* .* need 0\.00122 GiB\."):
-        require_shared_memory(Told(), node=0, needed=MIB, look=missing)
+        require_shared_memory(FakeRanks(), node=0, needed=MIB, inspect=missing)
 
 
 @of_each(
@@ -74,12 +81,12 @@ def test_too_little_names_what_was_found_what_is_needed_and_the_fix():
     ],
 )
 def test_ranks_that_share_it_are_counted_together(case):
-    other, told = case
-    with contextlib.nullcontext() if told is None else pytest.raises(EnvironmentBroken, match=rf"^{told}"):
-        require_shared_memory(Told(other), node=0, needed=30 * MIB, look=free(60))
+    other, message = case
+    with contextlib.nullcontext() if message is None else pytest.raises(EnvironmentBroken, match=rf"^{message}"):
+        require_shared_memory(FakeRanks(other), node=0, needed=30 * MIB, inspect=free(60))
 
 
-def test_after_a_failure_what_there_is_is_told():
+def test_after_a_failure_what_there_is_is_reported():
     assert re.search(
         r"/dev/shm has 0\.00146 GiB free of 0\.0625 GiB now\. .*larger: docker.* ", shared_memory_shortage(free(1.5))
     )

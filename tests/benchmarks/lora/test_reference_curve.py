@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.lora import reference_curve as lora_golden
-from pytest_gpucluster.benchmarks.lora.reference_curve import REQUIRED, deviation, golden_of, read, write
+from pytest_gpucluster.benchmarks.lora import reference_curve
+from pytest_gpucluster.benchmarks.lora.reference_curve import REQUIRED, deviation, read, reference_curve_of, write
 from pytest_gpucluster.errors import CurveError
 from pytest_gpucluster.metrics.loss_curve import Curve, Point
 
@@ -35,39 +35,39 @@ def curve(*losses: float, first: int = 1, **context: str) -> Curve:
 
 
 def test_of_one_run_the_band_is_a_part_of_the_loss_and_never_nothing() -> None:
-    golden = golden_of([curve(6.0, 1.0, 0.0)])
-    assert (golden.loss, golden.runs, golden.context) == ((6.0, 1.0, 0.0), 1, CONTEXT)
-    assert golden.band == pytest.approx((0.12, 0.02, 0.001))
+    reference = reference_curve_of([curve(6.0, 1.0, 0.0)])
+    assert (reference.loss, reference.runs, reference.context) == ((6.0, 1.0, 0.0), 1, CONTEXT)
+    assert reference.band == pytest.approx((0.12, 0.02, 0.001))
 
 
 def test_of_several_runs_the_band_is_their_spread_where_that_is_wider() -> None:
-    golden = golden_of([curve(6.0, 1.0, 0.2), curve(6.0, 1.2, 0.2), curve(6.0, 1.1, 0.2)])
-    assert golden.loss == pytest.approx((6.0, 1.1, 0.2))
-    assert golden.band == pytest.approx((0.12, 3 * 0.1, 0.004))
-    assert re.search(r"3 standard deviations.*, 2 % .*the loss.* 0\.001 nats a token", golden.rule)
+    reference = reference_curve_of([curve(6.0, 1.0, 0.2), curve(6.0, 1.2, 0.2), curve(6.0, 1.1, 0.2)])
+    assert reference.loss == pytest.approx((6.0, 1.1, 0.2))
+    assert reference.band == pytest.approx((0.12, 3 * 0.1, 0.004))
+    assert re.search(r"3 standard deviations.*, 2 % .*the loss.* 0\.001 nats a token", reference.rule)
 
 
-def test_a_golden_curve_is_read_back_exactly(tmp_path: Path) -> None:
+def test_a_reference_curve_is_read_back_exactly(tmp_path: Path) -> None:
     made = write(tmp_path / "g.json", [curve(1 / 3, 0.1, 5e-5), curve(1 / 7, 0.2, 5e-5)])
     assert read(tmp_path / "g.json") == made
 
 
 @of_each(
-    "refused",
+    "rejected",
     [
         ([], "no curve"),
         ([curve()], "the curve has no points"),
-        ([Curve(points=(), context={"model": "x"})], "the curve does not say its data_sha256, seed,"),
+        ([Curve(points=(), context={"model": "x"})], "the curve has no data_sha256, seed,"),
         ([curve(1, math.nan)], "run 1 has a loss of nan at step 2"),
         ([curve(1.0), curve(math.inf)], "run 2 has a loss of inf at step 1"),
         ([curve(1, 2), curve(1)], "run 2 has no step 2: 1 steps, and 2 are"),
-        ([curve(1), curve(1, 2)], "run 2 has a step 2 too many: 2 steps, and 1"),
+        ([curve(1), curve(1, 2)], "run 2 has an extra step 2: 2 steps, and 1"),
         ([curve(1), curve(1, first=2)], "run 2 has no step 1"),
         ([curve(1), curve(1, seed="8")], "not the same experiment: seed is '8' in run 2 and '7' in run 1"),
     ],
 )
-def test_what_no_golden_curve_can_be_made_of(tmp_path: Path, refused: tuple[list[Curve], str]) -> None:
-    curves, message = refused
+def test_what_no_reference_curve_can_be_made_of(tmp_path: Path, rejected: tuple[list[Curve], str]) -> None:
+    curves, message = rejected
     with pytest.raises(CurveError) as caught:
         write(tmp_path / "g.json", curves)
     assert str(caught.value).startswith(message)
@@ -75,16 +75,16 @@ def test_what_no_golden_curve_can_be_made_of(tmp_path: Path, refused: tuple[list
 
 
 @of_each(
-    "refused",
+    "rejected",
     [
-        ({"format": "x"}, "no golden curve: its format"),
+        ({"format": "x"}, "no reference curve: its format"),
         ({"version": 2}, "its version is 2, and this version of pytest-gpucluster reads 1"),
         ({"band": None}, "band is no list"),
         ({"loss": ...}, "no loss"),
         ({"loss": ..., "bnad": []}, "no loss and unknown keys ['bnad']"),
         ({"loss": [1, 2]}, "3 steps, 2 losses and 3 bands"),
         ({"steps": [], "loss": [], "band": []}, "0 steps, 0 losses and 0 bands"),
-        ({"loss": [1, math.nan, 2]}, "no golden curve: NaN"),
+        ({"loss": [1, math.nan, 2]}, "no reference curve: NaN"),
         ({"loss": [1, 10**400, 2]}, "loss holds 1000"),
         ({"loss": [1, True, 2]}, "loss holds True, which"),
         ({"loss": [1, "2", 2]}, "loss holds '2', which"),
@@ -97,8 +97,8 @@ def test_what_no_golden_curve_can_be_made_of(tmp_path: Path, refused: tuple[list
         ({"rule": None}, "runs must be a number from 1, and rule"),
     ],
 )
-def test_a_file_that_is_not_quite_one_is_refused(tmp_path: Path, refused: tuple[dict[str, Any], str]) -> None:
-    path, (change, message) = tmp_path / "g.json", refused
+def test_a_file_that_is_not_quite_one_is_refused(tmp_path: Path, rejected: tuple[dict[str, Any], str]) -> None:
+    path, (change, message) = tmp_path / "g.json", rejected
     write(path, [curve(6.0, 1.0, 0.5)])
     changed = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in changed.items() if value is not ...}))
@@ -108,24 +108,24 @@ def test_a_file_that_is_not_quite_one_is_refused(tmp_path: Path, refused: tuple[
 
 
 @of_each(
-    "refused",
+    "rejected",
     [
-        ("", "no golden curve: "),
-        ("[]", "no golden curve: its format"),
-        ('{"a": 1, "a": 2}', "no golden curve: 'a' is given 2 times"),
-        ("[" * 100_000, "no golden curve: "),
+        ("", "no reference curve: "),
+        ("[]", "no reference curve: its format"),
+        ('{"a": 1, "a": 2}', "no reference curve: 'a' is given 2 times"),
+        ("[" * 100_000, "no reference curve: "),
         ("\udcff", "cannot be read: "),
     ],
 )
-def test_what_is_no_json_of_ours_is_refused(tmp_path: Path, refused: tuple[str, str]) -> None:
-    path, (text, message) = tmp_path / "g.json", refused
+def test_what_is_no_json_of_ours_is_refused(tmp_path: Path, rejected: tuple[str, str]) -> None:
+    path, (text, message) = tmp_path / "g.json", rejected
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(CurveError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}: {message}")
 
 
-GOLDEN = golden_of([curve(6.0, 1.0, 0.5)])
+REFERENCE = reference_curve_of([curve(6.0, 1.0, 0.5)])
 
 
 @of_each(
@@ -140,14 +140,14 @@ GOLDEN = golden_of([curve(6.0, 1.0, 0.5)])
 )
 def test_the_largest_deviation_counts_in_bands(found: tuple[tuple[float, ...], float, int]) -> None:
     losses, largest, step = found
-    told = deviation(GOLDEN, curve(*losses))
-    assert (told.largest, told.step) == (pytest.approx(largest), step)
-    assert str(told).startswith(f"{largest:.3g} bands at step {step}: loss {losses[step - 1]:.6g}, golden ")
+    message = deviation(REFERENCE, curve(*losses))
+    assert (message.largest, message.step) == (pytest.approx(largest), step)
+    assert str(message).startswith(f"{largest:.3g} bands at step {step}: loss {losses[step - 1]:.6g}, reference ")
 
 
 @of_each("value", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_no_agreement(value: float) -> None:
-    found = deviation(GOLDEN, curve(9.0, value, 0.5))
+    found = deviation(REFERENCE, curve(9.0, value, 0.5))
     assert not found.largest <= 1
     assert not math.isfinite(found.largest)
     assert found.step == 2
@@ -156,16 +156,16 @@ def test_a_loss_that_is_no_number_is_no_agreement(value: float) -> None:
 @of_each("key", REQUIRED)
 def test_another_experiment_is_refused_with_both_values(key: str) -> None:
     other = curve(6.0, 1.0, 0.5, **{key: "other", "rank": "16"})
-    told = rf"{key} is 'other' in this run and {CONTEXT[key]!r} in .*rank is '16' .*not given"
-    with pytest.raises(CurveError, match=told):
-        deviation(GOLDEN, other)
-    with pytest.raises(CurveError, match=told):
-        lora_golden.require_same_experiment(GOLDEN, other.context)
+    message = rf"{key} is 'other' in this run and {CONTEXT[key]!r} in .*rank is '16' .*not given"
+    with pytest.raises(CurveError, match=message):
+        deviation(REFERENCE, other)
+    with pytest.raises(CurveError, match=message):
+        reference_curve.require_same_experiment(REFERENCE, other.context)
 
 
 def test_a_curve_of_other_steps_is_refused() -> None:
     with pytest.raises(CurveError, match=r"this run.* 3: 2 steps, and 3 are expected"):
-        deviation(GOLDEN, curve(6.0, 1.0))
+        deviation(REFERENCE, curve(6.0, 1.0))
     swapped = replace(curve(6.0, 1.0, 0.5), points=())
     with pytest.raises(CurveError, match=r"this run.* 1"):
-        deviation(GOLDEN, swapped)
+        deviation(REFERENCE, swapped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.storage.checkpoint import first, together
+from pytest_gpucluster.benchmarks.storage.checkpoint import on_all_ranks, on_first_rank
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 
@@ -25,11 +25,11 @@ def failing(error):
 
 
 def test_values_come_back(group):
-    assert together(group, lambda: {"a": 1}) == [{"a": 1}]
-    assert first(group, lambda: "b") == "b"
+    assert on_all_ranks(group, lambda: {"a": 1}) == [{"a": 1}]
+    assert on_first_rank(group, lambda: "b") == "b"
 
 
-@pytest.mark.parametrize("how", [together, first])
+@pytest.mark.parametrize("how", [on_all_ranks, on_first_rank])
 def test_an_error_is_raised_as_one_that_says_which_rank_and_what_is_no_error_as_it_is(group, how):
     for error, kind, text in [
         (WrongResult("x is wrong"), WrongResult, "rank 0: x is wrong"),

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.benchmarks.burn_in import Course, Point
+from pytest_gpucluster.benchmarks.burn_in import Point, TimeSeries
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement
 
 
-def course(rates: list[float], *, seconds: float, each: float = 1.0, path: Path | None = None) -> Course:
-    made = Course(seconds, path)
+def course(rates: list[float], *, seconds: float, each: float = 1.0, path: Path | None = None) -> TimeSeries:
+    made = TimeSeries(seconds, path)
     for number, tflops in enumerate(rates, start=1):
         made.add(Point(at_seconds=number * each, products=3, busy_seconds=0.9 * each, tflops=tflops))
     return made
@@ -57,7 +57,7 @@ def test_a_burn_in_without_a_point_has_no_rate() -> None:
 
 def test_how_far_it_came_is_told_and_only_the_end_makes_it_complete() -> None:
     found = course([700.0] * 5, seconds=20)
-    assert found.reached == "after 5 s of 20 s, and 15 products, 700 TFLOPS"
+    assert found.progress_text == "after 5 s of 20 s, and 15 products, 700 TFLOPS"
     assert (found.products, found.completed, found.is_complete) == (15, 0.25, False)
     assert course([700.0] * 30, seconds=20).completed == 1.0
     assert not course([700.0] * 30, seconds=20).is_complete
@@ -75,7 +75,9 @@ BAD = ("hw_thermal", "sw_thermal", "hw_slowdown")
 def test_of_a_complete_burn_in_the_rates_are_judged_and_what_the_gpu_reached_is_recorded() -> None:
     found = course([700.0] * 20, seconds=20)
     found.is_complete = True
-    told = {one.metric: (one.value, one.unit, one.record_only) for one in found.readings("bf16", SEEN, slowdowns=BAD)}
+    told = {
+        one.metric: (one.value, one.unit, one.record_only) for one in found.metric_values("bf16", SEEN, slowdowns=BAD)
+    }
     assert told == {
         "burn_in.completed": (1.0, "ratio", True),
         "matmul.bf16.tflops": (700.0, "TFLOPS", False),
@@ -87,18 +89,18 @@ def test_of_a_complete_burn_in_the_rates_are_judged_and_what_the_gpu_reached_is_
 
 
 def test_of_a_part_of_a_burn_in_everything_is_recorded_and_nothing_judged() -> None:
-    told = list(course([700.0] * 5, seconds=20).readings("bf16", SEEN))
+    told = list(course([700.0] * 5, seconds=20).metric_values("bf16", SEEN))
     assert len(told) == 6
     assert all(one.record_only for one in told)
-    assert [one.metric for one in course([700.0], seconds=20).readings("fp8", {})] == [
+    assert [one.metric for one in course([700.0], seconds=20).metric_values("fp8", {})] == [
         "burn_in.completed",
         "matmul.fp8.tflops",
     ]
-    assert [one.metric for one in course([], seconds=20).readings("fp8", {})] == ["burn_in.completed"]
+    assert [one.metric for one in course([], seconds=20).metric_values("fp8", {})] == ["burn_in.completed"]
 
 
 def test_a_gpu_at_its_power_limit_is_not_slowed_down() -> None:
-    told = course([1.0], seconds=20).readings("bf16", {"throttle_share": {"sw_power_cap": 0.98}}, slowdowns=BAD)
+    told = course([1.0], seconds=20).metric_values("bf16", {"throttle_share": {"sw_power_cap": 0.98}}, slowdowns=BAD)
     assert [one.value for one in told if "slowed" in one.metric] == [0.0]
 
 
@@ -115,9 +117,9 @@ def test_a_gpu_at_its_power_limit_is_not_slowed_down() -> None:
 )
 def test_a_burn_in_that_nobody_watched_is_an_error(seen: dict[str, object], lacks: str) -> None:
     with pytest.raises(EnvironmentBroken, match=rf"GPU 3: telemetry of.*-in {lacks}"):
-        Course.require_watched(seen, "GPU 3")
-    Course.require_watched(SEEN, "GPU 3")
-    Course.require_watched({}, "cpu")
+        TimeSeries.require_telemetry(seen, "GPU 3")
+    TimeSeries.require_telemetry(SEEN, "GPU 3")
+    TimeSeries.require_telemetry({}, "cpu")
 
 
 def test_each_point_is_on_disk_as_soon_as_it_is_taken(tmp_path: Path) -> None:
