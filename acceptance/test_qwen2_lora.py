@@ -62,7 +62,8 @@ def reference_curve(request, cluster, settings):
             return None
         raise CurveError(
             f"{settings.reference_curve} is a reference curve of {model}, and no test of this run trains "
-            f"{model}: nothing would be compared. {trains} does, with the model and the data that the curve is of; or leave the option out"
+            f"{model}: nothing would be compared. {trains} does, with the model and the data that the curve is of; or "
+            "leave the option out"
         )
 
     return curve_of

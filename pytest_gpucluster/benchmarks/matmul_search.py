@@ -202,7 +202,7 @@ def search_matmul(
     by, timed_by = multiply or multiplier(device, kind), clock or clock_for(device)
     trials, warmup_seconds = [], sampling.warmup_seconds
     for buffers in everything:
-        name = f"{device}: trial at matmul {dtype} {buffers.shape}"
+        name = f"{device}: trial of matmul {dtype} {buffers.shape}"
         with memory_released(), numerics(kind.float32_precision):
             tflops = _trial(device, buffers, name, seed + 1, by, timed_by, warmup_seconds, trial_seconds)
         trials.append(Trial(shape=buffers.shape, tflops=tflops))

@@ -174,11 +174,11 @@ def _print_statistics(made: Prepared, rows: int, malformed: int) -> None:
     print(f"{'rows read':<16}{rows:>14}\n{'malformed':<16}{malformed:>14}\n")
     print(f"{'':<16}{'train':>14}{'held out':>14}")
     parts: tuple[Packed, ...] = (made.train, made.held_out)
-    for name in ("rows", "tokens", "loss_mask", "longest", "blocks", "loss_targets", "dropped"):
+    for name in ("rows", "tokens", "loss_tokens", "longest", "blocks", "loss_targets", "dropped"):
         figures = "".join(f"{getattr(part.statistics, name):>14}" for part in parts)
         print(f"{name.replace('_', ' '):<16}{figures}")
     shares = "".join(f"{part.statistics.loss_tokens / part.statistics.tokens:>14.1%}" for part in parts)
-    print(f"{'loss_mask part':<16}{shares}\n")
+    print(f"{'loss part':<16}{shares}\n")
     for name, value in made.context.items():
         print(f"{name.replace('_', ' '):<18}{value or '-'}")
 

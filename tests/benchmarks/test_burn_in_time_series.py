@@ -37,8 +37,8 @@ def test_points_that_are_longer_than_a_tenth_are_the_ends_themselves() -> None:
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
-        ([], "the burn-in has no point of its course, after 0 s of 20 s, and no product: too few"),
-        ([1.0], "the burn-in has one point of its course, after 1 s of 20 s, and 3 products, 1 TFLOPS: too few"),
+        ([], "the burn-in has no point in its time series, after 0 s of 20 s, and no product: too few"),
+        ([1.0], "the burn-in has one point in its time series, after 1 s of 20 s, and 3 products, 1 TFLOPS: too few"),
     ],
     ids=["none", "one"],
 )

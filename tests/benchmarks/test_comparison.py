@@ -48,5 +48,5 @@ def test_differences_are_counted_through_all_parts(monkeypatch):
 
 def test_a_difference_that_vanishes_is_a_wrong_result_too():
     same = torch.zeros(4)
-    with pytest.raises(WrongResult, match=r"cuda:3: data were.* .* and then"):
+    with pytest.raises(WrongResult, match=r"cuda:3: data differed.* and then"):
         difference_seen(same, same.clone(), "cuda:3")

@@ -30,7 +30,7 @@ def test_a_workspace_that_keeps_cublas_from_it_is_an_error_where_a_gpu_is_in_use
     monkeypatch.delenv(NAME, raising=False)
     if chosen is not None:
         monkeypatch.setenv(NAME, chosen)
-    told = f"CUBLAS_WORKSPACE_CONFIG is {chosen!r}, and only with :4096:8 or :16:8 "
+    told = f"CUBLAS_WORKSPACE_CONFIG is {chosen!r}, and cuBLAS is reproducible only with :4096:8 or :16:8"
     with pytest.raises(EnvironmentBroken, match=told), deterministic():
         pass
     assert not torch.are_deterministic_algorithms_enabled()

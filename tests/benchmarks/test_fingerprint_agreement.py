@@ -51,7 +51,7 @@ def test_the_one_that_deviates_is_named_with_its_stage_and_no_other(count: int) 
     found = agreement(["ab", "ax", *["ab"] * (count - 2)])
     assert blamed(found, count) == {
         1: "rank 1: the same computation gives other bits here: stage 1 gives xxxx, and"
-        f" {count - 1} of {count} alike give bbbb"
+        f" {count - 1} of {count} of this kind give bbbb"
     }
     assert [found.agreement_ratio(rank) for rank in range(3)] == [1.0, 0.5, 1.0]
 
@@ -60,8 +60,8 @@ def test_several_that_deviate_in_several_stages_are_all_named() -> None:
     found = agreement(["xb", "ay", "ab", "ab", "xb", "ab", "ab"])
     told = blamed(found, 7)
     assert set(told) == {0, 1, 4}
-    assert "stage 0 gives xxxx, and 5 of 7 alike give aaaa" in told[0]
-    assert "stage 1 gives yyyy, and 6 of 7 alike give bbbb" in told[1]
+    assert "stage 0 gives xxxx, and 5 of 7 of this kind give aaaa" in told[0]
+    assert "stage 1 gives yyyy, and 6 of 7 of this kind give bbbb" in told[1]
 
 
 def test_of_two_that_differ_it_is_said_that_one_of_them_is_wrong() -> None:

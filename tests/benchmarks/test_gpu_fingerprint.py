@@ -32,7 +32,7 @@ def test_the_same_device_gives_the_same_bits_again_in_every_stage() -> None:
     first, second = (take_fingerprint(CPU, n=N, repeats=3) for _ in range(2))
     assert first == second
     assert first.changed == {}
-    assert first.repeated == 1.0
+    assert first.repeatable == 1.0
     first.require_repeatable("here")
 
 

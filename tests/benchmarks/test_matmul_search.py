@@ -97,7 +97,7 @@ def test_every_shape_is_a_candidate_in_every_layout_and_fp8_in_its_own_alone():
 
 @pytest.mark.parametrize(("sizes", "layouts"), [([], ["nn"]), ([(16, 16, 16)], [])], ids=["no shape", "no layout"])
 def test_a_search_among_nothing_is_refused(sizes, layouts):
-    with pytest.raises(ValueError, match=r"search among"):
+    with pytest.raises(ValueError, match=r"candidate for the search"):
         candidates("bf16", sizes, layouts)
     with pytest.raises(ValueError, match=r"needs candidates"):
         search(Multiplier(), [])
@@ -227,7 +227,7 @@ def test_one_layout_that_multiplies_wrongly_ends_the_search(dtype):
     with pytest.raises(WrongResult) as caught:
         search(Multiplier(fault=fault), shapes, dtype=dtype)
     assert re.search(
-        rf"at matmul {dtype} 128x64x32 {layouts[-1]}: .*first product.* 1 of 8192 elements, first.* 5, column 7: found",
+        rf"of matmul {dtype} 128x64x32 {layouts[-1]}: .*first product.* 1 of 8192 elements, first.* 5, column 7: found",
         str(caught.value),
     )
 
@@ -239,7 +239,7 @@ def test_a_value_that_does_not_belong_ends_the_search_in_any_product_of_a_look(v
         if shape == DEEP and number == call:
             out[31, 15] = value
 
-    with pytest.raises(WrongResult, match=r"look at matmul fp32 32x16x256 nn: .* first at row 31, column 15: found"):
+    with pytest.raises(WrongResult, match=r"trial of matmul fp32 32x16x256 nn: .* first at row 31, column 15: found"):
         search(Multiplier(fault=fault))
 
 
@@ -322,7 +322,7 @@ def test_the_first_rank_chooses_by_its_own_looks_for_all():
 
 
 def test_a_first_rank_that_says_nothing_is_an_error_and_no_rank_chooses_alone():
-    with pytest.raises(PeerGaveUp, match=r"rank 0 .*said within 5 s which shape") as caught:
+    with pytest.raises(PeerGaveUp, match=r"rank 0 .*chosen within 5 s which shape") as caught:
         chosen(Notices(), 1, looks_of(1, 2, 3))
     assert kind_of(caught.value, "call") == "error"
 

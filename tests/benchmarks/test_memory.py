@@ -185,7 +185,7 @@ def test_wrong_words_of_a_write_are_looked_for_in_parts(monkeypatch):
 
 
 def test_a_wrong_word_that_is_right_when_looked_at_again_is_still_a_wrong_result(monkeypatch):
-    monkeypatch.setattr(memory_passes, "_count_of_others", lambda words, value: torch.tensor(1))
+    monkeypatch.setattr(memory_passes, "_count_different", lambda words, value: torch.tensor(1))
     with pytest.raises(WrongResult, match=r"1 of \d+ 8-.*wrong, first.* 0: .* \(bits that differ: 0\)"):
         measure("write", Passes())
 

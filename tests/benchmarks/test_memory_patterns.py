@@ -166,7 +166,7 @@ def test_a_share_of_what_is_free_is_taken_less_what_comparing_needs(monkeypatch:
 
 @pytest.mark.parametrize(
     ("free", "said"),
-    [(None, "it is not known how much memory is free"), (1000, "are too little to go through")],
+    [(None, "the free memory is unknown"), (1000, "are too little to test")],
     ids=["unknown", "too little"],
 )
 def test_without_free_memory_nothing_is_said_of_it(
@@ -183,7 +183,7 @@ def test_memory_that_somebody_else_takes_meanwhile_is_no_fault_of_the_memory() -
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     survey = Survey(pattern="random")
-    with pytest.raises(EnvironmentBroken, match=r"memory meanwhile"):
+    with pytest.raises(EnvironmentBroken, match=r"memory during the test"):
         run_pattern(CPU, survey, share=0.5, most_bytes=8 * WORDS, cells=Full())
     assert not survey.is_complete
 

@@ -18,7 +18,7 @@ def survey(*faults: Fault) -> Survey:
     found.passes, found.passes_wanted = 2, 3
     for one in faults:
         found.wrong_words += 1
-        found.take(one)
+        found.add(one)
     return found
 
 
@@ -44,7 +44,7 @@ def test_wrong_words_are_told_by_place() -> None:
 
 def test_of_many_places_the_first_are_listed_and_all_are_counted() -> None:
     found = survey(*(fault(8 * number) for number in range(PLACES_LISTED + 10)))
-    assert found.found == f"words were read wrong {PLACES_LISTED + 10} times, at {PLACES_LISTED} or more places"
+    assert found.faults_text == f"words were read wrong {PLACES_LISTED + 10} times, at {PLACES_LISTED} or more places"
     lines = found.report().splitlines()
     assert lines[1] == "buffers and their bytes: 0: 4096, 1: 1024"
     assert len(lines) == 2 + PLACES_LISTED

@@ -16,7 +16,7 @@ from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.trainer import require_same
 from pytest_gpucluster.benchmarks.storage import bandwidth
 from pytest_gpucluster.benchmarks.storage.bandwidth import PAGE_BYTES, write_file
-from pytest_gpucluster.benchmarks.storage.checkpoint import first, together
+from pytest_gpucluster.benchmarks.storage.checkpoint import on_all_ranks, on_first_rank
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import survey
 from pytest_gpucluster.benchmarks.training import ddp, fsdp, scaling, throughput
 from pytest_gpucluster.benchmarks.training.ddp import check_data_parallel
@@ -79,9 +79,9 @@ def train_replicas(rank, count):
     def alone(data, rows):
         return ddp.read_rows(data, [0, 1])
 
-    faults = [replace(ddp.PIECES, step=replace(PARTS, update=update))]
-    faults += [replace(ddp.PIECES, read=alone)]
-    return check(), [outcome(lambda pieces=pieces: check(pieces=pieces)) for pieces in faults]
+    faults = [replace(ddp.COMPONENTS, step=replace(PARTS, update=update))]
+    faults += [replace(ddp.COMPONENTS, read=alone)]
+    return check(), [outcome(lambda components=components: check(components=components)) for components in faults]
 
 
 def test_replicas_on_two_ranks_train_as_one_process_and_a_rank_that_does_not_is_named():
@@ -103,13 +103,13 @@ def train_shards(rank, count):
         return check_fully_sharded(group(), CPU, GEOMETRY, alone=groups[rank], batch=2, steps=2, **more)
 
     def broken(*given, **how):
-        model = fsdp.PIECES.shard(*given, **how)
+        model = fsdp.COMPONENTS.shard(*given, **how)
         if rank == 1:
             with torch.no_grad():
                 model.head.weight.to_local()[0] += 1
         return model
 
-    return check(), outcome(lambda: check(pieces=replace(fsdp.PIECES, shard=broken)))
+    return check(), outcome(lambda: check(components=replace(fsdp.COMPONENTS, shard=broken)))
 
 
 def test_shards_on_two_ranks_train_as_one_process_and_other_weights_are_found():
@@ -170,9 +170,9 @@ def train_at_rates(rank):
     sampling = Sampling(warmup_seconds=0, window_seconds=8, longest_seconds=16, tolerance_ratio=0.1)
     # Alone rank 2 takes twice as long as the others; in the group each step takes what its slowest rank does, and more.
     clocks = [lambda device: Ticking(2.0 if rank == 2 else 1.0), lambda device: Ticking(2.5)]
-    pieces = [replace(throughput.PIECES, clock=clock) for clock in clocks]
-    alone = scaling.rates(group(), None, CPU, setup, sampling=sampling, pieces=pieces[0])
-    shared = scaling.rates(group(), group(), CPU, setup, sampling=sampling, pieces=pieces[1])
+    pieces = [replace(throughput.COMPONENTS, clock=clock) for clock in clocks]
+    alone = scaling.rates(group(), None, CPU, setup, sampling=sampling, components=pieces[0])
+    shared = scaling.rates(group(), group(), CPU, setup, sampling=sampling, components=pieces[1])
     medians = [[one.median for one in found.of_rank] for found in (alone, shared)]
     return alone.slowest, medians, scaling.efficiency(shared.of_rank, alone.of_rank).median
 
@@ -195,9 +195,9 @@ def fail_on_rank_1(rank):
         return rank
 
     def once():
-        return first(group(), lambda: {"from": rank})
+        return on_first_rank(group(), lambda: {"from": rank})
 
-    return together(group(), lambda: rank), once(), outcome(lambda: together(group(), act))
+    return on_all_ranks(group(), lambda: rank), once(), outcome(lambda: on_all_ranks(group(), act))
 
 
 def test_values_and_errors_of_one_rank_are_those_of_all():
@@ -218,7 +218,7 @@ def store_and_read(rank, folder):
         given = {"hosts": ["a", "b"], "file_bytes": 4 * PAGE_BYTES, "passes": 1} | more
         return bandwidth.storage_bandwidth(group(), folder, **given)
 
-    return measure(), outcome(lambda: measure(pieces=replace(bandwidth.PIECES, write=spoiled)))
+    return measure(), outcome(lambda: measure(components=replace(bandwidth.COMPONENTS, write=spoiled)))
 
 
 def test_each_rank_reads_the_file_of_the_other_and_a_wrong_byte_is_found_by_its_reader(tmp_path: Path):
@@ -241,8 +241,8 @@ def test_one_rank_of_each_node_looks_at_a_shared_folder(tmp_path: Path):
     assert other is None
     # The first node reads the files of all others twice, and each other one those of the first and of the next.
     for found, host, files in zip((a, *further), ("node-a", "node-b", "node-c"), (4, 4, 2), strict=True):
-        assert found.mounted.host == host
-        assert (found.seen.files, found.seen.right) == (files, files)
+        assert found.mount.host == host
+        assert (found.visibility.files, found.visibility.right) == (files, files)
         assert found.small_files_per_second > 0
         assert (found.renames, found.reads.whole_ratio) == (20, 1.0)
     assert os.listdir(tmp_path) == []

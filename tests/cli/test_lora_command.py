@@ -139,7 +139,7 @@ def test_rows_become_blocks_with_their_statistics(source, tmp_path, capsys):
     table = {line[:16].strip(): line[16:].split() for line in said.splitlines()}
     assert table["rows read"] == ["300"]
     assert table["malformed"] == ["1"]
-    for name in ("rows", "tokens", "loss_mask", "longest", "blocks", "dropped"):
+    for name in ("rows", "tokens", "loss_tokens", "longest", "blocks", "dropped"):
         assert table[name] == [str(getattr(part.statistics, name)) for part in (found.train, found.held_out)]
     assert table["rows"] == ["270", "30"]
     assert f"{source}: left out line 30 (row 7): " in told
@@ -259,7 +259,7 @@ def failing(capsys, *words):
         (
             json.dumps([{"instruction": "a", "output": str(n)} for n in range(9)]),
             [],
-            "512 are asked for: give more rows",
+            "512 are required: give more rows",
         ),
         (None, [], "no such file"),
     ],
@@ -308,7 +308,7 @@ def test_conversations_without_a_call_are_told(base, adapter, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"instruction": f"Say {n}", "output": str(n)}) + "\n" for n in range(9)))
     told = failing(capsys, "evaluate", adapter, "--data", path, "--device", "cpu")
-    assert "1 times nothing is called" in told
+    assert "1 times no call in the row" in told
 
 
 def broken(adapter, tmp_path, **changes):
@@ -345,16 +345,16 @@ def without_base(path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"config": None}, r"adapter_config\.json: No such file or directory; name the folder of a saved adapter"),
+        ({"config": None}, r"adapter_config\.json: No such file or directory; give the folder of a saved adapter"),
         ({"config": lambda path: path.write_text("{")}, "adapter_config.json: no JSON"),
-        ({"config": without_base}, "names no model beneath the adapter; name it with --base"),
+        ({"config": without_base}, "names no base model; give it with --base"),
         ({"weights": None}, r"adapter_model\.safetensors: cannot be read: No such file"),
         (
             {"weights": lambda path: path.write_bytes(path.read_bytes()[:-100])},
             r"adapter_model\.safetensors: cannot be read",
         ),
         ({"weights": without_a_weight}, "1 weights are not in the file, such as .*lora_A"),
-        ({"weights": with_another_weight}, r"1 weights have no place on this model, such as .*layers\.7"),
+        ({"weights": with_another_weight}, r"1 weights do not exist in this model, such as .*layers\.7"),
     ],
     ids=["no config", "broken config", "no base", "no weights", "cut off", "a weight less", "a weight more"],
 )

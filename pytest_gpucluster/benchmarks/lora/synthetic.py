@@ -109,7 +109,7 @@ FUNCTIONS = (
         parameters={"city": _CITIES, "days": (2, 3, 5, 7)},
         questions=(
             "What will the weather be like in {city} for {days} days?",
-            "What is the forecast for {city}? I need {days} days.",
+            "Can you give me the weather of {city}? I need {days} days.",
         ),
         respond=lambda arguments, drawn: {
             "forecast": ("sunny", "cloudy", "rainy")[drawn % 3],

@@ -97,9 +97,9 @@ def test_a_file_that_is_cut_off_or_missing_is_refused(made, tmp_path, left):
     path = tmp_path / "blocks.safetensors"
     packed_file.write(path, made)
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(EnvironmentBroken, match=rf"^{path}: .*anew with `gpucluster lora prepare`"):
+    with pytest.raises(EnvironmentBroken, match=rf"^{path}: .*again with `gpucluster lora prepare`"):
         packed_file.read(path)
-    with pytest.raises(EnvironmentBroken, match=r"cannot be read: .*anew"):
+    with pytest.raises(EnvironmentBroken, match=r"cannot be read: .*again"):
         packed_file.read(tmp_path / "none")
 
 

@@ -148,7 +148,7 @@ def test_a_path_is_read_with_its_sha256(tmp_path):
 def test_a_missing_path_and_a_folder_are_an_error(tmp_path, name):
     with pytest.raises(EnvironmentBroken, match=rf"^{re.escape(str(name))}: .*such file"):
         load_rows(name)
-    with pytest.raises(EnvironmentBroken, match=r"directory; name"):
+    with pytest.raises(EnvironmentBroken, match=r"directory; give"):
         load_rows(tmp_path)
 
 

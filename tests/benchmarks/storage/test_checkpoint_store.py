@@ -283,7 +283,7 @@ def test_a_checkpoint_of_another_model_or_format_is_refused(group, tmp_path, mon
     checkpoint = saved(made("plain", group, steps=1), tmp_path, group).path
     for change, message in [
         ({"layers": 2}, r"another model: 6 of 9 weights differ \(blocks\.1\."),
-        ({"vocab": 128}, r"embedding\.weight: saved \(64, 64\), asked for \(128, 64\)"),
+        ({"vocab": 128}, r"embedding\.weight: saved \(64, 64\), requested \(128, 64\)"),
     ]:
         model = make_decoder(replace(GEOMETRY, **change), CPU, seed=0)
         with pytest.raises(EnvironmentBroken, match=message):
@@ -301,7 +301,7 @@ def test_a_shard_that_is_gone_right_after_it_was_written_is_no_checkpoint(group,
         checkpoint.write_shards(state, folder, group)
         largest(folder).unlink()
 
-    with pytest.raises(EnvironmentBroken, match=r"__0_0\..*there right"):
+    with pytest.raises(EnvironmentBroken, match=r"__0_0\..*missing right"):
         saved(made("plain", group, steps=1), tmp_path, group, components=replace(COMPONENTS, write=write))
     assert latest(tmp_path) is None
 

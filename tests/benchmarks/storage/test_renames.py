@@ -94,7 +94,7 @@ def test_a_reader_that_is_shown_an_old_version_for_ever_is_noticed(
     old = version_content(3)
     found = run(tmp_path, read=lambda path: old)
     assert (found.last, found.whole_ratio) == (3, 1.0)
-    with pytest.raises(WrongResult, match=r"node-b saw version 3 of .* .*and version 40 lay there"):
+    with pytest.raises(WrongResult, match=r"node-b saw version 3 of .* .*and version 40 was there"):
         check(found, tmp_path)
 
 

@@ -85,7 +85,7 @@ def test_a_file_that_does_not_come_is_no_fault_of_the_hardware(tmp_path: Path) -
     seen = looked(tmp_path)
     assert (seen.files, seen.right) == (2, 1)
     seen.require_content("node-a")
-    with pytest.raises(EnvironmentBroken, match=r"(?s)node-00002\.bin, .*node-c.*not there.*--gpucluster-scratch"):
+    with pytest.raises(EnvironmentBroken, match=r"(?s)node-00002\.bin, .*node-c.*missing.*--gpucluster-scratch"):
         seen.require_visible("node-a")
 
 

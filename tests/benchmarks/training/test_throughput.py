@@ -82,7 +82,7 @@ def test_a_clock_that_stands_still_measures_nothing():
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        (lambda model, optimizer: None, "it has learnt nothing"),
+        (lambda model, optimizer: None, "it has not learned anything"),
         (lambda model, optimizer: [optimizer.step(), optimizer.step()], "and its optimizer"),
     ],
     ids=["none", "twice"],
@@ -122,7 +122,7 @@ def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "2 GiB. The estimate was 0.00138 GB"),
         (
             torch._dynamo.exc.InternalTorchDynamoError("cannot\nmore"),
-            "blocks cannot be compiled: InternalTorchDynamoError: cannot. Look",
+            "blocks cannot be compiled: InternalTorchDynamoError: cannot. Check",
         ),
     ],
     ids=["memory", "compiler"],

@@ -67,7 +67,7 @@ def started():
     all_of = []
 
     def start(images, **changes):
-        all_of.append(Batches(images, **{**SETTINGS, "look": look, **changes}))
+        all_of.append(Batches(images, **{**SETTINGS, "inspect": look, **changes}))
         return all_of[-1]
 
     yield start

@@ -121,5 +121,5 @@ def test_a_binary_file_that_is_cut_off_missing_or_has_a_wrong_label_is_an_error_
     with pytest.raises(EnvironmentBroken, match=rf"^{path}: .*label.* 0 is 11, .* 10 classes"):
         open_images(tmp_path, side=224)
     path.unlink()
-    with pytest.raises(EnvironmentBroken, match=r"data_batch_4\..*not there.* CIFAR-10 has data_batch_1, "):
+    with pytest.raises(EnvironmentBroken, match=r"data_batch_4\..*missing.* CIFAR-10 has data_batch_1, "):
         open_images(tmp_path, side=224)

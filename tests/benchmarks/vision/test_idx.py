@@ -27,8 +27,8 @@ def test_images_and_labels_are_read(tmp_path, place, suffix):
 @of_each(
     "broken",
     [
-        (IMAGES, lambda content: content[:-5], "has 18827 bytes, and its header tells of 24 x 28 x 28, which is 18832"),
-        (LABELS, lambda content: content[:-5], "has 27 bytes, and its header tells of 24, which is 32: it is cut"),
+        (IMAGES, lambda content: content[:-5], "has 18827 bytes, and its header states 24 x 28 x 28, which is 18832"),
+        (LABELS, lambda content: content[:-5], "has 27 bytes, and its header states 24, which is 32: it is cut"),
         (LABELS, lambda content: content + b"x", "which is 32: it is too"),
         (IMAGES, lambda content: b"\0\0\x0d\x03" + content[4:], "begins with 00000d03, not with 00000803"),
         (LABELS, lambda content: b"", "with 1 dimension: it begins with nothing, not with 00000801"),
@@ -61,5 +61,5 @@ def test_a_broken_gzip_and_missing_labels_are_an_error_that_names_them(tmp_path,
         open_images(tmp_path, side=224)
     image_files.write_idx(tmp_path, suffix=".gz")
     (tmp_path / f"{LABELS}.gz").unlink()
-    with pytest.raises(EnvironmentBroken, match=rf"is neither {LABELS} nor {LABELS}\.gz"):
+    with pytest.raises(EnvironmentBroken, match=rf"neither {LABELS} nor {LABELS}\.gz"):
         open_images(tmp_path, side=224)
