@@ -140,7 +140,9 @@ def test_rows_become_blocks_with_their_statistics(source, tmp_path, capsys):
     assert table["rows read"] == ["300"]
     assert table["malformed"] == ["1"]
     for name in ("rows", "tokens", "loss_tokens", "longest", "blocks", "dropped"):
-        assert table[name] == [str(getattr(part.statistics, name)) for part in (found.train, found.held_out)]
+        assert table[name.replace("_", " ")] == [
+            str(getattr(part.statistics, name)) for part in (found.train, found.held_out)
+        ]
     assert table["rows"] == ["270", "30"]
     assert f"{source}: left out line 30 (row 7): " in told
     assert re.search(rf"\b{len(found.train)} blocks .*\b{len(found.held_out)} held out: {out}$", told, re.MULTILINE)
