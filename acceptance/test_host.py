@@ -19,7 +19,8 @@ def test_host_limits(cluster, inventory, workload, measure):
     none of them; and such settings cost a part of every step. In a container its own limits count.
 
     When it fails: each figure comes with what was found and how to raise it. An error is about a setting, and states
-    how to change it, or how to accept it (``--gpucluster-workload host.governor=any``). docs/health.md lists them all.
+    how to change it, or how to accept it (``--gpucluster-workload host.governor=any``). docs/discovery.md
+    lists them all.
 
     One rank of each node checks. On cpu the settings are only noted, and the limits are very low.
     """

@@ -1,8 +1,6 @@
-"""Write the expected figures into the pages of the playbook, from thresholds.yaml and the data sheets.
+"""Write docs/limits.md: the limits of each criterion, from thresholds.yaml and the data sheets.
 
 python docs/expected.py
-
-A page has a pair of comments for each criterion; what stands between them is written by this program.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from pytest_gpucluster.judge.limits import EVERY_SKU, Limit, Thresholds, peak_of
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.catalogue import CATALOGUE, Metric
 
-PAGES = Path(__file__).with_name("playbook")
+PAGE = Path(__file__).with_name("limits.md")
 REHEARSAL = "cpu-rehearsal"
 
 _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
@@ -76,11 +74,16 @@ METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "qwen2_lora.throughput": ("lora.tokens_per_second", "lora.mfu", "lora.peak_memory"),
     }
 )
-"""The metrics whose figures stand with each criterion; * stands for the rest of a name. What a fine-tuning of Qwen2
-shares with the tiny one stands with that."""
+"""The metrics in each criterion's section; * is the rest of a name. What a fine-tuning of Qwen2 shares with the tiny
+one is in the section of that one."""
 
-_BLOCK = "<!-- expected figures of {}: written by docs/expected.py -->"
-_END = "<!-- end of expected figures -->"
+_HEAD = """\
+# Limits by criterion
+
+Made by `python docs/expected.py` from `thresholds.yaml` and the data sheets; do not edit it. How to read it is in
+[playbook.md](playbook.md#how-to-read-a-section), the evidence of each floor in [floors.md](floors.md). With a
+file of your own another limit may decide: `gpucluster thresholds explain` shows which.
+"""
 _SIGNS = (("min", ">="), ("max", "<="))
 _WIDTH = 118
 _RATIO = re.compile(r";\s*ratio: (.*)", re.DOTALL)
@@ -93,29 +96,17 @@ def metrics_of(criterion: str) -> list[Metric]:
 
 
 def figures(criterion: str, limits: Thresholds) -> str:
-    """Return what a page says of the figures of a criterion, as Markdown."""
+    """Return the tables of a criterion as Markdown."""
     return "".join(
         f"{part}\n"
         for part in (*_by_sku(criterion, limits), *_everywhere(criterion, limits), *_recorded(criterion, limits))
     )
 
 
-def with_figures(text: str, limits: Thresholds) -> str:
-    """Return a page with its figures as they are now.
-
-    Raises: ValueError if the page names a criterion that is not known here, or leaves a block open.
-    """
-    parts = re.split(rf"({_BLOCK.format('([^:]+)')}\n)", text)
-    written = [parts[0]]
-    for opening, criterion, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        if criterion not in METRICS:
-            raise ValueError(
-                f"figures of {criterion} are asked for, which is no criterion; known are {', '.join(METRICS)}"
-            )
-        if _END not in rest:
-            raise ValueError(f"the figures of {criterion} have no {_END}")
-        written += [opening, "\n", figures(criterion, limits), _END, rest.partition(_END)[2]]
-    return "".join(written)
+def page(limits: Thresholds) -> str:
+    """Return the whole page as Markdown: a section for each criterion."""
+    sections = (f"## `{criterion}`\n\n{figures(criterion, limits)}" for criterion in METRICS)
+    return "\n".join([_HEAD, *sections]).rstrip("\n") + "\n"
 
 
 def _entries(criterion: str, limits: Thresholds) -> Iterator[tuple[Metric, list[Limit]]]:
@@ -124,7 +115,7 @@ def _entries(criterion: str, limits: Thresholds) -> Iterator[tuple[Metric, list[
 
 
 def _by_sku(criterion: str, limits: Thresholds) -> Iterator[str]:
-    """The figures that differ from one kind of GPU to the next: a row for each condition, a column for each kind."""
+    """The limits by SKU: a row for each condition, a column for each SKU."""
     skus = [name for name in limits.skus if name != REHEARSAL]
     letters = _Letters()
     rows, ratios = [], []
@@ -163,7 +154,7 @@ def _cell(limit: Limit | None, peak: float | None, letters: _Letters) -> str:
 
 
 def _ratios(limits: Sequence[Limit]) -> Iterator[str]:
-    """Which part of the others' median each rank must reach."""
+    """The share of the others' median that each rank must reach."""
     ratios: dict[tuple[float, str], dict[str, list[str]]] = {}
     for one in limits:
         ratio = one.min_ratio_to_median
@@ -183,7 +174,7 @@ def _ratios(limits: Sequence[Limit]) -> Iterator[str]:
 
 
 def _everywhere(criterion: str, limits: Thresholds) -> Iterator[str]:
-    """The figures that hold on every kind of GPU."""
+    """The limits that apply to every SKU."""
     rows = []
     for metric, entries in _entries(criterion, limits):
         for one in entries:
@@ -201,14 +192,14 @@ def _everywhere(criterion: str, limits: Thresholds) -> Iterator[str]:
 
 
 def _recorded(criterion: str, limits: Thresholds) -> Iterator[str]:
-    """What is measured and never judged."""
+    """The metrics that are recorded and never judged."""
     names = [
         f"`{metric.name}`"
         for metric, entries in _entries(criterion, limits)
         if all(one.record_only is not None for one in entries)
     ]
     if names:
-        yield from _paragraph(f"Recorded, and judged by no limit: {', '.join(names)}.")
+        yield from _paragraph(f"Recorded, not judged: {', '.join(names)}.")
 
 
 class _Letters:
@@ -244,6 +235,4 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 
 if __name__ == "__main__":
-    in_force = loader.load(loader.shipped_path())
-    for page in sorted(PAGES.glob("*.md")):
-        page.write_text(with_figures(page.read_text(encoding="utf-8"), in_force), encoding="utf-8")
+    PAGE.write_text(page(loader.load(loader.shipped_path())), encoding="utf-8")

@@ -18,7 +18,7 @@ from pytest_gpucluster.metrics import measurement
 PAGE = Path(__file__).with_name("floors.md")
 REHEARSAL = "cpu-rehearsal"
 MOST_LOSS = 0.15
-"""What a required metric may lose unnoticed; where more may be lost, the page says why."""
+"""What a required metric may lose unnoticed; where more may be lost, the page has the reason."""
 RATES = ("TFLOPS", "TB/s", "GB/s", "%")
 """Units of the metrics of speed, that the page lists."""
 FAMILIES = ("matmul.", "hbm.", "host_link.", "link.bandwidth", "nccl.", "training.mfu", "lora.mfu")
@@ -43,7 +43,7 @@ limit (`gpucluster thresholds calibrate` proposes one); the first table lists th
 
 
 def status(row: Row, limits: Thresholds) -> str:
-    """Return what the judge says of a published value."""
+    """Return the status of a published value."""
     judged = judge_value(
         row.metric,
         row.value,

@@ -20,6 +20,7 @@ from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
 from pytest_gpucluster.metrics import datasheets, measurement, units
+from pytest_gpucluster.node.fabric.nccl_rules import RULES
 from pytest_gpucluster.session import hookspecs, options
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -29,13 +30,13 @@ VARIABLES = {
     "GPUCLUSTER_HOSTNAME": "replaces the host's name in every report. Set it to the node's name in a pod or a"
     " container: ranks on one node need the same, ranks on different nodes different ones",
     "GPUCLUSTER_EXIT_NOTES": "a folder in which each rank leaves the verdict at its end, for the program that started"
-    " its launcher ([run.md](run.md)); `gpucluster run` sets it",
+    " its launcher ([quickstart.md](quickstart.md#gpucluster-run)); `gpucluster run` sets it",
     "GPUCLUSTER_CHILD_JOB": "marks the processes of the training that `failure_propagation` starts and lets die; never"
     " to be set",
     "GPUCLUSTER_NVLS_SWITCHED_OFF": "marks a process that has set `NCCL_NVLS_ENABLE=0` itself, after NVLS had failed;"
     " never to be set",
 }
-"""Variables of this project that are no options. A test holds them against those that the code names."""
+"""Variables of this project that are no options. A test compares them with those that the code names."""
 
 _OF_LAUNCHERS = re.compile(
     r"(?:SLURM|OMPI|PMIX|PET|TORCHELASTIC|KUBERNETES|JOB|MASTER|LOCAL|GROUP|PYTEST)_[A-Z][A-Z_]*[A-Z]"
@@ -57,6 +58,7 @@ def page() -> str:
             *_options(),
             *_timeouts(),
             *_variables(),
+            *_nccl_variables(),
             *_exit_codes(),
             *_markers(),
             *_fixtures(),
@@ -109,12 +111,22 @@ def _variables() -> Iterator[str]:
     yield "## Variables of launchers\n"
     yield (
         "Variables of launchers and schedulers that are read, and the modules that do so. The"
-        " [README](../README.md#srun-mpirun-kubernetes) lists those by which a process knows its rank. NCCL's own are"
-        " in [infiniband.md](infiniband.md).\n"
+        " [how-it-works.md](how-it-works.md#without-torchrun) lists those that give a process its rank. NCCL's own are"
+        " [below](#nccl-variables).\n"
     )
     yield from _table(
         ("variable", "read by"), ((f"`{name}`", _listed(modules)) for name, modules in sorted(variables_read().items()))
     )
+
+
+def _nccl_variables() -> Iterator[str]:
+    yield "## NCCL variables\n"
+    yield (
+        "What `test_nccl_environment` knows about variables of NCCL, UCX and CUDA. NCCL reads a flag as a number:"
+        " `NCCL_IB_DISABLE=true` means 0. A blank before `=` in a file makes another name of it."
+        " [network.md](network.md#variables) has what to set by fabric.\n"
+    )
+    yield from _table(("variable", "what it does"), ((f"`{name}`", rule.does) for name, rule in sorted(RULES.items())))
 
 
 def variables_read() -> dict[str, list[str]]:

@@ -155,7 +155,7 @@ def slow_connection(who: Mapping[int, Who]) -> str:
         f"{len(slow)} of {len(who)} ranks took {SLOW_CONNECT_SECONDS:g} s or more to connect, rank {longest} on "
         f"{who[longest].get('host', '?')} {seconds[longest]:.1f} s. The store looks up the name of each address that "
         "connects, one after the other: see how long `getent hosts ::ffff:ADDRESS` takes on the first node, and "
-        "docs/scale.md for what helps; criterion dns measures it"
+        "docs/performance.md for what helps; criterion dns measures it"
     )
 
 

@@ -1,7 +1,7 @@
 """Our collective measurements compared with those of nccl-tests, size by size, and the result as text and JSON.
 
 Wrong data are always a finding. A figure that is missing on either side is never agreement. nccl-tests is run with the
-sizes of our figures. Busbw is in GB/s; docs/crosscheck.md describes the keys of the JSON.
+sizes of our figures. Busbw is in GB/s; docs/compare.md describes the keys of the JSON.
 """
 
 from __future__ import annotations

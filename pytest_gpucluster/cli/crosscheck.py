@@ -41,7 +41,7 @@ Run nccl-tests at the sizes, in the dtypes and with the number of GPUs of a run 
 A difference beyond --beyond is a finding, whoever is faster; so are wrong data. With --output nothing is run: the
 files are what nccl-tests has printed, or written with -J, elsewhere, or a summary of SuperBench, which runs it. What
 stands after -- goes to nccl-tests.
-docs/crosscheck.md has the rules.
+docs/compare.md has the rules.
 """
 
 _EXAMPLES = """\

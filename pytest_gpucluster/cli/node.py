@@ -72,7 +72,7 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
     views = "views:\n" + "".join(f"  {name:<8} {what}\n" for name, what in _VIEWS.items())
     explain(parser, f"{_INFO}\n{views}", _INFO_EXAMPLES, _INFO_EXIT_CODES)
     parser.add_argument("view", metavar="VIEW", nargs="?", choices=_VIEWS, default="summary", help="one of these views")
-    parser.add_argument("--json", action="store_true", help="as one JSON object, whose keys are in docs/info.md")
+    parser.add_argument("--json", action="store_true", help="as one JSON object, whose keys are in docs/nodes.md")
 
 
 def run_info(options: argparse.Namespace) -> int:
@@ -196,7 +196,7 @@ _FORMATS = {
     "shell": "lines for eval or source: export and unset",
     "slurm": "lines for a batch script, before srun",
     "yaml": "a list for env of a container in Kubernetes",
-    "json": "everything, for programs; the keys are in docs/nccl-env.md",
+    "json": "everything, for programs; the keys are in docs/network.md",
 }
 _NCCL_ENV_LEAST_COLUMNS = 60
 

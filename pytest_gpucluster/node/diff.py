@@ -236,7 +236,7 @@ def format_value(fact: Fact, value: Any) -> str:
 
 SUFFIX = ".json"
 VIEW, INFO_SCHEMA_VERSION = "all", 1
-"""The view that can be compared, and the version of its keys (docs/info.md)."""
+"""The view that can be compared, and the version of its keys (docs/nodes.md)."""
 _MOST_BYTES = 16 * 2**20
 _ERROR_CHARACTERS = 160
 
@@ -374,7 +374,7 @@ def diff_table(answers: Answers, compared: Sequence[FactComparison], *, width: i
 
 
 def diff_document(answers: Answers, compared: Sequence[FactComparison], *, exit_code: int) -> str:
-    """Return the comparison as one JSON object, whose keys are in docs/slurm.md."""
+    """Return the comparison as one JSON object, whose keys are in docs/nodes.md."""
     plain = {
         "schema_version": DIFF_SCHEMA_VERSION,
         "exit": exit_code,

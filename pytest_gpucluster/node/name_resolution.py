@@ -6,7 +6,7 @@ form, ::ffff:10.0.0.1, for which the C library ignores a line "10.0.0.1 gpu-001"
 that form is looked up here.
 
 Source: torch/csrc/distributed/c10d/socket.cpp, which prefers IPv6, connects with AI_V4MAPPED, and names every socket by
-``formatSockAddr``; docs/scale.md has the measurements.
+``formatSockAddr``; docs/performance.md has the measurements.
 """
 
 from __future__ import annotations

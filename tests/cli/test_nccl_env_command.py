@@ -72,8 +72,8 @@ def test_json_has_the_node_and_the_advice(planted: Any, tmp_path: Path, capsys: 
     assert (told["schema_version"], told["host"], told["provider"]) == (1, "gpu-001", "Azure")
     assert list(told["fabric"]["outside"]) == ["mlx5_an0:1"]
     assert len(told["gpus"]) == 8
-    page = (Path(__file__).parent.parent.parent / "docs/nccl-env.md").read_text(encoding="utf-8")
-    assert [key for key in told if f"`{key}`" not in page] == [], "docs/nccl-env.md names every key"
+    page = (Path(__file__).parent.parent.parent / "docs/network.md").read_text(encoding="utf-8")
+    assert [key for key in told if f"`{key}`" not in page] == [], "docs/network.md names every key"
     parts = [key for part in ("fabric", "set", "leave") for key in (told[part] if part == "fabric" else told[part][0])]
     assert [key for key in parts if f"`{key}`" not in page] == []
 

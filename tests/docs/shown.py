@@ -1,4 +1,4 @@
-"""What a page shows against what takes it: commands with their programs' own parsers, files with their readers."""
+"""The commands and files of a page, checked: commands by their programs' own parsers, files by their readers."""
 
 from __future__ import annotations
 
@@ -113,48 +113,48 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 def _parsed(parse: Any, *arguments: Any) -> tuple[Any, list[str]]:
     """Return what a parser makes of arguments, or None and what it complains of."""
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
             return parse(*arguments), []
     except (pytest.UsageError, GpuClusterError) as error:
         return None, [str(error)]
     except SystemExit as error:
-        return None, [" ".join(said.getvalue().partition("error: ")[2].split())] if error.code else []
+        return None, [" ".join(stderr.getvalue().partition("error: ")[2].split())] if error.code else []
     except Exception as error:  # pytest's own, which ends its help
         return None, [] if type(error).__name__ == "PrintHelp" else [repr(error)]
 
 
 def _gpucluster(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
-    told, wrong = _parsed(main.parse, list(words))
+    parsed, wrong = _parsed(main.parse, list(words))
     yield from wrong
-    if told is not None and "for_others" in told:
-        line, wrong = _parsed(command_line, told.for_others, told.passed_on, {})
+    if parsed is not None and "for_others" in parsed:
+        line, wrong = _parsed(command_line, parsed.for_others, parsed.passed_on, {})
         yield from wrong or _torchrun(line.arguments, config)
-    elif told is not None and (told.command, told.__dict__.get("step")) == ("runs", "crosscheck"):
-        yield from _parsed(require_allowed_arguments, told.passed_on)[1]
-    elif told is not None and told.passed_on[:1] not in (["gpucluster"], ["nvidia-smi"]):
-        yield from _pytest(told.passed_on, config)
+    elif parsed is not None and (parsed.command, parsed.__dict__.get("step")) == ("runs", "crosscheck"):
+        yield from _parsed(require_allowed_arguments, parsed.passed_on)[1]
+    elif parsed is not None and parsed.passed_on[:1] not in (["gpucluster"], ["nvidia-smi"]):
+        yield from _pytest(parsed.passed_on, config)
 
 
 def _torchrun(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
     from torch.distributed.run import get_args_parser
 
-    told, wrong = _parsed(get_args_parser().parse_args, list(words))
+    parsed, wrong = _parsed(get_args_parser().parse_args, list(words))
     yield from wrong
-    if told is not None and told.training_script == "pytest":
-        yield from _pytest(told.training_script_args, config)
+    if parsed is not None and parsed.training_script == "pytest":
+        yield from _pytest(parsed.training_script_args, config)
 
 
 def _pytest(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
-    told, wrong = _parsed(config._parser.parse, list(words))
+    parsed, wrong = _parsed(config._parser.parse, list(words))
     yield from wrong
-    for option in options.OPTIONS if told is not None else ():
-        given = getattr(told, option.dest, None)
+    for option in options.OPTIONS if parsed is not None else ():
+        given = getattr(parsed, option.dest, None)
         for text in given if isinstance(given, list) else [] if given is None else [given]:
             if option.takes != "base":
                 yield from _parsed(option.parse, str(text), *([option.flag] if option.takes == "place" else []))[1]
-    for word in set(re.findall(r"\w+", told.markexpr if told is not None else "")) - {"and", "or", "not"} - MARKERS:
+    for word in set(re.findall(r"\w+", parsed.markexpr if parsed is not None else "")) - {"and", "or", "not"} - MARKERS:
         yield f"there is no marker {word}"
 
 

@@ -1,4 +1,4 @@
-"""Tables of the pages are what the code says: figures, times, variables and Xids."""
+"""Tables of the pages agree with the code: limits, times, variables and Xids; and every criterion has a section."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ EXPECTED = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "expected.py"), 
 """The program that writes the figures."""
 FLOORS = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "floors.py"), run_name="floors"))
 LIMITS = loader.load(loader.shipped_path())
-PHASES = ("discovery", "single-node", "fabric", "training", "scaling", "lora")
-PLAYBOOK = {phase: page_named(f"docs/playbook/{phase}.md").text for phase in PHASES}
+PHASES = ("discovery", "single-node", "fabric", "training", "lora")
+PLAYBOOK = {phase: page_named(f"docs/{phase}.md").text for phase in PHASES}
+FIGURES = page_named("docs/limits.md")
 SEEN = ["you see", "look at", "command", "what to do", "call"]
 TROUBLE = page_named("docs/troubleshooting.md").text
-WHOLE = page_named("docs/whole-cluster.md").text
+WHOLE = page_named("docs/playbook.md").text
 
 
 def sections(page: str) -> dict[str, str]:
-    """Criterion -> what a page of the playbook says of it."""
+    """Criterion -> its section of a page."""
     parts = re.split(r"^## `([^`]+)`$", page, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -42,7 +43,7 @@ def test_every_criterion_has_a_section_with_its_tests_and_what_to_do(items: Sequ
         tests = {item.name.partition("[")[0] for item in items if name in item.criteria}
         assert tests <= set(re.findall(r"`(test_\w+)(?:\[[\w-]+\])?`", text)), name
         assert any(row[-1] for row in rows(text, SEEN)), name
-        assert f"<!-- expected figures of {name}: " in text
+        assert re.findall(r"^Limits: \[`(.+)`\]\(limits\.md#[\w-]+\)\.$", text, re.MULTILINE) == [name]
 
 
 @of_each("phase", PHASES)
@@ -51,28 +52,26 @@ def test_the_command_of_a_phase_runs_the_criteria_of_its_page(phase: str, items:
     paths = tuple(word for word in block.split() if word.startswith("acceptance/"))
     run = {name for item in items if item.id.startswith(paths) for name in item.criteria}
     assert run >= set(sections(PLAYBOOK[phase]))
-    row = re.search(rf"^\| \[.*/{phase}\.md\).*$", page_named("docs/playbook.md").text, re.MULTILINE)
+    row = re.search(rf"^\| \[.*\({phase}\.md\).*$", WHOLE, re.MULTILINE)
     assert row is not None
     assert re.findall(r"`([^`]+)`", row[0].split("|")[3]) == list(sections(PLAYBOOK[phase]))
 
 
-def test_the_page_of_floors_is_what_limits_and_evidence_say() -> None:
+def test_the_page_of_floors_is_made_from_limits_and_evidence() -> None:
     text = page_named("docs/floors.md").text
     assert FLOORS.page(LIMITS) == text, "run `python docs/floors.py`"
 
 
-def test_the_figures_are_those_in_force_and_a_changed_limit_is_seen() -> None:
-    for text in PLAYBOOK.values():
-        assert EXPECTED.with_figures(text, LIMITS) == text, "run `python docs/expected.py`"
+def test_the_page_of_limits_has_those_in_force_and_a_changed_one_is_seen() -> None:
+    assert EXPECTED.page(LIMITS) == FIGURES.text, "run `python docs/expected.py`"
     assert {one.name for name in EXPECTED.METRICS for one in EXPECTED.metrics_of(name)} == {
         one.name for one in CATALOGUE
     }
-    shown = "".join(PLAYBOOK.values())
     judged = {limit.metric for limit in LIMITS.limits if limit.sku != "cpu-rehearsal"}
-    assert {name for name in judged if f"`{name}`" not in shown} == set()
+    assert {name for name in judged if f"`{name}`" not in FIGURES.text} == set()
     which = ("matmul.bf16.tflops", "H100 SXM")
     changed = [replace(one, min=701.0) if (one.metric, one.sku) == which else one for one in LIMITS.limits]
-    assert ">= 701 of 989" in EXPECTED.with_figures(PLAYBOOK["single-node"], replace(LIMITS, limits=tuple(changed)))
+    assert ">= 701 of 989" in EXPECTED.page(replace(LIMITS, limits=tuple(changed)))
 
 
 def numbers(text: str) -> set[int]:
@@ -110,12 +109,12 @@ CHOSEN: dict[str, Callable[[SimpleNamespace], object]] = {
 
 def test_the_predicted_times_are_those_that_the_suite_predicts(items: Sequence[SimpleNamespace]) -> None:
     header = ["what runs", "profile", "tests", "predicted of them", "at least", "at most", "of unknown length"]
-    for (what, profile, *told), (key, chosen) in zip(rows(WHOLE, header), CHOSEN.items(), strict=True):
+    for (what, profile, *cells), (key, chosen) in zip(rows(WHOLE, header), CHOSEN.items(), strict=True):
         assert key in what
         these = [(item.name, next(iter(item.criteria), None)) for item in items if chosen(item)]
         found = predict(these, load(ROOT / "acceptance" / "workloads.yaml", profile=profile).workload)
         minutes = [f"{seconds / 60:.1f} min" for seconds in (found.span.least_seconds, found.span.most_seconds)]
-        assert told == [str(len(these)), str(found.tests), *minutes, str(found.other_tests)], what
+        assert cells == [str(len(these)), str(found.tests), *minutes, str(found.other_tests)], what
 
 
 def test_keys_and_conditions_of_limits_and_words_of_verdicts_are_explained() -> None:

@@ -105,7 +105,7 @@ def test_names_in_backticks_are_names(page: Page, items: Sequence[SimpleNamespac
 
 PLANTED = {
     "a link": ("[that](nowhere.md)", "nowhere.md"),
-    "an anchor": ("[that](run.md#exit-code)", "run.md#exit-code"),
+    "an anchor": ("[that](ci.md#exit-code)", "ci.md#exit-code"),
     "an option in backticks": ("`--gpucluster-devise`", "--gpucluster-devise"),
     "a variable": ("`GPUCLUSTER_DEVISE=cpu`", "GPUCLUSTER_DEVISE"),
     "a metric": ("`nccl.all_reduce.bussbw`", "nccl.all_reduce.bussbw"),

@@ -159,7 +159,7 @@ def test_what_says_nothing_about_hardware_is_refused(
 ) -> None:
     path, out = written(tmp_path / "journal.jsonl", *lines), tmp_path / "results.md"
     assert GENERATOR.main([str(path), "--out", str(out)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"results.py: {path}")
-    assert message in told
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"results.py: {path}")
+    assert message in stderr
     assert not out.exists()
