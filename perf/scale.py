@@ -10,7 +10,7 @@ The store is the one that torchrun's agent holds, in a process of its own. Rank 
 plugin, its recorder, journal and JUnit. All others are simulated, many in a process, and speak the protocol with the
 product's own code (scale_crowd.py). Each posts one measurement of 200 samples a test, some 4 kB.
 
-How long connecting takes depends on how fast the resolver finds names for addresses (docs/scale.md). So all processes
+How long connecting takes depends on how fast the resolver resolves addresses (docs/performance.md). So all processes
 have RES_OPTIONS=attempts:0 here, with which DNS is not queried, unless --resolver is given.
 
 All of that shares this machine's cores, so the time of a test is an upper bound of what a cluster needs: there each
