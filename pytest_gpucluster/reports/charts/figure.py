@@ -41,6 +41,11 @@ class Unreadable(Exception):
     """A file cannot be read; the message begins with its name."""
 
 
+def unreadable(title: str, error: Unreadable) -> Figure:
+    """Return the message in place of a chart."""
+    return Figure(title=title, svg=Markup(""), caption=f"Not shown: {error}")
+
+
 def find_artifacts(folder: Path | None, nodeid: str, pattern: str, *, most: int = 4096) -> list[Path]:
     """Return the files of a test that match a pattern, also in the folders of local workers, one per rank."""
     if folder is None:

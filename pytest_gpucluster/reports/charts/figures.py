@@ -32,6 +32,7 @@ _MOST_GROUPS = 4
 _MOST_RANKS = 16
 """Of more, the middle half of the ranks is an area, and only the slowest has a line."""
 _MOST_FILES = 2048
+_BURN_IN = "Rates during the burn-in"
 _ROWS = 40
 _PARTS = 60
 
@@ -39,19 +40,14 @@ _PARTS = 60
 def loss_curves(result: TestResult, folder: Path | None) -> Iterator[Figure]:
     """Yield the loss over the steps of each group of ranks of a LoRA training."""
     paths = figure.find_artifacts(folder, result.nodeid, "curve-*.csv")
-    limit = next((one.limit for one in result.measurements if one.metric == "lora.final_loss"), None)
-    more = len(paths) - _MOST_GROUPS
-    for path in paths[:_MOST_GROUPS]:
-        name = path.stem.removeprefix("curve-").replace("-", " ")
+    limit = next((one.limit.max for one in result.measurements if one.metric == "lora.final_loss" and one.limit), None)
+    for number, path in enumerate(paths[:_MOST_GROUPS], start=1):
+        name = path.stem.removeprefix("curve-").replace("-", " ") if len(paths) > 1 else ""
+        more = len(paths) - _MOST_GROUPS if number == _MOST_GROUPS else 0
         try:
-            yield loss_curve(
-                figure.curve(path),
-                name=name if len(paths) > 1 else "",
-                limit=None if limit is None else limit.max,
-                more=more if more > 0 and path == paths[_MOST_GROUPS - 1] else 0,
-            )
+            yield loss_curve(figure.curve(path), name=name, limit=limit, more=more)
         except Unreadable as error:
-            yield Figure(title="Loss", svg=Markup(""), caption=f"Not shown: {error}")
+            yield figure.unreadable("Loss", error)
 
 
 def loss_curve(curve: Curve, *, name: str = "", limit: float | None = None, more: int = 0) -> Figure:
@@ -68,31 +64,23 @@ def loss_curve(curve: Curve, *, name: str = "", limit: float | None = None, more
     caption += f" {more} more groups are not shown." if more > 0 else ""
     held_out = dict(curve.held_out)
     every = max(1, math.ceil(len(curve.points) / _ROWS))
+    rows = [
+        (
+            str(point.step),
+            f"{point.loss:.4g}",
+            f"{held_out[point.step]:.4g}" if point.step in held_out else "",
+            f"{point.gradient_norm:.4g}",
+            f"{point.learning_rate:.3g}",
+        )
+        for point in curve.points[::every]
+    ]
+    head = ("Step", "Loss", "Held out", "Gradient norm", "Learning rate")
+    levels = [] if limit is None else [Level(name="limit, last 10", value=limit)]
     return Figure(
         title=title,
-        svg=line_chart(
-            lines,
-            title=f"{title} over the steps",
-            x_label="step",
-            y_label="nats",
-            levels=[] if limit is None else [Level(name="limit, last 10", value=limit)],
-        ),
+        svg=line_chart(lines, title=f"{title} over the steps", x_label="step", y_label="nats", levels=levels),
         caption=caption,
-        table=html_table(
-            f"{title}, every {every} steps" if every > 1 else title,
-            ("Step", "Loss", "Held out", "Gradient norm", "Learning rate"),
-            [
-                (
-                    str(point.step),
-                    f"{point.loss:.4g}",
-                    f"{held_out[point.step]:.4g}" if point.step in held_out else "",
-                    f"{point.gradient_norm:.4g}",
-                    f"{point.learning_rate:.3g}",
-                )
-                for point in curve.points[::every]
-            ],
-            numbers=("Step", "Loss", "Held out", "Gradient norm", "Learning rate"),
-        ),
+        table=html_table(f"{title}, every {every} steps" if every > 1 else title, head, rows, numbers=head),
     )
 
 
@@ -113,74 +101,55 @@ def burn_in_charts(result: TestResult, folder: Path | None) -> Iterator[Figure]:
             problems.append(str(error))
         except OSError as error:
             problems.append(f"{path.name}: cannot be read: {error.strerror or error}")
-    series = {rank: points for rank, points in series.items() if finite(rate for _, rate in points)}
-    note = f" Not shown: {'; '.join(problems[:3])}{f'; and {len(problems) - 3} more' if len(problems) > 3 else ''}."
+    series = {rank: points for rank, points in series.items() if _rates(points)}
+    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    note = f" Not shown: {'; '.join(problems[:3])}{more}." if problems else ""
     if series:
-        yield _burn_in_chart(result, series, note if problems else "")
+        yield _burn_in_chart(result, series, note)
     elif problems:
-        yield Figure(title="Rates during the burn-in", svg=Markup(""), caption=note.strip())
+        yield Figure(title=_BURN_IN, svg=Markup(""), caption=note.strip())
 
 
 def _burn_in_chart(result: TestResult, series: Mapping[int, list[tuple[float, float]]], problems: str) -> Figure:
-    last = {rank: _end(points) for rank, points in series.items()}
-    slowest = min(last, key=lambda rank: (last[rank], rank))
+    rates = {rank: _rates(points) for rank, points in series.items()}
+    first = {rank: median(each[: max(1, len(each) // 10)]) for rank, each in rates.items()}
+    last = {rank: median(each[-max(1, len(each) // 10) :]) for rank, each in rates.items()}
+    slowest_first = sorted(last, key=lambda rank: (last[rank], rank))
+    slowest = slowest_first[0]
     limit = next((one.limit for one in result.measurements if one.metric.startswith("matmul.")), None)
-    others = [rank for rank in series if rank != slowest]
     band: list[tuple[float, float, float]] = []
     if len(series) > _MOST_RANKS:
         by_time = _by_time(series)
-        band = [(at, percentile(rates, 25), percentile(rates, 75)) for at, rates in by_time]
-        lines = [Line(name="median", points=[(at, median(rates)) for at, rates in by_time], tone="ink", dashed=True)]
+        band = [(at, percentile(each, 25), percentile(each, 75)) for at, each in by_time]
+        lines = [Line(name="median", points=[(at, median(each)) for at, each in by_time], tone="ink", dashed=True)]
     else:
-        lines = [Line(name="", points=series[rank], tone="muted") for rank in others]
-    lines.append(Line(name=f"rank {slowest}", points=series[slowest], tone="" if not _is_bad(result) else "bad"))
-    levels = [Level(name="limit", value=limit.min)] if limit is not None and limit.min is not None else []
-    ordered = sorted(last, key=lambda rank: (last[rank], rank))
+        lines = [Line(name="", points=points, tone="muted") for rank, points in series.items() if rank != slowest]
+    tone = "bad" if result.outcome in ("failed", "error") else ""
+    lines.append(Line(name=f"rank {slowest}", points=series[slowest], tone=tone))
+    area = ", the area has the middle half of the ranks" if band else ""
+    head = ("Rank", "First tenth", "Last tenth", "Lowest", "Highest")
+    rows = [
+        (str(rank), *(f"{rate:.4g}" for rate in (first[rank], last[rank], min(rates[rank]), max(rates[rank]))))
+        for rank in slowest_first
+    ]
     return Figure(
-        title="Rates during the burn-in",
+        title=_BURN_IN,
         svg=line_chart(
             lines,
             title=f"Rate of {len(series)} ranks over the burn-in",
             x_label="seconds",
             y_label="TFLOPS",
-            levels=levels,
+            levels=[Level(name="limit", value=limit.min)] if limit is not None and limit.min is not None else [],
             band=band,
             zero=False,
         ),
-        caption=f"{rank_ranges(series)}; the slowest at its end is rank {slowest}"
-        + (", the area has the middle half of the ranks" if band else "")
-        + f".{problems}",
-        table=html_table(
-            "Rate in TFLOPS, the slowest at its end first",
-            ("Rank", "First tenth", "Last tenth", "Lowest", "Highest"),
-            [
-                (
-                    str(rank),
-                    f"{_beginning(series[rank]):.4g}",
-                    f"{last[rank]:.4g}",
-                    f"{min(finite(rate for _, rate in series[rank])):.4g}",
-                    f"{max(finite(rate for _, rate in series[rank])):.4g}",
-                )
-                for rank in ordered
-            ],
-            numbers=("Rank", "First tenth", "Last tenth", "Lowest", "Highest"),
-            most=64,
-        ),
+        caption=f"{rank_ranges(series)}; the slowest at its end is rank {slowest}{area}.{problems}",
+        table=html_table("Rate in TFLOPS, the slowest at its end first", head, rows, numbers=head, most=64),
     )
 
 
-def _is_bad(result: TestResult) -> bool:
-    return result.outcome in ("failed", "error")
-
-
-def _end(points: Sequence[tuple[float, float]]) -> float:
-    rates = finite(rate for _, rate in points)
-    return median(rates[-max(1, len(rates) // 10) :])
-
-
-def _beginning(points: Sequence[tuple[float, float]]) -> float:
-    rates = finite(rate for _, rate in points)
-    return median(rates[: max(1, len(rates) // 10)])
+def _rates(points: Sequence[tuple[float, float]]) -> list[float]:
+    return finite(rate for _, rate in points)
 
 
 def _short(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -237,54 +206,52 @@ def _size(judged: JudgedMetric) -> float | None:
 
 
 def _figure(metric: str, labels: Sequence[tuple[str, str]], points: Sequence[tuple[float, JudgedMetric]]) -> Figure:
-    unit = points[0][1].unit
-    worst = [(size, math.nan if judged.value is None else judged.value) for size, judged in points]
-    middle = [(size, judged.median) for size, judged in points if judged.median is not None]
     several = any(len(judged.values) > 1 for _, judged in points)
+    middle = [(size, judged.median) for size, judged in points if judged.median is not None]
     lines = [Line(name="median", points=middle, tone="muted", dashed=True)] if several and middle else []
+    worst = [(size, math.nan if judged.value is None else judged.value) for size, judged in points]
     lines.append(Line(name="slowest rank" if several else "", points=worst))
     missed = [(size, judged.value) for size, judged in points if judged.status == "failed" and judged.value is not None]
     if missed:
         lines.append(Line(name="", points=missed, tone="bad", is_joined=False))
-    for bound, name in (("min", "limit, at least"), ("max", "limit, at most")):
-        limits = [
-            (size, value)
-            for size, judged in points
-            if judged.limit is not None and (value := getattr(judged.limit, bound)) is not None
-        ]
-        if limits:
-            lines.append(Line(name=name, points=_widened(limits), tone="ink", dashed=True))
+    limits = [(size, judged.limit) for size, judged in points if judged.limit is not None]
+    for name, bounds in (
+        ("limit, at least", [(size, limit.min) for size, limit in limits if limit.min is not None]),
+        ("limit, at most", [(size, limit.max) for size, limit in limits if limit.max is not None]),
+    ):
+        if len(bounds) == 1:  # widened, so that it is visible
+            bounds = [(0.8 * bounds[0][0], bounds[0][1]), *bounds]
+        if bounds:
+            lines.append(Line(name=name, points=bounds, tone="ink", dashed=True))
     peak = next((value for _, judged in points if (value := peak_value(judged)) is not None), None)
     label_text = ", ".join(f"{key}={text}" for key, text in labels)
+    title = f"{metric} by size"
+    head = ("Size", "Slowest rank" if several else "Value", "Median", "Rank", "Limit", "Status")
+    rows = [
+        (
+            judged.labels["size"],
+            quantity(judged.value, judged.unit),
+            quantity(judged.median, judged.unit) if judged.median is not None and several else "",
+            "" if judged.worst_rank is None or not several else str(judged.worst_rank),
+            limit_text(judged),
+            judged.status,
+        )
+        for _, judged in points
+    ]
+    tones = [judged.status if judged.status in ("failed", "error") else "" for _, judged in points]
     return Figure(
-        title=f"{metric} by size",
+        title=title,
         svg=line_chart(
             lines,
-            title=f"{metric} by size{f', {label_text}' if label_text else ''}",
+            title=f"{title}{f', {label_text}' if label_text else ''}",
             x_label="size",
-            y_label=unit,
+            y_label=points[0][1].unit,
             levels=[] if peak is None else [Level(name="data sheet peak", value=peak, tone="muted")],
             x_ticks={size: judged.labels["size"] for size, judged in points},
             log_x=True,
         ),
         caption=(f"{label_text}. " if label_text else "") + _limits_text(points, several),
-        table=html_table(
-            f"{metric} by size",
-            ("Size", "Slowest rank" if several else "Value", "Median", "Rank", "Limit", "Status"),
-            [
-                (
-                    judged.labels["size"],
-                    quantity(judged.value, judged.unit),
-                    quantity(judged.median, judged.unit) if judged.median is not None and several else "",
-                    "" if judged.worst_rank is None or not several else str(judged.worst_rank),
-                    limit_text(judged),
-                    judged.status,
-                )
-                for _, judged in points
-            ],
-            numbers=("Slowest rank", "Value", "Median", "Rank"),
-            tones=[judged.status if judged.status in ("failed", "error") else "" for _, judged in points],
-        ),
+        table=html_table(title, head, rows, numbers=head[1:4], tones=tones),
     )
 
 
@@ -300,14 +267,6 @@ def _limits_text(points: Sequence[tuple[float, JudgedMetric]], several: bool) ->
     if not {"failed", "error"} & {*found}:
         parts.append("All sizes with a limit passed." if "passed" in found else "No size has a limit.")
     return " ".join(parts)
-
-
-def _widened(limits: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the limit of a single size as a short line."""
-    if len(limits) > 1:
-        return list(limits)
-    (size, value), *_ = limits
-    return [(0.8 * size, value), (size, value)]
 
 
 _HOST_LINK = "host_link."
@@ -340,31 +299,26 @@ def _host_links(result: TestResult) -> Iterator[Figure]:
 
 
 def _host_link(mode: str, directions: list[JudgedMetric]) -> Figure:
-    title = f"Host link, {mode}" if mode else "Host link"
+    title, unit = f"Host link, {mode}" if mode else "Host link", directions[0].unit
     limits = dict.fromkeys(one.limit.min for one in directions if one.limit is not None and one.limit.min is not None)
     ranks = sorted({rank for one in directions for rank in one.values})
     names = [one.metric.removeprefix(_HOST_LINK).partition(".")[0] for one in directions]
+    lines = [
+        Line(name=name, points=[(float(rank), one.values[rank]) for rank in sorted(one.values)], is_joined=False)
+        for name, one in zip(names, directions, strict=True)
+    ]
+    head = ("Rank", *(f"{name}, {unit}" for name in names))
+    rows = [(str(rank), *(f"{one.values.get(rank, math.nan):.4g}" for one in directions)) for rank in ranks]
     return Figure(
         title=title,
         svg=line_chart(
-            [
-                Line(
-                    name=name, points=[(float(rank), one.values[rank]) for rank in sorted(one.values)], is_joined=False
-                )
-                for name, one in zip(names, directions, strict=True)
-            ],
+            lines,
             title=f"{title}: each rank",
             x_label="rank",
-            y_label=directions[0].unit,
+            y_label=unit,
             levels=[Level(name="limit", value=limit) for limit in limits],
             x_ticks={float(rank): str(rank) for rank in ranks},
         ),
         caption="Each rank in both directions. GPUs that share an uplink of their CPU are slow together.",
-        table=html_table(
-            title,
-            ("Rank", *(f"{name}, {directions[0].unit}" for name in names)),
-            [(str(rank), *(f"{one.values.get(rank, math.nan):.4g}" for one in directions)) for rank in ranks],
-            numbers=("Rank", *(f"{name}, {directions[0].unit}" for name in names)),
-            most=_MOST_ROWS,
-        ),
+        table=html_table(title, head, rows, numbers=head, most=_MOST_ROWS),
     )

@@ -59,13 +59,10 @@ def heat_map(
     labels = [one_line(name, _LABEL_CHARACTERS) for name in names]
     has_numbers = count <= _WITH_NUMBERS
     size = 40.0 if has_numbers else 18.0
-    left = 24 + max((text_width(label, 10) for label in labels), default=0.0)
-    top = 34.0
-    width, height = left + max(count, 1) * size + 12, top + max(count, 1) * (0.68 * size) + 34
-    drawing = Drawing(
-        max(width, left + 300), height, title=title, description=_description(names, cells, unit), label="heat-map"
-    )
     tall = 0.68 * size
+    left, top = 24 + max((text_width(label, 10) for label in labels), default=0.0), 34.0
+    width, height = max(left + max(count, 1) * size + 12, left + 300), top + max(count, 1) * tall + 34
+    drawing = Drawing(width, height, title=title, description=_description(names, cells, unit), label="heat-map")
     highest = max(finite(cell.value for cell in cells.values()), default=0.0)
     drawing.text(4, 12, f"rows send, columns receive; {unit}", MUTED, size=10)
     for index, label in enumerate(labels):
@@ -73,47 +70,28 @@ def heat_map(
         head = one_line(heads[index], 5) if heads else str(index)
         text = head if has_numbers or index % 4 == 0 else ""
         drawing.text(left + index * size + size / 2, top - 5, text, MUTED, anchor="middle", size=10)
-    for (row, column), cell in sorted(cells.items()):
-        if row < count and column < count:
-            _draw(drawing, cell, (left + column * size, top + row * tall), (size, tall), highest, has_numbers)
-    # Outlines last, so that no neighbour covers them.
-    for (row, column), cell in sorted(cells.items()):
-        if cell.is_bad and row < count and column < count:
-            x, y = left + column * size, top + row * tall
+    inside = [(left + column * size, top + row * tall, cells[row, column]) for row, column in sorted(cells)]
+    for x, y, cell in inside:
+        text, ink, is_bold = "?", BAD, True
+        if math.isfinite(cell.value):
+            share = 0.0 if highest <= 0 else min(1.0, max(0.0, cell.value / highest))
+            drawing.rectangle(x, y, size, tall, fill=_colour(share))
+            # The numbers' colour depends on the cell's colour, which is the same on a dark page.
+            text, ink, is_bold = tick_text(cell.value), "#fff" if share > 0.62 else "#111", cell.is_bad
+        else:
+            drawing.rectangle(x, y, size, tall, fill="none", stroke=BAD, stroke_width=1, stroke_dasharray="2 2")
+        if has_numbers or ink == BAD:
+            drawing.text(x + size / 2, y + tall / 2 + 3.5, text, ink, anchor="middle", size=10, bold=is_bold)
+    for x, y, cell in inside:  # outlines last, so that no neighbour covers them
+        if cell.is_bad:
             drawing.rectangle(x + 1, y + 1, size - 2, tall - 2, fill="none", stroke=BAD, stroke_width=2.2)
     drawing.rectangle(left, top, count * size, count * tall, fill="none", stroke=GRID, stroke_width=0.8)
     outlined = "; outlined: slow or wrong" if any(cell.is_bad for cell in cells.values()) else ""
-    _legend(drawing, left, height - 20, f"{tick_text(highest)} {unit}{outlined}")
-    return drawing.done()
-
-
-def _draw(
-    drawing: Drawing,
-    cell: Cell,
-    at: tuple[float, float],
-    size: tuple[float, float],
-    highest: float,
-    has_numbers: bool,
-) -> None:
-    (x, y), (width, height) = at, size
-    if not math.isfinite(cell.value):
-        drawing.rectangle(x, y, width, height, fill="none", stroke=BAD, stroke_width=1, dash="2 2")
-        drawing.text(x + width / 2, y + height / 2 + 3.5, "?", BAD, anchor="middle", size=10, bold=True)
-        return
-    share = 0.0 if highest <= 0 else min(1.0, max(0.0, cell.value / highest))
-    drawing.rectangle(x, y, width, height, fill=_colour(share))
-    if has_numbers:
-        # The numbers' colour depends on the cell's colour, which is the same on a dark page.
-        ink = "#fff" if share > 0.62 else "#111"
-        text, middle = tick_text(cell.value), x + width / 2
-        drawing.text(middle, y + height / 2 + 3.5, text, ink, anchor="middle", size=10, bold=cell.is_bad)
-
-
-def _legend(drawing: Drawing, x: float, y: float, highest: str) -> None:
     for step in range(10):
-        drawing.rectangle(x + 10 * step, y, 10, 9, fill=_colour((step + 0.5) / 10))
-    drawing.text(x - 4, y + 8, "0", MUTED, anchor="end", size=10)
-    drawing.text(x + 104, y + 8, highest, MUTED, size=10)
+        drawing.rectangle(left + 10 * step, height - 20, 10, 9, fill=_colour((step + 0.5) / 10))
+    drawing.text(left - 4, height - 12, "0", MUTED, anchor="end", size=10)
+    drawing.text(left + 104, height - 12, f"{tick_text(highest)} {unit}{outlined}", MUTED, size=10)
+    return drawing.done()
 
 
 def _colour(share: float) -> str:
@@ -163,7 +141,7 @@ def link_matrices(result: TestResult, folder: Path | None) -> Iterator[Figure]:
         try:
             survey = figure.matrix(path)
         except Unreadable as error:
-            yield Figure(title="Links", svg=Markup(""), caption=f"Not shown: {error}")
+            yield figure.unreadable("Links", error)
             continue
         yield from _maps(survey)
 
@@ -171,110 +149,115 @@ def link_matrices(result: TestResult, folder: Path | None) -> Iterator[Figure]:
 def _maps(survey: Mapping[str, Any]) -> Iterator[Figure]:
     across = survey.get("scope") != "node"
     nodes: Sequence[Sequence[int]] = survey["nodes"]
-    names = _names(survey, nodes)
+    places = _places(survey, nodes)
     bad = _bad(survey)
     rates = {(one[0], one[1]): math.nan if one[2] is None else float(one[2]) for one in survey["readings"]}
     if across:
         rails = max((len(ranks) for ranks in nodes), default=0)
         groups = [(f"rail {rail}", [ranks[rail] for ranks in nodes if rail < len(ranks)]) for rail in range(rails)]
     else:
-        groups = [(_host(names, ranks, f"node {node}"), list(ranks)) for node, ranks in enumerate(nodes)]
+        hosts = [places[ranks[0]].host if ranks else "" for ranks in nodes]
+        groups = [(host or f"node {node}", list(nodes[node])) for node, host in enumerate(hosts)]
     groups = [(name, ranks) for name, ranks in groups if any({*pair} <= {*ranks} for pair in rates)]
     # Those with bad links come first; else the order stays.
     groups.sort(key=lambda group: -len([pair for pair in bad if {*pair} <= {*group[1]}]))
+    more = len(groups) - _MOST_MATRICES
     for name, ranks in groups[:_MOST_MATRICES]:
-        place = {rank: index for index, rank in enumerate(ranks)}
-        inside = {pair: rate for pair, rate in rates.items() if pair[0] in place and pair[1] in place}
-        cells = {
-            (place[sender], place[receiver]): Cell(value=rate, is_bad=(sender, receiver) in bad)
-            for (sender, receiver), rate in inside.items()
-        }
-        left_out = len(groups) - _MOST_MATRICES
-        yield Figure(
-            title=f"Links, {name}",
-            svg=heat_map(
-                [_row_name(names[rank], across) for rank in ranks],
-                cells,
-                title=f"Links, {name}",
-                unit="GB/s",
-                heads=[str(rank) for rank in ranks],
-            ),
-            caption=_caption(survey, place) + (f" {left_out} more maps are not shown." if left_out > 0 else ""),
-            table=html_table(
-                f"Links, {name}: the slowest first",
-                ("From", "To", "GB/s", "Finding"),
-                [
-                    (
-                        names.get(sender, str(sender)),
-                        names.get(receiver, str(receiver)),
-                        f"{rate:.4g}",
-                        "slow or wrong" if (sender, receiver) in bad else "",
-                    )
-                    for (sender, receiver), rate in sorted(inside.items(), key=lambda each: _slowest(each[1]))
-                ],
-                numbers=("GB/s",),
-                tones=[
-                    "failed" if pair in bad else "" for pair in sorted(inside, key=lambda pair: _slowest(inside[pair]))
-                ],
-                most=_ROWS if len(inside) <= _ROWS else 64,
-            ),
+        yield _map(f"Links, {name}", survey, ranks, places, rates, bad, across=across, more=more)
+
+
+def _map(
+    title: str,
+    survey: Mapping[str, Any],
+    ranks: Sequence[int],
+    places: Mapping[int, _Place],
+    rates: Mapping[tuple[int, int], float],
+    bad: Container[tuple[int, int]],
+    *,
+    across: bool,
+    more: int,
+) -> Figure:
+    index = {rank: number for number, rank in enumerate(ranks)}
+    inside = {pair: rate for pair, rate in rates.items() if pair[0] in index and pair[1] in index}
+    cells = {(index[pair[0]], index[pair[1]]): Cell(value=rate, is_bad=pair in bad) for pair, rate in inside.items()}
+    names = [places[rank].short_name(across) for rank in ranks]
+    slowest_first = sorted(inside, key=lambda pair: -math.inf if math.isnan(inside[pair]) else inside[pair])
+    rows = [
+        (
+            places[sender].name,
+            places[receiver].name,
+            f"{inside[sender, receiver]:.4g}",
+            "slow or wrong" if (sender, receiver) in bad else "",
         )
+        for sender, receiver in slowest_first
+    ]
+    return Figure(
+        title=title,
+        svg=heat_map(names, cells, title=title, unit="GB/s", heads=[str(rank) for rank in ranks]),
+        caption=_caption(survey, index) + (f" {more} more maps are not shown." if more > 0 else ""),
+        table=html_table(
+            f"{title}: the slowest first",
+            ("From", "To", "GB/s", "Finding"),
+            rows,
+            numbers=("GB/s",),
+            tones=["failed" if pair in bad else "" for pair in slowest_first],
+            most=_ROWS if len(inside) <= _ROWS else 64,
+        ),
+    )
 
 
-def _slowest(rate: float) -> float:
-    return -math.inf if math.isnan(rate) else rate
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A rank's name in the file, such as "rank 3 (gpu-01, GPU 3)", and its parts."""
+
+    name: str
+    host: str
+    gpu: str
+
+    def short_name(self, across: bool) -> str:
+        """Return "rank 3, gpu-01" across nodes, else "rank 3, GPU 3"."""
+        part = self.host if across else f"GPU {self.gpu}" if self.gpu else ""
+        rank = self.name.partition(" (")[0]
+        return f"{rank}, {part}" if part else rank
 
 
-def _names(survey: Mapping[str, Any], nodes: Sequence[Sequence[int]]) -> dict[int, str]:
-    """Return the name of each rank in the file."""
+def _places(survey: Mapping[str, Any], nodes: Sequence[Sequence[int]]) -> dict[int, _Place]:
     listed = survey.get("ranks")
     listed = listed if isinstance(listed, list) else []
-    ranks = [rank for node in nodes for rank in node]
-    return {
-        rank: one_line(str(listed[rank]), _NAME_CHARACTERS) if rank < len(listed) else f"rank {rank}" for rank in ranks
-    }
+    found = {}
+    for rank in (rank for node in nodes for rank in node):
+        name = one_line(str(listed[rank]), _NAME_CHARACTERS) if rank < len(listed) else f"rank {rank}"
+        host, _, gpu = name.partition(" (")[2].rstrip(")").partition(", GPU ")
+        found[rank] = _Place(name=name, host=host, gpu=gpu)
+    return found
 
 
-def _row_name(name: str, across: bool) -> str:
-    """Return "rank 3, gpu-01" across nodes, else "rank 3, GPU 3", of "rank 3 (gpu-01, GPU 3)"."""
-    rank, _, place = name.partition(" (")
-    host, _, gpu = place.rstrip(")").partition(", GPU ")
-    part = host if across else f"GPU {gpu}" if gpu else ""
-    return f"{rank}, {part}" if part else rank
-
-
-def _host(names: Mapping[int, str], ranks: Sequence[int], otherwise: str) -> str:
-    """Return the host of "rank 3 (gpu-01, GPU 3)"."""
-    name = names.get(ranks[0], "") if ranks else ""
-    host = name.partition(" (")[2].rstrip(")").partition(", GPU ")[0]
-    return host or otherwise
+def _culprits(survey: Mapping[str, Any]) -> list[dict[str, Any]]:
+    culprits = survey.get("culprits")
+    return [one for one in culprits if isinstance(one, dict)] if isinstance(culprits, list) else []
 
 
 def _bad(survey: Mapping[str, Any]) -> set[tuple[int, int]]:
     """Return both directions of every pair that the survey reports as slow or wrong."""
     found: set[tuple[int, int]] = set()
-    culprits = survey.get("culprits")
-    for one in culprits if isinstance(culprits, list) else ():
-        for pair in one.get("pairs") or () if isinstance(one, dict) else ():
-            if isinstance(pair, list) and len(pair) == 2 and all(isinstance(rank, int) for rank in pair):
-                found |= {(pair[0], pair[1]), (pair[1], pair[0])}
+    for pair in (pair for one in _culprits(survey) for pair in one.get("pairs") or ()):
+        if isinstance(pair, list) and len(pair) == 2 and all(isinstance(rank, int) for rank in pair):
+            found |= {(pair[0], pair[1]), (pair[1], pair[0])}
     return found
 
 
 def _caption(survey: Mapping[str, Any], ranks: Container[int]) -> str:
-    """Return the culprits among these ranks, and the median of all links."""
+    """Return the culprits among these ranks, at most three, and the median of all links."""
     parts = []
-    culprits = survey.get("culprits")
-    for one in culprits if isinstance(culprits, list) else ():
-        if not isinstance(one, dict) or not isinstance(one.get("text"), str):
-            continue
-        ranks_of_it = one.get("ranks")
-        if not isinstance(ranks_of_it, list) or any(rank in ranks for rank in ranks_of_it if isinstance(rank, int)):
+    for one in _culprits(survey):
+        of_culprit = one.get("ranks")
+        is_here = not isinstance(of_culprit, list) or any(rank in ranks for rank in of_culprit if isinstance(rank, int))
+        if isinstance(one.get("text"), str) and is_here:
             parts.append(f"{one_line(one['text'], 300).rstrip('.')}.")
-    missing = survey.get("not_measured")
+    parts = parts[:3]
+    missing, median = survey.get("not_measured"), survey.get("median")
     if isinstance(missing, list) and missing:
         parts.append(f"{len(missing)} pairs were not measured.")
-    median = survey.get("median")
     if isinstance(median, (int, float)):
         parts.append(f"Median of all links: {median:.4g} GB/s.")
-    return " ".join([*parts[:3], *parts[3:][-2:]])
+    return " ".join(parts)

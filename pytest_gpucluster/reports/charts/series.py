@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from pytest_gpucluster.reports.charts.svg import (
     text_width,
     tick_text,
     ticks,
+    vertical_axis,
 )
 from pytest_gpucluster.reports.summary import peak_value
 from pytest_gpucluster.reports.tables import limit_text, quantity
@@ -97,59 +99,62 @@ def line_chart(
         zero: the vertical axis begins at zero, if no value is below.
     """
     drawn = [_drawable(line, log_x) for line in lines]
-    xs = [x for line in drawn for x, y in line if math.isfinite(y)]
+    xs = [x for points in drawn for x, y in points if math.isfinite(y)]
+    band = [edge for edge in band if len(finite(edge)) == 3]
     ys = finite(
-        [*(y for line in drawn for _, y in line), *(level.value for level in levels), *(e for b in band for e in b[1:])]
+        [
+            *(y for points in drawn for _, y in points),
+            *(level.value for level in levels),
+            *(y for _, *e in band for y in e),
+        ]
     )
     named = [*(line.name for line in lines), *(level.name for level in levels)]
     names = [one_line(name, _LABEL_CHARACTERS) for name in named if name]
-    right = 14 + max((text_width(name) for name in names), default=0.0)
-    drawing = Drawing(
-        _WIDTH, _HEIGHT, title=title, description=_line_description(lines, drawn, levels, y_label), label="line-chart"
-    )
-    inner_right, bottom = _WIDTH - right, _HEIGHT - _BOTTOM
+    right = _WIDTH - 14 - max((text_width(name) for name in names), default=0.0)
+    description = _line_description(lines, drawn, levels, y_label)
+    drawing = Drawing(_WIDTH, _HEIGHT, title=title, description=description, label="line-chart")
+    bottom = _HEIGHT - _BOTTOM
     if not xs or not ys:
         drawing.text(_WIDTH / 2, _HEIGHT / 2, "no values to draw", MUTED, anchor="middle")
         return drawing.done()
     x_low, x_high = min(xs), max(xs)
     if x_low == x_high:
         x_low, x_high = (x_low, min(2 * x_high, sys.float_info.max)) if log_x else (x_low - 0.5, x_high + 0.5)
-    x_scale = Scale(low=x_low, high=x_high, start=_LEFT + 8, end=inner_right - 8, log=log_x)
+    x_scale = Scale(low=x_low, high=x_high, start=_LEFT + 8, end=right - 8, log=log_x)
     low, high = span(ys, zero=zero and min(ys) >= 0)
     y_scale = Scale(low=low, high=high, start=bottom, end=_TOP)
-    _axes(drawing, x_scale, y_scale, x_ticks, inner_right, x_label=x_label, y_label=y_label)
-    if band:
-        lower = [(x_scale(x), y_scale(a)) for x, a, b in band if len(finite([x, a, b])) == 3]
-        upper = [(x_scale(x), y_scale(b)) for x, a, b in band if len(finite([x, a, b])) == 3]
-        drawing.path([*lower, *reversed(upper)], MUTED, fill=MUTED)
+    vertical_axis(drawing, y_scale, left=_LEFT, right=right, unit=y_label)
+    _horizontal_axis(drawing, x_scale, x_ticks, right, bottom, x_label)
+    lower, upper = ([(x_scale(edge[0]), y_scale(edge[side])) for edge in band] for side in (1, 2))
+    drawing.area([*lower, *reversed(upper)], MUTED)
     labels: list[tuple[float, str, str]] = []
     for level in levels:
         if math.isfinite(level.value):
             at, colour = y_scale(level.value), _TONES.get(level.tone, INK)
-            drawing.line(_LEFT, at, inner_right, at, colour, width=1.2, dash="5 3")
+            drawing.line(_LEFT, at, right, at, colour, width=1.2, dash="5 3")
             labels.append((at, level.name, colour))
     numbered = 0
     for line, points in zip(lines, drawn, strict=True):
         colour, dash, shape = _style(line, numbered)
         numbered += not line.tone
-        end = _draw(drawing, line, points, (x_scale, y_scale), colour=colour, dash=dash, shape=shape)
+        places = [(x_scale(x), y_scale(y) if math.isfinite(y) else None) for x, y in points]
+        end = _draw(drawing, line, places, colour=colour, dash=dash, shape=shape)
         if line.name and end is not None:
             labels.append((end, line.name, colour))
     labels = [(at, one_line(name, _LABEL_CHARACTERS), colour) for at, name, colour in labels]
-    end_labels(drawing, labels, x=inner_right + 4, lowest=bottom + 6)
+    end_labels(drawing, labels, x=right + 4, lowest=bottom + 6)
     return drawing.done()
 
 
 def _drawable(line: Line, log_x: bool) -> list[tuple[float, float]]:
     """Return the points that can be drawn, at most 240."""
     points = [(x, y) for x, y in line.points if math.isfinite(x) and (x > 0 or not log_x)]
-    every = math.ceil(len(points) / _MOST_POINTS)
-    if every < 2:
-        return points
-    return [*points[::every], points[-1]] if (len(points) - 1) % every else points[::every]
+    every = max(1, math.ceil(len(points) / _MOST_POINTS))
+    return [*points[::every], points[-1]] if points and (len(points) - 1) % every else points[::every]
 
 
 def _style(line: Line, number: int) -> tuple[str, str, str]:
+    """Return colour, dash and shape of marks. ``number`` counts the lines that have their own colour."""
     if line.tone:
         return _TONES.get(line.tone, INK), "5 3" if line.dashed else "", "cross" if line.tone == "bad" else "circle"
     dash = _DASHES[number // len(_COLOURS) % len(_DASHES)]
@@ -157,68 +162,38 @@ def _style(line: Line, number: int) -> tuple[str, str, str]:
 
 
 def _draw(
-    drawing: Drawing,
-    line: Line,
-    points: Sequence[tuple[float, float]],
-    scales: tuple[Scale, Scale],
-    *,
-    colour: str,
-    dash: str,
-    shape: str,
+    drawing: Drawing, line: Line, places: Sequence[tuple[float, float | None]], *, colour: str, dash: str, shape: str
 ) -> float | None:
     """Draw a line with gaps; return the vertical place of its end."""
-    x_scale, y_scale = scales
-    part: list[tuple[float, float]] = []
-    end = None
     width = 1.0 if line.tone == "muted" else 1.8
-    for x, y in points:
-        if math.isfinite(y):
-            part.append((x_scale(x), y_scale(y)))
-            end = part[-1][1]
-            continue
-        if line.is_joined and len(part) > 1:
+    for is_gap, group in itertools.groupby(places, key=lambda place: place[1] is None):
+        part = [(x, y) for x, y in group if y is not None]
+        if not is_gap and line.is_joined and len(part) > 1:
             drawing.path(part, colour, dash=dash, width=width)
-        part = []
-    if line.is_joined and len(part) > 1:
-        drawing.path(part, colour, dash=dash, width=width)
-    known = [(x_scale(x), y_scale(y)) for x, y in points if math.isfinite(y)]
+    known = [(x, y) for x, y in places if y is not None]
     if len(known) <= _MOST_MARKS and (line.tone != "muted" or not line.is_joined or len(known) == 1):
         for x, y in known:
             drawing.mark(x, y, colour, shape=shape, size=4 if line.tone == "bad" else 2.8)
-    return end
+    return known[-1][1] if known else None
 
 
-def _axes(
-    drawing: Drawing,
-    x_scale: Scale,
-    y_scale: Scale,
-    x_ticks: Mapping[float, str] | None,
-    right: float,
-    *,
-    x_label: str,
-    y_label: str,
+def _horizontal_axis(
+    drawing: Drawing, scale: Scale, x_ticks: Mapping[float, str] | None, right: float, bottom: float, label: str
 ) -> None:
-    bottom = y_scale.start
-    marks = ticks(y_scale.low, y_scale.high)
-    for value in marks:
-        at = y_scale(value)
-        drawing.line(_LEFT, at, right, at, GRID, width=0.7)
-        drawing.text(_LEFT - 5, at + 3.5, tick_text(value, marks), MUTED, anchor="end")
     drawing.line(_LEFT, bottom, right, bottom, MUTED)
     if x_ticks is None:
-        found = ticks(x_scale.low, x_scale.high, 8)
+        found = ticks(scale.low, scale.high, 8)
         x_ticks = {value: tick_text(value, found) for value in found}
     free = -math.inf
     for value, text in x_ticks.items():
-        if not (x_scale.low <= value <= x_scale.high):
+        if not (scale.low <= value <= scale.high):
             continue
-        at, half = x_scale(value), text_width(text) / 2
+        at, half = scale(value), text_width(text) / 2
         drawing.line(at, bottom, at, bottom + 4, MUTED)
         if at - half > free:  # else it would overlap the previous one
             drawing.text(at, bottom + 15, text, MUTED, anchor="middle")
             free = at + half + 4
-    drawing.text((_LEFT + right) / 2, bottom + 32, x_label, MUTED, anchor="middle")
-    drawing.text(4, _TOP - 3, y_label, MUTED)
+    drawing.text((_LEFT + right) / 2, bottom + 32, label, MUTED, anchor="middle")
 
 
 def _line_description(

@@ -19,6 +19,14 @@ BAD = "var(--bad, #b8460e)"
 ACCENT = "var(--accent, #0072b2)"
 PAPER = "var(--paper, #fff)"
 
+Point = tuple[float, float]
+SHAPES = ("circle", "square", "triangle", "diamond", "ring", "cross")
+"""Of marks."""
+_CORNERS = {
+    "square": ((-1, -1), (1, -1), (1, 1), (-1, 1)),
+    "diamond": ((0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)),
+    "triangle": ((0, -1.25), (1.2, 0.9), (-1.2, 0.9)),
+}
 _TITLE_CHARACTERS = 200
 _DESCRIPTION_CHARACTERS = 1000
 _TEXT_CHARACTERS = 60
@@ -42,9 +50,9 @@ class Drawing:
         self._parts: list[Markup] = []
         self._title, self._description, self._label = title, description, label
 
-    def _add(self, name: str, text: str | None = None, **attributes: object) -> None:
+    def _add(self, name: str, text: str | None = None, /, **attributes: object) -> None:
         attribute_text = Markup("").join(
-            Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _number(value))
+            Markup(' {}="{}"').format(key.replace("_", "-"), _number(value))
             for key, value in attributes.items()
             if value is not None
         )
@@ -60,50 +68,19 @@ class Drawing:
         """A straight line. ``dash`` is SVG's stroke-dasharray."""
         self._add("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=colour, stroke_width=width, stroke_dasharray=dash or None)
 
-    def path(
-        self, points: Sequence[tuple[float, float]], colour: str, *, width: float = 1.5, dash: str = "", fill: str = ""
-    ) -> None:
-        """A line through points, or with ``fill`` their area."""
-        if not points:
-            return
-        data = "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in points) + ("Z" if fill else "")
-        if fill:
-            self._add("path", d=data, fill=fill, fill_opacity=0.22, stroke="none")
-            return
-        self._add(
-            "path",
-            d=data,
-            fill="none",
-            stroke=colour,
-            stroke_width=width,
-            stroke_dasharray=dash or None,
-            stroke_linejoin="round",
-        )
+    def path(self, points: Sequence[Point], colour: str, *, width: float = 1.5, dash: str = "") -> None:
+        """A line through points."""
+        style = {"stroke_width": width, "stroke_dasharray": dash or None, "stroke_linejoin": "round"}
+        self._add("path", d=_path(points), fill="none", stroke=colour, **style)
 
-    def rectangle(
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        *,
-        fill: str,
-        stroke: str | None = None,
-        stroke_width: float | None = None,
-        dash: str = "",
-    ) -> None:
-        """A rectangle."""
-        self._add(
-            "rect",
-            x=x,
-            y=y,
-            width=max(0.0, width),
-            height=max(0.0, height),
-            fill=fill,
-            stroke=stroke,
-            stroke_width=stroke_width,
-            stroke_dasharray=dash or None,
-        )
+    def area(self, points: Sequence[Point], colour: str) -> None:
+        """The area inside of points."""
+        if points:
+            self._add("path", d=f"{_path(points)}Z", fill=colour, fill_opacity=0.22, stroke="none")
+
+    def rectangle(self, x: float, y: float, width: float, height: float, **style: object) -> None:
+        """A rectangle; ``style`` has SVG's attributes, such as ``stroke_width``."""
+        self._add("rect", x=x, y=y, width=max(0.0, width), height=max(0.0, height), **style)
 
     def mark(self, x: float, y: float, colour: str, *, shape: str = "circle", size: float = 3) -> None:
         """A mark of one of the ``SHAPES``, so that marks differ by more than colour."""
@@ -112,41 +89,18 @@ class Drawing:
         elif shape == "ring":
             self._add("circle", cx=x, cy=y, r=size, fill="none", stroke=colour, stroke_width=1.5)
         elif shape == "cross":
-            data = (
-                f"M{_number(x - size)} {_number(y - size)}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
-            )
-            self._add("path", d=data, fill="none", stroke=colour, stroke_width=1.8)
+            strokes = f"l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
+            self._add("path", d=_path([(x - size, y - size)]) + strokes, fill="none", stroke=colour, stroke_width=1.8)
         else:
-            corners = {
-                "square": ((-1, -1), (1, -1), (1, 1), (-1, 1)),
-                "diamond": ((0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)),
-                "triangle": ((0, -1.25), (1.2, 0.9), (-1.2, 0.9)),
-            }[shape]
-            data = "L".join(f"{_number(x + dx * size)} {_number(y + dy * size)}" for dx, dy in corners)
-            self._add("path", d=f"M{data}Z", fill=colour)
+            corners = [(x + dx * size, y + dy * size) for dx, dy in _CORNERS[shape]]
+            self._add("path", d=f"{_path(corners)}Z", fill=colour)
 
     def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        colour: str = INK,
-        *,
-        anchor: str = "start",
-        size: float | None = None,
-        bold: bool = False,
+        self, x: float, y: float, text: str, colour: str = INK, *, anchor: str = "", size: float = 0, bold: bool = False
     ) -> None:
-        """A text on one line, with its baseline at ``y``; ``anchor`` is start, middle or end."""
-        self._add(
-            "text",
-            text,
-            x=x,
-            y=y,
-            fill=colour,
-            text_anchor=None if anchor == "start" else anchor,
-            font_size=size,
-            font_weight="bold" if bold else None,
-        )
+        """A text on one line, with its baseline at ``y``; ``anchor`` is middle, end, or empty for its start."""
+        style = {"text_anchor": anchor or None, "font_size": size or None, "font_weight": "bold" if bold else None}
+        self._add("text", text, x=x, y=y, fill=colour, **style)
 
     def done(self) -> Markup:
         """Return the whole element."""
@@ -163,6 +117,15 @@ class Drawing:
             described=described if self._description else Markup(""),
             parts=Markup("").join(self._parts),
         )
+
+
+def vertical_axis(drawing: Drawing, scale: Scale, *, left: float, right: float, unit: str, most: int = 6) -> None:
+    """Draw up to ``most`` round values with their grid lines between ``left`` and ``right``, and the unit above."""
+    marks = ticks(scale.low, scale.high, most)
+    for value in marks:
+        drawing.line(left, scale(value), right, scale(value), GRID, width=0.7)
+        drawing.text(left - 5, scale(value) + 3.5, tick_text(value, marks), MUTED, anchor="end")
+    drawing.text(4, 10, unit, MUTED)
 
 
 def end_labels(
@@ -185,11 +148,7 @@ def end_labels(
         room = lowest - 1.14 * size * (len(places) - 1 - index)
         places[index] = min(places[index], room)
     for place, (_, name, colour) in zip(places, ordered, strict=True):
-        drawing.text(x, place, name, colour, size=None if size == 11 else size)
-
-
-SHAPES = ("circle", "square", "triangle", "diamond", "ring", "cross")
-"""Of marks."""
+        drawing.text(x, place, name, colour, size=0 if size == 11 else size)
 
 
 def text_width(text: str, size: float = 11) -> float:
@@ -200,6 +159,10 @@ def text_width(text: str, size: float = 11) -> float:
 def _safe(text: str, characters: int) -> str:
     """Return a text on one line without direction characters."""
     return printable(one_line(text, characters))
+
+
+def _path(points: Sequence[Point]) -> str:
+    return "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in points)
 
 
 def _number(value: object) -> object:
