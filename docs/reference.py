@@ -21,6 +21,8 @@ from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
 from pytest_gpucluster.metrics import datasheets, measurement, units
 from pytest_gpucluster.node.fabric.nccl_rules import RULES
+from pytest_gpucluster.node.health.xid_table import Entry
+from pytest_gpucluster.node.health.xid_table import table as xid_table
 from pytest_gpucluster.session import hookspecs, options
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -43,6 +45,8 @@ _OF_LAUNCHERS = re.compile(
     r"|RANK|WORLD_SIZE|NODE_RANK|LOGLEVEL"
 )
 
+_XIDS_BY_LINE = {*range(144, 151), 154}
+
 _INTRODUCTION = """\
 # Reference
 
@@ -59,6 +63,7 @@ def page() -> str:
             *_timeouts(),
             *_variables(),
             *_nccl_variables(),
+            *_xids(),
             *_exit_codes(),
             *_markers(),
             *_fixtures(),
@@ -127,6 +132,31 @@ def _nccl_variables() -> Iterator[str]:
         " [network.md](network.md#variables) has what to set by fabric.\n"
     )
     yield from _table(("variable", "what it does"), ((f"`{name}`", rule.does) for name, rule in sorted(RULES.items())))
+
+
+def _xids() -> Iterator[str]:
+    yield "## Xids\n"
+    yield (
+        "How Xids of NVIDIA's driver are judged; [troubleshooting.md](troubleshooting.md#ecc-errors-and-xids)"
+        " has what to do. Of 144 to 150 (NVLink 5) and 154 the line itself decides.\n"
+    )
+    codes: dict[Entry, list[int]] = {}
+    for report, entry in xid_table().items():
+        if report.isdecimal() and report != "0":
+            codes.setdefault(entry, []).append(int(report))
+    yield from _table(
+        ("Xid", "meaning", "judged", "action", "next"),
+        (
+            (
+                ", ".join(map(str, numbers)),
+                entry.meaning,
+                "by the line" if numbers[0] in _XIDS_BY_LINE else "hardware" if entry.rejects else "note",
+                entry.action,
+                entry.next,
+            )
+            for entry, numbers in sorted(codes.items(), key=lambda row: row[1])
+        ),
+    )
 
 
 def variables_read() -> dict[str, list[str]]:
