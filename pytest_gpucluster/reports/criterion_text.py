@@ -30,11 +30,12 @@ LARGEST_MARGIN = 9.995
 """A larger margin is shown as "> +999 %": such a limit decides nothing."""
 
 
-def value_text(judged: JudgedMetric) -> str:
-    """Return the value without its unit, with enough digits to distinguish it from its limit."""
+def value_text(judged: JudgedMetric, *, with_unit: bool = False) -> str:
+    """Return the value, with enough digits to distinguish it from its limit."""
     if judged.value is None:
         return "none"
-    return quantity(judged.value, "", compared_with=nearest_limit(judged, judged.value))
+    unit = judged.unit if with_unit else ""
+    return quantity(judged.value, unit, compared_with=nearest_limit(judged, judged.value))
 
 
 def bound_text(judged: JudgedMetric) -> str:

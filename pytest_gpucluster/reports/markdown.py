@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.verdict import ACCEPTED
+from pytest_gpucluster.reports.criterion_text import margin_text, value_text
 from pytest_gpucluster.reports.junit import cluster_facts
-from pytest_gpucluster.reports.summary import Outline, Row, duration, margin_ratio, outline, run_seconds
-from pytest_gpucluster.reports.tables import limit_text, metric_name, nearest_limit, percent, quantity, rank_name
+from pytest_gpucluster.reports.summary import Outline, Row, duration, outline, run_seconds
+from pytest_gpucluster.reports.tables import limit_text, metric_name, rank_name
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
 
 MOST_BYTES = 65_000
@@ -182,13 +183,9 @@ def _row(row: Row, journal: Journal) -> tuple[str, ...]:
 
 def _value_cells(judged: JudgedMetric) -> tuple[str, str, str]:
     """Return value, limit and margin."""
-    share = margin_ratio(judged)
-    value = quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
-    return (
-        text(value, _NAME_CHARACTERS),
-        text(limit_text(judged), _NAME_CHARACTERS),
-        "" if share is None else percent(share),
-    )
+    cells = value_text(judged, with_unit=True), limit_text(judged), margin_text(judged)
+    value, limit, margin = (text(cell, _NAME_CHARACTERS) for cell in cells)
+    return value, limit, margin
 
 
 def _name(row: Row) -> str:

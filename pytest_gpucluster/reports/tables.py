@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
@@ -93,17 +93,23 @@ def clock_text(telemetry: Mapping[str, Any]) -> str:
 
 
 def _figure(key: str, telemetry: Mapping[str, Any]) -> str:
-    value, (label, unit, _) = telemetry[key], _FIGURES[key]
-    if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(_is_number, value)):
-        return f"{label}{one_line(repr(value), _REASON_CHARACTERS)} {unit}"
+    label, unit, _ = _FIGURES[key]
+    median, spread = telemetry_figure(key, telemetry)
+    return f"{label}{median} {unit}{spread}"
+
+
+def telemetry_figure(key: str, telemetry: Mapping[str, Any]) -> tuple[str, str]:
+    """Return median and range of one key, such as ("1755 of 1980", " (1740 to 1980)")."""
+    value, highest = telemetry[key], telemetry.get(_HIGHEST)
+    if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(is_number, value)):
+        return one_line(repr(value), _REASON_CHARACTERS), ""
     low, median, high = (f"{each:.0f}" for each in value)
-    spread = f" ({low} to {high})" if low != high else ""
-    highest = telemetry.get(_HIGHEST)
-    of_highest = f" of {highest:.0f}" if key == _CLOCK and _is_number(highest) else ""
-    return f"{label}{median}{of_highest} {unit}{spread}"
+    of_highest = f" of {highest:.0f}" if key == _CLOCK and is_number(highest) else ""
+    return f"{median}{of_highest}", f" ({low} to {high})" if low != high else ""
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether an unchecked value from a journal is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -120,7 +126,7 @@ def _throttle(telemetry: Mapping[str, Any]) -> list[str]:
 
 
 def _share(share: Any) -> str:
-    return f" {100 * share:.0f} %" if _is_number(share) else ""
+    return f" {100 * share:.0f} %" if is_number(share) else ""
 
 
 def _counters(telemetry: Mapping[str, Any]) -> list[str]:
@@ -129,7 +135,7 @@ def _counters(telemetry: Mapping[str, Any]) -> list[str]:
     parts = []
     if isinstance(changed, Mapping) and changed:
         names = sorted(changed, key=lambda name: str(name).endswith("_bytes"))
-        listed = [f"{name} {changed[name]:+g}" if _is_number(changed[name]) else str(name) for name in names]
+        listed = [f"{name} {changed[name]:+g}" if is_number(changed[name]) else str(name) for name in names]
         parts.append(f"counters: {'; '.join(listed)}")
     if notes:
         parts.append(f"counters: {_listed(notes)}")
@@ -291,14 +297,13 @@ def percent(ratio: float) -> str:
     return ("-0.0 %" if ratio < 0 else "+0.0 %") if float(text) == 0 else f"{text} %"
 
 
-def rank_name(journal: Journal, rank: int) -> str:
-    """Return "rank 3 (gpu-07, GPU 3 GPU-1f2e3d4c)", as far as the cluster is known."""
+def rank_name(journal: Journal, rank: int, *, is_short: bool = False) -> str:
+    """Return "rank 3 (gpu-07, GPU 3 GPU-1f2e3d4c)", as far as the cluster is known; ``is_short``: without the UUID."""
     place = journal.place(rank)
-    if place is None:
-        return f"rank {rank}"
-    parts = [place.host] if place.host else []
-    if place.gpu:
-        parts.append(f"GPU {place.gpu.get('index', '?')} {place.gpu.get('uuid', '')[:12]}".rstrip())
+    parts = [place.host] if place is not None and place.host else []
+    if place is not None and place.gpu:
+        uuid = "" if is_short else place.gpu.get("uuid", "")[:12]
+        parts.append(f"GPU {place.gpu.get('index', '?')} {uuid}".rstrip())
     return f"rank {rank} ({', '.join(parts)})" if parts else f"rank {rank}"
 
 

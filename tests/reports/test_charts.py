@@ -104,7 +104,7 @@ def test_no_numbers_break_a_bar(value, low, high, ratio):
 def test_the_rank_that_misses_the_limit_is_a_cross_with_its_name():
     svg = rank_dots(judged([731.0] * 11 + [588.0] + [730.0] * 4, status="failed"), cluster_of(16))
     assert len(crosses(svg)) == 1
-    assert "rank 11, gpu-01 GPU 3" in texts(svg)
+    assert "rank 11 (gpu-01, GPU 3)" in texts(svg)
     assert "limit ≥ 700 TFLOPS" in texts(svg)
     assert re.search(r"rank 11 \(gpu-01, GPU 3 GPU-1f2e\) .*588 TFLOPS", described(svg))
     assert len(list(drawn(svg).iter(f"{SVG}circle"))) == 15
@@ -118,7 +118,7 @@ def test_a_rank_without_a_number_is_reported_and_has_no_place_among_the_values()
     values = {0: 731.0, 1: math.nan, 2: math.inf, 3: 730.0}
     svg = rank_dots(judged(values, status="error", worst=1), cluster_of(4))
     assert texts(svg).count("?") == 2
-    assert [text for text in texts(svg) if text.startswith("rank 1, gpu-00 GPU 1: ")]
+    assert [text for text in texts(svg) if text.startswith("rank 1 (gpu-00, GPU 1): ")]
     assert "2 ranks" in described(svg)
     assert len(list(drawn(svg).iter(f"{SVG}circle"))) == 2
 

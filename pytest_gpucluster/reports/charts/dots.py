@@ -226,7 +226,7 @@ class _RankDots:
         broken = dict.fromkeys(self.broken[:_MOST_NAMES], ": no number")
         for rank, more in {**self.labelled, **broken}.items():
             mark = self.lane - 3 if rank in broken else self.y(self.values[rank])
-            name = one_line(f"{self._short_name(rank)}{more}", _NAME_CHARACTERS)
+            name = one_line(f"{rank_name(self.journal, rank, is_short=True)}{more}", _NAME_CHARACTERS)
             half = text_width(name, _LABEL) / 2
             x = min(max(self._x(rank), _LEFT + half), self.right - half)
             is_high = mark < (_TOP + self.bottom) / 2
@@ -238,13 +238,6 @@ class _RankDots:
             taken.append((y, x - half, x + half))
             colour = BAD if rank in self.missing or rank in broken else INK
             self.drawing.text(x, y, name, colour, anchor="middle", size=_LABEL)
-
-    def _short_name(self, rank: int) -> str:
-        """Return "rank 3, gpu-07 GPU 3"."""
-        place = self.journal.place(rank)
-        gpu = f" GPU {place.gpu.get('index', '?')}" if place is not None and place.gpu else ""
-        host = one_line(place.host, 20) if place is not None else ""
-        return f"rank {rank}, {host}{gpu}" if host or gpu else f"rank {rank}"
 
     def _description(self) -> str:
         unit, values = self.judged.unit, list(self.values.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,23 +49,25 @@ def unreadable(title: str, error: Unreadable) -> Figure:
 
 def find_artifacts(folder: Path | None, nodeid: str, pattern: str, *, most: int = 4096) -> list[Path]:
     """Return the files of a test that match a pattern, also in the folders of local workers, one per rank."""
-    if folder is None:
-        return []
-    name = artifacts_name(nodeid)
-    # Brackets make a character literal.
-    literal = "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
-    artifacts = folder / ARTIFACTS
     try:
-        paths = [*(artifacts / name).glob(pattern), *artifacts.glob(f"rank-*/{literal}/{pattern}")]
-        return sorted(paths, key=_by_number)[:most]
+        paths = [path for place in artifact_folders(folder, nodeid) for path in place.glob(pattern)]
+        return sorted(paths, key=by_number)[:most]
     except OSError:  # such as a name that is too long for this file system
         return []
 
 
-def _by_number(path: Path) -> list[tuple[int, str]]:
-    """Order rank-2 before rank-10."""
-    words = path.as_posix().replace(".", "-").replace("/", "-").split("-")
-    return [(int(word), "") if word.isascii() and word.isdigit() and len(word) < 10 else (-1, word) for word in words]
+def artifact_folders(folder: Path | None, nodeid: str) -> list[Path]:
+    """Return the folder of a test's files, and those of local workers, one per rank."""
+    if folder is None:
+        return []
+    name, artifacts = artifacts_name(nodeid), folder / ARTIFACTS
+    return [artifacts / name, *sorted((place / name for place in artifacts.glob("rank-*")), key=by_number)]
+
+
+def by_number(name: object) -> list[tuple[str, int]]:
+    """Return a sort key by which rank-2 comes before rank-10."""
+    parts = re.findall(r"([^0-9]*)([0-9]{0,18})", str(name))
+    return [(text, int(digits or -1)) for text, digits in parts]
 
 
 def curve(path: Path) -> Curve:

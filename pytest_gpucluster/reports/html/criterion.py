@@ -9,7 +9,6 @@ version. Only existing files are linked, with paths relative to the page.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,26 +22,32 @@ from markupsafe import Markup
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.fields import AnyText, JudgedMetric, read
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
-from pytest_gpucluster.journal.records import RankPlace, TestResult
+from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.judge.misses import most_throttled
-from pytest_gpucluster.reports.charts.figure import Figure
+from pytest_gpucluster.reports.charts.figure import artifact_folders, by_number
 from pytest_gpucluster.reports.charts.figures import figures_of
 from pytest_gpucluster.reports.charts.series import limit_bar
+from pytest_gpucluster.reports.criterion_text import margin_text, value_text
 from pytest_gpucluster.reports.html.measured import (
     EMBEDDED_RANKS,
-    ByRank,
     by_rank,
-    margin_text,
     measurements_table,
-    rank_place,
+    place_cells,
     shared_labels,
     short_name,
-    value_text,
 )
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, word
 from pytest_gpucluster.reports.summary import Row, duration, worst_first
-from pytest_gpucluster.reports.tables import limit_text, metric_name, rank_reports, telemetry_text, time_text
+from pytest_gpucluster.reports.tables import (
+    limit_text,
+    metric_name,
+    rank_name,
+    rank_reports,
+    telemetry_figure,
+    telemetry_text,
+    time_text,
+)
 
 _OF_THE_RUN = (JOURNAL_FILE, "junit.xml", "results.json", "metrics.prom", "exclude.txt")
 _MOST_LINKS = 40
@@ -81,12 +86,9 @@ class RunFiles:
         """Return the files of a test, and a remark about those not listed. Symbolic links are not followed."""
         if self.folder is None:
             return (), ""
-        # Each rank of a local run has its own folder.
-        name = artifacts_name(nodeid)
-        folder = self.folder / ARTIFACTS
         found: list[tuple[Path, str]] = []
-        for place in (folder / name, *sorted(folder.glob(f"rank-*/{_literal(name)}"), key=_numbered)):
-            rank = "" if place.parent == folder else f"{place.parent.name}/"
+        for place in artifact_folders(self.folder, nodeid):
+            rank = "" if place.parent.name == ARTIFACTS else f"{place.parent.name}/"
             for path in _files(place):
                 found.append((path, f"{rank}{path.relative_to(place)}"))
                 if len(found) > _MOST_VISITED:
@@ -94,7 +96,7 @@ class RunFiles:
         links = tuple(self._link(path, label) for path, label in found[:_MOST_LINKS])
         more = len(found) - len(links)
         amount = "more than " if len(found) > _MOST_VISITED else ""
-        return links, f"and {amount}{more} more in {ARTIFACTS}/{name}" if more else ""
+        return links, f"and {amount}{more} more in {ARTIFACTS}/{artifacts_name(nodeid)}" if more else ""
 
     def _link(self, path: Path, name: str) -> Link:
         base = self.page_folder or self.folder
@@ -109,22 +111,11 @@ def _files(place: Path) -> Iterator[Path]:
     if place.is_symlink():
         return
     for directory, names, files in os.walk(place, followlinks=False):
-        names.sort(key=_numbered)
-        for name in sorted(files, key=_numbered):
+        names.sort(key=by_number)
+        for name in sorted(files, key=by_number):
             path = Path(directory, name)
             if path.is_file() and not path.is_symlink():
                 yield path
-
-
-def _numbered(name: object) -> list[tuple[str, int]]:
-    """Return a sort key by which rank-2 comes before rank-10."""
-    parts = re.findall(r"([^0-9]*)([0-9]{0,18})", str(name))
-    return [(text, int(digits or -1)) for text, digits in parts]
-
-
-def _literal(name: str) -> str:
-    # artifacts_name has no such characters today, but does not guarantee it.
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
 
 
 def _size(path: Path) -> str:
@@ -298,71 +289,43 @@ _FIGURES = {
     "temperature_celsius": "Temperature, degC",
     "utilization_percent": "Utilisation, %",
 }
-_HIGHEST = "sm_clock_max_mhz"
 _ROWS = 24
-_WHOLE_TEST = "the whole test"
 
 
-def telemetry_table(result: TestResult, places: Mapping[int, RankPlace]) -> Table | None:
+def telemetry_table(result: TestResult, journal: Journal) -> Table | None:
     """Return the telemetry of the worst rank in each measurement, then of the ranks in the whole test.
 
-    Culprits come first, then the most conspicuous rank; of many ranks only these. None if nothing was read.
+    Culprits come first, then the most throttled rank; of many ranks only these. None if nothing was read.
     """
-    rows: list[tuple[str, ...]] = []
-    known: set[tuple[str, ...]] = set()
+    rows: dict[tuple[str, ...], tuple[str, ...]] = {}
     shared = shared_labels(result)
     for judged in worst_first(result.measurements):
-        telemetry = judged.telemetry.get(judged.worst_rank) if judged.worst_rank is not None else None
-        if telemetry and judged.worst_rank is not None:
+        rank = judged.worst_rank
+        telemetry = judged.telemetry.get(rank) if rank is not None else None
+        if telemetry and rank is not None:
             cells = _cells(telemetry)
             # Values of the same window share their telemetry, which is listed once.
-            if (str(judged.worst_rank), *cells) not in known:
-                known.add((str(judged.worst_rank), *cells))
-                rows.append((*_place_cells(judged.worst_rank, places), short_name(judged, shared), *cells))
+            rows.setdefault((str(rank), *cells), (*place_cells(rank, journal), short_name(judged, shared), *cells))
+    listed = list(rows.values())
     throttled = most_throttled(result.telemetry)
-    order = {
-        rank: place for place, rank in enumerate((*result.culprits, *([throttled] if throttled is not None else [])))
-    }
+    first = [*result.culprits, *([] if throttled is None else [throttled])]
     is_small = len(result.telemetry) <= EMBEDDED_RANKS
-    for rank in sorted(result.telemetry, key=lambda rank: (order.get(rank, len(order)), rank)):
-        if result.telemetry[rank] and (is_small or rank in order):
-            rows.append((*_place_cells(rank, places), _WHOLE_TEST, *_cells(result.telemetry[rank])))
-    if not rows:
+    for rank in dict.fromkeys((*first, *(sorted(result.telemetry) if is_small else ()))):
+        if result.telemetry.get(rank):
+            listed.append((*place_cells(rank, journal), "the whole test", *_cells(result.telemetry[rank])))
+    if not listed:
         return None
-    head = ("Rank", "Host", "GPU", "During", *_FIGURES.values(), "Throttle, counters and notes")
-    made = html_table(
-        "Telemetry of the GPUs: median (lowest to highest)", head, rows, numbers=tuple(_FIGURES.values()), most=_ROWS
-    )
+    numbers = tuple(_FIGURES.values())
+    head = ("Rank", "Host", "GPU", "During", *numbers, "Throttle, counters and notes")
+    table = html_table("Telemetry of the GPUs: median (lowest to highest)", head, listed, numbers=numbers, most=_ROWS)
     left_out = f"the journal has the telemetry of all {len(result.telemetry)} ranks"
-    return made if is_small else replace(made, left_out=left_out)
-
-
-def _place_cells(rank: int, places: Mapping[int, RankPlace]) -> tuple[str, str, str]:
-    place = places.get(rank)
-    if place is None:
-        return str(rank), "", ""
-    return str(rank), word(place.host), word((place.gpu or {}).get("index", ""))
+    return table if is_small else replace(table, left_out=left_out)
 
 
 def _cells(telemetry: Mapping[str, Any]) -> tuple[str, ...]:
     rest = {key: value for key, value in telemetry.items() if key not in _FIGURES}
-    return (*(_figure(key, telemetry) for key in _FIGURES), telemetry_text(rest))
-
-
-def _figure(key: str, telemetry: Mapping[str, Any]) -> str:
-    if key not in telemetry:
-        return ""
-    value = telemetry[key]
-    if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(_is_number, value)):
-        return word(repr(value))
-    low, median, high = (f"{each:.0f}" for each in value)
-    highest = telemetry.get(_HIGHEST)
-    of_highest = f" of {highest:.0f}" if key == "sm_clock_mhz" and _is_number(highest) else ""
-    return f"{median}{of_highest}" + (f" ({low} to {high})" if low != high else "")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    figures = ("".join(telemetry_figure(key, telemetry)) if key in telemetry else "" for key in _FIGURES)
+    return (*figures, telemetry_text(rest))
 
 
 _ATTEMPT = re.compile("attempt [0-9]+")
@@ -371,89 +334,35 @@ _SECTIONS = 8
 _SECTION_CHARACTERS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class Headline:
-    """The deciding value and its limit."""
-
-    metric: str
-    value: str
-    limit: str
-    margin: str
-    margin_key: float | None
-    rank: str
-    bar: Markup
-
-
-@dataclass(frozen=True, kw_only=True)
-class CriterionRow:
-    """The row of a test."""
-
-    number: int
-    """From 1, in the order of the page."""
-    outcome: str
-    name: str
-    criterion: str
-    nodeid: str
-    why: str
-    headline: Headline | None
-    seconds: str
-    seconds_key: float
-    attempts: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Details:
-    """The details below a test's row."""
-
-    place: str
-    spent: str
-    """The parts of its time; empty if not recorded."""
-    message: str
-    text: str
-    advice: tuple[Advice, ...]
-    search: Search | None
-    measurements: Table | None
-    journal: Link | None
-    """The journal, which has all samples; None if it is not next to the page."""
-    ranks: Table | None
-    by_rank: tuple[ByRank, ...]
-    figures: tuple[Figure, ...]
-    telemetry: Table | None
-    properties: tuple[tuple[str, str], ...]
-    output: tuple[tuple[str, str], ...]
-    links: tuple[Link, ...]
-    more_links: str
-
-
-def headline_of(judged: JudgedMetric, places: dict[int, RankPlace], *, outcome: str = "passed") -> Headline:
-    """Return a measurement and its limit; without a bar if the test failed for another reason."""
+def headline_values(judged: JudgedMetric, journal: Journal, *, outcome: str = "passed") -> dict[str, Any]:
+    """Return a measurement and its limit for a row; without a bar if the test failed for another reason."""
     explains = outcome == "passed" or judged.status in ("failed", "error")
-    return Headline(
-        metric=word(metric_name(judged)),
-        value=value_text(judged),
-        limit=limit_text(judged),
-        margin=margin_text(judged),
-        margin_key=judged.margin,
-        rank=rank_place(judged.worst_rank, places),
-        bar=limit_bar(judged) if explains else Markup(""),
-    )
+    rank = judged.worst_rank
+    return {
+        "metric": word(metric_name(judged)),
+        "value": value_text(judged, with_unit=True),
+        "limit": limit_text(judged),
+        "margin": margin_text(judged),
+        "margin_key": judged.margin,
+        "rank": "" if rank is None else word(rank_name(journal, rank, is_short=True)),
+        "bar": limit_bar(judged) if explains else Markup(""),
+    }
 
 
-def criterion_row(row: Row, number: int, places: dict[int, RankPlace]) -> CriterionRow:
-    """Return the row of a test."""
+def row_values(row: Row, number: int, journal: Journal) -> dict[str, Any]:
+    """Return the row of a test for the template; ``number`` is its place in the page, from 1."""
     result = row.result
-    return CriterionRow(
-        number=number,
-        outcome=row.outcome,
-        name=word(row.name),
-        criterion=word(row.criterion or ""),
-        nodeid=word(row.nodeid),
-        why=line(row.why or _remark(result)),
-        headline=None if row.headline is None else headline_of(row.headline, places, outcome=row.outcome),
-        seconds="" if result is None else duration(result.duration_seconds),
-        seconds_key=-1.0 if result is None else result.duration_seconds,
-        attempts=1 if result is None else result.attempts,
-    )
+    return {
+        "number": number,
+        "outcome": row.outcome,
+        "name": word(row.name),
+        "criterion": word(row.criterion or ""),
+        "why": line(row.why or _remark(result)),
+        "headline": None if row.headline is None else headline_values(row.headline, journal, outcome=row.outcome),
+        "seconds": "" if result is None else duration(result.duration_seconds),
+        "seconds_key": -1.0 if result is None else result.duration_seconds,
+        "attempts": 1 if result is None else result.attempts,
+    }
 
 
 def _remark(result: TestResult | None) -> str:
@@ -470,10 +379,8 @@ def _remark(result: TestResult | None) -> str:
     return "; ".join(remarks)
 
 
-def details(
-    row: Row, journal: Journal, places: dict[int, RankPlace], *, files: RunFiles, folder: Path | None
-) -> Details | None:
-    """Return the details of a test; None if the journal has no result of it."""
+def details_values(row: Row, journal: Journal, *, files: RunFiles) -> dict[str, Any] | None:
+    """Return the details of a test for the template; None if the journal has no result of it."""
     result = row.result
     if result is None:
         return None
@@ -481,33 +388,31 @@ def details(
     links, more_links = files.of_test(result.nodeid)
     # The ranks of a skipped test all report the reason that the row has already.
     is_redundant = {each.message for each in reports} == {row.why} and result.text.strip() == row.why
-    texts = (result.message, result.text, *(value for _, value in result.properties))
     passed = result.outcome == "passed"
-    sections = () if passed else result.sections
-    return Details(
-        place=line(f"{result.nodeid}{f' (line {result.line})' if result.line is not None else ''}"),
-        spent=time_text(result),
-        # The row has one line of it already.
-        message="" if passed or result.message.strip() == row.why else passage(result.message, 4096),
-        text="" if result.text.strip() == row.why else passage(result.text),
-        advice=advice_in(texts),
-        search=search_of(result.isolation),
-        measurements=measurements_table(result),
-        journal=files.journal if result.measurements else None,
-        ranks=html_table(
-            "What each rank reported",
-            ("Rank", "Outcome", "Message"),
-            [(each.who, f"{each.outcome}{', culprit' if each.is_culprit else ''}", each.message) for each in reports],
-            tones=[each.outcome if each.outcome in ("failed", "error") else "" for each in reports],
-            most=32,
-        )
-        if reports and not is_redundant
-        else None,
-        by_rank=by_rank(result, journal, places),
-        figures=figures_of(result, folder),
-        telemetry=telemetry_table(result, places),
-        properties=tuple((word(name), line(value)) for name, value in result.properties),
-        output=tuple((word(title), passage(text, _SECTION_CHARACTERS)) for title, text in sections[:_SECTIONS]),
-        links=links,
-        more_links=more_links,
+    ranks = html_table(
+        "What each rank reported",
+        ("Rank", "Outcome", "Message"),
+        [(each.who, f"{each.outcome}{', culprit' if each.is_culprit else ''}", each.message) for each in reports],
+        tones=[each.outcome if each.outcome in ("failed", "error") else "" for each in reports],
+        most=32,
     )
+    sections = () if passed else result.sections[:_SECTIONS]
+    return {
+        "place": line(f"{result.nodeid}{f' (line {result.line})' if result.line is not None else ''}"),
+        "spent": time_text(result),
+        # The row has one line of it already.
+        "message": "" if passed or result.message.strip() == row.why else passage(result.message, 4096),
+        "text": "" if result.text.strip() == row.why else passage(result.text),
+        "advice": advice_in((result.message, result.text, *(value for _, value in result.properties))),
+        "search": search_of(result.isolation),
+        "measurements": measurements_table(result),
+        "journal": files.journal if result.measurements else None,
+        "ranks": ranks if reports and not is_redundant else None,
+        "by_rank": by_rank(result, journal),
+        "figures": figures_of(result, files.folder),
+        "telemetry": telemetry_table(result, journal),
+        "properties": [(word(name), line(value)) for name, value in result.properties],
+        "output": [(word(title), passage(text, _SECTION_CHARACTERS)) for title, text in sections],
+        "links": links,
+        "more_links": more_links,
+    }

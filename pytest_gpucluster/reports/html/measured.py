@@ -6,19 +6,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, TypeGuard
 
 from markupsafe import Markup
 
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import RankPlace, TestResult
+from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.reports.charts.dots import rank_dots, rank_dots_key
+from pytest_gpucluster.reports.criterion_text import margin_text, value_text
 from pytest_gpucluster.reports.markup import Table, html_table, line, word
 from pytest_gpucluster.reports.summary import headline, worst_first
 from pytest_gpucluster.reports.tables import (
     clock_text,
     interval_text,
+    is_number,
     limit_text,
     margin,
     metric_name,
@@ -93,7 +94,7 @@ def _row(judged: JudgedMetric, shared: Mapping[str, str], failure_text: str) -> 
     return (
         short_name(judged, shared),
         "recorded only" if judged.status == "recorded" else judged.status,
-        value_text(judged),
+        value_text(judged, with_unit=True),
         interval_text(judged, judged.interval).removeprefix(", 95 % interval "),
         limit_text(judged),
         margin_text(judged),
@@ -116,32 +117,15 @@ def baseline_text(judged: JudgedMetric) -> str:
         return ""
     old, change, rank = baseline.get("old"), baseline.get("change_ratio"), baseline.get("rank")
     before = old.get("value") if isinstance(old, Mapping) else None
-    parts = [f"{quantity(before, judged.unit)} before"] if _is_number(before) else []
-    parts += [f"({percent(change)})"] if _is_number(change) else []
+    parts = [f"{quantity(before, judged.unit)} before"] if is_number(before) else []
+    parts += [f"({percent(change)})"] if is_number(change) else []
     parts += [f"on rank {rank}"] if isinstance(rank, int) and rank != judged.worst_rank else []
     kind = str(baseline.get("kind") or "unknown")
     texts = (f"{kind}: {' '.join(parts)}" if parts else kind, str(baseline.get("why") or ""))
     return line("; ".join(text for text in texts if text))
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def value_text(judged: JudgedMetric) -> str:
-    """Return the value with its unit, with enough digits to distinguish it from the nearest limit."""
-    return quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
-
-
-def margin_text(judged: JudgedMetric) -> str:
-    """Return the margin as a signed percentage of the limit; an empty text if it is no ratio."""
-    is_ratio = judged.limit is not None and 0 not in (judged.limit.min, judged.limit.max)
-    if judged.margin is None or not is_ratio:
-        return ""
-    return percent(judged.margin) if math.isfinite(judged.margin) else "not a number"
-
-
-def by_rank(result: TestResult, journal: Journal, places: Mapping[int, RankPlace]) -> tuple[ByRank, ...]:
+def by_rank(result: TestResult, journal: Journal) -> tuple[ByRank, ...]:
     """Return the values of each rank for the failed measurements, else for the deciding one."""
     chosen = [each for each in result.measurements if each.status in ("failed", "error")]
     deciding = headline(result.measurements)
@@ -152,7 +136,7 @@ def by_rank(result: TestResult, journal: Journal, places: Mapping[int, RankPlace
             limit_from=_origin(judged),
             chart=rank_dots(judged, journal),
             key=rank_dots_key(judged),
-            values=_values(judged, places),
+            values=_values(judged, journal),
         )
         for judged in chosen[:_DETAILED]
         if len(judged.values) > 1
@@ -166,57 +150,37 @@ def _origin(judged: JudgedMetric) -> str:
     return line(f"{limit_text(judged)}, from {judged.limit.origin or 'an unknown place'}{source}")
 
 
-def _values(judged: JudgedMetric, places: Mapping[int, RankPlace]) -> Table:
+def _values(judged: JudgedMetric, journal: Journal) -> Table:
     worst = worst_ranks_first(judged)
     head = ("Rank", "Host", "GPU", "Value", "95 % interval", "Margin", "Clock and throttle")
     if len(worst) <= EMBEDDED_RANKS:
-        rows = [_rank_row(judged, rank, places) for rank in worst]
+        rows = [_rank_row(judged, rank, journal) for rank in worst]
         caption, left_out = "Values, worst rank first", ""
     else:
         middle = median([value for value in judged.values.values() if math.isfinite(value)] or [math.nan])
         rows = [("median", "", "", quantity(middle, judged.unit), "", "", "")]
-        rows += [_rank_row(judged, rank, places) for rank in worst[:_WORST]]
+        rows += [_rank_row(judged, rank, journal) for rank in worst[:_WORST]]
         caption = f"Median of {len(worst)} ranks, and the {_WORST} worst"
         left_out = f"the journal has the values of all {len(worst)} ranks"
     made = html_table(caption, head, rows, numbers=head[3:6])
     return replace(made, left_out=left_out) if left_out else made
 
 
-def _rank_row(judged: JudgedMetric, rank: int, places: Mapping[int, RankPlace]) -> tuple[str, ...]:
+def _rank_row(judged: JudgedMetric, rank: int, journal: Journal) -> tuple[str, ...]:
     value, interval = judged.values[rank], judged.intervals.get(rank)
     distance = margin(judged, value, interval)
-    place = places.get(rank)
     return (
-        str(rank),
-        word(place.host) if place is not None else "",
-        gpu_name(place),
-        quantity(value, judged.unit, compared_with=_bound(judged)),
+        *place_cells(rank, journal),
+        quantity(value, judged.unit, compared_with=nearest_limit(judged, value)),
         interval_text(judged, interval).removeprefix(", 95 % interval "),
         "" if distance is None else percent(distance),
         clock_text(judged.telemetry.get(rank, {})),
     )
 
 
-def _bound(judged: JudgedMetric) -> float | None:
-    if judged.limit is None:
-        return None
-    return judged.limit.min if judged.limit.min is not None else judged.limit.max
-
-
-def gpu_name(place: RankPlace | None) -> str:
-    """Return "3 GPU-1f2e3d4c" of a rank's GPU, as far as it is known."""
-    if place is None or not place.gpu:
-        return ""
-    return word(f"{place.gpu.get('index', '?')} {place.gpu.get('uuid', '')[:12]}".rstrip())
-
-
-def rank_place(rank: int | None, places: Mapping[int, RankPlace]) -> str:
-    """Return "rank 11 on gpu-02, GPU 3", as far as it is known."""
-    if rank is None:
-        return ""
-    place = places.get(rank)
-    if place is None:
-        return f"rank {rank}"
-    on = f" on {word(place.host)}" if place.host else ""
-    gpu = f", GPU {word(place.gpu.get('index', '?'))}" if place.gpu else ""
-    return f"rank {rank}{on}{gpu}"
+def place_cells(rank: int, journal: Journal) -> tuple[str, str, str]:
+    """Return rank, host and GPU, such as ("11", "gpu-02", "3 GPU-1f2e3d4c"), as far as they are known."""
+    place = journal.place(rank)
+    gpu = place.gpu if place is not None else None
+    name = f"{gpu.get('index', '?')} {gpu.get('uuid', '')[:12]}".rstrip() if gpu else ""
+    return str(rank), word(place.host) if place is not None else "", word(name)

@@ -19,9 +19,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import RankPlace
 from pytest_gpucluster.reports.html import facts
-from pytest_gpucluster.reports.html.criterion import RunFiles, criterion_row, details, headline_of
+from pytest_gpucluster.reports.html.criterion import RunFiles, details_values, headline_values, row_values
 from pytest_gpucluster.reports.html.facts import inventory
 from pytest_gpucluster.reports.markup import line, passage, readable, word
 from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Outline, Row, outline
@@ -63,11 +62,10 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         page_folder: where the page will be, for relative links; by default the run's folder.
     """
     overview = outline(journal)
-    places = {place.rank: place for place in journal.cluster.ranks} if journal.cluster is not None else {}
     files = RunFiles(folder=folder, page_folder=page_folder)
     environment = _environment()
     rows = overview.worst_first
-    details_of_rows = _details(environment, rows, journal, places, files=files, folder=folder)
+    details_of_rows = _details(environment, rows, journal, files)
     system, variables = facts.environment(journal)
     document = environment.get_template("page.html.j2").render(
         style=_asset(environment, "page.css"),
@@ -86,14 +84,14 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         run_facts=facts.run_facts(journal),
         problems=_problems(journal),
         rows=[
-            (criterion_row(row, number, places), below)
+            (row_values(row, number, journal), below)
             for number, (row, below) in enumerate(zip(rows[:_ROWS], details_of_rows, strict=True), start=1)
         ],
         rows_left_out=max(0, len(rows) - _ROWS),
         did_not_run=[_not_run(row) for row in overview.did_not_run[:_ROWS]],
         not_run=NOT_RUN,
         running=RUNNING,
-        tightest=[(word(row.name), headline_of(judged, places)) for row, judged in overview.tightest(_TIGHTEST)],
+        tightest=[(word(row.name), headline_values(judged, journal)) for row, judged in overview.tightest(_TIGHTEST)],
         inventory=inventory(journal),
         limits=facts.limits_table(journal),
         limit_files=facts.limit_files(journal),
@@ -125,21 +123,13 @@ def _tone(overview: Outline) -> str:
     return _TONES.get(overview.word, _BROKEN)
 
 
-def _details(
-    environment: Environment,
-    rows: Sequence[Row],
-    journal: Journal,
-    places: dict[int, RankPlace],
-    *,
-    files: RunFiles,
-    folder: Path | None,
-) -> list[_Details]:
+def _details(environment: Environment, rows: Sequence[Row], journal: Journal, files: RunFiles) -> list[_Details]:
     """Return the details of each row, failures first, until the page has its maximum size."""
     template = environment.get_template("details.html.j2")
     left = DETAILS_BYTES
     found = []
     for number, row in enumerate(rows[:_ROWS], start=1):
-        content = details(row, journal, places, files=files, folder=folder) if left > 0 else None
+        content = details_values(row, journal, files=files) if left > 0 else None
         if content is None:
             full = left <= 0 and row.result is not None
             found.append(_Details(body=Markup(), left_out=_full("page") if full else ""))
