@@ -20,47 +20,21 @@ from pytest_gpucluster.node.info_software import Answer, run_program
 from pytest_gpucluster.node.kernel_log import normalised
 from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.nvml import NotAvailable, Nvml, PyNvml
+from pytest_gpucluster.node.nvml_queries import keys
 from pytest_gpucluster.node.processes import Process, find_process
 
 ANSWER_SECONDS = 30.0
 """Several times the time to initialise eight GPUs where persistence mode is off."""
 _CHILD = (sys.executable, "-m", "pytest_gpucluster.node.info_gpus")
 
-QUERIES = {
-    "serial": "serial",
-    "board_part_number": "board.part_number",
-    "vbios": "vbios",
-    "inforom": "inforom",
-    "gsp_firmware": "gsp.firmware",
-    "memory_total_bytes": "memory.total",
-    "memory_used_bytes": "memory.used",
-    "sm_clock_mhz": "clock.sm",
-    "sm_clock_max_mhz": "clock.sm.max",
-    "memory_clock_mhz": "clock.memory",
-    "memory_clock_max_mhz": "clock.memory.max",
-    "power_watts": "power.draw",
-    "power_limit_watts": "power.limit",
-    "power_limit_default_watts": "power.limit.default",
-    "temperature_celsius": "temperature.gpu",
-    "utilization_percent": "utilization.gpu",
-    "throttle": "throttle.reasons",
-    "ecc": "ecc.mode",
-    "ecc_uncorrected": "ecc.uncorrected.volatile",
-    "ecc_uncorrected_of_life": "ecc.uncorrected.aggregate",
-    "rows_remap_pending": "rows.pending",
-    "rows_remap_failed": "rows.failed",
-    "mig": "mig.mode",
-    "persistence": "persistence.mode",
-    "pcie_generation": "pcie.generation",
-    "pcie_generation_max": "pcie.generation.max",
-    "pcie_width": "pcie.width",
-    "pcie_width_max": "pcie.width.max",
-    "nvlink_up": "nvlink.up",
-    "nvlink_version": "nvlink.version",
-    "nvlink_ends": "nvlink.ends",
-    "fabric": "fabric",
-    "processes": "processes",
-}
+QUERIES = keys(
+    *("serial", "board.part_number", "vbios", "inforom", "gsp.firmware", "memory.total", "memory.used"),
+    *("clock.sm", "clock.sm.max", "clock.memory", "clock.memory.max", "power.draw", "power.limit"),
+    *("power.limit.default", "temperature.gpu", "utilization.gpu", "throttle.reasons", "ecc.mode"),
+    *("ecc.uncorrected.volatile", "ecc.uncorrected.aggregate", "rows.pending", "rows.failed", "mig.mode"),
+    *("persistence.mode", "pcie.generation", "pcie.generation.max", "pcie.width", "pcie.width.max", "nvlink.up"),
+    *("nvlink.version", "nvlink.ends", "fabric", "processes"),
+)
 """Key of a GPU -> NVML query. The key has the unit."""
 
 

@@ -18,18 +18,12 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.node.nvml import NOT_AVAILABLE, NotAvailable, Nvml, NvmlGpu, PyNvml
+from pytest_gpucluster.node.nvml_queries import keys
 
 Device = Literal["cuda", "cpu"]
-NVML_QUERIES = {
-    "serial": "serial",
-    "vbios": "vbios",
-    "board_part_number": "board.part_number",
-    "inforom": "inforom",
-    "gsp_firmware": "gsp.firmware",
-    "power_limit_watts": "power.limit",
-    "ecc": "ecc.mode",
-    "mig": "mig.mode",
-}
+NVML_QUERIES = keys(
+    *("serial", "vbios", "board.part_number", "inforom", "gsp.firmware", "power.limit", "ecc.mode", "mig.mode")
+)
 """Key of a rank's ``gpu`` -> NVML query."""
 
 

@@ -21,14 +21,22 @@ Read = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """One query. ``functions`` are NVML's; ``of_slice``: a MIG slice has a value of its own."""
+    """One query of a GPU.
+
+    Attributes:
+        name, unit: of the value.
+        functions: NVML's functions that it calls.
+        read: returns the value, from the module and a handle.
+        of_slice: a MIG slice has a value of its own.
+        key: the name in JSON, with the unit where it needs one.
+    """
 
     name: str
     unit: str
-    doc: str
     functions: str
     read: Read
     of_slice: bool = False
+    key: str
 
 
 THROTTLE_REASONS: Mapping[int, str] = MappingProxyType(
@@ -50,11 +58,8 @@ THROTTLE_REASONS: Mapping[int, str] = MappingProxyType(
 
 NVLINK_COUNTERS: Mapping[str, str] = MappingProxyType(
     {
-        "replay": "NVML_NVLINK_ERROR_DL_REPLAY",
-        "recovery": "NVML_NVLINK_ERROR_DL_RECOVERY",
-        "crc_flit": "NVML_NVLINK_ERROR_DL_CRC_FLIT",
-        "crc_data": "NVML_NVLINK_ERROR_DL_CRC_DATA",
-        "ecc_data": "NVML_NVLINK_ERROR_DL_ECC_DATA",
+        name: f"NVML_NVLINK_ERROR_DL_{name.upper()}"
+        for name in ("replay", "recovery", "crc_flit", "crc_data", "ecc_data")
     }
 )
 """Error counters of a link up to NVLink 4, by nvmlDeviceGetNvLinkErrorCounter."""
@@ -77,19 +82,13 @@ NVLINK5_COUNTERS: Mapping[str, str] = MappingProxyType(
 """Error counters of a link from NVLink 5 on: field values whose scope is the link."""
 
 NVLINK_KIBIBYTES: Mapping[str, str] = MappingProxyType(
-    {
-        "sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX",
-        "received": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX",
-    }
+    {"sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "received": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX"}
 )
 """Field values that count user data in KiB, of one link or, with ``ALL_LINKS`` as scope, of all. Source: nvml.h,
 NVLink throughput counters field values."""
 
 NVLINK5_BYTES: Mapping[str, str] = MappingProxyType(
-    {
-        "sent": "NVML_FI_DEV_NVLINK_COUNT_XMIT_BYTES",
-        "received": "NVML_FI_DEV_NVLINK_COUNT_RCV_BYTES",
-    }
+    {"sent": "NVML_FI_DEV_NVLINK_COUNT_XMIT_BYTES", "received": "NVML_FI_DEV_NVLINK_COUNT_RCV_BYTES"}
 )
 """Field values that count the bytes of one link from NVLink 5 on."""
 
@@ -118,9 +117,9 @@ _FABRIC_HEALTH = (
 )
 
 
-def _memory(field: str) -> Callable[[Any, Any], int]:
-    # Version 2 reports what the driver reserves separately from what processes use.
-    return lambda nvml, gpu: int(getattr(nvml.nvmlDeviceGetMemoryInfo(gpu, version=nvml.nvmlMemory_v2), field))
+def text(value: str | bytes) -> str:
+    """Return NVML's text, which older nvidia-ml-py returns as bytes."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _processes(nvml: Any, gpu: Any) -> tuple[tuple[int, int | None], ...]:
@@ -134,19 +133,6 @@ def _processes(nvml: Any, gpu: Any) -> tuple[tuple[int, int | None], ...]:
     return tuple((pid, None if used is None else int(used)) for pid, used in sorted(found.items()))
 
 
-def _ecc_errors(kind: str, counter: str) -> Callable[[Any, Any], int]:
-    return lambda nvml, gpu: int(
-        nvml.nvmlDeviceGetTotalEccErrors(
-            gpu, getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}"), getattr(nvml, f"NVML_{counter}_ECC")
-        )
-    )
-
-
-def _remapped(position: int, of: type) -> Read:
-    # (by correctable errors, by uncorrectable ones, one is pending, one has failed)
-    return lambda nvml, gpu: of(nvml.nvmlDeviceGetRemappedRows(gpu)[position])
-
-
 def _throttle(nvml: Any, gpu: Any) -> tuple[str, ...]:
     try:
         bits = int(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
@@ -156,10 +142,6 @@ def _throttle(nvml: Any, gpu: Any) -> tuple[str, ...]:
     names = [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
     unknown = bits & ~sum(THROTTLE_REASONS)
     return (*names, *([f"unknown_{unknown:#x}"] if unknown else []))
-
-
-def _watts(function: str) -> Callable[[Any, Any], float]:
-    return lambda nvml, gpu: getattr(nvml, function)(gpu) / 1000
 
 
 def _links(nvml: Any, gpu: Any) -> dict[int, bool]:
@@ -200,20 +182,6 @@ def _link_versions(nvml: Any, gpu: Any) -> dict[int, str]:
         return LINK_VERSIONS.get(number, f"unknown ({number})")
 
     return _per_link(nvml, gpu, version)
-
-
-def _switch_links(nvml: Any, gpu: Any) -> int:
-    found = _fields(nvml, gpu, {"links": "NVML_FI_DEV_NVSWITCH_CONNECTED_LINK_COUNT"})
-    if not found:
-        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    return found["links"]
-
-
-def _recovery_action(nvml: Any, gpu: Any) -> int:
-    found = _fields(nvml, gpu, {"action": "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"})
-    if not found:
-        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    return found["action"]
 
 
 def _link_errors(nvml: Any, gpu: Any) -> dict[str, dict[int, int]]:
@@ -313,209 +281,138 @@ def _link_bytes(nvml: Any, gpu: Any) -> dict[str, int]:
     return totals
 
 
-def _number(function: str) -> Callable[[Any, Any], int]:
-    return lambda nvml, gpu: int(getattr(nvml, function)(gpu))
+def _memory(field: str) -> Read:
+    # Version 2 reports what the driver reserves separately from what processes use.
+    return lambda nvml, gpu: int(getattr(nvml.nvmlDeviceGetMemoryInfo(gpu, version=nvml.nvmlMemory_v2), field))
 
 
-def _switch(function: str) -> Callable[[Any, Any], bool]:
-    return lambda nvml, gpu: bool(getattr(nvml, function)(gpu))
+def _field_value(constant: str) -> Read:
+    def read(nvml: Any, gpu: Any) -> int:
+        found = _fields(nvml, gpu, {"value": constant})
+        if not found:
+            raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+        return found["value"]
+
+    return read
 
 
-def _words(function: str) -> Callable[[Any, Any], str]:
-    return lambda nvml, gpu: text(getattr(nvml, function)(gpu))
+def _watts(milliwatts: int) -> float:
+    return milliwatts / 1000
 
 
-def _clock(kind: str) -> Callable[[Any, Any], int]:
-    return lambda nvml, gpu: int(nvml.nvmlDeviceGetClockInfo(gpu, getattr(nvml, f"NVML_CLOCK_{kind}")))
+def _item(position: int, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda values: convert(values[position])
 
 
-def _max_clock(kind: str) -> Callable[[Any, Any], int]:
-    return lambda nvml, gpu: int(nvml.nvmlDeviceGetMaxClockInfo(gpu, getattr(nvml, f"NVML_CLOCK_{kind}")))
+def _define(name: str, unit: str, functions: str, read: Read, *, key: str = "", of_slice: bool = False) -> Query:
+    return Query(name=name, unit=unit, functions=functions, read=read, of_slice=of_slice, key=key or _key(name))
 
 
-def _table() -> dict[str, Query]:
-    table: dict[str, Query] = {}
+def _call(name: str, unit: str, function: str, convert: Callable[[Any], Any], *constants: str, key: str = "") -> Query:
+    """Return the query that converts the result of one function, called with these constants of NVML."""
 
-    def add(name: str, unit: str, function: str, read: Read, doc: str, **more: bool) -> None:
-        table[name] = Query(name=name, unit=unit, doc=doc, functions=function, read=read, **more)
+    def read(nvml: Any, gpu: Any) -> Any:
+        return convert(getattr(nvml, function)(gpu, *(getattr(nvml, constant) for constant in constants)))
 
-    def plain(name: str, unit: str, function: str, make: Callable[[str], Read], doc: str) -> None:
-        add(name, unit, function, make(function), doc)
+    return _define(name, unit, function, read, key=key)
 
-    plain("serial", "text", "nvmlDeviceGetSerial", _words, "Serial number of the board.")
-    plain("vbios", "text", "nvmlDeviceGetVbiosVersion", _words, "Version of the video BIOS.")
-    plain("board.part_number", "text", "nvmlDeviceGetBoardPartNumber", _words, "Part number of the board.")
-    plain("inforom", "text", "nvmlDeviceGetInforomImageVersion", _words, "Version of the whole InfoROM on the board.")
-    plain("gsp.firmware", "text", "nvmlDeviceGetGspFirmwareVersion", _words, "Version of the GSP's firmware.")
-    memory = "nvmlDeviceGetMemoryInfo_v2"
-    add("memory.total", "B", memory, _memory("total"), "Device memory, the driver's part included.", of_slice=True)
-    add("memory.free", "B", memory, _memory("free"), "Memory that is free.", of_slice=True)
-    add("memory.used", "B", memory, _memory("used"), "Memory that processes use.", of_slice=True)
-    add("memory.reserved", "B", memory, _memory("reserved"), "Memory that the driver reserves.", of_slice=True)
-    add(
+
+def _key(name: str) -> str:
+    return name.replace(".", "_")
+
+
+_ECC, _ROWS, _MEMORY = "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetMemoryInfo_v2"
+_CLOCK, _MAX_CLOCK, _FIELDS = "nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetFieldValues"
+_CORRECTED, _UNCORRECTED = "NVML_MEMORY_ERROR_TYPE_CORRECTED", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED"
+_VOLATILE, _AGGREGATE = "NVML_VOLATILE_ECC", "NVML_AGGREGATE_ECC"  # since the driver was loaded, over the card's life
+_SLOWDOWN = "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN"
+_TABLE = (
+    _call("serial", "text", "nvmlDeviceGetSerial", text),
+    _call("vbios", "text", "nvmlDeviceGetVbiosVersion", text),
+    _call("board.part_number", "text", "nvmlDeviceGetBoardPartNumber", text),
+    _call("inforom", "text", "nvmlDeviceGetInforomImageVersion", text),
+    _call("gsp.firmware", "text", "nvmlDeviceGetGspFirmwareVersion", text),
+    _define("memory.total", "B", _MEMORY, _memory("total"), key="memory_total_bytes", of_slice=True),
+    _define("memory.free", "B", _MEMORY, _memory("free"), key="memory_free_bytes", of_slice=True),
+    _define("memory.used", "B", _MEMORY, _memory("used"), key="memory_used_bytes", of_slice=True),
+    _define("memory.reserved", "B", _MEMORY, _memory("reserved"), key="memory_reserved_bytes", of_slice=True),
+    # Processes with a context on the GPU; None where NVML does not report the bytes.
+    _define(
         "processes",
         "(pid, B)",
         "nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGetGraphicsRunningProcesses",
         _processes,
-        "Processes with a context on the GPU: pairs of pid and bytes, None where NVML does not report the bytes.",
         of_slice=True,
-    )
-    add(
-        "ecc.mode", "bool", "nvmlDeviceGetEccMode", lambda nvml, gpu: bool(nvml.nvmlDeviceGetEccMode(gpu)[0]), "ECC on."
-    )
-    total = "nvmlDeviceGetTotalEccErrors"
-    add(
-        "ecc.uncorrected.volatile",
-        "errors",
-        total,
-        _ecc_errors("UNCORRECTED", "VOLATILE"),
-        "Uncorrected errors since the driver was loaded.",
-    )
-    add(
-        "ecc.uncorrected.aggregate",
-        "errors",
-        total,
-        _ecc_errors("UNCORRECTED", "AGGREGATE"),
-        "Uncorrected errors over the life of the card.",
-    )
-    add(
-        "ecc.corrected.volatile",
-        "errors",
-        total,
-        _ecc_errors("CORRECTED", "VOLATILE"),
-        "Corrected errors since the driver was loaded.",
-    )
-    rows = "nvmlDeviceGetRemappedRows"
-    add("rows.remapped.corrected", "rows", rows, _remapped(0, int), "Rows remapped after correctable errors.")
-    add("rows.remapped.uncorrected", "rows", rows, _remapped(1, int), "Rows remapped after uncorrectable errors.")
-    add("rows.pending", "bool", rows, _remapped(2, bool), "A remap waits for a reset of the GPU.")
-    add("rows.failed", "bool", rows, _remapped(3, bool), "A remap has failed: no spare row was left.")
-    plain(
-        "pages.pending",
-        "bool",
-        "nvmlDeviceGetRetiredPagesPendingStatus",
-        _switch,
-        "A page waits to be retired; only before row remapping.",
-    )
-    plain("clock.sm", "MHz", "nvmlDeviceGetClockInfo", lambda _: _clock("SM"), "Clock of the SMs.")
-    plain("clock.sm.max", "MHz", "nvmlDeviceGetMaxClockInfo", lambda _: _max_clock("SM"), "Highest clock of the SMs.")
-    plain("clock.memory", "MHz", "nvmlDeviceGetClockInfo", lambda _: _clock("MEM"), "Clock of the memory.")
-    plain(
-        "clock.memory.max",
-        "MHz",
-        "nvmlDeviceGetMaxClockInfo",
-        lambda _: _max_clock("MEM"),
-        "Highest clock of the memory.",
-    )
-    plain("power.draw", "W", "nvmlDeviceGetPowerUsage", _watts, "Power of the board.")
-    plain("power.limit", "W", "nvmlDeviceGetEnforcedPowerLimit", _watts, "Power limit that is enforced.")
-    plain("power.limit.default", "W", "nvmlDeviceGetPowerManagementDefaultLimit", _watts, "Power limit by default.")
-    add(
-        "temperature.gpu",
-        "degC",
-        "nvmlDeviceGetTemperature",
-        lambda nvml, gpu: int(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
-        "Temperature of the GPU.",
-    )
-    add(
-        "temperature.slowdown",
-        "degC",
-        "nvmlDeviceGetTemperatureThreshold",
-        lambda nvml, gpu: int(nvml.nvmlDeviceGetTemperatureThreshold(gpu, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)),
-        "Temperature at which the hardware slows the GPU down.",
-    )
-    plain(
-        "temperature.margin",
-        "degC",
-        "nvmlDeviceGetMarginTemperature",
-        _number,
-        "Distance to the nearest slowdown threshold; newer cards have this instead.",
-    )
-    add(
+    ),
+    _call("ecc.mode", "bool", "nvmlDeviceGetEccMode", _item(0, bool), key="ecc"),
+    _call("ecc.uncorrected.volatile", "errors", _ECC, int, _UNCORRECTED, _VOLATILE, key="ecc_uncorrected"),
+    _call("ecc.uncorrected.aggregate", "errors", _ECC, int, _UNCORRECTED, _AGGREGATE, key="ecc_uncorrected_of_life"),
+    _call("ecc.corrected.volatile", "errors", _ECC, int, _CORRECTED, _VOLATILE),
+    # Rows remapped after correctable errors, after uncorrectable ones, one pending a reset, one failed: no spare row.
+    _call("rows.remapped.corrected", "rows", _ROWS, _item(0, int)),
+    _call("rows.remapped.uncorrected", "rows", _ROWS, _item(1, int)),
+    _call("rows.pending", "bool", _ROWS, _item(2, bool), key="rows_remap_pending"),
+    _call("rows.failed", "bool", _ROWS, _item(3, bool), key="rows_remap_failed"),
+    # A page waits to be retired; only before row remapping.
+    _call("pages.pending", "bool", "nvmlDeviceGetRetiredPagesPendingStatus", bool),
+    _call("clock.sm", "MHz", _CLOCK, int, "NVML_CLOCK_SM", key="sm_clock_mhz"),
+    _call("clock.sm.max", "MHz", _MAX_CLOCK, int, "NVML_CLOCK_SM", key="sm_clock_max_mhz"),
+    _call("clock.memory", "MHz", _CLOCK, int, "NVML_CLOCK_MEM", key="memory_clock_mhz"),
+    _call("clock.memory.max", "MHz", _MAX_CLOCK, int, "NVML_CLOCK_MEM", key="memory_clock_max_mhz"),
+    _call("power.draw", "W", "nvmlDeviceGetPowerUsage", _watts, key="power_watts"),
+    _call("power.limit", "W", "nvmlDeviceGetEnforcedPowerLimit", _watts, key="power_limit_watts"),
+    _call(
+        "power.limit.default", "W", "nvmlDeviceGetPowerManagementDefaultLimit", _watts, key="power_limit_default_watts"
+    ),
+    _call(
+        "temperature.gpu", "degC", "nvmlDeviceGetTemperature", int, "NVML_TEMPERATURE_GPU", key="temperature_celsius"
+    ),
+    _call("temperature.slowdown", "degC", "nvmlDeviceGetTemperatureThreshold", int, _SLOWDOWN, key="slowdown_celsius"),
+    # Distance to the nearest slowdown threshold; newer cards have this instead.
+    _call("temperature.margin", "degC", "nvmlDeviceGetMarginTemperature", int),
+    # Part of the time in which a kernel ran.
+    _call(
         "utilization.gpu",
         "%",
         "nvmlDeviceGetUtilizationRates",
-        lambda nvml, gpu: int(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
-        "Part of the time in which a kernel ran.",
-    )
-    add(
-        "throttle.reasons",
-        "names",
-        "nvmlDeviceGetCurrentClocksEventReasons",
-        _throttle,
-        "Current throttle reasons, as short names.",
-    )
-    plain("pcie.generation", "gen", "nvmlDeviceGetCurrPcieLinkGeneration", _number, "PCIe generation now.")
-    plain("pcie.width", "lanes", "nvmlDeviceGetCurrPcieLinkWidth", _number, "PCIe lanes now.")
-    plain(
-        "pcie.generation.max",
-        "gen",
-        "nvmlDeviceGetMaxPcieLinkGeneration",
-        _number,
-        "Best generation of this card in this slot.",
-    )
-    plain("pcie.width.max", "lanes", "nvmlDeviceGetMaxPcieLinkWidth", _number, "Most lanes of this card in this slot.")
-    plain("pcie.replays", "replays", "nvmlDeviceGetPcieReplayCounter", _number, "Packets resent over PCIe.")
-    add("nvlink.up", "link -> bool", "nvmlDeviceGetNvLinkState", _links, "The card's NVLinks, and whether each is up.")
-    add(
+        lambda rates: int(rates.gpu),
+        key="utilization_percent",
+    ),
+    _define("throttle.reasons", "names", "nvmlDeviceGetCurrentClocksEventReasons", _throttle, key="throttle"),
+    _call("pcie.generation", "gen", "nvmlDeviceGetCurrPcieLinkGeneration", int),
+    _call("pcie.width", "lanes", "nvmlDeviceGetCurrPcieLinkWidth", int),
+    # Best generation and most lanes of this card in this slot.
+    _call("pcie.generation.max", "gen", "nvmlDeviceGetMaxPcieLinkGeneration", int),
+    _call("pcie.width.max", "lanes", "nvmlDeviceGetMaxPcieLinkWidth", int),
+    _call("pcie.replays", "replays", "nvmlDeviceGetPcieReplayCounter", int),
+    _define("nvlink.up", "link -> bool", "nvmlDeviceGetNvLinkState", _links),
+    # Of the links that are up: gpu, switch or npu, and its PCI address.
+    _define(
         "nvlink.ends",
         "link -> (kind, address)",
         "nvmlDeviceGetNvLinkRemoteDeviceType, nvmlDeviceGetNvLinkRemotePciInfo",
         _link_ends,
-        "The other end of each NVLink that is up: gpu, switch or npu, and its PCI address.",
-    )
-    plain(
-        "nvlink.version",
-        "link -> version",
-        "nvmlDeviceGetNvLinkVersion",
-        lambda _: _link_versions,
-        "Version of NVLink of each link that is up.",
-    )
-    add("nvlink.switch", "links", "nvmlDeviceGetFieldValues", _switch_links, "NVLinks that lead to an NVSwitch.")
-    add(
-        "nvlink.errors",
-        "counter -> link -> count",
-        "nvmlDeviceGetNvLinkErrorCounter, nvmlDeviceGetFieldValues",
-        _link_errors,
-        "Error counters of the NVLinks that are up, those that this generation has.",
-    )
-    add(
-        "nvlink.bytes",
-        "sent, received -> B",
-        "nvmlDeviceGetFieldValues",
-        _link_bytes,
-        "Bytes over all of the GPU's NVLinks; they only grow.",
-    )
-    add(
-        "fabric",
-        "state, status, health",
-        "nvmlDeviceGetGpuFabricInfoV",
-        _fabric,
-        "State, status and health of the GPU's registration with the Fabric Manager.",
-    )
-    add(
-        "recovery.action",
-        "number",
-        "nvmlDeviceGetFieldValues",
-        _recovery_action,
-        "The action that the GPU needs: 0 is none, the others are nvmlDeviceGpuRecoveryAction_t.",
-    )
-    add(
-        "mig.mode", "bool", "nvmlDeviceGetMigMode", lambda nvml, gpu: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]), "MIG on."
-    )
-    plain(
-        "persistence.mode",
-        "bool",
-        "nvmlDeviceGetPersistenceMode",
-        _switch,
-        "The driver stays loaded while no process uses the GPU.",
-    )
-    return table
+    ),
+    _define("nvlink.version", "link -> version", "nvmlDeviceGetNvLinkVersion", _link_versions),
+    # The number of links to an NVSwitch.
+    _define("nvlink.switch", "links", _FIELDS, _field_value("NVML_FI_DEV_NVSWITCH_CONNECTED_LINK_COUNT")),
+    _define("nvlink.errors", "counter -> link -> count", f"nvmlDeviceGetNvLinkErrorCounter, {_FIELDS}", _link_errors),
+    # Bytes over all of the GPU's links; they only grow.
+    _define("nvlink.bytes", "sent, received -> B", _FIELDS, _link_bytes, key="nvlink_bytes"),
+    # State, status and health of the GPU's registration with the Fabric Manager.
+    _define("fabric", "state, status, health", "nvmlDeviceGetGpuFabricInfoV", _fabric),
+    # The action that the GPU needs: 0 is none, the others are nvmlDeviceGpuRecoveryAction_t.
+    _define("recovery.action", "number", _FIELDS, _field_value("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")),
+    _call("mig.mode", "bool", "nvmlDeviceGetMigMode", _item(0, bool), key="mig"),
+    _call("persistence.mode", "bool", "nvmlDeviceGetPersistenceMode", bool, key="persistence"),
+)
+QUERIES: Mapping[str, Query] = MappingProxyType({query.name: query for query in _TABLE})
 
 
-QUERIES: Mapping[str, Query] = MappingProxyType(_table())
+def keys(*names: str) -> Mapping[str, str]:
+    """Return JSON key -> query of these queries.
 
-
-def text(value: str | bytes) -> str:
-    """Return NVML's text, which older nvidia-ml-py returns as bytes."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    >>> keys("power.draw")["power_watts"]
+    'power.draw'
+    """
+    return MappingProxyType({QUERIES[name].key: name for name in names})

@@ -17,7 +17,7 @@ import threading
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pytest_gpucluster.node.health.telemetry import (
     CARD_QUERIES,
@@ -27,7 +27,7 @@ from pytest_gpucluster.node.health.telemetry import (
     summary,
     validated,
 )
-from pytest_gpucluster.node.nvml import NotAvailable
+from pytest_gpucluster.node.nvml import NotAvailable, Nvml
 
 EACH_SAMPLE = ("sm_clock_mhz", THROTTLE)
 IN_TURN = tuple(key for key in QUERIES if key not in EACH_SAMPLE)
@@ -35,13 +35,6 @@ IN_TURN = tuple(key for key in QUERIES if key not in EACH_SAMPLE)
 _PERMANENT = ("not supported", "no permission")
 CLOSE_SECONDS = 0.3
 """Several times what one pass of all queries takes on a busy node; beyond it NVML hangs."""
-
-
-class Reader(Protocol):
-    """The part of ``nvml.Nvml`` that is used here."""
-
-    def read(self, uuid: str, query: str) -> Any:
-        """Return the value of one query. Raises: NotAvailable if this GPU or driver has none."""
 
 
 class GpuWindow:
@@ -216,7 +209,7 @@ class GpuSampler:
         why_not: why there is no ``nvml``.
     """
 
-    def __init__(self, nvml: Reader | None, uuid: str, pace: Pace, *, why_not: str = "NVML is not available") -> None:
+    def __init__(self, nvml: Nvml | None, uuid: str, pace: Pace, *, why_not: str = "NVML is not available") -> None:
         self.windows: list[GpuWindow] = []
         """The open ones."""
         self.is_urgent = False

@@ -19,13 +19,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.node.health.telemetry import QUERIES as TELEMETRY_QUERIES
 from pytest_gpucluster.node.limits import Tree
-from pytest_gpucluster.node.nvml import NotAvailable
+from pytest_gpucluster.node.nvml import NotAvailable, Nvml
+from pytest_gpucluster.node.nvml_queries import keys
 from pytest_gpucluster.node.processes import Process, find_process
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.node.health.node_reader_process")
@@ -90,20 +89,9 @@ class NodeReader:
 
 PROCESSES, NVLINK = "processes", "nvlink_bytes"
 
-QUERIES: Mapping[str, str] = MappingProxyType(
-    {
-        "utilization_percent": TELEMETRY_QUERIES["utilization_percent"],
-        "memory_used_bytes": "memory.used",
-        "memory_total_bytes": "memory.total",
-        "temperature_celsius": TELEMETRY_QUERIES["temperature_celsius"],
-        "power_watts": TELEMETRY_QUERIES["power_watts"],
-        "power_limit_watts": "power.limit",
-        "sm_clock_mhz": TELEMETRY_QUERIES["sm_clock_mhz"],
-        "memory_clock_mhz": TELEMETRY_QUERIES["memory_clock_mhz"],
-        "throttle": TELEMETRY_QUERIES["throttle"],
-        NVLINK: "nvlink.bytes",
-        PROCESSES: "processes",
-    }
+QUERIES = keys(
+    *("utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "power.draw", "power.limit", "clock.sm"),
+    *("clock.memory", "throttle.reasons", "nvlink.bytes", "processes"),
 )
 """Key of a sample -> NVML query. The key has the unit."""
 
@@ -111,15 +99,8 @@ FEW = ("utilization_percent", "memory_used_bytes", "memory_total_bytes", "temper
 """Keys that are read during a measurement, where each query costs."""
 
 
-class Reader(Protocol):
-    """The part of ``nvml.Nvml`` that is used here."""
-
-    def read(self, uuid: str, query: str) -> Any:
-        """Return the value of one query. Raises: NotAvailable if this GPU or driver has none."""
-
-
 def sample_gpu(
-    nvml: Reader,
+    nvml: Nvml,
     uuid: str,
     keys: Collection[str] = tuple(QUERIES),
     *,

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import detached_process
@@ -29,22 +29,9 @@ from pytest_gpucluster.node import infiniband
 from pytest_gpucluster.node.health import node_reader
 from pytest_gpucluster.node.health.sampler_process import wait_for_end
 from pytest_gpucluster.node.limits import Tree
-from pytest_gpucluster.node.nvml import NvmlGpu, PyNvml
+from pytest_gpucluster.node.nvml import Nvml, PyNvml
 
 Write = Callable[[Mapping[str, Any]], None]
-
-
-class Nvml(node_reader.Reader, Protocol):
-    """The part of ``nvml.Nvml`` that is used here."""
-
-    def driver_version(self) -> str:
-        """Return the version of the driver."""
-
-    def uuids(self) -> tuple[str | None, ...]:
-        """Return the UUIDs of all GPUs, None for one that does not answer."""
-
-    def find(self, uuid: str) -> NvmlGpu | None:
-        """Look a GPU up; None where NVML does not know it."""
 
 
 def read_gpus(open_nvml: Callable[[], Nvml], write: Write, interval_seconds: float, keys: Collection[str]) -> None:

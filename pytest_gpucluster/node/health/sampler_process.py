@@ -24,24 +24,17 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.node.health.gpu_sampler import GpuSampler, GpuWindow, Pace, Reader
+from pytest_gpucluster.node.health.gpu_sampler import GpuSampler, GpuWindow, Pace
 from pytest_gpucluster.node.health.telemetry import MESSAGE_BYTES
-from pytest_gpucluster.node.nvml import PyNvml
+from pytest_gpucluster.node.nvml import Nvml, PyNvml
 
 _TICK_SECONDS = 0.5
 _CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid of a peer. Source: unix(7), SO_PEERCRED."""
-
-
-class Nvml(Reader, Protocol):
-    """The part of ``nvml.Nvml`` that is used here."""
-
-    def find(self, uuid: str) -> Any:
-        """Look a GPU up; None where NVML does not know it."""
 
 
 class Node:

@@ -38,28 +38,18 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.metrics import stats
+from pytest_gpucluster.node.nvml_queries import keys
 
 THROTTLE = "throttle"
-QUERIES: Mapping[str, str] = MappingProxyType(
-    {
-        "sm_clock_mhz": "clock.sm",
-        "memory_clock_mhz": "clock.memory",
-        "power_watts": "power.draw",
-        "temperature_celsius": "temperature.gpu",
-        "utilization_percent": "utilization.gpu",
-        THROTTLE: "throttle.reasons",
-    }
-)
+QUERIES = keys("clock.sm", "clock.memory", "power.draw", "temperature.gpu", "utilization.gpu", "throttle.reasons")
 """Key in a summary -> NVML query. The key has the unit; ``throttle`` lists names of reasons."""
 
-CARD_QUERIES: Mapping[str, str] = MappingProxyType(
-    {"sm_clock_max_mhz": "clock.sm.max", "slowdown_celsius": "temperature.slowdown"}
-)
+CARD_QUERIES = keys("clock.sm.max", "temperature.slowdown")
 """Key in a summary -> NVML query, of constants of the card. They are optional."""
 
 INTERVAL_SECONDS = 0.1
