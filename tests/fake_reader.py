@@ -41,7 +41,7 @@ if __name__ == "__main__":
     from fake_sampler import _open_nvml
 
     from pytest_gpucluster.node.health.node_reader_process import main
-    from pytest_gpucluster.node.limits import Tree
+    from pytest_gpucluster.node.sysfs import Tree
 
     planted_gpus = json.loads(Path(sys.argv.pop(1)).read_text())
     planted_root = Path(sys.argv.pop(1))

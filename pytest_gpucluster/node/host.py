@@ -10,9 +10,9 @@ from typing import Any
 
 from pytest_gpucluster.metrics.finding import Identity, identity
 from pytest_gpucluster.node import limits, pci
-from pytest_gpucluster.node.limits import Cgroup, Memory, ProcessLimits, Processors, Space, Tree, least
-from pytest_gpucluster.node.numa import DEVICES, place_of_gpu
+from pytest_gpucluster.node.limits import Cgroup, Memory, ProcessLimits, Processors, Space, least
 from pytest_gpucluster.node.pci import PciPath
+from pytest_gpucluster.node.sysfs import Tree
 
 WORKERS = "PYTEST_XDIST_WORKER_COUNT"
 """Number of worker processes on a node without a launcher. Source:
@@ -140,5 +140,4 @@ def collect_host(
 
 def _gpu(tree: Tree, who: Mapping[str, Any]) -> GpuPath:
     gpu = identity(who)
-    place = place_of_gpu(gpu.pci, tree.path(str(DEVICES)))
-    return GpuPath(who=gpu, node=min(place.nodes) if place else None, path=pci.read_pci_path(tree, gpu.pci))
+    return GpuPath(who=gpu, node=tree.numa_node(gpu.pci), path=pci.read_pci_path(tree, gpu.pci))

@@ -12,7 +12,7 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
 from pytest_gpucluster.node.host import HostFacts
 from pytest_gpucluster.node.limits import SHM
-from pytest_gpucluster.node.numa import format_ranges
+from pytest_gpucluster.node.sysfs import format_ranges
 
 ANY, PERFORMANCE = "any", "performance"
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.node.kernel_log import normalised
+from pytest_gpucluster.node.sysfs import Tree, pci_address
 
 SYSFS = Path("/sys")
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
@@ -57,8 +57,6 @@ HARDWARE_ERRORS = (
 )
 """Counters of lost, corrupted or resent packets, in ``hw_counters/`` of NVIDIA's HCAs.
 Source: NVIDIA, "Understanding mlx5 Linux Counters and Status Parameters", HW counters."""
-
-_UNREADABLE = (OSError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +164,9 @@ class Adapters:
         return cls(devices=tuple(map(device, data["devices"])), why_not=data["why_not"])
 
 
+_CLASS = "/class/infiniband"
+
+
 def read(sysfs: Path = SYSFS, *, gids: bool = True, only_bytes: bool = False) -> Adapters:
     """Read all HCAs of this node.
 
@@ -174,107 +175,82 @@ def read(sysfs: Path = SYSFS, *, gids: bool = True, only_bytes: bool = False) ->
         gids: whether to read the tables of GIDs, which have hundreds of entries on RoCE ports.
         only_bytes: of the counters only ``BYTES``: each of the others queries the firmware.
     """
-    folder = sysfs / "class" / "infiniband"
+    tree = Tree(root=sysfs)
+    folder = tree.path(_CLASS)
     try:
         names = sorted((entry.name for entry in folder.iterdir()), key=_by_number)
     except OSError as error:
         return Adapters(why_not=f"{folder}: {error.strerror or error}")
     if not names:
         return Adapters(why_not=f"{folder} is empty")
-    return Adapters(devices=tuple(_device(folder / name, gids=gids, only_bytes=only_bytes) for name in names))
+    return Adapters(devices=tuple(_device(tree, name, gids=gids, only_bytes=only_bytes) for name in names))
 
 
-def _device(folder: Path, *, gids: bool, only_bytes: bool) -> Device:
-    try:
-        numbers = sorted(int(entry.name) for entry in (folder / "ports").iterdir() if entry.name.isdigit())
-    except OSError:
-        numbers = []  # an HCA without ports has no usable one
-    node = _number(folder / "device" / "numa_node")
+def _device(tree: Tree, name: str, *, gids: bool, only_bytes: bool) -> Device:
+    folder = f"{_CLASS}/{name}"
+    node = tree.number(f"{folder}/device/numa_node")
     return Device(
-        name=folder.name,
-        kind=_text(folder / "hca_type"),
-        firmware=_text(folder / "fw_ver"),
-        board=_text(folder / "board_id"),
-        guid=_text(folder / "node_guid"),
-        pci=normalised((folder / "device").resolve().name),
+        name=name,
+        kind=tree.text(f"{folder}/hca_type") or "",
+        firmware=tree.text(f"{folder}/fw_ver") or "",
+        board=tree.text(f"{folder}/board_id") or "",
+        guid=tree.text(f"{folder}/node_guid") or "",
+        pci=pci_address(tree.target(f"{folder}/device") or ""),
         numa_node=node if node is not None and node >= 0 else None,
-        ports=tuple(_port(folder, number, gids=gids, only_bytes=only_bytes) for number in numbers),
+        ports=tuple(_port(tree, name, number, gids, only_bytes) for number in _numbered(tree, f"{folder}/ports")),
     )
 
 
-def _port(device: Path, number: int, *, gids: bool, only_bytes: bool) -> Port:
-    folder = device / "ports" / str(number)
-    table = tuple(_gids(folder)) if gids else ()
-    rate = _text(folder / "rate")
+def _port(tree: Tree, device: str, number: int, gids: bool, only_bytes: bool) -> Port:
+    folder = f"{_CLASS}/{device}/ports/{number}"
+    rate = tree.text(f"{folder}/rate") or ""
     amount = re.match(r"([0-9.]+) Gb/sec", rate)
-    layer = _text(folder / "link_layer")
-    counters = dict(_counters(folder, only_bytes))
-    interface = _text(folder / "gid_attrs" / "ndevs" / "0") if layer == ETHERNET else ""
-    if interface and (downs := _number(device / "device" / "net" / interface / CARRIER_DOWN)) is not None:
-        counters[CARRIER_DOWN] = downs
+    layer = tree.text(f"{folder}/link_layer") or ""
+    counters = dict(_counters(tree, folder, only_bytes))
+    interface = tree.text(f"{folder}/gid_attrs/ndevs/0") if layer == ETHERNET else None
+    downs = tree.number(f"{_CLASS}/{device}/device/net/{interface}/{CARRIER_DOWN}") if interface else None
+    # The state is "4: ACTIVE".
+    state, phys_state = ((tree.text(f"{folder}/{name}") or "").rpartition(":")[2] for name in ("state", "phys_state"))
     return Port(
-        device=device.name,
+        device=device,
         number=number,
-        state=_named(folder / "state"),
-        phys_state=_named(folder / "phys_state"),
+        state=state.strip(),
+        phys_state=phys_state.strip(),
         rate_gbps=float(amount[1]) if amount else None,
         rate=rate,
         link_layer=layer,
-        lid=_number(folder / "lid") or 0,
-        sm_lid=_number(folder / "sm_lid") or 0,
-        gids=table,
-        counters=counters,
+        lid=tree.number(f"{folder}/lid") or 0,
+        sm_lid=tree.number(f"{folder}/sm_lid") or 0,
+        gids=tuple(_gids(tree, folder)) if gids else (),
+        counters=counters if downs is None else {**counters, CARRIER_DOWN: downs},
     )
 
 
-def _counters(port: Path, only_bytes: bool) -> Iterator[tuple[str, int]]:
+def _counters(tree: Tree, port: str, only_bytes: bool) -> Iterator[tuple[str, int]]:
+    # A virtual function has "N/A (no PMA)" in place of a number.
     for name in BYTES if only_bytes else (*ERRORS, *CONGESTION, *BYTES):
-        if (count := _number(port / "counters" / name)) is not None:
+        if (count := tree.number(f"{port}/counters/{name}")) is not None:
             yield (BYTES[name], count * BYTES_PER_WORD) if name in BYTES else (name, count)
     for name in () if only_bytes else HARDWARE_ERRORS:
-        if (count := _number(port / "hw_counters" / name)) is not None:
+        if (count := tree.number(f"{port}/hw_counters/{name}")) is not None:
             yield name, count
 
 
-def _gids(port: Path) -> Iterator[Gid]:
-    try:
-        indices = sorted(int(entry.name) for entry in (port / "gids").iterdir() if entry.name.isdigit())
-    except OSError:
-        return
-    for index in indices:
-        address = _text(port / "gids" / str(index))
+def _gids(tree: Tree, port: str) -> Iterator[Gid]:
+    for index in _numbered(tree, f"{port}/gids"):
+        address = tree.text(f"{port}/gids/{index}") or ""
         try:
             known = ipaddress.IPv6Address(address)
         except ValueError:
             continue  # an entry that cannot be read is not usable
         # An empty entry of an InfiniBand port is fe80:: without an interface id.
         if int(known) & (2**64 - 1):
-            yield Gid(
-                index=index,
-                address=address,
-                kind=_text(port / "gid_attrs" / "types" / str(index)),
-                interface=_text(port / "gid_attrs" / "ndevs" / str(index)),
-            )
+            kind, interface = (tree.text(f"{port}/gid_attrs/{name}/{index}") or "" for name in ("types", "ndevs"))
+            yield Gid(index=index, address=address, kind=kind, interface=interface)
 
 
-def _text(path: Path) -> str:
-    """Return a file's text; "" for an attribute that this driver lacks, or an empty table entry."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _named(path: Path) -> str:
-    """Return the word of "4: ACTIVE"."""
-    return _text(path).rpartition(":")[2].strip()
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="utf-8", errors="replace"), 0)
-    except _UNREADABLE:
-        return None  # also "N/A (no PMA)" of a virtual function
+def _numbered(tree: Tree, folder: str) -> list[int]:
+    return sorted(int(name) for name in tree.entries(folder) if name.isdigit())
 
 
 def _by_number(name: str) -> tuple[str, int]:

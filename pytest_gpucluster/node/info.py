@@ -17,13 +17,12 @@ from typing import Any
 
 from pytest_gpucluster.launch.launchers import Allocation, allocation
 from pytest_gpucluster.node import info_gpus, info_software, limits
-from pytest_gpucluster.node import limits as host_memory
 from pytest_gpucluster.node.info_software import Answer, Run
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
-from pytest_gpucluster.node.limits import Space, Tree
-from pytest_gpucluster.node.numa import format_ranges
+from pytest_gpucluster.node.limits import Space
 from pytest_gpucluster.node.processes import Process, find_process
+from pytest_gpucluster.node.sysfs import Tree, format_ranges
 
 _APPTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 
@@ -44,7 +43,7 @@ def read_system(tree: Tree, environ: Mapping[str, str], *, host: str, allocation
         "kernel": tree.text("/proc/sys/kernel/osrelease"),
         "machine": platform.machine(),
         "uptime_seconds": _first_number(tree.text("/proc/uptime")),
-        "load": _load(tree.text("/proc/loadavg")),
+        "load": tree.load(),
         "root": os.geteuid() == 0,
         "container": container(tree, environ),
         "scheduler": _scheduler(environ, allocation),
@@ -97,14 +96,6 @@ def _scheduler(environ: Mapping[str, str], allocation: Allocation) -> dict[str, 
 def _first_number(text: str | None) -> float | None:
     found = re.match(r"\d+(\.\d+)?", text or "")
     return float(found[0]) if found else None
-
-
-def _load(text: str | None) -> list[float] | None:
-    found = re.match(r"([\d.]+) ([\d.]+) ([\d.]+) ", text or "")
-    try:
-        return [float(number) for number in found.groups()] if found else None
-    except ValueError:  # dots only
-        return None
 
 
 _NODES = "/sys/devices/system/node"
@@ -167,26 +158,20 @@ def _max_mhz(tree: Tree, cpus: Iterable[int]) -> float | None:
 
 def _node(tree: Tree, node: int) -> dict[str, Any]:
     folder = f"{_NODES}/node{node}"
-    memory = tree.text(f"{folder}/meminfo") or ""
     distances = tree.text(f"{folder}/distance") or ""
     return {
         "node": node,
         "cpus": tree.text(f"{folder}/cpulist"),
-        "memory_total_bytes": _kilobytes(memory, "MemTotal"),
-        "memory_free_bytes": _kilobytes(memory, "MemFree"),
+        "memory_total_bytes": tree.meminfo("MemTotal", f"{folder}/meminfo"),
+        "memory_free_bytes": tree.meminfo("MemFree", f"{folder}/meminfo"),
         "distances": [int(word) for word in distances.split() if word.isdecimal()],
     }
-
-
-def _kilobytes(text: str, name: str) -> int | None:
-    found = re.search(rf"\b{name}:\s+(\d+) kB", text)
-    return int(found[1]) * 1024 if found else None
 
 
 _HUGE = "/sys/kernel/mm/hugepages"
 
 
-def read_memory(tree: Tree, space: Space = host_memory.space) -> dict[str, Any]:
+def read_memory(tree: Tree, space: Space = limits.space) -> dict[str, Any]:
     """Read the memory.
 
     Returns:
@@ -197,14 +182,13 @@ def read_memory(tree: Tree, space: Space = host_memory.space) -> dict[str, Any]:
 
     Source: proc_meminfo(5); Linux kernel, Documentation/admin-guide/mm/hugetlbpage.rst.
     """
-    known = host_memory.read_memory(tree, space)
-    text = tree.text("/proc/meminfo") or ""
+    known = limits.read_memory(tree, space)
     shm = known.shm
     return {
         "total_bytes": known.total_bytes,
-        "available_bytes": _bytes(text, "MemAvailable"),
-        "swap_total_bytes": _bytes(text, "SwapTotal"),
-        "swap_free_bytes": _bytes(text, "SwapFree"),
+        "available_bytes": tree.meminfo("MemAvailable"),
+        "swap_total_bytes": tree.meminfo("SwapTotal"),
+        "swap_free_bytes": tree.meminfo("SwapFree"),
         "group_bytes": limits.read_cgroup(tree).memory_bytes,
         "shm": shm and {"kind": shm.kind, "total_bytes": shm.total_bytes, "free_bytes": shm.free_bytes},
         "transparent_huge_pages": known.transparent,
@@ -214,11 +198,8 @@ def read_memory(tree: Tree, space: Space = host_memory.space) -> dict[str, Any]:
 
 
 def _huge_pages(tree: Tree) -> list[dict[str, Any]]:
-    try:
-        names = [entry.name for entry in tree.path(_HUGE).iterdir()]
-    except OSError:
-        return []  # a kernel without them
-    sizes = sorted(int(found[1]) for found in (re.fullmatch(r"hugepages-(\d+)kB", name) for name in names) if found)
+    names = (re.fullmatch(r"hugepages-(\d+)kB", name) for name in tree.entries(_HUGE))
+    sizes = sorted(int(found[1]) for found in names if found)
     return [
         {
             "size_bytes": size * 1024,
@@ -236,11 +217,6 @@ def _limits(tree: Tree) -> dict[str, Any] | None:
     soft = {"nofile": known.nofile.soft, "memlock_bytes": known.memlock.soft, "nproc": known.nproc.soft}
     values: dict[str, Any] = {name: "unlimited" if limit is None else limit for name, limit in soft.items()}
     return {**values, "may_lock_all": known.may_lock_all}
-
-
-def _bytes(text: str, name: str) -> int | None:
-    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
 
 
 PSEUDO_FILE_SYSTEMS = frozenset(
@@ -292,7 +268,7 @@ class Sources:
     run: Run = info_software.run_program
     find_process: Callable[[int], Process] = find_process
     interfaces: Callable[[], Sequence[Interface]] = own_interfaces
-    space: Space = host_memory.space
+    space: Space = limits.space
     version: Callable[[str], str | None] = info_software.version_of
     nccl: Callable[[], str | None] = info_software.installed_nccl
 

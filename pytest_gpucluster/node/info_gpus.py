@@ -17,11 +17,10 @@ from typing import Any
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node.info_software import Answer, run_program
-from pytest_gpucluster.node.kernel_log import normalised
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.nvml import NotAvailable, Nvml, PyNvml
 from pytest_gpucluster.node.nvml_queries import keys
 from pytest_gpucluster.node.processes import Process, find_process
+from pytest_gpucluster.node.sysfs import Tree, pci_address
 
 ANSWER_SECONDS = 30.0
 """Several times the time to initialise eight GPUs where persistence mode is off."""
@@ -133,7 +132,6 @@ def write_line(line: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-DEVICES = "/sys/bus/pci/devices"
 SELF, UNKNOWN = "X", "?"
 LEGEND: Mapping[str, str] = {
     SELF: "itself",
@@ -188,8 +186,8 @@ def read_topology(gpus: Mapping[str, Any], adapters: Mapping[str, Any], tree: Tr
         "between_gpus": [[between(one, other) for other in listed] for one in listed],
         "adapters": [card["name"] for card in cards],
         "to_gpus": [[by_kernel(tree, card["pci"], gpu["pci"]) for gpu in listed] for card in cards],
-        "numa_nodes": [_numa_node(tree, normalised(gpu["pci"])) for gpu in listed],
-        "cpus": [_cpus(tree, gpu["pci"]) for gpu in listed],
+        "numa_nodes": [tree.numa_node(gpu["pci"]) for gpu in listed],
+        "cpus": [_local_cpus(tree, gpu["pci"]) for gpu in listed],
     }
 
 
@@ -200,9 +198,9 @@ def nvlinks(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
         ends = (gpu["nvlink_ends"] or {}).values()
         if pci is None:
             return sum(kind == "switch" for kind, _ in ends)
-        return sum(kind == "gpu" and normalised(address) == pci for kind, address in ends)
+        return sum(kind == "gpu" and pci_address(address) == pci for kind, address in ends)
 
-    direct = min(to(one, normalised(other["pci"])), to(other, normalised(one["pci"])))
+    direct = min(to(one, pci_address(other["pci"])), to(other, pci_address(one["pci"])))
     return direct or min(to(one, None), to(other, None))
 
 
@@ -224,7 +222,7 @@ def by_kernel(tree: Tree, one: str | None, other: str | None) -> str:
         return "PIX" if max(len(first), len(second)) - shared <= 2 else "PXB"
     if shared == 1:
         return "PHB"
-    nodes = {_numa_node(tree, first[-1]), _numa_node(tree, second[-1])}
+    nodes = {tree.numa_node(first[-1]), tree.numa_node(second[-1])}
     if None in nodes:
         return UNKNOWN
     return "NODE" if len(nodes) == 1 else "SYS"
@@ -232,23 +230,17 @@ def by_kernel(tree: Tree, one: str | None, other: str | None) -> str:
 
 def _path(tree: Tree, pci: str | None) -> list[str]:
     """Return the host bridge, each bridge below it, and the device."""
-    address = normalised(pci or "")
-    folder = f"{DEVICES}/{address}"
-    if address is None or not tree.has(folder):
+    folder = tree.pci_device(pci)
+    if folder is None:
         return []
     parts = tree.path(folder).resolve().parts
     root = next((at for at, part in enumerate(parts) if part.startswith("pci") and part[3:4].isalnum()), None)
     return list(parts[root:]) if root is not None else []
 
 
-def _numa_node(tree: Tree, address: str | None) -> int | None:
-    node = tree.number(f"{DEVICES}/{address}/numa_node") if address else None
-    return None if node is None or node < 0 else node
-
-
-def _cpus(tree: Tree, pci: str | None) -> str | None:
-    address = normalised(pci or "")
-    return tree.text(f"{DEVICES}/{address}/local_cpulist") or None if address else None
+def _local_cpus(tree: Tree, pci: str | None) -> str | None:
+    folder = tree.pci_device(pci)
+    return tree.text(f"{folder}/local_cpulist") or None if folder else None
 
 
 if __name__ == "__main__":

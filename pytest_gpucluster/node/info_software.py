@@ -19,8 +19,7 @@ from typing import Any
 
 from pytest_gpucluster.node import infiniband, pci
 from pytest_gpucluster.node.interfaces import Interface
-from pytest_gpucluster.node.kernel_log import normalised
-from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.sysfs import Tree, pci_address
 from pytest_gpucluster.text import first_line
 
 ANSWER_SECONDS = 5.0
@@ -186,16 +185,12 @@ def network_interfaces(tree: Tree, interfaces: Callable[[], Sequence[Interface]]
     Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net.
     """
     addresses = {one.name: list(one.addresses) for one in interfaces()}
-    try:
-        names = sorted(entry.name for entry in tree.path(_NET).iterdir() if entry.name != "lo")
-    except OSError:
-        names = sorted(name for name in addresses if name != "lo")
-    return [{**_interface(tree, name), "addresses": addresses.get(name, [])} for name in names]
+    names = tree.entries(_NET) or sorted(addresses)
+    return [{**_interface(tree, name), "addresses": addresses.get(name, [])} for name in names if name != "lo"]
 
 
 def _interface(tree: Tree, name: str) -> dict[str, Any]:
     device = f"{_NET}/{name}/device"
-    driver = f"{device}/driver"
     speed = tree.number(f"{_NET}/{name}/speed")  # -1, or no answer at all, where there is no link
     return {
         "name": name,
@@ -203,8 +198,8 @@ def _interface(tree: Tree, name: str) -> dict[str, Any]:
         "speed_mbps": speed if speed is not None and speed > 0 else None,
         "mtu": tree.number(f"{_NET}/{name}/mtu"),
         "mac": tree.text(f"{_NET}/{name}/address") or None,
-        "driver": tree.path(driver).resolve().name if tree.has(driver) else None,
-        "pci": normalised(tree.path(device).resolve().name) if tree.has(device) else None,
+        "driver": tree.target(f"{device}/driver"),
+        "pci": pci_address(tree.target(device) or ""),
     }
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_gpucluster.node.sysfs import pci_address
+
 KMSG = Path("/dev/kmsg")
 COMMANDS = (("dmesg",), ("journalctl", "-k", "-b", "--no-pager", "-o", "cat"))
 """Run in turn where /dev/kmsg cannot be read."""
@@ -39,12 +41,6 @@ Source: NVIDIA/open-gpu-kernel-modules, src/nvidia/arch/nvalloc/unix/src/osinit.
 _CONTINUATION = re.compile(r"Severity 0|Data \{")
 """Start of the further lines of an SXid, which add nothing to the first."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_PCI = re.compile(
-    r"(?:(?P<domain>[0-9a-fA-F]+):)?(?P<bus>(?:00)?[0-9a-fA-F]{1,2}):(?P<device>[0-9a-fA-F]{1,2})(?:\.(?P<function>[0-7]))?"
-)
-
-_LAST_DEVICE = 0x1F
-"""A device number has five bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,23 +140,8 @@ def _reports(line: str) -> Iterator[Xid]:
         text = line[match.end() : end].strip(" ,")
         if match["switch"] and _CONTINUATION.match(text):
             continue
-        pci = normalised(match["pci"]) or match["pci"]
+        pci = pci_address(match["pci"]) or match["pci"]
         yield Xid(pci=pci, code=int(match["code"] or 0), text=text, is_switch=bool(match["switch"]))
-
-
-def normalised(address: str) -> str | None:
-    """Return a PCI address in the kernel's form; None if it is not valid.
-
-    >>> normalised("00000000:3B:00.0"), normalised("0000:3b:00"), normalised("3b:00.0")
-    ('0000:3b:00.0', '0000:3b:00.0', '0000:3b:00.0')
-    """
-    match = _PCI.fullmatch(address.strip())
-    if match is None:
-        return None
-    domain, bus, device = (int(match[name] or "0", 16) for name in ("domain", "bus", "device"))
-    if device > _LAST_DEVICE:
-        return None
-    return f"{domain:04x}:{bus:02x}:{device:02x}.{match['function'] or 0}"
 
 
 def _require_kernel(lines: Sequence[str]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pytest_gpucluster.metrics.finding import Finding, notice
 from pytest_gpucluster.node import limits
-from pytest_gpucluster.node.limits import Cgroup, ProcessLimits, SharedMemory, Space, Tree
+from pytest_gpucluster.node.limits import Cgroup, ProcessLimits, SharedMemory, Space
+from pytest_gpucluster.node.sysfs import Tree
 
 ROOT = Tree()
 """Where the kernel's files are. Tests replace it."""
@@ -43,8 +43,8 @@ def read(tree: Tree, space: Space = limits.space) -> Pod:
         cgroup=limits.read_cgroup(tree),
         shm=limits.read_memory(tree, space).shm,
         limits=limits.read_process_limits(tree),
-        hcas=_entries(tree, "/sys/class/infiniband"),
-        verbs=tuple(name for name in _entries(tree, "/dev/infiniband") if name.startswith("uverbs")),
+        hcas=tuple(tree.entries("/sys/class/infiniband")),
+        verbs=tuple(name for name in tree.entries("/dev/infiniband") if name.startswith("uverbs")),
     )
 
 
@@ -149,10 +149,3 @@ def _rdma(host: str, pod: Pod, nnodes: int) -> Iterator[Finding]:
             allowed="the capability IPC_LOCK, or unlimited memlock",
             remedy='add it to the container: securityContext: {capabilities: {add: ["IPC_LOCK"]}}',
         )
-
-
-def _entries(tree: Tree, folder: str) -> tuple[str, ...]:
-    try:
-        return tuple(sorted(os.listdir(tree.path(folder))))
-    except OSError:  # a node without RDMA has no such folder
-        return ()

@@ -1,7 +1,6 @@
 """The limits of this process: control group, process limits, CPUs, and host memory.
 
-Files are read below one root (:class:`Tree`), so that tests can use their own; a missing file is None. A container's
-limits are those of its control group. Memory includes /dev/shm and huge pages.
+A container's limits are those of its control group. Memory includes /dev/shm and huge pages.
 
 Control groups: version 1 has a tree for each controller, version 2 one for all, and a host can have both. A limit
 applies to everything below it, so the lowest one on the path to the root counts.
@@ -18,55 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from pytest_gpucluster import files
 from pytest_gpucluster.files import Mount
-from pytest_gpucluster.node.numa import parse_ranges
-
-_NUMBER = re.compile(r"-?[0-9]+")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tree:
-    """The file system below ``/``, or a test's."""
-
-    root: Path = Path("/")
-
-    def path(self, absolute: str) -> Path:
-        """Return an absolute path below the root."""
-        return self.root / absolute.lstrip("/")
-
-    def has(self, absolute: str) -> bool:
-        """Whether a file or folder exists and can be accessed."""
-        # Path.exists raises where a folder above is closed to this user.
-        return os.path.exists(self.path(absolute))
-
-    def text(self, absolute: str) -> str | None:
-        """Return a file's stripped text; None if it cannot be read."""
-        try:
-            return self.path(absolute).read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:
-            return None
-
-    def number(self, absolute: str) -> int | None:
-        """Return a file's whole number; None if it has none."""
-        text = self.text(absolute)
-        return int(text) if text is not None and _NUMBER.fullmatch(text) else None
-
-    def numbers(self, absolute: str) -> frozenset[int] | None:
-        """Return a file's list of CPUs or nodes as a set; None if it has none."""
-        text = self.text(absolute)
-        try:
-            return None if text is None else parse_ranges(text)
-        except ValueError:
-            return None
-
-    def mounts(self) -> tuple[Mount, ...]:
-        """Return the mounts of this process, in the order of mounting; none if the kernel does not report them."""
-        try:
-            return files.read_mounts(self.path(str(files.MOUNTINFO)))
-        except OSError:
-            return ()
-
+from pytest_gpucluster.node.sysfs import Tree
 
 N = TypeVar("N", int, float)
 
@@ -350,12 +302,11 @@ def read_memory(tree: Tree, space: Space = space) -> Memory:
     Source: proc_meminfo(5); Linux kernel, Documentation/admin-guide/mm/transhuge.rst: the active word is in brackets.
     """
     chosen = re.search(r"\[(\w+)\]", tree.text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
-    kilobytes = _meminfo(tree, "MemTotal")
     return Memory(
-        total_bytes=None if kilobytes is None else kilobytes * 1024,
+        total_bytes=tree.meminfo("MemTotal"),
         shm=_shm(tree, space),
         transparent=chosen[1] if chosen else None,
-        reserved_pages=_meminfo(tree, "HugePages_Total"),
+        reserved_pages=tree.meminfo("HugePages_Total"),
     )
 
 
@@ -366,8 +317,3 @@ def _shm(tree: Tree, space: Space) -> SharedMemory | None:
         return None
     kinds = [mount.kind for mount in tree.mounts() if mount.point == SHM]
     return SharedMemory(kind=kinds[-1] if kinds else None, total_bytes=total, free_bytes=free)
-
-
-def _meminfo(tree: Tree, name: str) -> int | None:
-    found = re.search(rf"^{name}:\s+(\d+)", tree.text("/proc/meminfo") or "", re.MULTILINE)
-    return int(found[1]) if found else None

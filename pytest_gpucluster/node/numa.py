@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding, Kind, identity
-from pytest_gpucluster.node.kernel_log import normalised
-
-DEVICES = Path("/sys/bus/pci/devices")
-STATUS = Path("/proc/self/status")
-_NO_NODE = -1
-"""The kernel's value for a device without a NUMA node. Source: Linux kernel,
-Documentation/ABI/testing/sysfs-bus-pci, numa_node."""
+from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 
 REMEDY = (
     "let the launcher bind each rank to its GPU's node: torchrun --numa-binding=node where torchrun has it, srun "
@@ -32,63 +26,28 @@ class Place:
     nodes: frozenset[int]
 
 
-def parse_ranges(written: str) -> frozenset[int]:
-    """Parse the kernel's list of CPUs or nodes.
-
-    Raises: ValueError if it is not valid.
-
-    >>> sorted(parse_ranges("0-2,8"))
-    [0, 1, 2, 8]
-    """
-    numbers: set[int] = set()
-    for part in filter(None, written.strip().split(",")):
-        first, dash, last = part.partition("-")
-        numbers.update(range(int(first), int(last if dash else first) + 1))
-    return frozenset(numbers)
-
-
-def format_ranges(numbers: Iterable[int]) -> str:
-    """Format CPUs or nodes as the kernel does.
-
-    >>> format_ranges([8, 0, 1, 2]), format_ranges([])
-    ('0-2,8', 'none')
-    """
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges) or "none"
-
-
-def own_place(status: Path = STATUS) -> Place:
+def own_place(tree: Tree | None = None) -> Place:
     """Return the CPUs and memory nodes of this process.
 
     Raises: EnvironmentBroken if the kernel does not report them.
     """
-    try:
-        lines = dict(line.split(":", 1) for line in status.read_text(encoding="ascii").splitlines() if ":" in line)
-        return Place(cpus=frozenset(os.sched_getaffinity(0)), nodes=parse_ranges(lines["Mems_allowed_list"]))
-    except (OSError, KeyError, ValueError) as error:
-        raise EnvironmentBroken(f"the memory nodes of this process are unknown: {status}: {error!r}") from None
+    status = (tree or Tree()).text("/proc/self/status") or ""
+    found = re.search(r"^Mems_allowed_list:\s*([0-9,-]+)$", status, re.MULTILINE)
+    if found is None:
+        raise EnvironmentBroken("the memory nodes of this process are unknown: /proc/self/status has no list of them")
+    return Place(cpus=frozenset(os.sched_getaffinity(0)), nodes=parse_ranges(found[1]))
 
 
-def place_of_gpu(pci: str | None, devices: Path = DEVICES) -> Place | None:
+def place_of_gpu(pci: str | None, tree: Tree | None = None) -> Place | None:
     """Return the local CPUs and the node of a GPU; None where the kernel does not report them.
 
     Args:
         pci: its address as NVML writes it, such as 00000000:3B:00.0; None if unknown.
-        devices: the folder of all PCI devices.
+        tree: where to read.
     """
-    address = normalised(pci or "")
-    try:
-        [folder] = [entry for entry in devices.iterdir() if address and normalised(entry.name) == address]
-        node = int((folder / "numa_node").read_text(encoding="ascii"))
-        cpus = parse_ranges((folder / "local_cpulist").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-    return None if node == _NO_NODE or not cpus else Place(cpus=cpus, nodes=frozenset({node}))
+    tree = tree or Tree()
+    node, cpus = tree.numa_node(pci), tree.numbers(f"{tree.pci_device(pci)}/local_cpulist")
+    return None if node is None or not cpus else Place(cpus=cpus, nodes=frozenset({node}))
 
 
 def examine_affinity(who: Mapping[str, Any], rank: Place, gpu: Place | None) -> list[Finding]:

@@ -15,19 +15,16 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_gpucluster.node.kernel_log import normalised
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.nvml import NotAvailable, Nvml
+from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree, pci_address
 
-DEVICES = Path("/sys/bus/pci/devices")
-DRIVER = Path("/proc/driver/nvidia/gpus")
-NODES = Path("/dev")
-MOUNTS = Path("/proc/self/mountinfo")
+_DRIVER_FOLDER = "/proc/driver/nvidia"
+DRIVER = f"{_DRIVER_FOLDER}/gpus"
 _NVIDIA = "0x10de"
 _DISPLAY = ("0x0300", "0x0302")
 """VGA and 3D controllers, the two classes that GPUs have. Source: PCI Code and ID Assignment Specification."""
@@ -49,51 +46,47 @@ class PciGpu:
     detail: str = ""
 
 
-def unlisted_gpus(
-    listed: Iterable[str],
-    *,
-    devices: Path = DEVICES,
-    driver: Path = DRIVER,
-    nodes: Path = NODES,
-    mounts: Path = MOUNTS,
-) -> tuple[PciGpu, ...]:
+def unlisted_gpus(listed: Iterable[str], tree: Tree | None = None) -> tuple[PciGpu, ...]:
     """Return the NVIDIA GPUs on the bus whose addresses NVML does not list.
 
     Raises:
         OSError: the bus cannot be read, so whether there are further GPUs is unknown.
     """
-    entries = sorted(devices.iterdir())
-    limited = _view_is_limited(mounts, driver)
-    known = {normalised(address) for address in listed}
-    found = [entry for entry in entries if normalised(entry.name) not in known and _is_gpu(entry)]
-    return tuple(_state(entry, driver=driver, nodes=nodes, limited=limited) for entry in found)
+    tree = tree or Tree()
+    names = sorted(os.listdir(tree.path(PCI_DEVICES)))
+    known = {pci_address(address) for address in listed}
+    return tuple(_state(tree, name) for name in names if pci_address(name) not in known and _is_gpu(tree, name))
 
 
-def _is_gpu(entry: Path) -> bool:
-    return _line(entry / "vendor") == _NVIDIA and _line(entry / "class")[:6] in _DISPLAY
+def _is_gpu(tree: Tree, address: str) -> bool:
+    vendor, kind = (tree.text(f"{PCI_DEVICES}/{address}/{name}") or "" for name in ("vendor", "class"))
+    return vendor == _NVIDIA and kind[:6] in _DISPLAY
 
 
-def _state(entry: Path, *, driver: Path, nodes: Path, limited: bool) -> PciGpu:
-    address = entry.name
+def _state(tree: Tree, address: str) -> PciGpu:
+    folder = f"{PCI_DEVICES}/{address}"
     try:
-        with (entry / "config").open("rb", buffering=0) as config:  # unbuffered, to read 4 bytes only from the device
+        with tree.path(f"{folder}/config").open("rb", buffering=0) as config:  # to read 4 bytes only from the device
             begin = config.read(4)
     except OSError as error:
-        return PciGpu(address=address, state="dead", detail=f"its PCI configuration cannot be read: {_reason(error)}")
+        detail = f"its PCI configuration cannot be read: {error.strerror or error}"
+        return PciGpu(address=address, state="dead", detail=detail)
     if begin == b"\xff" * 4:
         return PciGpu(address=address, state="dead", detail="its PCI configuration reads as all ones")
-    try:
-        bound = (entry / "driver").resolve(strict=True).name
-    except OSError:
+    bound = tree.target(f"{folder}/driver")
+    if bound is None:
         return PciGpu(address=address, state="no driver", detail="no driver is bound to it")
     if bound != "nvidia":
         return PciGpu(address=address, state="elsewhere", detail=f"the driver {bound} has it")
-    minor = _minor(driver / address / "information")
-    if minor is None:
-        if limited:
-            return PciGpu(address=address, state="hidden", detail="this container does not show it")
-        return PciGpu(address=address, state="dead", detail="the driver is bound to it and does not list it")
-    return _opened(address, nodes / f"nvidia{minor}")
+    # N of /dev/nvidiaN. Source: NVIDIA driver README, "The /proc interface": ``Device Minor: 3``.
+    information = tree.text(f"{DRIVER}/{address}/information") or ""
+    minor = re.search(r"^Device Minor:\s*(\d+)\s*$", information, re.MULTILINE)
+    if minor is not None:
+        return _opened(address, tree.path(f"/dev/nvidia{minor[1]}"))
+    # Newer container runtimes mount over another file of the driver, which hides no GPU.
+    if any(f"{mount.point}/".startswith(f"{DRIVER}/") or mount.point == _DRIVER_FOLDER for mount in tree.mounts()):
+        return PciGpu(address=address, state="hidden", detail="this container does not show it")
+    return PciGpu(address=address, state="dead", detail="the driver is bound to it and does not list it")
 
 
 def _opened(address: str, node: Path) -> PciGpu:
@@ -102,41 +95,9 @@ def _opened(address: str, node: Path) -> PciGpu:
         os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError as error:
         hidden = error.errno in (errno.ENOENT, errno.EPERM, errno.EACCES)
-        return PciGpu(address=address, state="hidden" if hidden else "dead", detail=f"{node}: {_reason(error)}")
+        detail = f"{node}: {error.strerror or error}"
+        return PciGpu(address=address, state="hidden" if hidden else "dead", detail=detail)
     return PciGpu(address=address, state="answers", detail=f"{node} can be opened")
-
-
-def _view_is_limited(mounts: Path, driver: Path) -> bool:
-    """Whether a container runtime has mounted over the driver's folder."""
-    try:
-        lines: Sequence[str] = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return False
-    folder = str(driver.parent)
-    points = [fields[4] for fields in map(str.split, lines) if len(fields) > 4]
-    # Newer runtimes mount over another file of the driver, which hides no GPU.
-    return any(point in (folder, str(driver)) or point.startswith(f"{driver}/") for point in points)
-
-
-def _minor(information: Path) -> int | None:
-    """Read N of /dev/nvidiaN. Source: NVIDIA driver README, "The /proc interface": ``Device Minor: 3``."""
-    try:
-        lines = information.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    value = next((line.partition(":")[2].strip() for line in lines if line.startswith("Device Minor")), "")
-    return int(value) if value.isdigit() else None
-
-
-def _line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
 
 
 MODULES = ("nvidia_peermem", "nv_peer_mem")
@@ -192,7 +153,7 @@ def _why_no_dma_buf(proc: Path, release: str) -> str:
     return ""
 
 
-QUERIES = {"generation": "pcie.generation", "width": "pcie.width"}
+_LINK_QUERIES = {"generation": "pcie.generation", "width": "pcie.width"}
 
 
 class PcieLink:
@@ -212,7 +173,7 @@ class PcieLink:
         """Read generation and width, within milliseconds on a healthy driver."""
         if self._nvml is None or self._uuid is None:
             return
-        for name, query in QUERIES.items():
+        for name, query in _LINK_QUERIES.items():
             try:
                 value = int(self._nvml.read(self._uuid, query))
             except NotAvailable as error:
@@ -233,8 +194,6 @@ class PcieLink:
         text = ", ".join([" ".join(parts), *lacking] if parts else lacking)
         return {"pcie": f"{text} under load" if parts and not lacking else text} if text else {}
 
-
-DEVICE_FOLDER = "/sys/bus/pci/devices"
 
 _READABLE_WITHOUT_ROOT = 64
 """Bytes of a device's configuration that any user may read. Source: Linux kernel, drivers/pci/pci-sysfs.c,
@@ -280,9 +239,8 @@ def read_pci_path(tree: Tree, pci: str | None) -> PciPath | None:
     Args:
         pci: its address as NVML writes it, such as 00000000:3B:00.0.
     """
-    address = normalised(pci or "")
-    folder = f"{DEVICE_FOLDER}/{address}"
-    if address is None or not tree.has(folder):
+    folder = tree.pci_device(pci)
+    if folder is None:
         return None
     ports, hidden = [], False
     for bridge in _bridges(tree.path(folder).resolve()):
@@ -294,13 +252,13 @@ def read_pci_path(tree: Tree, pci: str | None) -> PciPath | None:
         bits = redirects(config)
         if bits:
             ports.append((bridge.name, bits))
-    kind = tree.text(f"{DEVICE_FOLDER}/{address}/iommu_group/type") or ""
-    return PciPath(pci=address, iommu=kind, redirecting=tuple(ports), hidden=hidden)
+    kind = tree.text(f"{folder}/iommu_group/type") or ""
+    return PciPath(pci=folder.rpartition("/")[2], iommu=kind, redirecting=tuple(ports), hidden=hidden)
 
 
 def _bridges(device: Path) -> list[Path]:
     """Return the folders of the bridges above a device, the nearest first."""
-    return [above for above in device.parents if normalised(above.name) == above.name]
+    return [above for above in device.parents if pci_address(above.name) == above.name]
 
 
 def redirects(config: bytes) -> tuple[str, ...]:

@@ -20,9 +20,9 @@ from pytest_gpucluster.launch.launchers import in_step
 from pytest_gpucluster.metrics.finding import Finding, notice
 from pytest_gpucluster.node import limits, processes
 from pytest_gpucluster.node.interfaces import Board, Nodes
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.processes import Process
 from pytest_gpucluster.node.slurm_allocation import Place, allocation, allocation_findings, place_of
+from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.text import first_line
 
 ANSWER_SECONDS = 30.0

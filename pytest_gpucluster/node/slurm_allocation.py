@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_gpucluster.metrics.finding import Finding, notice
 from pytest_gpucluster.node.limits import Cgroup
-from pytest_gpucluster.node.numa import format_ranges
+from pytest_gpucluster.node.sysfs import format_ranges
 
 MIB = 2**20
 _MORE_RATIO = 1.05

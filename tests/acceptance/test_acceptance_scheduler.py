@@ -13,7 +13,7 @@ from sessions import Left, Project
 
 from pytest_gpucluster.node import kubernetes, processes, slurm
 from pytest_gpucluster.node import slurm as job
-from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.sysfs import Tree
 
 UP, DOWN = (f"Slurmctld(primary) at head is {state}" for state in ("UP", "DOWN"))
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu-001", "SLURM_JOB_PARTITION": "train"}

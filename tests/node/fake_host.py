@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.node.host import HostFacts, collect_host
-from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.sysfs import Tree
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units

@@ -16,8 +16,8 @@ from pytest_gpucluster.node import info_gpus
 from pytest_gpucluster.node.info import Sources
 from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.interfaces import Interface
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.processes import Process
+from pytest_gpucluster.node.sysfs import Tree
 
 CPUINFO = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480+\n\n"
 DRIVER = (

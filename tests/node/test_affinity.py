@@ -13,12 +13,11 @@ from pytest_gpucluster.node import numa
 from pytest_gpucluster.node.numa import (
     Place,
     examine_affinity,
-    format_ranges,
     own_place,
-    parse_ranges,
     place_of_gpu,
     require_near,
 )
+from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 
 PCI = "00000000:3B:00.0"
 WHO: dict[str, Any] = {
@@ -29,13 +28,14 @@ WHO: dict[str, Any] = {
 GPU = Place(cpus=parse_ranges("0-31,64-95"), nodes=frozenset({0}))
 
 
-def sysfs(tmp_path: Path, **files: str) -> Path:
-    folder = tmp_path / "0000:3b:00.0"
-    folder.mkdir()
-    (tmp_path / "0000:5e:00.0").mkdir()
+def sysfs(tmp_path: Path, **files: str) -> Tree:
+    devices = tmp_path / "sys/bus/pci/devices"
+    folder = devices / "0000:3b:00.0"
+    folder.mkdir(parents=True)
+    (devices / "0000:5e:00.0").mkdir()
     for name, text in {"numa_node": "0\n", "local_cpulist": "0-31,64-95\n", **files}.items():
         (folder / name).write_text(text, encoding="ascii")
-    return tmp_path
+    return Tree(root=tmp_path)
 
 
 def of(cpus: str, nodes: str = "0") -> Place:
@@ -56,21 +56,24 @@ def test_the_place_of_a_gpu_is_read_by_the_address_that_nvml_gives(tmp_path: Pat
     assert place_of_gpu(PCI, devices) == GPU
     for pci in ("00000000:99:00.0", "", None, "nonsense"):
         assert place_of_gpu(pci, devices) is None
-        assert place_of_gpu(pci, tmp_path / "nowhere") is None
+        assert place_of_gpu(pci, Tree(root=tmp_path / "nowhere")) is None
     # Near no node; no number; no CPUs.
     for name, text in (("numa_node", "-1\n"), ("numa_node", "?"), ("local_cpulist", "\n")):
-        (tmp_path / "0000:3b:00.0" / "numa_node").write_text("0\n")
-        (tmp_path / "0000:3b:00.0" / name).write_text(text)
+        folder = devices.path("/sys/bus/pci/devices/0000:3b:00.0")
+        (folder / "numa_node").write_text("0\n")
+        (folder / name).write_text(text)
         assert place_of_gpu(PCI, devices) is None
 
 
 def test_a_kernel_without_the_memory_nodes_is_an_error(tmp_path: Path) -> None:
     for text in ("", "Name:\tpython\n", "Mems_allowed_list:\tall\n"):
-        (tmp_path / "status").write_text(text, encoding="ascii")
+        status = tmp_path / "proc/self/status"
+        status.parent.mkdir(parents=True, exist_ok=True)
+        status.write_text(text, encoding="ascii")
         with pytest.raises(EnvironmentBroken, match="memory"):
-            own_place(tmp_path / "status")
+            own_place(Tree(root=tmp_path))
     with pytest.raises(EnvironmentBroken, match="memory"):
-        own_place(tmp_path / "no file")
+        own_place(Tree(root=tmp_path / "none"))
 
 
 def test_a_rank_on_another_node_s_cpus_is_named_with_what_was_found_and_wanted() -> None:

@@ -15,10 +15,11 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node import limits as memory
 from pytest_gpucluster.node import limits as process_limits
 from pytest_gpucluster.node import limits as processors
-from pytest_gpucluster.node.limits import IPC_LOCK, Limit, Processors, SharedMemory, Tree
+from pytest_gpucluster.node.limits import IPC_LOCK, Limit, Processors, SharedMemory
 from pytest_gpucluster.node.numa import Place, require_local
 from pytest_gpucluster.node.nvml import NotAvailable
 from pytest_gpucluster.node.pci import PcieLink
+from pytest_gpucluster.node.sysfs import Tree
 
 
 def refuse(path: Path) -> tuple[int, int]:

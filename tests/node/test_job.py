@@ -16,9 +16,9 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.node import processes, slurm
 from pytest_gpucluster.node.interfaces import Nodes
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.processes import Process
 from pytest_gpucluster.node.slurm import examine_allocation
+from pytest_gpucluster.node.sysfs import Tree
 
 ENVIRON = {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_START_TIME": "1000"}
 

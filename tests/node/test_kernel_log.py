@@ -11,7 +11,8 @@ from complaints import in_order
 from each import of_each
 
 from pytest_gpucluster.node import kernel_log
-from pytest_gpucluster.node.kernel_log import normalised, parse, read
+from pytest_gpucluster.node.kernel_log import parse, read
+from pytest_gpucluster.node.sysfs import pci_address
 
 FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 
@@ -79,10 +80,10 @@ def test_a_buffer_that_may_not_be_opened_or_is_none_is_no_log(monkeypatch: pytes
 def test_an_address_is_the_same_in_every_form() -> None:
     # NVML, sysfs, the kernel log, lspci.
     for address in ("00000000:3B:00.0", "0000:3b:00.0", "0000:3b:00", "3b:00.0"):
-        assert normalised(address) == "0000:3b:00.0"
+        assert pci_address(address) == "0000:3b:00.0"
     # A domain beyond four digits; Azure numbers domains.
-    assert (normalised("00010000:07:00.0"), normalised("0001:00:00.0")) == ("10000:07:00.0", "0001:00:00.0")
-    assert (normalised("not an address"), normalised("")) == (None, None)
+    assert (pci_address("00010000:07:00.0"), pci_address("0001:00:00.0")) == ("10000:07:00.0", "0001:00:00.0")
+    assert (pci_address("not an address"), pci_address("")) == (None, None)
 
 
 def records(*texts: str) -> list[bytes | OSError]:

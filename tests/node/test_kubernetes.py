@@ -10,7 +10,8 @@ from complaints import in_order
 from each import of_each
 
 from pytest_gpucluster.node.kubernetes import DEFAULT_SHM_BYTES, Pod, examine, read
-from pytest_gpucluster.node.limits import Cgroup, Limit, ProcessLimits, SharedMemory, Tree
+from pytest_gpucluster.node.limits import Cgroup, Limit, ProcessLimits, SharedMemory
+from pytest_gpucluster.node.sysfs import Tree
 
 GIB = 2**30
 LIMIT = Limit(soft=1024, hard=1024)

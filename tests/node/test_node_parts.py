@@ -11,7 +11,7 @@ from each import of_each
 from pytest_gpucluster.node import info, info_software
 from pytest_gpucluster.node.info import VIEWS, collect_info
 from pytest_gpucluster.node.info_software import Answer
-from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.sysfs import Tree
 
 
 @pytest.fixture(scope="module")

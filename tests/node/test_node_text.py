@@ -9,7 +9,7 @@ from each import of_each
 from pytest_gpucluster.node.info import VIEWS, collect_info
 from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.info_text import render_info
-from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.text import columns
 
 HOSTILE = "\x1b[2J<script>\u202e\r\nname|" + "x" * 10_000

@@ -7,8 +7,8 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.node import info_gpus, info_software
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.nvml import COMMON_ANCESTORS, NotAvailable
+from pytest_gpucluster.node.sysfs import Tree
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from each import of_each
 
 from pytest_gpucluster.node import pci
 from pytest_gpucluster.node.pci import unlisted_gpus
+from pytest_gpucluster.node.sysfs import Tree
 
 GPU, OTHER = "0000:3b:00.0", "0000:5e:00.0"
 
@@ -17,9 +18,10 @@ class Bus:
     """A bus, the driver's folder and /dev in a folder."""
 
     def __init__(self, root: Path) -> None:
-        self.devices, self.driver, self.nodes = root / "devices", root / "nvidia" / "gpus", root / "dev"
-        self.mounts = root / "mountinfo"
-        for folder in (self.devices, self.driver, self.nodes):
+        self.tree = Tree(root=root)
+        self.devices, self.driver = root / "sys/bus/pci/devices", root / "proc/driver/nvidia/gpus"
+        self.nodes, self.mounts = root / "dev", root / "proc/self/mountinfo"
+        for folder in (self.devices, self.driver, self.nodes, self.mounts.parent):
             folder.mkdir(parents=True)
         self.mounts.write_text("36 35 98:0 / /proc rw,nosuid - proc proc rw\n")
 
@@ -50,7 +52,7 @@ class Bus:
                 (self.nodes / f"nvidia{minor}").touch()
 
     def states(self, *listed: str) -> dict[str, str]:
-        found = unlisted_gpus(listed, devices=self.devices, driver=self.driver, nodes=self.nodes, mounts=self.mounts)
+        found = unlisted_gpus(listed, self.tree)
         assert all(gpu.detail for gpu in found)
         return {gpu.address: gpu.state for gpu in found}
 
@@ -90,14 +92,14 @@ def test_what_is_no_gpu_or_listed_by_nvml_is_left_out(bus: Bus, tmp_path: Path) 
         bus.add(f"0000:7{number}:00.0", minor=number + 1, **device)
     assert bus.states(GPU) == {}
     with pytest.raises(OSError, match="No such file"):
-        unlisted_gpus((), devices=tmp_path / "none")
+        unlisted_gpus((), Tree(root=tmp_path / "none"))
 
 
 def test_a_container_that_shows_a_part_of_the_gpus_hides_the_others(bus: Bus) -> None:
     bus.add(GPU, minor=None)
-    bus.mounts.write_text(f"99 35 0:5 / {bus.driver.parent} rw - tmpfs tmpfs rw\n")
+    bus.mounts.write_text("99 35 0:5 / /proc/driver/nvidia rw - tmpfs tmpfs rw\n")
     assert bus.states() == {GPU: "hidden"}
-    bus.mounts.write_text(f"99 35 0:5 / {bus.driver.parent}/params rw - tmpfs tmpfs rw\n")
+    bus.mounts.write_text("99 35 0:5 / /proc/driver/nvidia/params rw - tmpfs tmpfs rw\n")
     assert bus.states() == {GPU: "dead"}, "another file of the driver hides none"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpucluster.node import pci as pci_path
-from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.sysfs import Tree
 
 GPU = "00000000:3B:00.0"
 PORTS = ("0000:00:01.0", "0000:39:00.0", "0000:3a:04.0")  # root port, upstream and downstream port of a switch

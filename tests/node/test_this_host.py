@@ -12,9 +12,9 @@ from pytest_gpucluster.metrics.finding import Identity
 from pytest_gpucluster.node import host, kernel_log, limits, pci
 from pytest_gpucluster.node.health import counters
 from pytest_gpucluster.node.inventory import start_time
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.numa import own_place
-from pytest_gpucluster.node.pci import DEVICES, unlisted_gpus
+from pytest_gpucluster.node.pci import unlisted_gpus
+from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree
 
 
 def test_this_host_can_be_read(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_this_host_can_be_read(tmp_path: Path) -> None:
     assert proc is not None
     assert proc.kind == "proc"
     assert "/proc" in {mount.point for mount in Tree().mounts()}
-    assert not DEVICES.is_dir() or isinstance(unlisted_gpus(()), tuple)
+    assert not Tree().has(PCI_DEVICES) or isinstance(unlisted_gpus(()), tuple)
     assert str(pci.read_peer_memory())
     log = kernel_log.read()
     assert bool(log.why_not) != bool(log.source)

@@ -18,8 +18,8 @@ from pytest_gpucluster.node import clock_skew, host, name_resolution, network, p
 from pytest_gpucluster.node.fabric import ports
 from pytest_gpucluster.node.fabric.nccl_log import NcclLog
 from pytest_gpucluster.node.fabric.ports import FabricSources
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.network import Pieces
+from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.session.cluster import Cluster
 
 HOST = os.environ["GPUCLUSTER_HOSTNAME"]

@@ -26,11 +26,10 @@ from pytest_gpucluster.node.infiniband import ETHERNET, Adapters, Device, Port
 from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
-from pytest_gpucluster.node.kernel_log import normalised
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.pci import PeerMemory
+from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree, pci_address
 
-_NET, _DMI, _PCI = "/sys/class/net", "/sys/class/dmi/id", info_gpus.DEVICES
+_NET, _DMI = "/sys/class/net", "/sys/class/dmi/id"
 _VERBS = "/dev/infiniband"
 _ROUTES, _ROUTES_6 = "/proc/net/route", "/proc/net/ipv6_route"
 _RTF_UP = 0x1  # linux/route.h
@@ -196,10 +195,10 @@ def _provider(tree: Tree) -> Provider | None:
 def _gpus_of_node(tree: Tree, visible: Sequence[Gpu]) -> tuple[str, ...]:
     """Return the addresses of all GPUs, for a job or a container may have some of them only, and cards close to the
     others belong to the fabric, too. A virtual function is not counted."""
-    known = {address for gpu in visible if (address := normalised(gpu.pci)) is not None}
-    for address in _names(tree, _PCI):
+    known = {address for gpu in visible if (address := pci_address(gpu.pci)) is not None}
+    for address in _names(tree, PCI_DEVICES):
         kind, vendor, _ = _identity(tree, address)
-        if kind.startswith(_GPU_CLASS) and vendor == _NVIDIA and not tree.has(f"{_PCI}/{address}/physfn"):
+        if kind.startswith(_GPU_CLASS) and vendor == _NVIDIA and not tree.has(f"{PCI_DEVICES}/{address}/physfn"):
             known.add(address)
     return tuple(sorted(known))
 
@@ -249,7 +248,7 @@ def _distance(tree: Tree, device: Device, gpus: Sequence[str]) -> str:
 
 
 def _rdma_on_bus(tree: Tree) -> Iterator[str]:
-    for address in _names(tree, _PCI):
+    for address in _names(tree, PCI_DEVICES):
         kind, vendor, device = _identity(tree, address)
         can_roce = kind.startswith(_ETHERNET_CLASS) and vendor == _MELLANOX
         is_efa = vendor == _AMAZON and device.startswith(_EFA_DEVICES)
@@ -259,7 +258,9 @@ def _rdma_on_bus(tree: Tree) -> Iterator[str]:
 
 def _identity(tree: Tree, address: str) -> tuple[str, str, str]:
     """Return class, vendor and device of a PCI device, each "" where it is unknown."""
-    kind, vendor, device = (tree.text(f"{_PCI}/{address}/{name}") or "" for name in ("class", "vendor", "device"))
+    kind, vendor, device = (
+        tree.text(f"{PCI_DEVICES}/{address}/{name}") or "" for name in ("class", "vendor", "device")
+    )
     return kind, vendor, device
 
 

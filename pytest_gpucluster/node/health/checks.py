@@ -17,7 +17,8 @@ from pytest_gpucluster.metrics.datasheets import ANY_GPU
 from pytest_gpucluster.metrics.finding import Finding, Identity
 from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, HealthSnapshot, Missing
 from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
-from pytest_gpucluster.node.kernel_log import Xid, normalised
+from pytest_gpucluster.node.kernel_log import Xid
+from pytest_gpucluster.node.sysfs import pci_address
 
 
 def check_answers(snapshot: HealthSnapshot) -> Iterator[Finding]:
@@ -440,7 +441,7 @@ def check_xids(snapshot: HealthSnapshot) -> Iterator[Finding]:
     reports = log.xids()
     if snapshot.node is not None:
         yield from _xid_findings(snapshot, [one for one in reports if one.is_switch], Identity(host=snapshot.gpu.host))
-    address = normalised(snapshot.gpu.pci or "")
+    address = pci_address(snapshot.gpu.pci or "")
     if address is None:
         yield snapshot.finding(
             "pci_unknown",

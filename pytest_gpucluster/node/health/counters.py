@@ -25,8 +25,9 @@ from pytest_gpucluster.node.health.interconnect_checks import MUST_NOT_GROW, ZER
 from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.node.infiniband import BYTES, CARRIER_DOWN, ETHERNET, LINK_DOWNED, Adapters
 from pytest_gpucluster.node.infiniband import INFINIBAND as LAYER_OF_FABRIC
-from pytest_gpucluster.node.kernel_log import KernelLog, Xid, normalised
+from pytest_gpucluster.node.kernel_log import KernelLog, Xid
 from pytest_gpucluster.node.nvml import Nvml
+from pytest_gpucluster.node.sysfs import pci_address
 
 
 def ports_of_node() -> Adapters:
@@ -92,7 +93,7 @@ class Sources:
             nvml=nvml,
             why_no_nvml=why_no_nvml,
             of_node=me["local_rank"] == 0,
-            gpus_of_node={address: gpu for gpu in ranks if (address := normalised(gpu.pci or ""))},
+            gpus_of_node={address: gpu for gpu in ranks if (address := pci_address(gpu.pci or ""))},
             **others,
         )
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
 from pytest_gpucluster.node.health.snapshot import HealthSnapshot, Node
-from pytest_gpucluster.node.kernel_log import normalised
 from pytest_gpucluster.node.pci import PciGpu, State
+from pytest_gpucluster.node.sysfs import pci_address
 
 ZERO_TOLERANCE = ("replay", "recovery", "ecc_data", "link_recovery_failed")
 """Counters that must be 0 since the driver was loaded. Source: facebookresearch/gcm, health check "nvlink", tolerates
@@ -236,7 +236,7 @@ def check_node(snapshot: HealthSnapshot) -> Iterator[Finding]:
 
 def _unlisted(snapshot: HealthSnapshot, gpu: PciGpu) -> Finding:
     kind, remedy = _KINDS[gpu.state]
-    address = normalised(gpu.address)
+    address = pci_address(gpu.address)
     xids = sorted({xid.code for xid in snapshot.kernel_log.xids() if address and xid.pci[:-2] == address[:-2]})
     log = f"; Xids in the kernel log: {', '.join(map(str, xids))}" if xids else ""
     return snapshot.finding(

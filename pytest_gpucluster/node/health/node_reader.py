@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.nvml import NotAvailable, Nvml
 from pytest_gpucluster.node.nvml_queries import keys
 from pytest_gpucluster.node.processes import Process, find_process
+from pytest_gpucluster.node.sysfs import Tree
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.node.health.node_reader_process")
 """The command line. Tests replace it by one with simulated GPUs."""
@@ -165,22 +165,16 @@ def read_host_load(tree: Tree) -> dict[str, Any]:
 
     Source: proc_loadavg(5); proc_stat(5), whose guest times are counted in user and nice already; proc_meminfo(5).
     """
-    load = re.match(r"([\d.]+) ([\d.]+) ([\d.]+) ", tree.text("/proc/loadavg") or "")
     times = re.match(r"cpu +((?:\d+ ?)+)", tree.text("/proc/stat") or "")
     ticks = [int(number) for number in times[1].split()][:8] if times else []
     online = tree.numbers("/sys/devices/system/cpu/online")
     is_complete = len(ticks) >= 5
     return {
-        "load": [float(number) for number in load.groups()] if load else None,
+        "load": tree.load(),
         "cpus": None if online is None else len(online),
         # user nice system idle iowait irq softirq steal
         "busy_ticks": sum(ticks) - ticks[3] - ticks[4] if is_complete else None,
         "all_ticks": sum(ticks) if is_complete else None,
-        "memory_total_bytes": _bytes(tree, "MemTotal"),
-        "memory_available_bytes": _bytes(tree, "MemAvailable"),
+        "memory_total_bytes": tree.meminfo("MemTotal"),
+        "memory_available_bytes": tree.meminfo("MemAvailable"),
     }
-
-
-def _bytes(tree: Tree, name: str) -> int | None:
-    found = re.search(rf"^{name}:\s+(\d+) kB", tree.text("/proc/meminfo") or "", re.MULTILINE)
-    return int(found[1]) * 1024 if found else None

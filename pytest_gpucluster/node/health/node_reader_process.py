@@ -28,8 +28,8 @@ from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node import infiniband
 from pytest_gpucluster.node.health import node_reader
 from pytest_gpucluster.node.health.sampler_process import wait_for_end
-from pytest_gpucluster.node.limits import Tree
 from pytest_gpucluster.node.nvml import Nvml, PyNvml
+from pytest_gpucluster.node.sysfs import Tree
 
 Write = Callable[[Mapping[str, Any]], None]
 

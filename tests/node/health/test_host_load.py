@@ -8,7 +8,7 @@ from pathlib import Path
 from each import of_each
 
 from pytest_gpucluster.node.health.node_reader import read_host_load
-from pytest_gpucluster.node.limits import Tree
+from pytest_gpucluster.node.sysfs import Tree
 
 FILES = {
     "proc/loadavg": "12.30 11.00 9.80 3/1234 999\n",
