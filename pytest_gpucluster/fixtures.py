@@ -111,7 +111,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
 
     All measurements of a test, from all ranks, are judged together at the end of its call phase, against the limits
     for this SKU and topology. A metric without a limit is an error, unless ``record_only=True``. Further keywords are
-    labels: they tell the values of a sweep apart and choose among limits.
+    labels: they distinguish the values of a sweep and choose among limits.
     """
     from pytest_gpucluster.metrics import measurement
 
@@ -152,7 +152,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
 
 @pytest.fixture(scope="session")
 def workload(request: pytest.FixtureRequest) -> Workload:
-    """The sizes, shapes and times to measure with: the profile in force of the ``workloads.yaml`` beside the tests,
+    """The sizes, shapes and times to measure with: the profile in force of the ``workloads.yaml`` next to the tests,
     with ``--gpucluster-workload`` laid over it. An attribute for each section of the file: matmul, hbm, all_reduce
     (its key is nccl.all_reduce), health."""
     found = _run(request).running.workload
@@ -167,9 +167,9 @@ def workload(request: pytest.FixtureRequest) -> Workload:
 
 @pytest.fixture(scope="session")
 def telemetry(request: pytest.FixtureRequest) -> Telemetry:
-    """Watch the GPU while it is measured: ``window = telemetry()`` is a context manager to be held open meanwhile, and
-    ``measure(..., telemetry=window.summary())`` puts its clocks, power, temperature, utilisation and throttle reasons
-    on record. On cpu a window does nothing and its summary is empty. What NVML does not tell never fails a test: the
+    """Watch the GPU while it is measured: ``window = telemetry()`` is a context manager for the measurement, and
+    ``measure(..., telemetry=window.summary())`` records its clocks, power, temperature, utilisation and throttle
+    reasons. On cpu a window does nothing and its summary is empty. What NVML does not report never fails a test: the
     summary names it. The whole body of every test is watched in any case."""
     return _run(request).monitor.window
 

@@ -30,7 +30,7 @@ _MARKERS = (
     "needs_peak(name): does not run where the data sheet of the GPU has no such peak, such as fp8_tflops",
     "needs_data(name): does not run without --gpucluster-data name=PATH",
     "needs_scheduler(name): does not run but in a job of this scheduler: slurm or kubernetes",
-    "isolate: when it fails, find the nodes, GPUs or links that are to blame, by probes of smaller groups",
+    "isolate: when it fails, find the faulty nodes, GPUs or links, by probes of smaller groups",
     "deadline(seconds): the longest that one phase of this test may take, instead of --gpucluster-deadline",
     "first(place): runs before every test without this marker, in the order of the numbers, without one after those",
     "soak: runs for a long time, after all tests without this marker",
@@ -122,7 +122,7 @@ class Hooks:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Refuse tests that cannot be run as they are, before anybody hears of them."""
-        self._session.look_over(session)
+        self._session.check_items(session)
 
     def pytest_report_collectionfinish(self) -> list[str]:
         """Say what will be measured with."""
@@ -151,7 +151,7 @@ class Hooks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        """Put the start of a test in a worker on record."""
+        """Record the start of a test in a worker."""
         self._session.started(nodeid, location)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -186,7 +186,7 @@ class Hooks:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Keep what the ranks agreed on beside the report."""
+        """Keep what the ranks agreed on with the report."""
         from pytest_gpucluster.session.phases import ON_TRIAL
 
         report = yield
@@ -204,8 +204,8 @@ class Hooks:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> Generator[None, Status, Status]:
         """Show what broke the run as an error, not as a failure of the hardware."""
-        told = yield
-        return self._session.status(report, told)
+        status = yield
+        return self._session.status(report, status)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
@@ -220,14 +220,14 @@ class Hooks:
 
 
 class WorkerHooks:
-    """What pytest-xdist tells the controller of its workers."""
+    """What pytest-xdist reports to the controller of its workers."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker, before it is started, what the controller has started for all of them."""
+        """Pass to a worker, before it is started, what the controller has started for all of them."""
         node.workerinput.update(self._controller.worker_input())
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:

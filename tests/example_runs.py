@@ -175,7 +175,9 @@ def _cluster(is_well: bool) -> tuple[list[dict[str, Any]], Callable[[Path], None
         run.test(CHECKPOINT, run.values("checkpoint.verified", 1, unit="ratio", exact=True, file_system="lustre"))
     else:
         pid = run.who[LOST_RANK]["pid"]
-        run.lose(THROUGHPUT, LOST_RANK, f"process {pid} is gone without a word (the last it did: call of {THROUGHPUT})")
+        run.lose(
+            THROUGHPUT, LOST_RANK, f"process {pid} has exited without a message (the last it did: call of {THROUGHPUT})"
+        )
     run.end(properties=[("site", "hall 3"), ("ticket", "OPS-1234")])
 
     def leave(folder: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pytest_gpucluster.agreement import exchange, hang_diagnosis
 from pytest_gpucluster.agreement.exchange import AbortReason, post_event
 from pytest_gpucluster.agreement.hang_diagnosis import Culprit
-from pytest_gpucluster.agreement.liveness import Vitals
+from pytest_gpucluster.agreement.liveness import Liveness
 from pytest_gpucluster.agreement.store import Store
 
 
@@ -36,7 +36,7 @@ class WatchedPhase:
     released_since: float | None = None
     culprits: dict[int, Culprit] = field(default_factory=dict)
     too_slow: str = ""
-    """Why it is only slow, in a rehearsal: nobody is to blame. Rank 0 knows."""
+    """Why it is only slow, in a rehearsal, so that there is no culprit. Known on rank 0."""
     late: str = ""
     """Which deadline it has missed, in words. Rank 0 knows."""
     stuck: bool = False
@@ -57,22 +57,22 @@ _REHEARSED_ANSWER_SECONDS = 3.0
 class Deadline:
     """The steps after a missed deadline, one at each look of rank 0's watcher; none of them blocks.
 
-    In a rehearsal on cpu it is told apart whether the ranks hang, or are only too slow.
+    In a rehearsal on cpu, ranks that hang are distinguished from ranks that are only too slow.
     """
 
     def __init__(
         self,
         *,
         store: Store,
-        vitals: Vitals,
+        liveness: Liveness,
         names: Mapping[int, str],
         stuck_seconds: float,
         end_at_once: Callable[[AbortReason], None],
         rehearsal: bool = False,
     ) -> None:
         self._store = store
-        self._vitals = vitals
-        self._who = vitals.who
+        self._liveness = liveness
+        self._who = liveness.who
         self._names = names
         self._stuck_seconds = stuck_seconds
         self._end_at_once = end_at_once
@@ -115,7 +115,7 @@ class Deadline:
             rank: hang_diagnosis.Where.from_json(rank, json.loads(self._store.get(f"where/{phase.number}/{rank}")))
             for rank in answered
         }
-        silent = {rank: self._vitals.describe_silence(rank) for rank in missing if rank not in answered}
+        silent = {rank: self._liveness.describe_silence(rank) for rank in missing if rank not in answered}
         found: dict[int, hang_diagnosis.Culprit] = {}
         if self._rehearsal:
             phase.too_slow = hang_diagnosis.too_slow(
@@ -143,11 +143,11 @@ class Deadline:
         phase.stuck = True
         for rank in missing:
             if rank != 0 and not self._store.check([f"where/{phase.number}/{rank}"]):
-                state = self._vitals.describe_silence(rank)  # by now more may be known of it
+                state = self._liveness.describe_silence(rank)  # by now more may be known of it
                 phase.culprits[rank] = hang_diagnosis.silent_culprit(state)
         names = ", ".join(self._names[rank] for rank in missing)
-        told = "; ".join(c.message for rank, c in phase.culprits.items() if rank in missing)
-        message = f"{names} cannot be released from {phase.label}" + (f": {told}" if told else "")
+        causes = "; ".join(c.message for rank, c in phase.culprits.items() if rank in missing)
+        message = f"{names} cannot be released from {phase.label}" + (f": {causes}" if causes else "")
         abort = AbortReason(name="rank stuck", message=message, exit=11, culprits=list(missing))
         if 0 in missing:
             self._end_at_once(abort)

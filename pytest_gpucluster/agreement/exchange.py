@@ -92,7 +92,7 @@ class Exchange:
         try:
             verdict = {_APART: apart} if apart is not None else decide(bodies)
         except BaseException:
-            self._publish(number, {"ended": True})  # nobody must wait for a verdict that will not come
+            self._publish(number, {"ended": True})  # no rank must wait for a verdict that will not come
             raise
         self._publish(number, verdict)
         return verdict
@@ -159,7 +159,7 @@ def answer_verdict(store: Store, number: int, body: Body) -> None:
 
 
 def arrived(store: Store, number: int, rank: int) -> bool:
-    """Tell whether ``rank`` has posted its outcome of exchange ``number``."""
+    """Return whether ``rank`` has posted its outcome of exchange ``number``."""
     return store.check([key_of(number, rank)])
 
 
@@ -223,7 +223,7 @@ class Merged:
     culprits: Sequence[int] = ()
     released: Sequence[int] = ()
     ranks: Sequence[Mapping[str, Any]] = field(default=())
-    dirty: bool = False
+    group_invalid: bool = False
     """Ranks may have been left in different places: the process group must be made anew."""
     table: str = ""
     """What was measured, for the terminal; reports make their own from the journal."""
@@ -233,7 +233,7 @@ class Merged:
     """It is skipped because this machine is too slow for a rehearsal."""
     judged: bool = False
     """The text has what pytest's own traceback lacks: the judgement on the measurements, or a fault that was counted
-    beside the failure."""
+    in addition to the failure."""
 
 
 def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinished: str = "") -> Merged:
@@ -242,7 +242,7 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     Args:
         outcomes: one for each rank of the world; a rank that never answered has an outcome of "lost" or "hung".
         names: rank -> how to call it, with host and GPU.
-        unfinished: why ranks were released when none of them is to blame, such as a deadline.
+        unfinished: why ranks were released when none of them is the culprit, such as a deadline.
     """
     outcomes = _cut_explained(outcomes)
     released = _ranks_of(outcomes, "released")
@@ -266,7 +266,7 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
             text="\n\n".join(_folded(_of(outcomes, "released"), names)) or message,
             released=released,
             ranks=ranks,
-            dirty=True,
+            group_invalid=True,
         )
     # A lost rank explains what follows from it; then what is a verdict about hardware; then the rest.
     order = {"lost": 0, "hung": 1, "failed": 2, "error": 3}
@@ -281,7 +281,7 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     message += f" (and {others} more failing)" if others else ""
     parts = _folded(bad, names)
     if released:
-        parts.append(f"Released because of this, not to blame: {rank_ranges(released)}.")
+        parts.append(f"Released because of this, not culprits: {rank_ranges(released)}.")
     return Merged(
         outcome="failed" if any(o.outcome == "failed" for o in bad) else "error",
         message=first_line(message),
@@ -290,7 +290,7 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
         culprits=[] if shared else sorted(o.rank for o in bad),
         released=released,
         ranks=ranks,
-        dirty=True,
+        group_invalid=True,
         shared=shared,
     )
 
@@ -310,13 +310,13 @@ def rehearsed_too_slowly(why: str, *, released: Sequence[int] = (), ranks: Seque
         text=message,
         released=released,
         ranks=ranks,
-        dirty=bool(released),
+        group_invalid=bool(released),
         too_slow=True,
     )
 
 
 def _cut_explained(outcomes: Sequence[RankOutcome]) -> Sequence[RankOutcome]:
-    """A rank whose peer was gone suffers from what happened to that peer. If nobody knows of that, it is the error."""
+    """A rank whose connection was cut suffers from what happened to its peer. If that is unknown, the cut is."""
     explained = any(o.outcome in ("failed", "error", "hung", "lost", "skipped", "slow") for o in outcomes)
     outcome = "released" if explained else "error"
     return [replace(o, outcome=outcome) if o.outcome == "cut" else o for o in outcomes]
@@ -348,7 +348,7 @@ def _disagreeing_skip(
         culprits=quiet,
         released=_ranks_of(outcomes, "released"),
         ranks=ranks,
-        dirty=True,
+        group_invalid=True,
     )
 
 
@@ -356,7 +356,7 @@ def _folded(bad: Sequence[RankOutcome], names: Mapping[int, str]) -> list[str]:
     """Return one section for each different failure: a thousand equal tracebacks are one."""
     groups: dict[tuple[str, str], list[RankOutcome]] = {}
     for outcome in bad:
-        # The addresses of objects differ in each process and tell nothing.
+        # The addresses of objects differ in each process.
         text = _ADDRESS.sub("0x…", outcome.text or outcome.message)
         groups.setdefault((outcome.outcome, text), []).append(outcome)
     sections = []

@@ -157,7 +157,7 @@ def recorded_operations(since_ns: int) -> list[Operation]:
 def _group_of(entry: Mapping[str, Any]) -> str:
     """Return a group's description; its name where it has none, for then all such groups are described alike.
 
-    Source: torch/distributed/distributed_c10d.py, _new_process_group_helper: it is "undefined" where nobody gave one.
+    Source: torch/distributed/distributed_c10d.py, _new_process_group_helper: it is "undefined" where none was given.
     """
     words: list[str] = [word for word in entry["process_group"] or () if word]
     described = [word for word in words[1:] if word != "undefined"]
@@ -211,8 +211,8 @@ def too_slow(
 
     It is slow if each rank that has not finished answers, and computes, or waits in a collective that was entered
     within the last quarter of the time; and one of them computes. A rank that waits in a collective for longer, in what
-    no recorder knows, in another collective than its peers, or in one that a rank has finished without, tells of a
-    hang, whatever the others do.
+    no recorder knows, in another collective than its peers, or in one that a rank has finished without, means a hang,
+    whatever the others do.
 
     Args:
         wheres: every rank that answered.
@@ -237,7 +237,7 @@ def too_slow(
 
 
 def _contradict(pending: Sequence[Operation], finished: Sequence[Where]) -> bool:
-    """Tell whether no time will do: two of the same number in a group differ, or a member has finished without one."""
+    """Return whether waiting is in vain: two of one number in a group differ, or a member finished without one."""
     names: dict[tuple[str, int], str] = {}
     recorded = [o for o in pending if o.group != _UNRECORDED]
     if any(names.setdefault((o.group, o.sequence), o.name) != o.name for o in recorded):
@@ -254,22 +254,22 @@ class Culprit:
 
 
 def silent_culprit(state: str) -> Culprit:
-    """Return what is said of a rank that does not answer; ``state`` is that of its process, as seen from outside."""
+    """Describe a rank that does not answer; ``state`` is that of its process, as seen from outside."""
     return Culprit(message=f"does not answer ({state})", text=f"The process does not answer: {state}.")
 
 
 def culprits(wheres: Mapping[int, Where], silent: Mapping[int, str], *, missing: Sequence[int]) -> dict[int, Culprit]:
-    """Return the ranks to blame for a phase that did not end in time.
+    """Return the culprits of a phase that did not end in time.
 
     Args:
         wheres: every rank that answered, also those that have long finished the phase.
         silent: rank -> state of its process, for those that did not answer.
         missing: the ranks that have not finished the phase.
 
-    A rank that does not even answer is to blame; else one that is stuck outside of any collective; else one that
+    A rank that does not even answer is the culprit; else one that is stuck outside of any collective; else one that
     finished without, or entered another collective than, what most others of its group wait in, or of as many the one
-    that is behind; else, across groups, one that waits elsewhere than most. Where nothing tells who is right, as of two
-    ranks in two collectives, the ranks of both are named.
+    that is behind; else, across groups, one that waits elsewhere than most. Where it cannot be decided which rank is
+    right, as of two ranks in two collectives, the ranks of both are named.
     """
     found = {rank: silent_culprit(state) for rank, state in silent.items() if rank in missing}
     stuck = {rank: where for rank, where in wheres.items() if rank in missing}
@@ -292,41 +292,41 @@ def _left_behind(wheres: Mapping[int, Where], stuck: Mapping[int, Where]) -> dic
     for operation in waits:
         by_group.setdefault(operation.group, []).append(operation)
     right = {group: _furthest(_most_waited(operations, waits)) for group, operations in by_group.items()}
-    said: dict[int, str] = {}
+    messages: dict[int, str] = {}
     for operation, ranks in waits.items():
         others = _others(operation, right[operation.group], waits)
         if others:
-            said |= dict.fromkeys(ranks, f"waits in {operation.name} #{operation.sequence}, while {others}")
+            messages |= dict.fromkeys(ranks, f"waits in {operation.name} #{operation.sequence}, while {others}")
     everywhere = [operation for operations in right.values() for operation in operations]
     for rank in wheres.keys() - stuck.keys():
         lacks = _lacks(wheres[rank], everywhere)
         if lacks:
-            told = [f"{_told(o)}, where {_waiters(o, waits)}" for o in lacks[:_SHOWN_OTHERS]]
-            said[rank] = f"finished without entering {_together(told, of=len(lacks))}"
-    if not said:
+            missing = [f"{_describe(o)}, where {_waiters(o, waits)}" for o in lacks[:_SHOWN_OTHERS]]
+            messages[rank] = f"finished without entering {_join(missing, of=len(lacks))}"
+    if not messages:
         most = _most_waited(everywhere, waits)
         for operation, ranks in waits.items():
             others = _others(operation, most, waits)
             if others:
-                said |= dict.fromkeys(ranks, f"waits in {_told(operation)}, while {others}")
-    return {rank: Culprit(message=said[rank], text=wheres[rank].describe()) for rank in sorted(said)}
+                messages |= dict.fromkeys(ranks, f"waits in {_describe(operation)}, while {others}")
+    return {rank: Culprit(message=messages[rank], text=wheres[rank].describe()) for rank in sorted(messages)}
 
 
 def _others(operation: Operation, right: Sequence[Operation], waits: Mapping[Operation, Sequence[int]]) -> str:
-    """Return who waits in what should have been entered in place of this; nothing if nobody does."""
+    """Describe the ranks that wait in what should have been entered in place of this; empty if none does."""
     others = list(itertools.islice((o for o in right if o != operation), _SHOWN_OTHERS))
-    told = [f"{_waiters(o, waits)} in {_told(o)}" for o in others]
-    return _together(told, of=len(right) - (operation in right)) if told else ""
+    waiting = [f"{_waiters(o, waits)} in {_describe(o)}" for o in others]
+    return _join(waiting, of=len(right) - (operation in right)) if waiting else ""
 
 
 def _most_waited(operations: Sequence[Operation], waits: Mapping[Operation, Sequence[int]]) -> list[Operation]:
-    """Return where most ranks wait: there all should be. Where as many wait in several, nothing tells who is right."""
+    """Return where most ranks wait, and all should: several, where as many ranks wait in each."""
     most = max(len(waits[o]) for o in operations)
     return [o for o in operations if len(waits[o]) == most]
 
 
 def _furthest(operations: Sequence[Operation]) -> list[Operation]:
-    """Return those of one group that nobody is ahead of."""
+    """Return those of one group that no rank is ahead of."""
     furthest = max(o.sequence for o in operations)
     return [o for o in operations if o.sequence == furthest]
 
@@ -338,8 +338,8 @@ def _lacks(where: Where, operations: Sequence[Operation]) -> list[Operation]:
     return [o for o in lacks if where.entered(o.group)] or lacks
 
 
-def _together(told: Sequence[str], *, of: int) -> str:
-    return " and ".join([*told, *([f"{of - len(told)} more"] if of > len(told) else [])])
+def _join(parts: Sequence[str], *, of: int) -> str:
+    return " and ".join([*parts, *([f"{of - len(parts)} more"] if of > len(parts) else [])])
 
 
 def _waiters(operation: Operation, waits: Mapping[Operation, Sequence[int]]) -> str:
@@ -347,7 +347,7 @@ def _waiters(operation: Operation, waits: Mapping[Operation, Sequence[int]]) -> 
     return f"{rank_ranges(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
 
 
-def _told(operation: Operation) -> str:
+def _describe(operation: Operation) -> str:
     return f"{operation.name} #{operation.sequence} of group {operation.group}"
 
 
@@ -367,18 +367,18 @@ _PREFIX = "gpucluster-fault-"
 
 
 class FaultFile:
-    """The file of this process, and a folder beside it. Both are removed at an orderly end.
+    """The file of this process, and a folder next to it. Both are removed at an orderly end.
 
     Attributes:
         path: of the file.
-        cache: of the folder, for pytest's cache of ranks above 0. Whoever writes to it makes it.
+        cache: of the folder, for pytest's cache of ranks above 0. The first writer makes it.
     """
 
     def __init__(self) -> None:
         # Numbers of processes come again, also for other users: a file that somebody left must not be in the way.
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.txt"
         self.path = Path(tempfile.gettempdir()) / name
-        self.cache = cache_beside(self.path)
+        self.cache = cache_folder(self.path)
         self._file: IO[str] | None = None
 
     def open(self) -> IO[str]:
@@ -398,7 +398,7 @@ class FaultFile:
         shutil.rmtree(self.cache, ignore_errors=True)
 
 
-def cache_beside(path: Path) -> Path:
+def cache_folder(path: Path) -> Path:
     """Return the folder of the process whose file this is."""
     return path.with_suffix(".cache")
 
@@ -409,7 +409,7 @@ def remove_left(path: str) -> None:
     if left.name.startswith(_PREFIX):
         with contextlib.suppress(OSError):  # of another user, or on a file system that is gone: it does no harm there
             left.unlink(missing_ok=True)
-        shutil.rmtree(cache_beside(left), ignore_errors=True)
+        shutil.rmtree(cache_folder(left), ignore_errors=True)
 
 
 def fatal_error(text: str) -> str:

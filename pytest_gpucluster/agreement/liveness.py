@@ -44,13 +44,13 @@ def process_state(pid: int) -> str:
 
 
 def computes(seconds: float = 0.25) -> bool:
-    """Tell whether this process's main thread, or a descendant of this process, uses a CPU.
+    """Return whether this process's main thread, or a descendant of this process, uses a CPU.
 
     It does if one of these threads is running or waits for a CPU in most of five looks, or if all of them together have
     used a tenth of the time. Other threads of this process are left out: they may spin while the main thread hangs.
 
     Args:
-        seconds: how long to look; the caller waits so long, and must not be the main thread.
+        seconds: how long to look, which is how long the caller waits; it must not be the main thread.
 
     Source: proc(5), stat fields 3, 14 and 15, and task/TID/children.
     """
@@ -72,7 +72,7 @@ def _working_threads() -> dict[int, tuple[str, int]]:
     waiting = [own]
     while waiting:
         pid = waiting.pop()
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended
             for task in Path(f"/proc/{pid}/task").iterdir():
                 waiting += [int(child) for child in (task / "children").read_text().split()]
                 if pid != own or int(task.name) == own:
@@ -93,7 +93,7 @@ class Siblings:
             try:
                 fd = os.pidfd_open(facts["pid"])
             except OSError:
-                continue  # it has ended meanwhile: its frozen heartbeat will tell
+                continue  # it has ended: its frozen heartbeat will show it
             # The same host name may hide another pid namespace (a container for each rank), or the number may have
             # been given to another process. Compared once the pidfd holds it, so that it cannot change any more.
             if start_time(facts["pid"]) != facts["start_time"]:
@@ -170,7 +170,7 @@ class Heartbeats:
         return time.monotonic() - self._last[rank][1]
 
 
-class Vitals:
+class Liveness:
     """What this process knows of the lives of the ranks that it watches."""
 
     def __init__(self, who: Mapping[int, Mapping[str, Any]], rank: int) -> None:
@@ -180,7 +180,7 @@ class Vitals:
         self.heartbeats = Heartbeats([peer for peer in who if peer != rank] if rank == 0 else [0])
 
     def is_here(self, rank: int) -> bool:
-        """Tell whether a rank's process can be seen from this one."""
+        """Return whether a rank's process can be seen from this one."""
         return rank in self.siblings.rank_fds
 
     def last_words(self, rank: int) -> str:

@@ -79,17 +79,17 @@ def problems(
     """Compare the ranks that reported with each other and with what was declared.
 
     Args:
-        who: rank -> what it said of itself; ranks that never reported are not in it.
+        who: rank -> what it reported of itself; ranks that never did are not in it.
         facts: rank 0's facts. Only what is common to all ranks is read.
         expectation: of ``--gpucluster-expect``. It overrides the scheduler's allocation.
         device: in a rehearsal on cpu nothing is asked of GPUs; the declared GPUs are counted as ranks.
         sku_of: NVML name -> SKU of the limits file, so that an expected SKU may also be named as there.
 
     Returns:
-        Every problem, the most telling first; empty where the run may start.
+        Every problem, the most helpful first; empty where the run may start.
     """
     found = [*_missing(who, facts), *_strangers(who, facts), *_shape(who, facts, expectation)]
-    # A shortage of ranks is told once, not again for each of its nodes.
+    # A shortage of ranks is reported once, not again for each of its nodes.
     complete = not found
     if device == "cuda":
         found += _shared_gpus(who)
@@ -104,7 +104,7 @@ def problems(
 
 
 def sku_matches(expected: str, gpu_name: str, sku: str | None = None) -> bool:
-    """Tell whether a GPU is of the expected SKU: every word of it is in the GPU's name or in the limits' SKU.
+    """Return whether a GPU is of the expected SKU: every word of it is in the GPU's name or in the limits' SKU.
 
     ``H100`` and ``H100-80GB`` match ``NVIDIA H100 80GB HBM3``; ``H200`` does not match ``NVIDIA GH200``. A
     slice of a GPU (MIG) matches only where MIG was asked for.
@@ -134,7 +134,7 @@ def _missing_by_node(missing: list[int], who: Mapping[int, Who], facts: RankFact
     per_node, rest = divmod(facts.world_size, facts.nnodes)
     numbered = rest == 0 and all(they.get("node_rank") == rank // per_node for rank, they in who.items())
     if not numbered:
-        # Uneven nodes, or ranks dealt out in another order: nobody knows where a silent rank is.
+        # Uneven nodes, or ranks dealt out in another order: it is unknown where a silent rank is.
         yield f"{rank_ranges(missing)} never reported"
         return
     nodes: dict[int, list[int]] = defaultdict(list)
@@ -235,7 +235,7 @@ def _shared_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
 
 
 def _unknown_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
-    """What NVML could not tell was not compared, and what was not compared is not accepted."""
+    """What NVML could not answer was not compared, and what was not compared is not accepted."""
     without = [rank for rank, they in sorted(who.items()) if not they.get("gpu")]
     if without:
         yield _problem(
@@ -263,7 +263,7 @@ def gpus_without_a_rank(who: Mapping[int, Who], facts: RankFacts, expectation: E
     Fewer may be declared: by an expectation, by the scheduler's allocation, or by CUDA_VISIBLE_DEVICES.
 
     Args:
-        who: rank -> what it said of itself.
+        who: rank -> what it reported of itself.
         facts: rank 0's facts. Only what is common to all ranks is read.
         expectation: what was declared.
     """
@@ -317,7 +317,7 @@ def _gpus_of_nodes(
         used = {they["gpu"]["uuid"] for they in map(who.__getitem__, ranks) if they.get("gpu")}
         counted = max(int(who[rank].get("node_gpus") or 0) for rank in ranks)
         if not complete and counted <= 1:
-            # Each rank is shown its own GPU alone: the GPUs of silent ranks cannot be told from missing ones.
+            # Each rank is shown its own GPU alone: the GPUs of silent ranks look the same as missing ones.
             continue
         present = max(len(used), counted)
         place = f"{_host(who[ranks[0]])} (node_rank {node})"
@@ -375,12 +375,12 @@ def _versions(who: Mapping[int, Who]) -> Iterator[Problem]:
 
 
 def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
-    """Hold what was given to train with against each other, and tell what is not there. A rank's ``inputs`` are
-    ``told`` (option -> value) and ``problems``."""
-    told = {rank: (they.get("inputs") or {}).get("told", {}) for rank, they in sorted(who.items())}
-    for option in dict.fromkeys(option for options in told.values() for option in options):
+    """Compare the inputs of training between the ranks, and report what is not there. A rank's ``inputs`` are
+    ``values`` (option -> value) and ``problems``."""
+    inputs = {rank: (they.get("inputs") or {}).get("values", {}) for rank, they in sorted(who.items())}
+    for option in dict.fromkeys(option for options in inputs.values() for option in options):
         values: dict[str, list[int]] = defaultdict(list)
-        for rank, options in told.items():
+        for rank, options in inputs.items():
             values[options.get(option, "not given")].append(rank)
         if len(values) > 1:
             yield _deviation(option, values, who, "start every rank with the same options, environment and ini file")
@@ -406,12 +406,12 @@ def _deviation(what: str, values: Mapping[str, list[int]], who: Mapping[int, Who
     """Name the few against the many. Among equally many, the lowest rank's value counts as the usual one."""
     usual = max(values, key=lambda value: (len(values[value]), -values[value][0]))
     deviants = {value: ranks for value, ranks in values.items() if value != usual}
-    told = "; ".join(
+    others = "; ".join(
         f"{_plain(value)!r} on {rank_ranges(ranks)} ({_hosts(ranks, who)})" for value, ranks in deviants.items()
     )
     return _problem(
         sorted(rank for ranks in deviants.values() for rank in ranks),
-        f"{what} differs between ranks: {told}; the other {_count(len(values[usual]), 'rank')}"
+        f"{what} differs between ranks: {others}; the other {_count(len(values[usual]), 'rank')}"
         f" {'has' if len(values[usual]) == 1 else 'have'} {_plain(usual)!r}",
         [],
         remedy,

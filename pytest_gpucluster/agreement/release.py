@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ABORT_SECONDS = 10.0
 """All groups of a process together are aborted by then. Source: this suite's rule, equal to the timeout ``stuck``: the
-run ends where a rank has not come back so long after its release."""
+run ends where a rank has not come back this long after its release."""
 
 ENVIRONMENT = {
     # torchrun exports 1: at the first timeout the watchdog would then kill the process, and its report with it.
@@ -74,7 +74,7 @@ class NcclReleaser:
     def release(self) -> None:
         """Abort the default group and all groups made from it at once: torch keeps all of them in one register.
 
-        A group that is still in the making is in no register yet; its sockets must be shut down beside this.
+        A group that is still in the making is in no register yet; its sockets must be shut down as well.
 
         A second call while the first is under way returns at once; one that failed may be tried again.
 
@@ -145,7 +145,7 @@ class _Abort(threading.Thread):
         """Abort the group."""
         try:
             self._group.abort()
-        except Exception as error:  # told by the thread that waits for this one
+        except Exception as error:  # reported by the thread that waits for this one
             self.why = f"{type(error).__name__}: {error}"
 
 
@@ -174,7 +174,7 @@ class SocketReleaser:
 
     @property
     def making_group(self) -> bool:
-        """Tell whether a block of :meth:`taking` is open."""
+        """Return whether a block of :meth:`taking` is open."""
         return self._making is not None
 
     @contextlib.contextmanager
@@ -194,12 +194,12 @@ class SocketReleaser:
             self._take(making)
         for fd, inode in list(self._sockets.items()):
             try:
-                # The number may have been given to another file since: the inode tells.
+                # The number may have been given to another file since: the inode shows it.
                 if os.readlink(f"{_FDS}/{fd}") != inode:
                     continue
                 connection = socket.socket(fileno=os.dup(fd))
             except OSError:
-                continue  # closed in the meantime: nobody waits on it any more
+                continue  # closed in the meantime: no thread waits on it any more
             with connection, contextlib.suppress(OSError):  # the peer was faster
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -259,7 +259,7 @@ class Releaser(Protocol):
 
     @property
     def making_group(self) -> bool:
-        """Tell whether the main thread is inside the making of a process group, where no flight recorder looks."""
+        """Return whether the main thread is inside the making of a process group, where no flight recorder looks."""
 
     def release(self) -> None:
         """Make the blocked call return or raise. Safe to call again, and after the call has ended by itself."""

@@ -26,7 +26,7 @@ _RANKS_PER_STEP = 128
 """Above this many ranks each asks less often, so that the store's load stays what it is at this many."""
 _VERDICT_MARGIN_SECONDS = 60.0
 SLOW_CONNECT_SECONDS = 5.0
-"""From here on it is told. Source: this suite's rule; a resolver asks again after 5 s (resolv.conf(5), timeout)."""
+"""From here on it is reported. Source: this suite's rule; a resolver asks again after 5 s (resolv.conf(5), timeout)."""
 Who = Mapping[str, Any]
 
 
@@ -118,7 +118,7 @@ def _report(
         return RollCall(hosts=hosts, who=who, shared=shared)
     deadline = time.monotonic() + timeout_seconds + _VERDICT_MARGIN_SECONDS
     next_look = time.monotonic() + _LOOK_SECONDS
-    # Not in one blocking call, so that SIGTERM is heard meanwhile; nor in short ones, of which each one is a warning.
+    # Not in one blocking call, so that SIGTERM is handled; nor in short ones, each of which logs a warning.
     while not store.check(["join"]):
         if time.monotonic() >= deadline:
             raise StoreError(
@@ -170,7 +170,7 @@ class Refused(PreflightError):
 def _wait_for_all(
     store: Store, facts: RankFacts, timeout_seconds: float, is_hopeless: Callable[[], bool]
 ) -> dict[int, Who]:
-    # In small steps instead of one blocking call, so that Ctrl-C and SIGTERM are heard meanwhile.
+    # In small steps instead of one blocking call, so that Ctrl-C and SIGTERM are handled during the wait.
     deadline = time.monotonic() + timeout_seconds
     next_look = time.monotonic() + _LOOK_SECONDS
     while store.add("who/count", 0) < facts.world_size and time.monotonic() < deadline:
@@ -262,12 +262,12 @@ def workload_disagreement(
     key, value, other = differences[0]
     more = f" (and {len(differences) - 1} more keys)" if len(differences) > 1 else ""
     message = first_line(f"different workloads: {who} {verb} {key} {value}, and {names[first]} has {other}{more}")
-    told = []
+    details = []
     for differences, ranks in groups.items():
         who = ", ".join(names[rank] for rank in ranks[:_SHOWN]) + (", …" if len(ranks) > _SHOWN else "")
-        told.append("\n".join([f"{names[first]} against {who}:", *(f"{k}: {b} | {a}" for k, a, b in differences)]))
+        details.append("\n".join([f"{names[first]} against {who}:", *(f"{k}: {b} | {a}" for k, a, b in differences)]))
     hint = "The same workloads.yaml must lie on every host, and every rank must get the same --gpucluster-workload."
-    return message, "\n\n".join([*told, hint])
+    return message, "\n\n".join([*details, hint])
 
 
 def _without(node_ids: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
@@ -277,11 +277,11 @@ def _without(node_ids: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
 
 def _diff(who: str, missing: Sequence[str], extra: Sequence[str]) -> str:
     lines = [f"rank 0 against {who}:"]
-    for sign, tests, told in (
+    for sign, tests, where in (
         ("-", missing, f"only on rank 0, missing on {who}"),
         ("+", extra, f"only on {who}"),
     ):
-        lines += [f"{sign} {node_id}    ({told})" for node_id in tests[:_SHOWN]]
+        lines += [f"{sign} {node_id}    ({where})" for node_id in tests[:_SHOWN]]
         if len(tests) > _SHOWN:
             lines.append(f"{sign} and {len(tests) - _SHOWN} more")
     return "\n".join(lines)

@@ -213,7 +213,7 @@ class Board:
     def read(self, name: str, ranks: Sequence[int], *, within_seconds: float) -> dict[int, Any]:
         """Return rank -> notice of those ranks that have left one within the time.
 
-        It looks in small steps instead of waiting in one call, so that what ends the test is heard meanwhile.
+        It looks in small steps instead of waiting in one call, so that what ends the test is handled during the wait.
 
         Raises: StoreError if the store has stopped answering.
         """

@@ -2,7 +2,7 @@
 
 Rank 0 starts it before any rank connects. It lives in its own session, so that it survives rank 0: the other ranks may
 still have to read why the run ended. It notifies them at once when rank 0 exits without a message, and it exits by
-itself when every rank has said goodbye, or some time after rank 0.
+itself when every rank has left, or some time after rank 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAST_WORDS_SECONDS = 0.2
 _POLL_SECONDS = 0.1
 _NO_LOOKUPS = "attempts:0"
 """For RES_OPTIONS: DNS is not asked at all. The store's only thread looks up the name of each address that connects,
-for torch's logs, one after the other, and answers nobody meanwhile. This process looks up nothing else.
+for torch's logs, one after the other, and answers no rank during the look-up. This process looks up nothing else.
 
 Source: resolv.conf(5), which RES_OPTIONS amends; torch/csrc/distributed/c10d/socket.cpp, formatSockAddr.
 """
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 def _outlive_rank_0(store: Store, world_size: int) -> None:
     if not store.check(["bye/0"]):
         exchange.post_event(
-            store, "lost", rank=0, message="its process is gone without a word (killed, or ended by os._exit)"
+            store, "lost", rank=0, message="its process has exited without a message (killed, or ended by os._exit)"
         )
     others = [f"bye/{rank}" for rank in range(1, world_size)]
     until = time.monotonic() + _LINGER_SECONDS

@@ -26,7 +26,7 @@ from pytest_gpucluster.agreement import exchange, hang_diagnosis
 from pytest_gpucluster.agreement.deadline import ANSWER_SECONDS, Deadline, WatchedPhase
 from pytest_gpucluster.agreement.exchange import AbortReason, EventLog, post_event
 from pytest_gpucluster.agreement.hang_diagnosis import remove_left
-from pytest_gpucluster.agreement.liveness import Vitals, computes
+from pytest_gpucluster.agreement.liveness import Liveness, computes
 from pytest_gpucluster.agreement.release import PythonReleaser, Releaser
 from pytest_gpucluster.agreement.store import Store
 from pytest_gpucluster.launch import detached_process
@@ -107,9 +107,9 @@ _GIL_DUMP_SECONDS = 2.5
 _LOST_BEFORE_TERM_SECONDS = 0.4
 """torchrun sends SIGTERM about 0.1 s after another rank's death: look that long for a death that explains it."""
 _SILENT_SECONDS = 4.0
-"""A rank 0 that is past a deadline and has not beaten for so long is stopped or holds the GIL: nobody hears of it."""
+"""A rank 0 that is past a deadline and has sent no heartbeat for this long is stopped or holds the GIL."""
 _BACKSTOP_SECONDS = 10.0
-"""Whatever else goes wrong with rank 0: so long after it should have given up, the others go on without it."""
+"""Whatever else goes wrong with rank 0: this long after it should have given up, the others go on without it."""
 
 
 def tick_seconds(world_size: int) -> float:
@@ -152,11 +152,11 @@ class Watch:
         self._early: list[Mapping[str, Any]] = []
         self._pipe = WakeupPipe()
         self._who = who
-        self._vitals = Vitals(who, facts.rank)
-        self._siblings, self._heartbeats = self._vitals.siblings, self._vitals.heartbeats
+        self._liveness = Liveness(who, facts.rank)
+        self._siblings, self._heartbeats = self._liveness.siblings, self._liveness.heartbeats
         self._deadline = Deadline(
             store=side,
-            vitals=self._vitals,
+            liveness=self._liveness,
             names=names,
             stuck_seconds=timeouts.stuck,
             end_at_once=self._end_at_once,
@@ -235,12 +235,12 @@ class Watch:
             return self._phase.late if self._phase.number == number else ""
 
     def unreleasable(self, number: int) -> bool:
-        """Tell whether a rank could not be released in a phase: the run cannot go on."""
+        """Return whether a rank could not be released in a phase: the run cannot go on."""
         with self._lock:
             return self._phase.number == number and self._phase.stuck
 
     def report_absence(self, store: Store, number: int, message: str) -> None:
-        """Tell the peers that this rank has failed or skipped, so that those who wait for it are released.
+        """Report to the peers that this rank has failed or skipped, so that those who wait for it are released.
 
         The first of them does: a thousand ranks that fail alike need no thousand events.
         """
@@ -252,17 +252,17 @@ class Watch:
 
     def end(self, abort: AbortReason) -> None:
         """End the run, from the main thread."""
-        self._end(abort, tell=True)
+        self._end(abort, broadcast=True)
 
     def agreed_to_end(self, abort: AbortReason) -> None:
-        """Take over an ending that the verdict of an exchange has told every rank."""
+        """Take over the reason that the verdict of an exchange has given to every rank."""
         with self._lock:
             if self.abort_reason is None:
                 self.abort_reason = abort
                 self._aborted_at = time.monotonic()
 
     def goodbye(self, reason: str) -> None:
-        """Say that this rank leaves on purpose: whoever finds it gone later will not call it lost."""
+        """Announce that this rank leaves on purpose, so that none calls it lost later."""
         with contextlib.suppress(RuntimeError):  # the store may be what has gone
             self._store.set(f"bye/{self._facts.rank}", reason)
 
@@ -327,7 +327,7 @@ class Watch:
             except RuntimeError as error:  # torch's DistError family: the store's connection is gone
                 self._store_gone(error)
                 return self._without_store()
-            except Exception as error:  # nobody else would ever learn that this rank is watched no more
+            except Exception as error:  # no other rank would learn that this one is watched no more
                 self._broken(error)
                 return self._without_store()
 
@@ -344,21 +344,21 @@ class Watch:
                 text=str(error),
                 exit=11,
             ),
-            tell=False,
+            broadcast=False,
         )
 
     def _broken(self, error: Exception) -> None:
         message = f"the watcher of {self._names[self._facts.rank]} broke: {type(error).__name__}: {error}"
         text = "".join(traceback.format_exception(error))
-        self._end(AbortReason(name="internal error", message=message, exit=3, text=text), tell=True)
+        self._end(AbortReason(name="internal error", message=message, exit=3, text=text), broadcast=True)
 
     # ---- what can happen -------------------------------------------------------------------------------------
 
     def _process_ended(self, rank: int) -> None:
         if self._store.check([f"bye/{rank}"]) or rank in self._lost:
             return
-        process = f"process {self._who[rank]['pid']} is gone without a word"
-        self._lose(rank, f"{process}{self._vitals.last_words(rank)}")
+        process = f"process {self._who[rank]['pid']} has exited without a message"
+        self._lose(rank, f"{process}{self._liveness.last_words(rank)}")
 
     def _lose(self, rank: int, why: str) -> None:
         if rank in self._lost:
@@ -367,7 +367,7 @@ class Watch:
         won = self._store.compare_set(f"lost/{rank}", "", str(self._facts.rank))
         if won.decode() == str(self._facts.rank):
             post_event(self._store, "lost", rank=rank, message=why)
-        self._end(self._loss(rank, why), tell=False)
+        self._end(self._loss(rank, why), broadcast=False)
 
     def _loss(self, rank: int, why: str) -> AbortReason:
         during = self._phase.label
@@ -381,7 +381,7 @@ class Watch:
         if signal.SIGINT in heard:
             who = self._names[self._facts.rank]
             message = f"interrupted (Ctrl-C) on {who} during {self._phase.label}"
-            self._end(AbortReason(name="interrupted", message=message, exit=2), tell=True)
+            self._end(AbortReason(name="interrupted", message=message, exit=2), broadcast=True)
         elif self._terminated_at is None:
             self._terminated_at = time.monotonic()
 
@@ -390,10 +390,10 @@ class Watch:
         phase = self._phase
         if kind == "lost":
             self._lost.add(event["rank"])
-            self._end(self._loss(event["rank"], event["message"]), tell=False)
+            self._end(self._loss(event["rank"], event["message"]), broadcast=False)
         elif kind == "end":
             stuck = self._facts.rank in event["culprits"] and event["name"] == "rank stuck"
-            self._end(AbortReason.from_json(event), tell=False)
+            self._end(AbortReason.from_json(event), broadcast=False)
             if stuck:
                 self._aborted_at -= self._timeouts.terminate - 2.0
         elif kind == "overdue":
@@ -436,7 +436,7 @@ class Watch:
         self._on_beat()
         if self._facts.agent_store and os.getppid() != self._parent:
             message = f"the launcher's agent on {self._facts.hostname} (node_rank {self._facts.node_rank}) is gone"
-            self._end(AbortReason(name="agent lost", message=message, exit=11), tell=True)
+            self._end(AbortReason(name="agent lost", message=message, exit=11), broadcast=True)
         ranks = self._heartbeats.ranks
         if not ranks:
             return
@@ -444,7 +444,7 @@ class Watch:
         self._heartbeats.update(dict(zip(ranks, beats, strict=True)))
         for rank in ranks:
             silent = self._heartbeats.silent_for(rank)
-            here = self._vitals.is_here(rank)
+            here = self._liveness.is_here(rank)
             if rank in self._lost or self._store_says_bye(rank, silent):
                 continue
             if not here and silent > self._timeouts.dead:
@@ -481,16 +481,16 @@ class Watch:
             self._watch_rank_0(phase)
 
     def _watch_rank_0(self, phase: WatchedPhase) -> None:
-        """Ranks above 0: nobody but they can tell that rank 0, which holds all to the deadline, is itself stuck."""
+        """Ranks above 0: only they can see that rank 0, which holds all to the deadline, is itself stuck."""
         silent = self._heartbeats.silent_for(0)
         latest = self._timeouts.grace + self._timeouts.stuck + _BACKSTOP_SECONDS
-        here = self._vitals.is_here(0)
+        here = self._liveness.is_here(0)
         if (
             phase.overdue > latest
             or (phase.overdue > ANSWER_SECONDS and silent > _SILENT_SECONDS)
             or (here and silent > self._timeouts.unresponsive)
         ):
-            self._lose(0, f"it does not answer ({self._vitals.describe_silence(0)})")
+            self._lose(0, f"it does not answer ({self._liveness.describe_silence(0)})")
 
     def _look_for_termination(self) -> None:
         if self._terminated_at is None or self.abort_reason is not None:
@@ -499,7 +499,7 @@ class Watch:
             self._process_ended(rank)
         if self.abort_reason is None and time.monotonic() - self._terminated_at > _LOST_BEFORE_TERM_SECONDS:
             message = f"ended by SIGTERM on {self._facts.hostname} during {self._phase.label}"
-            self._end(AbortReason(name="terminated", message=message, exit=2), tell=True)
+            self._end(AbortReason(name="terminated", message=message, exit=2), broadcast=True)
 
     def _release(self, phase: WatchedPhase, reason: str) -> None:
         phase.release_reason = phase.release_reason or reason
@@ -538,7 +538,7 @@ class Watch:
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
-    def _end(self, abort: AbortReason, *, tell: bool) -> None:
+    def _end(self, abort: AbortReason, *, broadcast: bool) -> None:
         with self._lock:
             if self.abort_reason is not None:
                 return
@@ -546,7 +546,7 @@ class Watch:
             self._aborted_at = time.monotonic()
         self._on_abort(abort)
         with contextlib.suppress(Exception):  # the store, or what reads it, may be what broke; the report matters more
-            if tell and self._facts.world_size > 1:
+            if broadcast and self._facts.world_size > 1:
                 post_event(self._store, "end", **abort.to_json())
             self._answer_waits(abort)
         if abort.name != "interrupted":  # pytest raises KeyboardInterrupt by itself
@@ -556,7 +556,7 @@ class Watch:
 
     def _end_at_once(self, abort: AbortReason) -> None:
         """Rank 0's own main thread is stuck: the watcher ends the run in its place."""
-        self._end(abort, tell=True)
+        self._end(abort, broadcast=True)
         self._aborted_at -= self._timeouts.terminate
 
     def _answer_waits(self, abort: AbortReason) -> None:

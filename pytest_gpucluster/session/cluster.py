@@ -134,7 +134,7 @@ class Cluster:
 
     @property
     def has_group(self) -> bool:
-        """Tell whether a group has been made and not been thrown away."""
+        """Return whether a group has been made and not been thrown away."""
         return self._group is not None
 
     def barrier(self) -> None:
@@ -239,7 +239,7 @@ class Cluster:
         )
 
     def carried_by(self, group: ProcessGroup) -> GroupTransport:
-        """Tell what carries the data of the groups that all ranks are in: this one here, others of its size elsewhere.
+        """Return what carries the data of the groups that all ranks are in: this one, and others of its size.
 
         Read from what NCCL logged while the group was made and inside :meth:`using`, so ask after the group was used.
 
@@ -396,11 +396,11 @@ class Cluster:
         return made
 
     def _not_made(self, ranks: str, error: Exception) -> CommunicationError:
-        told = translate_nvls(error)
-        kind = NvlsFailed if isinstance(told, NvlsFailed) else CommunicationError
+        explained = translate_nvls(error)
+        kind = NvlsFailed if isinstance(explained, NvlsFailed) else CommunicationError
         return kind(
             f"rank {self.rank} on {self.hostname}: no {self.backend} group of {ranks} could be made: "
-            f"{str(told) if kind is NvlsFailed else first_line(str(error)) or type(error).__name__}"
+            f"{str(explained) if kind is NvlsFailed else first_line(str(error)) or type(error).__name__}"
         )
 
     def _require_without_nvls(self) -> None:

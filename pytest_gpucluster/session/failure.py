@@ -18,7 +18,7 @@ _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python")
 
 
 class MergedRepr:
-    """What pytest prints of a failure: rank 0's own traceback if it has one to blame, and every culprit's."""
+    """What pytest prints of a failure: rank 0's own traceback if it has one, and every culprit's."""
 
     def __init__(self, merged: Merged, report: pytest.TestReport) -> None:
         self.reprcrash = _Crash(merged.message)

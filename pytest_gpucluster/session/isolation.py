@@ -89,7 +89,7 @@ class Plan:
         """Return why nothing follows from a round for anybody's guilt, and no further round can be probed."""
         if self._run.abort_reason is not None:  # it has cut off the ranks in a probe
             return first_line(self._run.abort_reason.message)
-        # Told by the watcher in its place, as after any phase: it is gone, or cannot be released.
+        # Reported by the watchdog in its place, as after any phase: it is lost, or cannot be released.
         gone = next((f"{self._run.names[rank]}: {body.get('msg')}" for rank, body in bodies.items() if "o" in body), "")
         return gone or next((str(body["unfit"]) for body in bodies.values() if "unfit" in body), "")
 
@@ -149,25 +149,25 @@ _PROBES_SHOWN = 64
 
 
 def headline(found: IsolationResult, name: Callable[[int], str], *, cut_short: str = "") -> str:
-    """Return in a few words who is to blame, or why that is not known.
+    """Return the culprits in a few words, or why they are not known.
 
     Args:
         found: what the search has found.
-        name: tells what a unit is called.
+        name: returns what a unit is called.
         cut_short: why it has ended before it was through; nothing if it has not.
     """
     if found.culprits:
         return "isolated: " + ", ".join(_named(culprit, name) for culprit in found.culprits)
     if found.rounds and not found.reproduced:
-        told = f"not isolated, not reproduced in {found.probes} probe{'s' * (found.probes != 1)}"
-        return f"{told}: {cut_short}" if cut_short else told
+        text = f"not isolated, not reproduced in {found.probes} probe{'s' * (found.probes != 1)}"
+        return f"{text}: {cut_short}" if cut_short else text
     return f"not isolated: {cut_short or found.why_undecided}"
 
 
 def describe(found: IsolationResult, name: Callable[[int], str], *, seconds: float, cut_short: str = "") -> str:
     """Return what was found and what was tried, as lines for a report."""
     ended = [f"it has ended before it was through: {cut_short}"] if cut_short else []
-    lines = [f"Search for who is to blame, {seconds:.1f} s:", *found.summary(name), *ended, "Probes:"]
+    lines = [f"Search for the culprit, {seconds:.1f} s:", *found.summary(name), *ended, "Probes:"]
     probed = [(number, one) for number, outcomes in enumerate(found.rounds, start=1) for one in outcomes]
     for number, one in probed[:_PROBES_SHOWN]:
         seen = one.wrong or one.failure or ("no value" if one.busbw is None else f"{one.busbw:.4g} GB/s")
@@ -177,10 +177,8 @@ def describe(found: IsolationResult, name: Callable[[int], str], *, seconds: flo
     return "\n".join(lines)
 
 
-def isolation_json(
-    found: IsolationResult, names: Mapping[int, str], *, seconds: float, cut_short: str = ""
-) -> dict[str, Any]:
-    """Return the same in plain JSON types, for the journal. ``names`` tells what each unit is called."""
+def isolation_json(found: IsolationResult, names: Mapping[int, str], *, seconds: float, cut_short: str = "") -> dict[str, Any]:
+    """Return the same in plain JSON types, for the journal. ``names`` has what each unit is called."""
     return {
         **found.to_json(),
         "names": {str(unit): name for unit, name in names.items()},
@@ -203,7 +201,7 @@ Groups = Sequence[Sequence[int]]
 
 
 class Isolator:
-    """Searches for who is to blame after failures. Every rank has one, and every rank must call :meth:`search`."""
+    """Searches for the culprits of failures. Every rank has one, and every rank must call :meth:`search`."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -222,7 +220,7 @@ class Isolator:
         if run.running.workload is None:
             return "the suite has no workloads.yaml, which says how long to search"
         if len(set(Counter(run.node_of().values()).values())) > 1:
-            return "the nodes have different numbers of ranks, so that groups of them cannot be held beside each other"
+            return "the nodes have different numbers of ranks, so that groups of them cannot be compared"
         if self._found is not None and self._found.culprits:
             return f"it was done after {self._after}, with a result"
         if self._spent_seconds >= run.workload.isolation.budget_seconds:
@@ -230,7 +228,7 @@ class Isolator:
         return None
 
     def search(self, item: pytest.Item) -> None:
-        """Probe groups until it is known who is to blame, or the time is up.
+        """Probe groups until the culprits are known, or the time is up.
 
         Collective: every rank must call this, after the groups of all ranks were thrown away.
 
@@ -239,7 +237,7 @@ class Isolator:
         """
         run = self._run
         begin = time.monotonic()
-        self._say(f"searching for who is to blame, for {run.workload.isolation.budget_seconds:g} s at most")
+        self._say(f"searching for the culprit, for {run.workload.isolation.budget_seconds:g} s at most")
         plan = None
         if run.rank == 0:
             plan = Plan(run, seconds=run.workload.isolation.budget_seconds - self._spent_seconds)
@@ -280,7 +278,7 @@ class Isolator:
                 return
             number += 1
 
-    def tell(self, record: TestRecord, shown: MergedRepr | None) -> None:
+    def report(self, record: TestRecord, failure: MergedRepr | None) -> None:
         """Put what the last search has found on the record of the test that it followed, once. Rank 0.
 
         Args:
@@ -297,29 +295,29 @@ class Isolator:
         record.isolation = isolation_json(found, names, seconds=seconds, cut_short=plan.cut_short)
         if search.excluded:
             record.properties.append(("exclude", search.excluded))
-        if record.between_attempts:  # it is run again: what was found is told of the attempt before
+        if record.between_attempts:  # it is run again: what was found belongs to the attempt before
             record.properties.append(("isolation", headline))
             return
         text = describe(found, names.__getitem__, seconds=seconds, cut_short=plan.cut_short)
-        # Where nobody was found, the failure itself tells more.
+        # Where no culprit was found, the failure itself shows more.
         parts = (headline, record.message) if found.culprits else (record.message, headline)
         record.message = first_line("; ".join(part for part in parts if part))
         record.text = f"{record.text}\n\n{text}"
         for culprit in found.culprits:
             record.culprits |= {rank for unit in culprit.units for rank in plan.ranks[unit]}
         if found.culprits and record.outcome == "error":
-            # What could not be carried through is no mere breakdown any more: the hardware to blame is known.
+            # What could not be carried through is no mere breakdown any more: the faulty hardware is known.
             record.outcome = "failed"
             self._show_as_failure(record.test.nodeid)
-        if shown is not None:
-            shown.explain(record.message, text)
+        if failure is not None:
+            failure.explain(record.message, text)
 
     def _headline(self, plan: Plan) -> str:
         assert self._found is not None
         return headline(self._found, plan.names.__getitem__, cut_short=plan.cut_short)
 
     def _exclude(self, plan: Plan) -> str:
-        """Write exclude.txt beside the journal, if there are culprits; return where it is, or why it is not there."""
+        """Write exclude.txt next to the journal, if there are culprits; return where it is, or why it is not there."""
         from pytest_gpucluster.isolation.finding import EXCLUDE_FILE as EXCLUDE
         from pytest_gpucluster.isolation.finding import exclude_text
 
@@ -378,11 +376,11 @@ class Isolator:
         if released is not None and not seen.keys() & {"wrong", "unfit"}:
             seen = {"failure": first_line(released)}
         if not seen.keys() & {"busbw", "wrong"}:
-            self._let_go()  # whoever waits for this rank in its group need not wait any longer
+            self._let_go()  # ranks that wait for this one in its group need not wait any longer
         return seen
 
     def _let_go(self) -> None:
-        """Throw the group of the last probe away. With NCCL that aborts it, which would cut off whoever is still in it:
+        """Throw the group of the last probe away. With NCCL that aborts it, which would cut off the ranks still in it:
         so where nothing has gone wrong, all ranks must have left it. And no release may strike in the middle of it."""
         probed, self._probed = self._probed, None
         if probed is not None:
@@ -403,7 +401,7 @@ class Isolator:
         return {"busbw": None if busbw is None else busbw.median / 1e9}
 
     def _exchange(self, body: Mapping[str, Any], plan: Plan | None) -> Mapping[str, Any] | None:
-        """Tell rank 0 and learn the next round; None once the run has ended."""
+        """Report to rank 0 and learn the next round; None once the run has ended."""
         run = self._run
 
         def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -464,7 +464,7 @@ def register(parser: pytest.Parser) -> None:
 
 
 def asked_for(early_config: pytest.Config, args: list[str]) -> bool:
-    """Tell whether the plugin will take part, from raw command-line arguments and the ini file alone."""
+    """Return whether the plugin will take part, from raw command-line arguments and the ini file alone."""
     return any(arg.startswith("--gpucluster-") for arg in args) or _in_ini(early_config)
 
 
@@ -473,7 +473,7 @@ def _in_ini(config: pytest.Config) -> bool:
 
 
 def active(config: pytest.Config) -> bool:
-    """Tell whether the plugin takes part in this session."""
+    """Return whether the plugin takes part in this session."""
     if any(getattr(config.option, option.dest, None) is not None for option in OPTIONS):
         return True
     return _in_ini(config)
@@ -492,7 +492,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
         values: list[Any] = []
         for raw in raws:
             try:
-                values.append(option.parse(raw, *_beside(config, option, origin, shown(raw))))
+                values.append(option.parse(raw, *_context(config, option, origin, shown(raw))))
             except OptionError as error:
                 complaints.append(f"{shown(raw)}: {error}")
         value: Any = next(iter(values), None)
@@ -522,10 +522,10 @@ def _base(config: pytest.Config, origin: str) -> Path:
     return config.inipath.parent if origin == "ini" and config.inipath is not None else Path()
 
 
-def _beside(config: pytest.Config, option: _Option, origin: str, shown: str) -> list[Any]:
-    """Return what the parser of an option takes beside the text."""
-    beside: dict[str, list[Any]] = {"text": [], "place": [f"{origin}: {shown}"], "base": [_base(config, origin)]}
-    return beside[option.takes]
+def _context(config: pytest.Config, option: _Option, origin: str, shown: str) -> list[Any]:
+    """Return what the parser of an option takes in addition to the text."""
+    context: dict[str, list[Any]] = {"text": [], "place": [f"{origin}: {shown}"], "base": [_base(config, origin)]}
+    return context[option.takes]
 
 
 def _nothing_to_resume(found: Mapping[str, Setting]) -> list[str]:

@@ -35,7 +35,7 @@ from pytest_gpucluster.session.failure import (
     where_released,
 )
 from pytest_gpucluster.session.isolation import Isolator
-from pytest_gpucluster.session.reporting import FailedSubtests, Shown
+from pytest_gpucluster.session.reporting import FailedSubtests, TestReports
 from pytest_gpucluster.session.selection import criterion_of, deadline_of, why_not_applicable
 from pytest_gpucluster.session.verdict import PhaseVerdict, keep_interrupted, label_of
 from pytest_gpucluster.text import first_line
@@ -49,7 +49,7 @@ ON_TRIAL = pytest.StashKey[bool]()
 """In the stash of a test while its report is made on trial: it is thrown away."""
 _MILD = (pytest.skip.Exception, pytest.xfail.Exception)
 IN_CALL = pytest.StashKey[bool]()
-"""In the stash of a test while its body runs: what is measured at another time would be judged by nobody."""
+"""In the stash of a test while its body runs: what is measured at another time would never be judged."""
 MEASUREMENTS = pytest.StashKey[list[Measurement]]()
 """What a test has measured so far on this rank, in its stash."""
 
@@ -68,7 +68,7 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
     measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []
     if error is None:
         # A body that was released may still come back as if nothing had been: an aborted wait returns without an
-        # exception. What it measured or computed meanwhile means nothing.
+        # exception. What it measured or computed since then means nothing.
         why = run.watch.released(number)
         if why is None:
             return RankOutcome(rank=rank, outcome="passed", measurements=measurements)
@@ -132,7 +132,7 @@ def attached_failure(item: pytest.Item, when: str) -> BaseException | None:
     return Skipped(skip_reason(report))
 
 
-def worsened(own: RankOutcome, fault: HardwareFault) -> RankOutcome:
+def escalated(own: RankOutcome, fault: HardwareFault) -> RankOutcome:
     """Return the outcome of a rank that has counted a fault of the hardware: it has failed, however its body has ended.
     What the body itself has come to stays first."""
     message = "; ".join(part for part in (own.message, first_line(str(fault))) if part)
@@ -141,7 +141,7 @@ def worsened(own: RankOutcome, fault: HardwareFault) -> RankOutcome:
 
 
 def expects_failure(item: pytest.Item, error: BaseException | None) -> bool:
-    """Tell whether the test has an ``xfail`` marker that allows for this exception."""
+    """Return whether the test has an ``xfail`` marker that allows for this exception."""
     xfailed = item.stash.get(xfailed_key, None)
     if xfailed is None or item.config.option.runxfail:
         return False
@@ -176,18 +176,18 @@ class Phases:
         self.last_outcome: RankOutcome | None = None
         """How the last phase ended on rank 0, which is all there is in a worker."""
         self._last: Merged | None = None
-        self._dirty = False
+        self._group_invalid = False
         self._holders: list[BaseException] = []
         """Failures whose frames may hold a group that was thrown away."""
         self._monitor: TestMonitor | None = None
         """What has gone along with the body that runs, or has run last."""
-        self._has_worsened = False
-        """This rank's failure says more than its exception: what the counters have counted beside it."""
+        self._is_escalated = False
+        """This rank's failure says more than its exception: what the counters have counted as well."""
         self._isolator = Isolator(run)
         self._decides = PhaseVerdict(run, judges=judges, isolator=self._isolator)
         self._isolates = False
-        """All ranks have agreed to search for who is to blame for the failure of the test in progress."""
-        self.shown = Shown(run, self._isolator)
+        """All ranks have agreed to search for the culprit of the failure of the test in progress."""
+        self.reports = TestReports(run, self._isolator)
 
     def let_go(self) -> None:
         """Free what the failures hold that have been reported."""
@@ -197,7 +197,7 @@ class Phases:
     # ---- before and around a test ----------------------------------------------------------------------------
 
     def refuses(self, item: pytest.Item) -> bool:
-        """Tell whether the run has ended, so that this test must not start."""
+        """Return whether the run has ended, so that this test must not start."""
         watch = self._run.watch
         if watch is None or watch.abort_reason is None:
             return False
@@ -205,11 +205,11 @@ class Phases:
         return True
 
     def started(self, item: pytest.Item) -> None:
-        """Put on record that a test begins."""
+        """Record that a test begins."""
         name = name_of(item)
         record = TestRecord(test=name)
         self._run.records[item.nodeid] = record
-        self.shown.begin()
+        self.reports.begin()
         LEDGER.clear()
         self._require_room(item)
         self._run.send(
@@ -236,7 +236,7 @@ class Phases:
                 item.stash.get(MEASUREMENTS, []).clear()
 
     def _note_time(self, item: pytest.Item) -> None:
-        """Put on record where the test's time has gone on this rank. It is over."""
+        """Record where the test's time has gone on this rank. It is over."""
         LEDGER.close()
         if self._run.rank == 0:
             self._run.records[item.nodeid].spent[0] = LEDGER.seconds()
@@ -252,17 +252,17 @@ class Phases:
         try:
             try:
                 if when == "call":
-                    yield from self._accompanied(item)
+                    yield from self._monitored(item)
                 elif when == "setup":
                     with counted(SET_UP), self._run.own_process(label_of(item, when)):
                         yield
                 else:
                     with self._run.own_process(label_of(item, when)):
                         yield from self._torn_down(number)
-                if when == "teardown" and self._dirty:
+                if when == "teardown" and self._group_invalid:
                     # A session fixture may hold what the fault has broken: everything is set up anew.
                     item.session._setupstate.teardown_exact(None)
-                    self._dirty = False
+                    self._group_invalid = False
                 error = attached_failure(item, when)
             finally:
                 watch.leave()
@@ -274,19 +274,19 @@ class Phases:
             watch.leave()
             error = errors.translate_nvls(raised)
         own = own_outcome(self._run, item, when, number, error)
-        self._has_worsened = False
+        self._is_escalated = False
         if self._monitor is not None:
             own = replace(own, telemetry=self._monitor.telemetry)
             fault = self._monitor.fault
             if fault is not None and error is not fault:
-                own, self._has_worsened = worsened(own, fault), True
+                own, self._is_escalated = escalated(own, fault), True
         verdict = self._agree(item, when, number, own, error)
         self._end_as_agreed(item, verdict, own, error, number)
 
     def _torn_down(self, number: int) -> Generator[None, Any, Any]:
         """Run the teardown, and close the groups that the test has made of some of the ranks, also after a failure.
 
-        All ranks have left the test's body by now. Groups that were aborted meanwhile are left to the verdict.
+        All ranks have left the test's body by now. Groups that were aborted by then are left to the verdict.
         """
         try:
             yield
@@ -302,7 +302,7 @@ class Phases:
         if run.joined is not None and run.watch.abort_reason is None and run.watch.released(number) is None:
             run.cluster.close_subgroups()
 
-    def _accompanied(self, item: pytest.Item) -> Generator[None, Any, Any]:
+    def _monitored(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Run the body watched, and with its counters taken; fail it for what they have counted.
 
         Raises: what the body has raised comes first.
@@ -313,8 +313,8 @@ class Phases:
         try:
             with self._run.own_process(label_of(item, "call")):
                 yield
-            if self.shown.failed_subtests:
-                raise FailedSubtests(self.shown.failed_subtests)
+            if self.reports.failed_subtests:
+                raise FailedSubtests(self.reports.failed_subtests)
             monitor.end()
             monitor.require_healthy()
         except (pytest.skip.Exception, pytest.xfail.Exception):
@@ -328,7 +328,7 @@ class Phases:
             measured[:] = monitor.annotate(measured)
 
     def _require_room(self, item: pytest.Item) -> None:
-        """Skip a test that needs more than there is; on record is whether there is room for it in what was ordered."""
+        """Skip a test that needs more than there is; record whether there is room for it in what was ordered."""
         run = self._run
         why = why_not_applicable(item, run.room())
         if why is not None:
@@ -387,7 +387,7 @@ class Phases:
             body["spent"] = LEDGER.seconds()
 
         def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-            decided = self._decides.of(item, when, number, bodies, has_worsened=self._has_worsened)
+            decided = self._decides.of(item, when, number, bodies, escalated=self._is_escalated)
             self._last, self.last_outcome = decided.merged, decided.first
             return decided.verdict
 
@@ -401,7 +401,7 @@ class Phases:
     def _ended(
         self, item: pytest.Item, when: str, own: RankOutcome, decide: Any, body: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """The run has ended and nobody waits for anybody: rank 0 reports what it knows."""
+        """The run has ended and no rank waits for another: rank 0 reports what it knows."""
         watch = self._run.watch
         assert watch.abort_reason is not None
         abort = watch.abort_reason
@@ -409,7 +409,7 @@ class Phases:
             return {"o": "error", "msg": abort.message}
         if own.outcome == "passed":
             if when == "teardown" and self._run.records[item.nodeid].outcome in ("failed", "error"):
-                return {"o": "passed"}  # the call has told it: one test, one error
+                return {"o": "passed"}  # reported with the call: one test, one error
             body = {**body, "o": "released", "msg": "the run had ended"}
         # Of the other ranks nothing is known. That is not a pass.
         unknown = {"o": "released", "msg": "nothing was heard of it: the run had ended"}
@@ -432,8 +432,8 @@ class Phases:
         number: int,
     ) -> None:
         run = self._run
-        if verdict.get("dirty") and run.joined is not None:
-            self._dirty = True
+        if verdict.get("group_invalid") and run.joined is not None:
+            self._group_invalid = True
             self._discard(number)
             if verdict.get("nvls"):
                 run.cluster.switch_nvls_off()
@@ -457,7 +457,7 @@ class Phases:
         raise AgreedFailure(verdict.get("msg", ""))
 
     def _discard(self, epoch: int) -> bool:
-        """Throw the groups away; tell whether that was possible. Else the run ends: none can be made any more."""
+        """Throw the groups away; return whether that was possible. Else the run ends: none can be made any more."""
         run = self._run
         try:
             run.cluster.discard(epoch=epoch)
@@ -468,11 +468,11 @@ class Phases:
         return True
 
     def _isolate(self, item: pytest.Item) -> None:
-        """Search for who is to blame for the failure of the test's body. Every rank must call this."""
+        """Search for the culprit of the failure of the test's body. Every rank must call this."""
         run = self._run
         self._isolates = False
         # Session fixtures may hold groups, which make way for those of the search.
-        self._dirty = True
+        self._group_invalid = True
         if not self._discard(run.exchange.number):
             assert run.watch.abort_reason is not None
             item.session.shouldstop = run.watch.abort_reason.message
@@ -481,8 +481,8 @@ class Phases:
             self._isolator.search(item)
         except (KeyboardInterrupt, pytest.exit.Exception) as stop:
             self._interrupted(stop, "the search after a failure", item)
-            # No report of a teardown will come: this is all that there is to tell of the test.
-            self._isolator.tell(run.records[item.nodeid], self.shown.failure)
+            # No report of a teardown will come: this is all that there is to report of the test.
+            self._isolator.report(run.records[item.nodeid], self.reports.failure)
             run.send(run.records[item.nodeid].line())
             raise
         except Exception as error:  # the ranks are out of step now, so that no further test can be agreed on
@@ -498,7 +498,7 @@ class Phases:
 
     def remember(self, report: pytest.TestReport) -> None:
         """Attach the merged outcome to the report just made."""
-        self.shown.remember(report, self._last)
+        self.reports.remember(report, self._last)
 
     def _deadline(self, item: pytest.Item) -> float:
         return deadline_of(item, float(self._run.settings.deadline))

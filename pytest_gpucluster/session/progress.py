@@ -32,7 +32,7 @@ FIRST_WORKER = "gw0"
 """What pytest-xdist calls its first worker, which is rank 0."""
 
 STEPS = "gpucluster_steps"
-"""The key of ``workerinput`` in which a worker is told where to say how far it is."""
+"""The key of ``workerinput`` that states where a worker writes how far it is."""
 
 Figure = float | Callable[[], float]
 """A number, or what returns it. It is called only where it is shown: reading a loss from a GPU waits for the GPU."""
@@ -91,12 +91,12 @@ class Progress:
         self._began = self._shown_at = 0.0
 
     def __call__(self, step: int, of: int, **figures: Figure) -> None:
-        """Say that a step has been taken. The total may change meanwhile; after the last step, and with a lower one, it
+        """Say that a step has been taken. The total may change; after the last step, and with a lower one, it
         begins anew."""
         now = self._now()
         if step <= self._last_step or self._last_step >= self._of:
             self._first_step, self._began = step, now
-            # A plain line has something to tell after a while only; a live one shows at once that it goes on.
+            # A plain line has something to show after a while only; a live one shows at once that it goes on.
             self._shown_at = -math.inf if self._screen.live else now
         self._last_step, self._of = step, of
         every = LIVE_SECONDS if self._screen.live else PLAIN_SECONDS

@@ -138,7 +138,7 @@ def replace_report(
 
 
 def _is_report(path: Path) -> bool:
-    """Tell whether a file is a JUnit report, by its beginning."""
+    """Return whether a file is a JUnit report, by its beginning."""
     try:
         with path.open("rb") as file:
             return b"<testsuite" in file.read(_BEGINNING_BYTES)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class FailedSubtests(Failed):
-    """Subtests have failed: told at the end of the body, so that every rank hears of it."""
+    """Subtests have failed: raised at the end of the body, so that every rank learns of it."""
 
     def __init__(self, reports: Sequence[pytest.TestReport]) -> None:
         count = f"{len(reports)} subtest{'s' * (len(reports) > 1)} failed"
@@ -45,7 +45,7 @@ class FailedSubtests(Failed):
         super().__init__("\n\n".join([summary, *texts]), pytrace=False)
 
 
-class Shown:
+class TestReports:
     """The reports of one rank's tests, as they pass by. Main thread only."""
 
     def __init__(self, run: Run, isolator: Isolator) -> None:
@@ -77,7 +77,7 @@ class Shown:
         return True
 
     def show(self, report: pytest.TestReport) -> None:
-        """Rank 0: let pytest's report say what all ranks agreed on, and put it on record."""
+        """Rank 0: let pytest's report show what all ranks agreed on, and record it."""
         if self.take_subtest(report):
             return
         if self._run.rank != 0 or self._run.joined is None:
@@ -94,11 +94,11 @@ class Shown:
             record.start_attempt(line_of(report))
             return
         self._take(record, report, merged)
-        told: object = report.longrepr
-        if report.when == "call" and self.failure is not None and told is self.failure:
+        shown: object = report.longrepr
+        if report.when == "call" and self.failure is not None and shown is self.failure:
             self._name_culprit(self.failure, record)
         if report.when == "teardown":
-            self._isolator.tell(record, self.failure)
+            self._isolator.report(record, self.failure)
             if record.isolation is not None and self.failure is not None:
                 self._name_culprit(self.failure, record)
         if report.when == "call" and record.measurements:
@@ -110,8 +110,8 @@ class Shown:
             record.drop_samples()
 
     def _name_culprit(self, failure: MergedRepr, record: TestRecord) -> None:
-        """Let pytest's short summary begin with who it was, for it has room for little more; on record is what was
-        missed, as it was judged."""
+        """Let pytest's short summary begin with the culprit, for it has room for little more; the journal has the
+        missed limit, as it was judged."""
         failure.reprcrash.message = summary_text(row_of(record.result()), self._run.journal_copy.journal())
 
     def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
@@ -129,17 +129,17 @@ class Shown:
         record.properties = unique([*record.properties, *own])
 
     def is_folded(self, report: pytest.TestReport) -> bool:
-        """Tell whether a report is shown with its test, and not alone."""
+        """Return whether a report is shown with its test, and not alone."""
         return any(report is kept for kept in self.failed_subtests)
 
     def is_error(self, report: pytest.TestReport) -> bool:
-        """Tell whether a failed call is an error of the run rather than a verdict about hardware."""
+        """Return whether a failed call is an error of the run rather than a verdict about hardware."""
         if not report.failed:
             return False
         merged = self._merged.get(report)
         record = self._run.records.get(report.nodeid)
         if record is not None and record.isolation is not None and record.outcome == "failed":
-            return False  # it began as an error; by now the hardware to blame is known
+            return False  # it began as an error; by now the faulty hardware is known
         return merged is not None and merged.outcome == "error" and report.failed and report.when == "call"
 
 
@@ -167,7 +167,7 @@ class Console:
         self._run = run
         self._begun: weakref.WeakKeyDictionary[pytest.TestReport, Row] = weakref.WeakKeyDictionary()
         """Reports whose line has begun with pytest's word."""
-        self._told: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
+        self._printed: weakref.WeakSet[pytest.TestReport] = weakref.WeakSet()
         self._ends_at: int | None = None
         """The column at which the last line of a criterion ends."""
 
@@ -227,30 +227,35 @@ class Console:
 
     # ---- a line for each criterion ---------------------------------------------------------------------------
 
-    def status(self, report: pytest.TestReport, told: Status) -> Status:
-        """Return what pytest prints of a report: by default a criterion's word begins a line, which ``tell`` ends."""
+    def status(self, report: pytest.TestReport, status: Status) -> Status:
+        """Return what pytest prints of a report: a criterion's word begins a line, which ``print_result`` ends."""
         reporter = self._reporter
-        category, letter, word = told
+        category, letter, word = status
         if hasattr(report, "context"):  # of a subtest, which pytest says something of, and which has no hash
-            return told
-        if reporter is None or not letter or report in self._told or report.when not in ("setup", "call", "teardown"):
-            return told
+            return status
+        if (
+            reporter is None
+            or not letter
+            or report in self._printed
+            or report.when not in ("setup", "call", "teardown")
+        ):
+            return status
         row = self._row(report)
         if row is None:
             if self._verbosity == 0 and self._is_at_end(reporter):
                 self._ends_at = None
                 return category, f"\n{letter}", word
-            return told
-        self._told.add(report)
+            return status
+        self._printed.add(report)
         self._begun[report] = row
         if self._verbosity != 0:
-            return told
+            return status
         shown = word if isinstance(word, str) else word[0]
         new = "\n" if reporter._tw.width_of_current_line else ""
         return category, f"{new}  {shown.ljust(_WORD_COLUMNS)}", word
 
-    def tell(self, report: pytest.TestReport) -> None:
-        """Say what was measured, once pytest has said how the test ended."""
+    def print_result(self, report: pytest.TestReport) -> None:
+        """Print what was measured, once pytest has printed how the test ended."""
         row, reporter = self._begun.pop(report, None), self._reporter
         if row is None or reporter is None or self._verbosity < 0:
             return
@@ -258,7 +263,7 @@ class Console:
         writer = reporter._tw
         if self._verbosity == 0:
             name = padded(clean(row.name.removeprefix("test_")), _NAME_COLUMNS)
-            text = _beside(row, journal)
+            text = _result_text(row, journal)
             begun = " " * writer.width_of_current_line
             indent = " " * (2 + _WORD_COLUMNS + 1)
             lines = paragraph(
@@ -276,7 +281,7 @@ class Console:
         return bool(self._ends_at) and reporter._tw.width_of_current_line == self._ends_at
 
     def _row(self, report: pytest.TestReport) -> Row | None:
-        """Return what is on record of a report's test, if it is a criterion or has measured something."""
+        """Return what is recorded of a report's test, if it is a criterion or has measured something."""
         record = self._run.records.get(report.nodeid)
         if record is None or hasattr(report, "context"):
             return None
@@ -284,7 +289,7 @@ class Console:
             return None
         try:
             return row_of(record.result())
-        except JournalError:  # none is expected; the closing summary tells it, and pytest's own word is there
+        except JournalError:  # none is expected; the closing summary reports it, and pytest's own word is there
             return None
 
     # ---- after the last test ---------------------------------------------------------------------------------
@@ -324,7 +329,7 @@ class Console:
         return [("JUnit", str(run.junit_path))] if run.junit_path is not None and run.junit_path.exists() else []
 
 
-def _beside(row: Row, journal: Journal | None) -> str:
+def _result_text(row: Row, journal: Journal | None) -> str:
     if not row.is_good:
         return summary_text(row, journal)
     return "" if row.headline is None else headline_text(row.headline)
@@ -334,7 +339,7 @@ def _below(row: Row, journal: Journal | None) -> str:
     """Return the same for a line of its own; pytest itself says why a test was skipped."""
     if row.outcome == "skipped":
         return ""
-    text, judged = _beside(row, journal), row.headline
+    text, judged = _result_text(row, journal), row.headline
     if row.is_good and text and judged is not None and judged.worst_rank is not None and journal is not None:
         return f"{text}, {rank_name(journal, judged.worst_rank)}"
     return text
@@ -350,7 +355,7 @@ class _Collector:
         self._send = send
 
     def add_global_property(self, name: str, value: object) -> None:
-        """Put a property of the whole suite on record."""
+        """Record a property of the whole suite."""
         self._send({"type": "property", "name": str(name), "value": str(value)})
 
     def node_reporter(self, nodeid: object) -> _Collector:

@@ -258,7 +258,7 @@ class Run:
 
     @property
     def rehearsal(self) -> bool:
-        """Tell whether this run says nothing about hardware."""
+        """Return whether this run says nothing about hardware."""
         return self.device == "cpu"
 
     @property

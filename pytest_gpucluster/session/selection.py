@@ -32,7 +32,7 @@ def read_workload(
 
     Args:
         items: the collected tests.
-        root: pytest's root directory. The file lies beside the tests, or in a folder above them up to this one.
+        root: pytest's root directory. The file lies next to the tests, or in a folder above them up to this one.
         profile: the one in force.
         overrides: what the operator has changed.
 
@@ -46,7 +46,7 @@ def read_workload(
         found = find(item.path.parent, root)
         if found is None:
             raise ThresholdsError(
-                f"{item.nodeid} uses the fixture {FIXTURE}, and there is no {FILE_NAME} beside it or in a folder above"
+                f"{item.nodeid} uses the fixture {FIXTURE}, and there is no {FILE_NAME} next to it or in a folder above"
                 f" it up to {root}; write one as acceptance/{FILE_NAME} of pytest-gpucluster is written"
             )
         files.setdefault(found, item.nodeid)
@@ -61,7 +61,7 @@ def read_workload(
 
 
 def _uses_fixture(item: pytest.Item) -> bool:
-    """Tell whether the test gets this plugin's own fixture, and not one of the same name from its conftest."""
+    """Return whether the test gets this plugin's own fixture, and not one of the same name from its conftest."""
     known: Any = getattr(item, "_fixtureinfo", None)  # of functions only
     definitions: Sequence[Any] = known.name2fixturedefs.get(FIXTURE) or () if known is not None else ()
     return len(definitions) > 0 and definitions[-1].func.__module__ == "pytest_gpucluster.fixtures"
@@ -78,12 +78,12 @@ _CHOOSING = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "
 
 
 def only_lists(config: pytest.Config) -> bool:
-    """Tell whether pytest was asked to list something and to run nothing: that needs no GPU and leaves no report."""
+    """Return whether pytest was asked to list something and to run nothing: that needs no GPU and leaves no report."""
     return any(getattr(config.option, name, False) for name in LISTING)
 
 
 def is_selection(config: pytest.Config) -> bool:
-    """Tell whether only a part of the suite was asked for: by ``-k``, ``-m``, the cache, a file or a single test.
+    """Return whether only a part of the suite was asked for: by ``-k``, ``-m``, the cache, a file or a single test.
 
     The whole suite is ``testpaths``, or else what lies below the root directory; a directory that holds all of it is
     no selection.

@@ -30,8 +30,8 @@ from pytest_gpucluster.session.selection import (
     require_usable,
     why_not_applicable,
 )
-from pytest_gpucluster.session.shutdown import announce
-from pytest_gpucluster.session.startup import Opening
+from pytest_gpucluster.session.shutdown import call_verdict_hooks
+from pytest_gpucluster.session.startup import Startup
 from pytest_gpucluster.session.status_line import begin_live
 from pytest_gpucluster.text import first_line, rank_ranges
 
@@ -77,7 +77,7 @@ class Session:
         self._unusable = False
         """The tests were collected, and cannot be run as they are."""
         self._finished = False
-        if run.rank != 0:  # rank 0's cache alone chooses and orders tests, and nobody else clears it
+        if run.rank != 0:  # rank 0's cache alone chooses and orders tests, and no other rank clears it
             for name in (*_OF_THE_CACHE, *_REPORTS):
                 if getattr(config.option, name, False):
                     setattr(config.option, name, None if name in _REPORTS else False)
@@ -91,10 +91,10 @@ class Session:
         if only_lists(self._config):
             return
         self._run.selection = is_selection(self._config)
-        _take_what_was_left_alone()
-        Opening(self._run).open()
+        _free_what_an_earlier_session_left()
+        Startup(self._run).open()
         begin_live(self._config, self._run)
-        _leave_alone_what_is_loaded()
+        _freeze_loaded_objects()
 
     def _silence(self) -> None:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
@@ -102,7 +102,7 @@ class Session:
             writer: TerminalWriter = reporter._tw
             writer._file = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
         cache = getattr(self._config, "cache", None)
-        if cache is not None:  # never written by this rank: nobody else must find its half of the truth
+        if cache is not None:  # never written by this rank, which has only its own half of the results
             cache._cachedir = self._run.fault_file.cache
 
     def header(self) -> list[str]:
@@ -123,7 +123,7 @@ class Session:
         """Some tests are left out."""
         self._run.selection = True
 
-    def look_over(self, session: pytest.Session) -> None:
+    def check_items(self, session: pytest.Session) -> None:
         """Refuse what the collected tests cannot run with, before the first one: markers, and their workload.
 
         Raises:
@@ -148,7 +148,7 @@ class Session:
         run.running = Running(manifest=manifest, workload=None if loaded is None else loaded.workload)
         if loaded is not None:
             run.take_workload(loaded.record)
-        _leave_alone_what_is_loaded()
+        _freeze_loaded_objects()
 
     def after_collection(self) -> list[str]:
         """Return what is shown under the number of tests."""
@@ -170,7 +170,7 @@ class Session:
             self._run.problem("collection", *self._why_not_collected())
 
     def not_collected(self, session: pytest.Session, error: BaseException) -> None:
-        """Tell all ranks that this one cannot collect anything; raise the error again if none of them can."""
+        """Report to all ranks that this one cannot collect anything; raise the error again if none of them can."""
         run = self._run
         if run.joined is None:
             raise error
@@ -265,13 +265,13 @@ class Session:
         return {"ids": expected} if different is None else {"disagreement": list(different)}
 
     def refuses_to_run(self) -> bool:
-        """Tell whether no test must be started at all."""
+        """Return whether no test must be started at all."""
         return self._run.abort_reason is not None
 
     # ---- the tests -------------------------------------------------------------------------------------------
 
     def starts(self, item: pytest.Item) -> bool | None:
-        """Put the start of a test on record, or return True to leave it out because the run has ended."""
+        """Record the start of a test, or return True to leave it out because the run has ended."""
         if self._phases.refuses(item):
             return True
         if self._run.joined is not None:
@@ -283,22 +283,22 @@ class Session:
         return (yield from self._phases.run_phase(item, when))
 
     def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
-        """Keep the agreed outcome beside its report."""
+        """Keep the agreed outcome with its report."""
         self._phases.remember(report)
 
     def show(self, report: pytest.TestReport) -> None:
         """Let the report say what all ranks agreed on."""
-        self._phases.shown.show(report)
+        self._phases.reports.show(report)
 
-    def status(self, report: pytest.TestReport, told: Status) -> Status:
+    def status(self, report: pytest.TestReport, status: Status) -> Status:
         """Return pytest's words for a report, with its own changed where a call broke, or where a line is begun."""
-        if self._phases.shown.is_folded(report):
+        if self._phases.reports.is_folded(report):
             return "", "", ""
-        return self._console.status(report, BROKE if self._phases.shown.is_error(report) else told)
+        return self._console.status(report, BROKE if self._phases.reports.is_error(report) else status)
 
     def shown(self, report: pytest.TestReport) -> None:
-        """Say what was measured, under or beside what pytest has said."""
-        self._console.tell(report)
+        """Print what was measured, below or after what pytest has printed."""
+        self._console.print_result(report)
 
     def internal_error(self, error: BaseException) -> None:
         """End the run on every rank: pytest itself, or a plugin, has failed on this one."""
@@ -331,7 +331,7 @@ class Session:
             # when the run has broken, the first rank of the node may not be there any more to give it.
             session.exitstatus = 0
         if self._run.rank == 0 and self._finished:
-            announce(self._run)
+            call_verdict_hooks(self._run)
             self._console.close()
         if self._finished:
             verdict.keep_exit_code(int(session.exitstatus))
@@ -349,7 +349,7 @@ def last_error(text: str) -> str:
     return first_line(last.removeprefix("E"))
 
 
-def _leave_alone_what_is_loaded() -> None:
+def _freeze_loaded_objects() -> None:
     """Keep the garbage collector from looking through torch again and again.
 
     Some 250,000 objects live until the end of the process. To look through them takes 0.13 s, whenever enough others
@@ -358,7 +358,7 @@ def _leave_alone_what_is_loaded() -> None:
     gc.freeze()
 
 
-def _take_what_was_left_alone() -> None:
+def _free_what_an_earlier_session_left() -> None:
     """Free what an earlier session in this process has left, which the garbage collector was kept from.
 
     At the end of that session it would make the process end 1 s later: Python then looks through everything.

@@ -37,11 +37,11 @@ ERRORS = "hook-errors.txt"
 _SHOWN_CHARACTERS = 1000
 
 
-def announce(run: Run) -> None:
+def call_verdict_hooks(run: Run) -> None:
     """Say what is missing of the reports, and call every ``pytest_gpucluster_verdict``. Rank 0, once, at the end.
 
     A hook that raises does not keep the others from being called. It is shown, and its traceback is kept in
-    ``hook-errors.txt``. The verdict and the exit code stay: they are on record, and all ranks have agreed on them.
+    ``hook-errors.txt``. The verdict and the exit code stay: they are recorded, and all ranks have agreed on them.
     """
     if run.recorder is None or run.directory is None or run.verdict is None:
         return
@@ -51,7 +51,7 @@ def announce(run: Run) -> None:
         return
     journal = run.journal_copy.journal()
     if journal is None:
-        _say(run, f"{HOOK} is not called: nothing is on record")
+        _say(run, f"{HOOK} is not called: nothing is recorded")
         return
     decided = run.verdict
     # A ticket or a drained node is read elsewhere, where a path from here says nothing.
@@ -104,7 +104,7 @@ _TRY_AGAIN_SECONDS = 2.0
 
 
 def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.Verdict:
-    """Return the verdict on what is on record. Rank 0 has everything; other ranks only know the ending."""
+    """Return the verdict on what is recorded. Rank 0 has everything; other ranks know only the reason of an abort."""
     results = [
         verdict.TestResult(
             nodeid=record.test.nodeid,
@@ -148,19 +148,21 @@ def _topology(run: Run) -> str:
 
 def _remarks(run: Run) -> list[str]:
     """Return in what this run was less, or other, than the whole suite with the shipped limits."""
-    said = list(run.running.workload_record.remarks) if run.running.workload_record is not None else []
+    remarks = list(run.running.workload_record.remarks) if run.running.workload_record is not None else []
     requeued = run.environ.get("SLURM_RESTART_COUNT", "")
     if requeued.isascii() and requeued.isdigit() and int(requeued) > 0:
-        said.append(f"attempt {int(requeued) + 1} of Slurm job {run.environ.get('SLURM_JOB_ID')}, which was requeued")
+        remarks.append(
+            f"attempt {int(requeued) + 1} of Slurm job {run.environ.get('SLURM_JOB_ID')}, which was requeued"
+        )
     if run.launched is None:
-        return said
+        return remarks
     if run.settings.sku is not None:
-        said = [*said, f"judged as {run.settings.sku} (--gpucluster-sku)"]
+        remarks = [*remarks, f"judged as {run.settings.sku} (--gpucluster-sku)"]
     if run.settings.thresholds is not None:
-        said = [*said, f"limits overlaid by {run.settings.thresholds}"]
+        remarks = [*remarks, f"limits overlaid by {run.settings.thresholds}"]
     if run.baseline is not None:
-        said = [*said, run.baseline.remark(record.measurements for record in run.records.values())]
-    return said
+        remarks = [*remarks, run.baseline.remark(record.measurements for record in run.records.values())]
+    return remarks
 
 
 def finish_for_workers(
@@ -172,7 +174,7 @@ def finish_for_workers(
     were, and could not be run; ``cut_short`` the tests whose error is the interruption itself.
     """
     who = run.roll.who
-    if len(who) < run.facts.world_size:  # else it is on record since the last one told
+    if len(who) < run.facts.world_size:  # else it was recorded with the last report
         run.send_cluster(who)
     abort = None
     if refused is not None:
@@ -188,7 +190,7 @@ def finish_for_workers(
 
 
 def _has_gone_wrong(run: Run, cut_short: Collection[str]) -> bool:
-    """Tell whether something is on record that explains why pytest has stopped."""
+    """Return whether something is recorded that explains why pytest has stopped."""
     return bool(run.problems) or any(
         record.outcome == "failed" or (record.outcome == "error" and nodeid not in cut_short)
         for nodeid, record in run.records.items()
@@ -213,7 +215,7 @@ def finish(run: Run, pytest_exit: int, *, why: str | None = None) -> int:
     if run.rank == 0 and run.verdict is None:
         run.verdict = decide(run, pytest_exit=pytest_exit, abort=watch.abort_reason)
     elif run.rank != 0:
-        run.verdict = _told(agreed) or decide(run, pytest_exit=pytest_exit, abort=watch.abort_reason)
+        run.verdict = _agreed_verdict(agreed) or decide(run, pytest_exit=pytest_exit, abort=watch.abort_reason)
     assert run.verdict is not None
     write_end(run)
     return run.verdict.exit
@@ -235,7 +237,7 @@ def _agree_on_finish(run: Run, pytest_exit: int) -> Mapping[str, Any]:
 
 
 def write_end(run: Run) -> None:
-    """Put the end on record, and wait for the reports: without them nothing is accepted. Rank 0 only."""
+    """Record the end, and wait for the reports: without them nothing is accepted. Rank 0 only."""
     if run.recorder is None or run.verdict is None:
         return
     outcomes = [record.outcome for record in run.records.values()]
@@ -292,7 +294,7 @@ def close(run: Run) -> None:
     watch.close()
     if run.joined is not None and abort is None:
         run.cluster.close()
-    tell_launcher(run)
+    report_to_launcher(run)
 
 
 def _wait_for_reports(run: Run) -> None:
@@ -307,7 +309,7 @@ def _wait_for_reports(run: Run) -> None:
         wait_for_end(int(pid), _REPORTS_WRITTEN_SECONDS)
 
 
-def tell_launcher(run: Run) -> None:
+def report_to_launcher(run: Run) -> None:
     """Put one readable line into torchrun's summary of failures, and leave the exit code where it is asked for."""
     path, result = run.environ.get("TORCHELASTIC_ERROR_FILE"), run.verdict
     if result is not None:
@@ -344,7 +346,7 @@ def _leave_note(run: Run, result: verdict.Verdict) -> None:
         print(wrong, file=sys.stderr)
 
 
-def _told(agreed: Mapping[str, Any]) -> verdict.Verdict | None:
+def _agreed_verdict(agreed: Mapping[str, Any]) -> verdict.Verdict | None:
     if "word" not in agreed:
         return None
     return verdict.Verdict(word=agreed["word"], exit=agreed["exit"], reason=agreed["reason"])

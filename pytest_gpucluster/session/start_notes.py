@@ -101,10 +101,10 @@ class Start:
         if self._is_over or self._note.error or self._note.secondary:
             return
         kind = type(error).__name__
-        told = first_line(str(error)) or kind
-        told = told if ": " in told else f"{kind}: {told}"  # pytest's own exceptions name the cause already
+        message = first_line(str(error)) or kind
+        message = message if ": " in message else f"{kind}: {message}"  # pytest's own exceptions name the cause already
         text = "".join(traceback.format_exception(error))
-        self._note = replace(self._note, error=told, text=text)
+        self._note = replace(self._note, error=message, text=text)
         self._write()
         self._wait_for_rank_0()
         self._report()
@@ -142,7 +142,7 @@ class Start:
             self._note = replace(self._note, secondary=True)
             self._write()
         if first == self._note.rank:
-            self._tell()
+            self._report_failures()
         return True
 
     def over(self) -> None:
@@ -150,7 +150,7 @@ class Start:
         self._is_over = True
 
     def _wait_for_rank_0(self) -> None:
-        """Let rank 0 come as far as to hear SIGTERM, if it is on this node: else nobody would report."""
+        """Let rank 0 come as far as to handle SIGTERM, if it is on this node: else there would be no report."""
         until = time.monotonic() + _RANK_0_SECONDS
         is_here = self._file.parent.name == str(self._note.rank)  # local rank and rank are the same on its node
         while is_here and time.monotonic() < until and not (self._file.parent.parent / "0" / _FILE_NAME).exists():
@@ -163,11 +163,11 @@ class Start:
 
     def _report(self) -> None:
         if self._note.rank == 0:
-            self._tell()
+            self._report_failures()
         else:
             self.rank_0_is_lost()
 
-    def _tell(self) -> None:
+    def _report_failures(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the report is written
         message, text = self.failures()
         message = message or f"ended by SIGTERM on {self._note.host} while {self._note.phase}"
@@ -182,10 +182,10 @@ class Start:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _write(self) -> None:
-        beside = self._file.with_suffix(".part")
+        part = self._file.with_suffix(".part")
         try:
-            beside.write_text(json.dumps(asdict(self._note)), encoding="ascii")
-            beside.replace(self._file)
+            part.write_text(json.dumps(asdict(self._note)), encoding="ascii")
+            part.replace(self._file)
         except OSError:
             self._is_over = True  # a full disk: this rank goes on without a note, as where there is no torchrun
 
@@ -245,7 +245,7 @@ def _file_of_this_rank() -> Path | None:
 
 def _read(file: Path) -> StartNote | None:
     try:
-        told: dict[str, Any] = json.loads(file.read_bytes())
-        return StartNote(**told)
+        fields: dict[str, Any] = json.loads(file.read_bytes())
+        return StartNote(**fields)
     except (OSError, ValueError, TypeError):
         return None  # not written by this version

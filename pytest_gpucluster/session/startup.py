@@ -36,7 +36,7 @@ from pytest_gpucluster.recorder.client import Recorder
 from pytest_gpucluster.session import options, rejected_run, shutdown
 from pytest_gpucluster.session.cluster import Cluster
 from pytest_gpucluster.session.run import Joined, Launched, Run, name_of_rank
-from pytest_gpucluster.session.shutdown import announce
+from pytest_gpucluster.session.shutdown import call_verdict_hooks
 from pytest_gpucluster.session.start_notes import JOINING, LOST, START, Start
 from pytest_gpucluster.session.training_inputs import TrainingInputs
 from pytest_gpucluster.text import first_line, rank_ranges
@@ -44,10 +44,10 @@ from pytest_gpucluster.text import first_line, rank_ranges
 _WITHOUT_A_CALL = {"setupplan": "--setup-plan", "setuponly": "--setup-only", "forked": "--forked", "boxed": "--boxed"}
 """Options of pytest and pytest-forked (--boxed: its older name) by which no test body runs in this process."""
 _TEXTS_SHOWN = 4
-"""Of many ranks' different problems so many are told in full."""
+"""Of many ranks' different problems this number is reported in full."""
 
 
-class Opening:
+class Startup:
     """Opens one process's :class:`Run`."""
 
     def __init__(self, run: Run) -> None:
@@ -314,7 +314,7 @@ class Opening:
         if self._run.launched is None:
             return None
         inputs = TrainingInputs.of(self._run.settings)
-        return {"told": inputs.told(), "problems": inputs.problems()}
+        return {"values": inputs.values(), "problems": inputs.problems()}
 
     def _on_its_gpu(self) -> RankFacts:
         """Return the facts by which the GPU is chosen: a local worker takes the one of its own number."""
@@ -357,7 +357,7 @@ class Opening:
         )
 
     def _check(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
-        """Rank 0: hold the roll against what was declared, and put both on record."""
+        """Rank 0: compare the reports with what was declared, and record both."""
         unable: dict[tuple[str, int], list[int]] = {}
         for rank, facts in who.items():
             if "problem" in facts:
@@ -387,7 +387,7 @@ class Opening:
         return Refusal(message=first_line(found[0].text), text=text, exit=max(problem.exit for problem in found))
 
     def _is_hopeless(self) -> bool:
-        """Tell whether a rank whose report, or word, is awaited has ended before it could give it."""
+        """Return whether a rank whose report or answer is awaited has ended before it could give it."""
         if self._run.rank == 0:
             return bool(self._lost()[0])
         return self._start is not None and self._start.rank_0_is_lost()
@@ -401,7 +401,7 @@ class Opening:
         why = baseline.incompatibility(self._run.conditions(who)) if baseline is not None else ""
         if not why:
             return None
-        return _refusal(OptionError(f"--gpucluster-baseline: nothing of this run can be held against it: {why}"))
+        return _refusal(OptionError(f"--gpucluster-baseline: nothing of this run can be compared with it: {why}"))
 
     def _report_lost(self, message: str, text: str) -> None:
         """Rank 0 ends, because a rank has failed before the roll call."""
@@ -420,8 +420,8 @@ class Opening:
             lost = rejected_run.write_junit(self._run.junit_path, self._first_line(), problem, refusal.exit)
             if lost is not None:
                 print(f"ERROR: {lost}", file=sys.stderr)
-        announce(self._run)
-        shutdown.tell_launcher(self._run)
+        call_verdict_hooks(self._run)
+        shutdown.report_to_launcher(self._run)
 
     def _refuse(self, refusal: Refusal) -> None:
         """End the session before its first test, with a report."""
@@ -435,9 +435,9 @@ class Opening:
         pytest.exit(f"{verdict.BROKEN}, exit code {refusal.exit}: the run was not started", returncode=refusal.exit)
 
     def _leave(self, refusal: Refusal) -> None:
-        """End the session of a rank above 0 without a word: rank 0 says it for all."""
+        """End the session of a rank above 0 silently: rank 0 reports for all."""
         self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
-        shutdown.tell_launcher(self._run)
+        shutdown.report_to_launcher(self._run)
         self._silence_stderr()
         # The agent waits for every rank; one exit code a node is enough, and gives one block in its summary.
         is_quiet = self._run.facts.agent_store and self._run.facts.local_rank != 0
@@ -495,7 +495,7 @@ def _refuse_unasked_rehearsal(settings: options.Settings, hostname: str) -> None
 
 
 def run_line(config: pytest.Config, hostname: str, junit_path: Path | None) -> dict[str, Any]:
-    """Return the journal's first line, as far as it can be told before the launcher's variables are read."""
+    """Return the journal's first line, as far as it is known before the launcher's variables are read."""
     return {
         "type": "run",
         "schema_version": 1,

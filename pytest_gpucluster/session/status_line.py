@@ -63,17 +63,17 @@ class StepFile:
             return None
 
     def rewrite(self, text: str, *, ends: bool) -> None:
-        """Say how far it is; after the last step nothing is to be said."""
-        beside = self.path.with_suffix(".new")
+        """Write how far it is; after the last step there is nothing to write."""
+        part = self.path.with_suffix(".new")
         with suppress(OSError):  # the controller has ended, and the folder with it
-            beside.write_text("" if ends else text, encoding="utf-8")
-            beside.replace(self.path)
+            part.write_text("" if ends else text, encoding="utf-8")
+            part.replace(self.path)
 
     def line(self, text: str) -> None:
         """Never called: everything here is live."""
 
     def read(self) -> str:
-        """Return what was said last."""
+        """Return what was written last."""
         try:
             return self.path.read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -88,7 +88,7 @@ class StepFile:
             self.path.parent.rmdir()
 
 
-# Here, so that it is not loaded beside a measurement.
+# Here, so that it is not loaded during a measurement.
 
 IND, SAVE, RESTORE, ERASE_BELOW = "\x1bD", "\x1b7", "\x1b8", "\x1b[J"
 _NO_WRAP, _WRAP, _DIM, _PLAIN, _ERASE_LINE = "\x1b[?7l", "\x1b[?7h", "\x1b[2m", "\x1b[m", "\x1b[2K"
@@ -101,7 +101,7 @@ _LAST_WORDS_SECONDS = 1.0
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-class Footer:
+class StatusLine:
     """The lines. Every method may be called from any thread.
 
     Args:
@@ -170,7 +170,7 @@ class Footer:
 
     @contextmanager
     def _lock_soon(self) -> Iterator[bool]:
-        """Take the lock, unless somebody who writes does not come to an end; tell whether it was taken."""
+        """Take the lock, unless a writer does not come to an end; return whether it was taken."""
         is_ours = self.lock.acquire(timeout=_LAST_WORDS_SECONDS)
         try:
             yield is_ours
@@ -183,7 +183,7 @@ class Footer:
             columns, rows = self._size(self._descriptor)
         except OSError:
             return ""
-        if not columns or not rows:  # a terminal that nobody has told its size
+        if not columns or not rows:  # a terminal of unknown size
             columns, rows = _USUAL_SIZE
         lines = lines[: max(0, rows - SPARE_ROWS)]
         # At the end of a line that is full the next character is on the next line, which DECSC need not remember.
@@ -195,14 +195,14 @@ class Footer:
         return f"{IND * len(lines)}\x1b[{len(lines)}A{SAVE}{_NO_WRAP}{body}{_WRAP}{RESTORE}"
 
     def _is_ours(self) -> bool:
-        """Tell whether this process may write: not while it runs in the background of the terminal's shell."""
+        """Return whether this process may write: not while it runs in the background of the terminal's shell."""
         try:
             return os.tcgetpgrp(self._descriptor) == os.getpgrp()
         except OSError:  # not our controlling terminal, as for a rank that a launcher gave a session of its own
             return True
 
     def _write(self, text: str) -> bool:
-        """Write, if the terminal takes anything now; tell whether it did."""
+        """Write, if the terminal takes anything now; return whether it did."""
         data = text.encode("utf-8", "replace")
         try:
             if not self._takes():
@@ -210,7 +210,7 @@ class Footer:
             while data:
                 data = data[os.write(self._descriptor, data) :]
         except OSError:
-            # The terminal is gone: whoever writes to it next is told, and there is nothing to take away.
+            # The terminal is gone: the next writer gets the error, and there is nothing to remove.
             self._holds += 1
             self.is_shown = False
             return False
@@ -225,22 +225,22 @@ class Footer:
 
 
 class Above:
-    """A file whose output stays above the lines of a footer."""
+    """A file whose output stays above the lines of a status_line."""
 
-    def __init__(self, file: TextIO, footer: Footer) -> None:
-        self._file, self._footer = file, footer
+    def __init__(self, file: TextIO, status_line: StatusLine) -> None:
+        self._file, self._status_line = file, status_line
 
     def write(self, text: str) -> int:
         """Take the lines away, and write."""
-        with self._footer.lock:
-            self._footer.erase()
-            if self._footer.is_shown:  # it takes nothing now: both wait until it does
+        with self._status_line.lock:
+            self._status_line.erase()
+            if self._status_line.is_shown:  # it takes nothing now: both wait until it does
                 self._file.write(ERASE_BELOW)
-                self._footer.is_shown = False
+                self._status_line.is_shown = False
             written = self._file.write(text)
             # At once: what waits in a buffer would be written somewhere else when the lines have been shown again.
             self._file.flush()
-            self._footer.wrote(text)
+            self._status_line.wrote(text)
             return written
 
     def flush(self) -> None:
@@ -252,7 +252,7 @@ class Above:
 
 
 def fit_line(text: str, columns: int) -> str:
-    """Return a text cut to so many columns of a terminal, with an ellipsis.
+    """Return a text cut to this number of columns of a terminal, with an ellipsis.
 
     >>> fit_line("step 3 of 100", 8)
     'step 3 …'
@@ -265,7 +265,7 @@ SOON_SECONDS = 0.2
 """After something was written, so that lines which come at once do not flicker."""
 GLANCE_SECONDS = 2.0
 _NAME_CHARACTERS = 40
-"""A longer name would leave no room for what is said of the test."""
+"""A longer name would leave no room for the state of the test."""
 _GIB = 2**30
 
 
@@ -284,12 +284,12 @@ class Live:
     """What is shown, from the first test to the last.
 
     Args:
-        footer: where.
+        status_line: where.
         now: seconds of the monotonic clock.
     """
 
-    def __init__(self, footer: Footer, *, now: Callable[[], float] = time.monotonic) -> None:
-        self.footer = footer
+    def __init__(self, status_line: StatusLine, *, now: Callable[[], float] = time.monotonic) -> None:
+        self.status_line = status_line
         self._now = now
         self._file: StepFile | None = None
         self._wake = threading.Condition()
@@ -308,17 +308,17 @@ class Live:
         self._running = _Running(name=printable(name), began=self._now())
 
     def phase(self, deadline_seconds: float) -> None:
-        """A phase of it begins, and is given so long."""
+        """A phase of it begins, with this deadline."""
         if self._running is not None:
             self._running = replace(self._running, ends_by=self._now() + deadline_seconds)
 
     def end(self) -> None:
         """It has ended."""
         self._running = None
-        self.footer.erase()
+        self.status_line.erase()
 
     def rewrite(self, text: str, *, ends: bool) -> None:
-        """Say how far the test is, until the next step is told; what ends it is told by a line."""
+        """Show how far the test is, until the next step; the last one is printed as a line."""
         if self._running is not None:
             self._running = replace(self._running, step="" if ends else text)
 
@@ -331,17 +331,17 @@ class Live:
         running, now = self._running, self._now()
         if running is None:
             return []
-        said = running.step if self._file is None else printable(self._file.read())
+        text = running.step if self._file is None else printable(self._file.read())
         begin = f"{running.name}: "
-        step = said.removeprefix(begin) if said.startswith(begin) else ""  # else it is of another test
+        step = text.removeprefix(begin) if text.startswith(begin) else ""  # else it is of another test
         taken = f"{duration(now - running.began)} so far"
         if step:
-            told = f"{step} ({taken})"
+            state = f"{step} ({taken})"
         elif running.ends_by is None:
-            told = taken
+            state = taken
         else:
-            told = f"{taken}, at most {duration(max(0.0, running.ends_by - now))} left"
-        first = f"{one_line(running.name, _NAME_CHARACTERS)}: {told}"
+            state = f"{taken}, at most {duration(max(0.0, running.ends_by - now))} left"
+        first = f"{one_line(running.name, _NAME_CHARACTERS)}: {state}"
         gpus = describe_gpus(self._gpus.node()) if self._gpus is not None else ""
         return [first, *([gpus] if gpus else [])]
 
@@ -351,12 +351,12 @@ class Live:
         """Show it from now on.
 
         Args:
-            gpus: UUIDs of those to tell of; None: all of this node.
-            reads_gpus: whether to tell of GPUs at all.
+            gpus: UUIDs of those to show; None: all of this node.
+            reads_gpus: whether to show GPUs at all.
         """
         if reads_gpus:
             self._gpus = NodeState(GLANCE_SECONDS, uuids=gpus)
-            with suppress(OSError):  # no further process can be started: the line tells of the test alone
+            with suppress(OSError):  # no further process can be started: the line shows the test alone
                 self._reader = NodeReader(self._gpus.take, GLANCE_SECONDS, few=True)
         thread = threading.Thread(target=self._draw, name="gpucluster-live", daemon=True)
         with suppress(RuntimeError):  # no more threads here: the run goes on without the line
@@ -370,7 +370,7 @@ class Live:
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join(TICK_SECONDS)
-        self.footer.close()
+        self.status_line.close()
         if self._file is not None:
             self._file.remove()
         if self._reader is not None:
@@ -380,14 +380,14 @@ class Live:
     def _draw(self) -> None:
         try:
             while self._goes_on():
-                self.footer.show(self.lines())
+                self.status_line.show(self.lines())
         except Exception as error:  # whatever it is: pytest would make a warning of it, and maybe a failure of that
             self.problem = one_line(f"{type(error).__name__}: {error}", MESSAGE_CHARACTERS)
-            self.footer.hold()
+            self.status_line.hold()
 
     def _goes_on(self) -> bool:
         with self._wake:
-            self._wake.wait(TICK_SECONDS if self.footer.is_shown else SOON_SECONDS)
+            self._wake.wait(TICK_SECONDS if self.status_line.is_shown else SOON_SECONDS)
             return not self._is_closed
 
 
@@ -408,8 +408,8 @@ def describe_gpus(node: Node) -> str:
         _span(read, "power_watts", "W"),
         "" if not lost else "LOST" if len(node.gpus) == 1 else f"LOST: {', '.join(lost)}",
     ]
-    told = ", ".join(filter(None, parts))
-    return f"{head}: {told}" if told else ""
+    text = ", ".join(filter(None, parts))
+    return f"{head}: {text}" if text else ""
 
 
 def _span(
@@ -434,7 +434,7 @@ NEVER = "never"
 def why_not(config: pytest.Config, environ: Mapping[str, str], *, asked: str) -> str:
     """Return why no live line is to be shown on this process's terminal; "" if it is.
 
-    Uncaptured output of tests would be written where nobody knows of, as would a debugger's.
+    Uncaptured output of tests would be written over it, as would a debugger's.
     """
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     if asked == NEVER:
@@ -465,7 +465,7 @@ def begin_live(config: pytest.Config, run: Run) -> None:
     plugins.register(LiveHooks(live, float(run.settings.deadline)), "gpucluster-live")
     capture = plugins.get_plugin("capturemanager")
     if capture is not None:
-        plugins.register(Bodies(live.footer, capture), "gpucluster-live-bodies")
+        plugins.register(Bodies(live.status_line, capture), "gpucluster-live-bodies")
     _start(live, run)
 
 
@@ -473,7 +473,7 @@ def begin_for_workers(config: pytest.Config, run: Run) -> str | None:
     """Show the live line in the controller of local workers, if its terminal is fit for it.
 
     Returns:
-        The file in which the first worker is to say how far it is; None if nobody shows it.
+        The file in which the first worker is to write how far it is; None if it is not shown.
     """
     live = _on_terminal(config, run)
     if live is None:
@@ -496,10 +496,10 @@ def _on_terminal(config: pytest.Config, run: Run) -> Live | None:
         descriptor = os.dup(written.fileno())
     except OSError:  # no more descriptors here: the run goes on without the line
         return None
-    footer = Footer(descriptor, styled=bool(reporter._tw.hasmarkup))
-    reporter._tw._file = footer.above(written)
-    run.clear_terminal = footer.give_up
-    config.stash[LIVE] = live = Live(footer)
+    status_line = StatusLine(descriptor, styled=bool(reporter._tw.hasmarkup))
+    reporter._tw._file = status_line.above(written)
+    run.clear_terminal = status_line.give_up
+    config.stash[LIVE] = live = Live(status_line)
     return live
 
 
@@ -509,7 +509,7 @@ def _start(live: Live, run: Run) -> None:
         for rank in run.roll.who.values()
         if rank.get("gpu") and rank["host"] == run.facts.hostname
     ]
-    # A slice is no GPU that NVML counts, and a worker has not said yet which it has.
+    # A slice is no GPU that NVML counts, and a worker has not reported yet which it has.
     is_known = bool(here) and all(uuid.startswith("GPU-") for uuid in here)
     live.start(gpus=here if is_known else None, reads_gpus=run.device == "cuda")
 
@@ -522,7 +522,7 @@ class _Ending:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """Nothing is shown while the verdict is found and told."""
+        """Nothing is shown while the verdict is found and printed."""
         self._live.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -607,8 +607,8 @@ class Bodies:
     Between phases the capture is suspended too. So it must be known whether a test runs: these hooks are the innermost.
     """
 
-    def __init__(self, footer: Footer, capture: Any) -> None:
-        self._footer, self._capture = footer, capture
+    def __init__(self, status_line: StatusLine, capture: Any) -> None:
+        self._status_line, self._capture = status_line, capture
         self._is_in_body = self._is_holding = False
         self._suspend, self._resume = capture.suspend_global_capture, capture.resume_global_capture
         capture.suspend_global_capture, capture.resume_global_capture = self._suspended, self._resumed
@@ -616,7 +616,7 @@ class Bodies:
     def _suspended(self, in_: bool = False) -> None:
         if self._is_in_body and not self._is_holding:
             self._is_holding = True
-            self._footer.hold()
+            self._status_line.hold()
         self._suspend(in_=in_)
 
     def _resumed(self) -> None:
@@ -626,7 +626,7 @@ class Bodies:
     def _release(self) -> None:
         if self._is_holding:
             self._is_holding = False
-            self._footer.release()
+            self._status_line.release()
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self) -> Generator[None, Any, Any]:

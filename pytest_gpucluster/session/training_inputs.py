@@ -84,7 +84,7 @@ class TrainingInputs:
             reference_curve=settings.reference_curve,
         )
 
-    def told(self) -> dict[str, str]:
+    def values(self) -> dict[str, str]:
         """Return option -> value as text, of what was given. It must be the same on all ranks."""
         found = {f"--gpucluster-data {key}": str(source) for key, source in self.data.items()}
         found |= {
@@ -175,7 +175,7 @@ def read_model(text: str, base: Path = Path()) -> Source:
 
 
 def _is_file(path: Path) -> bool:
-    # A path that is missing on this host still needs a name, by which it is told: the suffix decides then.
+    # A path that is missing on this host still needs a name for the report: the suffix decides then.
     return os.path.isfile(path) if os.path.exists(path) else path.suffix in _FILES
 
 

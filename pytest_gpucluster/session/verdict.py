@@ -31,7 +31,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
     """Judge the measurements of a test; return what the test's outcome is then.
 
     A criterion that measured nothing is an error. A test that has failed already keeps its failure, unless a limit is
-    missed too: a verdict about the hardware outweighs a broken run. The judged values go on record in any case.
+    missed too: a verdict about the hardware outweighs a broken run. The judged values are recorded in any case.
     """
     criterion = record.test.criterion
     record.telemetry = {o.rank: o.telemetry for o in outcomes if o.telemetry}
@@ -58,7 +58,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         host_of=dict(enumerate(run.roll.hosts)),
     )
     if run.launched is not None and run.settings.thresholds is not None:
-        judgement = _beside_shipped(run, judgement, by_rank)
+        judgement = _with_shipped(run, judgement, by_rank)
     if run.baseline is not None:
         judgement, notes = run.baseline.compare(
             judgement,
@@ -98,7 +98,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
             *({"rank": rank, "outcome": "failed", "message": why} for rank, why in sorted(missed.items())),
             *(row for row in merged.ranks if row["rank"] not in missed),
         ],
-        dirty=merged.dirty,
+        group_invalid=merged.group_invalid,
         judged=True,
     )
 
@@ -109,7 +109,7 @@ def _unjudged(
     """Return why no limit judges a test, and what to do: nothing is accepted by that. "" if one does.
 
     That is where the limits only record all that the test asked for, or all rates of hardware among it: a ratio to the
-    other ranks beside them passes where all are slow alike. The floors of a rehearsal say nothing about rates.
+    other ranks passes where all are slow alike. The floors of a rehearsal say nothing about rates.
     """
     asked = {
         (measured.metric, frozenset(measured.labels.items()))
@@ -128,8 +128,8 @@ def _unjudged(
     return ""
 
 
-def _beside_shipped(run: Run, judgement: Judgement, by_rank: Mapping[int, Sequence[Measurement]]) -> Judgement:
-    """Return a judgement with the shipped limit beside each of the site's that asks for less.
+def _with_shipped(run: Run, judgement: Judgement, by_rank: Mapping[int, Sequence[Measurement]]) -> Judgement:
+    """Return a judgement with the shipped limit added to each of the site's that asks for less.
 
     A value that the site leaves without a limit that the shipped ones have is a deviation, and recorded as one.
     """
@@ -146,7 +146,7 @@ def _beside_shipped(run: Run, judgement: Judgement, by_rank: Mapping[int, Sequen
 
 
 def _asks_less(limit: Limit, shipped: Limit) -> bool:
-    """Tell whether something that the shipped limit refuses may pass."""
+    """Return whether something that the shipped limit refuses may pass."""
     lowest = ((limit.min, shipped.min), (limit.min_ratio_to_median, shipped.min_ratio_to_median))
     if any(theirs is not None and (ours is None or ours < theirs) for ours, theirs in lowest):
         return True
@@ -188,10 +188,10 @@ def keep_interrupted(
     measured: Sequence[Measurement],
     properties: Sequence[tuple[str, object]],
 ) -> None:
-    """Put on record what rank 0 has measured in a test whose body was interrupted: an error, and never a pass.
+    """Record what rank 0 has measured in a test whose body was interrupted: an error, and never a pass.
 
-    The test comes to no other end, and the other ranks tell nothing any more. A test that has measured nothing is told
-    by the end of the run.
+    The test comes to no other end, and the other ranks report nothing any more. A test that has measured nothing is
+    reported by the end of the run.
     """
     if run.rank != 0 or not measured:
         return
@@ -225,7 +225,7 @@ class Decided:
     """What rank 0 has decided.
 
     Attributes:
-        verdict: what it tells all ranks.
+        verdict: what all ranks are sent.
         merged: the outcome of all ranks together.
         first: rank 0's own outcome, with what is known of it by now.
     """
@@ -241,7 +241,7 @@ class PhaseVerdict:
     Args:
         run: what this process holds.
         judges: this process holds measurements against limits.
-        isolator: searches for who is to blame, if that is allowed.
+        isolator: searches for the culprit, if that is allowed.
     """
 
     def __init__(self, run: Run, *, judges: bool, isolator: Isolator) -> None:
@@ -256,7 +256,7 @@ class PhaseVerdict:
         number: int,
         bodies: Mapping[int, Mapping[str, Any]],
         *,
-        has_worsened: bool,
+        escalated: bool,
     ) -> Decided:
         """Merge what all ranks have posted, judge it, and say whether the run can go on.
 
@@ -265,7 +265,7 @@ class PhaseVerdict:
             when: "setup", "call" or "teardown".
             number: of the exchange.
             bodies: rank -> what it has posted: its outcome, and what ``Phases`` has added.
-            has_worsened: rank 0's failure says more than its exception.
+            escalated: rank 0's failure says more than its exception.
         """
         run, watch = self._run, self._run.watch
         culprits = watch.culprits(number)
@@ -290,20 +290,20 @@ class PhaseVerdict:
         released = next((o.message for o in outcomes if o.outcome == "released"), "")
         merged = merge(outcomes, run.names, unfinished=released)
         late = watch.late(number)
-        if late and any(outcome.outcome == "hung" for outcome in outcomes):  # once, whoever waited for whom
+        if late and any(outcome.outcome == "hung" for outcome in outcomes):  # once, for all pairs of ranks
             merged = replace(merged, text=f"{merged.text}\n\n{late}")
         if (merged.outcome in ("passed", "failed", "error") or merged.too_slow) and when == "call" and self._judges:
             merged = judge_merged(run, run.records[item.nodeid], merged, outcomes)
-        if has_worsened:
+        if escalated:
             merged = replace(merged, judged=True)
         stop = self._stop(bodies, outcomes, merged, watch.unreleasable(number))
         verdict: dict[str, Any] = {"o": merged.outcome}
         if merged.message:
             verdict["msg"] = merged.message
-        if merged.dirty:
-            verdict["dirty"] = True
+        if merged.group_invalid:
+            verdict["group_invalid"] = True
         if any(body.get("nvls") for body in bodies.values()):
-            verdict |= {"dirty": True, "nvls": True}
+            verdict |= {"group_invalid": True, "nvls": True}
         blamed = bodies if merged.shared else merged.culprits
         if blamed and all(bodies[rank].get("expected") for rank in blamed):
             verdict["expected"] = True
@@ -325,7 +325,7 @@ class PhaseVerdict:
         bodies: Mapping[int, Mapping[str, Any]],
         outcomes: Sequence[RankOutcome],
     ) -> Mapping[str, bool]:
-        """Say whether all ranks search for who is to blame: after what GPUs, nodes or links may have done."""
+        """Decide whether all ranks search for the culprit: after what GPUs, nodes or links may have done."""
         if item.get_closest_marker("isolate") is None or len(self._run.names) < 2 or not self._judges:
             return {}
         unreached = any(body.get("unreached") for body in bodies.values())

@@ -38,8 +38,8 @@ from pytest_gpucluster.session.reporting import BROKE, Console, Status
 from pytest_gpucluster.session.run import Run
 from pytest_gpucluster.session.selection import criterion_of, is_selection, only_lists
 from pytest_gpucluster.session.session import Session, last_error, take_junit
-from pytest_gpucluster.session.shutdown import announce
-from pytest_gpucluster.session.startup import Opening
+from pytest_gpucluster.session.shutdown import call_verdict_hooks
+from pytest_gpucluster.session.startup import Startup
 from pytest_gpucluster.session.status_line import begin_for_workers
 from pytest_gpucluster.session.verdict import judge_merged
 from pytest_gpucluster.text import first_line
@@ -49,7 +49,7 @@ NAME = "interrupted.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftBehind:
+class InterruptedResult:
     """How far one worker came in the test that it was in. ``properties`` are of pytest's ``record_property``."""
 
     nodeid: str
@@ -59,7 +59,7 @@ class LeftBehind:
     def write(self, folder: Path) -> None:
         """Put it there, whole or not at all. Raises: OSError."""
         folder.mkdir(parents=True, exist_ok=True)
-        told = {
+        body = {
             "nodeid": self.nodeid,
             "rank": self.outcome.rank,
             "outcome": self.outcome.to_json(),
@@ -67,22 +67,22 @@ class LeftBehind:
             "properties": [[name, str(value)] for name, value in self.properties],
         }
         path = folder / f".{NAME}"
-        path.write_text(json.dumps(told), encoding="utf-8")
+        path.write_text(json.dumps(body), encoding="utf-8")
         os.replace(path, folder / NAME)
 
 
-def interrupted_results(artifacts: Path) -> list[LeftBehind]:
+def interrupted_results(artifacts: Path) -> list[InterruptedResult]:
     """Return what is below the folder of all workers' artifacts, by rank. A file that cannot be read is not there: then
     nothing is known of that worker, which is no pass."""
     left = []
     for path in artifacts.glob(f"rank-*/{NAME}"):
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            body = json.loads(path.read_text(encoding="utf-8"))
             left.append(
-                LeftBehind(
-                    nodeid=told["nodeid"],
-                    outcome=RankOutcome.from_json(told["rank"], told["outcome"]),
-                    properties=[(name, value) for name, value in told["properties"]],
+                InterruptedResult(
+                    nodeid=body["nodeid"],
+                    outcome=RankOutcome.from_json(body["rank"], body["outcome"]),
+                    properties=[(name, value) for name, value in body["properties"]],
                 )
             )
         except (OSError, ValueError, KeyError, TypeError):
@@ -91,9 +91,9 @@ def interrupted_results(artifacts: Path) -> list[LeftBehind]:
 
 
 SAMPLER = "gpucluster_sampler"
-"""The key of ``workerinput`` in which a worker is told of the node's sampler."""
+"""The key of ``workerinput`` that names the node's sampler to a worker."""
 DIRECTORY = "gpucluster_directory"
-"""The key of ``workerinput`` in which a worker is told of the run's folder."""
+"""The key of ``workerinput`` that names the run's folder to a worker."""
 PROPERTY = "gpucluster"
 """The one key of ``report.user_properties`` in which a worker's outcome travels, as plain JSON types."""
 
@@ -103,13 +103,13 @@ class Worker(Session):
 
     def __init__(self, config: pytest.Config, run: Run) -> None:
         super().__init__(config, run)
-        self._phases = Phases(run, judges=False, keep=self._leave_behind)
-        self._has_told = False
+        self._phases = Phases(run, judges=False, keep=self._keep_interrupted)
+        self._has_sent_workload = False
 
-    def look_over(self, session: pytest.Session) -> None:
+    def check_items(self, session: pytest.Session) -> None:
         """Leave it to the controller to say that the tests cannot be run: nothing is left to run here."""
         try:
-            super().look_over(session)
+            super().check_items(session)
         except pytest.UsageError as error:
             session.items[:] = []
             self._config.workeroutput[PROPERTY] = str(error)  # type: ignore[attr-defined]  # by xdist, for its workers
@@ -122,8 +122,8 @@ class Worker(Session):
         outcome = self._phases.last_outcome
         run = self._run
         record = run.records.get(item.nodeid)
-        workload_record = run.running.workload_record if not self._has_told else None
-        self._has_told = True
+        workload_record = run.running.workload_record if not self._has_sent_workload else None
+        self._has_sent_workload = True
         report.user_properties.append(
             (
                 PROPERTY,
@@ -138,7 +138,7 @@ class Worker(Session):
             )
         )
 
-    def _leave_behind(self, item: pytest.Item, message: str, measured: Sequence[Measurement]) -> None:
+    def _keep_interrupted(self, item: pytest.Item, message: str, measured: Sequence[Measurement]) -> None:
         """Keep what an interrupted body has measured where the controller looks for it: no report is sent any more."""
         place = self._run.place
         if place is None or not place.directory or not measured:
@@ -150,13 +150,13 @@ class Worker(Session):
             text=message,
             measurements=[each.to_json() for each in measured],
         )
-        left = LeftBehind(nodeid=item.nodeid, outcome=outcome, properties=list(item.user_properties))
+        left = InterruptedResult(nodeid=item.nodeid, outcome=outcome, properties=list(item.user_properties))
         with suppress(OSError):  # then nothing is known of this worker, which is no pass, and Ctrl-C goes on
             left.write(self._run.artifacts_directory())
 
     def show(self, report: pytest.TestReport) -> None:
         """Say nothing: the controller does."""
-        self._phases.shown.take_subtest(report)
+        self._phases.reports.take_subtest(report)
 
     def finish(self, session: pytest.Session) -> None:
         """Keep pytest's own exit status: the verdict is the controller's."""
@@ -222,7 +222,7 @@ class Controller:
         self._steps: str | None = None
         """Where the first worker says how far it is, if the live line shows it."""
         self._workload_rank = 0
-        """The worker that told its workload first."""
+        """The worker that sent its workload first."""
         take_junit(config, run)
         run.names = {rank: f"rank {rank} (gw{rank})" for rank in range(workers)}
 
@@ -233,7 +233,7 @@ class Controller:
         if only_lists(self._config):
             return
         self._run.selection = is_selection(self._config)
-        Opening(self._run).open_for_workers(self._workers)
+        Startup(self._run).open_for_workers(self._workers)
         if not self._run.rehearsal:
             self._sampler = self._run.monitor.start()
         self._steps = begin_for_workers(self._config, self._run)
@@ -243,7 +243,7 @@ class Controller:
         return self._console.header()
 
     def collect_report(self, report: pytest.CollectReport) -> None:
-        """Put on record what a worker cannot collect."""
+        """Record what a worker cannot collect."""
         if report.failed and self._run.recorder is not None:
             message = first_line(f"cannot collect {report.nodeid}: {last_error(report.longreprtext)}")
             self._cannot_collect = self._cannot_collect or message
@@ -252,7 +252,7 @@ class Controller:
     def deselected(self) -> None:
         """Only workers deselect."""
 
-    def look_over(self, session: pytest.Session) -> None:
+    def check_items(self, session: pytest.Session) -> None:
         """Only workers collect."""
 
     def after_collection(self) -> list[str]:
@@ -263,7 +263,7 @@ class Controller:
         """The controller itself collects nothing."""
 
     def not_collected(self, session: pytest.Session, error: BaseException) -> None:
-        """Let pytest tell it."""
+        """Let pytest report it."""
         raise error
 
     def refuses_to_run(self) -> bool:
@@ -281,26 +281,26 @@ class Controller:
     def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
         """No test runs in this process."""
 
-    def status(self, report: pytest.TestReport, told: Status) -> Status:
+    def status(self, report: pytest.TestReport, status: Status) -> Status:
         """Hide the parts of a test; show a broken one as an error; begin a criterion's line."""
-        if hasattr(report, "context") or report in self._hidden:  # a subtest is told with its test
+        if hasattr(report, "context") or report in self._hidden:  # a subtest is reported with its test
             return "", "", ""
-        return self._console.status(report, BROKE if report in self._errors else told)
+        return self._console.status(report, BROKE if report in self._errors else status)
 
     def shown(self, report: pytest.TestReport) -> None:
-        """Say what was measured, under or beside what pytest has said."""
-        self._console.tell(report)
+        """Print what was measured, below or after what pytest has printed."""
+        self._console.print_result(report)
 
     # ---- what comes from the workers -------------------------------------------------------------------------
 
     def worker_input(self) -> dict[str, Any]:
-        """Return what a worker must be told before it starts."""
-        told: dict[str, Any] = {SAMPLER: dict(self._sampler)} if self._sampler else {}
+        """Return what a worker must know before it starts."""
+        values: dict[str, Any] = {SAMPLER: dict(self._sampler)} if self._sampler else {}
         if self._run.directory is not None:
-            told[DIRECTORY] = str(self._run.directory.resolve())
+            values[DIRECTORY] = str(self._run.directory.resolve())
         if self._steps is not None:
-            told[STEPS] = self._steps
-        return told
+            values[STEPS] = self._steps
+        return values
 
     def worker_collected(self, worker: str, node_ids: Sequence[str]) -> None:
         """Compare what each worker found with the first one."""
@@ -336,7 +336,7 @@ class Controller:
             self._run.problem("usage", self._cannot_run, self._cannot_run)
 
     def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        """Put the first start of a test on record."""
+        """Record the first start of a test."""
         if nodeid not in self._tests:
             record = TestRecord(test=TestName.of(nodeid, location))
             self._tests[nodeid] = _Parts(record=record)
@@ -351,7 +351,7 @@ class Controller:
         rank = _index(worker.gateway.id)
         self.started(report.nodeid, report.location)
         parts = self._tests[report.nodeid]
-        if str(report.when) != "???":  # xdist's own report of a crash, which worker_lost has told before
+        if str(report.when) != "???":  # xdist's own report of a crash, which worker_lost has reported before
             self._take(parts, rank, report)
         if self._complete(parts) and not parts.merged:
             self._merge(parts, report)
@@ -511,7 +511,7 @@ class Controller:
         if session is None or self._finished or self._run.recorder is None:
             return
         self._finished = True
-        cut_short = self._take_left_behind() if self._is_interrupted else set()
+        cut_short = self._take_interrupted() if self._is_interrupted else set()
         stopped = int(session.exitstatus) == pytest.ExitCode.INTERRUPTED
         for parts in self._tests.values():
             if parts.merged:
@@ -533,7 +533,7 @@ class Controller:
             self._run, int(session.exitstatus), why=why, refused=refused, cut_short=cut_short
         )
 
-    def _take_left_behind(self) -> set[str]:
+    def _take_interrupted(self) -> set[str]:
         """Take what interrupted workers have left of the tests that they were in; return these tests."""
         assert self._run.directory is not None
         cut_short = set()
@@ -553,7 +553,7 @@ class Controller:
         return cut_short
 
     def _leave_out(self, parts: _Parts) -> None:
-        """Put on record that a test did not come to its end on every worker, because the run was stopped."""
+        """Record that a test did not come to its end on every worker, because the run was stopped."""
         parts.merged = True
         message = "not run to its end on every worker: the run was stopped"
         parts.record.add("call", outcome="skipped", message=message, text=message, seconds=0.0, merged=None)
@@ -568,11 +568,11 @@ class Controller:
         if self._run.verdict is not None:
             session.exitstatus = self._run.verdict.exit
             verdict.keep_exit_code(self._run.verdict.exit)
-        announce(self._run)
+        call_verdict_hooks(self._run)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is None:
             return
-        if self._cannot_run is not None and "\n" in self._cannot_run:  # the verdict tells the first line only
+        if self._cannot_run is not None and "\n" in self._cannot_run:  # the verdict has the first line only
             for line in self._cannot_run.splitlines():
                 reporter.write_line(line, red=True)
         self._console.close()

@@ -62,10 +62,10 @@ def test_the_ranks_outcomes_become_one(
 
 
 def test_ranks_left_in_different_places_make_the_group_dirty() -> None:
-    assert not merge(world("passed", "passed"), NAMES).dirty
-    assert not merge(world("skipped", "skipped"), NAMES).dirty
+    assert not merge(world("passed", "passed"), NAMES).group_invalid
+    assert not merge(world("skipped", "skipped"), NAMES).group_invalid
     for kinds in (["passed", "failed"], ["released", "released"], ["skipped", "passed"]):
-        assert merge(world(*kinds), NAMES).dirty, kinds
+        assert merge(world(*kinds), NAMES).group_invalid, kinds
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_breaks_all_ranks_alike_is_no_ranks_own() -> None:
     ranks = [outcome(rank, "error", "ModuleNotFoundError: No module named 'x'", "Traceback") for rank in range(8)]
     merged = merge(ranks, NAMES)
     assert (merged.outcome, merged.message.startswith("all 8 ranks: ")) == ("error", True)
-    assert (merged.culprits, merged.shared, merged.dirty, merged.text.count("Traceback")) == ([], True, True, 1)
+    assert (merged.culprits, merged.shared, merged.group_invalid, merged.text.count("Traceback")) == ([], True, True, 1)
     assert merge(ranks[:2], NAMES).shared
     for others in (ranks[:1], [*ranks[:7], outcome(7, "passed")], [*ranks[:7], outcome(7, "error", "another")]):
         merged = merge(others, NAMES)
@@ -143,8 +143,8 @@ def test_the_message_is_one_line_of_bounded_length_whatever_the_ranks_say() -> N
 
 def test_a_test_that_is_too_slow_to_rehearse_is_skipped_and_says_so() -> None:
     merged = rehearsed_too_slowly("it does not settle", released=[1])
-    assert (merged.outcome, merged.too_slow, merged.dirty, merged.released) == ("skipped", True, True, [1])
-    assert not rehearsed_too_slowly("it does not settle").dirty
+    assert (merged.outcome, merged.too_slow, merged.group_invalid, merged.released) == ("skipped", True, True, [1])
+    assert not rehearsed_too_slowly("it does not settle").group_invalid
 
 
 def test_what_a_rank_tells_of_itself_travels_whole_and_a_bare_pass_is_small() -> None:

@@ -324,7 +324,7 @@ def test_a_malformed_expectation_is_an_error_that_shows_the_form(text: str) -> N
 
 
 def given(told: dict[str, str], *problems: str) -> dict[str, Any]:
-    return {"told": told, "problems": list(problems)}
+    return {"values": told, "problems": list(problems)}
 
 
 def test_what_ranks_were_given_to_train_with_is_the_same() -> None:

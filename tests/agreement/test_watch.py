@@ -407,7 +407,7 @@ def on_this_host(process: subprocess.Popen[bytes], **more: str) -> dict[str, Any
         pytest.param(
             "Fatal Python error: Segmentation fault\n", "(Fatal Python error: Segmentation fault)", id="stacks"
         ),
-        pytest.param(None, "is gone without a word", id="no file at all"),
+        pytest.param(None, "has exited without a message", id="no file at all"),
     ],
 )
 def test_a_sibling_that_dies_is_lost_at_once_and_its_last_words_are_told(

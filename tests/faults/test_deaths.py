@@ -36,7 +36,7 @@ def test_a_dead_rank_is_named(runs, times, case):
     run, (fault, _) = runs[case], case
     stamp = run.stamp("fault", 1)
     lost = "rank 1 (node-a) is lost during call of test_one_fault.py::test_fault"
-    expected = f"{lost}: process {stamp.pid} is gone without a word ({WORDS[fault]})"
+    expected = f"{lost}: process {stamp.pid} has exited without a message ({WORDS[fault]})"
     assert run.verdicts["test_fault"] == f"error: {expected}", run.output
     assert run.verdicts["rank lost"] == f"error: {expected}"
     agrees_that_it_is_over(run)

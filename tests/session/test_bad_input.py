@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from sessions import CPU, Left, Project
 
-from pytest_gpucluster.session.startup import Opening
+from pytest_gpucluster.session.startup import Startup
 
 SUITE = "def test_it(): raise AssertionError('must not run')"
 STALE = '<testsuites><testsuite name="pytest" tests="1"><testcase name="test_it" time="0"/></testsuite></testsuites>'
@@ -189,7 +189,7 @@ def test_a_path_that_is_not_there_replaces_an_earlier_report(stale: Project, opt
 
 def test_of_many_ranks_with_different_problems_a_few_are_told_and_the_others_counted() -> None:
     who = {rank: {"problem": f"rank {rank} has no GPU\nwhat to do: look", "exit": 4} for rank in range(16)}
-    refusal = Opening(SimpleNamespace(config=SimpleNamespace(pluginmanager=pytest.PytestPluginManager())))._check(
+    refusal = Startup(SimpleNamespace(config=SimpleNamespace(pluginmanager=pytest.PytestPluginManager())))._check(
         {**who, 15: {"problem": who[2]["problem"], "exit": 4}}
     )
     assert refusal is not None

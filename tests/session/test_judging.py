@@ -103,7 +103,7 @@ def test_a_missed_limit_names_rank_value_and_limit_in_one_line() -> None:
     assert merged.ranks == [{"rank": 1, "outcome": "failed", "message": f"{BF16} 312.4 TFLOPS < 700 TFLOPS"}]
     assert "thresholds.yaml:" in merged.text
     assert BF16 in merged.table
-    assert (merged.judged, merged.dirty) == (True, False)
+    assert (merged.judged, merged.group_invalid) == (True, False)
 
 
 def measured(*values: float | Series) -> list[RankOutcome]:
@@ -151,11 +151,11 @@ def test_what_was_measured_goes_on_record_whatever_the_outcome() -> None:
 def test_a_missed_limit_beside_an_error_keeps_the_errors_text_and_blames_no_victim() -> None:
     merged, _ = judged(said(GOOD, SLOW, kinds=("error", "released")))
     assert merged.outcome == "failed"
-    assert merged.text.endswith("not to blame: rank 1.")
+    assert merged.text.endswith("not culprits: rank 1.")
     assert "text of 0" in merged.text
     assert (list(merged.culprits), list(merged.released)) == ([1], [])
     assert [(row["rank"], row["outcome"]) for row in merged.ranks] == [(1, "failed"), (0, "error")]
-    assert merged.dirty
+    assert merged.group_invalid
 
 
 def test_a_gpu_without_limits_is_never_a_pass() -> None:

@@ -153,18 +153,18 @@ def test_the_thread_draws_until_it_is_closed(live: Live, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "TICK_SECONDS", 0.01)
     live.begin("test_it")
     live.start(gpus=None, reads_gpus=False)
-    footer: Any = live.footer
+    status_line: Any = live.status_line
     thread = live._thread
     assert thread is not None
     for _ in range(1000):
-        if footer.shown:
+        if status_line.shown:
             break
         thread.join(0.01)
-    assert footer.shown[0] == ["test_it: 0:00 so far"]
+    assert status_line.shown[0] == ["test_it: 0:00 so far"]
     live.close()
     thread.join(60)
     assert not thread.is_alive()
-    assert footer.is_closed
+    assert status_line.is_closed
     live.close()
 
 
@@ -176,15 +176,15 @@ def test_a_line_that_cannot_be_drawn_ends_and_is_no_error_of_the_thread(
     def fail(lines: Sequence[str]) -> None:
         raise ValueError("no such\ncolour")
 
-    footer: Any = live.footer
-    monkeypatch.setattr(footer, "show", fail)
+    status_line: Any = live.status_line
+    monkeypatch.setattr(status_line, "show", fail)
     monkeypatch.setattr(module, "SOON_SECONDS", 0.0)
     live.begin("test_it")
     live.start(gpus=None, reads_gpus=False)
     assert live._thread is not None
     live._thread.join(60)
     assert live.problem == "ValueError: no such colour"
-    assert footer.is_held
+    assert status_line.is_held
     live.close()
 
 

@@ -112,11 +112,11 @@ def test_what_is_there_is_no_problem_and_is_told(place: Path) -> None:
     )
     assert found.problems() == []
     assert found.data["images"].path == place / "pictures"
-    assert found.told()["--gpucluster-data function_calls"] == "o/c@v1 on the hub"
-    assert len(found.told()) == 5
+    assert found.values()["--gpucluster-data function_calls"] == "o/c@v1 on the hub"
+    assert len(found.values()) == 5
     nothing = inputs(place)
     assert nothing == TrainingInputs()
-    assert (nothing.told(), nothing.problems(), dict(nothing.data)) == ({}, [], {})
+    assert (nothing.values(), nothing.problems(), dict(nothing.data)) == ({}, [], {})
 
 
 def test_a_pipe_is_not_waited_for(place: Path) -> None:
