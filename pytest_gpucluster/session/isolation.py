@@ -177,7 +177,9 @@ def describe(found: IsolationResult, name: Callable[[int], str], *, seconds: flo
     return "\n".join(lines)
 
 
-def isolation_json(found: IsolationResult, names: Mapping[int, str], *, seconds: float, cut_short: str = "") -> dict[str, Any]:
+def isolation_json(
+    found: IsolationResult, names: Mapping[int, str], *, seconds: float, cut_short: str = ""
+) -> dict[str, Any]:
     """Return the same in plain JSON types, for the journal. ``names`` has what each unit is called."""
     return {
         **found.to_json(),
