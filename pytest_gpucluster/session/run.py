@@ -268,7 +268,7 @@ class Run:
 
     def headline(self, decided: verdict.Verdict) -> str:
         """Return the verdict's word; a rehearsal never stands alone as a verdict about hardware."""
-        return f"{decided.word}{' (a REHEARSAL on cpu, which says nothing about hardware)' if self.rehearsal else ''}"
+        return f"{decided.word}{' (a REHEARSAL on cpu, no statement about hardware)' if self.rehearsal else ''}"
 
     def conditions(self, who: Mapping[int, Mapping[str, Any]]) -> Conditions:
         """Return under which conditions this run measures, for a comparison with another one."""

@@ -145,7 +145,7 @@ def test_local_workers_are_told_once_for_all(project: Project) -> None:
     assert len([line for line in lines if line.startswith("  FAILED  slow")]) == 1
     # Both workers have told who they are before the first test is judged.
     assert re.search(r"^FAILED test_it\.py::test_slow - rank 0 \(\S+\)", left.stdout, re.MULTILINE), left.output
-    assert lines.count("gpucluster limits: cpu-rehearsal, of " + str(loader.shipped_path())) == 1, left.output
+    assert lines.count("gpucluster limits: cpu-rehearsal, from " + str(loader.shipped_path())) == 1, left.output
     assert len([line for line in lines if line.startswith("gpucluster cluster: 1 node x 2 CPU ranks")]) == 1
     assert "Criteria: 1 failed" in left.stdout
     # pytest 8 writes how far it is behind whatever stands there.

@@ -134,7 +134,7 @@ class BadText(Exception):
         pytest.param(ValueError("x"), "ValueError: x", id="an exception"),
         pytest.param(KeyError(), "KeyError: ", id="an exception without a text"),
         pytest.param(pytest.fail.Exception("told so"), "told so", id="pytest.fail"),
-        pytest.param(BadText(), "BadText: (its text cannot be shown: ValueError)", id="one that cannot say what it is"),
+        pytest.param(BadText(), "BadText: (its text cannot be read: ValueError)", id="one that cannot say what it is"),
     ],
 )
 def test_a_failure_is_summed_up_by_its_kind_and_its_text(error: BaseException, expected: str) -> None:

@@ -51,7 +51,7 @@ def test_all_passed_on_cpu_is_a_rehearsal(project: Project) -> None:
     assert "gpucluster: 1 rank on 1 node (pytest), device cpu, REHEARSAL" in header
     assert "gpucluster settings: device=cpu (command line)" in header
     assert "gpucluster cluster: 1 node x 1 CPU rank, torch " in header
-    assert "gpucluster limits: cpu-rehearsal, of " in header
+    assert "gpucluster limits: cpu-rehearsal, from " in header
     assert left.last_line[:2] == ("REHEARSED", 0)
     assert left.last_line[2].startswith("3 passed; 1 node, 1 rank, as launched")
 

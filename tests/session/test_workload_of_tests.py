@@ -69,7 +69,7 @@ def test_a_rehearsal_takes_the_profile_cpu_whatever_was_asked_for_and_its_verdic
     with_file(project)
     left = project.run("--gpucluster-profile=soak")
     assert (left.exit, left.end) == (0, ("REHEARSED", 0)), left.output
-    assert in_order(left.stdout, "\ngpucluster profile: cpu, soak: rehearsal")
+    assert in_order(left.stdout, "\ngpucluster profile: cpu instead of soak: ")
     assert "gpucluster workload: cpu (workloads.yaml)" in left.stdout.splitlines()
     assert left.journal.workload is not None
     assert left.journal.workload.profile == "cpu"
