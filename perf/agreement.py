@@ -1,9 +1,9 @@
-"""What the agreement of ranks costs for each test, against plain pytest on the same ranks, in one run.
+"""The cost of the agreement of ranks for each test, against plain pytest on the same ranks, in one run.
 
 Both sides are started by torchrun with the same number of ranks on this machine and run the same suite, in turn:
 
 * plain: pytest without the plugin, every rank for itself;
-* agreed: the plugin on cpu, each test carrying one measurement of 100 samples on every rank, judged and on record.
+* agreed: the plugin on cpu, each test with one measurement of 100 samples on every rank, judged and recorded.
 
 Printed are milliseconds a test, the median over the pairs with minimum and maximum: the whole run of the suite, what
 the plugin adds to plain pytest, and the part of it that rank 0 spends inside exchanges: three a test, with the waiting
@@ -14,16 +14,15 @@ for peers, without its merging and judging.
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from comparison import TEMPORARY, Conditions, parser_of
 
 GOALS_MS = {2: (1.5, 3.0), 4: (3.0, 6.0)}
 """ranks -> milliseconds a test: inside exchanges, and added in all."""
@@ -118,22 +117,22 @@ def milliseconds_per_test(folder: Path, side: str, ranks: int) -> tuple[float, f
     return 1e3 * found["loop"] / found["tests"], 1e3 * found["exchange"] / found["tests"]
 
 
-def shown(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
     """Return "median (minimum to maximum)"."""
     return f"{statistics.median(values):6.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> int:
     """Print the table; return 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, separated by commas (default: 2,4)")
     parser.add_argument("--tests", type=int, default=200, help="tests in the suite (default: 200)")
     parser.add_argument("--pairs", type=int, default=5, help="alternating pairs of runs (default: 5)")
     arguments = parser.parse_args()
-    print(f"{os.cpu_count()} cores, {arguments.tests} tests, {arguments.pairs} pairs; ms a test, median (min to max)")
+    print(f"{arguments.tests} tests, {arguments.pairs} pairs; ms a test, median (min to max)")
     print(f"{'ranks':>5}  {'plain pytest':22}  {'agreed':22}  {'added':22}  {'inside exchanges':22}  goals")
-    missed, load = False, [os.getloadavg()[0]]
-    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+    missed, conditions = False, Conditions()
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name:
         folder = Path(name)
         (folder / "test_suite.py").write_text(_SUITE.format(tests=arguments.tests))
         (folder / "conftest.py").write_text(_CONFTEST)
@@ -150,11 +149,10 @@ def main() -> int:
             goals = GOALS_MS.get(ranks)
             met = goals is None or (statistics.median(inside) <= goals[0] and statistics.median(added) <= goals[1])
             missed = missed or not met
-            told = "none" if goals is None else f"{goals[0]} inside, {goals[1]} added: {'met' if met else 'MISSED'}"
-            print(f"{ranks:5}  {shown(plain):22}  {shown(agreed):22}  {shown(added):22}  {shown(inside):22}  {told}")
-    load.append(os.getloadavg()[0])
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("pytest", "torch"))
-    print(f"\nload average {min(load):.1f} to {max(load):.1f}; Python {platform.python_version()}, {versions}")
+            verdict = "none" if goals is None else f"{goals[0]} inside, {goals[1]} added: {'met' if met else 'MISSED'}"
+            cells = [f"{spread(values):22}" for values in (plain, agreed, added, inside)]
+            print("  ".join([f"{ranks:5}", *cells, verdict]))
+    print(f"\n{conditions.line()}")
     return 1 if missed else 0
 
 

@@ -1,16 +1,12 @@
-"""What our measurement of collectives costs: its busbw against that of a bare loop of the same calls, in one run.
+"""The busbw of our measurement of collectives against that of a bare loop of the same calls, in one run.
 
     python perf/collectives.py                             # two CPU ranks over gloo
     python perf/collectives.py --device cuda --ranks 8 --sizes 1M,64M,1G
 
-In each pair both are taken in turn on the same group, the bare loop twice, in an order that changes from pair to pair,
-so that what else the machine does meets all alike. The bare loop calls a number of times between two looks at the
+In each pair both are taken in turn on the same group. The bare loop makes a number of calls between two readings of the
 host's clock, behind a barrier; of 8 such loops the median counts, and of each the slowest rank. Ours is
-``measure_collective`` as the criteria use it, with its windows, its clock and its verification.
-
-The ratio is ours to the bare loop's. Beside it stands that of the bare loop to itself (A/A), which is how far two
-figures of the same thing lie apart here. On cpu the median ratio must lie inside of the A/A band, the smallest to the
-largest of these ratios; on a GPU the lower end of the 95 % interval of the median ratio must be 0.98 or more.
+``measure_collective`` as the criteria use it, with its windows, its clock and its verification. comparison.py has the
+ratios, and when they are good.
 """
 
 from __future__ import annotations
@@ -18,16 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from pairs import LEAST_PAIRS, in_turn, judged, rates, ratio_cells
+from comparison import LEAST_PAIRS, Conditions, compared, in_turn, parser_of, row, run_child, some_of
 
 LEAST_BYTES = 2**20
 _LOOPS = 8
@@ -60,8 +53,8 @@ def child(arguments: argparse.Namespace) -> None:
                 print(f"{collective} {size} B: done", file=sys.stderr, flush=True)
     if rank == 0:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
-        told = {"found": found, "ranks": ranks, "on": name, "torch": torch.__version__}
-        Path(arguments.result).write_text(json.dumps(told), encoding="utf-8")
+        results = {"found": found, "ranks": ranks, "on": name}
+        Path(arguments.result).write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # a process that still refers to a group at its end may be aborted by gloo
@@ -147,49 +140,25 @@ class Pairs:
 # ---- what is printed
 
 
-def row(found: dict[str, Any], ranks: int, device: str) -> tuple[str, bool]:
-    """Return a row of the table, and whether ours is good."""
+def run(arguments: argparse.Namespace) -> int:
+    """Let the ranks take the pairs, and print the table; return 1 if ours is not good somewhere."""
     from pytest_gpucluster.benchmarks.collectives import busbw_factor
 
-    factor = found["bytes"] * busbw_factor(ranks, found["collective"]) / 1e9
-    bare, ours = rates(found["pairs"], factor)
-    seen = judged(found["pairs"], device)
-    cells = (
-        found["collective"],
-        f"{found['bytes'] / 2**20:g} MiB",
-        f"{bare:.3f}",
-        f"{ours:.3f}",
-        *ratio_cells(seen),
-    )
-    return f"| {' | '.join(cells)} |", bool(seen["good"])
-
-
-def run(arguments: argparse.Namespace, folder: Path) -> int:
-    """Let the ranks take the pairs, and print the table; return 1 if ours is not good somewhere.
-
-    Raises:
-        RuntimeError: the ranks failed, so that there is nothing to compare.
-    """
-    result = folder / "result.json"
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={arguments.ranks}", "--standalone"]
-    command += [__file__, f"--result={result}", *sys.argv[1:]]
-    environ = {"OMP_NUM_THREADS": "1", **os.environ}
-    load = [os.getloadavg()[0]]
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=_DEADLINE_SECONDS)
-    load.append(os.getloadavg()[0])
-    if done.returncode != 0 or not result.exists():
-        raise RuntimeError(f"ended with {done.returncode}:\n{done.stdout[-4000:]}")
-    told = json.loads(result.read_text(encoding="utf-8"))
+    conditions = Conditions()
+    results = run_child(__file__, sys.argv[1:], ranks=arguments.ranks, deadline_seconds=_DEADLINE_SECONDS)
     print("| collective | size | bare loop, GB/s | ours, GB/s | ours to bare (95 %) | A/A (band) | |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    rows = [row(found, told["ranks"], arguments.device) for found in told["found"]]
-    for text, _ in rows:
-        print(text)
+    all_good = True
+    for found in results["found"]:
+        each = found["bytes"] * busbw_factor(results["ranks"], found["collective"]) / 1e9
+        bare, ours, cells, good = compared(found["pairs"], each, arguments.device)
+        print(row([found["collective"], f"{found['bytes'] / 2**20:g} MiB", f"{bare:.3f}", f"{ours:.3f}", *cells]))
+        all_good = all_good and good
     print(
-        f"\nbusbw over {told['ranks']} ranks, medians of {arguments.pairs} pairs; {told['on']}, load average "
-        f"{min(load):.1f} to {max(load):.1f}; Python {platform.python_version()}, torch {told['torch']}"
+        f"\nbusbw over {results['ranks']} ranks, medians of {arguments.pairs} pairs; "
+        f"{conditions.line(on=results['on'])}"
     )
-    return 0 if all(good for _, good in rows) else 1
+    return 0 if all_good else 1
 
 
 def sizes(text: str) -> list[int]:
@@ -203,30 +172,22 @@ def sizes(text: str) -> list[int]:
     except OptionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if min(found) < LEAST_BYTES:
-        raise argparse.ArgumentTypeError("below 1 MiB a call is all latency, and the host's clock sees its own")
+        raise argparse.ArgumentTypeError("below 1 MiB a call is all latency, and the host's clock adds its own")
     return found
-
-
-def collectives(text: str) -> list[str]:
-    """Read names of collectives."""
-    from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES
-
-    names = [name.strip() for name in text.split(",")]
-    if not set(names) <= set(COLLECTIVES):
-        raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(COLLECTIVES)}")
-    return names
 
 
 def main() -> int:
     """Read the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES
+
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="processes, on this host (default: 2)")
     parser.add_argument("--pairs", type=int, default=LEAST_PAIRS, help=f"at least {LEAST_PAIRS}, which is the default")
     parser.add_argument("--sizes", type=sizes, default="1M,8M", help="1 MiB and more (default: 1M,8M)")
     parser.add_argument(
         "--collectives",
-        type=collectives,
+        type=some_of(COLLECTIVES),
         default="all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,send_recv",
         help="(default: all of them)",
     )
@@ -238,8 +199,7 @@ def main() -> int:
     if arguments.result:
         child(arguments)
         return 0
-    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
-        return run(arguments, Path(name))
+    return run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,26 @@
-"""How close our figures are to what the same work gives without this suite around it, in one run.
+"""Our figures against those of the same work without this suite, in one run.
 
     python perf/fidelity.py                                # this machine's CPU, some minutes
     python perf/fidelity.py --device cuda                  # one GPU, at the sizes of the criteria
     python perf/fidelity.py --device cuda --only hbm,training --compiled
 
-* matmul: ``measure_matmul``, every product of which is verified, beside a loop of the library's product;
+* matmul: ``measure_matmul``, every product of which is verified, against a loop of the library's product;
 * rectangle: the same of ``measure_shape``, with which the search over shapes measures, of an n x n/2 x n/4 product;
-* hbm: ``measure_hbm``'s copy, verified, beside the best of torch's copy, cudaMemcpy and a kernel in Triton;
-* training: ``throughput``'s steps beside a training loop written by hand, around the same decoder and data.
+* hbm: ``measure_hbm``'s copy, verified, against the best of torch's copy, cudaMemcpy and a kernel in Triton;
+* training: ``throughput``'s steps against a training loop written by hand, around the same decoder and data.
 
-``perf/collectives.py`` does the same for collectives, which need ranks.
-
-Both sides are taken in turn, at least 20 times, the bare loop twice in each pair. The ratio is of rates, ours to the
-bare loop's, with the 95 % interval of its median; A/A is that of the bare loop to itself. On cpu the median ratio must
-lie inside of the A/A band, the smallest to the largest; on a GPU the lower end of the interval must be 0.98 or more.
+Both sides are taken in turn, at least 20 times. comparison.py has the ratios, and when they are good. For collectives,
+which need ranks: perf/collectives.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pairs import LEAST_PAIRS, judged, rates, ratio_cells
+from comparison import LEAST_PAIRS, Conditions, compared, parser_of, row, some_of
 
 SUBJECTS = ("matmul", "rectangle", "hbm", "training")
 DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
@@ -35,7 +30,7 @@ _ON_GPU = {"n": 16384, "mebibytes": 8192, "warmup": 1.0, "window": 2.0}
 
 
 def makers(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
-    """Yield what makes each subject, so that only one holds memory at a time."""
+    """Yield a maker of each subject, so that only one holds memory at a time."""
     import torch
     from fidelity_subjects import HbmCopy, Matmul, TrainingStep, sampling_of
 
@@ -62,56 +57,32 @@ def makers(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
         yield lambda: TrainingStep(device, geometry=geometry, batch=batch, compiled=compiled, sampling=sampling)
 
 
-def row(name: str, unit: str, each: float, pairs: list[dict[str, float]], device: str) -> tuple[str, bool]:
-    """Return a row of the table, and whether ours is good."""
-    bare, ours = rates(pairs, each)
-    seen = judged(pairs, device)
-    cells = (name, f"{bare:.4g} {unit}", f"{ours:.4g} {unit}", *ratio_cells(seen))
-    return f"| {' | '.join(cells)} |", bool(seen["good"])
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Take all pairs and print the table; return 1 if ours is not good somewhere."""
     import torch
 
-    load = [os.getloadavg()[0]]
+    conditions = Conditions()
     print("| what | bare loop | ours | ours to bare (95 %) | A/A (band) | |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     all_good = True
     for make in makers(arguments):
         subject = make()
         taken = [subject.take(number) for number in range(arguments.pairs)]
-        text, good = row(subject.name, subject.unit, subject.each, taken, arguments.device)
-        print(text, flush=True)
+        bare, ours, cells, good = compared(taken, subject.each, arguments.device)
+        print(row([subject.name, f"{bare:.4g} {subject.unit}", f"{ours:.4g} {subject.unit}", *cells]), flush=True)
         if missing := getattr(subject, "missing", ""):
             print(f"| {subject.name} | | | | | NOT WHOLE: {missing} |", flush=True)
             good = False
         all_good = all_good and good
         del subject
-    load.append(os.getloadavg()[0])
-    name = torch.cuda.get_device_name(0) if arguments.device == "cuda" else f"{os.cpu_count()} cores"
-    print(
-        f"\nmedians of {arguments.pairs} pairs; {name}, load average {min(load):.1f} to {max(load):.1f}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    name = torch.cuda.get_device_name(0) if arguments.device == "cuda" else ""
+    print(f"\nmedians of {arguments.pairs} pairs; {conditions.line(on=name)}")
     return 0 if all_good else 1
-
-
-def some_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Return what reads some of these names, separated by commas."""
-
-    def read(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",")]
-        if not set(names) <= set(known):
-            raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(known)}")
-        return names
-
-    return read
 
 
 def main() -> int:
     """Read the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", type=some_of(SUBJECTS), default=list(SUBJECTS), help="(default: all)")
     parser.add_argument("--dtypes", type=some_of(DTYPES), help="of matmul (default: all; on cpu bf16,fp32)")

@@ -1,4 +1,4 @@
-"""A copy by a kernel in Triton: a third way beside torch's own and the CUDA runtime's. Needs Triton, and so a GPU."""
+"""A copy by a kernel in Triton: a third way, besides torch's and the CUDA runtime's. Needs Triton, and so a GPU."""
 
 from __future__ import annotations
 

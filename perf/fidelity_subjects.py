@@ -1,8 +1,8 @@
 """What is measured twice: by this suite's own functions, and by a loop that does nothing but the work.
 
-Each subject has ``take(number)``, the seconds of one operation of both, ``each`` and ``unit``, what one operation is,
-and ``name``. Shapes, dtypes and the number of operand sets are the same on both sides. So is the warm-up: on a GPU the
-clocks follow the load, and whoever comes after a rest is flattered.
+Each subject has ``take(number)``, the seconds of one operation of both, ``each`` and ``unit``, the amount of one
+operation, and ``name``. Shapes, dtypes and the number of operand sets are the same on both sides. So is the warm-up: on
+a GPU the clocks follow the load, and a measurement after a pause is too high.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pairs import in_turn
+from comparison import in_turn
 
 from pytest_gpucluster.benchmarks.dtypes import arithmetic, numerics
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
@@ -30,7 +30,7 @@ from pytest_gpucluster.metrics.stats import median
 
 
 def sampling_of(warmup_seconds: float, window_seconds: float) -> Sampling:
-    """Measure once, for as long as the window: how sure a single figure is does not matter here."""
+    """Measure once, for one window: the confidence of a single figure does not matter here."""
     return Sampling(
         warmup_seconds=warmup_seconds,
         window_seconds=window_seconds,
@@ -40,7 +40,7 @@ def sampling_of(warmup_seconds: float, window_seconds: float) -> Sampling:
 
 
 BLOCKS = 8
-"""A stall spoils one of them. Ours are medians of blocks, too: the mean of a whole window would flatter ours."""
+"""A stall spoils one of them. Ours are medians of blocks, too: the mean of a whole window would favour ours."""
 
 
 class BareLoop:
@@ -88,8 +88,8 @@ _INSTEAD = "choose a smaller n"
 
 
 class Matmul:
-    """``measure_matmul``, or ``measure_shape`` of a rectangle, beside a loop of the library's product into the same
-    kind of result."""
+    """``measure_matmul``, or ``measure_shape`` of a rectangle, and a loop of the library's product with the same kind
+    of result."""
 
     unit = "TFLOPS"
 
@@ -105,7 +105,7 @@ class Matmul:
         def operand(rows: int, columns: int, layout: str) -> torch.Tensor:
             size = (columns, rows) if layout == "t" else (rows, columns)
             made = torch.randn(size, generator=random, device=device).to(kind.operands)
-            if kind.cleared_bits:  # as ours: what a product draws of power depends on its bits
+            if kind.cleared_bits:  # as ours: the power of a product depends on its bits
                 made.view(torch.int32).bitwise_and_(-(1 << kind.cleared_bits))
             return made.t() if layout == "t" else made
 
@@ -113,7 +113,7 @@ class Matmul:
             (operand(shape.m, shape.k, shape.layout[0]), operand(shape.k, shape.n, shape.layout[1]))
             for _ in range(buffers.sets)
         ]
-        # As many results as ours keeps until they are verified: fewer would stay in a cache that ours has left.
+        # As many results as ours keeps until they are verified: fewer would fit into a cache that ours exceeds.
         self._results = [
             torch.zeros(shape.m, shape.n, dtype=kind.result, device=device) for _ in range(buffers.results)
         ]
@@ -124,11 +124,11 @@ class Matmul:
         return in_turn(number, self._ours, self._bare)
 
     def _ours(self) -> float:
-        told: dict[str, Any] = {"dtype": self._dtype, "sampling": self._sampling}
+        settings: dict[str, Any] = {"dtype": self._dtype, "sampling": self._sampling}
         if self._shape.is_square:
-            found = measure_matmul(self._device, n=self._shape.n, **told)
+            found = measure_matmul(self._device, n=self._shape.n, **settings)
         else:
-            found = measure_shape(self._device, self._shape, instead=_INSTEAD, **told)
+            found = measure_shape(self._device, self._shape, instead=_INSTEAD, **settings)
         return self.each / found.tflops.median
 
     def _bare(self) -> float:
@@ -141,9 +141,9 @@ class Matmul:
 
 
 class HbmCopy:
-    """``measure_hbm``'s copy beside the best of torch's, cudaMemcpy's and a Triton kernel's; on cpu beside torch's.
+    """``measure_hbm``'s copy, and the best of torch's, cudaMemcpy's and a Triton kernel's; on cpu torch's.
 
-    ``missing`` says which of them there is not.
+    ``missing`` names the one that is not available.
     """
 
     unit = "GB/s"
@@ -156,13 +156,13 @@ class HbmCopy:
         self._sets = [(self._empty(words), self._empty(words)) for _ in range(count)]
         ways = self._ways()
         seconds = {way: BareLoop(device, call, sampling).seconds() for way, call in ways.items()}
-        for way, call in reversed(ways.items()):  # the second look in another order: what comes later may be flattered
+        for way, call in reversed(ways.items()):  # again in another order: later ones may be faster
             seconds[way] = min(seconds[way], BareLoop(device, call, sampling).seconds())
         self.missing = "no Triton here" if device.type == "cuda" and "triton" not in ways else ""
         best = min(seconds, key=lambda way: seconds[way])
         self._copy = ways[best]
         others = ", ".join(f"{way} {self.each / found:.0f}" for way, found in seconds.items())
-        self.name = f"HBM copy {payload_bytes / 2**20:g} MiB beside {best} (GB/s, better of two: {others})"
+        self.name = f"HBM copy {payload_bytes / 2**20:g} MiB against {best} (GB/s, better of two: {others})"
 
     def take(self, number: int) -> dict[str, float]:
         """Return the seconds of one copy."""
@@ -228,7 +228,7 @@ class HbmCopy:
 
 
 class TrainingStep:
-    """``throughput`` on one rank beside a training loop written by hand around the same decoder and loader."""
+    """``throughput`` on one rank, and a training loop written by hand around the same decoder and loader."""
 
     unit = "tokens/s"
 

@@ -1,13 +1,13 @@
-"""How much the loader's settings matter: two of them, one after the other, again and again, on the same images.
+"""How much the loader's settings matter: two of them in turn, again and again, on the same images.
 
     python perf/loader.py                                  # JPEG files made for it; 4/8/4 against 2/4/2
     python perf/loader.py --data /data/imagenet 8/8/2 8/16/2
     python perf/loader.py --step 0.02                      # a consumer that takes 20 ms for each batch, as a GPU would
 
-A setting is written batch/workers/prefetch. The loader is the one of the vision criteria, and the images are really
-read and decoded. Each pair is measured in one run, in turns, so that what else the machine does meets both alike, and
-of a pair the ratio counts. Beside it stands the processor time of an image, in this process and its workers: other
-processes disturb that less, but it does not tell of waiting.
+A setting is batch/workers/prefetch. The loader is the one of the vision criteria, and the images are really read and
+decoded. Each pair is measured in one run, in turn, so that other load affects both alike; its ratio counts. Next to it
+is the processor time of an image, in this process and its workers: other processes disturb that less, but it does not
+include waiting.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from comparison import TEMPORARY, Conditions, parser_of
 
 from pytest_gpucluster.benchmarks.vision.datasets import Images, open_images
 from pytest_gpucluster.benchmarks.vision.loader import Batches
@@ -36,7 +36,7 @@ CLASSES, WIDTH, HEIGHT = 8, 500, 375
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is compared."""
+    """A setting of the loader."""
 
     batch: int
     workers: int
@@ -80,7 +80,7 @@ def processor_seconds() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """What a setting gave."""
+    """Of one setting."""
 
     images_per_second: float
     processor_seconds: float
@@ -117,7 +117,8 @@ def rate(images: Images, setting: Setting, *, count: int, step_seconds: float) -
 
 def main() -> None:
     """Measure the pairs, and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
+    conditions = Conditions()
     parser.add_argument("settings", nargs="*", type=Setting.parse, help="two, as batch/workers/prefetch")
     parser.add_argument("--data", type=Path, help="images, as for --gpucluster-data; without it some are made")
     parser.add_argument("--side", type=int, default=224, help="pixels of a side")
@@ -130,26 +131,26 @@ def main() -> None:
         parser.error("two settings and at least 6 pairs are needed")
     warnings.filterwarnings(
         "ignore", message="This DataLoader will create"
-    )  # more workers than CPUs are a setting, too
-    with tempfile.TemporaryDirectory() as made:
+    )  # more workers than CPUs are a valid setting
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as made:
         if chosen.data is None:
             make_images(Path(made), 512)
         images = open_images(chosen.data or Path(made), side=chosen.side)
         rates: list[tuple[Rate, Rate]] = []
-        load = [os.getloadavg()[0]]
         for pair in range(chosen.pairs):
-            # A B, B A, A B ...: what drifts meets both alike.
+            # A B, B A, A B ...: a drift affects both alike.
             order = (0, 1) if pair % 2 == 0 else (1, 0)
             found = {at: rate(images, two[at], count=chosen.images, step_seconds=chosen.step) for at in order}
             rates.append((found[0], found[1]))
-            load.append(os.getloadavg()[0])
             both = " and ".join(f"{found[at].images_per_second:.1f}" for at in (0, 1))
             print(f"pair {pair + 1}: {both} images/s", file=sys.stderr, flush=True)
-    show(two, rates, load, f"{len(images)} images ({images.name}), {images.shape[1]} x {images.shape[0]} pixels")
+    print_table(two, rates)
+    what = f"{len(images)} images ({images.name}), {images.shape[1]} x {images.shape[0]} pixels"
+    print(f"\n{what}; {conditions.line()}")
 
 
-def show(two: list[Setting], rates: list[tuple[Rate, Rate]], load: list[float], what: str) -> None:
-    """Print the table, and what the machine was."""
+def print_table(two: list[Setting], rates: list[tuple[Rate, Rate]]) -> None:
+    """Print the table of all pairs and their medians."""
     first, second = two
     print(f"| pair | {first}, images/s | {second}, images/s | ratio | {first}, CPU ms | {second}, CPU ms | ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -162,14 +163,10 @@ def show(two: list[Setting], rates: list[tuple[Rate, Rate]], load: list[float], 
     a, b, c, d = (statistics.median(column) for column in zip(*rows, strict=True))
     speed, effort = median_of([a / b for a, b, _, _ in rows]), median_of([c / d for _, _, c, d in rows])
     print(f"| median | {a:.1f} | {b:.1f} | {speed} | {c:.2f} | {d:.2f} | {effort} |")
-    print(
-        f"\n{what}; {os.cpu_count()} CPUs, load average {min(load):.1f} to {max(load):.1f}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
-    )
 
 
 def median_of(ratios: list[float]) -> str:
-    """Show the median of some ratios with its 95 % interval."""
+    """Return the median of some ratios with its 95 % interval."""
     low, high = median_interval(ratios)
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 

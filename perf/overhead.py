@@ -1,4 +1,4 @@
-"""What the suite itself costs: to import, to start, and where the time of a rehearsal goes.
+"""The cost of the suite itself: to import, to start, and of a rehearsal.
 
     python perf/overhead.py                               # all three
     python perf/overhead.py --only import,start
@@ -6,23 +6,19 @@
 
 * import: `pytest --help` in a project that does not use the plugin, with it installed and with `-p no:gpucluster`, in
   turn. Goal: 15 ms more.
-* start: torchrun with 2 ranks over acceptance/, by stamps inside of one run (overhead_stamps.py), until the first
-  criterion begins. Goal: 1.0 s beyond importing torch and joining the run. torchrun's own start comes before that.
-* rehearsal: the same with all criteria, with the parts of each as the run's journal has them. Goal: 60 s without those
-  that train, 180 s with them.
+* start: torchrun with 2 ranks over acceptance/, by stamps inside one run (overhead_stamps.py), until the first
+  criterion begins. Goal: 1.0 s besides torchrun's own start, importing torch and joining the run.
+* rehearsal: the same with all criteria. Goal: 60 s without those that train, 180 s with them. The report of each run
+  has the parts of each criterion.
 
-What an exchange of ranks costs a test, perf/agreement.py tells. Processor time is given beside wall time, for a machine
-that has other work lets everything wait. An import only computes, so its goal is held against the least processor time
-of each side, to which whatever else goes on can only add; the other goals are of wall time, and the load average stands
-below the tables.
+The cost of the ranks' exchanges: perf/agreement.py. An import only computes, so its goal is compared with the least
+processor time of each side, which other load can only increase; the other goals are of wall time.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from comparison import TEMPORARY, Conditions, parser_of, row, some_of
+
 ROOT = Path(__file__).resolve().parents[1]
 SUBJECTS = ("import", "start", "rehearsal")
 GOAL_IMPORT_SECONDS = 0.015
@@ -39,10 +37,8 @@ GOAL_START_SECONDS = 1.0
 GOAL_REHEARSAL_SECONDS = {"without those that train": 60.0, "all": 180.0}
 RANKS = 2
 _DEADLINE_SECONDS = 1800
-_PARTS = ("set_up", "warm_up", "measuring", "verifying", "agreeing")
-"""Of ``pytest_gpucluster.metrics.time_budget``, those that are told apart."""
 LEFT_OUT = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:anyio")
-"""What is installed for this project's own tests, and not where an operator runs the suite."""
+"""Plugins for this project's own tests, which an operator does not have."""
 _FIRST = "test_inventory"
 """A criterion that takes no time, to end a start with."""
 
@@ -54,7 +50,7 @@ START = (
     (_TORCH, "torch begins", "torch ends"),
     ("the recorder, settings, limits", "torch ends", "connecting begins"),
     ("connecting to the store", "connecting begins", "connecting ends"),
-    ("what this rank is", "connecting ends", "roll call begins"),
+    ("the facts of this rank", "connecting ends", "roll call begins"),
     ("the roll call, with waiting for rank 1", "roll call begins", "roll call ends"),
     ("the header, collection", "roll call ends", "collected"),
     ("agreeing on the tests", "collected", "first test"),
@@ -84,12 +80,12 @@ def seconds_of(command: Sequence[str], folder: Path) -> tuple[float, float]:
 def import_pairs(pairs: int) -> list[dict[str, tuple[float, float]]]:
     """Take `pytest --help` with the plugin installed and without it, in turn."""
     taken = []
-    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name:
         folder = Path(name)
         (folder / "pytest.ini").write_text("[pytest]\n")
         command = [sys.executable, "-m", "pytest", "--help", *LEFT_OUT]
         sides = {"installed": command, "without": [*command, "-p", "no:gpucluster"]}
-        for side in sides.values():  # byte code is written, and files are read, before anything counts
+        for side in sides.values():  # byte code is written, and files are read, before the measured ones
             seconds_of(side, folder)
         for number in range(pairs):
             order = list(sides) if number % 2 else list(sides)[::-1]
@@ -98,7 +94,7 @@ def import_pairs(pairs: int) -> list[dict[str, tuple[float, float]]]:
 
 
 def more(pairs: Sequence[Mapping[str, tuple[float, float]]], which: int) -> tuple[float, float, float]:
-    """Return how much more the plugin takes, in seconds: the median of the pairs and its 95 % interval."""
+    """Return the cost of the plugin in seconds: the median of the pairs and its 95 % interval."""
     from pytest_gpucluster.metrics.stats import median_interval
 
     differences = [pair["installed"][which] - pair["without"][which] for pair in pairs]
@@ -106,7 +102,7 @@ def more(pairs: Sequence[Mapping[str, tuple[float, float]]], which: int) -> tupl
 
 
 def show_import(pairs: int) -> bool:
-    """Print what the import costs; return whether the goal is met."""
+    """Print the cost of the import; return whether the goal is met."""
     taken = import_pairs(pairs)
     print(f"`pytest --help`, {pairs} pairs in turn\n")
     print("| | without the plugin | installed, and off | more (95 % of the median) |")
@@ -114,17 +110,15 @@ def show_import(pairs: int) -> bool:
     for which, what in enumerate(("wall time", "processor time")):
         sides = [statistics.median(pair[side][which] for pair in taken) for side in ("without", "installed")]
         middle, low, high = (1e3 * value for value in more(taken, which))
-        cells = (what, *(f"{1e3 * side:.0f} ms" for side in sides), f"{middle:.1f} ms ({low:.1f} to {high:.1f})")
-        print(f"| {' | '.join(cells)} |")
+        print(row([what, *(f"{1e3 * side:.0f} ms" for side in sides), f"{middle:.1f} ms ({low:.1f} to {high:.1f})"]))
     least = {side: min(pair[side][1] for pair in taken) for side in ("without", "installed")}
     found = least["installed"] - least["without"]
-    cells = ("processor time, least", *(f"{1e3 * side:.0f} ms" for side in least.values()), f"{1e3 * found:.1f} ms")
-    print(f"| {' | '.join(cells)} |")
+    print(row(["processor time, least", *(f"{1e3 * side:.0f} ms" for side in least.values()), f"{1e3 * found:.1f} ms"]))
     return verdict("import", {"15 ms more of the processor, least": (found, GOAL_IMPORT_SECONDS)})
 
 
 def verdict(what: str, goals: Mapping[str, tuple[float, float]]) -> bool:
-    """Print which goals are met, each with what was found and what is allowed in seconds; return whether all are."""
+    """Print which goals are met, each with the found and the allowed seconds; return whether all are."""
     for text, (found, allowed) in goals.items():
         print(f"\ngoal of {what}: {text}: {'met' if found <= allowed else 'MISSED'} ({found:.3f} s)")
     return all(found <= allowed for found, allowed in goals.values())
@@ -159,19 +153,7 @@ def run_suite(folder: Path, *options: str) -> dict[str, Any]:
     )
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
-    return {**told(stamps, folder / "reports"), "began": begin}
-
-
-def told(stamps: Path, reports: Path) -> dict[str, Any]:
-    """Return the stamps of the run that is the last one in a folder, each test with the parts that its journal has."""
-    from pytest_gpucluster.journal import journal
-
-    found: dict[str, Any] = json.loads(stamps.read_text())
-    path = max(reports.glob(f"*/{journal.JOURNAL_FILE}"), key=lambda one: one.stat().st_mtime_ns)
-    spent = {result.nodeid: result.spent for result in journal.read(path, keep_samples=False).results}
-    for test in found["tests"]:
-        test["parts"] = {part: spent[test["nodeid"]][part].seconds for part in _PARTS}
-    return found
+    return {**json.loads(stamps.read_text()), "began": begin}
 
 
 def start_parts(found: Mapping[str, Any]) -> dict[str, float]:
@@ -187,7 +169,7 @@ def ours(parts: Mapping[str, float]) -> float:
 
 def show_start(times: int) -> bool:
     """Print where the time of a start goes; return whether the goal is met."""
-    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name:
         found = [run_suite(Path(name), "-k", _FIRST) for _ in range(times)]
     parts = [start_parts(one) for one in found]
     print(f"\nfrom torchrun's exec to the first criterion, rank 0 of {RANKS}, medians of {times} starts\n")
@@ -211,52 +193,32 @@ def processor_beyond(found: Mapping[str, Any]) -> float:
 
 
 def show_rehearsal(select: str) -> bool:
-    """Print where the time of a rehearsal goes; return whether the goals are met."""
-    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+    """Print the duration of a rehearsal; return whether the goals are met."""
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name:
         found = run_suite(Path(name), *(["-m", select] if select else []))
-    print(f"\na rehearsal with {RANKS} ranks: seconds of rank 0\n")
-    print(f"| criterion | all | {' | '.join(part.replace('_', '-') for part in _PARTS)} | all else |")
-    print("| --- |" + " ---: |" * (len(_PARTS) + 2))
-    for told in [*found["tests"], total(found["tests"])]:
-        parts = [told["parts"].get(part, 0.0) for part in _PARTS]
-        values = (told["seconds"], *parts, told["seconds"] - sum(parts))
-        print(f"| {told['name']} | {' | '.join(f'{value:.2f}' for value in values)} |")
-    whole = found["end"] - found["began"]
-    training = sum(told["seconds"] for told in found["tests"] if told["training"])
-    before, after = found["moments"]["first test"] - found["began"], found["end"] - found["moments"]["first test"]
+    total, before = found["end"] - found["began"], found["moments"]["first test"] - found["began"]
+    training = sum(test["seconds"] for test in found["tests"] if test["training"])
     print(
-        f"\n{whole:.1f} s in all: {before:.1f} s before the first test, {after:.1f} s from there to the end of reports"
+        f"\na rehearsal with {RANKS} ranks: {len(found['tests'])} tests, {total:.1f} s, {before:.1f} s before the first"
     )
-    taken = {"without those that train": whole - training} | ({} if select else {"all": whole})
+    seconds = {"without those that train": total - training} | ({} if select else {"all": total})
     goals = {
-        f"{GOAL_REHEARSAL_SECONDS[what]:g} s, {what}": (taken[what], GOAL_REHEARSAL_SECONDS[what]) for what in taken
+        f"{GOAL_REHEARSAL_SECONDS[what]:g} s, {what}": (seconds[what], GOAL_REHEARSAL_SECONDS[what]) for what in seconds
     }
     return verdict("the rehearsal", goals)
 
 
-def total(tests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all tests together, as one."""
-    parts = {part: sum(told["parts"].get(part, 0.0) for told in tests) for part in _PARTS}
-    return {"name": "together", "seconds": sum(told["seconds"] for told in tests), "parts": parts}
-
-
-def subjects(text: str) -> list[str]:
-    """Read names of subjects, separated by commas."""
-    names = text.split(",")
-    if not set(names) <= set(SUBJECTS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not some of {', '.join(SUBJECTS)}")
-    return names
-
-
 def main() -> int:
     """Print the tables; return 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=subjects, default=list(SUBJECTS), help="(default: import,start,rehearsal)")
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "--only", type=some_of(SUBJECTS), default=list(SUBJECTS), help="(default: import,start,rehearsal)"
+    )
     parser.add_argument("--pairs", type=int, default=20, help="of `pytest --help` (default: 20)")
     parser.add_argument("--starts", type=int, default=3, help="(default: 3)")
     parser.add_argument("--select", default="", help="of the rehearsal, as pytest's -m (default: all criteria)")
     arguments = parser.parse_args()
-    load = [os.getloadavg()[0]]
+    conditions = Conditions()
     met = True
     if "import" in arguments.only:
         met = show_import(arguments.pairs) and met
@@ -264,14 +226,7 @@ def main() -> int:
         met = show_start(arguments.starts) and met
     if "rehearsal" in arguments.only:
         met = show_rehearsal(arguments.select) and met
-    load.append(os.getloadavg()[0])
-    import pytest
-    import torch
-
-    print(
-        f"\n{os.cpu_count()} cores, load average {min(load):.1f} to {max(load):.1f}; Python "
-        f"{platform.python_version()}, pytest {pytest.__version__}, torch {torch.__version__}"
-    )
+    print(f"\n{conditions.line()}")
     return 0 if met else 1
 
 

@@ -1,10 +1,9 @@
-"""A pytest plugin for perf/overhead.py: when a rank comes to what, and how long each test takes.
+"""A pytest plugin for perf/overhead.py: the moments of a rank's start, and the duration of each test.
 
     pytest -p overhead_stamps     # with perf/ on PYTHONPATH, and PERF_STAMPS a file that rank 0 writes at its end
 
-All moments are those of CLOCK_BOOTTIME, which all processes of a machine share, and in which /proc tells when a process
-began. Two functions of the product are wrapped, and nothing is replaced. Where the time of a test goes is in the run's
-journal.
+All moments are of CLOCK_BOOTTIME, which all processes of a machine share, and in which /proc has the start of a
+process. Two functions of the product are wrapped, and nothing is replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ TESTS: list[dict[str, Any]] = []
 
 
 def stamp(name: str) -> None:
-    """Note the first time that this moment came."""
+    """Record the first occurrence of a moment."""
     if name not in MOMENTS:
         MOMENTS[name] = now()
         PROCESSOR[name] = time.process_time()
@@ -59,9 +58,9 @@ def between(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_load_initial_conftests() -> None:
-    """Import torch here and nowhere else, so that its time is known; then watch how the run opens."""
+    """Import torch here and nowhere else, so that its time is known; then stamp the startup."""
     stamp("torch begins")
-    # What the criteria import of it, which would come while they are collected.
+    # The parts that the criteria import, which would be loaded during the collection.
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.tensor
@@ -82,7 +81,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    """Take the whole time of a test."""
+    """Measure the whole duration of a test."""
     stamp("first test")
     mark = item.get_closest_marker("training")
     TESTS.append({"nodeid": item.nodeid, "name": item.name, "training": mark is not None})
@@ -94,7 +93,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Leave what was seen, on rank 0."""
+    """Write the stamps, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        told = {"moments": MOMENTS, "processor": PROCESSOR, "tests": TESTS, "end": now()}
-        Path(os.environ["PERF_STAMPS"]).write_text(json.dumps(told), encoding="utf-8")
+        stamps = {"moments": MOMENTS, "processor": PROCESSOR, "tests": TESTS, "end": now()}
+        Path(os.environ["PERF_STAMPS"]).write_text(json.dumps(stamps), encoding="utf-8")

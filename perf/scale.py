@@ -1,9 +1,9 @@
-"""What the agreement costs with hundreds and thousands of ranks, on one machine.
+"""The cost of the agreement with hundreds and thousands of ranks, on one machine.
 
     python perf/scale.py                                   # 64, 256, 1024 ranks; some minutes
     python perf/scale.py --ranks 2048 --tests 5
     python perf/scale.py --ranks 1024 --failing            # in the last test all ranks fail with 20 kB each
-    python perf/scale.py --ranks 1024 --failing different  # each with a text of its own, which nothing can fold
+    python perf/scale.py --ranks 1024 --failing different  # each with a text of its own, which cannot be folded
     python perf/scale.py --ranks 1024 --resolver           # with this machine's resolver of names, however slow
 
 The store is the one that torchrun's agent holds, in a process of its own. Rank 0 is the real one: pytest with the
@@ -13,9 +13,8 @@ product's own code (scale_crowd.py). Each posts one measurement of 200 samples a
 How long connecting takes depends on how fast the resolver resolves addresses (docs/performance.md). So all processes
 have RES_OPTIONS=attempts:0 here, with which DNS is not queried, unless --resolver is given.
 
-All of that shares this machine's cores, so the time of a test is an upper bound of what a cluster needs: there each
-rank has a core of its own. The processor time of the store and of rank 0, which no other machine can take over, stands
-beside it.
+All of that shares this machine's cores, so the time of a test is an upper bound for a cluster, where each rank has a
+core of its own. Next to it is the processor time of the store and of rank 0, which no other machine can take over.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import resource
 import signal
 import subprocess
@@ -38,9 +36,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from comparison import TEMPORARY, Conditions, parser_of, row
 from scale_crowd import GPUS_PER_NODE, Plan, host_of
 
-# There is one way to get a port, and it is the tests'.
+# The tests' way to get a port.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from ports import free_port
@@ -82,58 +81,43 @@ import time
 
 import pytest
 
-from pytest_gpucluster.agreement import exchange
 from pytest_gpucluster.agreement.exchange import Exchange
 
-TIMES = {"inside": 0.0, "deciding": 0.0, "exchanges": [], "bytes": 0}
-run, gather = Exchange.run, Exchange._gather
-
-
-def timed(self, body, decide, **keywords):
-    def timed_decide(bodies):
-        begin = time.perf_counter()
-        verdict = decide(bodies)
-        TIMES["deciding"] += time.perf_counter() - begin
-        return verdict
-
-    begin = time.perf_counter()
-    try:
-        return run(self, body, timed_decide, **keywords)
-    finally:
-        TIMES["exchanges"].append(time.perf_counter() - begin)
+FOUND = {"bytes": 0, "tests": []}
+gather = Exchange._gather
 
 
 def counted(self, number, body):
     bodies = gather(self, number, body)
-    TIMES["bytes"] += sum(len(json.dumps(one)) for one in bodies.values()) if number <= 4 else 0
+    FOUND["bytes"] += sum(len(json.dumps(one)) for one in bodies.values()) if number <= 4 else 0
     return bodies
 
 
-Exchange.run, Exchange._gather = timed, counted
+Exchange._gather = counted
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
     begin = time.perf_counter()
     result = yield
-    TIMES.setdefault("tests", []).append(time.perf_counter() - begin)
+    FOUND["tests"].append(time.perf_counter() - begin)
     return result
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session):
-    begin, cpu = time.perf_counter(), time.process_time()
+    cpu = time.process_time()
     result = yield
-    TIMES["loop"], TIMES["cpu"] = time.perf_counter() - begin, time.process_time() - cpu
+    FOUND["cpu"] = time.process_time() - cpu
     with open(os.environ["PERF_TIMES"], "w") as file:
-        json.dump(TIMES, file)
+        json.dump(FOUND, file)
     return result
 """
 
 
 @dataclass
 class Usage:
-    """The most that a process has held, and the processor time that it has taken, by /proc."""
+    """Peak memory and descriptors of a process, and its processor time, from /proc."""
 
     pid: int
     rss_bytes: int = 0
@@ -141,7 +125,7 @@ class Usage:
     cpu_seconds: float = 0.0
 
     def look(self) -> None:
-        """Take the present state, if the process is still there."""
+        """Read the present state, if the process is still running."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
@@ -157,7 +141,7 @@ class Usage:
 
 @dataclass
 class Watched:
-    """Looks at some processes again and again while a run goes on."""
+    """Samples some processes during a run."""
 
     store: Usage
     rank_0: Usage
@@ -165,7 +149,7 @@ class Watched:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def until_over(self) -> None:
-        """Look until ``end``; the recorder is the youngest session of rank 0's children."""
+        """Sample until ``end``, the recorder as soon as there is one."""
         while not self._over.wait(_LOOK_SECONDS):
             self.store.look()
             self.rank_0.look()
@@ -175,7 +159,7 @@ class Watched:
                 self.recorder.look()
 
     def end(self) -> None:
-        """Stop looking."""
+        """Stop sampling."""
         self._over.set()
 
 
@@ -195,7 +179,7 @@ def recorder_of(pid: int) -> Usage | None:
 
 
 def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: bool = False) -> dict[str, Any]:
-    """Run a suite with one real rank and all others simulated; ask DNS for names only if ``resolver`` says so.
+    """Run a suite with one real rank and all others simulated; DNS is queried only with ``resolver``.
 
     Raises:
         RuntimeError: a rank failed, so that the figures mean nothing.
@@ -238,7 +222,7 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
         store.stdout.readline()
         before = Usage(store.pid)
         before.look()
-        # The simulated ranks first: theirs is the longer way, and rank 0 waits for them at the roll call.
+        # The simulated ranks first: they take longer, and rank 0 waits for them at the roll call.
         plan = Plan(suite="test_scale.py", tests=tests, failing=failing)
         crowds, results = [], []
         for number, (first, last) in enumerate(shares(ranks)):
@@ -268,9 +252,9 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
         watched.end()
         looking.join()
         watched.store.cpu_seconds -= before.cpu_seconds
-        told = [json.loads(result.read_text()) for result in results if result.exists()]
-        failures = [failure for one in told for failure in one["failures"]]
-        if codes[0] != expected or any(codes[1:]) or failures or len(told) < len(crowds):
+        reports = [json.loads(result.read_text()) for result in results if result.exists()]
+        failures = [failure for one in reports for failure in one["failures"]]
+        if codes[0] != expected or any(codes[1:]) or failures or len(reports) < len(crowds):
             text = (folder / "rank-0.txt").read_text()[-4000:]
             raise RuntimeError(f"{ranks} ranks ended with {codes}:\n{text}\n{''.join(failures[:1])}")
     finally:
@@ -280,18 +264,16 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
                 process.send_signal(signal.SIGKILL)
             process.communicate()
     operations: Counter[str] = Counter()
-    for one in told:
+    for one in reports:
         operations += Counter(one["operations"])
     return {
         "ranks": ranks,
         "tests": tests,
         **json.loads(times.read_text()),
-        # Of all processes together: some set out later, for all import torch on the same cores before.
-        "connect_seconds": max(one["connected_between"][1] for one in told)
-        - min(one["connected_between"][0] for one in told),
+        # Of all processes: some start later, for all import torch on the same cores before.
+        "connect_seconds": max(one["connected_between"][1] for one in reports)
+        - min(one["connected_between"][0] for one in reports),
         "operations": sum(operations.values()) / (ranks - 1),
-        "waiting": (operations["add"] + operations["multi_get"]) / (ranks - 1),
-        "crowd_cpu": sum(one["cpu_seconds"] for one in told),
         "watched": watched,
         "junit_bytes": (folder / "junit.xml").stat().st_size,
         "journal_bytes": next((folder / "reports").glob("*/journal.jsonl")).stat().st_size,
@@ -300,7 +282,7 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
 
 
 def ended(processes: list[subprocess.Popen[str]], expected: list[int]) -> list[int | None]:
-    """Wait until all have ended, or one otherwise than expected, whom the others would wait for; return their codes."""
+    """Wait until all have ended, or one has ended unexpectedly; return their exit codes."""
     deadline = time.monotonic() + _DEADLINE_SECONDS
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
@@ -323,7 +305,7 @@ def failed_in(junit: Path) -> int:
     return len(ElementTree.parse(junit).getroot().findall(".//testcase/failure"))
 
 
-def row(found: dict[str, Any]) -> str:
+def passing_row(found: dict[str, Any]) -> str:
     """Return a row of the table of passing tests: medians over the tests but the first."""
     tests = sorted(found["tests"][1:] or found["tests"])
     watched = found["watched"]
@@ -342,7 +324,7 @@ def row(found: dict[str, Any]) -> str:
         f"{recorder / 1e6:.0f} MB",
         f"{found['journal_bytes'] / 1e6 / len(found['tests']):.2f} MB",
     )
-    return f"| {' | '.join(cells)} |"
+    return row(cells)
 
 
 HEADER = (
@@ -358,9 +340,9 @@ def passing(arguments: argparse.Namespace) -> bool:
     print(HEADER)
     print("|" + " --- |" * (HEADER.count("|") - 1), flush=True)
     for ranks in arguments.ranks:
-        with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name:
             found = measure(ranks, arguments.tests, "", Path(name), resolver=arguments.resolver)
-        print(row(found), flush=True)
+        print(passing_row(found), flush=True)
         if ranks == GOAL_RANKS:
             tests = sorted(found["tests"][1:] or found["tests"])
             typical = tests[len(tests) // 2]
@@ -377,7 +359,7 @@ def failing(arguments: argparse.Namespace) -> bool:
     """Let all ranks fail in the last of some tests; return whether the goals are met."""
     met = True
     for ranks in arguments.ranks:
-        with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name:
             found = measure(ranks, 2, arguments.failing, Path(name), resolver=arguments.resolver)
         seconds, memory = found["tests"][-1], found["watched"].rank_0.rss_bytes
         good = seconds <= GOAL_MERGE_SECONDS and memory <= GOAL_MERGE_BYTES
@@ -403,7 +385,7 @@ def numbers(text: str) -> list[int]:
 
 def main() -> int:
     """Read the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=numbers, default="64,256,1024", help="(default: 64,256,1024)")
     parser.add_argument("--tests", type=int, default=10, help="(default: 10)")
     parser.add_argument(
@@ -414,7 +396,7 @@ def main() -> int:
         default="",
         help="let all ranks fail in the last test, with the same text (default) or each with its own",
     )
-    parser.add_argument("--resolver", action="store_true", help="ask DNS for names, as this machine is set up to")
+    parser.add_argument("--resolver", action="store_true", help="query DNS, as this machine is configured")
     arguments = parser.parse_args()
     if arguments.tests < 1:
         parser.error(f"--tests {arguments.tests}: 1 or more are needed")
@@ -424,16 +406,9 @@ def main() -> int:
         if hard < needed:
             parser.error(f"{needed} open files are needed, and the hard limit is {hard} (ulimit -Hn)")
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    load = [os.getloadavg()[0]]
-    begin = time.monotonic()
+    conditions, begin = Conditions(), time.monotonic()
     met = (failing if arguments.failing else passing)(arguments)
-    load.append(os.getloadavg()[0])
-    import torch
-
-    print(
-        f"\n{os.cpu_count()} cores, load average {min(load):.1f} to {max(load):.1f}, {time.monotonic() - begin:.0f} s; "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    print(f"\n{time.monotonic() - begin:.0f} s; {conditions.line()}")
     return 0 if met else 1
 
 

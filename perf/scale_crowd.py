@@ -3,8 +3,8 @@
     python perf/scale_crowd.py RANKS FIRST LAST RESULT     # started by perf/scale.py, with the launcher's variables
 
 Each rank has its two connections to the store, joins, agrees on the collection, and posts its outcome of every phase;
-it waits for each verdict as a rank does. Its watcher's part, the look at the event log at each tick and the heartbeat
-each second, is done for all ranks here by one thread over each rank's own connection.
+it waits for each verdict as a rank does. The watcher's work, reading the event log at each tick and a heartbeat each
+second, is done for all ranks by one thread over each rank's own connection.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ SAMPLES = 200
 """Of each measurement: together some 4 kB a rank."""
 TRACEBACK_BYTES = 20_000
 _NO_PROCESS = 10_000_000
-"""Above every number that Linux gives to a process."""
+"""Above every process number of Linux."""
 _LONGEST_SECONDS = 600
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What all simulated ranks do: one test after the other, and in the last one all fail if told so.
+    """The tests of all simulated ranks; in the last one all may fail.
 
-    ``failing`` is "equal" or "different" as the texts of the failures are, and empty where nobody fails.
+    ``failing`` is "equal" or "different" as the texts of the failures are, and empty where no rank fails.
     """
 
     suite: str
@@ -67,7 +67,7 @@ class Counted:
 
 @dataclass
 class Connected:
-    """What is known of a simulated rank."""
+    """A simulated rank with its connections."""
 
     rank: int
     stores: Any
@@ -97,12 +97,12 @@ class Crowd:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.connected_between = (0.0, 0.0)
-        """Seconds of the machine's clock: when the first rank set out, and when the last one had connected."""
+        """Seconds of the machine's clock: when the first rank began to connect, and when the last one had connected."""
         self.sleepers: list[subprocess.Popen[bytes]] = []
         self.failures: list[str] = []
 
     def run(self) -> None:
-        """Connect all ranks, then let each take part until the run's end."""
+        """Connect all ranks, then run each to the end of the session."""
         import torch.distributed  # noqa: F401  # not a part of connecting
 
         begin = time.monotonic()
@@ -112,12 +112,12 @@ class Crowd:
             return
         watcher = threading.Thread(target=self._watch, daemon=True)
         watcher.start()
-        self._on_each(self._take_part)
+        self._on_each(self._run_rank)
         self._over.set()
         watcher.join(10.0)
 
     def operations(self) -> Counter[str]:
-        """Return the operations of all ranks together."""
+        """Return the operations of all ranks."""
         total: Counter[str] = Counter()
         for connected in self._connected.values():
             total += connected.counts
@@ -127,7 +127,7 @@ class Crowd:
         def guarded(rank: int) -> None:
             try:
                 step(rank)
-            except Exception:  # whatever it is, the program that started this one must show it
+            except Exception:  # any error must reach the program that started this one
                 self.failures.append(f"simulated rank {rank}: {traceback.format_exc()}")
 
         threads = [threading.Thread(target=guarded, args=(rank,)) for rank in self._ranks]
@@ -149,7 +149,7 @@ class Crowd:
         with self._lock:
             self._connected[rank] = connected
 
-    def _take_part(self, rank: int) -> None:
+    def _run_rank(self, rank: int) -> None:
         from pytest_gpucluster.agreement import rendezvous
         from pytest_gpucluster.agreement.exchange import Exchange
         from pytest_gpucluster.agreement.rendezvous import join
@@ -158,7 +158,7 @@ class Crowd:
         join(
             stores.main,
             facts_of(rank, self._world_size),
-            self._who(rank),
+            self._facts(rank),
             timeout_seconds=120.0,
             check=lambda who: None,
             shared={},
@@ -174,9 +174,9 @@ class Crowd:
 
         ids = self._plan.node_ids
         summary = {"hash": rendezvous.collection_digest(ids), "workload": rendezvous.digest_of({}), "errors": []}
-        told = agree("collection", summary)
-        if told.get("ids") != ids:
-            raise RuntimeError(f"rank 0 collected something else: {told!r:.300}")
+        verdict = agree("collection", summary)
+        if verdict.get("ids") != ids:
+            raise RuntimeError(f"rank 0 collected something else: {verdict!r:.300}")
         for number, nodeid in enumerate(ids):
             fails = self._plan.failing if number == len(ids) - 1 else ""
             for when in ("setup", "call", "teardown"):
@@ -185,8 +185,8 @@ class Crowd:
                     raise RuntimeError(f"the run has ended: {verdict!r:.300}")
         agree("the end of the session", {"exit": 1 if self._plan.failing else 0})
 
-    def _who(self, rank: int) -> dict[str, Any]:
-        """Return what rank 0 says of itself, as this rank's own."""
+    def _facts(self, rank: int) -> dict[str, Any]:
+        """Return the facts of rank 0, with this rank's place."""
         store = self._connected[rank].stores.main
         store.wait(["who/0"], timedelta(seconds=120))
         who: dict[str, Any] = json.loads(store.get("who/0"))
@@ -195,7 +195,7 @@ class Crowd:
         return who | place | {"pid": self._process_of(rank)}
 
     def _process_of(self, rank: int) -> int:
-        """Return the number of the process that stands for a rank: rank 0 can look after those of its own node."""
+        """Return the number of a process in place of the rank: rank 0 can signal those of its own node."""
         if host_of(rank) != host_of(0):
             return _NO_PROCESS + rank
         sleeper = subprocess.Popen(["sleep", str(_LONGEST_SECONDS)])
@@ -209,7 +209,7 @@ class Crowd:
         if when != "call":
             return RankOutcome(rank=rank, outcome="passed")
         if fails:
-            # What every rank has in common, and the address of an object, which no two have.
+            # A common text, and the address of an object, which differs.
             text = f"AssertionError: <Thing object at 0x{0x7F0000000000 + rank * 4096:x}>\n"
             message = "it is wrong"
             if fails == "different":
@@ -220,7 +220,7 @@ class Crowd:
         return RankOutcome(rank=rank, outcome="passed", measurements=[value.to_json()])
 
     def _watch(self) -> None:
-        """Look at the event log and beat for each rank, evenly over the tick of a world of this size."""
+        """Read the event log and send heartbeats for each rank, evenly over the tick of a world of this size."""
         from pytest_gpucluster.agreement.watchdog import tick_seconds
 
         tick = tick_seconds(self._world_size)
@@ -248,15 +248,15 @@ def main(world_size: int, first: int, last: int, plan: Plan, result: Path) -> in
         for sleeper in crowd.sleepers:
             sleeper.kill()
             sleeper.wait()
-    told = {
+    result_json = {
         "connected_between": crowd.connected_between,
         "operations": dict(crowd.operations()),
         "cpu_seconds": time.process_time(),
         "failures": crowd.failures[:1],
     }
-    result.write_text(json.dumps(told), encoding="utf-8")
+    result.write_text(json.dumps(result_json), encoding="utf-8")
     sys.stdout.flush()
-    os._exit(1 if crowd.failures else 0)  # the stores' threads need no farewell
+    os._exit(1 if crowd.failures else 0)  # the stores' threads need no shutdown
 
 
 if __name__ == "__main__":

@@ -6,24 +6,21 @@
     python perf/soak.py --only kill,stop --session 0
 
 A round is torchrun, or `gpucluster run`, with 2 CPU ranks over a plain test, two criteria and a meeting of all ranks.
-What goes wrong in it is drawn from the seed: which fault (soak_faults.py), on which rank, in which test and at which
-moment of it. It is good if it has ended within its deadline; has left a valid JUnit file, a journal that can be read
-and the other reports, all saying what the table of exit codes says; has named the planted culprit in the struck test,
-and nobody in the others; and has left no process, socket, shared memory or temporary file behind.
+Its fault is drawn from the seed: which one (soak_faults.py), on which rank, in which test and at which moment. It is
+good if it has ended within its deadline; has left a valid JUnit file, a readable journal and the other reports, with
+the verdict of the table of exit codes; has named the planted culprit in the struck test, and no rank in the others; and
+has left no process, socket, shared memory or temporary file.
 
 The long session is one run with faults that it survives, in which descriptors, threads and memory of the ranks and of
 the recorder must not grow (soak_session.py).
 
-Nothing is run a second time. The folder of a round that is not good is kept, and how to repeat it is printed. The exit
-code is 1 where anything is not as it should be.
+Nothing is run a second time. The folder of a bad round is kept, and the command that repeats it is printed. The exit
+code is 1 where anything is bad.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import os
-import platform
 import random
 import shutil
 import sys
@@ -33,12 +30,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Real runs with deadlines are what the tests start, too: there is one way to do it, and it is theirs.
+# The tests' way to start real runs with deadlines.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import fork_server
 import soak_round
 import soak_session
+from comparison import Conditions, parser_of, some_of
 from soak_faults import KINDS, Plan, draw
 from soak_round import Round
 
@@ -54,13 +52,13 @@ def soak(
     at_once: int = 1,
     run: Callable[[int, Plan, Path], Round] = soak_round.run,
 ) -> list[Round]:
-    """Run rounds, print a line for each as it ends, and keep the folders of those that are not good.
+    """Run rounds, print a line for each as it ends, and keep the folders of bad ones.
 
     Args:
         numbers: of the rounds.
         kinds: names of KINDS, of which faults are drawn.
-        folder: where the rounds have their folders.
-        at_once: so many rounds go on at the same time. Most of a round is waiting.
+        folder: of the rounds' folders.
+        at_once: rounds at the same time. Most of a round is waiting.
         run: runs one round.
     """
 
@@ -75,7 +73,7 @@ def soak(
             print(f"  kept: {directory}\n  again: {again(seed, number, kinds)}", flush=True)
         return found
 
-    print(_CELLS.format("round", "fault", "rank", "seconds", "", "what the report says of the struck test"))
+    print(_CELLS.format("round", "fault", "rank", "seconds", "", "the struck test in the report"))
     print("| ----: | :---- | ---: | ----: | :-- | :----", flush=True)
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         return list(pool.map(one, numbers))
@@ -85,12 +83,12 @@ def line_of(found: Round) -> str:
     """Return the line of a round."""
     rank = "" if found.plan.kind == "none" else str(found.plan.victim)
     good = "ok" if found.is_good else "BAD"
-    line = _CELLS.format(found.number, found.plan.name, rank, f"{found.seconds:.1f}", good, printable(found.said))
+    line = _CELLS.format(found.number, found.plan.name, rank, f"{found.seconds:.1f}", good, printable(found.reported))
     return line if found.is_good else f"{line}\n  {printable(found.complaint)}"
 
 
 def printable(text: str) -> str:
-    """Return a text as it can be shown on any terminal."""
+    """Return a text for any terminal."""
     return text.encode("ascii", "backslashreplace").decode()
 
 
@@ -101,11 +99,11 @@ def again(seed: int, number: int, kinds: Sequence[str]) -> str:
 
 
 def table(rounds: Sequence[Round]) -> list[str]:
-    """Return the final table: of each kind of fault, how many rounds were as they should be."""
-    lines = ["| fault | rounds | ended in time | culprit named | nothing left behind | all as it should be |"]
+    """Return the final table: the number of good rounds for each kind of fault."""
+    lines = ["| fault | rounds | ended in time | culprit named | nothing left behind | good |"]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
-    named = {kind: [found for found in rounds if found.plan.kind == kind] for kind in KINDS}
-    for name, found in {**named, "together": list(rounds)}.items():
+    by_kind = {kind: [found for found in rounds if found.plan.kind == kind] for kind in KINDS}
+    for name, found in {**by_kind, "total": list(rounds)}.items():
         if found:
             counts = [
                 len(found),
@@ -118,27 +116,19 @@ def table(rounds: Sequence[Round]) -> list[str]:
     return lines
 
 
-def kinds_of(text: str) -> list[str]:
-    """Read names of kinds, separated by commas."""
-    names = text.split(",")
-    unknown = [name for name in names if name not in KINDS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(KINDS)}")
-    return names
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak; return 1 if anything is not as it should be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Soak; return 1 if anything is bad."""
+    parser = parser_of(__doc__)
+    conditions = Conditions()
     parser.add_argument("--rounds", type=int, default=200, help="(default: 200)")
     parser.add_argument("--seed", type=int, help="(default: another one each time, which is printed)")
     parser.add_argument("--round", type=int, help="only the round of this number, as the seed has it")
-    parser.add_argument("--only", type=kinds_of, default=list(KINDS), help="kinds of faults (default: all)")
+    parser.add_argument("--only", type=some_of(KINDS), default=list(KINDS), help="kinds of faults (default: all)")
     parser.add_argument("--first", type=int, default=1, help="number of the first round (default: 1)")
     parser.add_argument("--session", type=int, default=300, help="tests of the long session; 0: none (default: 300)")
     parser.add_argument("--at-once", type=int, default=1, help="rounds at the same time (default: 1)")
     parser.add_argument("--forked", action="store_true", help="ranks are forks of one process: a third of the CPU time")
-    parser.add_argument("--keep", type=Path, help="where to keep what is not as it should be (default: TMPDIR)")
+    parser.add_argument("--keep", type=Path, help="folder for bad rounds (default: TMPDIR)")
     asked = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
     print(f"seed {seed}", flush=True)
@@ -162,8 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_good:
         shutil.rmtree(folder)
     taken = time.monotonic() - begin
-    print(f"\nseed {seed}, {taken:.0f} s, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}", end="")
-    print(f"; Python {platform.python_version()}; {'all as it should be' if is_good else f'MISSED; kept in {folder}'}")
+    print(
+        f"\nseed {seed}, {taken:.0f} s, {conditions.line()}; {'all good' if is_good else f'MISSED; kept in {folder}'}"
+    )
     return 0 if is_good else 1
 
 

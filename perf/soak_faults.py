@@ -1,6 +1,6 @@
-"""What is planted in a round of the soak, drawn from a seed, and what must come of it.
+"""The planted fault of a round of the soak, drawn from a seed, and the expected result.
 
-Every round is drawn for itself from the seed and its number, so one round can be repeated without those before it.
+Every round is drawn for itself from the seed and its number, so that it can be repeated without those before it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from random import Random
 HOST = "node-a"
 RANKS = 2
 DEADLINE_SECONDS = 6.0
-"""Of a phase of the struck test, where the fault is that a rank does not come back. All others have plenty."""
+"""Of a phase of the struck test, where a rank does not return. All others have plenty."""
 PLENTY_SECONDS = 90.0
 
 TESTS = ("test_plain", "test_matmul", "test_all_reduce", "test_meeting")
@@ -21,9 +21,9 @@ TESTS = ("test_plain", "test_matmul", "test_all_reduce", "test_meeting")
 MOMENTS = ("set-up", "before", "inside", "after", "teardown")
 _COLLECTIVE = "test_all_reduce"
 _MEASURED = ("test_matmul", _COLLECTIVE)
-START = "rank lost"
-"""What the report calls a rank that fails before the roll call: then there are no tests."""
 """Only these have an inside: the k-th product, or sum, of the benchmark."""
+START = "rank lost"
+"""Name in the report of a rank that fails before the roll call: then there are no tests."""
 
 KINDS: Mapping[str, Sequence[str]] = {
     "none": ("none",),
@@ -47,7 +47,7 @@ _FATAL = {*KINDS["kill"], "stop", "hang_in_c", "hold_the_gil"}
 _AROUND_TESTS = {"drop_test", "leave_out_test"}
 """These are made by the conftest, before the test would begin."""
 _OF_COLLECTIVES = {"absent", "other_collective"}
-_ABOUT_THE_WAY = {
+_ERROR_TYPES = {
     "change_exit": "AssertionError",
     "exit_with_0": "AssertionError",
     "raise_exit": "SystemExit",
@@ -58,10 +58,10 @@ _ABOUT_THE_WAY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is planted: how (``fault``, of a ``kind``), on which rank, in which test, at which moment of it.
+    """A planted fault of a kind: on which rank, in which test, at which moment.
 
-    ``call`` says in which product or sum it happens inside of a benchmark. ``launcher`` is "torchrun" or
-    "gpucluster run", which alone keeps the exit code. ``captured``: whether pytest captures output, or -s was given.
+    ``call``: in which product or sum it happens inside a benchmark. ``launcher`` is "torchrun" or "gpucluster run",
+    which alone keeps the exit code. ``captured``: whether pytest captures output, or -s was given.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class Plan:
     launcher: str
     captured: bool
 
-    def told_to_ranks(self) -> str:
+    def for_ranks(self) -> str:
         """Return it as the suite reads it."""
         return json.dumps({**asdict(self), "deadline": self.deadline_seconds, "plenty": PLENTY_SECONDS})
 
@@ -83,8 +83,8 @@ class Plan:
         return DEADLINE_SECONDS if self.kind == "hang" or self.fault == "stop" else PLENTY_SECONDS
 
     @property
-    def shown_in(self) -> str:
-        """Return the test that the report blames: where rank 0 leaves one out, it is at the next when ranks differ."""
+    def reported_test(self) -> str:
+        """Return the failed test in the report: where rank 0 leaves one out, the ranks differ at the next."""
         later = after(self.test)
         return later[0] if later and (self.fault, self.victim) == ("leave_out_test", 0) else self.test
 
@@ -98,24 +98,24 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the reports must say.
+    """The expected result.
 
     Attributes:
         verdict, exit: of the table of exit codes in DESIGN.md and the README.
         outcome: of the struck test: "passed", "failure", "error" or "skipped".
-        says: what the message of the struck test must hold: the culprit, and what it did.
+        words: in the message of the struck test: the culprit, and its fault.
         ends_the_run: the tests after it are "not run".
     """
 
     verdict: str
     exit: int
     outcome: str
-    says: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
     ends_the_run: bool = False
 
 
 def draw(seed: int, number: int, kinds: Sequence[str] = tuple(KINDS)) -> Plan:
-    """Return what is planted in a round. Each kind comes once in as many rounds as there are kinds.
+    """Return the plan of a round. Each kind comes once in as many rounds as there are kinds.
 
     Args:
         number: of the round, from 1.
@@ -149,44 +149,44 @@ def _moments(fault: str, test: str) -> tuple[str, ...]:
     if fault in _OF_COLLECTIVES:
         return ("before", "after")  # where ranks are in step
     if fault == "loop":
-        return ("before", "inside")  # where its peer waits for it: else a rehearsal takes it for slow
-    # A rank that pauses in the middle of what is timed would rightly be called slow.
+        return ("before", "inside")  # where its peer waits for it: else a rehearsal counts it as slow
+    # A rank that pauses inside a measurement would rightly be slow.
     inside = test in _MEASURED and fault != "pause"
     return tuple(moment for moment in MOMENTS if inside or moment != "inside")
 
 
 def expected(plan: Plan) -> Expected:
-    """Return what must come of a plan."""
+    """Return the expected result of a plan."""
     if plan.fault in _SURVIVED:
         return Expected(verdict="REHEARSED", exit=0, outcome="passed")
     if plan.fault == "fill_disk":
-        # Nothing is wrong with any test; the run is not accepted because its record is not where it should be.
+        # No test fails; the run is not accepted because its journal is incomplete.
         return Expected(verdict="BROKEN", exit=11, outcome="passed")
     if plan.fault == "drop_test":
-        return Expected(verdict="INCOMPLETE", exit=10, outcome="skipped", says=("criteria.txt",))
+        return Expected(verdict="INCOMPLETE", exit=10, outcome="skipped", words=("criteria.txt",))
     culprit = f"rank {plan.victim} ({HOST}"
     if plan.fault == "leave_out_test":
         # The ranks differ where this test begins or, after the last one, at the end of the session.
-        return Expected(verdict="BROKEN", exit=11, outcome="error", says=("out of step",), ends_the_run=True)
+        return Expected(verdict="BROKEN", exit=11, outcome="error", words=("out of step",), ends_the_run=True)
     if plan.kind == "start":
         how = "RuntimeError: planted" if plan.fault == "raise_at_start" else "ended without a message"
-        return Expected(verdict="BROKEN", exit=11, outcome="error", says=(culprit, how), ends_the_run=True)
+        return Expected(verdict="BROKEN", exit=11, outcome="error", words=(culprit, how), ends_the_run=True)
     if plan.fault in _FATAL:
-        return Expected(verdict="BROKEN", exit=11, outcome="error", says=(culprit,), ends_the_run=True)
+        return Expected(verdict="BROKEN", exit=11, outcome="error", words=(culprit,), ends_the_run=True)
     if plan.kind == "hang":
-        # Of two ranks in two collectives neither is the odd one: both are named, the second in the words of the first.
-        # One that is absent before the benchmark of all-reduce goes on into the next collective, which is its own.
+        # Of two ranks in two collectives either may be right: both are named, the second in the message of the first.
+        # A rank that is absent before the all-reduce benchmark continues into the next collective, which is its own.
         is_in_another = plan.fault == "other_collective" or (
             (plan.fault, plan.test, plan.moment) == ("absent", "test_all_reduce", "before")
         )
         both = (f"rank 0 ({HOST}): waits in ", ", while rank 1 waits in ", " (and 1 more failing)")
-        says = both if is_in_another else (culprit,)
-        return Expected(verdict="BROKEN", exit=11, outcome="error", says=says)
-    says = (f"{culprit}): {_ABOUT_THE_WAY.get(plan.fault, 'RuntimeError')}",)
+        words = both if is_in_another else (culprit,)
+        return Expected(verdict="BROKEN", exit=11, outcome="error", words=words)
+    words = (f"{culprit}): {_ERROR_TYPES.get(plan.fault, 'RuntimeError')}",)
     if plan.moment in ("set-up", "teardown"):
         where = "in setup" if plan.moment == "set-up" else "in teardown"
-        return Expected(verdict="BROKEN", exit=11, outcome="error", says=(where, *says))
-    return Expected(verdict="REJECTED", exit=1, outcome="failure", says=says)
+        return Expected(verdict="BROKEN", exit=11, outcome="error", words=(where, *words))
+    return Expected(verdict="REJECTED", exit=1, outcome="failure", words=words)
 
 
 def after(test: str) -> tuple[str, ...]:

@@ -1,13 +1,12 @@
-"""What a run has left behind: processes, sockets, temporary files, shared memory.
+"""Leftovers of a run: processes, sockets, temporary files, shared memory.
 
-A machine does other things at the same time, so every leftover must be traced to the run. While it goes on, its
-processes are looked at twice a second: they carry the run's token in their environment, and what they hold open is
-noted. Afterwards nothing of it may be there: no process with the token or in a session of theirs, no socket that one of
-them had, no new file in /tmp, /var/tmp or /dev/shm that one of them had open or that carries one of their numbers in
-its name, no System V segment that one of them made. The run's own TMPDIR must be empty but for what is promised there.
+Other processes use the machine at the same time, so every leftover must be traced to the run. During the run its
+processes are sampled twice a second: they have the run's token in their environment, and their open files are recorded.
+Afterwards none of these may be left: a process with the token or in a session of theirs, a socket of theirs, a new file
+in /tmp, /var/tmp or /dev/shm that one of them had open or that has one of their numbers in its name, a System V segment
+that one of them made. The run's own TMPDIR must be empty except for announced names.
 
-What lived for less than half a second between two looks and left a file outside of TMPDIR under a name that says
-nothing is not seen.
+A process that lived for less than half a second and left a file with an unrelated name outside of TMPDIR is missed.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from torchrun import processes
 
 SHARED = (Path("/dev/shm"), Path("/tmp"), Path("/var/tmp"))
 """Folders for temporary files that every process of a host shares."""
-_LOOK_SECONDS = 0.5
+_SAMPLE_SECONDS = 0.5
 _SOCKET_TABLES = ("tcp", "tcp6", "udp", "udp6", "unix")
 _SYSV_SEGMENTS = Path("/proc/sysvipc/shm")
 
 
 class Observer:
-    """Looks at the processes of a run while it goes on. A context manager; :meth:`leftovers` is for afterwards."""
+    """Samples the processes of a run. A context manager; :meth:`leftovers` is for afterwards."""
 
     def __init__(self, token: str, pids: Iterable[int] = ()) -> None:
         self._token = token
@@ -40,9 +39,9 @@ class Observer:
         self.sessions: set[int] = set(pids)
         """A launcher leads one of its own, and so does each rank."""
         self.sockets: set[int] = set()
-        """Inodes of sockets that they have had open."""
+        """Inodes of the sockets that they had open."""
         self.opened: set[str] = set()
-        """Files in the shared folders that they have had open."""
+        """Files in the shared folders that they had open."""
 
     def __enter__(self) -> Observer:
         self._thread.start()
@@ -53,11 +52,11 @@ class Observer:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
-            self.look()
+        while not self._stop.wait(_SAMPLE_SECONDS):
+            self.sample()
 
-    def look(self) -> None:
-        """Note what the processes of the run are, and what they have open."""
+    def sample(self) -> None:
+        """Record the processes of the run, and their open files and sockets."""
         own = os.getsid(0)
         for pid in processes(self._token):
             self.pids.add(pid)
@@ -71,11 +70,11 @@ class Observer:
                     self.opened.add(name.removesuffix(" (deleted)"))
 
     def leftovers(self, tmp: Path, promised: Iterable[str] = ()) -> list[str]:
-        """Return what the run has left behind, each in a few words; nothing is the best answer.
+        """Return the leftovers of the run, each in a few words.
 
         Args:
             tmp: the run's own TMPDIR.
-            promised: names in it that the run has said it leaves there.
+            promised: names in it that the run has announced.
         """
         return [
             *self._processes(),
@@ -98,10 +97,10 @@ class Observer:
             for name in sorted(_entries(folder) - self._before[folder]):
                 path = folder / name
                 numbers = {int(number) for number in re.findall(r"\d{2,10}", name)}
-                held = any(opened == str(path) or opened.startswith(f"{path}/") for opened in self.opened)
+                was_open = any(opened == str(path) or opened.startswith(f"{path}/") for opened in self.opened)
                 if tmp.is_relative_to(path):
                     continue  # the round's own folder
-                if held or numbers & self.pids or self._token in name:
+                if was_open or numbers & self.pids or self._token in name:
                     found.append(f"file: {path}")
         return found
 
@@ -120,7 +119,7 @@ def _entries(folder: Path) -> set[str]:
 
 
 def _opened(pid: int) -> list[str]:
-    """Return what a process has open: files, also mapped ones, and sockets."""
+    """Return the open files of a process, also mapped ones, and its sockets."""
     found = []
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,15 +1,14 @@
-"""One long session: whether its processes hold more and more descriptors, threads or memory.
+"""One long session: whether descriptors, threads or memory of its processes grow.
 
 The suite (soak_suite/test_session.py) is one run with 2 ranks. Each tenth test has a fault that the run survives: a
-rank raises, raises inside of a collective, hangs, or does not enter a collective; so process groups are thrown away and
-made anew. Between the tests each rank samples itself, and rank 0 its recorder as well.
+rank raises, raises inside of a collective, hangs, or does not enter a collective; so process groups are discarded and
+made again. Between the tests each rank samples itself, and rank 0 its recorder as well.
 
-The first third of the samples is warm-up: imports, caches, the first groups. Of descriptors and threads the fewest
-there are compared with the fewest in the last third, and may not have grown at all: what comes and goes does not count,
-what stays does. Memory is what no file stands behind (RssAnon);
-what each test adds is the median of all slopes between two samples of the last two thirds (Theil, Sen), which a single
-jump of the allocator does not move. A session keeps its reports, so something is added: a record of each test on rank
-0, pytest's own reports on all ranks. What is allowed stands in ALLOWED_KB.
+The first third of the samples is warm-up: imports, caches, the first groups. The fewest descriptors and threads in it
+are compared with the fewest in the last third, and may not grow at all: temporary ones do not count. Memory is RssAnon;
+the growth of a test is the median of all slopes between two samples of the last two thirds (Theil, Sen), which a single
+jump of the allocator does not change. A session keeps its reports, so it grows by a record of each test on rank 0, and
+pytest's own reports on all ranks: up to ALLOWED_KB.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from soak_faults import HOST, RANKS
 SUITE = Path(__file__).parent / "soak_suite" / "test_session.py"
 FAULT_EVERY = 10
 ALLOWED_KB = 40.0
-"""kB that a test may add to a process, after the warm-up: some twice what was found in 300 tests (17 kB on rank 0, 8 kB
-on others). pytest keeps each test and its reports to the end, and rank 0 the values that it puts on record."""
+"""kB that a test may add to a process, after the warm-up: some twice the result of 300 tests (17 kB on rank 0, 8 kB on
+others). pytest keeps each test and its reports to the end, and rank 0 the recorded values."""
 LEAST_SAMPLES = 6
 DEADLINE_SECONDS = 1800.0
-HELD = ("descriptors", "threads", "memory")
+RESOURCES = ("descriptors", "threads", "memory")
 _PROCESSES = (*(f"rank {rank}" for rank in range(RANKS)), "recorder")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """How much of something a process held: in the first and the last third, and what a test has added.
+    """A resource of a process: in the first and the last third, and the growth of a test.
 
     Of descriptors and threads ``first`` and ``last`` are the fewest, of memory the median, in kB.
     """
@@ -51,7 +50,7 @@ class Growth:
 
     @property
     def is_allowed(self) -> bool:
-        """Tell whether it has not grown, or not by more than a record of each test needs."""
+        """Whether it has not grown, or not by more than a record of each test needs."""
         if self.what == "memory":
             return self.a_test <= ALLOWED_KB
         return self.last <= self.first
@@ -59,20 +58,20 @@ class Growth:
 
 @dataclass(kw_only=True)
 class Session:
-    """What came of the session. ``wrong``: what is not as it should be, each in a few words."""
+    """The result of the session. ``problems``: each in a few words."""
 
     tests: int
     seconds: float = 0.0
     growths: list[Growth] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 def run(tests: int, directory: Path, leak: str = "") -> Session:
     """Run the session in a folder.
 
     Args:
-        tests: how many; each tenth has a fault.
-        leak: what rank 1 leaks in each test, to see that it is seen: "descriptor", "thread" or "memory".
+        tests: their number; each tenth has a fault.
+        leak: what rank 1 leaks in each test, for a test of the check: "descriptor", "thread" or "memory".
     """
     begin = time.monotonic()
     samples = directory / "samples"
@@ -93,12 +92,12 @@ def run(tests: int, directory: Path, leak: str = "") -> Session:
     found = Session(tests=tests)
     try:
         started.wait()
-        found.wrong += wrong_with_verdicts(started.verdicts, tests)
+        found.problems += verdict_problems(started.verdicts, tests)
     except (AssertionError, OSError) as error:
-        found.wrong.append((str(error).splitlines() or [type(error).__name__])[0])
-    found.wrong += [f"left behind: process {left}" for left in started.left_over]
+        found.problems.append((str(error).splitlines() or [type(error).__name__])[0])
+    found.problems += [f"left behind: process {left}" for left in started.left_over]
     found.growths = growths(read(samples))
-    found.wrong += wrong_with_growths(found.growths)
+    found.problems += growth_problems(found.growths)
     found.seconds = time.monotonic() - begin
     return found
 
@@ -109,17 +108,17 @@ def pytest_collection_modifyitems(items):
 """
 
 
-def wrong_with_verdicts(said: Mapping[str, str], tests: int) -> list[str]:
-    """Say which tests did not end as they should: each tenth names its culprit, all others pass."""
-    wrong = []
+def verdict_problems(verdicts: Mapping[str, str], tests: int) -> list[str]:
+    """Return the tests with an unexpected verdict: each tenth names its culprit, all others pass."""
+    problems = []
     for number in range(tests):
         is_fault = number % FAULT_EVERY == FAULT_EVERY - 1
         name = f"test_{'fault' if is_fault else 'criterion'}[{number}]"
-        verdict = said.get(name, "not in the report")
+        verdict = verdicts.get(name, "not in the report")
         culprit = f": rank {number // FAULT_EVERY % RANKS} ({HOST})"
         if (culprit not in verdict) if is_fault else verdict != "passed":
-            wrong.append(f"{name}: {verdict}")
-    return wrong
+            problems.append(f"{name}: {verdict}")
+    return problems
 
 
 def read(folder: Path) -> dict[str, list[dict[str, float]]]:
@@ -127,9 +126,9 @@ def read(folder: Path) -> dict[str, list[dict[str, float]]]:
     found: dict[str, list[dict[str, float]]] = {}
     for path in sorted(folder.glob("rank*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
-            told = json.loads(line)
-            number = told.pop("number")
-            for process, held in told.items():
+            sample = json.loads(line)
+            number = sample.pop("number")
+            for process, held in sample.items():
                 found.setdefault(process, []).append({"number": number, **held})
     return found
 
@@ -141,7 +140,7 @@ def growths(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Growth
         third = len(held) // 3
         if len(held) < LEAST_SAMPLES:
             continue
-        for what in HELD:
+        for what in RESOURCES:
             of = statistics.median if what == "memory" else min
             found.append(
                 Growth(
@@ -160,21 +159,21 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
     return statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(points, 2))
 
 
-def wrong_with_growths(found: Sequence[Growth]) -> list[str]:
-    """Say what grows, and which process was not sampled often enough to know."""
+def growth_problems(found: Sequence[Growth]) -> list[str]:
+    """Return what grows, and the processes without enough samples."""
     known = {growth.process for growth in found}
-    wrong = [f"{process}: fewer than {LEAST_SAMPLES} samples" for process in _PROCESSES if process not in known]
+    problems = [f"{process}: fewer than {LEAST_SAMPLES} samples" for process in _PROCESSES if process not in known]
     for growth in found:
         if not growth.is_allowed:
-            wrong.append(
+            problems.append(
                 f"{growth.process}: {growth.what} grow from {growth.first:g} to {growth.last:g}, "
                 f"by {growth.a_test:.1f} a test"
             )
-    return wrong
+    return problems
 
 
 def table(session: Session) -> list[str]:
-    """Return what the session held, and what is wrong with that."""
+    """Return the growth of the session's processes, and the problems."""
     lines = [f"one session of {session.tests} tests, {session.seconds:.0f} s; each tenth test has a fault", ""]
     lines += [
         "| process | what | first third | last third | a test | allowed |",
@@ -187,4 +186,4 @@ def table(session: Session) -> list[str]:
         mark = "yes" if growth.is_allowed else "NO"
         cells = (growth.process, what, f"{growth.first:g}", f"{growth.last:g}", f"{growth.a_test:.2f}")
         lines.append(f"| {' | '.join(cells)} | {allowed}: {mark} |")
-    return [*lines, *(f"BAD: {wrong}" for wrong in session.wrong)]
+    return [*lines, *(f"BAD: {problem}" for problem in session.problems)]

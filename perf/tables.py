@@ -1,38 +1,36 @@
-"""Print the tables of all programs here, one after the other, and at the end how long each took and what it says.
+"""Print the tables of all programs here, one after the other, and at the end the duration and the verdict of each.
 
-    python perf/tables.py                       # as `make perf` does; on 2 CPU cores that do nothing else
+    python perf/tables.py                       # as `make perf` does; on 2 CPU cores without other load
     python perf/tables.py --only scale,reports
 
-Each runs to its end whatever the ones before it say; those that hold no wall time against a goal run last, together. At
-Ctrl-C or SIGTERM what runs is given time to end what it has started. The exit code is 1 where a goal is missed, or a
-program ends in another way than it should, or all together take longer than 15 minutes.
+A program that misses a goal does not stop the others. At Ctrl-C or SIGTERM the running one gets time to end what it has
+started. The exit code is 1 where a goal is missed, a program breaks, or all take longer than 15 minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from comparison import Conditions, parser_of, some_of
 
 FOLDER = Path(__file__).resolve().parent
 GOAL_SECONDS = 900.0
-LONGEST_SECONDS = 600.0
-"""Of a program; what has not ended by then is ended, so that the tables of the others come."""
+MAX_SECONDS = 600.0
+"""Of one program, so that the tables of the others are printed."""
 FAREWELL_SECONDS = 30.0
-LOOK_SECONDS = 0.05
 PROGRAMS: Mapping[str, Sequence[str]] = {
     "overhead": ("overhead.py", "--pairs", "6"),
     "agreement": ("agreement.py", "--pairs", "3", "--tests", "100"),
     "scale": ("scale.py", "--tests", "5"),
     "a failing test at scale": ("scale.py", "--ranks", "1024", "--failing"),
-    "faults": ("faults.py", "--at-once", "2"),
+    "faults": ("faults.py",),
     "reports": ("reports.py", "--only", "reading alone,html,json,junit"),
     "reports of 4096 ranks": ("reports.py", "--ranks", "4096", "--only", "html"),
     "training": ("training.py", "--runs", "2", "--steps", "15"),
@@ -41,13 +39,10 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "collectives": ("collectives.py", "--sizes", "8M", "--window", "0.05"),
     "soak": ("soak.py", "--rounds", "7", "--session", "0", "--at-once", "2"),
 }
-"""Name -> script in this folder, and its arguments, chosen so that all fit into a quarter of an hour: by themselves
-most do more. docs/performance.md has what they said."""
+"""Name -> script in this folder, and its arguments, chosen so that all fit into a quarter of an hour: with the defaults
+most do more. docs/performance.md has the results."""
 NO_GOAL = ("loader",)
-"""What prints figures that are held against nothing."""
-UNHURRIED = ("reports of 4096 ranks",)
-"""What simulates, waits for a resolver, or counts processor time. They run together: wall time there is longer than
-alone, and only processor time is held against a bound."""
+"""Its figures have no goal."""
 _MISSED, _BROKE, _OVERDUE = 1, 70, 124
 _GUARDED = f"""\
 import runpy, sys, traceback
@@ -56,7 +51,7 @@ sys.path[0] = {str(FOLDER)!r}
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except (SystemExit, KeyboardInterrupt) as stop:
-    # A text is an error, and Python would end with 1, as one that has missed a goal does.
+    # With a text Python would end with 1, as a program that has missed a goal does.
     code = getattr(stop, "code", 130)
     if not isinstance(code, (int, type(None))):
         print(code, file=sys.stderr)
@@ -66,137 +61,75 @@ except BaseException:
     traceback.print_exc()
     sys.exit({_BROKE})
 """
-"""Runs a program so that one that breaks does not look like one that has missed a goal."""
+"""Runs a program so that an exception does not look like a missed goal."""
 
 
-def groups(names: Sequence[str]) -> list[list[str]]:
-    """Return what runs one after the other: each by itself, and last those that hold no wall time against a goal."""
-    alone, together = ([name for name in names if (name in UNHURRIED) == is_one] for is_one in (False, True))
-    return [*([name] for name in alone), *([together] if together else [])]
-
-
-def run(names: Sequence[str]) -> dict[str, tuple[float, int]]:
-    """Run programs at the same time; return the seconds until each had ended, and its exit code.
-
-    The output of one alone is shown as it comes, that of several one after the other when all have ended.
-    """
+def run(name: str) -> tuple[float, int]:
+    """Run a program; return its seconds and its exit code."""
+    script, *arguments = PROGRAMS[name]
+    print(f"\n## {name}: python perf/{' '.join([script, *arguments])}\n", flush=True)
+    # torch's threads as with torchrun, and byte code kept, as after pip's installation.
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     begin = time.monotonic()
-    processes: list[subprocess.Popen[bytes]] = []
-    with ExitStack() as stack:
-        stack.enter_context(_ended_by_signals(processes))
-        shown = [stack.enter_context(tempfile.TemporaryFile()) if len(names) > 1 else None for _ in names]
-        for name, output in zip(names, shown, strict=True):
-            script, *arguments = PROGRAMS[name]
-            head = f"\n## {name}: python perf/{' '.join([script, *arguments])}\n\n"
-            if output is None:
-                print(head, end="", flush=True)
-            else:
-                output.write(head.encode())
-                output.flush()
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", _GUARDED, str(FOLDER / script), *arguments],
-                    env=_environment(),
-                    stdout=output,
-                    stderr=output,
-                    process_group=0,
-                )
-            )
-        found = _ended(processes, begin)
-        for output in filter(None, shown):
-            output.seek(0)
-            print(output.read().decode(errors="replace"), end="", flush=True)
-    return dict(zip(names, found, strict=True))
-
-
-def _environment() -> dict[str, str]:
-    """Return that of the programs: torch's threads as torchrun has them, and byte code kept, as where pip installs."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**kept, "OMP_NUM_THREADS": "1"}
-
-
-@contextmanager
-def _ended_by_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """End all of them where this program is told to end. Each is a group of its own: no terminal does it."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _GUARDED, str(FOLDER / script), *arguments],
+        env=environ | {"OMP_NUM_THREADS": "1"},
+        process_group=0,
+    )
     try:
-        yield
-    except BaseException:
-        _end(processes)
-        raise
+        code = process.wait(MAX_SECONDS)
+    except subprocess.TimeoutExpired:
+        code = _OVERDUE
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _end(process)
+    return time.monotonic() - begin, code
 
 
-def _ended(processes: Sequence[subprocess.Popen[bytes]], begin: float) -> list[tuple[float, int]]:
-    ended: dict[int, float] = {}
-    while len(ended) < len(processes) and time.monotonic() - begin < LONGEST_SECONDS:
-        for number, process in enumerate(processes):
-            if number not in ended and process.poll() is not None:
-                ended[number] = time.monotonic() - begin
-        time.sleep(LOOK_SECONDS)
-    _end(processes)
-    overdue = (time.monotonic() - begin, _OVERDUE)
-    return [(ended[number], process.wait()) if number in ended else overdue for number, process in enumerate(processes)]
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Let those that still run end what they have started; kill them after a while, or at a second signal.
-
-    What a killed one had started in a session of its own ends by its own limits.
-    """
-    until = time.monotonic() + FAREWELL_SECONDS
-    running = [process for process in processes if process.poll() is None]
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let a running program end what it has started; kill it after a while, or at a second signal."""
     try:
-        _send(signal.SIGINT, running)
-        while any(process.poll() is None for process in running) and time.monotonic() < until:
-            time.sleep(LOOK_SECONDS)
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(FAREWELL_SECONDS)
     finally:
-        _send(signal.SIGKILL, [process for process in running if process.poll() is None])
-        for process in running:
-            process.wait()
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.killpg(process.pid, number)
-
-
-def said(name: str, code: int) -> str:
-    """Return what a program's exit code says."""
-    words = {
+def verdict(name: str, code: int) -> str:
+    """Return the verdict for a program's exit code."""
+    verdicts = {
         0: "none" if name in NO_GOAL else "met",
         _MISSED: "MISSED",
-        _OVERDUE: f"BROKE, not ended after {LONGEST_SECONDS:g} s",
+        _OVERDUE: f"BROKE, not ended after {MAX_SECONDS:g} s",
     }
-    return words.get(code, f"BROKE, exit code {code}")
+    return verdicts.get(code, f"BROKE, exit code {code}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print all tables, then the summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="names of programs, separated by commas (default: all)")
-    asked = parser.parse_args(arguments)
-    names = asked.only.split(",") if asked.only else list(PROGRAMS)
-    unknown = [name for name in names if name not in PROGRAMS]
-    if unknown:
-        parser.error(f"--only {unknown[0]!r}: allowed are {', '.join(map(repr, PROGRAMS))}")
-    begin = time.monotonic()
-    found = {name: told for group in groups(names) for name, told in run(group).items()}
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", type=some_of(PROGRAMS), default=[*PROGRAMS], help="names of programs (default: all)")
+    names = parser.parse_args(arguments).only
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupted)
+    conditions, begin = Conditions(), time.monotonic()
+    results = {name: run(name) for name in names}
     total = time.monotonic() - begin
-    print("\n## All together\n\n| program | seconds | goals |\n| --- | ---: | --- |")
-    for name, (seconds, code) in found.items():
-        print(f"| {name} | {seconds:.0f} | {said(name, code)} |")
+    print("\n## All programs\n\n| program | seconds | goals |\n| --- | ---: | --- |")
+    for name, (seconds, code) in results.items():
+        print(f"| {name} | {seconds:.0f} | {verdict(name, code)} |")
     in_time = total <= GOAL_SECONDS
-    print(f"| together | {total:.0f} | {GOAL_SECONDS:.0f} s: {'met' if in_time else 'MISSED'} |")
-    print(f"\n{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
-    return 0 if in_time and not any(code for _, code in found.values()) else 1
+    print(f"| total | {total:.0f} | {GOAL_SECONDS:.0f} s: {'met' if in_time else 'MISSED'} |\n\n{conditions.line()}")
+    return 0 if in_time and not any(code for _, code in results.values()) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """How fast the LoRA trainer of this suite is, against transformers' Trainer, step by step in one run.
+=======
+"""The speed of this suite's LoRA loop against that of transformers' Trainer, step by step in one run.
+>>>>>>> 87b61f0 (perf: shared plumbing in one module, tables and faults one after the other, the field's words)
 
 Both sides train the same adapters on the same weights with the same blocks in the same order, precision, micro-batch
 and optimizer, without dropout and at one learning rate:
@@ -7,13 +11,11 @@ and optimizer, without dropout and at one learning rate:
 * trainer: ``transformers.Trainer``, the plain model on one rank, DDP on several. It logs once, at its end.
 
 They take turns in the same processes: a step of the Trainer, then one of ours, and so on, so that both see the same
-load. A step of the Trainer is all from the end of our step to the end of its own, its data loading included; on a GPU
-both ends wait for the device. A run with losses logged at each step comes first: what is not the same work is not
-compared.
+load. A step of the Trainer lasts from the end of our step to the end of its own, its data loading included; on a GPU
+both ends wait for the device. A run with losses logged at each step comes first: different work is not compared.
 
-Printed are tokens a second and GPU, the median over the steady steps with the quarters around it, and the ratio of each
-pair of steps. On cpu also the ratio of processor time, which other processes disturb less; on a GPU also the MFU of
-ours, by the formula of the criterion.
+Printed are tokens a second and GPU, the median over the steady steps with the quartiles, and the ratio of each pair of
+steps. On cpu also the ratio of processor time, which other processes disturb less.
 
     python perf/training.py [--runs 3] [--steps 20] [--ranks 1] [--precision bf16] [--device cpu]
     python perf/training.py --device cuda --model qwen2-7b-random --compiled --recompute off
@@ -26,13 +28,14 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from comparison import TEMPORARY, Conditions, parser_of, run_child
 
 GOALS = {"cpu": 1.0, "cuda": 1.1}
 """Of the median ratio, ours to trainer's."""
@@ -89,12 +92,18 @@ def child(arguments: argparse.Namespace) -> None:
 
     turns = Turns(start, device)
     train(turns, base, recipe, packed, device, ranks, check=arguments.check, compiled=arguments.trainer_compiled)
+<<<<<<< HEAD
     assert turns.trainer is not None
     flops = base.geometry.flops_per_token(
         arguments.sequence, rank=base.adapters.rank, head_trained=base.adapters.trains_head, recompute=turns.recomputes
     )
     found = {"flops_per_token": flops, "notes": turns.notes, **turns.found, **gpu(device)}
     turns.trainer = None
+=======
+    assert turns.loop is not None
+    found = {"notes": turns.notes, **turns.found}
+    turns.loop = None
+>>>>>>> 87b61f0 (perf: shared plumbing in one module, tables and faults one after the other, the field's words)
     gc.collect()  # on gloo a process can abort at its end while sharded weights are alive
     dist.destroy_process_group()
     if rank == 0:
@@ -102,7 +111,7 @@ def child(arguments: argparse.Namespace) -> None:
 
 
 class Turns:
-    """Takes a step of ours after each of the Trainer's, and the time of both."""
+    """Runs a step of ours after each of the Trainer's, and measures both."""
 
     def __init__(self, start: Callable[[], Any], device: Any) -> None:
         self._start, self._device = start, device
@@ -110,7 +119,7 @@ class Turns:
         self.found: dict[str, list[float]] = {
             name: [] for name in ("ours", "trainer", "ours_cpu", "trainer_cpu", "ours_losses", "trainer_losses")
         }
-        self.recomputes, self.notes = False, ""
+        self.notes = ""
         self._begin = (0.0, 0.0)
 
     def _now(self) -> tuple[float, float]:
@@ -122,15 +131,21 @@ class Turns:
 
     def begin(self) -> None:
         """Make our side. The Trainer's first step begins."""
+<<<<<<< HEAD
         self.trainer = self._start()
         self.recomputes = self.trainer.recomputes
         self.notes = f"recompute {'on' if self.recomputes else 'off'}, " + (
             f"not compiled ({self.trainer.not_compiled})" if self.trainer.not_compiled else "compiled"
+=======
+        self.loop = self._start()
+        self.notes = f"recompute {'on' if self.loop.recomputes else 'off'}, " + (
+            f"not compiled ({self.loop.not_compiled})" if self.loop.not_compiled else "compiled"
+>>>>>>> 87b61f0 (perf: shared plumbing in one module, tables and faults one after the other, the field's words)
         )
         self._begin = self._now()
 
     def step(self, number: int) -> None:
-        """Take the time of the Trainer's step, and take one of ours."""
+        """Measure the Trainer's step, and run and measure one of ours."""
         for side in ("trainer", "ours"):
             if side == "ours":
                 self.found["ours_losses"].append(self.trainer.step(number).loss)
@@ -143,7 +158,7 @@ class Turns:
 def train(
     turns: Turns, base: Any, recipe: Any, packed: Any, device: Any, ranks: int, *, check: bool, compiled: bool
 ) -> None:
-    """Let transformers' Trainer train, with our steps in turn."""
+    """Train with transformers' Trainer, with our steps in turn."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -170,7 +185,7 @@ def train(
             return {"input_ids": tokens[:-1], "labels": targets, "shift_labels": targets}
 
     class Watch(TrainerCallback):
-        """Gives our side its turns, and keeps what is logged."""
+        """Runs our steps, and collects the logged losses."""
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             turns.begin()
@@ -183,7 +198,7 @@ def train(
                 turns.found["trainer_losses"].append(logs["loss"])
 
     micro = micro_batch(recipe, ranks)
-    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as folder:
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as folder:
         settings = TrainingArguments(
             output_dir=folder,
             max_steps=recipe.steps,
@@ -214,65 +229,37 @@ def train(
         Trainer(model=model, args=settings, train_dataset=Blocks(), callbacks=[Watch()]).train()
 
 
-def gpu(device: Any) -> dict[str, Any]:
-    """Name the GPU and what its data sheet says of bf16, if it is known."""
-    if device.type != "cuda":
-        return {}
-    import torch
-
-    from pytest_gpucluster.judge import loader
-    from pytest_gpucluster.metrics.datasheets import SKUS
-
-    name = torch.cuda.get_device_name(device)
-    sku = loader.load(loader.shipped_path()).sku_for(name)
-    peaks = SKUS[sku].peaks if sku in SKUS else None
-    return {"gpu": name, "peak_tflops": peaks.bf16_tflops if peaks else None}
-
-
 # ---- what is printed
 
 
-def run(arguments: argparse.Namespace, folder: Path, *, check: bool = False) -> dict[str, Any]:
-    """Let both sides train once.
-
-    Raises:
-        RuntimeError: it failed, so that its times mean nothing.
-    """
-    result = folder / "result.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable]
-    if arguments.ranks > 1:
-        command += ["-m", "torch.distributed.run", f"--nproc-per-node={arguments.ranks}", "--standalone"]
-    steps = COMPARED_STEPS if check else arguments.steps
-    command += [__file__, f"--result={result}", f"--steps={steps}", *(["--check"] if check else [])]
-    command += [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in _PASSED]
-    command += [f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(arguments, name)]
-    environ = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", **os.environ}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_DEADLINE_SECONDS)
-    if done.returncode != 0 or not result.exists():
-        raise RuntimeError(f"ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-    return dict(json.loads(result.read_text()))
+def run(arguments: argparse.Namespace, *, check: bool = False) -> dict[str, Any]:
+    """Let both sides train once."""
+    words = [f"--steps={COMPARED_STEPS if check else arguments.steps}", *(["--check"] if check else [])]
+    words += [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in _PASSED]
+    words += [f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(arguments, name)]
+    return run_child(__file__, words, ranks=arguments.ranks, deadline_seconds=_DEADLINE_SECONDS)
 
 
-def shown(values: list[float], digits: int = 0) -> str:
+def quartiles(values: list[float], digits: int = 0) -> str:
     """Return "median (lower to upper quarter)"."""
     lower, middle, upper = statistics.quantiles(values, n=4)
     return f"{middle:,.{digits}f} ({lower:,.{digits}f} to {upper:,.{digits}f})"
 
 
-def compare(arguments: argparse.Namespace, folder: Path) -> int:
-    """Run both sides and print what was found; return 1 if the goal is missed or it was not the same work."""
+def compare(arguments: argparse.Namespace) -> int:
+    """Run both sides and print the result; return 1 if the goal is missed or it was not the same work."""
     from pytest_gpucluster.benchmarks.lora.trainer import STARTING_STEPS
 
+    conditions = Conditions()
     if arguments.steps < STARTING_STEPS + 4:
         print(f"--steps {arguments.steps}: at least {STARTING_STEPS + 4}, for the first {STARTING_STEPS} do not count")
         return 2
     print(
-        f"{arguments.model}, {arguments.precision}, {arguments.ranks} x {arguments.device}, {os.cpu_count()} cores; "
+        f"{arguments.model}, {arguments.precision}, {arguments.ranks} x {arguments.device}; "
         f"global batch {arguments.global_batch} x {arguments.sequence} tokens, {arguments.micro_batch} at once; "
         f"{arguments.runs} runs of {arguments.steps} steps of each side in turn"
     )
-    checked = run(arguments, folder, check=True)
+    checked = run(arguments, check=True)
     losses = list(zip(checked["ours_losses"], checked["trainer_losses"], strict=True))
     error = max(abs(ours - theirs) / abs(theirs) for ours, theirs in losses)
     allowed = LOSS_ERRORS[arguments.precision]
@@ -283,7 +270,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> int:
     )
     seconds: dict[str, list[float]] = {name: [] for name in ("ours", "trainer", "ours_cpu", "trainer_cpu")}
     for _ in range(arguments.runs):
-        found = run(arguments, folder)
+        found = run(arguments)
         for name, values in seconds.items():
             values += found[name][STARTING_STEPS:]
     tokens = arguments.global_batch // arguments.ranks * arguments.sequence
@@ -293,21 +280,18 @@ def compare(arguments: argparse.Namespace, folder: Path) -> int:
     met = same and statistics.median(ratios) >= goal
     print("tokens/s a GPU, median (quarters):")
     for side, values in rates.items():
-        print(f"  {side:8} {shown(values)}")
-    print(f"  ratio    {shown(ratios, 3)}, goal {goal}: {'met' if met else 'MISSED'}")
+        print(f"  {side:8} {quartiles(values)}")
+    print(f"  ratio    {quartiles(ratios, 3)}, goal {goal}: {'met' if met else 'MISSED'}")
     if arguments.device == "cpu":
         of_cpu = [theirs / ours for ours, theirs in zip(seconds["ours_cpu"], seconds["trainer_cpu"], strict=True)]
-        print(f"  ratio of processor time {shown(of_cpu, 3)}")
-    tflops = statistics.median(rates["ours"]) * found["flops_per_token"] / 1e12
-    peak = found.get("peak_tflops")
-    mfu = f", MFU {tflops / peak:.1%} of {peak:g} TFLOPS ({found['gpu']})" if peak else ""
-    print(f"ours: {tflops:.4g} TFLOPS{mfu}; {found['notes']}")
+        print(f"  ratio of processor time {quartiles(of_cpu, 3)}")
+    print(f"ours: {found['notes']}\n{conditions.line()}")
     return 0 if met else 1
 
 
 def main() -> int:
     """Read the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=("tiny", "qwen2-7b-random"), default="tiny")
     parser.add_argument(
@@ -330,8 +314,7 @@ def main() -> int:
     if arguments.result:
         child(arguments)
         return 0
-    with tempfile.TemporaryDirectory(prefix="gpucluster-perf-") as name:
-        return compare(arguments, Path(name))
+    return compare(arguments)
 
 
 if __name__ == "__main__":

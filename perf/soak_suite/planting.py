@@ -1,4 +1,4 @@
-"""Makes the fault of a round at its moment, on its rank. Beside it lie stamps.py and one_fault.py of tests/faults."""
+"""Makes the fault of a round at its moment, on its rank. Runs next to stamps.py and one_fault.py of tests/faults."""
 
 import atexit
 import json
@@ -48,7 +48,7 @@ class Struck:
 
 
 def pause():
-    one_fault.stop()  # until somebody sends SIGCONT
+    one_fault.stop()  # until SIGCONT
 
 
 def raise_error():
@@ -132,7 +132,7 @@ fill_disk_for_a_while = fill_disk
 
 
 def make_room():
-    """Take the filler away, if the disk was to be full for a while."""
+    """Remove the filler, if the disk was to be full for a while."""
     if PLAN["fault"] == "fill_disk_for_a_while" and PLAN["victim"] == RANK:
         filler = Path(os.environ["SOAK_DISK"], "filler")
         if filler.exists():

@@ -7,7 +7,7 @@ from stamps import meet, stamp
 from pytest_gpucluster.benchmarks import collectives, matmul
 from pytest_gpucluster.metrics.sampling import Sampling
 
-# As short as can be, and content with any spread: what is measured here says nothing.
+# As short as possible, with any spread: the values do not matter.
 SAMPLING = Sampling(warmup_seconds=0.01, window_seconds=0.02, longest_seconds=5.0, tolerance_ratio=1e6)
 
 

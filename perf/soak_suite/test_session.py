@@ -17,12 +17,12 @@ TESTS = int(os.environ["SOAK_TESTS"])
 FAULT_EVERY = 10
 SAMPLING = Sampling(warmup_seconds=0.002, window_seconds=0.005, longest_seconds=5.0, tolerance_ratio=1e6)
 LEAK = os.environ.get("SOAK_LEAK", "")
-"""What each test leaks on rank 1, for a test of the check: "descriptor", "thread" or "memory"."""
+"""The leak of each test on rank 1, for a test of the check: "descriptor", "thread" or "memory"."""
 LEAKED = []
 
 
 def held(pid):
-    """Return what a process holds: descriptors, threads, and kB of memory that no file stands behind."""
+    """Return the descriptors, threads, and kB of anonymous memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     return {
@@ -41,7 +41,7 @@ def children(word):
             if parent == os.getpid() and word in Path(f"/proc/{pid}/cmdline").read_text():
                 found.append(pid)
         except (OSError, IndexError):
-            continue  # it has ended meanwhile
+            continue  # it has ended
     return found
 
 
@@ -50,7 +50,7 @@ def sampled(number):
     """Sample between the tests: before this one, and well after the last fault."""
     if number % FAULT_EVERY == FAULT_EVERY - 2:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what is free is not held
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory does not count
         processes = {f"rank {RANK}": os.getpid()}
         for name, word in {"recorder": "recorder.process", "sampler": "sampler_process"}.items():
             for pid in children(word):

@@ -42,8 +42,8 @@ def pytest_runtest_teardown(item):
 
 
 def pytest_sessionfinish():
-    told = [dict(report.user_properties).get("gpucluster") for report in REPORTS if report.when == "call"]
-    measured = [one for each in told if each for one in each["measurements"]]
+    sent = [dict(report.user_properties).get("gpucluster") for report in REPORTS if report.when == "call"]
+    measured = [one for each in sent if each for one in each["measurements"]]
     line = {
         "of reports": [[one["value"], one["samples"]] for one in measured],
         "before": [number for _, number in ITEMS],
@@ -54,7 +54,7 @@ def pytest_sessionfinish():
 """
 
 
-def on_record(run: Left | torchrun.Run, ranks: int) -> None:
+def assert_recorded(run: Left | torchrun.Run, ranks: int) -> None:
     """All samples of all ranks are in the journal, in the test that failed, too."""
     results = run.journal.results
     assert [result.outcome for result in results] == ["passed", "failed", "passed"]
@@ -63,9 +63,9 @@ def on_record(run: Left | torchrun.Run, ranks: int) -> None:
         assert {rank: len(samples) for rank, samples in judged.samples.items()} == dict.fromkeys(range(ranks), 100)
 
 
-def test_samples_are_on_record_and_nobody_holds_them_any_more(tmp_path: Path) -> None:
+def test_samples_are_recorded_and_no_rank_holds_them(tmp_path: Path) -> None:
     run = torchrun.torchrun(tmp_path, {"test_it.py": SUITE, "conftest.py": HELD})
-    on_record(run, ranks=2)
+    assert_recorded(run, ranks=2)
     held = [json.loads(next(tmp_path.rglob(f"held-{rank}.json")).read_text()) for rank in (0, 1)]
     assert held[0]["of reports"] == [[1.0, {}]] * 3
     for one in held:
@@ -76,7 +76,7 @@ def test_samples_are_on_record_and_nobody_holds_them_any_more(tmp_path: Path) ->
 def test_a_rank_alone_lets_them_go_too(project: Project) -> None:
     project.suite(SUITE, conftest=HELD)
     left = project.run_apart("-p", "no:randomly", forked=False)
-    on_record(left, ranks=1)
+    assert_recorded(left, ranks=1)
     held = json.loads((project.path / "held-0.json").read_text())
     assert (held["of reports"], held["of tests"]) == ([[1.0, {}]] * 3, [0, 0, 0])
 

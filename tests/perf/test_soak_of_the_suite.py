@@ -46,7 +46,7 @@ def test_ten_rounds_of_faults_are_survived(tmp_path, capsys):
     assert out.startswith("seed ")
     for kind in soak_faults.KINDS:
         assert f"\n| {kind} | " in out
-    assert "| together | 10 | 10 | 10 | 10 | 10 |" in out
+    assert "| total | 10 | 10 | 10 | 10 | 10 |" in out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -60,14 +60,14 @@ def test_every_fault_has_an_expectation_in_which_only_what_is_harmless_passes():
         plan = soak_faults.draw(seed, number)
         must = soak_faults.expected(plan)
         drawn.setdefault((plan.kind, plan.fault), set()).add((must.verdict, must.exit))
-        of_no_rank = plan.fault in ("drop_test", "leave_out_test")  # of all; of two ranks nothing tells which is right
-        assert must.outcome == "passed" or of_no_rank or any(f"rank {plan.victim}" in words for words in must.says)
+        of_no_rank = plan.fault in ("drop_test", "leave_out_test")  # of all; of two ranks either may be right
+        assert must.outcome == "passed" or of_no_rank or any(f"rank {plan.victim}" in words for words in must.words)
     assert set(drawn) == faults
     passing = {fault for (_, fault), found in drawn.items() if ("REHEARSED", 0) in found}
     assert passing == {"none", "pause", "print_garbage", "fill_disk_for_a_while"}
 
 
-# ---- what a round says
+# ---- the result of a round
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +101,12 @@ def replaced(plan, **changes):
         ({"test": "test_all_reduce"}, "test_matmul should be 'passed', and is"),
         ({"kind": "kill", "fault": "kill"}, "test_all_reduce should be 'skipped: not run: ', and is 'passed'"),
         ({"kind": "kill", "fault": "kill", "launcher": "gpucluster run"}, "gpucluster run ended with 1, not 11"),
-        ({"kind": "kill", "fault": "kill"}, "the journal says REJECTED, 1, not BROKEN, 11"),
-        ({"kind": "none", "fault": "none"}, "the terminal does not say REHEARSED"),
+        ({"kind": "kill", "fault": "kill"}, "the journal has REJECTED, 1, not BROKEN, 11"),
+        ({"kind": "none", "fault": "none"}, "the terminal does not have REHEARSED"),
     ],
     ids=["another rank", "another test", "an innocent test", "went on", "exit code", "journal", "terminal"],
 )
-def test_a_report_that_tells_something_else_than_what_was_planted_is_wrong(good, changes, words):
+def test_a_report_without_the_planted_fault_is_a_problem(good, changes, words):
     found = judged(good, replaced(PLAN, **changes))
     assert words in found.complaint
     assert not found.is_good
@@ -172,7 +172,7 @@ def test_processes_sockets_and_shared_memory_that_stay_are_found(tmp_path):
         )
         try:
             assert process.stdout.readline() == "ready\n"
-            observer.look()
+            observer.sample()
             found = observer.leftovers(tmp_path)
             assert any(left.startswith(f"process {process.pid}: ") for left in found)
             assert any(left.startswith("process ") and left.endswith("sys.stdin.read()") for left in found)
@@ -191,7 +191,7 @@ def test_processes_sockets_and_shared_memory_that_stay_are_found(tmp_path):
 
 
 def samples(**growing):
-    """Thirty samples of rank 0, rank 1 and the recorder; what is named grows by so much a test on rank 1."""
+    """Thirty samples of rank 0, rank 1 and the recorder; what is named grows by this amount a test on rank 1."""
     held = {"descriptors": 20, "threads": 5, "memory": 100_000}
     steady = [{"number": n, **held} for n in range(8, 308, 10)]
     grown = [{"number": n, **{what: held[what] + growing.get(what, 0) * n for what in held}} for n in range(8, 308, 10)]
@@ -199,13 +199,13 @@ def samples(**growing):
 
 
 def test_a_session_that_grows_is_wrong_and_one_that_does_not_is_not():
-    assert soak_session.wrong_with_growths(soak_session.growths(samples())) == []
-    assert soak_session.wrong_with_growths(soak_session.growths(samples(memory=soak_session.ALLOWED_KB))) == []
+    assert soak_session.growth_problems(soak_session.growths(samples())) == []
+    assert soak_session.growth_problems(soak_session.growths(samples(memory=soak_session.ALLOWED_KB))) == []
     for what, a_test in {"descriptors": 0.1, "threads": 0.1, "memory": soak_session.ALLOWED_KB + 1}.items():
-        [wrong] = soak_session.wrong_with_growths(soak_session.growths(samples(**{what: a_test})))
+        [wrong] = soak_session.growth_problems(soak_session.growths(samples(**{what: a_test})))
         assert wrong.startswith(f"rank 1: {what} grow from ")
     missing = {name: held for name, held in samples().items() if name != "recorder"}
-    assert soak_session.wrong_with_growths(soak_session.growths(missing)) == ["recorder: fewer than 6 samples"]
+    assert soak_session.growth_problems(soak_session.growths(missing)) == ["recorder: fewer than 6 samples"]
 
 
 @pytest.mark.extended
@@ -214,12 +214,12 @@ def test_a_long_session_with_faults_holds_no_more_at_its_end(tmp_path):
     growing = [growth for growth in session.growths if not growth.is_allowed and growth.what != "memory"]
     assert growing == []
     # What a test adds to memory shows only after more tests than this, when everything has been loaded.
-    assert [wrong for wrong in session.wrong if ": memory grow" not in wrong] == []
+    assert [wrong for wrong in session.problems if ": memory grow" not in wrong] == []
     assert {growth.process for growth in session.growths} >= {"rank 0", "rank 1", "recorder"}
 
 
 @pytest.mark.extended
 def test_a_rank_that_leaks_is_found_in_a_session(tmp_path):
     session = soak_session.run(60, tmp_path, leak="descriptor")
-    assert any(wrong.startswith("rank 1: descriptors grow from ") for wrong in session.wrong)
-    assert not any(wrong.startswith(("rank 0: descriptors", "recorder")) for wrong in session.wrong)
+    assert any(wrong.startswith("rank 1: descriptors grow from ") for wrong in session.problems)
+    assert not any(wrong.startswith(("rank 0: descriptors", "recorder")) for wrong in session.problems)
