@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""How fast the LoRA trainer of this suite is, against transformers' Trainer, step by step in one run.
-=======
-"""The speed of this suite's LoRA loop against that of transformers' Trainer, step by step in one run.
->>>>>>> 87b61f0 (perf: shared plumbing in one module, tables and faults one after the other, the field's words)
+"""The speed of this suite's LoRA trainer against that of transformers' Trainer, step by step in one run.
 
 Both sides train the same adapters on the same weights with the same blocks in the same order, precision, micro-batch
 and optimizer, without dropout and at one learning rate:
@@ -92,18 +88,9 @@ def child(arguments: argparse.Namespace) -> None:
 
     turns = Turns(start, device)
     train(turns, base, recipe, packed, device, ranks, check=arguments.check, compiled=arguments.trainer_compiled)
-<<<<<<< HEAD
     assert turns.trainer is not None
-    flops = base.geometry.flops_per_token(
-        arguments.sequence, rank=base.adapters.rank, head_trained=base.adapters.trains_head, recompute=turns.recomputes
-    )
-    found = {"flops_per_token": flops, "notes": turns.notes, **turns.found, **gpu(device)}
-    turns.trainer = None
-=======
-    assert turns.loop is not None
     found = {"notes": turns.notes, **turns.found}
-    turns.loop = None
->>>>>>> 87b61f0 (perf: shared plumbing in one module, tables and faults one after the other, the field's words)
+    turns.trainer = None
     gc.collect()  # on gloo a process can abort at its end while sharded weights are alive
     dist.destroy_process_group()
     if rank == 0:
@@ -131,16 +118,9 @@ class Turns:
 
     def begin(self) -> None:
         """Make our side. The Trainer's first step begins."""
-<<<<<<< HEAD
         self.trainer = self._start()
-        self.recomputes = self.trainer.recomputes
-        self.notes = f"recompute {'on' if self.recomputes else 'off'}, " + (
+        self.notes = f"recompute {'on' if self.trainer.recomputes else 'off'}, " + (
             f"not compiled ({self.trainer.not_compiled})" if self.trainer.not_compiled else "compiled"
-=======
-        self.loop = self._start()
-        self.notes = f"recompute {'on' if self.loop.recomputes else 'off'}, " + (
-            f"not compiled ({self.loop.not_compiled})" if self.loop.not_compiled else "compiled"
->>>>>>> 87b61f0 (perf: shared plumbing in one module, tables and faults one after the other, the field's words)
         )
         self._begin = self._now()
 
