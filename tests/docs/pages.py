@@ -88,6 +88,6 @@ def rows(text: str, header: Sequence[str]) -> Iterator[list[str]]:
     inside = False
     for line in text.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if inside and line.startswith("|") and not line.startswith("| ---"):
+        if inside and line.startswith("|") and not re.fullmatch(r"\|[\s:|-]+\|", line):
             yield cells
         inside = cells == list(header) or (inside and line.startswith("|"))
