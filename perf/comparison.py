@@ -49,15 +49,23 @@ def compared(pairs: Sequence[Mapping[str, float]], each: float, device: str) -> 
     bare, ours = (each / statistics.median(pair[way] for pair in pairs) for way in ("bare", "ours"))
     ratios = [pair["bare"] / pair["ours"] for pair in pairs]
     same = [pair["bare"] / pair["again"] for pair in pairs]
-    middle, (low, high) = statistics.median(ratios), median_interval(ratios)
     band = min(same), max(same)
-    good = low >= LEAST_ON_GPU if device == "cuda" else band[0] <= middle <= band[1]
+    on_gpu = device == "cuda"
+    good = median_interval(ratios)[0] >= LEAST_ON_GPU if on_gpu else band[0] <= statistics.median(ratios) <= band[1]
     cells = [
-        f"{middle:.3f} ({low:.3f} to {high:.3f})",
+        median_text(ratios),
         f"{statistics.median(same):.3f} ({band[0]:.3f} to {band[1]:.3f})",
         "good" if good else "MISSED",
     ]
     return bare, ours, cells, good
+
+
+def median_text(values: Sequence[float], digits: int = 3) -> str:
+    """Return the median of some values with its 95 % interval."""
+    from pytest_gpucluster.metrics.stats import median_interval
+
+    low, high = median_interval(values)
+    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def row(cells: Iterable[str]) -> str:

@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from comparison import TEMPORARY, Conditions, parser_of
+from comparison import TEMPORARY, Conditions, median_text, parser_of
 
 from pytest_gpucluster.benchmarks.vision.datasets import Images, open_images
 from pytest_gpucluster.benchmarks.vision.loader import Batches
-from pytest_gpucluster.metrics.stats import median_interval
 
 CLASSES, WIDTH, HEIGHT = 8, 500, 375
 """Of the images that are made here: a usual size of photographs in such data sets."""
@@ -78,17 +77,8 @@ def processor_seconds() -> float:
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """Of one setting."""
-
-    images_per_second: float
-    processor_seconds: float
-    """Of an image."""
-
-
-def rate(images: Images, setting: Setting, *, count: int, step_seconds: float) -> Rate:
-    """Read about ``count`` images, after those that the workers have made ahead while they were started."""
+def rate(images: Images, setting: Setting, *, count: int, step_seconds: float) -> tuple[float, float]:
+    """Read about ``count`` images, after the prefetched ones; return images/s and CPU ms of an image."""
     batches = Batches(
         images,
         batch=setting.batch,
@@ -107,10 +97,7 @@ def rate(images: Images, setting: Setting, *, count: int, step_seconds: float) -
             next(batches)
             time.sleep(step_seconds)
         read = steps * setting.batch
-        return Rate(
-            images_per_second=read / (time.perf_counter() - begin),
-            processor_seconds=(processor_seconds() - spent) / read,
-        )
+        return read / (time.perf_counter() - begin), 1e3 * (processor_seconds() - spent) / read
     finally:
         batches.close()
 
@@ -129,46 +116,34 @@ def main() -> None:
     two = chosen.settings or [Setting(batch=4, workers=8, prefetch=4), Setting(batch=2, workers=4, prefetch=2)]
     if len(two) != 2 or chosen.pairs < 6:
         parser.error("two settings and at least 6 pairs are needed")
-    warnings.filterwarnings(
-        "ignore", message="This DataLoader will create"
-    )  # more workers than CPUs are a valid setting
+    # More workers than CPUs are a valid setting.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as made:
         if chosen.data is None:
             make_images(Path(made), 512)
         images = open_images(chosen.data or Path(made), side=chosen.side)
-        rates: list[tuple[Rate, Rate]] = []
+        rows: list[tuple[float, ...]] = []
         for pair in range(chosen.pairs):
             # A B, B A, A B ...: a drift affects both alike.
             order = (0, 1) if pair % 2 == 0 else (1, 0)
             found = {at: rate(images, two[at], count=chosen.images, step_seconds=chosen.step) for at in order}
-            rates.append((found[0], found[1]))
-            both = " and ".join(f"{found[at].images_per_second:.1f}" for at in (0, 1))
-            print(f"pair {pair + 1}: {both} images/s", file=sys.stderr, flush=True)
-    print_table(two, rates)
+            rows.append((found[0][0], found[1][0], found[0][1], found[1][1]))
+            print(f"pair {pair + 1}: {found[0][0]:.1f} and {found[1][0]:.1f} images/s", file=sys.stderr, flush=True)
+    print_table(two, rows)
     what = f"{len(images)} images ({images.name}), {images.shape[1]} x {images.shape[0]} pixels"
     print(f"\n{what}; {conditions.line()}")
 
 
-def print_table(two: list[Setting], rates: list[tuple[Rate, Rate]]) -> None:
+def print_table(two: list[Setting], rows: list[tuple[float, ...]]) -> None:
     """Print the table of all pairs and their medians."""
     first, second = two
     print(f"| pair | {first}, images/s | {second}, images/s | ratio | {first}, CPU ms | {second}, CPU ms | ratio |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    rows = [
-        (a.images_per_second, b.images_per_second, 1e3 * a.processor_seconds, 1e3 * b.processor_seconds)
-        for a, b in rates
-    ]
     for number, (a, b, c, d) in enumerate(rows, start=1):
         print(f"| {number} | {a:.1f} | {b:.1f} | {a / b:.3f} | {c:.2f} | {d:.2f} | {c / d:.3f} |")
     a, b, c, d = (statistics.median(column) for column in zip(*rows, strict=True))
-    speed, effort = median_of([a / b for a, b, _, _ in rows]), median_of([c / d for _, _, c, d in rows])
+    speed, effort = median_text([a / b for a, b, _, _ in rows]), median_text([c / d for _, _, c, d in rows])
     print(f"| median | {a:.1f} | {b:.1f} | {speed} | {c:.2f} | {d:.2f} | {effort} |")
-
-
-def median_of(ratios: list[float]) -> str:
-    """Return the median of some ratios with its 95 % interval."""
-    low, high = median_interval(ratios)
-    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison import TEMPORARY, Conditions, parser_of, row, some_of
+from comparison import TEMPORARY, Conditions, median_text, parser_of, row, some_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SUBJECTS = ("import", "start", "rehearsal")
@@ -93,14 +93,6 @@ def import_pairs(pairs: int) -> list[dict[str, tuple[float, float]]]:
     return taken
 
 
-def more(pairs: Sequence[Mapping[str, tuple[float, float]]], which: int) -> tuple[float, float, float]:
-    """Return the cost of the plugin in seconds: the median of the pairs and its 95 % interval."""
-    from pytest_gpucluster.metrics.stats import median_interval
-
-    differences = [pair["installed"][which] - pair["without"][which] for pair in pairs]
-    return statistics.median(differences), *median_interval(differences)
-
-
 def show_import(pairs: int) -> bool:
     """Print the cost of the import; return whether the goal is met."""
     taken = import_pairs(pairs)
@@ -109,8 +101,8 @@ def show_import(pairs: int) -> bool:
     print("| --- | ---: | ---: | ---: |")
     for which, what in enumerate(("wall time", "processor time")):
         sides = [statistics.median(pair[side][which] for pair in taken) for side in ("without", "installed")]
-        middle, low, high = (1e3 * value for value in more(taken, which))
-        print(row([what, *(f"{1e3 * side:.0f} ms" for side in sides), f"{middle:.1f} ms ({low:.1f} to {high:.1f})"]))
+        more = [1e3 * (pair["installed"][which] - pair["without"][which]) for pair in taken]
+        print(row([what, *(f"{1e3 * side:.0f} ms" for side in sides), f"{median_text(more, 1)} ms"]))
     least = {side: min(pair[side][1] for pair in taken) for side in ("without", "installed")}
     found = least["installed"] - least["without"]
     print(row(["processor time, least", *(f"{1e3 * side:.0f} ms" for side in least.values()), f"{1e3 * found:.1f} ms"]))
@@ -156,40 +148,27 @@ def run_suite(folder: Path, *options: str) -> dict[str, Any]:
     return {**json.loads(stamps.read_text()), "began": begin}
 
 
-def start_parts(found: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of each part of a start."""
-    moments = found["moments"]
-    return {what: moments[end] - (found["began"] if begin is None else moments[begin]) for what, begin, end in START}
-
-
-def ours(parts: Mapping[str, float]) -> float:
-    """Return the seconds of a start beyond torchrun's own, importing torch and joining."""
-    return sum(seconds for what, seconds in parts.items() if what not in NOT_OURS)
-
-
 def show_start(times: int) -> bool:
     """Print where the time of a start goes; return whether the goal is met."""
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name:
         found = [run_suite(Path(name), "-k", _FIRST) for _ in range(times)]
-    parts = [start_parts(one) for one in found]
+    parts: list[dict[str, float]] = []
+    for one in found:
+        moments = {None: one["began"], **one["moments"]}
+        parts.append({what: moments[end] - moments[begin] for what, begin, end in START})
     print(f"\nfrom torchrun's exec to the first criterion, rank 0 of {RANKS}, medians of {times} starts\n")
     print("| part | seconds | counts |")
     print("| --- | ---: | --- |")
     for what, _, _ in START:
         seconds = statistics.median(one[what] for one in parts)
         print(f"| {what} | {seconds:.2f} | {'no' if what in NOT_OURS else 'yes'} |")
-    beyond = statistics.median(ours(one) for one in parts)
-    processor = statistics.median(processor_beyond(one) for one in found)
+    beyond = statistics.median(sum(one[what] for what in one if what not in NOT_OURS) for one in parts)
+    taken = [one["processor"] for one in found]
+    processor = statistics.median(one["first test"] + one["torch begins"] - one["torch ends"] for one in taken)
     print(f"| beyond torchrun, torch and joining | {beyond:.2f} | of the processor: {processor:.2f} s |")
     if sys.dont_write_bytecode:
-        print("\nPYTHONDONTWRITEBYTECODE is set: each rank compiles what has no byte code yet, in each of these starts")
+        print("\nPYTHONDONTWRITEBYTECODE is set: each rank compiles the modules without byte code at each start")
     return verdict("start", {"1.0 s beyond importing torch and joining": (beyond, GOAL_START_SECONDS)})
-
-
-def processor_beyond(found: Mapping[str, Any]) -> float:
-    """Return rank 0's processor time until the first criterion, without importing torch."""
-    taken = found["processor"]
-    return float(taken["first test"] - (taken["torch ends"] - taken["torch begins"]))
 
 
 def show_rehearsal(select: str) -> bool:
@@ -198,22 +177,17 @@ def show_rehearsal(select: str) -> bool:
         found = run_suite(Path(name), *(["-m", select] if select else []))
     total, before = found["end"] - found["began"], found["moments"]["first test"] - found["began"]
     training = sum(test["seconds"] for test in found["tests"] if test["training"])
-    print(
-        f"\na rehearsal with {RANKS} ranks: {len(found['tests'])} tests, {total:.1f} s, {before:.1f} s before the first"
-    )
+    tests = len(found["tests"])
+    print(f"\na rehearsal with {RANKS} ranks: {tests} tests, {total:.1f} s, {before:.1f} s before the first")
     seconds = {"without those that train": total - training} | ({} if select else {"all": total})
-    goals = {
-        f"{GOAL_REHEARSAL_SECONDS[what]:g} s, {what}": (seconds[what], GOAL_REHEARSAL_SECONDS[what]) for what in seconds
-    }
-    return verdict("the rehearsal", goals)
+    goals = {what: GOAL_REHEARSAL_SECONDS[what] for what in seconds}
+    return verdict("the rehearsal", {f"{goal:g} s, {what}": (seconds[what], goal) for what, goal in goals.items()})
 
 
 def main() -> int:
     """Print the tables; return 1 if a goal is missed."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--only", type=some_of(SUBJECTS), default=list(SUBJECTS), help="(default: import,start,rehearsal)"
-    )
+    parser.add_argument("--only", type=some_of(SUBJECTS), default=list(SUBJECTS), help="(default: all)")
     parser.add_argument("--pairs", type=int, default=20, help="of `pytest --help` (default: 20)")
     parser.add_argument("--starts", type=int, default=3, help="(default: 3)")
     parser.add_argument("--select", default="", help="of the rehearsal, as pytest's -m (default: all criteria)")

@@ -52,7 +52,7 @@ CROWD_PROCESSES = 8
 NO_DNS = "attempts:0"
 """As RES_OPTIONS: DNS is not queried."""
 _DEADLINE_SECONDS = 600
-_LOOK_SECONDS = 0.1
+_SAMPLE_SECONDS = 0.1
 
 _STORE = """
 import sys
@@ -124,7 +124,7 @@ class Usage:
     descriptors: int = 0
     cpu_seconds: float = 0.0
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Read the present state, if the process is still running."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
@@ -146,21 +146,17 @@ class Watched:
     store: Usage
     rank_0: Usage
     recorder: Usage | None = None
-    _over: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
 
     def until_over(self) -> None:
-        """Sample until ``end``, the recorder as soon as there is one."""
-        while not self._over.wait(_LOOK_SECONDS):
-            self.store.look()
-            self.rank_0.look()
+        """Sample until ``over`` is set, the recorder as soon as there is one."""
+        while not self.over.wait(_SAMPLE_SECONDS):
+            self.store.sample()
+            self.rank_0.sample()
             if self.recorder is None:
                 self.recorder = recorder_of(self.rank_0.pid)
             else:
-                self.recorder.look()
-
-    def end(self) -> None:
-        """Stop sampling."""
-        self._over.set()
+                self.recorder.sample()
 
 
 def recorder_of(pid: int) -> Usage | None:
@@ -221,7 +217,7 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
         assert store.stdout is not None
         store.stdout.readline()
         before = Usage(store.pid)
-        before.look()
+        before.sample()
         # The simulated ranks first: they take longer, and rank 0 waits for them at the roll call.
         plan = Plan(suite="test_scale.py", tests=tests, failing=failing)
         crowds, results = [], []
@@ -249,7 +245,7 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
         looking.start()
         expected = 1 if failing else 0
         codes = ended([rank_0, *crowds], [expected] + [0] * len(crowds))
-        watched.end()
+        watched.over.set()
         looking.join()
         watched.store.cpu_seconds -= before.cpu_seconds
         reports = [json.loads(result.read_text()) for result in results if result.exists()]
@@ -277,7 +273,7 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
         "watched": watched,
         "junit_bytes": (folder / "junit.xml").stat().st_size,
         "journal_bytes": next((folder / "reports").glob("*/journal.jsonl")).stat().st_size,
-        "failed": failed_in(folder / "junit.xml"),
+        "failed": len(ElementTree.parse(folder / "junit.xml").getroot().findall(".//testcase/failure")),
     }
 
 
@@ -289,7 +285,7 @@ def ended(processes: list[subprocess.Popen[str]], expected: list[int]) -> list[i
         wrong = [code for code, right in zip(codes, expected, strict=True) if code not in (None, right)]
         if wrong or None not in codes:
             return codes
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_SAMPLE_SECONDS)
     return [process.poll() for process in processes]
 
 
@@ -298,11 +294,6 @@ def shares(ranks: int) -> list[tuple[int, int]]:
     count = min(CROWD_PROCESSES, ranks - 1)
     ends = [1 + (ranks - 1) * number // count for number in range(count + 1)]
     return [(begin, end - 1) for begin, end in itertools.pairwise(ends)]
-
-
-def failed_in(junit: Path) -> int:
-    """Return how many testcases of a JUnit file have failed."""
-    return len(ElementTree.parse(junit).getroot().findall(".//testcase/failure"))
 
 
 def passing_row(found: dict[str, Any]) -> str:

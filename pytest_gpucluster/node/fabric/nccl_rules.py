@@ -213,7 +213,6 @@ class Rule:
     """One variable.
 
     Attributes:
-        name: of the variable.
         judge: its verdict on a value.
         does: what it does, where it helps and where it hurts.
         remedy: what to do about it.
@@ -222,7 +221,6 @@ class Rule:
             this suite's own rule.
     """
 
-    name: str
     judge: Judge
     does: str
     remedy: str = "unset it"
@@ -234,16 +232,14 @@ _RDMA = (IB, ROCE)
 _C10D = "pytorch/pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
 _UCX_FAQ = "OpenUCX documentation, FAQ: Which transports and network devices does UCX use?"
 
-_TABLE = (
-    Rule(
-        "NCCL_ALGO",
+RULES: Mapping[str, Rule] = {
+    "NCCL_ALGO": Rule(
         _algorithms,
         "allows only some algorithms. Helps nowhere for long. `Ring` switches NVLS off, which hurts all-reduce where "
         "there is an NVSwitch (366 instead of 482 GB/s on 8 H200), and trees, which hurts many nodes",
         unset=(Unset("NCCL chooses by size and topology; a choice that helps one size hurts the others"),),
     ),
-    Rule(
-        "NCCL_PROTO",
+    "NCCL_PROTO": Rule(
         _protocols,
         "allows only some protocols. `LL128` where NCCL has not chosen it can corrupt data; without `Simple` large "
         "messages are slow; `^LL128` is a search for a bug",
@@ -254,25 +250,21 @@ _TABLE = (
             ),
         ),
     ),
-    Rule(
-        "NCCL_NVLS_ENABLE",
+    "NCCL_NVLS_ENABLE": Rule(
         _if_off(_has_nvls),
         "0 switches NVLS off: hurts in a node with an NVSwitch",
         unset=(Unset("NCCL uses the reduction in NVSwitches where it is available", nvls=True),),
     ),
-    Rule(
-        "NCCL_CUMEM_ENABLE",
+    "NCCL_CUMEM_ENABLE": Rule(
         _always,
         "0 disables the memory that NVLink between nodes (MNNVL) needs; inference frameworks set it to save memory",
         source=f"{GUIDE}; vllm-project/vllm pull request 16992",
     ),
-    Rule(
-        "NCCL_MNNVL_ENABLE",
+    "NCCL_MNNVL_ENABLE": Rule(
         _if_off(lambda facts: facts.planned_nodes > 1 and facts.nvls),
         "0 keeps NVLink between nodes (GB200 NVL72) from being used",
     ),
-    Rule(
-        "NCCL_P2P_DISABLE",
+    "NCCL_P2P_DISABLE": Rule(
         _if_on("environment", _has_peers),
         "1 sends the traffic between GPUs of a node through host memory, instead of NVLink or PCIe; helps only where "
         "P2P over PCIe is broken (IOMMU, ACS)",
@@ -282,25 +274,21 @@ _TABLE = (
             ),
         ),
     ),
-    Rule(
-        "NCCL_P2P_LEVEL",
+    "NCCL_P2P_LEVEL": Rule(
         _p2p_level,
         "limits how far apart GPUs may be for P2P. `LOC` is never; `NVL` excludes PCIe; `SYS` helps on some machines "
         "without NVLink",
     ),
-    Rule(
-        "NCCL_P2P_DIRECT_DISABLE",
+    "NCCL_P2P_DIRECT_DISABLE": Rule(
         _if_on("note"),
         "1 forbids direct access to buffers of other GPUs of the same process; with one GPU a process it does nothing",
     ),
-    Rule(
-        "NCCL_SHM_DISABLE",
+    "NCCL_SHM_DISABLE": Rule(
         _if_on("environment", _has_peers),
         "1 sends the traffic between GPUs of a node without P2P over the network; helps only where /dev/shm is too "
         "small, which should be enlarged instead",
     ),
-    Rule(
-        "NCCL_IB_DISABLE",
+    "NCCL_IB_DISABLE": Rule(
         _if_on("environment", _has_fabric),
         "1 switches InfiniBand and RoCE off, so that TCP carries all data between nodes; belongs to clusters that have "
         "neither",
@@ -312,19 +300,16 @@ _TABLE = (
             ),
         ),
     ),
-    Rule(
-        "NCCL_NET",
+    "NCCL_NET": Rule(
         _network,
         "forces one network. `Socket` is TCP; `IB` or a plugin's name helps, as NCCL then fails instead of falling "
         "back",
     ),
-    Rule(
-        "NCCL_NET_PLUGIN",
+    "NCCL_NET_PLUGIN": Rule(
         _word_is("note", ("none",), None),
         "chooses the network plugin. `none` disables the one of the image (SHARP, EFA, GCP's)",
     ),
-    Rule(
-        "NCCL_NET_GDR_LEVEL",
+    "NCCL_NET_GDR_LEVEL": Rule(
         _gdr_level,
         "limits how far a GPU and a network card may be apart for GPUDirect RDMA. `LOC` is never, and hurts; `PHB` and "
         "`SYS` help where cards are not behind the GPUs' own PCIe switches, and can hurt elsewhere",
@@ -336,42 +321,35 @@ _TABLE = (
             ),
         ),
     ),
-    Rule(
-        "NCCL_NET_GDR_READ",
+    "NCCL_NET_GDR_READ": Rule(
         _if_off(lambda facts: facts.has_fabric and facts.nvlink),
         "0 sends data that leaves a GPU through host memory; helps on some machines without NVLink, and hurts with it",
     ),
-    Rule(
-        "NCCL_DMABUF_ENABLE",
+    "NCCL_DMABUF_ENABLE": Rule(
         _if_off(lambda facts: facts.has_fabric and not facts.peer_memory.module),
         "0 leaves access to GPU memory to nvidia_peermem: without that module GPUDirect RDMA is off",
     ),
-    Rule(
-        "NCCL_IB_HCA",
+    "NCCL_IB_HCA": Rule(
         _cards,
         "selects the cards. Helps where a node also has cards for storage; without `=` it takes prefixes, so that "
         "`mlx5_1` selects mlx5_10 as well",
         remedy="unset it, or name cards of this node that are Active (`ibv_devices`)",
     ),
-    Rule(
-        "NCCL_IB_GID_INDEX",
+    "NCCL_IB_GID_INDEX": Rule(
         _gid_index,
         "selects the address of a RoCE port; 3 is the usual one of RoCE v2 with IPv4. Belongs to RoCE: on InfiniBand "
         "it names an entry that does not exist. NCCL 2.21 and newer find it themselves",
     ),
-    Rule(
-        "NCCL_IB_TIMEOUT",
+    "NCCL_IB_TIMEOUT": Rule(
         _number_is("environment", lambda value: not 0 < value < 32, "note"),
         "how long to wait for a lost packet. 22 helps on very large networks, and hides links that flap",
         remedy="unset it, or give it a value from 1 to 31: others wait for ever",
     ),
-    Rule(
-        "NCCL_IB_RETRY_CNT",
+    "NCCL_IB_RETRY_CNT": Rule(
         _number_is("note", lambda value: value != 7, None),
         "how often a packet is sent again; less than the default of 7 breaks jobs at a short disturbance",
     ),
-    Rule(
-        "NCCL_IB_QPS_PER_CONNECTION",
+    "NCCL_IB_QPS_PER_CONNECTION": Rule(
         _always,
         "connections for each pair of ranks; 2 to 4 help on fabrics with several levels",
         unset=(
@@ -381,38 +359,29 @@ _TABLE = (
             ),
         ),
     ),
-    Rule("NCCL_IB_SPLIT_DATA_ON_QPS", _always, "1 splits each message over the connections: hurts latency"),
-    Rule(
-        "NCCL_IB_PCI_RELAXED_ORDERING",
-        _if_off(_has_fabric),
-        "1 helps in virtual machines, and is the default where it is possible; 0 hurts there",
+    "NCCL_IB_SPLIT_DATA_ON_QPS": Rule(_always, "1 splits each message over the connections: hurts latency"),
+    "NCCL_IB_PCI_RELAXED_ORDERING": Rule(
+        _if_off(_has_fabric), "1 helps in virtual machines, and is the default where it is possible; 0 hurts there"
     ),
-    Rule(
-        "NCCL_IB_ADAPTIVE_ROUTING",
-        _always,
-        "1 is the default on InfiniBand; on RoCE it helps only where the switches do it",
+    "NCCL_IB_ADAPTIVE_ROUTING": Rule(
+        _always, "1 is the default on InfiniBand; on RoCE it helps only where the switches do it"
     ),
-    Rule("NCCL_IB_CUDA_SUPPORT", _always, "nothing since NCCL 2.4: NCCL_NET_GDR_LEVEL has replaced it"),
-    Rule(
-        "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_CUDA_SUPPORT": Rule(_always, "nothing since NCCL 2.4: NCCL_NET_GDR_LEVEL has replaced it"),
+    "NCCL_SOCKET_IFNAME": Rule(
         _interface,
         "selects the interface of NCCL's own connections, and of all data where TCP carries them. Helps where hosts "
         "have several networks",
         remedy="unset it, or name an interface of this node that reaches the others (`ip -br addr`)",
     ),
-    Rule(
-        "NCCL_SOCKET_NTHREADS",
+    "NCCL_SOCKET_NTHREADS": Rule(
         _never,
         "threads of each connection over TCP, 1 to 16; 4 help from 100 Gb/s on, and take CPUs. Does nothing where RDMA "
         "carries the data",
     ),
-    Rule(
-        "NCCL_NSOCKS_PERTHREAD",
-        _never,
-        "sockets of each of these threads; 4 help from 100 Gb/s on. Threads times sockets are 64 at most",
+    "NCCL_NSOCKS_PERTHREAD": Rule(
+        _never, "sockets of each of these threads; 4 help from 100 Gb/s on. Threads times sockets are 64 at most"
     ),
-    Rule(
-        "NCCL_IB_TC",
+    "NCCL_IB_TC": Rule(
         _never,
         "the traffic class of RoCE's packets; belongs to the switches' configuration, and is lossy or slow where it "
         "differs from theirs",
@@ -424,8 +393,7 @@ _TABLE = (
             ),
         ),
     ),
-    Rule(
-        "NCCL_IB_SL",
+    "NCCL_IB_SL": Rule(
         _never,
         "the service level on InfiniBand; belongs to the subnet manager's configuration",
         unset=(
@@ -436,8 +404,7 @@ _TABLE = (
             ),
         ),
     ),
-    Rule(
-        "NCCL_CROSS_NIC",
+    "NCCL_CROSS_NIC": Rule(
         _never,
         "0 keeps to rails and belongs to fabrics that are built of rails; 1 belongs to those where all cards of a node "
         "are on one switch",
@@ -449,115 +416,88 @@ _TABLE = (
             ),
         ),
     ),
-    Rule(
-        "NCCL_COLLNET_ENABLE",
-        _never,
-        "1 lets switches reduce (SHARP); helps where it is set up, does nothing elsewhere",
+    "NCCL_COLLNET_ENABLE": Rule(
+        _never, "1 lets switches reduce (SHARP); helps where it is set up, does nothing elsewhere"
     ),
-    Rule(
-        "NCCL_PXN_DISABLE",
+    "NCCL_PXN_DISABLE": Rule(
         _if_on("environment", lambda facts: facts.has_fabric and facts.nvlink),
         "1 forbids the path over another GPU's card: hurts all-to-all and large jobs on fabrics of rails",
     ),
-    Rule(
-        "NCCL_TOPO_FILE",
+    "NCCL_TOPO_FILE": Rule(
         _topology,
         "a description of the machine; helps in virtual machines that hide it, and hurts on any other machine",
         remedy="name the file that belongs to this kind of machine, or unset it",
     ),
-    Rule(
-        "NCCL_GRAPH_FILE",
+    "NCCL_GRAPH_FILE": Rule(
         _always,
         "rings and trees that were computed before; hurts on any other machine",
         source="NCCL, src/graph/search.cc",
     ),
-    Rule(
-        "NCCL_BUFFSIZE",
+    "NCCL_BUFFSIZE": Rule(
         _number_is("environment", lambda value: 0 < value < 1 << 20, "note"),
         "bytes of the buffer between two GPUs, 4 MiB by default; less saves memory and hurts bandwidth",
     ),
-    Rule(
-        "NCCL_NTHREADS",
+    "NCCL_NTHREADS": Rule(
         _number_is("environment", lambda value: 0 < value < 256, "note"),
         "threads of each block of NCCL's kernels; fewer than the default hurt",
     ),
-    Rule("NCCL_MAX_NCHANNELS", _channels, "most blocks of NCCL's kernels; a few hurt bandwidth"),
-    Rule(
-        "NCCL_MAX_CTAS",
-        _channels,
-        "the same, under its new name; helps where computing matters more than communication",
+    "NCCL_MAX_NCHANNELS": Rule(_channels, "most blocks of NCCL's kernels; a few hurt bandwidth"),
+    "NCCL_MAX_CTAS": Rule(
+        _channels, "the same, under its new name; helps where computing matters more than communication"
     ),
-    Rule(
-        "NCCL_MIN_NCHANNELS",
-        _always,
-        "fewest blocks of NCCL's kernels; more help bandwidth and take SMs from the model",
+    "NCCL_MIN_NCHANNELS": Rule(
+        _always, "fewest blocks of NCCL's kernels; more help bandwidth and take SMs from the model"
     ),
-    Rule(
-        "NCCL_CHECK_POINTERS",
-        _if_on("environment"),
-        "1 checks each pointer before each call: a debugging aid that costs latency",
+    "NCCL_CHECK_POINTERS": Rule(
+        _if_on("environment"), "1 checks each pointer before each call: a debugging aid that costs latency"
     ),
-    Rule(
-        "NCCL_LAUNCH_MODE",
-        _always,
-        "how kernels are launched where one process has several GPUs; not recommended since 2.9",
+    "NCCL_LAUNCH_MODE": Rule(
+        _always, "how kernels are launched where one process has several GPUs; not recommended since 2.9"
     ),
-    Rule(
-        "NCCL_DEBUG",
+    "NCCL_DEBUG": Rule(
         _word_is("environment", ("trace",), "note"),
         "how much NCCL logs. INFO and TRACE are for debugging; where a run sets it without NCCL_DEBUG_FILE, this suite "
         "cannot read which transport was chosen",
     ),
-    Rule(
-        "NCCL_ASYNC_ERROR_HANDLING",
-        _always,
-        "an old name of torch's TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        source=_C10D,
-    ),
-    Rule("NCCL_BLOCKING_WAIT", _always, "an old name of torch's TORCH_NCCL_BLOCKING_WAIT", source=_C10D),
-    Rule(
-        "UCX_NET_DEVICES",
+    "NCCL_ASYNC_ERROR_HANDLING": Rule(_always, "an old name of torch's TORCH_NCCL_ASYNC_ERROR_HANDLING", source=_C10D),
+    "NCCL_BLOCKING_WAIT": Rule(_always, "an old name of torch's TORCH_NCCL_BLOCKING_WAIT", source=_C10D),
+    "UCX_NET_DEVICES": Rule(
         _ucx_devices,
         "selects the cards of MPI over UCX. NCCL ignores it, unless its plugin is the one of UCX",
         remedy="unset it, or name cards of this node with their port, such as mlx5_0:1",
         source=_UCX_FAQ,
     ),
-    Rule("UCX_TLS", _never, "selects the transports of MPI over UCX; NCCL ignores it", source=_UCX_FAQ),
-    Rule(
-        "UCX_LOG_LEVEL",
+    "UCX_TLS": Rule(_never, "selects the transports of MPI over UCX; NCCL ignores it", source=_UCX_FAQ),
+    "UCX_LOG_LEVEL": Rule(
         _word_is("note", ("debug", "trace", "data", "func"), None),
         "how much UCX logs; debug and trace are for debugging",
         source="OpenUCX documentation, UCX environment parameters",
     ),
-    Rule(
-        "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_DEVICE_MAX_CONNECTIONS": Rule(
         _number_is("note", lambda value: value == 1, None),
         "1 puts all kernels into one queue: Megatron needs it for tensor and sequence parallelism up to Hopper; FSDP, "
         "whose copies and kernels should overlap, is slower with it",
         remedy="set it only for the jobs that need it",
         source="NVIDIA/Megatron-LM, megatron/training/arguments.py",
     ),
-    Rule(
-        "CUDA_LAUNCH_BLOCKING",
+    "CUDA_LAUNCH_BLOCKING": Rule(
         _if_on("environment"),
         "1 waits for each kernel: a debugging aid that makes everything slow",
         source="CUDA C programming guide, CUDA environment variables",
     ),
-    Rule(
-        "OMP_NUM_THREADS",
+    "OMP_NUM_THREADS": Rule(
         _never,
         "threads of computations on the CPU. torchrun sets it to 1 where it is not set; a loader that computes, or an "
         "optimizer on the CPU, needs more",
         source="pytorch/pytorch, torch/distributed/run.py",
     ),
-    Rule(
-        "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_DISTRIBUTED_DEBUG": Rule(
         _word_is("environment", ("detail",), None),
         "DETAIL compares each collective between the ranks before it runs: a debugging aid that is slow",
         source="PyTorch documentation, torch.distributed, Debugging",
     ),
-)
-RULES: Mapping[str, Rule] = {rule.name: rule for rule in _TABLE}
+}
+"""Name of a variable -> what is known of it."""
 
 _DEBUGGING = re.compile(
     r"""NCCL_(?:
@@ -602,7 +542,7 @@ def judge_environment(setting: Setting, facts: Facts) -> Finding | None:
 
 def unneeded(facts: Facts, fabric: Fabric) -> Iterator[tuple[str, Unset]]:
     """Yield the variables to leave unset on a node, with the reason. None where the fabric is unknown."""
-    for rule in RULES.values() if fabric.kind is not None else ():
+    for name, rule in RULES.items() if fabric.kind is not None else ():
         for unset in rule.unset:
             if (not unset.on or fabric.kind in unset.on) and (facts.nvls or not unset.nvls):
-                yield rule.name, unset
+                yield name, unset
