@@ -135,10 +135,10 @@ def run_compare(options: argparse.Namespace) -> int:
 
 def _of(place: Path) -> tuple[dict[str, Any], RunView, Journal]:
     """Return a description of the run, its view, and its journal without results."""
-    from pytest_gpucluster.analysis.run_view import view_of, without_samples
+    from pytest_gpucluster.analysis.run_view import RunView, without_samples
 
     path, journal = read_journal(place, keep_samples=True, slim=without_samples)
-    return _about(path, journal), view_of(journal), replace(journal, results=())
+    return _about(path, journal), RunView.of(journal), replace(journal, results=())
 
 
 def _about(path: Path, journal: Journal) -> dict[str, Any]:
