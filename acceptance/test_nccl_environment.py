@@ -8,7 +8,7 @@ import pytest
 from pytest_gpucluster.metrics.datasheets import promise_of
 from pytest_gpucluster.metrics.finding import require_nothing
 from pytest_gpucluster.node.fabric.nccl_advice import advise
-from pytest_gpucluster.node.fabric.nccl_probe import Sources, gather_facts, of_ranks
+from pytest_gpucluster.node.fabric.nccl_probe import Sources, collect_facts, gpus_of_ranks
 from pytest_gpucluster.node.fabric.nccl_rules import judge_environment
 from pytest_gpucluster.node.fabric.port_exchange import settings_of_all
 
@@ -40,10 +40,10 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     node = Sources(
         fabric=fabric_sources,
         hostname=lambda: cluster.hostname,
-        gpus=lambda: of_ranks(inventory, cluster.node_rank),
+        gpus=lambda: gpus_of_ranks(inventory, cluster.node_rank),
         nccl=lambda tree: inventory[cluster.rank]["versions"]["nccl"],
     )
-    facts = gather_facts(node)
+    facts = collect_facts(node)
     node_facts = dataclasses.replace(
         facts,
         nnodes=cluster.nnodes,

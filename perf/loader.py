@@ -112,21 +112,21 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8, help="how often both are measured; at least 6")
     parser.add_argument("--images", type=int, default=512, help="of each measurement")
     parser.add_argument("--step", type=float, default=0.0, help="seconds that the consumer takes for a batch")
-    chosen = parser.parse_args()
-    two = chosen.settings or [Setting(batch=4, workers=8, prefetch=4), Setting(batch=2, workers=4, prefetch=2)]
-    if len(two) != 2 or chosen.pairs < 6:
+    options = parser.parse_args()
+    two = options.settings or [Setting(batch=4, workers=8, prefetch=4), Setting(batch=2, workers=4, prefetch=2)]
+    if len(two) != 2 or options.pairs < 6:
         parser.error("two settings and at least 6 pairs are needed")
     # More workers than CPUs are a valid setting.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as made:
-        if chosen.data is None:
+        if options.data is None:
             make_images(Path(made), 512)
-        images = open_images(chosen.data or Path(made), side=chosen.side)
+        images = open_images(options.data or Path(made), side=options.side)
         rows: list[tuple[float, ...]] = []
-        for pair in range(chosen.pairs):
+        for pair in range(options.pairs):
             # A B, B A, A B ...: a drift affects both alike.
             order = (0, 1) if pair % 2 == 0 else (1, 0)
-            found = {at: rate(images, two[at], count=chosen.images, step_seconds=chosen.step) for at in order}
+            found = {at: rate(images, two[at], count=options.images, step_seconds=options.step) for at in order}
             rows.append((found[0][0], found[1][0], found[0][1], found[1][1]))
             print(f"pair {pair + 1}: {found[0][0]:.1f} and {found[1][0]:.1f} images/s", file=sys.stderr, flush=True)
     print_table(two, rows)

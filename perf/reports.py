@@ -116,22 +116,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", type=some_of(REPORTS), default=[*REPORTS], help="names, separated by commas (default: all)"
     )
     parser.add_argument("--one", choices=[*REPORTS], help="make one report in this process, and print its cost")
-    asked = parser.parse_args(arguments)
-    if asked.one is not None:
-        if asked.journal is None:
+    options = parser.parse_args(arguments)
+    if options.one is not None:
+        if options.journal is None:
             parser.error("--one needs --journal")
-        print(json.dumps(one(asked.one, asked.journal)))
+        print(json.dumps(one(options.one, options.journal)))
         return 0
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as folder:
-        path = asked.journal or _made(Path(folder), ranks=asked.ranks, criteria=asked.criteria)
+        path = options.journal or _made(Path(folder), ranks=options.ranks, criteria=options.criteria)
         size = path.stat().st_size / 1e6
-        what = path if asked.journal else f"{asked.ranks} ranks, {asked.criteria} criteria"
+        what = path if options.journal else f"{options.ranks} ranks, {options.criteria} criteria"
         print(f"{what}: a journal of {size:.0f} MB; {conditions.line()}\n", flush=True)
-        ranks = BOUNDS_RANKS if asked.journal else asked.ranks
+        ranks = BOUNDS_RANKS if options.journal else options.ranks
         print("| report        | read s | made s | MB     | size MB | within bounds |")
         print("|---|---:|---:|---:|---:|---|")
         good = True
-        for name in asked.only:
+        for name in options.only:
             cost = _in_a_process(name, path)
             print(table_row(cost, ranks), flush=True)
             good = good and not missed(cost, ranks)

@@ -6,7 +6,7 @@
     python perf/scale.py --ranks 1024 --failing different  # each with a text of its own, which cannot be folded
     python perf/scale.py --ranks 1024 --resolver           # with this machine's resolver of names, however slow
 
-The store is the one that torchrun's agent holds, in a process of its own. Rank 0 is the real one: pytest with the
+The store is like the one of torchrun's agent, in a process of its own. Rank 0 is the real one: pytest with the
 plugin, its recorder, journal and JUnit. All others are simulated, many in a process, and speak the protocol with the
 product's own code (scale_crowd.py). Each posts one measurement of 200 samples a test, some 4 kB.
 
@@ -241,12 +241,12 @@ def measure(ranks: int, tests: int, failing: str, folder: Path, *, resolver: boo
         )
         started.append(rank_0)
         watched = Watched(Usage(store.pid), Usage(rank_0.pid))
-        looking = threading.Thread(target=watched.until_over, daemon=True)
-        looking.start()
+        sampler = threading.Thread(target=watched.until_over, daemon=True)
+        sampler.start()
         expected = 1 if failing else 0
         codes = ended([rank_0, *crowds], [expected] + [0] * len(crowds))
         watched.over.set()
-        looking.join()
+        sampler.join()
         watched.store.cpu_seconds -= before.cpu_seconds
         reports = [json.loads(result.read_text()) for result in results if result.exists()]
         failures = [failure for one in reports for failure in one["failures"]]

@@ -25,7 +25,7 @@ from typing import Any
 
 GPUS_PER_NODE = 8
 SAMPLES = 200
-"""Of each measurement: together some 4 kB a rank."""
+"""Of each measurement: some 4 kB a rank."""
 TRACEBACK_BYTES = 20_000
 _NO_PROCESS = 10_000_000
 """Above every process number of Linux."""

@@ -129,24 +129,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=1, help="rounds at the same time (default: 1)")
     parser.add_argument("--forked", action="store_true", help="ranks are forks of one process: a third of the CPU time")
     parser.add_argument("--keep", type=Path, help="folder for bad rounds (default: TMPDIR)")
-    asked = parser.parse_args(arguments)
-    seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
+    options = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    if asked.keep is not None:
-        asked.keep.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="soak-", dir=asked.keep)).resolve()
-    numbers = [asked.round] if asked.round else range(asked.first, asked.first + asked.rounds)
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="soak-", dir=options.keep)).resolve()
+    numbers = [options.round] if options.round else range(options.first, options.first + options.rounds)
     begin = time.monotonic()
-    if asked.forked:
+    if options.forked:
         fork_server.turn_on()
-    run = functools.partial(soak_round.run, forked=asked.forked)
-    rounds = soak(numbers, seed=seed, kinds=asked.only, folder=folder, at_once=asked.at_once, run=run)
+    run = functools.partial(soak_round.run, forked=options.forked)
+    rounds = soak(numbers, seed=seed, kinds=options.only, folder=folder, at_once=options.at_once, run=run)
     fork_server.turn_off()
     print("", *table(rounds), sep="\n", flush=True)
     is_good = all(found.is_good for found in rounds)
-    if asked.session and not asked.round:
+    if options.session and not options.round:
         (folder / "session").mkdir()
-        session = soak_session.run(asked.session, folder / "session")
+        session = soak_session.run(options.session, folder / "session")
         print("", *soak_session.table(session), sep="\n", flush=True)
         is_good = is_good and not session.wrong
     if is_good:

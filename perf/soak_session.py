@@ -128,17 +128,17 @@ def read(folder: Path) -> dict[str, list[dict[str, float]]]:
         for line in path.read_text(encoding="utf-8").splitlines():
             sample = json.loads(line)
             number = sample.pop("number")
-            for process, held in sample.items():
-                found.setdefault(process, []).append({"number": number, **held})
+            for process, usage in sample.items():
+                found.setdefault(process, []).append({"number": number, **usage})
     return found
 
 
 def growths(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Growth]:
     """Return the growth of everything in every process that was sampled often enough."""
     found = []
-    for process, held in samples.items():
-        third = len(held) // 3
-        if len(held) < LEAST_SAMPLES:
+    for process, usage in samples.items():
+        third = len(usage) // 3
+        if len(usage) < LEAST_SAMPLES:
             continue
         for what in RESOURCES:
             of = statistics.median if what == "memory" else min
@@ -146,9 +146,9 @@ def growths(samples: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Growth
                 Growth(
                     process=process,
                     what=what,
-                    first=of(one[what] for one in held[:third]),
-                    last=of(one[what] for one in held[-third:]),
-                    a_test=_slope([(one["number"], one[what]) for one in held[third:]]),
+                    first=of(one[what] for one in usage[:third]),
+                    last=of(one[what] for one in usage[-third:]),
+                    a_test=_slope([(one["number"], one[what]) for one in usage[third:]]),
                 )
             )
     return found

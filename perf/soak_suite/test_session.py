@@ -1,4 +1,4 @@
-"""Many short criteria in one session, every tenth with a fault that it survives; each rank samples what it holds."""
+"""Many short criteria in one session, every tenth with a fault that it survives; each rank samples its resources."""
 
 import ctypes
 import gc
@@ -21,7 +21,7 @@ LEAK = os.environ.get("SOAK_LEAK", "")
 LEAKED = []
 
 
-def held(pid):
+def usage(pid):
     """Return the descriptors, threads, and kB of anonymous memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
@@ -55,7 +55,7 @@ def sampled(number):
         for name, word in {"recorder": "recorder.process", "sampler": "sampler_process"}.items():
             for pid in children(word):
                 processes[name] = pid
-        line = {"number": number, **{name: held(pid) for name, pid in processes.items()}}
+        line = {"number": number, **{name: usage(pid) for name, pid in processes.items()}}
         with Path(os.environ["SOAK_SAMPLES"], f"rank{RANK}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
     yield

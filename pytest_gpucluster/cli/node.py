@@ -213,9 +213,9 @@ def run_nccl_env(options: argparse.Namespace) -> int:
     """Say what this node needs."""
     # Imported here, so that --help answers at once.
     from pytest_gpucluster.node.fabric.nccl_advice import advise
-    from pytest_gpucluster.node.fabric.nccl_probe import Sources, gather_facts
+    from pytest_gpucluster.node.fabric.nccl_probe import Sources, collect_facts
 
-    facts = gather_facts(Sources())
+    facts = collect_facts(Sources())
     advised = advise(facts)
     sys.stdout.write(_rendered(options.format, facts, advised))
     if not options.check:

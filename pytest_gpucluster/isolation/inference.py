@@ -195,7 +195,7 @@ class Evidence:
     the other, and if since the first failure each has passed so often with others that chance is ruled out (Fisher's
     exact test).
 
-    Everything is computed anew from all probes, so an accusation is withdrawn if a later probe contradicts it.
+    Everything is computed again from all probes, so an accusation is withdrawn if a later probe contradicts it.
     """
 
     def __init__(self, units: Sequence[int], probes: Sequence[Probe], *, name: Callable[[int], str] = str) -> None:

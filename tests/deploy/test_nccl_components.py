@@ -12,7 +12,7 @@ import yaml
 
 from pytest_gpucluster.node.fabric.nccl_advice import NcclAdvice, advise
 from pytest_gpucluster.node.fabric.nccl_advice_rules import GOOGLE_SCRIPTS
-from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
+from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "node" / "fabric"))
@@ -50,7 +50,7 @@ def advised(root: Path, component: str, given: Mapping[str, str]) -> NcclAdvice:
         node.found.clear()
         node.network("eth0", real=False, speed=None)
     node.environ |= {"KUBERNETES_SERVICE_HOST": "10.96.0.1", **given}
-    return advise(gather_facts(node.sources()))
+    return advise(collect_facts(node.sources()))
 
 
 @pytest.mark.parametrize("component", FABRICS)

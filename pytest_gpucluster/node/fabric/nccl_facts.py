@@ -253,7 +253,7 @@ def _without_rdma(facts: Facts) -> Fabric:
         where = f"in this container ({facts.container})" if facts.container else "here"
         listed = ", ".join(facts.rdma_on_bus)
         return Fabric(
-            kind=None, why=f"cards for RDMA are on the PCI bus ({listed}), and no RDMA device is shown {where}"
+            kind=None, why=f"cards for RDMA are on the PCI bus ({listed}), and there is no RDMA device {where}"
         )
     real = [network.name for network in facts.networks if network.is_real]
     if real:
@@ -263,7 +263,7 @@ def _without_rdma(facts: Facts) -> Fabric:
     of = f" of this container ({facts.container})" if facts.container else ""
     return Fabric(
         kind=None,
-        why=f"no RDMA device is shown, and the cards behind the interfaces{of} are not visible ({names})",
+        why=f"there is no RDMA device, and the cards behind the interfaces{of} are not visible ({names})",
     )
 
 

@@ -87,13 +87,13 @@ class Sources:
     hostname: Callable[[], str] = socket.gethostname
     interfaces: Callable[[], Sequence[Interface]] = own_interfaces
     names: Callable[[], Sequence[str]] = lambda: [name for _, name in socket.if_nameindex()]
-    gpus: Callable[[], VisibleGpus] = lambda: by_nvml(info_gpus.run_child)
+    gpus: Callable[[], VisibleGpus] = lambda: gpus_by_nvml(info_gpus.run_child)
     nccl: Callable[[Tree], str | None] = lambda tree: (
         info_software.installed_nccl() or info_software.installed_library(tree)
     )
 
 
-def gather_facts(sources: Sources) -> Facts:
+def collect_facts(sources: Sources) -> Facts:
     """Return the facts of this node."""
     tree = FabricTree(root=sources.root, sources=sources.fabric)
     environ, host = sources.fabric.environ, sources.hostname()
@@ -131,9 +131,9 @@ def gather_facts(sources: Sources) -> Facts:
     return _with_files(facts, tree)
 
 
-def by_nvml(ask: Callable[[], Answer]) -> VisibleGpus:
+def gpus_by_nvml(query: Callable[[], Answer]) -> VisibleGpus:
     """Query NVML for the GPUs of this node, in a process of its own."""
-    found = info_gpus.read_gpus(ask())
+    found = info_gpus.read_gpus(query())
     gpus = tuple(Gpu(name=str(gpu["name"]), pci=str(gpu["pci"])) for gpu in found["gpus"])
     ends = [kind for gpu in found["gpus"] for kind, _ in (gpu["nvlink_ends"] or {}).values()]
     why_not = found["why_not"] or ("" if gpus else "NVML shows none to this process")
@@ -146,7 +146,7 @@ def by_nvml(ask: Callable[[], Answer]) -> VisibleGpus:
     )
 
 
-def of_ranks(inventory: Sequence[Mapping[str, Any]], node_rank: int) -> VisibleGpus:
+def gpus_of_ranks(inventory: Sequence[Mapping[str, Any]], node_rank: int) -> VisibleGpus:
     """Return the GPUs of a node's ranks; a rank on cpu has none."""
     own = [entry["gpu"] for entry in inventory if entry["node_rank"] == node_rank and entry["gpu"]]
     gpus = tuple(Gpu(name=str(gpu["name"]), pci=str(gpu["pci_bus_id"])) for gpu in own)

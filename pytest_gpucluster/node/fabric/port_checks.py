@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +13,6 @@ from pytest_gpucluster.node.fabric.ports import NodePorts, PortFault, roce_gid
 from pytest_gpucluster.node.infiniband import CARRIER_DOWN, ETHERNET, LINK_DOWNED, ROCE_V2, Port
 
 _CABLE = "look at the cable, the transceiver and the switch's port (`mlxlink -d DEVICE`, `ibdiagnet`), and compare them"
-_CARD = "have the node brought to the cards of the others"
 _FIRMWARE = "bring all cards to one firmware (`mlxfwmanager`), and reboot the node"
 _COUNTED = (LINK_DOWNED, CARRIER_DOWN, "symbol_error", "link_error_recovery", "port_rcv_errors")
 """Error counters since the driver was loaded that are worth a note."""
@@ -58,7 +57,7 @@ def examine_ports(nodes: Mapping[int, NodePorts], *, expected: bool) -> Findings
     """
     of_node: dict[int, list[Finding]] = {}
     faults: list[PortFault] = []
-    for check in (_single_nodes, _states, _layers, _firmware, _boards, _peer_memory):
+    for check in (_single_nodes, _states, _kinds, _firmware, _peer_memory):
         for one in check(nodes):
             node = nodes[one.node]
             kind = one.kind if expected else "note"
@@ -204,32 +203,30 @@ def _states(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
                 )
 
 
-def _layers(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
-    for rail, layers in _by_rail(nodes, lambda _, port: port.link_layer or "unknown").items():
-        for node, text in _deviants(layers, "nodes"):
-            yield _NodeFinding(
-                node=node,
-                code="link_layer",
-                kind="hardware",
-                found=f"link layer of port {rail}: {text}",
-                allowed="one kind on all nodes",
-                remedy="set the cards to one kind (`mlxconfig ... LINK_TYPE_P1`), and reboot the node",
-                rail=rail,
-            )
-
-
-def _boards(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
-    for rail, boards in _by_rail(nodes, _board).items():
-        for node, text in _deviants(boards, "nodes"):
-            yield _NodeFinding(
-                node=node,
-                code="board",
-                kind="hardware",
-                found=f"card of port {rail}: {text}",
-                allowed="the same card on all nodes",
-                remedy=_CARD,
-                rail=rail,
-            )
+def _kinds(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
+    """Compare the link layer and the card of the ports of one name over all nodes."""
+    layers: dict[str, dict[int, str]] = {}
+    boards: dict[str, dict[int, str]] = {}
+    for node, one in nodes.items():
+        for port in one.used:
+            layers.setdefault(port.name, {})[node] = port.link_layer or "unknown"
+            boards.setdefault(port.name, {})[node] = _board(one, port)
+    link = "set the cards to one kind (`mlxconfig ... LINK_TYPE_P1`), and reboot the node"
+    for code, what, by_rail, allowed, remedy in (
+        ("link_layer", "link layer", layers, "one kind on all nodes", link),
+        ("board", "card", boards, "the same card on all nodes", "have the node brought to the cards of the others"),
+    ):
+        for rail, values in by_rail.items():
+            for node, text in _deviants(values, "nodes"):
+                yield _NodeFinding(
+                    node=node,
+                    code=code,
+                    kind="hardware",
+                    found=f"{what} of port {rail}: {text}",
+                    allowed=allowed,
+                    remedy=remedy,
+                    rail=rail,
+                )
 
 
 def _firmware(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
@@ -271,14 +268,6 @@ def _peer_memory(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
 def _board(one: NodePorts, port: Port) -> str:
     device = one.device_of(port)
     return device.board or device.kind or "an unknown board"
-
-
-def _by_rail(nodes: Mapping[int, NodePorts], value: Callable[[NodePorts, Port], str]) -> dict[str, dict[int, str]]:
-    values: dict[str, dict[int, str]] = {}
-    for node, one in nodes.items():
-        for port in one.used:
-            values.setdefault(port.name, {})[node] = value(one, port)
-    return values
 
 
 def _deviants(values: Mapping[_Key, str], population: str) -> Iterator[tuple[_Key, str]]:

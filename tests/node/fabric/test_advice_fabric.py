@@ -9,13 +9,13 @@ from made_nodes import Node, azure, efa, eight_gpus, ethernet, google, infiniban
 from sysfs_ports import ROCE_GIDS
 
 from pytest_gpucluster.node.fabric.nccl_facts import Fabric, find_fabric
-from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
+from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
 
 STORAGE = {"rate": "100 Gb/sec (4X EDR)", "board": "MT_0000000359"}
 
 
 def of(node: Node) -> Fabric:
-    return find_fabric(gather_facts(node.sources()))
+    return find_fabric(collect_facts(node.sources()))
 
 
 def names(fabric: Fabric) -> list[str]:

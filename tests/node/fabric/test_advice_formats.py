@@ -14,14 +14,14 @@ from sysfs_ports import write
 
 from pytest_gpucluster.node.fabric import nccl_advice_text
 from pytest_gpucluster.node.fabric.nccl_advice import advise
-from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
+from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
 
 HOSTILE = ("$(touch${IFS}x)", "`touch${IFS}x`", "a';touch${IFS}x;'", 'a"b\\n', "a&touch<x", "--x", "*", "~", "#a", "!!")
 """Names that Linux takes for an interface or an RDMA device: no blank, no slash."""
 
 
 def shown(form: str, node: Node) -> str:
-    facts = gather_facts(node.sources())
+    facts = collect_facts(node.sources())
     return {"shell": nccl_advice_text.shell, "slurm": nccl_advice_text.slurm, "yaml": nccl_advice_text.yaml}[form](
         facts, advise(facts)
     )
@@ -134,7 +134,7 @@ def test_a_batch_script_whose_steps_would_get_nothing_is_mended(
 def test_the_text_is_never_wider_and_has_everything(tmp_path: Path, name: str) -> None:
     node = MAKERS[name](tmp_path)
     node.environ |= {"NCCL_CHECK_POINTERS": "1\x1b[2J", "NCCL_IB_TIMEOUT": "22"}
-    facts = gather_facts(node.sources())
+    facts = collect_facts(node.sources())
     advised = advise(facts)
     lines_out = nccl_advice_text.render_advice(facts, advised, width=60)
     assert all(line.isprintable() and len(line) <= 60 for line in lines_out.splitlines())

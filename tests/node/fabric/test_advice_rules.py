@@ -13,7 +13,7 @@ from sysfs_ports import ROCE_GIDS, write
 
 from pytest_gpucluster.node.fabric.nccl_advice import NcclAdvice, advise
 from pytest_gpucluster.node.fabric.nccl_advice_rules import Advice
-from pytest_gpucluster.node.fabric.nccl_probe import gather_facts
+from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES, judge_environment
 
 GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
@@ -21,7 +21,7 @@ IFNAME, HCA, GID = "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
 
 
 def of(node: Node) -> NcclAdvice:
-    return advise(gather_facts(node.sources()))
+    return advise(collect_facts(node.sources()))
 
 
 def values(advised: NcclAdvice) -> dict[str, str]:
@@ -252,7 +252,7 @@ def test_what_google_s_plugin_demands_is_no_leftover_where_it_is_in_use(tmp_path
     found = of(node)
     assert {one.name for one in found.remove} == {"NCCL_CHECK_POINTERS"}
     assert [one.now for one in found.leave if one.name == "NCCL_ALGO"] == ["Ring,Tree"]
-    facts = gather_facts(node.sources())
+    facts = collect_facts(node.sources())
     judged = {one.name: judge_environment(one, facts) for one in facts.settings}
     assert {name: one.kind for name, one in judged.items() if one} == {
         "NCCL_ALGO": "note",

@@ -10,23 +10,23 @@ import pytest
 from made_nodes import H100, Node, azure, efa, google, infiniband, laptop
 from sysfs_ports import write
 
-from pytest_gpucluster.node.fabric.nccl_probe import by_nvml, gather_facts, of_ranks
+from pytest_gpucluster.node.fabric.nccl_probe import collect_facts, gpus_by_nvml, gpus_of_ranks
 from pytest_gpucluster.node.info_software import Answer
 
 
 def test_the_firmware_shows_the_cloud(tmp_path: Path) -> None:
     providers = {infiniband: None, azure: "Azure", efa: "AWS", google: "Google Cloud", laptop: None}
-    assert {make: gather_facts(make(tmp_path / make.__name__).sources()).provider for make in providers} == providers
+    assert {make: collect_facts(make(tmp_path / make.__name__).sources()).provider for make in providers} == providers
     hyper_v = azure(tmp_path / "another Hyper-V")
     hyper_v.dmi(chassis_asset_tag="0000-1111")
-    assert gather_facts(hyper_v.sources()).provider is None
+    assert collect_facts(hyper_v.sources()).provider is None
 
 
 def test_each_port_has_its_card_its_interface_and_the_distance_to_its_gpu(tmp_path: Path) -> None:
     node = infiniband(tmp_path, ports=2)
     node.roce("mlx5_8", "ens8")
     node.default("ens8", metric=0)
-    found = {card.name: card for card in gather_facts(node.sources()).cards}
+    found = {card.name: card for card in collect_facts(node.sources()).cards}
     assert (found["mlx5_0:1"].distance, found["mlx5_8:1"].distance) == ("PIX", "NODE")
     assert (found["mlx5_0:1"].driver, found["mlx5_0:1"].board) == ("mlx5_core", "MT_0000000838")
     assert (found["mlx5_0:1"].interface, found["mlx5_8:1"].interface) == ("", "ens8")
@@ -41,7 +41,7 @@ def test_the_default_route_is_that_of_the_lowest_metric_and_of_what_it_is_made_o
     node.network("wlan0")
     node.default("wlan0", metric=600)
     node.default("vlan7", metric=100)
-    found = {one.name: one for one in gather_facts(node.sources()).networks}
+    found = {one.name: one for one in collect_facts(node.sources()).networks}
     assert {name for name, one in found.items() if one.is_default} == {"ens1", "ens2", "bond0", "vlan7"}
     assert found["vlan7"].is_real
     six = Node(tmp_path / "IPv6 alone")
@@ -52,11 +52,11 @@ def test_the_default_route_is_that_of_the_lowest_metric_and_of_what_it_is_made_o
         f"{zero} 00 {zero} 00 fe80{'0' * 28} 00000400 00000001 00000000 00000003 ens1\n"
         f"{zero} 00 {zero} 00 {zero} ffffffff 00000001 00000000 00200200 lo",
     )
-    assert [one.is_default for one in gather_facts(six.sources()).networks] == [True]
+    assert [one.is_default for one in collect_facts(six.sources()).networks] == [True]
 
 
 def test_a_node_with_nothing_has_empty_facts(tmp_path: Path) -> None:
-    found = gather_facts(Node(tmp_path).sources())
+    found = collect_facts(Node(tmp_path).sources())
     assert (found.cards, found.networks, found.settings, found.machine) == ((), (), (), "")
     assert "No such file" in found.adapters.why_not
 
@@ -75,14 +75,14 @@ def test_launcher_and_nodes_are_those_of_the_job(
 ) -> None:
     node = infiniband(tmp_path)
     node.environ.update(environ)
-    found = gather_facts(node.sources())
+    found = collect_facts(node.sources())
     assert (found.launcher, found.nnodes, found.launcher_unknown) == (launcher, nnodes, "")
 
 
 def test_a_launcher_whose_variables_contradict_each_other_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     node = infiniband(tmp_path)
     node.environ["JOB_COMPLETION_INDEX"] = "0"
-    found = gather_facts(node.sources())
+    found = collect_facts(node.sources())
     assert "WORLD_SIZE" in found.launcher_unknown
     assert "\n" not in found.launcher_unknown
     assert found.scheduler == "kubernetes"
@@ -95,21 +95,21 @@ def test_virtual_functions_of_a_gpu_and_cards_for_a_screen_are_no_gpus_of_the_no
     node.pci("0000:21:00.4", "pci0000:21", **{"class": "0x030200", "vendor": "0x10de"})
     (node.sysfs / "bus/pci/devices/0000:21:00.4/physfn").mkdir()
     node.pci("0000:22:00.0", "pci0000:22", **{"class": "0x030000", "vendor": "0x10de"})
-    assert gather_facts(node.sources()).gpus_of_node == ("0000:20:00.0",)
+    assert collect_facts(node.sources()).gpus_of_node == ("0000:20:00.0",)
 
 
 def test_gpus_are_those_of_nvml_with_their_links() -> None:
     gpu = {"index": 0, "name": H100, "uuid": "GPU-1", "pci": "00000000:20:00.0"}
     links = {"of": "GPU-1", "key": "nvlink_ends", "value": {"0": ["switch", "00000000:01:00.0"]}}
     lines = [{"driver": "580.1", "count": 1}, {"gpu": gpu}, links, {"done": True}]
-    visible = by_nvml(lambda: Answer(text="\n".join(map(json.dumps, lines))))
+    visible = gpus_by_nvml(lambda: Answer(text="\n".join(map(json.dumps, lines))))
     assert (visible.nvlink, visible.nvls, visible.why_not, [one.name for one in visible.gpus]) == (
         True,
         True,
         "",
         [H100],
     )
-    hangs = by_nvml(lambda: Answer(why_not="no answer"))
+    hangs = gpus_by_nvml(lambda: Answer(why_not="no answer"))
     assert (hangs.why_not, hangs.gpus, hangs.nvls) == ("no answer", (), False)
 
 
@@ -118,8 +118,8 @@ def test_in_a_run_the_gpus_are_those_of_the_node_s_ranks() -> None:
         return {"node_rank": node, "gpu": gpu}
 
     one, other = {"name": H100, "pci_bus_id": "0000:20:00.0"}, {"name": "NVIDIA L4", "pci_bus_id": "0000:21:00.0"}
-    assert [gpu.pci for gpu in of_ranks([rank(0, one), rank(1, other)], 0).gpus] == ["0000:20:00.0"]
-    assert of_ranks([rank(0, one)], 0).nvls
-    assert not of_ranks([rank(0, other)], 0).nvls
-    assert not of_ranks([rank(0, one), rank(0, other)], 0).nvls, "unequal GPUs have no common data sheet"
-    assert of_ranks([rank(0, None)], 0).gpus == ()
+    assert [gpu.pci for gpu in gpus_of_ranks([rank(0, one), rank(1, other)], 0).gpus] == ["0000:20:00.0"]
+    assert gpus_of_ranks([rank(0, one)], 0).nvls
+    assert not gpus_of_ranks([rank(0, other)], 0).nvls
+    assert not gpus_of_ranks([rank(0, one), rank(0, other)], 0).nvls, "unequal GPUs have no common data sheet"
+    assert gpus_of_ranks([rank(0, None)], 0).gpus == ()
