@@ -34,8 +34,8 @@ from pytest_gpucluster.runners import ssh, remote_node
 real_probe = remote_node._DO["probe"]
 
 def probe(request):
-    say, more = remote_node._say, act.get("facts", {{}})
-    remote_node._say = lambda kind, value: say(kind, {{**value, **more}} if kind == "answer" else value)
+    say, more = remote_node._send, act.get("facts", {{}})
+    remote_node._send = lambda kind, value: say(kind, {{**value, **more}} if kind == "facts" else value)
     return real_probe(request)
 
 def run(request):
@@ -43,8 +43,8 @@ def run(request):
         log.write(json.dumps({{"name": name, "ssh": words, **request}}) + "\\n")
     folder = pathlib.Path(request["directory"]) / (request["folder"] or ".")
     if "prints" in act:
-        remote_node._say(ssh.OUT, act["prints"])
-        remote_node._say(ssh.ERR, "a warning\\x1b[31m\\n")
+        remote_node._send(ssh.OUT, act["prints"])
+        remote_node._send(ssh.ERR, "a warning\\x1b[31m\\n")
     joint = "--nnodes=2" in request["words"]
     act["exit"] = act.get("together exit", act["exit"]) if joint else act["exit"]
     journals = act.get("together") if joint else None
@@ -66,7 +66,7 @@ def run(request):
     if "lost" in act:
         print(act["lost"], file=sys.stderr)
         sys.exit(255)
-    remote_node._say(ssh.END, {{"exit": act["exit"], "error": act.get("error", "")}})
+    remote_node._send(ssh.END, {{"exit": act["exit"], "error": act.get("error", "")}})
     return 0
 
 def collect(request):
@@ -74,7 +74,7 @@ def collect(request):
         (root / "collecting").touch()
         time.sleep(100)
     if "keeps" in act:
-        return remote_node._unable(act["keeps"])
+        return remote_node._fail(act["keeps"])
     return remote_node._collect(request)
 
 remote_node._DO.update(probe=probe, run=run, collect=collect)

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pytest_gpucluster.analysis.compare import (
-    NO_REGRESSION,
-    NOT_COMPARED,
-    REGRESSION,
-    UNDECIDED,
-    Change,
-    Comparison,
-    Pair,
-)
-from pytest_gpucluster.analysis.output import json_document, table, wrapped
+from pytest_gpucluster.analysis.compare import NO_REGRESSION, NOT_COMPARED, REGRESSION, Change, Comparison, Pair
 from pytest_gpucluster.analysis.significance import KINDS, OPEN, REGRESSED, WORSE, Estimate
-from pytest_gpucluster.journal.journal import json_types
-from pytest_gpucluster.reports.summary import is_better_higher
-from pytest_gpucluster.reports.tables import metric_name, percent, quantity
-from pytest_gpucluster.text import Column
+from pytest_gpucluster.reports.tables import percent, quantity
+from pytest_gpucluster.text import one_line, paragraph, printable
 
 NameOf = Callable[[int], str]
 
 _ROWS = 40
 _RANKS = 4
-_HEADS = (
-    Column(title=""),
-    Column(title="change", is_right=True),
-    Column(title="before", is_right=True),
-    Column(title="now", is_right=True),
-)
+_INDENT = 4
+_LONGEST = 400
 
 
 def comparison_table(
@@ -46,75 +32,101 @@ def comparison_table(
         width: columns of the terminal.
         everything: include changes that are the same, within noise, or decide nothing.
     """
-    lines = [*wrapped(answer_text(comparison), width)]
+    lines = [*_wrapped(answer_text(comparison), width)]
     for obstacle in comparison.obstacles:
-        lines += wrapped(f"not comparable: {obstacle}", width)
+        lines += _wrapped(f"not comparable: {obstacle}", width)
     for note in comparison.notes:
-        lines += wrapped(f"note: {note}", width)
+        lines += _wrapped(f"note: {note}", width)
     relevant = [change for change in comparison.changes if everything or _is_relevant(change)]
     rows = relevant if everything else relevant[:_ROWS]
     if rows:
-        cells = ((_cells(change), [_what(change), *_who(change, old_name, new_name)]) for change in rows)
-        lines += ["", *table(_HEADS, cells, width)]
+        lines.append("")
+        lines += _rows(rows, old_name, new_name, width)
     hidden = len(comparison.changes) - len(rows)
     if hidden:
         more = f"and {len(relevant) - len(rows)} more of these; " if len(relevant) > len(rows) else ""
         rest = len(comparison.changes) - len(relevant)
         irrelevant = f"{rest} more metrics are the same, within noise, or decide nothing; " if rest else ""
-        lines += ["", *wrapped(f"{more}{irrelevant}--all shows them", width)]
+        lines += ["", *_wrapped(f"{more}{irrelevant}--all shows them", width)]
     return "\n".join(lines) + "\n"
 
 
 def answer_text(comparison: Comparison) -> str:
     """Return the answer in one sentence."""
     allowed = f"{100 * comparison.allowed:g} %"
-    regressed, undecided = (_count(len(some)) for some in (comparison.regressed, comparison.undecided))
-    sentences = {
-        REGRESSION: f"REGRESSION: {regressed} worse than before beyond noise and by more than {allowed}",
-        NOT_COMPARED: "NOT COMPARABLE: no value that decides can be compared between these two runs",
-        NO_REGRESSION: f"NO REGRESSION: nothing is worse than before beyond noise and by more than {allowed}",
-        UNDECIDED: f"UNDECIDED: nothing is surely worse by more than {allowed}, but {undecided} without answer",
-    }
     counts = ", ".join(f"{comparison.counts[kind]} {kind}" for kind in KINDS if kind in comparison.counts)
-    return sentences[comparison.answer] + (f" ({counts})" if counts else "")
+    of = f" ({counts})" if counts else ""
+    if comparison.answer == REGRESSION:
+        many = len(comparison.regressed)
+        return f"REGRESSION: {_count(many, 'result')} worse than before beyond noise and by more than {allowed}{of}"
+    if comparison.answer == NOT_COMPARED:
+        return f"NOT COMPARABLE: no value that decides can be compared between these two runs{of}"
+    if comparison.answer == NO_REGRESSION:
+        return f"NO REGRESSION: nothing is worse than before beyond noise and by more than {allowed}{of}"
+    many = len(comparison.undecided)
+    return f"UNDECIDED: nothing is surely worse by more than {allowed}, but {_count(many, 'result')} without answer{of}"
 
 
-def change_text(change: float | None) -> str:
-    """Return a change as "-12.3 %"; beyond ten times as "< -1000 %"; "" where it is unknown."""
-    if change is None or abs(change) <= 10:
-        return "" if change is None else percent(change)
+def change_text(change: float) -> str:
+    """Return a change as "-12.3 %"; beyond ten times as "< -1000 %"."""
+    if abs(change) <= 10:
+        return percent(change)
     return "< -1000 %" if change < 0 else "> +1000 %"
-
-
-def _quantities(pair: Pair, unit: str) -> tuple[str, str] | None:
-    """Return the values before and now, with digits enough to distinguish them; None where one is unknown."""
-    if pair.old is None or pair.new is None:
-        return None
-    before, now = pair.old.value, pair.new.value
-    return quantity(before, unit, compared_with=now), quantity(now, unit, compared_with=before)
 
 
 def pair_text(pair: Pair, unit: str) -> str:
     """Return "731 TFLOPS before, 312.4 TFLOPS now (-57.3 %)", as far as both are known."""
-    quantities = _quantities(pair, unit)
-    if quantities is None:
+    if pair.old is None or pair.new is None:
         return pair.why
+    before, now = (
+        quantity(a.value, unit, compared_with=b.value) for a, b in ((pair.old, pair.new), (pair.new, pair.old))
+    )
     change = "" if pair.change is None else f" ({change_text(pair.change)})"
-    return f"{quantities[0]} before, {quantities[1]} now{change}" + (f": {pair.why}" if pair.why else "")
+    return f"{before} before, {now} now{change}" + (f": {pair.why}" if pair.why else "")
 
 
 def _is_relevant(change: Change) -> bool:
     return change.decides and (change.kind in (REGRESSED, *OPEN, WORSE) or change.kind == "better")
 
 
+def _rows(changes: Sequence[Change], old_name: NameOf, new_name: NameOf, width: int) -> Iterator[str]:
+    cells = [_cells(change) for change in changes]
+    titles = ("", "change", "before", "now")
+    widths = [max(len(row[at]) for row in (titles, *cells)) for at in range(4)]
+    narrow = sum(widths) + 6 > width
+    if not narrow:
+        yield _line(titles, widths)
+    for change, row in zip(changes, cells, strict=True):
+        if narrow:  # unusually long numbers: one below the other
+            for text in filter(None, row):
+                yield printable(one_line(text, width))
+        else:
+            yield _line(row, widths)
+        yield from _wrapped(_what(change), width, _INDENT)
+        for text in _who(change, old_name, new_name):
+            yield from _wrapped(text, width, _INDENT)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    kind, change, before, now = (f"{cell:{'<' if at == 0 else '>'}{widths[at]}}" for at, cell in enumerate(cells))
+    return f"{kind}  {change}  {before}  {now}".rstrip()
+
+
 def _cells(change: Change) -> tuple[str, str, str, str]:
+    pair = change.worst
     kind = change.kind if change.decides else f"({change.kind})"
-    quantities = _quantities(change.worst, change.unit)
-    return (kind, "", "", "") if quantities is None else (kind, change_text(change.worst.change), *quantities)
+    if pair.old is None or pair.new is None:
+        return kind, "", "", ""
+    before, now = (
+        quantity(a.value, change.unit, compared_with=b.value) for a, b in ((pair.old, pair.new), (pair.new, pair.old))
+    )
+    return kind, "" if pair.change is None else change_text(pair.change), before, now
 
 
 def _what(change: Change) -> str:
-    return change.test.name if change.judged is None else f"{change.test.name}: {metric_name(change.judged)}"
+    labels = ", ".join(f"{key}={value}" for key, value in change.labels.items())
+    metric = f"{change.metric}{{{labels}}}" if labels else change.metric
+    return ": ".join(filter(None, (change.name, metric)))
 
 
 def _who(change: Change, old_name: NameOf, new_name: NameOf) -> Iterator[str]:
@@ -138,8 +150,13 @@ def _name(pair: Pair, old_name: NameOf, new_name: NameOf) -> str:
     return f"{old_name(pair.old_rank)} before" if pair.old_rank is not None else ""
 
 
-def _count(results: int) -> str:
-    return "1 result is" if results == 1 else f"{results} results are"
+def _count(many: int, noun: str) -> str:
+    return f"{many} {noun} {'is' if many == 1 else 'are'}" if many == 1 else f"{many} {noun}s are"
+
+
+def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+    space = " " * indent
+    return paragraph(one_line(text, _LONGEST), max(width, 20), first=space, rest=f"{space}  ")
 
 
 SCHEMA_VERSION = 1
@@ -160,23 +177,19 @@ def comparison_document(comparison: Comparison, *, old: dict[str, Any], new: dic
         "counts": comparison.counts,
     }
     # A change a line, each made text by itself: of a thousand ranks all of them at once are large.
-    changes = ",\n".join(
-        f"  {json.dumps(json_types(_change(change)), allow_nan=False)}" for change in comparison.changes
-    )
-    head = json_document(content).removesuffix("\n}\n")
+    changes = ",\n".join(f"  {json.dumps(_change(change), allow_nan=False)}" for change in comparison.changes)
+    head = json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}")
     return f'{head},\n "changes": [\n{changes}\n ]\n}}\n'
 
 
 def _change(change: Change) -> dict[str, Any]:
-    judged = change.judged
-    higher = None if judged is None else is_better_higher(judged)
     return {
-        "test": change.test.nodeid,
-        "criterion": change.test.criterion,
-        "metric": None if judged is None else judged.metric,
-        "labels": {} if judged is None else dict(judged.labels),
+        "test": change.nodeid,
+        "criterion": change.criterion,
+        "metric": change.metric or None,
+        "labels": dict(change.labels),
         "unit": change.unit,
-        "better": None if higher is None else "higher" if higher else "lower",
+        "better": None if change.higher is None else "higher" if change.higher else "lower",
         "decides": change.decides,
         "kind": change.kind,
         "note": change.note,
@@ -185,7 +198,7 @@ def _change(change: Change) -> dict[str, Any]:
 
 
 def pair_to_json(pair: Pair) -> dict[str, Any]:
-    """Return one rank's change as the JSON has it."""
+    """Return one rank's change in plain JSON types; numbers that JSON lacks become text."""
     return {
         "kind": pair.kind,
         "rank": pair.rank,
@@ -193,7 +206,7 @@ def pair_to_json(pair: Pair) -> dict[str, Any]:
         "matched_by": pair.by,
         "old": _estimate_to_json(pair.old),
         "new": _estimate_to_json(pair.new),
-        "change_ratio": pair.change,
+        "change_ratio": None if pair.change is None else _number(pair.change),
         "why": pair.why,
     }
 
@@ -201,4 +214,11 @@ def pair_to_json(pair: Pair) -> dict[str, Any]:
 def _estimate_to_json(estimate: Estimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
-    return {"value": estimate.value, "interval": [estimate.low, estimate.high] if estimate.sampled else None}
+    interval = [_number(estimate.low), _number(estimate.high)] if estimate.sampled else None
+    return {"value": _number(estimate.value), "interval": interval}
+
+
+def _number(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

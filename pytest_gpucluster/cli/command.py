@@ -1,42 +1,87 @@
-"""What all commands have in common: how a journal is named and read, how a complaint looks, what exit codes mean."""
+"""What all commands share: arguments, exit codes, errors, and how reports are read and written."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from pytest_gpucluster import files
-from pytest_gpucluster.text import printable
+from pytest_gpucluster.errors import (
+    CertificateError,
+    GpuClusterError,
+    JournalError,
+    OptionError,
+    ThresholdsError,
+    UnitError,
+    UsageProblem,
+)
+from pytest_gpucluster.metrics import units
+from pytest_gpucluster.text import one_line, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.journal.journal import Journal
     from pytest_gpucluster.journal.records import TestResult
 
-DONE, REGRESSED, USAGE, NO_JOURNAL, NO_OUTPUT = 0, 1, 2, 3, 4
-"""Exit codes. ``REGRESSED`` is a comparison's answer no; what else ends with 1 says so in its own help."""
+DONE, NEGATIVE, USAGE, NO_INPUT, NO_OUTPUT, UNDECIDED = 0, 1, 2, 3, 4, 5
+"""Exit codes. ``NEGATIVE``: a comparison found a difference, a check a problem."""
+BROKEN_EXIT = 11
 
 STDOUT = ("-", "/dev/stdout")
-"""The names of the standard output. A file that it is redirected to is never replaced: somebody may be appending."""
+"""Names of the standard output. A file that it is redirected to is never replaced: another program may append to it."""
 
 JOURNAL_HELP = "a journal.jsonl, the folder of a run, or a report directory (its latest run)"
-
-EXIT_CODES = """\
-exit codes:
-  0  done (whatever the verdict of the run)
-  2  wrong usage
-  3  the journal is missing, damaged, no journal, or of a newer version
-  4  the output cannot be written
-"""
+_HELP_COLUMNS = 110
+_CODES = {
+    USAGE: "wrong usage",
+    NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version",
+    NO_OUTPUT: "the output cannot be written",
+}
 
 
-def explain(parser: argparse.ArgumentParser, description: str, examples: str, exit_codes: str = EXIT_CODES) -> None:
-    """Give a command its description, examples and exit codes, as they are written."""
+class CommandError(Exception):
+    """Ends a command with an exit code and a message."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def exit_code_of(error: GpuClusterError) -> int | None:
+    """Return the exit code for an error that a command did not handle itself; None if it is not a user's error."""
+    if isinstance(error, (JournalError, CertificateError, ThresholdsError)):
+        return NO_INPUT
+    return USAGE if isinstance(error, UsageProblem) else None
+
+
+def complain(message: str, code: int) -> int:
+    """Print each line of a message on standard error, and return the exit code."""
+    for line in message.splitlines():
+        print(f"gpucluster: {printable(line)}", file=sys.stderr)
+    return code
+
+
+# ---- help and arguments
+
+
+def exit_codes(codes: Mapping[int, str], *, common: tuple[int, ...] = (USAGE, NO_OUTPUT), title: str = "") -> str:
+    """Return the help text on exit codes: those of a command, and common ones."""
+    lines = [f"exit codes{title}:"]
+    for code, text in sorted({**{code: _CODES[code] for code in common}, **codes}.items()):
+        lines += textwrap.wrap(text, _HELP_COLUMNS, initial_indent=f"  {code:<4}", subsequent_indent=" " * 6)
+    return "\n".join(lines) + "\n"
+
+
+def explain(parser: argparse.ArgumentParser, description: str, examples: str, codes: str) -> None:
+    """Set description, examples and exit codes of a command's help."""
     parser.description = description
-    parser.epilog = f"examples:\n{examples}\n{exit_codes}"
+    parser.epilog = f"examples:\n{examples}\n{codes}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
@@ -54,13 +99,13 @@ def add_steps(parser: argparse.ArgumentParser, description: str, steps: Mapping[
     parser.description = description
     inner = parser.add_subparsers(dest="step", metavar="COMMAND", required=True)
     for name, step in steps.items():
-        each = inner.add_parser(name, help=step.help)
-        step.configure(each)
-        each.set_defaults(run_step=step.run, refuse=each.error)
+        added = inner.add_parser(name, help=step.help)
+        step.configure(added)
+        added.set_defaults(run_step=step.run, refuse=added.error)
 
 
 def run_step(options: argparse.Namespace) -> int:
-    """Run the command that was chosen of a group, and return the exit code."""
+    """Run the chosen command of a group, and return the exit code."""
     code: int = options.run_step(options)
     return code
 
@@ -70,45 +115,187 @@ def add_journal(parser: argparse.ArgumentParser, name: str = "journal", help: st
     parser.add_argument(name, metavar=name.upper(), type=Path, help=help)
 
 
-def read_journal(
-    place: Path, *, keep_samples: bool = False, slim: Callable[[TestResult], TestResult] | None = None
-) -> tuple[Path, Journal]:
-    """Return where the journal of a run is, and what is in it, RUNNING while it goes on; a cut last line is reported.
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, for :func:`write_json_or_table`."""
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
 
-    Args:
-        place: of the run.
-        keep_samples: else the samples behind each value are left out.
-        slim: takes each result, and returns what is to be kept of it.
+
+def add_thresholds(parser: argparse.ArgumentParser) -> None:
+    """Add ``--thresholds``."""
+    parser.add_argument(
+        "--thresholds",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="limits that override the shipped ones, as --gpucluster-thresholds; repeatable",
+    )
+
+
+def whole_number(least: int = 1, most: int = 10**6) -> Callable[[str], int]:
+    """Return an argument type that accepts whole numbers in a range."""
+
+    def parse(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return number
+
+    return parse
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Return an argument type that accepts numbers in a range."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number from {least:g} to {most:g}")
+        return value
+
+    return parse
+
+
+port_number = whole_number(1024, 65535)
+
+
+def percentage(option: str, text: str) -> float:
+    """Return the value of an option such as ``3%`` as a ratio.
 
     Raises:
-        JournalError: missing, damaged, no journal of this project, or of a newer version.
+        CommandError: not a percentage, or out of range.
     """
-    # Imported here, so that --help answers at once.
+    from pytest_gpucluster.analysis.significance import allowance
+
+    try:
+        return allowance(text)
+    except OptionError as error:
+        raise CommandError(USAGE, f"{option} {error}") from error
+
+
+def key_value(text: str) -> tuple[str, str]:
+    """Read KEY=VALUE.
+
+    Raises:
+        argparse.ArgumentTypeError: something else.
+    """
+    key, separator, value = (part.strip() for part in text.partition("="))
+    if not (key and separator and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
+def seconds(text: str) -> float:
+    """Read a time such as ``90 s`` or ``2h``, as seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: not a time, or not from 1 s to 30 days.
+    """
+    try:
+        found = units.parse(text, like="s").to("s")
+    except UnitError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not 1 <= found <= 30 * 24 * 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 1 s and 30 days")
+    return found
+
+
+# ---- input and output
+
+
+def read_journal(
+    path: Path, *, keep_samples: bool = False, slim: Callable[[TestResult], TestResult] | None = None
+) -> tuple[Path, Journal]:
+    """Return the path of a run's journal and its content, RUNNING while it goes on; a truncated last line is reported.
+
+    Args:
+        path: of the run.
+        keep_samples: else the samples of each value are left out.
+        slim: called with each result; returns what is to be kept of it.
+
+    Raises:
+        JournalError: missing, damaged, of another program, or of a newer version.
+    """
     from pytest_gpucluster.journal.journal import locate, read
 
-    path = locate(place)
+    path = locate(path)
     journal = read(path, keep_samples=keep_samples, slim=slim, live=True)
     if journal.cut:
-        print(f"gpucluster: {path}: its last line is cut off and left out", file=sys.stderr)
+        complain(f"{path}: its last line is truncated and left out", DONE)
     return path, journal
 
 
-def write_text(out: str, text: str) -> None:
-    """Write a report to a file, whole or not at all, or to the standard output, which is ``-``.
+def require_other_file(option: str, out: str | Path | None, paths: Iterable[Path], what: str = "a journal") -> None:
+    """Refuse to write over a command's input.
 
     Raises:
-        OSError: it cannot be written; what was there is unchanged.
+        CommandError: the output is one of these files.
     """
-    if out in STDOUT:
+    if out is not None and str(out) not in STDOUT and Path(out).resolve() in {path.resolve() for path in paths}:
+        raise CommandError(USAGE, f"{option} {out}: that is {what}; name another file")
+
+
+def require_new_file(option: str, out: str, *, force: bool) -> None:
+    """Refuse to replace a file without ``--force``.
+
+    Raises:
+        CommandError: there is such a file.
+    """
+    if out not in STDOUT and os.path.lexists(out) and not force:
+        raise CommandError(NO_OUTPUT, f"{option} {out}: the file exists; name another one, or use --force")
+
+
+def write_text(out: str, text: str, option: str = "") -> None:
+    """Write a report to a file atomically, or to standard output, which is ``-``.
+
+    Raises:
+        CommandError: it cannot be written; the former content is unchanged.
+    """
+    if out in STDOUT:  # main handles its errors
         sys.stdout.flush()
-        # As bytes: a report is UTF-8 whatever the locale is, and half of a character from a file name stops nothing.
+        # Bytes: a report is UTF-8 in every locale, and a file name with half a character stops nothing.
         sys.stdout.buffer.write(text.encode("utf-8", "backslashreplace"))
         sys.stdout.flush()
         return
-    files.atomic_write(Path(out), text)
+    try:
+        files.atomic_write(Path(out), text)
+    except OSError as error:
+        raise CommandError(NO_OUTPUT, f"{option} {out}: {error.strerror or error}".strip()) from error
 
 
-def complain(message: str, code: int) -> int:
-    """Say what is wrong on the standard error, and return the exit code."""
-    print(f"gpucluster: {printable(message)}", file=sys.stderr)
-    return code
+def write_json_or_table(json: str | None, document: Callable[[], str], table: Callable[[], str]) -> None:
+    """Write the JSON document where ``--json`` names, and the table to standard output unless the document goes there.
+
+    Raises:
+        CommandError: one cannot be written.
+    """
+    if json is not None:
+        write_text(json, document(), "--json")
+    if json not in STDOUT:
+        write_text("-", table())
+
+
+def columns(least: int = 40) -> int:
+    """Return the width of the terminal, or COLUMNS, or 80."""
+    return max(least, shutil.get_terminal_size((80, 24)).columns)
+
+
+def print_paragraph(text: str, *, first: str = "", rest: str = "", stream: TextIO | None = None) -> None:
+    """Print text from any source, wrapped to the width of the terminal; ``first`` and ``rest`` begin its lines."""
+    text = printable(one_line(text, _PARAGRAPH_CHARACTERS))
+    wrapped = textwrap.wrap(
+        text,
+        columns(),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+        # A digest is copied as one word.
+        break_long_words=any(len(word) > _DIGEST_CHARACTERS for word in text.split()),
+    )
+    print("\n".join(wrapped) or first.rstrip(), file=stream)
+
+
+_PARAGRAPH_CHARACTERS, _DIGEST_CHARACTERS = 2000, 64

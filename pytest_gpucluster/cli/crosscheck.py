@@ -1,47 +1,49 @@
-"""``gpucluster runs crosscheck``: our figures beside those of nccl-tests, on the same GPUs and at the same sizes."""
+"""``gpucluster runs crosscheck``: the collectives of a run compared with nccl-tests on the same GPUs and sizes."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
-import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpucluster import files
 from pytest_gpucluster.cli.command import (
     DONE,
-    NO_JOURNAL,
+    NEGATIVE,
+    NO_INPUT,
     NO_OUTPUT,
-    REGRESSED,
+    UNDECIDED,
     USAGE,
     add_journal,
+    add_json,
+    columns,
     complain,
+    exit_codes,
     explain,
+    number,
+    percentage,
     read_journal,
-    write_text,
+    require_other_file,
+    whole_number,
+    write_json_or_table,
 )
-from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.text import printable
+from pytest_gpucluster.errors import EnvironmentBroken, OptionError, OutputError
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.analysis.crosscheck import Crosscheck, Point, ProgramRun, RunCollectives
+    from pytest_gpucluster.analysis.crosscheck import Point, ProgramRun, RunCollectives
     from pytest_gpucluster.analysis.nccl_tests import Output
 
-UNDECIDED, NOT_RUN = 5, 6
-FOUND = REGRESSED
-_TIMEOUT_SECONDS = 600.0
+NOT_RUN = 6
 
 _NCCL_TESTS = """\
-Run nccl-tests at the sizes, in the dtypes and with the number of GPUs of a run of ours, and compare busbw at each size.
-A difference beyond --beyond is a finding, whoever is faster; so are wrong data. With --output nothing is run: the
-files are what nccl-tests has printed, or written with -J, elsewhere, or a summary of SuperBench, which runs it. What
-stands after -- goes to nccl-tests.
-docs/compare.md has the rules.
+Run nccl-tests with the sizes, dtypes and number of GPUs of a run of this suite, and compare busbw at each size. A
+difference beyond --beyond is a finding, whichever is faster; so are wrong data. With --output nothing is run: the
+files have what nccl-tests has printed, or written with -J, or are a summary of SuperBench, which runs it. Arguments
+after -- go to nccl-tests. docs/compare.md has the rules.
 """
 
 _EXAMPLES = """\
@@ -51,16 +53,15 @@ _EXAMPLES = """\
   gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=all_reduce.txt --partial --json -
 """
 
-_EXIT_CODES = """\
-exit codes:
-  0  every size was compared, and none differs by more than --beyond
-  1  a finding: a difference, or wrong data
-  2  wrong usage
-  3  the journal is missing, damaged, no journal, or of a newer version
-  4  the output cannot be written
-  5  no finding, but something, or all of it, could not be compared
-  6  nccl-tests did not run to its end (no program, no GPU, too slow), or what it has told cannot be read
-"""
+_EXIT_CODES = exit_codes(
+    {
+        DONE: "every size was compared, and none differs by more than --beyond",
+        NEGATIVE: "a finding: a difference, or wrong data",
+        UNDECIDED: "no finding, but not everything could be compared",
+        NOT_RUN: "nccl-tests did not run to its end (no program, no GPU, too slow), or its output cannot be read",
+    },
+    common=(USAGE, NO_INPUT, NO_OUTPUT),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,112 +72,99 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--binaries",
         metavar="DIR",
         type=Path,
-        help="where all_reduce_perf is (default: the PATH, /opt/nccl-tests/build)",
+        help="folder of all_reduce_perf (default: the PATH, /opt/nccl-tests/build)",
     )
     parser.add_argument(
         "-g",
         dest="gpus",
         metavar="N",
-        type=_count,
-        help="GPUs of each process (default: all that the run had on a node; 1 with --launcher)",
+        type=whole_number(),
+        help="GPUs of each process (default: those of the run on a node; 1 with --launcher)",
     )
     parser.add_argument(
-        "--launcher", metavar="COMMAND", help="what to put before the program on several nodes: 'mpirun -np 16 ...'"
+        "--launcher", metavar="COMMAND", help="what starts the program on several nodes: 'mpirun -np 16 ...'"
     )
     parser.add_argument(
         "--output",
         metavar="[COLLECTIVE=]FILE",
         action="append",
         default=[],
-        help="run nothing, and take what nccl-tests has printed or written elsewhere, or SuperBench's "
-        "results-summary.jsonl; repeatable",
+        help="run nothing, and read the output of nccl-tests, or SuperBench's results-summary.jsonl; repeatable",
     )
     parser.add_argument("--collective", metavar="NAME", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--dtype", metavar="NAME", action="append", default=[], help="only this one; repeatable")
+    parser.add_argument("--beyond", metavar="PERCENT", default="5%", help="how much the two may differ (default: 5%%)")
     parser.add_argument(
-        "--beyond", metavar="PERCENT", default="5%", help="how much ours may differ from theirs (default: 5%%)"
-    )
-    parser.add_argument(
-        "--partial", action="store_true", help="what only one side has is told, and does not end with 5"
+        "--partial", action="store_true", help="sizes that only one of them has are reported, but do not end with 5"
     )
     parser.add_argument(
         "--other-hosts",
         action="store_true",
-        help="compare also where the journal has no host of nccl-tests' names, as with pods",
+        help="compare even if host names differ, as with pods",
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        type=_seconds,
-        default=_TIMEOUT_SECONDS,
-        help="how long a single start of nccl-tests may take (default: 600)",
+        type=number(1e-3, 1e9),
+        default=600.0,
+        help="deadline for one start of nccl-tests (default: 600)",
     )
-    parser.add_argument("--keep", metavar="DIR", type=Path, help="keep what nccl-tests has printed in this folder")
-    parser.add_argument("--json", metavar="FILE", help="write all of it here as JSON; - is the standard output")
+    parser.add_argument("--keep", metavar="DIR", type=Path, help="save the output of nccl-tests in this folder")
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Crosscheck a run and return the exit code."""
-    # Imported here, so that --version and --help answer at once.
     from pytest_gpucluster.analysis import crosscheck
-    from pytest_gpucluster.analysis.crosscheck import collectives_of
-    from pytest_gpucluster.analysis.significance import allowance
-    from pytest_gpucluster.errors import OptionError
 
-    try:
-        beyond = allowance(options.beyond)
-        given = _given(options)
-    except OptionError as error:
-        return complain(str(error), USAGE)
-    try:
-        path, journal = read_journal(options.journal)
-        mine = collectives_of(journal)
-    except JournalError as error:
-        return complain(str(error), NO_JOURNAL)
-    if options.json not in (None, "-") and Path(options.json).resolve() == path.resolve():
-        return complain(f"--json {options.json}: that is the journal itself; name another file", USAGE)
-    why_not = mine.why_not or ("" if mine.points else "no busbw of a collective was measured in this run")
-    if why_not:
-        return complain(f"{path}: nothing can be compared: {why_not}", UNDECIDED)
-    failed = ""
+    beyond = percentage("--beyond", options.beyond)
+    output_files = _output_files(options)
+    path, journal = read_journal(options.journal)
+    ours = crosscheck.collectives_of(journal)
+    require_other_file("--json", options.json, [path], "the journal itself")
+    obstacle = ours.why_not or ("" if ours.points else "no busbw of a collective was measured in this run")
+    if obstacle:
+        return complain(f"{path}: nothing can be compared: {obstacle}", UNDECIDED)
     expected: list[Point] | None = None
-    outputs: tuple[Output, ...] = ()
-    if given:
-        outputs, failed = _read(given, mine)
+    if output_files:
+        outputs, failure = _read(output_files, ours)
     else:
-        topology, problem = _topology(options, mine)
+        topology, problem = _topology(options, ours)
         if problem:
             return complain(f"{path}: {problem}", UNDECIDED)
-        expected = _points(options, mine, topology)
+        expected = [point for point in _selected(options, ours) if (point.ranks, point.nnodes) == topology]
         if not expected:
-            return complain(f"{path}: nothing can be compared: {_nothing(options, mine, topology)}", UNDECIDED)
-        outputs, failed = _measure(options, expected, topology)
+            return complain(f"{path}: nothing can be compared: {_missing(options, ours, topology)}", UNDECIDED)
+        outputs, failure = _measure(options, expected, topology)
     found = crosscheck.compare_outputs(
-        replace(mine, points=_named(options, mine)),
+        replace(ours, points=_selected(options, ours)),
         outputs,
         expected=expected,
         beyond=beyond,
         partial=options.partial,
         other_hosts=options.other_hosts,
     )
-    codes = {crosscheck.FINDING: FOUND, crosscheck.AGREEMENT: DONE}
-    code = codes.get(found.answer, UNDECIDED)
-    if failed and code != FOUND:
-        code = NOT_RUN
-    if failed:
-        complain(failed, code)
-    return _tell(options, found, str(path), outputs, code) if outputs or not failed else code
+    code = {crosscheck.FINDING: NEGATIVE, crosscheck.AGREEMENT: DONE}.get(found.answer, UNDECIDED)
+    if failure:
+        code = code if code == NEGATIVE else NOT_RUN
+        complain(failure, code)
+    if outputs or not failure:
+        write_json_or_table(
+            options.json,
+            lambda: crosscheck.crosscheck_document(found, journal=str(path), outputs=outputs, exit_code=code),
+            lambda: crosscheck.crosscheck_table(found, columns()),
+        )
+    return code
 
 
-def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
-    """Return the collective, where it is named, and the file of each ``--output``.
+def _output_files(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
+    """Return the collective, if it is named, and the file of each ``--output``.
 
     Raises:
-        OptionError: options that do not go together, or a name that is none.
+        OptionError: contradicting options, or an unknown name.
     """
     from pytest_gpucluster.analysis.crosscheck import require_allowed_arguments
     from pytest_gpucluster.analysis.nccl_tests import DTYPES, PROGRAMS
-    from pytest_gpucluster.errors import OptionError
     from pytest_gpucluster.metrics.units import did_you_mean
 
     for option, names, known in (
@@ -186,14 +174,14 @@ def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
         for name in names:
             if name not in known:
                 raise OptionError(f"{option} {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")
-    require_allowed_arguments(options.passed_on)
+    require_allowed_arguments(options.forwarded)
     if options.launcher is not None:
         try:
             words = shlex.split(options.launcher)
         except ValueError as error:
             raise OptionError(f"--launcher {options.launcher!r}: {error}") from None
         if not words:
-            raise OptionError("--launcher is empty; write what starts the ranks, such as 'mpirun -np 16'")
+            raise OptionError("--launcher is empty; write the command that starts the ranks, such as 'mpirun -np 16'")
     if not options.output:
         return []
     for option, value in (
@@ -201,7 +189,7 @@ def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
         ("-g", options.gpus),
         ("--launcher", options.launcher),
         ("--keep", options.keep),
-        ("what stands after --", options.passed_on or None),
+        ("arguments after --", options.forwarded or None),
     ):
         if value is not None:
             raise OptionError(f"--output runs nothing: leave {option} out")
@@ -213,27 +201,26 @@ def _given(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
     return found
 
 
-def _read(given: Sequence[tuple[str | None, Path]], mine: RunCollectives) -> tuple[tuple[Output, ...], str]:
-    """Return what is in files of nccl-tests or SuperBench, and what is wrong with the first that cannot be read."""
+def _read(output_files: Sequence[tuple[str | None, Path]], ours: RunCollectives) -> tuple[tuple[Output, ...], str]:
+    """Return the content of files of nccl-tests or SuperBench, and the problem of the first unreadable one."""
     from pytest_gpucluster.analysis import nccl_tests, superbench
-    from pytest_gpucluster.errors import OutputError
 
     outputs: list[Output] = []
-    for collective, path in given:
+    for collective, path in output_files:
         try:
             text = path.read_text(encoding="utf-8", errors="backslashreplace")
             is_json = text.lstrip().startswith("{")
             if is_json and superbench.is_summary(text):
-                of_nodes = superbench.read(text, str(path), lambda host: _gpus_of(host, mine))
+                of_nodes = superbench.read(text, str(path), lambda host: _gpus_on(host, ours))
                 outputs += [output for output in of_nodes if collective in (None, output.collective)]
                 if not any(collective in (None, output.collective) for output in of_nodes):
-                    raise OutputError(f"{path}: it has nothing of {collective}")
+                    raise OutputError(f"{path}: no results of {collective}")
                 continue
             output = (nccl_tests.read_json if is_json else nccl_tests.read_table)(text, str(path))
             if collective not in (None, output.collective) and output.collective is not None:
-                raise OutputError(f"{path}: it is of {output.collective}, and --output calls it {collective}")
+                raise OutputError(f"{path}: results of {output.collective}, but --output names {collective}")
             if collective is None and output.collective is None:
-                raise OutputError(f"{path}: it does not tell which collective it is of; write all_reduce={path}")
+                raise OutputError(f"{path}: its collective is unknown; write all_reduce={path}")
         except OSError as error:
             return tuple(outputs), f"{path}: cannot be read: {error.strerror or error}"
         except OutputError as error:
@@ -242,49 +229,44 @@ def _read(given: Sequence[tuple[str | None, Path]], mine: RunCollectives) -> tup
     return tuple(outputs), ""
 
 
-def _gpus_of(host: str, mine: RunCollectives) -> int:
-    """Return the GPUs of a host of ours; of any other one, those of a node of ours, 0 where that is not known."""
-    return len(mine.ranks_of.get(host, ())) or mine.per_node or 0
+def _gpus_on(host: str, ours: RunCollectives) -> int:
+    """Return the GPUs of a host of the run; for another host, those of any node of the run, 0 if unknown."""
+    return len(ours.ranks_of.get(host, ())) or ours.per_node or 0
 
 
-def _topology(options: argparse.Namespace, mine: RunCollectives) -> tuple[tuple[int, int], str]:
-    """Return how many ranks on how many nodes nccl-tests is to have, and why there can be none."""
+def _topology(options: argparse.Namespace, ours: RunCollectives) -> tuple[tuple[int, int], str]:
+    """Return the ranks and nodes for nccl-tests, and why there are none."""
     if options.launcher is not None:
-        return mine.largest or (0, 0), ""
+        return ours.largest or (0, 0), ""
     if options.gpus is not None:
         return (options.gpus, 1), ""
-    per_node = mine.per_node
+    per_node = ours.per_node
     if per_node is None:
-        return (0, 0), "nothing was measured inside a node, so that several are needed: --launcher 'mpirun -np 16 ...'"
+        return (0, 0), "nothing was measured on one node, so several are needed: --launcher 'mpirun -np 16 ...'"
     return (per_node, 1), ""
 
 
-def _named(options: argparse.Namespace, mine: RunCollectives) -> tuple[Point, ...]:
+def _selected(options: argparse.Namespace, ours: RunCollectives) -> tuple[Point, ...]:
     return tuple(
         point
-        for point in mine.points
+        for point in ours.points
         if point.collective in (options.collective or (point.collective,))
         and point.dtype in (options.dtype or (point.dtype,))
     )
 
 
-def _points(options: argparse.Namespace, mine: RunCollectives, topology: tuple[int, int]) -> list[Point]:
-    return [point for point in _named(options, mine) if (point.ranks, point.nnodes) == topology]
-
-
-def _nothing(options: argparse.Namespace, mine: RunCollectives, topology: tuple[int, int]) -> str:
-    kinds = dict.fromkeys((point.collective, point.dtype, point.ranks, point.nnodes) for point in mine.points)
-    has = "; ".join(f"{name} {dtype} by {ranks} ranks on {nodes}" for name, dtype, ranks, nodes in list(kinds)[:6])
-    asked = " ".join((*options.collective, *options.dtype)) or "collectives"
-    return f"it has no {asked} by {topology[0]} ranks on {topology[1]} nodes, but {has}"
+def _missing(options: argparse.Namespace, ours: RunCollectives, topology: tuple[int, int]) -> str:
+    kinds = dict.fromkeys((point.collective, point.dtype, point.ranks, point.nnodes) for point in ours.points)
+    measured = "; ".join(f"{name} {dtype} by {ranks} ranks on {nodes}" for name, dtype, ranks, nodes in list(kinds)[:6])
+    selected = " ".join((*options.collective, *options.dtype)) or "collectives"
+    return f"the run has no {selected} by {topology[0]} ranks on {topology[1]} nodes, but {measured}"
 
 
 def _measure(
     options: argparse.Namespace, points: Sequence[Point], topology: tuple[int, int]
 ) -> tuple[tuple[Output, ...], str]:
-    """Run nccl-tests for these points, until all is measured or something goes wrong; return also what."""
+    """Run nccl-tests for these points; return the outputs, and the problem that ended it early."""
     from pytest_gpucluster.analysis import crosscheck, nccl_programs
-    from pytest_gpucluster.errors import EnvironmentBroken, OutputError
 
     starts = list(crosscheck.program_runs(points))
     outputs: list[Output] = []
@@ -293,11 +275,9 @@ def _measure(
         found = {each.program: nccl_programs.find_program(each.program, options.binaries, mpi=mpi) for each in starts}
         if options.keep is not None:
             options.keep.mkdir(parents=True, exist_ok=True)
-        for number, each in enumerate(starts, start=1):
-            print(
-                printable(f"gpucluster: {number} of {len(starts)}: {each}, {each.range}"), file=sys.stderr, flush=True
-            )
-            outputs.append(_one(options, each, found[each.program], topology[0]))
+        for count, each in enumerate(starts, start=1):
+            complain(f"{count} of {len(starts)}: {each}, {each.range}", DONE)
+            outputs.append(_run_program(options, each, found[each.program], topology[0]))
     except (EnvironmentBroken, OutputError) as error:
         return tuple(outputs), str(error)
     except OSError as error:
@@ -307,21 +287,21 @@ def _measure(
     return tuple(outputs), ""
 
 
-def _one(options: argparse.Namespace, asked: ProgramRun, program: Path, ranks: int) -> Output:
-    """Run one program to its end, and return what it has told.
+def _run_program(options: argparse.Namespace, program_run: ProgramRun, program: Path, ranks: int) -> Output:
+    """Run one program to its end, and return its output.
 
     Raises:
-        EnvironmentBroken: it did not run, or ended badly without wrong data.
-        OutputError: what it has told cannot be read, or is of something else.
-        OSError: what it has printed cannot be kept.
+        EnvironmentBroken: it did not run, or failed without wrong data.
+        OutputError: its output cannot be read, or is of another collective.
+        OSError: its output cannot be saved.
     """
     from pytest_gpucluster.analysis import nccl_programs
-    from pytest_gpucluster.errors import OutputError
 
     launcher = shlex.split(options.launcher) if options.launcher is not None else []
     gpus = options.gpus or (1 if launcher else ranks)
-    command = [*launcher, str(program), *asked.arguments(gpus, options.passed_on)]
-    # The file has the whole environment in it. On another node it would stay behind, so there the table has to do.
+    command = [*launcher, str(program), *program_run.arguments(gpus, options.forwarded)]
+    # The JSON file contains the whole environment, and with a launcher it would stay on another node: then the table is
+    # read.
     with tempfile.TemporaryDirectory(prefix="gpucluster-crosscheck-") as folder:
         file = Path(folder, "output.json")
         with_file = not launcher and nccl_programs.writes_json(program)
@@ -329,69 +309,36 @@ def _one(options: argparse.Namespace, asked: ProgramRun, program: Path, ranks: i
             [*command, "-J", str(file)] if with_file else command, within_seconds=options.timeout
         )
         if options.keep is not None:
-            write_text(str(options.keep / f"{asked.program}-{asked.dtype}-{asked.range.first}.txt"), ended.text)
-        shown = shlex.join(command)
+            name = f"{program_run.program}-{program_run.dtype}-{program_run.range.first}.txt"
+            files.atomic_write(options.keep / name, ended.text)
+        command_text = shlex.join(command)
         if ended.code is None:
-            raise ended.problem(shown)
+            raise ended.problem(command_text)
         try:
-            output = _told(file, ended.text, shown)
+            output = _read_output(file, ended.text, command_text)
         except OutputError:
             if ended.code:
-                raise ended.problem(shown) from None
+                raise ended.problem(command_text) from None
             raise
     if ended.code and not output.wrong:
-        raise ended.problem(shown)
-    if output.collective not in (None, asked.collective):
-        raise OutputError(f"`{shown}` measures {output.collective}, not {asked.collective}")
-    return replace(output, collective=asked.collective)
+        raise ended.problem(command_text)
+    if output.collective not in (None, program_run.collective):
+        raise OutputError(f"`{command_text}` measures {output.collective}, not {program_run.collective}")
+    return replace(output, collective=program_run.collective)
 
 
-def _told(file: Path, printed: str, shown: str) -> Output:
-    """Return what the file says, or the table, which is less exact: a program may not be able to write a file.
+def _read_output(file: Path, printed: str, command_text: str) -> Output:
+    """Read the JSON file, or the table, which is less exact: an old program writes no file.
 
     Raises:
         OutputError: neither can be read.
     """
     from pytest_gpucluster.analysis import nccl_tests
-    from pytest_gpucluster.errors import OutputError
 
     if file.is_file():
         try:
-            return nccl_tests.read_json(file.read_text(encoding="utf-8", errors="backslashreplace"), shown)
+            return nccl_tests.read_json(file.read_text(encoding="utf-8", errors="backslashreplace"), command_text)
         except OutputError:
-            # It writes no JSON for infinity, for one. The table is of the same run, and as strict.
-            return nccl_tests.read_table(printed, shown)
-    return nccl_tests.read_table(printed, shown)
-
-
-def _tell(options: argparse.Namespace, found: Crosscheck, journal: str, outputs: tuple[Output, ...], code: int) -> int:
-    from pytest_gpucluster.analysis import crosscheck
-
-    try:
-        if options.json is not None:
-            write_text(
-                options.json, crosscheck.crosscheck_document(found, journal=journal, outputs=outputs, exit_code=code)
-            )
-        if options.json != "-":
-            write_text("-", crosscheck.crosscheck_table(found, shutil.get_terminal_size((80, 24)).columns))
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        return complain(f"{options.json}: {error.strerror or error}", NO_OUTPUT)
-    return code
-
-
-def _count(text: str) -> int:
-    if not (text.isdecimal() and text.isascii() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
-    return value
+            # Invalid JSON, such as for infinity. The table is of the same run, and read as strictly.
+            return nccl_tests.read_table(printed, command_text)
+    return nccl_tests.read_table(printed, command_text)

@@ -1,17 +1,29 @@
-"""``gpucluster lora``: data prepared for LoRA, a saved adapter evaluated, a reference curve made of runs."""
+"""``gpucluster lora``: prepare data for LoRA, evaluate a saved adapter, make a reference curve of runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster.benchmarks.lora import reference_curve
-from pytest_gpucluster.cli.command import DONE, NO_OUTPUT, USAGE, Step, add_steps, complain, explain, run_step
+from pytest_gpucluster.cli.command import (
+    DONE,
+    NO_INPUT,
+    NO_OUTPUT,
+    USAGE,
+    CommandError,
+    Step,
+    add_steps,
+    complain,
+    exit_codes,
+    explain,
+    require_other_file,
+    run_step,
+    whole_number,
+)
 from pytest_gpucluster.errors import CurveError, EnvironmentBroken, JournalError, UnitError, WrongResult
 from pytest_gpucluster.journal import journal
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
@@ -25,37 +37,31 @@ if TYPE_CHECKING:
     from pytest_gpucluster.benchmarks.lora.packed_file import Prepared
     from pytest_gpucluster.benchmarks.lora.packing import Packed
 
-FAILED = 3
-
-LORA_EXIT_CODES = """\
-exit codes:
-  0  done
-  2  wrong usage
-  3  the rows, the model or the adapter cannot be used, or a package is missing
-  4  the output cannot be written
-"""
+LORA_EXIT_CODES = exit_codes(
+    {DONE: "done", NO_INPUT: "the rows, model or adapter cannot be used, or a package is missing"}
+)
 
 _LORA_EXAMPLES = """\
   gpucluster lora prepare glaive-function-calling-v2.json --model Qwen2-7B/ --out blocks.safetensors
   gpucluster lora evaluate final/ --data blocks.safetensors --limit 200
 """
 
-_LORA = "Prepare the data of the LoRA criteria, and work with what a training has left."
+_LORA = "Prepare the data of the LoRA criteria, and work with the results of a training."
 
 _PREPARE = """\
 Read conversations, hold a part of them out, and pack both parts into blocks of tokens of one length. SOURCE is one JSON
 array or JSONL, with rows {system, chat} as in glaive-function-calling-v2 or {instruction, input, output}; or the name
-of a data set on the Hugging Face hub. The file holds the blocks, which tokens count in the loss, the held-out
-conversations, and the origin of all of it. The statistics go to the standard output.
+of a data set on the Hugging Face hub. The file holds the blocks, the tokens that count in the loss, the held-out
+conversations, and the origin of all of it. The statistics go to standard output.
 """
 
 _EVALUATE = """\
-Load an adapter on its model, let it write the first function call of held-out conversations, always the likeliest
-token, and print how many of the answers are well-formed calls, call the right function, and have the right arguments.
+Load an adapter on its model, let it generate the first function call of held-out conversations with greedy decoding,
+and print how many of the answers are well-formed calls, call the right function, and have the right arguments.
 """
 
 _SOURCE = "a file of rows, or owner/name or owner/name@revision on the Hugging Face hub"
-_WRONG_SHOWN = 10
+_MOST_EXAMPLES = 10
 _CHARACTERS = 300
 
 
@@ -74,12 +80,12 @@ def configure_prepare(prepare: argparse.ArgumentParser) -> None:
         "--tiny", action="store_true", help="train a tokenizer of 512 tokens on the rows: for rehearsals"
     )
     prepare.add_argument(
-        "--sequence", metavar="N", type=_count, default=4096, help="positions of a block (default: 4096)"
+        "--sequence", metavar="N", type=whole_number(), default=4096, help="positions of a block (default: 4096)"
     )
     prepare.add_argument(
         "--out", metavar="FILE", type=Path, required=True, help="write the blocks here, as safetensors"
     )
-    _add_of_rows(prepare)
+    _add_row_options(prepare)
 
 
 def configure_evaluate(evaluate: argparse.ArgumentParser) -> None:
@@ -90,21 +96,21 @@ def configure_evaluate(evaluate: argparse.ArgumentParser) -> None:
         "--data",
         metavar="SOURCE",
         required=True,
-        help=f"a file that `lora prepare` has made; or {_SOURCE}, of which the same part is held out as there",
+        help=f"the output of `lora prepare`; or {_SOURCE}, of which the same part is held out",
     )
     evaluate.add_argument(
-        "--base", metavar="MODEL", help="the model beneath: a folder or a hub name (default: as the adapter says)"
+        "--base", metavar="MODEL", help="the base model: a folder or a hub name (default: that of the adapter)"
     )
     evaluate.add_argument(
-        "--limit", metavar="N", type=_count, default=200, help="ask for so many calls at most (default: 200)"
+        "--limit", metavar="N", type=whole_number(), default=200, help="the most calls to generate (default: 200)"
     )
     evaluate.add_argument(
-        "--max-new-tokens", metavar="N", type=_count, default=256, help="of an answer, at most (default: 256)"
+        "--max-new-tokens", metavar="N", type=whole_number(), default=256, help="of an answer (default: 256)"
     )
-    evaluate.add_argument("--batch", metavar="N", type=_count, default=8, help="prompts at a time (default: 8)")
-    evaluate.add_argument("--device", metavar="DEVICE", help="cuda, cuda:1 or cpu (default: cuda if there is one)")
+    evaluate.add_argument("--batch", metavar="N", type=whole_number(), default=8, help="prompts at a time (default: 8)")
+    evaluate.add_argument("--device", metavar="DEVICE", help="cuda, cuda:1 or cpu (default: cuda if available)")
     evaluate.add_argument("--json", action="store_true", help="print JSON, with the first wrong answers")
-    _add_of_rows(evaluate)
+    _add_row_options(evaluate)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,18 +118,18 @@ def run(options: argparse.Namespace) -> int:
     try:
         return run_step(options)
     except ImportError as error:
-        return complain(f"{error.name or error} is not installed; install it with {_install()}", FAILED)
+        return complain(f"{error.name or error} is not installed; install it with {_install()}", NO_INPUT)
     except (EnvironmentBroken, WrongResult) as error:
-        return complain(str(error), FAILED)
+        return complain(str(error), NO_INPUT)
     except (MemoryError, RuntimeError) as error:
-        # Torch's own is known by its name, so that --help needs no torch.
+        # torch's own is recognised by its name: --help must not import torch.
         if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
             raise
-        return complain(f"no memory left: {_shown(error)}; choose a smaller --batch, or another --device", FAILED)
+        return complain(f"out of memory: {_short(error)}; choose a smaller --batch, or another --device", NO_INPUT)
 
 
-def _add_of_rows(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sha256", metavar="HEX", type=_digest, help="what the file of rows must have")
+def _add_row_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sha256", metavar="HEX", type=_digest, help="required digest of the file of rows")
     parser.add_argument(
         "--held-out",
         metavar="PART",
@@ -131,7 +137,7 @@ def _add_of_rows(parser: argparse.ArgumentParser) -> None:
         default="2%",
         help="the part of the conversations to hold out (default: 2%%)",
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of which are held out (default: 0)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="selects the held-out ones (default: 0)")
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -143,13 +149,13 @@ def _prepare(options: argparse.Namespace) -> int:
         return complain(f"--out {out}: {wrong}; name a file", NO_OUTPUT)
     if os.path.realpath(out) == os.path.realpath(options.source):
         return complain(f"--out {out}: that is the source itself; name another file", USAGE)
-    # The tokenizer first: it is loaded in a moment, and the rows are not.
+    # The tokenizer first: it loads quickly, the rows do not.
     encoder = None if options.tiny else packing.tokenizer_for(options.model)
     loaded = dataset.load_rows(options.source, sha256=options.sha256)
     try:
         if encoder is None:
             encoder = packing.tiny_tokenizer(loaded.rows)
-        made = packed_file.prepare(
+        prepared = packed_file.prepare(
             loaded,
             encoder,
             name=options.model or "tiny",
@@ -158,16 +164,15 @@ def _prepare(options: argparse.Namespace) -> int:
             seed=options.seed,
         )
     except ValueError as error:
-        return complain(f"{options.source}: {error}", FAILED)
+        return complain(f"{options.source}: {error}", NO_INPUT)
     try:
-        packed_file.write(out, made)
+        packed_file.write(out, prepared)
     except OSError as error:
         return complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
-    for line in loaded.malformed[:_WRONG_SHOWN]:
-        print(f"gpucluster: {options.source}: left out {one_line(str(line), _CHARACTERS)}", file=sys.stderr)
-    _print_statistics(made, len(loaded.rows), len(loaded.malformed))
-    print(f"gpucluster: {len(made.train)} blocks to train on, {len(made.held_out)} held out: {out}", file=sys.stderr)
-    return DONE
+    for line in loaded.malformed[:_MOST_EXAMPLES]:
+        complain(f"{options.source}: left out {one_line(str(line), _CHARACTERS)}", DONE)
+    _print_statistics(prepared, len(loaded.rows), len(loaded.malformed))
+    return complain(f"{len(prepared.train)} blocks for training, {len(prepared.held_out)} held out: {out}", DONE)
 
 
 def _print_statistics(made: Prepared, rows: int, malformed: int) -> None:
@@ -194,7 +199,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     try:
         held_out = _held_out(options)
     except ValueError as error:
-        return complain(f"--data {options.data}: {error}", FAILED)
+        return complain(f"--data {options.data}: {error}", NO_INPUT)
     saved = evaluation.load_adapter(options.adapter, device, base=options.base)
     score = evaluate(
         saved.model,
@@ -207,7 +212,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     )
     if not score.asked:
         why = "; ".join(f"{count} times {reason}" for reason, count in score.skipped.items()) or "there are none"
-        return complain(f"--data {options.data}: no held-out conversation can be asked for a call: {why}", FAILED)
+        return complain(f"--data {options.data}: no held-out conversation has a call to generate: {why}", NO_INPUT)
     if options.json:
         print(json.dumps(_as_json(score, options, saved.base), indent=2))
     else:
@@ -231,7 +236,7 @@ def _print_score(score: CallScore) -> None:
     for name, ratio in score.ratios().items():
         print(f"{name.replace('_', ' '):<18}{getattr(score, name):>8}{ratio:>10.1%}")
     for reason, count in score.skipped.items():
-        print(f"gpucluster: {count} conversations were not asked: {reason}", file=sys.stderr)
+        complain(f"{count} conversations were skipped: {reason}", DONE)
 
 
 def _as_json(score: CallScore, options: argparse.Namespace, base: str) -> dict[str, Any]:
@@ -244,26 +249,16 @@ def _as_json(score: CallScore, options: argparse.Namespace, base: str) -> dict[s
         **{name: getattr(score, name) for name in score.ratios()},
         "ratios": score.ratios(),
         "skipped": dict(score.skipped),
-        "wrong": [_wrong(answer) for answer in wrong[:_WRONG_SHOWN]],
+        "wrong": [_wrong_answer(answer) for answer in wrong[:_MOST_EXAMPLES]],
     }
 
 
-def _wrong(answer: Answer) -> dict[str, Any]:
+def _wrong_answer(answer: Answer) -> dict[str, Any]:
     expected = {"name": answer.expected.name, "arguments": dict(answer.expected.arguments)}
     reason = getattr(answer.found, "reason", None)
     if reason is None:
-        reason = "the arguments are others" if answer.right_function else "the function is another"
-    return {"expected": expected, "said": answer.text, "reason": reason}
-
-
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return number
+        reason = "other arguments" if answer.right_function else "another function"
+    return {"expected": expected, "text": answer.text, "reason": reason}
 
 
 def _part(text: str) -> float:
@@ -279,11 +274,11 @@ def _part(text: str) -> float:
 def _digest(text: str) -> str:
     digest = text.strip().lower()
     if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no sha256: 64 digits of 0-9 and a-f, as sha256sum prints them")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a SHA-256: 64 digits of 0-9 and a-f, as from sha256sum")
     return digest
 
 
-def _shown(error: Exception) -> str:
+def _short(error: Exception) -> str:
     return one_line(str(error) or type(error).__name__, _CHARACTERS)
 
 
@@ -293,15 +288,9 @@ def _install() -> str:
     return INSTALL
 
 
-NO_INPUT = 3
-
-REFERENCE_CURVE_EXIT_CODES = """\
-exit codes:
-  0  done
-  2  wrong usage
-  3  a curve or journal is missing or damaged, or the curves are not alike
-  4  the output cannot be written
-"""
+REFERENCE_CURVE_EXIT_CODES = exit_codes(
+    {DONE: "done", NO_INPUT: "a curve or journal is missing or damaged, or the curves are of different experiments"}
+)
 
 _REFERENCE_CURVE_EXAMPLES = """\
   gpucluster lora reference-curve run-1/curve.csv gpucluster-report/latest --out reference.json
@@ -325,56 +314,39 @@ def configure_reference_curve(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="write the reference curve here")
     parser.add_argument(
-        "--test", metavar="TEXT", default="", help="of a run, the curve of the test with this in its id, as lora_tiny"
+        "--test", metavar="TEXT", default="", help="in a run, the curve of the test with this in its id, as lora_tiny"
     )
 
 
 def run_reference_curve(options: argparse.Namespace) -> int:
     """Make a reference curve, and return the exit code."""
-    return make(options.curves, options.out, options.test)
-
-
-def make(places: Sequence[Path], out: Path, test: str = "") -> int:
-    """Make a reference curve of the curves in these places, write it, and return the exit code.
-
-    Args:
-        places: CSV files of curves; or journals, folders of runs or report directories, each with one curve among the
-            artifacts of its tests.
-        out: the file to write.
-        test: of a run, only the curves of tests with this text in their id.
-    """
+    out: Path = options.out
     try:
-        curves = [curve_of(place, test) for place in places]
-    except (CurveError, JournalError) as error:
-        return complain(str(error), NO_INPUT)
+        curves = [curve_of(path, options.test) for path in options.curves]
+    except CurveError as error:
+        raise CommandError(NO_INPUT, str(error)) from error
     files = [os.path.realpath(path) for path, _ in curves]
     twice = [path for path, _ in curves if files.count(os.path.realpath(path)) > 1]
     if twice:
-        return complain(f"{twice[0]} is given {len(twice)} times; a run counts once", USAGE)
-    if os.path.realpath(out) in files:
-        return complain(f"--out {out}: that is one of the curves; name another file", USAGE)
+        raise CommandError(USAGE, f"{twice[0]} is given {len(twice)} times; a run counts once")
+    require_other_file("--out", out, [path for path, _ in curves], "one of the curves")
     try:
         made = reference_curve.write(out, [curve for _, curve in curves])
     except CurveError as error:
         runs = "; ".join(f"run {number} is {path}" for number, (path, _) in enumerate(curves, start=1))
-        return complain(f"{error} ({runs})", NO_INPUT)
+        raise CommandError(NO_INPUT, f"{error} ({runs})") from error
     except OSError as error:
-        return complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
-    widest = max(made.band)
+        raise CommandError(NO_OUTPUT, f"--out {out}: {error.strerror or error}") from error
     runs = "1 run" if made.runs == 1 else f"{made.runs} runs"
-    print(
-        f"gpucluster: reference curve of {runs}, {len(made.steps)} steps, loss {made.loss[0]:.4g} to "
-        f"{made.loss[-1]:.4g}, band at most {widest:.2g}: {out}",
-        file=sys.stderr,
-    )
-    return DONE
+    losses = f"loss {made.loss[0]:.4g} to {made.loss[-1]:.4g}, band at most {max(made.band):.2g}"
+    return complain(f"reference curve of {runs}, {len(made.steps)} steps, {losses}: {out}", DONE)
 
 
-def curve_of(place: Path, test: str = "") -> tuple[Path, Curve]:
-    """Return the file of a curve, and the curve: of a CSV file, or of the run that a journal or folder is of.
+def curve_of(path: Path, test: str = "") -> tuple[Path, Curve]:
+    """Return the file of a curve, and the curve: a CSV file, or the curve among a run's artifacts.
 
     Args:
-        place: the file or folder.
+        path: the file or folder.
         test: of a run, only the curves of tests with this text in their id.
 
     Raises:
@@ -382,45 +354,45 @@ def curve_of(place: Path, test: str = "") -> tuple[Path, Curve]:
         JournalError: the journal cannot be read.
     """
     try:
-        if place.is_file() and (place.suffix == ".csv" or is_curve(place)):
-            return place, read_csv(place)
-        path = journal.locate(place)
+        if path.is_file() and (path.suffix == ".csv" or is_curve(path)):
+            return path, read_csv(path)
+        source, path = path, journal.locate(path)
         try:
-            record = journal.read(path, keep_samples=False)
+            content = journal.read(path, keep_samples=False)
         except JournalError as error:
             if path.name == journal.JOURNAL_FILE:
                 raise
-            raise CurveError(f"{error}; and no loss curve, which begins with {FIRST_LINE!r}") from None
+            raise CurveError(f"{error}; and it is not a loss curve, which begins with {FIRST_LINE!r}") from None
         folder = path.parent / ARTIFACTS
-        tests = {artifacts_name(result.nodeid): result for result in record.results if test in result.nodeid}
+        tests = {artifacts_name(result.nodeid): result for result in content.results if test in result.nodeid}
         found = sorted(
             file
             for file in folder.glob("*/**/*.csv")
             if is_curve(file) and (not test or file.relative_to(folder).parts[0] in tests)
         )
     except OSError as error:
-        raise CurveError(f"{place}: {error.strerror or error}") from None
+        raise CurveError(f"{path}: {error.strerror or error}") from None
     if len(found) != 1:
         of = f" of tests with {test!r}" if test else ""
         listed = ": " + ", ".join(map(str, found)) if found else ""
         raise CurveError(
-            f"{place}: {len(found) or 'no'} loss curves in {folder}{of}{listed}; "
-            "name the CSV file of the one that is meant, or its test with --test"
+            f"{source}: {len(found) or 'no'} loss curves in {folder}{of}{listed}; "
+            "name the CSV file of one of them, or its test with --test"
         )
     [file] = found
     result = tests.get(file.relative_to(folder).parts[0])
     if result is not None and result.outcome == "passed":
         return file, read_csv(file)
-    raise CurveError(
-        f"{file}: its test did not pass, so it is no curve to go by; to use it all the same, name the CSV file itself"
-    )
+    raise CurveError(f"{file}: its test did not pass; to use it all the same, name the CSV file itself")
 
 
 STEPS = {
-    "prepare": Step(help="packed blocks of rows", configure=configure_prepare, run=_prepare),
-    "evaluate": Step(help="ask a saved adapter for function calls", configure=configure_evaluate, run=_evaluate),
+    "prepare": Step(help="pack rows into blocks of tokens", configure=configure_prepare, run=_prepare),
+    "evaluate": Step(
+        help="evaluate the function calls of a saved adapter", configure=configure_evaluate, run=_evaluate
+    ),
     "reference-curve": Step(
-        help="a reference curve of the losses of one or more runs",
+        help="make a reference curve of the losses of one or more runs",
         configure=configure_reference_curve,
         run=run_reference_curve,
     ),

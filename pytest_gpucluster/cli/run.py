@@ -1,4 +1,4 @@
-"""``gpucluster run``: torchrun over pytest, with pytest's own exit code and one line about the end."""
+"""``gpucluster run``: torchrun with pytest, with pytest's own exit code and one line about the result."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.cli.command import USAGE, complain, explain
-from pytest_gpucluster.errors import JournalError, OptionError
+from pytest_gpucluster.cli.command import USAGE, CommandError, exit_codes, explain
+from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE
 from pytest_gpucluster.text import printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.journal.verdict import ExitNote
-    from pytest_gpucluster.runners.torchrun import Recorded
 
 _RUN = """\
-Run torchrun over pytest. What stands before -- goes to torchrun, what stands after it to pytest. This command ends with
-pytest's own exit code on every node, where torchrun itself ends with 1 for every code but 0; and says in one line why,
-where torchrun shows a traceback. Without --nproc-per-node a node has a rank for each GPU, or two ranks with
---gpucluster-device=cpu. Ctrl-C and SIGTERM are passed on, and the reports are written.
+Run torchrun with pytest. Arguments before -- go to torchrun, those after it to pytest. On every node this command ends
+with pytest's own exit code, where torchrun ends with 1 for every code but 0, and with one line that states why, where
+torchrun prints a traceback. Without --nproc-per-node a node gets one rank per GPU, or two with
+--gpucluster-device=cpu. Ctrl-C and SIGTERM are forwarded, and the reports are written.
 """
 
 _EXAMPLES = """\
@@ -36,29 +35,33 @@ _EXAMPLES = """\
   gpucluster run --nnodes=2 --node-rank=$NODE_RANK --master-addr=$HEAD --master-port=29500 -- acceptance/
 """
 
-RUN_EXIT_CODES = (
-    "exit codes, those of the run:\n"
-    + "".join(f"  {code:<2} {what}\n" for code, what in EXIT_CODES.items())
-    + "     2 also for wrong usage of this command or of torchrun; 11 also where torchrun failed, or no rank has left\n"
-    "     a verdict\n"
+
+def run_exit_codes(more: Mapping[int, str], note: str = "") -> str:
+    """Return the help text on a run's exit codes, with more about some of them."""
+    codes = {code: "; ".join(filter(None, (EXIT_CODES.get(code), more.get(code)))) for code in {*EXIT_CODES, *more}}
+    return exit_codes(codes, common=(), title=", those of the run") + (f"{note}\n" if note else "")
+
+
+RUN_EXIT_CODES = run_exit_codes(
+    {2: "also wrong usage of this command or of torchrun", 11: "also: torchrun failed, or no rank has left a verdict"}
 )
 
-_REACHABLE = "Give the address of the first node as the other nodes reach it, the same on every node"
+_REACHABLE = "Give the address at which the other nodes reach the first one, the same on every node"
 _AGENT = "pytest_gpucluster.runners.torchrun_agent"
-_PASSED_ON = {
+_FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
     signal.SIGQUIT: signal.SIGTERM,
 }
-"""What is heard -> what torchrun gets. Ranks end in order after Ctrl-C and SIGTERM; the others would end them without a
-report, where all that has happened is that a terminal is gone."""
-_RECORD_CLOSED_SECONDS = 20.0
-"""How long the recorder may take, when rank 0 is gone, to say in the journal how the run ended."""
+"""Signal -> what torchrun gets. Ranks end in order after SIGINT and SIGTERM; the others, which a closed terminal sends,
+would end them without a report."""
+_RECORDER_SECONDS = 20.0
+"""How long the recorder may take after rank 0's death to write the end of the journal."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``run``: there are none of its own."""
+    """Add the help of ``run``; it has no arguments of its own."""
     explain(parser, _RUN, _EXAMPLES, RUN_EXIT_CODES)
     parser.usage = (
         "gpucluster run [torchrun options] -- [pytest options]\n"
@@ -71,113 +74,100 @@ def run(options: argparse.Namespace) -> int:
     """Run torchrun to its end, and return pytest's exit code."""
     # Imported here, so that --help answers at once.
     from pytest_gpucluster.launch.master_address import why_unknown
-    from pytest_gpucluster.runners.torchrun import Account, command_line, conclude, meeting_place
+    from pytest_gpucluster.runners.ssh_job import handling
+    from pytest_gpucluster.runners.torchrun import AgentResult, command_line, conclude, rendezvous_host
 
-    try:
-        line = command_line(options.for_others, options.passed_on, os.environ)
-    except OptionError as error:
-        return complain(str(error), USAGE)
-    place = meeting_place(options.for_others, os.environ)
-    # torchrun would try for minutes. A pod's name is unknown at first: DNS learns it some time after its address.
+    line = command_line(options.for_torchrun, options.forwarded, os.environ)
+    place = rendezvous_host(options.for_torchrun, os.environ)
+    # torchrun would retry for minutes. DNS knows a pod's name only some time after its address.
     why = why_unknown(place[1], may_come="KUBERNETES_SERVICE_HOST" in os.environ) if place is not None else None
     if place is not None and why is not None:
-        return complain(f"{place[0]}: {place[1]} does not resolve on this host: {why}. {_REACHABLE}", USAGE)
-    if line.remark:
-        _say(line.remark)
+        raise CommandError(USAGE, f"{place[0]}: {place[1]} does not resolve on this host: {why}. {_REACHABLE}")
+    if line.note:
+        _print(line.note)
     with tempfile.TemporaryDirectory(prefix="gpucluster-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        with _passing_on() as passing:
-            agent = passing.start(line.arguments, {**os.environ, VARIABLE: name})
+        forwarder = _SignalForwarder()
+        with handling(list(_FORWARDED), forwarder.handle):
+            agent = forwarder.start(line.arguments, {**os.environ, VARIABLE: name})
             code = agent.wait()
-            notes, recorded = _left(folder, agent.pid)
-        found = conclude(Account.read(folder), notes, recorded, agent_code=code, heard=passing.heard)
-    if recorded is not None:
+            notes, journal_note = _read_notes(folder, agent.pid)
+        found = conclude(AgentResult.read(folder), notes, journal_note, agent_code=code, signals=forwarder.signals)
+    if journal_note is not None:
         _end_line()
-    _say(found.line)
+    _print(found.line)
     return found.exit
 
 
-class _Passing:
-    """Passes each signal on once: a second one of the same kind would end torchrun before its ranks have ended.
+class _SignalForwarder:
+    """Forwards each signal once: a second one of a kind would end torchrun before its ranks have ended.
 
     Attributes:
-        heard: the signals that have come, in their order.
+        signals: that have come, in their order.
     """
 
     def __init__(self) -> None:
-        self.heard: list[int] = []
+        self.signals: list[int] = []
         self._agent: subprocess.Popen[bytes] | None = None
-        self._passed: list[int] = []
+        self._sent: list[int] = []
 
     def start(self, arguments: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start torchrun's agent, out of reach of the terminal's Ctrl-C: it must not hear it twice."""
+        """Start torchrun's agent in a session of its own: it must not get the terminal's Ctrl-C twice."""
         self._agent = subprocess.Popen(
             [sys.executable, "-m", _AGENT, *arguments],
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        for number in self._passed:
+        for number in self._sent:
             self._agent.send_signal(number)
         return self._agent
 
-    def take(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
-        self.heard.append(number)
-        passed = _PASSED_ON[signal.Signals(number)]
-        if passed in self._passed:
+        self.signals.append(number)
+        passed = _FORWARDED[signal.Signals(number)]
+        if passed in self._sent:
             return
-        self._passed.append(passed)
+        self._sent.append(passed)
         if self._agent is not None:
             self._agent.send_signal(passed)
 
 
-@contextmanager
-def _passing_on() -> Iterator[_Passing]:
-    passing = _Passing()
-    # Under nohup the run outlives its terminal.
-    heard = [number for number in _PASSED_ON if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, passing.take) for number in heard}
-    try:
-        yield passing
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _left(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], Recorded | None]:
-    """Return what the ranks of this node have left, and what the journal says if rank 0 was here and left nothing."""
+def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNote | None]:
+    """Return the notes of this node's ranks, and the journal's verdict if rank 0 was here and left no note."""
     from pytest_gpucluster.journal import verdict
     from pytest_gpucluster.journal.journal import JOURNAL_FILE, read
     from pytest_gpucluster.recorder.client import wait_for_end
-    from pytest_gpucluster.runners.torchrun import Recorded
 
     notes = verdict.read_exit_notes(folder, launcher)
     begun = verdict.read_begin_note(folder, launcher)
     if begun is None or any(note.rank == 0 for note in notes):
         return notes, None
-    wait_for_end(begun.recorder, _RECORD_CLOSED_SECONDS)
+    wait_for_end(begun.recorder, _RECORDER_SECONDS)
     try:
         journal = read(Path(begun.directory) / JOURNAL_FILE, keep_samples=False)
     except JournalError as error:
-        _say(f"the record of the run is of no use: {error}")
+        _print(f"the journal of the run cannot be used: {error}")
         return notes, None
-    recorded = Recorded(
+    return notes, verdict.ExitNote(
+        rank=0,
+        local_world_size=1,
+        launcher=launcher,
         word=journal.verdict,
         exit=journal.exit,
         reason=journal.reason,
         rehearsal=journal.run.rehearsal,
         directory=begun.directory,
     )
-    return notes, recorded
 
 
 def _end_line() -> None:
-    """Go below what rank 0 was writing when it died: half a line, and on a terminal the live lines under it."""
+    """End the line that rank 0 was writing when it died, and on a terminal clear the live lines below it."""
     with suppress(OSError):
         print("\n\x1b[J" if sys.stderr.isatty() else "\n", end="", file=sys.stderr)
 
 
-def _say(line: str) -> None:
-    with suppress(OSError):  # nobody listens any more: the exit code says it all the same
+def _print(line: str) -> None:
+    with suppress(OSError):  # standard error is closed; the exit code is the result all the same
         print(f"gpucluster: {printable(line)}", file=sys.stderr, flush=True)

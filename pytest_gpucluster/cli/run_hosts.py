@@ -1,140 +1,59 @@
-"""``gpucluster run --hosts``: one run over the nodes of a hosts file, started over ssh; how nodes are reached."""
+"""``gpucluster run --hosts``: one run over the nodes of a hosts file, started over ssh."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import re
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster import __version__
-from pytest_gpucluster.cli.command import NO_OUTPUT, USAGE, complain, explain
-from pytest_gpucluster.errors import EnvironmentBroken, OptionError, UnitError
-from pytest_gpucluster.journal.verdict import EXIT_CODES
-from pytest_gpucluster.metrics import units
+from pytest_gpucluster import __version__, files
+from pytest_gpucluster.cli.command import (
+    BROKEN_EXIT,
+    DONE,
+    NO_OUTPUT,
+    USAGE,
+    CommandError,
+    complain,
+    explain,
+    port_number,
+    seconds,
+    whole_number,
+)
+from pytest_gpucluster.cli.run import run_exit_codes
+from pytest_gpucluster.errors import EnvironmentBroken, OptionError
 from pytest_gpucluster.text import one_line, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.agreement.preflight import Expectation
-    from pytest_gpucluster.runners.hosts import Host, Plan
-    from pytest_gpucluster.runners.preflight import Node
-    from pytest_gpucluster.runners.ssh import Access
-    from pytest_gpucluster.runners.ssh_job import Brought, Conclusion, Heard, Record
+    from pytest_gpucluster.runners.hosts import Host
+    from pytest_gpucluster.runners.plan import SshPlan
+    from pytest_gpucluster.runners.preflight import NodeCheck
+    from pytest_gpucluster.runners.run_result import Conclusion, RunResult
+    from pytest_gpucluster.runners.ssh import Access, Reply
+    from pytest_gpucluster.runners.ssh_job import NodeResult, Signals
 
-
-def add_access(parser: argparse.ArgumentParser, name: str = "hosts") -> None:
-    """Add what says which nodes there are, and how they are reached."""
-    hosts = parser.add_argument(name, metavar="HOSTS", type=Path, help="the hosts file")
-    hosts.required = True
-    parser.add_argument("--nodes", metavar="HOSTLIST", help="only these of the file, such as 'gpu-[003,007]'")
-    parser.add_argument(
-        "--exclude", metavar="HOSTLIST", help="not these; or the path of an exclude.txt that a sweep or a run has left"
-    )
-    parser.add_argument(
-        "--directory", metavar="DIR", help="the folder of the suite on the nodes (default: the path of this one)"
-    )
-    parser.add_argument(
-        "--node-report-dir",
-        metavar="DIR",
-        default="gpucluster-report",
-        help="where the nodes keep the reports until they are brought (default: %(default)s)",
-    )
-    if not any("--python" in action.option_strings for action in parser._actions):
-        parser.add_argument("--python", metavar="PATH", help="the python on the nodes (default: the path of this one)")
-    parser.add_argument(
-        "--env",
-        metavar="NAME[=VALUE]",
-        action="append",
-        default=[],
-        help="a variable for the nodes; as often as needed. GPUCLUSTER_* and PYTEST_ADDOPTS are handed on anyway",
-    )
-    parser.add_argument(
-        "--ssh",
-        metavar="OPTION",
-        action="append",
-        default=[],
-        help="one more option for every ssh, such as --ssh=-oStrictHostKeyChecking=accept-new; as often as needed",
-    )
-    parser.add_argument(
-        "--connect-within",
-        metavar="TIME",
-        type=seconds,
-        default="10 s",
-        help="the longest that a node may take to let us in (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--answer-within",
-        metavar="TIME",
-        type=seconds,
-        default="60 s",
-        help="the longest that a node may take to answer the first questions (default: %(default)s)",
-    )
-
-
-def hosts_and_access(options: argparse.Namespace) -> tuple[tuple[Host, ...], Access]:
-    """Return the nodes that are meant, and how they are reached.
-
-    Raises:
-        OptionError: the hosts file or a list of nodes is wrong.
-        EnvironmentBroken: they are more than this process may have open files for.
-    """
-    from pytest_gpucluster.runners.hosts import chosen, read_hosts
-    from pytest_gpucluster.runners.ssh import Access, make_room
-
-    for option in options.ssh:
-        if not option.startswith("-"):
-            raise OptionError(f"--ssh {option}: not an option of ssh; write it as one word: --ssh=-oProxyJump=bastion")
-    hosts = chosen(read_hosts(options.hosts), options.nodes, options.exclude)
-    make_room(len(hosts))
-    return (
-        hosts,
-        Access(
-            python=options.python or sys.executable,
-            options=tuple(options.ssh),
-            connect_seconds=max(1, round(options.connect_within)),
-        ),
-    )
-
-
-def directory_of(options: argparse.Namespace) -> str:
-    """Return where to work on the nodes."""
-    return str(options.directory or Path.cwd())
-
-
-def run_id_of(directory: Path) -> str:
-    """Return a name for a run that no other operator's has, beginning as its folder here."""
-    return f"{directory.name}-{secrets.token_hex(3)}"
-
-
-def seconds(text: str) -> float:
-    """Read a time of an option, such as ``90 s`` or ``2h``, as seconds.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none, or out of range.
-    """
-    try:
-        found = units.parse(text, like="s").to("s")
-    except UnitError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not 1 <= found <= 30 * 24 * 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 1 s and 30 days")
-    return found
-
-
-DONE, BROKE, SILENT = 0, 11, 12
-NOT_READY = 11
+NOT_READY, UNREACHABLE = 11, 12
+PYTEST_DEFAULT = ("acceptance/",)
+_RENDER_SECONDS = 120
 
 _SSH = """\
-Run the suite over the nodes of a hosts file: OpenSSH starts `gpucluster run` on each of them. All nodes are looked at
-first; then what rank 0 prints is shown as it is, what others print with the node's name in front, and the reports of
-every node are brought here. The first node of the file is the one of rank 0, and all meet there. Nothing goes on
-where this command has ended or the connection is gone. What follows -- goes to pytest (default: acceptance/).
+Run the suite on the nodes of a hosts file: OpenSSH starts `gpucluster run` on each of them. All nodes are checked
+first. Output of rank 0's node is printed as it is, that of others with the node's name in front, and the reports of
+every node are copied here. The first node of the file has rank 0 and the rendezvous port. When this command ends or a
+connection is lost, the node ends what runs there. Arguments after -- go to pytest (default: acceptance/).
+
+hosts file, one node a line, such as deploy/bare-metal/hosts.example:
+  gpu-001
+  gpu-[002-016] user=admin port=2222 slots=8
+  gpu-017 address=10.0.0.17   # if its name does not resolve
 """
 
 _EXAMPLES = """\
@@ -144,327 +63,372 @@ _EXAMPLES = """\
   gpucluster run --hosts hosts --info && gpucluster node diff gpucluster-ssh/latest
 """
 
-_HOSTS = """\
-hosts file, one node a line, such as deploy/bare-metal/hosts.example:
-  gpu-001
-  gpu-[002-016] user=admin port=2222 slots=8
-  gpu-017 address=10.0.0.17   # where it is reached, if not by its name
-"""
-
-SSH_EXIT_CODES = (
-    "exit codes, those of the run:\n"
-    + "".join(f"  {code:<2} {what}\n" for code, what in EXIT_CODES.items())
-    + "  12 a node did not answer: nothing was run; or, with --without-unreachable, all others have passed\n"
-    "     2 also for wrong usage, 4 also where nothing can be written here; 11 also where nodes are not ready, the\n"
-    "     connection to one was lost, or no record of the run could be brought. With --check and --info: 0 all nodes\n"
-    "     are ready or told, 11 some are not, 12 some did not answer\n"
+SSH_EXIT_CODES = run_exit_codes(
+    {
+        2: "also wrong usage",
+        4: "also: nothing can be written here",
+        11: "also: nodes are not ready, a connection was lost, or rank 0's journal could not be copied",
+        12: "a node did not answer, and nothing was run; or, with --without-unreachable, all others passed",
+    },
+    "With --check and --info: 0 all nodes are ready or answered, 11 some are not, 12 some did not answer.",
 )
-_PYTEST_DEFAULT = ("acceptance/",)
-_RENDER_SECONDS = 120
+
+
+def add_access(parser: argparse.ArgumentParser, name: str = "hosts") -> None:
+    """Add the arguments that select nodes, and how they are reached."""
+    hosts = parser.add_argument(name, metavar="HOSTS", type=Path, help="the hosts file")
+    hosts.required = True
+    parser.add_argument("--nodes", metavar="HOSTLIST", help="only these of the file, such as 'gpu-[003,007]'")
+    parser.add_argument("--exclude", metavar="HOSTLIST", help="not these; or the path of an exclude.txt")
+    parser.add_argument(
+        "--directory", metavar="DIR", help="the folder of the suite on the nodes (default: the path of this one)"
+    )
+    parser.add_argument(
+        "--node-report-dir",
+        metavar="DIR",
+        default="gpucluster-report",
+        help="for the reports on the nodes, until they are copied (default: %(default)s)",
+    )
+    if not any("--python" in action.option_strings for action in parser._actions):
+        parser.add_argument("--python", metavar="PATH", help="python on the nodes (default: the path of this one)")
+    parser.add_argument(
+        "--env",
+        metavar="NAME[=VALUE]",
+        action="append",
+        default=[],
+        help="a variable for the nodes; repeatable. GPUCLUSTER_* and PYTEST_ADDOPTS are always forwarded",
+    )
+    parser.add_argument(
+        "--ssh",
+        metavar="OPTION",
+        action="append",
+        default=[],
+        help="an option for every ssh, such as --ssh=-oStrictHostKeyChecking=accept-new; repeatable",
+    )
+    parser.add_argument(
+        "--connect-within",
+        metavar="TIME",
+        type=seconds,
+        default="10 s",
+        help="deadline for connecting to a node (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--answer-within",
+        metavar="TIME",
+        type=seconds,
+        default="60 s",
+        help="deadline for a node's first answer (default: %(default)s)",
+    )
+
+
+def add_expect(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Add ``--expect``."""
+    parser.add_argument(
+        "--expect", metavar="GPUSxSKU", required=required, help="what each node has, such as 8xH100: one rank per GPU"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The selected nodes, how they are reached, and the variables that are forwarded to them."""
+
+    hosts: tuple[Host, ...]
+    access: Access
+    environ: Mapping[str, str]
+    directory: str
+    """Working directory on the nodes."""
+    answer_seconds: float
+
+
+def select_nodes(options: argparse.Namespace, gpus: int | None) -> Nodes:
+    """Return the nodes that the options of :func:`add_access` select.
+
+    Raises:
+        OptionError: a wrong hosts file, list of nodes or variable.
+        EnvironmentBroken: no ssh, or too many nodes for this process's limit of open files.
+    """
+    from pytest_gpucluster.runners.hosts import read_hosts, require_slots, select_hosts
+    from pytest_gpucluster.runners.plan import forwarded_environment
+    from pytest_gpucluster.runners.ssh import Access, raise_open_files_limit, require_ssh
+
+    for option in options.ssh:
+        if not option.startswith("-"):
+            raise OptionError(f"--ssh {option}: not an option of ssh; write it as one word: --ssh=-oProxyJump=bastion")
+    hosts = select_hosts(read_hosts(options.hosts), options.nodes, options.exclude)
+    raise_open_files_limit(len(hosts))
+    require_slots(hosts, gpus)
+    environ, kept = forwarded_environment(os.environ, options.env)
+    access = Access(
+        python=options.python or sys.executable,
+        options=tuple(options.ssh),
+        connect_seconds=max(1, round(options.connect_within)),
+    )
+    require_ssh(access)
+    if kept:
+        show(f"set here, and not forwarded (--env NAME does): {', '.join(kept)}", True)
+    return Nodes(
+        hosts=hosts,
+        access=access,
+        environ=environ,
+        directory=str(options.directory or Path.cwd()),
+        answer_seconds=options.connect_within + options.answer_within,
+    )
+
+
+def unique_run_id(directory: Path) -> str:
+    """Return a name that no other operator's run has, beginning like its folder here."""
+    return f"{directory.name}-{secrets.token_hex(3)}"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``ssh``."""
-    explain(parser, f"{_SSH}\n{_HOSTS}", _EXAMPLES, SSH_EXIT_CODES)
+    """Add the arguments of ``run --hosts``."""
+    explain(parser, _SSH, _EXAMPLES, SSH_EXIT_CODES)
     parser.usage = "gpucluster run --hosts HOSTS [options] [-- PYTEST_ARGUMENTS]"
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="only look whether the nodes are ready, and run nothing")
-    what.add_argument(
-        "--info", action="store_true", help="bring what `gpucluster node info` tells of every node, as NAME.json"
-    )
+    what.add_argument("--check", action="store_true", help="only check whether the nodes are ready")
+    what.add_argument("--info", action="store_true", help="only save `gpucluster node info` of every node as NAME.json")
+    add_expect(parser)
     parser.add_argument(
-        "--expect",
-        metavar="GPUSxSKU",
-        help="what each node has, such as 8xH100: one rank for each GPU",
-    )
-    parser.add_argument(
-        "--nproc-per-node", metavar="N", type=_ranks, help="so many ranks on each node (default: a rank for each GPU)"
+        "--nproc-per-node", metavar="N", type=whole_number(1, 1024), help="ranks on each node (default: one per GPU)"
     )
     parser.add_argument(
         "--without-unreachable",
         action="store_true",
-        help="run on the nodes that answer; the exit code is then never 0, but 12 where they all pass",
+        help="run on the nodes that answer; the exit code is then never 0, but 12 if they all pass",
+    )
+    parser.add_argument("--master-addr", metavar="ADDRESS", help="rendezvous address (default: the first node's)")
+    parser.add_argument(
+        "--port", metavar="PORT", type=port_number, default=0, help="rendezvous port on the first node (default: any)"
     )
     parser.add_argument(
-        "--master-addr", metavar="ADDRESS", help="where the others find the first node (default: its address)"
-    )
-    parser.add_argument(
-        "--port", metavar="PORT", type=_port, default=0, help="where all meet, on the first node (default: a free one)"
-    )
-    parser.add_argument(
-        "--within",
-        metavar="TIME",
-        type=seconds,
-        default="24 h",
-        help="the longest that a run may take (default: %(default)s)",
+        "--within", metavar="TIME", type=seconds, default="24 h", help="deadline for the run (default: %(default)s)"
     )
     parser.add_argument(
         "--report-dir",
         metavar="DIR",
         type=Path,
         default=Path("gpucluster-ssh"),
-        help="where each run leaves its folder, here (default: %(default)s)",
+        help="for the folder of each run, here (default: %(default)s)",
     )
     add_access(parser, "--hosts")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look at the nodes, run, and return the exit code. What stood after ``--`` goes to pytest."""
-    # Imported here, so that --help answers at once.
-    from pytest_gpucluster.runners.ssh_job import listening
+    """Check the nodes, run, and return the exit code."""
+    from pytest_gpucluster.runners.ssh_job import Signals, handling
 
+    signals = Signals()
     try:
-        with listening() as heard:
-            return _run(options, heard)
-    except OptionError as error:
-        for line in str(error).splitlines():
-            complain(line, USAGE)
-        return USAGE
+        with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signals.handle):
+            return _run(options, signals)
     except EnvironmentBroken as error:
-        return complain(str(error), BROKE)
+        return complain(str(error), BROKEN_EXIT)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and error.filename is None:
-            raise  # who reads has had enough, which the command line knows how to take
+            raise  # handled by main
         where = f"{error.filename}: " if error.filename else ""
-        return complain(f"what the nodes leave cannot be kept: {where}{error.strerror or error}", NO_OUTPUT)
+        return complain(f"reports of the nodes cannot be written: {where}{error.strerror or error}", NO_OUTPUT)
 
 
-def _run(options: argparse.Namespace, heard: Heard) -> int:
-    from pytest_gpucluster.runners.hosts import handed_on, require_agreement, require_free
-    from pytest_gpucluster.runners.preflight import counted, preflight_table
-    from pytest_gpucluster.runners.ssh import require_ssh
+def _run(options: argparse.Namespace, signals: Signals) -> int:
+    from pytest_gpucluster.runners.plan import parse_per_node, require_unreserved
+    from pytest_gpucluster.runners.preflight import preflight_table, readiness_text
 
-    arguments = tuple(options.passed_on or _PYTEST_DEFAULT)
-    require_free(arguments)
-    each = _each(options.expect)
-    hosts, access = hosts_and_access(options)
-    require_agreement(hosts, each)
-    environ, left = handed_on(os.environ, options.env)
-    require_ssh(access)
+    arguments = tuple(options.forwarded or PYTEST_DEFAULT)
+    require_unreserved(arguments)
+    per_node = parse_per_node(options.expect) if options.expect is not None else None
+    nodes = select_nodes(options, per_node.gpus_per_node if per_node is not None else None)
     if options.info:
-        return _info(options, hosts, access, heard)
-    nodes = _examine(options, hosts, access, arguments, heard)
-    if heard.numbers:
-        return complain(f"interrupted ({heard.name}) before anything was started", USAGE)
-    code = _readiness(nodes)
+        return _info(options, nodes, signals)
+    checks = _check(options, nodes, nodes.hosts, arguments, signals)
+    if signals.numbers:
+        raise CommandError(USAGE, f"interrupted ({signals.name}) before anything was started")
+    code = _readiness(checks)
     if options.check or code:
-        print(preflight_table(nodes))
+        print(preflight_table(checks))
     if options.check:
-        print(f"gpucluster: {counted(nodes)}")
+        print(f"gpucluster: {readiness_text(checks)}")
         return code
-    silent = {node.host.name: node.problems[0] for node in nodes if not node.facts}
-    if code == NOT_READY or (silent and not options.without_unreachable) or len(silent) == len(nodes):
-        remedy = "; --without-unreachable runs on those that answer" if 0 < len(silent) < len(nodes) else ""
-        return complain(f"nothing was run: {counted(nodes)}{remedy if code == SILENT else ''}", code)
-    for name in silent:
-        _say(f"runs without {name}: {silent[name]}", True)
-    if environ:
-        _say(f"handed on to the nodes: {', '.join(sorted(environ))}", True)
-    if left:
-        _say(f"set here, and not handed on (--env NAME does): {', '.join(left)}", True)
-    return _together(options, [node for node in nodes if node.facts], access, each, arguments, environ, silent, heard)
+    unreachable = {check.host.name: check.problems[0] for check in checks if not check.facts}
+    if code == NOT_READY or (unreachable and not options.without_unreachable) or len(unreachable) == len(checks):
+        hint = "; --without-unreachable runs on those that answer" if 0 < len(unreachable) < len(checks) else ""
+        raise CommandError(code, f"nothing was run: {readiness_text(checks)}{hint if code == UNREACHABLE else ''}")
+    for name in unreachable:
+        show(f"runs without {name}: {unreachable[name]}", True)
+    if nodes.environ:
+        show(f"forwarded to the nodes: {', '.join(sorted(nodes.environ))}", True)
+    return _run_on(
+        [check for check in checks if check.facts], options, nodes, per_node, arguments, unreachable, signals
+    )
 
 
-# ---- before
+# ---- before the run
 
 
-def _each(text: str | None) -> Expectation | None:
-    from pytest_gpucluster.agreement.preflight import Expectation
+def _query(nodes: Nodes, hosts: Sequence[Host], request: Mapping[str, bytes], signals: Signals) -> dict[str, Reply]:
+    from pytest_gpucluster.runners.ssh import query_nodes
 
-    if text is None:
-        return None
-    try:
-        each = Expectation.parse(f"1x{text}")
-    except OptionError:
-        each = None
-    if each is None or re.match(r"\d+[xX]", each.sku or ""):
-        raise OptionError(
-            f"--expect {text}: not what one node has; write its GPUs and their model, such as 8xH100, or 8"
-        )
-    return each
+    return query_nodes(
+        hosts,
+        lambda host: request[host.name],
+        nodes.access,
+        within_seconds=nodes.answer_seconds,
+        stop=lambda: bool(signals.numbers),
+    )
 
 
-def _examine(
-    options: argparse.Namespace, hosts: Sequence[Host], access: Access, arguments: Sequence[str], heard: Heard
-) -> Sequence[Node]:
+def _check(
+    options: argparse.Namespace, nodes: Nodes, hosts: Sequence[Host], arguments: Sequence[str], signals: Signals
+) -> Sequence[NodeCheck]:
     from pytest_gpucluster.runners import ssh
-    from pytest_gpucluster.runners.preflight import examine_nodes
-    from pytest_gpucluster.runners.ssh import ask_node
+    from pytest_gpucluster.runners.preflight import check_nodes
 
     first = hosts[0]
-
-    def request(host: Host) -> bytes:
-        return ssh.request(
+    requests = {
+        host.name: ssh.request(
             "probe",
-            directory=directory_of(options),
+            directory=nodes.directory,
             report_dir=options.node_report_dir,
             arguments=list(arguments),
             master=options.master_addr or first.address,
             port=options.port if host is first else None,
         )
-
-    within = options.connect_within + options.answer_within
-    replies = ask_node(hosts, request, access, within_seconds=within, stop=lambda: bool(heard.numbers))
-    nodes = examine_nodes(hosts, replies, __version__)
-    answered = [node.host for node in nodes if node.facts]
-    if not nodes[0].facts and answered and options.without_unreachable and not options.check:
-        # All meet on another one then, which has to be looked at as such.
-        again = {node.host.name: node for node in _examine(options, answered, access, arguments, heard)}
-        return [again.get(node.host.name, node) for node in nodes]
-    return nodes
-
-
-def _readiness(nodes: Sequence[Node]) -> int:
-    from pytest_gpucluster.runners.preflight import NO_ANSWER
-    from pytest_gpucluster.runners.preflight import NOT_READY as UNFIT
-
-    states = {node.state for node in nodes}
-    return NOT_READY if UNFIT in states else SILENT if NO_ANSWER in states else DONE
+        for host in hosts
+    }
+    checks = check_nodes(hosts, _query(nodes, hosts, requests, signals), __version__)
+    reachable = [check.host for check in checks if check.facts]
+    if not checks[0].facts and reachable and options.without_unreachable and not options.check:
+        # Another node gets rank 0 then, and has to be checked for that.
+        again = {check.host.name: check for check in _check(options, nodes, reachable, arguments, signals)}
+        return [again.get(check.host.name, check) for check in checks]
+    return checks
 
 
-def _info(options: argparse.Namespace, hosts: Sequence[Host], access: Access, heard: Heard) -> int:
+def _readiness(checks: Sequence[NodeCheck]) -> int:
+    from pytest_gpucluster.runners import preflight
+
+    states = {check.state for check in checks}
+    return NOT_READY if preflight.NOT_READY in states else UNREACHABLE if preflight.NO_ANSWER in states else DONE
+
+
+def _info(options: argparse.Namespace, nodes: Nodes, signals: Signals) -> int:
     from pytest_gpucluster.journal.run_directory import new_run_directory
     from pytest_gpucluster.runners import ssh
-    from pytest_gpucluster.runners.ssh import ask_node
 
     directory = new_run_directory(options.report_dir.absolute())
     request = ssh.request("run", words=["node", "info", "all", "--json"])
-    within = options.connect_within + options.answer_within
-    replies = ask_node(hosts, lambda host: request, access, within_seconds=within, stop=lambda: bool(heard.numbers))
-    if heard.numbers:
-        return complain(f"interrupted ({heard.name}) before all nodes had told what they are", USAGE)
-    told, code = 0, DONE
-    for host in hosts:
-        reply = replies[host.name]
+    replies = _query(nodes, nodes.hosts, {host.name: request for host in nodes.hosts}, signals)
+    if signals.numbers:
+        raise CommandError(USAGE, f"interrupted ({signals.name}) before all nodes had answered")
+    saved, code = 0, DONE
+    for name, reply in replies.items():
         try:
-            answer = json.loads(reply.text) if not reply.why and reply.exit == 0 else None
+            info = json.loads(reply.text) if not reply.problem and reply.exit == 0 else None
         except ValueError:
-            answer = None
-        if isinstance(answer, dict):
-            (directory / f"{host.name}.json").write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
-            told += 1
+            info = None
+        if isinstance(info, dict):
+            files.atomic_write(directory / f"{name}.json", json.dumps(info, indent=2) + "\n")
+            saved += 1
             continue
-        code = max(code, NOT_READY if reply.greeted else SILENT)
-        why = reply.why or f"ended with exit code {reply.exit}, and no JSON of it"
-        print(printable(f"{host.name}: {'' if reply.greeted else 'no answer: '}{one_line(why, 300)}"))
-    print(f"gpucluster: {told} of {len(hosts)} nodes told what they are: {directory}")
+        code = max(code, NOT_READY if reply.answered else UNREACHABLE)
+        problem = reply.problem or f"ended with exit code {reply.exit} and no JSON"
+        print(printable(f"{name}: {'' if reply.answered else 'no answer: '}{one_line(problem, 300)}"))
+    print(f"gpucluster: info of {saved} of {len(nodes.hosts)} nodes: {directory}")
     return code
 
 
 # ---- the run
 
 
-def _together(
+def _run_on(
+    checks: Sequence[NodeCheck],
     options: argparse.Namespace,
-    nodes: Sequence[Node],
-    access: Access,
-    each: Expectation | None,
+    nodes: Nodes,
+    per_node: Expectation | None,
     arguments: tuple[str, ...],
-    environ: Mapping[str, str],
-    silent: Mapping[str, str],
-    heard: Heard,
+    unreachable: Mapping[str, str],
+    signals: Signals,
 ) -> int:
     from pytest_gpucluster.journal.run_directory import new_run_directory
-    from pytest_gpucluster.runners.hosts import Plan
-    from pytest_gpucluster.runners.ssh_job import OTHERS_SECONDS, carry_out
+    from pytest_gpucluster.runners.plan import SshPlan
+    from pytest_gpucluster.runners.ssh_job import OTHERS_SECONDS, conclude, run_plan
 
     directory = new_run_directory(options.report_dir.absolute())
-    first = nodes[0]
-    plan = Plan(
-        hosts=tuple(node.host for node in nodes),
-        each=each,
+    first = checks[0]
+    plan = SshPlan(
+        hosts=tuple(check.host for check in checks),
+        per_node=per_node,
         ranks=options.nproc_per_node,
         arguments=arguments,
-        directory=directory_of(options),
+        directory=nodes.directory,
         node_report_dir=options.node_report_dir,
-        run_id=run_id_of(directory),
-        environ=environ,
+        run_id=unique_run_id(directory),
+        environ=nodes.environ,
         master=options.master_addr or first.host.address,
         port=first.port or options.port,
     )
-    meet = f"rank 0 on {first.host.name}, all meet at {plan.master}:{plan.port}"
-    _say(f"{len(nodes)} nodes, {meet}; reports: {directory}", True)
-    brought = carry_out(
-        *(plan, access, directory),
+    rendezvous = f"rank 0 on {first.host.name}, rendezvous at {plan.master}:{plan.port}"
+    show(f"{len(checks)} nodes, {rendezvous}; reports: {directory}", True)
+    results = run_plan(
+        *(plan, nodes.access, directory),
         within_seconds=options.within,
-        answer_seconds=options.connect_within + options.answer_within,
+        answer_seconds=nodes.answer_seconds,
         others_seconds=OTHERS_SECONDS,
-        heard=heard,
-        say=_say,
+        signals=signals,
+        show=show,
     )
-    record, journal, no_record = _record(brought[first.host.name])
-    found = _conclude(plan, brought, record, no_record, silent, heard)
-    _keep(directory, plan, brought, silent, found)
-    if record is not None:
-        _render(directory, journal)
-    for name, what in brought.items():
-        if what.missing:
-            _say(f"{name}: not brought: {what.missing}", True)
-    _say(f"reports: {directory}", True)
-    _say(found.line, True)
+    journal, journal_problem = _journal(results[first.host.name])
+    found = conclude(
+        [results[host.name] for host in plan.hosts],
+        journal,
+        journal_problem=journal_problem,
+        unreachable=list(unreachable),
+        interrupted=signals.name,
+    )
+    _write_json(directory, plan, results, unreachable, found)
+    if journal is not None:
+        _render(directory, journal.journal)
+    for name, result in results.items():
+        if result.copy_problem:
+            show(f"{name}: reports not copied: {result.copy_problem}", True)
+    show(f"reports: {directory}", True)
+    show(found.line, True)
     return found.exit
 
 
-def _record(brought: Brought) -> tuple[Record | None, str, str]:
-    """Return what the journal says that rank 0's node has left, and where it is now; or None, and why there is none."""
-    from pytest_gpucluster.runners.ssh_job import Record
-    from pytest_gpucluster.runners.sweep_result import answer_in
+def _journal(result: NodeResult) -> tuple[RunResult | None, str]:
+    """Return the result in the journal of rank 0's node; or None, and why."""
+    from pytest_gpucluster.runners.run_result import read_result
 
-    if brought.folder is None:
-        return None, "", brought.missing or brought.why
-    answer, why = answer_in(brought.folder)
-    if answer is None:
-        return None, "", why or "the node of rank 0 has left no journal"
-    record = Record(
-        word=answer.verdict,
-        exit=answer.exit,
-        reason=answer.reason,
-        rehearsal=answer.rehearsal,
-        nnodes=answer.nnodes,
-    )
-    return record, answer.journal, ""
+    if result.folder is None:
+        return None, result.copy_problem or result.problem
+    found, problem = read_result(result.folder)
+    return found, problem or ("" if found is not None else "the node of rank 0 has left none")
 
 
-def _conclude(
-    plan: Plan,
-    brought: Mapping[str, Brought],
-    record: Record | None,
-    no_record: str,
-    silent: Mapping[str, str],
-    heard: Heard,
-) -> Conclusion:
-    from pytest_gpucluster.runners.ssh_job import NodeEnd, conclude
-
-    ends = []
-    for host in plan.hosts:
-        what = brought[host.name]
-        # What was ended from here may still say 0; nobody knows what it would have come to.
-        late = what.stopped if what.exit == 0 else ""
-        ends.append(NodeEnd(name=host.name, exit=None if late else what.exit, why=late or what.why or what.stopped))
-    return conclude(ends, record, no_record=no_record, silent=silent, interrupted=heard.name)
-
-
-def _keep(
-    directory: Path, plan: Plan, brought: Mapping[str, Brought], silent: Mapping[str, str], found: Conclusion
+def _write_json(
+    directory: Path,
+    plan: SshPlan,
+    results: Mapping[str, NodeResult],
+    unreachable: Mapping[str, str],
+    found: Conclusion,
 ) -> None:
-    """Leave ``ssh.json``: who took part, and what came of each."""
-    from pytest_gpucluster import files
-
+    """Write ``ssh.json``: the nodes and their results."""
     content = {
         "schema_version": 1,
         "command": sys.argv,
         "exit": found.exit,
         "line": found.line,
         "master": f"{plan.master}:{plan.port}",
-        "no_answer": dict(silent),
+        "no_answer": dict(unreachable),
         "nodes": [
             {
                 "node": host.name,
                 "node_rank": node_rank,
-                "exit": brought[host.name].exit,
-                "seconds": brought[host.name].seconds,
-                "why": brought[host.name].why or brought[host.name].stopped,
-                "not_brought": brought[host.name].missing,
+                "exit": results[host.name].exit,
+                "seconds": results[host.name].seconds,
+                "why": results[host.name].problem or results[host.name].stop_reason,
+                "not_brought": results[host.name].copy_problem,
                 "on_the_node": plan.folder(host),
             }
             for node_rank, host in enumerate(plan.hosts)
@@ -474,7 +438,7 @@ def _keep(
 
 
 def _render(directory: Path, journal: str) -> None:
-    """Render all reports of the journal beside the nodes' folders, also where rank 0 could not do so any more."""
+    """Render all reports of the journal next to the nodes' folders, even if rank 0 could not do so any more."""
     command = [sys.executable, "-m", "pytest_gpucluster", "report", journal, "--all", str(directory)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_RENDER_SECONDS, check=False)
@@ -482,23 +446,9 @@ def _render(directory: Path, journal: str) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = one_line(str(error), 300)
     if problem:
-        _say(f"reports are not rendered: {problem}", True)
+        show(f"reports are not rendered: {problem}", True)
 
 
-def _say(line: str, aside: bool) -> None:
-    print(printable(line), file=sys.stderr if aside else sys.stdout, flush=True)
-
-
-def _whole(text: str, least: int, most: int) -> int:
-    number = int(text) if text.isascii() and text.isdigit() and len(text) < 8 else -1
-    if not least <= number <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
-    return number
-
-
-def _ranks(text: str) -> int:
-    return _whole(text, 1, 1024)
-
-
-def _port(text: str) -> int:
-    return _whole(text, 1024, 65535)
+def show(line: str, is_error: bool) -> None:
+    """Print a line on standard output, or on standard error."""
+    print(printable(line), file=sys.stderr if is_error else sys.stdout, flush=True)

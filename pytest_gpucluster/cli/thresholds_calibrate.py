@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.cli.command import DONE, NO_JOURNAL, NO_OUTPUT, USAGE, complain, write_text
+from pytest_gpucluster.cli.command import (
+    DONE,
+    NEGATIVE,
+    NO_INPUT,
+    CommandError,
+    complain,
+    require_new_file,
+    require_other_file,
+    write_text,
+)
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.text import printable
@@ -20,44 +29,30 @@ from pytest_gpucluster.text import printable
 if TYPE_CHECKING:
     from pytest_gpucluster.analysis.calibration import NoFloor, Proposal, Series, Source
 
-FAULTY = 1
 
-
-def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | None, recorded: bool, force: bool) -> int:
-    """Write proposed floors, and return the exit code.
-
-    Args:
-        places: of the journals.
-        out: the file to write, or ``-``.
-        spreads: how many below the median.
-        sku: what the SKU of all journals must be; None: that of the first.
-        recorded: also for what is recorded only so far.
-        force: replace a file that is there.
-    """
+def calibrate(options: argparse.Namespace) -> int:
+    """Write proposed floors and return the exit code."""
     from pytest_gpucluster.analysis.calibration import Proposal, other_limit_files, overlay, series, source_problems
     from pytest_gpucluster.judge import loader
 
-    paths = [locate(place) for place in places]
-    if out != "-" and os.path.realpath(out) in map(os.path.realpath, [*paths, loader.shipped_path()]):
-        return complain(f"--out {out}: that is a journal or the shipped limits; name another file", USAGE)
-    if out != "-" and os.path.lexists(out) and not force:
-        return complain(f"--out {out}: there is such a file; name another one, or replace it with --force", NO_OUTPUT)
+    spreads, out = options.spreads, options.out
+    paths = [locate(path) for path in options.journals]
+    require_other_file("--out", out, [*paths, loader.shipped_path()], "a journal or the shipped limits")
+    require_new_file("--out", out, force=options.force)
     sources = [_source(path) for path in paths]
-    against = source_problems(sources, sku=sku)
-    if against:
-        for line in against:
-            complain(line, NO_JOURNAL)
-        return NO_JOURNAL
+    problems = source_problems(sources, sku=options.sku)
+    if problems:
+        raise CommandError(NO_INPUT, "\n".join(problems))
     sku = str(sources[0].sku)
     measured = series(sources)
-    wanted = [one for one in measured if one.is_judged or recorded]
+    wanted = [one for one in measured if one.is_judged or options.recorded]
     found = [_floor(one, sku, measured, spreads=spreads) for one in wanted]
     proposals = [one for one in found if isinstance(one, Proposal)]
     kept = [one for one in found if not isinstance(one, Proposal)]
     if not proposals:
-        complain("no floor can be proposed:", FAULTY)
-        _tell(kept)
-        return FAULTY
+        complain("no floor can be proposed:", NEGATIVE)
+        _print_kept(kept)
+        return NEGATIVE
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     shipped = hashlib.sha256(loader.shipped_path().read_bytes()).hexdigest()
     text = overlay(
@@ -72,10 +67,7 @@ def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | No
         shipped=shipped,
     )
     _require_loadable(text)
-    try:
-        write_text(out, text)
-    except OSError as error:
-        return complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
+    write_text(out, text, "--out")
     counted = "1 floor" if len(proposals) == 1 else f"{len(proposals)} floors"
     complain(f"{counted} proposed for {sku}, {len(kept)} left as they are: {out}", DONE)
     others = other_limit_files(sources, shipped)
@@ -84,7 +76,7 @@ def calibrate(places: Sequence[Path], out: str, *, spreads: float, sku: str | No
         complain(f"these runs were judged by {named}, which is not shipped: see the head of the file", DONE)
     below = sum(bool(proposal.below) for proposal in proposals)
     if below:
-        complain(f"{below} of them are above an accepted value; the file names these: look at them first", DONE)
+        complain(f"{below} of them are above an accepted value; the file lists these: check them first", DONE)
     return DONE
 
 
@@ -103,7 +95,7 @@ def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float)
 
     metric = measurement.known(one.metric)
     facts = {**one.topology, **one.labels}
-    # As the judge does: across nodes the fabric carries the data, and no link within a node bounds that.
+    # As the judge does: across nodes the rate is the fabric's, which no link within a node bounds.
     has_peak = metric.peak not in datasheets.LINK_PEAKS or facts.get("nnodes") == "1"
     try:
         conditions_of(one)
@@ -116,10 +108,10 @@ def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float)
 
 
 def _require_loadable(text: str) -> None:
-    """Read the file as a run would, before anybody gets it.
+    """Read the file as a run would, before it is written.
 
     Raises:
-        ThresholdsError: it is not as it must be.
+        ThresholdsError: it is malformed.
     """
     from pytest_gpucluster.judge import loader
 
@@ -129,10 +121,10 @@ def _require_loadable(text: str) -> None:
         loader.load(loader.shipped_path(), path)
 
 
-def _tell(kept: Sequence[NoFloor]) -> None:
+def _print_kept(kept: Sequence[NoFloor]) -> None:
     from pytest_gpucluster.analysis.calibration import name_of
 
-    for one in kept or ():
+    for one in kept:
         print(f"- {name_of(one.series)}: {printable(one.why)}", file=sys.stderr)
     if not kept:
         print("- no rate was judged in these runs", file=sys.stderr)

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.cli.command import DONE, NO_JOURNAL, USAGE, complain
+from pytest_gpucluster.cli.command import DONE, NEGATIVE, NO_INPUT, USAGE, CommandError, complain, print_paragraph
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal, locate, read
@@ -25,67 +23,62 @@ if TYPE_CHECKING:
     from pytest_gpucluster.judge.judge import MetricResult
     from pytest_gpucluster.judge.limits import Limit, Thresholds
 
-FAULTY = 1
 
-
-def explain_sku(asked: str, names: Sequence[str], files: Sequence[Path], known: Mapping[str, str]) -> int:
+def explain_sku(sku: str, names: Sequence[str], files: Sequence[Path], known: Mapping[str, str]) -> int:
     """Print the limits of a SKU, and return the exit code.
 
     Args:
-        asked: the SKU, or words of its name.
+        sku: its name, or words of it.
         names: of metrics; none means all that have an entry.
-        files: laid over the shipped limits.
-        known: what is known of the run and of the measurement.
+        files: that override the shipped limits.
+        known: facts of the run and labels of the measurement.
     """
     from pytest_gpucluster.judge import loader
 
     limits = loader.load(loader.shipped_path(), *files)
-    skus = _skus(asked, list(limits.skus))
+    skus = _select_skus(sku, list(limits.skus))
     if not skus:
-        hint = did_you_mean(asked, limits.skus)
-        return complain(f"--sku {asked}: no such SKU; known are {', '.join(limits.skus)}{hint}", USAGE)
-    found = _metrics(names, [limit.metric for limit in limits.limits])
-    if found is None:
-        return USAGE
+        raise _unknown_sku(sku, limits, USAGE)
+    found = _select_metrics(names, [limit.metric for limit in limits.limits])
     code = DONE
-    for sku in skus:
-        _line(0, f"{sku}: {_facts(known) or 'of any topology'}")
+    for name in skus:
+        _print(0, f"{name}: {_facts(known) or 'of any topology'}")
         for metric in found:
-            told = _explained(limits, metric, sku=sku, known=known, whole=bool(names))
-            code = max(code, DONE if told or not names else FAULTY)
+            decided = _explain_metric(limits, metric, sku=name, known=known, with_others=bool(names))
+            code = max(code, DONE if decided or not names else NEGATIVE)
     return code
 
 
-def _explained(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str], whole: bool) -> bool:
-    """Print what the entries for a metric say; return whether one decides, at least somewhere."""
+def _explain_metric(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str], with_others: bool) -> bool:
+    """Print the entries for a metric; return whether one decides, at least for some conditions."""
     from pytest_gpucluster.judge import evidence
     from pytest_gpucluster.judge.limits import demand, explain
 
     entries = explain(limits, metric, sku=sku, known=known)
     deciding = [entry for entry in entries if entry.effect.startswith("decides")]
-    if not whole and not deciding:
+    if not with_others and not deciding:
         return False
-    _line(0, metric)
+    _print(0, metric)
     if not entries:
-        _line(2, "no entry: what is measured and has none is an error, never a pass")
-    for entry in entries if whole else deciding:
+        _print(2, "no entry: a measured value without one is an error, never a pass")
+    for entry in entries if with_others else deciding:
         says = entry.effect if entry.why == "" else f"{entry.effect} {entry.why}"
         if entry.effect in ("does not apply", "is overruled"):
             says = f"{entry.effect}: {entry.why}"
-        _line(2, f"{entry.limit.origin} {says}: {demand(entry.limit)}")
-        if whole:
-            _line(4, f"when {entry.limit.conditions()}")
-        _line(4, f"source: {entry.limit.source}" if entry.limit.source else f"reason: {entry.limit.record_only}")
+        _print(2, f"{entry.limit.origin} {says}: {demand(entry.limit)}")
+        if with_others:
+            _print(4, f"when {entry.limit.conditions()}")
+        _print(4, f"source: {entry.limit.source}" if entry.limit.source else f"reason: {entry.limit.record_only}")
         support = evidence.support_of(entry.limit, limits)
         if support is not None and entry.limit.record_only is None:
-            _line(4, f"published: {_published(entry.limit, support)}")
+            _print(4, f"published: {_published_text(entry.limit, support)}")
     if entries and not deciding:
-        _line(2, "none of them applies: what is measured so is an error, never a pass")
+        _print(2, "none of them applies: such a value is an error, never a pass")
     return bool(deciding)
 
 
-def _published(limit: Limit, support: Support) -> str:
-    """Return what is published about a limit, and what may be lost unnoticed."""
+def _published_text(limit: Limit, support: Support) -> str:
+    """Return the published values for a limit, and the loss that would pass."""
     unit, parts = limit.unit, []
     if support.healthy and support.typical is not None:
         ends = f"{units.show(support.healthy[0], unit)} to {units.show(support.healthy[-1], unit)}"
@@ -95,71 +88,69 @@ def _published(limit: Limit, support: Support) -> str:
         parts.append(f"{len(support.faulty)} faulty, up to {units.show(support.faulty[-1], unit)}")
     loss = support.uniform_loss(limit)
     if loss is not None:
-        parts.append(f"{100 * loss:.0f} % may be lost by all and pass")
+        parts.append(f"a uniform loss of {100 * loss:.0f} % passes")
     return "; ".join(parts)
 
 
-def explain_journal(place: Path, names: Sequence[str], files: Sequence[Path]) -> int:
-    """Print what decided about each value of a run, as it is on record, and what the files say now where that differs.
+def explain_journal(path: Path, names: Sequence[str], files: Sequence[Path]) -> int:
+    """Print the limit that decided about each value of a run, as recorded, and the one in the files if it differs.
 
     Args:
-        place: of the journal.
-        names: of metrics; none means all that the run has measured.
-        files: laid over the shipped limits.
+        path: of the run.
+        names: of metrics; none means all that the run measured.
+        files: that override the shipped limits.
     """
     from pytest_gpucluster.judge import loader
 
-    path = locate(place)
+    path = locate(path)
     journal = read(path, keep_samples=False)
     sku = journal.limits.sku if journal.limits is not None else None
     if sku is None:
-        return complain(f"{path}: the journal does not say for which SKU it was judged", NO_JOURNAL)
+        return complain(f"{path}: the journal has no SKU", NO_INPUT)
     limits = loader.load(loader.shipped_path(), *files)
     values = [(judged, result.nodeid) for result in journal.results for judged in result.measurements]
-    found = _metrics(names, list(dict.fromkeys(judged.metric for judged, _ in values)))
-    if found is None:
-        return USAGE
+    found = _select_metrics(names, list(dict.fromkeys(judged.metric for judged, _ in values)))
     run = journal.run
     about = f"{'REHEARSAL, ' if run.rehearsal else ''}{journal.verdict}"
-    _line(0, f"{sku}: world_size {run.world_size}, nnodes {run.nnodes}, run {run.run_id}: {about}")
-    _line(0, f"limits of the run: {'; '.join(file for file, _ in journal.limits.files) if journal.limits else ''}")
+    _print(0, f"{sku}: world_size {run.world_size}, nnodes {run.nnodes}, run {run.run_id}: {about}")
+    _print(0, f"limits of the run: {'; '.join(file for file, _ in journal.limits.files) if journal.limits else ''}")
     code = DONE
     for judged, nodeid in values:
         if judged.metric in found:
-            code = max(code, _explain_value(judged, nodeid, journal, limits, sku, whole=bool(names)))
+            code = max(code, _explain_value(judged, nodeid, journal, limits, sku, with_others=bool(names)))
     return code
 
 
 def _explain_value(
-    judged: JudgedMetric, nodeid: str, journal: Journal, limits: Thresholds, sku: str, *, whole: bool
+    judged: JudgedMetric, nodeid: str, journal: Journal, limits: Thresholds, sku: str, *, with_others: bool
 ) -> int:
     from pytest_gpucluster.judge.limits import demand, explain, facts
 
     labels = _facts(judged.labels)
-    _line(0, f"{judged.metric}{f' ({labels})' if labels else ''} of {nodeid}")
+    _print(0, f"{judged.metric}{f' ({labels})' if labels else ''} of {nodeid}")
     known = facts(world_size=journal.run.world_size, nnodes=journal.run.nnodes, labels=judged.labels)
     entries = explain(limits, judged.metric, sku=sku, known=known, is_all=True)
     decider = next((entry.limit for entry in entries if entry.effect == "decides"), None)
     recorded = judged.limit
     if recorded is not None:
-        beside = f"; {judged.evidence}" if judged.evidence else ""
-        _line(2, f"{recorded.origin} decided: {limit_text(judged)}: {judged.status}{beside}")
-        _line(4, f"source: {recorded.source}")
+        evidence_text = f"; {judged.evidence}" if judged.evidence else ""
+        _print(2, f"{recorded.origin} decided: {limit_text(judged)}: {judged.status}{evidence_text}")
+        _print(4, f"source: {recorded.source}")
     else:
-        said = judged.reason or judged.status
-        _line(2, f"no limit decided: {said if said.startswith(judged.status) else f'{judged.status}, {said}'}")
-    if whole:
+        reason = judged.reason or judged.status
+        _print(2, f"no limit decided: {reason if reason.startswith(judged.status) else f'{judged.status}, {reason}'}")
+    if with_others:
         for entry in entries:
             says = f"{entry.effect}: {entry.why}" if entry.why else entry.effect
-            _line(2, f"now {entry.limit.origin} {says}: {demand(entry.limit)} (when {entry.limit.conditions()})")
+            _print(2, f"now {entry.limit.origin} {says}: {demand(entry.limit)} (when {entry.limit.conditions()})")
     elif recorded is not None and (decider is None or not _is_same(recorded, decider)):
         now = "nothing decides" if decider is None else f"{decider.origin} decides: {demand(decider)}"
-        _line(2, f"now {now}")
-    return FAULTY if judged.status == "error" and recorded is None else DONE
+        _print(2, f"now {now}")
+    return NEGATIVE if judged.status == "error" and recorded is None else DONE
 
 
 def _is_same(recorded: JudgedLimit, limit: Limit) -> bool:
-    """Tell whether an entry demands what was demanded then, from whichever line."""
+    """Whether an entry demands what the recorded one did, from any line."""
     return (recorded.min, recorded.max, recorded.min_ratio_to_median, recorded.expect_transport) == (
         limit.min,
         limit.max,
@@ -168,30 +159,38 @@ def _is_same(recorded: JudgedLimit, limit: Limit) -> bool:
     )
 
 
-def _skus(asked: str, known: Sequence[str]) -> list[str]:
-    """Return the SKU of this name, or all that have its words."""
+def _unknown_sku(sku: str, limits: Thresholds, code: int) -> CommandError:
+    known = ", ".join(limits.skus)
+    return CommandError(code, f"--sku {sku}: no such SKU; known are {known}{did_you_mean(sku, limits.skus)}")
+
+
+def _select_skus(asked: str, known: Sequence[str]) -> list[str]:
+    """Return the SKU of this name, or all with these words in their names."""
     if asked in known:
         return [asked]
     words = set(asked.upper().replace("-", " ").split())
     return [name for name in known if words and words <= set(name.upper().replace("-", " ").split())]
 
 
-def _metrics(asked: Sequence[str], there: Sequence[str]) -> list[str] | None:
-    """Return the metrics that are asked for, in the order of the files; None after a complaint."""
+def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[str]:
+    """Return the selected metrics, in the order of the files.
+
+    Raises:
+        CommandError: an unknown one.
+    """
     from pytest_gpucluster.metrics import measurement
 
     if not asked:
-        return list(dict.fromkeys(there))
+        return list(dict.fromkeys(known_names))
     found: list[str] = []
     for name in asked:
-        begin = [metric for metric in dict.fromkeys(there) if name.endswith(".") and metric.startswith(name)]
+        begin = [metric for metric in dict.fromkeys(known_names) if name.endswith(".") and metric.startswith(name)]
         if not begin:
             try:
                 begin = [measurement.known(name).name]
             except MeasurementError as error:
-                if name not in there:
-                    complain(one_line(str(error), 300), USAGE)
-                    return None
+                if name not in known_names:
+                    raise CommandError(USAGE, one_line(str(error), 300)) from error
                 begin = [name]
         found += begin
     return list(dict.fromkeys(found))
@@ -201,18 +200,8 @@ def _facts(known: Mapping[str, str]) -> str:
     return ", ".join(f"{key} {value}" for key, value in known.items())
 
 
-def _line(indent: int, text: str) -> None:
-    """Print a paragraph within the width of the terminal; 80 columns where there is none."""
-    width = max(40, shutil.get_terminal_size((80, 24)).columns)
-    begin = " " * indent
-    lines = textwrap.wrap(
-        printable(one_line(text, 2000)),
-        width,
-        initial_indent=begin,
-        subsequent_indent=begin + "  ",
-        break_on_hyphens=False,
-    )
-    print("\n".join(lines) or begin)
+def _print(indent: int, text: str) -> None:
+    print_paragraph(text, first=" " * indent, rest=" " * (indent + 2))
 
 
 MISSED, WRONG_USAGE, NOT_JUDGED = 1, 4, 10
@@ -234,9 +223,9 @@ def judge_values(
         values: metric and quantity, as "51.5 TFLOPS".
         sku: its name.
         world_size: GPUs that took part.
-        nodes: in which they sit.
+        nodes: of these GPUs.
         labels: as in the table of evidence.
-        files: laid over the shipped limits.
+        files: that override the shipped limits.
 
     Raises: ThresholdsError: a file of limits is wrong.
     """
@@ -246,10 +235,9 @@ def judge_values(
 
     limits = loader.load(loader.shipped_path(), *files)
     if sku not in limits.skus and sku not in {row.sku for row in evidence.published()}:
-        hint = did_you_mean(sku, limits.skus)
-        return complain(f"--sku {sku}: no such SKU; known are {', '.join(limits.skus)}{hint}", WRONG_USAGE)
+        raise _unknown_sku(sku, limits, WRONG_USAGE)
     if world_size < nodes:
-        return complain(f"{world_size} GPUs cannot sit in {nodes} nodes", WRONG_USAGE)
+        raise CommandError(WRONG_USAGE, f"{world_size} GPUs on {nodes} nodes: fewer GPUs than nodes")
     read: list[tuple[str, float, str]] = []
     for name, text in values:
         try:
@@ -258,7 +246,7 @@ def judge_values(
             if not value > 0:
                 raise MeasurementError(f"{text} is not above zero")
         except MeasurementError as error:
-            return complain(f"{name}={text}: {one_line(str(error), 300)}", WRONG_USAGE)
+            raise CommandError(WRONG_USAGE, f"{name}={text}: {one_line(str(error), 300)}") from error
         read.append((name, value, metric.unit))
     codes = set()
     for name, value, unit in read:
@@ -272,15 +260,16 @@ def judge_values(
             labels=evidence.as_measured(name, labels),
             limits=limits,
         )
-        code, line = _told(judged, unit, None if judged.limit is None else evidence.support_of(judged.limit, limits))
+        support = None if judged.limit is None else evidence.support_of(judged.limit, limits)
+        code, line = _judged_line(judged, unit, support)
         codes.add(code)
         print(printable(line))
         for label in evidence.unused(name, labels, limits, sku):
-            complain(f"note: no limit for {name} on {sku} looks at the label {label}", DONE)
+            complain(f"note: no limit for {name} on {sku} uses the label {label}", DONE)
     return next((code for code in (MISSED, NOT_JUDGED) if code in codes), DONE)
 
 
-def _told(judged: MetricResult, unit: str, support: Support | None) -> tuple[int, str]:
+def _judged_line(judged: MetricResult, unit: str, support: Support | None) -> tuple[int, str]:
     from pytest_gpucluster.judge.evidence import compare
     from pytest_gpucluster.judge.limits import demand
 

@@ -1,23 +1,21 @@
-"""``gpucluster verdict``: a run's verdict again, as one line and as this command's exit code."""
+"""``gpucluster verdict``: a run's verdict, as one line and as this command's exit code."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_gpucluster.cli.command import add_journal, explain
+from pytest_gpucluster.cli.command import BROKEN_EXIT, add_journal, complain, explain
+from pytest_gpucluster.cli.run import run_exit_codes
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import locate, read
-from pytest_gpucluster.journal.verdict import BROKEN, EXIT_CODES, RUNNING, RUNNING_EXIT
-from pytest_gpucluster.runners.sweep_result import Answer
+from pytest_gpucluster.journal.verdict import BROKEN, RUNNING, RUNNING_EXIT
+from pytest_gpucluster.runners.run_result import RunResult
 from pytest_gpucluster.text import printable, visible
 
-NO_VERDICT = 11
-_OF_PYTEST = range(2, 6)
-"""What a launcher may end with before there is a journal, and mean it: pytest's own codes for a run that never began.
-Its 1 may as well be srun's, which could not start anything."""
+_PYTEST_CODES = range(2, 6)
+"""pytest's own codes for a run that never began, kept if there is no journal. Its 1 may as well be srun's."""
 
 _EXAMPLES = """\
   gpucluster verdict gpucluster-report/latest
@@ -25,16 +23,17 @@ _EXAMPLES = """\
 """
 
 _VERDICT = """\
-Print the verdict of a run, and end with the run's own exit code, also where its journal was cut off. torchrun itself
-ends with 1 for every code but 0, and srun with the highest code of all nodes. A run that is going on has no verdict
-yet: it is RUNNING, with its test and since when.
+Print the verdict of a run and exit with the run's own code, even if its journal was truncated. torchrun itself ends
+with 1 for every code but 0, and srun with the highest code of all nodes. A run that is going on has no verdict yet: it
+is RUNNING, with its current test and the time of its start.
 """
 
-RUN_EXIT_CODES = (
-    "exit codes, those of the run:\n"
-    + "".join(f"  {code:<2} {what}\n" for code, what in EXIT_CODES.items())
-    + f"  {RUNNING_EXIT} {RUNNING}: no verdict yet, and the run's recorder is alive; never with --launcher-exit\n"
-    + "     11 also where the journal cannot be read or the answer cannot be written, 2 also for wrong usage\n"
+RUN_EXIT_CODES = run_exit_codes(
+    {
+        2: "also wrong usage",
+        11: "also: the journal cannot be read, or --json cannot be written",
+        RUNNING_EXIT: f"{RUNNING}: no verdict yet, and the run's recorder is alive; never with --launcher-exit",
+    }
 )
 
 
@@ -43,38 +42,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
     explain(parser, _VERDICT, _EXAMPLES, RUN_EXIT_CODES)
     add_journal(parser)
     parser.add_argument(
-        "--json", metavar="FILE", type=Path, help="write the verdict and the first failure here, in at most 4096 bytes"
+        "--json", metavar="FILE", type=Path, help="write verdict and first failure, in at most 4096 bytes"
     )
     parser.add_argument(
         "--launcher-exit",
         metavar="CODE",
         type=int,
-        help="what the run's launcher ended with, such as srun: the run is over, and if that is not 0, never a pass; "
-        "where there is no journal, 2 to 5 are kept",
+        help="exit code of the run's launcher, such as srun: the run has ended, and passes only with 0; without a "
+        "journal 2 to 5 are kept",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tell a run's verdict and return its exit code."""
+    """Print a run's verdict and return its exit code."""
     launcher_exit: int | None = options.launcher_exit
     try:
         path = locate(options.journal)
-        answer = Answer.of(read(path, keep_samples=False, live=launcher_exit is None), str(path))
+        result = RunResult.of(read(path, keep_samples=False, live=launcher_exit is None), str(path))
     except JournalError as error:
-        print(f"gpucluster: no verdict: {printable(str(error))}", file=sys.stderr)
-        return launcher_exit if launcher_exit is not None and launcher_exit in _OF_PYTEST else NO_VERDICT
-    if answer.exit == 0 and launcher_exit:
-        reason = f"its journal says {answer.verdict}, but its launcher ended with exit code {launcher_exit}"
-        answer = replace(answer, verdict=BROKEN, exit=NO_VERDICT, reason=reason, failure=answer.failure or reason)
-    rehearsal = "REHEARSAL, " if answer.rehearsal else ""
-    reason = f": {answer.reason}" if answer.reason else ""
-    told = f"gpucluster: {rehearsal}{answer.verdict}, exit code {answer.exit}{reason}"
-    print(printable(" ".join(visible(told).split())))
+        complain(f"no verdict: {error}", BROKEN_EXIT)
+        return launcher_exit if launcher_exit is not None and launcher_exit in _PYTEST_CODES else BROKEN_EXIT
+    if result.exit == 0 and launcher_exit:
+        reason = f"its journal states {result.verdict}, but its launcher ended with exit code {launcher_exit}"
+        result = replace(result, verdict=BROKEN, exit=BROKEN_EXIT, reason=reason, failure=result.failure or reason)
+    rehearsal = "REHEARSAL, " if result.rehearsal else ""
+    reason = f": {result.reason}" if result.reason else ""
+    line = f"gpucluster: {rehearsal}{result.verdict}, exit code {result.exit}{reason}"
+    print(printable(" ".join(visible(line).split())))
     if options.json is not None:
         try:
-            # In place, not beside it: a termination message is a file that is mounted.
-            options.json.write_text(answer.to_json(), encoding="utf-8")
+            # In place: a termination message is a mounted file.
+            options.json.write_text(result.to_json(), encoding="utf-8")
         except OSError as error:
-            print(f"gpucluster: --json {options.json}: {error.strerror or error}", file=sys.stderr)
-            return NO_VERDICT
-    return answer.exit
+            return complain(f"--json {options.json}: {error.strerror or error}", BROKEN_EXIT)
+    return result.exit

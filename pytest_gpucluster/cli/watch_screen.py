@@ -1,10 +1,10 @@
-"""What ``gpucluster node watch`` shows: the terminal layout, its keys, and a JSON line for programs.
+"""The display of ``gpucluster node watch``: terminal layout, keys, and a JSON line for programs.
 
-The layout fits any width from 40 columns on, and any height from 10 lines on. The same layout is plain text where
-colours are not shown. What is stale, lost or wrong is stated in words, not only shown in a colour.
+The layout fits any width from 40 columns and any height from 10 lines, also as plain text without colours: stale, lost
+and wrong parts are marked in words too.
 
-Keys are read one by one while something else is shown; the terminal is left as it was found. Ctrl-Z is a key like any
-other during that: the shell would be left with the display's screen.
+Keys are read one by one during the display, and the terminal is restored. Ctrl-Z is an ordinary key then: it would
+leave the shell with the display's screen.
 """
 
 from __future__ import annotations
@@ -34,57 +34,57 @@ from pytest_gpucluster.node.health.node_state import Node, Part
 from pytest_gpucluster.text import one_line, printable
 
 NONE = "-"
-"""There is no such figure. Why is told below the table, unless this GPU simply has none."""
+"""No value. The reason is below the table, unless the GPU does not support it."""
 MOST_NOTES = 4
 _GIB, _GB = 2**30, 10**9
 _NOT_SUPPORTED = "not supported"
 _SIDE_BY_SIDE_COLUMNS, _SIDE_BY_SIDE_PORTS = 78, 3
-_GOES_BELOW = {"SM MHz": 78, "mem MHz": 78, "NVLink GB/s": 60, "power W": 44}
-"""Columns of the GPUs, each with the width below which it is left out: how a GPU is stays to the last."""
+_LEAST_WIDTHS = {"SM MHz": 78, "mem MHz": 78, "NVLink GB/s": 60, "power W": 44}
+"""Columns of the GPUs, each with the width below which it is left out. The state of a GPU is always shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Section:
-    """A part of the screen. ``least``: lines that it keeps where there is no room for all."""
+    """A part of the screen. ``least``: lines that it keeps if not all fit."""
 
     content: RenderableType
     least: int
     what: str = ""
-    """What its lines are, for those that are left out."""
+    """Name of its lines, for the note on those that are left out."""
     first: frozenset[int] = frozenset({0})
-    """Those of its lines that stay before others."""
+    """Lines that are kept before others."""
 
 
 class Screen:
-    """What rich draws.
+    """The display as a renderable of rich.
 
     Args:
-        node: what is known.
+        node: the state of the node.
         host: the node's name.
         clock: the time of day as text.
-        height: the lines that there are; None: as many as it takes.
-        keys: a reminder of the keys; "" where there are none.
+        height: number of lines; None for as many as needed.
+        keys: a reminder of the keys; may be empty.
     """
 
     def __init__(self, node: Node, *, host: str, clock: str, height: int | None = None, keys: str = "") -> None:
         self._node, self._host, self._clock, self._height, self._keys = node, host, clock, height, keys
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render as many lines as there is room for."""
+        """Render as many lines as fit."""
         flat = options.update(height=None)
         sections = list(self._sections(options.max_width))
         rendered = [console.render_lines(section.content, flat, pad=False) for section in sections]
-        rooms = [len(lines) for lines in rendered]
+        allotted = [len(lines) for lines in rendered]
         if self._height is not None:
-            rooms = _rooms(rooms, [section.least for section in sections], self._height)
-        for section, lines, room in zip(sections, rendered, rooms, strict=True):
-            shown = lines
-            if room < len(lines):
-                left_out = len(lines) - room + 1
-                shown = [lines[number] for number in _kept(len(lines), max(0, room - 1), section.first)]
+            allotted = _allot_lines(allotted, [section.least for section in sections], self._height)
+        for section, lines, lines_left in zip(sections, rendered, allotted, strict=True):
+            kept = lines
+            if lines_left < len(lines):
+                left_out = len(lines) - lines_left + 1
+                kept = [lines[number] for number in _keep_lines(len(lines), max(0, lines_left - 1), section.first)]
                 more = f"  … {left_out} more {section.what}"
-                shown = [*shown, [Segment(more[: options.max_width])]] if room else []
-            for line in shown:
+                kept = [*kept, [Segment(more[: options.max_width])]] if lines_left else []
+            for line in kept:
                 yield from line
                 yield Segment.line()
 
@@ -96,8 +96,8 @@ class Screen:
         yield _Section(content=_gpu_title(node, width), least=1)
         if node.gpus:
             content = _gpu_table(node.gpus, width)
-            yield _Section(content=content, least=4, what="GPUs", first=_title_and_troubled(node.gpus))
-        notes = list(_notes(node.gpus))
+            yield _Section(content=content, least=4, what="GPUs", first=_title_and_problems(node.gpus))
+        notes = list(_missing_value_notes(node.gpus))
         for note in notes[:MOST_NOTES]:
             yield _Section(content=_warning(note, width), least=1)
         if len(notes) > MOST_NOTES:
@@ -110,7 +110,7 @@ class Screen:
             yield _Section(content=_process_table(node.gpus, width), least=2, what="processes")
 
     def _head(self, width: int) -> Text:
-        parts = [f"{_said(self._host, 32)}  {self._clock}", *_host_figures(self._node.host)]
+        parts = [f"{_printable(self._host, 32)}  {self._clock}", *_host_figures(self._node.host)]
         head = Text("  ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
         if self._keys and head.cell_len + len(self._keys) + 2 <= width:
             head.append(" " * (width - head.cell_len - len(self._keys)) + self._keys, style="dim")
@@ -126,54 +126,56 @@ def plain(node: Node, *, host: str, clock: str, width: int) -> str:
     return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines())
 
 
-def _rooms(wanted: Sequence[int], least: Sequence[int], height: int) -> list[int]:
-    """Share out the lines: from the top each gets what it wants, as long as those below keep their least.
+def _allot_lines(wanted: Sequence[int], least: Sequence[int], height: int) -> list[int]:
+    """Allot lines: from the top each section gets its wish, as long as those below keep their least.
 
-    >>> _rooms([1, 9, 9, 20], [1, 4, 3, 2], 14)
+    >>> _allot_lines([1, 9, 9, 20], [1, 4, 3, 2], 14)
     [1, 8, 3, 2]
     """
-    rooms = []
+    allotted = []
     for index, lines in enumerate(wanted):
         below = sum(min(want, keep) for want, keep in zip(wanted[index + 1 :], least[index + 1 :], strict=True))
-        room = max(0, min(lines, max(height - below, min(lines, least[index]))))
-        room = min(room, height)
-        rooms.append(room)
-        height -= room
-    return rooms
+        lines_left = max(0, min(lines, max(height - below, min(lines, least[index]))))
+        lines_left = min(lines_left, height)
+        allotted.append(lines_left)
+        height -= lines_left
+    return allotted
 
 
-def _kept(lines: int, room: int, first: Collection[int]) -> list[int]:
-    """Return which lines stay where there is no room for all.
+def _keep_lines(lines: int, lines_left: int, first: Collection[int]) -> list[int]:
+    """Return which lines are kept if not all fit.
 
-    >>> _kept(9, 4, {0, 7})
+    >>> _keep_lines(9, 4, {0, 7})
     [0, 1, 2, 7]
     """
-    return sorted(sorted(range(lines), key=lambda number: (number not in first, number))[:room])
+    return sorted(sorted(range(lines), key=lambda number: (number not in first, number))[:lines_left])
 
 
-def _title_and_troubled(gpus: Sequence[Part]) -> frozenset[int]:
+def _title_and_problems(gpus: Sequence[Part]) -> frozenset[int]:
     rows = enumerate(gpus, start=1)
-    return frozenset({0, *(row for row, gpu in rows if gpu.values.get("lost") or gpu.is_stale or _held_down(gpu))})
+    return frozenset(
+        {0, *(row for row, gpu in rows if gpu.values.get("lost") or gpu.is_stale or _throttle_reasons(gpu))}
+    )
 
 
-def _held_down(gpu: Part) -> str:
+def _throttle_reasons(gpu: Part) -> str:
     return printable(", ".join(gpu.values.get("throttle") or ()))
 
 
 def _host_figures(host: Part) -> Iterable[str]:
-    told = host.values
-    if told.get("load"):
-        cpus = f" / {told['cpus']} CPUs" if told.get("cpus") else ""
+    values = host.values
+    if values.get("load"):
+        cpus = f" / {values['cpus']} CPUs" if values.get("cpus") else ""
         busy = host.rates.get("busy_ratio")
-        yield f"load {told['load'][0]:.1f}{cpus}" + ("" if busy is None else f", {100 * busy:.0f} % busy")
-    total, available = told.get("memory_total_bytes"), told.get("memory_available_bytes")
+        yield f"load {values['load'][0]:.1f}{cpus}" + ("" if busy is None else f", {100 * busy:.0f} % busy")
+    total, available = values.get("memory_total_bytes"), values.get("memory_available_bytes")
     if total is not None and available is not None:
         yield f"memory {(total - available) / _GIB:,.0f} / {total / _GIB:,.0f} GiB"
     if host.is_stale:
-        yield _age("host", host)
+        yield _age_text("host", host)
 
 
-def _age(what: str, part: Part) -> str:
+def _age_text(what: str, part: Part) -> str:
     return f"{what} not read" if part.age_seconds is None else f"{what} stale for {part.age_seconds:.0f} s"
 
 
@@ -189,29 +191,29 @@ def _gpu_title(node: Node, width: int) -> Text:
         since = f" for {min(ages):.0f} s" if ages else ""
         return _warning(f"GPUs: {len(node.gpus)}, and NVML has not answered{since}", width)
     names = Counter(str(gpu.values.get("name") or "of unknown kind") for gpu in node.gpus)
-    which = ", ".join(f"{count} x {_said(name, 40)}" for name, count in names.items())
-    return _line(f"GPUs: {which}, driver {_said(node.driver or 'unknown', 20)}", width)
+    which = ", ".join(f"{count} x {_printable(name, 40)}" for name, count in names.items())
+    return _line(f"GPUs: {which}, driver {_printable(node.driver or 'unknown', 20)}", width)
 
 
 def _gpu_table(gpus: Sequence[Part], width: int) -> Table:
     titles = ["GPU", "util %", "mem GiB", "°C", "power W", "SM MHz", "mem MHz", "NVLink GB/s", "held down by"]
     rows: list[list[str | Text]] = []
     for gpu in gpus:
-        told = gpu.values
+        values = gpu.values
         rows.append(
             [
-                str(told.get("index", "?")),
-                _number(told.get("utilization_percent")),
-                _of(told.get("memory_used_bytes"), told.get("memory_total_bytes"), scale=_GIB, digits=1),
-                _number(told.get("temperature_celsius")),
-                _of(told.get("power_watts"), told.get("power_limit_watts")),
-                _number(told.get("sm_clock_mhz")),
-                _number(told.get("memory_clock_mhz")),
-                _ways(gpu, "nvlink_sent_bytes_per_second", "nvlink_received_bytes_per_second"),
+                str(values.get("index", "?")),
+                _number(values.get("utilization_percent")),
+                _fraction(values.get("memory_used_bytes"), values.get("memory_total_bytes"), scale=_GIB, digits=1),
+                _number(values.get("temperature_celsius")),
+                _fraction(values.get("power_watts"), values.get("power_limit_watts")),
+                _number(values.get("sm_clock_mhz")),
+                _number(values.get("memory_clock_mhz")),
+                _both_directions(gpu, "nvlink_sent_bytes_per_second", "nvlink_received_bytes_per_second"),
                 _state(gpu),
             ]
         )
-    kept = [index for index, title in enumerate(titles) if width >= _GOES_BELOW.get(title, 0)]
+    kept = [index for index, title in enumerate(titles) if width >= _LEAST_WIDTHS.get(title, 0)]
     titles, rows = [titles[index] for index in kept], [[row[index] for index in kept] for row in rows]
     return _table(titles, rows, width, dim=[gpu.is_stale for gpu in gpus], left=titles[-1:])
 
@@ -224,8 +226,8 @@ def _table(
     left: Sequence[str] = (),
     dim: Sequence[bool] = (),
 ) -> Table:
-    """Lay a table out: every column as wide as what is in it, the last one as what is left. ``left``: titles of columns
-    of words; the others are of numbers."""
+    """Return a table: every column as wide as its content, the last one as the remaining width. ``left``: titles of
+    left-aligned columns; numbers are right-aligned."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     left_over = width
     for index, title in enumerate(titles):
@@ -241,19 +243,19 @@ def _table(
 
 
 def _state(gpu: Part) -> Text:
-    """Say what is to be known beside the figures; the worst first."""
-    told = gpu.values
-    if told.get("lost"):
+    """Return a GPU's state, the worst first."""
+    values = gpu.values
+    if values.get("lost"):
         return Text("LOST", style="bold red")
     if gpu.is_stale:
         return Text("not read" if gpu.age_seconds is None else f"STALE {gpu.age_seconds:.0f} s", style="bold red")
     if gpu.age_seconds is None:
         return Text("…")
-    return Text(_held_down(gpu), style="yellow")
+    return Text(_throttle_reasons(gpu), style="yellow")
 
 
-def _notes(gpus: Sequence[Part]) -> Iterable[str]:
-    """Say why figures are missing, one line a reason; what a GPU does not support is no news."""
+def _missing_value_notes(gpus: Sequence[Part]) -> Iterable[str]:
+    """Yield why values are missing, one line for each reason; unsupported values are left out."""
     reasons: dict[str, list[tuple[str, str]]] = {}
     for gpu in gpus:
         index = str(gpu.values.get("index", "?"))
@@ -276,22 +278,22 @@ def _port_table(ports: Sequence[Part], width: int) -> Table:
     rows = [_port(port, 12 if both else 24) for port in ports]
     if both:
         half = (len(rows) + 1) // 2
-        beside = [*rows[half:], [""] * 4]
-        rows = [[*row, "", *beside[number]] for number, row in enumerate(rows[:half])]
+        right = [*rows[half:], [""] * 4]
+        rows = [[*row, "", *right[number]] for number, row in enumerate(rows[:half])]
         titles = [*titles, "", *titles]
     return _table(titles, rows, width, left=("port", "state"))
 
 
 def _port(port: Part, characters: int) -> list[str]:
-    told = port.values
-    rate = told.get("rate_gbps")
-    state = _said(str(told.get("state") or "unknown"), 10)
+    values = port.values
+    rate = values.get("rate_gbps")
+    state = _printable(str(values.get("state") or "unknown"), 10)
     if state == "ACTIVE" and rate is not None:
         state = f"{rate:g} Gb/s"
     if port.is_stale:
         state = "STALE"
     return [
-        _said(str(told.get("name", "?")), characters),
+        _printable(str(values.get("name", "?")), characters),
         state,
         _number(port.rates.get("sent_bytes_per_second"), scale=_GB, digits=1),
         _number(port.rates.get("received_bytes_per_second"), scale=_GB, digits=1),
@@ -308,16 +310,16 @@ def _process_table(gpus: Sequence[Part], width: int) -> Table:
             str(index),
             _number(process["memory_bytes"], scale=_GIB, digits=1),
             str(process["pid"]),
-            _said(process["user"] or "?", 12),
-            Text(_said(process["command"] or "not shown to this user or container", 200)),
+            _printable(process["user"] or "?", 12),
+            Text(_printable(process["command"] or "not kept to this user or container", 200)),
         ]
         for index, process in found
     ]
     return _table(["GPU", "mem GiB", "pid", "user", "command"], rows, width, left=("user", "command"))
 
 
-def _said(text: str, characters: int) -> str:
-    """Return foreign text on one line, in which nothing acts on a terminal or changes its direction."""
+def _printable(text: str, characters: int) -> str:
+    """Return text from any source on one line, without control characters."""
     return printable(one_line(text, characters))
 
 
@@ -325,28 +327,28 @@ def _number(value: Any, *, scale: float = 1, digits: int = 0) -> str:
     return NONE if value is None else f"{value / scale:.{digits}f}"
 
 
-def _of(value: Any, total: Any, *, scale: float = 1, digits: int = 0) -> str:
-    shown = _number(value, scale=scale, digits=digits)
-    return shown if total is None else f"{shown}/{_number(total, scale=scale, digits=digits)}"
+def _fraction(value: Any, total: Any, *, scale: float = 1, digits: int = 0) -> str:
+    kept = _number(value, scale=scale, digits=digits)
+    return kept if total is None else f"{kept}/{_number(total, scale=scale, digits=digits)}"
 
 
-def _ways(part: Part, *names: str) -> str:
+def _both_directions(part: Part, *names: str) -> str:
     rates = [part.rates.get(name) for name in names]
     return NONE if all(rate is None for rate in rates) else "/".join(_number(rate, scale=_GB) for rate in rates)
 
 
 def _line(text: str, width: int) -> Text:
-    return Text(_said(text, width), no_wrap=True, overflow="ellipsis")
+    return Text(_printable(text, width), no_wrap=True, overflow="ellipsis")
 
 
 def _warning(text: str, width: int) -> Text:
-    return Text(_said(text, width), style="bold red", no_wrap=True, overflow="ellipsis")
+    return Text(_printable(text, width), style="bold red", no_wrap=True, overflow="ellipsis")
 
 
-ENDS = b"qQ\x03\x04"
-"""Keys that end the display: also Ctrl-C and Ctrl-D, where the terminal gives them as keys."""
+QUIT_KEYS = b"qQ\x03\x04"
+"""Also Ctrl-C and Ctrl-D, if the terminal sends them as keys."""
 _CONTROL_CHARACTERS = 6
-"""Where they are in what termios returns."""
+"""Their index in the result of termios."""
 _NONE = b"\0"
 """No key: _POSIX_VDISABLE of Linux, termios(3)."""
 
@@ -358,12 +360,12 @@ class Keyboard:
         self._descriptor = descriptor
 
     @property
-    def is_there(self) -> bool:
-        """Tell whether keys can be read."""
+    def is_available(self) -> bool:
+        """Whether keys can be read."""
         return self._descriptor is not None
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long for a key; return True if it ends the display."""
+        """Wait for a key, at most this long; return True if it ends the display."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if self._descriptor is None:
@@ -372,16 +374,16 @@ class Keyboard:
             if not select.select([self._descriptor], [], [], left)[0]:
                 return False
             read = os.read(self._descriptor, 64)
-            if not read:  # the terminal is gone
+            if not read:  # the terminal was closed
                 return True
-            if any(key in ENDS for key in read):
+            if any(key in QUIT_KEYS for key in read):
                 return True
         return False
 
 
 @contextmanager
 def keyboard() -> Iterator[Keyboard]:
-    """Take keys as they are pressed, without showing them; where there is no terminal, there are none."""
+    """Read keys as they are pressed, without echo; without a terminal there are none."""
     try:
         descriptor = sys.stdin.fileno()
         before = termios.tcgetattr(descriptor)
@@ -407,11 +409,11 @@ _HOST = ("load", "cpus", "memory_total_bytes", "memory_available_bytes")
 
 
 def to_json(node: Node, *, host: str, at: str) -> dict[str, Any]:
-    """Return plain JSON types. A figure that is not there is null, and ``not_available`` says why; what is stale keeps
-    its last values, and says so.
+    """Return plain JSON types. A missing value is null, with the reason in ``not_available``; stale parts keep their
+    last values and are marked.
 
     Args:
-        node: what is known.
+        node: the state of the node.
         host: the node's name.
         at: the time, as ISO 8601 in UTC.
     """
@@ -420,12 +422,12 @@ def to_json(node: Node, *, host: str, at: str) -> dict[str, Any]:
         "at": at,
         "host": host,
         "driver": node.driver,
-        "load": {**_told(node.host, _HOST), "busy_ratio": node.host.rates.get("busy_ratio"), **_json_age(node.host)},
+        "load": {**_select(node.host, _HOST), "busy_ratio": node.host.rates.get("busy_ratio"), **_json_age(node.host)},
         "gpus": [_gpu(gpu) for gpu in node.gpus],
         "why_no_gpus": node.why_no_gpus or None,
         "nvml_silent_seconds": None if node.silent_seconds is None else round(node.silent_seconds, 1),
         "ports": [
-            {**_told(port, _PORT), **{name: port.rates.get(name) for name in _PORT_RATES}, **_json_age(port)}
+            {**_select(port, _PORT), **{name: port.rates.get(name) for name in _PORT_RATES}, **_json_age(port)}
             for port in node.ports
         ],
         "why_no_ports": node.why_no_ports or None,
@@ -433,7 +435,7 @@ def to_json(node: Node, *, host: str, at: str) -> dict[str, Any]:
     }
 
 
-def line(node: Node, *, host: str, at: str) -> str:
+def json_line(node: Node, *, host: str, at: str) -> str:
     """Return :func:`to_json` as a line."""
     return json.dumps(to_json(node, host=host, at=at), allow_nan=False) + "\n"
 
@@ -441,7 +443,7 @@ def line(node: Node, *, host: str, at: str) -> str:
 def _gpu(gpu: Part) -> dict[str, Any]:
     figures = tuple(key for key in QUERIES if key not in (NVLINK, PROCESSES))
     return {
-        **_told(gpu, (*_IDENTITY, *figures)),
+        **_select(gpu, (*_IDENTITY, *figures)),
         **{name: gpu.rates.get(name) for name in _NVLINK_RATES},
         PROCESSES: gpu.values.get(PROCESSES),
         "not_available": gpu.values.get("not_available", {}),
@@ -450,7 +452,7 @@ def _gpu(gpu: Part) -> dict[str, Any]:
     }
 
 
-def _told(part: Part, names: tuple[str, ...]) -> Mapping[str, Any]:
+def _select(part: Part, names: tuple[str, ...]) -> Mapping[str, Any]:
     return {name: part.values.get(name) for name in names}
 
 

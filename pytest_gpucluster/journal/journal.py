@@ -19,31 +19,36 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.fields import AnyText
-from pytest_gpucluster.journal.fields import read as read_record
+from pytest_gpucluster.journal.fields import Fields
 from pytest_gpucluster.journal.records import (
     Cluster,
-    Collected,
     CollectedTest,
-    Deviation,
     End,
     Environment,
     LimitsInForce,
     Problem,
-    Property,
     RankPlace,
     Run,
     Silence,
     Started,
     TestResult,
     Workload,
+    read_cluster,
+    read_collected,
+    read_end,
+    read_environment,
+    read_limits,
+    read_problem,
+    read_run,
+    read_silence,
+    read_started,
     read_test_result,
+    read_workload,
 )
-from pytest_gpucluster.journal.verdict import Verdict
 
 SCHEMA_VERSION = 1
 JOURNAL_FILE = "journal.jsonl"
@@ -87,37 +92,6 @@ class Journal:
     """The last problem since a test started or finished: why the run ends, if it ends here."""
     is_live: bool = False
     """There is no closing line yet, and its recorder was alive when the journal was read."""
-
-    @property
-    def ranks(self) -> tuple[RankPlace, ...]:
-        """Return every rank that reported."""
-        return () if self.cluster is None else self.cluster.ranks
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Return the hosts in the order of their first rank."""
-        places = sorted(self.ranks, key=lambda place: place.rank)
-        return tuple(dict.fromkeys(place.host for place in places if place.host))
-
-    @property
-    def sku(self) -> str | None:
-        """Return the SKU whose limits were in force; None where it is unknown."""
-        return None if self.limits is None else self.limits.sku
-
-    @property
-    def gpu_name(self) -> str | None:
-        """Return the GPU's name that the limits were chosen by; None where it is unknown."""
-        return None if self.limits is None else self.limits.gpu_name
-
-    @property
-    def limit_files(self) -> tuple[tuple[str, str], ...]:
-        """Return (path, SHA-256) of each file of limits in force."""
-        return () if self.limits is None else self.limits.files
-
-    @property
-    def profile(self) -> str:
-        """Return the profile of the workload; "" where it is unknown."""
-        return "" if self.workload is None else self.workload.profile
 
     @property
     def not_run(self) -> tuple[CollectedTest, ...]:
@@ -190,27 +164,6 @@ class Journal:
             return f"between two tests, after {self.results[-1].nodeid}"
         return f"after the last test, {self.results[-1].nodeid}, before its verdict"
 
-    def recompute_verdict(self, *, topology: str, abort: tuple[int, str] | None = None) -> Verdict:
-        """Return the verdict by the journal's lines, independent of its closing line.
-
-        Args:
-            topology: for the reason's text.
-            abort: exit code and reason if the run was ended before its last test.
-        """
-        return verdict.decide(
-            [result.for_verdict for result in self.results],
-            pytest_exit=0,
-            abort=abort,
-            problems=[problem.message or problem.name for problem in self.problems],
-            not_run=[test.nodeid for test in self.not_run],
-            required=self.run.required,
-            rehearsal=self.run.rehearsal,
-            selection=self.run.selection,
-            manifest=self.has_manifest,
-            deviations=self.deviations,
-            topology=topology,
-        )
-
     def place(self, rank: int) -> RankPlace | None:
         """Return where a rank runs, or None if it has not reported."""
         return self._places.get(rank)
@@ -218,7 +171,7 @@ class Journal:
     @cached_property
     def _places(self) -> Mapping[int, RankPlace]:
         """Rank -> its place. Reports ask for each of a thousand ranks."""
-        return {place.rank: place for place in reversed(self.ranks)}
+        return {} if self.cluster is None else {place.rank: place for place in reversed(self.cluster.ranks)}
 
 
 def _combined(earlier: TestResult, later: TestResult) -> TestResult:
@@ -235,29 +188,18 @@ def _combined(earlier: TestResult, later: TestResult) -> TestResult:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Line:
-    """The fields by which a line is recognized."""
-
-    type: AnyText = ""
-    schema_version: int | None = None
-    plugin_version: AnyText = "of an unknown version"
-
-
-def _require_readable(first: _Line, where: str) -> None:
-    if first.type != "run":
+def _require_readable(first: Fields, where: str) -> None:
+    if first.text("type", "") != "run":
         raise JournalError(f"{where}: not a journal of this project: it must begin with a line of type 'run'")
-    if first.schema_version is None or first.schema_version < 1:
+    version = first.optional_integer("schema_version")
+    if version is None or version < 1:
         raise JournalError(f"{where}: not a journal of this project: its first line has no schema_version")
-    if first.schema_version > SCHEMA_VERSION:
+    if version > SCHEMA_VERSION:
+        writer = first.text("plugin_version", "of an unknown version")
         raise JournalError(
-            f"{where}: written with schema_version {first.schema_version} by pytest-gpucluster {first.plugin_version}; "
+            f"{where}: written with schema_version {version} by pytest-gpucluster {writer}; "
             f"this version reads up to {SCHEMA_VERSION}: read it with that version or a newer one"
         )
-
-
-_FIELD_OF = {"cluster": Cluster, "limits": LimitsInForce, "environment": Environment, "workload": Workload, "end": End}
-"""Type of a line -> its record, which is the journal's field of that name."""
 
 
 class JournalBuilder:
@@ -279,49 +221,59 @@ class JournalBuilder:
         Raises:
             JournalError: it is not a line that this version writes. The builder is unchanged.
         """
-        kind = read_record(_Line, line, where).type
+        fields = Fields(line, where)
+        kind = fields.text("type", "")
         journal = self._journal
         if journal is None:
-            _require_readable(read_record(_Line, line, where), where)
-            self._journal = Journal(run=read_record(Run, line, where))
+            _require_readable(fields, where)
+            self._journal = Journal(run=read_run(fields))
             return
-        silence: Silence | None = None  # any other line ends a silence
-        if kind in _FIELD_OF:
-            journal = replace(journal, **{kind: read_record(_FIELD_OF[kind], line, where)})
-        elif kind == "silence":
-            silence = read_record(Silence, line, where)
+        if kind == "silence":
+            silence = read_silence(fields)
+            self._journal = replace(journal, silence=silence if silence.message else None)
+            return
+        if kind == "cluster":
+            journal = replace(journal, cluster=read_cluster(fields))
+        elif kind == "limits":
+            journal = replace(journal, limits=read_limits(fields))
+        elif kind == "environment":
+            journal = replace(journal, environment=read_environment(fields))
+        elif kind == "workload":
+            journal = replace(journal, workload=read_workload(fields))
         elif kind == "collected":
-            collected = read_record(Collected, line, where)
-            journal = replace(journal, collected=collected.tests, has_manifest=collected.manifest)
+            journal = replace(journal, collected=read_collected(fields), has_manifest=fields.flag("manifest", False))
         elif kind == "deviation":
-            journal = replace(journal, deviations=(*journal.deviations, read_record(Deviation, line, where).text))
+            journal = replace(journal, deviations=(*journal.deviations, fields.text("text")))
         elif kind == "start":
-            journal = replace(journal, running=read_record(Started, line, where), recent_problem=None)
+            journal = replace(journal, running=read_started(fields), recent_problem=None)
         elif kind == "test":
-            journal = replace(journal, running=self._add_result(line, where, journal.running), recent_problem=None)
+            result = read_test_result(fields, self._keep_samples)
+            result = result if self._slim is None else self._slim(result)
+            self._add_result(result)
+            if journal.running is not None and journal.running.nodeid == result.nodeid:
+                journal = replace(journal, running=None)
+            journal = replace(journal, recent_problem=None)
         elif kind == "problem":
-            problem = read_record(Problem, line, where)
+            problem = read_problem(fields)
             journal = replace(journal, problems=(*journal.problems, problem), recent_problem=problem)
         elif kind == "property":
-            entry = read_record(Property, line, where)
-            journal = replace(journal, properties=(*journal.properties, (entry.name, entry.value)))
-        # Line types that a later version adds within this schema are ignored.
-        self._journal = replace(journal, silence=silence if silence is not None and silence.message else None)
+            pair = (fields.text("name"), fields.any_text("value"))
+            journal = replace(journal, properties=(*journal.properties, pair))
+        elif kind == "end":
+            journal = replace(journal, end=read_end(fields))
+        # Any other line ends a silence. Line types that a later version adds within this schema are ignored.
+        self._journal = replace(journal, silence=None)
 
     @property
     def running(self) -> Started | None:
         """Return the test that has started and not finished."""
         return self._journal.running if self._journal is not None else None
 
-    def _add_result(self, line: Any, where: str, running: Started | None) -> Started | None:
-        """Add a test's line and return the test that is running then."""
-        result = read_test_result(line, where, keep_samples=self._keep_samples)
-        result = result if self._slim is None else self._slim(result)
+    def _add_result(self, result: TestResult) -> None:
         earlier = self._results.pop(result.nodeid, None)
         if earlier is not None and earlier.attempts == result.attempts:
             result = _combined(earlier, result)
         self._results[result.nodeid] = result
-        return None if running is not None and running.nodeid == result.nodeid else running
 
     def journal(self, *, cut: bool = False) -> Journal:
         """Return the journal so far.
@@ -423,7 +375,7 @@ def next_in_series(report_dir: Path) -> dict[str, str | int]:
     """
     try:
         with (report_dir / "latest" / JOURNAL_FILE).open("rb") as file:
-            latest = read_record(Run, json.loads(file.readline()), "the latest run")
+            latest = read_run(Fields(json.loads(file.readline()), "the latest run"))
     except (OSError, ValueError, RecursionError, JournalError):
         latest = None
     if latest is None or not latest.series:
@@ -436,7 +388,7 @@ def encode(line: Mapping[str, object]) -> bytes:
     try:
         text = json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError):
-        text = json.dumps(json_types(line), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         return text.encode("utf-8") + b"\n"
     except UnicodeEncodeError:
@@ -444,8 +396,7 @@ def encode(line: Mapping[str, object]) -> bytes:
         return json.dumps(json.loads(text), allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
-def json_types(value: object, depth: int = 0) -> Any:
-    """Return a value in plain JSON types. Values that JSON lacks (NaN, bytes, objects) become text."""
+def _plain(value: object, depth: int = 0) -> object:
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
@@ -454,9 +405,9 @@ def json_types(value: object, depth: int = 0) -> Any:
         return value
     if depth < 32:
         if isinstance(value, Mapping):
-            return {str(key): json_types(each, depth + 1) for key, each in value.items()}
+            return {str(key): _plain(each, depth + 1) for key, each in value.items()}
         if isinstance(value, (list, tuple, set, frozenset)):
-            return [json_types(each, depth + 1) for each in value]
+            return [_plain(each, depth + 1) for each in value]
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     return str(value)

@@ -1,1 +1,1 @@
-"""The ranks of a run: launcher variables, lists of hosts, and detached processes that outlive a rank."""
+"""The ranks of a run: launcher variables, host lists, and detached processes that outlive a rank."""

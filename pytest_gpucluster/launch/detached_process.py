@@ -1,12 +1,12 @@
 """Detached processes that outlive a rank: their environment and signals, and killing stale ones at the end of a run.
 
 The recorder and the node's sampler are such processes: each is a fresh interpreter without torch and pytest, in a
-session of its own. It ends with the process that started it, however that one ends, and a signal that a launcher sends
-to every process it can reach does not end it earlier.
+session of its own. It ends with its parent, however that ends, but not from a signal that a launcher sends to every
+process it can reach.
 
-Helpers of a rank that exits in order end with it; those of a rank that died are killed. They are recognised by the
-rank's file for faulthandler, whose random name no other process has: a process that was started anew has it in its
-environment, one that was only forked holds it open.
+Child processes of a rank that exits in order end with it; those of a rank that died are killed. They are recognised by
+the rank's file for faulthandler, whose random name is unique: a new interpreter has it in its environment, a fork has
+it open.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLE = "_GPUCLUSTER_FAULT_FILE"
 
 @contextlib.contextmanager
 def mark_processes(environ: MutableMapping[str, str], fault_file: str) -> Iterator[None]:
-    """Let all that this rank starts inside be known by its file."""
+    """Mark all processes that are started inside with this rank's file."""
     before = environ.get(VARIABLE)
     environ[VARIABLE] = fault_file
     try:
@@ -35,10 +35,10 @@ def mark_processes(environ: MutableMapping[str, str], fault_file: str) -> Iterat
 
 
 def end_stale_processes(fault_files: Collection[str]) -> list[int]:
-    """Kill every other process of this host that was started by one of these ranks; return their numbers.
+    """Kill every process of this host that one of these ranks has started; return their PIDs.
 
-    The ranks themselves must have ended, but for the one that calls and is about to. What is started meanwhile by what
-    is killed is found as well.
+    The ranks must have ended, except the calling one, which is about to. Processes that are started during that are
+    found too.
     """
     ended: list[int] = []
     while fault_files and (found := [pid for pid in _processes() if pid not in ended and _kill(pid, fault_files)]):
@@ -57,29 +57,29 @@ def _kill(pid: int, fault_files: Collection[str]) -> bool:
     try:
         if not _is_of(pid, fault_files):
             return False
-        held = os.pidfd_open(pid)
-    except (AttributeError, OSError):  # ended meanwhile, another user's, or a kernel without pidfds
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # it has ended, is another user's, or the kernel has no pidfds
         return False
     try:
-        # Again: now that it is held, its number cannot become another process's.
+        # Again: now that it is open, its PID cannot become another process's.
         if not _is_of(pid, fault_files):
             return False
-        signal.pidfd_send_signal(held, signal.SIGKILL)
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except OSError:
         return False
     finally:
-        os.close(held)
+        os.close(descriptor)
     return True
 
 
 def _is_of(pid: int, fault_files: Collection[str]) -> bool:
-    """Raises: OSError where the process cannot be looked at."""
+    """Raises: OSError if the process cannot be read."""
     process = Path(f"/proc/{pid}")
     marks = {f"{VARIABLE}={file}".encode() for file in fault_files}
     if not marks.isdisjoint((process / "environ").read_bytes().split(b"\0")):
         return True
     for descriptor in (process / "fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # it was just closed
             if os.readlink(descriptor).removesuffix(" (deleted)") in fault_files:
                 return True
     return False
@@ -98,13 +98,13 @@ SHIELDED = (
     signal.SIGTTIN,
     signal.SIGTTOU,
 )
-"""Signals that launchers, schedulers and terminals send to everything they can reach."""
+"""Signals that launchers, schedulers and terminals send to every process they can reach."""
 
 
 def child_environment() -> dict[str, str]:
-    """Return an environment in which a new interpreter finds this package, wherever it is started."""
+    """Return an environment in which a new interpreter finds this package in any working directory."""
     found = dict(os.environ)
-    found.pop(VARIABLE, None)  # it ends by itself, and may have to outlive its rank
+    found.pop(VARIABLE, None)  # it ends by itself, and may outlive its rank
     root = Path(__file__).resolve().parents[2]
     if root.name not in ("site-packages", "dist-packages"):
         inherited = found.get("PYTHONPATH")
@@ -114,18 +114,18 @@ def child_environment() -> dict[str, str]:
 
 
 def shield() -> None:
-    """Ignore those signals. In the light process, before anything else."""
+    """Ignore those signals. Called first in the detached process."""
     for number in SHIELDED:
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_descriptor(parent: int) -> int | None:
-    """Return a descriptor that becomes readable when the parent ends, or None where there are none."""
+    """Return a descriptor that becomes readable when the parent ends; None if the kernel has no pidfds."""
     try:
         descriptor = os.pidfd_open(parent)
     except (AttributeError, OSError):
         return None
-    # If it ended before, the number may be another process's by now.
+    # If it has ended already, the PID may be another process's.
     if os.getppid() != parent:
         os.close(descriptor)
         return None

@@ -1,4 +1,4 @@
-"""Slurm's short form of many host names, and the names it stands for: both ways."""
+"""Slurm's host lists: expanded to host names, and compressed from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_gpucluster.errors import LaunchError
 
-# A hostlist that expands to more than any cluster has is a typing error, not a cluster.
+# More hosts than any cluster has: a typing error.
 _MOST_HOSTS = 65536
 
 
@@ -15,7 +15,7 @@ def expand_hostlist(text: str) -> list[str]:
     """Expand a Slurm host list such as ``gpu-[003,007-009],login1`` into its host names, in order.
 
     Raises:
-        LaunchError: the brackets do not match, a range is malformed, or the list is absurdly long.
+        LaunchError: unbalanced brackets, a malformed range, or too many hosts.
 
     Source: https://slurm.schedmd.com/scontrol.html (``show hostnames``).
     """
@@ -40,33 +40,35 @@ def expand_hostlist(text: str) -> list[str]:
 def compress_hostlist(hosts: Iterable[str]) -> str:
     """Return Slurm's short form of host names, sorted, each once: the inverse of ``expand_hostlist``.
 
-    Only a number at the end of a name goes into brackets. Slurm demands one there, and refuses "unit[0-31]rack"; other
-    names stand as they are.
+    Only a number at the end of a name goes into brackets, as Slurm requires: it refuses "unit[0-31]rack". Other names
+    are kept as they are.
 
     >>> compress_hostlist(["gpu-007", "gpu-003", "gpu-008", "login1"])
     'gpu-[003,007-008],login1'
 
     Raises:
-        LaunchError: there are no names, or one is empty or has a comma, a bracket or white space in it.
+        LaunchError: no names, or one that is empty or has a comma, a bracket or white space.
 
     Source: https://slurm.schedmd.com/slurm.conf.html (``NodeName``).
     """
     names = sorted(set(hosts))
     for name in names:
         if not name or re.search(r"[\s,\[\]]", name):
-            raise LaunchError(f"host name {name!r} cannot stand in a Slurm host list: it has to be a plain name")
+            raise LaunchError(
+                f"host name {name!r} cannot be in a Slurm host list: commas, brackets and white space are not allowed"
+            )
     if not names:
         raise LaunchError("no host names to write as a Slurm host list")
     numbers: dict[str, list[str]] = {}
     for name in names:
         number = re.search(r"[0-9]*\Z", name)
-        assert number is not None  # no digits are found, too
+        assert number is not None  # it matches the empty string too
         numbers.setdefault(name[: number.start()], []).append(number[0])
     return ",".join(part for prefix in sorted(numbers) for part in _short(prefix, numbers[prefix]))
 
 
 def _short(prefix: str, numbers: Sequence[str]) -> Iterator[str]:
-    """Yield the host list of the names that are a prefix and one of some numbers, or nothing after it."""
+    """Yield the host list of names with a common prefix, each followed by one of these numbers or by nothing."""
     if "" in numbers:
         yield prefix
     runs: list[list[str]] = []
@@ -97,7 +99,7 @@ def _bracket(ranges: str, text: str) -> Iterator[str]:
             raise _bad(text, f"the range {item!r} runs backwards")
         if int(last) - int(first) >= _MOST_HOSTS:
             raise _bad(text, f"more than {_MOST_HOSTS} hosts")
-        # Leading zeros belong to the name: 007-009 is three digits wide.
+        # Leading zeros are part of the name: 007-009 is three digits wide.
         for number in range(int(first), int(last) + 1):
             yield f"{number:0{len(first)}d}"
 

@@ -1,6 +1,6 @@
-"""Which rank this process is, from the environment variables of its launcher alone, read strictly.
+"""Rank facts of this process, read strictly from the environment variables of its launcher.
 
-Every problem with the variables is collected, and all are reported in one error.
+All problems with the variables are reported in one error.
 
 The first source that applies wins, and only its own variables can contradict each other:
 
@@ -11,18 +11,18 @@ The first source that applies wins, and only its own variables can contradict ea
 3. A Slurm step of several tasks: ``SLURM_STEP_ID`` with ``SLURM_STEP_NUM_TASKS``. A batch script, the shell
    of ``salloc`` and a step of one task are a single process.
 4. A Kubernetes Indexed Job, one rank a pod: ``JOB_COMPLETION_INDEX``, with ``WORLD_SIZE``, ``MASTER_ADDR``
-   and ``MASTER_PORT`` from the pod template. ``WORLD_SIZE=1`` says that every pod stands for itself. Without
+   and ``MASTER_PORT`` from the pod template. With ``WORLD_SIZE=1`` every pod is tested on its own. Without
    ``WORLD_SIZE`` it is an error: pods that do not know of each other would each be accepted alone.
-   A pod of Kubeflow (TrainJob, PyTorchJob) states the same by ``PET_NODE_RANK`` and ``PET_NNODES``, and by
-   ``PET_NPROC_PER_NODE`` that torchrun is needed, where it wants more than one rank.
-5. A single process. Traces of any other launcher (``WORLD_SIZE=8`` from a script, MPICH, ...) are an error,
-   because N processes that each believe to be alone would each be accepted alone.
+   A pod of Kubeflow (TrainJob, PyTorchJob) has ``PET_NODE_RANK`` and ``PET_NNODES`` instead, and with
+   ``PET_NPROC_PER_NODE`` above 1 it needs torchrun.
+5. A single process. Variables of any other launcher (``WORLD_SIZE=8`` from a script, MPICH, ...) are an error,
+   because each of N processes would be accepted as if it were alone.
 
 Without torchrun no agent holds a store, so rank 0 must host one at ``master_addr:master_port``.
 ``MASTER_ADDR`` and ``MASTER_PORT`` override what is derived below.
 
-Ranks that are all on one node meet on its loopback, whatever ``MASTER_ADDR`` says: no name has to be known there. A
-store listens on all interfaces, torchrun's own as well (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp).
+Ranks that are all on one node use its loopback address instead of ``MASTER_ADDR``: no name has to resolve there. A
+store listens on all interfaces, torchrun's own too (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _LOOPBACK_PATTERN = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|\[::1\]", re.I
 
 
 class LaunchVariables:
-    """Reads one source's variables and keeps every complaint, so that one error can name them all."""
+    """Reads one source's variables and collects every problem for one error."""
 
     def __init__(self, environ: Mapping[str, str], hostname: str, source: str, remedy: str) -> None:
         self._environ, self._hostname, self._source, self._remedy = environ, hostname, source, remedy
         self._seen: list[str] = []
         self._numbers: dict[str, int] = {}
-        self._complaints: list[str] = []
+        self._problems: list[str] = []
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Read a text. An empty variable is a missing one."""
+        """Read a text. An empty variable counts as missing."""
         if name not in self._seen:
             self._seen.append(name)
         value = self._environ.get(name, "")
@@ -60,7 +60,7 @@ class LaunchVariables:
         return default or ""
 
     def number(self, name: str, default: int | None = None, *, least: int = 0, most: int | None = None) -> int:
-        """Read a whole number. A bad one becomes a complaint, and `least` stands in to go on reading."""
+        """Read a whole number. A bad one is recorded as a problem, and `least` is returned."""
         value = self.text(name, None if default is None else str(default))
         if not value:
             return least
@@ -75,19 +75,19 @@ class LaunchVariables:
         return int(value)
 
     def below(self, index: str, count: str) -> None:
-        """Complain where an index is not below its count. What could not be read was reported already."""
+        """Require an index to be below its count. Unreadable values are recorded already."""
         numbers = self._numbers
         if index in numbers and count in numbers and numbers[index] >= numbers[count]:
             self.complain(f"{index}={numbers[index]} is not below {count}={numbers[count]}")
 
     def at_most(self, part: str, whole: str) -> None:
-        """Complain where a part is more than the whole."""
+        """Require a part not to be above the whole."""
         numbers = self._numbers
         if part in numbers and whole in numbers and numbers[part] > numbers[whole]:
             self.complain(f"{part}={numbers[part]} is above {whole}={numbers[whole]}")
 
     def master_addr(self, default: str | None, *, nnodes: int, name: str = "MASTER_ADDR") -> str:
-        """Read the address of rank 0, which must not mean each node itself."""
+        """Read the address of rank 0, which must not be a loopback address for several nodes."""
         address = self.text(name, default)
         if nnodes > 1 and _LOOPBACK_PATTERN.fullmatch(address):
             self.complain(f"{name}={address} is this node itself, but the ranks are on {nnodes} nodes")
@@ -98,18 +98,18 @@ class LaunchVariables:
         return self.number(name, default, least=1, most=65535)
 
     def complain(self, text: str) -> None:
-        """Remember what is wrong."""
-        if text not in self._complaints:
-            self._complaints.append(text)
+        """Record a problem."""
+        if text not in self._problems:
+            self._problems.append(text)
 
     def settle(self) -> None:
-        """Raise everything that was found wrong as one error."""
-        if not self._complaints:
+        """Raise all recorded problems as one error."""
+        if not self._problems:
             return
         found = " ".join(f"{name}={self._environ[name]}" for name in self._seen if name in self._environ)
         raise LaunchError(
-            f"{self._hostname}: the variables of {self._source} do not make a rank: "
-            + "; ".join(self._complaints)
+            f"{self._hostname}: the variables of {self._source} do not define a rank: "
+            + "; ".join(self._problems)
             + f"\nfound: {found or 'none of them'}\nwhat to do: {self._remedy}"
         )
 
@@ -132,7 +132,7 @@ _FOREIGN_LAUNCHERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What the scheduler gave to this launch; None where it does not say."""
+    """What the scheduler has allocated; None for unknown."""
 
     name: Literal["slurm", "kubernetes"] | None = None
     nnodes: int | None = None
@@ -152,17 +152,17 @@ class RankFacts:
     hostname: str
     launcher: Launcher
     run_id: str
-    """The same on every rank of one launch; different, where the launcher allows it, for the next launch."""
+    """Equal on all ranks of one launch, and another one for the next launch if the launcher has such a value."""
     restart_count: int = 0
-    """How often torchrun has already started these ranks again."""
+    """How often torchrun has restarted these ranks."""
     max_restarts: int = 0
     master_addr: str | None = None
-    """Where the store is: the loopback where all ranks are on one node. None for a single process."""
+    """Of the store: the loopback address if all ranks are on one node, None for a single process."""
     master_addr_from: str = "MASTER_ADDR"
-    """What has given that address: a variable, or what it was derived from."""
+    """Origin of that address: a variable, or what it was derived from."""
     master_port: int | None = None
     agent_store: bool = False
-    """torchrun's agent hosts the store at master_addr:master_port. Otherwise rank 0 must host one."""
+    """Whether torchrun's agent hosts the store at master_addr:master_port. Otherwise rank 0 must host one."""
     scheduler: Allocation = Allocation()
 
     def __str__(self) -> str:
@@ -173,8 +173,7 @@ def detect(environ: Mapping[str, str], hostname: str) -> RankFacts:
     """Read the rank facts from the first source that applies (see the module's description).
 
     Raises:
-        LaunchError: variables of that source are missing, malformed or contradict each other. One error names
-            them all.
+        LaunchError: variables of that source are missing, malformed or contradictory; one error for all.
     """
     facts = _read(environ, hostname)
     if facts.nnodes == 1 and facts.master_addr is not None:
@@ -216,7 +215,7 @@ def _torchrun(environ: Mapping[str, str], hostname: str) -> RankFacts:
         run_id=_id_of_torchrun(read.text("TORCHELASTIC_RUN_ID"), environ),
         restart_count=read.number("TORCHELASTIC_RESTART_COUNT", 0),
         max_restarts=read.number("TORCHELASTIC_MAX_RESTARTS", 0),
-        # Loopback is fine: two agents on one host may call it so, and they have already met there.
+        # Loopback is allowed: two agents on one host may use it, and their rendezvous has succeeded.
         master_addr=read.text("MASTER_ADDR"),
         master_port=read.master_port(None),
         agent_store=read.text("TORCHELASTIC_USE_AGENT_STORE", "False") == "True",
@@ -233,14 +232,14 @@ def _torchrun(environ: Mapping[str, str], hostname: str) -> RankFacts:
 
 
 def _id_of_torchrun(given: str, environ: Mapping[str, str]) -> str:
-    """Return --rdzv-id; where none was given, in a Slurm job the job's id and how often it was requeued."""
+    """Return --rdzv-id; without one, in a Slurm job, the job id and its number of restarts."""
     if given != "none" or not environ.get("SLURM_JOB_ID"):
         return given
     return f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_RESTART_COUNT') or 0}"
 
 
 def _position_on_node(environ: Mapping[str, str], facts: RankFacts) -> int:
-    """Undo ``torchrun --virtual-local-rank``: it shows each rank one GPU, all as LOCAL_RANK 0."""
+    """Undo ``torchrun --virtual-local-rank``, which gives each rank one GPU and LOCAL_RANK 0."""
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
     even = facts.world_size == facts.nnodes * facts.local_world_size
     position = facts.rank - facts.node_rank * facts.local_world_size
@@ -264,16 +263,16 @@ def _openmpi(environ: Mapping[str, str], hostname: str) -> RankFacts:
     rank, local_rank = read.number("OMPI_COMM_WORLD_RANK"), read.number("OMPI_COMM_WORLD_LOCAL_RANK")
     read.below("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     read.below("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    # Open MPI does not tell the node's number. It is derived, so what the derivation assumes is checked.
+    # Open MPI sets no node rank. It is derived, and the assumptions of the derivation are checked.
     if world_size % local_world_size:
-        read.complain(f"{world_size} ranks cannot be {local_world_size} on every node")
+        read.complain(f"{world_size} ranks do not divide into {local_world_size} on every node")
     elif rank % local_world_size != local_rank:
         read.complain(
             f"rank {rank} is number {local_rank} of {local_world_size} on its node:"
             " the ranks are not numbered node after node"
         )
     nnodes = max(1, world_size // local_world_size)
-    # The namespace is the same on all ranks of one mpirun and another for the next one.
+    # The namespace is equal on all ranks of one mpirun, and another one for the next.
     run_id = f"openmpi-{environ.get('PMIX_NAMESPACE') or environ.get('OMPI_MCA_ess_base_jobid') or 'run'}"
     port = _FIRST_PORT + zlib.crc32(run_id.encode("utf-8", "replace")) % _PORTS
     facts = RankFacts(
@@ -295,7 +294,7 @@ def _openmpi(environ: Mapping[str, str], hostname: str) -> RankFacts:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Tell a step that srun started from a batch script and from Slurm's own interactive step."""
+    """Return whether this is a step of srun, not a batch script or Slurm's own interactive step."""
     step = environ.get("SLURM_STEP_ID", "")
     special = step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
     return bool(step) and not special and "SLURM_STEP_NUM_TASKS" in environ
@@ -304,8 +303,8 @@ def in_step(environ: Mapping[str, str]) -> bool:
 def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
     """Read a step's task.
 
-    The port is ``20000 + (16 * job id + step id) % 10000``: other steps of a job, and the jobs next to it on
-    a shared node, get other ports. The store's host is the first of the step's node list, where task 0 is.
+    The port is ``20000 + (16 * job id + step id) % 10000``: other steps of a job, and other jobs on a shared node, get
+    other ports. The store's host is the first of the step's node list, where task 0 is.
 
     Source: https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES).
     """
@@ -341,7 +340,7 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
         nnodes=nnodes,
         hostname=hostname,
         launcher="slurm",
-        # A requeued job keeps its number.
+        # A requeued job keeps its id.
         run_id=f"slurm-{job}.{step}-{read.number('SLURM_RESTART_COUNT', 0)}",
         master_addr=read.master_addr(first_host, nnodes=nnodes),
         master_addr_from=origin,
@@ -353,8 +352,8 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
 
 
 def _first_host(read: LaunchVariables) -> tuple[str, str]:
-    """Return the first node, and from which list it is."""
-    # Some sites' wrappers drop the step's list; the job's has the same first node for a step on all nodes.
+    """Return the first node and the list that it is from."""
+    # Some sites' wrappers drop the step's list; for a step on all nodes the job's has the same first node.
     name = "SLURM_STEP_NODELIST" if read.text("SLURM_STEP_NODELIST", "") else "SLURM_JOB_NODELIST"
     nodelist = read.text(name)
     try:
@@ -365,7 +364,7 @@ def _first_host(read: LaunchVariables) -> tuple[str, str]:
 
 
 def _tasks_per_node(read: LaunchVariables, world_size: int, nnodes: int) -> list[int]:
-    """Expand ``8(x2),4`` to [8, 8, 4] and hold it against the other counts."""
+    """Expand ``8(x2),4`` to [8, 8, 4] and check it against the other counts."""
     text = read.text("SLURM_STEP_TASKS_PER_NODE")
     tasks: list[int] = []
     for item in filter(None, text.split(",")):
@@ -383,7 +382,7 @@ def _tasks_per_node(read: LaunchVariables, world_size: int, nnodes: int) -> list
 
 
 def _kubernetes(environ: Mapping[str, str], hostname: str) -> RankFacts:
-    """Read an Indexed Job's pod. A pod counts as a node: with several GPUs to a pod, run torchrun in it.
+    """Read an Indexed Job's pod. A pod counts as a node: with several GPUs in a pod, run torchrun in it.
 
     Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
     """
@@ -392,8 +391,8 @@ def _kubernetes(environ: Mapping[str, str], hostname: str) -> RankFacts:
         hostname,
         "a Kubernetes Indexed Job (JOB_COMPLETION_INDEX is set)",
         "in the pod template set WORLD_SIZE to the Job's completions, MASTER_ADDR to the headless service's"
-        " name of pod 0 and MASTER_PORT to a free port; set WORLD_SIZE to 1 where every pod is tested on its"
-        " own; or start torchrun in the pods",
+        " name of pod 0 and MASTER_PORT to a free port; set WORLD_SIZE to 1 to test every pod on its own; or"
+        " start torchrun in the pods",
     )
     rank, world_size = read.number("JOB_COMPLETION_INDEX"), read.number("WORLD_SIZE", least=1)
     if environ.get("WORLD_SIZE") == "1":
@@ -410,8 +409,8 @@ def _kubernetes(environ: Mapping[str, str], hostname: str) -> RankFacts:
 def _kubeflow(environ: Mapping[str, str], hostname: str) -> RankFacts:
     """Read a pod of a TrainJob (Kubeflow Trainer v2) or PyTorchJob (Training Operator v1) with one rank.
 
-    Both set torchrun's own variables, PET_*, and no rank for a process that torchrun has not started. PyTorchJob adds
-    ``RANK``, the pod's, and ``WORLD_SIZE``, of all ranks.
+    Both set torchrun's variables PET_*, but no rank for a process that torchrun has not started. PyTorchJob adds
+    the pod's ``RANK``, and ``WORLD_SIZE``.
 
     Source: https://github.com/kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go of v2 and
     pkg/controller.v1/pytorch/envvar.go of v1.9.
@@ -421,7 +420,7 @@ def _kubeflow(environ: Mapping[str, str], hostname: str) -> RankFacts:
         hostname,
         "a pod of Kubeflow (PET_NODE_RANK is set)",
         "start with `gpucluster run -- acceptance/`, whose torchrun reads all of them; without torchrun a pod has one"
-        " rank: numProcPerNode or nprocPerNode is 1",
+        " rank: set numProcPerNode or nprocPerNode to 1",
     )
     rank, world_size = read.number("PET_NODE_RANK"), read.number("PET_NNODES", least=1)
     read.below("PET_NODE_RANK", "PET_NNODES")
@@ -472,11 +471,13 @@ def _single(environ: Mapping[str, str], hostname: str) -> RankFacts:
     )
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
         if read.number(name, 0) > 0:
-            read.complain(f"{name}={environ[name]} tells of other processes, but not how to meet them")
+            read.complain(
+                f"{name}={environ[name]} means that there are other processes, but no variable has their address"
+            )
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", *_FOREIGN_LAUNCHERS):
         if read.number(name, 1, least=1) > 1:
-            by = _FOREIGN_LAUNCHERS.get(name, "no launcher that is known here")
-            read.complain(f"{name}={environ[name]} tells of several processes, started by {by}")
+            by = _FOREIGN_LAUNCHERS.get(name, "an unknown launcher")
+            read.complain(f"{name}={environ[name]} means several processes, started by {by}")
     read.settle()
     return _alone(environ, hostname)
 
@@ -497,10 +498,9 @@ def _alone(environ: Mapping[str, str], hostname: str) -> RankFacts:
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
-    """What the scheduler gave: the step's nodes inside a step (srun -N was a decision), else the whole job's.
+    """Return the scheduler's allocation: the step's nodes inside a step, because srun -N is deliberate; else the job's.
 
-    A variable of the scheduler that cannot be read declares nothing, and is no reason to refuse the ranks of
-    another launcher.
+    A malformed variable of the scheduler counts as unknown: it is no reason to refuse another launcher's ranks.
     """
     if "SLURM_JOB_ID" in environ:
         if "SLURM_HET_SIZE" in environ:

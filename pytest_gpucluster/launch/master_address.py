@@ -1,7 +1,6 @@
-"""The name of the store's host, looked up before anything connects to it.
+"""The name of the store's host, resolved before anything connects to it.
 
-torch repeats the lookup of a name that is unknown, and gives up after minutes. A lookup of the resolver itself may
-block, so it is made in a thread of its own. Nothing here imports torch.
+torch retries an unknown name for minutes. The resolver may block, so each lookup has a thread of its own.
 """
 
 from __future__ import annotations
@@ -15,61 +14,61 @@ from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.launchers import RankFacts
 
 LOOKUP_SECONDS = 5.0
-"""Source: this suite's rule; a resolver asks again after 5 s (resolv.conf(5), timeout)."""
-_AGAIN_SECONDS = 0.5
+"""Source: this suite's rule; a resolver retries after 5 s (resolv.conf(5), timeout)."""
+_RETRY_SECONDS = 0.5
 _REPORT_SECONDS = 3.0
-"""How much later the other ranks end than rank 0, which has to write the report: mpirun, torchrun's agent and
-`srun --kill-on-bad-exit` end all ranks when the first one fails."""
-_WHERE = "<address of the first node as the other nodes reach it>"
+"""Delay of the other ranks' end: mpirun, torchrun's agent and `srun --kill-on-bad-exit` end all ranks when one fails,
+and rank 0 has to write the report."""
+_ADDRESS = "<address at which the other nodes reach the first one>"
 _WHAT_TO_DO = {
-    "torchrun": f"start torchrun with --master-addr={_WHERE}, the same on every node. With --rdzv-endpoint the agents "
-    "choose the address: give each its own by --local-addr=<address of this node>",
-    "slurm": f"`export MASTER_ADDR={_WHERE}` before srun, which passes it on; with --export name it there as well",
-    "openmpi": f"`export MASTER_ADDR={_WHERE}` and pass it on: mpirun -x MASTER_ADDR",
-    "kubernetes": f"`export MASTER_ADDR={_WHERE}`, or set it in the pod template: pod 0's name behind the headless "
-    "service. It is known only once pod 0 is up: let each pod wait for it before pytest starts, "
+    "torchrun": f"start torchrun with --master-addr={_ADDRESS}, the same on every node. With --rdzv-endpoint the "
+    "agents choose the address: set each one's by --local-addr=<address of this node>",
+    "slurm": f"`export MASTER_ADDR={_ADDRESS}` before srun, which forwards it; with --export name it there too",
+    "openmpi": f"`export MASTER_ADDR={_ADDRESS}` and forward it: mpirun -x MASTER_ADDR",
+    "kubernetes": f"`export MASTER_ADDR={_ADDRESS}`, or set it in the pod template: pod 0's name behind the headless "
+    "service. It resolves only once pod 0 is up: let each pod wait for it before pytest starts, "
     "`until getent hosts $MASTER_ADDR; do sleep 1; done`",
 }
 
 
 def require_known(facts: RankFacts) -> None:
-    """Look up the name of the store's host. Every rank does that by itself; a single process has no store.
+    """Resolve the name of the store's host. Not collective; a single process has no store.
 
     Raises:
-        LaunchError: it does not resolve on this host, or the resolver gives no answer in time.
+        LaunchError: it does not resolve on this host, or not in time.
     """
     if facts.master_addr is None:
         return
-    # A pod's name is unknown at first: DNS learns it some time after its address.
+    # DNS knows a pod's name only some time after its address.
     why = why_unknown(facts.master_addr, may_come=facts.launcher == "kubernetes")
     if why is None:
         return
     if facts.rank != 0:
         time.sleep(_REPORT_SECONDS)
     raise LaunchError(
-        f"{facts}: {facts.master_addr}, where the ranks are to meet ({facts.master_addr_from}), does not resolve: {why}"
+        f"{facts}: {facts.master_addr}, the host of the store ({facts.master_addr_from}), does not resolve: {why}"
         f"\nfound: {facts.launcher} started {facts.world_size} ranks on {facts.nnodes} nodes; "
-        f"`getent ahosts {facts.master_addr}` asks the same on this host"
+        f"`getent ahosts {facts.master_addr}` shows the same on this host"
         f"\nwhat to do: {_WHAT_TO_DO[facts.launcher]}"
     )
 
 
 def why_unknown(host: str, *, may_come: bool = False) -> str | None:
-    """Look up a name for at most :data:`LOOKUP_SECONDS`, and again where the resolver says that it may know it later.
+    """Resolve a name within :data:`LOOKUP_SECONDS`, with retries after temporary failures.
 
     Args:
         host: a name or an address.
-        may_come: ask again as well where the name is not known.
+        may_come: retry also while the name is unknown.
 
     Returns:
-        The resolver's last answer, or None once it knows the name.
+        The resolver's last error; None once the name resolves.
     """
     end = time.monotonic() + LOOKUP_SECONDS
     why = f"no answer within {LOOKUP_SECONDS:g} s"
-    again = (socket.EAI_AGAIN, socket.EAI_NONAME) if may_come else (socket.EAI_AGAIN,)
+    retried = (socket.EAI_AGAIN, socket.EAI_NONAME) if may_come else (socket.EAI_AGAIN,)
     answers: queue.SimpleQueue[OSError | UnicodeError | None] = queue.SimpleQueue()
     while (left := end - time.monotonic()) > 0:
-        threading.Thread(target=_ask, args=(host, answers), name="gpucluster-lookup", daemon=True).start()
+        threading.Thread(target=_resolve, args=(host, answers), name="gpucluster-lookup", daemon=True).start()
         try:
             error = answers.get(timeout=left)
         except queue.Empty:
@@ -77,16 +76,16 @@ def why_unknown(host: str, *, may_come: bool = False) -> str | None:
         if error is None:
             return None
         why = str(error)
-        if not isinstance(error, socket.gaierror) or error.errno not in again:
+        if not isinstance(error, socket.gaierror) or error.errno not in retried:
             break
-        time.sleep(min(_AGAIN_SECONDS, max(0.0, end - time.monotonic())))
+        time.sleep(min(_RETRY_SECONDS, max(0.0, end - time.monotonic())))
     return why
 
 
-def _ask(host: str, answers: queue.SimpleQueue[OSError | UnicodeError | None]) -> None:
+def _resolve(host: str, answers: queue.SimpleQueue[OSError | UnicodeError | None]) -> None:
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # what is no host name at all is a UnicodeError
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name at all
         answers.put(error)
     else:
         answers.put(None)

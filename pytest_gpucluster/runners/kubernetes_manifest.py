@@ -12,25 +12,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.runners.sweep import LAUNCHER, Plan
+from pytest_gpucluster.runners.plan import LAUNCHER, SweepPlan
 
 GPU = "nvidia.com/gpu"
 """The extended resource of NVIDIA's device plugin. Source:
 https://kubernetes.io/docs/tasks/manage-gpus/scheduling-gpus/."""
 HOSTNAME = "GPUCLUSTER_HOSTNAME"
 
-_OF_POD = {
+_RESERVED_IN_POD = {
     "nodeName": "the sweep chooses the nodes",
     "affinity": "the sweep chooses the nodes, one pod on each",
     "hostname": "an Indexed Job names its pods",
     "subdomain": "the sweep has a service of its own",
     "activeDeadlineSeconds": "use --alone-within and --together-within",
 }
-_OF_CONTAINER = {
+_RESERVED_IN_CONTAINER = {
     "command": "the sweep runs torchrun in it",
     "args": "the sweep runs torchrun in it",
-    "terminationMessagePath": "by it the pod answers",
-    "terminationMessagePolicy": "by it the pod answers",
+    "terminationMessagePath": "it carries the pod's result",
+    "terminationMessagePolicy": "it carries the pod's result",
 }
 
 
@@ -44,56 +44,56 @@ class PodTemplate:
 
     @property
     def container(self) -> Mapping[str, Any]:
-        """Return its container."""
+        """The only container."""
         container: Mapping[str, Any] = self.spec["containers"][0]
         return container
 
 
-def read(text: str, name: str, *, gpus: int) -> PodTemplate:
+def read_template(text: str, name: str, *, gpus: int) -> PodTemplate:
     """Read a Pod, as JSON.
 
     Args:
-        text: what kubectl makes of the operator's file.
-        name: of that file, for complaints.
+        text: the operator's file as converted by kubectl.
+        name: of that file, for messages.
         gpus: of each node.
 
     Raises:
-        OptionError: it is no Pod, sets what the sweep sets, or asks for another number of GPUs. All complaints at once.
+        OptionError: not a Pod, with fields that the sweep sets, or another number of GPUs: all problems at once.
     """
     try:
         pod = json.loads(text)
     except ValueError:
-        raise OptionError(f"--pod-template {name}: kubectl has made no JSON of it") from None
+        raise OptionError(f"--pod-template {name}: kubectl returned no JSON") from None
     if not isinstance(pod, dict) or pod.get("kind") != "Pod" or not isinstance(pod.get("spec"), dict):
         kind = pod.get("kind") if isinstance(pod, dict) else None
         raise OptionError(f"--pod-template {name}: a {kind or 'file without a kind'}, not a Pod with a spec")
     spec, metadata = pod["spec"], pod.get("metadata") or {}
-    complaints = [f"spec.{field}: not in a template: {why}" for field, why in _OF_POD.items() if field in spec]
+    problems = [f"spec.{field}: not in a template: {why}" for field, why in _RESERVED_IN_POD.items() if field in spec]
     if spec.get("restartPolicy", "Never") != "Never":
-        complaints.append(f"spec.restartPolicy: {spec['restartPolicy']}; must be Never: a second try hides a fault")
+        problems.append(f"spec.restartPolicy: {spec['restartPolicy']}; must be Never: a retry hides a fault")
     containers = spec.get("containers") or []
     if len(containers) != 1:
-        complaints.append(f"spec.containers: {len(containers)} containers; must be one, whose end is the pod's")
+        problems.append(f"spec.containers: {len(containers)} containers; must be one, which ends the pod")
     else:
-        complaints += _of_container(containers[0], gpus)
-    if complaints:
-        raise OptionError("\n".join(f"--pod-template {name}: {complaint}" for complaint in complaints))
+        problems += _container_problems(containers[0], gpus)
+    if problems:
+        raise OptionError("\n".join(f"--pod-template {name}: {problem}" for problem in problems))
     return PodTemplate(
         labels=dict(metadata.get("labels") or {}), annotations=dict(metadata.get("annotations") or {}), spec=spec
     )
 
 
-def _of_container(container: Mapping[str, Any], gpus: int) -> list[str]:
+def _container_problems(container: Mapping[str, Any], gpus: int) -> list[str]:
     where = "spec.containers[0]"
-    ours = [field for field in _OF_CONTAINER if field in container]
-    complaints = [f"{where}.{field}: not in a template: {_OF_CONTAINER[field]}" for field in ours]
-    complaints += [f"{where}.{field}: missing" for field in ("name", "image") if not container.get(field)]
+    ours = [field for field in _RESERVED_IN_CONTAINER if field in container]
+    problems = [f"{where}.{field}: not in a template: {_RESERVED_IN_CONTAINER[field]}" for field in ours]
+    problems += [f"{where}.{field}: missing" for field in ("name", "image") if not container.get(field)]
     if any(each.get("name") == HOSTNAME for each in container.get("env") or ()):
-        complaints.append(f"{where}.env: {HOSTNAME} is set to the node's name by the sweep")
+        problems.append(f"{where}.env: {HOSTNAME} is set to the node's name by the sweep")
     limits = (container.get("resources") or {}).get("limits") or {}
     if GPU in limits and str(limits[GPU]) != str(gpus):
-        complaints.append(f"{where}.resources.limits: {limits[GPU]} {GPU}, but --expect says {gpus}")
-    return complaints
+        problems.append(f"{where}.resources.limits: {limits[GPU]} {GPU}, but --expect has {gpus}")
+    return problems
 
 
 JOB_LABEL = "batch.kubernetes.io/job-name"
@@ -101,45 +101,47 @@ INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 """Source of both: https://kubernetes.io/docs/reference/labels-annotations-taints/."""
 _SWEEP_LABEL = "gpucluster-sweep"
 _HOST_LABEL = "kubernetes.io/hostname"
-_ANSWER = "/dev/termination-log"
-_KEPT_SECONDS = 24 * 3600
-_NAME_TRIES = 150
+_RESULT_FILE = "/dev/termination-log"
+_JOB_TTL_SECONDS = 24 * 3600
+_LOOKUP_TRIES = 150
 
-# The answer is written by `gpucluster verdict` from the journal; a launcher that failed beside a journal that passed is
-# no pass. The arguments are those of torchrun, from after its module's name.
-_ALONE = f"""\
+# `gpucluster verdict` writes the result from the journal; if the launcher fails after a pass, it is no pass. The
+# arguments are torchrun's, without its module name.
+_NODE_SCRIPT = f"""\
 report={{report}}-"$JOB_COMPLETION_INDEX"
 "$0" -m {LAUNCHER} "$@" --gpucluster-report-dir="$report" --junitxml="$report/junit.xml"
 launcher=$?
-"$0" -m pytest_gpucluster verdict "$report" --json {_ANSWER}
+"$0" -m pytest_gpucluster verdict "$report" --json {_RESULT_FILE}
 verdict=$?
 [ "$launcher" -ne 0 ] && [ "$verdict" -eq 0 ] && exit 11
 exit "$verdict"
 """
 
-# The names of pods are known to the cluster's DNS only some time after the pods have their addresses. The journal is
-# on the pod of rank 0, which is that of index 0.
-_TOGETHER = f"""\
+# The cluster's DNS knows a pod's name only some time after the pod has its address. The pod of index 0 has rank 0 and
+# the journal.
+_JOINT_SCRIPT = f"""\
 report={{report}}
 tries=0
 until "$0" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' {{master}} 2>/dev/null; do
   tries=$((tries + 1))
-  [ "$tries" -ge {_NAME_TRIES} ] && echo "ERROR: no address of {{master}}" && exit 11
+  [ "$tries" -ge {_LOOKUP_TRIES} ] && echo "ERROR: no address of {{master}}" && exit 11
   sleep 2
 done
 set -- --node-rank="$JOB_COMPLETION_INDEX" "$@"
 "$0" -m {LAUNCHER} "$@" --gpucluster-report-dir="$report" --junitxml="$report/junit.xml"
 launcher=$?
 [ "$JOB_COMPLETION_INDEX" -ne 0 ] && exit "$launcher"
-"$0" -m pytest_gpucluster verdict "$report" --json {_ANSWER}
+"$0" -m pytest_gpucluster verdict "$report" --json {_RESULT_FILE}
 verdict=$?
 [ "$launcher" -ne 0 ] && [ "$verdict" -eq 0 ] && exit 11
 exit "$verdict"
 """
 
 
-def job_alone(sweep: str, template: PodTemplate, plan: Plan, hosts: Sequence[str], report_dir: str) -> dict[str, Any]:
-    """Return the Job with one pod on each node, each for itself.
+def node_job(
+    sweep: str, template: PodTemplate, plan: SweepPlan, hosts: Sequence[str], report_dir: str
+) -> dict[str, Any]:
+    """Return the Job with one pod on each node, each on its own.
 
     Args:
         sweep: its name.
@@ -148,27 +150,32 @@ def job_alone(sweep: str, template: PodTemplate, plan: Plan, hosts: Sequence[str
         hosts: of the nodes, their labels ``kubernetes.io/hostname``.
         report_dir: in the pod.
     """
-    script = _ALONE.format(report=_quoted(f"{report_dir}/{sweep}/alone"))
+    script = _NODE_SCRIPT.format(report=_quote(f"{report_dir}/{sweep}/alone"))
     return _job(
-        f"{sweep}-alone", sweep, template, hosts, [script, *_words(plan.command_alone())], seconds=plan.alone_within
+        f"{sweep}-alone",
+        sweep,
+        template,
+        hosts,
+        [script, *_launcher_arguments(plan.node_command())],
+        seconds=plan.node_seconds,
     )
 
 
-def job_together(
-    sweep: str, template: PodTemplate, plan: Plan, hosts: Sequence[str], report_dir: str
+def joint_job(
+    sweep: str, template: PodTemplate, plan: SweepPlan, hosts: Sequence[str], report_dir: str
 ) -> dict[str, Any]:
-    """Return the Job with one pod on each survivor, which meet on the pod of index 0."""
+    """Return the Job with one pod on each survivor, with the rendezvous on the pod of index 0."""
     name = f"{sweep}-together"
     master = f"{name}-0.{name}"
-    script = _TOGETHER.format(report=_quoted(f"{report_dir}/{sweep}/together"), master=master)
-    command = [script, *_words(plan.command_together(len(hosts), master))]
-    job = _job(name, sweep, template, hosts, command, seconds=plan.together_within)
+    script = _JOINT_SCRIPT.format(report=_quote(f"{report_dir}/{sweep}/together"), master=master)
+    command = [script, *_launcher_arguments(plan.joint_command(len(hosts), master))]
+    job = _job(name, sweep, template, hosts, command, seconds=plan.joint_seconds)
     job["spec"]["template"]["spec"]["subdomain"] = name
     return job
 
 
-def service_together(sweep: str) -> dict[str, Any]:
-    """Return the headless service by which the survivors' pods have names, also before they are ready.
+def joint_service(sweep: str) -> dict[str, Any]:
+    """Return the headless service that gives the survivors' pods names, also before they are ready.
 
     Source: https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/.
     """
@@ -182,9 +189,9 @@ def service_together(sweep: str) -> dict[str, Any]:
 
 
 def _job(
-    name: str, sweep: str, template: PodTemplate, hosts: Sequence[str], words: Sequence[str], *, seconds: float
+    name: str, sweep: str, template: PodTemplate, hosts: Sequence[str], command: Sequence[str], *, seconds: float
 ) -> dict[str, Any]:
-    """Return an Indexed Job with one pod on each host, none of which is tried again.
+    """Return an Indexed Job with one pod on each host, without retries.
 
     Without ``backoffLimitPerIndex`` the first pod that fails would end all others.
 
@@ -202,7 +209,7 @@ def _job(
             "backoffLimitPerIndex": 0,
             "podReplacementPolicy": "Failed",
             "activeDeadlineSeconds": math.ceil(seconds),
-            "ttlSecondsAfterFinished": _KEPT_SECONDS,
+            "ttlSecondsAfterFinished": _JOB_TTL_SECONDS,
             "template": {
                 "metadata": {
                     "labels": {**template.labels, _SWEEP_LABEL: sweep},
@@ -211,16 +218,16 @@ def _job(
                 "spec": {
                     **template.spec,
                     "restartPolicy": "Never",
-                    "affinity": _one_on_each(name, hosts),
-                    "containers": [_container(template, words)],
+                    "affinity": _one_per_node(name, hosts),
+                    "containers": [_container(template, command)],
                 },
             },
         },
     }
 
 
-def _container(template: PodTemplate, words: Sequence[str]) -> dict[str, Any]:
-    script, python, *rest = words
+def _container(template: PodTemplate, command: Sequence[str]) -> dict[str, Any]:
+    script, python, *rest = command
     node = {"name": HOSTNAME, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
     return {
         **template.container,
@@ -228,12 +235,12 @@ def _container(template: PodTemplate, words: Sequence[str]) -> dict[str, Any]:
         # https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/.
         "command": [word.replace("$", "$$") for word in ("sh", "-c", script, python, *rest)],
         "env": [*(template.container.get("env") or ()), node],
-        "terminationMessagePath": _ANSWER,
+        "terminationMessagePath": _RESULT_FILE,
         "terminationMessagePolicy": "File",
     }
 
 
-def _one_on_each(job: str, hosts: Sequence[str]) -> dict[str, Any]:
+def _one_per_node(job: str, hosts: Sequence[str]) -> dict[str, Any]:
     terms = [{"matchExpressions": [{"key": _HOST_LABEL, "operator": "In", "values": list(hosts)}]}]
     apart = {"labelSelector": {"matchLabels": {JOB_LABEL: job}}, "topologyKey": _HOST_LABEL}
     return {
@@ -242,10 +249,10 @@ def _one_on_each(job: str, hosts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _words(command: Sequence[str]) -> list[str]:
-    """Return the python of a command, and its words after the launcher."""
+def _launcher_arguments(command: Sequence[str]) -> list[str]:
+    """Return the interpreter of a command, and its arguments after the launcher."""
     return [command[0], *command[command.index(LAUNCHER) + 1 :]]
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"

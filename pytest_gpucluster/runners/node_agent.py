@@ -1,7 +1,7 @@
 """The node's part of a remote job: it runs and supervises a program there, and packs its folder for the way back.
 
 The program is ended on request, when the other side hangs up, and when no heartbeat has come for too long: then the
-connection is broken, though nothing on the node may ever report it. No process that it has started stays.
+connection is broken, even if nothing on the node reports it. No process that it has started stays.
 
 The folder is packed on the node, and unpacked on our side without trust in its content.
 """
@@ -28,24 +28,25 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.runners import ssh
 
-OUTPUT, ENDED = "output.log", "ended.json"
-"""In the folder of a run: all that it has printed, and how it has ended."""
+OUTPUT_FILE, EXIT_FILE = "output.log", "ended.json"
+"""In the folder of a run: its whole output, and its exit code."""
 GRACE_SECONDS = 90.0
-"""From the request to end until everything is killed: torchrun itself gives its ranks 30 s, and reports are written."""
-_LEFT_SECONDS = 30.0
-"""How long what a program has left may take, such as the recorder that renders the last reports."""
-_LOOK_SECONDS = 0.1
-_MOST_WAITING = 1 << 20
+"""From the request to stop until everything is killed: torchrun gives its ranks 30 s, and reports are written."""
+_ORPHAN_SECONDS = 30.0
+"""How long processes may outlive the program, such as the recorder that renders the last reports."""
+_POLL_SECONDS = 0.1
+_MOST_PENDING_BYTES = 1 << 20
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 """Source: prctl(2), linux/prctl.h."""
-_MEANS = {ssh.INTERRUPT: signal.SIGINT, ssh.TERMINATE: signal.SIGTERM}
+_SIGNALS = {ssh.INTERRUPT: signal.SIGINT, ssh.TERMINATE: signal.SIGTERM}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A program to run: its words, where, with which environment, and the folder that keeps what comes of it."""
+    """A program to run: its command, working directory and environment, and the folder for its output."""
 
     command: Sequence[str]
     directory: str | None
@@ -53,64 +54,66 @@ class Job:
     folder: Path | None
 
 
-def supervise(job: Job, *, silent_seconds: float = ssh.SILENT_SECONDS, grace_seconds: float = GRACE_SECONDS) -> int:
-    """Run a job to its end, and say all that it says; return 0 when its end was told.
+def supervise(
+    job: Job, *, heartbeat_seconds: float = ssh.HEARTBEAT_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS
+) -> int:
+    """Run a job to its end and forward its output; return 0 when its end was sent.
 
     Raises:
         EnvironmentBroken: it cannot be started.
         OSError: its folder cannot be made.
     """
-    _adopt_orphans()
+    _become_subreaper()
     folder = job.folder
     if folder is not None:
         if job.directory:
             folder = Path(job.directory) / folder
         folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context((folder / OUTPUT).open("ab", buffering=0)) if folder is not None else None
-        # The signals of a connection's end come before anything is started, so that none ends this one alone.
-        watch = _Watch(job, log, silent_seconds=silent_seconds, grace_seconds=grace_seconds)
-        code = watch.run()
+        log = stack.enter_context((folder / OUTPUT_FILE).open("ab", buffering=0)) if folder is not None else None
+        # Handlers for the signals of a lost connection are set before anything starts: none may end only this process.
+        supervisor = _Supervisor(job, log, heartbeat_seconds=heartbeat_seconds, grace_seconds=grace_seconds)
+        code = supervisor.run()
     if folder is not None:
-        _leave(folder, code)
-    watch.finish(code)
+        _write_exit(folder, code)
+    supervisor.finish(code)
     return 0
 
 
 def await_end(folder: Path, seconds: float) -> int | None:
-    """Wait for the end of the job whose folder this is; return its exit code, or None if there is no end of it.
+    """Wait for the end of the job whose folder this is; return its exit code, or None if it has not ended.
 
     Raises:
         EnvironmentBroken: there is no such folder.
     """
     if not folder.is_dir():
-        raise EnvironmentBroken(f"{folder.absolute()}: not there, so nothing was started here")
+        raise EnvironmentBroken(f"{folder.absolute()}: missing, so nothing was started here")
     until = time.monotonic() + seconds
     while True:
         with contextlib.suppress(OSError, ValueError):  # not there yet
-            code = json.loads((folder / ENDED).read_bytes())["exit"]
+            code = json.loads((folder / EXIT_FILE).read_bytes())["exit"]
             return code if isinstance(code, int) else None
         if time.monotonic() > until:
             return None
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
-class _Watch:
-    """A job under way."""
+class _Supervisor:
+    """A running job."""
 
-    def __init__(self, job: Job, log: IO[bytes] | None, *, silent_seconds: float, grace_seconds: float) -> None:
-        self._silent, self._grace = silent_seconds, grace_seconds
+    def __init__(self, job: Job, log: IO[bytes] | None, *, heartbeat_seconds: float, grace_seconds: float) -> None:
+        self._heartbeat_timeout, self._grace = heartbeat_seconds, grace_seconds
         self._log = log
-        self._asked: list[int] = []
-        self._told: list[int] = []
-        self._heard_at = time.monotonic()
-        self._ending_since: float | None = None
-        self._lost = False
+        self._requested: list[int] = []
+        self._sent: list[int] = []
+        self._last_heartbeat = time.monotonic()
+        self._stopping_since: float | None = None
+        self._connection_lost = False
         self._commands = b""
-        self._waiting = bytearray()
-        self._listens = True
+        self._pending = bytearray()
+        self._stdin_open = True
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._hear)
+            signal.signal(number, self._on_signal)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         try:
             self._child = subprocess.Popen(
@@ -121,7 +124,7 @@ class _Watch:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=end_with_parent,  # no thread is running here that a fork could cut in two
+                preexec_fn=end_with_parent,  # safe: this process has no threads
             )
         except OSError as error:
             raise EnvironmentBroken(f"{job.command[0]} cannot be started: {error}") from None
@@ -133,137 +136,137 @@ class _Watch:
         os.set_blocking(1, False)
 
     def run(self) -> int | None:
-        """Stay with it until nothing of it runs any more, and return its exit code; None where it was killed here."""
-        over_at: float | None = None
+        """Wait until none of its processes runs, and return its exit code; None if it was killed here."""
+        ended_at: float | None = None
         killed = False
         while True:
-            self._turn()
+            self._step()
             now = time.monotonic()
-            if not self._lost and now - self._heard_at > self._silent:
-                self._lose()
-            self._pass_on()
-            if self._child.poll() is not None and over_at is None:
-                over_at = now
-            if over_at is not None and not descendants():
+            if not self._connection_lost and now - self._last_heartbeat > self._heartbeat_timeout:
+                self._lose_connection()
+            self._send_signals()
+            if self._child.poll() is not None and ended_at is None:
+                ended_at = now
+            if ended_at is not None and not descendants():
                 break
-            overdue = self._ending_since is not None and now - self._ending_since > self._grace
-            if overdue or (over_at is not None and now - over_at > _LEFT_SECONDS):
-                killed = over_at is None
+            overdue = self._stopping_since is not None and now - self._stopping_since > self._grace
+            if overdue or (ended_at is not None and now - ended_at > _ORPHAN_SECONDS):
+                killed = ended_at is None
                 if not killed:
-                    text = f"what it had left running was killed: {len(descendants())} processes\n"
-                    self._waiting += ssh.encode(ssh.ERR, text)
+                    text = f"{len(descendants())} processes that outlived the program were killed\n"
+                    self._pending += ssh.encode(ssh.ERR, text)
                 kill_descendants()
                 break
         self._child.wait()
         for kind in (ssh.OUT, ssh.ERR):
-            self._read(kind, math.inf)  # what is in the pipes is all that is left
-            self._put(kind, b"", final=True)
+            self._read(kind, math.inf)  # the rest of what is in the pipes
+            self._forward(kind, b"", final=True)
         return None if killed else self._child.returncode
 
     def finish(self, code: int | None) -> None:
-        """Say how it ended, and that this is all; for as long as somebody takes it."""
-        error = "" if code is not None else f"not over {self._grace:g} s after it was told to end, and killed"
-        self._waiting += ssh.encode(ssh.END, {"exit": code, "error": error})
-        until = time.monotonic() + self._silent
-        while self._waiting and not self._lost and time.monotonic() < until:
+        """Send the exit code as the last line, for as long as the other side reads."""
+        error = "" if code is not None else f"killed {self._grace:g} s after the request to stop"
+        self._pending += ssh.encode(ssh.END, {"exit": code, "error": error})
+        until = time.monotonic() + self._heartbeat_timeout
+        while self._pending and not self._connection_lost and time.monotonic() < until:
             self._write()
-            time.sleep(_LOOK_SECONDS / 10)
+            time.sleep(_POLL_SECONDS / 10)
 
-    # ---- one turn
+    # ---- one step
 
-    def _turn(self) -> None:
-        """Wait until there is something to do, but not for long, and do it."""
+    def _step(self) -> None:
+        """Wait a short time for something to do, and do it."""
         poll = select.poll()
-        if self._listens:
+        if self._stdin_open:
             poll.register(0, select.POLLIN)
-        if self._waiting:
+        if self._pending:
             poll.register(1, select.POLLOUT)
         pipes = {ssh.OUT: self._child.stdout, ssh.ERR: self._child.stderr}
-        # What nobody takes is left with the program, which then waits: until the connection is lost.
-        may_read = len(self._waiting) <= _MOST_WAITING
+        # Backpressure: the program blocks on its pipe until the other side reads, or the connection is lost.
+        may_read = len(self._pending) <= _MOST_PENDING_BYTES
         kinds = {pipe.fileno(): kind for kind, pipe in pipes.items() if pipe and not pipe.closed and may_read}
         for number in kinds:
             poll.register(number, select.POLLIN)
-        for number, _ in poll.poll(1000 * _LOOK_SECONDS):
+        for number, _ in poll.poll(1000 * _POLL_SECONDS):
             if number == 0:
-                self._listen()
+                self._read_commands()
             elif number == 1:
                 self._write()
             else:
                 self._read(kinds[number])
 
-    def _listen(self) -> None:
+    def _read_commands(self) -> None:
         try:
-            heard = os.read(0, 4096)
+            data = os.read(0, 4096)
         except OSError:
-            heard = b""  # a connection that ends with an error has ended
-        if not heard:
-            self._listens = False
-            self._lose()
+            data = b""  # an error ends the connection too
+        if not data:
+            self._stdin_open = False
+            self._lose_connection()
             return
-        self._heard_at = time.monotonic()
-        *lines, self._commands = (self._commands + heard).split(b"\n")
-        self._asked += [_MEANS[word] for line in lines if (word := line.decode("ascii", "replace")) in _MEANS]
+        self._last_heartbeat = time.monotonic()
+        *lines, self._commands = (self._commands + data).split(b"\n")
+        self._requested += [_SIGNALS[word] for line in lines if (word := line.decode("ascii", "replace")) in _SIGNALS]
 
-    def _hear(self, number: int, frame: object) -> None:
-        # A node that shuts down, or the end of the login session: as if the other side had hung up.
-        self._asked.append(signal.SIGTERM)
+    def _on_signal(self, number: int, frame: object) -> None:
+        # The node shuts down or the login session ends: as if the other side had hung up.
+        self._requested.append(signal.SIGTERM)
 
-    def _lose(self) -> None:
-        self._lost = True
-        self._waiting.clear()
-        self._asked.append(signal.SIGTERM)
+    def _lose_connection(self) -> None:
+        self._connection_lost = True
+        self._pending.clear()
+        self._requested.append(signal.SIGTERM)
 
-    def _pass_on(self) -> None:
-        """Tell the job to end, each way once: a second signal of a kind would end it before its ranks."""
-        while self._asked:
-            number = self._asked.pop(0)
-            self._ending_since = self._ending_since or time.monotonic()
-            if number not in self._told and self._child.poll() is None:
-                self._told.append(number)
+    def _send_signals(self) -> None:
+        """Send each requested signal once: a second one of a kind would end the job before its ranks."""
+        while self._requested:
+            number = self._requested.pop(0)
+            self._stopping_since = self._stopping_since or time.monotonic()
+            if number not in self._sent and self._child.poll() is None:
+                self._sent.append(number)
                 self._child.send_signal(number)
 
-    def _read(self, kind: str, most: float = _MOST_WAITING) -> None:
+    def _read(self, kind: str, most: float = _MOST_PENDING_BYTES) -> None:
         pipe = self._child.stdout if kind == ssh.OUT else self._child.stderr
         if pipe is None or pipe.closed:
             return
-        while len(self._waiting) <= most:
+        while len(self._pending) <= most:
             try:
-                said = os.read(pipe.fileno(), 1 << 16)
+                data = os.read(pipe.fileno(), 1 << 16)
             except BlockingIOError:
                 return
-            if not said:
+            if not data:
                 pipe.close()
                 return
-            self._put(kind, said)
+            self._forward(kind, data)
 
-    def _put(self, kind: str, said: bytes, *, final: bool = False) -> None:
-        if self._log is not None and said:
+    def _forward(self, kind: str, data: bytes, *, final: bool = False) -> None:
+        if self._log is not None and data:
             try:
-                self._log.write(said)
+                self._log.write(data)
             except OSError as error:
                 self._log = None
-                self._waiting += ssh.encode(ssh.ERR, f"{OUTPUT} on this node ends here: {error.strerror}\n")
-        text = self._decoders[kind].decode(said, final)
-        if text and not self._lost:
-            self._waiting += ssh.encode(kind, text)
+                self._pending += ssh.encode(ssh.ERR, f"{OUTPUT_FILE} on this node ends here: {error.strerror}\n")
+        text = self._decoders[kind].decode(data, final)
+        if text and not self._connection_lost:
+            self._pending += ssh.encode(kind, text)
 
     def _write(self) -> None:
-        while self._waiting and not self._lost:
+        while self._pending and not self._connection_lost:
             try:
-                written = os.write(1, self._waiting[: 1 << 16])
+                written = os.write(1, self._pending[: 1 << 16])
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EIO, errno.EBADF):
                     raise
-                self._lose()
+                self._lose_connection()
                 return
-            del self._waiting[:written]
+            del self._pending[:written]
 
 
 def descendants(pid: int | None = None) -> list[int]:
-    """Return the living processes that come of one, orphans that it has adopted included. Source: proc_pid_stat(5)."""
+    """Return all living descendants of a process, with orphans that it has adopted. Source: proc_pid_stat(5)."""
     children: dict[int, list[int]] = {}
     for child, parent in _processes():
         children.setdefault(parent, []).append(child)
@@ -276,7 +279,7 @@ def descendants(pid: int | None = None) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """End them all at once, also those that are started meanwhile."""
+    """Kill all descendants, also those that are started during that."""
     for _ in range(10):
         left = descendants()
         if not left:
@@ -284,7 +287,7 @@ def kill_descendants() -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _processes() -> Iterator[tuple[int, int]]:
@@ -293,31 +296,29 @@ def _processes() -> Iterator[tuple[int, int]]:
             continue
         try:
             with open(f"/proc/{entry.name}/stat", "rb") as stat:
-                # The name of the program stands in parentheses and may hold anything.
+                # The program's name is in parentheses and may contain anything.
                 state, parent = stat.read().rpartition(b")")[2].split()[:2]
         except (OSError, ValueError):
-            continue  # it has ended in between
+            continue  # it has just ended
         if state not in (b"Z", b"X"):
             yield int(entry.name), int(parent)
 
 
-def _adopt_orphans() -> None:
-    """Let the kernel give us what our children leave behind, so that it can be found and ended."""
+def _become_subreaper() -> None:
+    """Adopt orphans of our children, so that they can be found and ended."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent() -> None:
-    """Let the kernel send this process SIGTERM when the one ends that has started it. For ``preexec_fn``."""
+    """Let the kernel send this process SIGTERM when its parent ends. For ``preexec_fn``."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _leave(folder: Path, code: int | None) -> None:
-    beside = folder / f".{ENDED}"
+def _write_exit(folder: Path, code: int | None) -> None:
     try:
-        beside.write_text(json.dumps({"exit": code}), encoding="ascii")
-        beside.replace(folder / ENDED)
+        atomic_write(folder / EXIT_FILE, json.dumps({"exit": code}))
     except OSError as error:
-        print(f"{folder / ENDED}: {error.strerror or error}", file=sys.stderr)
+        print(f"{folder / EXIT_FILE}: {error.strerror or error}", file=sys.stderr)
 
 
 _PIECE_BYTES = 96 * 1024
@@ -325,8 +326,8 @@ MOST_BYTES = 8 << 30
 """More than any run leaves; less than what fills a disk by mistake."""
 
 
-class _Pieces(io.RawIOBase):
-    """A file that hands on what is written to it."""
+class _PieceBuffer(io.RawIOBase):
+    """A file whose content is taken out in pieces."""
 
     def __init__(self) -> None:
         self.waiting = bytearray()
@@ -345,34 +346,34 @@ class _Pieces(io.RawIOBase):
             del self.waiting[:_PIECE_BYTES]
 
 
-def pack(folder: Path, beside: Path | None = None) -> Iterator[bytes]:
-    """Return a folder as a compressed archive in pieces: files, folders, and links to what lies beside them.
+def pack(folder: Path, extra: Path | None = None) -> Iterator[bytes]:
+    """Return a folder as a compressed archive in pieces: files, folders and symbolic links.
 
     Args:
         folder: its content is that of the archive.
-        beside: a folder that goes with it under its own name.
+        extra: a folder to add under its own name.
     """
-    pieces = _Pieces()
+    pieces = _PieceBuffer()
     with tarfile.open(fileobj=pieces, mode="w|gz", format=tarfile.PAX_FORMAT) as archive:
         found = [(path, folder) for path in sorted(folder.rglob("*"))]
-        found += [(path, beside.parent) for path in sorted(beside.rglob("*"))] if beside is not None else []
+        found += [(path, extra.parent) for path in sorted(extra.rglob("*"))] if extra is not None else []
         for path, root in found:
             name = path.relative_to(root).as_posix()
             try:
                 if path.is_symlink() or path.is_file() or path.is_dir():
                     archive.add(path, arcname=name, recursive=False)
             except FileNotFoundError:
-                continue  # somebody still writes there, and has taken it away
+                continue  # removed by a process that still writes there
             yield from pieces.take(_PIECE_BYTES)
     yield from pieces.take(1)
 
 
 def unpack(archive: IO[bytes], folder: Path) -> int:
-    """Unpack an archive into a folder, which must be there, and return how many files came.
+    """Unpack an archive into an existing folder and return the number of files.
 
     Raises:
-        EnvironmentBroken: it is cut off or damaged, too large, or has something in it that is no part of a report: a
-            way out of the folder, a device.
+        EnvironmentBroken: truncated, damaged, too large, or with an entry that is not part of a report: a path out of
+            the folder, a device.
         OSError: a file cannot be written.
     """
     count = total = 0
@@ -380,40 +381,40 @@ def unpack(archive: IO[bytes], folder: Path) -> int:
     try:
         with tarfile.open(fileobj=archive, mode="r|gz") as packed:
             for member in packed:
-                place = folder / _inside(member.name)
+                path = folder / _safe_path(member.name)
                 total += member.size
                 if total > MOST_BYTES:
-                    raise EnvironmentBroken(f"more than {MOST_BYTES >> 30} GiB; they stay where they are")
+                    raise EnvironmentBroken(f"more than {MOST_BYTES >> 30} GiB, not copied")
                 if member.isdir():
-                    place.mkdir(parents=True, exist_ok=True)
+                    path.mkdir(parents=True, exist_ok=True)
                 elif member.isfile():
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    _write(packed, member, place)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    _write(packed, member, path)
                     count += 1
                 elif member.issym() and "/" not in member.linkname and member.linkname not in ("", ".", ".."):
-                    links.append((place, member.linkname))
+                    links.append((path, member.linkname))
                 else:
-                    raise EnvironmentBroken(f"{member.name!r} among them is neither a file nor a folder")
+                    raise EnvironmentBroken(f"the archive has {member.name!r}, which is neither a file nor a folder")
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        raise EnvironmentBroken(f"what came is no whole archive: {error}") from None
+        raise EnvironmentBroken(f"the archive is truncated or damaged: {error}") from None
     # After all else, so that nothing is written through one.
-    for place, target in links:
-        if not os.path.lexists(place):
-            place.symlink_to(target)
+    for path, target in links:
+        if not os.path.lexists(path):
+            path.symlink_to(target)
     return count
 
 
-def _write(packed: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -> None:
+def _write(packed: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     source = packed.extractfile(member)
     assert source is not None  # it is a file
-    with place.open("xb") as file:
+    with path.open("xb") as file:
         while piece := source.read(1 << 20):
             file.write(piece)
-    os.utime(place, (member.mtime, member.mtime))
+    os.utime(path, (member.mtime, member.mtime))
 
 
-def _inside(name: str) -> str:
+def _safe_path(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise EnvironmentBroken(f"{name!r} among them would lie outside of their folder")
+        raise EnvironmentBroken(f"the archive has {name!r}, which would be outside of its folder")
     return str(path)

@@ -1,4 +1,4 @@
-"""Whether the nodes are fit for one run: the facts that each node collects, and their comparison across all nodes."""
+"""Whether nodes are ready for one run: the facts that each node collects, and their comparison across all nodes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.run_directory import require_writable
 from pytest_gpucluster.runners.hosts import Host
+from pytest_gpucluster.runners.run_result import listed
 from pytest_gpucluster.runners.ssh import Reply
 from pytest_gpucluster.text import one_line
 
@@ -33,12 +34,12 @@ _COMPARED = {
     "torch": "torch",
     "pytest": "pytest",
 }
-"""What must be the same on all nodes -> what it is called."""
+"""Facts that must be equal on all nodes -> their names."""
 _CHARACTERS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class NodeCheck:
     """One node before the run."""
 
     host: Host
@@ -48,51 +49,51 @@ class Node:
 
     @property
     def port(self) -> int | None:
-        """On which it can be met."""
+        """Its free rendezvous port."""
         port = self.facts.get("port")
         return port if isinstance(port, int) else None
 
 
-def examine_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: str) -> tuple[Node, ...]:
-    """Return what is known of every host, in their order.
+def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: str) -> tuple[NodeCheck, ...]:
+    """Return the check of every host, in their order.
 
-    Nodes must be like most of them, and among equally many like the first; and have the version that asks, for that one
-    will read their reports. What did not answer is left out of the comparison.
+    Facts must equal those of most nodes, or of the first one in a tie; and the version must be that of this machine,
+    which reads the reports. Nodes without an answer are left out of the comparison.
 
     Args:
         hosts: all of them.
-        replies: name -> what it has answered. Without a reply a host has not answered.
+        replies: name -> reply. A host without one has not answered.
         version: of this package, here.
     """
-    facts = {host.name: answer for host in hosts if (answer := _answer(replies.get(host.name))) is not None}
-    usual = {key: _usual([str(each.get(key, "")) for each in facts.values()]) for key in _COMPARED}
-    named = Counter(str(each.get("host", "")) for each in facts.values())
+    facts = {host.name: sent for host in hosts if (sent := _facts(replies.get(host.name))) is not None}
+    common = {key: _most_common([str(node.get(key, "")) for node in facts.values()]) for key in _COMPARED}
+    named = Counter(str(node.get("host", "")) for node in facts.values())
     found = []
     for host in hosts:
         reply = replies.get(host.name)
         mine = facts.get(host.name)
         if mine is None:
-            why = reply.why if reply is not None and reply.why else "it has said nothing of itself"
-            # A node that says why it cannot is there, and somebody should mend it; it is no less missing.
-            found.append(Node(host=host, state=NO_ANSWER, facts={}, problems=(one_line(why, _CHARACTERS),)))
+            why = reply.problem if reply is not None and reply.problem else "it sent no facts"
+            # A node that reports an error is reachable, but missing all the same.
+            found.append(NodeCheck(host=host, state=NO_ANSWER, facts={}, problems=(one_line(why, _CHARACTERS),)))
             continue
-        problems = [one_line(str(problem), _CHARACTERS) for problem in _texts(mine.get("problems"))]
+        problems = [one_line(str(problem), _CHARACTERS) for problem in _list(mine.get("problems"))]
         for key, called in _COMPARED.items():
             has = str(mine.get(key, ""))
-            if has != usual[key]:
-                problems.append(f"{called}: {_shown(has)}, where most have {_shown(usual[key])}")
-        if mine.get("version") == usual["version"] != version:
-            problems.append(f"pytest-gpucluster: {_shown(usual['version'])}, where this machine has {version}")
+            if has != common[key]:
+                problems.append(f"{called}: {_value(has)}, but most have {_value(common[key])}")
+        if mine.get("version") == common["version"] != version:
+            problems.append(f"pytest-gpucluster: {_value(common['version'])}, but this machine has {version}")
         if named[str(mine.get("host", ""))] > 1:
             problems.append(
-                f"calls itself {_shown(str(mine.get('host', '')))} like another node: one machine twice, or "
-                "two of one name (GPUCLUSTER_HOSTNAME on the nodes gives them names)"
+                f"reports the host name {_value(str(mine.get('host', '')))} like another node: one machine twice, or "
+                "two with one name (set GPUCLUSTER_HOSTNAME on the nodes)"
             )
-        found.append(Node(host=host, state=NOT_READY if problems else READY, facts=mine, problems=tuple(problems)))
+        found.append(NodeCheck(host=host, state=NOT_READY if problems else READY, facts=mine, problems=tuple(problems)))
     return tuple(found)
 
 
-def preflight_table(nodes: Sequence[Node]) -> str:
+def preflight_table(nodes: Sequence[NodeCheck]) -> str:
     """Return the table of nodes, each problem on a line of its own below its node."""
     rows = [["node", "state", "host", "suite", "python", "torch"]]
     for node in nodes:
@@ -106,10 +107,10 @@ def preflight_table(nodes: Sequence[Node]) -> str:
     return "\n".join(lines)
 
 
-def counted(nodes: Sequence[Node]) -> str:
-    """Return how many are in which state, and who is not ready.
+def readiness_text(nodes: Sequence[NodeCheck]) -> str:
+    """Return how many nodes are ready, and the names of the others.
 
-    >>> counted([])
+    >>> readiness_text([])
     'none of 0 nodes is ready'
     """
     ready = sum(node.state == READY for node in nodes)
@@ -117,22 +118,21 @@ def counted(nodes: Sequence[Node]) -> str:
     for state in (NOT_READY, NO_ANSWER):
         names = [node.host.name for node in nodes if node.state == state]
         if names:
-            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            texts.append(f"{state}: {', '.join(names[:8])}{more}")
+            texts.append(f"{state}: {listed(names)}")
     return "; ".join(texts)
 
 
-def _answer(reply: Reply | None) -> Mapping[str, Any] | None:
-    # Nothing in it is no answer: whoever has no facts is left out of a run, and must not count as ready.
-    return (reply.answer or None) if reply is not None and not reply.why else None
+def _facts(reply: Reply | None) -> Mapping[str, Any] | None:
+    # Empty facts are no answer: such a node must not count as ready.
+    return (reply.facts or None) if reply is not None and not reply.problem else None
 
 
-def _usual(values: Sequence[str]) -> str:
+def _most_common(values: Sequence[str]) -> str:
     # Counter keeps the order of the first seen among equals.
     return Counter(values).most_common(1)[0][0] if values else ""
 
 
-def _shown(value: str) -> str:
+def _value(value: str) -> str:
     return one_line(value, 60) or "none"
 
 
@@ -140,22 +140,22 @@ def _cell(value: object) -> str:
     return one_line(str(value), 40) if value else "-"
 
 
-def _texts(value: object) -> list[object]:
+def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-_OF_A_SUITE = (".py", ".yaml", ".yml", ".ini", ".toml")
+_SUITE_SUFFIXES = (".py", ".yaml", ".yml", ".ini", ".toml")
 _FIRST_PORT, _PORTS, _TRIES = 20000, 10000, 50
-"""Below the ports that Linux gives away. Source: Linux, Documentation/networking/ip-sysctl.rst
+"""Below Linux's ephemeral ports. Source: Linux, Documentation/networking/ip-sysctl.rst
 (ip_local_port_range: 32768 to 60999)."""
 
 
-def probe(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of this node, and under ``problems`` what would stop a run here, each in one line.
+def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of this node; ``problems`` has what would stop a run here, each in one line.
 
     Args:
-        request: ``directory`` to work in, ``report_dir``, pytest's ``arguments``, the ``master`` that is to be found
-            by its name, and ``port``: a number that must be free, 0 for any, None where this is not the first node.
+        request: the working ``directory``, ``report_dir``, pytest's ``arguments``, the ``master`` whose name must
+            resolve, and ``port``: must be free, 0 for any, None if this is not the first node.
     """
     from pytest_gpucluster.judge.loader import shipped_path  # which loads yaml
 
@@ -174,8 +174,8 @@ def probe(request: Mapping[str, Any]) -> dict[str, Any]:
         "host": hostname(),
         "version": __version__,
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "pytest": _version("pytest"),
+        "torch": _installed_version("torch"),
+        "pytest": _installed_version("pytest"),
         "package": _digest([Path(__file__).resolve().parent.parent]),
         "limits": _digest([shipped_path()]),
         "suite": _digest(_paths(request["arguments"])),
@@ -188,39 +188,39 @@ def probe(request: Mapping[str, Any]) -> dict[str, Any]:
     elif request["master"]:
         try:
             found = {str(entry[4][0]) for entry in socket.getaddrinfo(request["master"], None, type=socket.SOCK_STREAM)}
-            if all(map(_is_loopback, found)) and not _is_loopback(_reached_at()):
+            if all(map(_is_loopback, found)) and not _is_loopback(_ssh_server_address()):
                 problems.append(
-                    f"finds {', '.join(sorted(found))} for {request['master']}, where all are to meet: that is this "
+                    f"resolves {request['master']}, the rendezvous host, to {', '.join(sorted(found))}: that is this "
                     "node itself (address= of the first node, or --master-addr)"
                 )
         except OSError as error:
             problems.append(
-                f"finds no address for {request['master']}, where all are to meet: {error.strerror or error}"
+                f"does not resolve {request['master']}, the rendezvous host: {error.strerror or error}"
                 " (address= of the first node, or --master-addr)"
             )
     return facts
 
 
 def hostname() -> str:
-    """Return what this node calls itself in reports."""
+    """Return this node's name in reports."""
     return os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
 
 
-def _reached_at() -> str:
-    """Return the address of this node to which the connection came; empty where nobody says. Source: ssh(1)."""
+def _ssh_server_address() -> str:
+    """Return the address of this node that ssh connected to; empty if unknown. Source: ssh(1)."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else ""
 
 
 def _is_loopback(address: str) -> bool:
-    """Tell whether nobody else reaches this address; also where it is none."""
+    """Return whether other nodes cannot reach this address; also for no address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
         return True
 
 
-def _version(name: str) -> str:
+def _installed_version(name: str) -> str:
     """Return an installed version without importing the package, which for torch takes seconds."""
     try:
         return metadata.version(name)
@@ -235,11 +235,13 @@ def _paths(arguments: Sequence[str]) -> list[Path]:
 
 
 def _digest(places: Iterable[Path]) -> str:
-    """Return a short digest of code and settings in these places; empty where there are none."""
+    """Return a short digest of code and settings in these paths; empty if there are none."""
     found = hashlib.sha256()
     count = 0
     for place in places:
-        files = sorted(path for path in place.rglob("*") if path.suffix in _OF_A_SUITE) if place.is_dir() else [place]
+        files = (
+            sorted(path for path in place.rglob("*") if path.suffix in _SUITE_SUFFIXES) if place.is_dir() else [place]
+        )
         for path in files:
             if not path.is_file():
                 continue
@@ -250,21 +252,21 @@ def _digest(places: Iterable[Path]) -> str:
     return found.hexdigest()[:12] if count else ""
 
 
-def _port(wanted: int, problems: list[str]) -> int:
-    """Return a port on which this node can listen: the wanted one, or any where that is 0."""
-    # Not by name of the run: two operators at the same second must not get the same one.
-    tries = [wanted] if wanted else random.SystemRandom().sample(range(_FIRST_PORT, _FIRST_PORT + _PORTS), _TRIES)
+def _port(requested: int, problems: list[str]) -> int:
+    """Return a port on which this node can listen: the requested one, or any where that is 0."""
+    # Random, not derived from the run's name: two operators in the same second must not get the same one.
+    tries = [requested] if requested else random.SystemRandom().sample(range(_FIRST_PORT, _FIRST_PORT + _PORTS), _TRIES)
     why = ""
     for port in tries:
         try:
-            with socket.socket() as probed:
-                # As torch does: a port on which a run has just ended is free.
-                probed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probed.bind(("", port))
+            with socket.socket() as candidate:
+                # As torch does: the port of a run that has just ended is free.
+                candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                candidate.bind(("", port))
         except OSError as error:
             why = error.strerror or str(error)
         else:
             return port
-    told = f"port {wanted}" if wanted else f"{_TRIES} ports of {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1}"
-    problems.append(f"cannot listen on {told}: {why} (--port)")
-    return wanted
+    ports = f"port {requested}" if requested else f"{_TRIES} ports of {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1}"
+    problems.append(f"cannot listen on {ports}: {why} (--port)")
+    return requested

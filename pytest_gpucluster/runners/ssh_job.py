@@ -1,7 +1,4 @@
-"""One run over many nodes by ssh: started on all of them, followed, ended, its reports fetched, and one exit code.
-
-The result is one exit code and one line for the whole run.
-"""
+"""One run over many nodes by ssh: started on all of them, followed, stopped, its reports copied, and one exit code."""
 
 from __future__ import annotations
 
@@ -19,55 +16,55 @@ from typing import IO
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.journal.verdict import BROKEN, INCOMPLETE, REJECTED
 from pytest_gpucluster.runners import ssh
-from pytest_gpucluster.runners.hosts import Host, Plan
+from pytest_gpucluster.runners.hosts import Host
 from pytest_gpucluster.runners.node_agent import GRACE_SECONDS, unpack
-from pytest_gpucluster.runners.ssh import Access, Channel, Frame, explained, ssh_command
-from pytest_gpucluster.text import one_line, printable
+from pytest_gpucluster.runners.plan import SshPlan
+from pytest_gpucluster.runners.run_result import Conclusion, RunResult, conclusion, listed
+from pytest_gpucluster.runners.ssh import Access, Channel, Frame, ssh_command
+from pytest_gpucluster.text import printable
 
-HANG_UP_SECONDS = GRACE_SECONDS + 15.0
-"""From the request to end until the connection is closed: the node kills what is left before that."""
+STOP_SECONDS = GRACE_SECONDS + 15.0
+"""From the request to stop until the connection is closed: the node kills what is left before that."""
 _CLOSE_SECONDS = 15.0
-COLLECT_SECONDS = 600.0
-_LOST_SECONDS = ssh.SILENT_SECONDS + GRACE_SECONDS
-"""How long a node that was lost may need to notice that, and to end what runs there."""
+_COPY_SECONDS = 600.0
+_LOST_SECONDS = ssh.HEARTBEAT_TIMEOUT_SECONDS + GRACE_SECONDS
+"""A node whose connection was lost may take this long to notice it and to end what runs there."""
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Brought:
-    """What came of it.
+class NodeResult:
+    """The result of a run on one node.
 
     Attributes:
-        exit: of the run on the node; None where nobody knows.
-        seconds: how long it took, without bringing the reports.
-        stopped: why it was ended from here; empty where it was not.
-        why: why there is no exit code; empty where there is one.
-        folder: where its reports are now; None where they could not be brought.
-        missing: why not.
+        name: the node.
+        exit: exit code of the run on it; None if unknown.
+        seconds: its duration, without copying the reports.
+        stop_reason: why it was stopped from here; empty if it was not.
+        problem: why there is no exit code; empty if there is one.
+        folder: where its reports are now; None if they could not be copied.
+        copy_problem: why not.
     """
 
+    name: str
     exit: int | None
-    seconds: float
-    stopped: str = ""
-    why: str = ""
+    seconds: float = 0.0
+    stop_reason: str = ""
+    problem: str = ""
     folder: Path | None = None
-    missing: str = ""
+    copy_problem: str = ""
 
 
-class Errand:
-    """A run on a node. Nothing waits in here: look at it again and again."""
+class RemoteJob:
+    """A run on a node. No method waits: call :meth:`poll` repeatedly."""
 
     def __init__(
         self,
+        plan: SshPlan,
         host: Host,
         access: Access,
+        directory: Path,
         *,
-        words: Sequence[str],
-        directory: str,
-        environ: dict[str, str],
-        remote_folder: str,
-        first_folder: str,
-        folder: Path,
-        log: Path,
         within_seconds: float,
         answer_seconds: float,
         on_line: Callable[[str, str], None] = lambda kind, line: None,
@@ -75,41 +72,42 @@ class Errand:
         """Start it.
 
         Args:
-            host: the node.
+            plan: the run.
+            host: the node, one of the plan's.
             access: how it is reached.
-            words: of ``gpucluster``, to run there.
-            directory: to run in.
-            environ: variables beside those of the node.
-            remote_folder: of this run on the node.
-            first_folder: that of rank 0's node, by the same path: what ranks here have written there is brought too.
-            folder: where its content comes to, here. It must not be there yet.
-            log: where its output goes, here.
-            within_seconds: after so long it is ended.
-            answer_seconds: the longest that the node may take until it says its first word.
+            directory: here, for the output ``NAME.log`` and the reports ``NAME``, which must not exist yet.
+            within_seconds: deadline, after which it is stopped.
+            answer_seconds: deadline for the node's first line.
             on_line: called with OUT or ERR and each line that it prints.
 
         Raises:
             EnvironmentBroken: ssh cannot be started.
             OSError: the log cannot be written.
         """
-        self.host = host
-        self._access, self._directory, self._remote_folder, self._folder = access, directory, remote_folder, folder
-        self._first_folder = first_folder
+        self.name = host.name
+        self._plan, self._host, self._access = plan, host, access
+        self._folder = directory / host.name
         self._within, self._answer_within, self._on_line = within_seconds, answer_seconds, on_line
         self._started = time.monotonic()
         self._seconds = 0.0
-        self._told_to_end: float | None = None
-        self._told: set[str] = set()
-        self._hung_up: float | None = None
-        self._stopped = self._why = ""
+        self._stop_sent_at: float | None = None
+        self._sent: set[str] = set()
+        self._hung_up_at: float | None = None
+        self._stop_reason = self._problem = ""
         self._exit: int | None = None
-        self._half = {ssh.OUT: "", ssh.ERR: ""}
-        self._brought: Brought | None = None
-        self._collect: Channel | None = None
-        self._collect_until = 0.0
+        self._partial_lines = {ssh.OUT: "", ssh.ERR: ""}
+        self._result: NodeResult | None = None
+        self._copy: Channel | None = None
+        self._copy_until = 0.0
         self._archive: IO[bytes] | None = None
-        self._log = log.open("wb", buffering=0)
-        request = ssh.request("run", words=list(words), directory=directory, env=environ, folder=remote_folder)
+        self._log = (directory / f"{host.name}.log").open("wb", buffering=0)
+        request = ssh.request(
+            "run",
+            words=plan.node_command(plan.hosts.index(host)),
+            directory=plan.directory,
+            env=dict(plan.environ),
+            folder=plan.folder(host),
+        )
         try:
             self._channel = Channel(ssh_command(host, access), request)
         except EnvironmentBroken:
@@ -118,120 +116,109 @@ class Errand:
 
     @property
     def running(self) -> bool:
-        """Whether the run itself is not over yet."""
-        return self._collect is None and self._brought is None
+        """Whether the run itself goes on; its reports are copied after that."""
+        return self._copy is None and self._result is None
 
-    @property
-    def exit(self) -> int | None:
-        """What the run has ended with, as soon as that is known."""
-        return self._exit
+    def poll(self) -> NodeResult | None:
+        """Make progress; return the result when its reports are here too."""
+        if self._result is None:
+            if self._copy is None:
+                self._follow()
+            else:
+                self._receive(self._copy)
+        return self._result
 
-    def look(self) -> Brought | None:
-        """Go on; return what came of it when all is here."""
-        if self._brought is not None:
-            return self._brought
-        if self._collect is None:
-            self._follow()
-        else:
-            self._take_parts(self._collect)
-        return self._brought
-
-    def tell_to_end(self, why: str, word: str = ssh.TERMINATE) -> None:
-        """Let the node end the run; its reports are written, and brought."""
-        if not self.running or word in self._told:
+    def stop(self, reason: str, command: str = ssh.TERMINATE) -> None:
+        """Ask the node to end the run; its reports are written and copied."""
+        if not self.running or command in self._sent:
             return
-        self._told.add(word)
-        self._stopped = self._stopped or why
-        self._told_to_end = self._told_to_end or time.monotonic()
-        self._channel.tell(word)
+        self._sent.add(command)
+        self._stop_reason = self._stop_reason or reason
+        self._stop_sent_at = self._stop_sent_at or time.monotonic()
+        self._channel.send(command)
 
-    def leave_reports(self, why: str) -> None:
-        """Do not wait any longer for the reports of a run that is over: they stay on the node."""
-        if self._collect is not None and self._brought is None:
-            self._collect.kill()
-            self._bring(None, why)
+    def skip_reports(self, reason: str) -> None:
+        """Stop waiting for the reports of a run that has ended: they stay on the node."""
+        if self._copy is not None and self._result is None:
+            self._copy.kill()
+            self._finish(None, reason)
 
     def abandon(self) -> str:
-        """Give it up at once. Return what may still run; an empty text where that is nothing."""
+        """Give it up at once. Return what may still run; empty if nothing."""
         was_running = self.running
         self._channel.kill()
-        if self._collect is not None:
-            self._collect.kill()
+        if self._copy is not None:
+            self._copy.kill()
         self._close()
-        if not was_running or self._channel.ended:
+        if not was_running or self._channel.finished:
             return ""
-        return f"{self.host.name}: its run was given up; the node ends it by itself within {_LOST_SECONDS:.0f} s"
+        return f"{self.name}: its run was given up; the node ends it by itself within {_LOST_SECONDS:.0f} s"
 
     # ---- the run
 
     def _follow(self) -> None:
-        over = self._channel.closed
+        closed = self._channel.closed
         for frame in self._channel.drain():
-            self._take(frame)
+            self._add(frame)
         now = time.monotonic()
-        if over or self._channel.ended:
+        if closed or self._channel.finished:
             self._seconds = round(now - self._started, 3)
-            self._over()
-        elif not self._channel.greeted and now - self._started > self._answer_within:
-            self._stopped = self._stopped or f"no answer within {self._answer_within:g} s"
+            self._start_copy()
+        elif not self._channel.answered and now - self._started > self._answer_within:
+            self._stop_reason = self._stop_reason or f"no answer within {self._answer_within:g} s"
             self._channel.kill()
-        elif self._told_to_end is None:
+        elif self._stop_sent_at is None:
             if now - self._started > self._within:
-                self.tell_to_end(f"no end of it within {self._within:g} s")
-        elif self._hung_up is None:
-            if now - self._told_to_end > HANG_UP_SECONDS:
-                self._hung_up = now
+                self.stop(f"did not end within {self._within:g} s")
+        elif self._hung_up_at is None:
+            if now - self._stop_sent_at > STOP_SECONDS:
+                self._hung_up_at = now
                 self._channel.hang_up()
-        elif now - self._hung_up > _CLOSE_SECONDS:
+        elif now - self._hung_up_at > _CLOSE_SECONDS:
             self._channel.kill()
 
-    def _take(self, frame: Frame) -> None:
-        if frame.kind in self._half:
-            self._print(frame.kind, frame.value)
+    def _add(self, frame: Frame) -> None:
+        if frame.kind in self._partial_lines:
+            self._write_log(frame.value)
+            *lines, self._partial_lines[frame.kind] = (self._partial_lines[frame.kind] + frame.value).split("\n")
+            for line in lines:
+                self._on_line(frame.kind, line.rstrip("\r"))
         elif frame.kind == ssh.END:
             code = frame.value.get("exit")
             self._exit = code if isinstance(code, int) else None
-            self._why = "" if self._exit is not None else str(frame.value.get("error") or "it has said no exit code")
+            self._problem = "" if self._exit is not None else str(frame.value.get("error") or "it sent no exit code")
 
-    def _print(self, kind: str, text: str) -> None:
-        self._keep(text)
-        *lines, self._half[kind] = (self._half[kind] + text).split("\n")
-        for line in lines:
-            self._on_line(kind, line.rstrip("\r"))
-
-    def _keep(self, text: str) -> None:
+    def _write_log(self, text: str) -> None:
         self._log.write(text.encode("utf-8", "backslashreplace"))
 
-    def _over(self) -> None:
-        for kind, half in self._half.items():
-            if half:
-                self._on_line(kind, half)
-        if not self._channel.ended:
-            self._why = explained(self._channel)
-            self._keep(f"{self._why}\n")
-        greeted = self._channel.greeted
-        lost = not self._channel.ended
+    def _start_copy(self) -> None:
+        for kind, line in self._partial_lines.items():
+            if line:
+                self._on_line(kind, line)
+        lost = not self._channel.finished
+        if lost:
+            self._problem = self._channel.problem
+            self._write_log(f"{self._problem}\n")
         self._channel.kill()
-        if not greeted:
-            self._bring(None, "")
+        if not self._channel.answered:
+            self._finish(None, "")
             return
-        wait = _LOST_SECONDS if lost else 0.0
         request = ssh.request(
             "collect",
-            directory=self._directory,
-            folder=self._remote_folder,
-            beside=self._first_folder,
-            wait_seconds=wait,
+            directory=self._plan.directory,
+            folder=self._plan.folder(self._host),
+            first_folder=self._plan.folder(self._plan.hosts[0]),
+            wait_seconds=_LOST_SECONDS if lost else 0.0,
         )
         self._archive = tempfile.TemporaryFile(prefix="gpucluster-")  # noqa: SIM115  # closed when it is unpacked
-        self._collect_until = time.monotonic() + COLLECT_SECONDS
-        self._collect = Channel(ssh_command(self.host, self._access), request)
+        self._copy_until = time.monotonic() + _COPY_SECONDS
+        self._copy = Channel(ssh_command(self._host, self._access), request)
 
     # ---- its reports
 
-    def _take_parts(self, channel: Channel) -> None:
+    def _receive(self, channel: Channel) -> None:
         assert self._archive is not None
-        over = channel.closed
+        closed = channel.closed
         problem, done = "", False
         for frame in channel.drain():
             if frame.kind == ssh.PART:
@@ -239,15 +226,15 @@ class Errand:
             elif frame.kind == ssh.END:
                 done, problem = True, str(frame.value.get("error") or "")
                 code = frame.value.get("exit")
-                # A run whose connection was lost has left word of its end, which is better than none.
+                # After a lost connection the node's own file of the exit code is better than nothing.
                 if self._exit is None and isinstance(code, int):
-                    self._why = f"{self._why}; on the node it has ended with exit code {code}"
-        if not done and not over:
-            if time.monotonic() < self._collect_until:
+                    self._problem = f"{self._problem}; on the node it ended with exit code {code}"
+        if not done and not closed:
+            if time.monotonic() < self._copy_until:
                 return
-            problem = f"not here within {COLLECT_SECONDS:g} s"
+            problem = f"not here within {_COPY_SECONDS:g} s"
         elif not done:
-            problem = explained(channel)
+            problem = channel.problem
         channel.kill()
         if not problem:
             try:
@@ -258,262 +245,217 @@ class Errand:
                 problem = str(error)
             except OSError as error:
                 problem = f"{error.filename or self._folder}: {error.strerror or error}"
-        self._bring(None if problem else self._folder, problem)
+        self._finish(None if problem else self._folder, problem)
 
-    def _bring(self, folder: Path | None, problem: str) -> None:
-        where = f"{self.host.name}:{self._remote_folder}"
-        self._brought = Brought(
+    def _finish(self, folder: Path | None, problem: str) -> None:
+        where = f"{self.name}:{self._plan.folder(self._host)}"
+        self._result = NodeResult(
+            name=self.name,
             exit=self._exit,
             seconds=self._seconds,
-            stopped=self._stopped,
-            why=self._why,
+            stop_reason=self._stop_reason,
+            problem=self._problem,
             folder=folder,
-            missing=f"{problem}; its reports are in {where}" if problem else "",
+            copy_problem=f"{problem}; its reports are in {where}" if problem else "",
         )
         self._close()
 
     def _close(self) -> None:
         self._log.close()
         if self._archive is not None:
-            with contextlib.suppress(OSError):  # a temporary file that nobody needs any more
+            with contextlib.suppress(OSError):  # a temporary file that is not needed any more
                 self._archive.close()
 
 
-_POLL_SECONDS = 0.05
 OTHERS_SECONDS = 360.0
 """How long other nodes may go on when one has ended. Longer than torchrun's own wait for agents that have not ended,
 300 s. Source: torch, distributed/elastic/agent/server/api.py (``exit_barrier_timeout``)."""
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Heard:
-    """The signals that have come. The first one ends the run in order; another one says so once more, as SIGTERM, and
-    waits no longer for the reports of runs that are over."""
+class Signals:
+    """The signals that have come. The first one ends the run in order. A second one is sent on as SIGTERM, and reports
+    of runs that have ended are not waited for any longer."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
 
-    def take(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         self.numbers.append(number)
 
     @property
     def name(self) -> str:
-        """The first one."""
+        """Name of the first one."""
         return signal.Signals(self.numbers[0]).name if self.numbers else ""
 
 
 @contextmanager
-def listening() -> Iterator[Heard]:
-    """Hear signals instead of ending by them, except for SIGHUP under nohup."""
-    heard = Heard()
-    # Under nohup the run outlives its terminal.
-    mine = [number for number in _ENDING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, heard.take) for number in mine}
+def handling(numbers: Sequence[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Install a signal handler, except for SIGHUP under nohup: there the run outlives its terminal."""
+    handled = [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
-        yield heard
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
-def carry_out(
-    plan: Plan,
+def run_plan(
+    plan: SshPlan,
     access: Access,
     directory: Path,
     *,
     within_seconds: float,
     answer_seconds: float,
     others_seconds: float,
-    heard: Heard,
-    say: Callable[[str, bool], None],
-) -> Mapping[str, Brought]:
-    """Run a plan on its nodes and return name -> what came of each. Nothing that was started is left alone.
+    signals: Signals,
+    show: Callable[[str, bool], None],
+) -> Mapping[str, NodeResult]:
+    """Run a plan on its nodes and return name -> result.
 
     Args:
         plan: what to run.
         access: how nodes are reached.
-        directory: for what the nodes leave: ``NAME.log`` and the folder ``NAME``.
-        within_seconds: the longest that a node may take.
-        answer_seconds: the longest that one may take until it says its first word.
-        others_seconds: how long the others may go on when the first node has ended.
-        heard: the signals so far.
-        say: shows a line to the operator; True for what came from standard error, or is ours.
+        directory: for the output ``NAME.log`` and the reports ``NAME`` of each node.
+        within_seconds: deadline for each node.
+        answer_seconds: deadline for a node's first line.
+        others_seconds: how long the others may go on when one node has ended.
+        signals: that have come so far.
+        show: prints a line; True for lines from standard error, and of this command.
 
     Raises:
         EnvironmentBroken: ssh cannot be started.
-        OSError: what the nodes say cannot be kept.
+        OSError: output or reports cannot be written.
     """
-    errands: list[Errand] = []
+    jobs: list[RemoteJob] = []
     try:
-        for node_rank, host in enumerate(plan.hosts):
-            errands.append(
-                Errand(
-                    host,
-                    access,
-                    words=plan.words(node_rank),
-                    directory=plan.directory,
-                    environ=dict(plan.environ),
-                    remote_folder=plan.folder(host),
-                    first_folder=plan.folder(plan.hosts[0]),
-                    folder=directory / host.name,
-                    log=directory / f"{host.name}.log",
-                    within_seconds=within_seconds,
-                    answer_seconds=answer_seconds,
-                    on_line=_teller(host.name if node_rank else "", say),
-                )
+        for host in plan.hosts:
+            printer = _printer(host.name if jobs else "", show)
+            job = RemoteJob(
+                *(plan, host, access, directory),
+                within_seconds=within_seconds,
+                answer_seconds=answer_seconds,
+                on_line=printer,
             )
-        return _follow(errands, heard, others_seconds, say)
-    except BaseException:  # whatever it is, nothing goes on alone
-        for errand in errands:
-            left = errand.abandon()
-            if left:
-                say(left, True)
+            jobs.append(job)
+        return await_jobs(jobs, others_seconds, signals, show)
+    except BaseException:  # nothing may go on unattended
+        for job in jobs:
+            problem = job.abandon()
+            if problem:
+                show(problem, True)
         raise
 
 
-def _follow(
-    errands: Sequence[Errand], heard: Heard, others_seconds: float, say: Callable[[str, bool], None]
-) -> Mapping[str, Brought]:
-    brought: dict[str, Brought] = {}
-    ended_at: float | None = None
-    answered = 0
-    while len(brought) < len(errands):
-        for errand in errands:
-            if errand.host.name not in brought:
-                done = errand.look()
-                if done is not None:
-                    brought[errand.host.name] = done
-        if ended_at is None and any(not errand.running for errand in errands):
-            ended_at = time.monotonic()
-        running = [errand for errand in errands if errand.running]
-        if len(heard.numbers) > answered:
-            answered += 1
-            _interrupt(errands, heard, answered, say)
-        elif ended_at is not None and time.monotonic() - ended_at > others_seconds:
-            for errand in running:
-                errand.tell_to_end(f"no end of it {others_seconds:g} s after that of another node")
+def await_jobs(
+    jobs: Sequence[RemoteJob],
+    others_seconds: float,
+    signals: Signals,
+    show: Callable[[str, bool], None] = lambda line, is_error: None,
+) -> Mapping[str, NodeResult]:
+    """Wait for the jobs of one run and return name -> result. When one has ended, the others get ``others_seconds``."""
+    results: dict[str, NodeResult] = {}
+    first_end: float | None = None
+    handled = 0
+    while len(results) < len(jobs):
+        for job in jobs:
+            if job.name not in results and (result := job.poll()) is not None:
+                results[job.name] = result
+        if first_end is None and any(not job.running for job in jobs):
+            first_end = time.monotonic()
+        if len(signals.numbers) > handled:
+            handled += 1
+            _interrupt(jobs, signals, handled, show)
+        elif first_end is not None and time.monotonic() - first_end > others_seconds:
+            for job in jobs:
+                job.stop(f"did not end within {others_seconds:g} s after another node")
         time.sleep(_POLL_SECONDS)
-    return brought
+    return results
 
 
-def _interrupt(errands: Sequence[Errand], heard: Heard, times: int, say: Callable[[str, bool], None]) -> None:
-    number = heard.numbers[times - 1]
-    running = [errand for errand in errands if errand.running]
-    if times == 1:
-        say(f"{heard.name}: {len(running)} nodes are told to end; reports are written and brought", True)
+def _interrupt(jobs: Sequence[RemoteJob], signals: Signals, count: int, show: Callable[[str, bool], None]) -> None:
+    running = [job for job in jobs if job.running]
+    if count == 1:
+        show(f"{signals.name}: stopping {len(running)} nodes; their reports are written and copied", True)
     else:
-        for errand in errands:
-            errand.leave_reports(f"interrupted by {heard.name} again")
-    # Ctrl-C first, as on a terminal; whoever presses it again means it.
-    word = ssh.INTERRUPT if number == signal.SIGINT and times == 1 else ssh.TERMINATE
-    for errand in running:
-        errand.tell_to_end(f"interrupted by {heard.name}", word)
+        for job in jobs:
+            job.skip_reports(f"interrupted by {signals.name} again")
+    # Ctrl-C first, as on a terminal; a second one is urgent.
+    is_ctrl_c = signals.numbers[count - 1] == signal.SIGINT and count == 1
+    for job in running:
+        job.stop(f"interrupted by {signals.name}", ssh.INTERRUPT if is_ctrl_c else ssh.TERMINATE)
 
 
-def _teller(name: str, say: Callable[[str, bool], None]) -> Callable[[str, str], None]:
-    """Return what shows a node's lines: with its name in front, and plainly for that of rank 0."""
-    front = f"[{name}] " if name else ""
-
-    def tell(kind: str, line: str) -> None:
-        say(f"{front}{printable(line)}", kind == ssh.ERR)
-
-    return tell
+def _printer(name: str, show: Callable[[str, bool], None]) -> Callable[[str, str], None]:
+    """Return what prints a node's lines, with its name in front except for rank 0's node."""
+    prefix = f"[{name}] " if name else ""
+    return lambda kind, line: show(f"{prefix}{printable(line)}", kind == ssh.ERR)
 
 
-REJECTS, INTERRUPTED, BROKE, NODES_SILENT = 1, 2, 11, 12
-"""``NODES_SILENT`` is this command's own: a node of the file did not answer."""
-_CHARACTERS = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeEnd:
-    """What came of one node: its exit code, or why there is none."""
-
-    name: str
-    exit: int | None
-    why: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """What the journal says that was brought from the node of rank 0."""
-
-    word: str
-    exit: int
-    reason: str
-    rehearsal: bool
-    nnodes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conclusion:
-    """The exit code, and what the operator reads."""
-
-    exit: int
-    line: str
+REJECTED_EXIT, INTERRUPTED_EXIT, BROKEN_EXIT, UNREACHABLE_EXIT = 1, 2, 11, 12
+"""``UNREACHABLE_EXIT`` is of this command alone: a node of the file did not answer."""
 
 
 def conclude(
-    ends: Sequence[NodeEnd],
-    record: Record | None,
+    nodes: Sequence[NodeResult],
+    journal: RunResult | None,
     *,
-    no_record: str = "",
-    silent: Mapping[str, str] | None = None,
+    journal_problem: str = "",
+    unreachable: Sequence[str] = (),
     interrupted: str = "",
 ) -> Conclusion:
-    """Return what a run came to.
+    """Return exit code and last line of a run.
 
-    A pass takes that every node ended with 0, that the journal is here and says so too, of as many nodes as were
-    started, and that no node of the file was left out. A rejection counts more than all else.
+    A pass needs exit code 0 from every node, a journal that agrees and is of all nodes that were started, and no node
+    of the file left out. A rejection overrides everything else.
 
     Args:
-        ends: of all nodes that were started, rank 0's first.
-        record: what its journal says; None where it could not be had.
-        no_record: why not.
-        silent: nodes that were left out since they did not answer -> why.
-        interrupted: by what, if it was.
+        nodes: results of all nodes that were started, rank 0's first.
+        journal: rank 0's; None if there is none here.
+        journal_problem: why not.
+        unreachable: nodes that were left out because they did not answer.
+        interrupted: the signal, if one came.
     """
-    codes = [end.exit for end in ends]
-    if REJECTS in codes or (record is not None and (record.exit == REJECTS or record.word == REJECTED)):
-        reason = record.reason if record is not None else _who(ends, {REJECTS})
-        return _said(REJECTED, REJECTS, reason, record)
+
+    def end(word: str, code: int, reason: str) -> Conclusion:
+        return conclusion(word, code, reason, rehearsal=journal is not None and journal.rehearsal)
+
+    # A node that was stopped from here may still end with 0, but its result is unknown.
+    codes = [None if node.exit == 0 and node.stop_reason else node.exit for node in nodes]
+    if REJECTED_EXIT in codes or (journal is not None and (journal.exit == 1 or journal.verdict == REJECTED)):
+        reason = journal.reason if journal is not None else _exits(nodes, {REJECTED_EXIT})
+        return end(REJECTED, REJECTED_EXIT, reason)
     if interrupted:
-        return _said(BROKEN, INTERRUPTED, f"interrupted ({interrupted})", record)
-    lost = [end for end in ends if end.exit is None]
+        return end(BROKEN, INTERRUPTED_EXIT, f"interrupted ({interrupted})")
+    lost = [node for node, code in zip(nodes, codes, strict=True) if code is None]
     if lost:
         more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        told = f"; its journal says: {record.reason}" if record is not None and record.exit else ""
-        return _said(BROKEN, BROKE, f"{lost[0].name}: {lost[0].why or 'nobody knows how it ended'}{more}{told}", record)
-    first = codes[0] if codes else BROKE
+        journal_reason = f"; its journal states: {journal.reason}" if journal is not None and journal.exit else ""
+        first_lost = lost[0]
+        reason = (first_lost.stop_reason if first_lost.exit == 0 else "") or first_lost.problem
+        reason = reason or first_lost.stop_reason or "exit code unknown"
+        return end(BROKEN, BROKEN_EXIT, f"{first_lost.name}: {reason}{more}{journal_reason}")
+    first = codes[0] if codes else BROKEN_EXIT
     bad = {code for code in codes if code is not None and code not in (0, 10, 12)}
     if first in (0, 10, 12) and bad:
-        return _said(BROKEN, BROKE, f"{_who(ends, bad)}, where rank 0's node ended with {first}", record)
+        return end(BROKEN, BROKEN_EXIT, f"{_exits(nodes, bad)}, but rank 0's node ended with {first}")
     if bad:
-        reason = record.reason if record is not None else _who(ends, bad)
-        return _said(BROKEN, int(first or BROKE), reason, record)
-    if record is None:
-        return _said(BROKEN, BROKE, f"no record of the run is here: {no_record or 'nobody said why'}", record)
-    if record.nnodes != len(ends):
-        reason = f"its journal is of {record.nnodes} nodes, but {len(ends)} were started"
-        return _said(BROKEN, BROKE, reason, record)
+        return end(BROKEN, int(first or BROKEN_EXIT), journal.reason if journal is not None else _exits(nodes, bad))
+    if journal is None:
+        return end(BROKEN, BROKEN_EXIT, f"no journal of the run: {journal_problem or 'no node was started'}")
+    if journal.nnodes != len(nodes):
+        return end(BROKEN, BROKEN_EXIT, f"its journal is of {journal.nnodes} nodes, but {len(nodes)} were started")
     worst = max(int(code or 0) for code in codes)
-    if record.exit != worst:
-        reason = f"the nodes ended with {worst}, but the journal says {record.word}, exit code {record.exit}"
-        return _said(BROKEN, BROKE, reason, record)
-    if silent:
-        names = ", ".join(list(silent)[:8]) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
-        of = len(ends) + len(silent)
-        reason = f"{len(ends)} of {of} nodes: {record.word} ({record.reason}); no answer: {names}"
-        return _said(INCOMPLETE, NODES_SILENT, reason, record)
-    return _said(record.word, record.exit, record.reason, record)
+    if journal.exit != worst:
+        reason = f"the nodes ended with {worst}, but the journal states {journal.verdict}, exit code {journal.exit}"
+        return end(BROKEN, BROKEN_EXIT, reason)
+    if unreachable:
+        total = len(nodes) + len(unreachable)
+        reason = f"{len(nodes)} of {total} nodes: {journal.verdict} ({journal.reason})"
+        return end(INCOMPLETE, UNREACHABLE_EXIT, f"{reason}; no answer: {listed(unreachable)}")
+    return end(journal.verdict, journal.exit, journal.reason)
 
 
-def _said(word: str, code: int, reason: str, record: Record | None) -> Conclusion:
-    rehearsal = "REHEARSAL, " if record is not None and record.rehearsal else ""
-    return Conclusion(exit=code, line=one_line(f"{rehearsal}{word}, exit code {code}: {reason}", _CHARACTERS))
-
-
-def _who(ends: Sequence[NodeEnd], codes: set[int]) -> str:
-    told = [f"{end.name} ended with {end.exit}" for end in ends if end.exit in codes]
-    return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")
+def _exits(nodes: Sequence[NodeResult], codes: set[int]) -> str:
+    return listed([f"{node.name} ended with {node.exit}" for node in nodes if node.exit in codes])

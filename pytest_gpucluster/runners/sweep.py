@@ -1,24 +1,36 @@
-"""A sweep: its plan, the command of each of its runs, and its order: every node alone, then the survivors together.
+"""A sweep: every node on its own, all at the same time, then the survivors as one cluster; and its one verdict.
 
-All nodes run alone at the same time. Schedulers' command-line tools are called with :func:`run_tool`.
+A node without a verdict never counts as good.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
-from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
-from pytest_gpucluster.journal.verdict import Verdict
-from pytest_gpucluster.runners.sweep_result import (
-    Evidence,
+from pytest_gpucluster.journal.verdict import (
+    BROKEN,
+    INCOMPLETE,
+    PASSED_WITH_DEVIATIONS,
+    REHEARSED,
+    REJECTED,
+    SELECTION_PASSED,
+    Verdict,
+)
+from pytest_gpucluster.runners.hosts import NODE_NAME, NODE_NAME_RULE
+from pytest_gpucluster.runners.plan import SweepPlan
+from pytest_gpucluster.runners.run_result import listed
+from pytest_gpucluster.runners.sweep_outcome import (
+    BROKEN_EXIT,
+    NO_ANSWER,
+    PASSES,
     Outcome,
-    Scheduler,
-    conclude,
+    SweepFiles,
     progress_line,
     sweep_table,
     verdict_line,
@@ -26,183 +38,211 @@ from pytest_gpucluster.runners.sweep_result import (
 )
 from pytest_gpucluster.text import one_line
 
-LAUNCHER = "torch.distributed.run"
-"""torchrun as a module: the python in front of it says which installation is meant."""
-_OURS = {
-    "--junitxml": "each run has its own file",
-    "--junit-xml": "each run has its own file",
-    "--gpucluster-report-dir": "each run has its own folder; name the sweep's with --report-dir",
-    "--gpucluster-expect": "say before the -- what each node has: --expect 8xH100",
-    "-n": "torchrun starts the ranks",
-    "--numprocesses": "torchrun starts the ranks",
-}
-_NODE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
+_POLL_SECONDS = 0.05
+_Result = TypeVar("_Result", covariant=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to run on which nodes. Deadlines are in seconds, counted from the start of a node's run."""
+class Scheduler(Protocol):
+    """Starts the runs of a sweep, and ends them. Every wait in it has a deadline."""
 
-    nodes: tuple[str, ...]
-    each: Expectation
-    """What one node has: ``nodes`` is 1."""
-    pytest_arguments: tuple[str, ...]
-    alone_within: float
-    together_within: float
-    at_once: int
-    min_nodes: int
-    """With fewer survivors they do not run together."""
-    python: str
-    port: int
-    """Where the ranks of all survivors meet, on the first of them."""
+    def run_nodes(self, nodes: Sequence[str]) -> Iterator[Outcome]:
+        """Run every node on its own, and yield each outcome as it ends.
 
-    def world_size(self, nnodes: int) -> int:
-        """Return the ranks on so many nodes."""
-        return nnodes * self.each.gpus_per_node
-
-    def command_alone(self) -> list[str]:
-        """Return what runs on one node for itself. It ends with pytest's arguments, so that more may follow."""
-        start = [self.python, "-m", LAUNCHER, "--standalone"]
-        return [*start, f"--nproc-per-node={self.each.gpus_per_node}", *self._pytest(1)]
-
-    def command_together(self, nnodes: int, master: str) -> list[str]:
-        """Return what runs on each of so many nodes, but for ``--node-rank``, which comes first after ``LAUNCHER``.
-
-        Node rank 0 must be on the master: the static rendezvous keeps the first rank, and so the reports, there.
-
-        Source: https://docs.pytorch.org/docs/stable/elastic/run.html.
+        A scheduler may run a node twice; the worse outcome counts.
         """
-        start = [self.python, "-m", LAUNCHER, f"--nnodes={nnodes}"]
-        start += [f"--nproc-per-node={self.each.gpus_per_node}", f"--master-addr={master}"]
-        return [*start, f"--master-port={self.port}", *self._pytest(nnodes)]
 
-    def _pytest(self, nnodes: int) -> list[str]:
-        sku = f"x{self.each.sku}" if self.each.sku else ""
-        expect = f"--gpucluster-expect={nnodes}x{self.each.gpus_per_node}{sku}"
-        return ["-m", "pytest", *self.pytest_arguments, expect]
+    def run_joint(self, nodes: Sequence[str]) -> Outcome:
+        """Run these nodes as one cluster. The outcome's node is ``JOINT``."""
 
-
-def reporting(report_dir: str, junit: str) -> list[str]:
-    """Return pytest's arguments that say where a run leaves its reports."""
-    return [f"--gpucluster-report-dir={report_dir}", f"--junitxml={junit}"]
-
-
-def each_node(text: str) -> Expectation:
-    """Read what one node has: ``8xH100`` or ``8``.
-
-    Raises:
-        OptionError: anything else.
-    """
-    try:
-        each = Expectation.parse(f"1x{text}")
-    except OptionError:
-        each = None
-    if each is None or re.match(r"\d+[xX]", each.sku or ""):
-        raise OptionError(
-            f"--expect {text}: not what one node has; write its GPUs and their model, such as 8xH100, or 8"
-        )
-    return each
-
-
-def require_free(arguments: Sequence[str]) -> None:
-    """Make sure that pytest's arguments leave alone what the sweep itself sets.
-
-    Raises:
-        OptionError: they do not.
-    """
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        name = "-n" if re.fullmatch(r"-n\d+|-nauto", name) else name
-        if name in _OURS:
-            raise OptionError(f"{argument}: not after --: {_OURS[name]}")
-
-
-def require_nodes(nodes: Sequence[str]) -> None:
-    """Make sure that there are nodes, each once and with a name that a file can have.
-
-    Raises:
-        OptionError: there are not.
-    """
-    if not nodes:
-        raise OptionError("there are no nodes to sweep")
-    odd = [node for node in nodes if not _NODE.fullmatch(node)]
-    twice = sorted({node for node in nodes if nodes.count(node) > 1})
-    if odd:
-        raise OptionError(f"{odd[0]!r} is no name of a node: letters, digits, dots, dashes and underscores only")
-    if twice:
-        raise OptionError(f"{twice[0]} is named twice; a node counts once")
-
-
-_UNTOLD = "an end that nobody could record"
+    def stop(self) -> Sequence[str]:
+        """End everything that still runs. Return what could not be ended, one line each; never raise."""
 
 
 class Stopped(BaseException):
-    """The sweep was told to end. It is no Exception: nothing on the way may take it for an error of a run."""
+    """A signal ends the sweep. Not an Exception: no handler of a run's errors may catch it."""
 
 
-def sweep(plan: Plan, scheduler: Scheduler, evidence: Evidence, say: Callable[[str], None]) -> Verdict:
-    """Carry out a sweep, and return its verdict.
+def sweep(plan: SweepPlan, scheduler: Scheduler, files: SweepFiles, show: Callable[[str], None]) -> Verdict:
+    """Carry out a sweep and return its verdict.
 
-    Whatever ends it, what was started is ended, and what is known by then is told and kept.
+    However it ends, what was started is ended, and all outcomes so far are printed and written.
 
     Args:
-        plan: what to do.
+        plan: what to run.
         scheduler: starts the runs.
-        evidence: keeps what became of them, after each of them.
-        say: shows a line to the operator.
+        files: written again after each outcome.
+        show: prints a line.
 
     Raises:
-        OSError: the evidence cannot be written. A verdict that nobody can read again is none.
+        OSError: the files cannot be written. A verdict that cannot be read again is none.
     """
-    known: dict[str, Outcome] = {}
-    alone: list[Outcome] = []
-    together: Outcome | None = None
-    why_not = interrupted = broke = ""
+    outcomes: dict[str, Outcome] = {}
+    joint: Outcome | None = None
+    skipped = interrupted = broken = ""
+
+    def write_so_far() -> None:
+        found = list(outcomes.values())
+        files.write(conclude(plan.nodes, found, None, interrupted="an unrecorded end"), found, None)
+
     try:
-        evidence.keep(conclude(plan.nodes, alone, None, interrupted=_UNTOLD), alone, None)
+        write_so_far()
         try:
-            for outcome in scheduler.alone(plan.nodes):
-                node = outcome.node
-                known[node] = worse(known[node], outcome) if node in known else outcome
-                alone = list(known.values())
-                say(progress_line(len(alone), len(plan.nodes), outcome))
-                evidence.keep(conclude(plan.nodes, alone, None, interrupted=_UNTOLD), alone, None)
-            survived = {outcome.node for outcome in alone if outcome.survived}
-            survivors = [node for node in plan.nodes if node in survived]
-            why_not = _why_not_together(plan, survivors)
-            if why_not:
-                say(f"the survivors do not run together: {why_not}")
+            for outcome in scheduler.run_nodes(plan.nodes):
+                previous = outcomes.get(outcome.node, outcome)
+                outcomes[outcome.node] = worse(previous, outcome)
+                show(progress_line(len(outcomes), len(plan.nodes), outcome))
+                write_so_far()
+            survivors = [node for node in plan.nodes if node in outcomes and outcomes[node].survived]
+            if len(survivors) < plan.min_nodes:
+                skipped = f"{len(survivors)} of {len(plan.nodes)} nodes are left, and --min-nodes is {plan.min_nodes}"
+                show(f"no joint run: {skipped}")
             else:
-                say(f"{len(survivors)} of {len(plan.nodes)} nodes run together now")
-                together = scheduler.together(survivors)
-                say(progress_line(1, 1, together))
+                show(f"joint run of {len(survivors)} of {len(plan.nodes)} nodes")
+                joint = scheduler.run_joint(survivors)
+                show(progress_line(1, 1, joint))
         except (KeyboardInterrupt, Stopped) as error:
             interrupted = str(error) or "Ctrl-C"
         except EnvironmentBroken as error:
-            broke = str(error)
+            broken = str(error)
     finally:
-        for left in scheduler.stop():
-            say(f"not ended: {left}")
-    why_not = why_not or interrupted or broke
-    verdict = conclude(plan.nodes, alone, together, why_not_together=why_not, interrupted=interrupted, broke=broke)
-    evidence.keep(verdict, alone, together, why_not_together=why_not, finished=not interrupted)
-    say(f"\n{sweep_table(plan.nodes, alone, together, why_not)}\n")
-    say(verdict_line(verdict))
+        for problem in scheduler.stop():
+            show(f"not ended: {problem}")
+    skipped = skipped or interrupted or broken
+    found = list(outcomes.values())
+    verdict = conclude(plan.nodes, found, joint, skipped=skipped, interrupted=interrupted, broken=broken)
+    files.write(verdict, found, joint, skipped=skipped, finished=not interrupted)
+    show(f"\n{sweep_table(plan.nodes, found, joint, skipped)}\n")
+    show(verdict_line(verdict))
     return verdict
 
 
-def _why_not_together(plan: Plan, survivors: list[str]) -> str:
-    """Return why the survivors cannot run together; an empty text where they can."""
-    if len(survivors) < plan.min_nodes:
-        return f"{len(survivors)} of {len(plan.nodes)} nodes are left, and --min-nodes is {plan.min_nodes}"
-    return ""
+def conclude(
+    nodes: Sequence[str],
+    outcomes: Sequence[Outcome],
+    joint: Outcome | None,
+    *,
+    skipped: str = "",
+    interrupted: str = "",
+    broken: str = "",
+) -> Verdict:
+    """Return the verdict of a sweep.
+
+    Accepted (0): every node passed on its own, and all survivors passed together. A rejected node or joint run makes
+    it rejected (1). Else anything broken or without an answer makes it broken (11), and anything incomplete, or no
+    joint run, incomplete (10).
+
+    Args:
+        nodes: all nodes of the sweep. One without an outcome has given no answer.
+        outcomes: of the nodes, each once.
+        joint: of the joint run; None if there was none.
+        skipped: why not.
+        interrupted: what interrupted the sweep, if anything.
+        broken: what went wrong with the sweep itself, if anything.
+    """
+    if interrupted:
+        reason = f"interrupted by {interrupted}: {len(outcomes)} of {len(nodes)} nodes ended"
+        return Verdict(word=BROKEN, exit=2, reason=reason)
+    by_node = {outcome.node: outcome for outcome in outcomes}
+    everything = [*(by_node[node] for node in nodes if node in by_node), *([joint] if joint else [])]
+    missing = [node for node in nodes if node not in by_node]
+    rejected = [outcome for outcome in everything if outcome.verdict == REJECTED or outcome.exit == 1]
+    if rejected:
+        return Verdict(word=REJECTED, exit=1, reason=_reason("rejected", rejected))
+    failed = [outcome for outcome in everything if not outcome.survived]
+    if broken or failed or missing:
+        reasons = [broken] if broken else []
+        reasons += [_reason("without a verdict", failed)] if failed else []
+        reasons += [f"{NO_ANSWER}: {listed(missing)}"] if missing else []
+        return Verdict(word=BROKEN, exit=BROKEN_EXIT, reason="; ".join(reasons))
+    deviating = [outcome for outcome in everything if outcome.exit == 12]
+    incomplete = [outcome for outcome in everything if not outcome.passed and outcome.exit != 12]
+    if incomplete or joint is None:
+        reasons = [_reason("incomplete", incomplete)] if incomplete else []
+        reasons += [] if joint else [f"no joint run: {skipped or 'reason unknown'}"]
+        return Verdict(word=INCOMPLETE, exit=10, reason="; ".join(reasons))
+    if deviating:
+        return Verdict(word=PASSED_WITH_DEVIATIONS, exit=12, reason=_reason("with deviations", deviating))
+    words = {outcome.verdict for outcome in everything}
+    # The weakest pass is the sweep's: a rehearsal accepts nothing.
+    word = next(word for word in (REHEARSED, SELECTION_PASSED, *PASSES) if word in words)
+    return Verdict(word=word, exit=0, reason=f"{len(nodes)} nodes passed alone, and together")
+
+
+def _reason(what: str, outcomes: Sequence[Outcome]) -> str:
+    return f"{what}: {listed([outcome.node for outcome in outcomes])}; {outcomes[0].node}: {outcomes[0].failure}"
+
+
+def require_nodes(nodes: Sequence[str]) -> None:
+    """Require at least one node, each once and with a name that can be a file's.
+
+    Raises:
+        OptionError: not so.
+    """
+    if not nodes:
+        raise OptionError("there are no nodes to sweep")
+    odd = [node for node in nodes if not NODE_NAME.fullmatch(node)]
+    twice = sorted({node for node in nodes if nodes.count(node) > 1})
+    if odd:
+        raise OptionError(f"{odd[0]!r} is not a node name: {NODE_NAME_RULE}")
+    if twice:
+        raise OptionError(f"{twice[0]} is named twice; name each node once")
+
+
+# ---- what schedulers have in common
+
+
+class Job(Protocol[_Result]):
+    """A run that was started."""
+
+    def poll(self) -> _Result | None:
+        """Return its result; None while it runs."""
+
+    def stop(self, reason: str) -> None:
+        """Ask it to end."""
+
+    def abandon(self) -> str:
+        """Give it up at once. Return what may still run; empty if nothing."""
+
+
+def run_each(
+    nodes: Sequence[str], start: Callable[[str], None], running: dict[str, Job[_Result]], at_once: int
+) -> Iterator[tuple[str, _Result]]:
+    """Start a job for each node, at most ``at_once`` at a time, and yield node and result as they end.
+
+    Args:
+        nodes: in the order of their start.
+        start: adds a node's job to ``running``.
+        running: node -> job, for :func:`stop_all` when the sweep is interrupted.
+        at_once: the most that run at a time.
+    """
+    waiting = deque(nodes)
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            start(waiting.popleft())
+        ended = {node: result for node, job in running.items() if (result := job.poll()) is not None}
+        for node, result in ended.items():
+            del running[node]
+            yield node, result
+        if not ended:
+            time.sleep(_POLL_SECONDS)
+
+
+def stop_all(running: dict[str, Job[_Result]], within_seconds: float) -> list[str]:
+    """Ask all jobs to end, wait for them, and abandon the rest; return what may still run, a line for each."""
+    for job in running.values():
+        job.stop("the sweep ended")
+    until = time.monotonic() + within_seconds
+    # All of them are polled each time: their output is read, so that they can go on.
+    while (left := [job for job in running.values() if job.poll() is None]) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+    return [problem for job in left if (problem := job.abandon())]
 
 
 def require_tool(*names: str) -> None:
-    """Make sure that these programs are on the PATH.
+    """Require programs on the PATH.
 
     Raises:
-        OptionError: one is not.
+        OptionError: one is missing.
     """
     for name in names:
         if shutil.which(name) is None:
@@ -210,12 +250,12 @@ def require_tool(*names: str) -> None:
 
 
 def run_tool(command: Sequence[str], *, given: str = "", within_seconds: float) -> str:
-    """Run a program to its end and return its standard output.
+    """Run a scheduler's program with ``given`` as its standard input, and return its standard output.
 
     Raises:
         EnvironmentBroken: it cannot be run, does not end in time, or ends with another code than 0.
     """
-    shown = one_line(" ".join(command), 200)
+    text = one_line(" ".join(command), 200)
     try:
         done = subprocess.run(
             list(command),
@@ -227,10 +267,10 @@ def run_tool(command: Sequence[str], *, given: str = "", within_seconds: float) 
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EnvironmentBroken(f"`{shown}` has not ended within {within_seconds:g} s") from None
+        raise EnvironmentBroken(f"`{text}` did not end within {within_seconds:g} s") from None
     except OSError as error:
-        raise EnvironmentBroken(f"`{shown}` cannot be run: {error.strerror or error}") from None
+        raise EnvironmentBroken(f"`{text}` cannot be run: {error.strerror or error}") from None
     if done.returncode != 0:
-        said = one_line(done.stderr or done.stdout, 400) or "nothing"
-        raise EnvironmentBroken(f"`{shown}` ended with exit code {done.returncode} and said: {said}")
+        message = one_line(done.stderr or done.stdout, 400) or "no message"
+        raise EnvironmentBroken(f"`{text}` ended with exit code {done.returncode}: {message}")
     return done.stdout

@@ -1,33 +1,30 @@
-"""A sweep over ssh: one run on every node for itself, then one run over the survivors."""
+"""A sweep over ssh: one run on every node on its own, then one run over the survivors."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.runners import hosts as joint
 from pytest_gpucluster.runners import ssh
 from pytest_gpucluster.runners.hosts import Host
-from pytest_gpucluster.runners.ssh import Access, ask_node
-from pytest_gpucluster.runners.ssh_job import HANG_UP_SECONDS, OTHERS_SECONDS, Brought, Errand
-from pytest_gpucluster.runners.sweep import Plan
-from pytest_gpucluster.runners.sweep_result import TOGETHER, Answer, Ended, Outcome, answer_in, outcome_of
-
-_POLL_SECONDS = 0.05
+from pytest_gpucluster.runners.plan import SshPlan, SweepPlan
+from pytest_gpucluster.runners.run_result import RunResult, read_result
+from pytest_gpucluster.runners.ssh import Access, query_nodes
+from pytest_gpucluster.runners.ssh_job import OTHERS_SECONDS, STOP_SECONDS, NodeResult, RemoteJob, Signals, await_jobs
+from pytest_gpucluster.runners.sweep import Job, run_each, stop_all
+from pytest_gpucluster.runners.sweep_outcome import JOINT, LauncherExit, Outcome, judge_run
 
 
 class Ssh:
     """The runs of a sweep on nodes that ssh reaches. They end with this process, and when a connection is lost."""
 
-    grace_seconds = HANG_UP_SECONDS + 30.0
-    """From the request to end until a run is given up."""
+    grace_seconds = STOP_SECONDS + 30.0
+    """From the request to stop until a run is given up."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SweepPlan,
         directory: Path,
         *,
         hosts: Sequence[Host],
@@ -39,87 +36,67 @@ class Ssh:
         answer_seconds: float,
         port: int = 0,
     ) -> None:
-        """Take note of what to run; nothing is started.
+        """Start nothing yet.
 
         Args:
             plan: what to run.
-            directory: of the sweep, here: the reports of all nodes come to it.
+            directory: of the sweep, here: the reports of all nodes are copied to it.
             hosts: the nodes of the plan.
             access: how they are reached.
             node_directory: the folder of the suite on the nodes.
-            node_report_dir: where the nodes keep their reports until they are brought.
-            run_id: a name that no other sweep has on these nodes.
+            node_report_dir: where the nodes store their reports until they are copied.
+            run_id: unique on these nodes.
             environ: variables for the nodes.
-            answer_seconds: the longest that a node may take until it says its first word.
-            port: where the survivors meet; 0 for any that is free on the first of them.
+            answer_seconds: deadline for a node's first line.
+            port: rendezvous port of the joint run; 0 for a free one on the first survivor.
         """
         self._plan, self._directory, self._access = plan, directory, access
         self._hosts = {host.name: host for host in hosts}
         self._node_directory, self._node_report_dir = node_directory, node_report_dir
         self._run_id, self._environ, self._port = run_id, dict(environ), port
         self._answer_seconds = answer_seconds
-        self._running: dict[str, Errand] = {}
+        self._running: dict[str, Job[NodeResult]] = {}
 
-    def alone(self, nodes: Sequence[str]) -> Iterator[Outcome]:
-        """Run every node for itself, at most ``at_once`` at a time."""
+    def run_nodes(self, nodes: Sequence[str]) -> Iterator[Outcome]:
+        """Run every node on its own, at most ``at_once`` at a time."""
         folder = self._directory / "nodes"
         folder.mkdir(exist_ok=True)
-        waiting = deque(nodes)
-        while waiting or self._running:
-            while waiting and len(self._running) < self._plan.at_once:
-                name = waiting.popleft()
-                plan = self._joint([name], f"{self._run_id}-alone", self._port)
-                # torchrun finds a port of its own for ranks that are all on one node.
-                words = ["run", "--standalone", *_without_meeting(plan.words(0))]
-                self._start(name, plan, words, folder, self._plan.alone_within)
-            ended = {name: done for name, errand in self._running.items() if (done := errand.look()) is not None}
-            for name, done in ended.items():
-                del self._running[name]
-                answer, why = _answer(done)
-                world_size = self._plan.world_size(1)
-                how = _ended(done, done.exit, folder / f"{name}.log", why)
-                yield outcome_of(name, answer, how, nnodes=1, world_size=world_size)
-            if not ended:
-                time.sleep(_POLL_SECONDS)
 
-    def together(self, nodes: Sequence[str]) -> Outcome:
-        """Run these nodes as one cluster, whose first rank is on the first of them."""
-        folder = self._directory / TOGETHER
+        def start(name: str) -> None:
+            plan = self._ssh_plan([name], f"{self._run_id}-alone", self._port, standalone=True)
+            self._start(plan, plan.hosts[0], folder, self._plan.node_seconds)
+
+        for name, result in run_each(nodes, start, self._running, self._plan.at_once):
+            journal, hint = _journal(result)
+            launcher = _launcher_exit(result, folder / f"{name}.log", hint)
+            yield judge_run(name, journal, launcher, nnodes=1, world_size=self._plan.world_size(1))
+
+    def run_joint(self, nodes: Sequence[str]) -> Outcome:
+        """Run these nodes as one cluster, with rank 0 on the first."""
+        folder = self._directory / JOINT
         folder.mkdir(exist_ok=True)
-        plan = self._joint(nodes, f"{self._run_id}-together", self._port or self._free_port(nodes[0]))
-        for node_rank, name in enumerate(nodes):
-            self._start(name, plan, plan.words(node_rank), folder, self._plan.together_within)
-        brought: dict[str, Brought] = {}
-        first_end: float | None = None
-        while len(brought) < len(nodes):
-            for name, errand in self._running.items():
-                if name not in brought and (done := errand.look()) is not None:
-                    brought[name] = done
-            if first_end is None and any(not errand.running for errand in self._running.values()):
-                first_end = time.monotonic()
-            if first_end is not None and time.monotonic() - first_end > OTHERS_SECONDS:
-                for errand in self._running.values():
-                    errand.tell_to_end(f"no end of it {OTHERS_SECONDS:g} s after that of another node")
-            time.sleep(_POLL_SECONDS)
+        plan = self._ssh_plan(nodes, f"{self._run_id}-together", self._port or self._free_port(nodes[0]))
+        jobs = [self._start(plan, host, folder, self._plan.joint_seconds) for host in plan.hosts]
+        results = await_jobs(jobs, OTHERS_SECONDS, Signals())
         self._running.clear()
-        return self._joint_outcome(nodes, brought, folder)
+        journal, hint = _journal(results[nodes[0]])
+        # A node that was stopped from here may still end with 0, but its result is unknown.
+        bad = [name for name in nodes if results[name].exit != 0 or results[name].stop_reason]
+        worst = results[bad[0] if bad else nodes[0]]
+        hint = hint or (f"{worst.name}: {worst.problem}" if worst.problem else "")
+        launcher = _launcher_exit(worst, folder / f"{nodes[0]}.log", hint)
+        return judge_run(JOINT, journal, launcher, nnodes=len(nodes), world_size=self._plan.world_size(len(nodes)))
 
     def stop(self) -> Sequence[str]:
-        """End all runs that are still under way, and bring what they have left."""
+        """Stop all runs and copy their reports."""
         running, self._running = self._running, {}
-        for errand in running.values():
-            errand.tell_to_end("the sweep ended")
-        until = time.monotonic() + self.grace_seconds
-        # All of them are looked at each time: what is said is taken, and the nodes go on.
-        while time.monotonic() < until and None in [errand.look() for errand in running.values()]:
-            time.sleep(_POLL_SECONDS)
-        return [left for errand in running.values() if errand.look() is None and (left := errand.abandon())]
+        return stop_all(running, self.grace_seconds)
 
-    def _joint(self, nodes: Sequence[str], run_id: str, port: int) -> joint.Plan:
+    def _ssh_plan(self, nodes: Sequence[str], run_id: str, port: int, *, standalone: bool = False) -> SshPlan:
         hosts = tuple(self._hosts[name] for name in nodes)
-        return joint.Plan(
+        return SshPlan(
             hosts=hosts,
-            each=self._plan.each,
+            per_node=self._plan.per_node,
             ranks=None,
             arguments=self._plan.pytest_arguments,
             directory=self._node_directory,
@@ -128,29 +105,21 @@ class Ssh:
             environ=self._environ,
             master=hosts[0].address,
             port=port,
+            standalone=standalone,
         )
 
-    def _start(self, name: str, plan: joint.Plan, words: Sequence[str], folder: Path, within: float) -> None:
-        host = self._hosts[name]
-        self._running[name] = Errand(
-            host,
-            self._access,
-            words=words,
-            directory=plan.directory,
-            environ=dict(plan.environ),
-            remote_folder=plan.folder(host),
-            first_folder=plan.folder(plan.hosts[0]),
-            folder=folder / name,
-            log=folder / f"{name}.log",
-            within_seconds=within,
-            answer_seconds=self._answer_seconds,
+    def _start(self, plan: SshPlan, host: Host, folder: Path, within_seconds: float) -> RemoteJob:
+        job = RemoteJob(
+            *(plan, host, self._access, folder), within_seconds=within_seconds, answer_seconds=self._answer_seconds
         )
+        self._running[host.name] = job
+        return job
 
     def _free_port(self, name: str) -> int:
-        """Ask the first of the survivors for a port on which it can listen.
+        """Ask the first survivor for a free port.
 
         Raises:
-            EnvironmentBroken: it does not answer, or has none.
+            EnvironmentBroken: no answer, or no port.
         """
         request = ssh.request(
             "probe",
@@ -160,41 +129,22 @@ class Ssh:
             master="",
             port=0,
         )
-        reply = ask_node([self._hosts[name]], lambda host: request, self._access, within_seconds=self._answer_seconds)[
-            name
-        ]
-        port = (reply.answer or {}).get("port")
+        hosts = [self._hosts[name]]
+        reply = query_nodes(hosts, lambda host: request, self._access, within_seconds=self._answer_seconds)[name]
+        port = (reply.facts or {}).get("port")
         if not isinstance(port, int) or not port:
             raise EnvironmentBroken(
-                f"{name}, where the survivors were to meet, names no free port: {reply.why or 'none'}"
+                f"{name}, the first node of the joint run, has no free port: {reply.problem or 'none'}"
             )
         return port
 
-    def _joint_outcome(self, nodes: Sequence[str], brought: Mapping[str, Brought], folder: Path) -> Outcome:
-        """Return the outcome of all: rank 0's journal, and an end that is good only if every node's is."""
-        first = brought[nodes[0]]
-        answer, why = _answer(first)
-        # What was ended from here may still say 0; nobody knows what it would have come to.
-        bad = [name for name in nodes if brought[name].exit != 0 or brought[name].stopped]
-        worst = bad[0] if bad else nodes[0]
-        hint = why or (f"{worst}: {brought[worst].why}" if brought[worst].why else "")
-        how = _ended(brought[worst], brought[worst].exit, folder / f"{nodes[0]}.log", hint)
-        return outcome_of(TOGETHER, answer, how, nnodes=len(nodes), world_size=self._plan.world_size(len(nodes)))
+
+def _journal(result: NodeResult) -> tuple[RunResult | None, str]:
+    return read_result(result.folder) if result.folder is not None else (None, result.copy_problem or result.problem)
 
 
-def _without_meeting(words: Sequence[str]) -> list[str]:
-    """Return the words of a run of one node, but for the first and for what says where nodes meet."""
-    at = words.index("--")
-    kept = [word for word in words[1:at] if not word.startswith(("--nnodes=", "--node-rank=", "--master-"))]
-    return [*kept, *words[at:]]
-
-
-def _answer(done: Brought) -> tuple[Answer | None, str]:
-    if done.folder is None:
-        return None, done.missing or done.why
-    return answer_in(done.folder)
-
-
-def _ended(done: Brought, code: int | None, log: Path, hint: str) -> Ended:
-    stopped = done.stopped or ("no answer over ssh" if code is None else "")
-    return Ended(exit=code, seconds=done.seconds, stopped=stopped, log=str(log), hint=hint or done.why)
+def _launcher_exit(result: NodeResult, log: Path, hint: str) -> LauncherExit:
+    stop_reason = result.stop_reason or ("no answer over ssh" if result.exit is None else "")
+    return LauncherExit(
+        exit=result.exit, seconds=result.seconds, stop_reason=stop_reason, log=str(log), hint=hint or result.problem
+    )

@@ -1,7 +1,5 @@
 """torchrun as ``gpucluster run`` starts it: its command line, how its agent ended, and the exit code of the run.
 
-The agent writes to a file how it ended, and which of its ranks exited with an error or a signal.
-
 The verdict is, in this order: rank 0's note, if rank 0 was on this node; the journal, if rank 0 died without a note;
 the notes of the other ranks; and without any of these, the exit code of pytest itself. No result is ever improved:
 0 means that every rank of this node reported 0 and exited with it.
@@ -14,21 +12,22 @@ import re
 import shlex
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.verdict import BROKEN, EXIT_CODES, ExitNote
+from pytest_gpucluster.runners.run_result import Conclusion, conclusion
 from pytest_gpucluster.text import one_line, rank_ranges
 
 FILE_NAME = "agent.json"
-How = Literal["done", "ranks failed", "signal", "usage", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankEnd:
-    """A rank whose process did not end with 0. ``code`` is negative where a signal has ended it."""
+class RankExit:
+    """A rank whose process did not end with 0. ``code`` is negative for a signal."""
 
     rank: int
     code: int
@@ -39,33 +38,31 @@ class RankEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
-    """How the agent has ended.
+class AgentResult:
+    """How torchrun's agent ended.
 
     Attributes:
-        how: "done" every rank of this node ended with 0; "ranks failed" some did not; "signal" somebody has ended the
-            agent; "usage" torchrun has refused its options; "error" anything else, such as ranks that did not meet.
-        message: in words; "" where there is nothing more to say.
-        ranks: those that have not ended well, the first one first.
+        outcome: "done" every rank of this node ended with 0; "ranks failed" some did not; "signal" the agent got one;
+            "usage" torchrun refused its options; "error" anything else, such as a failed rendezvous.
+        message: more about it; may be empty.
+        ranks: those that did not end with 0, in the order of their ends.
     """
 
-    how: How
+    outcome: Literal["done", "ranks failed", "signal", "usage", "error"]
     message: str = ""
-    ranks: tuple[RankEnd, ...] = ()
+    ranks: tuple[RankExit, ...] = ()
 
     def write(self, folder: Path) -> None:
-        """Leave it in a folder."""
-        beside = folder / f".{FILE_NAME}"
-        beside.write_text(json.dumps(asdict(self)), encoding="ascii")
-        beside.replace(folder / FILE_NAME)
+        """Write it to a folder."""
+        atomic_write(folder / FILE_NAME, json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path) -> Account | None:
-        """Read it back; None if the agent has left none, as one that was killed."""
+    def read(cls, folder: Path) -> AgentResult | None:
+        """Read it back; None if the agent has left none, because it was killed."""
         try:
-            told: Mapping[str, Any] = json.loads((folder / FILE_NAME).read_bytes())
-            ranks = tuple(RankEnd(rank=int(one["rank"]), code=int(one["code"])) for one in told["ranks"])
-            return cls(how=told["how"], message=str(told["message"]), ranks=ranks)
+            found: Mapping[str, Any] = json.loads((folder / FILE_NAME).read_bytes())
+            ranks = tuple(RankExit(rank=int(end["rank"]), code=int(end["code"])) for end in found["ranks"])
+            return cls(outcome=found["outcome"], message=str(found["message"]), ranks=ranks)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -87,27 +84,27 @@ _RANKS_VARIABLE = "PET_NPROC_PER_NODE"
 """torchrun reads each of its options from such a variable, too. Source: torch, distributed/argparse_util.py."""
 _DEVICE, _DEVICE_VARIABLE = "--gpucluster-device", "GPUCLUSTER_DEVICE"
 _PYTEST_VARIABLE = "PYTEST_ADDOPTS"
-"""pytest takes more arguments from it, and before its own. Source: pytest's reference, "Environment Variables"."""
-_MEETING_PLACES = ("--rdzv-endpoint", "--master-addr")
-_OURS = ("-m", "--module", "--no-python", "--run-path")
-"""Options of torchrun that say what is run, which is pytest here."""
-REHEARSING_RANKS = 2
-"""The least with which ranks have something to tell each other."""
+"""pytest reads arguments from it, before its own. Source: pytest's reference, "Environment Variables"."""
+_RENDEZVOUS_OPTIONS = ("--rdzv-endpoint", "--master-addr")
+_PROGRAM_OPTIONS = ("-m", "--module", "--no-python", "--run-path")
+"""Options of torchrun that select the program, which is pytest here."""
+REHEARSAL_RANKS = 2
+"""The fewest ranks that communicate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """torchrun's arguments, and a remark on what was chosen for the operator; "" if nothing was."""
+    """torchrun's arguments, and a note on what was chosen for the operator; "" if nothing was."""
 
     arguments: tuple[str, ...]
-    remark: str = ""
+    note: str = ""
 
 
 def command_line(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     """Return how to start torchrun over pytest.
 
-    Without a number of ranks it is one for each GPU that torch sees, and two where the device is cpu: torchrun's own
-    default is one, and one rank alone has nobody to talk to.
+    Without ``--nproc-per-node`` there is one rank for each GPU that torch sees, or two with the device cpu. torchrun's
+    own default is a single rank, which communicates with no other.
 
     Args:
         launch: options for torchrun.
@@ -115,26 +112,25 @@ def command_line(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[
         environ: the environment, in which either may have defaults.
 
     Raises:
-        OptionError: pytest is told nothing or what cannot be read, or torchrun is told to run something else.
+        OptionError: no arguments for pytest, unreadable ones, or an option of torchrun that selects another program.
     """
     for word in launch:
-        option = word.partition("=")[0].replace("_", "-")
-        if option in _OURS:
-            raise OptionError(f"{word}: what is run is pytest; leave this option of torchrun out")
+        if _option(word) in _PROGRAM_OPTIONS:
+            raise OptionError(f"{word}: the program is pytest; leave this option of torchrun out")
     if not pytest:
         raise OptionError(
-            "nothing says what pytest is to run: write it after two dashes, such as `gpucluster run -- acceptance/` or "
+            "no arguments for pytest: write them after two dashes, such as `gpucluster run -- acceptance/` or "
             "`gpucluster run --nproc-per-node=8 -- acceptance/ -k nccl`"
         )
-    ranks, remark = _ranks(launch, pytest, environ)
-    return CommandLine(arguments=(*ranks, *launch, "-m", "pytest", *pytest), remark=remark)
+    ranks, note = _ranks(launch, pytest, environ)
+    return CommandLine(arguments=(*ranks, *launch, "-m", "pytest", *pytest), note=note)
 
 
-def meeting_place(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the option by which torchrun is told where its agents meet, and the host in it; None where none is.
+def rendezvous_host(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return torchrun's option for the rendezvous and the host in it; None if there is none.
 
-    ``--rdzv-endpoint`` takes the place of ``--master-addr``, and ``--standalone`` of both. An endpoint that is no host,
-    such as a file or a list of servers, is left to torchrun.
+    ``--rdzv-endpoint`` overrules ``--master-addr``, and ``--standalone`` both. An endpoint that is no host, such as a
+    file or a list of servers, is left to torchrun.
 
     Args:
         launch: options for torchrun.
@@ -144,12 +140,9 @@ def meeting_place(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[st
     """
     if "--standalone" in launch or environ.get("PET_STANDALONE") == "1":
         return None
-    for option in _MEETING_PLACES:
+    for option in _RENDEZVOUS_OPTIONS:
         given = environ.get(f"PET_{option.removeprefix('--').replace('-', '_').upper()}", "")
-        for word, following in zip(launch, [*launch, ""][1:], strict=True):
-            key, equals, value = word.partition("=")
-            if key.replace("_", "-") == option:
-                given = value if equals else following
+        given = _last_value(launch, option, given)
         if given:
             # host, host:port or [address of IPv6]:port
             bracketed = re.fullmatch(r"\[([^]]*)\](:\d+)?", given)
@@ -159,118 +152,85 @@ def meeting_place(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[st
 
 
 def _ranks(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], str]:
-    if environ.get(_RANKS_VARIABLE) or any(word.partition("=")[0].replace("_", "-") == _RANKS for word in launch):
+    if environ.get(_RANKS_VARIABLE) or any(_option(word) == _RANKS for word in launch):
         return [], ""
-    if _device(pytest, environ) == "cpu":
-        return [f"{_RANKS}={REHEARSING_RANKS}"], f"{REHEARSING_RANKS} ranks on this node, to rehearse ({_RANKS})"
+    try:
+        words = [*shlex.split(environ.get(_PYTEST_VARIABLE, "")), *pytest]
+    except ValueError as error:
+        raise OptionError(f"{_PYTEST_VARIABLE} cannot be read: {error}") from None
+    if _last_value(words, _DEVICE, environ.get(_DEVICE_VARIABLE, "")) == "cpu":
+        return [f"{_RANKS}={REHEARSAL_RANKS}"], f"{REHEARSAL_RANKS} ranks on this node, for a rehearsal ({_RANKS})"
     return [f"{_RANKS}=gpu"], f"a rank for each GPU of this node ({_RANKS})"
 
 
-def _device(pytest: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the device that pytest is told; the last one counts, as everywhere in pytest."""
-    device = environ.get(_DEVICE_VARIABLE, "")
-    words = [*_from_environment(environ), *pytest]
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        option, equals, value = word.partition("=")
-        if option == _DEVICE:
-            device = value if equals else following
-    return device
+def _option(word: str) -> str:
+    """Return an option's name as torchrun normalises it."""
+    return word.partition("=")[0].replace("_", "-")
 
 
-def _from_environment(environ: Mapping[str, str]) -> list[str]:
-    try:
-        return shlex.split(environ.get(_PYTEST_VARIABLE, ""))
-    except ValueError as error:
-        raise OptionError(f"{_PYTEST_VARIABLE} cannot be read: {error}") from None
+def _last_value(words: Sequence[str], option: str, default: str) -> str:
+    """Return the value of an option; the last one counts."""
+    value = default
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        if _option(word) == option:
+            value = word.partition("=")[2] if "=" in word else following
+    return value
 
 
-USAGE, BROKE, INTERRUPTED = 2, 11, 2
-_REASON_CHARACTERS = 2000
-_OF_PYTEST = (2, 3, 4, 5)
-"""Codes that are pytest's alone. Its 1 may as well be Python's own, which was never able to start it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """What the journal says: verdict, exit code, reason, whether it was a rehearsal, and where the run's folder is."""
-
-    word: str
-    exit: int
-    reason: str
-    rehearsal: bool
-    directory: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conclusion:
-    """The exit code, and what the operator reads."""
-
-    exit: int
-    line: str
+USAGE_EXIT, BROKEN_EXIT, INTERRUPTED_EXIT = 2, 11, 2
+_PYTEST_CODES = (2, 3, 4, 5)
+"""pytest's alone. Its 1 may as well be Python's own, if pytest could not be started."""
 
 
 def conclude(
-    account: Account | None,
+    agent: AgentResult | None,
     notes: Sequence[ExitNote],
-    recorded: Recorded | None,
+    journal: ExitNote | None,
     *,
     agent_code: int,
-    heard: Sequence[int] = (),
+    signals: Sequence[int] = (),
 ) -> Conclusion:
-    """Return what a run came to.
+    """Return exit code and last line of a run.
 
     Args:
-        account: of the agent; None if it has left none.
+        agent: result of torchrun's agent; None if it has left none.
         notes: of the ranks of this node.
-        recorded: what the journal says, if rank 0 was on this node.
-        agent_code: what the process of the agent ended with, negative for a signal.
-        heard: the signals that the starter was told to pass on, which need not be those that the agent got.
+        journal: the journal's verdict as rank 0's note, if rank 0 was on this node and left none.
+        agent_code: exit code of the agent's process, negative for a signal.
+        signals: that this command has received, which need not be those that the agent got.
     """
-    told = _told(notes, recorded)
-    if told is None:
-        return _without_verdict(account, agent_code, heard)
-    wrong = _wrong(account, notes, agent_code) if told.exit == 0 else ""
-    if wrong:
-        reason = f"{wrong}, after the verdict {told.word} ({told.reason})"
-        told = Recorded(word=BROKEN, exit=BROKE, reason=reason, rehearsal=told.rehearsal, directory=told.directory)
-    rehearsal = "REHEARSAL, " if told.rehearsal else ""
-    line = f"{rehearsal}{told.word}, exit code {told.exit}: {told.reason}"
-    if told.directory:
-        line += f" (reports: {told.directory})"
-    return Conclusion(exit=told.exit, line=one_line(line, _REASON_CHARACTERS))
+    verdict = _verdict(notes, journal)
+    if verdict is None:
+        return _without_verdict(agent, agent_code, signals)
+    contradiction = _contradiction(agent, notes, agent_code) if verdict.exit == 0 else ""
+    if contradiction:
+        reason = f"{contradiction}, after the verdict {verdict.word} ({verdict.reason})"
+        verdict = replace(verdict, word=BROKEN, exit=BROKEN_EXIT, reason=reason)
+    is_remote = verdict.rank and verdict.host and verdict.directory
+    reports = f"{verdict.host}:{verdict.directory}" if is_remote else verdict.directory
+    return conclusion(verdict.word, verdict.exit, verdict.reason, rehearsal=verdict.rehearsal, reports=reports)
 
 
-def _told(notes: Sequence[ExitNote], recorded: Recorded | None) -> Recorded | None:
-    """Return the verdict of whoever knows most, without making it better than anybody here says."""
+def _verdict(notes: Sequence[ExitNote], journal: ExitNote | None) -> ExitNote | None:
+    """Return the best informed verdict, without improving on any rank's."""
     if notes and notes[0].rank == 0:
-        chosen = notes[0]
-    elif recorded is not None:
-        return recorded
-    elif notes:
-        # All have agreed on it, unless the run broke: then each one knows its own part of it.
-        chosen = max(notes, key=lambda note: (_weight(note.exit), -note.rank))
-    else:
-        return None
-    where = f"{chosen.host}:{chosen.directory}" if chosen.rank and chosen.host and chosen.directory else ""
-    return Recorded(
-        word=chosen.word,
-        exit=chosen.exit,
-        reason=chosen.reason,
-        rehearsal=chosen.rehearsal,
-        directory=where or chosen.directory,
-    )
+        return notes[0]
+    if journal is not None:
+        return journal
+    # All ranks have agreed on it, unless the run broke: then each knows only its own part of it.
+    return max(notes, key=lambda note: (_weight(note.exit), -note.rank), default=None)
 
 
-def _wrong(account: Account | None, notes: Sequence[ExitNote], agent_code: int) -> str:
-    """Return what speaks against an exit code of 0, or an empty text."""
-    if account is None:
-        return f"torchrun {_ended(agent_code)}"
-    if account.how == "ranks failed":
-        return "; ".join(map(str, account.ranks[:4]))
-    if account.how == "signal":
-        return f"torchrun was ended by {account.message}"
-    if account.how != "done":
-        return f"torchrun failed: {account.message}"
+def _contradiction(agent: AgentResult | None, notes: Sequence[ExitNote], agent_code: int) -> str:
+    """Return what contradicts an exit code of 0; empty if nothing."""
+    if agent is None:
+        return f"torchrun {_exit_text(agent_code)}"
+    if agent.outcome == "ranks failed":
+        return "; ".join(map(str, agent.ranks[:4]))
+    if agent.outcome == "signal":
+        return f"torchrun was ended by {agent.message}"
+    if agent.outcome != "done":
+        return f"torchrun failed: {agent.message}"
     bad = [note for note in notes if note.exit != 0]
     if bad:
         return f"{rank_ranges(note.rank for note in bad)} left exit code {bad[0].exit}: {bad[0].reason}"
@@ -281,48 +241,50 @@ def _wrong(account: Account | None, notes: Sequence[ExitNote], agent_code: int) 
 
 
 def _weight(code: int) -> int:
-    """Return how much an exit code outweighs others: a rejection all, a broken run what is only incomplete."""
+    """Return the precedence of an exit code: a rejection over a broken run over an incomplete one."""
     return {0: 0, 12: 1, 10: 2, 1: 4}.get(code, 3)
 
 
-def _without_verdict(account: Account | None, agent_code: int, heard: Sequence[int]) -> Conclusion:
-    """Conclude where no rank has come as far as a verdict."""
-    if account is not None and account.how == "usage":
-        return Conclusion(exit=USAGE, line=one_line(f"nothing was run: {account.message}", _REASON_CHARACTERS))
-    if (account is not None and account.how == "signal") or (account is None and heard):
-        by = signal_name(heard[0]) if heard else str(account and account.message)
-        return _broken(INTERRUPTED, f"interrupted ({by}) before there was a verdict")
-    if account is None:
-        return _broken(BROKE, f"torchrun {_ended(agent_code)}")
-    if account.how == "error":
-        return _broken(BROKE, f"torchrun failed: {account.message}{_hint(account.message)}")
-    if account.ranks:
-        first = account.ranks[0]
-        codes = {end.code for end in account.ranks if end.code >= 0}
-        if first.code in _OF_PYTEST and len(codes) == 1:
-            return _broken(first.code, f"{EXIT_CODES[first.code].partition(': ')[2]}: {first}, see above")
-        return _broken(BROKE, f"{first}, and no rank has left a verdict; see above")
-    return _broken(
-        BROKE,
-        "no rank has left a verdict, although torchrun ended well: either tests were only listed, or the plugin was "
-        "not on (`gpucluster = true` in the ini file, or a --gpucluster option, turns it on)",
+def _without_verdict(agent: AgentResult | None, agent_code: int, signals: Sequence[int]) -> Conclusion:
+    """Conclude a run in which no rank came as far as a verdict."""
+    if agent is not None and agent.outcome == "usage":
+        return Conclusion(exit=USAGE_EXIT, line=one_line(f"nothing was run: {agent.message}", 2000))
+    if (agent is not None and agent.outcome == "signal") or (agent is None and signals):
+        by = signal_name(signals[0]) if signals else str(agent and agent.message)
+        return conclusion(BROKEN, INTERRUPTED_EXIT, f"interrupted ({by}) before there was a verdict")
+    if agent is None:
+        return conclusion(BROKEN, BROKEN_EXIT, f"torchrun {_exit_text(agent_code)}")
+    if agent.outcome == "error":
+        return conclusion(BROKEN, BROKEN_EXIT, f"torchrun failed: {agent.message}{_hint(agent.message)}")
+    if agent.ranks:
+        first = agent.ranks[0]
+        codes = {end.code for end in agent.ranks if end.code >= 0}
+        if first.code in _PYTEST_CODES and len(codes) == 1:
+            return conclusion(BROKEN, first.code, f"{EXIT_CODES[first.code].partition(': ')[2]}: {first}, see above")
+        return conclusion(BROKEN, BROKEN_EXIT, f"{first}, and no rank has left a verdict; see above")
+    return conclusion(
+        BROKEN,
+        BROKEN_EXIT,
+        "no rank has left a verdict, although torchrun ended with 0: either tests were only listed, or the plugin was "
+        "off (`gpucluster = true` in the ini file, or a --gpucluster option, turns it on)",
     )
 
 
-def _broken(code: int, reason: str) -> Conclusion:
-    return Conclusion(exit=code, line=one_line(f"{BROKEN}, exit code {code}: {reason}", _REASON_CHARACTERS))
+def _exit_text(code: int) -> str:
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code} and no message"
 
 
-def _ended(code: int) -> str:
-    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code}, and left no word of it"
-
-
-_PORT_TAKEN = "; another run has this port: name another one (--master-port, or --rdzv-endpoint)"
-_NOT_MET = (
+_PORT_TAKEN = "; another run has this port: set another one (--master-port, or --rdzv-endpoint)"
+_NO_RENDEZVOUS = (
     "; the nodes have not met: give --master-addr, --master-port and --nnodes the same value on each of them and "
-    "--node-rank another one, and let no firewall stand between them"
+    "--node-rank another one, and let no firewall block the port"
 )
-_HINTS = {"address already in use": _PORT_TAKEN, "eaddrinuse": _PORT_TAKEN, "timed out": _NOT_MET, "timeout": _NOT_MET}
+_HINTS = {
+    "address already in use": _PORT_TAKEN,
+    "eaddrinuse": _PORT_TAKEN,
+    "timed out": _NO_RENDEZVOUS,
+    "timeout": _NO_RENDEZVOUS,
+}
 
 
 def _hint(message: str) -> str:

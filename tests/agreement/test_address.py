@@ -46,7 +46,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resolver]:
         made = Resolver(*answers)
         monkeypatch.setattr(socket, "getaddrinfo", made)
         monkeypatch.setattr(master_address, "LOOKUP_SECONDS", seconds)
-        monkeypatch.setattr(master_address, "_AGAIN_SECONDS", 0.01)
+        monkeypatch.setattr(master_address, "_RETRY_SECONDS", 0.01)
         monkeypatch.setattr(master_address, "_REPORT_SECONDS", 0.0)
         return made
 
@@ -118,9 +118,9 @@ def test_a_resolver_without_an_answer_is_not_waited_for(
 @pytest.mark.parametrize(
     ("launcher", "way"),
     [
-        ("torchrun", "torchrun with --master-addr=<address of the first node as the other nodes reach it>"),
-        ("torchrun", "With --rdzv-endpoint the agents choose the address: give each its own by --local-addr="),
-        ("slurm", "before srun, which passes it on"),
+        ("torchrun", "torchrun with --master-addr=<address at which the other nodes reach the first one>"),
+        ("torchrun", "choose the address: set each one's by --local-addr="),
+        ("slurm", "before srun, which forwards it"),
         ("openmpi", "mpirun -x MASTER_ADDR"),
         ("kubernetes", "`until getent hosts $MASTER_ADDR; do sleep 1; done`"),
     ],

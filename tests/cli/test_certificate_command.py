@@ -43,7 +43,7 @@ def accepted(runs, tmp_path, capsys) -> Path:
     return path
 
 
-def test_an_accepted_run_gives_a_record_that_is_verified_beside_its_journal(runs, accepted, capsys):
+def test_an_accepted_run_gives_a_record_that_is_verified_next_to_its_journal(runs, accepted, capsys):
     known = read_certificate(accepted).digest
     words = ["certificate", "verify", str(accepted), "--journal", str(runs / "accepted"), "--sha256", known]
     assert main.main(words) == 0
@@ -54,13 +54,13 @@ def test_an_accepted_run_gives_a_record_that_is_verified_beside_its_journal(runs
     assert "sealed again" not in out
 
 
-def test_the_record_goes_to_the_standard_output_and_what_is_not_known_beside_it(runs, capsys):
+def test_the_record_goes_to_the_standard_output_and_what_is_unknown_next_to_it(runs, capsys):
     assert main.main(["certificate", "create", str(runs / "accepted")]) == 0
-    told = capsys.readouterr()
-    record = json.loads(told.out)["record"]
+    printed = capsys.readouterr()
+    record = json.loads(printed.out)["record"]
     assert record["accepted"] is True
-    assert "gpucluster: accepted: 2 nodes, 16 GPUs" in told.err
-    assert all(name in told.err for name in record["missing"])
+    assert "gpucluster: accepted: 2 nodes, 16 GPUs" in printed.err
+    assert all(name in printed.err for name in record["missing"])
 
 
 @pytest.mark.parametrize("name", ["cluster", "rehearsal", "broken", "hostile"])
@@ -96,18 +96,18 @@ def test_a_changed_record_is_not_intact_and_is_not_compared(accepted, tmp_path, 
 
 def test_a_record_that_was_sealed_anew_is_noticed_by_the_digest_that_was_kept(accepted, capsys):
     known = read_certificate(accepted).digest
-    told = json.loads(accepted.read_text())
-    told["record"]["made"]["by"] = "somebody else"
-    told["sha256"] = digest(told["record"])
-    accepted.write_text(json.dumps(told))
+    document = json.loads(accepted.read_text())
+    document["record"]["made"]["by"] = "another person"
+    document["sha256"] = digest(document["record"])
+    accepted.write_text(json.dumps(document))
     assert main.main(["certificate", "verify", str(accepted)]) == 0
-    # Alone it cannot be noticed, so that is said.
+    # Alone it cannot be noticed, so that is message.
     assert "sealed again" in " ".join(capsys.readouterr().out.split())
     assert main.main(["certificate", "verify", str(accepted), "--sha256", known]) == 1
     assert "NOT INTACT" in capsys.readouterr().out
 
 
-def test_a_record_beside_another_journal_is_not_its_record(runs, accepted, capsys):
+def test_a_certificate_of_another_journal_is_refused(runs, accepted, capsys):
     assert main.main(["certificate", "verify", str(accepted), "--journal", str(runs / "cluster")]) == 1
     assert "another journal" in capsys.readouterr().out
 
@@ -118,15 +118,15 @@ def test_a_digest_is_one_word_on_any_terminal(accepted, capsys, monkeypatch):
     assert f"\n- sha256\n  {read_certificate(accepted).digest}\n" in capsys.readouterr().out
 
 
-def test_parts_that_were_swapped_are_told_within_80_columns(accepted, tmp_path, capsys):
+def test_parts_that_were_swapped_are_reported_within_80_columns(accepted, tmp_path, capsys):
     other = tmp_path / "later.json"
-    told = json.loads(accepted.read_text())
-    here, there = (node["gpus"][2] for node in told["record"]["nodes"])
+    document = json.loads(accepted.read_text())
+    here, there = (node["gpus"][2] for node in document["record"]["nodes"])
     for key in ("uuid", "serial"):
         here[key], there[key] = there[key], here[key]
-    told["record"]["limits"]["sku"] = "H200"
-    told["sha256"] = digest(told["record"])
-    other.write_text(json.dumps(told))
+    document["record"]["limits"]["sku"] = "H200"
+    document["sha256"] = digest(document["record"])
+    other.write_text(json.dumps(document))
     assert main.main(["certificate", "diff", str(accepted), str(accepted)]) == 0
     assert capsys.readouterr().out == "the same parts\n"
     assert main.main(["certificate", "diff", str(accepted), str(other)]) == 1

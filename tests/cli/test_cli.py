@@ -18,15 +18,15 @@ HEAVY = ("torch", "pytest", "_pytest", "yaml", "pynvml", "numpy", "jinja2", "ric
 
 
 @pytest.mark.parametrize(
-    ("words", "passed_on"),
+    ("words", "forwarded"),
     [
         (["sweep", "slurm", "--expect=8xH100", "--", "-k", "a", "--", "b"], ["-k", "a", "--", "b"]),
         (["sweep", "slurm", "--expect=8xH100"], []),
         (["report", "--junitxml=x", "--", "journal"], []),
     ],
 )
-def test_what_follows_the_dashes_is_for_somebody_else_where_the_command_starts_something(words, passed_on):
-    assert main.parse(words).passed_on == passed_on
+def test_what_follows_the_dashes_is_for_somebody_else_where_the_command_starts_something(words, forwarded):
+    assert main.parse(words).forwarded == forwarded
 
 
 @of_each(
@@ -113,7 +113,7 @@ sys.exit(main.main(["verdict"]))
 
 
 def run_into_a_closed_pipe(tmp_path, body):
-    """Do so where nobody reads its output any more."""
+    """Do so where no process reads its output any more."""
     read, write = os.pipe()
     os.close(read)
     try:
@@ -137,9 +137,9 @@ def test_a_reader_that_is_gone_makes_no_answer_better(tmp_path):
 )
 def test_an_output_that_takes_no_more_is_named_and_makes_no_answer_better(tmp_path, body, code):
     with open("/dev/full", "wb") as full:
-        left, said = run_into(full, tmp_path, body)
+        left, output = run_into(full, tmp_path, body)
     assert left == code
-    assert said == b"gpucluster: the standard output cannot be written to: No space left on device\n"
+    assert output == b"gpucluster: the standard output cannot be written to: No space left on device\n"
 
 
 def test_any_other_error_of_a_file_is_not_taken_for_that(monkeypatch):
@@ -152,12 +152,12 @@ def test_any_other_error_of_a_file_is_not_taken_for_that(monkeypatch):
 
 
 def test_what_the_locale_has_no_character_for_is_shown_by_its_number(monkeypatch):
-    said = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(said, encoding="ascii"))
+    output = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii"))
     step = replace(node.STEPS["info"], run=lambda options: print("caf\u00e9 \u2026") or 0)
     monkeypatch.setitem(node.STEPS, "info", step)
     assert main.main(["node", "info"]) == 0
-    assert said.getvalue() == b"caf\\xe9 \\u2026\n"
+    assert output.getvalue() == b"caf\\xe9 \\u2026\n"
 
 
 def test_a_reader_that_has_had_enough_is_no_error():

@@ -25,7 +25,7 @@ def runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["old", "same"], 0, "NO REGRESSION"),
         (["old", "slow"], 1, "REGRESSION: 1 "),
@@ -33,14 +33,14 @@ def runs(tmp_path):
         (["old", "rehearsal"], 5, "REHEARSAL"),
     ],
 )
-def test_the_exit_code_is_the_answer(runs, capsys, arguments, code, said):
+def test_the_exit_code_is_the_answer(runs, capsys, arguments, code, message):
     old, new, *options = arguments
     assert main(["runs", "compare", str(runs / old), str(runs / new), *options]) == code
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("new", "options", "code", "said"),
+    ("new", "options", "code", "message"),
     [
         ("none", [], 3, "no such journal"),
         ("old", [], 2, "the same run"),
@@ -49,10 +49,10 @@ def test_the_exit_code_is_the_answer(runs, capsys, arguments, code, said):
         ("same", ["--json", "old/journal.jsonl/out.json"], 4, "old/journal.jsonl/out.json: "),
     ],
 )
-def test_what_cannot_be_done_is_said(runs, capsys, monkeypatch, new, options, code, said):
+def test_what_cannot_be_done_is_reported(runs, capsys, monkeypatch, new, options, code, message):
     monkeypatch.chdir(runs)
     assert main(["runs", "compare", str(runs / "old"), str(runs / new), *options]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_journal_is_never_overwritten(runs, capsys):
@@ -70,8 +70,8 @@ def test_json_alone_goes_to_the_standard_output(runs, capsys):
     assert found["old"]["journal"] == str(runs / "old" / "journal.jsonl")
 
 
-def test_a_journal_that_is_cut_off_is_compared_as_far_as_it_goes(runs, capsys):
+def test_a_truncated_journal_is_compared_as_far_as_it_goes(runs, capsys):
     path = runs / "same" / "journal.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
     assert main(["runs", "compare", str(runs / "old"), str(runs / "same")]) == 0
-    assert "cut off" in capsys.readouterr().err
+    assert "truncated" in capsys.readouterr().err

@@ -25,14 +25,14 @@ GOOD = {"1000000": 39.2, "1000000000": 431.2}
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """A run of ours, and programs that stand in for nccl-tests; calling it tells them how to behave."""
+    """A run of ours, and programs that stand in for nccl-tests; calling it sets their behaviour."""
     write(tmp_path / "run", collective({"1 MB": 40.0, "1 GB": 440.0}), ranks=places())
     install(tmp_path / "bin dir", "all_reduce_perf", "all_gather_perf")
     monkeypatch.setenv("FAKE_NCCL_TESTS_LOG", str(tmp_path / "log"))
     monkeypatch.chdir(tmp_path)
 
-    def behave(**told):
-        monkeypatch.setenv("FAKE_NCCL_TESTS", json.dumps({"busbw": GOOD, **told}))
+    def behave(**settings):
+        monkeypatch.setenv("FAKE_NCCL_TESTS", json.dumps({"busbw": GOOD, **settings}))
         return tmp_path
 
     return behave
@@ -59,7 +59,7 @@ def test_agreement_is_0_by_the_file_and_by_the_table(bench, capsys, json_file):
 
 
 @pytest.mark.parametrize(
-    ("told", "code", "said"),
+    ("settings", "code", "message"),
     [
         ({"busbw": GOOD | {"1000000000": 300.0}}, 1, "FINDING: busbw"),
         ({"wrong": 3}, 1, "FINDING: nccl-tests"),
@@ -77,11 +77,11 @@ def test_agreement_is_0_by_the_file_and_by_the_table(bench, capsys, json_file):
         ({"hangs": True}, 6, " 1 s"),
     ],
 )  # fmt: skip
-def test_the_exit_code_is_the_answer(bench, capsys, told, code, said):
-    bench(**told)
-    assert crosscheck(*(["--timeout", "1"] if "hangs" in told else [])) == code
+def test_the_exit_code_is_the_answer(bench, capsys, settings, code, message):
+    bench(**settings)
+    assert crosscheck(*(["--timeout", "1"] if "hangs" in settings else [])) == code
     out, err = capsys.readouterr()
-    assert said in " ".join((out + err).split())
+    assert message in " ".join((out + err).split())
     assert "AGREEMENT" not in out
 
 
@@ -150,8 +150,8 @@ def test_several_nodes_are_run_by_a_launcher(bench, capsys):
     assert "    16  " in capsys.readouterr().out
     bench(busbw={"": 440.0})
     assert crosscheck(run="two") == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert ": all_reduce bf16 by 16 ranks on 2" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ": all_reduce bf16 by 16 ranks on 2" in printed
     bench(busbw={"": 432.0}, host="gpu-a", gpus=1)
     assert crosscheck("--launcher", launcher, run="two") == 5
     out = " ".join(capsys.readouterr().out.split())
@@ -171,7 +171,7 @@ def test_a_launcher_that_starts_programs_without_mpi_is_noticed(bench, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "more", "said"),
+    ("words", "more", "message"),
     [
         (["--beyond", "much"], (), "'much' is no percentage"),
         (
@@ -189,15 +189,15 @@ def test_a_launcher_that_starts_programs_without_mpi_is_noticed(bench, capsys):
         (["--json", "run/journal.jsonl"], (), "run/journal.jsonl: "),
     ],
 )
-def test_wrong_usage_is_2_and_nothing_is_run(bench, capsys, words, more, said):
+def test_wrong_usage_is_2_and_nothing_is_run(bench, capsys, words, more, message):
     folder = bench()
     assert crosscheck(*words, more=more) == 2
     found = capsys.readouterr().err
-    assert re.search(said, found), found
+    assert re.search(message, found), found
     assert not (folder / "log").exists()
 
 
-def test_a_journal_with_nothing_to_compare_is_told(bench, capsys):
+def test_a_journal_with_nothing_to_compare_is_reported(bench, capsys):
     folder = bench()
     write(folder / "cpu", collective({"1 GB": 1.0}), ranks=places(), device="cpu", rehearsal=True)
     assert crosscheck(run="cpu") == 5
@@ -234,7 +234,7 @@ def test_what_nccl_tests_has_printed_can_be_kept(bench, capsys):
     assert "--keep a-file: " in capsys.readouterr().err
 
 
-def test_what_a_program_said_before_it_hung_is_not_lost(bench, capsys):
+def test_the_output_of_a_program_before_it_hung_is_not_lost(bench, capsys):
     folder = bench(hangs=True)
     assert crosscheck("--timeout", "2", "--keep", "kept") == 6
     assert re.search(r" 2 s.*: NCCL WARN", " ".join(capsys.readouterr().err.split()))
@@ -242,7 +242,7 @@ def test_what_a_program_said_before_it_hung_is_not_lost(bench, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "words", "code", "said"),
+    ("text", "name", "words", "code", "message"),
     [
         (table({1_000_000: 39.2, 1_000_000_000: 440.0}), "{}", [], 0, "AGREEMENT"),
         (json.dumps(document({1_000_000: 39.2, 1_000_000_000: 440.0})), "{}", [], 0, "AGREEMENT"),
@@ -256,26 +256,26 @@ def test_what_a_program_said_before_it_hung_is_not_lost(bench, capsys):
         (None, "{}", [], 6, "No such file"),
     ],
 )
-def test_an_output_that_was_made_elsewhere_can_be_compared(bench, capsys, text, name, words, code, said):
+def test_an_output_that_was_made_elsewhere_can_be_compared(bench, capsys, text, name, words, code, message):
     folder = bench()
     path = folder / "made=else where.txt"
     if text is not None:
         path.write_text(text)
     assert main(["runs", "crosscheck", "run", "--output", name.format(path), *words]) == code
     out, err = capsys.readouterr()
-    assert said in out + err
+    assert message in out + err
     assert not (folder / "log").exists(), "nothing is run"
 
 
 @pytest.mark.parametrize(
-    ("busbw", "name", "code", "said"),
+    ("busbw", "name", "code", "message"),
     [
         (39.2, "{}", 0, "AGREEMENT"),
         (30.0, "all_reduce={}", 1, "FINDING"),
-        (39.2, "broadcast={}", 6, "nothing of broadcast"),
+        (39.2, "broadcast={}", 6, "no results of broadcast"),
     ],
 )
-def test_a_summary_of_superbench_can_be_compared(bench, capsys, busbw, name, code, said):
+def test_a_summary_of_superbench_can_be_compared(bench, capsys, busbw, name, code, message):
     folder = bench()
     write(folder / "fp32", collective({"1 MB": 40.0}, dtype="fp32"), ranks=places())
     node = {"node": "gpu-a", "gemm-flops/FP32:0": 18362.1, "nccl-bw:nvlink/allreduce_1000000_busbw:0": busbw}
@@ -283,7 +283,7 @@ def test_a_summary_of_superbench_can_be_compared(bench, capsys, busbw, name, cod
     output = name.format("results-summary.jsonl")
     assert main(["runs", "crosscheck", "fp32", "--output", output]) == code
     out, err = capsys.readouterr()
-    assert said in out + err
+    assert message in out + err
     assert code == 6 or "whether the data" in " ".join(out.split())
     assert not (folder / "log").exists(), "nothing is run"
 
@@ -291,11 +291,11 @@ def test_a_summary_of_superbench_can_be_compared(bench, capsys, busbw, name, cod
 def test_the_json_has_all_of_it_and_nothing_of_the_environment(bench, capsys):
     bench()
     assert crosscheck("--json", "-") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["answer"], told["exit"], told["beyond_ratio"]) == ("agreement", 0, 0.05)
-    assert [(size["size"], size["kind"]) for size in told["sizes"]] == [("1 MB", "agrees"), ("1 GB", "agrees")]
-    assert told["outputs"][0]["hosts"] == ["gpu-a"]
-    assert "hunter2" not in json.dumps(told)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["answer"], document["exit"], document["beyond_ratio"]) == ("agreement", 0, 0.05)
+    assert [(size["size"], size["kind"]) for size in document["sizes"]] == [("1 MB", "agrees"), ("1 GB", "agrees")]
+    assert document["outputs"][0]["hosts"] == ["gpu-a"]
+    assert "hunter2" not in json.dumps(document)
 
 
 def test_what_cannot_be_written_is_4(bench, capsys):

@@ -72,22 +72,22 @@ def test_a_journal_that_cannot_be_read_is_a_node_without_an_answer(sweep, capsys
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["none"], 3, "no such journal"),
         (["empty"], 3, "no journal.jsonl in this folder or below it"),
         (["sweep", "--nodes", "gpu-[1"], 2, "--nodes: "),
         (["sweep", "--behind", "x"], 2, "--behind 'x' is no percentage"),
         (["sweep", "--drain", "sweep/gpu-000/journal.jsonl/x"], 4, "--drain sweep/gpu-000/journal.jsonl/x: "),
-        (["sweep", "--drain", "sweep/gpu-000/journal.jsonl"], 2, "that is a journal itself; name another file"),
-        (["sweep", "--drain", "-", "--json", "-"], 2, "only one of them can have the standard output"),
+        (["sweep", "--drain", "sweep/gpu-000/journal.jsonl"], 2, "that is a journal; name another file"),
+        (["sweep", "--drain", "-", "--json", "-"], 2, "only one of them can use standard output"),
         (["sweep", "rehearsal"], 5, "a REHEARSAL on cpu states nothing about hardware"),
         (["joint"], 5, "none of these runs was on one node alone"),
     ],
 )
-def test_what_cannot_be_done_is_said(sweep, capsys, arguments, code, said):
+def test_what_cannot_be_done_is_reported(sweep, capsys, arguments, code, message):
     (sweep.parent / "empty").mkdir()
     node(sweep.parent / "rehearsal", 9, rehearsal=True)
     write(sweep.parent / "joint", case(MATMUL), ranks=[place(0, host="a"), place(1, host="b")])
     assert main(["runs", "fleet", *arguments]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

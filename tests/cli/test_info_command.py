@@ -11,7 +11,7 @@ from pytest_gpucluster.node.info import VIEWS
 
 
 @pytest.mark.parametrize("view", ["cpu", "ib"])
-def test_a_view_is_plain_text_of_80_columns_where_nobody_looks(view, capsys, monkeypatch):
+def test_a_view_is_plain_text_of_80_columns_without_a_terminal(view, capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main.main(["node", "info", view]) == 0
     out, err = capsys.readouterr()
@@ -22,6 +22,6 @@ def test_a_view_is_plain_text_of_80_columns_where_nobody_looks(view, capsys, mon
 
 def test_all_of_it_is_one_json_object(capsys):
     assert main.main(["node", "info", "all", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["schema_version"] == 1
-    assert set(VIEWS["all"]) <= set(told)
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema_version"] == 1
+    assert set(VIEWS["all"]) <= set(document)

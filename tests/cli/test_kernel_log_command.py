@@ -117,7 +117,7 @@ def test_a_log_that_cannot_be_read_is_never_a_pass(
         assert (code, len(out), "Input/output error" in err) == (expected, 1, True)
 
 
-def test_the_log_of_this_host_is_judged_and_what_it_has_lost_is_said(
+def test_the_log_of_this_host_is_judged_and_what_it_has_lost_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     def log(**values: Any) -> None:

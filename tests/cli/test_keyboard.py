@@ -40,8 +40,8 @@ def test_the_terminal_is_left_as_it_was(pair: tuple[int, int], monkeypatch: pyte
 
     def show() -> None:
         with keyboard() as keys:
-            told = termios.tcgetattr(follower)
-            seen.append((keys.is_there, bool(told[3] & termios.ECHO), told[6][termios.VSUSP]))
+            lines = termios.tcgetattr(follower)
+            seen.append((keys.is_available, bool(lines[3] & termios.ECHO), lines[6][termios.VSUSP]))
             raise RuntimeError
 
     with pytest.raises(RuntimeError):

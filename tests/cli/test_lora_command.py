@@ -89,7 +89,7 @@ def adapter(base, tmp_path_factory):
     loss_mask = torch.tensor([counts + [False] * (longest - len(counts)) for _, counts in encoded])
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-2)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other beside other work, and such small products need none
+    torch.set_num_threads(1)  # several wait for each other next to other work, and such small products need none
     for _ in range(100):
         model(input_ids=ids, labels=ids.masked_fill(~loss_mask, -100)).loss.backward()
         optimizer.step()
@@ -113,13 +113,13 @@ def run(capsys, *words):
         code = main.main(["lora", *map(str, words)])
     except SystemExit as end:
         code = end.code
-    told = capsys.readouterr()
-    return code, told.out, told.err
+    errors = capsys.readouterr()
+    return code, errors.out, errors.err
 
 
 def test_rows_become_blocks_with_their_statistics(source, tmp_path, capsys):
     out = tmp_path / "blocks.safetensors"
-    code, said, told = run(
+    code, output, errors = run(
         *(capsys, "prepare", source, "--tiny", "--sequence", 128, "--out", out, "--held-out", "10%", "--seed", 5)
     )
     assert code == 0
@@ -136,7 +136,7 @@ def test_rows_become_blocks_with_their_statistics(source, tmp_path, capsys):
         "seed": "5",
         "held_out": "0.1",
     }
-    table = {line[:16].strip(): line[16:].split() for line in said.splitlines()}
+    table = {line[:16].strip(): line[16:].split() for line in output.splitlines()}
     assert table["rows read"] == ["300"]
     assert table["malformed"] == ["1"]
     for name in ("rows", "tokens", "loss_tokens", "longest", "blocks", "dropped"):
@@ -144,8 +144,8 @@ def test_rows_become_blocks_with_their_statistics(source, tmp_path, capsys):
             str(getattr(part.statistics, name)) for part in (found.train, found.held_out)
         ]
     assert table["rows"] == ["270", "30"]
-    assert f"{source}: left out line 30 (row 7): " in told
-    assert re.search(rf"\b{len(found.train)} blocks .*\b{len(found.held_out)} held out: {out}$", told, re.MULTILINE)
+    assert f"{source}: left out line 30 (row 7): " in errors
+    assert re.search(rf"\b{len(found.train)} blocks .*\b{len(found.held_out)} held out: {out}$", errors, re.MULTILINE)
 
 
 def test_the_tokenizer_of_a_model_is_taken_and_the_same_file_is_made_again(source, base, tmp_path, capsys):
@@ -164,9 +164,9 @@ def test_an_adapter_is_asked_for_the_calls_of_held_out_conversations(questions, 
     words = ["prepare", questions, "--model", base, "--sequence", 16, "--out", blocks, *held_out]
     assert run(capsys, *words)[0] == 0
     words = ["evaluate", adapter, "--device", "cpu", "--max-new-tokens", 40, "--json"]
-    code, said, _ = run(capsys, *words, "--data", blocks)
+    code, output, _ = run(capsys, *words, "--data", blocks)
     assert code == 0
-    found = json.loads(said)
+    found = json.loads(output)
     assert found == {
         "adapter": str(adapter),
         "base": str(base),
@@ -180,9 +180,9 @@ def test_an_adapter_is_asked_for_the_calls_of_held_out_conversations(questions, 
         "wrong": [],
     }
     # The same conversations are held out of the rows themselves, by the same part and seed.
-    code, said, _ = run(capsys, *words, "--data", questions, *held_out, "--base", base, "--limit", 5, "--batch", 2)
+    code, output, _ = run(capsys, *words, "--data", questions, *held_out, "--base", base, "--limit", 5, "--batch", 2)
     assert code == 0
-    assert json.loads(said)["right_arguments"] == json.loads(said)["asked"] == 5
+    assert json.loads(output)["right_arguments"] == json.loads(output)["asked"] == 5
 
 
 def test_answers_that_are_wrong_are_counted_and_shown(adapter, tmp_path, capsys):
@@ -192,20 +192,20 @@ def test_answers_that_are_wrong_are_counted_and_shown(adapter, tmp_path, capsys)
     other += [{**row, "chat": row["chat"].replace('city": "', 'city": "New ')} for row in QUESTIONS[:8]]
     path.write_text(json.dumps([*QUESTIONS, *other]))
     words = ["evaluate", adapter, "--data", path, "--device", "cpu", "--max-new-tokens", 40, "--held-out", "95%"]
-    code, said, _ = run(capsys, *words)
+    code, output, _ = run(capsys, *words)
     assert code == 0
-    table = dict(re.split(r"  +", line, maxsplit=1) for line in said.splitlines())
+    table = dict(re.split(r"  +", line, maxsplit=1) for line in output.splitlines())
     asked = int(table["calls asked for"])
     assert asked >= 26
-    code, said, _ = run(capsys, *words, "--json")
-    found = json.loads(said)
+    code, output, _ = run(capsys, *words, "--json")
+    found = json.loads(output)
     right = [found[name] for name in ("well_formed", "right_function", "right_arguments")]
     assert [table[name] for name in ("well formed", "right function", "right arguments")] == [
         f"{count}{count / asked:>10.1%}" for count in right
     ]
     assert asked == right[0] > right[1] > right[2] > 0
     assert {each["reason"].split()[1] for each in found["wrong"]} == {"function", "arguments"}
-    assert all(each["said"].startswith(" <functioncall>") for each in found["wrong"])
+    assert all(each["text"].startswith(" <functioncall>") for each in found["wrong"])
 
 
 USAGE = {
@@ -231,21 +231,21 @@ USAGE = {
 def test_wrong_usage_is_exit_code_2_and_nothing_is_written(words, source, adapter, tmp_path, capsys):
     places = {"SOURCE": str(source), "OUT": str(tmp_path / "out"), "FOLDER": str(tmp_path), "ADAPTER": str(adapter)}
     before = source.read_bytes()
-    code, said, told = run(
+    code, output, errors = run(
         capsys, *(re.sub("SOURCE|OUT|FOLDER|ADAPTER", lambda m: places[m[0]], word) for word in words)
     )
-    assert (code, said) == (2, "")
-    assert told
+    assert (code, output) == (2, "")
+    assert errors
     assert list(tmp_path.iterdir()) == []
     assert source.read_bytes() == before
 
 
 def failing(capsys, *words):
-    """The one line that is told of an error. transformers may show its progress beside it."""
-    code, said, told = run(capsys, *words)
-    assert (code, said) == (3, "")
-    assert "Traceback" not in told
-    [line] = [line for line in told.splitlines() if line.startswith("gpucluster: ")]
+    """Return the one line of an error. transformers may print its progress too."""
+    code, output, errors = run(capsys, *words)
+    assert (code, output) == (3, "")
+    assert "Traceback" not in errors
+    [line] = [line for line in errors.splitlines() if line.startswith("gpucluster: ")]
     return line
 
 
@@ -275,16 +275,16 @@ def test_rows_that_cannot_be_used_are_one_line_and_exit_code_3(data, words, why,
     assert not out.exists()
 
 
-def test_a_model_without_a_tokenizer_is_told_before_the_rows_are_read(tmp_path, capsys):
-    told = failing(capsys, "prepare", tmp_path / "none.json", "--model", tmp_path, "--out", tmp_path / "out")
-    assert f"{tmp_path}: no tokenizer" in told
+def test_a_model_without_a_tokenizer_is_reported_before_the_rows_are_read(tmp_path, capsys):
+    errors = failing(capsys, "prepare", tmp_path / "none.json", "--model", tmp_path, "--out", tmp_path / "out")
+    assert f"{tmp_path}: no tokenizer" in errors
 
 
 @pytest.mark.parametrize(("out", "why"), [("nowhere/out", "there is no folder"), ("", "is a folder")])
 def test_an_output_without_a_place_is_exit_code_4_before_anything_is_read(out, why, tmp_path, capsys):
-    code, said, told = run(capsys, "prepare", tmp_path / "none.json", "--tiny", "--out", tmp_path / out)
-    assert (code, said) == (4, "")
-    assert told.startswith(f"gpucluster: --out {tmp_path / out}: {why}")
+    code, output, errors = run(capsys, "prepare", tmp_path / "none.json", "--tiny", "--out", tmp_path / out)
+    assert (code, output) == (4, "")
+    assert errors.startswith(f"gpucluster: --out {tmp_path / out}: {why}")
 
 
 def test_an_adapter_for_which_there_is_no_memory_is_one_line(adapter, questions, capsys, monkeypatch):
@@ -293,7 +293,7 @@ def test_an_adapter_for_which_there_is_no_memory_is_one_line(adapter, questions,
 
     monkeypatch.setattr(evaluation, "load_adapter", full)
     words = ["--data", questions, "--device", "cpu", "--held-out", "10%"]
-    assert failing(capsys, "evaluate", adapter, *words).startswith("gpucluster: no memory left: ")
+    assert failing(capsys, "evaluate", adapter, *words).startswith("gpucluster: out of memory: ")
 
 
 def test_an_output_that_cannot_be_written_is_exit_code_4(source, tmp_path, capsys, monkeypatch):
@@ -301,16 +301,16 @@ def test_an_output_that_cannot_be_written_is_exit_code_4(source, tmp_path, capsy
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(packed_file, "write", full)
-    code, said, told = run(capsys, "prepare", source, "--tiny", "--sequence", 64, "--out", tmp_path / "out")
-    assert (code, said) == (4, "")
-    assert told.startswith(f"gpucluster: --out {tmp_path / 'out'}: ")
+    code, output, errors = run(capsys, "prepare", source, "--tiny", "--sequence", 64, "--out", tmp_path / "out")
+    assert (code, output) == (4, "")
+    assert errors.startswith(f"gpucluster: --out {tmp_path / 'out'}: ")
 
 
-def test_conversations_without_a_call_are_told(base, adapter, tmp_path, capsys):
+def test_conversations_without_a_call_are_reported(base, adapter, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"instruction": f"Say {n}", "output": str(n)}) + "\n" for n in range(9)))
-    told = failing(capsys, "evaluate", adapter, "--data", path, "--device", "cpu")
-    assert "1 times no call in the row" in told
+    errors = failing(capsys, "evaluate", adapter, "--data", path, "--device", "cpu")
+    assert "1 times no call in the row" in errors
 
 
 def broken(adapter, tmp_path, **changes):
@@ -385,20 +385,20 @@ def test_a_base_with_a_weight_missing_is_refused(source, base, adapter, tmp_path
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     words = ["--data", source, "--device", "cpu", "--held-out", "10%", "--base", other]
-    code, said, told = run(capsys, "evaluate", adapter, *words)
-    assert (code, said) == (3, "")
-    assert "1 weights " in told
-    assert "model.layers.0.mlp.up_proj.weight" in told
+    code, output, errors = run(capsys, "evaluate", adapter, *words)
+    assert (code, output) == (3, "")
+    assert "1 weights " in errors
+    assert "model.layers.0.mlp.up_proj.weight" in errors
 
 
 @pytest.mark.parametrize("package", ["transformers", "tokenizers", "safetensors"])
-def test_without_the_extra_the_line_to_install_it_is_told(package, source, tmp_path, monkeypatch, capsys):
+def test_without_the_extra_the_line_to_install_it_is_reported(package, source, tmp_path, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
-    told = failing(capsys, "prepare", source, "--tiny", "--sequence", 64, "--out", tmp_path / "out")
-    assert " is not installed; " in told
-    assert told.endswith(" -e '.[lora]'")
+    errors = failing(capsys, "prepare", source, "--tiny", "--sequence", 64, "--out", tmp_path / "out")
+    assert " is not installed; " in errors
+    assert errors.endswith(" -e '.[lora]'")
 
 
 @pytest.mark.parametrize("words", [["prepare", "--help"], ["evaluate", "--help"]], ids=" ".join)
@@ -422,11 +422,11 @@ def test_a_saved_adapter_is_frozen_and_has_its_own_tokenizer_if_there_is_one(bas
     assert evaluation.load_adapter(folder, choose_device("cpu")).tokenizer.get_vocab() != loaded.tokenizer.get_vocab()
 
 
-def test_without_peft_the_line_to_install_it_is_told(source, adapter, monkeypatch, capsys):
+def test_without_peft_the_line_to_install_it_is_reported(source, adapter, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "peft", None)
-    told = failing(capsys, "evaluate", adapter, "--data", source, "--device", "cpu", "--held-out", "10%")
-    assert told.startswith("gpucluster: peft is ")
-    assert told.endswith(" -e '.[lora]'")
+    errors = failing(capsys, "evaluate", adapter, "--data", source, "--device", "cpu", "--held-out", "10%")
+    assert errors.startswith("gpucluster: peft is ")
+    assert errors.endswith(" -e '.[lora]'")
 
 
 def test_the_rows_held_out_are_those_of_the_command(source, base, tmp_path, capsys):

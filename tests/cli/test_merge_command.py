@@ -40,7 +40,7 @@ def test_what_is_written_is_a_journal_that_every_command_reads(runs, capsys, mon
     assert "merged run 1 sha256" in (runs / "out.xml").read_text()
 
 
-def test_a_cut_journal_is_merged_as_far_as_it_goes_and_that_is_said(runs, capsys):
+def test_a_cut_journal_is_merged_as_far_as_it_goes_and_that_is_reported(runs, capsys):
     path = runs / "a" / "journal.jsonl"
     path.write_bytes(path.read_bytes() + b'{"type":"test","nodeid":"t.py::test_cut"')
     assert main(["runs", "merge", str(runs / "a"), str(runs / "b"), "--out", str(runs / "m.jsonl")]) == 0
@@ -55,9 +55,9 @@ def test_a_verdict_that_is_bad_is_merged_all_the_same(runs, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
-        (["a"], 2, "one journal has nothing to be merged with"),
+        (["a"], 2, "one journal cannot be merged"),
         (["a", "a"], 2, "are the same run"),
         (["a", "none"], 3, "no such journal"),
         (["a", "b", "--out", "a"], 2, "a journal is never replaced"),
@@ -66,7 +66,7 @@ def test_a_verdict_that_is_bad_is_merged_all_the_same(runs, capsys):
         (["a", "other"], 2, "other hosts: gpu-a and x"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_nothing_is_written(runs, capsys, monkeypatch, arguments, code, said):
+def test_what_cannot_be_done_is_reported_and_nothing_is_written(runs, capsys, monkeypatch, arguments, code, message):
     monkeypatch.chdir(runs)
     (runs / "file.txt").write_text("")
     from written_runs import place
@@ -75,20 +75,20 @@ def test_what_cannot_be_done_is_said_and_nothing_is_written(runs, capsys, monkey
     before = (runs / "a" / "journal.jsonl").read_bytes()
     out = [] if "--out" in arguments else ["--out", "m.jsonl"]
     assert main(["runs", "merge", *arguments, *out]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (runs / "m.jsonl").exists()
     assert (runs / "a" / "journal.jsonl").read_bytes() == before
 
 
-def test_other_clusters_are_merged_on_demand_and_nobody_can_overlook_it(runs, capsys):
+def test_other_clusters_are_merged_on_demand_and_every_report_states_it(runs, capsys):
     from written_runs import place
 
     other = write(runs / "other", case(HBM, "passed", measured([3])), run_id="r3", ranks=[place(0, host="x")])
     out = runs / "m.jsonl"
     assert main(["runs", "merge", str(runs / "a"), str(other), "--out", str(out), "--allow-different-clusters"]) == 0
-    told = capsys.readouterr()
-    assert "hosts: gpu-a and x" in told.err
-    assert "OF DIFFERENT CLUSTERS" in told.out
+    printed = capsys.readouterr()
+    assert "hosts: gpu-a and x" in printed.err
+    assert "OF DIFFERENT CLUSTERS" in printed.out
 
 
 @pytest.mark.parametrize("when", ["", "yesterday", "2026-01-02T03:04:05"])

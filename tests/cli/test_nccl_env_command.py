@@ -32,7 +32,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_each_format_tells_what_is_advised(form: str, planted: Any, tmp_path: Path, capsys: Any) -> None:
+def test_each_format_prints_what_is_advised(form: str, planted: Any, tmp_path: Path, capsys: Any) -> None:
     planted(azure(tmp_path))
     assert main.main(["node", "nccl-env", "--format", form]) == 0
     out, err = capsys.readouterr()
@@ -61,24 +61,28 @@ def test_a_check_ends_with_what_it_has_found_and_unknown_is_no_good_end(
     node.environ.update(environ)
     planted(node)
     assert main.main(["node", "nccl-env", "--check"]) == code
-    assert main.main(["node", "nccl-env"]) == 0, "without --check it only tells"
+    assert main.main(["node", "nccl-env"]) == 0, "without --check it only prints"
     assert capsys.readouterr().err == ""
 
 
 def test_json_has_the_node_and_the_advice(planted: Any, tmp_path: Path, capsys: Any) -> None:
     planted(azure(tmp_path))
     assert main.main(["node", "nccl-env", "--format=json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["host"], told["provider"]) == (1, "gpu-001", "Azure")
-    assert list(told["fabric"]["outside"]) == ["mlx5_an0:1"]
-    assert len(told["gpus"]) == 8
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema_version"], document["host"], document["provider"]) == (1, "gpu-001", "Azure")
+    assert list(document["fabric"]["outside"]) == ["mlx5_an0:1"]
+    assert len(document["gpus"]) == 8
     page = (Path(__file__).parent.parent.parent / "docs/network.md").read_text(encoding="utf-8")
-    assert [key for key in told if f"`{key}`" not in page] == [], "docs/network.md names every key"
-    parts = [key for part in ("fabric", "set", "leave") for key in (told[part] if part == "fabric" else told[part][0])]
+    assert [key for key in document if f"`{key}`" not in page] == [], "docs/network.md names every key"
+    parts = [
+        key
+        for part in ("fabric", "set", "leave")
+        for key in (document[part] if part == "fabric" else document[part][0])
+    ]
     assert [key for key in parts if f"`{key}`" not in page] == []
 
 
-def test_on_this_machine_it_tells_something_in_80_columns_and_sets_nothing() -> None:
+def test_on_this_machine_it_prints_something_in_80_columns_and_sets_nothing() -> None:
     before = dict(os.environ)
     done = subprocess.run(
         [sys.executable, "-m", "pytest_gpucluster", "node", "nccl-env"],
@@ -98,5 +102,5 @@ def test_the_lines_of_this_machine_are_taken_by_a_shell_and_a_yaml_reader() -> N
         subprocess.run(
             ["bash", "-euc", 'eval "$("$@")"', "bash", *command, form], capture_output=True, timeout=60, check=True
         )
-    told = subprocess.run([*command, "yaml"], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert isinstance(yaml.safe_load(told), list)
+    message = subprocess.run([*command, "yaml"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert isinstance(yaml.safe_load(message), list)

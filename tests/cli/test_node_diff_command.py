@@ -18,19 +18,19 @@ def columns(monkeypatch):
 def test_nodes_that_are_alike_end_with_0(tmp_path, capsys):
     write(tmp_path, n_1=node_info(), n_2=node_info())
     assert main.main(["node", "diff", str(tmp_path), "--nodes", "n-[1-2]"]) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines()[-1].startswith("2 nodes ")
-    assert "differ in" not in said
+    output = capsys.readouterr().out
+    assert output.splitlines()[-1].startswith("2 nodes ")
+    assert "differ in" not in output
 
 
-def test_a_difference_is_told_with_the_node_s_name(tmp_path, capsys):
+def test_a_difference_is_reported_with_the_node_s_name(tmp_path, capsys):
     write(tmp_path, n_1=node_info(), n_2=node_info(), n_3=node_info(system__kernel="5.4\x1b[31m"))
     assert main.main(["node", "diff", str(tmp_path), "--json", str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().out
-    assert "  kernel\n" in said
-    assert "      1  5.4#x1B[31m\n         n-3\n" in said
-    assert "\x1b" not in said
-    assert max(map(len, said.splitlines())) <= 80
+    output = capsys.readouterr().out
+    assert "  kernel\n" in output
+    assert "      1  5.4#x1B[31m\n         n-3\n" in output
+    assert "\x1b" not in output
+    assert max(map(len, output.splitlines())) <= 80
     kept = json.loads((tmp_path / "out").read_text())
     [kernel] = [fact for fact in kept["facts"] if fact["name"] == "kernel"]
     assert (kept["exit"], kernel["alike"], kernel["groups"][1]["nodes"]) == (1, False, ["n-3"])
@@ -52,14 +52,14 @@ def test_a_difference_is_told_with_the_node_s_name(tmp_path, capsys):
 def test_a_node_without_an_answer_is_never_alike(tmp_path, capsys, text, why):
     write(tmp_path, n_1=node_info(), n_2=node_info(), **({} if text is None else {"n_3": text}))
     assert main.main(["node", "diff", str(tmp_path), "--nodes", "n-[1-3]"]) == 5
-    said = " ".join(capsys.readouterr().out.split())
-    assert "n-3: " in said
-    assert why in said
-    assert "no answer: n-3" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "n-3: " in output
+    assert why in output
+    assert "no answer: n-3" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["--nodes", "n-["], 2, "--nodes: "),
         (["--json", "/dev/null/x"], 4, "--json /dev/null/x: Not a directory"),
@@ -68,12 +68,12 @@ def test_a_node_without_an_answer_is_never_alike(tmp_path, capsys, text, why):
     ],
     ids=["no host list", "no place", "one node, as asked", "one node"],
 )
-def test_wrong_usage_and_single_nodes(tmp_path, capsys, words, code, said):
+def test_wrong_usage_and_single_nodes(tmp_path, capsys, words, code, message):
     write(tmp_path, n_1=node_info())
     assert main.main(["node", "diff", str(tmp_path), *words]) == code
-    told_of = capsys.readouterr()
-    assert said in told_of.err
-    assert "are alike" not in told_of.out
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "are alike" not in printed.out
 
 
 def test_nothing_to_compare_is_an_error(tmp_path, capsys):

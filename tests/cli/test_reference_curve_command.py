@@ -54,8 +54,8 @@ def test_a_reference_curve_of_a_file_and_of_a_run(
     assert main(["lora", "reference-curve", str(csv), str(tmp_path / "reports"), "--out", str(out)]) == 0
     found = reference_curve.read(out)
     assert (found.runs, found.steps, found.loss) == (2, (1, 2), (2.5, 1.25))
-    told = capsys.readouterr().err
-    assert re.findall(r"[\d.]+\d|\d", told.removesuffix(f"{out}\n")) == ["2", "2", "2.5", "1.25", "2.1"]
+    printed = capsys.readouterr().err
+    assert re.findall(r"[\d.]+\d|\d", printed.removesuffix(f"{out}\n")) == ["2", "2", "2.5", "1.25", "2.1"]
 
 
 @pytest.mark.parametrize("place", ["journal.jsonl", ".", ".."])
@@ -75,12 +75,14 @@ def test_a_test_that_did_not_pass_leaves_nothing_to_go_by(
     assert not (tmp_path / "reference.json").exists()
 
 
-@pytest.mark.parametrize(("curves", "told"), [(0, ": no loss curves in "), (2, ": 2 loss curves in ")])
-def test_a_run_must_have_one_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str], curves: int, told: str) -> None:
+@pytest.mark.parametrize(("curves", "message"), [(0, ": no loss curves in "), (2, ": 2 loss curves in ")])
+def test_a_run_must_have_one_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], curves: int, message: str
+) -> None:
     folder = run_folder(tmp_path / "reports", curves=curves)
     assert main(["lora", "reference-curve", str(folder), "--out", str(tmp_path / "reference.json")]) == 3
-    said = capsys.readouterr().err
-    assert told in said
+    output = capsys.readouterr().err
+    assert message in output
 
 
 def test_of_several_curves_the_one_of_a_test_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +111,7 @@ def test_runs_of_different_experiments_are_named(tmp_path: Path, csv: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         pytest.param(
             ["{csv}", "{csv}", "--out", "{tmp}/g"], 2, "curve.csv is given 2 times; a run counts once", id="twice"
@@ -124,18 +126,20 @@ def test_runs_of_different_experiments_are_named(tmp_path: Path, csv: Path, caps
         pytest.param(
             ["{tmp}/bad.csv", "--out", "{tmp}/g"], 3, "bad.csv:1: no loss curve of this version", id="no curve"
         ),
-        pytest.param(["{tmp}/bad.txt", "--out", "{tmp}/g"], 3, "and no loss curve, which begins with", id="neither"),
+        pytest.param(
+            ["{tmp}/bad.txt", "--out", "{tmp}/g"], 3, "and it is not a loss curve, which begins with", id="neither"
+        ),
     ],
 )
-def test_what_cannot_work_is_told(
-    tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+def test_what_cannot_work_is_reported(
+    tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     for name in ("bad.csv", "bad.txt"):
         (tmp_path / name).write_text("a,b\n")
     before = csv.read_bytes()
     assert main(["lora", "reference-curve", *(each.format(csv=csv, tmp=tmp_path) for each in arguments)]) == code
-    said = capsys.readouterr().err
-    assert told in said
-    assert said.startswith("gpucluster: ")
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.startswith("gpucluster: ")
+    assert "Traceback" not in output
     assert csv.read_bytes() == before

@@ -83,7 +83,7 @@ def test_a_journal_of_today_is_rendered_with_what_was_run_and_how_sure_it_is(tmp
     assert found["t.test_a[nccl.all_reduce.busbw.telemetry]"] == "rank 0: throttle: sw_power_cap"
 
 
-def test_a_journal_that_is_cut_off_is_rendered_and_said_to_be_cut(run, tmp_path, capsys):
+def test_a_truncated_journal_is_rendered_and_reported_as_truncated(run, tmp_path, capsys):
     path = run / "journal.jsonl"
     path.write_bytes(path.read_bytes()[:-10])
     assert main(["report", str(run), "--junitxml", str(tmp_path / "out.xml")]) == 0
@@ -150,21 +150,21 @@ def test_the_journal_is_never_overwritten_by_its_report(run, capsys):
 
 def test_what_goes_to_the_standard_output_is_the_report_and_nothing_else(run, tmp_path, capfdbinary):
     assert main(["report", str(run), "--json", "-", "--markdown", str(tmp_path / "a.md")]) == 0
-    told = capfdbinary.readouterr()
-    assert json.loads(told.out)["verdict"]["word"] == "BROKEN"
-    assert b"a.md" in told.err
+    printed = capfdbinary.readouterr()
+    assert json.loads(printed.out)["verdict"]["word"] == "BROKEN"
+    assert b"a.md" in printed.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--json", "-", "--markdown", "-"], "--markdown -: --json goes there already; name another file"),
-        (["--text", "--html", "-"], "--text -: --html goes there already"),
-        (["--json", "{tmp}/a", "--html", "{tmp}/x/../a"], "--html goes there already"),
+        (["--json", "-", "--markdown", "-"], "--markdown -: --json has the same output; name another file"),
+        (["--text", "--html", "-"], "--text -: --html has the same output"),
+        (["--json", "{tmp}/a", "--html", "{tmp}/x/../a"], "--html has the same output"),
         (["--json", "{run}/journal.jsonl"], "that is the journal itself; name another file"),
         (["--prometheus", "{tmp}/link"], "that is the journal itself; name another file"),
-        (["--json", "-", "--text", "/dev/stdout"], "--json goes there already"),
-        (["--json", "{tmp}/a", "--all", ""], "--junitxml: nothing is named to write it to; an empty variable?"),
+        (["--json", "-", "--text", "/dev/stdout"], "--json has the same output"),
+        (["--json", "{tmp}/a", "--all", ""], "--junitxml: the output is an empty text; an empty variable?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -176,9 +176,9 @@ def test_outputs_that_would_replace_something_are_refused_before_any_is_written(
     before = (run / "journal.jsonl").read_bytes()
     given = [each.format(tmp=tmp_path, run=run) for each in arguments]
     assert main(["report", str(run), *given]) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert told.out == ""
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
     assert (run / "journal.jsonl").read_bytes() == before
     assert not (tmp_path / "a").exists()
 
@@ -187,9 +187,9 @@ def test_a_report_that_cannot_be_written_does_not_cost_the_others(run, tmp_path,
     (tmp_path / "file").write_text("")
     code = main(["report", str(run), "--json", str(tmp_path / "file" / "a"), "--markdown", str(tmp_path / "a.md")])
     assert code == 4
-    told = capsys.readouterr().err
-    assert f"--json {tmp_path / 'file' / 'a'}: " in told
-    assert f": {tmp_path / 'a.md'}\n" in told
+    printed = capsys.readouterr().err
+    assert f"--json {tmp_path / 'file' / 'a'}: " in printed
+    assert f": {tmp_path / 'a.md'}\n" in printed
     assert (tmp_path / "a.md").exists()
 
 
@@ -223,7 +223,7 @@ def test_a_standard_output_that_is_closed_is_no_success(run):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
-def test_a_reader_that_has_had_enough_is_told_of_by_the_code_alone(run):
+def test_a_reader_that_has_had_enough_is_printed_by_the_code_alone(run):
     command = f"{sys.executable} -m pytest_gpucluster report {run} --html - | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("141\n", "")

@@ -68,7 +68,7 @@ def test_what_pytest_refuses_before_the_plugin_is_there_is_4(tmp_path):
 # Which code and line of what was left is decided in test_torchrun_conclusion.py, without a run.
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("files", "fault", "code", "told"),
+    ("files", "fault", "code", "line"),
     [
         (PLAIN, "", 0, "REHEARSAL, REHEARSED, exit code 0: 1 passed; 1 node, 2 ranks"),
         (SKIPPED, "", 10, "REHEARSAL, INCOMPLETE, exit code 10: did not run: it ("),
@@ -76,11 +76,11 @@ def test_what_pytest_refuses_before_the_plugin_is_there_is_4(tmp_path):
     ],
     ids=["passed", "a criterion did not run", "rank 0 is killed"],
 )
-def test_the_exit_code_is_that_of_the_run_where_torchrun_says_1(files, fault, code, told, tmp_path):
+def test_the_exit_code_is_that_of_the_run_where_torchrun_ends_with_1(files, fault, code, line, tmp_path):
     run = start(tmp_path, files, fault=fault).wait()
     assert run.exits == [code], run.output
     # A line of its own, and not the end of the one that rank 0 was writing.
-    assert last_lines(run)[0].startswith(f"gpucluster: {told}")
+    assert last_lines(run)[0].startswith(f"gpucluster: {line}")
     assert (run.end[2] == "recorder") == (fault == "kill")
 
 
@@ -99,36 +99,36 @@ def test_ctrl_c_reaches_the_ranks_once_and_the_reports_are_written(tmp_path):
 def test_a_terminal_that_is_gone_ends_the_ranks_in_order(monkeypatch):
     got = []
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: SimpleNamespace(send_signal=got.append))
-    passing = run_command._Passing()
-    passing.take(signal.SIGHUP, None)  # before there is anybody to pass it on to
-    passing.start([], {})
+    forwarder = run_command._SignalForwarder()
+    forwarder.handle(signal.SIGHUP, None)  # before torchrun was started
+    forwarder.start([], {})
     for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT, signal.SIGINT):
-        passing.take(number, None)
+        forwarder.handle(number, None)
     assert got == [signal.SIGTERM, signal.SIGINT]
-    assert passing.heard[0] == signal.SIGHUP
+    assert forwarder.signals[0] == signal.SIGHUP
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["run", "acceptance/"], "two dashes"),
         (["run", "--nproc-per-node=2", "--"], "two dashes"),
         (["run", "--no-python", "--", "acceptance/"], "--no-python"),
     ],
 )
-def test_wrong_usage_is_2_and_starts_nothing(words, said, capsys, monkeypatch):
+def test_wrong_usage_is_2_and_starts_nothing(words, message, capsys, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", None)
     assert main.main(words) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_options_of_torchrun_are_not_looked_into():
     options = main.parse(["run", "--nnodes", "2", "--rdzv-conf=a=1", "-t", "3", "--", "-k", "a", "--", "b"])
-    assert options.for_others == ["--nnodes", "2", "--rdzv-conf=a=1", "-t", "3"]
-    assert options.passed_on == ["-k", "a", "--", "b"]
+    assert options.for_torchrun == ["--nnodes", "2", "--rdzv-conf=a=1", "-t", "3"]
+    assert options.forwarded == ["-k", "a", "--", "b"]
 
 
 def test_a_place_to_meet_that_does_not_resolve_is_wrong_usage_before_torchrun_starts(capsys, monkeypatch):
-    monkeypatch.setattr(run_command._Passing, "start", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(run_command._SignalForwarder, "start", lambda *_: pytest.fail("torchrun was started"))
     assert main.main(["run", "--nnodes=2", "--master-addr=no-such-host.invalid", "--", "acceptance/"]) == 2
     assert "--master-addr: no-such-host.invalid " in capsys.readouterr().err

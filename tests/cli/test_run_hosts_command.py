@@ -14,9 +14,8 @@ import pytest
 from fake_ssh import FakeSsh, journal_lines
 from sessions import Process, environment
 
-from pytest_gpucluster.cli import main
-from pytest_gpucluster.cli import run_hosts as access_options
-from pytest_gpucluster.cli import run_hosts as ssh_command
+from pytest_gpucluster.cli import main, run_hosts
+from pytest_gpucluster.cli.command import seconds
 from pytest_gpucluster.errors import EnvironmentBroken
 
 
@@ -48,14 +47,14 @@ def ssh(fake, tmp_path, monkeypatch, capfd):
 
     def run(*words, hosts="hosts", expect="8xH100"):
         code = main.main(["run", "--hosts", hosts, *([f"--expect={expect}"] if expect else []), *words])
-        told = capfd.readouterr()
+        printed = capfd.readouterr()
         kept = work / "gpucluster-ssh" / "latest" / "ssh.json"
-        return code, told.out, told.err, json.loads(kept.read_text()) if kept.exists() else None
+        return code, printed.out, printed.err, json.loads(kept.read_text()) if kept.exists() else None
 
     return run
 
 
-# "localhost" is the first node: the others look its name up.
+# "localhost" is the first node: the others poll its name up.
 
 
 def test_a_run_that_passes_on_all_nodes_is_0_and_its_reports_are_here(ssh, fake, tmp_path):
@@ -95,28 +94,33 @@ def test_a_run_that_passes_on_all_nodes_is_0_and_its_reports_are_here(ssh, fake,
         ),
         (REJECTED, {"lost": "Timeout"}, 1, "REJECTED, exit code 1"),
         ({**PASSED, "lost": "Timeout"}, {"exit": 0}, 11, "BROKEN, exit code 11: localhost: the connection was"),
-        ({"exit": 0}, {"exit": 0}, 11, "BROKEN, exit code 11: no record of the run is here: the node of rank 0"),
-        ({**PASSED, "keeps": "disk gone"}, {"exit": 0}, 11, "BROKEN, exit code 11: no record of the run is here: disk"),
+        ({"exit": 0}, {"exit": 0}, 11, "BROKEN, exit code 11: no journal of the run: the node of rank 0"),
+        ({**PASSED, "keeps": "disk gone"}, {"exit": 0}, 11, "BROKEN, exit code 11: no journal of the run: disk"),
         (leaves(nnodes=1), {"exit": 0}, 11, "BROKEN, exit code 11: its journal is of 1 nodes, but 2 were started"),
-        (leaves(verdict=None), {"exit": 0}, 11, "BROKEN, exit code 11: the nodes ended with 0, but the journal says"),
-        (PASSED, {"exit": 11}, 11, "BROKEN, exit code 11: gpu-2 ended with 11, where rank 0's node ended with 0"),
+        (leaves(verdict=None), {"exit": 0}, 11, "BROKEN, exit code 11: the nodes ended with 0, but the journal states"),
+        (PASSED, {"exit": 11}, 11, "BROKEN, exit code 11: gpu-2 ended with 11, but rank 0's node ended with 0"),
         (PASSED, {"exit": None, "error": "killed"}, 11, "BROKEN, exit code 11: gpu-2: killed"),
         (leaves(10, verdict="INCOMPLETE"), {"exit": 10}, 10, "INCOMPLETE, exit code 10: 1 passed"),
         (leaves(rehearsal=True, verdict="REHEARSED"), {"exit": 0}, 0, "REHEARSAL, REHEARSED, exit code 0: 1 passed"),
-        ({**PASSED, "journals": PASSED["journals"] * 2}, {"exit": 0}, 11, "BROKEN, exit code 11: no record of the run"),
+        (
+            {**PASSED, "journals": PASSED["journals"] * 2},
+            {"exit": 0},
+            11,
+            "BROKEN, exit code 11: no journal of the run",
+        ),
     ],
 )
 def test_the_exit_code_is_the_run_s_and_never_better_than_what_is_known(
     first, second, code, line, ssh, fake, monkeypatch
 ):
-    monkeypatch.setattr(ssh_command, "_render", lambda directory, journal: None)  # a second for each of these
+    monkeypatch.setattr(run_hosts, "_render", lambda directory, journal: None)  # a second for each of these
     fake.acts({"localhost": first, "gpu-2": second})
     found, _, err, kept = ssh()
     assert (found, kept["exit"]) == (code, code)
     assert err.splitlines()[-1].startswith(line)
 
 
-def test_reports_of_a_lost_node_are_brought_by_a_second_connection(ssh, fake, tmp_path):
+def test_reports_of_a_lost_node_are_copied_by_a_second_connection(ssh, fake, tmp_path):
     fake.acts({"localhost": PASSED, "gpu-2": {**leaves(), "lost": "Broken pipe"}})
     code, _, _, kept = ssh()
     assert code == 11
@@ -124,14 +128,14 @@ def test_reports_of_a_lost_node_are_brought_by_a_second_connection(ssh, fake, tm
     assert kept["nodes"][1]["why"].endswith("exit code 0")
 
 
-def test_what_ranks_write_for_rank_0_on_their_own_disk_is_brought_too(ssh, fake, tmp_path):
+def test_what_ranks_write_for_rank_0_on_their_own_disk_is_copied_too(ssh, fake, tmp_path):
     fake.acts({"localhost": {**PASSED, "own disk": True}, "gpu-2": {"writes": ["../localhost/artifacts/rank-8.txt"]}})
     assert ssh()[0] == 0
     folder = tmp_path / "my work" / "gpucluster-ssh" / "latest"
     assert (folder / "gpu-2" / "localhost" / "artifacts" / "rank-8.txt").is_file()
 
 
-def test_on_a_shared_disk_nothing_is_brought_twice(ssh, fake, tmp_path):
+def test_on_a_shared_disk_nothing_is_copied_twice(ssh, fake, tmp_path):
     fake.acts({"localhost": PASSED, "gpu-2": {"lost": "Broken pipe"}})
     ssh()
     folder = tmp_path / "my work" / "gpucluster-ssh" / "latest"
@@ -153,18 +157,18 @@ def test_a_second_ctrl_c_waits_for_no_reports(fake, tmp_path):
             process.popen.send_signal(signal.SIGINT)
 
         signal_when((fake.root / "collecting").exists)
-        signal_when(lambda: "are told to end" in process.output)
+        signal_when(lambda: ": stopping " in process.output)
         left = process.wait()
     assert left.exit == 2, left.output
-    assert re.search(r"gpu-2: not brought: .*SIGINT.* gpu-2:gpucluster-report/", left.stderr)
+    assert re.search(r"gpu-2: reports not copied: .*SIGINT.* gpu-2:gpucluster-report/", left.stderr)
     assert left.stderr.splitlines()[-1] == "BROKEN, exit code 2: interrupted (SIGINT)"
 
 
-def test_where_reports_stay_is_told(ssh, fake):
+def test_where_uncopied_reports_are_is_printed(ssh, fake):
     fake.acts({"localhost": PASSED, "gpu-2": {"keeps": "no space left"}})
     code, _, err, kept = ssh()
     assert code == 0  # what matters is here: the journal is rank 0's
-    assert re.search(r"gpu-2: not brought: no space left; .* gpu-2:gpucluster-report/", err)
+    assert re.search(r"gpu-2: reports not copied: no space left; .* gpu-2:gpucluster-report/", err)
     assert kept["nodes"][1]["not_brought"].startswith("no space left")
 
 
@@ -195,7 +199,7 @@ def test_without_the_first_node_all_meet_on_the_next_one(ssh, fake, tmp_path):
     assert kept["nodes"][0]["node"] == "localhost"
 
 
-def test_where_nobody_answers_nothing_runs(ssh, fake):
+def test_without_any_answer_nothing_runs(ssh, fake):
     fake.acts({"*": {"refuses": "No route to host"}})
     code, _, err, _ = ssh("--without-unreachable")
     assert (code, fake.started) == (12, {})
@@ -203,31 +207,31 @@ def test_where_nobody_answers_nothing_runs(ssh, fake):
 
 
 @pytest.mark.parametrize(
-    ("act", "told"),
+    ("act", "message"),
     [
-        ({"facts": {"torch": "2.9.0"}}, "  torch: 2.9.0, where most have "),
-        ({"facts": {"version": "0.0.9"}}, "  pytest-gpucluster: 0.0.9, where most have "),
-        ({"facts": {"suite": "other"}}, "  the files of the suite: other, where most have "),
-        ({"calls itself": "localhost"}, "  calls itself localhost like another node"),
+        ({"facts": {"torch": "2.9.0"}}, "  torch: 2.9.0, but most have "),
+        ({"facts": {"version": "0.0.9"}}, "  pytest-gpucluster: 0.0.9, but most have "),
+        ({"facts": {"suite": "other"}}, "  the files of the suite: other, but most have "),
+        ({"calls itself": "localhost"}, "  reports the host name localhost like another node"),
         ({"facts": {"problems": ["cannot write"]}}, "  cannot write"),
-        ({"reached": "10.0.0.1 5 10.0.0.2 22"}, "  finds "),
+        ({"reached": "10.0.0.1 5 10.0.0.2 22"}, "  resolves "),
     ],
 )
-def test_a_node_that_is_not_ready_stops_the_run(act, told, ssh, fake):
+def test_a_node_that_is_not_ready_stops_the_run(act, message, ssh, fake):
     fake.acts({"localhost": PASSED, "gpu-2": act})
     for words in ([], ["--without-unreachable"], ["--check"]):
         code, out, _, _ = ssh(*words)
         assert (code, fake.started) == (11, {})
-        assert any(line.startswith(told) for line in out.splitlines()), out
+        assert any(line.startswith(message) for line in out.splitlines()), out
 
 
-def test_a_first_node_that_the_others_take_for_themselves_is_told(ssh, fake):
+def test_a_first_node_that_resolves_to_loopback_on_others_is_reported(ssh, fake):
     fake.acts({"gpu-2": {"reached": "10.0.0.1 5 10.0.0.2 22"}})
     _, out, _, _ = ssh("--check")
-    assert re.search(r"for localhost, .*\(address= ", out)
+    assert re.search(r"resolves localhost, .*\(address= ", out)
 
 
-def test_a_look_runs_nothing(ssh, fake):
+def test_a_check_runs_nothing(ssh, fake):
     fake.acts({})
     code, out, _, kept = ssh("--check")
     assert (code, kept, fake.started) == (0, None, {})
@@ -237,25 +241,25 @@ def test_a_look_runs_nothing(ssh, fake):
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "told"),
+    ("words", "settings", "message"),
     [
         ([], {"hosts": "gone"}, "gone: No such file or directory"),
-        ([], {"expect": "2x8xH100"}, "--expect 2x8xH100: not what one node has"),
+        ([], {"expect": "2x8xH100"}, "--expect 2x8xH100: does not describe one node"),
         (["--nodes=gpu-9"], {}, "--nodes: gpu-9 not in the hosts file"),
-        (["--", "-n8"], {}, "-n8: not after --"),
-        (["--", "--gpucluster-expect=2x8"], {}, "say before the -- what each node has"),
+        (["--", "-n8"], {}, "-n8: not allowed after --"),
+        (["--", "--gpucluster-expect=2x8"], {}, "state before the -- what each node has"),
         (["--ssh", "ProxyJump=x"], {}, "not an option of ssh"),
         (["--env", "GONE"], {}, "--env GONE: not set here"),
     ],
 )
-def test_wrong_usage_is_2_and_asks_nobody(words, settings, told, ssh, fake):
+def test_wrong_usage_is_2_and_queries_no_node(words, settings, message, ssh, fake):
     fake.acts({})
     code, _, err, _ = ssh(*words, **settings)
     assert (code, fake.started) == (2, {})
-    assert told in err
+    assert message in err
 
 
-def test_settings_are_handed_on_and_what_is_not_is_named(ssh, fake, monkeypatch):
+def test_settings_are_forwarded_and_what_is_not_is_named(ssh, fake, monkeypatch):
     monkeypatch.setenv("GPUCLUSTER_THRESHOLDS", "limits.yaml")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     fake.acts({"localhost": PASSED})
@@ -271,13 +275,13 @@ def test_many_nodes_get_the_open_files_that_they_take(tmp_path, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
-        assert len(access_options.hosts_and_access(options)[0]) == 200
+        assert len(run_hosts.select_nodes(options, None).hosts) == 200
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1600
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 1024))
     with pytest.raises(EnvironmentBroken, match=r"200 nodes .*1664 open files.*1024"):
-        access_options.hosts_and_access(options)
+        run_hosts.select_nodes(options, None)
 
 
 def test_without_ssh_nothing_runs(ssh, fake, monkeypatch):
@@ -287,7 +291,7 @@ def test_without_ssh_nothing_runs(ssh, fake, monkeypatch):
     assert "PATH" in err
 
 
-def test_a_report_directory_that_cannot_be_written_is_told(ssh, fake, tmp_path):
+def test_a_report_directory_that_cannot_be_written_is_reported(ssh, fake, tmp_path):
     fake.acts({"localhost": PASSED})
     (tmp_path / "my work" / "file").write_text("")
     code, _, err, _ = ssh("--report-dir=file/out")
@@ -298,4 +302,4 @@ def test_a_report_directory_that_cannot_be_written_is_told(ssh, fake, tmp_path):
 @pytest.mark.parametrize("text", ["", "x", "0 s", "31 days", "5 GB"])
 def test_a_time_that_is_none_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
-        access_options.seconds(text)
+        seconds(text)

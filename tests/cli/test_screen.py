@@ -1,4 +1,4 @@
-"""How a node looks on a terminal: what fits, what is said in words, and what is never let through."""
+"""How a node looks on a terminal: what fits, what is message in words, and what is never let through."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_gpu_with_trouble_stays_where_there_is_no_room_for_all() -> None:
     ],
     name=lambda case: case[1],
 )
-def test_what_is_wrong_is_said_in_words(case: tuple[Node, str]) -> None:
+def test_what_is_wrong_is_reported_in_words(case: tuple[Node, str]) -> None:
     of, text = case
     assert text in "\n".join(shown(of))
 

@@ -103,7 +103,7 @@ def test_a_file_that_is_not_there_is_exit_code_3(tmp_path, capsys):
 # ---- explain -----------------------------------------------------------------------------------------------------
 
 
-def test_the_entry_that_decides_is_told_with_its_line_and_the_others_with_why_not(capsys):
+def test_the_entry_that_decides_is_reported_with_its_line_and_the_others_with_why_not(capsys):
     words = ["--sku", "H100 SXM", "--world-size", "16", "--nnodes", "2", "--label", "size=1 GB"]
     assert main.main(["thresholds", "explain", *words, "nccl.all_reduce.busbw"]) == 0
     out = capsys.readouterr().out
@@ -138,7 +138,7 @@ def test_words_of_a_sku_mean_all_that_have_them(capsys):
     ]
 
 
-def test_without_a_metric_all_that_decides_is_told(capsys):
+def test_without_a_metric_all_that_decides_is_reported(capsys):
     assert main.main(["thresholds", "explain", "--sku", "H100 SXM", "--world-size", "8", "--nnodes", "1"]) == 0
     out = capsys.readouterr().out
     for metric in ("gpu.findings", "matmul.bf16.tflops", "nccl.all_reduce.busbw", "lora.final_loss"):
@@ -158,10 +158,10 @@ def test_a_metric_that_nothing_decides_about_is_exit_code_1(capsys):
     [
         (["--sku", "H900"], "no such SKU; known are "),
         (["--sku", "H100 SXM", "matmul.bf16.tflop"], "did you mean 'matmul.bf16.tflops'?"),
-        (["--sku", "H100 SXM", "--world-size", "0"], "no whole number from 1"),
+        (["--sku", "H100 SXM", "--world-size", "0"], "not a whole number from 1"),
         (["--sku", "H100 SXM", "--label", "size"], "is not KEY=VALUE"),
         (["matmul.bf16.tflops"], "needs --sku NAME or --journal JOURNAL"),
-        (["--journal", "x", "--sku", "H100"], "--journal tells SKU, topology and labels itself"),
+        (["--journal", "x", "--sku", "H100"], "--journal has SKU, topology and labels"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -188,7 +188,7 @@ def test_each_value_of_a_run_is_explained_by_what_decided_then(runs, capsys, nam
         assert max(map(len, out.splitlines())) <= 80
 
 
-def test_what_the_files_demand_otherwise_by_now_is_told_beside_it(runs, mine, capsys):
+def test_a_demand_of_the_files_that_has_changed_is_reported_next_to_it(runs, mine, capsys):
     assert main.main(["thresholds", "explain", "--journal", str(runs / "accepted"), "--thresholds", str(mine)]) == 0
     # A long path may be broken, so it is looked for without white space.
     assert f"now{mine}:5:27decides:atleast650TFLOPS" in "".join(capsys.readouterr().out.split())
@@ -211,7 +211,7 @@ def test_a_journal_that_does_not_say_its_sku_is_exit_code_3(tmp_path, capsys):
     path = tmp_path / "journal.jsonl"
     path.write_text(json.dumps({"type": "run", "schema_version": 1}) + "\n")
     assert main.main(["thresholds", "explain", "--journal", str(path)]) == 3
-    assert "for which SKU" in capsys.readouterr().err
+    assert "has no SKU" in capsys.readouterr().err
 
 
 def test_a_broken_file_of_limits_is_exit_code_3(mine, capsys):
@@ -229,7 +229,7 @@ def test_floors_of_an_accepted_run_are_written_and_pass_the_check(runs, tmp_path
     err = capsys.readouterr().err
     assert re.search(rf"\d floors .*H100 SXM, 0 .*: {out}$", err, re.MULTILINE)
     assert main.main(["thresholds", "check", str(out)]) == 0
-    # The site's own file, by which the run was judged, asks less of ranks beside each other than the shipped one.
+    # The site's own file, by which the run was judged, demands less of ranks on one node than the shipped one.
     assert "min is" not in capsys.readouterr().out
     limits = loader.load(loader.shipped_path(), out)
     for size in ("1 GB", "8 GB"):
@@ -249,7 +249,7 @@ def test_what_is_recorded_only_gets_a_floor_when_asked_for(runs, capsys):
     assert main.main(["thresholds", "calibrate", str(runs / "accepted"), "--out", "-", "--recorded"]) == 0
     more = capsys.readouterr().out
     assert more.count("calibrated: ") > few.count("calibrated: ") > 5
-    # The single sizes of the products have no floor beside that of the best of them.
+    # The single sizes of the products have no floor besides that of the best of them.
     best = "matmul.bf16.tflops (best_of=4096, 8192, 16384)"
     for size in ("4096", "8192", "16384"):
         assert re.search(rf"#   matmul\.bf16\.tflops \(n={size}\): .*{re.escape(best)}", more)
@@ -279,10 +279,10 @@ def test_a_run_that_was_not_accepted_is_no_basis(runs, tmp_path, capsys, name, w
     ],
     ids=["twice", "another SKU", "missing", "nothing left"],
 )
-def test_what_no_floor_can_be_made_of_is_said(runs, tmp_path, capsys, words, code, why):
+def test_what_no_floor_can_be_made_of_is_reported(runs, tmp_path, capsys, words, code, why):
     out = tmp_path / "floors.yaml"
-    told = [word.format(runs) for word in words]
-    assert main.main(["thresholds", "calibrate", *told, "--out", str(out)]) == code
+    words = [word.format(runs) for word in words]
+    assert main.main(["thresholds", "calibrate", *words, "--out", str(out)]) == code
     assert why in capsys.readouterr().err
     assert not out.exists()
 

@@ -63,7 +63,7 @@ def test_a_run_whose_recorder_is_alive_is_running_and_never_a_pass(tmp_path, cap
     assert "2026-01-02T03:09:05+00:00" in answer["reason"]
     assert answer["failure"] == "hbm: slow"
     assert "RUNNING" in capsys.readouterr().out
-    # Whoever knows that the launcher has ended asks for what is left of the run.
+    # With the launcher's exit code the run counts as ended.
     assert main.main(["verdict", str(tmp_path), "--launcher-exit=0"]) == 1
 
 
@@ -134,9 +134,9 @@ def test_no_journal_and_no_room_for_the_answer_are_no_pass(tmp_path, capsys):
 def test_a_hostile_reason_stays_on_its_line_and_acts_on_no_terminal(tmp_path, capsys):
     write(tmp_path, {"type": "end", "verdict": "REJECTED", "exit": 1, "reason": "a\n\x1b[31m\u202eb\x85c"})
     assert main.main(["verdict", str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    assert told.endswith("c\n")
-    assert told.removesuffix("\n").isprintable()
+    printed = capsys.readouterr().out
+    assert printed.endswith("c\n")
+    assert printed.removesuffix("\n").isprintable()
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_a_launcher_that_failed_is_never_a_pass_and_no_failure_is_lost(tmp_path,
     path = write(tmp_path, {"type": "end", "verdict": word, "exit": says, "reason": "so"})
     out = tmp_path / "answer.json"
     assert main.main(["verdict", str(path), f"--launcher-exit={launcher}", "--json", str(out)]) == code
-    told = json.loads(out.read_text())
-    assert (told["exit"], told["verdict"]) == (code, word if code == says else "BROKEN")
+    document = json.loads(out.read_text())
+    assert (document["exit"], document["verdict"]) == (code, word if code == says else "BROKEN")
     if code != says:
         assert re.search(rf"launcher .*exit code {launcher}\b", capsys.readouterr().out)
 

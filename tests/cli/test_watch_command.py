@@ -66,10 +66,10 @@ def test_one_picture_is_plain_text_with_rates(plant: Any, capsys: pytest.Capture
 def test_one_picture_as_json_of_the_gpus_that_were_asked_for(plant: Any, capsys: pytest.CaptureFixture[str]) -> None:
     plant({f"GPU-{index}": fake_reader.h100() for index in range(3)})
     assert main(["node", "watch", "--once", "--json", "--interval", "0.2", "--gpus", "2, 0"]) == 0
-    [told] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [gpu["uuid"] for gpu in told["gpus"]] == ["GPU-0", "GPU-2"]
-    assert told["gpus"][0]["nvlink_sent_bytes_per_second"] > 0
-    assert [port["name"] for port in told["ports"]] == ["mlx5_0/1", "mlx5_1/1"]
+    [document] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [gpu["uuid"] for gpu in document["gpus"]] == ["GPU-0", "GPU-2"]
+    assert document["gpus"][0]["nvlink_sent_bytes_per_second"] > 0
+    assert [port["name"] for port in document["ports"]] == ["mlx5_0/1", "mlx5_1/1"]
 
 
 @pytest.mark.parametrize(

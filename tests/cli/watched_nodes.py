@@ -11,7 +11,7 @@ HOSTILE = "train\x1b[2J \u202e <script>\n" + "x" * 10_000
 
 def gpu(index: int = 0, *, age: float | None = 0.2, stale: bool = False, **changes: Any) -> Part:
     """A GPU that works hard."""
-    told = {
+    values = {
         "index": index,
         "uuid": f"GPU-{index}",
         "name": "NVIDIA H100 80GB HBM3",
@@ -31,19 +31,19 @@ def gpu(index: int = 0, *, age: float | None = 0.2, stale: bool = False, **chang
         **changes,
     }
     rates = {"nvlink_sent_bytes_per_second": 312e9, "nvlink_received_bytes_per_second": 310e9}
-    return Part(values=told, rates=rates, age_seconds=age, is_stale=stale)
+    return Part(values=values, rates=rates, age_seconds=age, is_stale=stale)
 
 
 def port(name: str = "mlx5_0/1", *, stale: bool = False, **changes: Any) -> Part:
     """An InfiniBand port that carries data."""
-    told = {"name": name, "link_layer": "InfiniBand", "state": "ACTIVE", "rate_gbps": 400.0, **changes}
+    values = {"name": name, "link_layer": "InfiniBand", "state": "ACTIVE", "rate_gbps": 400.0, **changes}
     rates = {"sent_bytes_per_second": 45.12e9, "received_bytes_per_second": 44.9e9}
-    return Part(values=told, rates=rates, age_seconds=0.2, is_stale=stale)
+    return Part(values=values, rates=rates, age_seconds=0.2, is_stale=stale)
 
 
 def node(gpus: int | tuple[Part, ...] = 8, ports: int | tuple[Part, ...] = 8, **changes: Any) -> Node:
-    """A node with so many of them, or with these."""
-    told = {
+    """A node with this number of them, or with these."""
+    values = {
         "load": [12.3, 11.0, 9.8],
         "cpus": 192,
         "memory_total_bytes": 2015 * 2**30,
@@ -54,7 +54,7 @@ def node(gpus: int | tuple[Part, ...] = 8, ports: int | tuple[Part, ...] = 8, **
         "driver": "580.65.06",
         "why_no_gpus": "",
         "silent_seconds": None,
-        "host": Part(values=told, rates={"busy_ratio": 0.071}, age_seconds=0.1),
+        "host": Part(values=values, rates={"busy_ratio": 0.071}, age_seconds=0.1),
         "ports": tuple(port(f"mlx5_{index}/1") for index in range(ports)) if isinstance(ports, int) else ports,
         "why_no_ports": "",
     }

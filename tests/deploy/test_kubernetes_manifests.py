@@ -391,10 +391,10 @@ def test_the_template_of_sweeps_is_taken_by_the_sweep():
     path = manifests.KUBERNETES / "sweep" / "pod.yaml"
     [pod] = manifests.load(path.read_text())
     assert manifests.problems([pod]) == []
-    template = kubernetes_manifest.read(json.dumps(pod), str(path), gpus=8)
+    template = kubernetes_manifest.read_template(json.dumps(pod), str(path), gpus=8)
     assert template.container["name"] == "suite"
     with pytest.raises(OptionError, match=r"8 nvidia\.com/gpu, .* 4"):
-        kubernetes_manifest.read(json.dumps(pod), str(path), gpus=4)
+        kubernetes_manifest.read_template(json.dumps(pod), str(path), gpus=4)
 
 
 def test_discovery_asks_every_node_once(rendered):

@@ -128,13 +128,13 @@ def _parsed(parse: Any, *arguments: Any) -> tuple[Any, list[str]]:
 def _gpucluster(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
     parsed, wrong = _parsed(main.parse, list(words))
     yield from wrong
-    if parsed is not None and "for_others" in parsed:
-        line, wrong = _parsed(command_line, parsed.for_others, parsed.passed_on, {})
+    if parsed is not None and "for_torchrun" in parsed:
+        line, wrong = _parsed(command_line, parsed.for_torchrun, parsed.forwarded, {})
         yield from wrong or _torchrun(line.arguments, config)
     elif parsed is not None and (parsed.command, parsed.__dict__.get("step")) == ("runs", "crosscheck"):
-        yield from _parsed(require_allowed_arguments, parsed.passed_on)[1]
-    elif parsed is not None and parsed.passed_on[:1] not in (["gpucluster"], ["nvidia-smi"]):
-        yield from _pytest(parsed.passed_on, config)
+        yield from _parsed(require_allowed_arguments, parsed.forwarded)[1]
+    elif parsed is not None and parsed.forwarded[:1] not in (["gpucluster"], ["nvidia-smi"]):
+        yield from _pytest(parsed.forwarded, config)
 
 
 def _torchrun(words: Sequence[str], config: pytest.Config) -> Iterator[str]:

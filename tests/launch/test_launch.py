@@ -94,7 +94,7 @@ def error_of(environ: Mapping[str, str]) -> str:
     return str(caught.value)
 
 
-def test_torchrun_tells_everything() -> None:
+def test_torchrun_sets_everything() -> None:
     assert facts(TORCHRUN) == RankFacts(
         **dict(zip(PLACE, NINTH, strict=True)),
         hostname="gpu-07",

@@ -149,7 +149,7 @@ def started(
 
 
 def resolves(name: str) -> bool:
-    """Tell whether a name has an address here."""
+    """Whether a name has an address here."""
     try:
         socket.getaddrinfo(name, None)
     except OSError:
@@ -266,7 +266,7 @@ def test_a_name_that_no_node_knows_ends_every_rank_with_a_report(
     assert "what to do: " in first.body("usage")
 
 
-def test_a_name_that_one_node_does_not_know_is_told_there_and_the_rank_is_missed(project: Project) -> None:
+def test_a_name_that_one_node_does_not_know_is_reported_there_and_the_rank_is_missed(project: Project) -> None:
     def variables(rank: int, port: int) -> dict[str, str]:
         return {**two_nodes(rank, port), "MASTER_ADDR": ("pod-0.localhost", UNKNOWN)[rank]}
 
@@ -317,7 +317,7 @@ def test_a_killed_rank_0_is_named_by_the_store_and_leaves_a_report(project: Proj
     assert first.journal.end.by == "recorder"
 
 
-def nobody(rank: int, port: int) -> dict[str, str]:
+def no_store(rank: int, port: int) -> dict[str, str]:
     """Rank 1 of a step whose rank 0 has no store."""
     return {**slurm(1, port), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -327,10 +327,10 @@ def nobody(rank: int, port: int) -> dict[str, str]:
     [
         pytest.param(slurm, True, (" port {port} of ", "MASTER_PORT"), id="a port in use"),
         pytest.param(slurm, False, ("rank 1 on ", "(1 of 2 ranks did)"), id="a missing rank"),
-        pytest.param(nobody, False, ("rank 1 on ", " 127.0.0.1:1 within 2 s"), id="no store"),
+        pytest.param(no_store, False, ("rank 1 on ", " 127.0.0.1:1 within 2 s"), id="no store"),
     ],
 )
-def test_a_rank_that_meets_nobody_ends_within_the_time_and_says_why(
+def test_a_rank_without_a_rendezvous_ends_in_time_and_reports_why(
     project: Project, variables: Variables, taken: bool, parts: tuple[str, ...]
 ) -> None:
     project.suite(SUITE)
@@ -352,7 +352,7 @@ def test_a_rank_that_meets_nobody_ends_within_the_time_and_says_why(
         assert parts[0].format(port=port) in left.verdicts["preflight"]
 
 
-def test_what_one_rank_cannot_do_is_told_once_for_all(project: Project) -> None:
+def test_what_one_rank_cannot_do_is_reported_once_for_all(project: Project) -> None:
     def one_is_wrong(rank: int, port: int) -> dict[str, str]:
         return {**slurm(rank, port), **({"GPUCLUSTER_DEADLINE": "soon"} if rank == 1 else {})}
 
@@ -385,7 +385,7 @@ def test_fewer_ranks_than_expected_are_named_under_torchrun(project: Project) ->
 
 
 @pytest.mark.parametrize("where", ["0", "1"])
-def test_a_suite_that_one_rank_does_not_find_is_told_on_all(project: Project, where: str) -> None:
+def test_a_suite_that_one_rank_does_not_find_is_reported_on_all(project: Project, where: str) -> None:
     project.suite(
         "def test_it(): raise AssertionError('must not run')",
         conftest=f"""
@@ -404,7 +404,7 @@ def test_a_suite_that_one_rank_does_not_find_is_told_on_all(project: Project, wh
     assert left.seconds < 90  # by default they wait for 300
 
 
-def test_no_gpu_on_any_rank_is_told_once_under_torchrun(project: Project) -> None:
+def test_no_gpu_on_any_rank_is_reported_once_under_torchrun(project: Project) -> None:
     project.suite(SUITE)
     left = torchrun(project, "--gpucluster-device=cuda", more={"CUDA_VISIBLE_DEVICES": ""})
     assert left.exit == 1

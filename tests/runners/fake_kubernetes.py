@@ -31,29 +31,29 @@ def option(name):
 
 def run(act, job, index, node):
     pod = job["spec"]["template"]["spec"]["containers"][0]
-    name, said = job["metadata"]["name"], root / f"said-{{job['metadata']['name']}}-{{index}}"
+    name, message = job["metadata"]["name"], root / f"message-{{job['metadata']['name']}}-{{index}}"
     service = f"{{name}}-0.{{name}}"
-    command = [word.replace("$$", "$").replace("/dev/termination-log", str(said)).replace(service, "localhost")
+    command = [word.replace("$$", "$").replace("/dev/termination-log", str(message)).replace(service, "localhost")
         for word in pod["command"]]
     environ = {{**os.environ, "JOB_COMPLETION_INDEX": str(index), "GPUCLUSTER_HOSTNAME": node,
         "KUBERNETES_SERVICE_HOST": "fake"}}
     with (root / f"log-{{name}}-{{index}}").open("wb") as output:
-        shell = ["sh", "-c", '"$@"; echo $? > ' + f"'{{said}}.exit'", "sh", *command]
+        shell = ["sh", "-c", '"$@"; echo $? > ' + f"'{{message}}.exit'", "sh", *command]
         subprocess.Popen(shell, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             start_new_session=True)
 
 def pod(name, index, node):
     act = acts.get("together" if "-together" in name else node) or acts.get("*")
     status = {{"phase": "Running", "containerStatuses": [{{"name": "suite", "state": {{"running": {{}}}}}}]}}
-    code, said = act.get("exit"), act.get("said", "")
+    code, message = act.get("exit"), act.get("message", "")
     if isinstance(code, list):
         code = code[index]
     if act["do"] == "run":
-        kept = root / f"said-{{name}}-{{index}}"
+        kept = root / f"message-{{name}}-{{index}}"
         ended = pathlib.Path(f"{{kept}}.exit")
         text = ended.read_text().strip() if ended.exists() else ""
         code = int(text) if text else None
-        said = kept.read_text() if kept.exists() else ""
+        message = kept.read_text() if kept.exists() else ""
     if act["do"] == "pend":
         status = {{"phase": "Pending", "conditions": [{{"type": "PodScheduled", "status": "False",
             "reason": "Unschedulable", "message": "0/3 nodes are available: 1 Insufficient nvidia.com/gpu"}}]}}
@@ -61,7 +61,7 @@ def pod(name, index, node):
         status = {{"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}}
     elif code is not None:
         status = {{"phase": "Failed" if code else "Succeeded", "containerStatuses": [{{"name": "suite", "state": {{
-            "terminated": {{"exitCode": code, "message": said, "reason": act.get("reason", "Error"),
+            "terminated": {{"exitCode": code, "message": message, "reason": act.get("reason", "Error"),
             "startedAt": "2026-01-02T03:04:05Z", "finishedAt": "2026-01-02T03:05:06Z"}}}}}}]}}
     spec = {{}} if act["do"] == "pend" else {{"nodeName": act.get("node", node)}}
     return {{"kind": "Pod", "metadata": {{"name": f"{{name}}-{{index}}-x",
@@ -74,11 +74,11 @@ def hosts(job):
     return [names[host] for host in term["matchExpressions"][0]["values"]]
 
 def is_over(job):
-    told = acts.get("job", {{}})
+    job_acts = acts.get("job", {{}})
     looks = root / f"looks-{{job['metadata']['name']}}"
     count = int(looks.read_text()) + 1 if looks.exists() else 1
     looks.write_text(str(count))
-    return told.get("after") is not None and count > told["after"]
+    return job_acts.get("after") is not None and count > job_acts["after"]
 
 if words[0] == "create" and "--dry-run=client" in words:
     print(pathlib.Path(option("--filename")).read_text())
@@ -111,8 +111,8 @@ elif words[:2] == ["get", "pods"]:
     name = option("--selector").partition("=")[2]
     job = json.loads((root / f"job-{{name}}.json").read_text())
     pods = [pod(name, index, node) for index, node in enumerate(hosts(job))]
-    told = acts.get("job", {{}})
-    if told.get("after") is not None and int((root / f"looks-{{name}}").read_text()) > told["after"]:
+    job_acts = acts.get("job", {{}})
+    if job_acts.get("after") is not None and int((root / f"looks-{{name}}").read_text()) > job_acts["after"]:
         pods = [each for each in pods if each["status"]["phase"] != "Running"]  # ended and deleted
     print(json.dumps({{"kind": "PodList", "items": pods}}))
 elif words[0] == "logs":
@@ -136,13 +136,13 @@ def node(name: str, *, ready: str = "True", cordoned: bool = False) -> dict[str,
 
 
 class FakeKubernetes(FakePrograms):
-    """The program, what becomes of its pods, and what it was asked: ``argv``, and ``given`` to its standard input."""
+    """The program, the outcomes of its pods, and what it was asked: ``argv``, and ``given`` to its standard input."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, {"kubectl": _KUBECTL})
 
     def acts(self, nodes: Sequence[Mapping[str, Any]], **acts: Any) -> None:
-        """Say which nodes there are, and what becomes of the pod on each, or of those of the joint run."""
+        """Say which nodes there are, and the outcome of the pod on each, or of those of the joint run."""
         self.say({"nodes": list(nodes), **acts})
 
     def created(self, kind: str) -> list[dict[str, Any]]:

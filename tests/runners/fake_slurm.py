@@ -1,6 +1,6 @@
 """A Slurm that is three small programs on the PATH: srun, squeue and scancel.
 
-What srun does on a node is told by a file: it leaves a journal and an exit code as a run would, or hangs.
+A file has what srun does on a node: it leaves a journal and an exit code as a run would, or hangs.
 """
 
 from __future__ import annotations

@@ -6,22 +6,27 @@ import itertools
 
 import pytest
 
-from pytest_gpucluster.runners.ssh_job import NodeEnd, Record, conclude
+from pytest_gpucluster.runners.run_result import RunResult
+from pytest_gpucluster.runners.ssh_job import NodeResult, conclude
 
 
 def ends(*codes):
-    why = {None: "lost"}
-    return [NodeEnd(name=f"gpu-{number}", exit=code, why=why.get(code, "")) for number, code in enumerate(codes)]
+    problem = {None: "lost"}
+    return [
+        NodeResult(name=f"gpu-{number}", exit=code, problem=problem.get(code, "")) for number, code in enumerate(codes)
+    ]
 
 
 def record(word="ACCEPTED", exit=0, nnodes=2, reason="42 passed", rehearsal=False):
-    return Record(word=word, exit=exit, reason=reason, rehearsal=rehearsal, nnodes=nnodes)
+    return RunResult(
+        verdict=word, exit=exit, reason=reason, rehearsal=rehearsal, nnodes=nnodes, world_size=8 * nnodes, ended=True
+    )
 
 
 REJECTED = record("REJECTED", 1, reason="hbm failed")
 BROKEN = record("BROKEN", 11, reason="rank 3 is gone")
 INCOMPLETE = record("INCOMPLETE", 10, reason="did not run: qwen2_lora")
-DOWN = {"gpu-9": "refused"}
+DOWN = ["gpu-9"]
 
 CASES = {
     "all well": (ends(0, 0), record(), {}, 0, "ACCEPTED, exit code 0: 42 passed"),
@@ -34,6 +39,10 @@ CASES = {
     "rejected by one node only": (ends(0, 1), record(), {}, 1, "REJECTED, exit code 1: 42 passed"),
     "rejected, and a node lost": (ends(1, None), REJECTED, {}, 1, "REJECTED, exit code 1: hbm failed"),
     "rejected, without a record": (ends(11, 1), None, {}, 1, "REJECTED, exit code 1: gpu-1 ended with 1"),
+    "stopped from here, although it ended with 0": (
+        *([NodeResult(name="gpu-0", exit=0, stop_reason="late")], record(nnodes=1), {}, 11),
+        "BROKEN, exit code 11: gpu-0: late",
+    ),
     "rejected, and interrupted": (ends(1, 1), REJECTED, {"interrupted": "SIGINT"}, 1, "REJECTED, exit code 1"),
     "interrupted": (ends(2, 2), BROKEN, {"interrupted": "SIGINT"}, 2, "BROKEN, exit code 2: interrupted (SIGINT)"),
     "interrupted when all was over": (ends(0, 0), record(), {"interrupted": "SIGINT"}, 2, "BROKEN, exit code 2"),
@@ -41,18 +50,18 @@ CASES = {
     "rank 0's node lost": (ends(None, 11), None, {}, 11, "BROKEN, exit code 11: gpu-0: lost"),
     "a node lost, and what rank 0 says": (
         *(ends(11, None), BROKEN, {}, 11),
-        "BROKEN, exit code 11: gpu-1: lost; its journal says: rank 3 is gone",
+        "BROKEN, exit code 11: gpu-1: lost; its journal states: rank 3 is gone",
     ),
     "broken": (ends(11, 11), BROKEN, {}, 11, "BROKEN, exit code 11: rank 3 is gone"),
     "usage": (ends(4, 4), None, {}, 4, "BROKEN, exit code 4: gpu-0 ended with 4, gpu-1 ended with 4"),
     "another node crashed after the verdict": (
         *(ends(0, 11), record(), {}, 11),
-        "BROKEN, exit code 11: gpu-1 ended with 11, where rank 0's node ended with 0",
+        "BROKEN, exit code 11: gpu-1 ended with 11, but rank 0's node ended with 0",
     ),
     "incomplete": (ends(10, 10), INCOMPLETE, {}, 10, "INCOMPLETE, exit code 10: did not run: qwen2_lora"),
     "no record": (
-        *(ends(0, 0), None, {"no_record": "disk full"}, 11),
-        "BROKEN, exit code 11: no record of the run is here: disk full",
+        *(ends(0, 0), None, {"journal_problem": "disk full"}, 11),
+        "BROKEN, exit code 11: no journal of the run: disk full",
     ),
     "a record of fewer nodes": (
         *(ends(0, 0), record(nnodes=1), {}, 11),
@@ -60,16 +69,22 @@ CASES = {
     ),
     "a record that says otherwise": (
         *(ends(0, 0), INCOMPLETE, {}, 11),
-        "BROKEN, exit code 11: the nodes ended with 0, but the journal says INCOMPLETE, exit code 10",
+        "BROKEN, exit code 11: the nodes ended with 0, but the journal states INCOMPLETE, exit code 10",
     ),
     "a node left out": (
-        *(ends(0, 0), record(), {"silent": DOWN}, 12),
+        *(ends(0, 0), record(), {"unreachable": DOWN}, 12),
         "INCOMPLETE, exit code 12: 2 of 3 nodes: ACCEPTED (42 passed); no answer: gpu-9",
     ),
-    "a node left out, and incomplete": (ends(10, 10), INCOMPLETE, {"silent": DOWN}, 12, "INCOMPLETE, exit code 12"),
-    "a node left out, and rejected": (ends(1, 1), REJECTED, {"silent": DOWN}, 1, "REJECTED, exit code 1"),
-    "a node left out, and broken": (ends(11, 11), BROKEN, {"silent": DOWN}, 11, "BROKEN, exit code 11"),
-    "nobody": ([], None, {}, 11, "BROKEN, exit code 11"),
+    "a node left out, and incomplete": (
+        ends(10, 10),
+        INCOMPLETE,
+        {"unreachable": DOWN},
+        12,
+        "INCOMPLETE, exit code 12",
+    ),
+    "a node left out, and rejected": (ends(1, 1), REJECTED, {"unreachable": DOWN}, 1, "REJECTED, exit code 1"),
+    "a node left out, and broken": (ends(11, 11), BROKEN, {"unreachable": DOWN}, 11, "BROKEN, exit code 11"),
+    "no nodes": ([], None, {}, 11, "BROKEN, exit code 11"),
 }
 
 
@@ -84,10 +99,10 @@ def test_only_a_run_that_is_good_in_every_respect_is_0():
     codes = (None, 0, 1, 2, 3, 4, 5, 10, 11, 255, -9)
     records = (None, record(), record(nnodes=1), REJECTED, BROKEN, INCOMPLETE, record("REHEARSED", rehearsal=True))
     good = set()
-    cases = itertools.product(codes, codes, records, ({}, DOWN), ("", "SIGINT"))
-    for first, second, kept, silent, interrupted in cases:
-        found = conclude(ends(first, second), kept, silent=silent, interrupted=interrupted)
+    cases = itertools.product(codes, codes, records, ([], DOWN), ("", "SIGINT"))
+    for first, second, kept, unreachable, interrupted in cases:
+        found = conclude(ends(first, second), kept, unreachable=unreachable, interrupted=interrupted)
         assert found.exit is not None
         if found.exit == 0:
-            good.add((first, second, kept.word, bool(silent), interrupted))
+            good.add((first, second, kept.verdict, bool(unreachable), interrupted))
     assert good == {(0, 0, "ACCEPTED", False, ""), (0, 0, "REHEARSED", False, "")}

@@ -38,8 +38,8 @@ def test_a_line_of_somebody_else_says_nothing():
 
 
 def test_a_request_is_read_as_it_was_made_or_refused():
-    told = ssh.read_request(ssh.request("run", words=["a b", "ü"], env={}))
-    assert (told["do"], told["words"]) == ("run", ["a b", "ü"])
+    request = ssh.read_request(ssh.request("run", words=["a b", "ü"], env={}))
+    assert (request["do"], request["words"]) == ("run", ["a b", "ü"])
     for line, why in (
         (b"", "no request"),
         (b"GET / HTTP/1.1\n", "no request"),

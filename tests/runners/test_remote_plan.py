@@ -1,4 +1,4 @@
-"""The words that each node gets are those that it understands."""
+"""The command of each node is one that it understands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from programs import require_program
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.runners.hosts import Plan, handed_on, parse_hosts, require_agreement, require_free
+from pytest_gpucluster.runners.hosts import parse_hosts, require_slots
+from pytest_gpucluster.runners.plan import SshPlan, forwarded_environment, require_unreserved
 from pytest_gpucluster.runners.ssh import Access, ssh_command
 from pytest_gpucluster.runners.torchrun import command_line
 
@@ -19,7 +20,7 @@ EIGHT = Expectation.parse("1x8xH100")
 
 
 def plan(**more):
-    given = {"hosts": HOSTS, "each": None, "ranks": None, "arguments": ("acceptance/", "-k", "a b")}
+    given = {"hosts": HOSTS, "per_node": None, "ranks": None, "arguments": ("acceptance/", "-k", "a b")}
     given |= {
         "directory": "/suite",
         "node_report_dir": "out",
@@ -28,11 +29,11 @@ def plan(**more):
         "master": "10.0.0.1",
         "port": 20001,
     }
-    return Plan(**{**given, **more})
+    return SshPlan(**{**given, **more})
 
 
-def test_each_node_gets_its_own_rank_and_folder_and_the_same_meeting_point():
-    words = [plan(each=EIGHT, hosts=HOSTS[:1] + parse_hosts("gpu-2", "h")).words(rank) for rank in (0, 1)]
+def test_each_node_gets_its_own_rank_and_folder_and_the_same_rendezvous():
+    words = [plan(per_node=EIGHT, hosts=HOSTS[:1] + parse_hosts("gpu-2", "h")).node_command(rank) for rank in (0, 1)]
     assert words[1] == [
         *("run", "--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=20001", "--nproc-per-node=8"),
         *("--", "acceptance/", "-k", "a b", "--gpucluster-expect=2x8xH100"),
@@ -44,60 +45,65 @@ def test_each_node_gets_its_own_rank_and_folder_and_the_same_meeting_point():
 
 
 def test_ranks_are_those_of_the_hosts_file_else_of_the_option_else_of_the_node():
-    assert "--nproc-per-node=4" in plan(ranks=2).words(1)
-    assert "--nproc-per-node=2" in plan(ranks=2).words(0)
-    assert not [word for word in plan().words(0) if word.startswith(("--nproc-per-node", "--gpucluster-expect"))]
+    assert "--nproc-per-node=4" in plan(ranks=2).node_command(1)
+    assert "--nproc-per-node=2" in plan(ranks=2).node_command(0)
+    assert not [word for word in plan().node_command(0) if word.startswith(("--nproc-per-node", "--gpucluster-expect"))]
 
 
-def test_the_words_are_understood_by_the_command_and_by_torchrun():
+def test_the_command_is_understood_by_the_cli_and_by_torchrun():
     parser = pytest.importorskip("torch.distributed.run").get_args_parser()
-    options = main.parse(plan(each=EIGHT, hosts=HOSTS[:1]).words(0))
-    line = command_line(options.for_others, options.passed_on, {})
-    told = parser.parse_args(line.arguments)
-    assert (told.nnodes, told.nproc_per_node, told.node_rank) == ("1", "8", 0)
-    assert (told.master_addr, told.master_port, told.training_script) == ("10.0.0.1", 20001, "pytest")
-    assert told.training_script_args[:3] == ["acceptance/", "-k", "a b"]
+    options = main.parse(plan(per_node=EIGHT, hosts=HOSTS[:1]).node_command(0))
+    line = command_line(options.for_torchrun, options.forwarded, {})
+    parsed = parser.parse_args(line.arguments)
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.node_rank) == ("1", "8", 0)
+    assert (parsed.master_addr, parsed.master_port, parsed.training_script) == ("10.0.0.1", 20001, "pytest")
+    assert parsed.training_script_args[:3] == ["acceptance/", "-k", "a b"]
 
 
 def test_a_contradiction_between_file_and_option_is_refused():
     with pytest.raises(OptionError, match=r"gpu-2 .*slots=4 .*--expect.* 8"):
-        require_agreement(HOSTS, EIGHT)
-    require_agreement(HOSTS, None)
+        require_slots(HOSTS, 8)
+    require_slots(HOSTS, None)
 
 
-def test_what_the_command_says_itself_is_not_pytest_s():
+def test_reserved_arguments_of_pytest_are_refused():
     for word in ("--junitxml=x", "--gpucluster-report-dir", "--gpucluster-expect=2x8", "-n", "-n8", "-nlogical"):
         with pytest.raises(OptionError, match=word):
-            require_free(["acceptance/", word])
-    require_free(["acceptance/", "-k", "n", "--gpucluster-profile=quick", "-no"])
+            require_unreserved(["acceptance/", word])
+    require_unreserved(["acceptance/", "-k", "n", "--gpucluster-profile=quick", "-no"])
 
 
-def test_settings_of_the_suite_are_handed_on_and_what_could_matter_is_named():
+def test_settings_of_the_suite_are_forwarded_and_what_could_matter_is_named():
     environ = {"GPUCLUSTER_THRESHOLDS": "my limits.yaml", "PYTEST_ADDOPTS": "-q", "GPUCLUSTER_HOSTNAME": "here"}
     environ |= {"GPUCLUSTER_EXPECT": "9x9", "NCCL_DEBUG": "INFO", "UCX_TLS": "tcp", "HOME": "/root", "EMPTY": ""}
-    given, left = handed_on(environ, ["UCX_TLS", "A=b=c", "EMPTY"])
+    given, left = forwarded_environment(environ, ["UCX_TLS", "A=b=c", "EMPTY"])
     kept = {"GPUCLUSTER_THRESHOLDS": "my limits.yaml", "PYTEST_ADDOPTS": "-q", "UCX_TLS": "tcp"}
     assert given == {**kept, "A": "b=c", "EMPTY": ""}
     assert left == ["NCCL_DEBUG"]
 
 
-def test_a_variable_that_cannot_be_handed_on_is_refused():
+def test_a_variable_that_cannot_be_forwarded_is_refused():
     for asked in ("1A=b", "", "=x", "GONE", "GPUCLUSTER_HOSTNAME=a", "GPUCLUSTER_EXPECT=1x8", "a b=c"):
         with pytest.raises(OptionError, match="--env"):
-            handed_on({}, [asked])
+            forwarded_environment({}, [asked])
 
 
 def test_ssh_itself_understands_its_options():
     ssh = require_program("ssh")
     [host] = parse_hosts("gpu-1 address=10.0.0.1 port=2222 user=admin", "hosts")
     command = ssh_command(host, Access(python="/opt/my env/python", options=("-oProxyJump=bastion", "-F/dev/null")))
-    # -G prints the settings that result, and connects to nobody.
+    # -G prints the set_to that result, and does not connect.
     done = subprocess.run([ssh, "-G", *command[1:]], capture_output=True, text=True, timeout=30, check=True)
-    told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
-    assert (told["hostname"], told["port"], told["user"], told["proxyjump"]) == ("10.0.0.1", "2222", "admin", "bastion")
-    assert (told["batchmode"], told["connecttimeout"], told["requesttty"]) == ("yes", "10", "false")
-    assert (told["serveraliveinterval"], told["serveralivecountmax"]) == ("15", "4")
-    assert (told["forwardagent"], told["forwardx11"], told["clearallforwardings"]) == ("no", "no", "yes")
+    value = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
+    assert (value["hostname"], value["port"], value["user"], value["proxyjump"]) == (
+        "10.0.0.1",
+        "2222",
+        "admin",
+        "bastion",
+    )
+    assert (value["batchmode"], value["connecttimeout"], value["requesttty"]) == ("yes", "10", "false")
+    assert (value["serveraliveinterval"], value["serveralivecountmax"]) == ("15", "4")
+    assert (value["forwardagent"], value["forwardx11"], value["clearallforwardings"]) == ("no", "no", "yes")
     assert done.stderr == ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_gpucluster.runners.sweep_result import Outcome, exclude_text, progress_line, sweep_table
+from pytest_gpucluster.runners.sweep_outcome import Outcome, exclude_text, progress_line, sweep_table
 
 
 def rejected(node, failure):

@@ -15,8 +15,8 @@ from sessions import clean_environment
 
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.journal.journal import JournalBuilder
+from pytest_gpucluster.runners.run_result import RunResult
 from pytest_gpucluster.runners.sweep_kubernetes import Kubernetes
-from pytest_gpucluster.runners.sweep_result import Answer
 
 TEMPLATE = {
     "apiVersion": "v1",
@@ -41,8 +41,8 @@ def says(exit=0, code=None, **lines):
     builder = JournalBuilder()
     for line in journal_lines(exit=exit, **lines):
         builder.add(line)
-    said = Answer.of(builder.journal(), "/tmp/journal.jsonl").to_json()
-    return {"do": "end", "exit": exit if code is None else code, "said": said}
+    message = RunResult.of(builder.journal(), "/tmp/journal.jsonl").to_json()
+    return {"do": "end", "exit": exit if code is None else code, "message": message}
 
 
 PASSED = says()
@@ -68,9 +68,9 @@ def sweep(fake, tmp_path, monkeypatch, capsys):
             template.write_text(json.dumps(pod))
         arguments = ["sweep", "kubernetes", "--expect=8xH100", f"--report-dir={tmp_path / 'out'}", *which]
         code = main.main([*arguments, f"--pod-template={template}", *words])
-        told = capsys.readouterr()
+        printed = capsys.readouterr()
         kept = tmp_path / "out" / "latest" / "sweep.json"
-        return code, json.loads(kept.read_text()) if kept.exists() else {}, told
+        return code, json.loads(kept.read_text()) if kept.exists() else {}, printed
 
     return run
 
@@ -81,8 +81,8 @@ def found(kept):
 
 def test_every_node_has_a_pod_of_its_own_and_then_all_meet(fake, sweep, tmp_path):
     fake.acts([node("n1"), node("n2")], **{"*": PASSED, "together": TOGETHER})
-    code, kept, told = sweep("--namespace=gpu", "--", "acceptance/", "-k", "a$b")
-    assert code == 0, told
+    code, kept, printed = sweep("--namespace=gpu", "--", "acceptance/", "-k", "a$b")
+    assert code == 0, printed
     assert found(kept) == {"n1": ("ACCEPTED", 0, ""), "n2": ("ACCEPTED", 0, "")}
     assert kept["together"]["verdict"] == "ACCEPTED"
     assert {each["seconds"] for each in kept["alone"]} == {61.0}
@@ -121,7 +121,7 @@ def test_every_node_has_a_pod_of_its_own_and_then_all_meet(fake, sweep, tmp_path
 
 
 def expected_job(name, sweep, command, *, seconds):
-    """A Job with all its fields: none may be in it that nobody has thought of, a privilege least of all."""
+    """A Job with all its fields: an unexpected one, above all a privilege, fails."""
     host, required = "kubernetes.io/hostname", "requiredDuringSchedulingIgnoredDuringExecution"
     hosts = {"matchExpressions": [{"key": host, "operator": "In", "values": ["host-n1", "host-n2"]}]}
     apart = {"labelSelector": {"matchLabels": {"batch.kubernetes.io/job-name": name}}, "topologyKey": host}
@@ -158,7 +158,7 @@ def expected_job(name, sweep, command, *, seconds):
     }
 
 
-def test_who_did_not_get_through_alone_is_told_and_left_out(fake, sweep, tmp_path):
+def test_nodes_that_fail_alone_are_listed_and_left_out(fake, sweep, tmp_path):
     names = [f"n{number}" for number in range(1, 8)]
     fake.acts(
         [*map(node, names), node("off", ready="Unknown"), node("shut", cordoned=True)],
@@ -221,7 +221,7 @@ def test_a_pod_that_finds_no_place_is_no_answer_and_says_why(fake, sweep):
         (TOGETHER | {"exit": [None, 0]}, "NO ANSWER", "rank 0 has not ended: "),
         (REJECTED | {"exit": [1, 1]}, "REJECTED", "matmul: slow"),
         (says() | {"exit": [0, 0]}, "BROKEN", "8 ranks on 1 nodes, but 16 on 2"),
-        ({"do": "end", "exit": [1, 1], "said": "Killed"}, "NO ANSWER", "`gpucluster verdict`: 'Killed'"),
+        ({"do": "end", "exit": [1, 1], "message": "Killed"}, "NO ANSWER", "`gpucluster verdict`: 'Killed'"),
     ],
     ids=["another pod failed", "another pod hangs", "rank 0 hangs", "rejected", "not together", "no answer"],
 )
@@ -274,9 +274,9 @@ def test_a_template_that_cannot_be_used_is_refused_with_all_that_is_wrong(fake, 
         (changed((*IN_CONTAINER, "env"), [{"name": "GPUCLUSTER_HOSTNAME"}]), "GPUCLUSTER_HOSTNAME"),
         (changed((*IN_CONTAINER, "resources", "limits"), {"nvidia.com/gpu": "4"}), "4 nvidia.com/gpu, "),
     ):
-        code, kept, told = sweep(pod=pod)
+        code, kept, printed = sweep(pod=pod)
         assert (code, kept, fake.created("Job")) == (2, {}, [])
-        assert message in told.err
+        assert message in printed.err
 
 
 def test_nodes_and_files_that_are_not_there_are_named(fake, sweep):
@@ -287,15 +287,15 @@ def test_nodes_and_files_that_are_not_there_are_named(fake, sweep):
         (["--selector", "none"], [], "--selector none: "),
         (["--nodes", "n1"], ["--pod-template=missing.yaml"], "--pod-template missing.yaml: "),
     ):
-        code, _, told = sweep(*words, which=which)
-        assert (code, message in told.err) == (2, True), told.err
+        code, _, printed = sweep(*words, which=which)
+        assert (code, message in printed.err) == (2, True), printed.err
 
 
 def test_a_missing_kubectl_is_named(fake, sweep, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, _, told = sweep()
+    code, _, printed = sweep()
     assert code == 2
-    assert "kubectl " in told.err
+    assert "kubectl " in printed.err
 
 
 SUITE = """\
@@ -321,8 +321,8 @@ def test_the_pods_commands_do_what_they_are_for(fake, sweep, tmp_path, monkeypat
     (tmp_path / "pytest.ini").write_text("[pytest]\ngpucluster = true\n")
     words = [f"--pod-report-dir={tmp_path}/it's here", f"--port={free_port()}", f"--python={sys.executable}"]
     words += ["--expect=1", "--", ".", "-p", "no:hypothesispytest", "--gpucluster-device=cpu"]
-    code, kept, told = sweep(*words, pod=changed((*IN_CONTAINER, "resources"), {}))
-    assert code == 1, told
+    code, kept, printed = sweep(*words, pod=changed((*IN_CONTAINER, "resources"), {}))
+    assert code == 1, printed
     assert {node: each[0] for node, each in found(kept).items()} == {
         "n1": "REHEARSED",
         "n2": "REHEARSED",
@@ -350,7 +350,7 @@ def test_an_interrupted_sweep_deletes_what_it_made(fake, sweep, monkeypatch):
     fake.acts([node("n1"), node("n2")], n1=REJECTED, n2={"do": "run forever"})
     clock = SimpleNamespace(sleep=interrupted, monotonic=time.monotonic)
     monkeypatch.setattr("pytest_gpucluster.runners.sweep_kubernetes.time", clock)
-    code, kept, told = sweep()
+    code, kept, printed = sweep()
     assert (code, kept["finished"], list(found(kept))) == (2, False, ["n1"])
-    assert "interrupted by Ctrl-C: 1 of 2 nodes ended" in told.out
+    assert "interrupted by Ctrl-C: 1 of 2 nodes ended" in printed.out
     assert [name.partition("/")[0] for name in fake.deleted()] == ["job"]

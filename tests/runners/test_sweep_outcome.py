@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 
-from pytest_gpucluster.runners.sweep_result import Answer, Ended, Outcome, conclude, outcome_of
+from pytest_gpucluster.runners.run_result import RunResult
+from pytest_gpucluster.runners.sweep import conclude
+from pytest_gpucluster.runners.sweep_outcome import LauncherExit, Outcome, judge_run
 
-ANSWER = Answer(
+ANSWER = RunResult(
     verdict="ACCEPTED",
     exit=0,
     reason="9 passed",
@@ -19,11 +21,11 @@ ANSWER = Answer(
     journal="/j",
 )
 REJECTED = {"verdict": "REJECTED", "exit": 1, "reason": "t failed", "failure": "hbm: slow"}
-WELL = Ended(exit=0, seconds=5.0, log="/l")
+WELL = LauncherExit(exit=0, seconds=5.0, log="/l")
 
 
 def outcome(answer, ended=WELL):
-    return outcome_of("n", answer, ended, nnodes=1, world_size=8)
+    return judge_run("n", answer, ended, nnodes=1, world_size=8)
 
 
 def test_a_pass_has_no_failure_and_says_where_it_is_recorded():
@@ -35,9 +37,9 @@ def test_a_pass_has_no_failure_and_says_where_it_is_recorded():
 @pytest.mark.parametrize(
     ("changes", "ended", "verdict", "code", "failure"),
     [
-        ({}, {"exit": 1}, "BROKEN", 11, "its journal says ACCEPTED, but its launcher ended with exit code 1"),
-        ({}, {"exit": None}, "BROKEN", 11, "its journal says ACCEPTED, but its launcher did not end"),
-        ({}, {"exit": 0, "stopped": "no answer within 5 s"}, "NO ANSWER", 11, "no answer within 5 s"),
+        ({}, {"exit": 1}, "BROKEN", 11, "its journal states ACCEPTED, but its launcher ended with exit code 1"),
+        ({}, {"exit": None}, "BROKEN", 11, "its journal states ACCEPTED, but its launcher did not end"),
+        ({}, {"exit": 0, "stop_reason": "no answer within 5 s"}, "NO ANSWER", 11, "no answer within 5 s"),
         ({"verdict": "WONDERFUL"}, {}, "BROKEN", 11, "9 passed"),
         ({"exit": 7}, {}, "BROKEN", 11, "9 passed"),
         ({"world_size": 7}, {}, "BROKEN", 11, "its journal is of 7 ranks on 1 nodes, but 8 on 1 were launched"),
@@ -45,11 +47,11 @@ def test_a_pass_has_no_failure_and_says_where_it_is_recorded():
         ({"ended": False}, {}, "NO ANSWER", 11, "its journal has no end: 9 passed"),
         (
             {"ended": False, "verdict": "BROKEN", "exit": 11, "reason": "the run ended during t"},
-            {"stopped": "no answer within 5 s"},
+            {"stop_reason": "no answer within 5 s"},
             *("NO ANSWER", 11, "no answer within 5 s; the run ended during t"),
         ),
         (REJECTED, {"exit": 1}, "REJECTED", 1, "hbm: slow"),
-        (REJECTED, {"exit": None, "stopped": "no answer within 5 s"}, "REJECTED", 1, "hbm: slow"),
+        (REJECTED, {"exit": None, "stop_reason": "no answer within 5 s"}, "REJECTED", 1, "hbm: slow"),
         (REJECTED | {"ended": False}, {"exit": None}, "REJECTED", 1, "hbm: slow"),
         (REJECTED | {"nnodes": 3}, {"exit": 1}, "REJECTED", 1, "hbm: slow"),
         ({"verdict": "ACCEPTED", "exit": 1}, {}, "REJECTED", 1, "9 passed"),
@@ -70,7 +72,7 @@ def test_no_journal_is_no_answer():
         ({}, "exit code 0"),
         ({"exit": 1, "hint": "ERROR: oops\nagain"}, "exit code 1 and no journal: ERROR: oops again"),
         ({"exit": None}, "did not end"),
-        ({"exit": None, "stopped": "no answer within 5 s"}, "within 5 s"),
+        ({"exit": None, "stop_reason": "no answer within 5 s"}, "within 5 s"),
     ):
         got = outcome(None, dataclasses.replace(WELL, **ended))
         assert (got.verdict, got.exit, got.survived) == ("NO ANSWER", 11, False)
@@ -122,12 +124,12 @@ def test_the_reason_names_who_and_the_first_of_them_why():
     assert found.reason == "rejected: n0, n1, n2, n3, n4, n5, n6, n7 and 4 more; n0: why n0"
     found = conclude(["n0", "n1"], [judged("n1", "NO ANSWER")], None)
     assert found.reason == "without a verdict: n1; n1: why n1; NO ANSWER: n0"
-    found = conclude(["n0"], [judged("n0", "ACCEPTED")], None, why_not_together="too few")
+    found = conclude(["n0"], [judged("n0", "ACCEPTED")], None, skipped="too few")
     assert "too few" in found.reason
 
 
 def test_a_sweep_that_broke_or_was_interrupted_is_no_pass():
     passed = [judged("n0", "ACCEPTED")], judged("together", "ACCEPTED")
     assert conclude(["n0"], *passed).exit == 0
-    assert conclude(["n0"], *passed, broke="kubectl").exit == 11
+    assert conclude(["n0"], *passed, broken="kubectl").exit == 11
     assert conclude(["n0"], *passed, interrupted="Ctrl-C").exit == 2

@@ -1,4 +1,4 @@
-"""What kubectl tells is read strictly where a verdict hangs on it, and never taken for a pass."""
+"""kubectl's output is read strictly where a verdict depends on it, and is never taken for a pass."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.runners.sweep_kubernetes import finished, nodes_of, pods_of
+from pytest_gpucluster.runners.sweep_kubernetes import job_end, parse_nodes, parse_pods
 
 
-@pytest.mark.parametrize("read", [nodes_of, lambda text: pods_of(text, "c"), finished], ids=["nodes", "pods", "job"])
+@pytest.mark.parametrize(
+    "read", [parse_nodes, lambda text: parse_pods(text, "c"), job_end], ids=["nodes", "pods", "job"]
+)
 def test_anything_else_is_an_error(read):
     for text in ("", "null", "[]", '{"kind": "Status"}', '{"kind": "List"}', '{"kind": "List", "items": [1]}'):
         with pytest.raises(EnvironmentBroken, match="kubectl"):
@@ -19,7 +21,7 @@ def test_anything_else_is_an_error(read):
 
 def pod(status, **metadata):
     item = {"kind": "Pod", "metadata": {"name": "p", **metadata}, "status": status}
-    [found] = pods_of(json.dumps({"kind": "PodList", "items": [item]}), "suite")
+    [found] = parse_pods(json.dumps({"kind": "PodList", "items": [item]}), "suite")
     return found
 
 
@@ -38,20 +40,20 @@ def test_without_the_end_of_its_container_a_pod_has_no_exit_code():
         assert pod(status).exit is None
 
 
-def test_a_pod_says_why_it_does_not_start():
+def test_a_pod_reports_why_it_does_not_start():
     waiting = {"name": "suite", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "none"}}}
     found = pod({"phase": "Pending", "containerStatuses": [waiting]})
-    assert (found.why, found.over, found.index, found.node) == ("ImagePullBackOff: none", False, -1, "")
+    assert (found.problem, found.ended, found.index, found.node) == ("ImagePullBackOff: none", False, -1, "")
 
 
-def test_an_end_that_is_not_told_in_seconds_has_no_duration():
+def test_an_end_without_times_has_no_duration():
     status = {"phase": "Failed", "containerStatuses": [terminated(exitCode=1, startedAt=None, finishedAt="today")]}
     assert (pod(status).exit, pod(status).seconds) == (1, None)
 
 
 def test_a_job_is_over_when_it_says_so():
     def job(**condition):
-        return finished(json.dumps({"kind": "Job", "metadata": {"name": "j"}, "status": {"conditions": [condition]}}))
+        return job_end(json.dumps({"kind": "Job", "metadata": {"name": "j"}, "status": {"conditions": [condition]}}))
 
     assert job(type="Failed", status="True", reason="DeadlineExceeded") == "DeadlineExceeded"
     assert job(type="Complete", status="True") == "Complete"

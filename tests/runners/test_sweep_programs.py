@@ -23,14 +23,14 @@ def step(tmp_path, code, *, within=60.0, grace=60.0):
 
 def end_of(started):
     until = time.monotonic() + 60
-    while (ended := started.look()) is None and time.monotonic() < until:
+    while (ended := started.poll()) is None and time.monotonic() < until:
         time.sleep(0.02)
     assert ended is not None
     return ended
 
 
 @pytest.mark.parametrize(
-    ("said", "hint"),
+    ("output", "hint"),
     [
         ("", "it has printed nothing"),
         ("one\ntwo\n", "two"),
@@ -39,15 +39,15 @@ def end_of(started):
         ("x" * 100_000 + "\nlast\n", "last"),
     ],
 )
-def test_the_end_of_its_output_is_the_hint(tmp_path, said, hint):
-    ended = end_of(step(tmp_path, f"import sys; sys.stdout.write({said!r}); sys.exit(7)"))
-    assert (ended.exit, ended.stopped, ended.hint, ended.log) == (7, "", hint, str(tmp_path / "log"))
+def test_the_end_of_its_output_is_the_hint(tmp_path, output, hint):
+    ended = end_of(step(tmp_path, f"import sys; sys.stdout.write({output!r}); sys.exit(7)"))
+    assert (ended.exit, ended.stop_reason, ended.hint, ended.log) == (7, "", hint, str(tmp_path / "log"))
 
 
-def test_at_its_deadline_it_is_told_to_end(tmp_path):
+def test_at_its_deadline_it_is_asked_to_end(tmp_path):
     ended = end_of(step(tmp_path, "import time; time.sleep(600)", within=0.1))
-    assert (ended.exit, ended.stopped) == (-15, ended.stopped)
-    assert "0.1 s" in ended.stopped
+    assert (ended.exit, ended.stop_reason) == (-15, ended.stop_reason)
+    assert "0.1 s" in ended.stop_reason
 
 
 def test_one_that_is_deaf_is_killed_and_has_no_exit_code(tmp_path):
@@ -58,9 +58,9 @@ def test_one_that_is_deaf_is_killed_and_has_no_exit_code(tmp_path):
     until = time.monotonic() + 60
     while (tmp_path / "log").read_text() != "deaf\n" and time.monotonic() < until:
         time.sleep(0.02)
-    started.tell_to_end("the sweep ended")
+    started.stop("the sweep ended")
     ended = end_of(started)
-    assert (ended.exit, ended.stopped) == (None, "the sweep ended")
+    assert (ended.exit, ended.stop_reason) == (None, "the sweep ended")
 
 
 def test_one_that_cannot_be_started_is_named(tmp_path):
@@ -75,7 +75,7 @@ def test_what_it_prints_is_returned():
 @pytest.mark.parametrize(
     ("command", "within", "message"),
     [
-        (python("import sys; sys.exit('oops\\nthere')"), 60, "exit code 1 and said: oops there"),
+        (python("import sys; sys.exit('oops\\nthere')"), 60, "exit code 1: oops there"),
         (python("raise SystemExit(3)"), 60, "exit code 3"),
         (python("import time; time.sleep(600)"), 0.2, "0.2 s"),
         (["/no/such/program"], 60, "/no/such/program"),

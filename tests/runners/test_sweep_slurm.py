@@ -37,9 +37,9 @@ def sweep(fake, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("GPUCLUSTER_HOSTNAME", "login")
         arguments = ["sweep", "slurm", "--expect", expect, "--report-dir", str(tmp_path / "out"), *options, *words]
         code = main.main(arguments)
-        told = capsys.readouterr()
+        printed = capsys.readouterr()
         kept = tmp_path / "out" / "latest" / "sweep.json"
-        return code, json.loads(kept.read_text()) if kept.exists() else {}, told
+        return code, json.loads(kept.read_text()) if kept.exists() else {}, printed
 
     return run
 
@@ -50,7 +50,7 @@ def found(kept):
 
 def test_every_node_runs_alone_and_then_all_together(fake, sweep, tmp_path):
     fake.acts({"*": PASSED, "together": TOGETHER}, ["gpu-1", "gpu-2"])
-    code, kept, told = sweep("gpu-[1-2]", "--", "acceptance/", "-k", "matmul", options=["--srun=--gpus-per-node=8"])
+    code, kept, printed = sweep("gpu-[1-2]", "--", "acceptance/", "-k", "matmul", options=["--srun=--gpus-per-node=8"])
     assert code == 0
     assert (kept["verdict"], kept["exit"], kept["finished"]) == ("ACCEPTED", 0, True)
     assert found(kept) == {"gpu-1": ("ACCEPTED", 0, ""), "gpu-2": ("ACCEPTED", 0, "")}
@@ -82,8 +82,8 @@ def test_every_node_runs_alone_and_then_all_together(fake, sweep, tmp_path):
     # A host's name that was set for this process would be that of every node.
     assert {note["hostname"] for note in fake.noted("start")} == {None}
     assert not (folder / "exclude.txt").exists()
-    assert "[2/2] gpu-" in told.out
-    assert told.out.splitlines()[-1].startswith("ACCEPTED, exit code 0: 2 nodes ")
+    assert "[2/2] gpu-" in printed.out
+    assert printed.out.splitlines()[-1].startswith("ACCEPTED, exit code 0: 2 nodes ")
 
 
 def test_a_node_that_hangs_is_ended_and_has_given_no_answer(fake, sweep, monkeypatch):
@@ -100,7 +100,7 @@ def test_a_node_that_hangs_is_ended_and_has_given_no_answer(fake, sweep, monkeyp
     assert cancelled == ["--signal=KILL", *(f"77.{pid}" for pid in started.values())]
 
 
-def test_who_did_not_get_through_alone_is_told_and_left_out(fake, sweep, tmp_path):
+def test_nodes_that_fail_alone_are_listed_and_left_out(fake, sweep, tmp_path):
     fake.acts(
         {
             "n1": PASSED,
@@ -114,7 +114,7 @@ def test_who_did_not_get_through_alone_is_told_and_left_out(fake, sweep, tmp_pat
         },
         ["n1", "n5"],
     )
-    code, kept, told = sweep("n[1-2,4-5,7-9]")
+    code, kept, printed = sweep("n[1-2,4-5,7-9]")
     assert code == 1
     expected = {
         "n1": ("ACCEPTED", 0, ""),
@@ -134,8 +134,8 @@ def test_who_did_not_get_through_alone_is_told_and_left_out(fake, sweep, tmp_pat
     assert "\n[slurm]\nn[2,4,7-9]\n" in excluded
     assert "# n2: REJECTED: matmul: matmul 1 TFLOPS < 2 TFLOPS\n" in excluded
     table = (tmp_path / "out" / "latest" / "sweep.txt").read_text()
-    assert table in told.out + "\n"
-    assert told.out.splitlines()[-1].startswith("REJECTED, exit code 1: rejected: n2; n2: matmul: matmul 1 TFLOPS")
+    assert table in printed.out + "\n"
+    assert printed.out.splitlines()[-1].startswith("REJECTED, exit code 1: rejected: n2; n2: matmul: matmul 1 TFLOPS")
 
 
 def test_no_more_nodes_than_asked_for_run_at_a_time(fake, sweep):
@@ -197,9 +197,9 @@ def test_what_cannot_be_asked_for_is_refused_before_anything_starts(fake, sweep,
         ("", [], "allocation"),
         ("a/b", [], "'a/b'"),
     ):
-        code, kept, told = sweep(nodelist, *words)
+        code, kept, printed = sweep(nodelist, *words)
         assert (code, kept, fake.notes) == (2, {}, [])
-        assert message in told.err
+        assert message in printed.err
     for words, message in (
         (["--min-nodes", "1"], "2"),
         (["--at-once", "0"], "1"),
@@ -210,30 +210,30 @@ def test_what_cannot_be_asked_for_is_refused_before_anything_starts(fake, sweep,
         with pytest.raises(SystemExit) as error:
             sweep("n[1-2]", *words)
         assert error.value.code == 2
-        told = capsys.readouterr().err
-        assert words[0] in told
-        assert message in told
+        printed = capsys.readouterr().err
+        assert words[0] in printed
+        assert message in printed
 
 
 def test_a_missing_program_of_slurm_is_named(fake, sweep, monkeypatch):
     (fake.bin / "srun").unlink()
     monkeypatch.setenv("PATH", str(fake.root))  # a real Slurm may be installed here
-    code, _, told = sweep("n[1-2]")
+    code, _, printed = sweep("n[1-2]")
     assert code == 2
-    assert "srun " in told.err
+    assert "srun " in printed.err
 
 
 def test_the_nodes_of_the_job_are_swept_where_none_are_named():
     environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[003,007]"}
-    assert sweep_slurm.allocated(environ, None) == ("gpu-003", "gpu-007")
+    assert sweep_slurm.allocated_nodes(environ, None) == ("gpu-003", "gpu-007")
     with pytest.raises(OptionError, match="salloc"):
-        sweep_slurm.allocated({"SLURM_JOB_NODELIST": "a"}, None)
+        sweep_slurm.allocated_nodes({"SLURM_JOB_NODELIST": "a"}, None)
 
 
 def test_a_task_on_a_strange_node_does_not_take_part():
-    words = sweep_slurm._with_rank_of_node(["echo", "-m", "torch.distributed.run", "--nnodes=2"], ["a", "b"])
-    for node, code, said in (("b", 0, "-m torch.distributed.run --node-rank=1 --nnodes=2\n"), ("c", 64, "")):
+    words = sweep_slurm._with_node_rank(["echo", "-m", "torch.distributed.run", "--nnodes=2"], ["a", "b"])
+    for node, code, output in (("b", 0, "-m torch.distributed.run --node-rank=1 --nnodes=2\n"), ("c", 64, "")):
         done = subprocess.run(
             words, env={**os.environ, "SLURMD_NODENAME": node}, capture_output=True, text=True, check=False, timeout=30
         )
-        assert (done.returncode, done.stdout) == (code, said)
+        assert (done.returncode, done.stdout) == (code, output)

@@ -74,13 +74,13 @@ def test_every_node_runs_alone_and_then_those_that_passed_together(fake, sweep, 
         ({"hangs": True, "exit": 2}, " 3 s"),
     ],
 )
-def test_a_node_of_which_nobody_knows_is_never_a_pass(act, failure, fake, sweep):
+def test_a_node_without_an_answer_is_never_a_pass(act, failure, fake, sweep):
     fake.acts({"localhost": PASSED, "gpu-2": PASSED, "gpu-3": act})
     code, kept, _ = sweep(*(["--alone-within=3 s"] if "hangs" in act else []))
     assert code == 11
-    verdict, exit_code, told = found(kept)["gpu-3"]
+    verdict, exit_code, message = found(kept)["gpu-3"]
     assert (verdict, exit_code) == ("NO ANSWER", 11)
-    assert failure in told
+    assert failure in message
     assert kept["together"]["verdict"] == "ACCEPTED"
 
 

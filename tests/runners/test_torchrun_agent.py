@@ -1,4 +1,4 @@
-"""torchrun's agent: how its end is put into words. What it does with ranks is in ``test_run_command``."""
+"""torchrun's agent: how its end is reported. What it does with ranks is in ``test_run_command``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.runners import torchrun_agent
-from pytest_gpucluster.runners.torchrun import Account, RankEnd
+from pytest_gpucluster.runners.torchrun import AgentResult, RankExit
 
 SUITE = ["--nproc-per-node=2", "-m", "pytest", "."]
 
@@ -25,56 +25,56 @@ def test_wrong_usage_of_torchrun_is_one_line(capfd):
         (["train.py", *SUITE], "'train.py' "),
         (["-m", "unittest"], "'unittest' "),
     ):
-        account = torchrun_agent.run(arguments)
-        assert (account.how, named in account.message) == ("usage", True), account
-        assert "\n" not in account.message
+        agent = torchrun_agent.run(arguments)
+        assert (agent.outcome, named in agent.message) == ("usage", True), agent
+        assert "\n" not in agent.message
     assert "usage:" not in capfd.readouterr().err
 
 
-def test_an_error_of_torch_without_words_is_told_by_its_place():
-    account = torchrun_agent.run(["--nproc-per-node=0", "-m", "pytest", "."])
-    assert account.how == "error"
-    assert re.fullmatch(r"AssertionError: /\S+/torch/\S+\.py, line \d+", account.message)
+def test_an_error_of_torch_without_a_message_is_reported_by_its_line():
+    agent = torchrun_agent.run(["--nproc-per-node=0", "-m", "pytest", "."])
+    assert agent.outcome == "error"
+    assert re.fullmatch(r"AssertionError: /\S+/torch/\S+\.py, line \d+", agent.message)
 
 
-def test_a_node_without_gpus_is_told_what_to_do(monkeypatch):
+def test_without_gpus_the_message_has_a_remedy(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    account = torchrun_agent.run(["--nproc-per-node=gpu", "-m", "pytest", "."])
-    assert account.how == "usage"
-    assert "--gpucluster-device=cpu" in account.message
+    agent = torchrun_agent.run(["--nproc-per-node=gpu", "-m", "pytest", "."])
+    assert agent.outcome == "usage"
+    assert "--gpucluster-device=cpu" in agent.message
 
 
 def failures(**ends: tuple[int, int]) -> ChildFailedError:
     """rN=(exit code, when it failed)."""
-    told = {}
+    failures = {}
     for name, (code, at) in ends.items():
         failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="<N/A>")
         failure.timestamp = at
-        told[int(name[1:])] = failure
-    return ChildFailedError("pytest", told)
+        failures[int(name[1:])] = failure
+    return ChildFailedError("pytest", failures)
 
 
 @pytest.mark.parametrize(
-    ("error", "account"),
+    ("error", "agent"),
     [
         (
             failures(r0=(-15, 5), r3=(1, 5)),
-            Account(how="ranks failed", ranks=(RankEnd(rank=3, code=1), RankEnd(rank=0, code=-15))),
+            AgentResult(outcome="ranks failed", ranks=(RankExit(rank=3, code=1), RankExit(rank=0, code=-15))),
         ),
-        (SignalException("told to", sigval=15), Account(how="signal", message="SIGTERM")),
-        (RendezvousTimeoutError("late"), Account(how="error", message="RendezvousTimeoutError: late")),
-        (RuntimeError("EADDRINUSE"), Account(how="error", message="RuntimeError: EADDRINUSE")),
-        (None, Account(how="done")),
+        (SignalException("requested", sigval=15), AgentResult(outcome="signal", message="SIGTERM")),
+        (RendezvousTimeoutError("late"), AgentResult(outcome="error", message="RendezvousTimeoutError: late")),
+        (RuntimeError("EADDRINUSE"), AgentResult(outcome="error", message="RuntimeError: EADDRINUSE")),
+        (None, AgentResult(outcome="done")),
     ],
     ids=["ranks", "signal", "rendezvous", "error", "done"],
 )
-def test_each_end_of_torchrun_is_told_apart(monkeypatch, error, account):
+def test_each_end_of_torchrun_has_its_outcome(monkeypatch, error, agent):
     def run(arguments: Any) -> None:
         if error is not None:
             raise error
 
     monkeypatch.setattr(torch.distributed.run, "run", run)
-    assert torchrun_agent.run(SUITE) == account
+    assert torchrun_agent.run(SUITE) == agent
 
 
 @pytest.mark.parametrize(
@@ -88,21 +88,19 @@ def test_each_end_of_torchrun_is_told_apart(monkeypatch, error, account):
     ],
     ids=["nothing was asked for", "a folder", "tee", "redirects", "a plugin of torchrun's that keeps them"],
 )
-def test_torchruns_folder_of_logs_goes_with_the_account_where_nobody_has_asked_for_logs(
-    options, log_dir, monkeypatch, tmp_path
-):
-    told = []
+def test_torchruns_folder_of_logs_is_temporary_unless_logs_are_requested(options, log_dir, monkeypatch, tmp_path):
+    started = []
     monkeypatch.setenv(verdict.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(torch.distributed.run, "run", told.append)
-    assert torchrun_agent.run([*options, *SUITE]).how == "done"
-    assert told[0].log_dir == (None if log_dir is None else log_dir.format(notes=tmp_path))
+    monkeypatch.setattr(torch.distributed.run, "run", started.append)
+    assert torchrun_agent.run([*options, *SUITE]).outcome == "done"
+    assert started[0].log_dir == (None if log_dir is None else log_dir.format(notes=tmp_path))
 
 
 def test_an_account_is_read_as_it_was_written_or_not_at_all(tmp_path):
-    account = Account(how="ranks failed", message="\x1b é", ranks=(RankEnd(rank=3, code=-9),))
-    assert Account.read(tmp_path) is None
-    account.write(tmp_path)
-    assert Account.read(tmp_path) == account
-    for text in ("", "{", "[]", '{"how": "done"}', '{"how": "done", "message": "", "ranks": [{}]}'):
+    agent = AgentResult(outcome="ranks failed", message="\x1b é", ranks=(RankExit(rank=3, code=-9),))
+    assert AgentResult.read(tmp_path) is None
+    agent.write(tmp_path)
+    assert AgentResult.read(tmp_path) == agent
+    for text in ("", "{", "[]", '{"outcome": "done"}', '{"outcome": "done", "message": "", "ranks": [{}]}'):
         (tmp_path / "agent.json").write_text(text)
-        assert Account.read(tmp_path) is None
+        assert AgentResult.read(tmp_path) is None

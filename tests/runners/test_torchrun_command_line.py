@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.runners.torchrun import command_line, meeting_place
+from pytest_gpucluster.runners.torchrun import command_line, rendezvous_host
 
 SUITE = ["acceptance/"]
 CPU = ["--gpucluster-device=cpu"]
@@ -30,10 +30,10 @@ CPU = ["--gpucluster-device=cpu"]
 def test_without_a_number_of_ranks_there_is_one_for_each_gpu_or_two_to_rehearse(launch, pytest_words, environ, ranks):
     line = command_line(launch, pytest_words, environ)
     assert line.arguments == (*ranks, *launch, "-m", "pytest", *pytest_words)
-    assert bool(line.remark) is bool(ranks)
+    assert bool(line.note) is bool(ranks)
 
 
-def test_torchrun_is_not_told_to_run_something_else():
+def test_options_that_select_another_program_are_refused():
     for word in ("-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path=1"):
         with pytest.raises(OptionError, match=f"^{word}: "):
             command_line(["--nnodes=1", word], SUITE, {})
@@ -62,4 +62,4 @@ def test_torchrun_is_not_told_to_run_something_else():
     ],
 )
 def test_where_the_agents_meet_is_read_as_torchrun_reads_it(launch, environ, found):
-    assert meeting_place(launch, environ) == found
+    assert rendezvous_host(launch, environ) == found

@@ -112,8 +112,8 @@ def test_a_wrong_option_is_told_and_replaces_an_earlier_report(
 
 
 CONTRADICTIONS = {
-    "RANK without WORLD_SIZE": ({"RANK": "3"}, ["RANK=3 tells of other processes"]),
-    "WORLD_SIZE without a launcher": ({"WORLD_SIZE": "8"}, ["WORLD_SIZE=8 tells of several processes"]),
+    "RANK without WORLD_SIZE": ({"RANK": "3"}, ["RANK=3 means that there are other processes"]),
+    "WORLD_SIZE without a launcher": ({"WORLD_SIZE": "8"}, ["WORLD_SIZE=8 means several processes"]),
     "a task without its number": (
         {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"},
         ["SLURM_PROCID is missing", "SLURM_LOCALID is missing"],
@@ -127,7 +127,7 @@ def test_contradictory_variables_of_a_launcher_are_told_and_replace_an_earlier_r
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    refused(stale.run(), "do not make a rank", "what to do: ", *texts)
+    refused(stale.run(), "do not define a rank", "what to do: ", *texts)
     left = stale.run("--junitxml=file/report.xml", junit=False)  # which cannot be written
     assert left.exit == 4
     for text in (*texts, "file/report.xml"):

@@ -8,8 +8,8 @@ import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.runners import sweep
-from pytest_gpucluster.runners.sweep import Plan, each_node
-from pytest_gpucluster.runners.sweep_result import Evidence, Outcome
+from pytest_gpucluster.runners.plan import SweepPlan, parse_per_node
+from pytest_gpucluster.runners.sweep_outcome import Outcome, SweepFiles
 
 CODES = {"ACCEPTED": 0, "REJECTED": 1, "INCOMPLETE": 10, "NO ANSWER": 11}
 
@@ -21,20 +21,20 @@ def of(node, verdict):
 
 
 class Script:
-    """A scheduler in which everything is settled beforehand."""
+    """A scheduler with given outcomes."""
 
     def __init__(self, alone, together="ACCEPTED"):
-        self.told, self.joint, self.asked, self.stopped = alone, together, [], 0
+        self.verdicts, self.joint, self.started, self.stopped = alone, together, [], 0
 
-    def alone(self, nodes):
-        self.asked.append(tuple(nodes))
-        for node, verdict in self.told:
+    def run_nodes(self, nodes):
+        self.started.append(tuple(nodes))
+        for node, verdict in self.verdicts:
             if isinstance(verdict, BaseException):
                 raise verdict
             yield of(node, verdict)
 
-    def together(self, nodes):
-        self.asked.append(tuple(nodes))
+    def run_joint(self, nodes):
+        self.started.append(tuple(nodes))
         if isinstance(self.joint, BaseException):
             raise self.joint
         return of("together", self.joint)
@@ -46,47 +46,47 @@ class Script:
 
 @pytest.fixture
 def carried_out(tmp_path):
-    """Carry out a sweep of n1 to n3: verdict, sweep.json, what was said."""
+    """Carry out a sweep of n1 to n3: verdict, sweep.json, printed lines."""
 
     def run(scheduler, min_nodes=2):
-        plan = Plan(
+        plan = SweepPlan(
             nodes=("n1", "n2", "n3"),
-            each=each_node("8"),
+            per_node=parse_per_node("8"),
             pytest_arguments=(),
             python="python",
-            alone_within=1.0,
-            together_within=1.0,
+            node_seconds=1.0,
+            joint_seconds=1.0,
             at_once=3,
             min_nodes=min_nodes,
             port=1,
         )
-        said = []
-        record = Evidence(tmp_path, scheduler="slurm", command=["sweep"], nodes=plan.nodes)
-        verdict = sweep.sweep(plan, scheduler, record, said.append)
+        printed = []
+        files = SweepFiles(tmp_path, scheduler="slurm", command=["sweep"], nodes=plan.nodes)
+        verdict = sweep.sweep(plan, scheduler, files, printed.append)
         assert scheduler.stopped == 1
-        return verdict, json.loads((tmp_path / "sweep.json").read_text()), "\n".join(said)
+        return verdict, json.loads((tmp_path / "sweep.json").read_text()), "\n".join(printed)
 
     return run
 
 
 def test_the_survivors_run_together_in_the_order_of_the_nodes(carried_out):
     script = Script([("n3", "ACCEPTED"), ("n2", "REJECTED"), ("n1", "INCOMPLETE")])
-    verdict, kept, said = carried_out(script)
-    assert script.asked == [("n1", "n2", "n3"), ("n1", "n3")]
+    verdict, kept, printed = carried_out(script)
+    assert script.started == [("n1", "n2", "n3"), ("n1", "n3")]
     assert (verdict.exit, kept["exit"], kept["finished"]) == (1, 1, True)
-    assert "[2/3] n2: REJECTED after 2 s: why" in said
-    assert "2 of 3 nodes " in said
-    assert "job/x: " in said
-    assert said.endswith(f"\n{verdict.word}, exit code 1: {verdict.reason}")
+    assert "[2/3] n2: REJECTED after 2 s: why" in printed
+    assert "2 of 3 nodes" in printed
+    assert "job/x: " in printed
+    assert printed.endswith(f"\n{verdict.word}, exit code 1: {verdict.reason}")
 
 
 def test_too_few_survivors_do_not_run_together(carried_out):
     script = Script([("n1", "ACCEPTED"), ("n2", "ACCEPTED"), ("n3", "NO ANSWER")])
-    verdict, kept, said = carried_out(script, min_nodes=3)
-    assert script.asked == [("n1", "n2", "n3")]
+    verdict, kept, printed = carried_out(script, min_nodes=3)
+    assert script.started == [("n1", "n2", "n3")]
     assert (verdict.exit, kept["together"]) == (11, None)
-    assert "2 of 3 nodes " in said
-    assert "--min-nodes is 3" in said
+    assert "2 of 3 nodes" in printed
+    assert "--min-nodes is 3" in printed
 
 
 def test_a_node_that_comes_twice_has_its_worse_outcome(carried_out):
@@ -104,7 +104,7 @@ def test_a_node_that_comes_twice_has_its_worse_outcome(carried_out):
         (EnvironmentBroken("kubectl is gone"), 11, "kubectl is gone"),
     ],
 )
-def test_whatever_ends_it_what_is_known_is_kept(carried_out, ends, code, reason):
+def test_an_interrupted_or_broken_sweep_keeps_its_outcomes(carried_out, ends, code, reason):
     for script in (
         Script([("n1", "ACCEPTED"), ("n2", ends)]),
         Script([("n1", "ACCEPTED"), ("n2", "ACCEPTED"), ("n3", "ACCEPTED")], ends),

@@ -9,7 +9,7 @@ from fake_ssh import journal_lines
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import Journal, JournalBuilder
-from pytest_gpucluster.runners.sweep_result import MOST_BYTES, Answer
+from pytest_gpucluster.runners.run_result import MOST_BYTES, RunResult
 
 
 def journal_of(lines) -> Journal:
@@ -19,38 +19,38 @@ def journal_of(lines) -> Journal:
     return builder.journal()
 
 
-def answer(**of):
-    return Answer.of(journal_of(journal_lines(**of)), "/j")
+def result(**of):
+    return RunResult.of(journal_of(journal_lines(**of)), "/j")
 
 
 def test_a_pass_has_no_failure():
-    found = answer()
+    found = result()
     assert (found.verdict, found.exit, found.ended, found.failure) == ("ACCEPTED", 0, True, "")
     assert (found.nnodes, found.world_size, found.journal) == (1, 8, "/j")
 
 
-def test_the_first_failure_is_told_before_any_error():
+def test_the_first_failure_comes_before_any_error():
     lines = journal_lines(outcome="failed", message="slow\nthere", verdict=None)
     lines.insert(2, {"type": "problem", "name": "preflight", "outcome": "error", "message": "odd"})
-    found = Answer.of(journal_of(lines), "")
+    found = RunResult.of(journal_of(lines), "")
     assert found.failure == "matmul: slow there"
     assert (found.verdict, found.exit, found.ended) == ("REJECTED", 1, False)
     lines = [line for line in lines if line["type"] != "test"]
-    found = Answer.of(journal_of(lines), "")
+    found = RunResult.of(journal_of(lines), "")
     assert (found.verdict, found.exit, found.failure) == ("BROKEN", 11, "preflight: odd")
 
 
 def test_a_journal_without_an_end_says_how_far_the_run_came():
-    found = answer(verdict=None)
+    found = result(verdict=None)
     assert (found.verdict, found.exit, found.failure) == ("BROKEN", 11, found.failure)
     assert "t.py::test_next" in found.failure
 
 
 @pytest.mark.parametrize("text", ["short", 'q"' * 2000, "\N{PILE OF POO}" * 2000], ids=["short", "long", "wide"])
 def test_it_fits_and_is_read_back(text):
-    written = answer(outcome="failed", message=text, verdict="REJECTED", exit=1).to_json()
+    written = result(outcome="failed", message=text, verdict="REJECTED", exit=1).to_json()
     assert len(written.encode()) <= MOST_BYTES
-    found = Answer.from_json(written)
+    found = RunResult.from_json(written)
     assert (found.verdict, found.exit, found.nnodes) == ("REJECTED", 1, 1)
     assert found.failure.startswith(f"matmul: {text[:20]}")
 
@@ -59,12 +59,12 @@ def test_it_fits_and_is_read_back(text):
     "change", [{"exit": "0"}, {"exit": True}, {"ended": 1}, {"verdict": None}, {"schema_version": 2}, {"nnodes": 1.0}]
 )
 def test_what_is_no_answer_is_no_pass(change):
-    read = json.loads(answer().to_json()) | change
+    read = json.loads(result().to_json()) | change
     with pytest.raises(JournalError):
-        Answer.from_json(json.dumps(read))
+        RunResult.from_json(json.dumps(read))
 
 
-def test_any_other_text_is_no_answer():
+def test_any_other_text_is_no_result():
     for text in ("", "Killed", "[]", "3", "[" * 4000, "{}"):
         with pytest.raises(JournalError):
-            Answer.from_json(text)
+            RunResult.from_json(text)

@@ -105,8 +105,8 @@ def test_two_nodes_run_together_and_their_reports_come(nodes, suite):
     assert left.stderr.splitlines()[-1].startswith("REHEARSAL, REHEARSED, exit code 0: 1 passed")
     assert "collected 3 items" in left.stdout
     folder = suite / "gpucluster-ssh" / "latest"
-    told = journal.read(journal.locate(folder / "node-1"))
-    assert (told.run.nnodes, told.run.world_size, told.verdict) == (2, 2, "REHEARSED")
+    record = journal.read(journal.locate(folder / "node-1"))
+    assert (record.run.nnodes, record.run.world_size, record.verdict) == (2, 2, "REHEARSED")
     for name in ("report.html", "results.json", "metrics.prom", "report.md", "node-1/report.xml", "node-2/output.log"):
         assert (folder / name).stat().st_size, name
     results = json.loads((folder / "results.json").read_text())
@@ -126,10 +126,10 @@ def test_what_ends_a_run_ends_it_on_all_nodes_and_reports_come(nodes, suite, cut
         left = process.wait()
     code = 11 if cut else 2
     assert left.exit == code, left.output
-    said = left.stderr.splitlines()[-1]
-    assert f"BROKEN, exit code {code}: {'node-2: ' if cut else 'interrupted (SIGINT)'}" in said
-    told = journal.read(journal.locate(suite / "gpucluster-ssh" / "latest" / "node-1"))
-    assert (told.verdict, "node-2" in told.reason) == ("BROKEN", cut)
+    last_line = left.stderr.splitlines()[-1]
+    assert f"BROKEN, exit code {code}: {'node-2: ' if cut else 'interrupted (SIGINT)'}" in last_line
+    record = journal.read(journal.locate(suite / "gpucluster-ssh" / "latest" / "node-1"))
+    assert (record.verdict, "node-2" in record.reason) == ("BROKEN", cut)
     assert left_on(nodes) == []
 
 
@@ -142,9 +142,9 @@ def test_nothing_runs_on_when_the_command_itself_is_killed(nodes, suite):
         assert left_on(nodes) == []
 
 
-def test_a_look_tells_of_each_node_what_is_wrong_with_it(nodes, suite):
+def test_a_check_reports_what_is_wrong_with_each_node(nodes, suite):
     with socket.create_server(("127.0.0.1", 0)) as mute, socket.socket() as refusing:
-        refusing.bind(("127.0.0.1", 0))  # nobody listens there
+        refusing.bind(("127.0.0.1", 0))  # no process listens there
         nodes.hosts(
             suite / "hosts",
             f"node-mute address=127.0.0.1 port={mute.getsockname()[1]}",
@@ -169,8 +169,8 @@ def test_a_look_tells_of_each_node_what_is_wrong_with_it(nodes, suite):
     assert left_on(nodes) == []
 
 
-def test_what_stands_in_the_way_is_told_with_what_to_do(nodes, suite):
-    for words, told in (
+def test_an_obstacle_is_reported_with_a_remedy(nodes, suite):
+    for words, message in (
         (["--python=/no/such/python"], "--python"),
         (["--ssh=-oIdentityFile=/dev/null", "--ssh=-oIdentitiesOnly=yes", "--ssh=-F/dev/null"], "known_hosts"),
         (["--directory=/no/such folder"], "/no/such folder: "),
@@ -178,10 +178,10 @@ def test_what_stands_in_the_way_is_told_with_what_to_do(nodes, suite):
     ):
         left = end_of(start(nodes, suite, "run --hosts", *words, "--check", only="node-1"))
         assert left.exit in (11, 12), left.output
-        assert told in left.stdout
+        assert message in left.stdout
 
 
-def test_every_node_tells_what_it_is(nodes, suite):
+def test_every_node_sends_its_info(nodes, suite):
     left = end_of(start(nodes, suite, "run --hosts", "--info"))
     assert left.exit == 0, left.output
     folder = suite / "gpucluster-ssh" / "latest"
@@ -194,15 +194,15 @@ def test_a_sweep_leaves_out_what_fails_alone_and_runs_the_others_together(nodes,
     left = end_of(start(nodes, suite, "sweep ssh", *words, only="node-[1-3]"))
     assert left.exit == 1, left.output
     folder = suite / "gpucluster-sweep" / "latest"
-    told = json.loads((folder / "sweep.json").read_text())
-    assert {each["node"]: each["verdict"] for each in told["alone"]} == {
+    summary = json.loads((folder / "sweep.json").read_text())
+    assert {each["node"]: each["verdict"] for each in summary["alone"]} == {
         "node-1": "REHEARSED",
         "node-2": "REJECTED",
         "node-3": "REHEARSED",
     }
-    assert told["together"]["verdict"] == "REHEARSED"
+    assert summary["together"]["verdict"] == "REHEARSED"
     assert "[slurm]\nnode-2\n" in (folder / "exclude.txt").read_text()
     assert (folder / "nodes" / "node-2" / "report.xml").is_file()
-    joint = journal.read(Path(told["together"]["journal"]))
+    joint = journal.read(Path(summary["together"]["journal"]))
     assert (joint.run.nnodes, joint.run.world_size) == (2, 2)
     assert left_on(nodes) == []

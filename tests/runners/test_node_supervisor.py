@@ -1,4 +1,4 @@
-"""What runs on a node ends with the connection, in order where it can, and leaves nothing behind."""
+"""A program on a node ends with the connection, in order if it can, and no process of it remains."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pytest_gpucluster.runners import ssh
 from pytest_gpucluster.runners.node_agent import await_end
 
 _DEADLINE = 60.0
-_KEEP = """\
+_SUPERVISE = """\
 import os, sys
 from pathlib import Path
 from pytest_gpucluster.runners.node_agent import Job, supervise
 folder = Path(sys.argv[1]) if sys.argv[1] else None
 job = Job(command=[sys.executable, "-S", "-c", sys.argv[4]], directory=None, environ=os.environ, folder=folder)
-sys.exit(supervise(job, silent_seconds=float(sys.argv[2]), grace_seconds=float(sys.argv[3])))
+sys.exit(supervise(job, heartbeat_seconds=float(sys.argv[2]), grace_seconds=float(sys.argv[3])))
 """
 _POLITE = """\
 import pathlib, signal, sys, time
 def bye(number, frame):
-    pathlib.Path("told").write_text(signal.Signals(number).name)
+    pathlib.Path("signal").write_text(signal.Signals(number).name)
     print("reports are written", flush=True)
     sys.exit(2)
 signal.signal(signal.SIGTERM, bye)
@@ -46,12 +46,12 @@ time.sleep(600)
 """
 
 
-class Kept:
-    """A keeper under way, and the other side of its connection."""
+class Supervised:
+    """A supervisor and its program, and the other side of the connection."""
 
-    def __init__(self, tmp_path, script, *, silent=60.0, grace=60.0, folder=""):
+    def __init__(self, tmp_path, script, *, heartbeat=60.0, grace=60.0, folder=""):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _KEEP, folder, str(silent), str(grace), script],
+            [sys.executable, "-c", _SUPERVISE, folder, str(heartbeat), str(grace), script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=tmp_path,
@@ -61,15 +61,15 @@ class Kept:
         line = self.process.stdout.readline()
         return ssh.decode(line) if line else None
 
-    def say(self, word):
+    def send(self, word):
         self.process.stdin.write(f"{word}\n".encode())
         self.process.stdin.flush()
 
     def begun(self):
         """Wait for the program's first line, which may come in pieces."""
-        said = ""
-        while not said.endswith("begun\n"):
-            said += self.frame().value
+        output = ""
+        while not output.endswith("begun\n"):
+            output += self.frame().value
 
     def rest(self):
         """All that follows, to its end."""
@@ -80,11 +80,11 @@ class Kept:
 
 
 @pytest.fixture
-def kept(tmp_path, request):
+def supervised(tmp_path, request):
     started = []
 
     def start(script, **settings):
-        started.append(Kept(tmp_path, script, **settings))
+        started.append(Supervised(tmp_path, script, **settings))
         return started[-1]
 
     yield start
@@ -103,86 +103,86 @@ def wait_until(found):
 
 
 def is_gone(pid):
-    """Tell whether a process is there no more, or is only waited for."""
+    """Whether a process has ended, or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
 
 
-def test_what_a_program_says_and_how_it_ends_is_passed_on(kept, tmp_path):
+def test_output_and_exit_code_are_forwarded(supervised, tmp_path):
     script = "import sys; print('out ü'); print('err', file=sys.stderr)\n"
     script += "sys.stdout.buffer.write(b'\\xff'); sys.exit(10)"
-    run = kept(script, folder="run")
-    told = run.rest()
-    assert "".join(frame.value for frame in told if frame.kind == ssh.OUT) == "out ü\n\\xff"
-    assert "".join(frame.value for frame in told if frame.kind == ssh.ERR) == "err\n"
-    assert told[-1] == ssh.Frame(ssh.END, {"exit": 10, "error": ""})
+    run = supervised(script, folder="run")
+    frames = run.rest()
+    assert "".join(frame.value for frame in frames if frame.kind == ssh.OUT) == "out ü\n\\xff"
+    assert "".join(frame.value for frame in frames if frame.kind == ssh.ERR) == "err\n"
+    assert frames[-1] == ssh.Frame(ssh.END, {"exit": 10, "error": ""})
     assert run.end() == 0
-    # Which of the two ways is read first is nobody's to say.
-    kept_lines = (tmp_path / "run" / "output.log").read_bytes().replace(b"\xff", b"\xff\n").splitlines()
-    assert sorted(kept_lines) == sorted(["out ü".encode(), b"err", b"\xff"])
+    # Either pipe may be read first.
+    lines = (tmp_path / "run" / "output.log").read_bytes().replace(b"\xff", b"\xff\n").splitlines()
+    assert sorted(lines) == sorted(["out ü".encode(), b"err", b"\xff"])
     assert await_end(tmp_path / "run", 0) == 10
 
 
-def test_much_output_is_passed_on_whole(kept):
-    run = kept("print('x' * 99 + '\\n', end='') or [print('y' * 999) for _ in range(4000)]")
-    time.sleep(0.5)  # nobody reads at first: what is said has to wait, and is not lost
+def test_much_output_is_forwarded_whole(supervised):
+    run = supervised("print('x' * 99 + '\\n', end='') or [print('y' * 999) for _ in range(4000)]")
+    time.sleep(0.5)  # not read at first: the output has to wait, and is not lost
     text = "".join(frame.value for frame in run.rest() if frame.kind == ssh.OUT)
     assert text == "x" * 99 + "\n" + ("y" * 999 + "\n") * 4000
 
 
 @pytest.mark.parametrize(("word", "name"), [(ssh.INTERRUPT, "SIGINT"), (ssh.TERMINATE, "SIGTERM")])
-def test_it_ends_in_order_when_it_is_told_to(word, name, kept, tmp_path):
-    run = kept(_POLITE)
+def test_it_ends_in_order_on_request(word, name, supervised, tmp_path):
+    run = supervised(_POLITE)
     run.begun()
-    run.say(ssh.BEAT)
-    run.say(word)
-    told = run.rest()
-    assert "".join(frame.value for frame in told if frame.kind == ssh.OUT) == "reports are written\n"
-    assert told[-1].value == {"exit": 2, "error": ""}
-    assert (tmp_path / "told").read_text() == name
+    run.send(ssh.HEARTBEAT)
+    run.send(word)
+    frames = run.rest()
+    assert "".join(frame.value for frame in frames if frame.kind == ssh.OUT) == "reports are written\n"
+    assert frames[-1].value == {"exit": 2, "error": ""}
+    assert (tmp_path / "signal").read_text() == name
 
 
-@pytest.mark.parametrize("lost", ["the other side", "the login session", "its keeper"])
-def test_it_ends_in_order_whatever_is_lost(lost, kept, tmp_path):
-    run = kept(_POLITE, folder="run")
+@pytest.mark.parametrize("lost", ["the other side", "the login session", "its supervisor"])
+def test_it_ends_in_order_when_the_connection_is_lost(lost, supervised, tmp_path):
+    run = supervised(_POLITE, folder="run")
     run.begun()
     if lost == "the other side":
         run.process.stdin.close()
     else:
         run.process.send_signal(signal.SIGHUP if lost == "the login session" else signal.SIGKILL)
-    wait_until((tmp_path / "told").exists)
-    assert run.end() == (-9 if lost == "its keeper" else 0)
-    assert (tmp_path / "told").read_text() == "SIGTERM"
-    if lost != "its keeper":
+    wait_until((tmp_path / "signal").exists)
+    assert run.end() == (-9 if lost == "its supervisor" else 0)
+    assert (tmp_path / "signal").read_text() == "SIGTERM"
+    if lost != "its supervisor":
         assert (tmp_path / "run" / "output.log").read_text() == "begun\nreports are written\n"
         assert await_end(tmp_path / "run", 0) == 2
 
 
-def test_it_ends_when_no_beat_comes_any_more(kept, tmp_path):
-    run = kept(_POLITE, silent=3.0)
+def test_it_ends_without_heartbeats(supervised, tmp_path):
+    run = supervised(_POLITE, heartbeat=3.0)
     run.begun()
     for _ in range(33):
-        run.say(ssh.BEAT)
+        run.send(ssh.HEARTBEAT)
         time.sleep(0.1)
-    assert not (tmp_path / "told").exists()  # longer than that, and never long without a beat
+    assert not (tmp_path / "signal").exists()  # longer than that, and never long without a heartbeat
     assert run.end() == 0
-    assert (tmp_path / "told").read_text() == "SIGTERM"
+    assert (tmp_path / "signal").read_text() == "SIGTERM"
 
 
-def test_what_is_deaf_or_left_in_a_session_of_its_own_is_killed_with_all_that_came_of_it(kept, tmp_path):
+def test_a_program_that_ignores_signals_is_killed_with_its_descendants(supervised, tmp_path):
     for script, code in ((_DEAF, None), (_DEAF.removesuffix("time.sleep(600)\n") + "sys.exit(0)", 0)):
-        run = kept(script, grace=0.5)
+        run = supervised(script, grace=0.5)
         run.begun()
-        run.say(ssh.TERMINATE)
+        run.send(ssh.TERMINATE)
         end = run.rest()[-1]
         assert (end.value["exit"], "killed" in end.value["error"]) == (code, code is None)
         for pid in (tmp_path / "pids").read_text().split():
             wait_until(lambda pid=int(pid): is_gone(pid))
 
 
-def test_where_nothing_was_started_there_is_nothing_to_bring(tmp_path):
+def test_where_nothing_was_started_there_are_no_reports(tmp_path):
     with pytest.raises(EnvironmentBroken, match="nothing was started"):
         await_end(tmp_path / "gone", 0)
     (tmp_path / "run").mkdir()
@@ -205,7 +205,7 @@ def node(request, **settings):
 
 
 def test_a_request_that_cannot_be_met_is_answered_with_why():
-    for request_line, told in (
+    for request_line, message in (
         (b"rubbish\n", "no request"),
         (b'{"protocol": 7, "do": "run"}\n', "protocol 7"),
         (ssh.request("format"), "'format'"),
@@ -215,7 +215,7 @@ def test_a_request_that_cannot_be_met_is_answered_with_why():
         code, answered = node(request_line)
         assert (code, answered[0].kind, answered[-1].kind) == (1, ssh.HELLO, ssh.END)
         assert answered[-1].value["exit"] is None
-        assert told in answered[-1].value["error"]
+        assert message in answered[-1].value["error"]
 
 
 def probed(tmp_path, **changed):
@@ -240,14 +240,14 @@ def test_a_node_that_is_fit_has_nothing_against_a_run(tmp_path):
     assert 20000 <= probed(tmp_path, port=0)["port"] < 30000
 
 
-def test_a_node_says_what_would_stop_a_run(tmp_path):
+def test_a_node_reports_what_would_stop_a_run(tmp_path):
     (tmp_path / "file").write_text("")
-    for told, asked in (
+    for message, changes in (
         ("(--directory)", {"directory": "/gone"}),
         ("file/out", {"report_dir": "file/out"}),
         ("no-such-host.invalid", {"master": "no-such-host.invalid"}),
     ):
-        assert told in probed(tmp_path, **asked)["problems"][0]
+        assert message in probed(tmp_path, **changes)["problems"][0]
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

@@ -1,0 +1,206 @@
+"""The outcome of each run of a sweep, the table, and the files ``sweep.json``, ``sweep.txt`` and ``exclude.txt``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.files import atomic_write
+from pytest_gpucluster.isolation.finding import node_sections
+from pytest_gpucluster.journal.verdict import (
+    ACCEPTED,
+    BROKEN,
+    INCOMPLETE,
+    PASSED_WITH_DEVIATIONS,
+    REHEARSED,
+    REJECTED,
+    SELECTION_PASSED,
+    Verdict,
+)
+from pytest_gpucluster.runners.run_result import RunResult
+from pytest_gpucluster.text import one_line
+
+NO_ANSWER = "NO ANSWER"
+"""The run left no journal, or did not end in time. Never a pass."""
+PASSES = (ACCEPTED, SELECTION_PASSED, REHEARSED)
+_NOTHING_FAILED = ((INCOMPLETE, 10), (PASSED_WITH_DEVIATIONS, 12))
+BROKEN_EXIT = 11
+JOINT = "together"
+"""Name of the joint run where a node's name would be."""
+_FAILURE_CHARACTERS, _ROW_CHARACTERS = 300, 160
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherExit:
+    """How a run's launcher ended, as its scheduler reports. ``seconds`` is None if it never started."""
+
+    exit: int | None
+    """None if it did not end by itself."""
+    seconds: float | None
+    stop_reason: str = ""
+    """Why it was ended from outside, such as its deadline or a preemption; empty if it was not."""
+    log: str = ""
+    """Path of its output."""
+    hint: str = ""
+    """More about a run without a journal, such as the last line of its output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The verdict of one run: of a node, or of all survivors together."""
+
+    node: str
+    verdict: str
+    exit: int
+    failure: str
+    """The first failing criterion with its message, or why there is no pass, in one line; empty for a pass."""
+    seconds: float | None
+    journal: str = ""
+    log: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything passed."""
+        return self.exit == 0 and self.verdict in PASSES
+
+    @property
+    def survived(self) -> bool:
+        """Whether nothing failed, so that it takes part in the joint run. INCOMPLETE does, but is no pass."""
+        return self.passed or (self.verdict, self.exit) in _NOTHING_FAILED
+
+
+def worse(one: Outcome, other: Outcome) -> Outcome:
+    """Return the worse of two outcomes of one node: a rejection, then no verdict, then an incomplete one."""
+    return max(one, other, key=lambda outcome: (outcome.verdict == REJECTED, not outcome.survived, not outcome.passed))
+
+
+def judge_run(node: str, result: RunResult | None, launcher: LauncherExit, *, nnodes: int, world_size: int) -> Outcome:
+    """Return the outcome of a run from its journal and from how its launcher ended.
+
+    A failure counts however the launcher ended. A pass counts only if the launcher ended with 0, and if the run was of
+    as many nodes and ranks as were launched.
+    """
+    verdict, code, failure = _verdict(result, launcher, nnodes=nnodes, world_size=world_size)
+    return Outcome(
+        node=node,
+        verdict=verdict,
+        exit=code,
+        failure=one_line(failure, _FAILURE_CHARACTERS),
+        seconds=launcher.seconds,
+        journal=result.journal if result is not None else "",
+        log=launcher.log,
+    )
+
+
+def _verdict(result: RunResult | None, launcher: LauncherExit, *, nnodes: int, world_size: int) -> tuple[str, int, str]:
+    how = "did not end" if launcher.exit is None else f"ended with exit code {launcher.exit}"
+    if result is None:
+        why = launcher.stop_reason or (f"its launcher {how}" if launcher.exit is None else f"{how} and no journal")
+        return NO_ANSWER, BROKEN_EXIT, f"{why}: {launcher.hint}" if launcher.hint else why
+    failure = result.failure or result.reason
+    if result.verdict == REJECTED or result.exit == 1:
+        return REJECTED, 1, failure
+    if launcher.stop_reason:
+        return NO_ANSWER, BROKEN_EXIT, f"{launcher.stop_reason}{'' if result.ended else f'; {result.reason}'}"
+    if not result.ended:
+        return NO_ANSWER, BROKEN_EXIT, f"its journal has no end: {failure}"
+    if (result.nnodes, result.world_size) != (nnodes, world_size):
+        found = f"{result.world_size} ranks on {result.nnodes} nodes"
+        return BROKEN, BROKEN_EXIT, f"its journal is of {found}, but {world_size} on {nnodes} were launched"
+    if result.verdict in PASSES and result.exit == 0:
+        if launcher.exit == 0:
+            return result.verdict, 0, ""
+        return BROKEN, BROKEN_EXIT, f"its journal states {result.verdict}, but its launcher {how}"
+    if (result.verdict, result.exit) in _NOTHING_FAILED:
+        return result.verdict, result.exit, failure
+    return BROKEN, result.exit if result.exit in (2, 3, 4, 5) else BROKEN_EXIT, failure
+
+
+def progress_line(ended: int, total: int, outcome: Outcome) -> str:
+    """Return the line that is printed when a node ends.
+
+    >>> progress_line(3, 64, Outcome(node="gpu-7", verdict="REJECTED", exit=1, failure="hbm: slow", seconds=61.2))
+    '[ 3/64] gpu-7: REJECTED after 61 s: hbm: slow'
+    """
+    failure = f": {outcome.failure}" if outcome.failure else ""
+    after = f" after {outcome.seconds:.0f} s" if outcome.seconds is not None else ""
+    text = f"{outcome.node}: {outcome.verdict}{after}{failure}"
+    return one_line(f"[{ended:{len(str(total))}d}/{total}] {text}", 2 * _ROW_CHARACTERS)
+
+
+def sweep_table(nodes: Sequence[str], outcomes: Sequence[Outcome], joint: Outcome | None, skipped: str = "") -> str:
+    """Return the table of all nodes in their order, and of the joint run: verdict, seconds, first failure."""
+    by_node = {outcome.node: outcome for outcome in outcomes}
+    rows = [("node", "verdict", "seconds", "first failure")]
+    rows += [_row(node, by_node.get(node), "the sweep ended before it") for node in nodes]
+    rows.append(_row(JOINT, joint, skipped or "the sweep ended before it"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
+    )
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """Return the last line."""
+    return one_line(f"{verdict.word}, exit code {verdict.exit}: {verdict.reason}", 4 * _ROW_CHARACTERS)
+
+
+def _row(node: str, outcome: Outcome | None, skipped: str) -> tuple[str, str, str, str]:
+    if outcome is None:
+        return node, "not run", "-", one_line(skipped, _ROW_CHARACTERS)
+    seconds = "-" if outcome.seconds is None else f"{outcome.seconds:.0f}"
+    return node, outcome.verdict, seconds, one_line(outcome.failure, _ROW_CHARACTERS)
+
+
+class SweepFiles:
+    """The folder of one sweep. ``sweep.json`` is valid at every moment, also if the sweep ends right then."""
+
+    def __init__(self, directory: Path, *, scheduler: str, command: Sequence[str], nodes: Sequence[str]) -> None:
+        self.directory = directory
+        self._head = {"scheduler": scheduler, "command": list(command), "nodes": list(nodes)}
+        self._nodes = tuple(nodes)
+
+    def write(
+        self,
+        verdict: Verdict,
+        outcomes: Sequence[Outcome],
+        joint: Outcome | None,
+        *,
+        skipped: str = "",
+        finished: bool = False,
+    ) -> None:
+        """Replace the files.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        content: Mapping[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            **self._head,
+            "finished": finished,
+            "verdict": verdict.word,
+            "exit": verdict.exit,
+            "reason": verdict.reason,
+            "alone": [asdict(outcome) for outcome in outcomes],
+            "together": asdict(joint) if joint else None,
+            "why_not_together": skipped,
+        }
+        text = f"{sweep_table(self._nodes, outcomes, joint, skipped)}\n\n{verdict_line(verdict)}\n"
+        excluded = exclude_text([outcome for outcome in outcomes if not outcome.survived])
+        atomic_write(self.directory / "sweep.json", json.dumps(content, indent=1) + "\n")
+        atomic_write(self.directory / "sweep.txt", text)
+        if excluded:
+            atomic_write(self.directory / "exclude.txt", excluded)
+
+
+def exclude_text(failed: Sequence[Outcome]) -> str:
+    """Return exclude.txt of the nodes that failed on their own, each with why; empty if none did."""
+    if not failed:
+        return ""
+    lines = ["# Nodes to leave out of the next jobs. Each did not pass alone, so no other node can be the cause."]
+    lines += [f"# {outcome.node}: {one_line(f'{outcome.verdict}: {outcome.failure}', 200)}" for outcome in failed]
+    return "\n".join([*lines, *node_sections([outcome.node for outcome in failed])]) + "\n"
