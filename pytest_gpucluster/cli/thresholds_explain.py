@@ -39,7 +39,7 @@ def explain_sku(sku: str, names: Sequence[str], files: Sequence[Path], known: Ma
     skus = _select_skus(sku, list(limits.skus))
     if not skus:
         raise _unknown_sku(sku, limits, USAGE)
-    found = _select_metrics(names, [limit.metric for limit in limits.limits])
+    found = _select_metrics(names, limits.metrics)
     code = DONE
     for name in skus:
         _print(0, f"{name}: {_facts(known) or 'of any topology'}")

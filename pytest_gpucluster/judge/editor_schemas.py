@@ -80,13 +80,21 @@ _RECORDED = "Why this is measured but not judged. It excludes every other key bu
 
 def limits_schema() -> Schema:
     """Return the schema of a file of limits, for the metrics and SKUs that are known now."""
-    limits = mapping({metric.name: _metric(metric) for metric in measurement.METRICS.values()})
-    anywhere = mapping(
+    limits = _by_metric({metric.name: _metric(metric) for metric in measurement.METRICS.values()}, _to("entries"))
+    anywhere = _by_metric(
         {
             metric.name: _metric(metric) if metric.peak is None else _to("recorded")
             for metric in measurement.METRICS.values()
-        }
+        },
+        _to("entries"),
     )
+    default = {
+        "when": _to("when"),
+        "min_ratio_to_median": quantity("%", "What each rank must reach of the others' median, such as 75 %."),
+        "ratio_source": scalar("Where that ratio comes from."),
+    }
+    assert tuple(default) == loader.DEFAULT_KEYS
+    pair = ["min_ratio_to_median", "ratio_source"]
     definitions: Schema = {
         "limits": {"description": "The limits, by metric.", **limits},
         "limits_of_every_sku": {
@@ -100,13 +108,21 @@ def limits_schema() -> Schema:
         "recorded": one_or_more(
             mapping({"when": _to("when"), "record_only": scalar(_RECORDED)}, required=["record_only"])
         ),
+        "default": mapping(default, dependencies={pair[0]: pair[1:], pair[1]: pair[:1]}),
+        "entries": {
+            "description": "The same entry, or entries, of several metrics.",
+            "type": ["object", "array"],
+            "minItems": 1,
+            "minProperties": 1,
+        },
         "nvml_name": {
             "description": "A pattern for the whole name that nvidia-smi -L shows, or a list of patterns.",
             **one_or_more(scalar(format="regex")),
         },
     }
     for metric in measurement.METRICS.values():
-        definitions[_entry_name(metric)] = _entry(metric)
+        name = _entry_name(metric)
+        definitions |= {name: _entry(metric), f"{name}_list": one_or_more(one_or_more(_to(name)))}
     like = scalar("A SKU of this file that stands before: its entries hold for each metric that has none here.")
     sku = {"nvml_name": _to("nvml_name"), "like": like, "limits": _to("limits")}
     assert tuple(sku) == loader.SKU_KEYS
@@ -115,6 +131,11 @@ def limits_schema() -> Schema:
     version = loader.SCHEMA_VERSION
     root = {
         "schema_version": {"enum": [version, str(version)], "description": "Which form this file has."},
+        "defaults": _by_metric(
+            dict.fromkeys(measurement.METRICS, _to("default")),
+            _to("default"),
+            description="What the judged entries of a metric under skus have that do not give it themselves.",
+        ),
         "every_sku": mapping(
             {"limits": _to("limits_of_every_sku")},
             required=["limits"],
@@ -140,9 +161,15 @@ SCHEMAS: Mapping[str, Callable[[], Schema]] = MappingProxyType({"thresholds.sche
 """File name below docs/ -> what makes it."""
 
 
+def _by_metric(properties: Mapping[str, Schema | bool], several: Schema, **more: Any) -> Schema:
+    """Return the schema of a mapping by metric, or by several metrics with commas between."""
+    name = f"(?:{'|'.join(map(re.escape, properties))})"
+    return mapping(properties, patternProperties={f"^{name}(?: *, *{name})+$": several}, **more)
+
+
 def _metric(metric: Metric) -> Schema:
     unit = f" In {metric.unit}; {metric.better} is better." if metric.better != "none" else f" In {metric.unit}."
-    return {"description": metric.doc + unit, **one_or_more(_to(_entry_name(metric)))}
+    return {"description": metric.doc + unit, "allOf": [_to(f"{_entry_name(metric)}_list")]}
 
 
 def _entry_name(metric: Metric) -> str:
@@ -158,7 +185,10 @@ def _entry(metric: Metric) -> Schema:
         "min": quantity(metric.unit, f"No rank may be below. {example}", above_zero=True),
         "max": quantity(metric.unit, f"No rank may be above. {example}"),
         "min_ratio_to_median": compared
-        and quantity("%", "What each rank must reach compared with the median of the other ranks, such as 75 %."),
+        and {
+            "description": "What each rank must reach of the median of the other ranks, such as 75 %; or none.",
+            "anyOf": [quantity("%"), {"enum": [loader.NO_RATIO]}],
+        },
         "expected": quantity(
             metric.unit,
             f"What a good one reaches: reported with the limit, never judged. {example}",

@@ -21,7 +21,7 @@ from pytest_gpucluster.metrics import measurement, stats, units
 PATH = Path(__file__).with_name("evidence.tsv")
 COLUMNS = ("sku", "metric", "value", "world_size", "nodes", "labels", "class", "how", "source")
 CLASSES = ("healthy", "faulty", "floor", "expected")
-CONTRACT = "acceptance of 2 nodes x 8 H100 SXM 80GB"
+CONTRACT = "acceptance of 2 x 8 H100 SXM"
 """In the source of a limit that a user has agreed on."""
 ROOM_RATIO = 0.97
 """How much of the lowest comparable healthy value a floor may be: some 3 % belong to the next healthy GPU."""

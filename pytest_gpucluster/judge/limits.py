@@ -9,6 +9,7 @@ chosen): an entry then decides only if the unknown facts match its conditions, a
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
-from pytest_gpucluster.metrics import datasheets, units
+from pytest_gpucluster.metrics import datasheets, measurement, units
 from pytest_gpucluster.metrics.catalogue import Metric
 
 # The facts about a run that a limit can depend on, besides a measurement's labels.
@@ -114,6 +115,8 @@ def condition(key: str, text: str) -> Condition:
 
 EVERY_SKU = "every SKU"
 """Stands for the SKU in a limit that holds on each SKU whose own entries do not decide."""
+DECLARED = "the metric's declaration"
+"""The origin of what no file states: that a metric is only recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +189,12 @@ class Thresholds:
             index.setdefault((limit.sku, limit.metric), []).append(limit)
         object.__setattr__(self, "_by_name", index)
 
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics with an entry, in the order of the files, and then the others that are declared as recorded."""
+        declared = (metric.name for metric in measurement.METRICS.values() if metric.recorded)
+        return list(dict.fromkeys([*(limit.metric for limit in self.limits), *declared]))
+
     def sku_for(self, nvml_name: str) -> str | None:
         """Name the SKU whose pattern matches the whole NVML name. None: an unknown GPU.
 
@@ -205,11 +214,31 @@ class Thresholds:
         return next((limit for limit in self.entries(metric, sku=sku) if limit.applies(known)), None)
 
     def entries(self, metric: str, *, sku: str) -> Sequence[Limit]:
-        """Return every entry for a metric on a SKU, the one that decides first in front."""
+        """Return every entry for a metric on a SKU, the one that decides first in front.
+
+        The last one of a metric that is declared as recorded is that declaration.
+        """
         own, of_all = (self._by_name.get((name, metric), []) for name in (sku, EVERY_SKU))
-        if sku not in self.skus or not of_all:
+        if sku not in self.skus:
             return own
-        return sorted((*own, *of_all), key=lambda limit: limit.precedence, reverse=True)
+        found = sorted((*own, *of_all), key=lambda limit: limit.precedence, reverse=True) if of_all else own
+        declared = measurement.METRICS.get(metric)
+        return [*found, _recorded(declared)] if declared is not None and declared.recorded else found
+
+
+@functools.cache
+def _recorded(metric: Metric) -> Limit:
+    return Limit(
+        metric=metric.name,
+        sku=EVERY_SKU,
+        unit=metric.unit,
+        min=None,
+        max=None,
+        source="",
+        origin=DECLARED,
+        record_only=metric.recorded,
+        layer=-1,
+    )
 
 
 def facts(*, world_size: int, nnodes: int, labels: Mapping[str, str]) -> dict[str, str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from pytest_gpucluster.metrics.catalogue import Metric
 SCHEMA_VERSION = 1
 
 # The keys of each level of a file. The schema for editors is made from the same.
-FILE_KEYS = ("schema_version", "every_sku", "skus")
+FILE_KEYS = ("schema_version", "defaults", "every_sku", "skus")
+DEFAULT_KEYS = ("when", "min_ratio_to_median", "ratio_source")
 EVERY_SKU_KEYS = ("limits",)
 SKU_KEYS = ("nvml_name", "like", "limits")
 ENTRY_KEYS = (
@@ -47,6 +48,8 @@ QUANTITIES = ("min", "max", "expected")
 """The keys whose value is in the metric's unit. ``expected`` is reported and never judged."""
 NEEDED_BOUND = {"higher": "min", "lower": "max"}
 """Without this one, or a ratio to the median, any value passes."""
+NO_RATIO = "none"
+"""``min_ratio_to_median`` of an entry that does not take the default one."""
 
 # A floor under this part of the data sheet peak is nearly always a wrong unit, and so is such a ratio.
 _LEAST_OF_PEAK = 0.05
@@ -105,8 +108,17 @@ def _guessed(name: str) -> Metric:
 
 
 def _derived(limit: Limit) -> str:
-    whole = not limit.source or limit.source.startswith(("derived from", "this suite's rule"))
-    return limit.source if whole else f"derived from {limit.sku}: {limit.source}"
+    whole = not limit.source or limit.source.startswith(("derived: ", "rule: "))
+    return limit.source if whole else f"derived: {limit.sku}: {limit.source}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Default:
+    """What the judged entries of a metric have that do not give it themselves."""
+
+    when: tuple[Condition, ...]
+    ratio: float | None
+    ratio_source: str
 
 
 class _Reader:
@@ -117,6 +129,7 @@ class _Reader:
         self.layer = layer
         self.skus = skus
         self.limits: list[Limit] = []
+        self.defaults: dict[str, _Default] = {}
 
     def read(self, path: Path) -> None:
         root = self.file.root(
@@ -133,6 +146,9 @@ class _Reader:
             return
         whole = not self.file.complaints  # else what is missing may be what was misspelt
         self.file.require_version(root, top, SCHEMA_VERSION)
+        if "defaults" in top:
+            for metric, _, value in self._by_metric(top["defaults"][1], "defaults"):
+                self._default(metric, value)
         if "every_sku" in top:
             body = self.file.mapping(top["every_sku"][1], "every_sku", EVERY_SKU_KEYS)
             if body and "limits" in body:
@@ -179,8 +195,39 @@ class _Reader:
 
     def _limits(self, sku: str, node: Node) -> None:
         what = f"the limits of {sku}" if sku == EVERY_SKU else f"the limits of {sku!r}"
-        for metric, (key, value) in (self.file.mapping(node, what, None) or {}).items():
+        for metric, key, value in self._by_metric(node, what):
             self._metric(sku, metric, key, value)
+
+    def _by_metric(self, node: Node, what: str) -> Iterator[tuple[Metric, Node, Node]]:
+        """Yield (metric, its key, its value) of a mapping whose keys are metrics, or several with commas between."""
+        seen: set[str] = set()
+        for keys, (key, value) in (self.file.mapping(node, what, None) or {}).items():
+            for name in (part.strip() for part in keys.split(",")):
+                if name in seen:
+                    self.file.fail(key, f"duplicate key {name!r}")
+                    continue
+                seen.add(name)
+                try:
+                    metric = measurement.known(name)
+                except MeasurementError as error:
+                    self.file.fail(key, str(error))
+                    metric = _guessed(name)
+                yield metric, key, value
+
+    def _default(self, metric: Metric, node: Node) -> None:
+        body = self.file.mapping(node, f"the defaults of {metric.name}", DEFAULT_KEYS) or {}
+        ratio_text = self._text_of(body, "min_ratio_to_median")
+        source = self._text_of(body, "ratio_source")
+        if ("min_ratio_to_median" in body) != ("ratio_source" in body):
+            self.file.fail(node, "min_ratio_to_median and ratio_source need each other")
+        self.defaults[metric.name] = _Default(
+            when=self._when(body["when"][1]) if "when" in body else (),
+            ratio=self._ratio(ratio_text, body, metric) if "min_ratio_to_median" in body else None,
+            ratio_source=source or "",
+        )
+
+    def _text_of(self, body: Mapping[str, tuple[Node, Node]], name: str) -> str | None:
+        return self.file.text(body[name][1], name) if name in body else None
 
     def _patterns(self, sku: str, node: Node) -> list[str]:
         if sku == datasheets.CPU_REHEARSAL:
@@ -202,21 +249,16 @@ class _Reader:
             found.append(pattern)
         return found
 
-    def _metric(self, sku: str, name: str, key: Node, node: Node) -> None:
-        try:
-            metric = measurement.known(name)
-        except MeasurementError as error:
-            self.file.fail(key, str(error))
-            metric = _guessed(name)
+    def _metric(self, sku: str, metric: Metric, key: Node, node: Node) -> None:
         entries: list[tuple[Node, Limit]] = []
-        for item in self.file.items(node):
+        for item in (inner for outer in self.file.items(node) for inner in self.file.items(outer)):
             limit = self._entry(sku, metric, item)
             if limit is None:
                 continue
             if sku == EVERY_SKU and metric.peak is not None and limit.record_only is None:
                 self.file.fail(
                     key,
-                    f"{name} is compared with the data sheet peak of each SKU, so its limits belong under skus",
+                    f"{metric.name} is compared with the data sheet peak of each SKU, so its limits belong under skus",
                 )
             for other_node, other in entries:
                 if limit.precedence == other.precedence and limit.overlaps(other):
@@ -240,11 +282,21 @@ class _Reader:
         bounds = {
             name: self._quantity(name, values[name], body[name][1], metric) for name in QUANTITIES if name in body
         }
-        ratio = self._ratio(values["min_ratio_to_median"], body, metric) if "min_ratio_to_median" in body else None
+        judged = "record_only" not in body and sku not in (EVERY_SKU, datasheets.CPU_REHEARSAL)
+        default = self.defaults.get(metric.name) if judged else None
+        ratio, source = None, values.get("source") or ""
+        if "min_ratio_to_median" in body:
+            if default is None or values["min_ratio_to_median"] != NO_RATIO:
+                ratio = self._ratio(values["min_ratio_to_median"], body, metric)
+        elif default is not None and default.ratio is not None:
+            ratio, source = default.ratio, f"{source}; ratio: {default.ratio_source}"
         transports = self._transports(body["expect_transport"][1]) if "expect_transport" in body else None
         so_far = len(self.file.complaints)
         when = self._when(body["when"][1]) if "when" in body else ()
         conditions_are_good = len(self.file.complaints) == so_far
+        if default is not None:
+            own = {part.key for part in when}
+            when = (*when, *(part for part in default.when if part.key not in own))
         limit = Limit(
             metric=metric.name,
             sku=sku,
@@ -254,7 +306,7 @@ class _Reader:
             min_ratio_to_median=ratio,
             expected=bounds.get("expected"),
             expect_transport=transports,
-            source=values.get("source") or "",
+            source=source,
             origin=f"{self.file.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}",
             when=when,
             record_only=values.get("record_only"),

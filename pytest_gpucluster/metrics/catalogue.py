@@ -17,6 +17,9 @@ class Metric:
     ``scope``: who must report it: every rank, one rank per node, or one rank of the world. ``peak`` names the attribute
     of ``datasheets.Peaks`` that the value is compared with. ``peak_is_bound``: a value above the peak is impossible; it
     is False where a formula, not bytes on a wire, makes the value, and better algorithms exceed the peak legitimately.
+
+    ``recorded``: why the metric is recorded and not judged, where no file of limits has an entry that applies. Empty:
+    it is judged, and without a limit a value is an error.
     """
 
     name: str
@@ -25,6 +28,7 @@ class Metric:
     scope: Scope = "rank"
     peak: str | None = None
     peak_is_bound: bool = True
+    recorded: str = ""
     doc: str
 
     @property
@@ -57,6 +61,7 @@ def _matmul(docs: Mapping[str, str]) -> Iterator[Metric]:
             unit="TFLOPS",
             better="higher",
             peak=f"{kind}_tflops",
+            recorded="a best of many flatters; the square product is judged",
             doc=f"Dense product in {doc} of the shape and layout that a search found to be the fastest, measured anew:"
             " 2 m n k operations over the time of one product. Recorded; a best of many is compared with no limit.",
         )
@@ -94,6 +99,7 @@ GPU = (
         name="inventory.ranks",
         unit="ranks",
         better="none",
+        recorded="the inventory's checks decide",
         doc="Ranks that reported before the first test. Recorded; the inventory's checks decide.",
     ),
     Metric(
@@ -118,13 +124,21 @@ GPU = (
         name="gpu.memory.free",
         unit="%",
         better="higher",
+        recorded="gpu.findings asks for 95 % and names the processes that use the rest",
         doc="Device memory that no other process uses, as a part of the total.",
     ),
-    Metric(name="gpu.temperature", unit="degC", better="lower", doc="Temperature of the GPU under load."),
+    Metric(
+        name="gpu.temperature",
+        unit="degC",
+        better="lower",
+        recorded="gpu.findings compares it with the card's own limits",
+        doc="Temperature of the GPU under load.",
+    ),
     Metric(
         name="gpu.power_limit",
         unit="%",
         better="higher",
+        recorded="gpu.findings compares it with the card's own default",
         doc="Enforced power limit as a part of the card's default.",
     ),
     Metric(
@@ -138,6 +152,7 @@ GPU = (
         name="burn_in.completed",
         unit="%",
         better="higher",
+        recorded="a burn-in that is cut short is an error in any case",
         doc="How far the burn-in came, as a part of the time that was asked for.",
     ),
     Metric(
@@ -147,8 +162,20 @@ GPU = (
         doc="Part of a burn-in in which NVML reported a thermal or hardware slowdown or a power brake, the longest"
         " of them.",
     ),
-    Metric(name="burn_in.temperature", unit="degC", better="lower", doc="Highest temperature during the burn-in."),
-    Metric(name="burn_in.power", unit="W", better="none", doc="Median power during the burn-in. Recorded."),
+    Metric(
+        name="burn_in.temperature",
+        unit="degC",
+        better="lower",
+        recorded="gpu.findings compares it with the card's own limits",
+        doc="Highest temperature during the burn-in.",
+    ),
+    Metric(
+        name="burn_in.power",
+        unit="W",
+        better="none",
+        recorded="neither more nor less is better",
+        doc="Median power during the burn-in. Recorded.",
+    ),
     Metric(
         name="gpu.memory_patterns.wrong_words",
         unit="words",
@@ -217,6 +244,7 @@ HOST = (
         unit="GB",
         better="higher",
         scope="node",
+        recorded="what a job needs of it depends on the job",
         doc="Host memory, at most what the control group may use, over the ranks of the node.",
     ),
     *(
@@ -238,6 +266,7 @@ def _collectives(docs: Mapping[str, tuple[str, str, str]]) -> Iterator[Metric]:
             name=f"nccl.{name}.algbw",
             unit="GB/s",
             better="higher",
+            recorded="busbw carries the limit",
             doc=f"{title}: {payload}, over the time of a call.",
         )
         yield Metric(
@@ -252,12 +281,14 @@ def _collectives(docs: Mapping[str, tuple[str, str, str]]) -> Iterator[Metric]:
             name=f"nccl.{name}.average_busbw",
             unit="GB/s",
             better="higher",
+            recorded="busbw of the slowest rank carries the limit",
             doc="The same from the mean of all ranks' times, as nccl-tests prints it; busbw decides.",
         )
         yield Metric(
             name=f"nccl.{name}.latency",
             unit="us",
             better="lower",
+            recorded="no measurement to set a limit by",
             doc=f"Time of one small {name}. The slowest rank decides.",
         )
 
@@ -277,6 +308,7 @@ FABRIC = (
         unit="Gb/s",
         better="higher",
         scope="node",
+        recorded="it depends on the cards that were ordered, so set yours",
         doc="Rate of the slowest of these ports, width times speed of its link; of as many as there are GPUs, the "
         "fastest first. Nothing is sent.",
     ),
@@ -284,6 +316,7 @@ FABRIC = (
         name="nccl.environment.findings",
         unit="findings",
         better="lower",
+        recorded="the findings themselves decide",
         doc="Variables of NCCL, UCX and CUDA that hurt, or differ between ranks. Recorded; the findings decide.",
     ),
     Metric(
@@ -291,6 +324,7 @@ FABRIC = (
         unit="GB/s",
         better="higher",
         peak="link_gb_per_second",
+        recorded="busbw carries the limit; algbw is compared with the link peak only",
         doc="All-reduce payload bytes over time: no rank takes in its payload faster than its links.",
     ),
     Metric(
@@ -308,12 +342,14 @@ FABRIC = (
         better="higher",
         peak="link_gb_per_second",
         peak_is_bound=False,
+        recorded="busbw of the slowest rank carries the limit",
         doc="The same from the mean of all ranks' times, as nccl-tests prints it; busbw decides.",
     ),
     Metric(
         name="nccl.all_reduce.latency",
         unit="us",
         better="lower",
+        recorded="no measurement to set a limit by",
         doc="Time of one small all-reduce. The slowest rank decides.",
     ),
     Metric(
@@ -347,6 +383,7 @@ SURROUNDINGS = (
         unit="nodes",
         better="higher",
         scope="world",
+        recorded="connectivity.pairs has the limit for all of them",
         doc="Nodes that reach every node and are reached by all, over plain TCP.",
     ),
     Metric(
@@ -403,6 +440,7 @@ SURROUNDINGS = (
         unit="s",
         better="lower",
         scope="node",
+        recorded="what is not seen within 90 s ends the test as a failure",
         doc="The longest time until a node has seen what another one has written to a file that was there before.",
     ),
     Metric(
@@ -417,6 +455,7 @@ SURROUNDINGS = (
         unit="files/s",
         better="higher",
         scope="node",
+        recorded="file systems differ; set a limit by what yours was bought for",
         doc="Files of 4 KiB that one rank of a node makes, reads and removes, over the time, while all nodes do so.",
     ),
     Metric(
@@ -445,6 +484,7 @@ SURROUNDINGS = (
         unit="nodes",
         better="higher",
         scope="world",
+        recorded="a node in another state ends the test as an error",
         doc="Nodes of the job that Slurm calls allocated and healthy.",
     ),
     Metric(
@@ -452,6 +492,7 @@ SURROUNDINGS = (
         unit="findings",
         better="lower",
         scope="node",
+        recorded="a finding ends the test as an error",
         doc="What of the scheduler's promises a node does not keep.",
     ),
 )
@@ -463,6 +504,7 @@ def _calls(docs: Mapping[str, str]) -> Iterator[Metric]:
             name=f"lora.calls.{kind}",
             unit="ratio",
             better="higher",
+            recorded="no figure to judge by; the limits of the loss decide",
             doc=f"Part of the answers to held-out prompts that {doc}, written greedily after the training.",
         )
 
@@ -498,6 +540,7 @@ TRAINING = (
         name="fsdp.memory",
         unit="GB",
         better="lower",
+        recorded="it depends on the model; fsdp.share compares what is divided with 1/N",
         doc="Memory of a rank in training; the label counted says whether it is the most that torch had allocated, or "
         "weights, gradients and moments.",
     ),
@@ -511,12 +554,14 @@ TRAINING = (
         name="checkpoint.write_bandwidth",
         unit="GB/s",
         better="higher",
+        recorded="file systems differ; set a limit by what yours was bought for",
         doc="Bytes of a rank's file over the time until they are on stable storage, all ranks writing at once.",
     ),
     Metric(
         name="checkpoint.read_bandwidth",
         unit="GB/s",
         better="higher",
+        recorded="file systems differ; set a limit by what yours was bought for",
         doc="Bytes of another rank's file over the time until they are read and verified, all ranks reading at once.",
     ),
     Metric(
@@ -538,19 +583,28 @@ TRAINING = (
         unit="TFLOPS",
         better="higher",
         peak="bf16_tflops",
+        recorded="training.mfu carries the limit; it is compared with the data sheet peak only",
         doc="The same before it is divided by the peak.",
     ),
-    Metric(name="training.step_time", unit="ms", better="lower", doc="Median time of a full training step."),
+    Metric(
+        name="training.step_time",
+        unit="ms",
+        better="lower",
+        recorded="training.tokens_per_second carries the limit",
+        doc="Median time of a full training step.",
+    ),
     Metric(
         name="training.step_time_p99",
         unit="ms",
         better="lower",
+        recorded="training.tokens_per_second carries the limit",
         doc="99th percentile of the same steps; of fewer than 100 nearly the longest.",
     ),
     Metric(
         name="training.parts",
         unit="ms",
         better="lower",
+        recorded="they explain a step that is slow",
         doc="Median time of one part of a step, which the label part names, in steps of their own.",
     ),
     Metric(
@@ -575,6 +629,7 @@ TRAINING = (
         name="lora.held_out_loss",
         unit="nats",
         better="lower",
+        recorded="lora.held_out_ratio decides whether it falls",
         doc="Mean loss of held-out blocks when the training has ended, over the tokens of the assistant.",
     ),
     Metric(
@@ -617,7 +672,13 @@ TRAINING = (
         better="higher",
         doc="The same times FLOPs per token over the dense bf16 peak; what is recomputed does not count.",
     ),
-    Metric(name="lora.peak_memory", unit="GB", better="lower", doc="Most memory that torch held on a GPU."),
+    Metric(
+        name="lora.peak_memory",
+        unit="GB",
+        better="lower",
+        recorded="a run that needs more memory than there is ends in an error that states it",
+        doc="Most memory that torch held on a GPU.",
+    ),
     *_calls(
         {
             "well_formed": "are a function call that a program can read",
@@ -664,6 +725,7 @@ VISION = (
         name="vision.images_per_second",
         unit="images/s",
         better="higher",
+        recorded="no measurement to set a limit by; ranks in step are equally fast",
         doc="Images that a GPU is trained on, over the time of its steps, the wait for the next batch included. The "
         "slowest rank decides.",
     ),
@@ -671,6 +733,7 @@ VISION = (
         name="vision.data_wait",
         unit="%",
         better="lower",
+        recorded="it says whether the loader or the GPU is the slower one",
         doc="Part of that time in which a rank's device waits for the next batch.",
     ),
     Metric(

@@ -143,8 +143,8 @@ def limits_with(tmp_path: Path, entry: str) -> limits.Thresholds:
     [
         ("{min: 48 TFLOPS, source: we}", 0),
         ("{min: 48.2 TFLOPS, source: we}", 1),  # 49.61 less 3 % is 48.12
-        ("{min: 49 TFLOPS, source: 'acceptance of 2 nodes x 8 H100 SXM 80GB: > 49'}", 0),
-        ("{min: 49.7 TFLOPS, source: 'acceptance of 2 nodes x 8 H100 SXM 80GB: > 49'}", 1),
+        ("{min: 49 TFLOPS, source: 'acceptance of 2 x 8 H100 SXM: > 49'}", 0),
+        ("{min: 49.7 TFLOPS, source: 'acceptance of 2 x 8 H100 SXM: > 49'}", 1),
         ("{min: 60 TFLOPS, source: we}", 4),  # the best of shapes is below it as well
     ],
 )

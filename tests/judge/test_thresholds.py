@@ -10,6 +10,7 @@ from each import of_each
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import Condition, Limit, Thresholds
+from pytest_gpucluster.metrics.measurement import known
 
 BUSBW, LATENCY = "nccl.all_reduce.busbw", "nccl.all_reduce.latency"
 
@@ -37,7 +38,18 @@ def errors_of(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> lis
 
 OK = "min: 700 TFLOPS, source: us"
 EVERY_SKU = "schema_version: 1\nevery_sku: {limits: {%s}}\n"
+RATIO = "min_ratio_to_median: 75 %"
 BROKEN = [
+    (
+        f"schema_version: 1\ndefaults: {{{BUSBW}: {{{RATIO}}}}}\nskus: {{H200: {{nvml_name: mine}}}}\n",
+        "2:35: min_ratio_to_median ratio_source",
+    ),
+    (entry("{" + OK + ", min_ratio_to_median: none}"), "5:78: min_ratio_to_median 'none'"),
+    (
+        entry("{" + OK + "}", metric="matmul.fp16.tflops, matmul.bf61.tflops"),
+        "5:7: 'matmul.bf61.tflops' 'matmul.bf16.tflops'",
+    ),
+    (entry("{" + OK + "}", metric="matmul.bf16.tflops, matmul.bf16.tflops"), "5:7: duplicate 'matmul.bf16.tflops'"),
     ("", "1:1: empty schema_version every_sku skus"),
     ("# nothing\n", "1:1: empty schema_version every_sku skus"),
     ("- 1\n", "1:1: mapping keys"),
@@ -310,3 +322,52 @@ def test_a_sku_s_own_entry_decides_where_it_applies_and_the_later_file_before_it
     assert loss(found, "H100 SXM", dtype="bf16") == "two"
     later = read(tmp_path, first + own, EVERY % "{max: 3 ratio, source: later}")
     assert (loss(later, "H200", dtype="bf16"), loss(later, "H200"), loss(later, "L40S")) == ("later",) * 3
+
+
+DEFAULTS = """schema_version: 1
+defaults:
+  nccl.all_gather.busbw, nccl.broadcast.busbw:
+    {when: {size: 1 GB or more}, min_ratio_to_median: 75 %, ratio_source: "0.75, them"}
+skus:
+  cpu-rehearsal:
+    limits: {nccl.all_gather.busbw: {min: 1 MB/s, source: floor}}
+  H100 SXM:
+    limits:
+      nccl.all_gather.busbw, nccl.broadcast.busbw:
+        - {when: {nnodes: 1}, min: 300 GB/s, source: us}
+        - [{when: {nnodes: 2, size: 8 GiB or more}, min: 200 GB/s, min_ratio_to_median: none, source: us}]
+        - {when: {nnodes: 3}, min: 90 GB/s, min_ratio_to_median: 50 %, source: us}
+        - {when: {nnodes: 4}, record_only: too few}
+"""
+
+
+def test_an_entry_has_the_defaults_of_its_metric_that_it_does_not_give_itself(tmp_path: Path) -> None:
+    found = {
+        (limit.sku, limit.metric, limit.conditions()): (limit.min_ratio_to_median, limit.source)
+        for limit in read(tmp_path, DEFAULTS).limits
+    }
+    own = {
+        "nnodes 1, size 1 GB or more": (0.75, "us; ratio: 0.75, them"),
+        "nnodes 2, size 8 GiB or more": (None, "us"),
+        "nnodes 3, size 1 GB or more": (0.5, "us"),
+        "nnodes 4": (None, ""),
+    }
+    assert found == {("cpu-rehearsal", "nccl.all_gather.busbw", "always"): (None, "floor")} | {
+        ("H100 SXM", f"nccl.{name}.busbw", where): each
+        for name in ("all_gather", "broadcast")
+        for where, each in own.items()
+    }
+
+
+def test_a_metric_that_is_declared_as_recorded_needs_no_entry_and_can_have_one(tmp_path: Path) -> None:
+    where: dict[str, Any] = {"sku": "H100 SXM", "world_size": 8, "nnodes": 1, "labels": {}}
+    other = read(tmp_path, entry("{" + OK + "}"))
+    limit = other.limit(LATENCY, **where)
+    assert limit is not None
+    assert limit.record_only == known(LATENCY).recorded
+    assert LATENCY in other.metrics
+    assert other.limit(LATENCY, **(where | {"sku": "an unknown one"})) is None
+    assert other.limit(BUSBW, **where) is None, "a metric that is judged needs one"
+    mine = read(tmp_path, entry("{max: 30 us, source: us}", metric=LATENCY)).limit(LATENCY, **where)
+    assert mine is not None
+    assert mine.max == 30.0
