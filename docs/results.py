@@ -172,7 +172,7 @@ def _best(goal: Goal, runs: Sequence[Evidence]) -> str:
     if not good:
         return NOT_MEASURED
     value, judged, run = max(good, key=lambda each: each[0])
-    text = tables.quantity(value, judged.unit, beside=goal.least)
+    text = tables.quantity(value, judged.unit, compared_with=goal.least)
     return _plain(f"{text} ({', '.join(filter(None, [_labels(judged), f'run {run.journal.run.run_id}']))})")
 
 
