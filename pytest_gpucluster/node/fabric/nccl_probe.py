@@ -8,7 +8,6 @@ Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net, sysfs-class-dmi
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -120,7 +119,7 @@ def collect_facts(sources: Sources) -> Facts:
         adapters=adapters,
         cards=tuple(_cards(tree, adapters, of_node, default)),
         rdma_on_bus=tuple(_rdma_on_bus(tree)) if adapters.why_not else (),
-        verbs=tuple(name for name in _names(tree, _VERBS) if name.startswith("uverbs")),
+        verbs=tuple(name for name in tree.entries(_VERBS) if name.startswith("uverbs")),
         peer_memory=_peer_memory(tree, adapters),
         networks=tuple(_networks(tree, sources.interfaces(), default)),
         interfaces=tuple(sources.names()),
@@ -196,7 +195,7 @@ def _gpus_of_node(tree: Tree, visible: Sequence[Gpu]) -> tuple[str, ...]:
     """Return the addresses of all GPUs, for a job or a container may have some of them only, and cards close to the
     others belong to the fabric, too. A virtual function is not counted."""
     known = {address for gpu in visible if (address := pci_address(gpu.pci)) is not None}
-    for address in _names(tree, PCI_DEVICES):
+    for address in tree.entries(PCI_DEVICES):
         kind, vendor, _ = _identity(tree, address)
         if kind.startswith(_GPU_CLASS) and vendor == _NVIDIA and not tree.has(f"{PCI_DEVICES}/{address}/physfn"):
             known.add(address)
@@ -218,14 +217,13 @@ def _peer_memory(tree: FabricTree, adapters: Adapters) -> PeerMemory:
 def _cards(tree: Tree, adapters: Adapters, gpus: Sequence[str], default: frozenset[str]) -> Iterator[Card]:
     for device in adapters.devices:
         folder = f"/sys/class/infiniband/{device.name}/device"
-        driver = f"{folder}/driver"
         distance = _distance(tree, device, gpus)
         for port in device.ports:
             interface = _interface(tree, folder, port)
             yield Card(
                 port=port,
                 board=device.board,
-                driver=tree.path(driver).resolve().name if tree.has(driver) else "",
+                driver=tree.target(f"{folder}/driver") or "",
                 pci=device.pci,
                 interface=interface,
                 distance=distance,
@@ -238,7 +236,7 @@ def _interface(tree: Tree, folder: str, port: Port) -> str:
     if port.link_layer != ETHERNET:
         return ""
     interface = tree.text(f"/sys/class/infiniband/{port.device}/ports/{port.number}/gid_attrs/ndevs/0")
-    names = _names(tree, f"{folder}/net")
+    names = tree.entries(f"{folder}/net")
     return interface or (names[0] if len(names) == 1 else "")
 
 
@@ -248,7 +246,7 @@ def _distance(tree: Tree, device: Device, gpus: Sequence[str]) -> str:
 
 
 def _rdma_on_bus(tree: Tree) -> Iterator[str]:
-    for address in _names(tree, PCI_DEVICES):
+    for address in tree.entries(PCI_DEVICES):
         kind, vendor, device = _identity(tree, address)
         can_roce = kind.startswith(_ETHERNET_CLASS) and vendor == _MELLANOX
         is_efa = vendor == _AMAZON and device.startswith(_EFA_DEVICES)
@@ -268,12 +266,11 @@ def _networks(tree: Tree, found: Sequence[Interface], default: frozenset[str]) -
     for one in found:
         if one.name == "lo" or not one.running or not one.addresses:
             continue
-        driver = f"{_NET}/{one.name}/device/driver"
         speed = tree.number(f"{_NET}/{one.name}/speed")  # -1, or unreadable, where it is unknown
         yield Network(
             interface=one,
             is_real=_is_real(tree, one.name),
-            driver=tree.path(driver).resolve().name if tree.has(driver) else "",
+            driver=tree.target(f"{_NET}/{one.name}/device/driver") or "",
             speed_mbps=speed if speed is not None and speed > 0 else None,
             is_default=one.name in default,
         )
@@ -294,9 +291,8 @@ def _with_lower(tree: Tree, name: str) -> frozenset[str]:
         one = left.pop()
         if one not in known:
             known.add(one)
-            left += [
-                entry.removeprefix("lower_") for entry in _names(tree, f"{_NET}/{one}") if entry.startswith("lower_")
-            ]
+            lower = (entry for entry in tree.entries(f"{_NET}/{one}") if entry.startswith("lower_"))
+            left += [entry.removeprefix("lower_") for entry in lower]
     return frozenset(known)
 
 
@@ -312,13 +308,6 @@ def _default_interfaces(tree: Tree) -> frozenset[str]:
         if len(parts) == 10 and parts[0] == _ANY_6 and parts[1] == "00" and parts[9] != "lo":
             routes.append((int(parts[5], 16), parts[9]))
     return _with_lower(tree, min(routes)[1]) if routes else frozenset()
-
-
-def _names(tree: Tree, folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(tree.path(folder)))
-    except OSError:
-        return []  # a node without such things has no such folder
 
 
 def _with_files(facts: Facts, tree: Tree) -> Facts:
