@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpucluster.agreement.liveness import process_state
 from pytest_gpucluster.journal.journal import encode
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.reports import registry as reports
@@ -59,8 +60,8 @@ class _Packet:
 class Recorder:
     """Send lines to the recorder process. Every method may be called from any thread.
 
-    No failure of the recorder is raised here: it is in :attr:`failure`, and
-    :meth:`finish` returns it. In a process forked from rank 0 every method does nothing.
+    No failure of the recorder is raised here: it is in :attr:`failure`, and :meth:`finish` returns it. In a
+    process forked from rank 0 every method does nothing.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket, run_dir: Path) -> None:
@@ -90,7 +91,6 @@ class Recorder:
         junit_path: Path | None,
         *,
         stderr: int | None = None,
-        grace_seconds: float = 1.0,
         quiet_seconds: float = 2.5,
     ) -> Recorder:
         """Start the recorder of this process. Takes milliseconds, because it need not be ready yet.
@@ -99,8 +99,8 @@ class Recorder:
             run_dir: an existing folder for the journal.
             junit_path: the JUnit file to keep up to date, or None.
             stderr: a descriptor for its standard error, by default this process's standard error.
-            grace_seconds: rank 0 is reported as not answering this long after a test's deadline ...
-            quiet_seconds: ... if it has sent nothing for this long.
+            quiet_seconds: after a test's deadline rank 0 is reported as not answering if it has sent nothing for this
+                long.
 
         Raises:
             OSError: no process can be started.
@@ -108,18 +108,12 @@ class Recorder:
         import subprocess  # here, because ranks above 0 never need it
 
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "pytest_gpucluster.recorder.process"]
-        command += [
-            "--channel",
-            str(theirs.fileno()),
-            "--parent",
-            str(os.getpid()),
-            "--run-dir",
-            os.path.abspath(run_dir),
-        ]
-        command += ["--grace-seconds", str(grace_seconds), "--quiet-seconds", str(quiet_seconds)]
+        options: dict[str, object] = {"channel": theirs.fileno(), "parent": os.getpid()}
+        options |= {"run-dir": os.path.abspath(run_dir), "quiet-seconds": quiet_seconds}
         if junit_path is not None:
-            command += ["--junit", os.path.abspath(junit_path)]
+            options["junit"] = os.path.abspath(junit_path)
+        command = [sys.executable, "-m", "pytest_gpucluster.recorder.process"]
+        command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
         # The recorder inherits the mask, so none of these signals can ever end it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, detached_process.SHIELDED)
         try:
@@ -347,7 +341,7 @@ def wait_for_end(pid: int, timeout: float) -> bool:
         return True
     except (AttributeError, OSError):
         # No pidfd here (an old kernel, a sandbox): poll.
-        while not _has_exited(pid):
+        while not process_state(pid).startswith(("gone", "Z", "X")):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.02)
@@ -358,11 +352,3 @@ def wait_for_end(pid: int, timeout: float) -> bool:
         return bool(poller.poll(max(0.0, timeout) * 1000))
     finally:
         os.close(descriptor)
-
-
-def _has_exited(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):
-        return True
-    return state in (b"Z", b"X")

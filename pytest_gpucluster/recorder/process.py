@@ -14,12 +14,12 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
 
 from pytest_gpucluster.agreement import hang_diagnosis
+from pytest_gpucluster.agreement.liveness import process_state
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.recorder.client import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE, RETRY
@@ -28,43 +28,30 @@ from pytest_gpucluster.reports import registry as reports
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
 
 _TICK_SECONDS = 0.5
+_GRACE_SECONDS = 1.0  # after a test's deadline
 # For closing the journal and all reports. Rank 0 and the launchers wait for them: 10 s (session/shutdown.py).
 _REPORTS_SECONDS = 7.0
 _LEAST_SECONDS = 0.5
 _FAULT_BYTES = 64 * 1024
 
-_STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "in an uninterruptible wait for a device or a file system",
-    "T": "stopped by a signal",
-    "t": "stopped by a debugger",
-    "Z": "dead, not reaped",
-    "X": "dead",
-    "I": "idle",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watch:
-    """When rank 0 counts as silent, in seconds: after a test's deadline, and since its last message.
-
-    Rank 0 beats every second. The other ranks give it up, and may kill it, after 4 s (``agreement.watchdog``): its
-    state must be recorded before that.
-    """
-
-    grace_seconds: float = 1.0
-    quiet_seconds: float = 2.5
-
 
 class Session:
-    """The connection to rank 0 and the watch over it."""
+    """The connection to rank 0 and the watch over it.
 
-    def __init__(self, channel: socket.socket, parent: int, writer: RunWriter, watch: Watch) -> None:
+    Args:
+        channel: to rank 0.
+        parent: rank 0's pid.
+        writer: of the run's files.
+        quiet_seconds: after a test's deadline rank 0 counts as silent if its last message is this old. It beats every
+            second. The other ranks give it up, and may kill it, after 4 s (``agreement.watchdog``): its state must be
+            recorded before that.
+    """
+
+    def __init__(self, channel: socket.socket, parent: int, writer: RunWriter, quiet_seconds: float) -> None:
         self._channel = channel
         self._parent = parent
         self._writer = writer
-        self._watch = watch
+        self._quiet_seconds = quiet_seconds
         self._message = bytearray()
         self._last_packet = 0
         self._is_connected = True
@@ -180,15 +167,14 @@ class Session:
             return
         now = time.monotonic()
         overdue = now - self._started_at - running.deadline_seconds
-        if overdue <= self._watch.grace_seconds or now - self._heard_at <= self._watch.quiet_seconds:
+        if overdue <= _GRACE_SECONDS or now - self._heard_at <= self._quiet_seconds:
             return
         journal = self._writer.builder.journal()
-        state = _process_state(self._parent)
         place = hang_diagnosis.stack_location(self._fault_text())
         gil = f", holding the GIL at {place}" if place else ""
         self._silence = (
-            f"{self._rank_0(journal)} does not answer, {state}{gil}, {overdue:.0f} s past the deadline of "
-            f"{running.nodeid}"
+            f"{self._rank_0(journal)} does not answer, process state {process_state(self._parent)}{gil}, "
+            f"{overdue:.0f} s past the deadline of {running.nodeid}"
         )
         text = f"Its last message was {now - self._heard_at:.0f} s before.\n{_process_facts(self._parent)}"
         self._writer.add({"type": "silence", "at": _now(), "message": self._silence, "text": text + self._fault_text()})
@@ -282,17 +268,9 @@ class Session:
         return True
 
 
-def _process_state(pid: int) -> str:
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "its process state is unknown"
-    return f"process state {letter} ({_STATES.get(letter, 'unknown')})"
-
-
 def _process_facts(pid: int) -> str:
     """Return what the kernel knows about a process."""
-    lines = [f"Process {pid}: {_process_state(pid)}."]
+    lines = [f"Process {pid}: state {process_state(pid)}."]
     with contextlib.suppress(OSError):
         waits = Path(f"/proc/{pid}/wchan").read_text(errors="replace").strip()
         if waits not in ("", "0"):
@@ -316,12 +294,10 @@ def main() -> NoReturn:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--junit", type=Path)
-    parser.add_argument("--grace-seconds", type=float, required=True)
     parser.add_argument("--quiet-seconds", type=float, required=True)
     options = parser.parse_args()
     writer = RunWriter(options.run_dir, options.junit)
-    watch = Watch(grace_seconds=options.grace_seconds, quiet_seconds=options.quiet_seconds)
-    Session(socket.socket(fileno=options.channel), options.parent, writer, watch).serve()
+    Session(socket.socket(fileno=options.channel), options.parent, writer, options.quiet_seconds).serve()
     # Immediately: ranks wait for the exit of this process.
     os._exit(0)
 

@@ -15,10 +15,10 @@ EXPECTED = {
     "test_one_fault.py::test_fault: hangs at test_one_fault.py:{line} in hang_in_c",
     ("hold_the_gil", 1): "rank 1 (node-a): does not answer (process {pid} is S: sleeping, holding the GIL at "
     "test_one_fault.py:{line} in hold_the_gil)",
-    ("hold_the_gil", 0): "the run ended here: rank 0 (node-a, pid {pid}) does not answer, process state S (sleeping), "
+    ("hold_the_gil", 0): "the run ended here: rank 0 (node-a, pid {pid}) does not answer, process state S: sleeping, "
     "holding the GIL at test_one_fault.py:{line} in hold_the_gil",
     ("stop", 1): "rank 1 (node-a): does not answer (process {pid} is T: stopped by a signal)",
-    ("stop", 0): "the run ended here: rank 0 (node-a, pid {pid}) does not answer, process state T (stopped ",
+    ("stop", 0): "the run ended here: rank 0 (node-a, pid {pid}) does not answer, process state T: stopped ",
 }
 LINES = {
     name: next(n for n, line in enumerate(suite("one_fault")["test_one_fault.py"].splitlines(), 1) if text in line)

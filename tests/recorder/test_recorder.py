@@ -432,7 +432,7 @@ def test_a_stopped_rank_0_is_reported_and_forgiven_when_it_goes_on(place):
         os.kill(process.pid, signal.SIGSTOP)
         stopped = wait_until(lambda: [v for v in verdicts(report).values() if "does not answer" in v])
         assert f"rank 0 (gpu-01, pid {process.pid})" in stopped[0]
-        assert "process state T " in stopped[0]
+        assert "process state T: " in stopped[0]
         assert report.read_text() == junit.render(journal.read(place / "run" / "journal.jsonl"))
         os.kill(process.pid, signal.SIGCONT)
         wait_until(lambda: verdicts(report)["test_a"] == "error: the run ended here: t.py::test_a")
