@@ -188,6 +188,28 @@ def total(wide: Sequence[int]) -> int:
     return sum(wide) + len(_GAP) * max(0, len(wide) - 1)
 
 
+def fitted_table(
+    heads: Sequence[Column], rows: Sequence[Sequence[str]], width: int, *, name: int = 0
+) -> tuple[str, list[list[str]]]:
+    """Return the head line of a table, and the lines of each row, none wider than ``width``.
+
+    Column ``name`` shrinks as necessary: a name that is too long for it has lines of its own.
+    """
+    titles = [head.title for head in heads]
+    wide = widths([titles, *rows])
+    wide[name] = max(columns(titles[name]), wide[name] - max(0, total(wide) - width))
+    found = []
+    for row in rows:
+        lines = [line_of(row, heads, wide)]
+        if columns(row[name]) > wide[name]:
+            indent = "".join(padded(row[column], wide[column]) + _GAP for column in range(name))
+            lines = paragraph(row[name], width, first=indent, rest=" " * len(indent) or _GAP)
+            if any(row[name + 1 :]):
+                lines.append(line_of([""] * (name + 1) + list(row[name + 1 :]), heads, wide))
+        found.append(lines)
+    return line_of(titles, heads, wide), found
+
+
 def _fitting(word: str, free: int) -> str:
     """Return the beginning of a word that fits; at least one character."""
     part = word[: max(1, free)]

@@ -230,6 +230,11 @@ def short_name(nodeid: str) -> str:
     return nodeid.partition("::")[2] or nodeid
 
 
+def display_name(name: str) -> str:
+    """Return a test's name without "test_"."""
+    return name.removeprefix("test_") or name
+
+
 def peak_value(judged: JudgedMetric) -> float | None:
     """Return the data sheet peak of a value in its unit; None where there is none."""
     if judged.peak_ratio is None or judged.value is None or not judged.peak_ratio > 0:

@@ -7,6 +7,7 @@ form that ``node.health.telemetry.summary`` gives is shown unchanged.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,19 +28,8 @@ from pytest_gpucluster.metrics.time_budget import (
     in_words,
 )
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.reports.summary import duration, run_seconds, short_name, worst_first
-from pytest_gpucluster.text import (
-    Column,
-    clean,
-    columns,
-    line_of,
-    one_line,
-    paragraph,
-    rank_ranges,
-    shortened,
-    total,
-    widths,
-)
+from pytest_gpucluster.reports.summary import display_name, duration, run_seconds, short_name, worst_first
+from pytest_gpucluster.text import Column, clean, fitted_table, one_line, paragraph, rank_ranges, shortened
 
 _REASON_CHARACTERS = 80
 _OTHER_CHARACTERS = 400
@@ -183,43 +173,24 @@ _CELL = 5
 """Columns of a number."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    name: str
-    seconds: tuple[float, ...]
-    """In the order of ``PARTS``."""
-
-    @property
-    def whole(self) -> float:
-        return sum(self.seconds)
-
-
 def seconds_in_tests(journal: Journal) -> float:
     """Return the duration of all tests whose parts are recorded, in seconds of the first rank."""
-    return sum(row.whole for row in _rows(journal))
+    return sum(sum(seconds) for _, seconds in _times(journal))
 
 
 def time_lines(journal: Journal, *, width: int) -> list[str]:
     """Return a table of the longest tests, one line for all others, and the sum; empty if nothing is recorded."""
-    rows = sorted(_rows(journal), key=lambda row: -row.whole)
-    if not rows:
+    times = sorted(_times(journal), key=lambda time: -sum(time[1]))
+    if not times:
         return []
-    most = TIME_ROWS if len(rows) > TIME_ROWS + 1 else len(rows)
-    longest = [row for row in rows[:most] if row.whole >= _LEAST_SECONDS] or rows[:1]
-    others = rows[len(longest) :]
+    most = TIME_ROWS if len(times) > TIME_ROWS + 1 else len(times)
+    longest = [time for time in times[:most] if sum(time[1]) >= _LEAST_SECONDS] or times[:1]
+    others = times[len(longest) :]
     rest = [_sum(f"{len(others)} other{'s' * (len(others) != 1)}", others)] if others else []
-    cells = [[row.name, _number(row.whole), *map(_number, row.seconds)] for row in (*longest, *rest, _sum("all", rows))]
-    titles = [head.title for head in _HEADS]
-    wide = widths([titles, *cells])
-    wide[0] = max(columns(titles[0]), wide[0] - max(0, total(wide) - width))
-    spent = duration(sum(row.whole for row in rows))
-    head = f"Where the time went (rank 0's seconds; {spent} of {duration(run_seconds(journal))} in tests):"
-    lines = [*paragraph(head, width), line_of(titles, _HEADS, wide)]
-    for row in cells:
-        if columns(row[0]) <= wide[0]:
-            lines.append(line_of(row, _HEADS, wide))
-        else:
-            lines += [*paragraph(row[0], width, rest="  "), line_of(["", *row[1:]], _HEADS, wide)]
+    table = [[name, *map(_number, (sum(parts), *parts))] for name, parts in (*longest, *rest, _sum("all", times))]
+    spent = f"{duration(seconds_in_tests(journal))} of {duration(run_seconds(journal))} in tests"
+    head, rows = fitted_table(_HEADS, table, width)
+    lines = [*paragraph(f"Where the time went (rank 0's seconds; {spent}):", width), head, *itertools.chain(*rows)]
     unknown = sum(not _has_parts(result) for result in journal.results)
     if unknown:
         lines.append(f"and {unknown} test{'s' * (unknown != 1)} whose parts are not recorded")
@@ -234,13 +205,15 @@ def time_text(result: TestResult) -> str:
     return ", ".join(f"{in_words(part)} {_number(seconds)}" for part, seconds in parts if seconds >= _LEAST_SECONDS)
 
 
-def _rows(journal: Journal) -> list[_Row]:
+_Time = tuple[str, tuple[float, ...]]
+"""A test's name and its seconds in the order of ``PARTS``."""
+
+
+def _times(journal: Journal) -> list[_Time]:
     return [
-        _Row(
-            name=shortened(
-                clean((result.name or short_name(result.nodeid)).removeprefix("test_") or result.nodeid), _LONGEST_NAME
-            ),
-            seconds=tuple(result.spent[part].seconds for part in PARTS),
+        (
+            shortened(clean(display_name(result.name or short_name(result.nodeid))), _LONGEST_NAME),
+            tuple(result.spent[part].seconds for part in PARTS),
         )
         for result in journal.results
         if _has_parts(result)
@@ -254,8 +227,8 @@ def _has_parts(result: TestResult) -> bool:
     )
 
 
-def _sum(name: str, rows: Sequence[_Row]) -> _Row:
-    return _Row(name=name, seconds=tuple(map(sum, zip(*(row.seconds for row in rows), strict=True))))
+def _sum(name: str, times: Sequence[_Time]) -> _Time:
+    return name, tuple(map(sum, zip(*(seconds for _, seconds in times), strict=True)))
 
 
 def _number(seconds: float) -> str:

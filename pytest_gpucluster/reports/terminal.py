@@ -7,8 +7,10 @@ repeats the words.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
@@ -24,13 +26,13 @@ from pytest_gpucluster.reports.criterion_text import (
     margin_text,
     value_text,
 )
-from pytest_gpucluster.reports.summary import Outline, Row, margin_ratio, outline, worst_first
+from pytest_gpucluster.reports.summary import Outline, Row, display_name, margin_ratio, outline, worst_first
 from pytest_gpucluster.reports.tables import measured_pairs, metric_name, rank_name, seconds_in_tests, time_lines
 from pytest_gpucluster.text import (
     Column,
     clean,
     columns,
-    line_of,
+    fitted_table,
     one_line,
     paragraph,
     shortened,
@@ -245,42 +247,35 @@ def _criteria(
         return []
     counts = ", ".join(f"{count} {outcome}" for outcome, count in overview.counts.items())
     lines = [] if quiet else [styled(f"Criteria: {counts}", "bold", colour=colour)]
-    table = _Table([_cells(journal, row) for row in rows], width)
+    head, table = _fitted([_cells(journal, row) for row in rows], width)
     if not quiet:
-        lines.append(table.head)
-    for row, row_lines in zip(rows, table.lines, strict=True):
+        lines.append(head)
+    for row, row_lines in zip(rows, table, strict=True):
         lines += [_coloured(line, row, colour) for line in row_lines]
         if not row.is_good:
             why = clean(culprit_text(row, journal))
-            why = why if verbose else one_line(why, _WHY_CHARACTERS)
-            lines += paragraph(why, width, first=_DETAIL, rest=_DETAIL) if why else []
-        elif row.result is not None and _is_unjudged(row):
-            why = one_line(f"not judged: {clean(row.result.unjudged)}", _WHY_CHARACTERS)
-            lines += paragraph(why, width, first=_DETAIL, rest=_DETAIL)
-        if not (quiet or verbose):  # verbose, all properties follow
-            lines += _attempts(row, width)
-        if verbose and row.result is not None:
-            lines += _all_of(row.result.measurements, width)
-            lines += [
-                line
-                for name, value in row.result.properties
-                for line in paragraph(f"{name}: {value}", width, first=_DETAIL, rest=f"{_DETAIL}  ")
-            ]
+            lines += _detail(why if verbose else one_line(why, _WHY_CHARACTERS), width) if why else []
+        if row.result is None:
+            continue
+        if row.is_good and _is_unjudged(row):
+            lines += _detail(one_line(f"not judged: {clean(row.result.unjudged)}", _WHY_CHARACTERS), width)
+        if verbose:
+            lines += _properties((*measured_pairs(row.result.measurements), *row.result.properties), width)
+        elif not quiet and row.result.attempts > 1:
+            attempts = [pair for pair in row.result.properties if pair[0].startswith("attempt ")]
+            lines += _properties([(name, one_line(text, _WHY_CHARACTERS)) for name, text in attempts], width)
     if plain and not quiet:
         lines.append(f"and {plain} test{'s' * (plain != 1)} passed that are no criteria and measured nothing")
     return lines
 
 
-def _attempts(row: Row, width: int) -> list[str]:
-    """Return the result of each attempt at a test that was run again."""
-    if row.result is None or row.result.attempts < 2:
-        return []
-    return [
-        line
-        for name, text in row.result.properties
-        if name.startswith("attempt ")
-        for line in paragraph(f"{name}: {one_line(text, _WHY_CHARACTERS)}", width, first=_DETAIL, rest=f"{_DETAIL}  ")
-    ]
+def _detail(text: str, width: int) -> list[str]:
+    return paragraph(text, width, first=_DETAIL, rest=_DETAIL)
+
+
+def _properties(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
+    wrapped = (paragraph(f"{name}: {value}", width, first=_DETAIL, rest=f"{_DETAIL}  ") for name, value in pairs)
+    return list(itertools.chain(*wrapped))
 
 
 def _has_content(row: Row) -> bool:
@@ -294,7 +289,7 @@ def _is_unjudged(row: Row) -> bool:
 
 def _cells(journal: Journal, row: Row) -> list[str]:
     judged, word = row.headline, WORDS[row.outcome].ljust(6)
-    name = shortened(clean(_short(row.name)), _LONGEST_NAME)
+    name = shortened(clean(display_name(row.name)), _LONGEST_NAME)
     if judged is None:
         return [word, name, "", "", "", "", ""]
     return [word, name, *_judged_cells(judged), _worst(journal, judged)]
@@ -315,30 +310,13 @@ def _worst(journal: Journal, judged: JudgedMetric) -> str:
     return f"{judged.worst_rank} {shortened(clean(place.host + gpu), _LONGEST_PLACE)}"
 
 
-class _Table:
-    """Rows that fit into a width: first the places of the worst ranks are dropped, then a name that is too long gets
-    lines of its own. No name and no number is ever cut."""
-
-    def __init__(self, rows: Sequence[Sequence[str]], width: int, *, title: str = "test") -> None:
-        titles = [title if index == _NAME else head.title for index, head in enumerate(_HEADS)]
-        cells = [list(row) for row in rows]
-        wide = widths([titles, *cells])
-        if total(wide) > width:
-            titles[_RANK] = "rank"
-            cells = [[*row[:_RANK], row[_RANK].partition(" ")[0]] for row in cells]
-            wide = widths([titles, *cells])
-        wide[_NAME] = max(columns(title), wide[_NAME] - max(0, total(wide) - width))
-        self.head = line_of(titles, _HEADS, wide)
-        self.lines = [_table_lines(row, wide, width) for row in cells]
-
-
-def _table_lines(row: Sequence[str], wide: Sequence[int], width: int) -> list[str]:
-    if columns(row[_NAME]) <= wide[_NAME]:
-        return [line_of(row, _HEADS, wide)]
-    indent = f"{row[0].ljust(wide[0])}  "
-    name = paragraph(row[_NAME], width, first=indent, rest=" " * len(indent))
-    values = row[_NAME + 1 :]
-    return [*name, line_of(["", "", *values], _HEADS, wide)] if any(values) else name
+def _fitted(rows: list[list[str]], width: int, *, title: str = "test") -> tuple[str, list[list[str]]]:
+    """Return head and rows of a table. If it is too wide, the places of the worst ranks are dropped first."""
+    heads = [replace(head, title=title) if index == _NAME else head for index, head in enumerate(_HEADS)]
+    if total(widths([[head.title for head in heads], *rows])) > width:
+        heads[_RANK] = replace(heads[_RANK], title="rank")
+        rows = [[*row[:_RANK], row[_RANK].partition(" ")[0]] for row in rows]
+    return fitted_table(heads, rows, width, name=_NAME)
 
 
 def _coloured(line: str, row: Row, colour: bool) -> str:
@@ -346,14 +324,6 @@ def _coloured(line: str, row: Row, colour: bool) -> str:
     if not line.startswith(word):
         return line
     return styled(word, STYLES.get(row.outcome, "yellow"), colour=colour) + line[len(word) :]
-
-
-def _all_of(measurements: Sequence[JudgedMetric], width: int) -> list[str]:
-    return [
-        line
-        for name, value in measured_pairs(measurements)
-        for line in paragraph(f"{name}: {value}", width, first=_DETAIL, rest=f"{_DETAIL}  ")
-    ]
 
 
 def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) -> str:
@@ -366,8 +336,8 @@ def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) 
     visible = _without_siblings(ordered)
     if not visible:
         return ""
-    table = _Table([_metric_cells(judged) for judged in visible], width, title="metric")
-    lines = [table.head, *(line for row_lines in table.lines for line in row_lines)]
+    head, rows = _fitted([_metric_cells(judged) for judged in visible], width, title="metric")
+    lines = [head, *itertools.chain(*rows)]
     hidden = len(ordered) - len(visible)
     if hidden:
         values = "1 recorded value" if hidden == 1 else f"{hidden} recorded values"
@@ -404,7 +374,7 @@ def _did_not_run(overview: Outline, *, width: int, verbose: bool) -> list[str]:
     for row in overview.did_not_run:
         why = row.why_not_run or "no reason given"
         reason = (2, why) if row.outcome == "skipped" else (1, f"not run: {why}")
-        by_reason.setdefault((0, why) if row.is_gap else reason, []).append(clean(_short(row.name)))
+        by_reason.setdefault((0, why) if row.is_gap else reason, []).append(clean(display_name(row.name)))
     for name in overview.absent:
         by_reason.setdefault((0, "required: this run has no test for it"), []).append(clean(name))
     if not by_reason:
@@ -429,7 +399,9 @@ def _tightest(journal: Journal, overview: Outline, *, width: int) -> list[str]:
     wide = max(len(margin_text(judged)) for _, judged in found)
     for row, judged in found:
         rank = "" if judged.worst_rank is None else f", {rank_name(journal, judged.worst_rank)}"
-        text = one_line(f"{_short(row.name)}: {metric_name(judged)} {comparison_text(judged)}{rank}", _WHY_CHARACTERS)
+        text = one_line(
+            f"{display_name(row.name)}: {metric_name(judged)} {comparison_text(judged)}{rank}", _WHY_CHARACTERS
+        )
         lines += paragraph(text, width, first=f"  {margin_text(judged).rjust(wide)}  ", rest=" " * (wide + 4))
     return lines
 
@@ -446,8 +418,3 @@ def _problems(journal: Journal, *, width: int, colour: bool) -> list[str]:
     if len(messages) > _MOST_PROBLEMS:
         lines.append(f"  and {len(messages) - _MOST_PROBLEMS} more in the journal")
     return lines
-
-
-def _short(name: str) -> str:
-    """Return a test's name without "test_"."""
-    return name.removeprefix("test_") or name
