@@ -110,7 +110,6 @@ def _set(properties: dict[str, str], name: str, value: str, *, unless_same: bool
     properties[free] = value
 
 
-FAMILIES = ("xunit2", "xunit1", "legacy")
 # GitLab reads at most 30 MB a file; the journal keeps what is left out here.
 _TEXT_CHARACTERS = 256 * 1024
 

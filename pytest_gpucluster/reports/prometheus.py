@@ -15,8 +15,10 @@ https://github.com/prometheus/node_exporter#textfile-collector .
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -24,17 +26,27 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from pytest_gpucluster.errors import UnitError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import OUTCOMES
 from pytest_gpucluster.journal.verdict import ACCEPTED, VERDICTS
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.measurement import METRICS
-from pytest_gpucluster.reports.summary import STATUS_ORDER, Outline, Row, margin_ratio, moment, outline, run_seconds
+from pytest_gpucluster.reports.summary import (
+    IN_PROGRESS,
+    NOT_RUN,
+    RUNNING,
+    STATUS_ORDER,
+    Outline,
+    margin_ratio,
+    moment,
+    outline,
+    run_seconds,
+)
 from pytest_gpucluster.text import one_line
 
 MOST_MEASUREMENTS = 1000
 """More measurements are left out and counted. The suite makes about 300."""
 
 PREFIX = "gpucluster"
-_OUTCOMES = ("passed", "failed", "error", "skipped", "running", "in progress", "not run")
 _LABEL_CHARACTERS = 128
 _LABELS = 12
 _BASE = {
@@ -53,8 +65,32 @@ _BASE = {
 }
 # Ends of this suite's names with a unit that is not the base unit.
 _SCALED = ("tflops",)
-_LEFT_OUT = "run_left_out_measurements"
 _OWN_LABELS = ("criterion", "test", "host", "gpu_uuid", "sku")
+_HELP = {
+    "run_info": "The run; always 1.",
+    "run_accepted": "1 only if the whole suite passed on GPUs: the verdict is ACCEPTED. 0 for anything else, such as a "
+    "rehearsal, a selection, or a run that was cut off.",
+    "run_verdict": "1 for the verdict, 0 for the others.",
+    "run_exit_code": "The exit code of the verdict.",
+    "run_rehearsal": "1 on cpu: no statement about hardware.",
+    "run_selection": "1 if only a part of the suite was selected.",
+    "run_ranks": "Ranks as launched.",
+    "run_nodes": "Nodes as launched.",
+    "run_duration_seconds": "Duration of the run, as far as it is known.",
+    "run_start_timestamp_seconds": "Unix time of the run's start; absent if unknown.",
+    "run_end_timestamp_seconds": "Unix time of the run's end; absent if unknown.",
+    "run_tests": "Tests by outcome.",
+    "run_problems": "Problems outside of any test.",
+    "gpu_info": "A rank of the run and its GPU; always 1.",
+    "gpu_culprit_tests": "Tests that failed or broke and name this GPU's rank as a culprit.",
+    "criterion_passed": "1 only if the test passed on GPUs. 0 for anything else: failed, broken, skipped, never "
+    "reached, or passed in a rehearsal.",
+    "criterion_duration_seconds": "Duration of the test, with setup and teardown.",
+    "criterion_margin_ratio": "Margin of the deciding value as a ratio of its limit; negative: missed.",
+    "run_left_out_measurements": f"Measurements left out: beyond {MOST_MEASUREMENTS}, without a value, or with the "
+    "same labels as another.",
+}
+"""Metric -> its help text; those of measurements are added by name."""
 
 Labels = Mapping[str, str]
 
@@ -73,15 +109,10 @@ class _Families:
     def __init__(self) -> None:
         self._families: dict[str, _Family] = {}
 
-    @property
-    def names(self) -> set[str]:
-        """The names in use, without the prefix."""
-        return {name.removeprefix(f"{PREFIX}_") for name in self._families}
-
-    def add(self, name: str, help: str, value: float, labels: Labels | None = None) -> bool:
+    def add(self, name: str, value: float, labels: Labels | None = None, *, help: str = "") -> bool:
         """Add a sample. Return False, and add nothing, if one with the same labels exists."""
         values = {key: _label_value(label) for key, label in (labels or {}).items()}
-        samples = self._families.setdefault(f"{PREFIX}_{name}", _Family(help)).samples
+        samples = self._families.setdefault(f"{PREFIX}_{name}", _Family(help or _HELP[name])).samples
         key = tuple(sorted((name, label) for name, label in values.items() if label))
         if key in samples:
             return False
@@ -105,7 +136,14 @@ def render(journal: Journal) -> str:
     sku = (journal.limits.sku if journal.limits is not None else None) or ""
     _add_run(families, journal, overview, sku)
     _add_gpus(families, journal, overview, sku)
-    _add_tests(families, journal, overview, sku)
+    for row in overview.rows:
+        # A test that is no criterion has its own name, so that no two tests share a series.
+        labels = {"criterion": row.criterion or row.name, "test": row.nodeid, "sku": sku}
+        families.add("criterion_passed", row.is_good and not overview.rehearsal, labels)
+        if row.result is not None:
+            families.add("criterion_duration_seconds", row.result.duration_seconds, labels)
+        if row.margin is not None and row.headline is not None:
+            families.add("criterion_margin_ratio", row.margin, labels | _where(row.headline, journal))
     _add_measurements(families, journal, overview, sku)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(families)
@@ -114,106 +152,48 @@ def render(journal: Journal) -> str:
 
 def _add_run(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
     run = journal.run
-    families.add(
-        "run_info",
-        "The run; always 1.",
-        1,
-        {
-            "run_id": run.run_id,
-            "host": run.hostname,
-            "sku": sku,
-            "device": run.device,
-            "launcher": run.launcher,
-            "profile": journal.workload.profile if journal.workload is not None else "",
-            "version": run.plugin_version,
-        },
-    )
-    families.add(
-        "run_accepted",
-        "1 only if the whole suite passed on GPUs: the verdict is ACCEPTED. 0 for anything else, such as a "
-        "rehearsal, a selection, or a run that was cut off.",
-        _is(overview.word == ACCEPTED and overview.exit == 0 and not overview.rehearsal),
-    )
+    profile = journal.workload.profile if journal.workload is not None else ""
+    info = {"run_id": run.run_id, "host": run.hostname, "sku": sku, "device": run.device, "launcher": run.launcher}
+    families.add("run_info", 1, info | {"profile": profile, "version": run.plugin_version})
+    families.add("run_accepted", overview.word == ACCEPTED and overview.exit == 0 and not overview.rehearsal)
     for word in dict.fromkeys((*VERDICTS, overview.word)):
-        is_verdict = _is(word == overview.word)
-        families.add("run_verdict", "1 for the verdict, 0 for the others.", is_verdict, {"verdict": word})
-    families.add("run_exit_code", "The exit code of the verdict.", overview.exit)
-    families.add("run_rehearsal", "1 on cpu: no statement about hardware.", _is(overview.rehearsal))
-    families.add("run_selection", "1 if only a part of the suite was selected.", _is(run.selection))
-    families.add("run_ranks", "Ranks as launched.", run.world_size)
-    families.add("run_nodes", "Nodes as launched.", run.nnodes)
-    families.add("run_duration_seconds", "Duration of the run, as far as it is known.", run_seconds(journal))
-    moments = {"start": run.started_at, "end": journal.end.at if journal.end is not None else ""}
-    for name, text in moments.items():
+        families.add("run_verdict", word == overview.word, {"verdict": word})
+    families.add("run_exit_code", overview.exit)
+    families.add("run_rehearsal", overview.rehearsal)
+    families.add("run_selection", run.selection)
+    families.add("run_ranks", run.world_size)
+    families.add("run_nodes", run.nnodes)
+    families.add("run_duration_seconds", run_seconds(journal))
+    for name, text in (("start", run.started_at), ("end", journal.end.at if journal.end is not None else "")):
         at = moment(text)
         if at is not None:
-            help = f"Unix time of the run's {name}; absent if unknown."
-            families.add(f"run_{name}_timestamp_seconds", help, at.timestamp())
-    for outcome in dict.fromkeys((*_OUTCOMES, *overview.counts)):
-        labels = {"outcome": outcome.replace(" ", "_")}
-        families.add("run_tests", "Tests by outcome.", overview.counts.get(outcome, 0), labels)
-    families.add("run_problems", "Problems outside of any test.", len(journal.problems))
+            families.add(f"run_{name}_timestamp_seconds", at.timestamp())
+    for outcome in dict.fromkeys((*OUTCOMES, RUNNING, IN_PROGRESS, NOT_RUN, *overview.counts)):
+        families.add("run_tests", overview.counts.get(outcome, 0), {"outcome": outcome.replace(" ", "_")})
+    families.add("run_problems", len(journal.problems))
 
 
 def _add_gpus(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
-    culprit_counts: dict[int, int] = {}
-    for row in overview.bad:
-        for rank in set(row.result.culprits if row.result is not None else ()):
-            culprit_counts[rank] = culprit_counts.get(rank, 0) + 1
+    results = [row.result for row in overview.bad if row.result is not None]
+    culprits = Counter(rank for result in results for rank in set(result.culprits))
     for place in journal.cluster.ranks if journal.cluster is not None else ():
         gpu = place.gpu or {}
         where = {"host": place.host, "gpu_uuid": gpu.get("uuid", ""), "sku": sku, "rank": str(place.rank)}
-        info = {"index": gpu.get("index", ""), "name": gpu.get("name", ""), "pci_bus_id": gpu.get("pci_bus_id", "")}
-        info |= {"serial": gpu.get("serial", ""), "vbios": gpu.get("vbios", "")}
-        info |= {"driver": place.versions.get("driver", "")}
-        families.add("gpu_info", "A rank of the run and its GPU; always 1.", 1, where | info)
-        families.add(
-            "gpu_culprit_tests",
-            "Tests that failed or broke and name this GPU's rank as a culprit.",
-            culprit_counts.get(place.rank, 0),
-            where,
-        )
-
-
-def _add_tests(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
-    for row in overview.rows:
-        labels = _of(row) | {"sku": sku}
-        families.add(
-            "criterion_passed",
-            "1 only if the test passed on GPUs. 0 for anything else: failed, broken, skipped, never reached, or "
-            "passed in a rehearsal.",
-            _is(row.is_good and not overview.rehearsal),
-            labels,
-        )
-        if row.result is not None:
-            families.add(
-                "criterion_duration_seconds",
-                "Duration of the test, with setup and teardown.",
-                row.result.duration_seconds,
-                labels,
-            )
-        if row.margin is not None and row.headline is not None:
-            families.add(
-                "criterion_margin_ratio",
-                "Margin of the deciding value as a ratio of its limit; negative: missed.",
-                row.margin,
-                labels | _where(row.headline, journal),
-            )
+        info = {key: gpu.get(key, "") for key in ("index", "name", "pci_bus_id", "serial", "vbios")}
+        families.add("gpu_info", 1, where | info | {"driver": place.versions.get("driver", "")})
+        families.add("gpu_culprit_tests", culprits[place.rank], where)
 
 
 def _add_measurements(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
     every = [(row, judged) for row in overview.rows if row.result is not None for judged in row.result.measurements]
     every.sort(key=lambda each: STATUS_ORDER.get(each[1].status, 1))
-    names = _Names(families)
+    names = _Names()
     left_out = max(0, len(every) - MOST_MEASUREMENTS)
     for row, judged in every[:MOST_MEASUREMENTS]:
-        labels = {**_of(row), **_where(judged, journal), "sku": sku, **_own_labels(judged.labels)}
+        labels = {"criterion": row.criterion or row.name, "test": row.nodeid, **_where(judged, journal), "sku": sku}
+        labels |= _own_labels(judged.labels)
         left_out += not _add_measurement(families, names.of(judged), judged, labels)
-    families.add(
-        _LEFT_OUT,
-        f"Measurements left out: beyond {MOST_MEASUREMENTS}, without a value, or with the same labels as another.",
-        left_out,
-    )
+    families.add("run_left_out_measurements", left_out)
 
 
 def _add_measurement(families: _Families, name: tuple[str, str], judged: JudgedMetric, labels: Labels) -> bool:
@@ -222,36 +202,36 @@ def _add_measurement(families: _Families, name: tuple[str, str], judged: JudgedM
     metric = METRICS.get(judged.metric)
     what = f"{judged.metric}: {metric.doc if metric is not None else 'a metric of the site'}"
     help = one_line(f"{what.rstrip('.')}. The deciding rank's value.", 400)
-    if judged.value is None or not families.add(_join(stem, unit), help, _base(judged, judged.value), labels):
+    if judged.value is None or not families.add(_join(stem, unit), _base(judged, judged.value), labels, help=help):
         return False
     limit = judged.limit
-    bounds = {} if limit is None else {"limit_min": limit.min, "limit_max": limit.max}
+    others = {
+        "limit_min": (None if limit is None else limit.min, f"The minimum limit of {judged.metric}."),
+        "limit_max": (None if limit is None else limit.max, f"The maximum limit of {judged.metric}."),
+        "median": (judged.median if len(judged.values) > 1 else None, f"The median of all ranks of {judged.metric}."),
+    }
     plain = {key: value for key, value in labels.items() if key not in ("host", "gpu_uuid")}
-    for end, value in bounds.items():
+    for end, (value, help) in others.items():
         if value is not None:
-            help = f"The {end[-3:]}imum limit of {judged.metric}."
-            families.add(_join(f"{stem}_{end}", unit), help, _base(judged, value), plain)
-    if judged.median is not None and len(judged.values) > 1:
-        help = f"The median of all ranks of {judged.metric}."
-        families.add(_join(f"{stem}_median", unit), help, _base(judged, judged.median), plain)
+            families.add(_join(f"{stem}_{end}", unit), _base(judged, value), plain, help=help)
     share = margin_ratio(judged)
     if share is not None:
         help = f"Margin of {judged.metric} as a ratio of its limit; negative: missed."
-        families.add(f"{stem}_margin_ratio", help, share, labels)
+        families.add(f"{stem}_margin_ratio", share, labels, help=help)
     return True
 
 
 class _Names:
     """Metric -> its name here. No two metrics share a name."""
 
-    def __init__(self, families: _Families) -> None:
-        self._taken = {*families.names, _LEFT_OUT}
+    def __init__(self) -> None:
+        self._taken = set(_HELP)
         self._given: dict[tuple[str, str], tuple[str, str]] = {}
 
     def of(self, judged: JudgedMetric) -> tuple[str, str]:
         """Return the stem of a metric's name and its unit.
 
-        >>> _Names(_Families()).of(JudgedMetric(metric="nccl.all_reduce.busbw", unit="GB/s"))
+        >>> _Names().of(JudgedMetric(metric="nccl.all_reduce.busbw", unit="GB/s"))
         ('nccl_all_reduce_busbw', 'bytes_per_second')
         """
         key = judged.metric, judged.unit
@@ -260,12 +240,9 @@ class _Names:
             stem = _snake(judged.metric) or "metric"
             for end in (unit, *_SCALED):
                 stem = (stem.removesuffix(f"_{end}") if end else stem) or stem
-            unused, number = stem, 1
-            while self._taken & _names_of(unused, unit):
-                number += 1
-                unused = f"{stem}_{number}"
-            self._taken |= _names_of(unused, unit)
-            self._given[key] = unused, unit
+            stem = _unused(stem, lambda stem: bool(self._taken & _names_of(stem, unit)))
+            self._taken |= _names_of(stem, unit)
+            self._given[key] = stem, unit
         return self._given[key]
 
 
@@ -277,9 +254,7 @@ def _names_of(stem: str, unit: str) -> set[str]:
 def _unit_word(symbol: str) -> str:
     try:
         return _BASE[units.unit(symbol).dimension][1]
-    except UnitError:
-        return _snake(symbol)
-    except KeyError:  # a count is its own base unit
+    except (UnitError, KeyError):  # unknown, or a count, which is its own base unit
         return _snake(symbol)
 
 
@@ -300,11 +275,6 @@ def _snake(text: str) -> str:
     return re.sub(r"_+", "_", re.sub(r"[^a-z0-9]", "_", text.lower())).strip("_")[:120]
 
 
-def _of(row: Row) -> dict[str, str]:
-    # A test that is no criterion has its own name, so that no two tests share a series.
-    return {"criterion": row.criterion or row.name, "test": row.nodeid}
-
-
 def _where(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
     place = journal.place(judged.worst_rank) if judged.worst_rank is not None else None
     return {} if place is None else {"host": place.host, "gpu_uuid": (place.gpu or {}).get("uuid", "")}
@@ -316,20 +286,18 @@ def _own_labels(labels: Labels) -> dict[str, str]:
     for key, value in list(labels.items())[:_LABELS]:
         name = _snake(key)
         if not name or name in (*_OWN_LABELS, *found) or not name[0].isalpha():
-            name = _unused(f"label_{name}".rstrip("_"), found)
+            name = _unused(f"label_{name}".rstrip("_"), found.__contains__)
         found[name] = value
     rest = list(labels.items())[_LABELS:]
     if rest:
-        found[_unused("label_others", found)] = ", ".join(f"{key}={value}" for key, value in rest)
+        found[_unused("label_others", found.__contains__)] = ", ".join(f"{key}={value}" for key, value in rest)
     return found
 
 
-def _unused(name: str, taken: Iterable[str]) -> str:
-    unused, number, known = name, 1, set(taken)
-    while unused in known:
-        number += 1
-        unused = f"{name}_{number}"
-    return unused
+def _unused(name: str, is_taken: Callable[[str], bool]) -> str:
+    """Return a name, with the first number that makes it unused if it is taken."""
+    numbered = (f"{name}_{number}" for number in itertools.count(2))
+    return next(each for each in itertools.chain([name], numbered) if not is_taken(each))
 
 
 def _label_value(text: str) -> str:
@@ -339,7 +307,3 @@ def _label_value(text: str) -> str:
         return line
     digest = hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:8]
     return f"{line[: _LABEL_CHARACTERS - 10]}\N{HORIZONTAL ELLIPSIS} {digest}"
-
-
-def _is(good: bool) -> float:
-    return 1.0 if good else 0.0

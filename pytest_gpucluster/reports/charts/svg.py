@@ -17,7 +17,6 @@ GRID = "var(--grid, #ccc)"
 GOOD = "var(--good, #00785a)"
 BAD = "var(--bad, #b8460e)"
 ACCENT = "var(--accent, #0072b2)"
-PAPER = "var(--paper, #fff)"
 
 Point = tuple[float, float]
 SHAPES = ("circle", "square", "triangle", "diamond", "ring", "cross")
