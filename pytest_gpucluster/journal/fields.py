@@ -1,179 +1,180 @@
-"""Reading of a journal's JSON fields with their types, and the judged metrics that are read with them.
+"""The codec of journal lines, and the judged metrics: dataclasses read from JSON objects by their annotations.
 
-A field of the wrong type is an error, never a guess. A field that is missing has its default, so that a journal of an
-earlier version can be read.
+A field of the wrong type is an error, never a guess. A field that is missing or null has its default, so that a journal
+of an earlier version can be read; unknown fields, of a later version, are ignored.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from itertools import repeat
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.metrics.sampling import STOPPED_BY, Stopped
+from pytest_gpucluster.metrics.sampling import Stopped
+
+_Record = TypeVar("_Record")
+Converter = Callable[[Any], Any]
 
 
-class Fields:
-    """One line's fields, read with their types. ``where`` is the prefix of every error."""
+class _MismatchError(Exception):
+    """A value of the wrong type, and its path, which grows from the inside."""
 
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise JournalError(f"{where}: expected a JSON object, found {_quoted(value)}")
-        self._value: dict[str, Any] = value
-        self._where = where
+    def __init__(self, expected: str, found: object) -> None:
+        text = repr(found)
+        self.problem = f"must be {expected}, found {text if len(text) <= 60 else text[:57] + '...'}"
+        self.path = ""
 
-    def _bad(self, name: str, expected: str) -> JournalError:
-        return JournalError(f"{self._where}: {name!r} must be {expected}, found {_quoted(self._value.get(name))}")
+    def inside(self, step: str) -> _MismatchError:
+        self.path = step + self.path
+        return self
 
-    def has(self, name: str) -> bool:
-        return self._value.get(name) is not None
 
-    def text(self, name: str, default: str | None = None) -> str:
-        value = self._value.get(name, default)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, str):
-            raise self._bad(name, "text")
+AnyText = Annotated[str, str]
+"""Text, or another JSON value as text."""
+
+
+def read(kind: type[_Record], value: object, where: str) -> _Record:
+    """Read a dataclass from a JSON object.
+
+    Annotations may be bool, int, float, str, Any, a Literal, dataclasses, and tuples, Mappings and unions with None of
+    these; ``Annotated[str, CHOICES]``; and ``Annotated[TYPE, FUNCTION]``, whose function converts the value. JSON lacks
+    NaN and infinities: a float may be the text of one. The keys of a Mapping are texts or ranks; entries that are null
+    are left out. An optional object that is empty is None.
+
+    Args:
+        kind: the dataclass.
+        value: parsed JSON.
+        where: prefix of errors, such as file and line.
+
+    Raises:
+        JournalError: the value or one of its fields is of another type, or a field without a default is missing.
+    """
+    try:
+        record: _Record = _convert_object(kind, value)
+    except _MismatchError as error:
+        raise JournalError(f"{where}: {error.path.lstrip('.') + ' ' if error.path else ''}{error.problem}") from None
+    return record
+
+
+def _convert_object(kind: Any, value: object) -> Any:
+    if not isinstance(value, dict):
+        raise _MismatchError("a JSON object", value)
+    found = {}
+    for name, convert, is_required in _layout(kind):
+        entry = value.get(name)
+        if entry is not None or is_required:
+            try:
+                found[name] = convert(entry)
+            except _MismatchError as error:
+                raise error.inside(f".{name}") from None
+    return kind(**found)
+
+
+@cache
+def _layout(kind: type[Any]) -> tuple[tuple[str, Converter, bool], ...]:
+    """Return name, converter and whether it is required, of each field."""
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(
+        (each.name, converter(hints[each.name]), each.default is MISSING and each.default_factory is MISSING)
+        for each in fields(kind)
+    )
+
+
+def converter(hint: Any) -> Converter:
+    """Return a function that converts parsed JSON to what an annotation states (:func:`read`)."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    if is_dataclass(hint):
+        return lambda value: _convert_object(hint, value)
+    if origin is Annotated:
+        choices = arguments[1]
+        return choices if callable(choices) else lambda value: _convert_choice(value, choices)
+    if origin is Literal:
+        return lambda value: _convert_choice(value, arguments)
+    if origin in (Union, types.UnionType):
+        [some] = [each for each in arguments if each is not type(None)]
+        convert_some = converter(some)
+        is_object = is_dataclass(some) or get_origin(some) is Mapping
+        return lambda value: None if is_object and value == {} else convert_some(value)
+    if origin is tuple and arguments[1:] == (...,):
+        converters: Iterable[Converter] = repeat(converter(arguments[0]))
+        return lambda value: _convert_list(value, converters)
+    if origin is tuple:
+        converters = [converter(each) for each in arguments]
+        return lambda value: _convert_list(value, converters, len(converters))
+    if origin is Mapping:
+        key, convert_entry = arguments[0], converter(arguments[1])
+        return lambda value: _convert_mapping(value, key, convert_entry)
+    raise TypeError(f"no journal field can be {hint}")
+
+
+def _only(kind: type, expected: str) -> Converter:
+    def convert(value: object) -> object:
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise _MismatchError(expected, value)
         return value
 
-    def any_text(self, name: str) -> str:
-        return str(self._value.get(name, ""))
+    return convert
 
-    def optional_text(self, name: str) -> str | None:
-        return None if self._value.get(name) is None else self.text(name)
 
-    def choice(self, name: str, allowed: Iterable[str], default: str | None = None) -> str:
-        value = self.text(name, default)
-        if value not in allowed:
-            raise self._bad(name, "one of " + ", ".join(allowed))
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._value.get(name, default)
-        if not isinstance(value, bool):
-            raise self._bad(name, "true or false")
-        return value
-
-    def integer(self, name: str, default: int) -> int:
-        value = self.optional_integer(name)
-        return default if value is None else value
-
-    def optional_integer(self, name: str) -> int | None:
-        value = self._value.get(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise self._bad(name, "an integer")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.optional_number(name)
-        return default if value is None else value
-
-    def optional_number(self, name: str) -> float | None:
-        value = self._value.get(name)
+def _convert_number(value: object) -> float:
+    if not isinstance(value, bool) and isinstance(value, (int, float, str)):
         try:
-            return None if value is None else _number(value)
-        except ValueError:
-            raise self._bad(name, "a number") from None
-
-    def items(self, name: str) -> list[Any]:
-        value = self._value.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise self._bad(name, "a list")
-        return value
-
-    def integers(self, name: str) -> tuple[int, ...]:
-        values = self.items(name)
-        if not all(isinstance(value, int) for value in values):
-            raise self._bad(name, "a list of integers")
-        return tuple(values)
-
-    def pairs(self, name: str) -> tuple[tuple[str, str], ...]:
-        values = self.items(name)
-        if not all(isinstance(value, list) and len(value) == 2 for value in values):
-            raise self._bad(name, "a list of pairs")
-        return tuple((str(key), str(value)) for key, value in values)
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        value = self._value.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self._bad(name, "an object")
-        return value
-
-    def optional_texts(self, name: str) -> tuple[str, ...] | None:
-        value = self._value.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise self._bad(name, "a list of texts")
-        return tuple(value)
-
-    def optional_pair(self, name: str) -> tuple[float, float] | None:
-        try:
-            return None if self._value.get(name) is None else _pair(self._value[name])
-        except ValueError:
-            raise self._bad(name, "two numbers") from None
-
-    def pair_by_rank(self, name: str) -> dict[int, tuple[float, float]]:
-        try:
-            return {int(rank): _pair(ends) for rank, ends in self.mapping(name).items() if ends is not None}
-        except ValueError:
-            raise self._bad(name, "two numbers by rank") from None
-
-    def mapping_by_rank(self, name: str) -> dict[int, dict[str, Any]]:
-        values = self.mapping(name)
-        try:
-            by_rank = {int(rank): value for rank, value in values.items()}
-        except ValueError:
-            raise self._bad(name, "objects by rank") from None
-        if not all(isinstance(value, dict) for value in values.values()):
-            raise self._bad(name, "objects by rank")
-        return by_rank
-
-    def texts(self, name: str) -> dict[str, str]:
-        """Return texts by name, without those that are null (unknown)."""
-        return {key: str(value) for key, value in self.mapping(name).items() if value is not None}
-
-    def inner(self, name: str) -> Fields:
-        return Fields(self.mapping(name), f"{self._where}: {name}")
-
-    def each(self, name: str) -> list[Fields]:
-        return [Fields(value, f"{self._where}: {name}[{i}]") for i, value in enumerate(self.items(name))]
-
-    def number_by_rank(self, name: str) -> dict[int, float]:
-        try:
-            return {int(rank): _number(value) for rank, value in self.mapping(name).items() if value is not None}
-        except ValueError:
-            raise self._bad(name, "numbers by rank") from None
-
-    def numbers_by_rank(self, name: str) -> dict[int, tuple[float, ...]]:
-        try:
-            return {int(rank): tuple(map(_number, values)) for rank, values in self.mapping(name).items()}
-        except (TypeError, ValueError):
-            raise self._bad(name, "lists of numbers by rank") from None
+            return float(value)
+        except (ValueError, OverflowError):
+            pass  # reported below
+    raise _MismatchError("a number", value)
 
 
-def _quoted(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+_SCALARS: dict[Any, Converter] = {
+    str: _only(str, "text"),
+    bool: _only(bool, "true or false"),
+    int: _only(int, "an integer"),
+    float: _convert_number,
+    Any: lambda value: value,
+}
 
 
-def _pair(value: Any) -> tuple[float, float]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError
-    return _number(value[0]), _number(value[1])
+def _convert_choice(value: object, choices: Collection[str]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise _MismatchError("one of " + ", ".join(choices), value)
+    return value
 
 
-def _number(value: object) -> float:
-    """Read a number, which may be the text NaN, Infinity or -Infinity: JSON itself has no such numbers."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError
-    return float(value)
+def _convert_list(value: object, converters: Iterable[Converter], count: int | None = None) -> tuple[Any, ...]:
+    if not isinstance(value, list) or (count is not None and len(value) != count):
+        raise _MismatchError("a list" if count is None else f"a list of {count}", value)
+    found: list[Any] = []
+    try:
+        for item, convert in zip(value, converters):  # noqa: B905  # one converter may repeat without end
+            found.append(convert(item))
+    except _MismatchError as error:
+        raise error.inside(f"[{len(found)}]") from None
+    return tuple(found)
+
+
+def _convert_mapping(value: object, key: type, convert: Converter) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise _MismatchError("an object", value)
+    found = {}
+    name = ""
+    try:
+        for name, entry in value.items():
+            if entry is not None:
+                found[key(name)] = convert(entry)
+    except _MismatchError as error:
+        raise error.inside(f".{name}") from None
+    except ValueError:
+        raise _MismatchError("an object by rank", value) from None
+    return found
+
+
+STATUSES = ("passed", "failed", "error", "recorded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +203,8 @@ class JudgedMetric:
 
     metric: str
     unit: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    status: str = "error"
+    labels: Mapping[str, AnyText] = field(default_factory=dict)
+    status: Annotated[str, STATUSES] = "error"
     value: float | None = None
     worst_rank: int | None = None
     limit: JudgedLimit | None = None
@@ -226,66 +227,3 @@ class JudgedMetric:
     """Its share of the typical published value, as text; empty where nothing comparable is published."""
     baseline: Mapping[str, Any] = field(default_factory=dict)
     """Its comparison with the baseline's value (docs/compare.md); empty without a baseline."""
-
-
-def _limit(limit: Fields) -> JudgedLimit:
-    return JudgedLimit(
-        min=limit.optional_number("min"),
-        max=limit.optional_number("max"),
-        source=limit.text("source", ""),
-        origin=limit.text("origin", ""),
-        min_ratio_to_median=limit.optional_number("min_ratio_to_median"),
-        expect_transport=limit.optional_texts("expect_transport"),
-        expected=limit.optional_number("expected"),
-    )
-
-
-def _stopped(stopped: Fields) -> Stopped:
-    by = stopped.choice("by", STOPPED_BY)
-    return Stopped(
-        by=next(each for each in STOPPED_BY if each == by),
-        samples=stopped.integer("samples", 0),
-        seconds=stopped.number("seconds", 0.0),
-        width_ratio=stopped.number("width_ratio", math.nan),
-        allowed_ratio=stopped.number("allowed_ratio", math.nan),
-        extended=stopped.flag("extended", False),
-    )
-
-
-def read_judged(line: Fields, keep_samples: bool) -> JudgedMetric:
-    """Read a metric.
-
-    Without ``keep_samples`` only what reports show is kept: of a metric that passed or is recorded only, the telemetry
-    of the worst rank alone. There may be thousands of ranks.
-    """
-    status = line.choice("status", ("passed", "failed", "error", "recorded"))
-    worst_rank = line.optional_integer("worst_rank")
-    intervals, telemetry = line.pair_by_rank("intervals"), line.mapping_by_rank("telemetry")
-    if not keep_samples and status in ("passed", "recorded"):
-        intervals = {}
-        telemetry = {rank: values for rank, values in telemetry.items() if rank == worst_rank}
-    return JudgedMetric(
-        metric=line.text("metric"),
-        unit=line.text("unit", ""),
-        labels=line.texts("labels"),
-        status=status,
-        value=line.optional_number("value"),
-        worst_rank=worst_rank,
-        limit=_limit(line.inner("limit")) if line.mapping("limit") else None,
-        shipped=_limit(line.inner("shipped")) if line.mapping("shipped") else None,
-        margin=line.optional_number("margin"),
-        median=line.optional_number("median"),
-        values=line.number_by_rank("values"),
-        samples=line.numbers_by_rank("samples") if keep_samples else {},
-        reason=line.text("reason", ""),
-        mean=line.optional_number("mean"),
-        interval=line.optional_pair("interval"),
-        intervals=intervals,
-        inconclusive=line.text("inconclusive", ""),
-        stopped=_stopped(line.inner("stopped")) if line.mapping("stopped") else None,
-        ratio_to_median=line.optional_number("ratio_to_median"),
-        peak_ratio=line.optional_number("peak_ratio"),
-        telemetry=telemetry,
-        evidence=line.text("evidence", ""),
-        baseline=line.mapping("baseline"),
-    )

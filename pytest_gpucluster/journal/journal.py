@@ -19,35 +19,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.fields import Fields
+from pytest_gpucluster.journal.fields import AnyText
+from pytest_gpucluster.journal.fields import read as read_record
 from pytest_gpucluster.journal.records import (
     Cluster,
+    Collected,
     CollectedTest,
+    Deviation,
     End,
     Environment,
     LimitsInForce,
     Problem,
+    Property,
     RankPlace,
     Run,
     Silence,
     Started,
     TestResult,
     Workload,
-    read_cluster,
-    read_collected,
-    read_end,
-    read_environment,
-    read_limits,
-    read_problem,
-    read_run,
-    read_silence,
-    read_started,
     read_test_result,
-    read_workload,
 )
 
 SCHEMA_VERSION = 1
@@ -188,18 +182,29 @@ def _combined(earlier: TestResult, later: TestResult) -> TestResult:
     )
 
 
-def _require_readable(first: Fields, where: str) -> None:
-    if first.text("type", "") != "run":
+@dataclass(frozen=True, kw_only=True)
+class _Line:
+    """The fields by which a line is recognized."""
+
+    type: AnyText = ""
+    schema_version: int | None = None
+    plugin_version: AnyText = "of an unknown version"
+
+
+def _require_readable(first: _Line, where: str) -> None:
+    if first.type != "run":
         raise JournalError(f"{where}: not a journal of this project: it must begin with a line of type 'run'")
-    version = first.optional_integer("schema_version")
-    if version is None or version < 1:
+    if first.schema_version is None or first.schema_version < 1:
         raise JournalError(f"{where}: not a journal of this project: its first line has no schema_version")
-    if version > SCHEMA_VERSION:
-        writer = first.text("plugin_version", "of an unknown version")
+    if first.schema_version > SCHEMA_VERSION:
         raise JournalError(
-            f"{where}: written with schema_version {version} by pytest-gpucluster {writer}; "
+            f"{where}: written with schema_version {first.schema_version} by pytest-gpucluster {first.plugin_version}; "
             f"this version reads up to {SCHEMA_VERSION}: read it with that version or a newer one"
         )
+
+
+_FIELD_OF = {"cluster": Cluster, "limits": LimitsInForce, "environment": Environment, "workload": Workload, "end": End}
+"""Type of a line -> its record, which is the journal's field of that name."""
 
 
 class JournalBuilder:
@@ -221,59 +226,49 @@ class JournalBuilder:
         Raises:
             JournalError: it is not a line that this version writes. The builder is unchanged.
         """
-        fields = Fields(line, where)
-        kind = fields.text("type", "")
+        kind = read_record(_Line, line, where).type
         journal = self._journal
         if journal is None:
-            _require_readable(fields, where)
-            self._journal = Journal(run=read_run(fields))
+            _require_readable(read_record(_Line, line, where), where)
+            self._journal = Journal(run=read_record(Run, line, where))
             return
-        if kind == "silence":
-            silence = read_silence(fields)
-            self._journal = replace(journal, silence=silence if silence.message else None)
-            return
-        if kind == "cluster":
-            journal = replace(journal, cluster=read_cluster(fields))
-        elif kind == "limits":
-            journal = replace(journal, limits=read_limits(fields))
-        elif kind == "environment":
-            journal = replace(journal, environment=read_environment(fields))
-        elif kind == "workload":
-            journal = replace(journal, workload=read_workload(fields))
+        silence: Silence | None = None  # any other line ends a silence
+        if kind in _FIELD_OF:
+            journal = replace(journal, **{kind: read_record(_FIELD_OF[kind], line, where)})
+        elif kind == "silence":
+            silence = read_record(Silence, line, where)
         elif kind == "collected":
-            journal = replace(journal, collected=read_collected(fields), has_manifest=fields.flag("manifest", False))
+            collected = read_record(Collected, line, where)
+            journal = replace(journal, collected=collected.tests, has_manifest=collected.manifest)
         elif kind == "deviation":
-            journal = replace(journal, deviations=(*journal.deviations, fields.text("text")))
+            journal = replace(journal, deviations=(*journal.deviations, read_record(Deviation, line, where).text))
         elif kind == "start":
-            journal = replace(journal, running=read_started(fields), recent_problem=None)
+            journal = replace(journal, running=read_record(Started, line, where), recent_problem=None)
         elif kind == "test":
-            result = read_test_result(fields, self._keep_samples)
-            result = result if self._slim is None else self._slim(result)
-            self._add_result(result)
-            if journal.running is not None and journal.running.nodeid == result.nodeid:
-                journal = replace(journal, running=None)
-            journal = replace(journal, recent_problem=None)
+            journal = replace(journal, running=self._add_result(line, where, journal.running), recent_problem=None)
         elif kind == "problem":
-            problem = read_problem(fields)
+            problem = read_record(Problem, line, where)
             journal = replace(journal, problems=(*journal.problems, problem), recent_problem=problem)
         elif kind == "property":
-            pair = (fields.text("name"), fields.any_text("value"))
-            journal = replace(journal, properties=(*journal.properties, pair))
-        elif kind == "end":
-            journal = replace(journal, end=read_end(fields))
-        # Any other line ends a silence. Line types that a later version adds within this schema are ignored.
-        self._journal = replace(journal, silence=None)
+            entry = read_record(Property, line, where)
+            journal = replace(journal, properties=(*journal.properties, (entry.name, entry.value)))
+        # Line types that a later version adds within this schema are ignored.
+        self._journal = replace(journal, silence=silence if silence is not None and silence.message else None)
 
     @property
     def running(self) -> Started | None:
         """Return the test that has started and not finished."""
         return self._journal.running if self._journal is not None else None
 
-    def _add_result(self, result: TestResult) -> None:
+    def _add_result(self, line: Any, where: str, running: Started | None) -> Started | None:
+        """Add a test's line and return the test that is running then."""
+        result = read_test_result(line, where, keep_samples=self._keep_samples)
+        result = result if self._slim is None else self._slim(result)
         earlier = self._results.pop(result.nodeid, None)
         if earlier is not None and earlier.attempts == result.attempts:
             result = _combined(earlier, result)
         self._results[result.nodeid] = result
+        return None if running is not None and running.nodeid == result.nodeid else running
 
     def journal(self, *, cut: bool = False) -> Journal:
         """Return the journal so far.
@@ -375,7 +370,7 @@ def next_in_series(report_dir: Path) -> dict[str, str | int]:
     """
     try:
         with (report_dir / "latest" / JOURNAL_FILE).open("rb") as file:
-            latest = read_run(Fields(json.loads(file.readline()), "the latest run"))
+            latest = read_record(Run, json.loads(file.readline()), "the latest run")
     except (OSError, ValueError, RecursionError, JournalError):
         latest = None
     if latest is None or not latest.series:

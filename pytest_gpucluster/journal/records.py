@@ -1,17 +1,14 @@
-"""The lines of a journal as typed values, and how each is read from its JSON object.
-
-A field that is missing has its default, so that a journal of an earlier version is read.
-"""
+"""The lines of a journal as typed values. The names of the fields are the keys of the JSON objects."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.fields import Fields, JudgedMetric, read_judged
+from pytest_gpucluster.journal.fields import AnyText, JudgedMetric, converter, read
 from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.metrics.time_budget import PARTS
 
@@ -46,12 +43,18 @@ class MergedFrom:
     number: int = 0
 
 
+def _convert_options(value: object) -> Mapping[str, tuple[str, str]]:
+    options = converter(Mapping[str, Any])(value)
+    pairs = {name: each if isinstance(each, dict) else {"value": each} for name, each in options.items()}
+    return {name: (str(pair.get("value")), str(pair.get("origin", ""))) for name, pair in pairs.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The first line: options, host and versions."""
 
-    run_id: str
-    started_at: str
+    run_id: str = ""
+    started_at: str = ""
     argv: tuple[str, ...] = ()
     device: str = ""
     rehearsal: bool = False
@@ -60,9 +63,9 @@ class Run:
     launcher: str = ""
     world_size: int = 1
     nnodes: int = 1
-    options: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    options: Annotated[Mapping[str, tuple[str, str]], _convert_options] = field(default_factory=dict)
     """Option name -> (value, origin)."""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, AnyText] = field(default_factory=dict)
     plugin_version: str = ""
     junit: JUnitOptions = field(default_factory=JUnitOptions)
     merged_from: tuple[MergedFrom, ...] = ()
@@ -91,9 +94,9 @@ class RankPlace:
     local_rank: int = 0
     node_rank: int = 0
     pid: int = 0
-    gpu: Mapping[str, str] | None = None
+    gpu: Mapping[str, AnyText] | None = None
     """index, uuid, pci_bus_id and name, as text; None on cpu."""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, AnyText] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,16 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _File:
+    path: str = ""
+    sha256: str = ""
+
+
+def _convert_files(value: object) -> tuple[tuple[str, str], ...]:
+    return tuple((file.path, file.sha256) for file in converter(tuple[_File, ...])(value))
+
+
+@dataclass(frozen=True, kw_only=True)
 class LimitsInForce:
     """The limits that the values were compared with."""
 
@@ -112,7 +125,7 @@ class LimitsInForce:
     """None: no SKU of the files matches this GPU, so nothing could be judged."""
     gpu_name: str | None = None
     """As NVML names it; None on cpu."""
-    files: tuple[tuple[str, str], ...] = ()
+    files: Annotated[tuple[tuple[str, str], ...], _convert_files] = ()
     """(path, SHA-256), later files overlaying earlier ones."""
 
 
@@ -123,7 +136,7 @@ class Environment:
     host: str = ""
     system: str = ""
     cpus: int | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, AnyText] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +145,8 @@ class Workload:
 
     profile: str = ""
     file: str = ""
-    values: Mapping[str, str] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, AnyText] = field(default_factory=dict)
+    origins: Mapping[str, AnyText] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +159,15 @@ class CollectedTest:
     file: str = ""
     line: int | None = None
     criterion: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """The tests that are to run."""
+
+    tests: tuple[CollectedTest, ...] = ()
+    manifest: bool = False
+    """A criteria.txt next to them lists what an acceptance needs; absent criteria are among the results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +199,13 @@ class PartOfTime:
     """The slowest rank."""
 
 
+def _convert_spent(value: object) -> Mapping[str, PartOfTime]:
+    """Return the known parts: a later version may have others, in another form."""
+    known = {part: each for part, each in value.items() if part in PARTS} if isinstance(value, dict) else value
+    spent: Mapping[str, PartOfTime] = converter(Mapping[str, PartOfTime])(known)
+    return spent
+
+
 @dataclass(frozen=True, kw_only=True)
 class TestResult:
     """A finished test, merged over all ranks."""
@@ -184,7 +213,7 @@ class TestResult:
     __test__ = False  # pytest must not take it for a test class
 
     nodeid: str
-    outcome: str
+    outcome: Annotated[str, OUTCOMES]
     classname: str = ""
     name: str = ""
     file: str = ""
@@ -201,12 +230,12 @@ class TestResult:
     ranks: tuple[RankOutcome, ...] = ()
     culprits: tuple[int, ...] = ()
     released: tuple[int, ...] = ()
-    sections: tuple[tuple[str, str], ...] = ()
-    properties: tuple[tuple[str, str], ...] = ()
+    sections: tuple[tuple[AnyText, AnyText], ...] = ()
+    properties: tuple[tuple[AnyText, AnyText], ...] = ()
     attempts: int = 1
     telemetry: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Rank -> GPU telemetry during the call phase, and the increments of its counters."""
-    spent: Mapping[str, PartOfTime] = field(default_factory=dict)
+    spent: Annotated[Mapping[str, PartOfTime], _convert_spent] = field(default_factory=dict)
     """Part of ``time_budget.PARTS`` -> its time; empty where it is not recorded, as in older journals."""
     isolation: Mapping[str, Any] = field(default_factory=dict)
     """The result of the search for the culprit; empty where there was none."""
@@ -242,12 +271,27 @@ def failed_before(properties: Sequence[tuple[str, str]]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something that went wrong outside any test."""
+    """A fault outside any test."""
 
-    name: str
-    outcome: str = "error"
+    name: str = "problem"
+    outcome: Annotated[str, ("error", "failed")] = "error"
     message: str = ""
     text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """Where limits or workload demanded less than the shipped ones."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Property:
+    """A property of the whole run."""
+
+    name: str
+    value: AnyText = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,203 +318,37 @@ class End:
     by: str = ""
 
 
-def read_run(line: Fields) -> Run:
-    junit = line.inner("junit")
-    defaults = JUnitOptions()
-    options = {}
-    for name, value in line.mapping("options").items():
-        option = value if isinstance(value, dict) else {"value": value}
-        options[name] = (str(option.get("value")), str(option.get("origin", "")))
-    return Run(
-        run_id=line.text("run_id", ""),
-        started_at=line.text("started_at", ""),
-        argv=tuple(str(word) for word in line.items("argv")),
-        device=line.text("device", ""),
-        rehearsal=line.flag("rehearsal", False),
-        selection=line.flag("selection", False),
-        hostname=line.text("hostname", ""),
-        launcher=line.text("launcher", ""),
-        world_size=line.integer("world_size", 1),
-        nnodes=line.integer("nnodes", 1),
-        options=options,
-        versions=line.texts("versions"),
-        plugin_version=line.text("plugin_version", ""),
-        junit=JUnitOptions(
-            path=junit.optional_text("path"),
-            family=junit.text("family", defaults.family),
-            suite_name=junit.text("suite_name", defaults.suite_name),
-            prefix=junit.text("prefix", defaults.prefix),
-            logging=junit.text("logging", defaults.logging),
-            log_passing=junit.flag("log_passing", defaults.log_passing),
-            duration_report=junit.text("duration_report", defaults.duration_report),
-        ),
-        merged_from=tuple(
-            MergedFrom(
-                journal=each.text("journal", ""),
-                sha256=each.text("sha256", ""),
-                run_id=each.text("run_id", ""),
-                started_at=each.text("started_at", ""),
-                verdict=each.text("verdict", ""),
-                exit=each.integer("exit", 11),
-                series=each.text("series", ""),
-                number=each.integer("number", 0),
-            )
-            for each in line.each("merged_from")
-        ),
-        series=line.text("series", ""),
-        number=line.integer("number", 0),
-        merged_despite=tuple(str(text) for text in line.items("merged_despite")),
-    )
+def read_test_result(line: Mapping[str, Any], where: str, *, keep_samples: bool) -> TestResult:
+    """Read a test's line.
+
+    Without ``keep_samples`` only what reports show is kept: of values and tests that passed or are recorded only, the
+    telemetry of one rank, the worst or the most throttled one. There may be thousands of ranks.
+
+    Raises:
+        JournalError: as of ``fields.read``.
+    """
+    if keep_samples:
+        return read(TestResult, line, where)
+    result = read(TestResult, without_samples(line), where)
+    measurements = tuple(map(_without_other_ranks, result.measurements))
+    telemetry = result.telemetry
+    if result.outcome == "passed":
+        rank = most_throttled(telemetry)
+        telemetry = {} if rank is None else {rank: telemetry[rank]}
+    return replace(result, measurements=measurements, telemetry=telemetry)
 
 
-def read_cluster(line: Fields) -> Cluster:
-    return Cluster(
-        ranks=tuple(
-            RankPlace(
-                rank=rank.integer("rank", -1),
-                host=rank.text("host", ""),
-                local_rank=rank.integer("local_rank", 0),
-                node_rank=rank.integer("node_rank", 0),
-                pid=rank.integer("pid", 0),
-                gpu=rank.texts("gpu") or None,
-                versions=rank.texts("versions"),
-            )
-            for rank in line.each("ranks")
-        ),
-        problems=tuple(str(problem) for problem in line.items("problems")),
-    )
+def _without_other_ranks(judged: JudgedMetric) -> JudgedMetric:
+    if judged.status not in ("passed", "recorded"):
+        return judged
+    telemetry = {rank: values for rank, values in judged.telemetry.items() if rank == judged.worst_rank}
+    return replace(judged, intervals={}, telemetry=telemetry)
 
 
-def read_limits(line: Fields) -> LimitsInForce:
-    return LimitsInForce(
-        sku=line.optional_text("sku"),
-        gpu_name=line.optional_text("gpu_name"),
-        files=tuple((file.text("path", ""), file.text("sha256", "")) for file in line.each("files")),
-    )
-
-
-def read_environment(line: Fields) -> Environment:
-    return Environment(
-        host=line.text("host", ""),
-        system=line.text("system", ""),
-        cpus=line.optional_integer("cpus"),
-        variables=line.texts("variables"),
-    )
-
-
-def read_test_result(line: Fields, keep_samples: bool) -> TestResult:
-    return TestResult(
-        nodeid=line.text("nodeid"),
-        outcome=line.choice("outcome", OUTCOMES),
-        classname=line.text("classname", ""),
-        name=line.text("name", ""),
-        file=line.text("file", ""),
-        line=line.optional_integer("line"),
-        criterion=line.optional_text("criterion"),
-        phase=line.text("phase", "call"),
-        message=line.text("message", ""),
-        text=line.text("text", ""),
-        wasxfail=line.optional_text("wasxfail"),
-        started_at=line.text("started_at", ""),
-        duration_seconds=line.number("duration_seconds", 0.0),
-        call_seconds=line.number("call_seconds", 0.0),
-        measurements=tuple(read_judged(each, keep_samples) for each in line.each("measurements")),
-        ranks=tuple(
-            RankOutcome(
-                rank=rank.integer("rank", -1),
-                outcome=rank.text("outcome", "error"),
-                message=rank.text("message", ""),
-            )
-            for rank in line.each("ranks")
-        ),
-        culprits=line.integers("culprits"),
-        released=line.integers("released"),
-        sections=line.pairs("sections"),
-        properties=line.pairs("properties"),
-        attempts=line.integer("attempts", 1),
-        telemetry=_telemetry(line, keep_samples),
-        spent=_spent(line),
-        isolation=line.mapping("isolation"),
-        applicable=line.flag("applicable", True),
-        unjudged=line.text("unjudged", ""),
-        too_slow=line.flag("too_slow", False),
-    )
-
-
-def _telemetry(line: Fields, keep_samples: bool) -> Mapping[int, Mapping[str, Any]]:
-    """Return telemetry by rank; for reports, of a test that passed, that of the most relevant rank alone."""
-    telemetry = line.mapping_by_rank("telemetry")
-    if keep_samples or line.text("outcome") != "passed":
-        return telemetry
-    rank = most_throttled(telemetry)
-    return {} if rank is None else {rank: telemetry[rank]}
-
-
-def _spent(line: Fields) -> Mapping[str, PartOfTime]:
-    spent = line.inner("spent")
-    return {name: _part(spent.inner(name)) for name in PARTS if spent.has(name)}
-
-
-def _part(part: Fields) -> PartOfTime:
-    return PartOfTime(
-        seconds=part.number("seconds", 0.0),
-        most_seconds=part.number("most_seconds", 0.0),
-        most_rank=part.integer("most_rank", 0),
-    )
-
-
-def read_workload(line: Fields) -> Workload:
-    return Workload(
-        profile=line.text("profile", ""),
-        file=line.text("file", ""),
-        values=line.texts("values"),
-        origins=line.texts("origins"),
-    )
-
-
-def read_collected(line: Fields) -> tuple[CollectedTest, ...]:
-    return tuple(
-        CollectedTest(
-            nodeid=test.text("nodeid"),
-            classname=test.text("classname", ""),
-            name=test.text("name", ""),
-            file=test.text("file", ""),
-            line=test.optional_integer("line"),
-            criterion=test.optional_text("criterion"),
-        )
-        for test in line.each("tests")
-    )
-
-
-def read_end(line: Fields) -> End:
-    return End(
-        verdict=line.text("verdict"),
-        exit=line.integer("exit", 11),
-        at=line.text("at", ""),
-        reason=line.text("reason", ""),
-        counts={name: int(count) for name, count in line.mapping("counts").items() if isinstance(count, int)},
-        not_run=tuple(str(nodeid) for nodeid in line.items("not_run")),
-        ended_by=line.text("ended_by", ""),
-        by=line.text("by", ""),
-    )
-
-
-def read_started(line: Fields) -> Started:
-    return Started(
-        nodeid=line.text("nodeid"),
-        at=line.text("at", ""),
-        deadline_seconds=line.number("deadline_seconds", math.inf),
-    )
-
-
-def read_problem(line: Fields) -> Problem:
-    return Problem(
-        name=line.text("name", "problem"),
-        outcome=line.choice("outcome", ("error", "failed"), "error"),
-        message=line.text("message", ""),
-        text=line.text("text", ""),
-    )
-
-
-def read_silence(line: Fields) -> Silence:
-    return Silence(at=line.text("at", ""), message=line.text("message", ""), text=line.text("text", ""))
+def without_samples(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line without the samples behind its values."""
+    measurements = line.get("measurements")
+    if not isinstance(measurements, (list, tuple)):
+        return dict(line)
+    slim = [{**judged, "samples": {}} if isinstance(judged, Mapping) else judged for judged in measurements]
+    return {**line, "measurements": slim}

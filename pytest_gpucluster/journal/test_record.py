@@ -15,9 +15,8 @@ from typing import Any
 
 from pytest_gpucluster.agreement.exchange import Merged
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal.fields import Fields
 from pytest_gpucluster.journal.journal import Journal, JournalBuilder, encode
-from pytest_gpucluster.journal.records import TestResult, read_test_result
+from pytest_gpucluster.journal.records import TestResult, read_test_result, without_samples
 from pytest_gpucluster.metrics.time_budget import summarize
 from pytest_gpucluster.text import first_line
 
@@ -202,8 +201,7 @@ class TestRecord:
 
         Raises: JournalError if it cannot be read.
         """
-        measurements = [{**measured, "samples": {}} for measured in self.measurements]
-        return read_test_result(Fields({**self.line(), "measurements": measurements}, self.test.nodeid), False)
+        return read_test_result(self.line(), self.test.nodeid, keep_samples=False)
 
     def _decide(self, outcome: str, phase: str, message: str, text: str) -> None:
         self.outcome, self.phase, self.message, self.text = outcome, phase, first_line(message), text
@@ -241,7 +239,7 @@ class JournalCopy:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line. May be called from any thread."""
-        self._waiting.append(_without_samples(line))
+        self._waiting.append(without_samples(line))
 
     def journal(self) -> Journal | None:
         """Return the journal so far, or None before the first line. Main thread only."""
@@ -256,10 +254,3 @@ class JournalCopy:
             return self._builder.journal()
         except JournalError:
             return None
-
-
-def _without_samples(line: Mapping[str, Any]) -> Mapping[str, Any]:
-    if line.get("type") != "test":
-        return dict(line)
-    measurements = [{**measured, "samples": {}} for measured in line.get("measurements", ())]
-    return {**line, "measurements": measurements}

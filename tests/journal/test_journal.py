@@ -193,9 +193,9 @@ UNREADABLE = {
     "damaged": (FIRST + b"{\n" + journal.encode(COLLECTED), "jsonl:2: damaged"),
     "unknown outcome": (
         FIRST + journal.encode(result("a", "splendid")),
-        "jsonl:2: 'outcome' .*passed, failed, error, skipped, .*'splendid'",
+        "jsonl:2: outcome .*passed, failed, error, skipped, .*'splendid'",
     ),
-    "wrong type": (FIRST + b'{"type": "test", "nodeid": 3, "outcome": "passed"}\n', "jsonl:2: 'nodeid' .* 3"),
+    "wrong type": (FIRST + b'{"type": "test", "nodeid": 3, "outcome": "passed"}\n', "jsonl:2: nodeid .* 3"),
 }
 
 

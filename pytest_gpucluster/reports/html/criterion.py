@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,7 +20,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal.fields import Fields, JudgedMetric
+from pytest_gpucluster.journal.fields import AnyText, JudgedMetric, read
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
@@ -160,65 +160,91 @@ def search_of(isolation: Mapping[str, Any]) -> Search | None:
     if not isolation:
         return None
     try:
-        return _read(Fields(dict(isolation), "isolation"))
+        return _search(read(_Isolation, dict(isolation), "isolation"))
     except JournalError as error:
         # Of another version: shown unchanged, because evidence is never dropped.
         return Search(result=line(str(error)), raw=passage(json.dumps(isolation, indent=1, default=str), 4096))
 
 
-def _read(fields: Fields) -> Search:
-    names = fields.texts("names")
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    members: tuple[int, ...] = ()
+    wrong: str = ""
+    failure: str = ""
+    busbw: AnyText = ""
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Suspect:
+    kind: str = "unit"
+    units: tuple[int, ...] = ()
+    failed: int = 0
+    probes: int = 0
+    intermittent: bool = False
+    evidence: tuple[AnyText, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Isolation:
+    """The search as the journal has it."""
+
+    names: Mapping[str, AnyText] = field(default_factory=dict)
+    culprits: tuple[_Suspect, ...] = ()
+    rounds: tuple[tuple[_Probe, ...], ...] = ()
+    cleared: tuple[int, ...] = ()
+    undecided: tuple[int, ...] = ()
+    why_undecided: str = ""
+    cut_short: str = ""
+    seconds: float = 0.0
+    reproduced: bool = False
+
+
+def _search(isolation: _Isolation) -> Search:
     def name(unit: int) -> str:
-        return word(names.get(str(unit), f"unit {unit}"))
+        return word(isolation.names.get(str(unit), f"unit {unit}"))
 
     def listed(units: tuple[int, ...]) -> str:
         more = f" and {len(units) - _MOST_NAMES} more" if len(units) > _MOST_NAMES else ""
         return ", ".join(map(name, units[:_MOST_NAMES])) + more
 
     culprits = []
-    for culprit in fields.each("culprits"):
-        names_of_it = " and ".join(map(name, culprit.integers("units")))
-        is_link = culprit.text("kind", "unit") == "link"
-        probes_of_it = f"failed {culprit.integer('failed', 0)} of {culprit.integer('probes', 0)} probes"
-        probes_of_it += ": intermittent" if culprit.flag("intermittent", False) else ""
-        evidence = tuple(line(str(each)) for each in culprit.items("evidence"))
-        called = f"the link between {names_of_it}" if is_link else names_of_it
-        culprits.append(Culprit(name=called, failed_probes=probes_of_it, evidence=evidence[:_PROBES]))
-    rounds = fields.items("rounds")
+    for suspect in isolation.culprits:
+        names = " and ".join(map(name, suspect.units))
+        failed_probes = f"failed {suspect.failed} of {suspect.probes} probes"
+        failed_probes += ": intermittent" if suspect.intermittent else ""
+        called = f"the link between {names}" if suspect.kind == "link" else names
+        evidence = tuple(map(line, suspect.evidence[:_PROBES]))
+        culprits.append(Culprit(name=called, failed_probes=failed_probes, evidence=evidence))
+    rounds = len(isolation.rounds)
     probes = [
-        (str(number), listed(probe.integers("members")), _probe_result(probe))
-        for number, outcomes in enumerate(rounds, start=1)
-        for probe in Fields({"probes": outcomes}, "isolation: rounds").each("probes")
+        (str(number), listed(probe.members), _probe_result(probe))
+        for number, outcomes in enumerate(isolation.rounds, start=1)
+        for probe in outcomes
     ]
-    undecided, why = listed(fields.integers("undecided")), fields.text("why_undecided", "")
-    cut = fields.text("cut_short", "")
     parts = [
-        f"{len(rounds)} {'round' if len(rounds) == 1 else 'rounds'}, {len(probes)} probes, "
-        f"{fields.number('seconds', 0.0):.1f} s",
-        "" if fields.flag("reproduced", False) or culprits else "the fault was not reproduced",
-        f"ended early: {cut}" if cut else "",
+        f"{rounds} {'round' if rounds == 1 else 'rounds'}, {len(probes)} probes, {isolation.seconds:.1f} s",
+        "" if isolation.reproduced or culprits else "the fault was not reproduced",
+        f"ended early: {isolation.cut_short}" if isolation.cut_short else "",
     ]
+    undecided = filter(None, (listed(isolation.undecided), isolation.why_undecided))
     return Search(
         result=line("; ".join(part for part in parts if part)),
         culprits=tuple(culprits),
-        cleared=listed(fields.integers("cleared")),
-        undecided=line(": ".join(part for part in (undecided, why) if part)),
+        cleared=listed(isolation.cleared),
+        undecided=line(": ".join(undecided)),
         probes=html_table("Probes", ("Round", "Group", "Result"), probes, most=_PROBES) if probes else None,
     )
 
 
-def _probe_result(probe: Fields) -> str:
-    wrong, failure = probe.text("wrong", ""), probe.text("failure", "")
-    if wrong or failure:
-        return "; ".join(part for part in (f"wrong data: {wrong}" if wrong else "", failure) if part)
-    value = probe.any_text("busbw")
-    if value in ("", "None"):
+def _probe_result(probe: _Probe) -> str:
+    if probe.wrong or probe.failure:
+        return "; ".join(part for part in (f"wrong data: {probe.wrong}" if probe.wrong else "", probe.failure) if part)
+    if not probe.busbw:
         return "no value"
     try:
-        return f"{float(value):.4g} GB/s"
+        return f"{float(probe.busbw):.4g} GB/s"
     except ValueError:
-        return value
+        return probe.busbw
 
 
 _MOST = 64
