@@ -5,7 +5,8 @@ Lines are at most ``width`` wide, and the text has no control characters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.node.info_gpus import LEGEND
@@ -33,27 +34,43 @@ def fact(key: str, text: str, width: int) -> list[str]:
     return paragraph(text, width, first=f"  {name}", rest=" " * (2 + _KEY_COLUMNS))
 
 
-def facts(pairs: Iterable[tuple[str, str | None]], width: int) -> Iterable[str]:
-    """Yield facts, "unknown" for those without a value."""
-    for key, text in pairs:
-        yield from fact(key, text or "unknown", width)
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table; the first ``left`` columns are left-aligned, the others right-aligned."""
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+
+    def lines(self, width: int) -> list[str]:
+        """Return the lines; the widest text cells are shortened until they fit."""
+        heads = [Column(title=title, is_right=at >= self.left) for at, title in enumerate(self.titles)]
+        cells = [[clean(cell) for cell in row] for row in [self.titles, *self.rows]]
+        wide = widths(cells)
+        while total(wide) > width - 2 and max(wide) > _LEAST_COLUMNS:
+            # Numbers are shortened last: a part of one is another number.
+            cut = [at for at in range(len(wide)) if wide[at] > _WIDE_COLUMNS]
+            cut = cut or [at for at in range(self.left) if wide[at] > _LEAST_COLUMNS] or list(range(len(wide)))
+            wide[max(cut, key=lambda at: wide[at])] -= 1
+        return [
+            "  " + line_of([shortened(cell, most) for cell, most in zip(row, wide, strict=True)], heads, wide)
+            for row in cells
+        ]
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int, left: int = 1) -> list[str]:
-    """Return a table; the first ``left`` columns are left-aligned, the others right-aligned. The widest text cells are
-    shortened until it fits."""
-    heads = [Column(title=title, is_right=at >= left) for at, title in enumerate(titles)]
-    cells = [[clean(cell) for cell in row] for row in [titles, *rows]]
-    wide = widths(cells)
-    while total(wide) > width - 2 and max(wide) > _LEAST_COLUMNS:
-        # Numbers are shortened last: a part of one is another number.
-        cut = [at for at in range(len(wide)) if wide[at] > _WIDE_COLUMNS]
-        cut = cut or [at for at in range(left) if wide[at] > _LEAST_COLUMNS] or list(range(len(wide)))
-        wide[max(cut, key=lambda at: wide[at])] -= 1
-    return [
-        "  " + line_of([shortened(cell, most) for cell, most in zip(row, wide, strict=True)], heads, wide)
-        for row in cells
-    ]
+Info = Mapping[str, Any]
+Item = tuple[str, str | None] | Table | str
+"""A fact, None if it is unknown; a table, left out if it has no rows; or a paragraph."""
+
+
+def _lines(items: Iterable[Item], width: int) -> Iterator[str]:
+    for item in items:
+        if isinstance(item, Table):
+            yield from item.lines(width) if item.rows else ()
+        elif isinstance(item, str):
+            yield from paragraph(item, width)
+        else:
+            yield from fact(item[0], item[1] or "unknown", width)
 
 
 def amount(in_bytes: float | None) -> str:
@@ -86,21 +103,13 @@ def count(number: int | None, what: str) -> str:
     return f"? {what}s" if number is None else f"{number} {what}{'s' * (number != 1)}"
 
 
-Info = Mapping[str, Any]
-
-
-def system_lines(info: Info, width: int) -> Iterable[str]:
-    """Yield the system, the container and the scheduler."""
+def _system(info: Info, whole: bool, width: int) -> Iterator[Item]:
     system = info["system"]
-    yield from facts(
-        [
-            ("system", f"{with_unit(system['system'])}, Linux {with_unit(system['kernel'])}, {system['machine']}"),
-            ("up", f"{_uptime(system['uptime_seconds'])}, load {_load(system['load'])}"),
-            ("container", f"{system['container'] or 'none seen'}, {switch(system['root'], '', 'not ')}as root"),
-            ("scheduler", _scheduler(system["scheduler"])),
-        ],
-        width,
-    )
+    yield "system", f"{with_unit(system['system'])}, Linux {with_unit(system['kernel'])}, {system['machine']}"
+    load = "?" if system["load"] is None else " ".join(f"{number:g}" for number in system["load"])
+    yield "up", f"{_uptime(system['uptime_seconds'])}, load {load}"
+    yield "container", f"{system['container'] or 'none seen'}, {switch(system['root'], '', 'not ')}as root"
+    yield "scheduler", _scheduler(system["scheduler"])
 
 
 def _uptime(seconds: float | None) -> str:
@@ -110,49 +119,30 @@ def _uptime(seconds: float | None) -> str:
     return f"{count(days, 'day')} {duration(rest)}" if days else duration(rest)
 
 
-def _load(load: Sequence[float] | None) -> str:
-    return "?" if load is None else " ".join(f"{number:g}" for number in load)
-
-
 def _scheduler(scheduler: Info | None) -> str:
     if scheduler is None:
         return "none"
-    shape = []
-    if scheduler["nnodes"] is not None:
-        shape.append(count(scheduler["nnodes"], "node"))
-    if scheduler["gpus_per_node"] is not None:
-        shape.append(f"{scheduler['gpus_per_node']} GPUs on each")
-    rest = [
-        f"{key} {value}" for key, value in scheduler.items() if key not in ("name", "nnodes", "gpus_per_node") and value
-    ]
-    return ", ".join([scheduler["name"], *rest, *shape])
+    rest = dict(scheduler)
+    name, nnodes, gpus = (rest.pop(key) for key in ("name", "nnodes", "gpus_per_node"))
+    shape = [] if nnodes is None else [count(nnodes, "node")]
+    shape += [] if gpus is None else [f"{gpus} GPUs on each"]
+    return ", ".join([name, *(f"{key} {value}" for key, value in rest.items() if value), *shape])
 
 
-def cpu_lines(info: Info, width: int) -> Iterable[str]:
-    """Yield a summary of the CPUs."""
+def _cpu(info: Info, whole: bool, width: int) -> Iterator[Item]:
     cpu = info["cpu"]
-    group = f"; the control group gets the time of {cpu['cpus_of_group']:g}" if cpu["cpus_of_group"] is not None else ""
-    off = f", {cpu['offline']} offline" if cpu["offline"] else ""
-    counted = [count(cpu["sockets"], "socket"), count(cpu["cores"], "core"), count(cpu["cpus"], "CPU")]
-    shape = ", ".join(counted) + off
-    yield from facts(
-        [
-            ("model", cpu["model"]),
-            ("CPUs", f"{shape}; this process may use {cpu['cpus_allowed']}{group}"),
-            ("NUMA nodes", str(len(cpu["numa_nodes"])) if cpu["numa_nodes"] else "unknown"),
-        ],
-        width,
-    )
-
-
-def cpu_details(info: Info, width: int) -> Iterable[str]:
-    """Yield the CPUs, and each NUMA node."""
-    cpu = info["cpu"]
-    yield from cpu_lines(info, width)
+    quota = f"; the control group gets the time of {cpu['cpus_of_group']:g}" if cpu["cpus_of_group"] is not None else ""
+    counts = ", ".join([count(cpu["sockets"], "socket"), count(cpu["cores"], "core"), count(cpu["cpus"], "CPU")])
+    offline = f", {cpu['offline']} offline" if cpu["offline"] else ""
+    yield "model", cpu["model"]
+    yield "CPUs", f"{counts}{offline}; this process may use {cpu['cpus_allowed']}{quota}"
+    yield "NUMA nodes", str(len(cpu["numa_nodes"])) if cpu["numa_nodes"] else None
+    if not whole:
+        return
     clock = [f"at most {cpu['max_mhz']:g} MHz"] if cpu["max_mhz"] is not None else []
     clock += [f"{name} on {count(number, 'CPU')}" for name, number in cpu["governors"].items()]
-    yield from fact("clock", ", ".join(clock) or "not the kernel's to choose", width)
-    yield from fact("balancing", f"NUMA balancing {switch(cpu['numa_balancing'])}", width)
+    yield "clock", ", ".join(clock) or "not set by the kernel"
+    yield "balancing", f"NUMA balancing {switch(cpu['numa_balancing'])}"
     rows = [
         [
             str(node["node"]),
@@ -163,44 +153,25 @@ def cpu_details(info: Info, width: int) -> Iterable[str]:
         ]
         for node in cpu["numa_nodes"]
     ]
-    if rows:
-        yield from table(("node", "CPUs", "memory", "free", "distances"), rows, width, left=2)
+    yield Table(titles=("node", "CPUs", "memory", "free", "distances"), rows=rows, left=2)
 
 
-def memory_lines(info: Info, width: int) -> Iterable[str]:
-    """Yield a summary of the memory."""
-    memory = info["memory"]
+def _memory(info: Info, whole: bool, width: int) -> Iterator[Item]:
+    memory, shm, limits = info["memory"], info["memory"]["shm"], info["memory"]["limits"]
     group = f"; the control group may use {amount(memory['group_bytes'])}" if memory["group_bytes"] is not None else ""
-    shm = memory["shm"]
-    pairs = [("memory", f"{amount(memory['total_bytes'])}, {amount(memory['available_bytes'])} available{group}")]
-    if shm:
-        free, kind = f"{amount(shm['free_bytes'])} of {amount(shm['total_bytes'])} free", shm["kind"]
-        text = f"{free} ({kind or 'no mount of its own'})"
-        pairs.append(("/dev/shm", text))
-    else:
-        pairs.append(("/dev/shm", "none"))
-    yield from facts(pairs, width)
-
-
-def memory_details(info: Info, width: int) -> Iterable[str]:
-    """Yield memory, huge pages and limits."""
-    yield from memory_lines(info, width)
-    memory, limits = info["memory"], info["memory"]["limits"]
+    yield "memory", f"{amount(memory['total_bytes'])}, {amount(memory['available_bytes'])} available{group}"
+    free = shm and f"{amount(shm['free_bytes'])} of {amount(shm['total_bytes'])} free"
+    yield "/dev/shm", f"{free} ({shm['kind'] or 'not a mount of its own'})" if shm else "none"
+    if not whole:
+        return
+    yield "swap", f"{amount(memory['swap_total_bytes'])}, {amount(memory['swap_free_bytes'])} free"
     huge = [
         f"{with_unit(page['total'])} of {amount(page['size_bytes'])} ({with_unit(page['free'])} free)"
         for page in memory["huge_pages"]
     ]
-    yield from facts(
-        [
-            ("swap", f"{amount(memory['swap_total_bytes'])}, {amount(memory['swap_free_bytes'])} free"),
-            (
-                "huge pages",
-                f"{', '.join(huge) or 'none'}; transparent ones: {with_unit(memory['transparent_huge_pages'])}",
-            ),
-            ("limits", None if limits is None else _limits(limits)),
-        ],
-        width,
-    )
+    transparent = with_unit(memory["transparent_huge_pages"])
+    yield "huge pages", f"{', '.join(huge) or 'none'}; transparent ones: {transparent}"
+    yield "limits", None if limits is None else _limits(limits)
 
 
 def _limits(limits: Info) -> str:
@@ -210,59 +181,37 @@ def _limits(limits: Info) -> str:
     return f"open files {limits['nofile']}, locked memory {locked}{may}, processes {limits['nproc']}"
 
 
-def stack_lines(info: Info, width: int) -> Iterable[str]:
-    """Yield the driver stack."""
+def _stack(info: Info, whole: bool, width: int) -> Iterator[Item]:
     stack, missing = info["stack"], info["stack"]["not_available"]
     driver = stack["driver"] and f"{stack['driver']}, {stack['driver_kind']} kernel modules"
+    yield "driver", driver or f"none: {missing.get('driver', 'its version is unknown')}"
+    for name, key in (("CUDA toolkit", "toolkit"), ("NCCL", "nccl"), ("torch", "torch")):
+        yield name, stack[key] or "none installed here"
+    for name, key in (("Fabric Manager", "fabric_manager"), ("OFED", "ofed")):
+        yield name, stack[key] or f"unknown: {missing.get(key, '')}"
     loaded = ", ".join(f"{name} {version}".rstrip() for name, version in (stack["modules"] or {}).items())
     modules = f"unknown: {missing['modules']}" if "modules" in missing else loaded
-    wanted = (("CUDA toolkit", "toolkit"), ("NCCL", "nccl"), ("torch", "torch"))
-    yield from facts(
-        [
-            ("driver", driver or f"none: {missing.get('driver', 'its version is unknown')}"),
-            *((name, stack[key] or "none installed here") for name, key in wanted),
-            ("Fabric Manager", stack["fabric_manager"] or f"unknown: {missing.get('fabric_manager', '')}"),
-            ("OFED", stack["ofed"] or f"unknown: {missing.get('ofed', '')}"),
-            ("modules", modules or "none of the driver or the RDMA stack is loaded"),
-        ],
-        width,
-    )
+    yield "modules", modules or "none of the driver or the RDMA stack is loaded"
 
 
-def mounts_lines(info: Info, width: int) -> Iterable[str]:
-    """Yield the root and network mounts."""
-    return _mount_table([one for one in info["mounts"] if one["network"] or one["point"] == "/"], width)
-
-
-def mounts_details(info: Info, width: int) -> Iterable[str]:
-    """Yield every mount."""
-    return _mount_table(info["mounts"], width)
-
-
-def _mount_table(mounts: Sequence[Info], width: int) -> Iterable[str]:
+def _mounts(info: Info, whole: bool, width: int) -> Iterator[Item]:
+    mounts = [mount for mount in info["mounts"] if whole or mount["network"] or mount["point"] == "/"]
     rows = [[one["point"], one["kind"], one["source"], "ro" if one["read_only"] else "rw"] for one in mounts]
-    return (
-        table(("mounted at", "kind", "source", "mode"), rows, width, left=3) if rows else fact("mounts", "none", width)
-    )
+    titles = ("mounted at" if whole else "root and network mounts", "kind", "source", "mode")
+    yield Table(titles=titles, rows=rows, left=3) if rows else ("mounts", "none")
 
 
 _MOST_PROCESSES = 32
 
 
-def _gpu_problems(gpus: Info, width: int) -> Iterable[str]:
-    counted, found = gpus["count"], len(gpus["gpus"])
-    if gpus["why_not"]:
-        yield from fact("not available", gpus["why_not"], width)
-    elif not counted:
-        yield from fact("GPUs", "none", width)
-    if counted is not None and found < counted and not gpus["why_not"]:
-        yield from fact("missing", f"{counted - found} of {count(counted, 'GPU')} do not answer", width)
-
-
-def gpus_lines(info: Info, width: int) -> Iterable[str]:
-    """Yield a line for each GPU."""
-    gpus = info["gpus"]
-    yield from _gpu_problems(gpus, width)
+def _gpus(info: Info, whole: bool, width: int) -> Iterator[Item]:
+    gpus, total_count = info["gpus"]["gpus"], info["gpus"]["count"]
+    if info["gpus"]["why_not"]:
+        yield "not available", info["gpus"]["why_not"]
+    elif not total_count:
+        yield "GPUs", "none"
+    elif len(gpus) < total_count:
+        yield "missing", f"{total_count - len(gpus)} of {count(total_count, 'GPU')} do not answer"
     rows = [
         [
             str(gpu["index"]),
@@ -275,11 +224,18 @@ def gpus_lines(info: Info, width: int) -> Iterable[str]:
             switch(gpu["mig"]),
             _links(gpu),
         ]
-        for gpu in gpus["gpus"]
+        for gpu in gpus
     ]
-    if rows:
-        titles = ("GPU", "name", "memory", "temp", "power", "busy", "ECC", "MIG", "NVLink")
-        yield from table(titles, rows, width, left=2)
+    titles = ("GPU", "name", "memory", "temp", "power", "busy", "ECC", "MIG", "NVLink")
+    yield Table(titles=titles, rows=rows, left=2)
+    for gpu in gpus if whole else ():
+        yield ""
+        yield f"GPU {gpu['index']}: {gpu['name']}, {gpu['uuid']}"
+        yield from _gpu(gpu)
+        reasons: dict[str, list[str]] = {}
+        for key, why in gpu["not_available"].items():
+            reasons.setdefault(why.partition(" (nvml")[0], []).append(key)
+        yield from (("not available", f"{', '.join(keys)}: {why}") for why, keys in reasons.items())
 
 
 def _watts(drawn: float | None, limit: float | None) -> str:
@@ -291,64 +247,39 @@ def _links(gpu: Info) -> str:
     return "?" if links is None else "none" if not links else f"{sum(links.values())}/{len(links)}"
 
 
-def gpus_details(info: Info, width: int) -> Iterable[str]:
-    """Yield each GPU."""
-    yield from gpus_lines(info, width)
-    for gpu in info["gpus"]["gpus"]:
-        yield ""
-        yield from paragraph(f"GPU {gpu['index']}: {gpu['name']}, {gpu['uuid']}", width)
-        yield from facts(_gpu_facts(gpu), width)
-        yield from _missing_lines(gpu["not_available"], width)
-
-
-def _gpu_facts(gpu: Info) -> Iterable[tuple[str, str]]:
-    yield "PCI", f"{gpu['pci']}, {_pcie(gpu)}"
-    yield "board", f"serial {with_unit(gpu['serial'])}, part {with_unit(gpu['board_part_number'])}"
-    firmware = (("VBIOS", "vbios"), ("InfoROM", "inforom"), ("GSP", "gsp_firmware"))
-    yield "firmware", ", ".join(f"{name} {with_unit(gpu[key])}" for name, key in firmware)
+def _gpu(gpu: Info) -> Iterator[Item]:
+    value = {key: with_unit(number) for key, number in gpu.items()}
+    now = f"gen {value['pcie_generation']} x{value['pcie_width']} now"
+    yield "PCI", f"{gpu['pci']}, {now}, gen {value['pcie_generation_max']} x{value['pcie_width_max']} at best"
+    yield "board", f"serial {value['serial']}, part {value['board_part_number']}"
+    yield "firmware", f"VBIOS {value['vbios']}, InfoROM {value['inforom']}, GSP {value['gsp_firmware']}"
     yield "memory", f"{amount(gpu['memory_used_bytes'])} of {amount(gpu['memory_total_bytes'])} used"
-    clocks = (("SM", "sm_clock_mhz", "sm_clock_max_mhz"), ("memory", "memory_clock_mhz", "memory_clock_max_mhz"))
-    text = ", ".join(f"{name} {with_unit(gpu[now])} of {with_unit(gpu[most])} MHz" for name, now, most in clocks)
-    throttle = gpu["throttle"]
-    yield "clocks", f"{text}; throttled by {', '.join(throttle) or 'nothing' if throttle is not None else '?'}"
-    default = gpu["power_limit_default_watts"]
-    default_text = "?" if default is None else f"{default:.0f} W"
-    yield "power", f"{_watts(gpu['power_watts'], gpu['power_limit_watts'])}, by default {default_text}"
-    yield "ECC", _ecc(gpu)
+    sm = f"SM {value['sm_clock_mhz']} of {value['sm_clock_max_mhz']} MHz"
+    memory = f"memory {value['memory_clock_mhz']} of {value['memory_clock_max_mhz']} MHz"
+    throttle = "?" if gpu["throttle"] is None else ", ".join(gpu["throttle"]) or "nothing"
+    yield "clocks", f"{sm}, {memory}; throttled by {throttle}"
+    default = "?" if gpu["power_limit_default_watts"] is None else f"{gpu['power_limit_default_watts']:.0f} W"
+    yield "power", f"{_watts(gpu['power_watts'], gpu['power_limit_watts'])}, by default {default}"
+    errors = f"uncorrected errors {value['ecc_uncorrected']}, over its life {value['ecc_uncorrected_of_life']}"
+    pending, failed = (switch(gpu[key], "yes", "no") for key in ("rows_remap_pending", "rows_remap_failed"))
+    yield "ECC", f"{switch(gpu['ecc'])}, {errors}; row remap pending {pending}, failed {failed}"
     yield "modes", f"MIG {switch(gpu['mig'])}, persistence {switch(gpu['persistence'])}"
     yield "NVLink", _nvlink(gpu)
     if gpu["fabric"] is not None:
-        fabric = gpu["fabric"]
-        yield "fabric", ", ".join([fabric["state"], fabric["status"], *fabric["health"]])
+        yield "fabric", ", ".join([gpu["fabric"]["state"], gpu["fabric"]["status"], *gpu["fabric"]["health"]])
     yield "processes", _processes(gpu["processes"])
 
 
-def _ecc(gpu: Info) -> str:
-    aggregate = with_unit(gpu["ecc_uncorrected_of_life"])
-    errors = f"uncorrected errors {with_unit(gpu['ecc_uncorrected'])}, over its life {aggregate}"
-    pending, failed = (switch(gpu[key], "yes", "no") for key in ("rows_remap_pending", "rows_remap_failed"))
-    return f"{switch(gpu['ecc'])}, {errors}; row remap pending {pending}, failed {failed}"
-
-
-def _pcie(gpu: Info) -> str:
-    now = f"gen {with_unit(gpu['pcie_generation'])} x{with_unit(gpu['pcie_width'])}"
-    return f"{now} now, gen {with_unit(gpu['pcie_generation_max'])} x{with_unit(gpu['pcie_width_max'])} at best"
-
-
 def _nvlink(gpu: Info) -> str:
-    links = gpu["nvlink_up"]
-    if links is None:
-        return "?"
-    if not links:
-        return "none"
-    down = [number for number, up in links.items() if not up]
+    if not gpu["nvlink_up"]:
+        return _links(gpu)
+    down = [number for number, up in gpu["nvlink_up"].items() if not up]
     versions = sorted(set((gpu["nvlink_version"] or {}).values()))
     kinds = [kind for kind, _ in (gpu["nvlink_ends"] or {}).values()]
     parts = [f"{_links(gpu)} up"]
     parts += [f"down: {', '.join(down)}"] if down else []
     parts += [f"version {' and '.join(versions)}"] if versions else []
-    parts += [f"{kinds.count(kind)} to a {kind}" for kind in sorted(set(kinds))]
-    return ", ".join(parts)
+    return ", ".join(parts + [f"{kinds.count(kind)} to a {kind}" for kind in sorted(set(kinds))])
 
 
 def _processes(processes: Sequence[Info] | None) -> str:
@@ -363,20 +294,10 @@ def _processes(processes: Sequence[Info] | None) -> str:
     return "; ".join([*listed, *more]) or "none"
 
 
-def _missing_lines(missing: Mapping[str, str], width: int) -> Iterable[str]:
-    """Yield the reasons of question marks, each once."""
-    reasons: dict[str, list[str]] = {}
-    for key, why in missing.items():
-        reasons.setdefault(why.partition(" (nvml")[0], []).append(key)
-    for why, keys in reasons.items():
-        yield from fact("not available", f"{', '.join(keys)}: {why}", width)
-
-
-def infiniband_lines(info: Info, width: int) -> Iterable[str]:
-    """Yield a line for each port."""
+def _infiniband(info: Info, whole: bool, width: int) -> Iterator[Item]:
     known = info["infiniband"]
     if known["why_not"]:
-        yield from fact("ports", f"none: {known['why_not']}", width)
+        yield "ports", f"none: {known['why_not']}"
     rows = [
         [
             f"{device['name']}/{port['number']}",
@@ -389,30 +310,20 @@ def infiniband_lines(info: Info, width: int) -> Iterable[str]:
         for device in known["devices"]
         for port in device["ports"]
     ]
-    if rows:
-        yield from table(("port", "kind", "state", "rate", "NUMA", "firmware"), rows, width, left=4)
-    for device in known["devices"]:
-        if not device["ports"]:
-            yield from fact(clean(device["name"]), "shows no port", width)
-    peer = known["peer_memory"]
-    yield from fact("GPUDirect", str(PeerMemory(**peer)), width)
-
-
-def infiniband_details(info: Info, width: int) -> Iterable[str]:
-    """Yield each HCA and its ports."""
-    yield from infiniband_lines(info, width)
-    for device in info["infiniband"]["devices"]:
+    yield Table(titles=("port", "kind", "state", "rate", "NUMA", "firmware"), rows=rows, left=4)
+    yield from ((clean(device["name"]), "shows no port") for device in known["devices"] if not device["ports"])
+    yield "GPUDirect", str(PeerMemory(**known["peer_memory"]))
+    for device in known["devices"] if whole else ():
         yield ""
-        yield from paragraph(f"{device['name']}: {device['kind'] or '?'}, PSID {device['board'] or '?'}", width)
-        yield from facts([("PCI", f"{with_unit(device['pci'])}, GUID {device['guid'] or '?'}")], width)
+        yield f"{device['name']}: {device['kind'] or '?'}, PSID {device['board'] or '?'}"
+        yield "PCI", f"{with_unit(device['pci'])}, GUID {device['guid'] or '?'}"
         for port in device["ports"]:
             lids = f"LID {port['lid']}, subnet manager at {port['sm_lid']}"
-            errors = ", ".join(f"{name} {count}" for name, count in port["errors"].items())
-            yield from fact(f"port {port['number']}", f"{lids}; errors since it was reset: {errors or 'none'}", width)
+            errors = ", ".join(f"{name} {number}" for name, number in port["errors"].items())
+            yield f"port {port['number']}", f"{lids}; errors since it was reset: {errors or 'none'}"
 
 
-def network_lines(info: Info, width: int) -> Iterable[str]:
-    """Yield a line for each interface."""
+def _network(info: Info, whole: bool, width: int) -> Iterator[Item]:
     rows = [
         [
             one["name"],
@@ -423,79 +334,57 @@ def network_lines(info: Info, width: int) -> Iterable[str]:
         ]
         for one in info["network"]
     ]
-    if rows:
-        yield from table(("interface", "state", "addresses", "speed", "MTU"), rows, width, left=3)
-    else:
-        yield from fact("interfaces", "none", width)
+    titles = ("interface", "state", "addresses", "speed", "MTU")
+    yield Table(titles=titles, rows=rows, left=3) if rows else ("interfaces", "none")
 
 
-def topology_lines(info: Info, width: int) -> Iterable[str]:
-    """Yield the paths between the GPUs, and between HCAs and GPUs."""
+def _topology(info: Info, whole: bool, width: int) -> Iterator[Item]:
     known = info["topology"]
     names = [f"GPU{index}" for index in known["gpus"]]
-    if not names:
+    if not names or not whole:
         return
-    local = [[with_unit(node), with_unit(cpus)] for node, cpus in zip(known["numa_nodes"], known["cpus"], strict=True)]
     yield from _matrix(names, names, known["between_gpus"], width)
     if known["adapters"]:
         yield ""
         yield from _matrix(known["adapters"], names, known["to_gpus"], width)
     yield ""
-    rows = [[name, *cells] for name, cells in zip(names, local, strict=True)]
-    yield from table(("", "NUMA node", "local CPUs"), rows, width, left=1)
-    seen = {
-        "NV#" if way.startswith("NV") else way for row in [*known["between_gpus"], *known["to_gpus"]] for way in row
-    }
+    places = zip(names, map(with_unit, known["numa_nodes"]), map(with_unit, known["cpus"]), strict=True)
+    yield Table(titles=("", "NUMA node", "local CPUs"), rows=[*map(list, places)])
+    paths = {path for row in [*known["between_gpus"], *known["to_gpus"]] for path in row}
+    used = {"NV#" if path.startswith("NV") else path for path in paths}
     yield ""
-    for way, means in LEGEND.items():
-        if way in seen:
-            yield from fact(way, means, width)
+    yield from ((path, meaning) for path, meaning in LEGEND.items() if path in used)
 
 
-def _matrix(names: Sequence[str], heads: Sequence[str], ways: Sequence[Sequence[str]], width: int) -> Iterable[str]:
-    """Return a table of paths, in several blocks where it would be too wide."""
+def _matrix(names: Sequence[str], heads: Sequence[str], ways: Sequence[Sequence[str]], width: int) -> Iterator[Item]:
+    """Yield a table of paths, in several blocks where it would be too wide."""
     most = max(1, (width - 2 - 10) // (max(columns(head) for head in heads) + 2))
     for first in range(0, len(heads), most):
         if first:
             yield ""
         rows = [[name, *row[first : first + most]] for name, row in zip(names, ways, strict=True)]
-        yield from table(["", *heads[first : first + most]], rows, width)
+        yield Table(titles=["", *heads[first : first + most]], rows=rows)
 
 
-Section = tuple[str, str, Callable[[Info, int], Iterable[str]]]
-_SUMMARY: Sequence[Section] = (
-    ("system", "System", system_lines),
-    ("cpu", "CPUs", cpu_lines),
-    ("memory", "Memory", memory_lines),
-    ("stack", "Driver stack", stack_lines),
-    ("gpus", "GPUs", gpus_lines),
-    ("infiniband", "InfiniBand and RoCE", infiniband_lines),
-    ("network", "Network", network_lines),
-    ("mounts", "Root and network mounts", mounts_lines),
-)
-_DETAILS: Sequence[Section] = (
-    ("system", "System", system_lines),
-    ("cpu", "CPUs", cpu_details),
-    ("memory", "Memory", memory_details),
-    ("stack", "Driver stack", stack_lines),
-    ("gpus", "GPUs", gpus_details),
-    ("topology", "Topology", topology_lines),
-    ("infiniband", "InfiniBand and RoCE", infiniband_details),
-    ("network", "Network", network_lines),
-    ("mounts", "Mounts", mounts_details),
-)
+_SECTIONS: Mapping[str, tuple[str, Callable[[Info, bool, int], Iterator[Item]]]] = {
+    "system": ("System", _system),
+    "cpu": ("CPUs", _cpu),
+    "memory": ("Memory", _memory),
+    "stack": ("Driver stack", _stack),
+    "gpus": ("GPUs", _gpus),
+    "topology": ("Topology", _topology),
+    "infiniband": ("InfiniBand and RoCE", _infiniband),
+    "network": ("Network", _network),
+    "mounts": ("Mounts", _mounts),
+}
 
 
 def render_info(info: Info, *, width: int) -> str:
-    """Return a view as text."""
-    sections = _SUMMARY if info["view"] == "summary" else _DETAILS
-    lines = _title(info, width)
-    for part, title, show in sections:
+    """Return a view as text. A summary has no topology, and less of the other parts."""
+    whole = info["view"] != "summary"
+    lines = paragraph(f"{info['host']}, {info['at']}", width)
+    for part, (title, items) in _SECTIONS.items():
         if part in info:
-            body = list(show(info, width))
+            body = [*_lines(items(info, whole, width), width)]
             lines += ["", title, *body] if body else []
     return "\n".join(lines) + "\n"
-
-
-def _title(info: Info, width: int) -> list[str]:
-    return paragraph(f"{info['host']}, {info['at']}", width)
