@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pytest_gpucluster.node.host import collect_host
+from pytest_gpucluster.node.host import collect_node
 from pytest_gpucluster.node.host_checks import Wanted, examine_host, readings, require_fit
 
 
@@ -26,7 +26,7 @@ def test_host_limits(cluster, inventory, workload, measure):
     """
     if cluster.local_rank != 0:
         return
-    facts = collect_host(inventory, rank=cluster.rank)
+    facts = collect_node(inventory, rank=cluster.rank)
     findings = examine_host(facts, Wanted(**dataclasses.asdict(workload.host)))
     for finding in findings:
         print(finding)

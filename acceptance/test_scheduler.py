@@ -6,6 +6,7 @@ import pytest
 
 from pytest_gpucluster.metrics.finding import decisive, require_nothing
 from pytest_gpucluster.node import kubernetes, slurm
+from pytest_gpucluster.node.host import collect_node
 from pytest_gpucluster.node.interfaces import Nodes
 from pytest_gpucluster.node.slurm import examine_allocation
 
@@ -77,7 +78,6 @@ def test_kubernetes(cluster, inventory, measure):
     """
     if Nodes.of(inventory, cluster.node_rank).representative != cluster.rank:
         return
-    pod = kubernetes.read(kubernetes.ROOT)
-    found = kubernetes.examine(cluster.hostname, pod, ranks=cluster.local_world_size, nnodes=cluster.nnodes)
+    found = kubernetes.examine(collect_node(inventory, rank=cluster.rank), nnodes=cluster.nnodes)
     measure("scheduler.findings", len(decisive(found)), unit="findings", record_only=True, scheduler="kubernetes")
     require_nothing(found)

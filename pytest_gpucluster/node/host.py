@@ -1,11 +1,11 @@
-"""The facts of one node's host, collected once and frozen."""
+"""One frozen snapshot of a node's host, for host checks, pods, Slurm's allocation and ``node info``."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pytest_gpucluster.metrics.finding import Identity, identity
@@ -32,8 +32,8 @@ class GpuPath:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostFacts:
-    """The host facts of one rank's node.
+class NodeSnapshot:
+    """A node as one of its processes sees it.
 
     Attributes:
         host: its name.
@@ -41,6 +41,7 @@ class HostFacts:
         machine: CPU architecture, such as ``x86_64``.
         own_cpus: where this rank may run.
         limits: None if the kernel does not report them.
+        hcas: RDMA devices of the node; ``verbs``: those that this process may open.
         gpus: of all ranks here.
     """
 
@@ -52,6 +53,8 @@ class HostFacts:
     cgroup: Cgroup
     memory: Memory
     processors: Processors
+    hcas: tuple[str, ...] = ()
+    verbs: tuple[str, ...] = ()
     gpus: tuple[GpuPath, ...] = ()
 
     @property
@@ -104,38 +107,52 @@ class HostFacts:
         return least([self.limits.nproc.soft, self.limits.max_tasks, self.cgroup.tasks])
 
 
-def collect_host(
-    inventory: Sequence[Mapping[str, Any]],
-    *,
-    rank: int,
-    environ: Mapping[str, str] = os.environ,
-    tree: Tree | None = None,
-    space: Space = limits.space,
-) -> HostFacts:
-    """Collect the host facts of this rank's node, within milliseconds.
+def read_node(tree: Tree | None = None, *, host: str = "", ranks: int = 1, space: Space = limits.space) -> NodeSnapshot:
+    """Read a node without its GPUs, within milliseconds.
 
     Args:
-        inventory: of every rank (``inventory.identify``).
-        rank: this one.
-        environ: the environment, for the number of workers.
         tree: where to read; by default ``TREE``.
+        host, ranks: as in :class:`NodeSnapshot`.
         space: returns size and free bytes of a file system.
     """
     tree = TREE if tree is None else tree
-    me = next(who for who in inventory if who["rank"] == rank)
-    here = [who for who in inventory if (who["host"], who["node_rank"]) == (me["host"], me["node_rank"])]
-    workers = environ.get(WORKERS, "")
-    return HostFacts(
-        host=str(me["host"]),
-        ranks=max(len(here), int(workers) if workers.isdecimal() else 1),
+    return NodeSnapshot(
+        host=host,
+        ranks=ranks,
         machine=platform.machine(),
         own_cpus=frozenset(os.sched_getaffinity(0)),
         limits=limits.read_process_limits(tree),
         cgroup=limits.read_cgroup(tree),
         memory=limits.read_memory(tree, space),
         processors=limits.read_processors(tree),
-        gpus=tuple(_gpu(tree, who) for who in here if who["gpu"]),
+        hcas=tuple(tree.entries("/sys/class/infiniband")),
+        verbs=tuple(name for name in tree.entries("/dev/infiniband") if name.startswith("uverbs")),
     )
+
+
+def collect_node(
+    inventory: Sequence[Mapping[str, Any]],
+    *,
+    rank: int,
+    environ: Mapping[str, str] = os.environ,
+    tree: Tree | None = None,
+    space: Space = limits.space,
+) -> NodeSnapshot:
+    """Read this rank's node, with its GPUs.
+
+    Args:
+        inventory: of every rank (``inventory.identify``).
+        rank: this one.
+        environ: the environment, for the number of workers.
+        tree, space: as for :func:`read_node`.
+    """
+    tree = TREE if tree is None else tree
+    me = next(who for who in inventory if who["rank"] == rank)
+    here = [who for who in inventory if (who["host"], who["node_rank"]) == (me["host"], me["node_rank"])]
+    workers = environ.get(WORKERS, "")
+    ranks = max(len(here), int(workers) if workers.isdecimal() else 1)
+    snapshot = read_node(tree, host=str(me["host"]), ranks=ranks, space=space)
+    return replace(snapshot, gpus=tuple(_gpu(tree, who) for who in here if who["gpu"]))
 
 
 def _gpu(tree: Tree, who: Mapping[str, Any]) -> GpuPath:

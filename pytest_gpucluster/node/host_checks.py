@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
-from pytest_gpucluster.node.host import HostFacts
+from pytest_gpucluster.node.host import NodeSnapshot
 from pytest_gpucluster.node.limits import SHM
 from pytest_gpucluster.node.sysfs import format_ranges
 
@@ -27,7 +27,7 @@ class Wanted:
     acs: str = "off"
 
 
-def examine_host(facts: HostFacts, wanted: Wanted) -> list[Finding]:
+def examine_host(facts: NodeSnapshot, wanted: Wanted) -> list[Finding]:
     """Apply every check. Harmful settings are faults of the environment, not of a GPU."""
     return [finding for check in CHECKS for finding in check(facts, wanted)]
 
@@ -43,14 +43,14 @@ def require_fit(findings: list[Finding]) -> None:
 
 
 def _finding(
-    facts: HostFacts, code: str, kind: Kind, found: str, allowed: str, remedy: str, gpu: Identity | None = None
+    facts: NodeSnapshot, code: str, kind: Kind, found: str, allowed: str, remedy: str, gpu: Identity | None = None
 ) -> Finding:
     return Finding(
         code=code, kind=kind, gpu=gpu or Identity(host=facts.host), found=found, allowed=allowed, remedy=remedy
     )
 
 
-def _shm(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _shm(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     shm = facts.memory.shm
     if shm is not None and shm.kind != "tmpfs":
         yield _finding(
@@ -63,7 +63,7 @@ def _shm(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         )
 
 
-def _governor(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _governor(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     # Source: Linux kernel, Documentation/admin-guide/pm/cpufreq.rst, generic scaling governors.
     governors = facts.processors.governors
     remedy = "`cpupower frequency-set -g performance` on this host, and a service that does so at each boot"
@@ -96,16 +96,16 @@ def _governor(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         )
 
 
-def _offline(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _offline(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     if facts.processors.offline:
         found = f"the CPUs {format_ranges(facts.processors.offline)} are switched off"
         yield _finding(facts, "cpus_offline", "note", found, "anything", "nothing, if intended, such as SMT off")
 
 
-def _numa(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _numa(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     # Source: Linux kernel, Documentation/admin-guide/sysctl/kernel.rst, numa_balancing; AMD, "Instinct MI300X system
     # optimization", disable NUMA auto-balancing.
-    several = len(facts.processors.nodes or ()) > 1
+    several = len(facts.processors.nodes) > 1
     balancing = facts.processors.numa_balancing
     if several and balancing:
         kind: Kind = "environment" if wanted.numa_balancing == "off" else "note"
@@ -113,7 +113,7 @@ def _numa(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
             facts,
             "numa_balancing",
             kind,
-            f"automatic NUMA balancing is on, with {len(facts.processors.nodes or ())} NUMA nodes "
+            f"automatic NUMA balancing is on, with {len(facts.processors.nodes)} NUMA nodes "
             f"(kernel.numa_balancing={balancing})",
             "off, where ranks are bound to their GPU's node: it causes page faults",
             "`sysctl kernel.numa_balancing=0`, and the same in /etc/sysctl.d",
@@ -129,7 +129,7 @@ def _numa(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         yield _finding(facts, "gpu_nodes", "note", found, "anything", "nothing; the criterion affinity compares ranks")
 
 
-def _iommu(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _iommu(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     # Source: as pci_path.
     for gpu in facts.gpus:
         if gpu.path is None or not gpu.path.is_translated:
@@ -153,7 +153,7 @@ def _iommu(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         yield _finding(facts, "iommu", "note", found, "anything", remedy)
 
 
-def _acs(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _acs(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     # Source: as pci_path.
     for gpu in facts.gpus:
         if gpu.path is None or not gpu.path.redirecting:
@@ -176,7 +176,7 @@ def _acs(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         yield _finding(facts, "acs", "note", found, "anything", remedy)
 
 
-def _huge_pages(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
+def _huge_pages(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     reserved, transparent = facts.memory.reserved_pages, facts.memory.transparent
     parts = [f"transparent huge pages: {transparent}"] if transparent else []
     parts += [f"{reserved} reserved huge pages, which other memory cannot use"] if reserved else []
@@ -184,7 +184,7 @@ def _huge_pages(facts: HostFacts, wanted: Wanted) -> Iterator[Finding]:
         yield _finding(facts, "huge_pages", "note", "; ".join(parts), "anything", "nothing")
 
 
-CHECKS: tuple[Callable[[HostFacts, Wanted], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[NodeSnapshot, Wanted], Iterator[Finding]], ...] = (
     _shm,
     _governor,
     _offline,
@@ -209,7 +209,7 @@ class Reading:
         return f"{self.metric}: {self.found}; to raise it: {self.remedy}"
 
 
-def readings(facts: HostFacts) -> Iterator[Reading]:
+def readings(facts: NodeSnapshot) -> Iterator[Reading]:
     """Yield every value.
 
     Raises: EnvironmentBroken if one of them is unknown.
@@ -219,7 +219,7 @@ def readings(facts: HostFacts) -> Iterator[Reading]:
 
 
 def _reading(
-    facts: HostFacts, metric: str, value: float | None, unit: str, *, found: str, remedy: str, source: str
+    facts: NodeSnapshot, metric: str, value: float | None, unit: str, *, found: str, remedy: str, source: str
 ) -> Reading:
     if value is None:
         raise EnvironmentBroken(
@@ -229,7 +229,7 @@ def _reading(
     return Reading(metric=metric, value=value, unit=unit, found=found, remedy=remedy)
 
 
-def _nofile(facts: HostFacts) -> Reading:
+def _nofile(facts: NodeSnapshot) -> Reading:
     limit = facts.limits.nofile if facts.limits else None
     found = f"open files {_amount(limit.soft)}, hard limit {_amount(limit.hard)}" if limit else ""
     return _reading(
@@ -243,7 +243,7 @@ def _nofile(facts: HostFacts) -> Reading:
     )
 
 
-def _memlock(facts: HostFacts) -> Reading:
+def _memlock(facts: NodeSnapshot) -> Reading:
     limits, ratio = facts.limits, facts.memlock_ratio
     found = ""
     if limits is not None:
@@ -261,7 +261,7 @@ def _memlock(facts: HostFacts) -> Reading:
     )
 
 
-def _shm_reading(facts: HostFacts) -> Reading:
+def _shm_reading(facts: NodeSnapshot) -> Reading:
     shm, total = facts.memory.shm, facts.shm_bytes
     found = f"{_gb(shm.free_bytes)} of {_gb(shm.total_bytes)} are free, for {_ranks(facts)}" if shm else ""
     return _reading(
@@ -276,7 +276,7 @@ def _shm_reading(facts: HostFacts) -> Reading:
     )
 
 
-def _cpus(facts: HostFacts) -> Reading:
+def _cpus(facts: NodeSnapshot) -> Reading:
     online, group = facts.processors.online, facts.cgroup
     parts = [f"{len(online)} CPUs are online" if online is not None else "CPUs online: unknown"]
     parts += [f"the control group may run on {format_ranges(group.cpuset)}"] if group.cpuset is not None else []
@@ -294,7 +294,7 @@ def _cpus(facts: HostFacts) -> Reading:
     )
 
 
-def _tasks(facts: HostFacts) -> Reading:
+def _tasks(facts: NodeSnapshot) -> Reading:
     limits, found = facts.limits, ""
     if limits is not None:
         found = f"this user may have {_amount(limits.nproc.soft)}, the node {_amount(limits.max_tasks)}"
@@ -310,7 +310,7 @@ def _tasks(facts: HostFacts) -> Reading:
     )
 
 
-def _memory(facts: HostFacts) -> Reading:
+def _memory(facts: NodeSnapshot) -> Reading:
     total = facts.memory.total_bytes
     found = "" if total is None else f"the node has {_gb(total)}, for {_ranks(facts)}"
     return _reading(
@@ -324,12 +324,12 @@ def _memory(facts: HostFacts) -> Reading:
     )
 
 
-def _group_limit(facts: HostFacts) -> str:
+def _group_limit(facts: NodeSnapshot) -> str:
     limit = facts.cgroup.memory_bytes
     return "" if limit is None else f"; the control group may use {_gb(limit)}"
 
 
-def _ranks(facts: HostFacts) -> str:
+def _ranks(facts: NodeSnapshot) -> str:
     return "1 rank" if facts.ranks == 1 else f"{facts.ranks} ranks"
 
 

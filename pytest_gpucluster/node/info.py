@@ -11,12 +11,13 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pytest_gpucluster.launch.launchers import Allocation, allocation
 from pytest_gpucluster.node import info_gpus, info_software, limits
+from pytest_gpucluster.node.host import NodeSnapshot, read_node
 from pytest_gpucluster.node.info_software import Answer, Run
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
@@ -98,125 +99,60 @@ def _first_number(text: str | None) -> float | None:
     return float(found[0]) if found else None
 
 
-_NODES = "/sys/devices/system/node"
-_MODEL = re.compile(r"^(?:model name|Model|cpu model|uarch|Processor)\s*:\s*(.+)$", re.MULTILINE)
-"""x86 and others. An Arm kernel reports the vendor's numbers only, which are shown instead."""
-
-
-def read_cpus(tree: Tree) -> dict[str, Any]:
-    """Read the CPUs.
+def cpu_part(node: NodeSnapshot) -> dict[str, Any]:
+    """Return the CPUs.
 
     Returns:
         ``model``; ``sockets``, ``cores``, ``cpus`` that are online, ``offline`` ones; ``cpus_allowed``, those that this
         process may run on, as the kernel writes a list; ``cpus_of_group``, the CPU quota of its control group, null for
         no limit; ``max_mhz``; ``governors``; ``numa_balancing``; ``numa_nodes``: each with ``node``, ``cpus``,
         ``memory_total_bytes``, ``memory_free_bytes`` and ``distances`` to all nodes.
-
-    Source: Linux kernel, Documentation/admin-guide/cputopology.rst and Documentation/ABI/stable/sysfs-devices-node.
     """
-    known = limits.read_processors(tree)
-    online = sorted(known.online or ())
+    known = node.processors
     return {
-        "model": _model(tree),
-        "sockets": _different(tree, online, "physical_package_id"),
-        "cores": _different(tree, online, "thread_siblings_list"),
-        "cpus": len(online) if known.online is not None else None,
+        "model": known.model,
+        "sockets": known.sockets,
+        "cores": known.cores(),
+        "cpus": len(known.online) if known.online is not None else None,
         "offline": len(known.offline),
-        "cpus_allowed": format_ranges(os.sched_getaffinity(0)),
-        "cpus_of_group": limits.read_cgroup(tree).cpus,
-        "max_mhz": _max_mhz(tree, online),
+        "cpus_allowed": format_ranges(node.own_cpus),
+        "cpus_of_group": node.cgroup.cpus,
+        "max_mhz": known.max_mhz,
         "governors": {name: len(cpus) for name, cpus in sorted(known.governors.items())},
         "numa_balancing": None if known.numa_balancing is None else bool(known.numa_balancing),
-        "numa_nodes": [_node(tree, node) for node in sorted(known.nodes or ())],
+        "numa_nodes": [asdict(numa) for numa in known.nodes],
     }
 
 
-def _model(tree: Tree) -> str | None:
-    text = tree.text("/proc/cpuinfo") or ""
-    found = _MODEL.search(text)
-    if found:
-        return " ".join(found[1].split())
-    arm = {name: _field(text, name) for name in ("CPU implementer", "CPU part")}
-    return ", ".join(f"{name} {value}" for name, value in arm.items() if value) or None
-
-
-def _field(text: str, name: str) -> str:
-    found = re.search(rf"^{name}\s*:\s*(\S+)", text, re.MULTILINE)
-    return found[1] if found else ""
-
-
-def _different(tree: Tree, cpus: Iterable[int], name: str) -> int | None:
-    """Count the different values of a topology attribute of all CPUs; None where one is missing."""
-    values = {tree.text(f"{limits.CPUS}/cpu{cpu}/topology/{name}") for cpu in cpus}
-    return None if None in values or not values else len(values)
-
-
-def _max_mhz(tree: Tree, cpus: Iterable[int]) -> float | None:
-    kilohertz = (tree.number(f"{limits.CPUS}/cpu{cpu}/cpufreq/cpuinfo_max_freq") for cpu in cpus)
-    return max((number / 1000 for number in kilohertz if number is not None), default=None)
-
-
-def _node(tree: Tree, node: int) -> dict[str, Any]:
-    folder = f"{_NODES}/node{node}"
-    distances = tree.text(f"{folder}/distance") or ""
-    return {
-        "node": node,
-        "cpus": tree.text(f"{folder}/cpulist"),
-        "memory_total_bytes": tree.meminfo("MemTotal", f"{folder}/meminfo"),
-        "memory_free_bytes": tree.meminfo("MemFree", f"{folder}/meminfo"),
-        "distances": [int(word) for word in distances.split() if word.isdecimal()],
-    }
-
-
-_HUGE = "/sys/kernel/mm/hugepages"
-
-
-def read_memory(tree: Tree, space: Space = limits.space) -> dict[str, Any]:
-    """Read the memory.
+def memory_part(node: NodeSnapshot) -> dict[str, Any]:
+    """Return the memory.
 
     Returns:
         ``total_bytes``, ``available_bytes``, ``swap_total_bytes``, ``swap_free_bytes``; ``group_bytes``, the limit of
         the control group, null for none; ``shm``: ``kind``, ``total_bytes``, ``free_bytes`` of /dev/shm;
         ``transparent_huge_pages``; ``huge_pages``: for each size ``size_bytes``, ``total``, ``free``; ``limits``:
         ``nofile``, ``memlock_bytes`` and ``nproc``, each "unlimited" or a number, and ``may_lock_all``.
-
-    Source: proc_meminfo(5); Linux kernel, Documentation/admin-guide/mm/hugetlbpage.rst.
     """
-    known = limits.read_memory(tree, space)
-    shm = known.shm
+    known = asdict(node.memory)
+    limits = node.limits
     return {
-        "total_bytes": known.total_bytes,
-        "available_bytes": tree.meminfo("MemAvailable"),
-        "swap_total_bytes": tree.meminfo("SwapTotal"),
-        "swap_free_bytes": tree.meminfo("SwapFree"),
-        "group_bytes": limits.read_cgroup(tree).memory_bytes,
-        "shm": shm and {"kind": shm.kind, "total_bytes": shm.total_bytes, "free_bytes": shm.free_bytes},
-        "transparent_huge_pages": known.transparent,
-        "huge_pages": _huge_pages(tree),
-        "limits": _limits(tree),
+        **{key: known[key] for key in ("total_bytes", "available_bytes", "swap_total_bytes", "swap_free_bytes")},
+        "group_bytes": node.cgroup.memory_bytes,
+        "shm": known["shm"],
+        "transparent_huge_pages": known["transparent"],
+        "huge_pages": list(known["huge_pages"]),
+        "limits": limits
+        and {
+            "nofile": _or_unlimited(limits.nofile.soft),
+            "memlock_bytes": _or_unlimited(limits.memlock.soft),
+            "nproc": _or_unlimited(limits.nproc.soft),
+            "may_lock_all": limits.may_lock_all,
+        },
     }
 
 
-def _huge_pages(tree: Tree) -> list[dict[str, Any]]:
-    names = (re.fullmatch(r"hugepages-(\d+)kB", name) for name in tree.entries(_HUGE))
-    sizes = sorted(int(found[1]) for found in names if found)
-    return [
-        {
-            "size_bytes": size * 1024,
-            "total": tree.number(f"{_HUGE}/hugepages-{size}kB/nr_hugepages"),
-            "free": tree.number(f"{_HUGE}/hugepages-{size}kB/free_hugepages"),
-        }
-        for size in sizes
-    ]
-
-
-def _limits(tree: Tree) -> dict[str, Any] | None:
-    known = limits.read_process_limits(tree)
-    if known is None:
-        return None
-    soft = {"nofile": known.nofile.soft, "memlock_bytes": known.memlock.soft, "nproc": known.nproc.soft}
-    values: dict[str, Any] = {name: "unlimited" if limit is None else limit for name, limit in soft.items()}
-    return {**values, "may_lock_all": known.may_lock_all}
+def _or_unlimited(limit: int | None) -> int | str:
+    return "unlimited" if limit is None else limit
 
 
 PSEUDO_FILE_SYSTEMS = frozenset(
@@ -280,6 +216,7 @@ def collect_info(view: str, sources: Sources) -> dict[str, Any]:
         ``schema_version``, ``view``, ``host``, ``at`` (ISO 8601, UTC), and a key for each part in ``VIEWS``.
     """
     wanted, tree, host = VIEWS[view], sources.tree, sources.hostname()
+    node = read_node(tree, host=host, space=sources.space)
     info: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "view": view,
@@ -290,8 +227,8 @@ def collect_info(view: str, sources: Sources) -> dict[str, Any]:
     known = info_gpus.read_gpus(sources.gpus(), sources.find_process) if "gpus" in wanted else None
     parts: dict[str, Callable[[], Any]] = {
         "system": lambda: read_system(tree, sources.environ, host=host, allocation=allocation(sources.environ)),
-        "cpu": lambda: read_cpus(tree),
-        "memory": lambda: read_memory(tree, sources.space),
+        "cpu": lambda: cpu_part(node),
+        "memory": lambda: memory_part(node),
         "stack": lambda: info_software.read_stack(tree, sources.run, version=sources.version, nccl=sources.nccl),
         "gpus": lambda: known,
         "topology": lambda: info_gpus.read_topology(known or {}, adapters or {}, tree),

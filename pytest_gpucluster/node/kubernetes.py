@@ -1,82 +1,44 @@
-"""Checks of a pod's resources: shared memory, CPUs, RDMA, locked memory. Pure, but for :func:`read`."""
+"""Checks of a pod's resources: shared memory, CPUs, RDMA, locked memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from pytest_gpucluster.metrics.finding import Finding, notice
-from pytest_gpucluster.node import limits
-from pytest_gpucluster.node.limits import Cgroup, ProcessLimits, SharedMemory, Space
-from pytest_gpucluster.node.sysfs import Tree
-
-ROOT = Tree()
-"""Where the kernel's files are. Tests replace it."""
+from pytest_gpucluster.node.host import NodeSnapshot
 
 DEFAULT_SHM_BYTES = 64 * 2**20
 """The default of container runtimes. Source: OCI image and runtime tools, `--shm-size`;
 containerd mounts /dev/shm with size=65536k."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pod:
-    """The resources of a pod.
-
-    Attributes:
-        cgroup: its limits.
-        shm: its /dev/shm; None if there is none.
-        limits: of its processes; None if the kernel does not report them.
-        hcas: the RDMA devices of the node.
-        verbs: the RDMA devices that the pod may open.
-    """
-
-    cgroup: Cgroup
-    shm: SharedMemory | None
-    limits: ProcessLimits | None
-    hcas: tuple[str, ...]
-    verbs: tuple[str, ...]
-
-
-def read(tree: Tree, space: Space = limits.space) -> Pod:
-    """Read this pod's resources."""
-    return Pod(
-        cgroup=limits.read_cgroup(tree),
-        shm=limits.read_memory(tree, space).shm,
-        limits=limits.read_process_limits(tree),
-        hcas=tuple(tree.entries("/sys/class/infiniband")),
-        verbs=tuple(name for name in tree.entries("/dev/infiniband") if name.startswith("uverbs")),
-    )
-
-
-def examine(host: str, pod: Pod, *, ranks: int, nnodes: int) -> list[Finding]:
+def examine(node: NodeSnapshot, *, nnodes: int) -> list[Finding]:
     """Return the findings on a pod.
 
     Args:
-        host: its node.
-        pod: its resources.
-        ranks: in it.
+        node: as the pod sees it.
         nnodes: of the whole run: with several, RDMA is required where the node has it.
     """
-    return [*_resources(host, pod, ranks), *_shm(host, pod), *_rdma(host, pod, nnodes)]
+    return [*_resources(node), *_shm(node), *_rdma(node, nnodes)]
 
 
-def _resources(host: str, pod: Pod, ranks: int) -> Iterator[Finding]:
+def _resources(pod: NodeSnapshot) -> Iterator[Finding]:
     quota, limit = pod.cgroup.cpus, pod.cgroup.memory_bytes
     if not pod.cgroup.versions:
         yield notice(
             "kubernetes.resources",
             "environment",
-            host,
+            pod.host,
             "no control group can be read, so the pod's limits are unknown",
             allowed="/sys/fs/cgroup is mounted in the pod",
             remedy="mount it read only, as container runtimes do by default",
         )
-    elif quota is not None and quota < ranks:
+    elif quota is not None and quota < pod.ranks:
         yield notice(
             "kubernetes.resources",
             "environment",
-            host,
-            f"{ranks} ranks get the time of {quota:g} CPUs",
+            pod.host,
+            f"{pod.ranks} ranks get the time of {quota:g} CPUs",
             allowed="at least one CPU for each rank",
             remedy="raise resources.limits.cpu of the pod, or remove it: ranks that use it up are throttled",
         )
@@ -86,52 +48,53 @@ def _resources(host: str, pod: Pod, ranks: int) -> Iterator[Finding]:
         yield notice(
             "kubernetes.resources",
             "note",
-            host,
+            pod.host,
             f"the pod has {' and '.join(parts)}",
             allowed="enough for the ranks",
             remedy="without a memory limit, pods of the node kill each other when it runs out",
         )
 
 
-def _shm(host: str, pod: Pod) -> Iterator[Finding]:
+def _shm(pod: NodeSnapshot) -> Iterator[Finding]:
+    shm = pod.memory.shm
     remedy = "mount an emptyDir with medium: Memory and a sizeLimit at /dev/shm"
-    if pod.shm is None or pod.shm.kind is None:
+    if shm is None or shm.kind is None:
         yield notice(
             "kubernetes.shm",
             "environment",
-            host,
+            pod.host,
             "/dev/shm is not mounted",
             allowed="shared memory",
             remedy=remedy,
         )
-    elif pod.shm.kind != "tmpfs":
+    elif shm.kind != "tmpfs":
         yield notice(
             "kubernetes.shm",
             "environment",
-            host,
-            f"/dev/shm is {pod.shm.kind}, not memory",
+            pod.host,
+            f"/dev/shm is {shm.kind}, not memory",
             allowed="tmpfs",
             remedy=remedy,
         )
-    elif pod.shm.total_bytes <= DEFAULT_SHM_BYTES:
+    elif shm.total_bytes <= DEFAULT_SHM_BYTES:
         yield notice(
             "kubernetes.shm",
             "environment",
-            host,
-            f"/dev/shm has {pod.shm.total_bytes / 2**20:.4g} MiB, the default of a container",
+            pod.host,
+            f"/dev/shm has {shm.total_bytes / 2**20:.4g} MiB, the default of a container",
             allowed="more than that: NCCL and data loader workers share memory there",
             remedy=remedy,
         )
 
 
-def _rdma(host: str, pod: Pod, nnodes: int) -> Iterator[Finding]:
+def _rdma(pod: NodeSnapshot, nnodes: int) -> Iterator[Finding]:
     if not pod.hcas:
         return
     if not pod.verbs:
         yield notice(
             "kubernetes.rdma",
             "environment" if nnodes > 1 else "note",
-            host,
+            pod.host,
             f"the node has {len(pod.hcas)} RDMA devices ({', '.join(pod.hcas)}), and the pod has no access: there is "
             "no /dev/infiniband/uverbs*",
             allowed="the node's RDMA devices, in a run of several nodes",
@@ -144,7 +107,7 @@ def _rdma(host: str, pod: Pod, nnodes: int) -> Iterator[Finding]:
         yield notice(
             "kubernetes.ipc_lock",
             "environment",
-            host,
+            pod.host,
             f"the pod has RDMA devices, but its locked memory is limited: it has no IPC_LOCK, and {found}",
             allowed="the capability IPC_LOCK, or unlimited memlock",
             remedy='add it to the container: securityContext: {capabilities: {add: ["IPC_LOCK"]}}',

@@ -212,13 +212,33 @@ in the passive mode it is intel_cpufreq or amd-pstate. Source: Linux kernel,
 Documentation/admin-guide/pm/intel_pstate.rst (Active Mode) and amd-pstate.rst (Active Mode)."""
 
 
+_NODES = "/sys/devices/system/node"
+_MODEL = re.compile(r"^(?:model name|Model|cpu model|uarch|Processor)\s*:\s*(.+)$", re.MULTILINE)
+"""x86 and others. An Arm kernel reports the vendor's numbers only, which are used instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumaNode:
+    """A NUMA node; ``cpus`` is a list as the kernel writes it, ``distances`` are to all nodes."""
+
+    node: int
+    cpus: str | None
+    memory_total_bytes: int | None
+    memory_free_bytes: int | None
+    distances: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Processors:
     """The CPUs as the kernel reports them; None where it does not.
 
     Attributes:
+        model: such as "Intel(R) Xeon(R) Platinum 8480+".
         online: CPUs that run.
         offline: CPUs that are switched off.
+        sockets: packages of the online CPUs.
+        siblings: online CPU -> the threads of its core, itself included.
+        max_mhz: the highest clock.
         governors: CPU frequency governor -> its CPUs; empty where the kernel has none, as in most virtual machines.
         autonomous: the CPUs whose driver has a "powersave" of its own, which follows the load and does not keep the
             lowest clock.
@@ -227,35 +247,68 @@ class Processors:
     """
 
     online: frozenset[int] | None
+    model: str | None = None
     offline: frozenset[int] = frozenset()
+    sockets: int | None = None
+    siblings: Mapping[int, frozenset[int] | None] = field(default_factory=dict)
+    max_mhz: float | None = None
     governors: Mapping[str, frozenset[int]] = field(default_factory=dict)
     autonomous: frozenset[int] = frozenset()
-    nodes: frozenset[int] | None = None
+    nodes: tuple[NumaNode, ...] = ()
     numa_balancing: int | None = None
+
+    def cores(self, cpus: Iterable[int] | None = None) -> int | None:
+        """Return the number of cores of these CPUs, by default of all that are online; None if one is unknown."""
+        cores = {self.siblings.get(cpu) for cpu in (self.siblings if cpus is None else cpus)}
+        return None if None in cores or not cores else len(cores)
 
 
 def read_processors(tree: Tree) -> Processors:
-    """Read the CPUs.
+    """Read the CPUs and NUMA nodes.
 
     Source: Linux kernel, Documentation/admin-guide/cputopology.rst, Documentation/admin-guide/pm/cpufreq.rst
-    (scaling_governor) and Documentation/admin-guide/sysctl/kernel.rst (numa_balancing).
+    (scaling_governor), Documentation/admin-guide/sysctl/kernel.rst (numa_balancing) and
+    Documentation/ABI/stable/sysfs-devices-node.
     """
     online = tree.numbers(f"{CPUS}/online")
+    folders = {cpu: f"{CPUS}/cpu{cpu}" for cpu in sorted(online or ())}
     governors: dict[str, set[int]] = {}
-    autonomous: set[int] = set()
-    for cpu in sorted(online or ()):
-        governor = tree.text(f"{CPUS}/cpu{cpu}/cpufreq/scaling_governor")
-        if governor:
+    for cpu, folder in folders.items():
+        if governor := tree.text(f"{folder}/cpufreq/scaling_governor"):
             governors.setdefault(governor, set()).add(cpu)
-            if tree.text(f"{CPUS}/cpu{cpu}/cpufreq/scaling_driver") in _AUTONOMOUS:
-                autonomous.add(cpu)
+    drivers = {cpu: tree.text(f"{folders[cpu]}/cpufreq/scaling_driver") for cpus in governors.values() for cpu in cpus}
+    sockets = {tree.text(f"{folder}/topology/physical_package_id") for folder in folders.values()}
+    kilohertz = (tree.number(f"{folder}/cpufreq/cpuinfo_max_freq") for folder in folders.values())
     return Processors(
+        model=_model(tree.text("/proc/cpuinfo") or ""),
         online=online,
         offline=tree.numbers(f"{CPUS}/offline") or frozenset(),
+        sockets=None if None in sockets or not sockets else len(sockets),
+        siblings={cpu: tree.numbers(f"{folder}/topology/thread_siblings_list") for cpu, folder in folders.items()},
+        max_mhz=max((number / 1000 for number in kilohertz if number is not None), default=None),
         governors={governor: frozenset(cpus) for governor, cpus in governors.items()},
-        autonomous=frozenset(autonomous),
-        nodes=tree.numbers("/sys/devices/system/node/online"),
+        autonomous=frozenset(cpu for cpu, driver in drivers.items() if driver in _AUTONOMOUS),
+        nodes=tuple(_numa_node(tree, node) for node in sorted(tree.numbers(f"{_NODES}/online") or ())),
         numa_balancing=tree.number("/proc/sys/kernel/numa_balancing"),
+    )
+
+
+def _model(cpuinfo: str) -> str | None:
+    found = _MODEL.search(cpuinfo)
+    if found:
+        return " ".join(found[1].split())
+    arm = (re.search(rf"^({name})\s*:\s*(\S+)", cpuinfo, re.MULTILINE) for name in ("CPU implementer", "CPU part"))
+    return ", ".join(f"{each[1]} {each[2]}" for each in arm if each) or None
+
+
+def _numa_node(tree: Tree, node: int) -> NumaNode:
+    folder = f"{_NODES}/node{node}"
+    return NumaNode(
+        node=node,
+        cpus=tree.text(f"{folder}/cpulist"),
+        memory_total_bytes=tree.meminfo("MemTotal", f"{folder}/meminfo"),
+        memory_free_bytes=tree.meminfo("MemFree", f"{folder}/meminfo"),
+        distances=tuple(int(word) for word in (tree.text(f"{folder}/distance") or "").split() if word.isdecimal()),
     )
 
 
@@ -274,6 +327,18 @@ class SharedMemory:
     free_bytes: int
 
 
+_HUGE = "/sys/kernel/mm/hugepages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HugePages:
+    """Huge pages of one size."""
+
+    size_bytes: int
+    total: int | None
+    free: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Memory of the node; None where unknown.
@@ -285,9 +350,13 @@ class Memory:
     """
 
     total_bytes: int | None
+    available_bytes: int | None = None
+    swap_total_bytes: int | None = None
+    swap_free_bytes: int | None = None
     shm: SharedMemory | None
     transparent: str | None
     reserved_pages: int | None
+    huge_pages: tuple[HugePages, ...] = ()
 
 
 def space(path: Path) -> tuple[int, int]:
@@ -299,15 +368,27 @@ def space(path: Path) -> tuple[int, int]:
 def read_memory(tree: Tree, space: Space = space) -> Memory:
     """Read the memory.
 
-    Source: proc_meminfo(5); Linux kernel, Documentation/admin-guide/mm/transhuge.rst: the active word is in brackets.
+    Source: proc_meminfo(5); Linux kernel, Documentation/admin-guide/mm/hugetlbpage.rst and transhuge.rst, where the
+    active word is in brackets.
     """
     chosen = re.search(r"\[(\w+)\]", tree.text("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     return Memory(
         total_bytes=tree.meminfo("MemTotal"),
+        available_bytes=tree.meminfo("MemAvailable"),
+        swap_total_bytes=tree.meminfo("SwapTotal"),
+        swap_free_bytes=tree.meminfo("SwapFree"),
         shm=_shm(tree, space),
         transparent=chosen[1] if chosen else None,
         reserved_pages=tree.meminfo("HugePages_Total"),
+        huge_pages=tuple(_huge_pages(tree)),
     )
+
+
+def _huge_pages(tree: Tree) -> Iterator[HugePages]:
+    names = (re.fullmatch(r"hugepages-(\d+)kB", name) for name in tree.entries(_HUGE))
+    for size in sorted(int(found[1]) for found in names if found):
+        total, free = (tree.number(f"{_HUGE}/hugepages-{size}kB/{name}") for name in ("nr_hugepages", "free_hugepages"))
+        yield HugePages(size_bytes=size * 1024, total=total, free=free)
 
 
 def _shm(tree: Tree, space: Space) -> SharedMemory | None:

@@ -18,11 +18,11 @@ from pytest_gpucluster.errors import EnvironmentBroken, LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.launch.launchers import in_step
 from pytest_gpucluster.metrics.finding import Finding, notice
-from pytest_gpucluster.node import limits, processes
+from pytest_gpucluster.node import processes
+from pytest_gpucluster.node.host import collect_node
 from pytest_gpucluster.node.interfaces import Board, Nodes
 from pytest_gpucluster.node.processes import Process
 from pytest_gpucluster.node.slurm_allocation import Place, allocation, allocation_findings, place_of
-from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.text import first_line
 
 ANSWER_SECONDS = 30.0
@@ -274,8 +274,6 @@ def _run(command: list[str], seconds: float) -> tuple[str, str, int]:
     return done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"), done.returncode
 
 
-ROOT = Tree()
-"""Where the kernel's files are. Tests replace it."""
 _WITHIN_SECONDS = 60.0
 
 
@@ -328,11 +326,10 @@ def examine_allocation(
         for one in answers.values()
     ]
     given = allocation(environ)
-    cores = _cores({cpu for place in places for cpu in place.cpus})
-    findings = allocation_findings(
-        host, given, places, here, limits.read_cgroup(ROOT), on_cpu=sources is None, cores=cores
-    )
-    online = limits.read_processors(ROOT).online
+    node = collect_node(inventory, rank=rank, environ=environ)
+    cores = node.processors.cores(cpu for place in places for cpu in place.cpus)
+    findings = allocation_findings(host, given, places, here, node.cgroup, on_cpu=sources is None, cores=cores)
+    online = node.processors.online
     alone = given.cpus is not None and online is not None and given.cpus >= len(online)
     began = environ.get("SLURM_JOB_START_TIME", "")  # since Slurm 22.05
     before = float(began) if began.isdecimal() else None
@@ -340,15 +337,6 @@ def examine_allocation(
     if sources is not None:
         findings += _processes(host, here, sources)
     return findings
-
-
-def _cores(cpus: Iterable[int]) -> int | None:
-    """Return the number of cores of these CPUs; None if one is unknown.
-
-    Source: Linux kernel, Documentation/admin-guide/cputopology.rst, thread_siblings_list.
-    """
-    siblings = {ROOT.numbers(f"{limits.CPUS}/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus}
-    return None if None in siblings else len(siblings)
 
 
 def _processes(host: str, here: Sequence[Mapping[str, Any]], sources: Sources) -> list[Finding]:

@@ -11,7 +11,7 @@ import pytest
 from planted_runs import acceptance_file, measured
 from sessions import Left, Project
 
-from pytest_gpucluster.node import kubernetes, processes, slurm
+from pytest_gpucluster.node import host, processes, slurm
 from pytest_gpucluster.node import slurm as job
 from pytest_gpucluster.node.sysfs import Tree
 
@@ -32,8 +32,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host on which nothing is shown and nothing is left."""
     for name in ("sys/devices/system/cpu", "shm", "tmp", "bin"):
         (tmp_path / name).mkdir(parents=True)
-    monkeypatch.setattr(job, "ROOT", Tree(root=tmp_path))
-    monkeypatch.setattr(kubernetes, "ROOT", Tree(root=tmp_path))
+    monkeypatch.setattr(host, "TREE", Tree(root=tmp_path))
     monkeypatch.setattr(processes, "SHM", tmp_path / "shm")
     monkeypatch.setattr(processes, "TMP", tmp_path / "tmp")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.node.host import HostFacts, collect_host
+from pytest_gpucluster.node.host import NodeSnapshot, collect_node
 from pytest_gpucluster.node.sysfs import Tree
 
 LIMITS = """\
@@ -81,10 +81,10 @@ def who(rank: int = 0, *, node_rank: int = 0, host: str = "gpu-07", pci: str | N
     return {"rank": rank, "host": host, "node_rank": node_rank, "gpu": gpu}
 
 
-def facts(root: Path, files: Mapping[str, str | None] | None = None, *, ranks: int = 1, **others: Any) -> HostFacts:
+def facts(root: Path, files: Mapping[str, str | None] | None = None, *, ranks: int = 1, **others: Any) -> NodeSnapshot:
     """Collect the facts of a healthy host with these changes."""
     tree = plant(root, files or {})
     inventory = others.pop("inventory", [who(rank) for rank in range(ranks)])
-    return collect_host(
+    return collect_node(
         inventory, rank=0, environ=others.pop("environ", {}), tree=tree, space=others.pop("space", space())
     )

@@ -11,7 +11,7 @@ from fake_host import HEALTHY, MOUNTS, facts
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding, Identity
-from pytest_gpucluster.node.host import GpuPath, HostFacts
+from pytest_gpucluster.node.host import GpuPath, NodeSnapshot
 from pytest_gpucluster.node.host_checks import ANY, Wanted, examine_host, require_fit
 from pytest_gpucluster.node.pci import PciPath
 
@@ -23,11 +23,11 @@ def gpu(index: int = 0, *, node: int | None = 0, **path: object) -> GpuPath:
     return GpuPath(who=Identity(host="gpu-07", index=index), node=node, path=there)
 
 
-def with_gpus(found: HostFacts, *gpus: GpuPath) -> HostFacts:
+def with_gpus(found: NodeSnapshot, *gpus: GpuPath) -> NodeSnapshot:
     return replace(found, gpus=gpus, machine="x86_64")
 
 
-def found(host: HostFacts, code: str, wanted: Wanted | None = None) -> list[Finding]:
+def found(host: NodeSnapshot, code: str, wanted: Wanted | None = None) -> list[Finding]:
     return [finding for finding in examine_host(host, wanted or Wanted()) if finding.code == code]
 
 

@@ -14,7 +14,7 @@ from fake_nvml import FakeNvml
 from pytest_gpucluster.agreement.store import Board, MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding
-from pytest_gpucluster.node import processes, slurm
+from pytest_gpucluster.node import host, processes, slurm
 from pytest_gpucluster.node.interfaces import Nodes
 from pytest_gpucluster.node.processes import Process
 from pytest_gpucluster.node.slurm import examine_allocation
@@ -51,7 +51,7 @@ def clean_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cpu / "online").write_text("0-1\n")
     (tmp_path / "files").mkdir()
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(slurm, "ROOT", Tree(root=tmp_path))
+    monkeypatch.setattr(host, "TREE", Tree(root=tmp_path))
     monkeypatch.setattr(processes, "SHM", tmp_path / "files")
     monkeypatch.setattr(processes, "TMP", tmp_path / "empty")
     monkeypatch.setattr(

@@ -9,17 +9,29 @@ from typing import Any
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster.node.kubernetes import DEFAULT_SHM_BYTES, Pod, examine, read
-from pytest_gpucluster.node.limits import Cgroup, Limit, ProcessLimits, SharedMemory
+from pytest_gpucluster.node.host import NodeSnapshot, read_node
+from pytest_gpucluster.node.kubernetes import DEFAULT_SHM_BYTES, examine
+from pytest_gpucluster.node.limits import Cgroup, Limit, Memory, ProcessLimits, Processors, SharedMemory
 from pytest_gpucluster.node.sysfs import Tree
 
 GIB = 2**30
 LIMIT = Limit(soft=1024, hard=1024)
 LIMITS = ProcessLimits(nofile=LIMIT, memlock=Limit(soft=65536, hard=65536), nproc=LIMIT, may_lock_all=True)
 SHM = SharedMemory(kind="tmpfs", total_bytes=64 * GIB, free_bytes=64 * GIB)
-POD = Pod(
+
+
+def memory(shm: SharedMemory | None) -> Memory:
+    return Memory(total_bytes=None, shm=shm, transparent=None, reserved_pages=None)
+
+
+POD = NodeSnapshot(
+    host="node-a",
+    ranks=8,
+    machine="x86_64",
+    own_cpus=frozenset({0}),
     cgroup=Cgroup(versions=(2,), memory_bytes=512 * GIB, cpus=64.0),
-    shm=SHM,
+    memory=memory(SHM),
+    processors=Processors(online=None),
     limits=LIMITS,
     hcas=("mlx5_0", "mlx5_1"),
     verbs=("uverbs0", "uverbs1"),
@@ -28,9 +40,9 @@ NOT_FREE = replace(LIMITS, may_lock_all=False)
 
 
 def test_a_pod_with_everything_has_a_note_of_its_resources_only() -> None:
-    [finding] = examine("node-a", POD, ranks=8, nnodes=2)
+    [finding] = examine(POD, nnodes=2)
     assert (finding.kind, finding.found) == ("note", "the pod has 64 CPUs and 512 GiB of memory")
-    [finding] = examine("node-a", replace(POD, cgroup=Cgroup(versions=(2,))), ranks=8, nnodes=2)
+    [finding] = examine(replace(POD, cgroup=Cgroup(versions=(2,))), nnodes=2)
     assert (finding.kind, in_order(finding.found, "no CPU limit no memory limit")) == ("note", True)
 
 
@@ -41,7 +53,7 @@ def test_what_is_not_needed_is_not_demanded() -> None:
         (replace(POD, verbs=()), 1),
         (replace(POD, hcas=(), verbs=(), limits=NOT_FREE), 2),
     ):
-        assert all(one.kind == "note" for one in examine("node-a", pod, ranks=8, nnodes=nnodes))
+        assert all(one.kind == "note" for one in examine(pod, nnodes=nnodes))
 
 
 @of_each(
@@ -49,10 +61,10 @@ def test_what_is_not_needed_is_not_demanded() -> None:
     [
         (replace(POD, cgroup=Cgroup()), "resources", "control group"),
         (replace(POD, cgroup=Cgroup(versions=(2,), cpus=4.0)), "resources", "8 ranks 4 CPUs"),
-        (replace(POD, shm=None), "shm", "/dev/shm"),
-        (replace(POD, shm=replace(SHM, kind=None)), "shm", "/dev/shm"),
-        (replace(POD, shm=replace(SHM, kind="overlay")), "shm", "/dev/shm overlay"),
-        (replace(POD, shm=replace(SHM, total_bytes=DEFAULT_SHM_BYTES)), "shm", "/dev/shm 64 MiB"),
+        (replace(POD, memory=memory(None)), "shm", "/dev/shm"),
+        (replace(POD, memory=memory(replace(SHM, kind=None))), "shm", "/dev/shm"),
+        (replace(POD, memory=memory(replace(SHM, kind="overlay"))), "shm", "/dev/shm overlay"),
+        (replace(POD, memory=memory(replace(SHM, total_bytes=DEFAULT_SHM_BYTES))), "shm", "/dev/shm 64 MiB"),
         (replace(POD, verbs=()), "rdma", "2 (mlx5_0, mlx5_1)"),
         (replace(POD, limits=NOT_FREE), "ipc_lock", "IPC_LOCK memlock 65536 B"),
         (replace(POD, limits=None), "ipc_lock", "limits"),
@@ -60,7 +72,7 @@ def test_what_is_not_needed_is_not_demanded() -> None:
 )
 def test_what_is_missing_is_an_error_that_says_what_to_add(case: tuple[Any, ...]) -> None:
     pod, code, words = case
-    findings = [one for one in examine("node-a", pod, ranks=8, nnodes=2) if one.kind != "note"]
+    findings = [one for one in examine(pod, nnodes=2) if one.kind != "note"]
     assert [(one.code, one.kind) for one in findings] == [(f"kubernetes.{code}", "environment")]
     assert in_order(findings[0].found, words)
     assert findings[0].remedy
@@ -85,16 +97,16 @@ def test_a_pod_is_read_from_what_the_kernel_shows(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "dev/shm").mkdir()
-    pod = read(Tree(root=tmp_path), lambda path: (2 * GIB, GIB))
+    pod = read_node(Tree(root=tmp_path), space=lambda path: (2 * GIB, GIB))
     assert (pod.cgroup.memory_bytes, pod.cgroup.cpus) == (32 * GIB, 8.0)
-    assert pod.shm == SharedMemory(kind="tmpfs", total_bytes=2 * GIB, free_bytes=GIB)
+    assert pod.memory.shm == SharedMemory(kind="tmpfs", total_bytes=2 * GIB, free_bytes=GIB)
     assert (pod.hcas, pod.verbs) == (("mlx5_0",), ("uverbs0",))
     assert pod.limits is not None
     assert pod.limits.may_lock_all
 
 
 def test_where_the_kernel_shows_nothing_nothing_is_known(tmp_path: Path) -> None:
-    pod = read(Tree(root=tmp_path))
-    assert pod == Pod(cgroup=Cgroup(), shm=None, limits=None, hcas=(), verbs=())
-    codes = {one.code for one in examine("node-a", pod, ranks=1, nnodes=2) if one.kind == "environment"}
+    pod = read_node(Tree(root=tmp_path), host="node-a")
+    assert (pod.cgroup, pod.memory.shm, pod.limits, pod.hcas, pod.verbs) == (Cgroup(), None, None, (), ())
+    codes = {one.code for one in examine(pod, nnodes=2) if one.kind == "environment"}
     assert codes == {"kubernetes.resources", "kubernetes.shm"}

@@ -9,6 +9,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.node import info, info_software
+from pytest_gpucluster.node.host import read_node
 from pytest_gpucluster.node.info import VIEWS, collect_info
 from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.sysfs import Tree
@@ -27,16 +28,16 @@ def test_a_view_has_its_parts_in_plain_json(node):
 
 
 def test_cpus_are_counted_by_socket_core_and_node(node):
-    cpus = info.read_cpus(node)
+    cpus = info.cpu_part(read_node(node))
     assert cpus["model"] == "Intel(R) Xeon(R) Platinum 8480+"
     assert (cpus["sockets"], cpus["cores"], cpus["cpus"], cpus["offline"]) == (2, 64, 128, 0)
     first, second = cpus["numa_nodes"]
-    assert (first["cpus"], first["memory_total_bytes"], first["distances"]) == ("0-63", 1056784056 * 1024, [10, 21])
-    assert second["distances"] == [21, 10]
+    assert (first["cpus"], first["memory_total_bytes"], first["distances"]) == ("0-63", 1056784056 * 1024, (10, 21))
+    assert second["distances"] == (21, 10)
 
 
 def test_memory_has_its_huge_pages_and_limits(node):
-    memory = info.read_memory(node, fake_node.space(10**12, 5 * 10**11))
+    memory = info.memory_part(read_node(node, space=fake_node.space(10**12, 5 * 10**11)))
     assert memory["available_bytes"] == 2000000000 * 1024
     assert memory["shm"] == {"kind": "tmpfs", "total_bytes": 10**12, "free_bytes": 5 * 10**11}
     assert memory["huge_pages"] == [{"size_bytes": 2**21, "total": 16, "free": 4}]
@@ -50,9 +51,9 @@ def test_a_container_and_what_it_may_use_are_seen(tmp_path):
         "/sys/fs/cgroup/memory.max": "8589934592\n",
         "/sys/fs/cgroup/system.slice/job/cpu.max": "400000 100000\n",
     }
-    tree = fake_node.tree(tmp_path, changes)
-    assert info.read_memory(tree, fake_node.space())["group_bytes"] == 8 * 2**30
-    assert info.read_cpus(tree)["cpus_of_group"] == 4.0
+    snapshot = read_node(fake_node.tree(tmp_path, changes), space=fake_node.space())
+    assert info.memory_part(snapshot)["group_bytes"] == 8 * 2**30
+    assert info.cpu_part(snapshot)["cpus_of_group"] == 4.0
 
 
 @of_each(

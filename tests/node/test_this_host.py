@@ -18,7 +18,7 @@ from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree
 
 
 def test_this_host_can_be_read(tmp_path: Path) -> None:
-    facts, here, (total, free) = host.collect_host([who(0)], rank=0), own_place(), limits.space(tmp_path)
+    facts, here, (total, free) = host.collect_node([who(0)], rank=0), own_place(), limits.space(tmp_path)
     assert facts.own_cpus == here.cpus == os.sched_getaffinity(0)
     assert facts.cpus
     assert here.nodes
