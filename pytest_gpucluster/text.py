@@ -82,6 +82,16 @@ def rank_ranges(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed}{more}"
 
 
+def some_of(texts: Sequence[str], most: int = 3, separator: str = ", ") -> str:
+    """Return the first texts, and how many more there are.
+
+    >>> some_of(["gpu-01", "gpu-02", "gpu-03"], 2), some_of(["gpu-01"])
+    ('gpu-01, gpu-02 and 1 more', 'gpu-01')
+    """
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
+
+
 _GAP = "  "
 _NO_BREAK = "\0"
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"

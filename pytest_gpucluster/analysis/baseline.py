@@ -10,21 +10,16 @@ from typing import Any
 
 from pytest_gpucluster.analysis.compare import Change, Pair, Terms, changes_of, terms_of
 from pytest_gpucluster.analysis.compare_output import change_text, pair_text, pair_to_json
-from pytest_gpucluster.analysis.run_view import (
-    Conditions,
-    MeasuredTest,
-    RunView,
-    by_key,
-    key_of,
-    obstacles,
-    view_of,
-    without_samples,
-)
+from pytest_gpucluster.analysis.run_view import Conditions, RunView, key_of, obstacles, without_samples
 from pytest_gpucluster.analysis.significance import MISSING, REGRESSED
 from pytest_gpucluster.errors import JournalError, OptionError
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.fields import read as read_record
 from pytest_gpucluster.journal.journal import locate, read
+from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.judge import Judgement, MetricResult
 from pytest_gpucluster.metrics.units import show_apart
+from pytest_gpucluster.reports.tables import metric_name
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, printable
 
 Notes = list[tuple[str, str]]
@@ -64,13 +59,13 @@ class Baseline:
                 f"{option} {path}: is {kinds[journal.run.rehearsal]}, and this is {kinds[rehearsal]}: they "
                 "cannot be compared; name a run of the same kind, or leave the option out"
             )
-        view = view_of(journal)
-        if not any(test.values and test.outcome == "passed" for test in view.tests.values()):
+        view = RunView.of(journal)
+        if not any(test.measurements and test.outcome == "passed" for test in view.tests.values()):
             raise OptionError(
                 f"{option} {path}: none of its tests passed with a measurement, so there is nothing to "
                 "compare with; name a run that was accepted"
             )
-        run = f"run {journal.run.run_id or 'without a name'} of {journal.run.started_at}, {journal.verdict}"
+        run = f"{journal.run.title}, {journal.verdict}"
         return cls(path=path, sha256=digest, run=run, view=view, allowed=allowed)
 
     @property
@@ -118,24 +113,23 @@ class Baseline:
         Returns:
             the new judgement, and the test's notes.
         """
-        stop = obstacles(self.view.conditions, conditions)
+        stop = "; ".join(obstacles(self.view.conditions, conditions))
         if stop:
-            return _not_comparable(judgement, f"cannot be compared with the baseline: {'; '.join(stop)}"), []
+            return _not_comparable(judgement, f"cannot be compared with the baseline: {stop}"), []
         before = self.view.tests.get(nodeid)
         if before is None or before.outcome != "passed":
             was = "has no such test" if before is None else f"did not pass it ({before.outcome})"
             return judgement, [("baseline", f"no value to compare with: the baseline {was}")]
-        now = MeasuredTest(nodeid=nodeid, name=name, outcome=judgement.outcome, values=by_key(judgement.measurements))
+        measured = tuple(read_record(JudgedMetric, each.to_json(), nodeid) for each in judgement.measurements)
+        now = TestResult(nodeid=nodeid, name=name, outcome=judgement.outcome, measurements=measured)
         terms = terms_of(self.view, RunView(conditions=conditions, tests={}), allowed=self.allowed)
         changes = [_without_absent_ranks(change, terms) for change in changes_of(before, now, terms)]
-        measurements = [
-            self._with_baseline(judged, next(each for each in changes if each.key == key_of(judged)), names)
-            for judged in judgement.measurements
-        ]
+        by_key = {key_of(change.judged): change for change in changes if change.judged is not None}
+        measurements = [self._with_baseline(judged, by_key[key_of(judged)], names) for judged in judgement.measurements]
         notes = [
-            (_note_name(change), _note(change, names))
+            (f"baseline[{metric_name(change.judged)}]", _note(change, names))
             for change in sorted(changes, key=lambda change: change.worst.badness)
-            if change.decides
+            if change.decides and change.judged is not None
         ]
         return _with_regressions(judgement, measurements), notes
 
@@ -188,11 +182,6 @@ def _regression_text(pair: Pair, unit: str, allowed: float) -> str:
     assert pair.change is not None
     now, before = show_apart(pair.new.value, pair.old.value, unit)
     return f"{now} is worse than the baseline's {before} ({change_text(pair.change)}, {100 * allowed:g} % is allowed)"
-
-
-def _note_name(change: Change) -> str:
-    labels = ", ".join(f"{name}={text}" for name, text in change.labels.items())
-    return f"baseline[{change.metric}{{{labels}}}]" if labels else f"baseline[{change.metric}]"
 
 
 def _note(change: Change, names: Mapping[int, str]) -> str:

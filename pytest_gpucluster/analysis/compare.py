@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from pytest_gpucluster.analysis.run_view import (
     OF_A_SEARCH,
     STATES,
     Key,
     Match,
-    MeasuredTest,
     RunView,
-    Values,
+    estimate_of,
     key_of,
     match,
     metric_obstacles,
     notes,
     obstacles,
+    scope_of,
 )
 from pytest_gpucluster.analysis.significance import (
     ALLOWED_RATIO,
@@ -33,7 +33,9 @@ from pytest_gpucluster.analysis.significance import (
     Estimate,
     assess,
 )
-from pytest_gpucluster.journal.records import RankPlace
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.records import RankPlace, TestResult
+from pytest_gpucluster.reports.summary import is_better_higher
 
 FOUND_LABELS = ("transport", "nics")
 """Labels for what was found, not for what was requested: with another such label it is still the same metric."""
@@ -65,20 +67,20 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The change of a metric, or, where ``metric`` is empty, of the outcome of a test."""
+    """The change of a metric of a test, or, without a metric, of the test's outcome."""
 
-    nodeid: str
-    name: str
-    criterion: str | None = None
-    metric: str = ""
-    labels: Mapping[str, str]
-    unit: str = ""
-    higher: bool | None = None
+    test: TestResult
+    judged: JudgedMetric | None = None
+    """The metric now, or before where it has no value now."""
     decides: bool = True
     """Whether the answer of the whole comparison depends on it."""
     pairs: tuple[Pair, ...]
     """The worst first; never empty."""
     note: str = ""
+
+    @property
+    def unit(self) -> str:
+        return "" if self.judged is None else self.judged.unit
 
     @property
     def worst(self) -> Pair:
@@ -87,10 +89,6 @@ class Change:
     @property
     def kind(self) -> str:
         return self.worst.kind
-
-    @property
-    def key(self) -> Key:
-        return key_of(self)
 
     def of_kind(self, kind: str) -> tuple[Pair, ...]:
         """Return the pairs of a kind, the worst first."""
@@ -113,22 +111,24 @@ class Terms:
     new_ranks: Mapping[int, RankPlace]
 
 
-def changes_of(old: MeasuredTest, new: MeasuredTest, terms: Terms) -> Iterator[Change]:
+def changes_of(old: TestResult, new: TestResult, terms: Terms) -> Iterator[Change]:
     """Yield the change of each metric of a test, including metrics of one run only."""
-    partners = dict(_partners(old.values, new.values))
-    for key, now in new.values.items():
-        before = old.values.get(partners.get(key, key))
+    before_by_key = {key_of(judged): judged for judged in old.measurements}
+    now_by_key = {key_of(judged): judged for judged in new.measurements}
+    partners = dict(_partners(before_by_key, now_by_key))
+    for key, now in now_by_key.items():
+        before = before_by_key.get(partners.get(key, key))
         if before is None:
             yield _one_sided(now, new, "now", terms)
         else:
             yield _change(before, now, new, terms)
     used = set(partners.values())
-    for key, before in old.values.items():
+    for key, before in before_by_key.items():
         if key not in used:
             yield _one_sided(before, new, "before", terms)
 
 
-def _partners(old: Mapping[Key, Values], new: Mapping[Key, Values]) -> Iterator[tuple[Key, Key]]:
+def _partners(old: Collection[Key], new: Collection[Key]) -> Iterator[tuple[Key, Key]]:
     """Yield each metric of now with that of before, also where only labels of FOUND_LABELS differ."""
     free: dict[Key, list[Key]] = {}
     for key in old:
@@ -151,16 +151,16 @@ def found_labels(metric: str) -> tuple[str, ...]:
     return (*FOUND_LABELS, *_FOUND_BY_A_SEARCH) if metric.endswith(OF_A_SEARCH) else FOUND_LABELS
 
 
-def _change(before: Values, now: Values, test: MeasuredTest, terms: Terms) -> Change:
+def _change(before: JudgedMetric, now: JudgedMetric, test: TestResult, terms: Terms) -> Change:
     why = terms.obstacle_of(now.metric)
     if not why and before.unit != now.unit:
         why = f"in {before.unit} before, in {now.unit} now"
-    if not why and now.higher is None:
+    if not why and is_better_higher(now) is None:
         why = "it is unknown whether more or less of it is better"
     if why:
         pairs = [Pair(kind=NOT_COMPARABLE, why=why)]
-    elif now.scope == "world":
-        pairs = [_assessed(_worst(before), _worst(now), now, terms)]
+    elif scope_of(now) == "world":
+        pairs = [_assessed(before, _worst(before), now, _worst(now), terms)]
     else:
         pairs = list(_by_rank(before, now, terms))
     found = [
@@ -169,73 +169,56 @@ def _change(before: Values, now: Values, test: MeasuredTest, terms: Terms) -> Ch
         if before.labels.get(name) != now.labels.get(name)
     ]
     return Change(
-        nodeid=test.nodeid,
-        name=test.name,
-        criterion=test.criterion,
-        metric=now.metric,
-        labels=now.labels,
-        unit=now.unit,
-        higher=now.higher,
+        test=test,
+        judged=now,
         decides=_decides(now, terms) or _decides(before, terms),
         pairs=tuple(sorted(pairs, key=lambda pair: pair.badness)),
         note="; ".join(found),
     )
 
 
-def _by_rank(before: Values, now: Values, terms: Terms) -> Iterator[Pair]:
-    matches = terms.of_gpu if now.scope == "rank" else terms.of_slot
-    left = dict(before.of_rank)
-    for rank, value in now.of_rank.items():
-        match = matches.get(rank, None if terms.new_ranks else Match(old=rank, by="rank number"))
-        old = left.pop(match.old, None) if match is not None else None
-        if match is None or old is None:
-            yield Pair(kind=MISSING, rank=rank, new=value, why="no value before")
+def _by_rank(before: JudgedMetric, now: JudgedMetric, terms: Terms) -> Iterator[Pair]:
+    matches = terms.of_gpu if scope_of(now) == "rank" else terms.of_slot
+    left = set(before.values)
+    for rank in now.values:
+        match_ = matches.get(rank, None if terms.new_ranks else Match(old=rank, by="rank number"))
+        if match_ is None or match_.old not in left:
+            yield Pair(kind=MISSING, rank=rank, new=estimate_of(now, rank), why="no value before")
             continue
-        found = _assessed((match.old, old), (rank, value), now, terms)
-        swapped = f"another GPU in this slot: {match.swapped} before" if match.swapped else ""
-        yield Pair(**{**vars(found), "by": match.by, "why": "; ".join(filter(None, (found.why, swapped)))})
-    for rank, value in left.items():
-        yield Pair(kind=MISSING, old_rank=rank, old=value, why="no value now")
+        left.remove(match_.old)
+        pair = _assessed(before, match_.old, now, rank, terms)
+        swapped = f"another GPU in this slot: {match_.swapped} before" if match_.swapped else ""
+        yield replace(pair, by=match_.by, why="; ".join(filter(None, (pair.why, swapped))))
+    for rank in before.values:
+        if rank in left:
+            yield Pair(kind=MISSING, old_rank=rank, old=estimate_of(before, rank), why="no value now")
 
 
-def _assessed(old: tuple[int, Estimate], new: tuple[int, Estimate], now: Values, terms: Terms) -> Pair:
-    assert now.higher is not None  # or it is not compared
-    result = assess(old[1], new[1], higher=now.higher, allowed=terms.allowed, limit_max=now.limit_max)
-    return Pair(
-        kind=result.kind, rank=new[0], old_rank=old[0], old=old[1], new=new[1], change=result.change, why=result.why
-    )
+def _assessed(before: JudgedMetric, old_rank: int, now: JudgedMetric, rank: int, terms: Terms) -> Pair:
+    old, new = estimate_of(before, old_rank), estimate_of(now, rank)
+    limit_max = None if now.limit is None else now.limit.max
+    result = assess(old, new, higher=bool(is_better_higher(now)), allowed=terms.allowed, limit_max=limit_max)
+    return Pair(kind=result.kind, rank=rank, old_rank=old_rank, old=old, new=new, change=result.change, why=result.why)
 
 
-def _worst(values: Values) -> tuple[int, Estimate]:
+def _worst(judged: JudgedMetric) -> int:
     """Return the rank with the worst value; one that is no number is the worst of all."""
-
-    def goodness(rank: int) -> float:
-        value = values.of_rank[rank].value
-        return -math.inf if not math.isfinite(value) else value if values.higher else -value
-
-    rank = min(values.of_rank, key=goodness)
-    return rank, values.of_rank[rank]
-
-
-def _one_sided(values: Values, test: MeasuredTest, when: str, terms: Terms) -> Change:
-    other = "now" if when == "before" else "before"
-    return Change(
-        nodeid=test.nodeid,
-        name=test.name,
-        criterion=test.criterion,
-        metric=values.metric,
-        labels=values.labels,
-        unit=values.unit,
-        higher=values.higher,
-        decides=_decides(values, terms),
-        pairs=(Pair(kind=MISSING, why=f"no such value {other}"),),
+    sign = 1 if is_better_higher(judged) else -1
+    return min(
+        judged.values, key=lambda rank: sign * value if math.isfinite(value := judged.values[rank]) else -math.inf
     )
 
 
-def _decides(values: Values, terms: Terms) -> bool:
-    if values.higher is None or values.metric in STATES:
+def _one_sided(judged: JudgedMetric, test: TestResult, when: str, terms: Terms) -> Change:
+    other = "now" if when == "before" else "before"
+    pair = Pair(kind=MISSING, why=f"no such value {other}")
+    return Change(test=test, judged=judged, decides=_decides(judged, terms), pairs=(pair,))
+
+
+def _decides(judged: JudgedMetric, terms: Terms) -> bool:
+    if is_better_higher(judged) is None or judged.metric in STATES:
         return False
-    return terms.include_recorded or not values.recorded
+    return terms.include_recorded or judged.status != "recorded"
 
 
 REGRESSION = "REGRESSION"
@@ -314,7 +297,7 @@ def compare_runs(
         include_recorded: values that no limit judges decide too.
         partial: metrics of one run only are reported, and do not change the answer.
     """
-    stop = obstacles(old.conditions, new.conditions)
+    stop = tuple(obstacles(old.conditions, new.conditions))
     changes: list[Change] = []
     if not stop:
         terms = terms_of(old, new, allowed=allowed, include_recorded=include_recorded)
@@ -324,20 +307,20 @@ def compare_runs(
         allowed=allowed,
         partial=partial,
         obstacles=stop,
-        notes=() if stop else notes(old.conditions, new.conditions),
+        notes=() if stop else tuple(notes(old.conditions, new.conditions)),
         changes=tuple(sorted(changes, key=lambda change: (not change.decides, *change.worst.badness))),
     )
 
 
-def _of_test(before: MeasuredTest | None, now: MeasuredTest | None, terms: Terms) -> Iterator[Change]:
+def _of_test(before: TestResult | None, now: TestResult | None, terms: Terms) -> Iterator[Change]:
     outcome = _of_outcome(before, now)
     if outcome is not None:
         yield outcome
-    if before is not None and now is not None and (before.values or now.values) and _ran(before) and _ran(now):
+    if before is not None and now is not None and _ran(before) and _ran(now):
         yield from changes_of(before, now, terms)
 
 
-def _of_outcome(before: MeasuredTest | None, now: MeasuredTest | None) -> Change | None:
+def _of_outcome(before: TestResult | None, now: TestResult | None) -> Change | None:
     """Return the change of a test's outcome; None where its values already show it."""
     test = now or before
     assert test is not None  # it is in one of the two
@@ -351,7 +334,7 @@ def _of_outcome(before: MeasuredTest | None, now: MeasuredTest | None) -> Change
         kind = MISSING if is_sound else NOT_COMPARABLE
         pair = Pair(kind=kind, why=f"{was} before, {is_now} now{_because(now, before)}")
     elif before.outcome == now.outcome:
-        if before.values or now.values:
+        if before.measurements or now.measurements:
             return None
         pair = Pair(kind=SAME, why=f"{was} before and now")
     elif now.outcome == "failed":
@@ -360,16 +343,16 @@ def _of_outcome(before: MeasuredTest | None, now: MeasuredTest | None) -> Change
         pair = Pair(kind=NOT_COMPARABLE, why=f"{was} before, broke now{_because(now)}")
     else:
         pair = Pair(kind=BETTER, why=f"{was} before, passed now")
-    return Change(nodeid=test.nodeid, name=test.name, criterion=test.criterion, labels={}, pairs=(pair,), decides=True)
+    return Change(test=test, pairs=(pair,))
 
 
-def _ran(test: MeasuredTest | None) -> bool:
+def _ran(test: TestResult | None) -> bool:
     return test is not None and test.outcome in ("passed", "failed", "error")
 
 
-def _ended(test: MeasuredTest | None) -> str:
+def _ended(test: TestResult | None) -> str:
     return "not in the run" if test is None else test.outcome
 
 
-def _because(*tests: MeasuredTest | None) -> str:
+def _because(*tests: TestResult | None) -> str:
     return next((f": {test.message}" for test in tests if test is not None and test.message), "")

@@ -9,7 +9,8 @@ from typing import Any
 
 from pytest_gpucluster.analysis.compare import NO_REGRESSION, NOT_COMPARED, REGRESSION, Change, Comparison, Pair
 from pytest_gpucluster.analysis.significance import KINDS, OPEN, REGRESSED, WORSE, Estimate
-from pytest_gpucluster.reports.tables import percent, quantity
+from pytest_gpucluster.reports.summary import is_better_higher
+from pytest_gpucluster.reports.tables import metric_name, percent, quantity
 from pytest_gpucluster.text import one_line, paragraph, printable
 
 NameOf = Callable[[int], str]
@@ -124,9 +125,7 @@ def _cells(change: Change) -> tuple[str, str, str, str]:
 
 
 def _what(change: Change) -> str:
-    labels = ", ".join(f"{key}={value}" for key, value in change.labels.items())
-    metric = f"{change.metric}{{{labels}}}" if labels else change.metric
-    return ": ".join(filter(None, (change.name, metric)))
+    return change.test.name if change.judged is None else f"{change.test.name}: {metric_name(change.judged)}"
 
 
 def _who(change: Change, old_name: NameOf, new_name: NameOf) -> Iterator[str]:
@@ -183,13 +182,15 @@ def comparison_document(comparison: Comparison, *, old: dict[str, Any], new: dic
 
 
 def _change(change: Change) -> dict[str, Any]:
+    judged = change.judged
+    higher = None if judged is None else is_better_higher(judged)
     return {
-        "test": change.nodeid,
-        "criterion": change.criterion,
-        "metric": change.metric or None,
-        "labels": dict(change.labels),
+        "test": change.test.nodeid,
+        "criterion": change.test.criterion,
+        "metric": None if judged is None else judged.metric,
+        "labels": {} if judged is None else dict(judged.labels),
         "unit": change.unit,
-        "better": None if change.higher is None else "higher" if change.higher else "lower",
+        "better": None if higher is None else "higher" if higher else "lower",
         "decides": change.decides,
         "kind": change.kind,
         "note": change.note,

@@ -5,54 +5,19 @@ A rank of one run corresponds to that of another with the same GPU, else the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from pytest_gpucluster.analysis.significance import Estimate, estimate
-from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
+from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import RankPlace, TestResult
+from pytest_gpucluster.judge.judge import MetricResult
 from pytest_gpucluster.metrics.measurement import METRICS
-from pytest_gpucluster.reports.summary import NOT_RUN, is_better_higher
+from pytest_gpucluster.reports.summary import NOT_RUN, short_name
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and its labels, sorted."""
-
-
-class Bounds(Protocol):
-    """The bounds of a limit."""
-
-    @property
-    def min(self) -> float | None: ...
-    @property
-    def max(self) -> float | None: ...
-
-
-class Named(Protocol):
-    """A metric with its labels."""
-
-    @property
-    def metric(self) -> str: ...
-    @property
-    def labels(self) -> Mapping[str, str]: ...
-
-
-class Measured(Named, Protocol):
-    """A judged metric, from a journal or just judged."""
-
-    @property
-    def unit(self) -> str: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def limit(self) -> Bounds | None: ...
-    @property
-    def values(self) -> Mapping[int, float]: ...
-    @property
-    def intervals(self) -> Mapping[int, tuple[float, float]]: ...
-    @property
-    def samples(self) -> Mapping[int, Sequence[float]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +33,20 @@ class Conditions:
     workload: Mapping[str, str] | None = None
     """Key -> value; None where it is not recorded."""
 
+    @classmethod
+    def of(cls, journal: Journal) -> Conditions:
+        """Return the conditions of a run, as far as its journal has them."""
+        first_name = next((place.gpu["name"] for place in journal.ranks if place.gpu and place.gpu.get("name")), None)
+        return cls(
+            sku=journal.sku,
+            gpu_name=journal.gpu_name or first_name,
+            rehearsal=journal.run.rehearsal,
+            world_size=journal.run.world_size,
+            nnodes=journal.run.nnodes,
+            places={place.rank: place for place in journal.ranks},
+            workload=None if journal.workload is None else journal.workload.values,
+        )
+
     @property
     def shape(self) -> str:
         """Return "16 ranks on 2 nodes"."""
@@ -76,92 +55,31 @@ class Conditions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Values:
-    """One metric with one set of labels: a value of each rank that has one."""
-
-    metric: str
-    labels: Mapping[str, str]
-    unit: str
-    recorded: bool
-    """No limit has judged it."""
-    higher: bool | None
-    """More is better; None where neither is, or it is not known."""
-    limit_max: float | None
-    of_rank: Mapping[int, Estimate]
-
-    @property
-    def key(self) -> Key:
-        return key_of(self)
-
-    @property
-    def scope(self) -> str:
-        """Return the scope of the metric: rank, node or world."""
-        metric = METRICS.get(self.metric)
-        return metric.scope if metric is not None else "rank"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredTest:
-    """One test: its outcome and its values."""
-
-    nodeid: str
-    name: str
-    outcome: str
-    message: str = ""
-    criterion: str | None = None
-    values: Mapping[Key, Values] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunView:
-    """A run: its conditions and its tests."""
+    """A run prepared for comparisons."""
 
     conditions: Conditions
-    tests: Mapping[str, MeasuredTest]
-    """By id."""
+    tests: Mapping[str, TestResult]
+    """By id, ``without_samples``; of a test that did not run the outcome is ``NOT_RUN``, and the message why."""
 
-
-def key_of(measured: Named) -> Key:
-    """Return the key of a metric within a test."""
-    return measured.metric, tuple(sorted(measured.labels.items()))
-
-
-def values_of(measured: Measured) -> Values:
-    """Return a metric's values, each with its noise."""
-    limit = measured.limit
-    return Values(
-        metric=measured.metric,
-        labels=dict(measured.labels),
-        unit=measured.unit,
-        recorded=measured.status == "recorded",
-        higher=_higher(measured),
-        limit_max=None if limit is None else limit.max,
-        of_rank={
-            rank: estimate(value, measured.intervals.get(rank), measured.samples.get(rank, ()))
-            for rank, value in measured.values.items()
-        },
-    )
-
-
-def by_key(measurements: Iterable[Measured]) -> dict[Key, Values]:
-    """Return the values of a test by metric and labels."""
-    return {values.key: values for values in map(values_of, measurements)}
-
-
-def conditions_of(journal: Journal) -> Conditions:
-    """Return the conditions of a run, as far as its journal has them."""
-    run, limits, workload = journal.run, journal.limits, journal.workload
-    ranks = journal.cluster.ranks if journal.cluster is not None else ()
-    first_name = next((place.gpu["name"] for place in ranks if place.gpu and place.gpu.get("name")), None)
-    return Conditions(
-        sku=limits.sku if limits is not None else None,
-        gpu_name=(limits.gpu_name if limits is not None else None) or first_name,
-        rehearsal=run.rehearsal,
-        world_size=run.world_size,
-        nnodes=run.nnodes,
-        places={place.rank: place for place in ranks},
-        workload=None if workload is None else workload.values,
-    )
+    @classmethod
+    def of(cls, journal: Journal) -> RunView:
+        """Return the view of a run whose journal was read with its samples, or ``without_samples``."""
+        tests = {result.nodeid: without_samples(result) for result in journal.results}
+        reasons = {test.nodeid: "the run ended before it" for test in journal.not_run}
+        if journal.running is not None and journal.running.nodeid not in tests:
+            reasons[journal.running.nodeid] = "the run ended in it"
+        collected = {test.nodeid: test for test in journal.collected or ()}
+        for nodeid, message in reasons.items():
+            test = collected.get(nodeid)
+            tests[nodeid] = TestResult(
+                nodeid=nodeid,
+                name=(test.name if test else "") or short_name(nodeid),
+                outcome=NOT_RUN,
+                message=message,
+                criterion=test.criterion if test else None,
+            )
+        return cls(conditions=Conditions.of(journal), tests=tests)
 
 
 def without_samples(result: TestResult) -> TestResult:
@@ -169,58 +87,34 @@ def without_samples(result: TestResult) -> TestResult:
 
     A journal read with this is small, and has all that a comparison needs.
     """
-    return replace(result, telemetry={}, measurements=tuple(map(_with_noise, result.measurements)))
+    return replace(
+        result,
+        name=result.name or short_name(result.nodeid),
+        telemetry={},
+        measurements=tuple(map(_with_noise, result.measurements)),
+    )
 
 
 def _with_noise(judged: JudgedMetric) -> JudgedMetric:
-    estimates = {
-        rank: estimate(value, judged.intervals.get(rank), judged.samples.get(rank, ()))
-        for rank, value in judged.values.items()
-    }
+    estimates = {rank: estimate_of(judged, rank) for rank in judged.values}
     intervals = {rank: (each.low, each.high) for rank, each in estimates.items() if each.sampled}
     return replace(judged, intervals=intervals, samples={}, telemetry={})
 
 
-def view_of(journal: Journal) -> RunView:
-    """Return the view of a run.
-
-    The journal must have been read with its samples, or ``without_samples``.
-    """
-    tests = {
-        result.nodeid: MeasuredTest(
-            nodeid=result.nodeid,
-            name=result.name or result.nodeid.partition("::")[2] or result.nodeid,
-            outcome=result.outcome,
-            message=result.message,
-            criterion=result.criterion,
-            values=by_key(result.measurements),
-        )
-        for result in journal.results
-    }
-    reasons = {test.nodeid: "the run ended before it" for test in journal.not_run}
-    if journal.running is not None and journal.running.nodeid not in tests:
-        reasons[journal.running.nodeid] = "the run ended in it"
-    collected = {test.nodeid: test for test in journal.collected or ()}
-    for nodeid, message in reasons.items():
-        test = collected.get(nodeid)
-        tests[nodeid] = MeasuredTest(
-            nodeid=nodeid,
-            name=(test.name if test else "") or nodeid.partition("::")[2] or nodeid,
-            outcome=NOT_RUN,
-            message=message,
-            criterion=test.criterion if test else None,
-        )
-    return RunView(conditions=conditions_of(journal), tests=tests)
+def estimate_of(judged: JudgedMetric, rank: int) -> Estimate:
+    """Return a rank's value with its noise."""
+    return estimate(judged.values[rank], judged.intervals.get(rank), judged.samples.get(rank, ()))
 
 
-def _higher(measured: Measured) -> bool | None:
-    limit = measured.limit
-    return is_better_higher(
-        JudgedMetric(
-            metric=measured.metric,
-            limit=None if limit is None else JudgedLimit(min=limit.min, max=limit.max),
-        )
-    )
+def key_of(judged: JudgedMetric | MetricResult) -> Key:
+    """Return the key of a metric within a test."""
+    return judged.metric, tuple(sorted(judged.labels.items()))
+
+
+def scope_of(judged: JudgedMetric) -> str:
+    """Return the scope of a metric: rank, node or world."""
+    metric = METRICS.get(judged.metric)
+    return metric.scope if metric is not None else "rank"
 
 
 STATES = frozenset(
@@ -274,12 +168,8 @@ OF_A_SEARCH = ".best_tflops"
 ``matmul.search`` define the search."""
 
 
-def obstacles(old: Conditions, new: Conditions) -> tuple[str, ...]:
-    """Return why two runs cannot be compared; empty where they can."""
-    return tuple(_obstacles(old, new))
-
-
-def _obstacles(old: Conditions, new: Conditions) -> Iterator[str]:
+def obstacles(old: Conditions, new: Conditions) -> Iterator[str]:
+    """Yield why two runs cannot be compared; nothing where they can."""
     if old.rehearsal != new.rehearsal:
         words = ("a run on GPUs", "a REHEARSAL on cpu")
         yield f"{words[old.rehearsal]} before, {words[new.rehearsal]} now"
@@ -291,15 +181,13 @@ def _obstacles(old: Conditions, new: Conditions) -> Iterator[str]:
         yield f"what was run {'before' if old.workload is None else 'now'} is not recorded"
 
 
-def notes(old: Conditions, new: Conditions) -> tuple[str, ...]:
-    """Return the differences between runs that can be compared in part."""
-    lines = []
+def notes(old: Conditions, new: Conditions) -> Iterator[str]:
+    """Yield the differences between runs that can be compared in part."""
     if _is_other_shape(old, new):
-        lines.append(f"another shape: {old.shape} before, {new.shape} now; only what one GPU does is compared")
+        yield f"another shape: {old.shape} before, {new.shape} now; only what one GPU does is compared"
     hosts = [{place.host for place in run.places.values() if place.host} for run in (old, new)]
     if hosts[0] and hosts[1] and not hosts[0] & hosts[1]:
-        lines.append("other hosts than before; ranks that share no GPU are matched by their number")
-    return tuple(lines)
+        yield "other hosts than before; ranks that share no GPU are matched by their number"
 
 
 def metric_obstacles(old: Conditions, new: Conditions) -> Callable[[str], str]:
@@ -371,17 +259,11 @@ def match(old: Mapping[int, RankPlace], new: Mapping[int, RankPlace], *, by_gpu:
                 found[rank] = Match(old=before, by=by, swapped=_swapped(old[before], place) if by_gpu else "")
 
     if by_gpu:
-        take(GPU, uuid)
+        take(GPU, lambda place: place.uuid or None)
     take(SLOT, lambda place: (place.host, place.local_rank) if place.host else None)
     take(NUMBER, lambda place: place.rank)
     return found
 
 
-def uuid(place: RankPlace) -> str | None:
-    """Return the UUID of a rank's GPU."""
-    return (place.gpu or {}).get("uuid") or None
-
-
 def _swapped(before: RankPlace, now: RankPlace) -> str:
-    was, is_now = uuid(before), uuid(now)
-    return was if was is not None and is_now is not None and was != is_now else ""
+    return before.uuid if before.uuid and now.uuid and before.uuid != now.uuid else ""

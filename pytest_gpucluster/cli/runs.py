@@ -122,10 +122,10 @@ def run_compare(options: argparse.Namespace) -> int:
 
 def _view(path: Path) -> tuple[Path, RunView, Journal]:
     """Return a run's journal file, its view for the comparison, and its journal without results."""
-    from pytest_gpucluster.analysis.run_view import view_of, without_samples
+    from pytest_gpucluster.analysis.run_view import RunView, without_samples
 
     path, journal = read_journal(path, keep_samples=True, slim=without_samples)
-    return path, view_of(journal), replace(journal, results=())
+    return path, RunView.of(journal), replace(journal, results=())
 
 
 def _describe(path: Path, journal: Journal) -> dict[str, Any]:

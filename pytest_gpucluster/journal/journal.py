@@ -88,6 +88,37 @@ class Journal:
     """There is no closing line yet, and its recorder was alive when the journal was read."""
 
     @property
+    def ranks(self) -> tuple[RankPlace, ...]:
+        """Return every rank that reported."""
+        return () if self.cluster is None else self.cluster.ranks
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Return the hosts in the order of their first rank."""
+        places = sorted(self.ranks, key=lambda place: place.rank)
+        return tuple(dict.fromkeys(place.host for place in places if place.host))
+
+    @property
+    def sku(self) -> str | None:
+        """Return the SKU whose limits were in force; None where it is unknown."""
+        return None if self.limits is None else self.limits.sku
+
+    @property
+    def gpu_name(self) -> str | None:
+        """Return the GPU's name that the limits were chosen by; None where it is unknown."""
+        return None if self.limits is None else self.limits.gpu_name
+
+    @property
+    def limit_files(self) -> tuple[tuple[str, str], ...]:
+        """Return (path, SHA-256) of each file of limits in force."""
+        return () if self.limits is None else self.limits.files
+
+    @property
+    def profile(self) -> str:
+        """Return the profile of the workload; "" where it is unknown."""
+        return "" if self.workload is None else self.workload.profile
+
+    @property
     def not_run(self) -> tuple[CollectedTest, ...]:
         """Return the collected tests that have no result and are not the one that was running."""
         known = {result.nodeid for result in self.results}
@@ -165,7 +196,7 @@ class Journal:
     @cached_property
     def _places(self) -> Mapping[int, RankPlace]:
         """Rank -> its place. Reports ask for each of a thousand ranks."""
-        return {} if self.cluster is None else {place.rank: place for place in reversed(self.cluster.ranks)}
+        return {place.rank: place for place in reversed(self.ranks)}
 
 
 def _combined(earlier: TestResult, later: TestResult) -> TestResult:

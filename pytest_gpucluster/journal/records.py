@@ -42,6 +42,16 @@ class MergedFrom:
     series: str = ""
     number: int = 0
 
+    @property
+    def title(self) -> str:
+        """Return the run's name in messages: its id and start time."""
+        return run_title(self.run_id, self.started_at)
+
+
+def run_title(run_id: str, started_at: str) -> str:
+    """Return a run's name in messages."""
+    return f"run {run_id or 'without a name'} of {started_at}"
+
 
 def _convert_options(value: object) -> Mapping[str, tuple[str, str]]:
     options = converter(Mapping[str, Any])(value)
@@ -77,12 +87,21 @@ class Run:
     merged_despite: tuple[str, ...] = ()
     """Differences between the clusters of the merged runs."""
 
+    def option(self, name: str) -> str:
+        """Return the value of an option; "" where it was not given."""
+        value, _ = self.options.get(name, ("None", ""))
+        return "" if value == "None" else value
+
     @property
     def required(self) -> tuple[str, ...]:
         """Return the criteria that the operator required by name."""
-        value, _ = self.options.get("require", ("None", ""))
-        names = [] if value == "None" else [name.strip() for name in value.split(",")]
+        names = [name.strip() for name in self.option("require").split(",")]
         return tuple(dict.fromkeys(filter(None, names)))
+
+    @property
+    def title(self) -> str:
+        """Return the run's name in messages: its id and start time."""
+        return run_title(self.run_id, self.started_at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +116,11 @@ class RankPlace:
     gpu: Mapping[str, AnyText] | None = None
     """index, uuid, pci_bus_id and name, as text; None on cpu."""
     versions: Mapping[str, AnyText] = field(default_factory=dict)
+
+    @property
+    def uuid(self) -> str:
+        """Return the UUID of the GPU; "" where it is unknown."""
+        return (self.gpu or {}).get("uuid", "")
 
 
 @dataclass(frozen=True, kw_only=True)

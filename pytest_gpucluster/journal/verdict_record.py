@@ -55,7 +55,6 @@ class VerdictRecord:
             exit: its exit code.
             reason: why, in one line.
         """
-        places = sorted(journal.cluster.ranks, key=lambda place: place.rank) if journal.cluster is not None else []
         variables = journal.environment.variables if journal.environment is not None else {}
         excluded, problems = _excluded(directory / EXCLUDE)
         return cls(
@@ -66,7 +65,7 @@ class VerdictRecord:
             selection=journal.run.selection,
             directory=directory,
             journal=journal,
-            hosts=tuple(dict.fromkeys(place.host for place in places if place.host)),
+            hosts=journal.hosts,
             excluded=excluded,
             job_id=variables.get("SLURM_JOB_ID") or journal.run.run_id,
             problems=problems,

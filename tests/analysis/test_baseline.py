@@ -14,14 +14,14 @@ from verdicts import LIMITS
 from written_runs import BF16, HBM, MATMUL, case, measured, place, read, write
 
 from pytest_gpucluster.analysis.baseline import Baseline
-from pytest_gpucluster.analysis.run_view import conditions_of
+from pytest_gpucluster.analysis.run_view import Conditions
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
 
 NAMES = {0: "rank 0 (gpu-a)", 1: "rank 1 (gpu-a)"}
-CONDITIONS = conditions_of(read())
+CONDITIONS = Conditions.of(read())
 
 
 def about(value: float) -> Series:

@@ -6,12 +6,12 @@ from each import of_each
 from written_runs import HBM, MATMUL, case, measured, place, read, write
 
 from pytest_gpucluster.analysis.compare import compare_runs
-from pytest_gpucluster.analysis.run_view import view_of, without_samples
+from pytest_gpucluster.analysis.run_view import RunView, without_samples
 from pytest_gpucluster.journal import journal
 
 
 def found(old, new, **more):
-    return compare_runs(view_of(old), view_of(new), **more)
+    return compare_runs(RunView.of(old), RunView.of(new), **more)
 
 
 def one(*values, **more):
@@ -98,7 +98,7 @@ def test_how_a_test_has_ended_counts_too(endings):
         read(good, case(HBM, before)), read(good, case(HBM, now, message="slow" if now != "passed" else ""))
     )
     assert compared.answer == ENDINGS[endings]
-    whys = [pair.why for change in compared.changes if not change.metric for pair in change.pairs]
+    whys = [pair.why for change in compared.changes if change.judged is None for pair in change.pairs]
     assert len(whys) == (endings != ("skipped", "skipped"))
     assert [why for why in whys if not why.startswith(f"{before} before")] == []
     assert ("slow" in "".join(whys)) is (before == "passed")
@@ -174,5 +174,5 @@ def test_a_journal_read_without_its_samples_gives_the_same_answer(tmp_path):
     line = {**measured([100], width=None), "samples": {"0": [90, 100, 110, 101]}, "telemetry": {"0": {"sm_clock": 1}}}
     path = write(tmp_path, case(MATMUL, "passed", line, measured([730, 731], n="2")), ranks=(place(0), place(1)))
     small = journal.read(path, slim=without_samples)
-    assert view_of(small) == view_of(journal.read(path))
+    assert RunView.of(small) == RunView.of(journal.read(path))
     assert [(each.samples, each.telemetry) for each in small.results[0].measurements] == [({}, {}), ({}, {})]

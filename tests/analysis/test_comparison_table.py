@@ -10,14 +10,14 @@ from written_runs import HBM, MATMUL, case, measured, read
 
 from pytest_gpucluster.analysis.compare import compare_runs
 from pytest_gpucluster.analysis.compare_output import comparison_document, comparison_table
-from pytest_gpucluster.analysis.run_view import view_of
+from pytest_gpucluster.analysis.run_view import RunView
 
 EVIL = "<script>\x1b[31m\u202eevil\n\x00" + "x" * 10_000
 
 
 def text(old, new, *, width=80, everything=False, **more):
     return comparison_table(
-        compare_runs(view_of(old), view_of(new), **more),
+        compare_runs(RunView.of(old), RunView.of(new), **more),
         old_name="rank {}".format,
         new_name="rank {} (gpu-a)".format,
         width=width,
@@ -62,7 +62,7 @@ def test_nothing_is_wider_than_the_terminal_and_nothing_acts_on_it(width):
 def test_the_json_has_every_rank_and_no_number_that_json_lacks():
     old = read(case(MATMUL, "passed", measured([0, 730], "hbm.copy.bandwidth", width=None)))
     new = read(case(MATMUL, "passed", measured([5, "NaN"], "hbm.copy.bandwidth", width=None)))
-    compared = compare_runs(view_of(old), view_of(new))
+    compared = compare_runs(RunView.of(old), RunView.of(new))
     found = json.loads(comparison_document(compared, old={"journal": EVIL}, new={}, exit_code=5))
     assert (found["schema_version"], found["answer"], found["exit"], found["allowed_ratio"]) == (
         1,
