@@ -23,7 +23,7 @@ from pytest_gpucluster.analysis.certificate_blockers import blockers
 from pytest_gpucluster.errors import CertificateError, LaunchError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import RankPlace, TestResult
+from pytest_gpucluster.journal.records import RankPlace
 from pytest_gpucluster.launch.hostlist import compress_hostlist
 from pytest_gpucluster.text import rank_ranges
 
@@ -52,7 +52,7 @@ _PORTS = "fabric.active_ports"
 def node_parts(journal: Journal) -> list[dict[str, Any]]:
     """Return each node with its GPUs, network adapters and versions, all as text; "" is unknown."""
     by_node: dict[tuple[int, str], list[RankPlace]] = {}
-    for place in journal.cluster.ranks if journal.cluster is not None else ():
+    for place in journal.ranks:
         by_node.setdefault((place.node_rank, place.host), []).append(place)
     adapters = _adapters(journal)
     return [
@@ -69,27 +69,20 @@ def node_parts(journal: Journal) -> list[dict[str, Any]]:
 
 def missing_parts(nodes: list[dict[str, Any]]) -> list[str]:
     """Return the unknown properties of the parts of these nodes, one text each."""
-    absent: dict[str, list[int]] = {}
-    for node in nodes:
-        for gpu in node["gpus"]:
-            for key, words in GPU_FIELDS.items():
-                if not gpu[key]:
-                    absent.setdefault(words, []).append(gpu["rank"])
-    lines = [f"{words} of the GPU of {rank_ranges(ranks)}" for words, ranks in absent.items()]
+    of_gpus: dict[str, list[int]] = {}
     of_nodes: dict[str, list[str]] = {}
     for node in nodes:
-        for component in COMPONENTS:
-            if not node["versions"][component]:
-                of_nodes.setdefault(component, []).append(node["host"])
-        if node["adapters"] is None:
-            of_nodes.setdefault("network adapters", []).append(node["host"])
+        for key, words in GPU_FIELDS.items():
+            of_gpus.setdefault(words, []).extend(gpu["rank"] for gpu in node["gpus"] if not gpu[key])
+        missing = [component for component in COMPONENTS if not node["versions"][component]]
+        missing += ["network adapters"] if node["adapters"] is None else []
         for adapter in node["adapters"] or ():
-            for key, words in ADAPTER_FIELDS.items():
-                if not adapter[key]:
-                    what = f"{words} of {adapter['name'] or 'a network adapter'}"
-                    of_nodes.setdefault(what, []).append(node["host"])
-    lines += [f"{what} on {_listed(hosts)}" for what, hosts in of_nodes.items()]
-    return lines
+            name = adapter["name"] or "a network adapter"
+            missing += [f"{words} of {name}" for key, words in ADAPTER_FIELDS.items() if not adapter[key]]
+        for what in missing:
+            of_nodes.setdefault(what, []).append(node["host"])
+    lines = [f"{words} of the GPU of {rank_ranges(ranks)}" for words, ranks in of_gpus.items() if ranks]
+    return lines + [f"{what} on {_listed(hosts)}" for what, hosts in of_nodes.items()]
 
 
 def _listed(hosts: list[str]) -> str:
@@ -370,93 +363,59 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
         sha256: of the journal's file.
     """
     reasons, nodes = blockers(journal), node_parts(journal)
-    limits, end = journal.limits, journal.end
-    content = {
-        "accepted": not reasons,
-        "not_accepted_because": list(reasons),
-        "verdict": {"word": journal.verdict, "exit": journal.exit, "reason": journal.reason},
-        "run": {
-            "run_id": journal.run.run_id,
-            "started_at": journal.run.started_at,
-            "ended_at": end.at if end is not None else "",
-            "host": journal.run.hostname,
-            "launcher": journal.run.launcher,
-            "world_size": journal.run.world_size,
-            "nnodes": journal.run.nnodes,
-            "profile": journal.workload.profile if journal.workload is not None else "",
-            "plugin_version": journal.run.plugin_version,
-            "rehearsal": journal.run.rehearsal,
-            "selection": journal.run.selection,
-            "expected": _option(journal, "expect"),
-            "merged_from": [
+    run = journal.run
+    made = plain(
+        {
+            "accepted": not reasons,
+            "not_accepted_because": list(reasons),
+            "verdict": {"word": journal.verdict, "exit": journal.exit, "reason": journal.reason},
+            "run": {
+                **_fields(run, "run_id", "started_at", "launcher", "world_size", "nnodes", "plugin_version"),
+                **_fields(run, "rehearsal", "selection", "merged_despite"),
+                "ended_at": journal.end.at if journal.end is not None else "",
+                "host": run.hostname,
+                "profile": journal.profile,
+                "expected": run.option("expect"),
+                "merged_from": [
+                    _fields(one, "run_id", "started_at", "verdict", "journal", "sha256") for one in run.merged_from
+                ],
+            },
+            "journal": {"sha256": sha256},
+            "limits": {
+                "sku": journal.sku,
+                "gpu_name": journal.gpu_name,
+                "files": [{"path": path, "sha256": digest} for path, digest in journal.limit_files],
+            },
+            "nodes": nodes,
+            "missing": missing_parts(nodes),
+            "tests": [
                 {
-                    "run_id": one.run_id,
-                    "started_at": one.started_at,
-                    "verdict": one.verdict,
-                    "journal": one.journal,
-                    "sha256": one.sha256,
+                    **_fields(result, "nodeid", "criterion", "outcome", "attempts", "message"),
+                    "measurements": [_measurement(judged, journal) for judged in result.measurements],
                 }
-                for one in journal.run.merged_from
+                for result in journal.results
             ],
-            "merged_despite": list(journal.run.merged_despite),
-        },
-        "journal": {"sha256": sha256},
-        "limits": {
-            "sku": limits.sku if limits is not None else None,
-            "gpu_name": limits.gpu_name if limits is not None else None,
-            "files": [
-                {"path": path, "sha256": digest} for path, digest in (limits.files if limits is not None else ())
-            ],
-        },
-        "nodes": nodes,
-        "missing": missing_parts(nodes),
-        "tests": [_test(result, journal) for result in journal.results],
-    }
-    made = plain(content)
+        }
+    )
     assert isinstance(made, dict)
     return made
 
 
-def _option(journal: Journal, name: str) -> str:
-    """Return the value of an option that was given; "" if it was not."""
-    value, _ = journal.run.options.get(name, ("None", ""))
-    return "" if value == "None" else value
-
-
-def _test(result: TestResult, journal: Journal) -> dict[str, Any]:
-    return {
-        "nodeid": result.nodeid,
-        "criterion": result.criterion,
-        "outcome": result.outcome,
-        "attempts": result.attempts,
-        "message": result.message,
-        "measurements": [_measurement(judged, journal) for judged in result.measurements],
-    }
+def _fields(record: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
     limit = judged.limit
     place = None if judged.worst_rank is None else journal.place(judged.worst_rank)
     return {
-        "metric": judged.metric,
-        "labels": dict(judged.labels),
-        "unit": judged.unit,
-        "status": judged.status,
-        "value": judged.value,
-        "interval": None if judged.interval is None else list(judged.interval),
-        "worst_rank": judged.worst_rank,
+        **_fields(judged, "metric", "labels", "unit", "status", "value", "interval", "worst_rank", "margin"),
         "worst_host": place.host if place is not None else "",
-        "worst_gpu_uuid": (place.gpu or {}).get("uuid", "") if place is not None else "",
-        "margin": judged.margin,
+        "worst_gpu_uuid": place.uuid if place is not None else "",
         "limit": None
         if limit is None
         else {
-            "min": limit.min,
-            "max": limit.max,
-            "min_ratio_to_median": limit.min_ratio_to_median,
+            **_fields(limit, "min", "max", "min_ratio_to_median", "expect_transport", "source", "origin"),
             **({} if limit.expected is None else {"expected": limit.expected}),
-            "expect_transport": None if limit.expect_transport is None else list(limit.expect_transport),
-            "source": limit.source,
-            "origin": limit.origin,
         },
     }

@@ -10,8 +10,7 @@ from typing import Any
 from pytest_gpucluster.analysis.certificate import Certificate, canonical, certificate_content
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import Journal, read
-
-_MAX_PLACES = 5
+from pytest_gpucluster.text import some_of
 
 
 def seal_problems(certificate: Certificate, *, known_digest: str | None = None) -> list[str]:
@@ -99,9 +98,8 @@ def journal_mismatches(certificate: Certificate, journal: Journal, sha256: str) 
         return []
     places = list(_differing(content, expected))
     version = certificate.record["made"].get("version")
-    more = f" and {len(places) - _MAX_PLACES} more" if len(places) > _MAX_PLACES else ""
     return [
-        f"it differs from its journal: {', '.join(places[:_MAX_PLACES])}{more} (it was written by pytest-gpucluster "
+        f"it differs from its journal: {some_of(places, 5)} (it was written by pytest-gpucluster "
         f"{version}; a later version may have more fields)"
     ]
 

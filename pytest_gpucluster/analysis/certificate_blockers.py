@@ -12,12 +12,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import OUTCOMES, RankPlace
+from pytest_gpucluster.journal.records import OUTCOMES
 from pytest_gpucluster.journal.verdict import ACCEPTED
 from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.judge.limits import Limit, Thresholds
@@ -25,7 +26,7 @@ from pytest_gpucluster.metrics import datasheets, measurement
 from pytest_gpucluster.metrics.catalogue import Metric
 from pytest_gpucluster.metrics.datasheets import CPU_REHEARSAL
 from pytest_gpucluster.metrics.measurement import Measurement
-from pytest_gpucluster.text import first_line, rank_ranges
+from pytest_gpucluster.text import first_line, rank_ranges, some_of
 
 
 def recompute_verdict(journal: Journal) -> verdict.Verdict:
@@ -61,7 +62,6 @@ def inconsistency(judged: JudgedMetric, journal: Journal) -> str:
 
 
 def _reevaluation(judged: JudgedMetric, limit: JudgedLimit, journal: Journal) -> str:
-    ranks = journal.cluster.ranks if journal.cluster is not None else ()
     ratio = limit.min_ratio_to_median
     if not _is_known(judged.metric):
         # A metric of the site: the journal does not state whether more of it is better, and so which rank is behind.
@@ -72,7 +72,7 @@ def _reevaluation(judged: JudgedMetric, limit: JudgedLimit, journal: Journal) ->
             finite = all(math.isfinite(value) for value in judged.values.values())
             return "" if finite else "a value is not a finite number"
         limit = replace(limit, min_ratio_to_median=None)
-    sku = (journal.limits.sku if journal.limits is not None else None) or ""
+    sku = journal.sku or ""
     replayed = Limit(
         metric=judged.metric,
         sku=sku,
@@ -86,11 +86,11 @@ def _reevaluation(judged: JudgedMetric, limit: JudgedLimit, journal: Journal) ->
     )
     result = judge(
         {rank: [_measurement(judged, rank)] for rank in judged.values},
-        world={place.rank: f"rank {place.rank} ({place.host})" for place in ranks},
-        node_of={place.rank: place.node_rank for place in ranks},
+        world={place.rank: f"rank {place.rank} ({place.host})" for place in journal.ranks},
+        node_of={place.rank: place.node_rank for place in journal.ranks},
         limits=Thresholds(skus=datasheets.SKUS, limits=(replayed,)),
         sku=sku,
-        gpu_name=journal.limits.gpu_name if journal.limits is not None else None,
+        gpu_name=journal.gpu_name,
         known=lambda name: measurement.known(name) if _is_known(name) else _unknown_metric(judged),
     )
     if result.outcome != "passed":
@@ -134,17 +134,24 @@ def _unknown_metric(judged: JudgedMetric) -> Metric:
     return Metric(name=judged.metric, unit=judged.unit, better="none", scope="world", doc="")
 
 
-_NAMED = 3
 _UUIDS = ("gpu-", "mig-")
 """Prefixes of the UUID of a GPU or a MIG slice."""
 
 
 def blockers(journal: Journal) -> tuple[str, ...]:
     """Return every reason why this run is not accepted; empty where it is."""
-    return tuple(_blockers(journal))
+    return tuple(
+        chain(
+            _run_problems(journal),
+            _contradictions(journal),
+            _inconsistent_values(journal),
+            _missing_facts(journal),
+            _rank_problems(journal),
+        )
+    )
 
 
-def _blockers(journal: Journal) -> Iterator[str]:
+def _run_problems(journal: Journal) -> Iterator[str]:
     if journal.cut:
         yield "the journal's last line is cut off"
     if journal.end is None:
@@ -163,10 +170,6 @@ def _blockers(journal: Journal) -> Iterator[str]:
         again = recompute_verdict(journal)
         if again.word != ACCEPTED:
             yield f"its closing line states {ACCEPTED}, and by its other lines it is {again.word}: {again.reason}"
-    yield from _contradictions(journal)
-    yield from _inconsistent_values(journal)
-    yield from _missing_facts(journal)
-    yield from _rank_problems(journal)
 
 
 def _contradictions(journal: Journal) -> Iterator[str]:
@@ -224,21 +227,20 @@ def _missing_facts(journal: Journal) -> Iterator[str]:
         yield "the journal has no list of the collected tests"
     if journal.cluster is None:
         yield "the journal has no description of the cluster"
-    if journal.limits is None or journal.limits.sku is None:
+    if journal.sku is None:
         yield "the journal has no SKU for its limits"
-    elif journal.limits.sku == CPU_REHEARSAL and not journal.run.rehearsal:
+    elif journal.sku == CPU_REHEARSAL and not journal.run.rehearsal:
         yield f"it was judged by the limits of {CPU_REHEARSAL}"
-    if journal.limits is None or not journal.limits.files:
+    if not journal.limit_files:
         yield "the journal has no list of the files of limits in force"
-    else:
-        unsure = [path for path, digest in journal.limits.files if not re.fullmatch("[0-9a-f]{64}", digest)]
-        if unsure:
-            yield _named(unsure, "has no recorded digest")
+    unsure = [path for path, digest in journal.limit_files if not re.fullmatch("[0-9a-f]{64}", digest)]
+    if unsure:
+        yield _named(unsure, "has no recorded digest")
 
 
 def _rank_problems(journal: Journal) -> Iterator[str]:
     """Yield what a certificate needs of the ranks, and where they are not those of the run."""
-    ranks: tuple[RankPlace, ...] = journal.cluster.ranks if journal.cluster is not None else ()
+    ranks = journal.ranks
     if not ranks:
         return
     numbers, launched = Counter(place.rank for place in ranks), set(range(journal.run.world_size))
@@ -256,20 +258,19 @@ def _rank_problems(journal: Journal) -> Iterator[str]:
     without_host = [place.rank for place in ranks if not place.host]
     if without_host:
         yield f"the host is unknown of {rank_ranges(without_host)}"
-    uuids = {place.rank: (place.gpu or {}).get("uuid", "").casefold() for place in ranks}
+    uuids = {place.rank: place.uuid.casefold() for place in ranks}
     without_uuid = [rank for rank, uuid in uuids.items() if not uuid.startswith(_UUIDS)]
     if without_uuid:
         yield f"the UUID is unknown of the GPU of {rank_ranges(without_uuid)}"
-    seen = Counter((place.gpu or {}).get("uuid", "").casefold() for place in ranks)
+    seen = Counter(place.uuid.casefold() for place in ranks)
     duplicates = [uuid for uuid, count in seen.items() if uuid and count > 1]
     if duplicates:
         yield _named(duplicates, "is the UUID of more than one rank's GPU")
-    judged_as = journal.limits.gpu_name if journal.limits is not None else None
+    judged_as = journal.gpu_name
     other = {name for place in ranks if place.gpu and (name := place.gpu.get("name", "")) != judged_as}
     if other:
         yield _named(sorted(other), f"is a GPU of this run, and its limits are those of {judged_as or 'no GPU'}")
 
 
 def _named(names: list[str], what: str) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}: {what}"
+    return f"{some_of(names)}: {what}"

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pytest_gpucluster.analysis.certificate import ADAPTER_FIELDS, COMPONENTS, GPU_FIELDS, Certificate
 from pytest_gpucluster.errors import CertificateError
+from pytest_gpucluster.text import some_of
 
 Kind = Literal[
     "node removed",
@@ -221,7 +222,7 @@ def _firmware(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
                 changes.setdefault((noun, words, was, is_now), []).append(now.where if now is not None else "")
     for (noun, words, was, is_now), places in changes.items():
         what = f"{words} of the {noun}: {was or 'unknown'} -> {is_now or 'unknown'}"
-        yield Difference(kind="changed", where=_listed(places), what=what)
+        yield Difference(kind="changed", where=some_of(places, 4), what=what)
 
 
 def _versions(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
@@ -234,15 +235,7 @@ def _versions(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
                 changes.setdefault((component, *pair), []).append(host)
     for (component, old, new), hosts in changes.items():
         what = f"{component}: {old or 'unknown'} -> {new or 'unknown'}"
-        yield Difference(kind="changed", where=_listed(hosts), what=what)
-
-
-_PLACES_NAMED = 4
-
-
-def _listed(places: list[str]) -> str:
-    more = f" and {len(places) - _PLACES_NAMED} more" if len(places) > _PLACES_NAMED else ""
-    return ", ".join(places[:_PLACES_NAMED]) + more
+        yield Difference(kind="changed", where=some_of(hosts, 4), what=what)
 
 
 def _inventory(document: Certificate) -> _Inventory:
