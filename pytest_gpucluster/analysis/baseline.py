@@ -15,7 +15,7 @@ from pytest_gpucluster.analysis.significance import MISSING, REGRESSED
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.fields import read as read_record
-from pytest_gpucluster.journal.journal import locate, read
+from pytest_gpucluster.journal.journal import json_types, locate, read
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.judge import Judgement, MetricResult
 from pytest_gpucluster.metrics.units import show_apart
@@ -134,7 +134,7 @@ class Baseline:
         return _with_regressions(judgement, measurements), notes
 
     def _with_baseline(self, judged: MetricResult, change: Change, names: Mapping[int, str]) -> MetricResult:
-        baseline = {**pair_to_json(change.worst), "allowed_ratio": self.allowed, "decides": change.decides}
+        baseline = {**json_types(pair_to_json(change.worst)), "allowed_ratio": self.allowed, "decides": change.decides}
         if change.kind != REGRESSED or not change.decides:
             return replace(judged, baseline=baseline)
         worse = {pair.rank: pair for pair in change.of_kind(REGRESSED) if pair.rank is not None}

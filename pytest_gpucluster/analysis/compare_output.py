@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pytest_gpucluster.analysis.compare import NO_REGRESSION, NOT_COMPARED, REGRESSION, Change, Comparison, Pair
+from pytest_gpucluster.analysis.output import json_document, table, wrapped
 from pytest_gpucluster.analysis.significance import KINDS, OPEN, REGRESSED, WORSE, Estimate
+from pytest_gpucluster.journal.journal import json_types
 from pytest_gpucluster.reports.summary import is_better_higher
 from pytest_gpucluster.reports.tables import metric_name, percent, quantity
-from pytest_gpucluster.text import one_line, paragraph, printable
+from pytest_gpucluster.text import Column
 
 NameOf = Callable[[int], str]
 
 _ROWS = 40
 _RANKS = 4
-_INDENT = 4
-_LONGEST = 400
+_HEADS = (
+    Column(title=""),
+    Column(title="change", is_right=True),
+    Column(title="before", is_right=True),
+    Column(title="now", is_right=True),
+)
 
 
 def comparison_table(
@@ -33,22 +38,22 @@ def comparison_table(
         width: columns of the terminal.
         everything: include changes that are the same, within noise, or decide nothing.
     """
-    lines = [*_wrapped(answer_text(comparison), width)]
+    lines = [*wrapped(answer_text(comparison), width)]
     for obstacle in comparison.obstacles:
-        lines += _wrapped(f"not comparable: {obstacle}", width)
+        lines += wrapped(f"not comparable: {obstacle}", width)
     for note in comparison.notes:
-        lines += _wrapped(f"note: {note}", width)
+        lines += wrapped(f"note: {note}", width)
     relevant = [change for change in comparison.changes if everything or _is_relevant(change)]
     rows = relevant if everything else relevant[:_ROWS]
     if rows:
-        lines.append("")
-        lines += _rows(rows, old_name, new_name, width)
+        cells = ((_cells(change), [_what(change), *_who(change, old_name, new_name)]) for change in rows)
+        lines += ["", *table(_HEADS, cells, width)]
     hidden = len(comparison.changes) - len(rows)
     if hidden:
         more = f"and {len(relevant) - len(rows)} more of these; " if len(relevant) > len(rows) else ""
         rest = len(comparison.changes) - len(relevant)
         irrelevant = f"{rest} more metrics are the same, within noise, or decide nothing; " if rest else ""
-        lines += ["", *_wrapped(f"{more}{irrelevant}--all shows them", width)]
+        lines += ["", *wrapped(f"{more}{irrelevant}--all shows them", width)]
     return "\n".join(lines) + "\n"
 
 
@@ -88,29 +93,6 @@ def pair_text(pair: Pair, unit: str) -> str:
 
 def _is_relevant(change: Change) -> bool:
     return change.decides and (change.kind in (REGRESSED, *OPEN, WORSE) or change.kind == "better")
-
-
-def _rows(changes: Sequence[Change], old_name: NameOf, new_name: NameOf, width: int) -> Iterator[str]:
-    cells = [_cells(change) for change in changes]
-    titles = ("", "change", "before", "now")
-    widths = [max(len(row[at]) for row in (titles, *cells)) for at in range(4)]
-    narrow = sum(widths) + 6 > width
-    if not narrow:
-        yield _line(titles, widths)
-    for change, row in zip(changes, cells, strict=True):
-        if narrow:  # unusually long numbers: one below the other
-            for text in filter(None, row):
-                yield printable(one_line(text, width))
-        else:
-            yield _line(row, widths)
-        yield from _wrapped(_what(change), width, _INDENT)
-        for text in _who(change, old_name, new_name):
-            yield from _wrapped(text, width, _INDENT)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    kind, change, before, now = (f"{cell:{'<' if at == 0 else '>'}{widths[at]}}" for at, cell in enumerate(cells))
-    return f"{kind}  {change}  {before}  {now}".rstrip()
 
 
 def _cells(change: Change) -> tuple[str, str, str, str]:
@@ -153,11 +135,6 @@ def _count(many: int, noun: str) -> str:
     return f"{many} {noun} {'is' if many == 1 else 'are'}" if many == 1 else f"{many} {noun}s are"
 
 
-def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
-    space = " " * indent
-    return paragraph(one_line(text, _LONGEST), max(width, 20), first=space, rest=f"{space}  ")
-
-
 SCHEMA_VERSION = 1
 
 
@@ -176,8 +153,10 @@ def comparison_document(comparison: Comparison, *, old: dict[str, Any], new: dic
         "counts": comparison.counts,
     }
     # A change a line, each made text by itself: of a thousand ranks all of them at once are large.
-    changes = ",\n".join(f"  {json.dumps(_change(change), allow_nan=False)}" for change in comparison.changes)
-    head = json.dumps(content, indent=1, allow_nan=False).removesuffix("\n}")
+    changes = ",\n".join(
+        f"  {json.dumps(json_types(_change(change)), allow_nan=False)}" for change in comparison.changes
+    )
+    head = json_document(content).removesuffix("\n}\n")
     return f'{head},\n "changes": [\n{changes}\n ]\n}}\n'
 
 
@@ -199,7 +178,7 @@ def _change(change: Change) -> dict[str, Any]:
 
 
 def pair_to_json(pair: Pair) -> dict[str, Any]:
-    """Return one rank's change in plain JSON types; numbers that JSON lacks become text."""
+    """Return one rank's change as the JSON has it."""
     return {
         "kind": pair.kind,
         "rank": pair.rank,
@@ -207,7 +186,7 @@ def pair_to_json(pair: Pair) -> dict[str, Any]:
         "matched_by": pair.by,
         "old": _estimate_to_json(pair.old),
         "new": _estimate_to_json(pair.new),
-        "change_ratio": None if pair.change is None else _number(pair.change),
+        "change_ratio": pair.change,
         "why": pair.why,
     }
 
@@ -215,11 +194,4 @@ def pair_to_json(pair: Pair) -> dict[str, Any]:
 def _estimate_to_json(estimate: Estimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
-    interval = [_number(estimate.low), _number(estimate.high)] if estimate.sampled else None
-    return {"value": _number(estimate.value), "interval": interval}
-
-
-def _number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return {"value": estimate.value, "interval": [estimate.low, estimate.high] if estimate.sampled else None}

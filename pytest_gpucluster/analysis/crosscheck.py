@@ -6,7 +6,6 @@ sizes of our figures. Busbw is in GB/s; docs/compare.md describes the keys of th
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +22,13 @@ from pytest_gpucluster.analysis.nccl_tests import (
     Row,
     short_name,
 )
+from pytest_gpucluster.analysis.output import json_document, table
 from pytest_gpucluster.errors import JournalError, OptionError, UnitError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.reports.tables import percent, quantity
-from pytest_gpucluster.text import Column, line_of, paragraph, total, widths
+from pytest_gpucluster.text import Column, paragraph
 
 AVERAGE, SLOWEST = "average_busbw", "busbw"
 """By the mean of all ranks' times, as nccl-tests prints it with a process for each GPU; or by the slowest rank's, as a
@@ -448,7 +448,6 @@ _HEADS = (
     Column(title="difference", is_right=True),
     Column(title=""),
 )
-_INDENT = "    "
 
 
 def crosscheck_table(found: Crosscheck, width: int = 80) -> str:
@@ -464,18 +463,7 @@ def crosscheck_table(found: Crosscheck, width: int = 80) -> str:
             lines += paragraph(f"{mark}: {text}", width, rest="  ")
     rows = sorted(found.rows, key=lambda row: 0 if row.kind in FINDINGS else 2 if row.kind == AGREES else 1)
     if rows:
-        cells = [_cells(row) for row in rows]
-        wide = widths([tuple(head.title for head in _HEADS), *cells])
-        lines.append("")
-        if total(wide) <= width:
-            lines.append(line_of(tuple(head.title for head in _HEADS), _HEADS, wide))
-        for row, texts in zip(rows, cells, strict=True):
-            if total(wide) <= width:
-                lines.append(line_of(texts, _HEADS, wide))
-            else:
-                lines += paragraph(" ".join(filter(None, texts)), width, rest=_INDENT)
-            if row.why:
-                lines += paragraph(row.why, width, first=_INDENT, rest=_INDENT)
+        lines += ["", *table(_HEADS, ((_cells(row), [row.why] if row.why else []) for row in rows), width)]
     return "\n".join(lines) + "\n"
 
 
@@ -521,7 +509,7 @@ def crosscheck_document(found: Crosscheck, *, journal: str, outputs: tuple[Outpu
                 "processes": output.processes,
                 "hosts": list(output.hosts),
                 "nccl": output.nccl,
-                "wrong": _number(output.wrong),
+                "wrong": output.wrong,
             }
             for output in outputs
         ],
@@ -530,7 +518,7 @@ def crosscheck_document(found: Crosscheck, *, journal: str, outputs: tuple[Outpu
         "notes": list(found.notes),
         "sizes": [_size(row) for row in found.rows],
     }
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+    return json_document(content)
 
 
 def _size(row: SizeComparison) -> dict[str, Any]:
@@ -543,14 +531,8 @@ def _size(row: SizeComparison) -> dict[str, Any]:
         "world_size": point.ranks,
         "nnodes": point.nnodes,
         "kind": row.kind,
-        "ours_gb_per_second": _number(row.ours),
-        "nccl_tests_gb_per_second": _number(row.theirs),
-        "difference_ratio": _number(row.difference),
+        "ours_gb_per_second": row.ours,
+        "nccl_tests_gb_per_second": row.theirs,
+        "difference_ratio": row.difference,
         "why": row.why,
     }
-
-
-def _number(value: float | None) -> float | str | None:
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

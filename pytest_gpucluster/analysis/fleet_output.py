@@ -5,14 +5,13 @@ The text has one mark for each node and criterion, then the nodes that are behin
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pytest_gpucluster.analysis.fleet import ABSENT, Cell, Matrix, Outlier
-from pytest_gpucluster.reports.tables import percent, quantity, rank_name
-from pytest_gpucluster.text import one_line, paragraph, printable, shortened
+from pytest_gpucluster.analysis.output import json_document, wrapped
+from pytest_gpucluster.reports.tables import metric_name, percent, quantity, rank_name
+from pytest_gpucluster.text import one_line, printable, shortened
 
 LEGEND = (
     ". passed; o passed, but behind the fleet; F failed; E broke; s skipped",
@@ -38,15 +37,15 @@ def fleet_table(found: Matrix, *, width: int = 80, everything: bool = False) -> 
     width = max(width, 40)
     lines: list[str] = []
     for note in found.notes:
-        lines += _wrapped(f"note: {note}", width)
+        lines += wrapped(f"note: {note}", width)
     lines += _matrix(found, width, everything)
     lines += _outliers(found, width, everything)
     for title, named in (("to be drained", found.drained), ("without an answer", found.without_answer)):
         if named:
             lines += ["", f"{title}:"]
             for each in named:
-                lines += _wrapped(f"{each.node}: {each.why}", width, 2)
-    return "\n".join([*lines, "", *_wrapped(fleet_conclusion(found), width)]) + "\n"
+                lines += wrapped(f"{each.node}: {each.why}", width, 2)
+    return "\n".join([*lines, "", *wrapped(fleet_conclusion(found), width)]) + "\n"
 
 
 def fleet_conclusion(found: Matrix) -> str:
@@ -83,7 +82,7 @@ def _matrix(found: Matrix, width: int, everything: bool) -> Iterator[str]:
         yield f"and {len(nodes) - len(listed)} more good nodes; --all shows them"
     yield ""
     for legend in LEGEND:
-        yield from _wrapped(legend, width)
+        yield from wrapped(legend, width)
     digits = len(str(len(found.tests)))
     names = (found.names[test] for test in found.tests)
     yield from _columns([f"{number:>{digits}} {_plain(name, _LONGEST)}" for number, name in enumerate(names, 1)], width)
@@ -121,7 +120,7 @@ def _outliers(found: Matrix, width: int, everything: bool) -> Iterator[str]:
     journals = {node.name: node.run.journal for node in found.fleet.nodes}
     for outlier in listed:
         who = rank_name(journals[outlier.node], outlier.rank)
-        yield from _wrapped(f"{who}: {outlier_text(outlier)}", width, 2)
+        yield from wrapped(f"{who}: {outlier_text(outlier)}", width, 2)
     if len(listed) < len(found.outliers):
         yield f"  and {len(found.outliers) - len(listed)} more; --all shows them"
 
@@ -129,8 +128,7 @@ def _outliers(found: Matrix, width: int, everything: bool) -> Iterator[str]:
 def outlier_text(outlier: Outlier) -> str:
     """Return the value, the fleet's median, and why it is an outlier."""
     judged = outlier.judged
-    labels = ", ".join(f"{key}={value}" for key, value in judged.labels.items())
-    metric = f"{judged.metric}{{{labels}}}" if labels else judged.metric
+    metric = metric_name(judged)
     value = quantity(outlier.value, judged.unit, compared_with=outlier.median)
     middle = quantity(outlier.median, judged.unit, compared_with=outlier.value)
     return (
@@ -140,11 +138,6 @@ def outlier_text(outlier: Outlier) -> str:
 
 def _plain(text: str, characters: int) -> str:
     return printable(one_line(text, characters))
-
-
-def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
-    space = " " * indent
-    return paragraph(one_line(text, _LONGEST), width, first=space, rest=f"{space}  ")
 
 
 SCHEMA_VERSION = 1
@@ -176,7 +169,7 @@ def fleet_document(found: Matrix, *, exit_code: int) -> str:
         "without_answer": [{"node": each.node, "why": each.why} for each in found.without_answer],
         "left_out": [str(run.path) for run in found.fleet.multi_node],
     }
-    return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=True) + "\n"
+    return json_document(content)
 
 
 def _cell(cell: Cell) -> dict[str, Any]:
@@ -188,9 +181,9 @@ def _cell(cell: Cell) -> dict[str, Any]:
         body |= {
             "metric": headline.metric,
             "labels": dict(headline.labels),
-            "value": _number(headline.value),
+            "value": headline.value,
             "unit": headline.unit,
-            "margin_ratio": _number(headline.margin),
+            "margin_ratio": headline.margin,
         }
     return body
 
@@ -203,14 +196,8 @@ def _outlier(outlier: Outlier) -> dict[str, Any]:
         "metric": outlier.judged.metric,
         "labels": dict(outlier.judged.labels),
         "unit": outlier.judged.unit,
-        "value": _number(outlier.value),
-        "median": _number(outlier.median),
-        "behind_ratio": _number(outlier.behind),
+        "value": outlier.value,
+        "median": outlier.median,
+        "behind_ratio": outlier.behind,
         "why": outlier.why,
     }
-
-
-def _number(value: float | None) -> float | str | None:
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

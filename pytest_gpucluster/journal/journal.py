@@ -414,7 +414,7 @@ def encode(line: Mapping[str, object]) -> bytes:
     try:
         text = json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError):
-        text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(json_types(line), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         return text.encode("utf-8") + b"\n"
     except UnicodeEncodeError:
@@ -422,7 +422,8 @@ def encode(line: Mapping[str, object]) -> bytes:
         return json.dumps(json.loads(text), allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
 
 
-def _plain(value: object, depth: int = 0) -> object:
+def json_types(value: object, depth: int = 0) -> Any:
+    """Return a value in plain JSON types. Values that JSON lacks (NaN, bytes, objects) become text."""
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
@@ -431,9 +432,9 @@ def _plain(value: object, depth: int = 0) -> object:
         return value
     if depth < 32:
         if isinstance(value, Mapping):
-            return {str(key): _plain(each, depth + 1) for key, each in value.items()}
+            return {str(key): json_types(each, depth + 1) for key, each in value.items()}
         if isinstance(value, (list, tuple, set, frozenset)):
-            return [_plain(each, depth + 1) for each in value]
+            return [json_types(each, depth + 1) for each in value]
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     return str(value)
