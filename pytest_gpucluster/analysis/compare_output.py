@@ -6,7 +6,15 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pytest_gpucluster.analysis.compare import NO_REGRESSION, NOT_COMPARED, REGRESSION, Change, Comparison, Pair
+from pytest_gpucluster.analysis.compare import (
+    NO_REGRESSION,
+    NOT_COMPARED,
+    REGRESSION,
+    UNDECIDED,
+    Change,
+    Comparison,
+    Pair,
+)
 from pytest_gpucluster.analysis.output import json_document, table, wrapped
 from pytest_gpucluster.analysis.significance import KINDS, OPEN, REGRESSED, WORSE, Estimate
 from pytest_gpucluster.journal.journal import json_types
@@ -60,35 +68,39 @@ def comparison_table(
 def answer_text(comparison: Comparison) -> str:
     """Return the answer in one sentence."""
     allowed = f"{100 * comparison.allowed:g} %"
+    regressed, undecided = (_count(len(some)) for some in (comparison.regressed, comparison.undecided))
+    sentences = {
+        REGRESSION: f"REGRESSION: {regressed} worse than before beyond noise and by more than {allowed}",
+        NOT_COMPARED: "NOT COMPARABLE: no value that decides can be compared between these two runs",
+        NO_REGRESSION: f"NO REGRESSION: nothing is worse than before beyond noise and by more than {allowed}",
+        UNDECIDED: f"UNDECIDED: nothing is surely worse by more than {allowed}, but {undecided} without answer",
+    }
     counts = ", ".join(f"{comparison.counts[kind]} {kind}" for kind in KINDS if kind in comparison.counts)
-    of = f" ({counts})" if counts else ""
-    if comparison.answer == REGRESSION:
-        many = len(comparison.regressed)
-        return f"REGRESSION: {_count(many, 'result')} worse than before beyond noise and by more than {allowed}{of}"
-    if comparison.answer == NOT_COMPARED:
-        return f"NOT COMPARABLE: no value that decides can be compared between these two runs{of}"
-    if comparison.answer == NO_REGRESSION:
-        return f"NO REGRESSION: nothing is worse than before beyond noise and by more than {allowed}{of}"
-    many = len(comparison.undecided)
-    return f"UNDECIDED: nothing is surely worse by more than {allowed}, but {_count(many, 'result')} without answer{of}"
+    return sentences[comparison.answer] + (f" ({counts})" if counts else "")
 
 
-def change_text(change: float) -> str:
-    """Return a change as "-12.3 %"; beyond ten times as "< -1000 %"."""
-    if abs(change) <= 10:
-        return percent(change)
+def change_text(change: float | None) -> str:
+    """Return a change as "-12.3 %"; beyond ten times as "< -1000 %"; "" where it is unknown."""
+    if change is None or abs(change) <= 10:
+        return "" if change is None else percent(change)
     return "< -1000 %" if change < 0 else "> +1000 %"
+
+
+def _quantities(pair: Pair, unit: str) -> tuple[str, str] | None:
+    """Return the values before and now, with digits enough to distinguish them; None where one is unknown."""
+    if pair.old is None or pair.new is None:
+        return None
+    before, now = pair.old.value, pair.new.value
+    return quantity(before, unit, compared_with=now), quantity(now, unit, compared_with=before)
 
 
 def pair_text(pair: Pair, unit: str) -> str:
     """Return "731 TFLOPS before, 312.4 TFLOPS now (-57.3 %)", as far as both are known."""
-    if pair.old is None or pair.new is None:
+    quantities = _quantities(pair, unit)
+    if quantities is None:
         return pair.why
-    before, now = (
-        quantity(a.value, unit, compared_with=b.value) for a, b in ((pair.old, pair.new), (pair.new, pair.old))
-    )
     change = "" if pair.change is None else f" ({change_text(pair.change)})"
-    return f"{before} before, {now} now{change}" + (f": {pair.why}" if pair.why else "")
+    return f"{quantities[0]} before, {quantities[1]} now{change}" + (f": {pair.why}" if pair.why else "")
 
 
 def _is_relevant(change: Change) -> bool:
@@ -96,14 +108,9 @@ def _is_relevant(change: Change) -> bool:
 
 
 def _cells(change: Change) -> tuple[str, str, str, str]:
-    pair = change.worst
     kind = change.kind if change.decides else f"({change.kind})"
-    if pair.old is None or pair.new is None:
-        return kind, "", "", ""
-    before, now = (
-        quantity(a.value, change.unit, compared_with=b.value) for a, b in ((pair.old, pair.new), (pair.new, pair.old))
-    )
-    return kind, "" if pair.change is None else change_text(pair.change), before, now
+    quantities = _quantities(change.worst, change.unit)
+    return (kind, "", "", "") if quantities is None else (kind, change_text(change.worst.change), *quantities)
 
 
 def _what(change: Change) -> str:
@@ -131,8 +138,8 @@ def _name(pair: Pair, old_name: NameOf, new_name: NameOf) -> str:
     return f"{old_name(pair.old_rank)} before" if pair.old_rank is not None else ""
 
 
-def _count(many: int, noun: str) -> str:
-    return f"{many} {noun} {'is' if many == 1 else 'are'}" if many == 1 else f"{many} {noun}s are"
+def _count(results: int) -> str:
+    return "1 result is" if results == 1 else f"{results} results are"
 
 
 SCHEMA_VERSION = 1

@@ -14,14 +14,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_gpucluster.analysis.run_view import STATES
+from pytest_gpucluster.analysis.run_view import STATES, key_of
 from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, node_sections
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
+from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics import stats
-from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Row, is_better_higher, outline
-from pytest_gpucluster.text import one_line, printable
+from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Row, is_better_higher, outline, short_name
+from pytest_gpucluster.text import one_line, printable, some_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +81,8 @@ class Fleet:
 
 def hosts_of(journal: Journal) -> tuple[str, ...]:
     """Return the hosts of a run."""
-    places = journal.cluster.ranks if journal.cluster is not None else ()
-    return tuple(dict.fromkeys(place.host for place in places if place.host)) or (
-        (journal.run.hostname,) if journal.run.hostname and journal.run.nnodes == 1 else ()
-    )
+    own = (journal.run.hostname,) if journal.run.hostname and journal.run.nnodes == 1 else ()
+    return journal.hosts or own
 
 
 def fleet(
@@ -150,22 +149,19 @@ class Outlier:
     test: str
     judged: JudgedMetric
     rank: int
-    value: float
     median: float
     """Of all other values of the fleet."""
     behind: float
     """Share by which it is worse than the median."""
     why: str
 
+    @property
+    def value(self) -> float:
+        return self.judged.values[self.rank]
 
-@dataclass(frozen=True, kw_only=True)
-class _Value:
-    node: Node
-    test: str
-    nodeid: str
-    judged: JudgedMetric
-    rank: int
-    value: float
+
+_Value = tuple[str, TestResult, JudgedMetric, int]
+"""Node, test, metric and rank of a value."""
 
 
 def outliers(fleet: Fleet, *, behind: float = BEHIND_RATIO) -> tuple[Outlier, ...]:
@@ -178,74 +174,63 @@ def outliers(fleet: Fleet, *, behind: float = BEHIND_RATIO) -> tuple[Outlier, ..
     groups: dict[tuple[object, ...], list[_Value]] = {}
     for node in fleet.nodes:
         journal = node.run.journal
-        kind = (journal.run.rehearsal, journal.limits.sku if journal.limits else None, journal.run.world_size)
+        kind = (journal.run.rehearsal, journal.sku, journal.run.world_size)
         for result in journal.results:
             for judged in result.measurements:
-                labels = tuple(sorted(judged.labels.items()))
-                key = (*kind, result.nodeid, judged.metric, judged.unit, labels)
-                for rank, value in judged.values.items():
-                    groups.setdefault(key, []).append(
-                        _Value(
-                            node=node,
-                            test=result.name or result.nodeid.partition("::")[2] or result.nodeid,
-                            nodeid=result.nodeid,
-                            judged=judged,
-                            rank=rank,
-                            value=value,
-                        )
-                    )
-    found = [outlier for values in groups.values() for outlier in _in_group(values, behind)]
+                group = groups.setdefault((*kind, result.nodeid, judged.unit, key_of(judged)), [])
+                group += [
+                    (node.name, result, judged, rank)
+                    for rank, value in judged.values.items()
+                    if math.isfinite(value) and value >= 0
+                ]
+    found = [outlier for values in groups.values() if values for outlier in _in_group(values, behind)]
     return tuple(sorted(found, key=lambda outlier: (-outlier.behind, outlier.node)))
 
 
 def _in_group(values: Sequence[_Value], behind: float) -> Iterator[Outlier]:
     """Yield the outliers among the values of one metric of the whole fleet."""
-    metric = values[0].judged
-    higher = next((better for each in values if (better := is_better_higher(each.judged)) is not None), None)
-    values = [each for each in values if math.isfinite(each.value) and each.value >= 0]
-    if higher is None or metric.metric in STATES or len({each.node.name for each in values}) < 2:
+    metrics = [judged for _, _, judged, _ in values]
+    higher = next((better for judged in metrics if (better := is_better_higher(judged)) is not None), None)
+    if higher is None or metrics[0].metric in STATES or len({name for name, *_ in values}) < 2:
         return
     required = next(
-        (r for each in values if each.judged.limit and (r := each.judged.limit.min_ratio_to_median) is not None), None
+        (ratio for judged in metrics if judged.limit and (ratio := judged.limit.min_ratio_to_median) is not None), None
     )
-    ratios = straggler_ratios(
-        {number: each.value for number, each in enumerate(values)}, "higher" if higher else "lower"
-    )
-    numbers = [each.value for each in values]
-    middle, spread = stats.median(numbers), stats.mad(numbers)
-    for number, each in enumerate(values):
-        loss = middle - each.value if higher else each.value - middle
+    numbers = [judged.values[rank] for _, _, judged, rank in values]
+    ratios = straggler_ratios(dict(enumerate(numbers)), "higher" if higher else "lower")
+    median, spread = stats.median(numbers), stats.mad(numbers)
+    for number, (name, result, judged, rank) in enumerate(values):
+        loss = median - numbers[number] if higher else numbers[number] - median
         if loss <= 0:
             continue
-        share = _share(loss, each, middle, higher)
+        share = _share(loss, judged, rank, median, higher)
         score = _TO_SIGMA * loss / spread if spread > 0 else math.inf
-        why = ""
         if required is not None and ratios[number] < required:
             why = f"{100 * ratios[number]:.1f} % of the fleet's median, {100 * required:.4g} % is required"
         elif len(values) >= FEWEST and share > behind and score > Z_SCORE:
             scatter = f"{score:.3g} times" if math.isfinite(score) else "beyond"
             why = f"{100 * share:.3g} % behind the fleet's median, {scatter} its scatter"
-        if why:
-            yield Outlier(
-                node=each.node.name,
-                nodeid=each.nodeid,
-                test=each.test,
-                judged=each.judged,
-                rank=each.rank,
-                value=each.value,
-                median=middle,
-                behind=share,
-                why=why,
-            )
+        else:
+            continue
+        yield Outlier(
+            node=name,
+            nodeid=result.nodeid,
+            test=result.name or short_name(result.nodeid),
+            judged=judged,
+            rank=rank,
+            median=median,
+            behind=share,
+            why=why,
+        )
 
 
-def _share(loss: float, each: _Value, middle: float, higher: bool) -> float:
+def _share(loss: float, judged: JudgedMetric, rank: int, median: float, higher: bool) -> float:
     """Return the share by which a value is behind: of the median, or of a larger max limit where it has no samples."""
-    yardstick = middle
-    limit = each.judged.limit
-    if not higher and limit is not None and limit.max is not None and each.rank not in each.judged.intervals:
-        yardstick = max(yardstick, limit.max)
-    return loss / yardstick if yardstick > 0 else math.inf
+    reference = median
+    limit = judged.limit
+    if not higher and limit is not None and limit.max is not None and rank not in judged.intervals:
+        reference = max(reference, limit.max)
+    return loss / reference if reference > 0 else math.inf
 
 
 OUTLIER, ABSENT = "outlier", "absent"
@@ -329,8 +314,7 @@ class Matrix:
         found += [
             ListedNode(
                 node=node.name,
-                why=f"did not run {', '.join(self.names[test] for test in missing[:3])}"
-                + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""),
+                why=f"did not run {some_of([self.names[test] for test in missing])}",
             )
             for node in self.fleet.nodes
             if node.exit == 0 and node.name not in named and (missing := self._missing(node))
@@ -356,10 +340,10 @@ class Matrix:
         runs = [node.run.journal for node in self.fleet.nodes]
         lines = []
         for what, values in (
-            ("SKUs", [journal.limits.sku or "unknown" if journal.limits else "not recorded" for journal in runs]),
-            ("limits", [_digests(journal.limits.files if journal.limits else ()) for journal in runs]),
+            ("SKUs", [journal.sku or "unknown" for journal in runs]),
+            ("limits", [_digests(journal.limit_files) for journal in runs]),
             ("numbers of ranks", [str(journal.run.world_size) for journal in runs]),
-            ("profiles", [journal.workload.profile if journal.workload else "not recorded" for journal in runs]),
+            ("profiles", [journal.profile or "not recorded" for journal in runs]),
         ):
             if len(set(values)) > 1:
                 lines.append(f"the nodes have different {what}: {', '.join(sorted(set(values)))}")
