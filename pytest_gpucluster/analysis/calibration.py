@@ -14,19 +14,17 @@ from dataclasses import dataclass, field
 from decimal import ROUND_FLOOR, Decimal
 
 from pytest_gpucluster.analysis.certificate_blockers import blockers
+from pytest_gpucluster.analysis.compare import FOUND_LABELS
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY, condition
 from pytest_gpucluster.metrics import measurement, stats, units
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.text import one_line, printable
+from pytest_gpucluster.text import one_line, printable, some_of
 
 RATES = ("compute rate", "data rate", "token rate", "image rate", "file rate")
 """Dimensions that a floor is proposed for. Limits of other metrics are rules, such as "no finding"."""
-
-_FOUND_LABELS = ("transport", "nics")
-"""Labels for what was found, not for what was requested: with other ones it is the same measurement."""
 
 _OF_ONE_GPU = ("matmul.", "hbm.")
 _OF_ONE_NODE = ("host_link.",)
@@ -44,7 +42,7 @@ class Source:
     @property
     def sku(self) -> str | None:
         """The SKU whose limits were in force."""
-        return self.journal.limits.sku if self.journal.limits is not None else None
+        return self.journal.sku
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +100,8 @@ def source_problems(sources: Sequence[Source], *, sku: str | None = None) -> lis
         ours, theirs = (one.values if one is not None else {} for one in (first, other))
         differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
         if differing:
-            examples = ", ".join(
-                f"{key} ({theirs.get(key, 'none')}, not {ours.get(key, 'none')})" for key in differing[:3]
-            )
-            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-            problems.append(f"{source.path}: its workload differs from {sources[0].path}: {examples}{more}")
+            texts = [f"{key} ({theirs.get(key, 'none')}, not {ours.get(key, 'none')})" for key in differing]
+            problems.append(f"{source.path}: its workload differs from {sources[0].path}: {some_of(texts)}")
     return problems
 
 
@@ -157,7 +152,7 @@ def _rates(journal: Journal) -> Iterator[JudgedMetric]:
 
 
 def _requested(judged: JudgedMetric) -> dict[str, str]:
-    return {key: value for key, value in judged.labels.items() if key not in _FOUND_LABELS}
+    return {key: value for key, value in judged.labels.items() if key not in FOUND_LABELS}
 
 
 def _topology(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
@@ -318,10 +313,10 @@ _HEAD = """\
 # shipped limits do.
 #
 """
+_INDENT = " " * 8
 _PATH = 200
 _FAR_BELOW = 0.05
 """Below this share of the peak the loader takes a floor for a wrong unit, unless it has ``despite_peak``."""
-_BELOW_NAMED = 3
 _WIDTH = 100
 """Columns of a source's lines, which are indented."""
 
@@ -365,7 +360,16 @@ def overlay(
         "# data sheet peak, and no looser than the limit in force. A value is the low end of a rank's interval. The",
         "# spread is the largest of: the deviation between ranks and runs, that between samples (both 1.4826 times",
         f"# their median absolute deviation), and {100 * LEAST_SPREAD:g} % of the median.",
-        *_others_in_force(sources, shipped),
+    ]
+    others = other_limit_files(sources, shipped)
+    if others:
+        lines += [
+            "#",
+            "# These runs were judged by other limits than those that this version ships. A run takes one file",
+            "# next to the shipped one: copy into this one what is to stay in force of",
+            *(f"#   {_comment(path)} (sha256 {digest})" for path, digest in others),
+        ]
+    lines += [
         "",
         "schema_version: 1",
         "skus:",
@@ -415,73 +419,69 @@ def name_of(series: Series) -> str:
 
 def other_limit_files(sources: Sequence[Source], shipped: str) -> list[tuple[str, str]]:
     """Return path and digest of each file of limits in force in these runs other than the one shipped now."""
-    found = [file for source in sources if source.journal.limits for file in source.journal.limits.files]
-    return [file for file in dict.fromkeys(found) if file[1] != shipped]
-
-
-def _others_in_force(sources: Sequence[Source], shipped: str) -> Iterator[str]:
-    files = other_limit_files(sources, shipped)
-    if files:
-        yield "#"
-        yield "# These runs were judged by other limits than those that this version ships. A run takes one file"
-        yield "# next to the shipped one: copy into this one what is to stay in force of"
-        yield from (f"#   {_comment(path)} (sha256 {digest})" for path, digest in files)
+    files = dict.fromkeys(file for source in sources for file in source.journal.limit_files)
+    return [file for file in files if file[1] != shipped]
 
 
 def _entry(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:
-    series = proposal.series
-    unit, lowest = series.unit, proposal.lowest
-    indent = " " * 8
-    runs = len({number.run for number in series.numbers})
-    figures = (
-        f"median {show(proposal.median, unit)}, spread {show(proposal.spread, unit)}, lowest {show(lowest.value, unit)}"
-        f" on {lowest.place} in run {lowest.run}"
-    )
-    yield f"{indent}# {len(series.numbers)} values of {_runs(runs)}: {_comment(figures)}"
+    series, lowest = proposal.series, proposal.lowest
+    runs = sorted({number.run for number in series.numbers})
+    median, spread, low = (show(value, series.unit) for value in (proposal.median, proposal.spread, lowest.value))
+    count = f"{len(series.numbers)} values of {_runs(len(runs))}"
+    figures = f"median {median}, spread {spread}, lowest {low} on {lowest.place} in run {lowest.run}"
+    yield f"{_INDENT}# {count}: {_comment(figures)}"
     replaced = dict.fromkeys(
-        f"{show(limit.min, unit)} ({limit.origin})" for limit in series.limits if limit.min is not None
+        f"{show(limit.min, series.unit)} ({limit.origin})" for limit in series.limits if limit.min is not None
     )
     if replaced:
-        yield f"{indent}# replaces {_comment(', '.join(replaced))}"
+        yield f"{_INDENT}# replaces {_comment(', '.join(replaced))}"
     if proposal.is_peak:
-        yield f"{indent}# capped at the data sheet peak"
+        yield f"{_INDENT}# capped at the data sheet peak"
     if proposal.below:
-        named = "; ".join(
-            f"{show(number.value, unit)} on {number.place} in run {number.run}"
-            for number in proposal.below[:_BELOW_NAMED]
-        )
-        more = f"; and {len(proposal.below) - _BELOW_NAMED} more" if len(proposal.below) > _BELOW_NAMED else ""
-        yield f"{indent}# BELOW IT, although accepted; check before use: {_comment(named + more)}"
-    yield from _listed(_body(proposal, sources))
-
-
-def _listed(body: Iterator[str]) -> Iterator[str]:
-    """Yield the lines of an entry as one of a metric's list."""
-    for number, line in enumerate(body):
-        yield f"{' ' * 8}{'  ' if number else '- '}{line}"
+        below = [f"{show(one.value, series.unit)} on {one.place} in run {one.run}" for one in proposal.below]
+        yield f"{_INDENT}# BELOW IT, although accepted; check before use: {_comment(some_of(below, separator='; '))}"
+    about = [
+        f"{source.journal.run.run_id} of {source.journal.run.started_at[:10]} (sha256 {source.sha256[:12]})"
+        for source in (sources[run - 1] for run in runs)
+    ]
+    source = f"calibrated: median {median} less {proposal.spreads:g} spreads of {spread}, {count}: {some_of(about, 4)}"
+    before = next((limit for limit in series.limits if limit.origin), None)
+    if before is not None and any(_demands_besides_min(series)):
+        source += f"; besides min as {before.origin}: {before.source}"
+    yield from _listed(series, proposal.floor, source)
+    if proposal.peak is not None and proposal.floor < _FAR_BELOW * proposal.peak:
+        yield f"{_INDENT}  despite_peak: {_quoted('measured, see the source')}"
 
 
 def _unchanged(series: Series) -> Iterator[str]:
     """Yield an entry with the earlier demands: without it, a floor with fewer conditions would apply."""
-    yield f"{' ' * 8}# unchanged: without this entry one of those above would apply"
-    yield from _listed(_unchanged_body(series))
-
-
-def _unchanged_body(series: Series) -> Iterator[str]:
-    yield f"when: {_flow(conditions_of(series))}"
+    yield f"{_INDENT}# unchanged: without this entry one of those above would apply"
     limits = [limit for limit in series.limits if limit.origin]
-    if not limits:
-        yield f"record_only: {_quoted('as in the runs that the floors are derived from')}"
-        return
-    least = max((limit.min for limit in limits if limit.min is not None), default=None)
+    if limits:
+        least = max((limit.min for limit in limits if limit.min is not None), default=None)
+        source = "; ".join(dict.fromkeys(f"as {limit.origin}: {limit.source}" for limit in limits))
+        yield from _listed(series, least, source)
+    else:
+        yield f"{_INDENT}- when: {_flow(conditions_of(series))}"
+        yield f"{_INDENT}  record_only: {_quoted('as in the runs that the floors are derived from')}"
+
+
+def _listed(series: Series, least: float | None, source: str) -> Iterator[str]:
+    """Yield the lines of an entry in the list of its metric."""
+    when = conditions_of(series)
+    lines = [f"when: {_flow(when)}"] if when else []
     if least is not None:
-        yield f"min: {least!r} {series.unit}".replace(".0 ", " ")
-    yield from _besides_min(series)
-    yield from _expected(series, least)
-    yield from _source("; ".join(dict.fromkeys(f"as {limit.origin}: {limit.source}" for limit in limits)))
+        lines.append(f"min: {least!r} {series.unit}".replace(".0 ", " "))
+    lines += _demands_besides_min(series)
+    expected = next((one.expected for one in series.limits if one.expected is not None), None)
+    if expected is not None and (least is None or expected >= least):
+        lines.append(f"expected: {expected!r} {series.unit}".replace(".0 ", " "))
+    lines.append("source: >-")
+    lines += [f"  {line}" for line in textwrap.wrap(printable(source), _WIDTH, break_on_hyphens=False)]
+    yield from (f"{_INDENT}{'  ' if number else '- '}{line}" for number, line in enumerate(lines))
 
 
-def _besides_min(series: Series) -> Iterator[str]:
+def _demands_besides_min(series: Series) -> Iterator[str]:
     """Yield the demands of the limits other than min."""
     most = min((limit.max for limit in series.limits if limit.max is not None), default=None)
     if most is not None:
@@ -492,45 +492,6 @@ def _besides_min(series: Series) -> Iterator[str]:
     transports = next((one.expect_transport for one in series.limits if one.expect_transport is not None), None)
     if transports is not None:
         yield f"expect_transport: [{', '.join(map(_quoted, transports))}]"
-
-
-def _expected(series: Series, least: float | None) -> Iterator[str]:
-    """Yield the expected value (not demanded), where it is above the floor."""
-    expected = next((one.expected for one in series.limits if one.expected is not None), None)
-    if expected is not None and (least is None or expected >= least):
-        yield f"expected: {expected!r} {series.unit}".replace(".0 ", " ")
-
-
-def _source(text: str) -> Iterator[str]:
-    yield "source: >-"
-    yield from (f"  {line}" for line in textwrap.wrap(printable(text), _WIDTH, break_on_hyphens=False))
-
-
-def _body(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:
-    series = proposal.series
-    when = conditions_of(series)
-    if when:
-        yield f"when: {_flow(when)}"
-    yield f"min: {proposal.floor!r} {series.unit}".replace(".0 ", " ")
-    besides = list(_besides_min(series))
-    yield from besides
-    yield from _expected(series, proposal.floor)
-    runs = sorted({number.run for number in series.numbers})
-    named = ", ".join(
-        f"{sources[run - 1].journal.run.run_id} of {sources[run - 1].journal.run.started_at[:10]}"
-        f" (sha256 {sources[run - 1].sha256[:12]})"
-        for run in runs[:4]
-    ) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
-    source = (
-        f"calibrated: median {show(proposal.median, series.unit)} less {proposal.spreads:g} spreads of"
-        f" {show(proposal.spread, series.unit)}, {len(series.numbers)} values of {_runs(len(runs))}: {named}"
-    )
-    before = next((limit for limit in series.limits if limit.origin), None)
-    if before is not None and besides:
-        source += f"; besides min as {before.origin}: {before.source}"
-    yield from _source(source)
-    if proposal.peak is not None and proposal.floor < _FAR_BELOW * proposal.peak:
-        yield f"despite_peak: {_quoted('measured, see the source')}"
 
 
 def _runs(count: int) -> str:
