@@ -31,18 +31,7 @@ from pytest_gpucluster.text import first_line, rank_ranges, some_of
 
 def recompute_verdict(journal: Journal) -> verdict.Verdict:
     """Return the verdict by the lines of a journal, independent of its closing line."""
-    return verdict.decide(
-        [result.for_verdict for result in journal.results],
-        pytest_exit=0,
-        problems=[problem.message or problem.name for problem in journal.problems],
-        not_run=[test.nodeid for test in journal.not_run],
-        required=journal.run.required,
-        rehearsal=journal.run.rehearsal,
-        selection=journal.run.selection,
-        manifest=journal.has_manifest,
-        deviations=journal.deviations,
-        topology=f"{journal.run.nnodes} nodes, {journal.run.world_size} ranks",
-    )
+    return journal.recompute_verdict(topology=f"{journal.run.nnodes} nodes, {journal.run.world_size} ranks")
 
 
 def inconsistency(judged: JudgedMetric, journal: Journal) -> str:

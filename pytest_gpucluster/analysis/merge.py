@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property
 from itertools import combinations, product
 from typing import Any
 
@@ -19,26 +19,28 @@ from pytest_gpucluster.analysis.merge_sources import (
     differences,
     rank_mapping,
     renumber,
-    run_title,
     time_of,
 )
 from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.journal import SCHEMA_VERSION, JournalBuilder
-from pytest_gpucluster.journal.records import MergedFrom, TestResult, failed_before
+from pytest_gpucluster.journal.records import OUTCOMES, MergedFrom, TestResult, failed_before
+from pytest_gpucluster.journal.verdict import Verdict
 from pytest_gpucluster.text import first_line, one_line
 
+BY = "gpucluster runs merge"
 _COUNTS = ", which counts"
 _ATTEMPT = re.compile(r"attempt \d+")
+_OF_MERGING = "merged"
+"""The first word of the properties of a merge."""
+_DIFFERENCE = 400
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     """One run's attempt at a test."""
 
-    run: int
-    """Index of the run."""
+    source: Source
     nodeid: str
     outcome: str
     message: str
@@ -49,35 +51,33 @@ class Attempt:
     line: Line | None = None
     """Replaces the journal's lines where the run ended in this test."""
 
+    @property
+    def lines(self) -> Sequence[Line]:
+        """Return the lines of the result."""
+        return self.source.results(self.nodeid) if self.line is None else [self.line]
+
 
 def attempts_at(nodeid: str, sources: Sequence[Source]) -> list[Attempt]:
     """Return every attempt at a test, in the order of the runs. A test in which a run ended counts as an error."""
     found = []
-    for number, source in enumerate(sources):
+    for source in sources:
         journal = source.journal
         result = next((result for result in journal.results if result.nodeid == nodeid), None)
-        running = journal.running
-        if running is not None and running.nodeid == nodeid:
+        if journal.running is not None and journal.running.nodeid == nodeid:
             message = first_line(f"the run ended here: {journal.reason}")
+            line = _error_line(nodeid, message, source, started_at=journal.running.at)
             found.append(
-                Attempt(
-                    run=number,
-                    nodeid=nodeid,
-                    outcome="error",
-                    message=message,
-                    failed_tries=1,
-                    line=_error_line(nodeid, running.at, message, source),
-                )
+                Attempt(source=source, nodeid=nodeid, outcome="error", message=message, failed_tries=1, line=line)
             )
         elif result is not None:
             found.append(
                 Attempt(
-                    run=number,
+                    source=source,
                     nodeid=nodeid,
                     outcome=result.outcome,
                     message=result.message,
                     failed_tries=_failed_tries(result),
-                    earlier=_earlier(result),
+                    earlier=tuple(text for name, text in result.properties if _ATTEMPT.fullmatch(name)),
                 )
             )
     return found
@@ -98,13 +98,12 @@ def decisive_attempt(attempts: Sequence[Attempt]) -> Attempt:
     return decides
 
 
-def lines_of(attempts: Sequence[Attempt], sources: Sequence[Source]) -> list[dict[str, Any]]:
+def lines_of(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
     """Return the lines of a test for the merged journal: those of the decisive attempt, with the results of all
     attempts in their properties."""
     decides = decisive_attempt(attempts)
     failed_tries = sum(attempt.failed_tries for attempt in attempts if attempt is not decides)
-    texts = _attempt_texts(attempts, decides, sources)
-    lines = sources[decides.run].results(decides.nodeid) if decides.line is None else [decides.line]
+    texts = _attempt_texts(attempts, decides)
     return [
         {
             **line,
@@ -114,64 +113,41 @@ def lines_of(attempts: Sequence[Attempt], sources: Sequence[Source]) -> list[dic
                 *(pair for pair in line.get("properties") or [] if not _ATTEMPT.fullmatch(str(pair[0]))),
             ],
         }
-        for line in lines
+        for line in decides.lines
     ]
 
 
-def _attempt_texts(attempts: Sequence[Attempt], decides: Attempt, sources: Sequence[Source]) -> list[str]:
+def _attempt_texts(attempts: Sequence[Attempt], decides: Attempt) -> list[str]:
     """Return the result of each try as a text; empty where there was only one."""
     texts: list[str] = []
     for attempt in attempts:
-        source = sources[attempt.run]
-        if source.is_merged and attempt.earlier:  # its texts name the runs already
+        title = attempt.source.journal.run.title
+        if attempt.source.is_merged and attempt.earlier:  # its texts name the runs already
             texts += [text if attempt is decides else text.replace(_COUNTS, "", 1) for text in attempt.earlier]
             continue
-        texts += [f"{source.title}: {text}" for text in attempt.earlier]
+        texts += [f"{title}: {text}" for text in attempt.earlier]
         message = f": {attempt.message}" if attempt.message else ""
-        counts = _COUNTS if attempt is decides else ""
-        texts.append(f"{source.title}{counts}: {attempt.outcome}{message}")
+        texts.append(f"{title}{_COUNTS if attempt is decides else ''}: {attempt.outcome}{message}")
     return [first_line(text, 400) for text in texts] if len(texts) > 1 else []
 
 
-def _earlier(result: TestResult) -> tuple[str, ...]:
-    return tuple(text for name, text in result.properties if _ATTEMPT.fullmatch(name))
-
-
 def _failed_tries(result: TestResult) -> int:
-    if result.outcome == "skipped":
-        return 0
-    return result.attempts - (result.outcome == "passed")
+    return 0 if result.outcome == "skipped" else result.attempts - (result.outcome == "passed")
 
 
-def _error_line(nodeid: str, started_at: str, message: str, source: Source) -> dict[str, Any]:
-    tests = source.journal.collected or ()
-    collected: Mapping[str, Any] = next((vars(test) for test in tests if test.nodeid == nodeid), {})
-    names = {key: collected[key] for key in ("classname", "name", "file", "line", "criterion") if key in collected}
-    return {
-        "type": "test",
-        "nodeid": nodeid,
-        **names,
-        "outcome": "error",
-        "phase": "call",
-        "message": message,
-        "text": message,
-        "started_at": started_at,
-    }
-
-
-BY = "gpucluster runs merge"
-_OF_MERGING = "merged"
-"""The first word of the properties of a merge."""
-_DIFFERENCE = 400
+def _error_line(nodeid: str, message: str, source: Source, *, started_at: str) -> Line:
+    names = next((asdict(test) for test in source.journal.collected or () if test.nodeid == nodeid), {"nodeid": nodeid})
+    about = {"phase": "call", "message": message, "text": message, "started_at": started_at}
+    return {"type": "test", **names, "outcome": "error", **about}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedJournal:
     """A merged journal and its verdict."""
 
-    lines: Callable[[], Iterator[Mapping[str, Any]]]
+    lines: Callable[[], Iterator[Line]]
     """Yields its lines one by one: those of a thousand ranks are large."""
-    verdict: verdict.Verdict
+    verdict: Verdict
     despite: tuple[str, ...]
     """Allowed differences between the clusters."""
 
@@ -189,7 +165,7 @@ def merge_journals(sources: Sequence[Source], *, other_clusters: bool = False) -
     """
     _require_apart(sources)
     sources = _in_order(sources)
-    found = differences(sources)
+    found = list(differences(sources))
     rejected = [difference for difference in found if not (difference.of_clusters and other_clusters)]
     if rejected:
         listed = "\n".join(f"  {one_line(difference.text, _DIFFERENCE)}" for difference in rejected)
@@ -200,42 +176,11 @@ def merge_journals(sources: Sequence[Source], *, other_clusters: bool = False) -
             else "runs with other limits or workloads have no common verdict; merge those that are alike"
         )
         raise OptionError(f"these runs are not of one cluster and one set of limits:\n{listed}\n{advice}")
-    mapping = rank_mapping(sources)
-    nodeids = list(dict.fromkeys(nodeid for source in sources for nodeid in _tests_of(source)))
-    all_attempts = {nodeid: attempts_at(nodeid, sources) for nodeid in nodeids}
-    tried = {nodeid: attempts for nodeid, attempts in all_attempts.items() if attempts}
     # Differences of an earlier merge stay when it is merged again.
     despite = [text for source in sources for text in source.journal.run.merged_despite]
-    despite = list(dict.fromkeys([*despite, *(one_line(difference.text, _DIFFERENCE) for difference in found)]))
-    decided = _decide(sources, tried, nodeids, despite)
-    counts = Counter(decisive_attempt(attempts).outcome for attempts in tried.values())
-    end = {
-        "type": "end",
-        "at": max(
-            filter(None, (source.journal.end.at if source.journal.end else "" for source in sources)), default=""
-        ),
-        "verdict": decided.word,
-        "exit": decided.exit,
-        "reason": decided.reason,
-        "counts": {kind: counts[kind] for kind in ("passed", "failed", "error", "skipped")},
-        "not_run": [nodeid for nodeid in nodeids if nodeid not in tried],
-        "by": BY,
-    }
-    lines = partial(_lines, sources, tried, mapping, despite, end)
-    return MergedJournal(lines=lines, verdict=decided, despite=tuple(despite))
-
-
-def _lines(
-    sources: Sequence[Source],
-    tried: Mapping[str, Sequence[Attempt]],
-    mapping: RankMapping,
-    despite: Sequence[str],
-    end: Mapping[str, Any],
-) -> Iterator[Mapping[str, Any]]:
-    yield from _head(sources, despite, mapping)
-    yield from _tests(tried, sources, mapping)
-    yield from _problems(sources)
-    yield end
+    despite += [one_line(difference.text, _DIFFERENCE) for difference in found]
+    merge = _Merge(sources=sources, despite=tuple(dict.fromkeys(despite)))
+    return MergedJournal(lines=merge.lines, verdict=merge.verdict, despite=merge.despite)
 
 
 def _require_apart(sources: Sequence[Source]) -> None:
@@ -262,9 +207,7 @@ def _in_order(sources: Sequence[Source]) -> list[Source]:
     for earlier, later in combinations(found, 2):
         for one, other in product(earlier.runs, later.runs):
             if not _is_before(one, other):
-                began = (
-                    f"{run_title(other.run_id, other.started_at)} began before {run_title(one.run_id, one.started_at)}"
-                )
+                began = f"{other.title} began before {one.title}"
                 raise OptionError(
                     f"{earlier.path} is named before {later.path}, but {began}: name the runs in the order in which "
                     "they ran. If that is their order, a clock went back between them: then only runs of one "
@@ -275,8 +218,8 @@ def _in_order(sources: Sequence[Source]) -> list[Source]:
 
 
 def _is_numbered(sources: Sequence[Source]) -> bool:
-    runs = [run for source in sources for run in source.runs]
-    return bool(runs[0].series) and {run.series for run in runs} == {runs[0].series}
+    series = {run.series for source in sources for run in source.runs}
+    return len(series) == 1 and "" not in series
 
 
 def _is_before(one: MergedFrom, other: MergedFrom) -> bool:
@@ -286,198 +229,175 @@ def _is_before(one: MergedFrom, other: MergedFrom) -> bool:
     return began is not None and next_began is not None and began <= next_began
 
 
-def _tests_of(source: Source) -> Iterator[str]:
-    yield from (test.nodeid for test in source.journal.collected or ())
-    yield from (result.nodeid for result in source.journal.results)
-    if source.journal.running is not None:
-        yield source.journal.running.nodeid
+@dataclass(frozen=True, kw_only=True)
+class _Merge:
+    """Runs that may be merged, in their order."""
 
+    sources: Sequence[Source]
+    despite: tuple[str, ...]
 
-def _head(sources: Sequence[Source], despite: Sequence[str], mapping: RankMapping) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines before the tests: those of the newest run that has them, and what was merged."""
-    newest = sources[-1]
-    digest = hashlib.sha256("".join(source.sha256 for source in sources).encode()).hexdigest()
-    first = next(newest.all_of_type("run"))
-    is_other = bool(despite and mapping.ranks)
-    required = _required(sources)
-    demanded = {"require": {"value": ", ".join(required), "origin": BY}} if required else {}
-    yield {
-        **first,
-        "schema_version": SCHEMA_VERSION,
-        "run_id": f"merged-{digest[:12]}",
-        "started_at": _span(sources)[0],
-        "series": "",
-        # No JUnit file of it has been written.
-        "junit": {**(first.get("junit") or {}), "path": None},
-        "selection": bool(despite) or not any(source.is_whole for source in sources),
-        "world_size": len(mapping.ranks) if is_other else first.get("world_size", 1),
-        "nnodes": len({rank.get("host") for rank in mapping.ranks}) if is_other else first.get("nnodes", 1),
-        "options": {**(first.get("options") or {}), **demanded},
-        "merged_from": [asdict(run) for run in _runs(sources)],
-        "merged_despite": list(despite),
-    }
-    if mapping.ranks:
-        problems = [problem for s in sources for problem in (s.journal.cluster.problems if s.journal.cluster else ())]
-        yield {"type": "cluster", "ranks": list(mapping.ranks), "problems": list(dict.fromkeys(problems))}
-    for kind in ("limits", "environment", "workload"):
-        line = next((line for source in reversed(sources) if (line := source.of_type(kind)) is not None), None)
-        if line is not None:
+    @cached_property
+    def runs(self) -> list[MergedFrom]:
+        return [run for source in self.sources for run in source.runs]
+
+    @cached_property
+    def mapping(self) -> RankMapping:
+        return rank_mapping(self.sources)
+
+    @cached_property
+    def attempts(self) -> dict[str, list[Attempt]]:
+        """Attempts at each test that a run has started."""
+        nodeids = (nodeid for source in self.sources for nodeid in source.nodeids)
+        found = {nodeid: attempts_at(nodeid, self.sources) for nodeid in dict.fromkeys(nodeids)}
+        return {nodeid: attempts for nodeid, attempts in found.items() if attempts}
+
+    @property
+    def unanswered(self) -> Sequence[Source]:
+        """The broken runs after the last run that did not break."""
+        last = max((number for number, source in enumerate(self.sources) if not source.broke), default=-1)
+        return self.sources[last + 1 :]
+
+    @cached_property
+    def _without_end(self) -> JournalBuilder:
+        builder = JournalBuilder(keep_samples=False)
+        for line in self._lines():
+            builder.add(line)
+        return builder
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        runs = self.runs
+        topology = f"merged from {len(runs)} runs, {runs[0].started_at} to {runs[-1].started_at}"
+        if not _is_numbered(self.sources):
+            topology += ", in the order given, which their clocks confirm"
+        topology = "; ".join([topology, *self._remarks(), *map(first_line, changes(self.sources))])
+        if self.despite:
+            topology += f"; OF DIFFERENT CLUSTERS: {'; '.join(self.despite)}"
+        return self._without_end.journal().recompute_verdict(topology=topology, abort=self._abort())
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the lines of the merged journal."""
+        yield from self._lines()
+        journal = self._without_end.journal()
+        counts = Counter(result.outcome for result in journal.results)
+        ends = (source.journal.end.at for source in self.sources if source.journal.end is not None)
+        yield {
+            "type": "end",
+            "at": max(ends, default=""),
+            "verdict": self.verdict.word,
+            "exit": self.verdict.exit,
+            "reason": self.verdict.reason,
+            "counts": {kind: counts[kind] for kind in OUTCOMES},
+            "not_run": [test.nodeid for test in journal.not_run],
+            "by": BY,
+        }
+
+    def _lines(self) -> Iterator[Line]:
+        yield from self._head()
+        yield from ({"type": "property", **each} for each in self._properties())
+        for source in self.sources:
+            for line in source.all_of_type("property"):
+                if not (source.is_merged and str(line.get("name", "")).startswith(f"{_OF_MERGING} ")):
+                    yield line
+        for attempts in self.attempts.values():
+            yield from self._of_test(attempts)
+        # Faults outside tests that still count: those that reject hardware, and those of unanswered runs.
+        for source in self.sources:
+            for line in source.all_of_type("problem"):
+                if line.get("outcome") == "failed" or source in self.unanswered:
+                    yield line
+
+    def _head(self) -> Iterator[Line]:
+        """Yield the lines before the properties: those of the newest run that has them, and what was merged."""
+        first = next(self.sources[-1].all_of_type("run"))
+        ranks = self.mapping.ranks
+        is_other = bool(self.despite and ranks)
+        digest = hashlib.sha256("".join(source.sha256 for source in self.sources).encode()).hexdigest()
+        required = list(dict.fromkeys(name for source in self.sources for name in source.journal.run.required))
+        demanded = {"require": {"value": ", ".join(required), "origin": BY}} if required else {}
+        yield {
+            **first,
+            "schema_version": SCHEMA_VERSION,
+            "run_id": f"merged-{digest[:12]}",
+            "started_at": self.runs[0].started_at,
+            "series": "",
+            # No JUnit file of it has been written.
+            "junit": {**(first.get("junit") or {}), "path": None},
+            "selection": bool(self.despite) or not any(source.is_whole for source in self.sources),
+            "world_size": len(ranks) if is_other else first.get("world_size", 1),
+            "nnodes": len({rank.get("host") for rank in ranks}) if is_other else first.get("nnodes", 1),
+            "options": {**(first.get("options") or {}), **demanded},
+            "merged_from": [asdict(run) for run in self.runs],
+            "merged_despite": list(self.despite),
+        }
+        if ranks:
+            clusters = [source.journal.cluster for source in self.sources if source.journal.cluster is not None]
+            problems = dict.fromkeys(problem for cluster in clusters for problem in cluster.problems)
+            yield {"type": "cluster", "ranks": list(ranks), "problems": list(problems)}
+        for kind in ("limits", "environment", "workload"):
+            newest = [line for source in self.sources if (line := source.of_type(kind)) is not None][-1:]
+            yield from newest
+        collected: dict[str, Line] = {}
+        for source in self.sources:
+            for test in (source.of_type("collected") or {}).get("tests") or []:
+                collected[test["nodeid"]] = test
+        has_manifest = any(source.is_whole and source.journal.has_manifest for source in self.sources)
+        yield {"type": "collected", "tests": list(collected.values()), "manifest": has_manifest}
+        yield from ({"type": "deviation", "text": text} for text in self._deviations())
+
+    def _properties(self) -> Iterator[Line]:
+        reasons = {source.sha256: f": {source.journal.reason}" for source in self.sources}
+        for number, run in enumerate(self.runs, start=1):
+            text = f"{run.title}: {run.verdict}, exit code {run.exit}{reasons.get(run.sha256, '')}"
+            yield {"name": f"{_OF_MERGING} run {number}", "value": first_line(text, 400)}
+            yield {"name": f"{_OF_MERGING} run {number} sha256", "value": run.sha256}
+        for number, text in enumerate(self.despite, start=1):
+            yield {"name": f"{_OF_MERGING} despite {number}", "value": text}
+        for number, text in enumerate(changes(self.sources), start=1):
+            yield {"name": f"{_OF_MERGING} with {number}", "value": first_line(text, 1000)}
+
+    def _of_test(self, attempts: Sequence[Attempt]) -> Iterator[Line]:
+        source = decisive_attempt(attempts).source
+        for line in lines_of(attempts):
+            if self.mapping.renumbers(source):
+                title = source.journal.run.title
+                note = ["ranks", f"renumbered by GPU or slot; texts have the numbers of {title}"]
+                line = renumber({**line, "properties": [*line["properties"], note]}, self.mapping.of_run[source.sha256])
             yield line
-    collected: dict[str, Mapping[str, Any]] = {}
-    for source in sources:
-        for test in (source.of_type("collected") or {}).get("tests") or []:
-            collected[test["nodeid"]] = test
-    yield {"type": "collected", "tests": list(collected.values()), "manifest": _has_manifest(sources)}
-    yield from ({"type": "deviation", "text": text} for text in _deviations(sources))
-    reasons = {source.sha256: f": {source.journal.reason}" for source in sources}
-    for number, run in enumerate(_runs(sources), start=1):
-        text = f"{run_title(run.run_id, run.started_at)}: {run.verdict}, exit code {run.exit}"
-        text += reasons.get(run.sha256, "")
-        yield {"type": "property", "name": f"{_OF_MERGING} run {number}", "value": first_line(text, 400)}
-        yield {"type": "property", "name": f"{_OF_MERGING} run {number} sha256", "value": run.sha256}
-    for number, text in enumerate(despite, start=1):
-        yield {"type": "property", "name": f"{_OF_MERGING} despite {number}", "value": text}
-    for number, text in enumerate(changes(sources), start=1):
-        yield {"type": "property", "name": f"{_OF_MERGING} with {number}", "value": first_line(text, 1000)}
-    for source in sources:
-        for line in source.all_of_type("property"):
-            if not (source.is_merged and str(line.get("name", "")).startswith(f"{_OF_MERGING} ")):
-                yield line
 
+    def _deviations(self) -> list[str]:
+        """Return the deviations of all runs, with the tests that failed and passed within one run."""
+        found = [text for source in self.sources for text in source.journal.deviations]
+        for source in self.sources:
+            again = [result for result in source.journal.results if failed_before(result.properties)]
+            found += [f"{result.criterion or result.nodeid} failed, and passed when run again" for result in again]
+        return list(dict.fromkeys(found))
 
-def _runs(sources: Sequence[Source]) -> list[MergedFrom]:
-    """Return all runs that are in these journals, the oldest first."""
-    return [run for source in sources for run in source.runs]
+    def _remarks(self) -> list[str]:
+        """Return how the runs differ from the shipped workload and limits."""
+        remarks: list[str] = []
+        for journal in (source.journal for source in self.sources):
+            if journal.workload is not None:
+                remarks += WorkloadRecord(**vars(journal.workload)).remarks
+            for option, remark in (("sku", "judged as {} (--gpucluster-sku)"), ("thresholds", "limits overlaid by {}")):
+                if value := journal.run.option(option):
+                    remarks.append(remark.format(value))
+        baselines = [value for source in self.sources if (value := source.journal.run.option("baseline"))]
+        if baselines:
+            names = ", ".join(dict.fromkeys(baselines))
+            remarks.append(f"{len(baselines)} of {len(self.sources)} were compared with a baseline ({names})")
+        return list(dict.fromkeys(remarks))
 
-
-def _span(sources: Sequence[Source]) -> tuple[str, str]:
-    """Return the start times of the first and the last run."""
-    runs = _runs(sources)
-    return runs[0].started_at, runs[-1].started_at
-
-
-def _tests(
-    tried: Mapping[str, Sequence[Attempt]], sources: Sequence[Source], mapping: RankMapping
-) -> Iterator[Mapping[str, Any]]:
-    for attempts in tried.values():
-        run = decisive_attempt(attempts).run
-        for line in lines_of(attempts, sources):
-            if not mapping.renumbers(run):
-                yield line
-                continue
-            note = ["ranks", f"renumbered by GPU or slot; texts have the numbers of {sources[run].title}"]
-            yield renumber({**line, "properties": [*line["properties"], note]}, mapping.of_run[run])
-
-
-def _unanswered(sources: Sequence[Source]) -> list[Source]:
-    """Return the broken runs after the last run that did not break."""
-    last = max((number for number, source in enumerate(sources) if not source.broke), default=-1)
-    return list(sources[last + 1 :])
-
-
-def _problems(sources: Sequence[Source]) -> Iterator[Mapping[str, Any]]:
-    """Yield faults outside tests that still count: those that reject hardware, and those of unanswered runs."""
-    unanswered = _unanswered(sources)
-    for source in sources:
-        for line in source.all_of_type("problem"):
-            if line.get("outcome") == "failed" or source in unanswered:
-                yield line
-
-
-def _decide(
-    sources: Sequence[Source],
-    tried: Mapping[str, Sequence[Attempt]],
-    nodeids: Sequence[str],
-    despite: Sequence[str],
-) -> verdict.Verdict:
-    results = [_result(lines_of(attempts, sources)) for attempts in tried.values()]
-    whole = any(source.is_whole for source in sources)
-    first, last = _span(sources)
-    topology = f"merged from {len(_runs(sources))} runs, {first} to {last}"
-    topology += "" if _is_numbered(sources) else ", in the order given, which their clocks confirm"
-    topology = "; ".join([topology, *_remarks(sources), *(first_line(text) for text in changes(sources))])
-    if despite:
-        topology += f"; OF DIFFERENT CLUSTERS: {'; '.join(despite)}"
-    return verdict.decide(
-        results,
-        pytest_exit=0,
-        abort=_abort(sources),
-        not_run=[nodeid for nodeid in nodeids if nodeid not in tried],
-        required=_required(sources),
-        rehearsal=sources[-1].journal.run.rehearsal,
-        selection=bool(despite) or not whole,
-        manifest=_has_manifest(sources),
-        deviations=_deviations(sources),
-        topology=topology,
-    )
-
-
-def _deviations(sources: Sequence[Source]) -> list[str]:
-    """Return the deviations of all runs, with the tests that failed and passed within one run."""
-    found = [text for source in sources for text in source.journal.deviations]
-    for source in sources:
-        again = [result for result in source.journal.results if failed_before(result.properties)]
-        found += [f"{result.criterion or result.nodeid} failed, and passed when run again" for result in again]
-    return list(dict.fromkeys(found))
-
-
-def _has_manifest(sources: Sequence[Source]) -> bool:
-    """Return whether a run of the whole suite had a list of the tests that an acceptance needs."""
-    return any(source.is_whole and source.journal.has_manifest for source in sources)
-
-
-def _remarks(sources: Sequence[Source]) -> list[str]:
-    """Return how the runs differ from the shipped workload and limits."""
-    remarks: list[str] = []
-    for source in sources:
-        workload = source.journal.workload
-        if workload is not None:
-            remarks += WorkloadRecord(
-                profile=workload.profile, file=workload.file, values=workload.values, origins=workload.origins
-            ).remarks
-        for option, remark in (("sku", "judged as {} (--gpucluster-sku)"), ("thresholds", "limits overlaid by {}")):
-            value = _option(source, option)
-            if value:
-                remarks.append(remark.format(value))
-    baselines = [_option(source, "baseline") for source in sources]
-    if any(baselines):
-        names = ", ".join(dict.fromkeys(filter(None, baselines)))
-        remarks.append(f"{sum(map(bool, baselines))} of {len(sources)} were compared with a baseline ({names})")
-    return list(dict.fromkeys(remarks))
-
-
-def _option(source: Source, name: str) -> str:
-    """Return the value of an option; empty where it was not given."""
-    value, _ = source.journal.run.options.get(name, ("None", ""))
-    return "" if value == "None" else value
-
-
-def _abort(sources: Sequence[Source]) -> tuple[int, str] | None:
-    """Return exit code and reason where the merged run cannot pass: hardware that was rejected outside any test, or a
-    broken run without a later conclusive one."""
-    for source in sources:
-        journal = source.journal
-        failed = next((problem for problem in journal.problems if problem.outcome == "failed"), None)
-        if failed is not None:
-            return 1, first_line(f"{source.title}: {failed.message}")
-        if journal.verdict == "REJECTED" and not any(result.outcome == "failed" for result in journal.results):
-            return 1, first_line(f"{source.title}: {journal.reason}")
-    unanswered = _unanswered(sources)
-    if unanswered:
-        last = unanswered[-1]
-        return 11, first_line(f"{last.title} broke, and no later run was conclusive: {last.journal.reason}")
-    return None
-
-
-def _result(lines: Sequence[Mapping[str, Any]]) -> verdict.TestResult:
-    """Return a test's fields for the verdict, as a reader of the merged journal finds them."""
-    builder = JournalBuilder(keep_samples=False)
-    builder.add({"type": "run", "schema_version": SCHEMA_VERSION})
-    for line in lines:
-        builder.add(line)
-    return builder.journal().results[0].for_verdict
-
-
-def _required(sources: Sequence[Source]) -> list[str]:
-    """Return the criteria that any of the runs required."""
-    return list(dict.fromkeys(name for source in sources for name in source.journal.run.required))
+    def _abort(self) -> tuple[int, str] | None:
+        """Return exit code and reason where the merged run cannot pass: hardware that was rejected outside any test, or
+        a broken run without a later conclusive one."""
+        for journal in (source.journal for source in self.sources):
+            failed = next((problem for problem in journal.problems if problem.outcome == "failed"), None)
+            if failed is not None:
+                return 1, first_line(f"{journal.run.title}: {failed.message}")
+            if journal.verdict == "REJECTED" and not any(result.outcome == "failed" for result in journal.results):
+                return 1, first_line(f"{journal.run.title}: {journal.reason}")
+        if self.unanswered:
+            last = self.unanswered[-1].journal
+            return 11, first_line(f"{last.run.title} broke, and no later run was conclusive: {last.reason}")
+        return None

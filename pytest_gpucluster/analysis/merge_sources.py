@@ -17,6 +17,7 @@ from typing import Any
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import Journal, read
 from pytest_gpucluster.journal.records import MergedFrom
+from pytest_gpucluster.text import some_of
 
 Line = Mapping[str, Any]
 
@@ -33,9 +34,12 @@ class Source:
     """Without samples."""
 
     @property
-    def title(self) -> str:
-        """Return the run's name in messages."""
-        return run_title(self.journal.run.run_id, self.journal.run.started_at)
+    def nodeids(self) -> Iterator[str]:
+        """Yield the tests of the run, collected or not."""
+        yield from (test.nodeid for test in self.journal.collected or ())
+        yield from (result.nodeid for result in self.journal.results)
+        if self.journal.running is not None:
+            yield self.journal.running.nodeid
 
     @property
     def broke(self) -> bool:
@@ -107,11 +111,6 @@ def load_source(path: Path) -> Source:
     return Source(path=path, sha256=hashlib.sha256(content).hexdigest(), written=tuple(written), journal=journal)
 
 
-def run_title(run_id: str, started_at: str) -> str:
-    """Return a run's name in messages."""
-    return f"run {run_id or 'without a name'} of {started_at}"
-
-
 def time_of(text: str) -> datetime | None:
     """Return a time; None where the text is none, or has no zone."""
     try:
@@ -138,12 +137,12 @@ class RankMapping:
 
     ranks: tuple[Line, ...]
     """As in a journal's line of the cluster, with the new numbers."""
-    of_run: tuple[Mapping[int, int], ...]
-    """For each run: its rank -> the new number."""
+    of_run: Mapping[str, Mapping[int, int]]
+    """SHA-256 of a run's journal -> its rank -> the new number."""
 
-    def renumbers(self, run: int) -> bool:
+    def renumbers(self, source: Source) -> bool:
         """Return whether a run's ranks get other numbers."""
-        return any(old != new for old, new in self.of_run[run].items())
+        return any(old != new for old, new in self.of_run[source.sha256].items())
 
 
 def slot(rank: Line) -> tuple[str, ...]:
@@ -175,7 +174,9 @@ def rank_mapping(sources: Sequence[Source]) -> RankMapping:
                 ranks.append({**rank, "rank": numbers[slot(rank)]})
     return RankMapping(
         ranks=tuple(ranks),
-        of_run=tuple({int(rank["rank"]): numbers[slot(rank)] for rank in ranks_of(source)} for source in sources),
+        of_run={
+            source.sha256: {int(rank["rank"]): numbers[slot(rank)] for rank in ranks_of(source)} for source in sources
+        },
     )
 
 
@@ -234,12 +235,9 @@ class Difference:
     of_clusters: bool
 
 
-def differences(sources: Sequence[Source]) -> list[Difference]:
-    """Return the differences that keep these runs from one verdict."""
-    return list(_differences(sources))
+def differences(sources: Sequence[Source]) -> Iterator[Difference]:
+    """Yield the differences that keep these runs from one verdict."""
 
-
-def _differences(sources: Sequence[Source]) -> Iterator[Difference]:
     def differ(what: str, of: Callable[[Source], Hashable], *, of_clusters: bool = False) -> Iterator[Difference]:
         first, known = None, None
         for source in sources:
@@ -258,13 +256,17 @@ def _differences(sources: Sequence[Source]) -> Iterator[Difference]:
     yield from differ(
         "other kinds of run", lambda s: "a REHEARSAL on cpu" if s.journal.run.rehearsal else "a run on GPUs"
     )
-    yield from differ("other SKUs", lambda s: s.journal.limits.sku if s.journal.limits else None)
+    yield from differ("other SKUs", lambda s: s.journal.sku)
     yield from differ(
         "other limits (SHA-256 of the files)",
         lambda s: tuple(digest for _, digest in s.journal.limits.files) if s.journal.limits else None,
     )
     yield from differ("other workloads", _workload)
-    yield from differ("other expectations (--gpucluster-expect)", lambda s: _option(s, "expect"), of_clusters=True)
+    yield from differ(
+        "other expectations (--gpucluster-expect)",
+        lambda s: s.journal.run.option("expect") or "nothing",
+        of_clusters=True,
+    )
     yield from differ(
         "other hosts", lambda s: tuple(sorted({str(r.get("host")) for r in ranks_of(s)})) or None, of_clusters=True
     )
@@ -288,7 +290,9 @@ def changes(sources: Sequence[Source]) -> list[str]:
             names = sorted({*found, *last} - {name for name in found if found[name] == last.get(name)})
             texts = [f"{name}: {found.get(name, 'not set')}, then {last.get(name, 'not set')}" for name in names]
             if texts:
-                lines.append(f"other {what} in {source.title} than in {newest.title}: {'; '.join(texts)}")
+                lines.append(
+                    f"other {what} in {source.journal.run.title} than in {newest.journal.run.title}: {'; '.join(texts)}"
+                )
     return lines
 
 
@@ -297,7 +301,7 @@ def _versions(source: Source) -> Mapping[str, str] | None:
     if source.journal.cluster is None:
         return None
     found: dict[str, set[str]] = {}
-    for rank in source.journal.cluster.ranks:
+    for rank in source.journal.ranks:
         for name, version in rank.versions.items():
             found.setdefault(name, set()).add(version)
     own = {"pytest-gpucluster": source.journal.run.plugin_version} if source.journal.run.plugin_version else {}
@@ -310,11 +314,6 @@ def _environment(source: Source) -> Mapping[str, str] | None:
     if environment is None:
         return None
     return {name: value for name, value in environment.variables.items() if not name.startswith(_OF_A_JOB)}
-
-
-def _option(source: Source, name: str) -> str:
-    value, _ = source.journal.run.options.get(name, ("None", ""))
-    return "nothing" if value == "None" else value
 
 
 def _workload(source: Source) -> Hashable:
@@ -336,4 +335,4 @@ def _difference(one: Hashable, other: Hashable) -> str:
 
 def _few(values: Sequence[Hashable]) -> str:
     texts = ["=".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in values]
-    return (", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")) or "nothing else"
+    return some_of(texts) or "nothing else"

@@ -43,6 +43,7 @@ from pytest_gpucluster.journal.records import (
     Workload,
     read_test_result,
 )
+from pytest_gpucluster.journal.verdict import Verdict
 
 SCHEMA_VERSION = 1
 JOURNAL_FILE = "journal.jsonl"
@@ -188,6 +189,27 @@ class Journal:
         if self.not_run:
             return f"between two tests, after {self.results[-1].nodeid}"
         return f"after the last test, {self.results[-1].nodeid}, before its verdict"
+
+    def recompute_verdict(self, *, topology: str, abort: tuple[int, str] | None = None) -> Verdict:
+        """Return the verdict by the journal's lines, independent of its closing line.
+
+        Args:
+            topology: for the reason's text.
+            abort: exit code and reason if the run was ended before its last test.
+        """
+        return verdict.decide(
+            [result.for_verdict for result in self.results],
+            pytest_exit=0,
+            abort=abort,
+            problems=[problem.message or problem.name for problem in self.problems],
+            not_run=[test.nodeid for test in self.not_run],
+            required=self.run.required,
+            rehearsal=self.run.rehearsal,
+            selection=self.run.selection,
+            manifest=self.has_manifest,
+            deviations=self.deviations,
+            topology=topology,
+        )
 
     def place(self, rank: int) -> RankPlace | None:
         """Return where a rank runs, or None if it has not reported."""
