@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from pytest_gpucluster.metrics.finding import require_nothing
 from pytest_gpucluster.node.host import collect_node
-from pytest_gpucluster.node.host_checks import Wanted, examine_host, readings, require_fit
+from pytest_gpucluster.node.host_checks import Wanted, examine_host, readings
 
 
 @pytest.mark.first(2)
@@ -28,10 +29,8 @@ def test_host_limits(cluster, inventory, workload, measure):
         return
     facts = collect_node(inventory, rank=cluster.rank)
     findings = examine_host(facts, Wanted(**dataclasses.asdict(workload.host)))
-    for finding in findings:
-        print(finding)
     for reading in readings(facts):
         print(reading)
         context = {"found": reading.found, "for more": reading.remedy}
         measure(reading.metric, reading.value, unit=reading.unit, telemetry=context)
-    require_fit(findings)
+    require_nothing(findings)

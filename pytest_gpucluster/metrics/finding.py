@@ -65,9 +65,25 @@ class Finding:
         )
 
 
-def notice(code: str, kind: Kind, host: str, found: str, *, allowed: str, remedy: str) -> Finding:
-    """Return a finding about a host, not about one of its GPUs."""
-    return Finding(code=code, kind=kind, gpu=Identity(host=host), found=found, allowed=allowed, remedy=remedy)
+def finding(kind: Kind, code: str, gpu: Identity | str, found: str, *, allowed: str, remedy: str) -> Finding:
+    """Return a finding about a GPU, or about a host by its name."""
+    who = Identity(host=gpu) if isinstance(gpu, str) else gpu
+    return Finding(code=code, kind=kind, gpu=who, found=found, allowed=allowed, remedy=remedy)
+
+
+def hardware(code: str, gpu: Identity | str, found: str, *, allowed: str, remedy: str) -> Finding:
+    """Return a finding of the kind "hardware"."""
+    return finding("hardware", code, gpu, found, allowed=allowed, remedy=remedy)
+
+
+def environment(code: str, gpu: Identity | str, found: str, *, allowed: str, remedy: str) -> Finding:
+    """Return a finding of the kind "environment"."""
+    return finding("environment", code, gpu, found, allowed=allowed, remedy=remedy)
+
+
+def note(code: str, gpu: Identity | str, found: str, *, allowed: str = "anything", remedy: str = "nothing") -> Finding:
+    """Return a finding of the kind "note"."""
+    return finding("note", code, gpu, found, allowed=allowed, remedy=remedy)
 
 
 def decisive(findings: Iterable[Finding]) -> list[Finding]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
+from pytest_gpucluster.metrics.finding import Finding, Kind, environment, finding, note
 from pytest_gpucluster.node.host import NodeSnapshot
 from pytest_gpucluster.node.limits import SHM
 from pytest_gpucluster.node.sysfs import format_ranges
@@ -32,34 +32,15 @@ def examine_host(facts: NodeSnapshot, wanted: Wanted) -> list[Finding]:
     return [finding for check in CHECKS for finding in check(facts, wanted)]
 
 
-def require_fit(findings: list[Finding]) -> None:
-    """Raise the findings other than notes.
-
-    Raises: EnvironmentBroken: none of them is a fault of the hardware.
-    """
-    wrong = [str(finding) for finding in findings if finding.kind != "note"]
-    if wrong:
-        raise EnvironmentBroken("\n".join(wrong))
-
-
-def _finding(
-    facts: NodeSnapshot, code: str, kind: Kind, found: str, allowed: str, remedy: str, gpu: Identity | None = None
-) -> Finding:
-    return Finding(
-        code=code, kind=kind, gpu=gpu or Identity(host=facts.host), found=found, allowed=allowed, remedy=remedy
-    )
-
-
 def _shm(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     shm = facts.memory.shm
     if shm is not None and shm.kind != "tmpfs":
-        yield _finding(
-            facts,
+        yield environment(
             "shm_is_no_memory",
-            "environment",
+            facts.host,
             f"{SHM} is {f'a {shm.kind}' if shm.kind else 'not a mount of its own'}",
-            "a tmpfs: NCCL and data loaders exchange data through it at each step",
-            "mount it as the distribution does (systemd: dev-shm.mount), or let the container runtime do it",
+            allowed="a tmpfs: NCCL and data loaders exchange data through it at each step",
+            remedy="mount it as the distribution does (systemd: dev-shm.mount), or let the container runtime do it",
         )
 
 
@@ -69,37 +50,36 @@ def _governor(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     remedy = "`cpupower frequency-set -g performance` on this host, and a service that does so at each boot"
     if not governors:
         found = "the kernel shows no CPU frequency governor, as in most virtual machines"
-        yield _finding(facts, "governor", "note", found, "anything", "nothing here; the hypervisor sets it")
+        yield note("governor", facts.host, found, remedy="nothing here; the hypervisor sets it")
         return
     others = {name: cpus for name, cpus in governors.items() if name != PERFORMANCE}
     if follows := others.get("powersave", frozenset()) & facts.processors.autonomous:
         others["powersave"] -= follows
-        yield _finding(
-            facts,
+        yield note(
             "governor",
-            "note",
+            facts.host,
             "the CPU frequency governor is powersave, of a driver that follows the load, on the CPUs "
             f"{format_ranges(follows)}",
-            f"anything; {PERFORMANCE} keeps the clock up between launches",
-            remedy,
+            allowed=f"anything; {PERFORMANCE} keeps the clock up between launches",
+            remedy=remedy,
         )
     others = {name: cpus for name, cpus in others.items() if cpus}
     if others:
         found = ", ".join(f"{name} on the CPUs {format_ranges(cpus)}" for name, cpus in sorted(others.items()))
-        yield _finding(
-            facts,
-            "governor",
+        yield finding(
             "environment" if wanted.governor == PERFORMANCE else "note",
+            "governor",
+            facts.host,
             f"the CPU frequency governor is {found}",
-            f"{PERFORMANCE} on all CPUs: a CPU with a low clock launches kernels late",
-            f"{remedy}; or accept it: --gpucluster-workload host.governor=any",
+            allowed=f"{PERFORMANCE} on all CPUs: a CPU with a low clock launches kernels late",
+            remedy=f"{remedy}; or accept it: --gpucluster-workload host.governor=any",
         )
 
 
 def _offline(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     if facts.processors.offline:
         found = f"the CPUs {format_ranges(facts.processors.offline)} are switched off"
-        yield _finding(facts, "cpus_offline", "note", found, "anything", "nothing, if intended, such as SMT off")
+        yield note("cpus_offline", facts.host, found, remedy="nothing, if intended, such as SMT off")
 
 
 def _numa(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
@@ -109,24 +89,24 @@ def _numa(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     balancing = facts.processors.numa_balancing
     if several and balancing:
         kind: Kind = "environment" if wanted.numa_balancing == "off" else "note"
-        yield _finding(
-            facts,
-            "numa_balancing",
+        yield finding(
             kind,
+            "numa_balancing",
+            facts.host,
             f"automatic NUMA balancing is on, with {len(facts.processors.nodes)} NUMA nodes "
             f"(kernel.numa_balancing={balancing})",
-            "off, where ranks are bound to their GPU's node: it causes page faults",
-            "`sysctl kernel.numa_balancing=0`, and the same in /etc/sysctl.d",
+            allowed="off, where ranks are bound to their GPU's node: it causes page faults",
+            remedy="`sysctl kernel.numa_balancing=0`, and the same in /etc/sysctl.d",
         )
     unknown = [str(gpu.who) for gpu in facts.gpus if gpu.node is None]
     if several and unknown:
         found = f"the kernel reports no NUMA node for: {'; '.join(unknown)}"
         remedy = "look at the BIOS or at the hypervisor's topology: ranks cannot be bound to their GPU's node"
-        yield _finding(facts, "gpu_without_node", "note", found, "a node for each GPU", remedy)
+        yield note("gpu_without_node", facts.host, found, allowed="a node for each GPU", remedy=remedy)
     known = [f"GPU {gpu.who.index}: node {gpu.node}" for gpu in facts.gpus if gpu.node is not None]
     if known:
         found = f"NUMA nodes: {', '.join(known)}"
-        yield _finding(facts, "gpu_nodes", "note", found, "anything", "nothing; the criterion affinity compares ranks")
+        yield note("gpu_nodes", facts.host, found, remedy="nothing; the criterion affinity compares ranks")
 
 
 def _iommu(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
@@ -136,21 +116,20 @@ def _iommu(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
             continue
         # On Arm the GPU may reach memory through the SMMU by design, as on Grace.
         strict = wanted.iommu == "passthrough" and facts.machine == "x86_64"
-        yield _finding(
-            facts,
-            "iommu",
+        yield finding(
             "environment" if strict else "note",
-            f"an IOMMU translates the addresses of this GPU (type of its group: {gpu.path.iommu})",
-            "passthrough, or none: translation sends data between GPU and network card through the CPU",
-            "iommu=pt on the kernel's command line, or VT-d / AMD-Vi off in the BIOS; or accept it: "
-            "--gpucluster-workload host.iommu=any",
+            "iommu",
             gpu.who,
+            f"an IOMMU translates the addresses of this GPU (type of its group: {gpu.path.iommu})",
+            allowed="passthrough, or none: translation sends data between GPU and network card through the CPU",
+            remedy="iommu=pt on the kernel's command line, or VT-d / AMD-Vi off in the BIOS; or accept it: "
+            "--gpucluster-workload host.iommu=any",
         )
     hidden = [gpu for gpu in facts.gpus if gpu.path is None]
     if hidden:
         found = f"unknown whether an IOMMU translates for {len(hidden)} of {len(facts.gpus)} GPUs"
         remedy = "look at /sys/kernel/iommu_groups/*/type on the host, where DMA and DMA-FQ translate"
-        yield _finding(facts, "iommu", "note", found, "anything", remedy)
+        yield note("iommu", facts.host, found, remedy=remedy)
 
 
 def _acs(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
@@ -159,21 +138,20 @@ def _acs(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
         if gpu.path is None or not gpu.path.redirecting:
             continue
         ports = "; ".join(f"{port} ({', '.join(bits)})" for port, bits in gpu.path.redirecting)
-        yield _finding(
-            facts,
-            "acs",
+        yield finding(
             "environment" if wanted.acs == "off" else "note",
-            f"PCIe switch ports above this GPU redirect peer-to-peer traffic: {ports}",
-            "ACS off at switch ports, unless virtual machines need it",
-            "`setpci -s PORT ECAP_ACS+0x6.w=0000` for each port at each boot, or ACS off in the BIOS; or accept it: "
-            "--gpucluster-workload host.acs=any",
+            "acs",
             gpu.who,
+            f"PCIe switch ports above this GPU redirect peer-to-peer traffic: {ports}",
+            allowed="ACS off at switch ports, unless virtual machines need it",
+            remedy="`setpci -s PORT ECAP_ACS+0x6.w=0000` for each port at each boot, or ACS off in the BIOS; or accept "
+            "it: --gpucluster-workload host.acs=any",
         )
     hidden = [gpu for gpu in facts.gpus if gpu.path is None or gpu.path.hidden]
     if hidden:
         found = f"unknown whether ACS redirects for {len(hidden)} of {len(facts.gpus)} GPUs"
         remedy = "as root: `lspci -vvv | grep -i acsctl`, where no switch port may show ReqRedir+ or CmpltRedir+"
-        yield _finding(facts, "acs", "note", found, "anything", remedy)
+        yield note("acs", facts.host, found, remedy=remedy)
 
 
 def _huge_pages(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
@@ -181,7 +159,7 @@ def _huge_pages(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     parts = [f"transparent huge pages: {transparent}"] if transparent else []
     parts += [f"{reserved} reserved huge pages, which other memory cannot use"] if reserved else []
     if parts:
-        yield _finding(facts, "huge_pages", "note", "; ".join(parts), "anything", "nothing")
+        yield note("huge_pages", facts.host, "; ".join(parts))
 
 
 CHECKS: tuple[Callable[[NodeSnapshot, Wanted], Iterator[Finding]], ...] = (

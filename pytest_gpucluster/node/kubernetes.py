@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_gpucluster.metrics.finding import Finding, notice
+from pytest_gpucluster.metrics.finding import Finding, environment, finding, note
 from pytest_gpucluster.node.host import NodeSnapshot
 
 DEFAULT_SHM_BYTES = 64 * 2**20
@@ -25,18 +25,16 @@ def examine(node: NodeSnapshot, *, nnodes: int) -> list[Finding]:
 def _resources(pod: NodeSnapshot) -> Iterator[Finding]:
     quota, limit = pod.cgroup.cpus, pod.cgroup.memory_bytes
     if not pod.cgroup.versions:
-        yield notice(
+        yield environment(
             "kubernetes.resources",
-            "environment",
             pod.host,
             "no control group can be read, so the pod's limits are unknown",
             allowed="/sys/fs/cgroup is mounted in the pod",
             remedy="mount it read only, as container runtimes do by default",
         )
     elif quota is not None and quota < pod.ranks:
-        yield notice(
+        yield environment(
             "kubernetes.resources",
-            "environment",
             pod.host,
             f"{pod.ranks} ranks get the time of {quota:g} CPUs",
             allowed="at least one CPU for each rank",
@@ -45,9 +43,8 @@ def _resources(pod: NodeSnapshot) -> Iterator[Finding]:
     else:
         parts = [f"{quota:g} CPUs" if quota is not None else "no CPU limit"]
         parts.append(f"{limit / 2**30:.4g} GiB of memory" if limit is not None else "no memory limit")
-        yield notice(
+        yield note(
             "kubernetes.resources",
-            "note",
             pod.host,
             f"the pod has {' and '.join(parts)}",
             allowed="enough for the ranks",
@@ -59,27 +56,14 @@ def _shm(pod: NodeSnapshot) -> Iterator[Finding]:
     shm = pod.memory.shm
     remedy = "mount an emptyDir with medium: Memory and a sizeLimit at /dev/shm"
     if shm is None or shm.kind is None:
-        yield notice(
-            "kubernetes.shm",
-            "environment",
-            pod.host,
-            "/dev/shm is not mounted",
-            allowed="shared memory",
-            remedy=remedy,
-        )
+        yield environment("kubernetes.shm", pod.host, "/dev/shm is not mounted", allowed="shared memory", remedy=remedy)
     elif shm.kind != "tmpfs":
-        yield notice(
-            "kubernetes.shm",
-            "environment",
-            pod.host,
-            f"/dev/shm is {shm.kind}, not memory",
-            allowed="tmpfs",
-            remedy=remedy,
+        yield environment(
+            "kubernetes.shm", pod.host, f"/dev/shm is {shm.kind}, not memory", allowed="tmpfs", remedy=remedy
         )
     elif shm.total_bytes <= DEFAULT_SHM_BYTES:
-        yield notice(
+        yield environment(
             "kubernetes.shm",
-            "environment",
             pod.host,
             f"/dev/shm has {shm.total_bytes / 2**20:.4g} MiB, the default of a container",
             allowed="more than that: NCCL and data loader workers share memory there",
@@ -91,9 +75,9 @@ def _rdma(pod: NodeSnapshot, nnodes: int) -> Iterator[Finding]:
     if not pod.hcas:
         return
     if not pod.verbs:
-        yield notice(
-            "kubernetes.rdma",
+        yield finding(
             "environment" if nnodes > 1 else "note",
+            "kubernetes.rdma",
             pod.host,
             f"the node has {len(pod.hcas)} RDMA devices ({', '.join(pod.hcas)}), and the pod has no access: there is "
             "no /dev/infiniband/uverbs*",
@@ -104,9 +88,8 @@ def _rdma(pod: NodeSnapshot, nnodes: int) -> Iterator[Finding]:
     limits = pod.limits
     if limits is None or (not limits.may_lock_all and limits.memlock.soft is not None):
         found = "its limits are unknown" if limits is None else f"memlock is {limits.memlock.soft} B"
-        yield notice(
+        yield environment(
             "kubernetes.ipc_lock",
-            "environment",
             pod.host,
             f"the pod has RDMA devices, but its locked memory is limited: it has no IPC_LOCK, and {found}",
             allowed="the capability IPC_LOCK, or unlimited memlock",

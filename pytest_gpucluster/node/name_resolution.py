@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Literal, Protocol
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.metrics.finding import notice, require_nothing
+from pytest_gpucluster.metrics.finding import finding, require_nothing
 from pytest_gpucluster.node.interfaces import Board, Chosen, Nodes
 
 SLOW_SECONDS = 1.0
@@ -195,9 +195,9 @@ def require_known(answers: Iterable[Answer], hosts: Mapping[int, str], *, me: in
                 print(f"no name on {hosts[me]} for an address of {hosts[answer.question.node]}: {answer}")
         elif answer.error and not answer.timed_out:  # a timeout misses the limit
             findings.append(
-                notice(
-                    "dns.unknown",
+                finding(
                     "note" if in_pods else "environment",
+                    "dns.unknown",
                     hosts[me],
                     f"{answer.question.name}, the name of {hosts[answer.question.node]}, has no address "
                     f"({answer.error})",

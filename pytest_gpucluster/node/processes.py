@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_gpucluster.metrics.finding import Finding, notice
+from pytest_gpucluster.metrics.finding import Finding, finding, note
 
 PROC = Path("/proc")
 _LONGEST_COMMAND = 120
@@ -148,9 +148,8 @@ def stale_file_findings(
         try:
             stale = stale_files(folder, uid=uid, before=before)
         except OSError as error:
-            yield notice(
+            yield note(
                 "leftovers.files",
-                "note",
                 host,
                 f"{folder} cannot be read: {error}",
                 allowed="a folder that this job may read",
@@ -160,9 +159,9 @@ def stale_file_findings(
         if stale is None:
             continue
         heavy = folder == shm and alone and stale.bytes >= LEAST_BYTES
-        yield notice(
-            "leftovers.files",
+        yield finding(
             "environment" if heavy else "note",
+            "leftovers.files",
             host,
             f"{folder} has {stale}",
             allowed="no files of other users or of earlier jobs" if alone else "files of other running jobs",
@@ -191,9 +190,9 @@ def stale_process_findings(
         process = find_process(pid)
         size = "an unknown amount" if used is None else f"{used / 1e9:.4g} GB"
         # In a container NVML may report the host's pids, also for this job's own ranks.
-        yield notice(
-            "leftovers.process",
+        yield finding(
             "environment" if process.known else "note",
+            "leftovers.process",
             host,
             f"{process} uses {size} of GPU memory",
             allowed="this job's ranks only",

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.launch.launchers import in_step
-from pytest_gpucluster.metrics.finding import Finding, notice
+from pytest_gpucluster.metrics.finding import Finding, environment, note
 from pytest_gpucluster.node import processes
 from pytest_gpucluster.node.host import collect_node
 from pytest_gpucluster.node.interfaces import Board, Nodes
@@ -159,9 +159,8 @@ def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str]
         controller: the host of findings about Slurm itself, such as this one.
     """
     findings = [
-        notice(
+        note(
             "slurm.controller",
-            "note",
             controller,
             f"Slurm's {name} does not answer",
             allowed="every controller answers",
@@ -174,9 +173,8 @@ def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str]
         of_node = [line for line in lines if line.node == node]
         if not of_node:
             findings.append(
-                notice(
+                environment(
                     "slurm.node",
-                    "environment",
                     node,
                     "sinfo does not list this node of the job in the job's partition",
                     allowed="every node of the job is listed",
@@ -186,9 +184,8 @@ def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str]
         findings += _node_findings(node, of_node[:1])
     closed = {line.partition: line.available for line in lines if line.available != "up"}
     findings += [
-        notice(
+        environment(
             "slurm.partition",
-            "environment",
             controller,
             f"the partition {partition} is {available}",
             allowed="up",
@@ -223,9 +220,8 @@ def _node_findings(node: str, lines: Sequence[NodeState]) -> list[Finding]:
         because = f" ({line.reason})" if line.reason else ""
         if wrong:
             findings.append(
-                notice(
+                environment(
                     "slurm.node",
-                    "environment",
                     node,
                     f"Slurm calls this node {line.state}{because}: {', and '.join(wrong)}",
                     allowed=" or ".join(RUNNING),
@@ -234,16 +230,7 @@ def _node_findings(node: str, lines: Sequence[NodeState]) -> list[Finding]:
             )
         for flag in flags:
             if flag in _HARMLESS_FLAGS:
-                findings.append(
-                    notice(
-                        "slurm.node",
-                        "note",
-                        node,
-                        f"{_HARMLESS_FLAGS[flag]}{because}",
-                        allowed="anything",
-                        remedy="nothing",
-                    )
-                )
+                findings.append(note("slurm.node", node, f"{_HARMLESS_FLAGS[flag]}{because}"))
     return findings
 
 
@@ -350,9 +337,8 @@ def _processes(host: str, here: Sequence[Mapping[str, Any]], sources: Sources) -
             on_gpus |= dict(sources.nvml.read(str(who["gpu"]["uuid"]), "processes"))
         except NotAvailable as error:
             findings.append(
-                notice(
+                environment(
                     "leftovers.process",
-                    "environment",
                     host,
                     f"the processes on GPU {who['gpu']['index']} are unknown: {error}",
                     allowed="NVML lists the processes of a GPU",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpucluster.metrics.finding import Finding, notice
+from pytest_gpucluster.metrics.finding import Finding, environment, note
 from pytest_gpucluster.node.limits import Cgroup
 from pytest_gpucluster.node.sysfs import format_ranges
 
@@ -107,9 +107,8 @@ def allocation_findings(
 
 def _gpus(host: str, given: Allocation, places: Sequence[Place], who: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     if given.gpus is None:
-        yield notice(
+        yield environment(
             "slurm.gpus",
-            "environment",
             host,
             "Slurm reports no GPUs (SLURM_STEP_GPUS, SLURM_GPUS_ON_NODE and SLURM_JOB_GPUS are not set)",
             allowed="GPUs are allocated to the job",
@@ -122,27 +121,24 @@ def _gpus(host: str, given: Allocation, places: Sequence[Place], who: Sequence[M
         dict.fromkeys("not set" if place.visible_devices is None else place.visible_devices for place in places)
     )
     if visible > given.gpus:
-        yield notice(
+        yield environment(
             "slurm.gpus",
-            "environment",
             host,
             f"a rank sees {visible} GPUs (CUDA_VISIBLE_DEVICES: {devices})",
             allowed=f"the {given.gpus} that were allocated",
             remedy="set ConstrainDevices=yes in cgroup.conf, and do not set CUDA_VISIBLE_DEVICES in the job",
         )
     elif max(used, visible) < given.gpus:
-        yield notice(
+        yield environment(
             "slurm.gpus",
-            "environment",
             host,
             f"the ranks see {max(used, visible)} GPUs (CUDA_VISIBLE_DEVICES: {devices})",
             allowed=f"the {given.gpus} that were allocated",
             remedy="start one rank for each GPU; if `nvidia-smi -L` in the job shows fewer too, a GPU is missing",
         )
     elif used < given.gpus:
-        yield notice(
+        yield note(
             "slurm.gpus",
-            "note",
             host,
             f"ranks use {used} of {given.gpus} allocated GPUs",
             allowed="one rank for each GPU, for a node to be accepted as a whole",
@@ -153,9 +149,8 @@ def _gpus(host: str, given: Allocation, places: Sequence[Place], who: Sequence[M
 def _cpus(host: str, given: Allocation, places: Sequence[Place], cores: int | None) -> Iterator[Finding]:
     cpus = {cpu for place in places for cpu in place.cpus}
     if len(cpus) < len(places):
-        yield notice(
+        yield environment(
             "slurm.cpus",
-            "environment",
             host,
             f"{len(places)} ranks share {len(cpus)} CPUs ({format_ranges(cpus)})",
             allowed="at least one CPU for each rank",
@@ -163,9 +158,8 @@ def _cpus(host: str, given: Allocation, places: Sequence[Place], cores: int | No
             "(srun --cpus-per-task=$SLURM_CPUS_PER_TASK), or request more",
         )
     if given.cpus is None:
-        yield notice(
+        yield environment(
             "slurm.cpus",
-            "environment",
             host,
             "Slurm reports no CPUs (SLURM_CPUS_ON_NODE is not set)",
             allowed="CPUs are allocated to the job",
@@ -173,30 +167,26 @@ def _cpus(host: str, given: Allocation, places: Sequence[Place], cores: int | No
         )
     elif len(cpus) > given.cpus and cores is not None and cores <= given.cpus:
         # With CPUs=<number of cores> in slurm.conf, a job gets all threads of its cores.
-        yield notice(
+        yield note(
             "slurm.cpus",
-            "note",
             host,
             f"the ranks may run on {len(cpus)} CPUs ({format_ranges(cpus)}), which are {cores} cores",
             allowed=f"the {given.cpus} CPUs that were allocated, which may be cores",
             remedy="nothing, if Slurm counts cores here (`scontrol show node`: CPUTot); else set ConstrainCores=yes",
         )
     elif len(cpus) > given.cpus:
-        yield notice(
+        yield environment(
             "slurm.cpus",
-            "environment",
             host,
             f"the ranks may run on {len(cpus)} CPUs ({format_ranges(cpus)})",
             allowed=f"the {given.cpus} that were allocated",
             remedy="set TaskPlugin=task/cgroup,task/affinity and ConstrainCores=yes: jobs disturb each other",
         )
     elif len(cpus) < given.cpus:
-        yield notice(
+        yield note(
             "slurm.cpus",
-            "note",
             host,
             f"the ranks may run on {len(cpus)} CPUs ({format_ranges(cpus)}) of {given.cpus} allocated ones",
-            allowed="anything",
             remedy="look at --cpu-bind, if ranks wait for data",
         )
 
@@ -207,9 +197,8 @@ def _memory(host: str, given: Allocation, cgroup: Cgroup) -> Iterator[Finding]:
     allowed = f"the {given.memory_bytes / 2**30:.4g} GiB that were allocated"
     limit = cgroup.memory_bytes
     if limit is not None and limit < given.memory_bytes / _MORE_RATIO:
-        yield notice(
+        yield environment(
             "slurm.memory",
-            "environment",
             host,
             f"the control group allows {limit / 2**30:.4g} GiB",
             allowed=allowed,
@@ -219,9 +208,8 @@ def _memory(host: str, given: Allocation, cgroup: Cgroup) -> Iterator[Finding]:
         found = "no control group limits the memory" if limit is None else f"it is limited to {limit / 2**30:.4g} GiB"
         if not cgroup.versions:
             found = "no control group can be read"
-        yield notice(
+        yield note(
             "slurm.memory",
-            "note",
             host,
             found,
             allowed=allowed,

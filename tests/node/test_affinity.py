@@ -9,13 +9,13 @@ import pytest
 from complaints import in_order
 
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.metrics.finding import require_nothing
 from pytest_gpucluster.node import numa
 from pytest_gpucluster.node.numa import (
     Place,
     examine_affinity,
     own_place,
     place_of_gpu,
-    require_near,
 )
 from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 
@@ -83,23 +83,23 @@ def test_a_rank_on_another_node_s_cpus_is_named_with_what_was_found_and_wanted()
         f"GPU 1 GPU-1f2e 1320 PCI 00000000:3B:00.0 node-a rank 5 CPUs 32-63 GPU CPUs 0-31,64-95 0 {numa.REMEDY}",
     )
     with pytest.raises(EnvironmentBroken, match="CPUs 32-63"):
-        require_near([finding])
+        require_nothing([finding])
 
 
 def test_a_rank_without_memory_on_its_gpu_s_node_is_named() -> None:
     [finding] = examine_affinity(WHO, of("0-31", "1"), GPU)
     assert (finding.kind, in_order(finding.found, "rank 5 memory of node 1")) == ("environment", True)
     with pytest.raises(EnvironmentBroken, match="node 1"):
-        require_near([finding])
+        require_nothing([finding])
 
 
 def test_a_rank_that_is_not_bound_is_a_note() -> None:
     [finding] = examine_affinity(WHO, of("0-127", "0-1"), GPU)
     assert (finding.kind, "not all" in finding.found) == ("note", True)
-    require_near([finding])
+    require_nothing([finding])
     [finding] = examine_affinity(WHO, of("0-127"), None)
     assert (finding.kind, in_order(finding.found, "rank 5 NUMA")) == ("note", True)
-    require_near([finding])
+    require_nothing([finding])
     assert examine_affinity(WHO, of("0-31,64-95", "0-1"), GPU) == examine_affinity(WHO, of("7", "0-1"), GPU) == [], (
         "all, or one"
     )

@@ -6,11 +6,11 @@ import pytest
 from complaints import in_order
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.metrics.finding import Finding, Kind, decisive, notice, require_nothing
+from pytest_gpucluster.metrics.finding import Finding, Kind, decisive, finding, require_nothing
 
 
 def found(kind: Kind, code: str = "x") -> Finding:
-    return notice(code, kind, "node-a", "5", allowed="6", remedy="add one")
+    return finding(kind, code, "node-a", "5", allowed="6", remedy="add one")
 
 
 def test_notes_are_printed_and_end_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,54 +11,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_gpucluster.metrics.datasheets import ANY_GPU
-from pytest_gpucluster.metrics.finding import Finding, Identity
+from pytest_gpucluster.metrics.finding import Finding, Identity, environment, finding, hardware, note
 from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, HealthSnapshot, Missing
 from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.node.kernel_log import Xid
 from pytest_gpucluster.node.sysfs import pci_address
+
+LOST_REMEDY = "take the node out of service, power it off and on, and have the GPU replaced if that does not help"
 
 
 def check_answers(snapshot: HealthSnapshot) -> Iterator[Finding]:
     """Report a lost GPU, each required query without a value, and in one note all others."""
     lost = _lost(snapshot)
     if lost:
-        yield snapshot.finding(
+        yield hardware(
             "gpu_lost",
-            "hardware",
+            snapshot.gpu,
             f"the GPU no longer answers: {lost}",
             allowed="a GPU that answers",
-            remedy="take the node out of service, power it off and on, and have the GPU replaced if that does not help",
+            remedy=LOST_REMEDY,
         )
         return
     required = snapshot.promise.required_queries if snapshot.promise else ANY_GPU
     absent = _absent(snapshot)
     for query in required:
         if query in absent:
-            yield snapshot.finding(
+            yield environment(
                 "query_missing",
-                "environment",
+                snapshot.gpu,
                 f"NVML does not report {query}: {absent[query].reason}",
                 allowed=f"a value, without which the health of a {snapshot.sku or 'GPU'} cannot be judged",
                 remedy=_remedy(absent[query]),
             )
     others = [f"{query} ({missing.reason})" for query, missing in absent.items() if query not in required]
     if others:
-        yield snapshot.finding(
+        yield note(
             "not_available",
-            "note",
+            snapshot.gpu,
             f"not available: {'; '.join(others)}",
-            allowed="anything",
             remedy="nothing, unless this GPU should have them",
         )
     if snapshot.promise is None:
-        yield snapshot.finding(
+        yield note(
             "sku_unknown",
-            "note",
+            snapshot.gpu,
             f"no data sheet values for this SKU ({snapshot.sku or 'unknown'})",
-            allowed="anything",
             remedy="check memory, PCIe link and NVLinks by hand: here only the card's own maximum is compared",
         )
 
@@ -103,17 +103,17 @@ def check_memory(snapshot: HealthSnapshot) -> Iterator[Finding]:
     if free < LEAST_FREE_RATIO:
         taken = taken_bytes(snapshot) or 0
         by = "; ".join(strangers) or "no process that NVML lists"
-        yield snapshot.finding(
+        yield environment(
             "memory_taken",
-            "environment",
+            snapshot.gpu,
             f"{taken / 1e9:.2f} GB are used by other processes, {100 * free:.1f} % are free: {by}",
             allowed=f"at least {100 * LEAST_FREE_RATIO:g} % free, not counting this job's own ranks",
             remedy="end the named process and start again, or reset the GPU where none is named",
         )
     elif strangers and not _may_be_this_one(snapshot):
-        yield snapshot.finding(
+        yield note(
             "stranger",
-            "note",
+            snapshot.gpu,
             f"others have a context on this GPU: {'; '.join(strangers)}",
             allowed="only this job, for numbers that mean something",
             remedy="find out what it does, and measure again without it if numbers are low",
@@ -146,9 +146,9 @@ def _size(snapshot: HealthSnapshot) -> Iterator[Finding]:
     # A slice has a part of the memory, and the promise is about the whole.
     if promise is None or total is None or snapshot.is_slice or total >= promise.memory_gb * 1e9:
         return
-    yield snapshot.finding(
+    yield hardware(
         "memory_size",
-        "hardware",
+        snapshot.gpu,
         f"{total / 1e9:.2f} GB of device memory",
         allowed=f"at least {promise.memory_gb:g} GB, by the data sheet of the {snapshot.sku}",
         remedy="compare the product with the order, and have the vendor look at the card",
@@ -181,14 +181,29 @@ MOST_REMAPPED_ROWS = 512
 """Source: NVIDIA GPU Memory Error Management, row remapping: up to 512 remappings."""
 
 
+_DIAGNOSE = "take the GPU out of service, reset it, and run the vendor's diagnostics (`dcgmi diag -r 3`)"
+_RESET = "reboot the node, and run again: the log of this boot has an Xid of it as a rule"
+_REPLACE = "have the GPU replaced: this is the vendor's criterion for it"
+MEMORY_FAULTS: Mapping[str, tuple[str, str, str]] = {
+    "ecc.uncorrected.volatile": ("ecc_uncorrected", "uncorrected memory errors", _DIAGNOSE),
+    "ecc.uncorrected.aggregate": ("ecc_uncorrected", "uncorrected memory errors over the life of the card", _DIAGNOSE),
+    "rows.remapped.uncorrected": ("row_remapped", "rows of memory remapped after uncorrectable errors", _DIAGNOSE),
+    "rows.failed": ("row_remap_failed", "failed remap of a faulty row of memory", _REPLACE),
+    "rows.pending": ("row_remap_pending", "remap of a faulty row of memory, which waits for a reset", _RESET),
+    "pages.pending": ("page_pending", "page of memory that waits to be retired", _RESET),
+}
+"""Counter whose growth during a test is a fault -> code, what it counts, remedy."""
+
+
 def check_ecc(snapshot: HealthSnapshot) -> Iterator[Finding]:
     """Check ECC, uncorrected errors, remapped rows and retired pages."""
-    read = snapshot.before.get
+    read, gpu = snapshot.before.get, snapshot.gpu
     if read("ecc.mode") is False:
         promised = snapshot.promise is not None and snapshot.promise.ecc
-        yield snapshot.finding(
-            "ecc_off",
+        yield finding(
             "hardware" if promised else "note",
+            "ecc_off",
+            gpu,
             "ECC is off",
             allowed="ECC on, as delivered",
             remedy="turn it on with `nvidia-smi -e 1` and reset the GPU",
@@ -197,59 +212,25 @@ def check_ecc(snapshot: HealthSnapshot) -> Iterator[Finding]:
     if errors:
         before = read("ecc.uncorrected.volatile") or 0
         when = f", {errors - before} of them under this test's load" if errors > before else ""
-        yield snapshot.finding(
-            "ecc_uncorrected",
-            "hardware",
-            f"{errors} uncorrected memory errors since the driver was loaded{when}",
-            allowed="0",
-            remedy="take the GPU out of service, reset it, and run the vendor's diagnostics (`dcgmi diag -r 3`)",
-        )
+        found = f"{errors} uncorrected memory errors since the driver was loaded{when}"
+        yield hardware("ecc_uncorrected", gpu, found, allowed="0", remedy=_DIAGNOSE)
     earlier = read("ecc.uncorrected.aggregate")
     if earlier and not errors:
-        yield snapshot.finding(
-            "ecc_history",
-            "note",
-            f"{earlier} uncorrected memory errors over the life of the card, none since the driver was loaded",
-            allowed="anything",
-            remedy="ask the vendor whether the card was used before",
-        )
-    yield from _rows(snapshot)
-    if snapshot.worst("pages.pending"):
-        yield snapshot.finding(
-            "page_pending",
-            "hardware",
-            "a page of memory waits to be retired",
-            allowed="no page waiting",
-            remedy="reboot the node, and run again: the log of this boot has an Xid of it as a rule",
-        )
-
-
-def _rows(snapshot: HealthSnapshot) -> Iterator[Finding]:
+        found = f"{earlier} uncorrected memory errors over the life of the card, none since the driver was loaded"
+        yield note("ecc_history", gpu, found, remedy="ask the vendor whether the card was used before")
     if snapshot.worst("rows.failed"):
-        yield snapshot.finding(
-            "row_remap_failed",
-            "hardware",
-            "the remap of a faulty row of memory has failed",
-            allowed="no failed remap",
-            remedy="have the GPU replaced: this is the vendor's criterion for it",
-        )
+        found = "the remap of a faulty row of memory has failed"
+        yield hardware("row_remap_failed", gpu, found, allowed="no failed remap", remedy=_REPLACE)
     if snapshot.worst("rows.pending"):
-        yield snapshot.finding(
-            "row_remap_pending",
-            "hardware",
-            "the remap of a faulty row of memory waits for a reset",
-            allowed="no remap waiting",
-            remedy="reboot the node, and run again: the log of this boot has an Xid of it as a rule",
-        )
+        found = "the remap of a faulty row of memory waits for a reset"
+        yield hardware("row_remap_pending", gpu, found, allowed="no remap waiting", remedy=_RESET)
     remapped = (snapshot.worst("rows.remapped.corrected") or 0) + (snapshot.worst("rows.remapped.uncorrected") or 0)
     if remapped > MOST_REMAPPED_ROWS:
-        yield snapshot.finding(
-            "rows_remapped",
-            "hardware",
-            f"{remapped} rows of memory are remapped",
-            allowed=f"at most {MOST_REMAPPED_ROWS}",
-            remedy="have the GPU replaced",
-        )
+        found, allowed = f"{remapped} rows of memory are remapped", f"at most {MOST_REMAPPED_ROWS}"
+        yield hardware("rows_remapped", gpu, found, allowed=allowed, remedy="have the GPU replaced")
+    if snapshot.worst("pages.pending"):
+        found = "a page of memory waits to be retired"
+        yield hardware("page_pending", gpu, found, allowed="no page waiting", remedy=_RESET)
 
 
 BAD_REASONS = {
@@ -270,26 +251,24 @@ def check_thermal(snapshot: HealthSnapshot) -> Iterator[Finding]:
     if bad:
         hottest = max(snapshot.loaded("temperature.gpu"), default=None)
         at = "" if hottest is None else f", at up to {hottest} degC"
-        yield snapshot.finding(
+        yield hardware(
             "throttle",
-            "hardware",
+            snapshot.gpu,
             f"clocks held down under load by: {', '.join(bad)}{at}",
             allowed="no thermal and no hardware slowdown",
             remedy="look at airflow or coolant, heat sink and power supplies of this node",
         )
     if "sw_power_cap" in seen:
-        yield snapshot.finding(
+        yield note(
             "power_cap",
-            "note",
+            snapshot.gpu,
             "clocks held down by the power limit (sw_power_cap), as with any healthy GPU under full load",
-            allowed="anything",
-            remedy="nothing",
         )
     others = sorted(seen - set(BAD_REASONS) - _EXPECTED)
     if others:
-        yield snapshot.finding(
+        yield note(
             "clocks_held",
-            "note",
+            snapshot.gpu,
             f"clocks held down under load by: {', '.join(others)}",
             allowed="anything, as long as the GPU is fast enough",
             remedy="reset clocks that were locked: `nvidia-smi -rgc`, `nvidia-smi -rac`",
@@ -302,9 +281,9 @@ def _temperature(snapshot: HealthSnapshot) -> Iterator[Finding]:
     limit = snapshot.before.get("temperature.slowdown")
     margins = snapshot.loaded("temperature.margin")
     if not limit and not margins and hottest is not None:
-        yield snapshot.finding(
+        yield note(
             "temperature_limit",
-            "note",
+            snapshot.gpu,
             f"{hottest} degC under load, and NVML does not report this card's slowdown temperature",
             allowed="anything: a card that slows down reports a throttle reason",
             remedy="compare with the data sheet, or update driver and nvidia-ml-py",
@@ -318,9 +297,9 @@ def _temperature(snapshot: HealthSnapshot) -> Iterator[Finding]:
         too_hot = f"{hottest} degC under load, {min(margins)} degC away from this card's slowdown limit"
         allowed = "more than 0 degC away from it"
     if too_hot:
-        yield snapshot.finding(
+        yield hardware(
             "temperature",
-            "hardware",
+            snapshot.gpu,
             too_hot,
             allowed=allowed,
             remedy="look at airflow or coolant, heat sink and inlet temperature of this node",
@@ -335,9 +314,9 @@ def check_power(snapshot: HealthSnapshot) -> Iterator[Finding]:
     limit, default = snapshot.before.get("power.limit"), snapshot.before.get("power.limit.default")
     if limit is None or default is None or limit >= default - _ROUNDING_WATTS:
         return
-    yield snapshot.finding(
+    yield hardware(
         "power_limit",
-        "hardware",
+        snapshot.gpu,
         f"the enforced power limit is {limit:g} W",
         allowed=f"the card's default of {default:g} W or more",
         remedy=f"set it with `nvidia-smi -pl {default:g}`, and find out what lowered it",
@@ -368,9 +347,9 @@ def _compare(snapshot: HealthSnapshot, query: str, unit: str, promised: int | No
         return
     limits = "" if able is None else f"; card and slot support {unit}{able}"
     by_slot = able is not None and able <= best
-    yield snapshot.finding(
+    yield hardware(
         query.replace(".", "_"),
-        "hardware",
+        snapshot.gpu,
         f"PCIe {unit}{best} under load{limits}",
         allowed=f"{unit}{wanted}" + (f", as the {snapshot.sku} promises" if wanted == promised else ""),
         remedy="look at the slot, riser, retimer and the BIOS setting of this slot"
@@ -385,20 +364,19 @@ def check_configuration(snapshot: HealthSnapshot) -> Iterator[Finding]:
     known = snapshot.before.get("mig.mode") is not None or snapshot.is_slice
     # A card without MIG counts as off; where the mode is required, check_answers reports that it is missing.
     if mode != snapshot.mig:
-        yield snapshot.finding(
+        yield environment(
             "mig",
-            "environment",
+            snapshot.gpu,
             f"MIG is {mode}" + ("" if known else ", as far as NVML reports"),
             allowed=f"{snapshot.mig}, as the workload declares (health.mig)",
             remedy=f"set it with `nvidia-smi -mig {int(snapshot.mig == 'on')}`, or declare"
             f" --gpucluster-workload health.mig={mode}",
         )
     if snapshot.before.get("persistence.mode") is False:
-        yield snapshot.finding(
+        yield note(
             "persistence",
-            "note",
+            snapshot.gpu,
             "persistence mode is off: the driver is unloaded while no process uses the GPU",
-            allowed="anything",
             remedy="start nvidia-persistenced, so that jobs start faster and settings stay",
         )
 
@@ -412,27 +390,27 @@ def check_xids(snapshot: HealthSnapshot) -> Iterator[Finding]:
     wanted = snapshot.worst("recovery.action")
     if wanted:
         entry = recovery_action(wanted)
-        yield snapshot.finding(
+        yield hardware(
             "recovery_action",
-            "hardware",
+            snapshot.gpu,
             f"NVML's recovery action of this GPU is {wanted:#x}: {entry.meaning}",
             allowed="none",
             remedy=entry.advice,
         )
     log = snapshot.kernel_log
     if log.why_not:
-        yield snapshot.finding(
+        yield note(
             "kernel_log",
-            "note",
+            snapshot.gpu,
             f"kernel log of {snapshot.gpu.host} not readable, so Xids are not checked: {log.why_not}",
             allowed="a log that this job may read",
             remedy="look for Xids as root: `dmesg | grep -i xid`",
         )
         return
     if log.lost_records:
-        yield snapshot.finding(
+        yield note(
             "kernel_log",
-            "note",
+            snapshot.gpu,
             f"kernel log of {snapshot.gpu.host} begins late: {log.lost_records} older records of {log.source} are"
             " overwritten, so Xids among them are not seen",
             allowed="a log that reaches back to the boot",
@@ -443,9 +421,9 @@ def check_xids(snapshot: HealthSnapshot) -> Iterator[Finding]:
         yield from _xid_findings(snapshot, [one for one in reports if one.is_switch], Identity(host=snapshot.gpu.host))
     address = pci_address(snapshot.gpu.pci or "")
     if address is None:
-        yield snapshot.finding(
+        yield environment(
             "pci_unknown",
-            "environment",
+            snapshot.gpu,
             f"NVML does not report this GPU's PCI address ({snapshot.gpu.pci!r}), so no Xid can be assigned to it",
             allowed="an address",
             remedy="look at `nvidia-smi -q` on this host and run again",
@@ -466,13 +444,13 @@ def _xid_findings(snapshot: HealthSnapshot, reports: Sequence[Xid], gpu: Identit
         kind = "sxid" if report.is_switch else "xid"
         times = f"{len(same)} times" if len(same) > 1 else "once"
         where = f" of {report.pci}" if report.is_switch else ""
-        yield snapshot.finding(
-            f"{kind}_{code}",
+        yield finding(
             "hardware" if entry.rejects else "note",
+            f"{kind}_{code}",
+            gpu,
             f"{report.name}{where} {times} in the kernel log of this boot ({snapshot.kernel_log.source}):"
             f" {entry.meaning}; action: {entry.action}; the {'last' if at == len(same) - 1 else 'worst'} one:"
             f" {report.text}",
             allowed="no report that demands action on GPU, NVLink or node",
             remedy=f"{entry.advice}. {_AGAIN}" if entry.rejects else entry.advice,
-            gpu=gpu,
         )

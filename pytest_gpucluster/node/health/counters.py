@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_gpucluster.errors import HardwareFault
-from pytest_gpucluster.metrics.finding import Finding, Identity, identity
+from pytest_gpucluster.metrics.finding import Finding, Identity, hardware, identity
 from pytest_gpucluster.node import infiniband, kernel_log
 from pytest_gpucluster.node.health import snapshot
+from pytest_gpucluster.node.health.checks import LOST_REMEDY, MEMORY_FAULTS
 from pytest_gpucluster.node.health.interconnect_checks import MUST_NOT_GROW, ZERO_TOLERANCE
 from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.node.infiniband import BYTES, CARRIER_DOWN, ETHERNET, LINK_DOWNED, Adapters
@@ -245,18 +246,7 @@ def _log(log: KernelLog, *, switches: bool) -> tuple[Log | None, str]:
 _PORT = re.compile(rf"{INFINIBAND}\.(?P<port>.+)\.(?P<counter>\w+)")
 _LINK = re.compile(r"nvlink\.(?P<counter>\w+)\[(?P<link>\d+)\]")
 
-_DIAGNOSE = "take the GPU out of service, reset it, and run the vendor's diagnostics (`dcgmi diag -r 3`)"
-_RESET = "reboot the node, and run again"
 _CABLE = "look at the cable, the transceiver and the switch's port (`mlxlink -d DEVICE`, `ibdiagnet`), then run again"
-_OF_GPU: Mapping[str, tuple[str, str, str]] = {
-    "ecc.uncorrected.volatile": ("ecc_uncorrected", "uncorrected memory errors", _DIAGNOSE),
-    "ecc.uncorrected.aggregate": ("ecc_uncorrected", "uncorrected memory errors over the life of the card", _DIAGNOSE),
-    "rows.remapped.uncorrected": ("row_remapped", "rows of memory remapped after uncorrectable errors", _DIAGNOSE),
-    "rows.failed": ("row_remap_failed", "failed remap of a faulty row of memory", "have the GPU replaced"),
-    "rows.pending": ("row_remap_pending", "remap of a faulty row of memory, which waits for a reset", _RESET),
-    "pages.pending": ("page_pending", "page of memory that waits to be retired", _RESET),
-}
-"""Counter whose growth is a fault -> code, what it counts, what to do. The codes are those of the health criterion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,14 +302,12 @@ def changes(before: Counters, after: Counters) -> Changes:
 
     if after.lost and not before.lost:
         faults.append(
-            Finding(
-                code="gpu_lost",
-                kind="hardware",
-                gpu=after.gpu,
-                found=f"the GPU no longer answers: {after.lost}",
+            hardware(
+                "gpu_lost",
+                after.gpu,
+                f"the GPU no longer answers: {after.lost}",
                 allowed="a GPU that answers",
-                remedy="take the node out of service, power it off and on, and have the GPU replaced if that does not "
-                "help",
+                remedy=LOST_REMEDY,
             )
         )
     for name, value in after.values.items():
@@ -367,8 +355,8 @@ def _faults(changed: Mapping[str, float], before: Counters, after: Counters) -> 
     reported: set[str] = set()
     links: dict[tuple[str, str], list[str]] = {}
     for name, change in changed.items():
-        if name in _OF_GPU and change > 0:
-            code, what, remedy = _OF_GPU[name]
+        if name in MEMORY_FAULTS and change > 0:
+            code, what, remedy = MEMORY_FAULTS[name]
             if code not in reported:  # volatile errors are counted in the aggregate, too
                 reported.add(code)
                 yield _fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy), ""
@@ -448,7 +436,7 @@ def _xids(
 
 
 def _fault(gpu: Identity, code: str, found: str, remedy: str) -> Finding:
-    return Finding(code=code, kind="hardware", gpu=gpu, found=found, allowed="none during a test", remedy=remedy)
+    return hardware(code, gpu, found, allowed="none during a test", remedy=remedy)
 
 
 def _query(name: str) -> str:

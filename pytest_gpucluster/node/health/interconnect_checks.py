@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
+from pytest_gpucluster.metrics.finding import Finding, Identity, Kind, environment, finding, hardware, note
 from pytest_gpucluster.node.health.snapshot import HealthSnapshot, Node
 from pytest_gpucluster.node.pci import PciGpu, State
 from pytest_gpucluster.node.sysfs import pci_address
@@ -68,9 +68,10 @@ def _states(snapshot: HealthSnapshot, states: Mapping[int, bool]) -> Iterator[Fi
     found = f"{up} NVLinks are up" + (f"; down: {', '.join(map(str, down))}" if down else "")
     if promised is not None and up < promised:
         alone = switched_off(snapshot)
-        yield snapshot.finding(
-            "nvlink_down",
+        yield finding(
             "note" if alone else "hardware",
+            "nvlink_down",
+            snapshot.gpu,
             found + (", and this is the only GPU of its node" if alone else ""),
             allowed=f"{promised}, as the data sheet of the {snapshot.sku} states",
             remedy="nothing, if a hypervisor has switched them off; else look at the Fabric Manager's log"
@@ -78,9 +79,9 @@ def _states(snapshot: HealthSnapshot, states: Mapping[int, bool]) -> Iterator[Fi
             else "look at `nvidia-smi nvlink -s` and the Fabric Manager's log, then reset the GPUs of this node",
         )
     elif promised is None and down:
-        yield snapshot.finding(
+        yield note(
             "nvlink_bridges",
-            "note",
+            snapshot.gpu,
             found,
             allowed="any number: bridges are optional on this kind of GPU",
             remedy="nothing, unless a bridge was ordered",
@@ -96,17 +97,17 @@ def _errors(snapshot: HealthSnapshot) -> Iterator[Finding]:
         grown = {link: count - before.get(counter, {}).get(link, 0) for link, count in links.items()}
         grown = {link: count for link, count in grown.items() if count > 0}
         if counter in ZERO_TOLERANCE and any(links.values()):
-            yield snapshot.finding(
+            yield hardware(
                 "nvlink_errors",
-                "hardware",
+                snapshot.gpu,
                 f"NVLink counter {counter} since the driver was loaded: {_by_link(links)}",
                 allowed="0",
                 remedy=_REMEDY,
             )
         elif counter in MUST_NOT_GROW and grown:
-            yield snapshot.finding(
+            yield hardware(
                 "nvlink_errors",
-                "hardware",
+                snapshot.gpu,
                 f"NVLink counter {counter} has grown during this test: {_by_link(grown)}",
                 allowed="no growth",
                 remedy=_REMEDY,
@@ -114,9 +115,9 @@ def _errors(snapshot: HealthSnapshot) -> Iterator[Finding]:
         elif any(links.values()):
             old.append(f"{counter}: {_by_link(links)}")
     if old:
-        yield snapshot.finding(
+        yield note(
             "nvlink_history",
-            "note",
+            snapshot.gpu,
             f"NVLink counters that are not 0: {'; '.join(old)}",
             allowed="no growth under load",
             remedy="look at them again after the NCCL criteria (`nvidia-smi nvlink -e`)",
@@ -139,25 +140,26 @@ def check_nvlink_fabric(snapshot: HealthSnapshot) -> Iterator[Finding]:
         yield from _fabric_missing(snapshot)
     elif fabric["state"] != "completed":
         alone = switched_off(snapshot)
-        yield snapshot.finding(
-            "fabric_state",
+        yield finding(
             "note" if alone else "environment",
+            "fabric_state",
+            snapshot.gpu,
             f"the GPU's registration with the Fabric Manager is: {fabric['state']}",
             allowed="completed",
             remedy="nothing, if a hypervisor has switched this GPU's links off" if alone else f"start it: {_LOG}",
         )
     elif fabric["status"] != "success":
-        yield snapshot.finding(
+        yield hardware(
             "fabric_status",
-            "hardware",
+            snapshot.gpu,
             f"the GPU's registration with the Fabric Manager ended with: {fabric['status']}",
             allowed="success",
             remedy=f"{_LOG}, then reset all GPUs and switches of this node",
         )
     elif fabric["health"]:
-        yield snapshot.finding(
+        yield hardware(
             "fabric_health",
-            "hardware",
+            snapshot.gpu,
             f"NVML reports of the fabric: {', '.join(fabric['health'])}",
             allowed="no health problem",
             remedy=f"{_LOG}, and have the link or the switch repaired",
@@ -174,18 +176,18 @@ def _fabric_missing(snapshot: HealthSnapshot) -> Iterator[Finding]:
         return  # check_answers reports the lost GPU
     why = missing.reason if missing else "NVML reports that it is not supported"
     if promise.fabric_state and switch_links:
-        yield snapshot.finding(
+        yield environment(
             "fabric_state",
-            "environment",
+            snapshot.gpu,
             f"{switch_links} NVLinks lead to an NVSwitch, and the state of the fabric is not reported: {why}",
             allowed="completed",
             remedy=f"update the driver; {_LOG}",
         )
         return
     without = "no NVLink is known to lead to an NVSwitch" if promise.fabric_state else "not reported on this GPU"
-    yield snapshot.finding(
+    yield note(
         "fabric_unknown",
-        "note",
+        snapshot.gpu,
         f"state of the Fabric Manager: {without} ({why})",
         allowed="anything: CUDA does not start where an NVSwitch has no Fabric Manager",
         remedy="nothing, unless this board should have an NVSwitch",
@@ -210,26 +212,24 @@ def check_node(snapshot: HealthSnapshot) -> Iterator[Finding]:
     if node is None:
         return
     if node.bus_unreadable:
-        yield snapshot.finding(
+        yield note(
             "pci_bus",
-            "note",
+            snapshot.gpu.host,
             f"the PCI bus cannot be read, so GPUs missing from NVML are not noticed: {node.bus_unreadable}",
             allowed="a bus that this job may read",
             remedy="compare `lspci | grep -i nvidia` on this host with `nvidia-smi -L`",
-            gpu=Identity(host=snapshot.gpu.host),
         )
     for gpu in node.unlisted:
         yield _unlisted(snapshot, gpu)
     silent = node.nvml_gpus - node.answering
     named = sum(gpu.state in ("dead", "answers") for gpu in node.unlisted)
     if silent > named:
-        yield snapshot.finding(
+        yield hardware(
             "gpu_silent",
-            "hardware",
+            snapshot.gpu.host,
             f"NVML counts {node.nvml_gpus} GPUs, and {silent} of them do not answer",
             allowed="every GPU answers",
             remedy="find them with `nvidia-smi` and `dmesg | grep -i xid`, and take the node out of service",
-            gpu=Identity(host=snapshot.gpu.host),
         )
     yield from _unused(snapshot, node)
 
@@ -239,23 +239,22 @@ def _unlisted(snapshot: HealthSnapshot, gpu: PciGpu) -> Finding:
     address = pci_address(gpu.address)
     xids = sorted({xid.code for xid in snapshot.kernel_log.xids() if address and xid.pci[:-2] == address[:-2]})
     log = f"; Xids in the kernel log: {', '.join(map(str, xids))}" if xids else ""
-    return snapshot.finding(
-        "gpu_not_listed",
+    return finding(
         kind,
+        "gpu_not_listed",
+        Identity(host=snapshot.gpu.host, pci=gpu.address),
         f"the PCI bus shows a GPU that NVML does not: {gpu.detail}{log}",
         allowed="NVML shows every GPU of the node",
         remedy=remedy,
-        gpu=Identity(host=snapshot.gpu.host, pci=gpu.address),
     )
 
 
 def _unused(snapshot: HealthSnapshot, node: Node) -> Iterator[Finding]:
     if node.ranks < node.answering:
-        yield snapshot.finding(
+        yield note(
             "gpus_without_rank",
-            "note",
+            snapshot.gpu.host,
             f"{node.ranks} ranks on a node of {node.answering} GPUs: the others are not checked",
             allowed="one rank for each GPU, for a node to be accepted as a whole",
             remedy=f"start {node.answering} ranks on this node",
-            gpu=Identity(host=snapshot.gpu.host),
         )

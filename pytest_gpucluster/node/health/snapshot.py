@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_gpucluster.metrics.datasheets import Promise, promise_of
-from pytest_gpucluster.metrics.finding import Finding, Identity, Kind, identity
+from pytest_gpucluster.metrics.finding import Identity, identity
 from pytest_gpucluster.node import kernel_log, pci, processes
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import Absence, NotAvailable, Nvml
@@ -130,12 +130,6 @@ class HealthSnapshot:
     def worst(self, query: str) -> Any:
         """Return the largest value of a query at any time; None where there is none."""
         return max((s.values[query] for s in self.all_values if query in s.values), default=None)
-
-    def finding(
-        self, code: str, kind: Kind, found: str, *, allowed: str, remedy: str, gpu: Identity | None = None
-    ) -> Finding:
-        """Return a finding on this GPU, or on another one of its node."""
-        return Finding(code=code, kind=kind, gpu=gpu or self.gpu, found=found, allowed=allowed, remedy=remedy)
 
 
 Load = Callable[[Callable[[], None]], None]

@@ -17,8 +17,11 @@ def codes() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in FOLDER.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "finding":
-                code, kind = node.args[:2]
+            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            if name in ("hardware", "environment", "note", "finding"):
+                kind, code = node.args[:2] if name == "finding" else (ast.Constant(name), node.args[0])
+                if isinstance(code, ast.Name):
+                    continue  # of a function that passes the code on
                 text = code.value if isinstance(code, ast.Constant) else ast.unparse(code)
                 kinds = {part.value for part in ast.walk(kind) if isinstance(part, ast.Constant)}
                 found.setdefault(str(text), set()).update(str(one) for one in kinds)
