@@ -64,6 +64,15 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def plural(number: int, noun: str) -> str:
+    """Return "1 rank" or "2 ranks".
+
+    >>> plural(0, "rank"), plural(1, "rank")
+    ('0 ranks', '1 rank')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def rank_ranges(ranks: Iterable[int]) -> str:
     """Return "rank 3" or "ranks 0-2, 5"; after 24 ranges the number of ranks.
 
@@ -135,10 +144,10 @@ def shortened(text: str, most: int) -> str:
     """
     if columns(text) <= most:
         return text
-    kept = text[: max(0, most - 1)]
-    while columns(kept) > max(0, most - 1):
-        kept = kept[:-1]
-    return kept + _ELLIPSIS
+    beginning = text[: max(0, most - 1)]
+    while columns(beginning) > max(0, most - 1):
+        beginning = beginning[:-1]
+    return beginning + _ELLIPSIS
 
 
 def styled(text: str, style: str, *, colour: bool) -> str:

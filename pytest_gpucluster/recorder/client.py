@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.agreement.liveness import process_state
+from pytest_gpucluster.agreement.liveness import process_state, start_time
 from pytest_gpucluster.journal.journal import encode
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.reports import registry as reports
@@ -341,7 +341,7 @@ def wait_for_end(pid: int, timeout: float) -> bool:
         return True
     except (AttributeError, OSError):
         # No pidfd here (an old kernel, a sandbox): poll.
-        while not process_state(pid).startswith(("gone", "Z", "X")):
+        while start_time(pid) is not None and process_state(pid)[0] not in "ZX":
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.02)

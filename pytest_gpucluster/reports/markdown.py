@@ -19,7 +19,7 @@ from pytest_gpucluster.reports.criterion_text import margin_text, value_text
 from pytest_gpucluster.reports.junit import cluster_facts
 from pytest_gpucluster.reports.summary import Outline, Row, duration, outline, run_seconds
 from pytest_gpucluster.reports.tables import limit_text, metric_name, rank_name
-from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, plural
 
 MOST_BYTES = 65_000
 """Of UTF-8, so it has at most 65,000 characters as well."""
@@ -167,7 +167,7 @@ def _symbol(overview: Outline) -> str:
 def _counts(overview: Outline, journal: Journal) -> str:
     run = journal.run
     counts = ", ".join(f"{count} {outcome}" for outcome, count in overview.counts.items()) or "no test"
-    shape = f"{run.nnodes} node{'s' * (run.nnodes != 1)}, {run.world_size} rank{'s' * (run.world_size != 1)}"
+    shape = f"{plural(run.nnodes, 'node')}, {plural(run.world_size, 'rank')}"
     sku = journal.limits.sku if journal.limits is not None else None
     parts = [counts, shape, text(sku or "", _NAME_CHARACTERS), duration(run_seconds(journal))]
     return "; ".join(part for part in parts if part)

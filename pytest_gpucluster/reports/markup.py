@@ -82,8 +82,9 @@ def html_table(
     numbers: Sequence[str] = (),
     tones: Sequence[str] = (),
     most: int = 400,
-) -> Table:
-    """Return a table of at most ``most`` rows, without empty columns.
+    left_out: str = "",
+) -> Table | None:
+    """Return a table of at most ``most`` rows, without empty columns; None if there are no rows.
 
     Args:
         caption: what it shows.
@@ -92,16 +93,19 @@ def html_table(
         numbers: names of the columns of numbers.
         tones: for each row the outcome that marks it.
         most: rows; the number of rows left out is stated.
+        left_out: what else is left out.
     """
-    kept = [index for index in range(len(head)) if index == 0 or any(row[index] for row in rows)]
+    if not rows:
+        return None
+    filled = [index for index in range(len(head)) if index == 0 or any(row[index] for row in rows)]
     more = len(rows) - most
-    cells = [tuple(line(row[index]) for index in kept) for row in rows[:most]]
+    cells = [tuple(line(row[index]) for index in filled) for row in rows[:most]]
     return Table(
         caption=caption,
-        head=tuple(head[index] for index in kept),
+        head=tuple(head[index] for index in filled),
         rows=tuple(cells),
-        short=tuple(at + 1 for at in range(len(kept)) if all(len(row[at]) <= _SHORT for row in cells)),
-        numbers=frozenset(at for at, index in enumerate(kept) if head[index] in numbers),
+        short=tuple(at + 1 for at in range(len(filled)) if all(len(row[at]) <= _SHORT for row in cells)),
+        numbers=frozenset(at for at, index in enumerate(filled) if head[index] in numbers),
         tones=tuple(tones[:most]),
-        left_out=f"and {more} more in the journal" if more > 0 else "",
+        left_out=left_out or (f"and {more} more in the journal" if more > 0 else ""),
     )

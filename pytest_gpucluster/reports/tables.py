@@ -29,7 +29,7 @@ from pytest_gpucluster.metrics.time_budget import (
 )
 from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.reports.summary import display_name, duration, run_seconds, short_name, worst_first
-from pytest_gpucluster.text import Column, clean, fitted_table, one_line, paragraph, rank_ranges, shortened
+from pytest_gpucluster.text import Column, clean, fitted_table, one_line, paragraph, plural, rank_ranges, shortened
 
 _REASON_CHARACTERS = 80
 _OTHER_CHARACTERS = 400
@@ -186,14 +186,14 @@ def time_lines(journal: Journal, *, width: int) -> list[str]:
     most = TIME_ROWS if len(times) > TIME_ROWS + 1 else len(times)
     longest = [time for time in times[:most] if sum(time[1]) >= _LEAST_SECONDS] or times[:1]
     others = times[len(longest) :]
-    rest = [_sum(f"{len(others)} other{'s' * (len(others) != 1)}", others)] if others else []
+    rest = [_sum(plural(len(others), "other"), others)] if others else []
     table = [[name, *map(_number, (sum(parts), *parts))] for name, parts in (*longest, *rest, _sum("all", times))]
     spent = f"{duration(seconds_in_tests(journal))} of {duration(run_seconds(journal))} in tests"
     head, rows = fitted_table(_HEADS, table, width)
     lines = [*paragraph(f"Where the time went (rank 0's seconds; {spent}):", width), head, *itertools.chain(*rows)]
     unknown = sum(not _has_parts(result) for result in journal.results)
     if unknown:
-        lines.append(f"and {unknown} test{'s' * (unknown != 1)} whose parts are not recorded")
+        lines.append(f"and {plural(unknown, 'test')} whose parts are not recorded")
     return lines
 
 
@@ -486,7 +486,7 @@ def rank_reports(result: TestResult, journal: Journal) -> tuple[RankReport, ...]
     ordered = sorted(rows.items(), key=lambda row: (not row[0][0], _WORST_FIRST.get(row[0][1], 1), min(row[1])))
     return tuple(
         RankReport(
-            who=rank_name(journal, ranks[0]) if len(ranks) == 1 else rank_ranges(ranks),
+            who=_who(journal, ranks),
             outcome=outcome,
             is_culprit=is_culprit,
             message=message,
@@ -494,6 +494,10 @@ def rank_reports(result: TestResult, journal: Journal) -> tuple[RankReport, ...]
         )
         for (is_culprit, outcome, message), ranks in ordered
     )
+
+
+def _who(journal: Journal, ranks: Sequence[int]) -> str:
+    return rank_name(journal, ranks[0]) if len(ranks) == 1 else rank_ranges(ranks)
 
 
 def _outcome_table(result: TestResult, journal: Journal) -> str:
@@ -532,8 +536,7 @@ def _measurement_table(judged: JudgedMetric, journal: Journal) -> str:
     for rank in worst_ranks_first(judged):
         rows.setdefault(_rank_value(judged, rank), []).append(rank)
     for text, ranks in list(rows.items())[:ROWS]:
-        who = rank_name(journal, ranks[0]) if len(ranks) == 1 else rank_ranges(ranks)
-        lines.append(f"  {who}: {text}")
+        lines.append(f"  {_who(journal, ranks)}: {text}")
     rest = [rank for ranks in list(rows.values())[ROWS:] for rank in ranks]
     if rest:
         values = [judged.values[rank] for rank in rest]
@@ -551,15 +554,15 @@ def _badness(judged: JudgedMetric, rank: int) -> tuple[int, float, int]:
     value = judged.values[rank]
     if not math.isfinite(value):
         return (0, 0.0, rank)
-    kept = _distance(judged, value, judged.intervals.get(rank))
-    return (1, value if kept is None else kept, rank)
+    distance = _distance(judged, value, judged.intervals.get(rank))
+    return (1, value if distance is None else distance, rank)
 
 
 def _rank_value(judged: JudgedMetric, rank: int) -> str:
     """Return a rank's value with its margin, clock and throttle reasons."""
     value, interval = judged.values[rank], judged.intervals.get(rank)
     text = quantity(value, judged.unit, compared_with=nearest_limit(judged, value)) + interval_text(judged, interval)
-    kept = margin(judged, value, interval)
-    parts = [text] if kept is None else [text, f"margin {percent(kept)}"]
+    distance = margin(judged, value, interval)
+    parts = [text] if distance is None else [text, f"margin {percent(distance)}"]
     clock = clock_text(judged.telemetry.get(rank, {}))
     return ", ".join([*parts, clock] if clock else parts)

@@ -35,6 +35,7 @@ from pytest_gpucluster.text import (
     fitted_table,
     one_line,
     paragraph,
+    plural,
     shortened,
     styled,
     total,
@@ -92,7 +93,7 @@ def limits_text(journal: Journal) -> str:
 
 def _facts(journal: Journal) -> Iterator[tuple[str, str]]:
     run = journal.run
-    shape = f"{_counted(run.world_size, 'rank')} on {_counted(run.nnodes, 'node')} ({launcher_text(run)})"
+    shape = f"{plural(run.world_size, 'rank')} on {plural(run.nnodes, 'node')} ({launcher_text(run)})"
     remark = ", REHEARSAL: no statement about hardware" if run.rehearsal else ""
     yield "", f"{shape}, device {run.device or 'unknown'}{remark}"
     if run.merged_from:
@@ -128,7 +129,7 @@ def shape_text(cluster: Cluster) -> str:
     per_node = Counter((place.node_rank, place.host) for place in cluster.ranks)
     kinds = Counter(place.gpu.get("name", "GPU") if place.gpu else _CPU for place in cluster.ranks)
     sizes = set(per_node.values())
-    nodes = _counted(len(per_node), "node")
+    nodes = plural(len(per_node), "node")
     if len(sizes) == 1 and len(kinds) == 1:
         size, kind = sizes.pop(), next(iter(kinds))
         return f"{nodes} x {size} {kind}{'s' * (size != 1 and kind == _CPU)}"
@@ -145,10 +146,6 @@ def _software(cluster: Cluster) -> list[str]:
 
 def _distinct(versions: Iterable[str]) -> list[str]:
     return [version for version in dict.fromkeys(versions) if version and version != "None"]
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 LEAST_WIDTH = 60
@@ -265,7 +262,7 @@ def _criteria(
             attempts = [pair for pair in row.result.properties if pair[0].startswith("attempt ")]
             lines += _properties([(name, one_line(text, _WHY_CHARACTERS)) for name, text in attempts], width)
     if plain and not quiet:
-        lines.append(f"and {plain} test{'s' * (plain != 1)} passed that are no criteria and measured nothing")
+        lines.append(f"and {plural(plain, 'test')} passed that are no criteria and measured nothing")
     return lines
 
 
@@ -340,8 +337,7 @@ def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) 
     lines = [head, *itertools.chain(*rows)]
     hidden = len(ordered) - len(visible)
     if hidden:
-        values = "1 recorded value" if hidden == 1 else f"{hidden} recorded values"
-        lines.append(f"{values} of the same measurements left out here")
+        lines.append(f"{plural(hidden, 'recorded value')} of the same measurements left out here")
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ from pytest_gpucluster.reports.charts.svg import finite
 from pytest_gpucluster.reports.markup import html_table
 from pytest_gpucluster.reports.summary import peak_value
 from pytest_gpucluster.reports.tables import limit_text, quantity
-from pytest_gpucluster.text import rank_ranges
+from pytest_gpucluster.text import plural, rank_ranges
 
 _MOST_GROUPS = 4
 _MOST_RANKS = 16
@@ -262,8 +262,7 @@ def _limits_text(points: Sequence[tuple[float, JudgedMetric]], several: bool) ->
     if "failed" in found:
         parts.append("Crosses miss their limit.")
     if "error" in found:
-        count = found.count("error")
-        parts.append(f"{count} {'size' if count == 1 else 'sizes'} could not be judged.")
+        parts.append(f"{plural(found.count('error'), 'size')} could not be judged.")
     if not {"failed", "error"} & {*found}:
         parts.append("All sizes with a limit passed." if "passed" in found else "No size has a limit.")
     return " ".join(parts)

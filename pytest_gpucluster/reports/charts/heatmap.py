@@ -139,71 +139,14 @@ def link_matrices(result: TestResult, folder: Path | None) -> Iterator[Figure]:
     """Yield the maps of each survey in a test's artifacts."""
     for path in figure.find_artifacts(folder, result.nodeid, "links-*.json", most=_MOST_MATRICES):
         try:
-            survey = figure.matrix(path)
+            survey = _Survey(figure.matrix(path))
         except Unreadable as error:
             yield figure.unreadable("Links", error)
             continue
-        yield from _maps(survey)
-
-
-def _maps(survey: Mapping[str, Any]) -> Iterator[Figure]:
-    across = survey.get("scope") != "node"
-    nodes: Sequence[Sequence[int]] = survey["nodes"]
-    places = _places(survey, nodes)
-    bad = _bad(survey)
-    rates = {(one[0], one[1]): math.nan if one[2] is None else float(one[2]) for one in survey["readings"]}
-    if across:
-        rails = max((len(ranks) for ranks in nodes), default=0)
-        groups = [(f"rail {rail}", [ranks[rail] for ranks in nodes if rail < len(ranks)]) for rail in range(rails)]
-    else:
-        hosts = [places[ranks[0]].host if ranks else "" for ranks in nodes]
-        groups = [(host or f"node {node}", list(nodes[node])) for node, host in enumerate(hosts)]
-    groups = [(name, ranks) for name, ranks in groups if any({*pair} <= {*ranks} for pair in rates)]
-    # Those with bad links come first; else the order stays.
-    groups.sort(key=lambda group: -len([pair for pair in bad if {*pair} <= {*group[1]}]))
-    more = len(groups) - _MOST_MATRICES
-    for name, ranks in groups[:_MOST_MATRICES]:
-        yield _map(f"Links, {name}", survey, ranks, places, rates, bad, across=across, more=more)
-
-
-def _map(
-    title: str,
-    survey: Mapping[str, Any],
-    ranks: Sequence[int],
-    places: Mapping[int, _Place],
-    rates: Mapping[tuple[int, int], float],
-    bad: Container[tuple[int, int]],
-    *,
-    across: bool,
-    more: int,
-) -> Figure:
-    index = {rank: number for number, rank in enumerate(ranks)}
-    inside = {pair: rate for pair, rate in rates.items() if pair[0] in index and pair[1] in index}
-    cells = {(index[pair[0]], index[pair[1]]): Cell(value=rate, is_bad=pair in bad) for pair, rate in inside.items()}
-    names = [places[rank].short_name(across) for rank in ranks]
-    slowest_first = sorted(inside, key=lambda pair: -math.inf if math.isnan(inside[pair]) else inside[pair])
-    rows = [
-        (
-            places[sender].name,
-            places[receiver].name,
-            f"{inside[sender, receiver]:.4g}",
-            "slow or wrong" if (sender, receiver) in bad else "",
-        )
-        for sender, receiver in slowest_first
-    ]
-    return Figure(
-        title=title,
-        svg=heat_map(names, cells, title=title, unit="GB/s", heads=[str(rank) for rank in ranks]),
-        caption=_caption(survey, index) + (f" {more} more maps are not shown." if more > 0 else ""),
-        table=html_table(
-            f"{title}: the slowest first",
-            ("From", "To", "GB/s", "Finding"),
-            rows,
-            numbers=("GB/s",),
-            tones=["failed" if pair in bad else "" for pair in slowest_first],
-            most=_ROWS if len(inside) <= _ROWS else 64,
-        ),
-    )
+        groups = survey.groups()
+        more = len(groups) - _MOST_MATRICES
+        for name, ranks in groups[:_MOST_MATRICES]:
+            yield survey.map(f"Links, {name}", ranks, more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,43 +164,89 @@ class _Place:
         return f"{rank}, {part}" if part else rank
 
 
-def _places(survey: Mapping[str, Any], nodes: Sequence[Sequence[int]]) -> dict[int, _Place]:
-    listed = survey.get("ranks")
-    listed = listed if isinstance(listed, list) else []
-    found = {}
-    for rank in (rank for node in nodes for rank in node):
-        name = one_line(str(listed[rank]), _NAME_CHARACTERS) if rank < len(listed) else f"rank {rank}"
-        host, _, gpu = name.partition(" (")[2].rstrip(")").partition(", GPU ")
-        found[rank] = _Place(name=name, host=host, gpu=gpu)
-    return found
+class _Survey:
+    """A link survey. ``content`` has been checked as far as :func:`figure.matrix` does, and no further."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.across = content.get("scope") != "node"
+        self.nodes: Sequence[Sequence[int]] = content["nodes"]
+        self.rates = {(one[0], one[1]): math.nan if one[2] is None else float(one[2]) for one in content["readings"]}
+        self.missing, self.median = content.get("not_measured"), content.get("median")
+        names, culprits = content.get("ranks"), content.get("culprits")
+        names = names if isinstance(names, list) else []
+        ranks = [rank for node in self.nodes for rank in node]
+        self.places = {rank: _place(str(names[rank]) if rank < len(names) else f"rank {rank}") for rank in ranks}
+        culprits = culprits if isinstance(culprits, list) else []
+        self.culprits = [one for one in culprits if isinstance(one, dict)]
+        self.bad: set[tuple[int, int]] = set()
+        """Both directions of every pair that is slow or wrong."""
+        for pair in (pair for one in self.culprits for pair in one.get("pairs") or ()):
+            if isinstance(pair, list) and len(pair) == 2 and all(isinstance(rank, int) for rank in pair):
+                self.bad |= {(pair[0], pair[1]), (pair[1], pair[0])}
+
+    def groups(self) -> list[tuple[str, Sequence[int]]]:
+        """Return name and ranks of each map, those with the most bad links first; else in their order."""
+        found: list[tuple[str, Sequence[int]]]
+        if self.across:
+            rails = range(max((len(ranks) for ranks in self.nodes), default=0))
+            found = [(f"rail {rail}", [ranks[rail] for ranks in self.nodes if rail < len(ranks)]) for rail in rails]
+        else:
+            hosts = [self.places[ranks[0]].host if ranks else "" for ranks in self.nodes]
+            found = [(host or f"node {node}", self.nodes[node]) for node, host in enumerate(hosts)]
+        found = [(name, ranks) for name, ranks in found if any({*pair} <= {*ranks} for pair in self.rates)]
+        return sorted(found, key=lambda group: -len([pair for pair in self.bad if {*pair} <= {*group[1]}]))
+
+    def map(self, title: str, ranks: Sequence[int], more: int) -> Figure:
+        """Return the map of some ranks; ``more`` maps are left out."""
+        index = {rank: number for number, rank in enumerate(ranks)}
+        inside = {pair: rate for pair, rate in self.rates.items() if {*pair} <= index.keys()}
+        cells = {
+            (index[sender], index[receiver]): Cell(value=rate, is_bad=(sender, receiver) in self.bad)
+            for (sender, receiver), rate in inside.items()
+        }
+        names = [self.places[rank].short_name(self.across) for rank in ranks]
+        slowest_first = sorted(inside, key=lambda pair: -math.inf if math.isnan(inside[pair]) else inside[pair])
+        rows = [
+            (
+                *(self.places[rank].name for rank in pair),
+                f"{inside[pair]:.4g}",
+                "slow or wrong" if pair in self.bad else "",
+            )
+            for pair in slowest_first
+        ]
+        return Figure(
+            title=title,
+            svg=heat_map(names, cells, title=title, unit="GB/s", heads=[str(rank) for rank in ranks]),
+            caption=self._caption(index) + (f" {more} more maps are not shown." if more > 0 else ""),
+            table=html_table(
+                f"{title}: the slowest first",
+                ("From", "To", "GB/s", "Finding"),
+                rows,
+                numbers=("GB/s",),
+                tones=["failed" if pair in self.bad else "" for pair in slowest_first],
+                most=_ROWS if len(inside) <= _ROWS else 64,
+            ),
+        )
+
+    def _caption(self, ranks: Container[int]) -> str:
+        """Return the culprits among these ranks, at most three, and the median of all links."""
+        parts = []
+        for one in self.culprits:
+            of_culprit = one.get("ranks")
+            is_here = not isinstance(of_culprit, list) or any(
+                rank in ranks for rank in of_culprit if isinstance(rank, int)
+            )
+            if isinstance(one.get("text"), str) and is_here:
+                parts.append(f"{one_line(one['text'], 300).rstrip('.')}.")
+        parts = parts[:3]
+        if isinstance(self.missing, list) and self.missing:
+            parts.append(f"{len(self.missing)} pairs were not measured.")
+        if isinstance(self.median, (int, float)):
+            parts.append(f"Median of all links: {self.median:.4g} GB/s.")
+        return " ".join(parts)
 
 
-def _culprits(survey: Mapping[str, Any]) -> list[dict[str, Any]]:
-    culprits = survey.get("culprits")
-    return [one for one in culprits if isinstance(one, dict)] if isinstance(culprits, list) else []
-
-
-def _bad(survey: Mapping[str, Any]) -> set[tuple[int, int]]:
-    """Return both directions of every pair that the survey reports as slow or wrong."""
-    found: set[tuple[int, int]] = set()
-    for pair in (pair for one in _culprits(survey) for pair in one.get("pairs") or ()):
-        if isinstance(pair, list) and len(pair) == 2 and all(isinstance(rank, int) for rank in pair):
-            found |= {(pair[0], pair[1]), (pair[1], pair[0])}
-    return found
-
-
-def _caption(survey: Mapping[str, Any], ranks: Container[int]) -> str:
-    """Return the culprits among these ranks, at most three, and the median of all links."""
-    parts = []
-    for one in _culprits(survey):
-        of_culprit = one.get("ranks")
-        is_here = not isinstance(of_culprit, list) or any(rank in ranks for rank in of_culprit if isinstance(rank, int))
-        if isinstance(one.get("text"), str) and is_here:
-            parts.append(f"{one_line(one['text'], 300).rstrip('.')}.")
-    parts = parts[:3]
-    missing, median = survey.get("not_measured"), survey.get("median")
-    if isinstance(missing, list) and missing:
-        parts.append(f"{len(missing)} pairs were not measured.")
-    if isinstance(median, (int, float)):
-        parts.append(f"Median of all links: {median:.4g} GB/s.")
-    return " ".join(parts)
+def _place(name: str) -> _Place:
+    name = one_line(name, _NAME_CHARACTERS)
+    host, _, gpu = name.partition(" (")[2].rstrip(")").partition(", GPU ")
+    return _Place(name=name, host=host, gpu=gpu)

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -48,6 +48,7 @@ from pytest_gpucluster.reports.tables import (
     telemetry_text,
     time_text,
 )
+from pytest_gpucluster.text import plural
 
 _OF_THE_RUN = (JOURNAL_FILE, "junit.xml", "results.json", "metrics.prom", "exclude.txt")
 _MOST_LINKS = 40
@@ -222,7 +223,7 @@ def _search(isolation: _Isolation) -> Search:
         for probe in outcomes
     ]
     parts = [
-        f"{rounds} {'round' if rounds == 1 else 'rounds'}, {len(probes)} probes, {isolation.seconds:.1f} s",
+        f"{plural(rounds, 'round')}, {plural(len(probes), 'probe')}, {isolation.seconds:.1f} s",
         "" if isolation.reproduced or culprits else "the fault was not reproduced",
         f"ended early: {isolation.cut_short}" if isolation.cut_short else "",
     ]
@@ -232,7 +233,7 @@ def _search(isolation: _Isolation) -> Search:
         culprits=tuple(culprits),
         cleared=listed(isolation.cleared),
         undecided=line(": ".join(undecided)),
-        probes=html_table("Probes", ("Round", "Group", "Result"), probes, most=_PROBES) if probes else None,
+        probes=html_table("Probes", ("Round", "Group", "Result"), probes, most=_PROBES),
     )
 
 
@@ -313,13 +314,11 @@ def telemetry_table(result: TestResult, journal: Journal) -> Table | None:
     for rank in dict.fromkeys((*first, *(sorted(result.telemetry) if is_small else ()))):
         if result.telemetry.get(rank):
             listed.append((*place_cells(rank, journal), "the whole test", *_cells(result.telemetry[rank])))
-    if not listed:
-        return None
     numbers = tuple(_FIGURES.values())
     head = ("Rank", "Host", "GPU", "During", *numbers, "Throttle, counters and notes")
-    table = html_table("Telemetry of the GPUs: median (lowest to highest)", head, listed, numbers=numbers, most=_ROWS)
-    left_out = f"the journal has the telemetry of all {len(result.telemetry)} ranks"
-    return table if is_small else replace(table, left_out=left_out)
+    left_out = "" if is_small else f"the journal has the telemetry of all {len(result.telemetry)} ranks"
+    caption = "Telemetry of the GPUs: median (lowest to highest)"
+    return html_table(caption, head, listed, numbers=numbers, most=_ROWS, left_out=left_out)
 
 
 def _cells(telemetry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -407,7 +406,7 @@ def details_values(row: Row, journal: Journal, *, files: RunFiles) -> dict[str, 
         "search": search_of(result.isolation),
         "measurements": measurements_table(result),
         "journal": files.journal if result.measurements else None,
-        "ranks": ranks if reports and not is_redundant else None,
+        "ranks": None if is_redundant else ranks,
         "by_rank": by_rank(result, journal),
         "figures": figures_of(result, files.folder),
         "telemetry": telemetry_table(result, journal),

@@ -15,6 +15,7 @@ from pytest_gpucluster.reports.markup import Table, html_table, line, word
 from pytest_gpucluster.reports.summary import duration, moment, run_seconds
 from pytest_gpucluster.reports.tables import limit_text, quantity
 from pytest_gpucluster.reports.terminal import launcher_text, shape_text
+from pytest_gpucluster.text import plural
 
 BASELINE = "baseline"
 """The run's property that names the baseline."""
@@ -29,8 +30,7 @@ def run_facts(journal: Journal) -> Pairs:
     """Return the main facts: cluster, software, start and duration."""
     run, facts = journal.run, cluster_facts(journal)
     began = moment(run.started_at)
-    ranks = f"{run.world_size} {'rank' if run.world_size == 1 else 'ranks'}"
-    nodes = f"{run.nnodes} {'node' if run.nnodes == 1 else 'nodes'}"
+    ranks, nodes = plural(run.world_size, "rank"), plural(run.nnodes, "node")
     shape = shape_text(journal.cluster) if journal.cluster is not None and journal.cluster.ranks else ""
     sku = journal.limits.sku if journal.limits is not None else None
     pairs = (
@@ -68,8 +68,6 @@ def limits_table(journal: Journal) -> Table | None:
             if judged.limit is not None:
                 key = judged.metric, limit_text(judged), judged.limit.source, judged.limit.origin
                 uses[key] = uses.get(key, 0) + 1
-    if not uses:
-        return None
     rows = [
         (metric, limit, source or "not named", origin or "unknown", str(number))
         for (metric, limit, source, origin), number in sorted(uses.items())
@@ -108,13 +106,13 @@ def merged_table(journal: Journal) -> Table | None:
         for number, each in enumerate(runs, start=1)
     ]
     head = ("No.", "Run", "Started", "Verdict", "Journal", "SHA-256 of the journal")
-    return html_table("The runs that were merged, the oldest first", head, rows) if rows else None
+    return html_table("The runs that were merged, the oldest first", head, rows)
 
 
 def workload_table(journal: Journal) -> Table | None:
     """Return the sizes, shapes and times in force with their origin."""
     workload = journal.workload
-    if workload is None or not workload.values:
+    if workload is None:
         return None
     rows = [(key, value, workload.origins.get(key, "")) for key, value in workload.values.items()]
     return html_table(f"Profile {word(workload.profile)}, {line(workload.file)}", ("Setting", "Value", "Set in"), rows)
@@ -124,7 +122,7 @@ def options_table(journal: Journal) -> Table | None:
     """Return the options of the run with their origin, those set by the operator first."""
     options = sorted(journal.run.options.items(), key=lambda each: each[1][1] == "default")
     rows = [(name, value, origin) for name, (value, origin) in options]
-    return html_table("Options", ("Option", "Value", "Set by"), rows) if rows else None
+    return html_table("Options", ("Option", "Value", "Set by"), rows)
 
 
 def environment(journal: Journal) -> tuple[Pairs, Table | None]:
@@ -140,7 +138,7 @@ def environment(journal: Journal) -> tuple[Pairs, Table | None]:
         ("Run", journal.run.run_id),
     )
     variables = list(found.variables.items())
-    return _pairs(pairs), html_table("Environment variables", ("Variable", "Value"), variables) if variables else None
+    return _pairs(pairs), html_table("Environment variables", ("Variable", "Value"), variables)
 
 
 def _pairs(pairs: Pairs) -> Pairs:

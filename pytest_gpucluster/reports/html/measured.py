@@ -47,7 +47,7 @@ class ByRank:
     chart: Markup
     key: str
     """The legend of the chart."""
-    values: Table
+    values: Table | None
 
 
 def measurements_table(result: TestResult) -> Table | None:
@@ -56,8 +56,6 @@ def measurements_table(result: TestResult) -> Table | None:
     Labels that all of them share are in the caption only.
     """
     judged = worst_first(result.measurements)
-    if not judged:
-        return None
     shared = shared_labels(result)
     labels = ", ".join(f"{key}={value}" for key, value in shared.items())
     head = ("Measurement", "Status", "Value", "95 % interval", "Limit", "Margin", "Of peak", "Lowest rank of median")
@@ -150,7 +148,7 @@ def _origin(judged: JudgedMetric) -> str:
     return line(f"{limit_text(judged)}, from {judged.limit.origin or 'an unknown place'}{source}")
 
 
-def _values(judged: JudgedMetric, journal: Journal) -> Table:
+def _values(judged: JudgedMetric, journal: Journal) -> Table | None:
     worst = worst_ranks_first(judged)
     head = ("Rank", "Host", "GPU", "Value", "95 % interval", "Margin", "Clock and throttle")
     if len(worst) <= EMBEDDED_RANKS:
@@ -162,8 +160,7 @@ def _values(judged: JudgedMetric, journal: Journal) -> Table:
         rows += [_rank_row(judged, rank, journal) for rank in worst[:_WORST]]
         caption = f"Median of {len(worst)} ranks, and the {_WORST} worst"
         left_out = f"the journal has the values of all {len(worst)} ranks"
-    made = html_table(caption, head, rows, numbers=head[3:6])
-    return replace(made, left_out=left_out) if left_out else made
+    return html_table(caption, head, rows, numbers=head[3:6], left_out=left_out)
 
 
 def _rank_row(judged: JudgedMetric, rank: int, journal: Journal) -> tuple[str, ...]:
