@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pytest_gpucluster.analysis.nccl_programs import Range, ranges
@@ -17,18 +17,18 @@ from pytest_gpucluster.analysis.nccl_tests import (
     IN_PLACE,
     OUT_OF_PLACE,
     PROGRAMS,
-    Figure,
     Output,
     Row,
     short_name,
 )
 from pytest_gpucluster.analysis.output import json_document, table
+from pytest_gpucluster.analysis.run_view import key_of
 from pytest_gpucluster.errors import JournalError, OptionError, UnitError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.reports.tables import percent, quantity
-from pytest_gpucluster.text import Column, paragraph
+from pytest_gpucluster.text import Column, paragraph, some_of
 
 AVERAGE, SLOWEST = "average_busbw", "busbw"
 """By the mean of all ranks' times, as nccl-tests prints it with a process for each GPU; or by the slowest rank's, as a
@@ -95,11 +95,10 @@ def collectives_of(journal: Journal) -> RunCollectives:
     Raises:
         JournalError: a measurement has labels that this project does not write.
     """
-    places = journal.cluster.ranks if journal.cluster is not None else ()
     by_host: dict[str, list[int]] = {}
-    for place in places:
+    for place in journal.ranks:
         by_host.setdefault(short_name(place.host), []).append(place.rank)
-    nccl = {place.versions.get("nccl", "") for place in places} | {journal.run.versions.get("nccl", "")}
+    nccl = {place.versions.get("nccl", "") for place in journal.ranks} | {journal.run.versions.get("nccl", "")}
     why_not = ""
     if journal.run.rehearsal or journal.run.device != "cuda":
         why_not = (
@@ -113,20 +112,14 @@ def collectives_of(journal: Journal) -> RunCollectives:
     )
 
 
-_Key = tuple[str, tuple[tuple[str, str], ...]]
-
-
 def _points(journal: Journal) -> Iterator[Point]:
     for result in journal.results:
-        measured: dict[_Key, JudgedMetric] = {
-            (judged.metric, tuple(sorted(judged.labels.items()))): judged for judged in result.measurements
-        }
-        for (metric, labels), judged in measured.items():
+        by_key = {key_of(judged): judged for judged in result.measurements}
+        for (metric, labels), judged in by_key.items():
             collective, _, kind = metric.removeprefix("nccl.").partition(".")
-            if collective not in PROGRAMS or kind != SLOWEST:
-                continue
-            average = measured.get((f"nccl.{collective}.{AVERAGE}", labels))
-            yield _point(collective, judged, average, result.nodeid)
+            if collective in PROGRAMS and kind == SLOWEST:
+                average = by_key.get((f"nccl.{collective}.{AVERAGE}", labels))
+                yield _point(collective, judged, average, result.nodeid)
 
 
 def _point(collective: str, judged: JudgedMetric, average: JudgedMetric | None, nodeid: str) -> Point:
@@ -159,7 +152,6 @@ FINDINGS = (DIFFERS, WRONG)
 
 AGREEMENT, FINDING, UNDECIDED, NOTHING = "agreement", "finding", "undecided", "nothing compared"
 
-_MAX_KINDS = 6
 _ROUNDING_BYTES = 16
 """Parts of ranks are rounded down to whole 16 bytes. Source: nccl-tests, src/all_gather.cu."""
 
@@ -283,8 +275,8 @@ def _is_size(point: Point, row: Row) -> bool:
 def _compare(
     point: Point, output: Output, row: Row, collectives: RunCollectives, beyond: float, other_hosts: bool
 ) -> SizeComparison:
-    if any(figure.wrong for figure in row.figures.values()):
-        wrong = max(figure.wrong or 0 for figure in row.figures.values())
+    wrong = max((figure.wrong or 0 for figure in row.figures.values()), default=0)
+    if wrong:
         return SizeComparison(point=point, kind=WRONG, why=f"{wrong:g} wrong elements")
     # As we measure: all-reduce in place, all others out of place.
     half = IN_PLACE if point.collective == "all_reduce" and not output.speeds_only else OUT_OF_PLACE
@@ -294,20 +286,26 @@ def _compare(
     if other_place and not other_hosts:
         return SizeComparison(point=point, kind=NOT_COMPARABLE, why=other_place)
     mine = point.busbw(kind, ranks)
-    why = _why_not(point, figure, half, mine, beyond, speeds_only=output.speeds_only)
     theirs = None if figure is None or not math.isfinite(figure.busbw) else figure.busbw
-    if why or figure is None or mine is None or theirs is None:
-        return SizeComparison(point=point, kind=NOT_COMPARABLE, ours=mine, theirs=theirs, why=why)
-    difference = mine / theirs - 1
-    apart = abs(difference) > beyond
-    return SizeComparison(
-        point=point,
-        kind=DIFFERS if apart else AGREES,
-        ours=mine,
-        theirs=theirs,
-        difference=difference,
-        why="" if not apart else "ours is lower" if difference < 0 else "ours is higher",
-    )
+    found = SizeComparison(point=point, kind=NOT_COMPARABLE, ours=mine, theirs=theirs)
+    why = ""
+    if point.inconclusive:
+        why = f"ours is inconclusive: {point.inconclusive}"
+    elif mine is None or mine <= 0:
+        why = "ours has no value on these ranks"
+    elif figure is None:
+        why = f"nccl-tests has no {half} figure"
+    elif theirs is None or theirs <= 0:
+        why = f"nccl-tests reports {figure.busbw:g} GB/s"
+    elif figure.resolution > beyond * theirs:
+        why = f"{theirs:g} GB/s is printed with too few digits; use the file of -J"
+    elif figure.wrong is None and not output.speeds_only:
+        why = "nccl-tests has not checked the data; run it without -c 0"
+    else:
+        difference = mine / theirs - 1
+        why = "ours is lower" if difference < -beyond else "ours is higher" if difference > beyond else ""
+        return replace(found, kind=DIFFERS if why else AGREES, difference=difference, why=why)
+    return replace(found, why=why)
 
 
 def _ranks_of(output: Output, collectives: RunCollectives) -> tuple[list[int] | None, str]:
@@ -317,25 +315,6 @@ def _ranks_of(output: Output, collectives: RunCollectives) -> tuple[list[int] | 
         known = ", ".join(list(collectives.ranks_of)[:4]) or "none"
         return None, f"it ran on {', '.join(unknown[:4])}; the journal's hosts are {known}"
     return sorted(rank for host in output.hosts for rank in collectives.ranks_of[host]), ""
-
-
-def _why_not(
-    point: Point, figure: Figure | None, half: str, mine: float | None, beyond: float, *, speeds_only: bool
-) -> str:
-    """Return why two figures cannot be compared, or an empty text."""
-    if point.inconclusive:
-        return f"ours is inconclusive: {point.inconclusive}"
-    if mine is None or mine <= 0:
-        return "ours has no value on these ranks"
-    if figure is None:
-        return f"nccl-tests has no {half} figure"
-    if not math.isfinite(figure.busbw) or figure.busbw <= 0:
-        return f"nccl-tests reports {figure.busbw:g} GB/s"
-    if figure.resolution > beyond * figure.busbw:
-        return f"{figure.busbw:g} GB/s is printed with too few digits; use the file of -J"
-    if figure.wrong is None and not speeds_only:
-        return "nccl-tests has not checked the data; run it without -c 0"
-    return ""
 
 
 def _wrong_text(output: Output) -> str:
@@ -368,8 +347,7 @@ def _left_out(collectives: RunCollectives, rows: Sequence[SizeComparison]) -> It
     compared = {_kind(row.point) for row in rows}
     others = [kind for kind in dict.fromkeys(map(_kind, collectives.points)) if kind not in compared]
     if others:
-        more = f"; and {len(others) - _MAX_KINDS} more" if len(others) > _MAX_KINDS else ""
-        yield f"the journal has more, which is not compared: {'; '.join(others[:_MAX_KINDS])}{more}"
+        yield f"the journal has more, which is not compared: {some_of(others, 6, '; ')}"
 
 
 def _kind(point: Point) -> str:

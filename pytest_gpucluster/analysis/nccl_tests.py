@@ -18,9 +18,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated
 
-from pytest_gpucluster.errors import OutputError
+from pytest_gpucluster.errors import JournalError, OutputError
+from pytest_gpucluster.journal.fields import AnyText, MismatchError, read
 from pytest_gpucluster.text import one_line
 
 PROGRAMS: Mapping[str, str] = MappingProxyType(
@@ -153,6 +154,7 @@ _BOUNDS = re.compile(r"# Out of bounds values\s*:\s*(\d+)")
 _DONE = re.compile(r"# Avg bus bandwidth\s*:")
 _ROW = re.compile(r"\s*\d+\s+\d+(\s|$)")
 _MOST_QUOTED = 120
+_SEVERAL_GROUPS = "several groups ran at once (NCCL_TESTS_SPLIT), which this project does not measure"
 
 
 def read_table(text: str, origin: str) -> Output:
@@ -213,9 +215,7 @@ def _places(lines: Sequence[str], origin: str) -> tuple[int, int, tuple[str, ...
     if config is None or not devices:
         raise OutputError(f"{origin}: the lines 'nThread' and 'Rank' with its GPUs are missing")
     if any(int(found[2] or 0) for found in devices):
-        raise OutputError(
-            f"{origin}: several groups ran at once (NCCL_TESTS_SPLIT), which this project does not measure"
-        )
+        raise OutputError(f"{origin}: {_SEVERAL_GROUPS}")
     per_process = int(config[1]) * int(config[2])
     if per_process < 1:
         raise OutputError(f"{origin}: it ran on no GPU: {one_line(config[0], _MOST_QUOTED)}")
@@ -290,7 +290,59 @@ def _resolution(text: str) -> float:
     return float(10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))
 
 
-_HALVES = {"out_of_place": OUT_OF_PLACE, "in_place": IN_PLACE}
+def _count_of(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise MismatchError("a whole number", value)
+    return value
+
+
+_Count = Annotated[int, _count_of]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Half:
+    bus_bw: float
+    nwrong: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    size: _Count
+    type: str
+    redop: str
+    out_of_place: _Half | None = None
+    in_place: _Half | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Device:
+    rank: _Count
+    group: _Count
+    hostname: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config:
+    nthreads: _Count
+    ngpus: _Count
+    devices: tuple[_Device, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OutOfBounds:
+    count: _Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """The fields of a JSON file that are read."""
+
+    version: _Count
+    nccl_version: _Count
+    args: tuple[AnyText, ...]
+    config: _Config
+    results: tuple[_Result, ...]
+    out_of_bounds: _OutOfBounds
 
 
 def read_json(text: str, origin: str) -> Output:
@@ -304,94 +356,40 @@ def read_json(text: str, origin: str) -> Output:
         OutputError: no JSON, not of nccl-tests, cut off, or a field that is missing or of another kind.
     """
     try:
-        document = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise OutputError(f"{origin}: no JSON, or cut off ({error})") from None
-    top = _Object(document, origin, "the file")
-    top.integer("version")
-    if "out_of_bounds" not in top.content:
+    if isinstance(content, dict) and "version" in content and "out_of_bounds" not in content:
         raise OutputError(f"{origin}: cut off: out_of_bounds at its end is missing")
-    config = top.inner("config")
-    devices = [_Object(each, origin, "a device") for each in config.items("devices")]
-    per_process = config.integer("nthreads") * config.integer("ngpus")
-    if not devices or per_process < 1:
+    try:
+        file = read(_File, content, f"{origin}: not as nccl-tests -J writes it")
+    except JournalError as error:
+        raise OutputError(str(error)) from None
+    config = file.config
+    per_process = config.nthreads * config.ngpus
+    if not config.devices or per_process < 1:
         raise OutputError(f"{origin}: the devices (GPUs) are missing")
-    if any(device.integer("group") for device in devices):
-        raise OutputError(
-            f"{origin}: several groups ran at once (NCCL_TESTS_SPLIT), which this project does not measure"
-        )
-    ranks, processes = world(max(device.integer("rank") for device in devices), per_process)
-    arguments = top.items("args")
+    if any(device.group for device in config.devices):
+        raise OutputError(f"{origin}: {_SEVERAL_GROUPS}")
+    ranks, processes = world(max(device.rank for device in config.devices), per_process)
     return Output(
         origin=origin,
-        collective=collective_of(str(arguments[0])) if arguments else None,
+        collective=collective_of(file.args[0]) if file.args else None,
         ranks=ranks,
         processes=processes,
-        hosts=tuple(dict.fromkeys(short_name(device.text("hostname")) for device in devices)),
-        nccl=nccl_version(top.integer("nccl_version")),
-        rows=tuple(_json_row(_Object(each, origin, "a result")) for each in top.items("results")),
-        out_of_bounds=top.inner("out_of_bounds").integer("count"),
+        hosts=tuple(dict.fromkeys(short_name(device.hostname) for device in config.devices)),
+        nccl=nccl_version(file.nccl_version),
+        rows=tuple(map(_json_row, file.results)),
+        out_of_bounds=file.out_of_bounds.count,
     )
 
 
-def _json_row(result: _Object) -> Row:
-    figures = {
-        half: _json_figure(_Object(result.content[name], result.origin, f"a result's {name}"))
-        for name, half in _HALVES.items()
-        if result.content.get(name) is not None
-    }
-    return Row(
-        size_bytes=result.integer("size"), dtype=result.text("type"), redop=result.text("redop"), figures=figures
-    )
+def _json_row(result: _Result) -> Row:
+    halves = {OUT_OF_PLACE: result.out_of_place, IN_PLACE: result.in_place}
+    figures = {name: _json_figure(half) for name, half in halves.items() if half is not None}
+    return Row(size_bytes=result.size, dtype=result.type, redop=result.redop, figures=figures)
 
 
-def _json_figure(half: _Object) -> Figure:
-    wrong = half.number("nwrong") if half.content.get("nwrong") is not None else None
-    return Figure(busbw=half.number("bus_bw"), resolution=0.0, wrong=math.inf if wrong != wrong else wrong)
-
-
-class _Object:
-    """A JSON object with typed access to its fields."""
-
-    def __init__(self, content: Any, origin: str, what: str) -> None:
-        if not isinstance(content, dict):
-            raise OutputError(f"{origin}: {what} is no object, so this is no file of nccl-tests -J")
-        self.content: dict[str, Any] = content
-        self.origin = origin
-        self._what = what
-
-    def integer(self, name: str) -> int:
-        value = self.content.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._unlike(name, "a whole number")
-        return value
-
-    def number(self, name: str) -> float:
-        """Return a number; nccl-tests writes NaN as the text "nan"."""
-        value = self.content.get(name)
-        if value == "nan":
-            return math.nan
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._unlike(name, "a number")
-        try:
-            return float(value)
-        except OverflowError:
-            raise self._unlike(name, "a number of 64 bits") from None
-
-    def text(self, name: str) -> str:
-        value = self.content.get(name)
-        if not isinstance(value, str):
-            raise self._unlike(name, "a text")
-        return value
-
-    def items(self, name: str) -> list[Any]:
-        value = self.content.get(name)
-        if not isinstance(value, list):
-            raise self._unlike(name, "a list")
-        return value
-
-    def inner(self, name: str) -> _Object:
-        return _Object(self.content.get(name), self.origin, name)
-
-    def _unlike(self, name: str, kind: str) -> OutputError:
-        return OutputError(f"{self.origin}: {name!r} of {self._what} is not {kind}, as nccl-tests -J writes it")
+def _json_figure(half: _Half) -> Figure:
+    wrong = math.inf if half.nwrong is not None and math.isnan(half.nwrong) else half.nwrong
+    return Figure(busbw=half.bus_bw, wrong=wrong)

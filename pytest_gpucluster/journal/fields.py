@@ -20,15 +20,15 @@ _Record = TypeVar("_Record")
 Converter = Callable[[Any], Any]
 
 
-class _MismatchError(Exception):
-    """A value of the wrong type, and its path, which grows from the inside."""
+class MismatchError(Exception):
+    """Raised by converters: a value of the wrong type, and its path, which grows from the inside."""
 
     def __init__(self, expected: str, found: object) -> None:
         text = repr(found)
         self.problem = f"must be {expected}, found {text if len(text) <= 60 else text[:57] + '...'}"
         self.path = ""
 
-    def inside(self, step: str) -> _MismatchError:
+    def inside(self, step: str) -> MismatchError:
         self.path = step + self.path
         return self
 
@@ -55,21 +55,21 @@ def read(kind: type[_Record], value: object, where: str) -> _Record:
     """
     try:
         record: _Record = _convert_object(kind, value)
-    except _MismatchError as error:
+    except MismatchError as error:
         raise JournalError(f"{where}: {error.path.lstrip('.') + ' ' if error.path else ''}{error.problem}") from None
     return record
 
 
 def _convert_object(kind: Any, value: object) -> Any:
     if not isinstance(value, dict):
-        raise _MismatchError("a JSON object", value)
+        raise MismatchError("a JSON object", value)
     found = {}
     for name, convert, is_required in _layout(kind):
         entry = value.get(name)
         if entry is not None or is_required:
             try:
                 found[name] = convert(entry)
-            except _MismatchError as error:
+            except MismatchError as error:
                 raise error.inside(f".{name}") from None
     return kind(**found)
 
@@ -116,7 +116,7 @@ def converter(hint: Any) -> Converter:
 def _only(kind: type, expected: str) -> Converter:
     def convert(value: object) -> object:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise _MismatchError(expected, value)
+            raise MismatchError(expected, value)
         return value
 
     return convert
@@ -128,7 +128,7 @@ def _convert_number(value: object) -> float:
             return float(value)
         except (ValueError, OverflowError):
             pass  # reported below
-    raise _MismatchError("a number", value)
+    raise MismatchError("a number", value)
 
 
 _SCALARS: dict[Any, Converter] = {
@@ -142,35 +142,35 @@ _SCALARS: dict[Any, Converter] = {
 
 def _convert_choice(value: object, choices: Collection[str]) -> str:
     if not isinstance(value, str) or value not in choices:
-        raise _MismatchError("one of " + ", ".join(choices), value)
+        raise MismatchError("one of " + ", ".join(choices), value)
     return value
 
 
 def _convert_list(value: object, converters: Iterable[Converter], count: int | None = None) -> tuple[Any, ...]:
     if not isinstance(value, list) or (count is not None and len(value) != count):
-        raise _MismatchError("a list" if count is None else f"a list of {count}", value)
+        raise MismatchError("a list" if count is None else f"a list of {count}", value)
     found: list[Any] = []
     try:
         for item, convert in zip(value, converters):  # noqa: B905  # one converter may repeat without end
             found.append(convert(item))
-    except _MismatchError as error:
+    except MismatchError as error:
         raise error.inside(f"[{len(found)}]") from None
     return tuple(found)
 
 
 def _convert_mapping(value: object, key: type, convert: Converter) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise _MismatchError("an object", value)
+        raise MismatchError("an object", value)
     found = {}
     name = ""
     try:
         for name, entry in value.items():
             if entry is not None:
                 found[key(name)] = convert(entry)
-    except _MismatchError as error:
+    except MismatchError as error:
         raise error.inside(f".{name}") from None
     except ValueError:
-        raise _MismatchError("an object by rank", value) from None
+        raise MismatchError("an object by rank", value) from None
     return found
 
 
