@@ -11,7 +11,7 @@ import math
 import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,8 @@ from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.test_record import TestName, TestRecord
+from pytest_gpucluster.journal.records import CollectedTest
+from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics.measurement import Measurement, measurement
 from pytest_gpucluster.metrics.sampling import Sampling, is_settled, series
@@ -68,7 +69,7 @@ class ExampleRun:
     lines: list[dict[str, Any]] = field(default_factory=list)
     results: list[verdict.TestResult] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    tests: list[TestName] = field(default_factory=list)
+    tests: list[CollectedTest] = field(default_factory=list)
     _at: datetime = _BEGIN
 
     def __post_init__(self) -> None:
@@ -236,8 +237,8 @@ class ExampleRun:
         """The line of collected tests: nodeid -> criterion."""
         for at, (nodeid, criterion) in enumerate(criteria.items()):
             location = (nodeid.partition("::")[0], 18 + 9 * at, "")
-            self.tests.append(TestName.of(nodeid, location, criterion))
-        self.lines.append({"type": "collected", "tests": [test.to_json() for test in self.tests], "manifest": True})
+            self.tests.append(CollectedTest.of(nodeid, location, criterion))
+        self.lines.append({"type": "collected", "tests": [asdict(test) for test in self.tests], "manifest": True})
 
     def start(self, nodeid: str) -> TestRecord:
         """The line of a test that begins; return its record."""

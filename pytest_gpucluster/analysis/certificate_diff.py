@@ -106,8 +106,7 @@ def differences(old: Certificate, new: Certificate) -> tuple[Difference, ...]:
     found += _twice(before, "old")
     found += _twice(after, "new")
     found += _parts(before, after)
-    found += _firmware(before, after)
-    found += _versions(before, after)
+    found += _changes(before, after)
     return tuple(found)
 
 
@@ -211,31 +210,23 @@ def _parts(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
             yield Difference(kind="added", where=part.where, what=str(part))
 
 
-def _firmware(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
-    """Yield the changed properties of parts; equal changes are one line."""
-    changes: dict[tuple[str, str, str, str], list[str]] = {}
-    for (noun, identity), part in before.by_identity.items():
-        now = after.by_identity.get((noun, identity))
-        for key, words in _WORDS[noun].items() if now is not None else ():
-            was, is_now = part.facts[key], now.facts[key] if now is not None else ""
-            if was != is_now and key != _SLOT:
-                changes.setdefault((noun, words, was, is_now), []).append(now.where if now is not None else "")
-    for (noun, words, was, is_now), places in changes.items():
-        what = f"{words} of the {noun}: {was or 'unknown'} -> {is_now or 'unknown'}"
-        yield Difference(kind="changed", where=some_of(places, 4), what=what)
-
-
-def _versions(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
-    changes: dict[tuple[str, str, str], list[str]] = {}
-    for host, was in before.versions.items():
-        now = after.versions.get(host)
-        for component in COMPONENTS if now is not None else ():
-            pair = was[component], now[component] if now is not None else ""
-            if pair[0] != pair[1]:
-                changes.setdefault((component, *pair), []).append(host)
-    for (component, old, new), hosts in changes.items():
-        what = f"{component}: {old or 'unknown'} -> {new or 'unknown'}"
-        yield Difference(kind="changed", where=some_of(hosts, 4), what=what)
+def _changes(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
+    """Yield the changed firmware and other properties of parts, and versions of nodes; equal changes are one line."""
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for identity, part in before.by_identity.items():
+        now = after.by_identity.get(identity)
+        for key, words in _WORDS[part.noun].items() if now is not None else ():
+            if now is not None and part.facts[key] != now.facts[key] and key != _SLOT:
+                change = f"{words} of the {part.noun}", part.facts[key], now.facts[key]
+                places.setdefault(change, []).append(now.where)
+    for host, versions in before.versions.items():
+        for component in COMPONENTS if host in after.versions else ():
+            if versions[component] != after.versions[host][component]:
+                change = component, versions[component], after.versions[host][component]
+                places.setdefault(change, []).append(host)
+    for (what, old, new), where in places.items():
+        text = f"{what}: {old or 'unknown'} -> {new or 'unknown'}"
+        yield Difference(kind="changed", where=some_of(where, 4), what=text)
 
 
 def _inventory(document: Certificate) -> _Inventory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from pytest_gpucluster.journal.fields import AnyText, JudgedMetric, converter, r
 from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.metrics.time_budget import PARTS
 
+_PARAMETERS = re.compile(r"\[.*$", re.DOTALL)
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
 
@@ -175,7 +177,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectedTest:
-    """A test that is to run."""
+    """A test that is to run. Its names are the same at every world size."""
 
     nodeid: str
     classname: str = ""
@@ -183,6 +185,22 @@ class CollectedTest:
     file: str = ""
     line: int | None = None
     criterion: str | None = None
+
+    @classmethod
+    def of(cls, nodeid: str, location: tuple[str, int | None, str], criterion: str | None = None) -> CollectedTest:
+        """Return a test with class name and function name as in pytest's own JUnit file."""
+        path, _, rest = nodeid.partition("::")
+        parameters = "".join(_PARAMETERS.findall(rest)[:1])
+        *classes, function = _PARAMETERS.sub("", rest).split("::")
+        module = re.sub(r"\.py$", "", path).replace("/", ".")
+        return cls(
+            nodeid=nodeid,
+            classname=".".join([module, *classes]),
+            name=f"{function}{parameters}" if function else module,
+            file=location[0],
+            line=(location[1] or 0) + 1,
+            criterion=criterion,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

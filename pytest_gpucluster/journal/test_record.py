@@ -6,68 +6,25 @@ The copy holds what a reader of the journal will find, without the samples; it i
 from __future__ import annotations
 
 import json
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
 from pytest_gpucluster.agreement.exchange import Merged
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import Journal, JournalBuilder, encode
-from pytest_gpucluster.journal.records import TestResult, read_test_result, without_samples
+from pytest_gpucluster.journal.records import CollectedTest, TestResult, read_test_result, without_samples
 from pytest_gpucluster.metrics.time_budget import summarize
 from pytest_gpucluster.text import first_line
 
 _NOT_AGREED = "the ranks have not agreed that its call phase passed"
-_PARAMETERS = re.compile(r"\[.*$", re.DOTALL)
 
 
 def now() -> str:
     """Return the present time as ISO 8601 in UTC."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TestName:
-    """A test's name in reports: the same at every world size."""
-
-    __test__ = False
-
-    nodeid: str
-    classname: str
-    name: str
-    file: str
-    line: int
-    criterion: str | None = None
-
-    @classmethod
-    def of(cls, nodeid: str, location: tuple[str, int | None, str], criterion: str | None = None) -> TestName:
-        """Return the test's name, with class name and function name as in pytest's own JUnit file."""
-        path, _, rest = nodeid.partition("::")
-        parameters = "".join(_PARAMETERS.findall(rest)[:1])
-        *classes, function = _PARAMETERS.sub("", rest).split("::")
-        module = re.sub(r"\.py$", "", path).replace("/", ".")
-        return cls(
-            nodeid=nodeid,
-            classname=".".join([module, *classes]),
-            name=f"{function}{parameters}" if function else module,
-            file=location[0],
-            line=(location[1] or 0) + 1,
-            criterion=criterion,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as the journal names them."""
-        return {
-            "nodeid": self.nodeid,
-            "classname": self.classname,
-            "name": self.name,
-            "file": self.file,
-            "line": self.line,
-            "criterion": self.criterion,
-        }
 
 
 @dataclass(kw_only=True)
@@ -80,7 +37,7 @@ class TestRecord:
 
     __test__ = False
 
-    test: TestName
+    test: CollectedTest
     started_at: str = field(default_factory=now)
     outcome: str = "error"
     phase: str = "call"
@@ -163,7 +120,7 @@ class TestRecord:
         """Return the journal's line."""
         body: dict[str, Any] = {
             "type": "test",
-            **self.test.to_json(),
+            **asdict(self.test),
             "outcome": self.outcome,
             "phase": self.phase,
             "message": self.message,
@@ -179,22 +136,16 @@ class TestRecord:
             "properties": [list(pair) for pair in self.properties],
             "attempts": self.attempts,
         }
-        if self.wasxfail is not None:
-            body["wasxfail"] = self.wasxfail
-        if self.telemetry:
-            body["telemetry"] = {str(rank): dict(values) for rank, values in sorted(self.telemetry.items())}
-        spent = summarize(self.spent)
-        if spent:
-            body["spent"] = spent
-        if self.isolation is not None:
-            body["isolation"] = dict(self.isolation)
-        if not self.applicable:
-            body["applicable"] = False
-        if self.unjudged:
-            body["unjudged"] = self.unjudged
-        if self.too_slow and self.outcome == "skipped":
-            body["too_slow"] = True
-        return body
+        optional: dict[str, Any] = {
+            "wasxfail": self.wasxfail,
+            "telemetry": {str(rank): dict(values) for rank, values in sorted(self.telemetry.items())} or None,
+            "spent": summarize(self.spent) or None,
+            "isolation": None if self.isolation is None else dict(self.isolation),
+            "applicable": None if self.applicable else False,
+            "unjudged": self.unjudged or None,
+            "too_slow": (self.too_slow and self.outcome == "skipped") or None,
+        }
+        return body | {key: value for key, value in optional.items() if value is not None}
 
     def result(self) -> TestResult:
         """Return the test so far as a reader of the journal sees it, without samples.

@@ -13,7 +13,12 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal.fields import read
+
+_Note = TypeVar("_Note")
 
 ACCEPTED = "ACCEPTED"
 SELECTION_PASSED = "SELECTION PASSED"
@@ -313,12 +318,8 @@ def read_begin_note(folder: Path, launcher: int) -> BeginNote | None:
     return note if note is not None and note.launcher == launcher else None
 
 
-def _read(path: Path, kind: type[Any]) -> Any:
+def _read(path: Path, kind: type[_Note]) -> _Note | None:
     try:
-        content = json.loads(path.read_bytes())
-        fields = {name: content[name] for name in kind.__dataclass_fields__}
-    except (OSError, ValueError, KeyError, TypeError):
+        return read(kind, json.loads(path.read_bytes()), str(path))
+    except (OSError, ValueError, JournalError):
         return None  # no note, or the rank was killed while it wrote
-    types = {name: each.type for name, each in kind.__dataclass_fields__.items()}
-    is_valid = all(type(value).__name__ == types[name] for name, value in fields.items())
-    return kind(**fields) if is_valid else None

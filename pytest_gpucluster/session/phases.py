@@ -20,7 +20,8 @@ from pytest_gpucluster import errors
 from pytest_gpucluster.agreement.exchange import AbortReason, Merged, RankOutcome
 from pytest_gpucluster.agreement.release import Released
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault, InconclusiveMeasurement, NvlsFailed
-from pytest_gpucluster.journal.test_record import TestName, TestRecord
+from pytest_gpucluster.journal.records import CollectedTest
+from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.metrics.measurement import Measurement
 from pytest_gpucluster.metrics.time_budget import LEDGER, SET_UP, counted
 from pytest_gpucluster.node.health.monitor import TestMonitor
@@ -504,6 +505,6 @@ class Phases:
         return deadline_of(item, float(self._run.settings.deadline))
 
 
-def name_of(item: pytest.Item) -> TestName:
+def name_of(item: pytest.Item) -> CollectedTest:
     """Return how a test is called in reports."""
-    return TestName.of(item.nodeid, item.location, criterion_of(item))
+    return CollectedTest.of(item.nodeid, item.location, criterion_of(item))

@@ -13,7 +13,7 @@ import platform
 import socket
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,8 +27,9 @@ from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.errors import EnvironmentBroken, OutOfStep, ThresholdsError
 from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.run_directory import ARTIFACTS
-from pytest_gpucluster.journal.test_record import JournalCopy, TestName, TestRecord
+from pytest_gpucluster.journal.test_record import JournalCopy, TestRecord
 from pytest_gpucluster.launch.launchers import RankFacts, detect
 from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.node.health.monitor import RankMonitor
@@ -142,7 +143,7 @@ class Running:
         workload_record: the same for the journal.
     """
 
-    tests: Sequence[TestName] = ()
+    tests: Sequence[CollectedTest] = ()
     manifest: Manifest | None = None
     workload: Workload | None = None
     workload_record: WorkloadRecord | None = None
@@ -511,7 +512,7 @@ class Run:
         for weakened in record.weakened:
             self.deviate(f"workload {weakened}")
 
-    def take_collected(self, collected: Sequence[TestName], *, left_out: Mapping[str, str]) -> None:
+    def take_collected(self, collected: Sequence[CollectedTest], *, left_out: Mapping[str, str]) -> None:
         """Record which tests are to run, and as skipped what an acceptance needs and is not there.
 
         That is tests that were not collected, and ranks for GPUs that were not left out on purpose.
@@ -527,17 +528,17 @@ class Run:
             for nodeid in manifest.absent(test.nodeid for test in collected):
                 file, _, name = nodeid.partition("::")
                 why = f"{left_out.get(file, 'was not collected')}; {listed} names it, so an acceptance needs it"
-                test = TestName.of(nodeid, (file, None, ""), criterion=name)
+                test = CollectedTest.of(nodeid, (file, None, ""), criterion=name)
                 absent.append(
                     TestRecord(test=test, outcome="skipped", phase="setup", message=why, text=why, decided=True)
                 )
         if self.uncovered:
-            test = TestName.of("a_rank_for_each_gpu", ("", None, ""), criterion="a rank for each GPU")
+            test = CollectedTest.of("a_rank_for_each_gpu", ("", None, ""), criterion="a rank for each GPU")
             record = TestRecord(test=test, outcome="skipped", phase="setup", message=self.uncovered, decided=True)
             absent.append(record)
         tests = (*collected, *(record.test for record in absent))
         self.running = replace(self.running, tests=tests)
-        self.send({"type": "collected", "tests": [test.to_json() for test in tests], "manifest": manifest is not None})
+        self.send({"type": "collected", "tests": [asdict(test) for test in tests], "manifest": manifest is not None})
         for record in absent:
             self.records[record.test.nodeid] = record
             self.send(record.line())

@@ -24,8 +24,9 @@ from pytest_gpucluster.config.criteria_file import read_manifest
 from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.errors import LaunchError, ThresholdsError
 from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.run_directory import ARTIFACTS
-from pytest_gpucluster.journal.test_record import TestName, TestRecord, unique
+from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.metrics.measurement import Measurement
 from pytest_gpucluster.metrics.time_budget import LEDGER
 from pytest_gpucluster.reports.criterion_text import summary_text
@@ -308,7 +309,7 @@ class Controller:
         if len(self._collections) < self._workers:
             return
         expected = self._collections[min(self._collections)]
-        names = [TestName.of(nodeid, (nodeid.partition("::")[0], None, "")) for nodeid in expected]
+        names = [CollectedTest.of(nodeid, (nodeid.partition("::")[0], None, "")) for nodeid in expected]
         try:
             self._run.running = replace(self._run.running, manifest=read_manifest(expected, self._config.rootpath))
         except ThresholdsError as error:
@@ -338,7 +339,7 @@ class Controller:
     def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Record the first start of a test."""
         if nodeid not in self._tests:
-            record = TestRecord(test=TestName.of(nodeid, location))
+            record = TestRecord(test=CollectedTest.of(nodeid, location))
             self._tests[nodeid] = _Parts(record=record)
             line = {"type": "start", "nodeid": nodeid, "at": record.started_at}
             self._run.send({**line, "deadline_seconds": float(self._run.settings.deadline)})
@@ -372,7 +373,7 @@ class Controller:
     def _note(self, parts: _Parts, rank: int, report: pytest.TestReport, body: Mapping[str, Any]) -> None:
         record = parts.record
         if record.test.criterion is None and body["criterion"] is not None:
-            record.test = TestName.of(report.nodeid, report.location, body["criterion"])
+            record.test = CollectedTest.of(report.nodeid, report.location, body["criterion"])
         record.applicable = record.applicable and body["applicable"]
         if rank not in self._who:
             self._who[rank] = {**body["who"], "rank": rank, "local_rank": rank}
@@ -438,7 +439,7 @@ class Controller:
         seconds = max((sum(r.duration for r in reports) for reports in parts.phases.values()), default=0.0)
         if carrier is not None:
             carrier.when = "call"
-            carrier.location = (record.test.file, record.test.line - 1, record.test.name)
+            carrier.location = (record.test.file, (record.test.line or 1) - 1, record.test.name)
             carrier.outcome = outcome  # type: ignore[assignment]  # passed, failed or skipped
             carrier.duration = seconds
             if bad:

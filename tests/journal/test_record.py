@@ -9,7 +9,8 @@ from _pytest import junitxml
 from each import of_each
 
 from pytest_gpucluster.agreement.exchange import Merged
-from pytest_gpucluster.journal.test_record import TestName, TestRecord, unique
+from pytest_gpucluster.journal.records import CollectedTest
+from pytest_gpucluster.journal.test_record import TestRecord, unique
 
 NODE_IDS = (
     "tests/test_a.py::test_it",
@@ -30,8 +31,8 @@ NODE_IDS = (
 )
 
 
-def named(nodeid: str) -> TestName:
-    return TestName.of(nodeid, (nodeid.partition("::")[0], 11, "x"))
+def named(nodeid: str) -> CollectedTest:
+    return CollectedTest.of(nodeid, (nodeid.partition("::")[0], 11, "x"))
 
 
 @of_each("nodeid", NODE_IDS)
@@ -50,7 +51,7 @@ def test_what_is_no_test_of_a_file_is_called_after_the_file() -> None:
 
 @of_each("lines", [(11, 12), (0, 1), (None, 1)])
 def test_lines_count_from_one(lines: tuple[int | None, int]) -> None:
-    found = TestName.of("a.py::test", ("a.py", lines[0], "test"), "matmul")
+    found = CollectedTest.of("a.py::test", ("a.py", lines[0], "test"), "matmul")
     assert (found.file, found.line, found.criterion) == ("a.py", lines[1], "matmul")
 
 

@@ -83,9 +83,10 @@ def test_a_rank_alone_lets_them_go_too(project: Project) -> None:
 
 @pytest.mark.parametrize("samples", [{}, {"0": [1.0, 2.0]}])
 def test_a_record_keeps_its_values_and_the_list_that_a_report_shares(samples: dict[str, list[float]]) -> None:
-    from pytest_gpucluster.journal.test_record import TestName, TestRecord
+    from pytest_gpucluster.journal.records import CollectedTest
+    from pytest_gpucluster.journal.test_record import TestRecord
 
-    record = TestRecord(test=TestName(nodeid="a.py::b", classname="a", name="b", file="a.py", line=1))
+    record = TestRecord(test=CollectedTest(nodeid="a.py::b", classname="a", name="b", file="a.py", line=1))
     shared = record.measurements
     line = {"metric": "m.tflops", "value": 1.0, "samples": samples}
     shared.append(line)

@@ -9,7 +9,8 @@ import pytest
 from verdicts import LIMITS
 
 from pytest_gpucluster.agreement.exchange import Merged, RankOutcome, merge
-from pytest_gpucluster.journal.test_record import TestName, TestRecord
+from pytest_gpucluster.journal.records import CollectedTest
+from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.journal.verdict import ACCEPTED, INCOMPLETE, decide
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
@@ -54,7 +55,7 @@ def said(*values: float | None, kinds: Sequence[str] = ("passed", "passed")) -> 
 
 
 def record(criterion: str | None = "matmul") -> TestRecord:
-    return TestRecord(test=TestName.of("a.py::test_matmul", ("a.py", 1, "test_matmul"), criterion))
+    return TestRecord(test=CollectedTest.of("a.py::test_matmul", ("a.py", 1, "test_matmul"), criterion))
 
 
 def judged(

@@ -8,7 +8,8 @@ import pytest
 
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.config.criteria_file import Manifest
-from pytest_gpucluster.journal.test_record import TestName, TestRecord
+from pytest_gpucluster.journal.records import CollectedTest
+from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.session.run import Launched, Run, Running
 from pytest_gpucluster.session.shutdown import decide
@@ -45,7 +46,7 @@ def run_on(
         "_limits": loader.load(loader.shipped_path()),
         "records": {
             "test_a": TestRecord(
-                test=TestName.of("test_a", ("a.py", 1, "test_a"), "matmul"),
+                test=CollectedTest.of("test_a", ("a.py", 1, "test_a"), "matmul"),
                 outcome="passed",
                 measurements=[{"status": "passed"}],
             )
