@@ -93,6 +93,18 @@ def run_child(script: str, arguments: Sequence[str], *, ranks: int, deadline_sec
         return found
 
 
+def peak_bytes(pid: int | str) -> int:
+    """Return the peak memory of a process. Source: proc_pid_status(5), VmHWM, in KiB.
+
+    Raises:
+        OSError: it has ended.
+    """
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    raise ProcessLookupError(f"process {pid} has ended")
+
+
 class Conditions:
     """What to print below a table: the machine, its load average since this was made, and versions."""
 

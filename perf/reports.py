@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison import TEMPORARY, Conditions, parser_of, some_of
+from comparison import TEMPORARY, Conditions, parser_of, peak_bytes, some_of
 
 MOST_SECONDS = 5.0
 MOST_BYTES = 500e6
@@ -56,15 +56,9 @@ def one(name: str, journal_path: Path) -> dict[str, Any]:
         "name": name,
         "read_seconds": read - begin,
         "render_seconds": end - read,
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": peak_bytes("self"),
         "report_bytes": len(text.encode("utf-8", "surrogatepass")),
     }
-
-
-def peak_bytes() -> float:
-    """Return the peak memory of this process. Source: proc_pid_status(5), VmHWM, in KiB."""
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    return 1024.0 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 def missed(cost: Mapping[str, Any], ranks: int = BOUNDS_RANKS) -> str:

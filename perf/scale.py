@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from comparison import TEMPORARY, Conditions, parser_of, row
+from comparison import TEMPORARY, Conditions, parser_of, peak_bytes, row
 from scale_crowd import GPUS_PER_NODE, Plan, host_of
 
 # The tests' way to get a port.
@@ -127,14 +127,11 @@ class Usage:
     def sample(self) -> None:
         """Read the present state, if the process is still running."""
         try:
-            status = Path(f"/proc/{self.pid}/status").read_text()
+            self.rss_bytes = max(self.rss_bytes, peak_bytes(self.pid))
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             descriptors = len(os.listdir(f"/proc/{self.pid}/fd"))
         except (FileNotFoundError, ProcessLookupError):
             return
-        for line in status.splitlines():
-            if line.startswith("VmHWM:"):
-                self.rss_bytes = max(self.rss_bytes, int(line.split()[1]) * 1024)
         self.descriptors = max(self.descriptors, descriptors)
         self.cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -42,7 +42,6 @@ COMPARED_STEPS = 5
 _DEADLINE_SECONDS = 900
 _ROWS = 1500
 _PASSED = ("device", "model", "precision", "sequence", "global_batch", "micro_batch", "recompute")
-_FLAGS = ("compiled", "trainer_compiled")
 
 
 # ---- both sides, in processes of their own
@@ -87,7 +86,7 @@ def child(arguments: argparse.Namespace) -> None:
         return Trainer(dist.group.WORLD, device, base, recipe, packed, components=components)
 
     turns = Turns(start, device)
-    train(turns, base, recipe, packed, device, ranks, check=arguments.check, compiled=arguments.trainer_compiled)
+    train(turns, base, recipe, packed, device, ranks, check=arguments.check)
     assert turns.trainer is not None
     found = {"notes": turns.notes, **turns.found}
     turns.trainer = None
@@ -135,9 +134,7 @@ class Turns:
             self._begin = now
 
 
-def train(
-    turns: Turns, base: Any, recipe: Any, packed: Any, device: Any, ranks: int, *, check: bool, compiled: bool
-) -> None:
+def train(turns: Turns, base: Any, recipe: Any, packed: Any, device: Any, ranks: int, *, check: bool) -> None:
     """Train with transformers' Trainer, with our steps in turn."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -194,7 +191,6 @@ def train(
             bf16=recipe.precision == "bf16",
             gradient_checkpointing=recipe.recompute == "on",
             gradient_checkpointing_kwargs={"use_reentrant": False},
-            torch_compile=compiled,
             train_sampling_strategy="sequential",
             remove_unused_columns=False,
             use_cpu=device.type == "cpu",
@@ -216,7 +212,7 @@ def run(arguments: argparse.Namespace, *, check: bool = False) -> dict[str, Any]
     """Let both sides train once."""
     words = [f"--steps={COMPARED_STEPS if check else arguments.steps}", *(["--check"] if check else [])]
     words += [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in _PASSED]
-    words += [f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(arguments, name)]
+    words += ["--compiled"] if arguments.compiled else []
     return run_child(__file__, words, ranks=arguments.ranks, deadline_seconds=_DEADLINE_SECONDS)
 
 
@@ -285,7 +281,6 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, help="blocks at once (default: 8 of the tiny model, else 2)")
     parser.add_argument("--recompute", choices=("auto", "on", "off"), default="off")
     parser.add_argument("--compiled", action="store_true", help="compile each block of ours")
-    parser.add_argument("--trainer-compiled", action="store_true", help="torch_compile of the Trainer")
     parser.add_argument("--result", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
