@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import TextIO
 
 from pytest_gpucluster import __version__
+from pytest_gpucluster.analysis.certificate import certificate_content, read_certificate, seal
+from pytest_gpucluster.analysis.certificate_audit import items, journal_digest, journal_mismatches, seal_problems
+from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
 from pytest_gpucluster.cli.command import (
     DONE,
     NO_INPUT,
@@ -19,6 +22,7 @@ from pytest_gpucluster.cli.command import (
     CommandError,
     Step,
     add_journal,
+    add_option,
     add_steps,
     complain,
     exit_codes,
@@ -72,14 +76,14 @@ def configure_create(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``certificate create``."""
     explain(parser, _CREATE, _EXAMPLES, EXIT_CODES)
     add_journal(parser)
-    parser.add_argument("--out", metavar="FILE", help="write the certificate here (default: standard output)")
-    parser.add_argument("--by", metavar="NAME", help="author, for the certificate")
-    parser.add_argument("--note", metavar="TEXT", help="a note, for the certificate")
-    parser.add_argument("--force", action="store_true", help="replace an existing file")
-    parser.add_argument(
+    add_option(parser, "--out FILE", "write the certificate here (default: standard output)")
+    add_option(parser, "--by NAME", "author, for the certificate")
+    add_option(parser, "--note TEXT", "a note, for the certificate")
+    add_option(parser, "--force", "replace an existing file")
+    add_option(
+        parser,
         "--even-though-not-accepted",
-        action="store_true",
-        help="write one of any run, such as a rejected delivery; it states that it accepts nothing, and why",
+        "write one of any run, such as a rejected delivery; it states that it accepts nothing, and why",
     )
 
 
@@ -87,8 +91,8 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``certificate verify``."""
     explain(parser, _VERIFY, _EXAMPLES, EXIT_CODES)
     parser.add_argument("certificate", metavar="CERTIFICATE", type=Path, help="a file written by `create`")
-    parser.add_argument("--journal", metavar="JOURNAL", type=Path, help="the run that it must match")
-    parser.add_argument("--sha256", metavar="DIGEST", help="its digest, as kept elsewhere")
+    add_option(parser, "--journal JOURNAL", "the run that it must match", type=Path)
+    add_option(parser, "--sha256 DIGEST", "its digest, as kept elsewhere")
 
 
 def configure_diff(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +103,6 @@ def configure_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def _create(options: argparse.Namespace) -> int:
-    from pytest_gpucluster.analysis.certificate import certificate_content, seal
-    from pytest_gpucluster.analysis.certificate_audit import journal_digest
-
     path, out = locate(options.journal), options.out or "-"
     require_other_file("--out", out, [path], "the journal itself")
     require_new_file("--out", out, force=options.force)
@@ -127,9 +128,6 @@ def _create(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from pytest_gpucluster.analysis.certificate import read_certificate
-    from pytest_gpucluster.analysis.certificate_audit import items, journal_digest, journal_mismatches, seal_problems
-
     known_digest = options.sha256
     if known_digest is not None and not re.fullmatch("[0-9A-Fa-f]{64}", known_digest):
         raise CommandError(USAGE, f"--sha256 {known_digest}: a SHA-256 is 64 hexadecimal digits")
@@ -173,9 +171,6 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from pytest_gpucluster.analysis.certificate import read_certificate
-    from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
-
     old, new = read_certificate(options.old), read_certificate(options.new)
     for document in (old, new):
         if not document.is_intact:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pytest_gpucluster import files
 from pytest_gpucluster.errors import (
@@ -110,6 +110,21 @@ def run_step(options: argparse.Namespace) -> int:
     return code
 
 
+def add_option(parser: argparse._ActionsContainer, spec: str, help: str, **settings: Any) -> argparse.Action:
+    """Add an option as its usage states it, such as ``--port PORT``, or a flag such as ``--force``.
+
+    A default is stated in the help. With ``action="append"`` the option is repeatable.
+    """
+    flag, _, metavar = spec.partition(" ")
+    if not metavar:
+        return parser.add_argument(flag, action="store_true", help=help, **settings)
+    if settings.get("action") == "append":
+        settings, help = {"default": [], **settings}, f"{help}; repeatable"
+    elif "(default" not in help and settings.get("default") not in (None, ""):
+        help += " (default: %(default)s)"
+    return parser.add_argument(flag, metavar=metavar, help=help, **settings)
+
+
 def add_journal(parser: argparse.ArgumentParser, name: str = "journal", help: str = JOURNAL_HELP) -> None:
     """Add the argument that names a run."""
     parser.add_argument(name, metavar=name.upper(), type=Path, help=help)
@@ -117,18 +132,17 @@ def add_journal(parser: argparse.ArgumentParser, name: str = "journal", help: st
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``, for :func:`write_json_or_table`."""
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+    add_option(parser, "--json FILE", "write the result as JSON; - for standard output")
 
 
 def add_thresholds(parser: argparse.ArgumentParser) -> None:
     """Add ``--thresholds``."""
-    parser.add_argument(
-        "--thresholds",
-        metavar="FILE",
+    add_option(
+        parser,
+        "--thresholds FILE",
+        "limits that override the shipped ones, as --gpucluster-thresholds",
         type=Path,
         action="append",
-        default=[],
-        help="limits that override the shipped ones, as --gpucluster-thresholds; repeatable",
     )
 
 

@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpucluster import files
+from pytest_gpucluster.analysis import crosscheck, nccl_programs, nccl_tests, superbench
+from pytest_gpucluster.analysis.crosscheck import Point, ProgramRun, RunCollectives, require_allowed_arguments
+from pytest_gpucluster.analysis.nccl_tests import DTYPES, PROGRAMS, Output
 from pytest_gpucluster.cli.command import (
     DONE,
     NEGATIVE,
@@ -20,6 +22,7 @@ from pytest_gpucluster.cli.command import (
     USAGE,
     add_journal,
     add_json,
+    add_option,
     columns,
     complain,
     exit_codes,
@@ -32,10 +35,7 @@ from pytest_gpucluster.cli.command import (
     write_json_or_table,
 )
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError, OutputError
-
-if TYPE_CHECKING:
-    from pytest_gpucluster.analysis.crosscheck import Point, ProgramRun, RunCollectives
-    from pytest_gpucluster.analysis.nccl_tests import Output
+from pytest_gpucluster.metrics.units import did_you_mean
 
 NOT_RUN = 6
 
@@ -68,55 +68,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``runs crosscheck``."""
     explain(parser, _NCCL_TESTS, _EXAMPLES, _EXIT_CODES)
     add_journal(parser)
-    parser.add_argument(
-        "--binaries",
-        metavar="DIR",
-        type=Path,
-        help="folder of all_reduce_perf (default: the PATH, /opt/nccl-tests/build)",
+    add_option(
+        parser, "--binaries DIR", "folder of all_reduce_perf (default: the PATH, /opt/nccl-tests/build)", type=Path
     )
-    parser.add_argument(
-        "-g",
+    add_option(
+        parser,
+        "-g N",
+        "GPUs of each process (default: those of the run on a node; 1 with --launcher)",
         dest="gpus",
-        metavar="N",
         type=whole_number(),
-        help="GPUs of each process (default: those of the run on a node; 1 with --launcher)",
     )
-    parser.add_argument(
-        "--launcher", metavar="COMMAND", help="what starts the program on several nodes: 'mpirun -np 16 ...'"
-    )
-    parser.add_argument(
-        "--output",
-        metavar="[COLLECTIVE=]FILE",
+    add_option(parser, "--launcher COMMAND", "what starts the program on several nodes: 'mpirun -np 16 ...'")
+    add_option(
+        parser,
+        "--output [COLLECTIVE=]FILE",
+        "run nothing, and read the output of nccl-tests, or SuperBench's results-summary.jsonl",
         action="append",
-        default=[],
-        help="run nothing, and read the output of nccl-tests, or SuperBench's results-summary.jsonl; repeatable",
     )
-    parser.add_argument("--collective", metavar="NAME", action="append", default=[], help="only this one; repeatable")
-    parser.add_argument("--dtype", metavar="NAME", action="append", default=[], help="only this one; repeatable")
-    parser.add_argument("--beyond", metavar="PERCENT", default="5%", help="how much the two may differ (default: 5%%)")
-    parser.add_argument(
-        "--partial", action="store_true", help="sizes that only one of them has are reported, but do not end with 5"
-    )
-    parser.add_argument(
-        "--other-hosts",
-        action="store_true",
-        help="compare even if host names differ, as with pods",
-    )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=number(1e-3, 1e9),
+    add_option(parser, "--collective NAME", "only this one", action="append")
+    add_option(parser, "--dtype NAME", "only this one", action="append")
+    add_option(parser, "--beyond PERCENT", "how much the two may differ", default="5%")
+    add_option(parser, "--partial", "sizes that only one of them has are reported, but do not end with 5")
+    add_option(parser, "--other-hosts", "compare even if host names differ, as with pods")
+    add_option(
+        parser,
+        "--timeout SECONDS",
+        "deadline for one start of nccl-tests",
+        type=number(0.001, 1000000000.0),
         default=600.0,
-        help="deadline for one start of nccl-tests (default: 600)",
     )
-    parser.add_argument("--keep", metavar="DIR", type=Path, help="save the output of nccl-tests in this folder")
+    add_option(parser, "--keep DIR", "save the output of nccl-tests in this folder", type=Path)
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Crosscheck a run and return the exit code."""
-    from pytest_gpucluster.analysis import crosscheck
-
     beyond = percentage("--beyond", options.beyond)
     output_files = _output_files(options)
     path, journal = read_journal(options.journal)
@@ -163,10 +149,6 @@ def _output_files(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
     Raises:
         OptionError: contradicting options, or an unknown name.
     """
-    from pytest_gpucluster.analysis.crosscheck import require_allowed_arguments
-    from pytest_gpucluster.analysis.nccl_tests import DTYPES, PROGRAMS
-    from pytest_gpucluster.metrics.units import did_you_mean
-
     for option, names, known in (
         ("--collective", options.collective, PROGRAMS),
         ("--dtype", options.dtype, DTYPES),
@@ -203,8 +185,6 @@ def _output_files(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
 
 def _read(output_files: Sequence[tuple[str | None, Path]], ours: RunCollectives) -> tuple[tuple[Output, ...], str]:
     """Return the content of files of nccl-tests or SuperBench, and the problem of the first unreadable one."""
-    from pytest_gpucluster.analysis import nccl_tests, superbench
-
     outputs: list[Output] = []
     for collective, path in output_files:
         try:
@@ -266,8 +246,6 @@ def _measure(
     options: argparse.Namespace, points: Sequence[Point], topology: tuple[int, int]
 ) -> tuple[tuple[Output, ...], str]:
     """Run nccl-tests for these points; return the outputs, and the problem that ended it early."""
-    from pytest_gpucluster.analysis import crosscheck, nccl_programs
-
     starts = list(crosscheck.program_runs(points))
     outputs: list[Output] = []
     try:
@@ -295,8 +273,6 @@ def _run_program(options: argparse.Namespace, program_run: ProgramRun, program: 
         OutputError: its output cannot be read, or is of another collective.
         OSError: its output cannot be saved.
     """
-    from pytest_gpucluster.analysis import nccl_programs
-
     launcher = shlex.split(options.launcher) if options.launcher is not None else []
     gpus = options.gpus or (1 if launcher else ranks)
     command = [*launcher, str(program), *program_run.arguments(gpus, options.forwarded)]
@@ -333,8 +309,6 @@ def _read_output(file: Path, printed: str, command_text: str) -> Output:
     Raises:
         OutputError: neither can be read.
     """
-    from pytest_gpucluster.analysis import nccl_tests
-
     if file.is_file():
         try:
             return nccl_tests.read_json(file.read_text(encoding="utf-8", errors="backslashreplace"), command_text)

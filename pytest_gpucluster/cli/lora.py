@@ -16,6 +16,7 @@ from pytest_gpucluster.cli.command import (
     USAGE,
     CommandError,
     Step,
+    add_option,
     add_steps,
     complain,
     exit_codes,
@@ -75,16 +76,10 @@ def configure_prepare(prepare: argparse.ArgumentParser) -> None:
     explain(prepare, _PREPARE, _LORA_EXAMPLES, LORA_EXIT_CODES)
     prepare.add_argument("source", metavar="SOURCE", help=_SOURCE)
     tokens = prepare.add_mutually_exclusive_group(required=True)
-    tokens.add_argument("--model", metavar="PATH", help="take the tokenizer of this model: a folder or a hub name")
-    tokens.add_argument(
-        "--tiny", action="store_true", help="train a tokenizer of 512 tokens on the rows: for rehearsals"
-    )
-    prepare.add_argument(
-        "--sequence", metavar="N", type=whole_number(), default=4096, help="positions of a block (default: 4096)"
-    )
-    prepare.add_argument(
-        "--out", metavar="FILE", type=Path, required=True, help="write the blocks here, as safetensors"
-    )
+    add_option(tokens, "--model PATH", "take the tokenizer of this model: a folder or a hub name")
+    add_option(tokens, "--tiny", "train a tokenizer of 512 tokens on the rows: for rehearsals")
+    add_option(prepare, "--sequence N", "positions of a block", type=whole_number(), default=4096)
+    add_option(prepare, "--out FILE", "write the blocks here, as safetensors", type=Path, required=True)
     _add_row_options(prepare)
 
 
@@ -92,24 +87,18 @@ def configure_evaluate(evaluate: argparse.ArgumentParser) -> None:
     """Add the arguments of ``lora evaluate``."""
     explain(evaluate, _EVALUATE, _LORA_EXAMPLES, LORA_EXIT_CODES)
     evaluate.add_argument("adapter", metavar="ADAPTER_FOLDER", type=Path, help="a saved adapter, such as final/")
-    evaluate.add_argument(
-        "--data",
-        metavar="SOURCE",
+    add_option(
+        evaluate,
+        "--data SOURCE",
+        f"the output of `lora prepare`; or {_SOURCE}, of which the same part is held out",
         required=True,
-        help=f"the output of `lora prepare`; or {_SOURCE}, of which the same part is held out",
     )
-    evaluate.add_argument(
-        "--base", metavar="MODEL", help="the base model: a folder or a hub name (default: that of the adapter)"
-    )
-    evaluate.add_argument(
-        "--limit", metavar="N", type=whole_number(), default=200, help="the most calls to generate (default: 200)"
-    )
-    evaluate.add_argument(
-        "--max-new-tokens", metavar="N", type=whole_number(), default=256, help="of an answer (default: 256)"
-    )
-    evaluate.add_argument("--batch", metavar="N", type=whole_number(), default=8, help="prompts at a time (default: 8)")
-    evaluate.add_argument("--device", metavar="DEVICE", help="cuda, cuda:1 or cpu (default: cuda if available)")
-    evaluate.add_argument("--json", action="store_true", help="print JSON, with the first wrong answers")
+    add_option(evaluate, "--base MODEL", "the base model: a folder or a hub name (default: that of the adapter)")
+    add_option(evaluate, "--limit N", "the most calls to generate", type=whole_number(), default=200)
+    add_option(evaluate, "--max-new-tokens N", "the longest answer, in tokens", type=whole_number(), default=256)
+    add_option(evaluate, "--batch N", "prompts at a time", type=whole_number(), default=8)
+    add_option(evaluate, "--device DEVICE", "cuda, cuda:1 or cpu (default: cuda if available)")
+    add_option(evaluate, "--json", "print JSON, with the first wrong answers")
     _add_row_options(evaluate)
 
 
@@ -129,15 +118,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _add_row_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sha256", metavar="HEX", type=_digest, help="required digest of the file of rows")
-    parser.add_argument(
-        "--held-out",
-        metavar="PART",
-        type=_part,
-        default="2%",
-        help="the part of the conversations to hold out (default: 2%%)",
-    )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="selects the held-out ones (default: 0)")
+    add_option(parser, "--sha256 HEX", "required digest of the file of rows", type=_digest)
+    add_option(parser, "--held-out PART", "the part of the conversations to hold out", type=_part, default="2%")
+    add_option(parser, "--seed N", "selects the held-out ones", type=int, default=0)
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -312,10 +295,8 @@ def configure_reference_curve(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="the CSV file of a curve, a journal.jsonl, the folder of a run, or a report directory (its latest run)",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="write the reference curve here")
-    parser.add_argument(
-        "--test", metavar="TEXT", default="", help="in a run, the curve of the test with this in its id, as lora_tiny"
-    )
+    add_option(parser, "--out FILE", "write the reference curve here", type=Path, required=True)
+    add_option(parser, "--test TEXT", "in a run, the curve of the test with this in its id, as lora_tiny", default="")
 
 
 def run_reference_curve(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from pytest_gpucluster.cli.command import (
     CommandError,
     Step,
     add_json,
+    add_option,
     add_steps,
     columns,
     complain,
@@ -71,7 +72,7 @@ def configure_info(parser: argparse.ArgumentParser) -> None:
     views = "views:\n" + "".join(f"  {name:<8} {what}\n" for name, what in _VIEWS.items())
     explain(parser, f"{_INFO}\n{views}", _INFO_EXAMPLES, _INFO_EXIT_CODES)
     parser.add_argument("view", metavar="VIEW", nargs="?", choices=_VIEWS, default="summary", help="one of these views")
-    parser.add_argument("--json", action="store_true", help="as one JSON object; docs/nodes.md lists its keys")
+    add_option(parser, "--json", "as one JSON object; docs/nodes.md lists its keys")
 
 
 def run_info(options: argparse.Namespace) -> int:
@@ -115,7 +116,7 @@ def configure_diff(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``node diff``."""
     explain(parser, _NODES, _DIFF_EXAMPLES, _DIFF_EXIT_CODES)
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="with a file NODE.json for each node")
-    parser.add_argument("--nodes", metavar="HOSTLIST", help="the nodes that should have answered: gpu-[001-064]")
+    add_option(parser, "--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]")
     add_json(parser)
 
 
@@ -187,7 +188,7 @@ def configure_nccl_env(parser: argparse.ArgumentParser) -> None:
     formats = "formats:\n" + "".join(f"  {name:<6} {what}\n" for name, what in _FORMATS.items())
     explain(parser, f"{_NCCL_ENV}\n{formats}", _NCCL_ENV_EXAMPLES, _NCCL_ENV_EXIT_CODES)
     parser.add_argument("--format", choices=_FORMATS, default="text", help="one of these formats")
-    parser.add_argument("--check", action="store_true", help="exit with 1 for a difference, 3 for something unknown")
+    add_option(parser, "--check", "exit with 1 for a difference, 3 for something unknown")
 
 
 def run_nccl_env(options: argparse.Namespace) -> int:
@@ -266,18 +267,10 @@ _WATCH_EXIT_CODES = exit_codes(
 def configure_watch(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``node watch``."""
     explain(parser, _DESCRIPTION, _WATCH_EXAMPLES, _WATCH_EXIT_CODES)
-    parser.add_argument(
-        "--interval",
-        metavar="SECONDS",
-        type=number(0.2, 3600),
-        default=1.0,
-        help="time between two samples (default: 1)",
-    )
-    parser.add_argument("--once", action="store_true", help="print one sample after one interval, and end")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON for each interval")
-    parser.add_argument(
-        "--gpus", metavar="INDEX,...", type=_indices, help="only these GPUs, by their numbers in nvidia-smi"
-    )
+    add_option(parser, "--interval SECONDS", "time between two samples", type=number(0.2, 3600), default=1.0)
+    add_option(parser, "--once", "print one sample after one interval, and end")
+    add_option(parser, "--json", "print one line of JSON for each interval")
+    add_option(parser, "--gpus INDEX,...", "only these GPUs, by their numbers in nvidia-smi", type=_indices)
 
 
 def _indices(text: str) -> tuple[int, ...]:
@@ -428,7 +421,7 @@ def configure_kernel_log(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``node kernel-log``."""
     explain(parser, _KERNEL_LOG, _KERNEL_LOG_EXAMPLES, _KERNEL_LOG_EXIT_CODES)
     parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="default: standard input, which is also -")
-    parser.add_argument("--host", action="store_true", help="read this host's log of this boot instead")
+    add_option(parser, "--host", "read this host's log of this boot instead")
 
 
 def run_kernel_log(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from pytest_gpucluster.cli.command import (
     USAGE,
     CommandError,
     add_journal,
+    add_option,
     complain,
     exit_codes,
     explain,
@@ -84,18 +85,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_journal(parser)
     for kind, what in _KINDS.items():
         parser.add_argument(f"--{kind}", metavar="OUT", help=what)
-    parser.add_argument("--text", metavar="OUT", nargs="?", const="-", help="text (default OUT: standard output)")
-    parser.add_argument("--all", metavar="DIR", help=f"all of them in a folder: {', '.join(FILES.values())}")
+    add_option(parser, "--text OUT", "text (default OUT: standard output)", nargs="?", const="-")
+    add_option(parser, "--all DIR", f"all of them in a folder: {', '.join(FILES.values())}")
     parser.add_argument("-v", "--verbose", action="count", default=0, help="text: every measurement")
     parser.add_argument("-q", "--quiet", action="count", default=0, help="text: only problems")
-    parser.add_argument("--junitprefix", metavar="STR", help="prepend a prefix to classnames, as pytest does")
-    parser.add_argument(
-        "-o",
+    add_option(parser, "--junitprefix STR", "prepend a prefix to classnames, as pytest does")
+    add_option(
+        parser,
+        "-o NAME=VALUE",
+        "a setting of pytest instead of the run's own: " + ", ".join(_SETTINGS),
         dest="overrides",
-        metavar="NAME=VALUE",
         action="append",
-        default=[],
-        help="a setting of pytest instead of the run's own: " + ", ".join(_SETTINGS),
     )
 
 

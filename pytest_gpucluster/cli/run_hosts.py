@@ -12,15 +12,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpucluster import __version__, files
+from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.cli.command import (
     BROKEN_EXIT,
     DONE,
     NO_OUTPUT,
     USAGE,
     CommandError,
+    add_option,
     complain,
     explain,
     port_number,
@@ -29,16 +30,15 @@ from pytest_gpucluster.cli.command import (
 )
 from pytest_gpucluster.cli.run import run_exit_codes
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
+from pytest_gpucluster.journal.run_directory import new_run_directory
+from pytest_gpucluster.runners import preflight, ssh
+from pytest_gpucluster.runners.hosts import Host, read_hosts, require_slots, select_hosts
+from pytest_gpucluster.runners.plan import SshPlan, forwarded_environment, parse_per_node, require_unreserved
+from pytest_gpucluster.runners.preflight import NodeCheck, check_nodes, preflight_table, readiness_text
+from pytest_gpucluster.runners.run_result import Conclusion, RunResult, read_result
+from pytest_gpucluster.runners.ssh import Access, Reply, query_nodes, raise_open_files_limit, require_ssh
+from pytest_gpucluster.runners.ssh_job import OTHERS_SECONDS, NodeResult, Signals, conclude, handling, run_plan
 from pytest_gpucluster.text import one_line, printable
-
-if TYPE_CHECKING:
-    from pytest_gpucluster.agreement.preflight import Expectation
-    from pytest_gpucluster.runners.hosts import Host
-    from pytest_gpucluster.runners.plan import SshPlan
-    from pytest_gpucluster.runners.preflight import NodeCheck
-    from pytest_gpucluster.runners.run_result import Conclusion, RunResult
-    from pytest_gpucluster.runners.ssh import Access, Reply
-    from pytest_gpucluster.runners.ssh_job import NodeResult, Signals
 
 NOT_READY, UNREACHABLE = 11, 12
 PYTEST_DEFAULT = ("acceptance/",)
@@ -78,54 +78,36 @@ def add_access(parser: argparse.ArgumentParser, name: str = "hosts") -> None:
     """Add the arguments that select nodes, and how they are reached."""
     hosts = parser.add_argument(name, metavar="HOSTS", type=Path, help="the hosts file")
     hosts.required = True
-    parser.add_argument("--nodes", metavar="HOSTLIST", help="only these of the file, such as 'gpu-[003,007]'")
-    parser.add_argument("--exclude", metavar="HOSTLIST", help="not these; or the path of an exclude.txt")
-    parser.add_argument(
-        "--directory", metavar="DIR", help="the folder of the suite on the nodes (default: the path of this one)"
-    )
-    parser.add_argument(
-        "--node-report-dir",
-        metavar="DIR",
+    add_option(parser, "--nodes HOSTLIST", "only these of the file, such as 'gpu-[003,007]'")
+    add_option(parser, "--exclude HOSTLIST", "not these; or the path of an exclude.txt")
+    add_option(parser, "--directory DIR", "the folder of the suite on the nodes (default: the path of this one)")
+    add_option(
+        parser,
+        "--node-report-dir DIR",
+        "for the reports on the nodes, until they are copied",
         default="gpucluster-report",
-        help="for the reports on the nodes, until they are copied (default: %(default)s)",
     )
     if not any("--python" in action.option_strings for action in parser._actions):
-        parser.add_argument("--python", metavar="PATH", help="python on the nodes (default: the path of this one)")
-    parser.add_argument(
-        "--env",
-        metavar="NAME[=VALUE]",
+        add_option(parser, "--python PATH", "python on the nodes (default: the path of this one)")
+    add_option(
+        parser,
+        "--env NAME[=VALUE]",
+        "a variable for the nodes, in addition to GPUCLUSTER_* and PYTEST_ADDOPTS",
         action="append",
-        default=[],
-        help="a variable for the nodes; repeatable. GPUCLUSTER_* and PYTEST_ADDOPTS are always forwarded",
     )
-    parser.add_argument(
-        "--ssh",
-        metavar="OPTION",
+    add_option(
+        parser,
+        "--ssh OPTION",
+        "an option for every ssh, such as --ssh=-oStrictHostKeyChecking=accept-new",
         action="append",
-        default=[],
-        help="an option for every ssh, such as --ssh=-oStrictHostKeyChecking=accept-new; repeatable",
     )
-    parser.add_argument(
-        "--connect-within",
-        metavar="TIME",
-        type=seconds,
-        default="10 s",
-        help="deadline for connecting to a node (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--answer-within",
-        metavar="TIME",
-        type=seconds,
-        default="60 s",
-        help="deadline for a node's first answer (default: %(default)s)",
-    )
+    add_option(parser, "--connect-within TIME", "deadline for connecting to a node", type=seconds, default="10 s")
+    add_option(parser, "--answer-within TIME", "deadline for a node's first answer", type=seconds, default="60 s")
 
 
 def add_expect(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """Add ``--expect``."""
-    parser.add_argument(
-        "--expect", metavar="GPUSxSKU", required=required, help="what each node has, such as 8xH100: one rank per GPU"
-    )
+    add_option(parser, "--expect GPUSxSKU", "what each node has, such as 8xH100: one rank per GPU", required=required)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +129,6 @@ def select_nodes(options: argparse.Namespace, gpus: int | None) -> Nodes:
         OptionError: a wrong hosts file, list of nodes or variable.
         EnvironmentBroken: no ssh, or too many nodes for this process's limit of open files.
     """
-    from pytest_gpucluster.runners.hosts import read_hosts, require_slots, select_hosts
-    from pytest_gpucluster.runners.plan import forwarded_environment
-    from pytest_gpucluster.runners.ssh import Access, raise_open_files_limit, require_ssh
-
     for option in options.ssh:
         if not option.startswith("-"):
             raise OptionError(f"--ssh {option}: not an option of ssh; write it as one word: --ssh=-oProxyJump=bastion")
@@ -185,38 +163,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     explain(parser, _SSH, _EXAMPLES, SSH_EXIT_CODES)
     parser.usage = "gpucluster run --hosts HOSTS [options] [-- PYTEST_ARGUMENTS]"
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="only check whether the nodes are ready")
-    what.add_argument("--info", action="store_true", help="only save `gpucluster node info` of every node as NAME.json")
+    add_option(what, "--check", "only check whether the nodes are ready")
+    add_option(what, "--info", "only save `gpucluster node info` of every node as NAME.json")
     add_expect(parser)
-    parser.add_argument(
-        "--nproc-per-node", metavar="N", type=whole_number(1, 1024), help="ranks on each node (default: one per GPU)"
-    )
-    parser.add_argument(
+    add_option(parser, "--nproc-per-node N", "ranks on each node (default: one per GPU)", type=whole_number(1, 1024))
+    add_option(
+        parser,
         "--without-unreachable",
-        action="store_true",
-        help="run on the nodes that answer; the exit code is then never 0, but 12 if they all pass",
+        "run on the nodes that answer; the exit code is then never 0, but 12 if they all pass",
     )
-    parser.add_argument("--master-addr", metavar="ADDRESS", help="rendezvous address (default: the first node's)")
-    parser.add_argument(
-        "--port", metavar="PORT", type=port_number, default=0, help="rendezvous port on the first node (default: any)"
-    )
-    parser.add_argument(
-        "--within", metavar="TIME", type=seconds, default="24 h", help="deadline for the run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--report-dir",
-        metavar="DIR",
-        type=Path,
-        default=Path("gpucluster-ssh"),
-        help="for the folder of each run, here (default: %(default)s)",
+    add_option(parser, "--master-addr ADDRESS", "rendezvous address (default: the first node's)")
+    add_option(parser, "--port PORT", "rendezvous port on the first node (default: any)", type=port_number, default=0)
+    add_option(parser, "--within TIME", "deadline for the run", type=seconds, default="24 h")
+    add_option(
+        parser, "--report-dir DIR", "for the folder of each run, here", type=Path, default=Path("gpucluster-ssh")
     )
     add_access(parser, "--hosts")
 
 
 def run(options: argparse.Namespace) -> int:
     """Check the nodes, run, and return the exit code."""
-    from pytest_gpucluster.runners.ssh_job import Signals, handling
-
     signals = Signals()
     try:
         with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signals.handle):
@@ -231,9 +197,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, signals: Signals) -> int:
-    from pytest_gpucluster.runners.plan import parse_per_node, require_unreserved
-    from pytest_gpucluster.runners.preflight import preflight_table, readiness_text
-
     arguments = tuple(options.forwarded or PYTEST_DEFAULT)
     require_unreserved(arguments)
     per_node = parse_per_node(options.expect) if options.expect is not None else None
@@ -266,8 +229,6 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
 
 
 def _query(nodes: Nodes, hosts: Sequence[Host], request: Mapping[str, bytes], signals: Signals) -> dict[str, Reply]:
-    from pytest_gpucluster.runners.ssh import query_nodes
-
     return query_nodes(
         hosts,
         lambda host: request[host.name],
@@ -280,9 +241,6 @@ def _query(nodes: Nodes, hosts: Sequence[Host], request: Mapping[str, bytes], si
 def _check(
     options: argparse.Namespace, nodes: Nodes, hosts: Sequence[Host], arguments: Sequence[str], signals: Signals
 ) -> Sequence[NodeCheck]:
-    from pytest_gpucluster.runners import ssh
-    from pytest_gpucluster.runners.preflight import check_nodes
-
     first = hosts[0]
     requests = {
         host.name: ssh.request(
@@ -305,16 +263,11 @@ def _check(
 
 
 def _readiness(checks: Sequence[NodeCheck]) -> int:
-    from pytest_gpucluster.runners import preflight
-
     states = {check.state for check in checks}
     return NOT_READY if preflight.NOT_READY in states else UNREACHABLE if preflight.NO_ANSWER in states else DONE
 
 
 def _info(options: argparse.Namespace, nodes: Nodes, signals: Signals) -> int:
-    from pytest_gpucluster.journal.run_directory import new_run_directory
-    from pytest_gpucluster.runners import ssh
-
     directory = new_run_directory(options.report_dir.absolute())
     request = ssh.request("run", words=["node", "info", "all", "--json"])
     replies = _query(nodes, nodes.hosts, {host.name: request for host in nodes.hosts}, signals)
@@ -349,10 +302,6 @@ def _run_on(
     unreachable: Mapping[str, str],
     signals: Signals,
 ) -> int:
-    from pytest_gpucluster.journal.run_directory import new_run_directory
-    from pytest_gpucluster.runners.plan import SshPlan
-    from pytest_gpucluster.runners.ssh_job import OTHERS_SECONDS, conclude, run_plan
-
     directory = new_run_directory(options.report_dir.absolute())
     first = checks[0]
     plan = SshPlan(
@@ -398,8 +347,6 @@ def _run_on(
 
 def _journal(result: NodeResult) -> tuple[RunResult | None, str]:
     """Return the result in the journal of rank 0's node; or None, and why."""
-    from pytest_gpucluster.runners.run_result import read_result
-
     if result.folder is None:
         return None, result.copy_problem or result.problem
     found, problem = read_result(result.folder)

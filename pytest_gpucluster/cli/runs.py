@@ -9,8 +9,13 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pytest_gpucluster.analysis import compare, compare_output, fleet_output, run_view
+from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, journals_below, matrix, outliers
+from pytest_gpucluster.analysis.merge import merge_journals
+from pytest_gpucluster.analysis.merge_sources import load_source
+from pytest_gpucluster.analysis.run_view import RunView, without_samples
 from pytest_gpucluster.cli import crosscheck
 from pytest_gpucluster.cli.command import (
     DONE,
@@ -25,6 +30,7 @@ from pytest_gpucluster.cli.command import (
     Step,
     add_journal,
     add_json,
+    add_option,
     add_steps,
     columns,
     complain,
@@ -38,12 +44,10 @@ from pytest_gpucluster.cli.command import (
     write_text,
 )
 from pytest_gpucluster.errors import JournalError, LaunchError
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, encode, locate
+from pytest_gpucluster.launch.hostlist import expand_hostlist
+from pytest_gpucluster.reports.tables import rank_name
 from pytest_gpucluster.text import one_line, paragraph, printable
-
-if TYPE_CHECKING:
-    from pytest_gpucluster.analysis.fleet import NodeRun
-    from pytest_gpucluster.analysis.run_view import RunView
-    from pytest_gpucluster.journal.journal import Journal
 
 _INDENT = 8
 
@@ -75,25 +79,15 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
     explain(parser, _COMPARE, _COMPARE_EXAMPLES, _COMPARE_EXIT_CODES)
     add_journal(parser, "old", help="the baseline: a journal.jsonl, or the folder of a run")
     add_journal(parser, "new", help="the run to compare with it")
-    parser.add_argument(
-        "--fail",
-        metavar="PERCENT",
-        default="3%",
-        help="how much worse a value may be, in percent of the baseline (default: 3%%)",
-    )
-    parser.add_argument("--recorded", action="store_true", help="values without a limit can be regressions too")
-    parser.add_argument(
-        "--partial", action="store_true", help="values that only one run has are reported, but do not end with 5"
-    )
-    parser.add_argument("--all", action="store_true", help="show every metric, also unchanged ones")
+    add_option(parser, "--fail PERCENT", "how much worse a value may be, in percent of the baseline", default="3%")
+    add_option(parser, "--recorded", "values without a limit can be regressions too")
+    add_option(parser, "--partial", "values that only one run has are reported, but do not end with 5")
+    add_option(parser, "--all", "show every metric, also unchanged ones")
     add_json(parser)
 
 
 def run_compare(options: argparse.Namespace) -> int:
     """Compare two runs and return the exit code."""
-    from pytest_gpucluster.analysis import compare, compare_output
-    from pytest_gpucluster.reports.tables import rank_name
-
     allowed = percentage("--fail", options.fail)
     (old_path, old, old_journal), (new_path, new, new_journal) = _view(options.old), _view(options.new)
     if filecmp.cmp(old_path, new_path, shallow=False):
@@ -122,8 +116,6 @@ def run_compare(options: argparse.Namespace) -> int:
 
 def _view(path: Path) -> tuple[Path, RunView, Journal]:
     """Return a run's journal file, its view for the comparison, and its journal without results."""
-    from pytest_gpucluster.analysis.run_view import RunView, without_samples
-
     path, journal = read_journal(path, keep_samples=True, slim=without_samples)
     return path, RunView.of(journal), replace(journal, results=())
 
@@ -142,8 +134,6 @@ def _describe(path: Path, journal: Journal) -> dict[str, Any]:
 
 
 def _head(described: list[dict[str, Any]], width: int) -> str:
-    from pytest_gpucluster.analysis import run_view
-
     lines = []
     for when, run in zip(("before", "now"), described, strict=True):
         rehearsal = "REHEARSAL, " if run["rehearsal"] else ""
@@ -183,26 +173,22 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``runs merge``."""
     explain(parser, _MERGE, _MERGE_EXAMPLES, _MERGE_EXIT_CODES)
     parser.add_argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP)
-    parser.add_argument(
-        "--out",
-        metavar="PATH",
+    add_option(
+        parser,
+        "--out PATH",
+        "the merged journal: a folder, for its journal.jsonl, or a file whose name ends in .jsonl; never replaced",
         type=Path,
         required=True,
-        help="the merged journal: a folder, for its journal.jsonl, or a file whose name ends in .jsonl; never replaced",
     )
-    parser.add_argument(
+    add_option(
+        parser,
         "--allow-different-clusters",
-        action="store_true",
-        help="merge also runs of different hosts, GPUs or sizes; every report states it, and nothing is ACCEPTED by it",
+        "merge also runs of different hosts, GPUs or sizes; every report states it, and nothing is ACCEPTED by it",
     )
 
 
 def run_merge(options: argparse.Namespace) -> int:
     """Merge journals and return the exit code."""
-    from pytest_gpucluster.analysis.merge import merge_journals
-    from pytest_gpucluster.analysis.merge_sources import load_source
-    from pytest_gpucluster.journal.journal import JOURNAL_FILE, encode, locate
-
     out: Path = options.out
     if out.suffix != ".jsonl" or out.is_dir():
         out = out / JOURNAL_FILE
@@ -273,24 +259,15 @@ def configure_fleet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", metavar="JOURNAL|DIR", type=Path, nargs="+", help="a journal.jsonl, or a folder with journals below it"
     )
-    parser.add_argument("--nodes", metavar="HOSTLIST", help="the nodes that should have answered: gpu-[001-064]")
-    parser.add_argument(
-        "--behind",
-        metavar="PERCENT",
-        default="3%",
-        help="how much worse than the fleet's median an outlier is (default: 3%%)",
-    )
-    parser.add_argument("--drain", metavar="FILE", help="write the nodes to drain; - for standard output")
+    add_option(parser, "--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]")
+    add_option(parser, "--behind PERCENT", "how much worse than the fleet's median an outlier is", default="3%")
+    add_option(parser, "--drain FILE", "write the nodes to drain; - for standard output")
     add_json(parser)
-    parser.add_argument("--all", action="store_true", help="show all nodes and outliers")
+    add_option(parser, "--all", "show all nodes and outliers")
 
 
 def run_fleet(options: argparse.Namespace) -> int:
     """Show a fleet and return the exit code."""
-    from pytest_gpucluster.analysis import fleet_output
-    from pytest_gpucluster.analysis.fleet import drain_text, fleet, matrix, outliers
-    from pytest_gpucluster.launch.hostlist import expand_hostlist
-
     behind = percentage("--behind", options.behind)
     try:
         expected = expand_hostlist(options.nodes) if options.nodes is not None else []
@@ -325,9 +302,6 @@ def _node_runs(paths: list[Path]) -> tuple[list[NodeRun], list[tuple[str, str]]]
     Raises:
         JournalError: a named journal cannot be read, or a folder has none.
     """
-    from pytest_gpucluster.analysis.fleet import NodeRun, journals_below
-    from pytest_gpucluster.analysis.run_view import without_samples
-
     runs: dict[Path, NodeRun] = {}
     unreadable: dict[Path, tuple[str, str]] = {}
     for path in paths:

@@ -11,7 +11,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.cli.command import BROKEN_EXIT, USAGE, complain, exit_codes, explain, port_number, seconds
+from pytest_gpucluster.cli.command import (
+    BROKEN_EXIT,
+    USAGE,
+    add_option,
+    complain,
+    exit_codes,
+    explain,
+    port_number,
+    seconds,
+)
 from pytest_gpucluster.cli.command import whole_number as whole
 from pytest_gpucluster.cli.run_hosts import PYTEST_DEFAULT, add_access, add_expect, select_nodes, unique_run_id
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -52,6 +61,7 @@ _EXIT_CODES = exit_codes(
         2: "wrong usage, nothing was measured; or BROKEN: interrupted, with the table so far",
         10: "INCOMPLETE: nothing failed, but something did not run or was not judged, or there was no joint run",
         11: "BROKEN: a node gave no answer, or its run broke",
+        12: EXIT_CODES[12],
     },
     common=(),
 )
@@ -79,37 +89,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
         return added
 
     slurm = add("slurm", "in a Slurm allocation", _SLURM)
-    slurm.add_argument("--nodes", metavar="HOSTLIST", help="of the allocation, such as 'gpu-[003,007]' (default: all)")
+    add_option(slurm, "--nodes HOSTLIST", "of the allocation, such as 'gpu-[003,007]' (default: all)")
     _add_at_once(slurm, 1024)
-    slurm.add_argument(
-        "--srun",
-        metavar="OPTION",
-        action="append",
-        default=[],
-        help="an option for every srun, such as --srun=--gpus-per-node=8; repeatable",
-    )
+    add_option(slurm, "--srun OPTION", "an option for every srun, such as --srun=--gpus-per-node=8", action="append")
     over_ssh = add("ssh", "over ssh, without a scheduler", _SSH, " HOSTS")
     add_access(over_ssh)
     _add_at_once(over_ssh, 256)
     kubernetes = add("kubernetes", "with kubectl", _KUBERNETES)
     which = kubernetes.add_mutually_exclusive_group(required=True)
-    which.add_argument("--nodes", metavar="HOSTLIST", help="names of nodes, such as 'gpu-[003,007]' or a,b")
-    which.add_argument("--selector", metavar="LABELS", help="nodes with these labels, as of kubectl get nodes -l")
-    kubernetes.add_argument(
-        "--pod-template",
-        metavar="FILE",
+    add_option(which, "--nodes HOSTLIST", "names of nodes, such as 'gpu-[003,007]' or a,b")
+    add_option(which, "--selector LABELS", "nodes with these labels, as of kubectl get nodes -l")
+    add_option(
+        kubernetes,
+        "--pod-template FILE",
+        "a Pod as YAML or JSON: image, resources, volumes and everything else that a pod needs on these nodes",
         type=Path,
         required=True,
-        help="a Pod as YAML or JSON: image, resources, volumes and everything else that a pod needs on these nodes",
     )
-    kubernetes.add_argument("--namespace", metavar="NAME", help="of the Jobs (default: kubectl's own)")
-    kubernetes.add_argument(
-        "--pod-report-dir",
-        metavar="DIR",
+    add_option(kubernetes, "--namespace NAME", "of the Jobs (default: kubectl's own)")
+    add_option(
+        kubernetes,
+        "--pod-report-dir DIR",
+        "for the folder of each run, in the pod; on a volume the journals remain",
         default="/tmp/gpucluster-report",
-        help="for the folder of each run, in the pod; on a volume the journals remain (default: %(default)s)",
     )
-    kubernetes.add_argument("--keep", action="store_true", help="do not delete the Jobs at the end")
+    add_option(kubernetes, "--keep", "do not delete the Jobs at the end")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -214,43 +218,31 @@ def _kubernetes(options: argparse.Namespace, gpus: int) -> _Setup:
 
 def _add_at_once(parser: argparse.ArgumentParser, default: int) -> None:
     text = "the most nodes that run alone at a time (default: %(default)s)"
-    parser.add_argument("--at-once", metavar="N", type=whole(), default=default, help=text)
+    add_option(parser, "--at-once N", text, type=whole(), default=default)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add_expect(parser, required=True)
-    parser.add_argument(
-        "--alone-within",
-        metavar="TIME",
+    add_option(
+        parser,
+        "--alone-within TIME",
+        "deadline for a node's own run, after which it counts as no answer",
         type=seconds,
         default="2 h",
-        help="deadline for a node's own run, after which it counts as no answer (default: %(default)s)",
     )
-    parser.add_argument(
-        "--together-within",
-        metavar="TIME",
-        type=seconds,
-        default="4 h",
-        help="deadline for the joint run of the survivors (default: %(default)s)",
+    add_option(
+        parser, "--together-within TIME", "deadline for the joint run of the survivors", type=seconds, default="4 h"
     )
-    parser.add_argument(
-        "--min-nodes",
-        metavar="N",
+    add_option(
+        parser,
+        "--min-nodes N",
+        "with fewer survivors there is no joint run, and the sweep is INCOMPLETE",
         type=whole(2),
         default=2,
-        help="with fewer survivors there is no joint run, and the sweep is INCOMPLETE (default: %(default)s)",
     )
-    parser.add_argument(
-        "--report-dir",
-        metavar="DIR",
-        type=Path,
-        default=Path("gpucluster-sweep"),
-        help="for the folder of each sweep (default: %(default)s)",
-    )
-    parser.add_argument("--python", metavar="PATH", help="python on the nodes (default: this one; in pods: python)")
-    parser.add_argument(
-        "--port", metavar="PORT", type=port_number, help="rendezvous port of the joint run (default: one is chosen)"
-    )
+    add_option(parser, "--report-dir DIR", "for the folder of each sweep", type=Path, default=Path("gpucluster-sweep"))
+    add_option(parser, "--python PATH", "python on the nodes (default: this one; in pods: python)")
+    add_option(parser, "--port PORT", "rendezvous port of the joint run (default: one is chosen)", type=port_number)
 
 
 def _print(line: str) -> None:

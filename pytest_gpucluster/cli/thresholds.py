@@ -24,6 +24,7 @@ from pytest_gpucluster.cli.command import (
     USAGE,
     CommandError,
     Step,
+    add_option,
     add_steps,
     add_thresholds,
     exit_codes,
@@ -199,13 +200,7 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``thresholds check``."""
     explain(parser, _CHECK, _EXAMPLES, EXIT_CODES)
     parser.add_argument("files", metavar="FILE", type=Path, nargs="*", help="default: the shipped limits")
-    parser.add_argument(
-        "--plugin",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="a conftest.py or a module that declares metrics of your own; repeatable",
-    )
+    add_option(parser, "--plugin FILE", "a conftest.py or a module that declares metrics of your own", action="append")
 
 
 def configure_explain(parser: argparse.ArgumentParser) -> None:
@@ -214,19 +209,12 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "metrics", metavar="METRIC", nargs="*", help="default: all; matmul. selects all that begin with it"
     )
-    parser.add_argument("--sku", metavar="NAME", help="a SKU, or words of its name: H100 selects every H100")
-    parser.add_argument("--world-size", metavar="N", type=whole_number(), help="ranks of the run")
-    parser.add_argument("--nnodes", metavar="N", type=whole_number(), help="nodes of the run")
-    parser.add_argument("--transport", metavar="NAME", help="the same as --label transport=NAME, such as NET/IB")
-    parser.add_argument(
-        "--label",
-        metavar="KEY=VALUE",
-        type=key_value,
-        action="append",
-        default=[],
-        help="of the measurement; repeatable",
-    )
-    parser.add_argument("--journal", metavar="JOURNAL", type=Path, help=JOURNAL_HELP)
+    add_option(parser, "--sku NAME", "a SKU, or words of its name: H100 selects every H100")
+    add_option(parser, "--world-size N", "ranks of the run", type=whole_number())
+    add_option(parser, "--nnodes N", "nodes of the run", type=whole_number())
+    add_option(parser, "--transport NAME", "the same as --label transport=NAME, such as NET/IB")
+    add_option(parser, "--label KEY=VALUE", "a label of the measurement", type=key_value, action="append")
+    add_option(parser, "--journal JOURNAL", JOURNAL_HELP, type=Path)
     add_thresholds(parser)
 
 
@@ -234,27 +222,21 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``thresholds calibrate``."""
     explain(parser, _CALIBRATE, _EXAMPLES, EXIT_CODES)
     parser.add_argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP)
-    parser.add_argument("--out", metavar="FILE", required=True, help="write the file here; - for standard output")
-    parser.add_argument(
-        "--spreads", metavar="K", type=number(0.001, 99.999), default=3.0, help="spreads below the median (default: 3)"
-    )
-    parser.add_argument("--sku", metavar="NAME", help="the required SKU (default: that of the first journal)")
-    parser.add_argument("--recorded", action="store_true", help="also for rates that no limit judges yet")
-    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    add_option(parser, "--out FILE", "write the file here; - for standard output", required=True)
+    add_option(parser, "--spreads K", "spreads below the median", type=number(0.001, 99.999), default=3.0)
+    add_option(parser, "--sku NAME", "the required SKU (default: that of the first journal)")
+    add_option(parser, "--recorded", "also for rates that no limit judges yet")
+    add_option(parser, "--force", "replace an existing file")
 
 
 def configure_judge(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``thresholds judge``."""
     explain(parser, _JUDGE, _EXAMPLES, EXIT_CODES)
     parser.add_argument("values", metavar="METRIC=VALUE", nargs="+", help='such as matmul.fp32.tflops="51.5 TFLOPS"')
-    parser.add_argument("--sku", metavar="NAME", required=True, help="the SKU, such as H100 SXM")
-    parser.add_argument(
-        "--world-size", metavar="N", type=whole_number(), default=1, help="GPUs that took part (default: 1)"
-    )
-    parser.add_argument("--nodes", metavar="M", type=whole_number(), default=1, help="nodes of these GPUs (default: 1)")
-    parser.add_argument(
-        "--label", metavar="KEY=VALUE", action="append", default=[], help="how it was measured; repeatable"
-    )
+    add_option(parser, "--sku NAME", "the SKU, such as H100 SXM", required=True)
+    add_option(parser, "--world-size N", "GPUs that took part", type=whole_number(), default=1)
+    add_option(parser, "--nodes M", "nodes of these GPUs", type=whole_number(), default=1)
+    add_option(parser, "--label KEY=VALUE", "how it was measured", action="append")
     add_thresholds(parser)
 
     def refuse(message: str) -> NoReturn:

@@ -9,9 +9,23 @@ import tempfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpucluster import __version__
+from pytest_gpucluster.analysis.calibration import (
+    NoFloor,
+    Proposal,
+    Series,
+    Source,
+    conditions_of,
+    conflicting_series,
+    name_of,
+    other_limit_files,
+    overlay,
+    propose,
+    series,
+    source_problems,
+)
+from pytest_gpucluster.analysis.certificate_audit import journal_digest
 from pytest_gpucluster.cli.command import (
     DONE,
     NEGATIVE,
@@ -24,17 +38,14 @@ from pytest_gpucluster.cli.command import (
 )
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.journal.journal import locate
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.limits import peak_of
+from pytest_gpucluster.metrics import datasheets, measurement
 from pytest_gpucluster.text import printable
-
-if TYPE_CHECKING:
-    from pytest_gpucluster.analysis.calibration import NoFloor, Proposal, Series, Source
 
 
 def calibrate(options: argparse.Namespace) -> int:
     """Write proposed floors and return the exit code."""
-    from pytest_gpucluster.analysis.calibration import Proposal, other_limit_files, overlay, series, source_problems
-    from pytest_gpucluster.judge import loader
-
     spreads, out = options.spreads, options.out
     paths = [locate(path) for path in options.journals]
     require_other_file("--out", out, [*paths, loader.shipped_path()], "a journal or the shipped limits")
@@ -81,18 +92,11 @@ def calibrate(options: argparse.Namespace) -> int:
 
 
 def _source(path: Path) -> Source:
-    from pytest_gpucluster.analysis.calibration import Source
-    from pytest_gpucluster.analysis.certificate_audit import journal_digest
-
     sha256, journal = journal_digest(path)
     return Source(path=str(path), sha256=sha256, journal=journal)
 
 
 def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float) -> Proposal | NoFloor:
-    from pytest_gpucluster.analysis.calibration import NoFloor, conditions_of, conflicting_series, name_of, propose
-    from pytest_gpucluster.judge.limits import peak_of
-    from pytest_gpucluster.metrics import datasheets, measurement
-
     metric = measurement.known(one.metric)
     facts = {**one.topology, **one.labels}
     # As the judge does: across nodes the rate is the fabric's, which no link within a node bounds.
@@ -113,8 +117,6 @@ def _require_loadable(text: str) -> None:
     Raises:
         ThresholdsError: it is malformed.
     """
-    from pytest_gpucluster.judge import loader
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "proposed.yaml")
         path.write_text(text, encoding="utf-8")
@@ -122,8 +124,6 @@ def _require_loadable(text: str) -> None:
 
 
 def _print_kept(kept: Sequence[NoFloor]) -> None:
-    from pytest_gpucluster.analysis.calibration import name_of
-
     for one in kept:
         print(f"- {name_of(one.series)}: {printable(one.why)}", file=sys.stderr)
     if not kept:

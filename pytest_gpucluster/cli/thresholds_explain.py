@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpucluster.cli.command import DONE, NEGATIVE, NO_INPUT, USAGE, CommandError, complain, print_paragraph
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal, locate, read
-from pytest_gpucluster.metrics import units
+from pytest_gpucluster.judge import evidence, loader
+from pytest_gpucluster.judge.evidence import Support, compare
+from pytest_gpucluster.judge.judge import MetricResult, judge_value
+from pytest_gpucluster.judge.limits import Limit, Thresholds, demand, explain, facts
+from pytest_gpucluster.metrics import measurement, units
 from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.reports.tables import limit_text
 from pytest_gpucluster.text import one_line, printable
-
-if TYPE_CHECKING:
-    from pytest_gpucluster.judge.evidence import Support
-    from pytest_gpucluster.judge.judge import MetricResult
-    from pytest_gpucluster.judge.limits import Limit, Thresholds
 
 
 def explain_sku(sku: str, names: Sequence[str], files: Sequence[Path], known: Mapping[str, str]) -> int:
@@ -33,8 +31,6 @@ def explain_sku(sku: str, names: Sequence[str], files: Sequence[Path], known: Ma
         files: that override the shipped limits.
         known: facts of the run and labels of the measurement.
     """
-    from pytest_gpucluster.judge import loader
-
     limits = loader.load(loader.shipped_path(), *files)
     skus = _select_skus(sku, list(limits.skus))
     if not skus:
@@ -51,9 +47,6 @@ def explain_sku(sku: str, names: Sequence[str], files: Sequence[Path], known: Ma
 
 def _explain_metric(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str], with_others: bool) -> bool:
     """Print the entries for a metric; return whether one decides, at least for some conditions."""
-    from pytest_gpucluster.judge import evidence
-    from pytest_gpucluster.judge.limits import demand, explain
-
     entries = explain(limits, metric, sku=sku, known=known)
     deciding = [entry for entry in entries if entry.effect.startswith("decides")]
     if not with_others and not deciding:
@@ -100,8 +93,6 @@ def explain_journal(path: Path, names: Sequence[str], files: Sequence[Path]) -> 
         names: of metrics; none means all that the run measured.
         files: that override the shipped limits.
     """
-    from pytest_gpucluster.judge import loader
-
     path = locate(path)
     journal = read(path, keep_samples=False)
     sku = journal.limits.sku if journal.limits is not None else None
@@ -124,8 +115,6 @@ def explain_journal(path: Path, names: Sequence[str], files: Sequence[Path]) -> 
 def _explain_value(
     judged: JudgedMetric, nodeid: str, journal: Journal, limits: Thresholds, sku: str, *, with_others: bool
 ) -> int:
-    from pytest_gpucluster.judge.limits import demand, explain, facts
-
     labels = _facts(judged.labels)
     _print(0, f"{judged.metric}{f' ({labels})' if labels else ''} of {nodeid}")
     known = facts(world_size=journal.run.world_size, nnodes=journal.run.nnodes, labels=judged.labels)
@@ -178,8 +167,6 @@ def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[st
     Raises:
         CommandError: an unknown one.
     """
-    from pytest_gpucluster.metrics import measurement
-
     if not asked:
         return list(dict.fromkeys(known_names))
     found: list[str] = []
@@ -229,10 +216,6 @@ def judge_values(
 
     Raises: ThresholdsError: a file of limits is wrong.
     """
-    from pytest_gpucluster.judge import evidence, loader
-    from pytest_gpucluster.judge.judge import judge_value
-    from pytest_gpucluster.metrics import measurement
-
     limits = loader.load(loader.shipped_path(), *files)
     if sku not in limits.skus and sku not in {row.sku for row in evidence.published()}:
         raise _unknown_sku(sku, limits, WRONG_USAGE)
@@ -270,9 +253,6 @@ def judge_values(
 
 
 def _judged_line(judged: MetricResult, unit: str, support: Support | None) -> tuple[int, str]:
-    from pytest_gpucluster.judge.evidence import compare
-    from pytest_gpucluster.judge.limits import demand
-
     value = judged.value or 0.0
     begin = f"{judged.metric} {units.show(value, unit)}"
     limit = judged.limit

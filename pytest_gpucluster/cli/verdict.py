@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_gpucluster.cli.command import BROKEN_EXIT, add_journal, complain, explain
+from pytest_gpucluster.cli.command import BROKEN_EXIT, add_journal, add_option, complain, explain
 from pytest_gpucluster.cli.run import run_exit_codes
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import locate, read
@@ -41,15 +41,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``verdict``."""
     explain(parser, _VERDICT, _EXAMPLES, RUN_EXIT_CODES)
     add_journal(parser)
-    parser.add_argument(
-        "--json", metavar="FILE", type=Path, help="write verdict and first failure, in at most 4096 bytes"
-    )
-    parser.add_argument(
-        "--launcher-exit",
-        metavar="CODE",
+    add_option(parser, "--json FILE", "write verdict and first failure, in at most 4096 bytes", type=Path)
+    add_option(
+        parser,
+        "--launcher-exit CODE",
+        "exit code of the run's launcher, such as srun: the run has ended, and passes only with "
+        "0; without a journal 2 to 5 are kept",
         type=int,
-        help="exit code of the run's launcher, such as srun: the run has ended, and passes only with 0; without a "
-        "journal 2 to 5 are kept",
     )
 
 

@@ -106,8 +106,8 @@ def test_every_call_of_gpucluster_is_one_that_it_takes():
     for where, words in found:
         parsed = main.parse(words[1:])
         if parsed.command == "run":
-            assert parsed.passed_on[0] == "acceptance/", where
-            assert set(parsed.for_others) <= {"--nproc-per-node=2"}, where
+            assert parsed.forwarded[0] == "acceptance/", where
+            assert set(parsed.for_torchrun) <= {"--nproc-per-node=2"}, where
     known = {f"GPUCLUSTER_{option.name.upper().replace('-', '_')}" for option in options.OPTIONS}
     named = set(re.findall(r"\bGPUCLUSTER_\w+", "".join(p.read_text() for p in (*WORKFLOWS, GITLAB, JENKINS))))
     assert {"GPUCLUSTER_EXPECT", "GPUCLUSTER_REPORT_DIR"} <= named <= known

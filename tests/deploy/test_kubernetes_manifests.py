@@ -357,7 +357,7 @@ def test_the_command_is_one_that_the_suite_takes(rendered, pytester):
         assert words[:2] == ["bash", "/opt/gpucluster-scripts/suite.sh"]
         assert not any("$(" in word for word in [*words, *environ.values()]), words
         said = main.parse(["run", *words[2:]])
-        line = command_line(said.for_others, said.passed_on, environ)
+        line = command_line(said.for_torchrun, said.forwarded, environ)
         arguments = torchrun_parser().parse_args(line.arguments)
         _, nnodes, _, _ = shape(rendered[name])
         assert (arguments.nnodes, arguments.node_rank) == (str(nnodes), 1)
