@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -28,6 +28,7 @@ from pytest_gpucluster.text import one_line, printable
 if TYPE_CHECKING:
     from pytest_gpucluster.journal.journal import Journal
     from pytest_gpucluster.journal.records import TestResult
+    from pytest_gpucluster.judge.limits import Thresholds
 
 DONE, NEGATIVE, USAGE, NO_INPUT, NO_OUTPUT, UNDECIDED = 0, 1, 2, 3, 4, 5
 """Exit codes. ``NEGATIVE``: a comparison found a difference, a check a problem."""
@@ -240,6 +241,17 @@ def read_journal(
     if journal.cut:
         complain(f"{path}: its last line is truncated and left out", DONE)
     return path, journal
+
+
+def load_limits(paths: Sequence[Path]) -> Thresholds:
+    """Return the shipped limits, overridden by these files.
+
+    Raises:
+        ThresholdsError: a file is malformed.
+    """
+    from pytest_gpucluster.judge import loader
+
+    return loader.load(loader.shipped_path(), *paths)
 
 
 def require_other_file(option: str, out: str | Path | None, paths: Iterable[Path], what: str = "a journal") -> None:

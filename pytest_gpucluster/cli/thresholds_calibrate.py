@@ -32,13 +32,13 @@ from pytest_gpucluster.cli.command import (
     NO_INPUT,
     CommandError,
     complain,
+    load_limits,
     require_new_file,
     require_other_file,
     write_text,
 )
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.journal.journal import locate
-from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import peak_of
 from pytest_gpucluster.metrics import datasheets, measurement
 from pytest_gpucluster.text import printable
@@ -46,9 +46,11 @@ from pytest_gpucluster.text import printable
 
 def calibrate(options: argparse.Namespace) -> int:
     """Write proposed floors and return the exit code."""
+    from pytest_gpucluster.judge.loader import shipped_path
+
     spreads, out = options.spreads, options.out
     paths = [locate(path) for path in options.journals]
-    require_other_file("--out", out, [*paths, loader.shipped_path()], "a journal or the shipped limits")
+    require_other_file("--out", out, [*paths, shipped_path()], "a journal or the shipped limits")
     require_new_file("--out", out, force=options.force)
     sources = [_source(path) for path in paths]
     problems = source_problems(sources, sku=options.sku)
@@ -65,7 +67,7 @@ def calibrate(options: argparse.Namespace) -> int:
         _print_kept(kept)
         return NEGATIVE
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-    shipped = hashlib.sha256(loader.shipped_path().read_bytes()).hexdigest()
+    shipped = hashlib.sha256(shipped_path().read_bytes()).hexdigest()
     text = overlay(
         sku,
         proposals,
@@ -120,7 +122,7 @@ def _require_loadable(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "proposed.yaml")
         path.write_text(text, encoding="utf-8")
-        loader.load(loader.shipped_path(), path)
+        load_limits([path])
 
 
 def _print_kept(kept: Sequence[NoFloor]) -> None:

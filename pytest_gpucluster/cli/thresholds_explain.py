@@ -8,11 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pytest_gpucluster.cli.command import DONE, NEGATIVE, NO_INPUT, USAGE, CommandError, complain, print_paragraph
+from pytest_gpucluster.cli.command import (
+    DONE,
+    NEGATIVE,
+    NO_INPUT,
+    USAGE,
+    CommandError,
+    complain,
+    load_limits,
+    print_paragraph,
+)
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal, locate, read
-from pytest_gpucluster.judge import evidence, loader
+from pytest_gpucluster.judge import evidence
 from pytest_gpucluster.judge.evidence import Support, compare
 from pytest_gpucluster.judge.judge import MetricResult, judge_value
 from pytest_gpucluster.judge.limits import Limit, Thresholds, demand, explain, facts
@@ -31,7 +40,7 @@ def explain_sku(sku: str, names: Sequence[str], files: Sequence[Path], known: Ma
         files: that override the shipped limits.
         known: facts of the run and labels of the measurement.
     """
-    limits = loader.load(loader.shipped_path(), *files)
+    limits = load_limits(files)
     skus = _select_skus(sku, list(limits.skus))
     if not skus:
         raise _unknown_sku(sku, limits, USAGE)
@@ -98,7 +107,7 @@ def explain_journal(path: Path, names: Sequence[str], files: Sequence[Path]) -> 
     sku = journal.limits.sku if journal.limits is not None else None
     if sku is None:
         return complain(f"{path}: the journal has no SKU", NO_INPUT)
-    limits = loader.load(loader.shipped_path(), *files)
+    limits = load_limits(files)
     values = [(judged, result.nodeid) for result in journal.results for judged in result.measurements]
     found = _select_metrics(names, list(dict.fromkeys(judged.metric for judged, _ in values)))
     run = journal.run
@@ -216,7 +225,7 @@ def judge_values(
 
     Raises: ThresholdsError: a file of limits is wrong.
     """
-    limits = loader.load(loader.shipped_path(), *files)
+    limits = load_limits(files)
     if sku not in limits.skus and sku not in {row.sku for row in evidence.published()}:
         raise _unknown_sku(sku, limits, WRONG_USAGE)
     if world_size < nodes:
