@@ -18,11 +18,11 @@ from typing import Any
 from pytest_gpucluster.launch.launchers import Allocation, allocation
 from pytest_gpucluster.node import info_gpus, info_software, limits
 from pytest_gpucluster.node.host import NodeSnapshot, read_node
-from pytest_gpucluster.node.info_software import Answer, Run
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
 from pytest_gpucluster.node.limits import Space
 from pytest_gpucluster.node.processes import Process, find_process
+from pytest_gpucluster.node.programs import Output, Run, run_program
 from pytest_gpucluster.node.sysfs import Tree, format_ranges
 
 _APPTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
@@ -200,8 +200,8 @@ class Sources:
     tree: Tree = field(default_factory=Tree)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     hostname: Callable[[], str] = socket.gethostname
-    gpus: Callable[[], Answer] = info_gpus.run_child
-    run: Run = info_software.run_program
+    gpus: Callable[[], Output] = info_gpus.run_child
+    run: Run = run_program
     find_process: Callable[[int], Process] = find_process
     interfaces: Callable[[], Sequence[Interface]] = own_interfaces
     space: Space = limits.space

@@ -16,10 +16,10 @@ from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.node.info_software import Answer, run_program
 from pytest_gpucluster.node.nvml import NotAvailable, Nvml, PyNvml
 from pytest_gpucluster.node.nvml_queries import keys
 from pytest_gpucluster.node.processes import Process, find_process
+from pytest_gpucluster.node.programs import Output, run_program
 from pytest_gpucluster.node.sysfs import Tree, pci_address
 
 ANSWER_SECONDS = 30.0
@@ -66,12 +66,12 @@ def query_gpus(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], 
     write({"done": True})
 
 
-def run_child(command: Sequence[str] = _CHILD, seconds: float = ANSWER_SECONDS) -> Answer:
+def run_child(command: Sequence[str] = _CHILD, seconds: float = ANSWER_SECONDS) -> Output:
     """Run the child, and return what it has written by the deadline."""
     return run_program(command, seconds, environ=detached_process.child_environment())
 
 
-def read_gpus(child: Answer, find_process: Callable[[int], Process] = find_process) -> dict[str, Any]:
+def read_gpus(child: Output, find_process: Callable[[int], Process] = find_process) -> dict[str, Any]:
     """Parse the child's lines.
 
     Returns:

@@ -1,77 +1,20 @@
-"""The software stack of a node, its network interfaces and HCAs, and a runner of its tools.
+"""The software stack of a node, its network interfaces and HCAs.
 
-The stack is driver, Fabric Manager, kernel modules, CUDA, NCCL, torch and OFED. Tools run with a deadline, for a broken
-driver may hang.
+The stack is driver, Fabric Manager, kernel modules, CUDA, NCCL, torch and OFED.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
 from pytest_gpucluster.node import infiniband, pci
 from pytest_gpucluster.node.interfaces import Interface
+from pytest_gpucluster.node.programs import Run
 from pytest_gpucluster.node.sysfs import Tree, pci_address
-from pytest_gpucluster.text import first_line
-
-ANSWER_SECONDS = 5.0
-_KILL_SECONDS = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a program printed until it exited or was killed. ``why_not`` is empty if it exited with 0."""
-
-    text: str = ""
-    why_not: str = ""
-
-
-Run = Callable[[Sequence[str]], Answer]
-
-
-def run_program(
-    command: Sequence[str], seconds: float = ANSWER_SECONDS, *, environ: Mapping[str, str] | None = None
-) -> Answer:
-    """Run a program that only prints, and return its output; after ``seconds`` it is killed."""
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**(os.environ if environ is None else environ), "LC_ALL": "C"},
-            start_new_session=True,
-        )
-    except OSError as error:
-        return Answer(why_not=f"{command[0]}: {error.strerror or error}")
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired as late:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and its children
-        # A process blocked in the driver cannot be killed: it is not waited for.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_KILL_SECONDS)
-        for pipe in filter(None, (process.stdout, process.stderr)):
-            pipe.close()
-        return Answer(text=_text(late.stdout), why_not=f"{command[0]}: no answer within {seconds:g} s")
-    if process.returncode:
-        why = first_line(_text(err)) or f"exit code {process.returncode}"
-        return Answer(text=_text(out), why_not=f"{command[0]}: {why}")
-    return Answer(text=_text(out))
-
-
-def _text(output: bytes | None) -> str:
-    return (output or b"").decode("utf-8", "replace")
-
 
 _VERSION = "/proc/driver/nvidia/version"
 _MODULES = ("nvidia", "nvidia_uvm", "nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs", "mlx5_ib", "ib_uverbs")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_gpucluster.node.programs import run_program
 from pytest_gpucluster.node.sysfs import pci_address
 
 KMSG = Path("/dev/kmsg")
@@ -95,11 +95,11 @@ def read(*, kmsg: Path = KMSG, commands: Sequence[Sequence[str]] = COMMANDS) -> 
         problems.append(f"{kmsg}: {error.strerror or error}")
     for command in commands:
         try:
-            lines = _output(command).splitlines()
+            lines = _output(command)
             _require_kernel(lines)
             return KernelLog(lines=tuple(lines), source=" ".join(command))
-        except (OSError, subprocess.SubprocessError) as error:
-            problems.append(f"{command[0]}: {_why(error)}")
+        except OSError as error:
+            problems.append(f"{command[0]}: {error.strerror}")
     return KernelLog(why_not="; ".join(problems))
 
 
@@ -200,27 +200,11 @@ def _sequence(record: bytes) -> int:
     return int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
 
 
-def _output(command: Sequence[str]) -> str:
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=COMMAND_SECONDS,
-        check=True,
-        env={**os.environ, "LC_ALL": "C"},
-    )
-    text = done.stdout.decode("utf-8", "replace")
-    if not text.strip():
+def _output(command: Sequence[str]) -> list[str]:
+    output = run_program(command, COMMAND_SECONDS)
+    if output.why_not:
+        raise OSError(errno.ENODATA, output.why_not.removeprefix(f"{command[0]}: "))
+    if not output.text.strip() and output.errors.strip():
         # Without permission, journalctl exits with 0 and prints nothing.
-        message = done.stderr.decode("utf-8", "replace").strip()
-        raise OSError(errno.ENODATA, message.splitlines()[-1] if message else "it is empty")
-    return text
-
-
-def _why(error: OSError | subprocess.SubprocessError) -> str:
-    if isinstance(error, subprocess.TimeoutExpired):
-        return f"no answer within {COMMAND_SECONDS:g} s"
-    if isinstance(error, subprocess.CalledProcessError):
-        message = (error.stderr or b"").decode("utf-8", "replace").strip()
-        return message.splitlines()[-1] if message else f"exit code {error.returncode}"
-    return str(getattr(error, "strerror", None) or error)
+        raise OSError(errno.ENODATA, output.errors.strip().splitlines()[-1])
+    return output.text.splitlines()

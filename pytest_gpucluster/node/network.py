@@ -253,13 +253,6 @@ class Reachability:
         return f"{self.hosts[node]} ({where})" if where else self.hosts[node]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """The exchange between two hosts. Tests replace it by a failing one."""
-
-    call: Callable[..., float]
-
-
 def call(address: str, port: int, token: str, *, payload: bytes, deadline_seconds: float) -> float:
     """Connect to a node's responder, and exchange a few bytes and then the payload; return the seconds until the few
     bytes are back.
@@ -282,7 +275,8 @@ def call(address: str, port: int, token: str, *, payload: bytes, deadline_second
     return seconds
 
 
-PIECES = Pieces(call=call)
+CALL: Callable[..., float] = call
+"""The exchange between two hosts. Tests replace it by a failing one."""
 
 
 def longest_seconds(count: int, deadline_seconds: float) -> float:
@@ -297,7 +291,7 @@ def connect_all(
     *,
     payload_bytes: int,
     deadline_seconds: float,
-    pieces: Pieces | None = None,
+    exchange: Callable[..., float] | None = None,
 ) -> Reachability:
     """Connect every node to every node, itself included; return the results on all of them.
 
@@ -309,11 +303,11 @@ def connect_all(
         choose: returns this node's address.
         payload_bytes: exchanged over each connection.
         deadline_seconds: of each receive.
-        pieces: the exchange between two hosts; by default ``PIECES`` of this module.
+        exchange: between two hosts; by default ``CALL`` of this module.
 
     Raises: StoreError if the store has stopped answering.
     """
-    pieces = pieces or PIECES
+    exchange = exchange or CALL
     within = longest_seconds(len(nodes.hosts), deadline_seconds) / 2
     with ExitStack() as stack:
         mine: dict[str, Any]
@@ -338,7 +332,7 @@ def connect_all(
 
         def attempt(one: Mapping[str, Any]) -> float | str:
             try:
-                return pieces.call(
+                return exchange(
                     one["address"], one["port"], one["token"], payload=payload, deadline_seconds=deadline_seconds
                 )
             except OSError as error:  # sent to all nodes

@@ -43,14 +43,7 @@ def find_process(pid: int, proc: Path = PROC) -> Process:
     except OSError:
         return Process(pid=pid, known=False)
     uid = next((line.split()[1] for line in status.splitlines() if line.startswith("Uid:")), "")
-    return Process(pid=pid, user=_user(uid), command=_command(folder))
-
-
-def _user(uid: str) -> str:
-    try:
-        return pwd.getpwuid(int(uid)).pw_name
-    except (KeyError, ValueError):
-        return f"uid {uid}" if uid else ""
+    return Process(pid=pid, user=_user_name(int(uid)) if uid.isdecimal() else "", command=_command(folder))
 
 
 def _command(folder: Path) -> str:
@@ -124,7 +117,7 @@ def stale_files(folder: Path, *, uid: int, before: float | None) -> StaleFiles |
     return StaleFiles(
         count=len(found),
         bytes=sum(size for size, _, _ in found),
-        owners=dict(Counter(_name(owner) for _, _, owner in found).most_common(_NAMED)),
+        owners=dict(Counter(_user_name(owner) for _, _, owner in found).most_common(_NAMED)),
         largest=tuple(name for _, name, _ in found[:_NAMED]),
     )
 
@@ -208,7 +201,7 @@ def _unmapped_uid() -> int | None:
         return None
 
 
-def _name(uid: int) -> str:
+def _user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -8,20 +8,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.launch.launchers import in_step
 from pytest_gpucluster.metrics.finding import Finding, environment, note
 from pytest_gpucluster.node import processes
+from pytest_gpucluster.node.health.snapshot import Sources
 from pytest_gpucluster.node.host import collect_node
 from pytest_gpucluster.node.interfaces import Board, Nodes
-from pytest_gpucluster.node.processes import Process
+from pytest_gpucluster.node.programs import Output, run_program
 from pytest_gpucluster.node.slurm_allocation import Place, allocation, allocation_findings, place_of
 from pytest_gpucluster.text import first_line
 
@@ -77,12 +77,12 @@ def ping(*, answer_seconds: float = ANSWER_SECONDS) -> Ping:
     Raises: EnvironmentBroken if none answers, or the command fails.
     """
     begin = time.monotonic()
-    output, message, code = _run(["scontrol", "ping"], answer_seconds)
+    output = _run(["scontrol", "ping"], answer_seconds)
     seconds = time.monotonic() - begin
-    found = [(f"{one['role']} {one['host']}", one["state"]) for one in _PING.finditer(output)]
+    found = [(f"{one['role']} {one['host']}", one["state"]) for one in _PING.finditer(output.text)]
     up = tuple(name for name, state in found if state == "UP")
     if not up:
-        reason = first_line(output.strip() or message.strip()) or f"exit code {code}, no message"
+        reason = first_line(output.text.strip() or output.errors.strip()) or f"exit code {output.code}, no message"
         raise EnvironmentBroken(
             f"no controller of Slurm answers (scontrol ping: {reason}). New jobs do not start, and this one may be "
             "killed: look at slurmctld on the controller's host, and at the network to it"
@@ -131,21 +131,21 @@ def node_states(
     command = ["sinfo", "--noheader", "--Node", "--nodes", listed, "--format", _FORMAT]
     # --all includes hidden partitions, as --partition does: sinfo rejects both together.
     command += ["--partition", partition] if partition else ["--all"]
-    output, message, code = _run(command, answer_seconds)
+    output = _run(command, answer_seconds)
     found = []
-    for line in filter(str.strip, output.splitlines()):
+    for line in filter(str.strip, output.text.splitlines()):
         fields = [field.strip() for field in line.split("|", 4)]
-        if code or len(fields) != 5:
-            reason = first_line(message.strip() or line)
-            raise EnvironmentBroken(f"sinfo does not report the state of {listed} (exit code {code}): {reason}")
+        if output.code or len(fields) != 5:
+            reason = first_line(output.errors.strip() or line)
+            raise EnvironmentBroken(f"sinfo does not report the state of {listed} (exit code {output.code}): {reason}")
         node, of, available, state, reason = fields
         reason = "" if reason.lower() == "none" else reason
         found.append(
             NodeState(node=node, partition=of.rstrip("*"), available=available, state=state.lower(), reason=reason)
         )
     if not found:
-        reason = f": {first_line(message.strip())}" if message.strip() else ""
-        raise EnvironmentBroken(f"sinfo lists none of {listed} (exit code {code}){reason}")
+        reason = f": {first_line(output.errors)}" if output.errors.strip() else ""
+        raise EnvironmentBroken(f"sinfo lists none of {listed} (exit code {output.code}){reason}")
     return tuple(found)
 
 
@@ -234,44 +234,21 @@ def _node_findings(node: str, lines: Sequence[NodeState]) -> list[Finding]:
     return findings
 
 
-def _run(command: list[str], seconds: float) -> tuple[str, str, int]:
-    """Run a Slurm command; return stdout, stderr and exit code.
+def _run(command: list[str], seconds: float) -> Output:
+    """Run a Slurm command.
 
-    Raises: EnvironmentBroken if it is missing or does not answer.
+    Raises: EnvironmentBroken if it cannot be run, or does not answer.
     """
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds,
-            check=False,
+    output = run_program(command, seconds)
+    if output.code is None:
+        raise EnvironmentBroken(
+            f"{output.why_not} (`{' '.join(command[:2])}`): Slurm cannot be queried. Look at slurmctld on the "
+            "controller's host; in a container, mount Slurm's commands, slurm.conf and munge's socket into it"
         )
-    except FileNotFoundError:
-        raise EnvironmentBroken(
-            f"{command[0]} is missing, so Slurm cannot be queried. In a container, mount Slurm's commands, slurm.conf "
-            "and munge's socket into it"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise EnvironmentBroken(
-            f"`{' '.join(command[:2])}` gave no answer within {seconds:g} s: look at slurmctld on the controller's host"
-        ) from None
-    except OSError as error:
-        raise EnvironmentBroken(f"{command[0]} cannot be run: {error}") from error
-    return done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"), done.returncode
+    return output
 
 
 _WITHIN_SECONDS = 60.0
-
-
-class Sources(Protocol):
-    """Where processes on GPUs are read: ``node.health.snapshot.Sources``."""
-
-    @property
-    def nvml(self) -> Any: ...
-
-    @property
-    def find_process(self) -> Callable[[int], Process]: ...
 
 
 def examine_allocation(

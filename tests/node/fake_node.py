@@ -14,9 +14,9 @@ from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster.node import info_gpus
 from pytest_gpucluster.node.info import Sources
-from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.processes import Process
+from pytest_gpucluster.node.programs import Output
 from pytest_gpucluster.node.sysfs import Tree
 
 CPUINFO = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480+\n\n"
@@ -109,11 +109,11 @@ def nvml(changes: Mapping[str, Any] | None = None, *, count: int = 8, **others: 
     return FakeNvml({uuid: {**HEALTHY_H100, **(changes or {})} for uuid in uuids}, pci=pci, **others)
 
 
-def child_answer(fake: FakeNvml) -> Answer:
+def child_answer(fake: FakeNvml) -> Output:
     """Return what the child would write of these GPUs."""
     lines: list[str] = []
     info_gpus.query_gpus(lambda: fake, lambda line: lines.append(json.dumps(line)))
-    return Answer(text="\n".join(lines))
+    return Output(text="\n".join(lines))
 
 
 def sources(planted: Tree, fake: FakeNvml | None = None, **changes: Any) -> Sources:
@@ -124,7 +124,7 @@ def sources(planted: Tree, fake: FakeNvml | None = None, **changes: Any) -> Sour
         "environ": {},
         "hostname": lambda: "gpu-07",
         "gpus": lambda: answer,
-        "run": lambda command: Answer(
+        "run": lambda command: Output(
             text="active\n" if command[0] == "systemctl" else "MLNX_OFED_LINUX-24.04-0.6.6.0:\n"
         ),
         "find_process": lambda pid: Process(pid=pid, user="alice", command="python train.py"),

@@ -15,7 +15,7 @@ from pytest_gpucluster.agreement.store import Board, MemoryStore
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.node import network
 from pytest_gpucluster.node.interfaces import Chosen, Nodes
-from pytest_gpucluster.node.network import Pieces, Reachability, connect_all
+from pytest_gpucluster.node.network import Reachability, connect_all
 
 INVENTORY = [
     {"rank": 2 * node + local, "node_rank": node, "local_rank": local, "host": f"node-{'abcd'[node]}"}
@@ -106,7 +106,7 @@ def test_a_node_that_is_silent_is_reported_by_the_first_one_and_its_pairs_count_
 
 def connect(
     count: int,
-    pieces: Callable[[int], Pieces] | None = None,
+    exchange: Callable[[int], Callable[..., float]] | None = None,
     choose: Callable[[int], Callable[[], Chosen]] | None = None,
     deadline_seconds: float = 5.0,
     done: Callable[[int], object] = lambda node: None,
@@ -125,7 +125,7 @@ def connect(
             choose(node) if choose else loopback,
             payload_bytes=4096,
             deadline_seconds=deadline_seconds,
-            pieces=pieces(node) if pieces else None,
+            exchange=exchange(node) if exchange else None,
         )
         done(node)
         return found
@@ -147,15 +147,15 @@ def test_a_node_whose_results_do_not_come_is_silent_on_all_others(monkeypatch: p
     monkeypatch.setattr(network, "_MARGIN_SECONDS", 0.1)
     late, given_up = threading.Event(), threading.Barrier(2, action=lambda: late.set())
 
-    def pieces(node: int) -> Pieces:
+    def exchange(node: int) -> Callable[..., float]:
         def call(address: str, port: int, token: str, **more: Any) -> float:
             if node == 2:
                 late.wait(60)
             return 0.001
 
-        return Pieces(call=call)
+        return call
 
-    found = connect(3, pieces, deadline_seconds=0.5, done=lambda node: node < 2 and given_up.wait(60))
+    found = connect(3, exchange, deadline_seconds=0.5, done=lambda node: node < 2 and given_up.wait(60))
     assert [one.silent for one in found] == [(2,), (2,), ()]
     assert found[0].reached_ratio == pytest.approx(6 / 9)
 
@@ -164,15 +164,15 @@ def test_a_node_that_cannot_be_called_is_named_on_every_node() -> None:
     def choose(node: int) -> Callable[[], Chosen]:
         return lambda: Chosen(interface="lo", address=f"127.0.0.{1 + node}", why="a test")
 
-    def pieces(node: int) -> Pieces:
+    def exchange(node: int) -> Callable[..., float]:
         def call(address: str, port: int, token: str, **more: Any) -> float:
             if (address == "127.0.0.3") != (node == 2):
                 raise ConnectionRefusedError("Connection refused")
             return network.call(address, port, token, **more)
 
-        return Pieces(call=call)
+        return call
 
-    for found in connect(3, pieces, choose):
+    for found in connect(3, exchange, choose):
         assert found.failures == dict.fromkeys([(0, 2), (1, 2), (2, 0), (2, 1)], "Connection refused")
         assert (found.suspects(), found.whole_nodes) == ((2,), 0)
         assert found.reached_ratio == pytest.approx(5 / 9)

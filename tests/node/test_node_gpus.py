@@ -10,8 +10,8 @@ import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node import info_gpus
-from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.processes import Process
+from pytest_gpucluster.node.programs import Output
 
 
 def read(fake=None, answer=None):
@@ -37,7 +37,7 @@ def test_without_a_driver_the_reason_is_reported():
 
     lines = []
     info_gpus.query_gpus(no_driver, lines.append)
-    gpus = read(answer=Answer(text="\n".join(map(json.dumps, lines))))
+    gpus = read(answer=Output(text="\n".join(map(json.dumps, lines))))
     assert gpus["why_not"] == "NVML Shared Library missing"
     assert gpus["gpus"] == []
 
@@ -59,8 +59,8 @@ def test_a_driver_that_hangs_is_named_with_what_it_was_asked_and_all_before_it_i
 @pytest.mark.parametrize(
     ("answer", "why_not"),
     [
-        (Answer(why_not="no answer in 30 s"), "no answer in 30 s"),
-        (Answer(text='{"driver": "1", "count": 1}\n'), "the child "),
+        (Output(why_not="no answer in 30 s"), "no answer in 30 s"),
+        (Output(text='{"driver": "1", "count": 1}\n'), "the child "),
     ],
     ids=["silent", "crashed"],
 )

@@ -11,7 +11,7 @@ from each import of_each
 from pytest_gpucluster.node import info, info_software
 from pytest_gpucluster.node.host import read_node
 from pytest_gpucluster.node.info import VIEWS, collect_info
-from pytest_gpucluster.node.info_software import Answer
+from pytest_gpucluster.node.programs import Output
 from pytest_gpucluster.node.sysfs import Tree
 
 
@@ -84,7 +84,7 @@ def test_interfaces_and_ports_have_what_sysfs_says(node):
 
 
 def read_stack(tree, text="active\n", why_not=""):
-    answer = Answer(text=text, why_not=why_not)
+    answer = Output(text=text, why_not=why_not)
     return info_software.read_stack(tree, lambda command: answer, version=lambda name: None, nccl=lambda: None)
 
 

@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from pytest_gpucluster.node.info_software import Answer, run_program
+from pytest_gpucluster.node.programs import Output, run_program
 
 
 def test_an_answer_is_what_was_printed():
-    assert run_program(["sh", "-c", "echo text; echo >&2 err"]) == Answer(text="text\n")
+    assert run_program(["sh", "-c", "echo text; echo >&2 err"]) == Output(text="text\n", errors="err\n", code=0)
 
 
 @pytest.mark.parametrize(

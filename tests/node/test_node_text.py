@@ -7,8 +7,8 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.node.info import VIEWS, collect_info
-from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.info_text import render_info
+from pytest_gpucluster.node.programs import Output
 from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.text import columns
 
@@ -53,7 +53,7 @@ def test_a_lost_gpu_and_a_driver_that_hangs_are_shown(node, bare):
     fake = fake_node.nvml()
     fake.silent = {list(fake.gpus)[5]}
     assert "missing         1 of 8 GPUs " in shown("summary", node, fake=fake)
-    late = Answer(why_not="no answer in 30 s")
+    late = Output(why_not="no answer in 30 s")
     text = shown("summary", bare, gpus=lambda: late)
     assert "not available   no answer in 30 s\n" in text
     assert "GPUs            none" not in text

@@ -18,7 +18,6 @@ from pytest_gpucluster.node import clock_skew, host, name_resolution, network, p
 from pytest_gpucluster.node.fabric import ports
 from pytest_gpucluster.node.fabric.nccl_log import NcclLog
 from pytest_gpucluster.node.fabric.ports import FabricSources
-from pytest_gpucluster.node.network import Pieces
 from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.session.cluster import Cluster
 
@@ -31,7 +30,7 @@ FAULT = ""
 def pytest_runtest_setup(item):
     global FAULT
     FAULT = fault_of(item) if HOST == "node-b" else ""
-    network.PIECES = Pieces(call=refused if FAULT == "refused" else network.call)
+    network.CALL = refused if FAULT == "refused" else network.call
     clock_skew.NOW = (lambda: time.time() + 5) if FAULT == "ahead" else time.time
     name_resolution.SYSTEM = {"slow": Slow, "ignorant": Ignorant, "silent": Silent}.get(FAULT, Quick)()
     os.environ.pop("GLOO_SOCKET_IFNAME", None)

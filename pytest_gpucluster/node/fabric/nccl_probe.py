@@ -22,10 +22,10 @@ from pytest_gpucluster.node.fabric import nccl_advice_rules
 from pytest_gpucluster.node.fabric.nccl_facts import DISTANCES, Card, Facts, Gpu, Network, Provider
 from pytest_gpucluster.node.fabric.ports import FabricSources
 from pytest_gpucluster.node.infiniband import ETHERNET, Adapters, Device, Port
-from pytest_gpucluster.node.info_software import Answer
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
 from pytest_gpucluster.node.pci import PeerMemory
+from pytest_gpucluster.node.programs import Output
 from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree, pci_address
 
 _NET, _DMI = "/sys/class/net", "/sys/class/dmi/id"
@@ -130,7 +130,7 @@ def collect_facts(sources: Sources) -> Facts:
     return _with_files(facts, tree)
 
 
-def gpus_by_nvml(query: Callable[[], Answer]) -> VisibleGpus:
+def gpus_by_nvml(query: Callable[[], Output]) -> VisibleGpus:
     """Query NVML for the GPUs of this node, in a process of its own."""
     found = info_gpus.read_gpus(query())
     gpus = tuple(Gpu(name=str(gpu["name"]), pci=str(gpu["pci"])) for gpu in found["gpus"])

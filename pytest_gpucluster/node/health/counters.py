@@ -156,12 +156,6 @@ class Counters:
     secondary_ports: frozenset[str] = frozenset()
     """Ethernet ports of a node whose fabric is InfiniBand, such as those of a storage or management card."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain types."""
-        reports = self.log.xids.values() if self.log else ()
-        xids = [f"{one.pci}: {one.name if one.is_switch else one.code}: {one.text}" for one in reports]
-        return {"values": dict(self.values), "xids": xids, "missing": dict(self.missing), "lost": self.lost}
-
 
 def read(sources: Sources) -> Counters:
     """Read all counters of a rank, one source after the other. A source that fails does not prevent the others.
@@ -266,16 +260,6 @@ class Changes:
     faults: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain types; what is empty is left out."""
-        parts = {
-            "changed": {name: _whole(value) for name, value in self.changed.items()},
-            "faults": [str(fault) for fault in self.faults],
-            "notes": list(self.notes),
-            "missing": dict(self.missing),
-        }
-        return {name: value for name, value in parts.items() if value}
 
     def require_no_fault(self) -> None:
         """Raise the faults, each with its GPU or host and what to do.

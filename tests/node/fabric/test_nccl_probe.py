@@ -11,7 +11,7 @@ from made_nodes import H100, Node, azure, efa, google, infiniband, laptop
 from sysfs_ports import write
 
 from pytest_gpucluster.node.fabric.nccl_probe import collect_facts, gpus_by_nvml, gpus_of_ranks
-from pytest_gpucluster.node.info_software import Answer
+from pytest_gpucluster.node.programs import Output
 
 
 def test_the_firmware_shows_the_cloud(tmp_path: Path) -> None:
@@ -102,14 +102,14 @@ def test_gpus_are_those_of_nvml_with_their_links() -> None:
     gpu = {"index": 0, "name": H100, "uuid": "GPU-1", "pci": "00000000:20:00.0"}
     links = {"of": "GPU-1", "key": "nvlink_ends", "value": {"0": ["switch", "00000000:01:00.0"]}}
     lines = [{"driver": "580.1", "count": 1}, {"gpu": gpu}, links, {"done": True}]
-    visible = gpus_by_nvml(lambda: Answer(text="\n".join(map(json.dumps, lines))))
+    visible = gpus_by_nvml(lambda: Output(text="\n".join(map(json.dumps, lines))))
     assert (visible.nvlink, visible.nvls, visible.why_not, [one.name for one in visible.gpus]) == (
         True,
         True,
         "",
         [H100],
     )
-    hangs = gpus_by_nvml(lambda: Answer(why_not="no answer"))
+    hangs = gpus_by_nvml(lambda: Output(why_not="no answer"))
     assert (hangs.why_not, hangs.gpus, hangs.nvls) == ("no answer", (), False)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ def test_nothing_has_changed_on_a_healthy_node() -> None:
     found = compared({}, {})
     assert (dict(found.changed), found.faults, found.notes) == ({}, (), ())
     found.require_no_fault()
-    assert found.to_json() == {"missing": dict(found.missing)}
 
 
 FAULTS = {
@@ -63,7 +61,6 @@ def test_new_trouble_of_the_gpu_is_a_fault_that_names_it(code: str) -> None:
         found.require_no_fault()
     for word in (f"{code} during this test: GPU 0 (GPU-5f2c", "on gpu-07", words, "what to do: "):
         assert word in str(caught.value)
-    json.dumps(found.to_json())
 
 
 def test_errors_of_the_card_s_life_are_not_reported_twice_and_count_where_the_driver_was_loaded_anew() -> None:
