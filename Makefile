@@ -9,7 +9,7 @@ CONSTRAINTS ?= constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help rehearsal test smoke test-all mutants lint check-deploy perf clean
+.PHONY: help rehearsal docs test smoke test-all mutants lint check-deploy perf clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 22
@@ -28,6 +28,9 @@ rehearsal: $(STAMP) ## run the acceptance suite on two CPU ranks: no GPU needed,
 	status=$$?; \
 	echo "reports: $(CURDIR)/report.xml and $(CURDIR)/gpucluster-report/latest/"; \
 	exit $$status
+
+docs: $(STAMP) ## write every file that is made from the code: pages, JSON Schemas, acceptance/criteria.txt
+	$(PY) docs/generate.py
 
 test: $(STAMP) ## run the project's own tests: all that pip alone can run, warnings being errors
 	$(PY) tests/halves.py -m "not extended" --durations=6 --durations-min=10

@@ -7,75 +7,19 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from string import ascii_lowercase
-from types import MappingProxyType
 
+from pytest_gpucluster.config.workload import CRITERIA
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import EVERY_SKU, Limit, Thresholds, peak_of
 from pytest_gpucluster.metrics import units
-from pytest_gpucluster.metrics.catalogue import CATALOGUE, Metric
+from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.metrics.measurement import METRICS
 
 PAGE = Path(__file__).with_name("limits.md")
 REHEARSAL = "cpu-rehearsal"
-
-_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
-METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "inventory": ("inventory.ranks",),
-        "connectivity": ("connectivity.*",),
-        "dns": ("dns.*",),
-        "clock_skew": ("clock.skew",),
-        "host.limits": ("host.*",),
-        "shared_filesystem": ("shared_filesystem.*",),
-        "slurm": ("slurm.*",),
-        "slurm.allocation": ("scheduler.findings",),
-        "kubernetes": ("scheduler.findings",),
-        "gpu.compute": ("gpu.usable_dtypes",),
-        "gpu.health": ("gpu.findings", "gpu.memory.*", "gpu.temperature", "gpu.power_limit"),
-        "gpu.fleet": ("inventory.ranks",),
-        "matmul": tuple(f"matmul.{dtype}.tflops" for dtype in _DTYPES),
-        "matmul.search": tuple(f"matmul.{dtype}.best_tflops" for dtype in _DTYPES),
-        "hbm": ("hbm.*",),
-        "host_link": ("host_link.*",),
-        "affinity": ("inventory.ranks",),
-        "burn_in": ("burn_in.*",),
-        "gpu.memory_patterns": ("gpu.memory_patterns.*",),
-        "gpu.determinism": ("gpu.determinism.*",),
-        "fabric.ports": ("fabric.*",),
-        "nccl.environment": ("nccl.environment.*",),
-        "links": ("link.*",),
-        "nccl.all_reduce": ("nccl.all_reduce.*",),
-        "nccl.collectives": (
-            *("nccl.all_gather.*", "nccl.reduce_scatter.*", "nccl.all_to_all.*"),
-            *("nccl.broadcast.*", "nccl.send_recv.*"),
-        ),
-        "training.step": ("training.step.*",),
-        "ddp": ("ddp.*",),
-        "fsdp": ("fsdp.*",),
-        "checkpoint": ("checkpoint.resume_error", "checkpoint.reshard_error"),
-        "checkpoint.bandwidth": ("checkpoint.verified", "checkpoint.write_bandwidth", "checkpoint.read_bandwidth"),
-        "training.throughput": (
-            *("training.tokens_per_second", "training.mfu", "training.tflops", "training.parts"),
-            *("training.step_time", "training.step_time_p99"),
-        ),
-        "vision.throughput": ("vision.*",),
-        "vision.data": ("vision.*",),
-        "failure_propagation": ("failure_propagation.*",),
-        "scaling": ("scaling.efficiency", "scaling.tokens_per_second"),
-        "scaling.busbw_retention": ("scaling.busbw_retention",),
-        "lora_tiny": (
-            *("lora.finite_steps", "lora.loss_error", "lora.gradient_error", "lora.final_loss", "lora.held_out_*"),
-            *("lora.moved_adapters", "lora.unchanged_base", "lora.replayed_steps", "lora.resume_error"),
-            *("lora.reload_error", "lora.group_error", "lora.reference_deviation", "lora.calls.*"),
-        ),
-        "qwen2_lora": ("lora.final_loss", "lora.tokens_per_second", "lora.mfu", "lora.peak_memory"),
-        "qwen2_lora.throughput": ("lora.tokens_per_second", "lora.mfu", "lora.peak_memory"),
-    }
-)
-"""The metrics in each criterion's section; * is the rest of a name. What a fine-tuning of Qwen2 shares with the tiny
-one is in the section of that one."""
 
 _HEAD = """\
 # Limits by criterion
@@ -90,9 +34,9 @@ _RATIO = re.compile(r";\s*ratio: (.*)", re.DOTALL)
 
 
 def metrics_of(criterion: str) -> list[Metric]:
-    """Return the metrics of a criterion, in the catalogue's order."""
-    patterns = [re.escape(one).replace(r"\*", ".*") for one in METRICS[criterion]]
-    return [one for one in CATALOGUE if any(re.fullmatch(pattern, one.name) for pattern in patterns)]
+    """Return the metrics of a criterion, in the order of their declarations."""
+    patterns = [re.escape(one).replace(r"\*", ".*") for one in CRITERIA[criterion].metrics]
+    return [one for one in METRICS.values() if any(re.fullmatch(pattern, one.name) for pattern in patterns)]
 
 
 def figures(criterion: str, limits: Thresholds) -> str:
@@ -105,7 +49,7 @@ def figures(criterion: str, limits: Thresholds) -> str:
 
 def page(limits: Thresholds) -> str:
     """Return the whole page as Markdown: a section for each criterion."""
-    sections = (f"## `{criterion}`\n\n{figures(criterion, limits)}" for criterion in METRICS)
+    sections = (f"## `{criterion}`\n\n{figures(criterion, limits)}" for criterion in CRITERIA)
     return "\n".join([_HEAD, *sections]).rstrip("\n") + "\n"
 
 

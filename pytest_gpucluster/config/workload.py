@@ -3,8 +3,7 @@
     workload.matmul.sizes                     # (4096, 8192, 16384)
     workload.all_reduce.sampling              # Sampling(warmup_seconds=2.0, ...)
 
-``config.workload_loader`` reads workloads; ``config.workload_sections`` and ``config.training_sections`` define what
-each key means. A new section is a class there and a line in :class:`Workload`.
+``config.workload_loader`` reads workloads; the modules of ``pytest_gpucluster/criteria`` declare their sections.
 
 :func:`predict` covers only what the workload gives in seconds: warm-up and samples of the criteria below. What they
 need in addition, and all other tests, is counted and named instead. After ``warmup``, samples are taken for at least
@@ -14,86 +13,41 @@ need in addition, and all other tests, is counted and named instead. After ``war
 from __future__ import annotations
 
 import dataclasses
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pytest_gpucluster.config.training_sections import (
-    Checkpoint,
-    FailurePropagation,
-    Fsdp,
-    Lora,
-    LoraThroughput,
-    Scaling,
-    Training,
-    TrainingModel,
-    TrainingThroughput,
-    Vision,
-)
-from pytest_gpucluster.config.workload_sections import (
-    SAMPLING,
-    AllReduce,
-    BurnIn,
-    Collectives,
-    Connectivity,
-    Determinism,
-    Hbm,
-    Health,
-    Host,
-    HostLink,
-    Isolation,
-    Links,
-    Matmul,
-    MatmulSearch,
-    MemoryPatterns,
-    SharedFilesystem,
-    Spec,
-    Telemetry,
-)
+from pytest_gpucluster.config.declaration import Criterion, Section, Span, Spec
+from pytest_gpucluster.metrics.catalogue import declared
 from pytest_gpucluster.metrics.sampling import Sampling
 
 PROFILES = ("quick", "full", "soak", "cpu")
 USUAL_PROFILE = "full"
 CPU_PROFILE = "cpu"
 """The one of a rehearsal on cpu, whatever was asked for."""
+SECTIONS: tuple[Section, ...] = declared("SECTIONS")
+KEYS: Mapping[str, Spec] = {path: spec for section in SECTIONS for path, spec in section.specs.items()}
+"""Path of every key, such as ``nccl.all_reduce.latency_sizes`` -> what it means and how it is written."""
+CRITERIA: Mapping[str, Criterion] = {criterion.name: criterion for criterion in declared("CRITERIA")}
 
+if TYPE_CHECKING:
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is measured with: one profile, complete. Each attribute but ``profile`` is a section of the file."""
+    class Workload:
+        """What is measured with: one profile, complete. Each attribute but ``profile`` is a declared section."""
 
-    profile: str
-    matmul: Annotated[Matmul, "matmul"]
-    hbm: Annotated[Hbm, "hbm"]
-    all_reduce: Annotated[AllReduce, "nccl.all_reduce"]
-    collectives: Annotated[Collectives, "nccl.collectives"]
-    links: Annotated[Links, "links"]
-    isolation: Annotated[Isolation, "isolation"]
-    telemetry: Annotated[Telemetry, "telemetry"]
-    health: Annotated[Health, "health"]
-    host: Annotated[Host, "host"]
-    host_link: Annotated[HostLink, "host_link"]
-    training: Annotated[Training, "training"]
-    fsdp: Annotated[Fsdp, "fsdp"]
-    checkpoint: Annotated[Checkpoint, "checkpoint"]
-    throughput: Annotated[TrainingThroughput, "training.throughput"]
-    throughput_contract: Annotated[TrainingModel, "training.throughput.contract"]
-    throughput_large: Annotated[TrainingModel, "training.throughput.large"]
-    throughput_sharded: Annotated[TrainingModel, "training.throughput.sharded"]
-    scaling: Annotated[Scaling, "scaling"]
-    failure_propagation: Annotated[FailurePropagation, "failure_propagation"]
-    vision: Annotated[Vision, "vision"]
-    lora_tiny: Annotated[Lora, "lora.tiny"]
-    qwen2_lora: Annotated[Lora, "lora.qwen2"]
-    lora_throughput: Annotated[LoraThroughput, "lora.throughput"]
-    burn_in: Annotated[BurnIn, "burn_in"]
-    memory_patterns: Annotated[MemoryPatterns, "memory_patterns"]
-    determinism: Annotated[Determinism, "determinism"]
-    matmul_search: Annotated[MatmulSearch, "matmul.search"]
-    connectivity: Annotated[Connectivity, "connectivity"]
-    shared_filesystem: Annotated[SharedFilesystem, "shared_filesystem"]
+        profile: str
+
+        def __init__(self, *, profile: str, **sections: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Workload = dataclasses.make_dataclass(
+        "Workload",
+        [("profile", str), *((section.attribute, section.type) for section in SECTIONS)],
+        frozen=True,
+        kw_only=True,
+        namespace={"__doc__": "What is measured with: one profile, complete; an attribute for each declared section."},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,58 +105,6 @@ class WorkloadRecord:
         return f"{self.profile} ({self.file}){over}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """One section of the file."""
-
-    path: str
-    """Its key in a profile; the dots are levels of the file."""
-    attribute: str
-    """Of :class:`Workload`."""
-    type: type
-    keys: Mapping[str, tuple[str, ...]]
-    """Path of each key -> the attribute that it fills, inside this section."""
-
-    @property
-    def doc(self) -> str:
-        """What the section is about."""
-        return " ".join((self.type.__doc__ or "").split())
-
-    @property
-    def window_and_longest(self) -> tuple[str, str] | None:
-        """Return the paths of the two times that depend on each other, in a section that is sampled."""
-        window, longest = f"{self.path}.window", f"{self.path}.longest"
-        return (window, longest) if longest in self.keys else None
-
-
-def _sections() -> Iterator[tuple[Section, dict[str, Spec]]]:
-    for name, hint in _hints(Workload):
-        path = next(iter(getattr(hint, "__metadata__", ())), None)
-        if path is None:
-            continue
-        kind = typing.get_args(hint)[0]
-        keys: dict[str, tuple[str, ...]] = {}
-        specs: dict[str, Spec] = {}
-        for attribute, of in _hints(kind):
-            places: dict[tuple[str, ...], Spec] = {(attribute, part): spec for part, spec in SAMPLING.items()}
-            if of is not Sampling:
-                places = {(attribute,): of.__metadata__[0]}
-            for place, spec in places.items():
-                where = f"{path}.{spec.key or attribute}"
-                keys[where], specs[where] = place, spec
-        yield Section(path=path, attribute=name, type=kind, keys=keys), specs
-
-
-def _hints(of: type) -> Iterator[tuple[str, Any]]:
-    hints = typing.get_type_hints(of, include_extras=True)
-    return ((part.name, hints[part.name]) for part in dataclasses.fields(of))
-
-
-SECTIONS: tuple[Section, ...] = tuple(section for section, _ in _sections())
-KEYS: Mapping[str, Spec] = {path: spec for _, specs in _sections() for path, spec in specs.items()}
-"""Path of every key, such as ``nccl.all_reduce.latency_sizes`` -> what it means and how it is written."""
-
-
 def build(profile: str, values: Mapping[str, Any]) -> Workload:
     """Make a workload of the values of all keys.
 
@@ -224,21 +126,6 @@ def build(profile: str, values: Mapping[str, Any]) -> Workload:
 
 
 _NAMES_SHOWN = 4
-BURN_IN_SLACK = 1.2
-"""A burn-in's deadline as a multiple of its duration."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """A range of time."""
-
-    least_seconds: float = 0.0
-    most_seconds: float = 0.0
-
-    def __add__(self, other: Span) -> Span:
-        return Span(
-            least_seconds=self.least_seconds + other.least_seconds, most_seconds=self.most_seconds + other.most_seconds
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +162,8 @@ def predict(tests: Iterable[tuple[str, str | None]], workload: Workload) -> Pred
     """
     span, known, others = Span(), 0, []
     for name, criterion in tests:
-        rule = _RULES.get(criterion or "")
+        declaration = CRITERIA.get(criterion or "")
+        rule = None if declaration is None else declaration.span
         if rule is None:
             others.append(criterion or name)
             continue
@@ -293,55 +181,3 @@ def duration_text(seconds: float) -> str:
         return f"{seconds:.2g} s"
     value, unit = (seconds / 60, "min") if seconds < 3600 else (seconds / 3600, "h")
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f}".removesuffix(".0") + f" {unit}"
-
-
-def _series(sampling: Sampling, count: int = 1) -> Span:
-    return Span(
-        least_seconds=count * (sampling.warmup_seconds + sampling.window_seconds),
-        most_seconds=count * (sampling.warmup_seconds + sampling.at_most_seconds),
-    )
-
-
-def _all_reduce(workload: Workload, name: str) -> Span:
-    """One GPU alone takes one small and the largest size."""
-    swept = workload.all_reduce
-    count = 2 if "[gpu-" in name else len({*swept.sizes, *swept.latency_sizes})
-    return _series(swept.sampling, count)
-
-
-def _burn_in(workload: Workload, name: str) -> Span:
-    seconds = workload.burn_in.duration_seconds
-    return Span(least_seconds=seconds, most_seconds=BURN_IN_SLACK * seconds)
-
-
-def _health(workload: Workload, name: str) -> Span:
-    seconds = workload.health.load_seconds
-    return Span(least_seconds=seconds, most_seconds=seconds)
-
-
-def _collectives(workload: Workload, name: str) -> Span:
-    swept = workload.collectives
-    return _series(swept.sampling, len({*swept.sizes, *swept.latency_sizes}))
-
-
-def _matmul_search(workload: Workload, name: str) -> Span:
-    """Each candidate is looked at and, but for the first, warmed up as long; fp8 is multiplied in one layout."""
-    search = workload.matmul_search
-    count = len(search.shapes) * (1 if "[fp8]" in name else len(search.layouts))
-    looks = (2 * count - 1) * search.look_seconds + search.sampling.warmup_seconds
-    return Span(least_seconds=looks, most_seconds=looks) + _series(search.sampling)
-
-
-_RULES: Mapping[str, Callable[[Workload, str], Span]] = MappingProxyType(
-    {
-        "matmul": lambda workload, name: _series(workload.matmul.sampling, len(workload.matmul.sizes)),
-        "matmul.search": _matmul_search,
-        "hbm": lambda workload, name: _series(workload.hbm.sampling, len(workload.hbm.sizes_bytes)),
-        "nccl.all_reduce": _all_reduce,
-        "nccl.collectives": _collectives,
-        "burn_in": _burn_in,
-        "gpu.health": _health,
-        "training.throughput": lambda workload, name: _series(workload.throughput.sampling),
-    }
-)
-"""Criterion -> what one of its tests takes, as its test in ``acceptance/`` goes through the workload."""

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from pytest_gpucluster.config.declaration import Spec
 from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Kind, Ratio, Sizes, Whole
 from pytest_gpucluster.config.workload import KEYS, PROFILES, SECTIONS
 from pytest_gpucluster.config.workload_loader import FILE_KEYS, INHERITS, SCHEMA_VERSION, key_tree
-from pytest_gpucluster.config.workload_sections import Spec
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY
 from pytest_gpucluster.metrics import datasheets, measurement, units
@@ -302,7 +302,15 @@ def _level(path: str, below: Any) -> Schema:
 def _complete(tree: Any) -> Schema:
     """Return the schema that demands every key below."""
     nested = {key: _complete(below) for key, below in tree.items() if not isinstance(below, str)}
-    return {"required": list(tree), **({"properties": nested} if nested else {})}
+    required = [key for key, below in tree.items() if not _is_declared(below)]
+    return {"required": required, **({"properties": nested} if nested else {})}
+
+
+def _is_declared(below: Any) -> bool:
+    """Return whether criteria declare values of all keys below, so that no file needs them."""
+    if isinstance(below, str):
+        return any(below in section.texts(PROFILES[0]) for section in SECTIONS)
+    return all(map(_is_declared, below.values()))
 
 
 def _value(spec: Spec) -> Schema:

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 from pytest_gpucluster.errors import MeasurementError, UnitError
 from pytest_gpucluster.metrics import units
-from pytest_gpucluster.metrics.catalogue import CATALOGUE, Metric
+from pytest_gpucluster.metrics.catalogue import Metric, declared
 from pytest_gpucluster.metrics.sampling import STOPPED_BY, Series, Stopped
 
-_REGISTRY: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
+_REGISTRY: dict[str, Metric] = {metric.name: metric for metric in declared("METRICS")}
 METRICS: Mapping[str, Metric] = MappingProxyType(_REGISTRY)
 WITHOUT_NVLS = {"nvls": "switched off"}
 """The label of every value that was measured through groups for which this suite has switched NVLS off."""

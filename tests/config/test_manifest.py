@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import shipped_suite
 from sessions import Project
 
 from pytest_gpucluster.config.criteria_file import read_manifest
@@ -106,8 +105,3 @@ def test_the_nearest_list_counts_and_names_are_relative_to_it(tmp_path):
     (tmp_path / "suite" / "criteria.txt").write_text("# nothing\n")
     with pytest.raises(ThresholdsError, match="names no test"):
         read_manifest(["suite/test_x.py::test_x"], tmp_path)
-
-
-def test_the_shipped_list_holds_every_shipped_test():
-    shipped = (ROOT / "acceptance" / "criteria.txt").read_text().splitlines()
-    assert set(shipped_suite.selected()[""]) == {line for line in shipped if not line.startswith("#")}

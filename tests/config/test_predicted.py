@@ -93,7 +93,7 @@ def test_a_measurement_takes_as_long_as_is_predicted() -> None:
         clock, random = ManualClock(), Random(1)
 
         class Work:
-            most_at_once = 1
+            max_in_flight = 1
 
             def start(self, index: int) -> None:
                 clock.advance(block * random.uniform(0.5, 1.5))  # noqa: B023  # called in the loop

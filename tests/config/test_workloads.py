@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.config import workload_sections
 from pytest_gpucluster.config.workload import SECTIONS, WorkloadRecord, build
 from pytest_gpucluster.config.workload_loader import load
+from pytest_gpucluster.criteria import gpu
 
 # All as it is shipped, but for some of each kind.
 SHIPPED = load(Path(__file__).parents[2] / "acceptance" / "workloads.yaml", profile="cpu").workload
@@ -35,9 +35,7 @@ def test_the_values_of_the_keys_become_a_workload() -> None:
     workload = build("cpu", VALUES)
     assert workload == dataclasses.replace(
         SHIPPED,
-        matmul=workload_sections.Matmul(
-            sizes=(128, 384), sampling=dataclasses.replace(SHIPPED.matmul.sampling, window_seconds=0.7)
-        ),
+        matmul=gpu.Matmul(sizes=(128, 384), sampling=dataclasses.replace(SHIPPED.matmul.sampling, window_seconds=0.7)),
         health=dataclasses.replace(SHIPPED.health, mig="on"),
         training=dataclasses.replace(SHIPPED.training, layers=3),
     )

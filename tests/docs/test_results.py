@@ -103,12 +103,6 @@ def rows(page: str, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in kept]
 
 
-def test_the_shipped_page_says_that_nothing_was_measured() -> None:
-    assert (DOCS / "results.md").read_text(encoding="utf-8") == GENERATOR.page(), (
-        "docs/results.md is stale; make it again: .venv/bin/python docs/results.py [JOURNAL ...]"
-    )
-
-
 def test_a_figure_stands_with_all_that_it_takes_to_trace_it(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert "secret" not in page, "hosts and serial numbers"

@@ -106,7 +106,7 @@ def test_these_simulations_ask_as_often_as_the_benchmarks(monkeypatch: pytest.Mo
     clock = ManualClock()
 
     class Steady:
-        most_at_once = 1
+        max_in_flight = 1
 
         def start(self, index: int) -> None:
             clock.advance(BLOCK_SECONDS)

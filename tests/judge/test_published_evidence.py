@@ -229,7 +229,7 @@ def test_values_of_others_are_judged(
         (("--sku", "H100 SXM", f"{FP32}=0 TFLOPS"), "above zero"),
         (("--sku", "H100 SXM", f"{FP32}=51.5 GB/s"), "GB/s"),
         (("--sku", "H100 SXM", "matmul.fp3.tflops=51.5 TFLOPS"), "unknown metric"),
-        (("--sku", "H100 SXM", "--nodes", "2", f"{FP32}=51.5 TFLOPS"), "cannot sit"),
+        (("--sku", "H100 SXM", "--nodes", "2", f"{FP32}=51.5 TFLOPS"), "fewer GPUs than nodes"),
         (("--sku", "H100 SXM", "--label", "=3", f"{FP32}=51.5 TFLOPS"), "KEY=VALUE"),
         (("--sku", "H100 SXM", "--world-size", "0", f"{FP32}=51.5 TFLOPS"), "--world-size"),
         (("--sku", "H100 SXM", "--no-such", f"{FP32}=51.5 TFLOPS"), "--no-such"),

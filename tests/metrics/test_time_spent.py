@@ -156,7 +156,7 @@ class Work:
     def __init__(self, device: ManualClock, host: Clock, *, awaits: bool) -> None:
         self._device, self._host = device, host
         self._awaits = awaits
-        self.most_at_once = 1 if awaits else 4
+        self.max_in_flight = 1 if awaits else 4
 
     def start(self, index: int) -> None:
         self._device.advance(0.02)

@@ -1,0 +1,122 @@
+"""Write every file that is made from the code: pages, JSON Schemas, the list of criteria, sections of the playbook.
+
+python docs/generate.py
+
+A criterion without a section in the playbook gets one, with what its test states, to be completed by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.judge import loader
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+PHASES = ("discovery", "single-node", "fabric", "training", "lora")
+"""The pages of the playbook with sections of criteria."""
+_PHASE_OF_MARKER = {"training": "training", "single_gpu": "single-node", "nccl": "fabric"}
+_CRITERIA = ROOT / "acceptance" / "criteria.txt"
+_COLLECT = """
+import inspect, json, sys
+import pytest
+
+class Collected:
+    def pytest_collection_finish(self, session):
+        print("\\n" + json.dumps([
+            {"id": item.nodeid, "name": item.originalname, "doc": inspect.getdoc(item.function) or "",
+             "markers": sorted({mark.name for mark in item.iter_markers()}),
+             "criteria": [str(mark.args[0]) for mark in item.iter_markers("criterion")]} for item in session.items
+        ]))
+
+options = ["acceptance", "--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+sys.exit(pytest.main(options, plugins=[Collected()]))
+"""
+
+
+@functools.cache
+def files() -> dict[Path, str]:
+    """Return each generated file with its text."""
+    limits = loader.load(loader.shipped_path())
+    return {
+        DOCS / "reference.md": _program("reference")["page"](),
+        DOCS / "limits.md": _program("expected")["page"](limits),
+        DOCS / "floors.md": _program("floors")["page"](limits),
+        DOCS / "results.md": _program("results")["page"](),
+        **_program("schemas")["pages"](),
+        _CRITERIA: _list_of_criteria(),
+        **dict(_playbook()),
+    }
+
+
+def _program(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / f"{name}.py"), run_name=name)
+
+
+@functools.cache
+def _tests() -> list[dict[str, Any]]:
+    """Return the tests of the acceptance suite as pytest collects them."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COLLECT], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
+    tests: list[dict[str, Any]] = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("[{"))
+    return tests
+
+
+def _list_of_criteria() -> str:
+    head = [line for line in _CRITERIA.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    names = sorted(test["id"].removeprefix("acceptance/") for test in _tests())
+    return "\n".join([*head, *names]) + "\n"
+
+
+def _playbook() -> Iterator[tuple[Path, str]]:
+    """Yield each page of the playbook, with a section for each criterion that no page has."""
+    pages = {phase: (DOCS / f"{phase}.md").read_text(encoding="utf-8") for phase in PHASES}
+    present = {name for page in pages.values() for name in _sections(page)}
+    tests = {name: test for test in _tests() for name in test["criteria"] if name not in present}
+    for criterion, test in tests.items():
+        phase = next((page for name, page in _PHASE_OF_MARKER.items() if name in test["markers"]), "discovery")
+        pages[phase] = _with_section(pages[phase], criterion, test)
+    index = (DOCS / "playbook.md").read_text(encoding="utf-8")
+    for phase, page in pages.items():
+        yield DOCS / f"{phase}.md", page
+        names = ", ".join(f"`{name}`" for name in _sections(page))
+        index = re.sub(rf"^(\| \[.*\({phase}\.md\) \|[^|]*\|)[^|]*\|$", rf"\1 {names} |", index, flags=re.MULTILINE)
+    yield DOCS / "playbook.md", index
+
+
+def _sections(page: str) -> list[str]:
+    return re.findall(r"^## `([^`]+)`$", page, re.MULTILINE)
+
+
+def _with_section(page: str, criterion: str, test: dict[str, Any]) -> str:
+    file = test["id"].partition("::")[0]
+    accepted = " ".join(test["doc"].partition("\n\n")[0].removeprefix("Accepted: ").split())
+    if file not in page:
+        page = re.sub(r"^( +)(--gpucluster-expect)", rf"\1{file} \\\n\1\2", page, count=1, flags=re.MULTILINE)
+    anchor = re.sub(r"[^a-z0-9_-]", "", criterion)
+    return f"""{page.rstrip()}
+
+## `{criterion}`
+
+`{test["name"]}`. {accepted[:1].upper()}{accepted[1:]}
+
+Limits: [`{criterion}`](limits.md#{anchor}).
+
+| you see | look at | what to do | call |
+|---|---|---|---|
+| a missed limit | the docstring of its test, in `{file}` | what it states | systems |
+"""
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,172 @@
+"""How a criterion is declared: its metrics, its section of a workload, and the time that its tests take. Pure.
+
+A module of ``pytest_gpucluster/criteria`` has three tables, each of which may be missing: ``METRICS`` (of
+:class:`~pytest_gpucluster.metrics.catalogue.Metric`), ``SECTIONS`` and ``CRITERIA``. The package's listing finds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pytest_gpucluster.config.value_types import Duration, Kind, Ratio, repeated
+from pytest_gpucluster.errors import UnitError
+from pytest_gpucluster.metrics.sampling import Sampling
+
+KIB, MIB = 2**10, 2**20
+MB, GB, TB = 10**6, 10**9, 10**12
+DAY_SECONDS = 86400
+WEEK_SECONDS = 7 * 86400
+_INHERITED = {"full": "quick", "soak": "full"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What a key means and how its value is written."""
+
+    doc: str
+    kind: Kind
+    key: str = ""
+    """How the file calls it, if not like the attribute."""
+    is_list: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """What is allowed, in a few words."""
+        return f"a list; each item is {self.kind.allowed}" if self.is_list else self.kind.allowed
+
+    def read(self, texts: Sequence[str]) -> tuple[Any, list[tuple[int, str]]]:
+        """Return the value, and what is wrong with which of its texts. A list becomes a tuple."""
+        values: list[Any] = []
+        complaints: list[tuple[int, str]] = []
+        for index, text in enumerate(texts):
+            try:
+                values.append(self.kind.read(text))
+            except (ValueError, UnitError) as error:
+                complaints.append((index, str(error)))
+        if complaints:
+            return None, complaints
+        twice = repeated(texts, values)
+        if twice is not None:
+            index, text = twice
+            return None, [(index, f"{text}; each value is measured once")]
+        return (tuple(values) if self.is_list else values[0]), []
+
+
+SAMPLING = {
+    "warmup_seconds": Spec(
+        key="warmup",
+        doc="least time of load before the first sample counts",
+        kind=Duration(least_seconds=0, most_seconds=DAY_SECONDS),
+    ),
+    "window_seconds": Spec(
+        key="window",
+        doc="least total time of the samples",
+        kind=Duration(least_seconds=0.01, most_seconds=DAY_SECONDS),
+    ),
+    "longest_seconds": Spec(
+        key="longest",
+        doc="most total time of the samples without certainty about the median, extended once; not below window",
+        kind=Duration(least_seconds=0.01, most_seconds=DAY_SECONDS),
+    ),
+    "tolerance_ratio": Spec(
+        key="tolerance",
+        doc="certain is a median whose 95 % interval is no wider than this part of it",
+        kind=Ratio(least=0.0001, most=3),
+    ),
+}
+"""Attribute of :class:`~pytest_gpucluster.metrics.sampling.Sampling` -> its key, where a section has a ``sampling``."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a workload: its path in a profile (dots are levels of the file), and the class of its values.
+
+    ``attribute`` is its name in a workload, by default the path with underscores. ``values`` are those of the shipped
+    profiles, key by key as a file has them, where ``workloads.yaml`` has none: full inherits quick, and soak full.
+    """
+
+    path: str
+    type: type
+    attribute: str = ""
+    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.attribute:
+            object.__setattr__(self, "attribute", self.path.replace(".", "_"))
+
+    @cached_property
+    def keys(self) -> Mapping[str, tuple[str, ...]]:
+        """Path of each key -> the attribute that it fills, inside this section."""
+        return {path: place for path, place, _ in self._fields()}
+
+    @cached_property
+    def specs(self) -> Mapping[str, Spec]:
+        """Path of each key -> what it means and how it is written."""
+        return {path: spec for path, _, spec in self._fields()}
+
+    @property
+    def doc(self) -> str:
+        """What the section is about."""
+        return " ".join((self.type.__doc__ or "").split())
+
+    @property
+    def window_and_longest(self) -> tuple[str, str] | None:
+        """Return the paths of the two times that depend on each other, in a section that is sampled."""
+        window, longest = f"{self.path}.window", f"{self.path}.longest"
+        return (window, longest) if longest in self.keys else None
+
+    def texts(self, profile: str) -> dict[str, str]:
+        """Return path of each key -> its declared text in a profile."""
+        inherited = self.texts(_INHERITED[profile]) if profile in _INHERITED else {}
+        own = {f"{self.path}.{key}": text for key, text in self.values.get(profile, {}).items()}
+        return {**inherited, **own}
+
+    def _fields(self) -> Iterator[tuple[str, tuple[str, ...], Spec]]:
+        hints = typing.get_type_hints(self.type, include_extras=True)
+        for attribute in (part.name for part in dataclasses.fields(self.type)):
+            if hints[attribute] is Sampling:
+                for part, spec in SAMPLING.items():
+                    yield f"{self.path}.{spec.key}", (attribute, part), spec
+            else:
+                spec = hints[attribute].__metadata__[0]
+                yield f"{self.path}.{spec.key or attribute}", (attribute,), spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A range of time."""
+
+    least_seconds: float = 0.0
+    most_seconds: float = 0.0
+
+    def __add__(self, other: Span) -> Span:
+        return Span(
+            least_seconds=self.least_seconds + other.least_seconds, most_seconds=self.most_seconds + other.most_seconds
+        )
+
+
+class Criterion:
+    """A criterion: its name, as its tests' marker has it, and its metrics.
+
+    Args:
+        name: such as "nccl.all_reduce".
+        metrics: their names; ``*`` stands for the rest of one.
+        span: of a workload and a test's name, what the test takes of the time that the workload gives in seconds:
+            warm-up and samples. Without it the time is unknown.
+    """
+
+    def __init__(self, name: str, *metrics: str, span: Callable[[Any, str], Span] | None = None) -> None:
+        self.name, self.metrics, self.span = name, metrics, span
+
+
+def series(sampling: Sampling, count: int = 1) -> Span:
+    """Return the time of ``count`` series: after ``warmup`` at least ``window``, at most twice ``longest``."""
+    return Span(
+        least_seconds=count * (sampling.warmup_seconds + sampling.window_seconds),
+        most_seconds=count * (sampling.warmup_seconds + sampling.at_most_seconds),
+    )
