@@ -46,7 +46,10 @@ else:
         [("profile", str), *((section.attribute, section.type) for section in SECTIONS)],
         frozen=True,
         kw_only=True,
-        namespace={"__doc__": "What is measured with: one profile, complete; an attribute for each declared section."},
+        namespace={
+            "__module__": __name__,
+            "__doc__": "What is measured with: one profile, complete; an attribute for each declared section.",
+        },
     )
 
 
