@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pytest_gpucluster import __version__
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
@@ -36,19 +36,6 @@ class CudaGpu:
     memory_bytes: int
 
 
-class Cuda(Protocol):
-    """The part of torch that is used here."""
-
-    def versions(self) -> dict[str, str | None]:
-        """Versions of ``torch``, ``cuda`` and ``nccl``; None where this torch has none."""
-
-    def visible(self) -> int:
-        """Number of GPUs visible to this process, 0 where there is no usable driver."""
-
-    def gpu(self, index: int) -> CudaGpu:
-        """Properties of one visible GPU."""
-
-
 class TorchCuda:
     """torch, imported here and not with this module, for that takes seconds."""
 
@@ -58,7 +45,7 @@ class TorchCuda:
         self._torch: Any = torch
 
     def versions(self) -> dict[str, str | None]:
-        """Read the versions that torch was built with and, for NCCL, linked to."""
+        """Return the versions of ``torch``, ``cuda`` and ``nccl``; None where this torch has none."""
         torch = self._torch
         nccl: str | None = None
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():
@@ -66,7 +53,7 @@ class TorchCuda:
         return {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": nccl}
 
     def visible(self) -> int:
-        """Count the visible GPUs without making a context on any of them."""
+        """Count the GPUs visible to this process, without making a context; 0 where there is no usable driver."""
         return int(self._torch.cuda.device_count()) if self._torch.cuda.is_available() else 0
 
     def gpu(self, index: int) -> CudaGpu:
@@ -83,7 +70,7 @@ def identify(
     facts: RankFacts,
     device: Device,
     *,
-    cuda: Cuda | None = None,
+    cuda: TorchCuda | None = None,
     open_nvml: Callable[[], Nvml] = PyNvml,
 ) -> dict[str, Any]:
     """Describe this rank in plain JSON types.

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Literal, Protocol
+from typing import Literal
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import finding, require_nothing
@@ -29,16 +29,6 @@ _EXCHANGE_SECONDS = 60.0
 _CONCURRENT = 4
 
 Kind = Literal["forward", "reverse"]
-
-
-class Resolver(Protocol):
-    """Looks names up."""
-
-    def forward(self, name: str) -> str:
-        """Return the addresses of a name. Raises: OSError if it has none."""
-
-    def reverse(self, address: str) -> str:
-        """Return the name of an address. Raises: OSError if it has none."""
 
 
 class SystemResolver:
@@ -54,7 +44,7 @@ class SystemResolver:
         return socket.getnameinfo((store_form(address), 0), socket.NI_NAMEREQD)[0]
 
 
-SYSTEM: Resolver = SystemResolver()
+SYSTEM = SystemResolver()
 
 
 def store_form(address: str) -> str:
@@ -95,7 +85,7 @@ class Answer:
 
 
 def look_up(
-    questions: Sequence[Question], *, deadline_seconds: float, resolver: Resolver | None = None
+    questions: Sequence[Question], *, deadline_seconds: float, resolver: SystemResolver | None = None
 ) -> tuple[Answer, ...]:
     """Look up all questions, a few concurrently, and return the answers in their order.
 

@@ -107,11 +107,7 @@ class Caller:
 
         Raises: OSError otherwise.
         """
-        self._socket.sendall(_HEAD.pack(self._token, _ECHO, len(payload)) + payload)
-        try:
-            back = receive(self._socket, len(payload))
-        except EOFError:
-            raise ConnectionError("it accepts connections and then closes them: is it another program?") from None
+        back = self._ask(_HEAD.pack(self._token, _ECHO, len(payload)) + payload, len(payload))
         if back != payload:
             raise ConnectionError(f"{len(payload)} bytes came back altered")
 
@@ -120,12 +116,15 @@ class Caller:
 
         Raises: OSError without an answer.
         """
-        self._socket.sendall(_HEAD.pack(self._token, _CLOCK, 0))
+        arrived, sent = _TIMES.unpack(self._ask(_HEAD.pack(self._token, _CLOCK, 0), _TIMES.size))
+        return float(arrived), float(sent)
+
+    def _ask(self, request: bytes, length: int) -> bytes:
+        self._socket.sendall(request)
         try:
-            arrived, sent = _TIMES.unpack(receive(self._socket, _TIMES.size))
+            return receive(self._socket, length)
         except EOFError:
             raise ConnectionError("it accepts connections and then closes them: is it another program?") from None
-        return float(arrived), float(sent)
 
 
 def receive(connection: socket.socket, length: int) -> bytes:

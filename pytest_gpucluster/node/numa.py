@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.metrics.finding import Finding, Kind, identity
+from pytest_gpucluster.metrics.finding import Finding, Kind, finding, identity, note
 from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 
 REMEDY = (
@@ -62,25 +62,26 @@ def examine_affinity(who: Mapping[str, Any], rank: Place, gpu: Place | None) -> 
         gpu: where its GPU is; None if unknown.
     """
 
-    def finding(kind: Kind, found: str, allowed: str, remedy: str) -> Finding:
-        found = f"rank {who['rank']} {found}"
-        return Finding(code="affinity", kind=kind, gpu=identity(who), found=found, allowed=allowed, remedy=remedy)
-
+    rank_name = f"rank {who['rank']}"
     if gpu is None:
         remedy = "nothing on a machine with one node; else make /sys/bus/pci/devices visible to the job"
-        return [finding("note", "has no NUMA information about its GPU", "anything", remedy)]
+        return [note("affinity", identity(who), f"{rank_name} has no NUMA information about its GPU", remedy=remedy)]
     allowed = f"the CPUs {format_ranges(gpu.cpus)} and memory of node {format_ranges(gpu.nodes)}"
-    findings = []
+    problems: list[tuple[Kind, str]] = []
     if not rank.cpus & gpu.cpus:
-        found = f"may run on the CPUs {format_ranges(rank.cpus)}, none of which is local to its GPU"
-        findings.append(finding("environment", found, allowed, REMEDY))
+        problems.append(
+            ("environment", f"may run on the CPUs {format_ranges(rank.cpus)}, none of which is local to its GPU")
+        )
     elif rank.cpus - gpu.cpus:
-        found = f"may run on the CPUs {format_ranges(rank.cpus)}, not all of which are local to its GPU"
-        findings.append(finding("note", found, allowed, REMEDY))
+        problems.append(
+            ("note", f"may run on the CPUs {format_ranges(rank.cpus)}, not all of which are local to its GPU")
+        )
     if not rank.nodes & gpu.nodes:
-        found = f"may use memory of node {format_ranges(rank.nodes)}, and not of its GPU's"
-        findings.append(finding("environment", found, allowed, REMEDY))
-    return findings
+        problems.append(("environment", f"may use memory of node {format_ranges(rank.nodes)}, and not of its GPU's"))
+    return [
+        finding(kind, "affinity", identity(who), f"{rank_name} {found}", allowed=allowed, remedy=REMEDY)
+        for kind, found in problems
+    ]
 
 
 LEAST = 0.95

@@ -65,5 +65,13 @@ def run_program(
     return Output(text=text, errors=errors, code=code, why_not=why_not)
 
 
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a child process that writes no files. One that is blocked in the driver exits when that answers."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_KILL_SECONDS)
+    process.returncode = process.returncode or 0  # so that subprocess warns of no running child
+
+
 def _text(output: bytes | None) -> str:
     return (output or b"").decode("utf-8", "replace")

@@ -10,7 +10,6 @@ the time its CPUs have spent, memory.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -25,12 +24,11 @@ from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node.nvml import NotAvailable, Nvml
 from pytest_gpucluster.node.nvml_queries import keys
 from pytest_gpucluster.node.processes import Process, find_process
+from pytest_gpucluster.node.programs import kill
 from pytest_gpucluster.node.sysfs import Tree
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.node.health.node_reader_process")
 """The command line. Tests replace it by one with simulated GPUs."""
-
-_END_SECONDS = 1.0
 
 
 class NodeReader:
@@ -68,10 +66,7 @@ class NodeReader:
     def close(self) -> None:
         """Kill it. It writes no files, so it can be killed at any moment."""
         self._is_closing = True
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # blocked in the driver: it exits when that answers
-            self._process.wait(timeout=_END_SECONDS)
-        self._process.returncode = self._process.returncode or 0  # so that subprocess warns of no running child
+        kill(self._process)
 
     def _listen(self) -> None:
         assert self._process.stdout is not None

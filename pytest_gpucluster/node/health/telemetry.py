@@ -25,7 +25,6 @@ random, and the process serves its own user only. Source: unix(7).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -44,6 +43,7 @@ from typing import Any
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.node.nvml_queries import keys
+from pytest_gpucluster.node.programs import kill
 
 THROTTLE = "throttle"
 QUERIES = keys("clock.sm", "clock.memory", "power.draw", "temperature.gpu", "utilization.gpu", "throttle.reasons")
@@ -143,7 +143,6 @@ ANSWER_SECONDS = 0.5
 """The longest wait of closing a window. The process waits less for NVML, so that its answer comes in time."""
 _AGAIN_SECONDS = 0.05
 """The longest wait after a request that was not answered."""
-_END_SECONDS = 1.0
 
 
 class NodeSampler:
@@ -161,10 +160,7 @@ class NodeSampler:
 
     def close(self) -> None:
         """Kill it. It writes no files, so it can be killed at any moment."""
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # blocked in the driver: it exits when that answers
-            self._process.wait(timeout=_END_SECONDS)
-        self._process.returncode = self._process.returncode or 0  # so that subprocess warns of no running child
+        kill(self._process)
 
 
 def start_sampler() -> NodeSampler:
