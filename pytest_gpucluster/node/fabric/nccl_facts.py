@@ -285,12 +285,15 @@ def _of_cards(cards: Sequence[Card], soft: Sequence[tuple[Card, str]], gpus: int
         other = next(one for one in present if one != layer)
         outside += [(card, f"it is {other}, and the fabric is {layer}") for card in present[other]]
     kind, of_layer = _LAYERS[layer], present[layer]
-    unclear, reasons, slow = _foreign(of_layer, gpus)
-    if unclear:
-        return Fabric(kind=kind, why=_ports(of_layer), cards=tuple(of_layer), unclear=unclear)
+    try:
+        reasons = _foreign(of_layer, gpus)
+    except _UnclearError as unclear:
+        return Fabric(kind=kind, why=_ports(of_layer), cards=tuple(of_layer), unclear=str(unclear))
     kept = tuple(card for card in of_layer if card.name not in reasons)
     outside += [(card, reasons[card.name]) for card in of_layer if card.name in reasons]
-    return Fabric(kind=kind, why=_ports(kept), cards=kept, outside=tuple(outside), slow=tuple(slow))
+    top = max(card.port.rate_gbps or 0.0 for card in of_layer)
+    slow = tuple(card for card in kept if (card.port.rate_gbps or 0.0) < top)
+    return Fabric(kind=kind, why=_ports(kept), cards=kept, outside=tuple(outside), slow=slow)
 
 
 def _greater(present: Mapping[str, Sequence[Card]]) -> str | None:
@@ -309,77 +312,69 @@ def _greater(present: Mapping[str, Sequence[Card]]) -> str | None:
     return None
 
 
-def _foreign(cards: Sequence[Card], gpus: int | None) -> tuple[str, dict[str, str], list[Card]]:
-    """Find the ports of one link layer that do not belong to the fabric.
+class _UnclearError(Exception):
+    """Which ports belong to the fabric is unknown, for this reason."""
 
-    Returns: why that is not clear, or ""; port -> the reason; ports that are slow and belong to it.
+
+def _foreign(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
+    """Return the ports of one link layer that do not belong to the fabric, with the reason.
+
+    Raises:
+        _UnclearError: the facts are ambiguous.
     """
-    if len(cards) == 1:
-        return "", {}, []
     reasons: dict[str, str] = {}
-    unclear, slow = _by_rate(cards, gpus, reasons)
-    if unclear:
-        return unclear, {}, []
-    rest = [card for card in cards if card.name not in reasons]
-    unclear = _by_distance(rest, gpus, reasons)
-    if unclear:
-        return unclear, {}, []
-    rest = [card for card in rest if card.name not in reasons]
-    unclear = _by_route(rest, gpus, reasons)
-    # A port outside of the fabric may be slow.
-    return unclear, {} if unclear else reasons, [card for card in slow if unclear or card.name not in reasons]
+    for rule in (_by_rate, _by_distance, _by_route) if len(cards) > 1 else ():
+        reasons |= rule([card for card in cards if card.name not in reasons], gpus)
+    return reasons
 
 
-def _by_rate(cards: Sequence[Card], gpus: int | None, reasons: dict[str, str]) -> tuple[str, list[Card]]:
+def _by_rate(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
     """Slower ports on another kind of card have another purpose; on the same kind they are a fault of the fabric."""
-    rates = {card.name: card.port.rate_gbps for card in cards}
-    if None in rates.values():
-        return f"the rate of {', '.join(name for name, rate in rates.items() if rate is None)} is unknown", []
-    top = max(rate for rate in rates.values() if rate is not None)
-    fast = [card for card in cards if rates[card.name] == top]
-    slower = [card for card in cards if rates[card.name] != top]
+    unknown = [card.name for card in cards if card.port.rate_gbps is None]
+    if unknown:
+        raise _UnclearError(f"the rate of {', '.join(unknown)} is unknown")
+    top = max(card.port.rate_gbps or 0.0 for card in cards)
+    fast = [card for card in cards if card.port.rate_gbps == top]
     boards = {card.board for card in fast}
-    other = [card for card in slower if card.board and "" not in boards and card.board not in boards]
+    other = [card for card in cards if card not in fast and card.board and not {"", card.board} & boards]
     if other and len(fast) <= len(other) and not (gpus and len(fast) >= gpus):
-        return (
-            f"{_ports(fast)} and {_ports(other)} are of different cards, and it is unknown which are for storage",
-            [],
+        raise _UnclearError(
+            f"{_ports(fast)} and {_ports(other)} are of different cards, and it is unknown which are for storage"
         )
-    for card in other:
-        reasons[card.name] = f"it has {_rate(card)} and is of another kind than the {len(fast)} of {top:g} Gb/s"
-    return "", [card for card in slower if card.name not in reasons]
+    reason = f"and is of another kind than the {len(fast)} of {top:g} Gb/s"
+    return {card.name: f"it has {_rate(card)} {reason}" for card in other}
 
 
-def _by_distance(cards: Sequence[Card], gpus: int | None, reasons: dict[str, str]) -> str:
+def _by_distance(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
     """Where the GPUs have cards behind their own PCIe switches, cards elsewhere have another purpose."""
     near = [card for card in cards if card.distance in _OVER_SWITCHES]
     far = [card for card in cards if card.distance and card.distance not in _OVER_SWITCHES]
     if not gpus or not near or not far or len(near) + len(far) != len(cards):
-        return ""
-    if len(near) >= gpus or (_fits(len(near), gpus) and not _fits(len(cards), gpus)):
-        for card in far:
-            reasons[card.name] = f"it is close to no GPU ({card.distance}), and {len(near)} others are"
-            reasons[card.name] += f" ({near[0].distance})"
-    return ""
+        return {}
+    if len(near) < gpus and (not _fits(len(near), gpus) or _fits(len(cards), gpus)):
+        return {}
+    others = f"and {len(near)} others are ({near[0].distance})"
+    return {card.name: f"it is close to no GPU ({card.distance}), {others}" for card in far}
 
 
-def _by_route(cards: Sequence[Card], gpus: int | None, reasons: dict[str, str]) -> str:
+def _by_route(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
     """A RoCE port with the default route leads outside, unless it completes the number of rails."""
     default = [card for card in cards if card.is_default]
     others = len(cards) - len(default)
     if not default or not others:
-        return ""
+        return {}
     if not gpus:
-        return f"{_ports(default)} has the default route, and with unknown GPUs it may be one of the rails"
-    if _fits(len(cards), gpus):
-        return ""
-    if not _fits(others, gpus):
-        return f"{len(cards)} ports for {gpus} GPUs do not fit any number of rails, and neither do {others} of them"
-    for card in default:
-        reasons[card.name] = (
-            f"its interface {card.interface} has the default route, and {others} other ports are the rails"
+        raise _UnclearError(
+            f"{_ports(default)} has the default route, and with unknown GPUs it may be one of the rails"
         )
-    return ""
+    if _fits(len(cards), gpus):
+        return {}
+    if not _fits(others, gpus):
+        raise _UnclearError(
+            f"{len(cards)} ports for {gpus} GPUs do not fit any number of rails, and neither do {others} of them"
+        )
+    reason = f"has the default route, and {others} other ports are the rails"
+    return {card.name: f"its interface {card.interface} {reason}" for card in default}
 
 
 def _fits(ports: int, gpus: int) -> bool:
