@@ -120,16 +120,16 @@ def _what(change: Change) -> str:
 def _who(change: Change, old_name: NameOf, new_name: NameOf) -> Iterator[str]:
     if change.note:
         yield change.note
-    alike = change.of_kind(change.kind)
-    shown = alike[:_RANKS] if len(change.pairs) > 1 else alike[:1]
-    for number, pair in enumerate(shown):
-        name = _name(pair, old_name, new_name)
-        values = f": {pair_text(pair, change.unit)}" if number else f": {pair.why}" if pair.why else ""
-        text = f"{name}{values}" if name else pair.why
+    same_kind = change.of_kind(change.kind)
+    listed = same_kind[: _RANKS if len(change.pairs) > 1 else 1]
+    for number, pair in enumerate(listed):
+        # The values of the first pair are in the row above.
+        details = pair_text(pair, change.unit) if number else pair.why
+        text = ": ".join(filter(None, (_name(pair, old_name, new_name), details)))
         if text:
             yield text
-    if len(alike) > len(shown):
-        yield f"and {len(alike) - len(shown)} more, {len(alike)} of {len(change.pairs)} in all"
+    if len(same_kind) > len(listed):
+        yield f"and {len(same_kind) - len(listed)} more, {len(same_kind)} of {len(change.pairs)} in all"
 
 
 def _name(pair: Pair, old_name: NameOf, new_name: NameOf) -> str:

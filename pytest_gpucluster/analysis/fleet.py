@@ -60,10 +60,11 @@ class Node:
         return outline(self.run.journal).rows
 
     @property
-    def failure(self) -> str:
-        """Return the first failure, or the reason of the verdict."""
+    def summary(self) -> str:
+        """Return the verdict, and the first failure or else its reason."""
         bad = outline(self.run.journal).bad
-        return f"{bad[0].name}: {bad[0].why}" if bad and bad[0].why else self.run.journal.reason
+        why = f"{bad[0].name}: {bad[0].why}" if bad and bad[0].why else self.run.journal.reason
+        return f"{self.verdict}: {why}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +254,6 @@ class Cell:
 
     outcome: str
     row: Row | None = None
-    outliers: tuple[Outlier, ...] = ()
 
     @property
     def mark(self) -> str:
@@ -273,12 +273,29 @@ class Matrix:
     """The results of a fleet by node and test."""
 
     fleet: Fleet
-    tests: tuple[str, ...]
-    """Ids, in the order in which they ran."""
     names: dict[str, str]
+    """Id -> name of each test, in the order in which they ran."""
     cells: dict[tuple[str, str], Cell]
     """(node, test) -> its result."""
     outliers: tuple[Outlier, ...]
+
+    @classmethod
+    def of(cls, fleet: Fleet, outliers: Sequence[Outlier]) -> Matrix:
+        """Return the matrix of a fleet whose outliers are known."""
+        names: dict[str, str] = {}
+        cells: dict[tuple[str, str], Cell] = {}
+        behind = {(outlier.node, outlier.nodeid) for outlier in outliers}
+        for node in fleet.nodes:
+            for row in node.rows:
+                names.setdefault(row.nodeid, row.name)
+                is_outlier = row.outcome == "passed" and (node.name, row.nodeid) in behind
+                cells[node.name, row.nodeid] = Cell(outcome=OUTLIER if is_outlier else row.outcome, row=row)
+        return cls(fleet=fleet, names=names, cells=cells, outliers=tuple(outliers))
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """Ids, in the order in which they ran."""
+        return tuple(self.names)
 
     def cell(self, node: str, test: str) -> Cell:
         return self.cells.get((node, test), Cell(outcome=ABSENT))
@@ -286,95 +303,53 @@ class Matrix:
     @property
     def drained(self) -> tuple[ListedNode, ...]:
         """Return the nodes to leave out: those that were rejected, then those that are behind the fleet."""
-        found = [
-            ListedNode(node=node.name, why=f"{node.verdict}: {node.failure}")
-            for node in self.fleet.nodes
-            if node.rejected
-        ]
-        named = {each.node for each in found}
+        found = {node.name: node.summary for node in self.fleet.nodes if node.rejected}
         for outlier in self.outliers:
-            if outlier.node not in named:
-                named.add(outlier.node)
-                found.append(
-                    ListedNode(
-                        node=outlier.node, why=f"outlier: {outlier.test}: {outlier.judged.metric}: {outlier.why}"
-                    )
-                )
-        return tuple(found)
+            found.setdefault(outlier.node, f"outlier: {outlier.test}: {outlier.judged.metric}: {outlier.why}")
+        return tuple(ListedNode(node=name, why=why) for name, why in found.items())
 
     @property
     def without_answer(self) -> tuple[ListedNode, ...]:
         """Return the nodes without a conclusive result, and why."""
-        named = {each.node for each in self.drained}
-        found = [
-            ListedNode(node=node.name, why=f"{node.verdict}: {node.failure}")
-            for node in self.fleet.nodes
-            if node.exit != 0 and node.name not in named
-        ]
-        found += [
-            ListedNode(
-                node=node.name,
-                why=f"did not run {some_of([self.names[test] for test in missing])}",
-            )
-            for node in self.fleet.nodes
-            if node.exit == 0 and node.name not in named and (missing := self._missing(node))
-        ]
-        found += [ListedNode(node=where, why=why) for where, why in self.fleet.unreadable]
-        return (*found, *(ListedNode(node=name, why="no journal") for name in self.fleet.without_journal))
-
-    def _missing(self, node: Node) -> list[str]:
-        """Return the tests of other nodes that this node's run does not have."""
-        return [test for test in self.tests if self.cell(node.name, test).outcome == ABSENT]
+        drained = {each.node for each in self.drained}
+        rest = [node for node in self.fleet.nodes if node.name not in drained]
+        found = [(node.name, node.summary) for node in rest if node.exit != 0]
+        for node in rest:
+            # Tests of other nodes that this node's run does not have.
+            missing = [name for test, name in self.names.items() if self.cell(node.name, test).outcome == ABSENT]
+            if node.exit == 0 and missing:
+                found.append((node.name, f"did not run {some_of(missing)}"))
+        found += self.fleet.unreadable
+        found += ((name, "no journal") for name in self.fleet.without_journal)
+        return tuple(ListedNode(node=name, why=why) for name, why in found)
 
     @property
     def mixed(self) -> str:
         """Return why these runs cannot be compared as a fleet, or an empty text."""
-        runs = [node.run.journal for node in self.fleet.nodes]
-        if len({journal.run.rehearsal for journal in runs}) > 1:
+        if len({node.run.journal.run.rehearsal for node in self.fleet.nodes}) > 1:
             return "a REHEARSAL on cpu states nothing about hardware, and cannot be compared with runs on GPUs"
         return ""
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Return the differences between nodes that should be alike, and the runs that were left out."""
+    def notes(self) -> Iterator[str]:
+        """Yield the differences between nodes that should be alike, and the runs that were left out."""
         runs = [node.run.journal for node in self.fleet.nodes]
-        lines = []
         for what, values in (
-            ("SKUs", [journal.sku or "unknown" for journal in runs]),
-            ("limits", [_digests(journal.limit_files) for journal in runs]),
-            ("numbers of ranks", [str(journal.run.world_size) for journal in runs]),
-            ("profiles", [journal.profile or "not recorded" for journal in runs]),
+            ("SKUs", {journal.sku or "unknown" for journal in runs}),
+            ("limits", {"+".join(d[:12] for _, d in journal.limit_files) or "not recorded" for journal in runs}),
+            ("numbers of ranks", {str(journal.run.world_size) for journal in runs}),
+            ("profiles", {journal.profile or "not recorded" for journal in runs}),
         ):
-            if len(set(values)) > 1:
-                lines.append(f"the nodes have different {what}: {', '.join(sorted(set(values)))}")
-        lines += [f"{run.path}: a run on {run.journal.run.nnodes} nodes, left out" for run in self.fleet.multi_node]
+            if len(values) > 1:
+                yield f"the nodes have different {what}: {', '.join(sorted(values))}"
+        for run in self.fleet.multi_node:
+            yield f"{run.path}: a run on {run.journal.run.nnodes} nodes, left out"
         for node in self.fleet.nodes:
             worse = [run for run in node.earlier if run.journal.exit != 0]
             if worse and node.exit == 0:
-                lines.append(f"{node.name} passed only when run again; before: {worse[-1].journal.verdict}")
+                yield f"{node.name} passed only when run again; before: {worse[-1].journal.verdict}"
             elif node.earlier:
-                lines.append(f"{node.name} ran {len(node.earlier) + 1} times, the newest run counts")
-        return tuple(lines)
-
-
-def matrix(fleet: Fleet, found: Sequence[Outlier]) -> Matrix:
-    """Return the matrix of a fleet whose outliers are known."""
-    names: dict[str, str] = {}
-    cells: dict[tuple[str, str], Cell] = {}
-    behind: dict[tuple[str, str], list[Outlier]] = {}
-    for outlier in found:
-        behind.setdefault((outlier.node, outlier.nodeid), []).append(outlier)
-    for node in fleet.nodes:
-        for row in node.rows:
-            names.setdefault(row.nodeid, row.name)
-            own = tuple(behind.get((node.name, row.nodeid), ()))
-            outcome = OUTLIER if own and row.outcome == "passed" else row.outcome
-            cells[node.name, row.nodeid] = Cell(outcome=outcome, row=row, outliers=own)
-    return Matrix(fleet=fleet, tests=tuple(names), names=names, cells=cells, outliers=tuple(found))
-
-
-def _digests(files: Sequence[tuple[str, str]]) -> str:
-    return "+".join(digest[:12] for _, digest in files) or "not recorded"
+                yield f"{node.name} ran {len(node.earlier) + 1} times, the newest run counts"
 
 
 def drain_text(found: Matrix, *, file: str = EXCLUDE_FILE) -> str:

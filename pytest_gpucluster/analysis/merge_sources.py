@@ -235,49 +235,35 @@ class Difference:
     of_clusters: bool
 
 
+_COMPARED: tuple[tuple[str, bool, Callable[[Source], Hashable]], ...] = (
+    ("kinds of run", False, lambda s: "a REHEARSAL on cpu" if s.journal.run.rehearsal else "a run on GPUs"),
+    ("SKUs", False, lambda s: s.journal.sku),
+    ("limits (SHA-256 of the files)", False, lambda s: s.journal.limits and _digests(s.journal.limits.files)),
+    ("workloads", False, lambda s: _workload(s)),
+    ("expectations (--gpucluster-expect)", True, lambda s: s.journal.run.option("expect") or "nothing"),
+    ("hosts", True, lambda s: tuple(sorted({str(rank.get("host")) for rank in ranks_of(s)})) or None),
+    ("GPUs", True, lambda s: tuple(sorted(" ".join(slot(rank)[1:]) for rank in ranks_of(s))) or None),
+)
+"""What is compared, whether it is about the cluster, and its value; None where that is not recorded."""
+
+
 def differences(sources: Sequence[Source]) -> Iterator[Difference]:
     """Yield the differences that keep these runs from one verdict."""
-
-    def differ(what: str, of: Callable[[Source], Hashable], *, of_clusters: bool = False) -> Iterator[Difference]:
-        first, known = None, None
-        for source in sources:
-            value = of(source)
-            if value is None:
-                continue
-            if first is None:
-                first, known = source, value
-            elif value != known:
-                yield Difference(
-                    text=f"{what}: {_difference(known, value)} ({first.path} and {source.path})",
-                    of_clusters=of_clusters,
-                )
-                return
-
-    yield from differ(
-        "other kinds of run", lambda s: "a REHEARSAL on cpu" if s.journal.run.rehearsal else "a run on GPUs"
-    )
-    yield from differ("other SKUs", lambda s: s.journal.sku)
-    yield from differ(
-        "other limits (SHA-256 of the files)",
-        lambda s: tuple(digest for _, digest in s.journal.limits.files) if s.journal.limits else None,
-    )
-    yield from differ("other workloads", _workload)
-    yield from differ(
-        "other expectations (--gpucluster-expect)",
-        lambda s: s.journal.run.option("expect") or "nothing",
-        of_clusters=True,
-    )
-    yield from differ(
-        "other hosts", lambda s: tuple(sorted({str(r.get("host")) for r in ranks_of(s)})) or None, of_clusters=True
-    )
-    yield from differ(
-        "other GPUs",
-        lambda s: tuple(sorted(" ".join(slot(rank)[1:]) for rank in ranks_of(s))) or None,
-        of_clusters=True,
-    )
+    for what, of_clusters, value_of in _COMPARED:
+        known = [(source, value) for source in sources if (value := value_of(source)) is not None]
+        for source, value in known[1:]:
+            first, expected = known[0]
+            if value != expected:
+                text = f"other {what}: {_difference(expected, value)} ({first.path} and {source.path})"
+                yield Difference(text=text, of_clusters=of_clusters)
+                break
     for source in sources:
         if source.journal.results and not ranks_of(source):
             yield Difference(text=f"{source.path} has results, but no description of their cluster", of_clusters=False)
+
+
+def _digests(files: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    return tuple(digest for _, digest in files)
 
 
 def changes(sources: Sequence[Source]) -> list[str]:

@@ -279,7 +279,7 @@ def run_fleet(options: argparse.Namespace) -> int:
     for option, out in (("--drain", options.drain), ("--json", options.json)):
         require_other_file(option, out, [run.path for run in runs])
     found_fleet = fleet(runs, expected=expected, unreadable=unreadable)
-    found = matrix(found_fleet, outliers(found_fleet, behind=behind))
+    found = Matrix.of(found_fleet, outliers(found_fleet, behind=behind))
     if found.mixed or not found_fleet.nodes:
         return complain(found.mixed or "none of these runs was on one node alone; see gpucluster sweep", UNDECIDED)
     code = NEGATIVE if found.drained else UNDECIDED if found.without_answer else DONE

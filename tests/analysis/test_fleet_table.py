@@ -8,7 +8,7 @@ import re
 import pytest
 from written_runs import HBM, MATMUL, case, measured, place, read
 
-from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, journals_below, matrix, outliers
+from pytest_gpucluster.analysis.fleet import Matrix, NodeRun, drain_text, fleet, journals_below, outliers
 from pytest_gpucluster.analysis.fleet_output import fleet_document, fleet_table
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
@@ -23,7 +23,7 @@ def answer(host, *tests, values=(730,), **more):
 
 def picture(*answers, expected=()):
     known = fleet(answers, expected=expected)
-    return matrix(known, outliers(known))
+    return Matrix.of(known, outliers(known))
 
 
 def named(drained):
@@ -55,7 +55,7 @@ def test_every_node_is_good_to_be_drained_or_without_an_answer():
 def test_the_newest_run_of_a_node_counts_and_the_earlier_one_is_noted():
     slow = answer("gpu-1", case(MATMUL, "failed", message="slow"), started_at="2026-01-01T00:00:00+00:00")
     found = picture(answer("gpu-1"), slow)
-    [note] = found.notes
+    [note] = list(found.notes)
     assert (named(found.drained), note.startswith("gpu-1 "), note.endswith(": REJECTED")) == ([], True, True)
     again = answer("gpu-1", case(MATMUL, "failed", message="slow"), started_at="2027-01-01T00:00:00+00:00")
     assert named(picture(answer("gpu-1"), again).drained) == ["gpu-1"]
@@ -125,7 +125,7 @@ def test_a_journal_that_cannot_be_read_is_its_node_s_where_the_folder_says_whose
         ("x/journal.jsonl", "x/journal.jsonl: bad"),
     )
     known = fleet([answer("gpu-1")], expected=["gpu-1", "gpu-2", "gpu-3"], unreadable=lost)
-    found = matrix(known, ())
+    found = Matrix.of(known, ())
     assert {each.node: each.why for each in found.without_answer} == {
         "gpu-2": "sweep/gpu-2/journal.jsonl: empty",
         "x/journal.jsonl": "bad",
