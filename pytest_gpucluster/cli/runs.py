@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.analysis import compare, compare_output, fleet_output, run_view
-from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, journals_below, matrix, outliers
+from pytest_gpucluster.analysis.fleet import Matrix, NodeRun, drain_text, fleet, journals_below, outliers
 from pytest_gpucluster.analysis.merge import merge_journals
 from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.analysis.run_view import RunView, without_samples
