@@ -155,7 +155,7 @@ def test_what_is_wrong_on_a_node_rejects_and_names_it(run: torchrun.Run, case: t
 BROKEN = {
     ("connectivity__interface", "connectivity"): ("- node-b: GLOO_SOCKET_IFNAME=bond7 ", ": lo"),
     ("connectivity__interface", "dns"): ("GLOO_SOCKET_IFNAME=bond7 ",),
-    ("connectivity__ignorant", "dns"): ("dns.unknown (environment)", "node-a "),
+    ("connectivity__ignorant", "dns"): ("dns.unknown (environment)", "name of node-a"),
     ("infiniband__no_way", "fabric_ports"): ("node-b: ", "GPU memory"),
     ("nccl_environment__hurts", "nccl_environment"): ("NCCL_CHECK_POINTERS=1 (", "node-b/home/.nccl.conf): ", "unset"),
     ("nccl_environment__differs", "nccl_environment"): ("differs (environment): NCCL_MIN_NCHANNELS ", " 32 on rank 1 "),

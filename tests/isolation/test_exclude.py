@@ -81,7 +81,7 @@ def test_a_name_cannot_break_out_of_its_comment() -> None:
 
 
 def test_a_host_that_no_list_can_hold_is_an_error() -> None:
-    with pytest.raises(LaunchError, match="plain name"):
+    with pytest.raises(LaunchError, match="'gpu 3'"):
         exclude_text(found(unit(3)), host=lambda unit: "gpu 3")
 
 
