@@ -65,34 +65,34 @@ def test_burn_in(cluster, names, workload, telemetry, artifacts, progress, measu
 
     On cpu this rehearses for a moment.
     """
-    asked = workload.burn_in
+    config = workload.burn_in
     window = telemetry()
-    course = TimeSeries(asked.duration_seconds, artifacts / f"burn-in-rank-{cluster.rank}.csv")
+    series = TimeSeries(config.duration_seconds, artifacts / f"burn-in-rank-{cluster.rank}.csv")
     try:
         burn_in(
             cluster.device,
-            course,
-            n=asked.n,
-            dtype=asked.dtype,
-            interval_seconds=asked.interval_seconds,
+            series,
+            n=config.n,
+            dtype=config.dtype,
+            interval_seconds=config.interval_seconds,
             during=window,
             progress=progress,
         )
     finally:
-        record_property("burn_in", course.progress_text)
-        seen = window.summary()
-        for one in course.metric_values(asked.dtype, seen, slowdowns=BAD_REASONS):
+        record_property("burn_in", series.progress_text)
+        summary = window.summary()
+        for one in series.metric_values(config.dtype, summary, slowdowns=BAD_REASONS):
             measure(
                 one.metric,
                 one.value,
                 unit=one.unit,
-                telemetry=seen,
+                telemetry=summary,
                 record_only=one.record_only,
-                n=asked.n,
+                n=config.n,
                 load="burn-in",
             )
-    course.require_ends()
-    course.require_telemetry(seen, names[cluster.rank])
+    series.require_ends()
+    series.require_telemetry(summary, names[cluster.rank])
 
 
 @pytest.mark.single_gpu
@@ -111,15 +111,15 @@ def test_memory_patterns(pattern, cluster, workload, artifacts, progress, measur
 
     On cpu this rehearses with a few MiB.
     """
-    asked = workload.memory_patterns
+    config = workload.memory_patterns
     survey = Survey(pattern=pattern)
     try:
         run_pattern(
             cluster.device,
             survey,
-            share=asked.share,
-            most_bytes=asked.most_bytes,
-            rounds=asked.rounds,
+            share=config.share,
+            most_bytes=config.most_bytes,
+            rounds=config.rounds,
             progress=progress,
         )
     finally:
@@ -152,20 +152,20 @@ def test_gpu_repeats_its_bits(cluster, names, workload, local_worker, measure):
 
     On cpu the CPU computes, without fp8.
     """
-    asked = workload.determinism
-    found = take_fingerprint(cluster.device, n=asked.n, repeats=asked.repeats)
-    measure("gpu.determinism.repeated", found.repeatable, unit="ratio", repeats=asked.repeats)
+    config = workload.determinism
+    fingerprint = take_fingerprint(cluster.device, n=config.n, repeats=config.repeats)
+    measure("gpu.determinism.repeated", fingerprint.repeatable, unit="ratio", repeats=config.repeats)
     if local_worker is None:
-        found.require_repeatable(names[cluster.rank])
+        fingerprint.require_repeatable(names[cluster.rank])
         return
     index, name, folder = local_worker
-    prints, called = exchange(
-        folder, found, index=index, count=LOCAL_WORKERS, name=name, wait_seconds=WORKER_SKEW_SECONDS
+    fingerprints, names_by_index = exchange(
+        folder, fingerprint, index=index, count=LOCAL_WORKERS, name=name, wait_seconds=WORKER_SKEW_SECONDS
     )
-    found.require_repeatable(name)
-    agreement = FingerprintAgreement(prints)
+    fingerprint.require_repeatable(name)
+    agreement = FingerprintAgreement(fingerprints)
     measure("gpu.determinism.agreed", agreement.agreement_ratio(index), unit="ratio")
-    agreement.require(index, called)
+    agreement.require(index, names_by_index)
 
 
 @pytest.mark.needs_ranks(2)

@@ -55,7 +55,7 @@ def test_checkpoint(cluster, geometry, workload, scratch, measure):
     """
     world = cluster.world_size
     fewer = next((size for size in range(world // 2, 0, -1) if world % size == 0), None)
-    found = check_resume(
+    result = check_resume(
         cluster.group,
         cluster.device,
         geometry,
@@ -64,11 +64,13 @@ def test_checkpoint(cluster, geometry, workload, scratch, measure):
         batch=workload.fsdp.batch,
         steps=workload.checkpoint.steps,
     )
-    labels = {"steps": found.steps}
-    measure("checkpoint.resume_error", found.same, unit="ratio", ranks=world, **labels)
-    measure("checkpoint.reshard_error", found.replicated, unit="ratio", ranks=world, sharded="no", **labels)
-    if found.fewer is not None:
-        measure("checkpoint.reshard_error", found.fewer, unit="ratio", ranks=found.fewer_ranks, sharded="yes", **labels)
+    labels = {"steps": result.steps}
+    measure("checkpoint.resume_error", result.same, unit="ratio", ranks=world, **labels)
+    measure("checkpoint.reshard_error", result.replicated, unit="ratio", ranks=world, sharded="no", **labels)
+    if result.fewer is not None:
+        measure(
+            "checkpoint.reshard_error", result.fewer, unit="ratio", ranks=result.fewer_ranks, sharded="yes", **labels
+        )
 
 
 @pytest.mark.training
@@ -89,7 +91,7 @@ def test_checkpoint_bandwidth(cluster, workload, scratch, progress, measure):
     their network are the limit, and one that stays means that the client is.
     """
     sizes = workload.checkpoint
-    found = storage_bandwidth(
+    result = storage_bandwidth(
         cluster.group,
         scratch,
         hosts=cluster.hosts,
@@ -100,18 +102,18 @@ def test_checkpoint_bandwidth(cluster, workload, scratch, progress, measure):
     labels = {
         "world_size": cluster.world_size,
         "nnodes": cluster.nnodes,
-        "file_bytes": found.file_bytes,
-        "file_system": found.file_system,
+        "file_bytes": result.file_bytes,
+        "file_system": result.file_system,
     }
-    measure("checkpoint.verified", found.verified_ratio, unit="ratio", **labels)
-    written, read = found.written_bytes_per_second, found.read_bytes_per_second
+    measure("checkpoint.verified", result.verified_ratio, unit="ratio", **labels)
+    written, read = result.written_bytes_per_second, result.read_bytes_per_second
     measure("checkpoint.write_bandwidth", median(written), unit="B/s", samples=written, **labels)
     measure(
         "checkpoint.read_bandwidth",
         median(read),
         unit="B/s",
         samples=read,
-        past_the_cache=found.past_the_cache,
-        other_host="yes" if found.other_host else "no",
+        past_the_cache=result.past_the_cache,
+        other_host="yes" if result.other_host else "no",
         **labels,
     )

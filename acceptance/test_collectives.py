@@ -16,9 +16,9 @@ SETUP_SECONDS = 120.0  # making the groups, filling and verifying the payloads
 @pytest.fixture(autouse=True)
 def deadline(request, cluster, workload):
     """Give the sweep the time that its workload may take."""
-    swept = workload.collectives
-    longest = swept.sampling.warmup_seconds + swept.sampling.at_most_seconds
-    seconds = SETUP_SECONDS + len({*swept.sizes, *swept.latency_sizes}) * longest
+    config = workload.collectives
+    longest = config.sampling.warmup_seconds + config.sampling.at_most_seconds
+    seconds = SETUP_SECONDS + len({*config.sizes, *config.latency_sizes}) * longest
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -56,7 +56,7 @@ def test_collective(scope, collective, dtype, cluster, inventory, workload, tele
     """
     group = cluster.group if scope == "world" else cluster.node_group([who["node_rank"] for who in inventory])
     small, large = workload.collectives.latency_sizes, workload.collectives.sizes
-    found = {}
+    results = {}
     with cluster.using(group):
         for size in dict.fromkeys((*small, *large)):
             window = telemetry()
@@ -69,18 +69,18 @@ def test_collective(scope, collective, dtype, cluster, inventory, workload, tele
                 sampling=workload.collectives.sampling,
                 during=window,
             )
-            found[size] = result, window.summary()
-    carried = cluster.carried_by(group)
-    for name, text in carried.properties(collective).items():
+            results[size] = result, window.summary()
+    transport = cluster.carried_by(group)
+    for name, text in transport.properties(collective).items():
         record_property(f"nccl.{name}", text)
 
     name = f"nccl.{collective}"
-    for size, (result, seen) in found.items():
+    for size, (result, summary) in results.items():
         nnodes = cluster.nnodes if scope == "world" else 1
-        labels = {"size": size, "dtype": dtype, "world_size": result.ranks, "nnodes": nnodes, **carried.labels}
+        labels = {"size": size, "dtype": dtype, "world_size": result.ranks, "nnodes": nnodes, **transport.labels}
         if size in small:
-            measure(f"{name}.latency", result.latency, unit="s", telemetry=seen, **labels)
+            measure(f"{name}.latency", result.latency, unit="s", telemetry=summary, **labels)
         if size in large:
-            measure(f"{name}.algbw", result.algbw, unit="B/s", telemetry=seen, record_only=True, **labels)
-            measure(f"{name}.busbw", result.busbw, unit="B/s", telemetry=carried.add_to(seen), **labels)
+            measure(f"{name}.algbw", result.algbw, unit="B/s", telemetry=summary, record_only=True, **labels)
+            measure(f"{name}.busbw", result.busbw, unit="B/s", telemetry=transport.add_to(summary), **labels)
             measure(f"{name}.average_busbw", result.average_busbw, unit="B/s", record_only=True, **labels)

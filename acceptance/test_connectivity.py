@@ -17,10 +17,10 @@ SETUP_SECONDS = 60.0
 @pytest.fixture
 def environ(cluster):
     """The environment as NCCL sees it: its configuration files included."""
-    found = {**os.environ, **nccl_environment.effective(nccl_environment.read_environment(os.environ))}
+    environment = {**os.environ, **nccl_environment.effective(nccl_environment.read_environment(os.environ))}
     if cluster.nnodes == 1:  # its ranks have met there, and need not know the name
-        found["MASTER_ADDR"] = "127.0.0.1"
-    return found
+        environment["MASTER_ADDR"] = "127.0.0.1"
+    return environment
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def nodes(cluster, inventory):
 @pytest.fixture(autouse=True)
 def deadline(request, cluster, workload):
     """Give the nodes the time that connections and lookups may take."""
-    asked, count = workload.connectivity, cluster.nnodes
-    seconds = SETUP_SECONDS + longest_seconds(count, asked.deadline_seconds)
-    seconds += name_resolution.longest_seconds(2 * count, asked.lookup_seconds)
+    config, count = workload.connectivity, cluster.nnodes
+    seconds = SETUP_SECONDS + longest_seconds(count, config.deadline_seconds)
+    seconds += name_resolution.longest_seconds(2 * count, config.lookup_seconds)
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -57,13 +57,13 @@ def test_connectivity(board, cluster, environ, measure, nodes, workload):
     """
     if nodes.representative != cluster.rank:
         return
-    asked = workload.connectivity
+    config = workload.connectivity
     reached = connect_all(
         board,
         nodes,
         lambda: choose(cluster.backend, environ),
-        payload_bytes=asked.payload_bytes,
-        deadline_seconds=asked.deadline_seconds,
+        payload_bytes=config.payload_bytes,
+        deadline_seconds=config.deadline_seconds,
     )
     if cluster.rank == 0:
         print("\n".join(f"{reached.hosts[node]}: {where}" for node, where in reached.addresses.items()))
@@ -92,11 +92,11 @@ def test_dns(board, cluster, environ, measure, nodes, workload):
     """
     if nodes.representative != cluster.rank:
         return
-    asked = workload.connectivity
+    config = workload.connectivity
     questions = all_questions(
-        board, nodes, lambda: choose(cluster.backend, environ), deadline_seconds=asked.deadline_seconds
+        board, nodes, lambda: choose(cluster.backend, environ), deadline_seconds=config.deadline_seconds
     )
-    answers = look_up(questions, deadline_seconds=asked.lookup_seconds)
+    answers = look_up(questions, deadline_seconds=config.lookup_seconds)
     for kind in ("forward", "reverse"):
         of_kind = [answer for answer in answers if answer.question.kind == kind]
         measure(f"dns.{kind}", max(answer.seconds for answer in of_kind), unit="s", lookups=len(of_kind))
@@ -119,12 +119,12 @@ def test_clock_skew(board, cluster, environ, measure, nodes, workload):
     """
     if nodes.representative != cluster.rank:
         return
-    asked = workload.connectivity
+    config = workload.connectivity
     series = skew_of_nodes(
         board,
         nodes,
         lambda: choose(cluster.backend, environ),
-        samples=asked.clock_samples,
-        deadline_seconds=asked.deadline_seconds,
+        samples=config.clock_samples,
+        deadline_seconds=config.deadline_seconds,
     )
     measure("clock.skew", series, unit="s")

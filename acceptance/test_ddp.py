@@ -38,8 +38,8 @@ def test_training_step(cluster, geometry, workload, artifacts, measure):
     sizes = workload.training
     # The ranks of a node, or of all nodes, share the folder.
     checkpoint = artifacts / f"checkpoint-rank-{cluster.rank}.pt"
-    found = check_step(cluster.device, geometry, batch=sizes.batch, steps=sizes.steps, checkpoint=checkpoint)
-    for name, errors in (("", found.fp32), ("bf16_", found.bf16)):
+    result = check_step(cluster.device, geometry, batch=sizes.batch, steps=sizes.steps, checkpoint=checkpoint)
+    for name, errors in (("", result.fp32), ("bf16_", result.bf16)):
         measure(f"training.step.{name}loss_error", errors.loss, unit="ratio", steps=sizes.steps)
         measure(f"training.step.{name}gradient_error", errors.gradient, unit="ratio", steps=sizes.steps)
         measure(f"training.step.{name}weight_error", errors.weight, unit="ratio", steps=sizes.steps)
@@ -65,7 +65,7 @@ def test_ddp(cluster, geometry, workload, measure):
     """
     sizes = workload.training
     for name, precision in (("", "fp32"), ("bf16_", "bf16")):
-        found = check_data_parallel(
+        result = check_data_parallel(
             cluster.group,
             cluster.device,
             geometry,
@@ -75,9 +75,9 @@ def test_ddp(cluster, geometry, workload, measure):
             steps=sizes.steps,
             precision=precision,
         )
-        labels = {"global_batch": found.global_batch, "steps": found.steps}
-        measure(f"ddp.{name}loss_error", found.loss_error, unit="ratio", **labels)
-        measure(f"ddp.{name}gradient_error", found.gradient_error, unit="ratio", **labels)
+        labels = {"global_batch": result.global_batch, "steps": result.steps}
+        measure(f"ddp.{name}loss_error", result.loss_error, unit="ratio", **labels)
+        measure(f"ddp.{name}gradient_error", result.gradient_error, unit="ratio", **labels)
 
 
 @pytest.mark.single_gpu

@@ -11,8 +11,8 @@ SETUP_SECONDS = 60.0  # killing a job that hangs, and freeing its memory
 @pytest.fixture(autouse=True)
 def deadline(request, cluster, workload):
     """Give the jobs the time that they may take, one after the other."""
-    asked = workload.failure_propagation
-    seconds = len(asked.deaths) * (asked.start_seconds + asked.end_seconds + SETUP_SECONDS)
+    config = workload.failure_propagation
+    seconds = len(config.deaths) * (config.start_seconds + config.end_seconds + SETUP_SECONDS)
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -40,9 +40,9 @@ def test_failure_propagation(cluster, inventory, workload, artifacts, measure):
     if cluster.local_rank != 0:
         return  # one job a node: its ranks take the GPUs of all ranks here
     here = [who for who in inventory if who["node_rank"] == cluster.node_rank]
-    model, asked = workload.training, workload.failure_propagation
-    for how in asked.deaths:
-        found = check_propagation(
+    model, config = workload.training, workload.failure_propagation
+    for how in config.deaths:
+        result = check_propagation(
             cluster.device,
             Geometry(
                 layers=model.layers, width=model.width, heads=model.heads, vocab=model.vocab, sequence=model.sequence
@@ -50,17 +50,17 @@ def test_failure_propagation(cluster, inventory, workload, artifacts, measure):
             ranks=len(here),
             how=how,
             batch=model.batch,
-            steps=asked.steps,
+            steps=config.steps,
             # The nodes may share the folder.
             folder=artifacts / f"node-{cluster.node_rank}-{how}",
-            start_seconds=asked.start_seconds,
-            end_seconds=asked.end_seconds,
+            start_seconds=config.start_seconds,
+            end_seconds=config.end_seconds,
             visible=[who["gpu"]["uuid"] for who in here if who["gpu"]],
         )
-        notes = [] if found.is_root_cause else [f"torchrun names rank {found.rank}, and another one before it"]
+        notes = [] if result.is_root_cause else [f"torchrun names rank {result.rank}, and another one before it"]
         measure(
             "failure_propagation.seconds",
-            found.seconds,
+            result.seconds,
             unit="s",
             telemetry={"notes": notes},
             death=how,

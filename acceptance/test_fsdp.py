@@ -35,7 +35,7 @@ def test_fsdp(cluster, geometry, workload, measure):
     On cpu this rehearses with gloo. With one rank nothing is sharded: there it is a test of the software.
     """
     sizes = workload.fsdp
-    found = check_fully_sharded(
+    result = check_fully_sharded(
         cluster.group,
         cluster.device,
         geometry,
@@ -43,16 +43,16 @@ def test_fsdp(cluster, geometry, workload, measure):
         batch=sizes.batch,
         steps=sizes.steps,
     )
-    labels = {"global_batch": found.global_batch, "steps": found.steps}
+    labels = {"global_batch": result.global_batch, "steps": result.steps}
     for name, cpu_offload, parity in (
-        ("", "no", found.fp32),
-        ("", "yes", found.offloaded),
-        ("bf16_", "no", found.bf16),
+        ("", "no", result.fp32),
+        ("", "yes", result.offloaded),
+        ("bf16_", "no", result.bf16),
     ):
         measure(f"fsdp.{name}loss_error", parity.loss, unit="ratio", cpu_offload=cpu_offload, **labels)
         measure(f"fsdp.{name}gradient_error", parity.gradient, unit="ratio", cpu_offload=cpu_offload, **labels)
-    measure("fsdp.ddp_loss_error", found.ddp_loss_error, unit="ratio", **labels)
-    measure("fsdp.share", found.share, unit="ratio")
+    measure("fsdp.ddp_loss_error", result.ddp_loss_error, unit="ratio", **labels)
+    measure("fsdp.share", result.share, unit="ratio")
 
 
 @pytest.mark.training
@@ -69,8 +69,8 @@ def test_fsdp_memory(cluster, geometry, workload, measure):
     """
     batch = workload.fsdp.batch
     for ranks in sorted({1, cluster.local_world_size, cluster.world_size}):
-        held = measure_sharded_memory(cluster.subgroups(ranks), cluster.device, geometry, batch=batch)
-        counted = {"weights, gradients and moments": held.state_bytes, "all that torch allocated": held.peak_bytes}
+        memory = measure_sharded_memory(cluster.subgroups(ranks), cluster.device, geometry, batch=batch)
+        counted = {"weights, gradients and moments": memory.state_bytes, "all that torch allocated": memory.peak_bytes}
         for what, found_bytes in counted.items():
             if found_bytes is not None:
-                measure("fsdp.memory", found_bytes, unit="B", record_only=True, ranks=held.ranks, counted=what)
+                measure("fsdp.memory", found_bytes, unit="B", record_only=True, ranks=memory.ranks, counted=what)

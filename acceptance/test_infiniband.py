@@ -35,15 +35,15 @@ def test_fabric_ports(board, cluster, fabric_sources, gpu, inventory, limits, me
         on_cpu=cluster.device.type == "cpu",
     )
     settings = effective(fabric_sources.settings())
-    seen = ports_of_all(board, fabric_sources, settings, inventory, cluster.rank, expected=expected)
-    if seen is None:
+    ports = ports_of_all(board, fabric_sources, settings, inventory, cluster.rank, expected=expected)
+    if ports is None:
         return
     record_property("fabric.expected", f"{'yes' if expected else 'no'}: {why}")
-    record_property("fabric.ports", "; ".join(map(str, seen.mine.used)) or f"none: {seen.mine.adapters.why_not}")
-    record_property("fabric.peer_memory", str(seen.mine.peer_memory))
-    summary = seen.mine.summary()
-    measure("fabric.active_ports", len(seen.mine.active), unit="ports", telemetry=summary, record_only=not expected)
-    if expected or seen.anywhere:
-        slowest = seen.mine.slowest_rate(cluster.local_world_size)
+    record_property("fabric.ports", "; ".join(map(str, ports.mine.used)) or f"none: {ports.mine.adapters.why_not}")
+    record_property("fabric.peer_memory", str(ports.mine.peer_memory))
+    summary = ports.mine.summary()
+    measure("fabric.active_ports", len(ports.mine.active), unit="ports", telemetry=summary, record_only=not expected)
+    if expected or ports.anywhere:
+        slowest = ports.mine.slowest_rate(cluster.local_world_size)
         measure("fabric.port_rate", slowest, unit="Gb/s", record_only=not expected)
-    require_nothing(seen.findings)
+    require_nothing(ports.findings)

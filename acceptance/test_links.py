@@ -20,15 +20,15 @@ SETUP_SECONDS = 120.0  # making the groups, connecting every pair, filling and v
 LONGER = 3.0  # than planned: rounds in which a pair is far too slow
 
 
-def most_seconds(rounds, asked):
+def most_seconds(rounds, config):
     """Return how long the tournament may take."""
-    return SETUP_SECONDS + LONGER * predicted_seconds(rounds, asked.round_seconds)
+    return SETUP_SECONDS + LONGER * predicted_seconds(rounds, config.round_seconds)
 
 
 @pytest.fixture
 def all_links(request, cluster, gpu, inventory, limits, workload, telemetry, progress, artifacts, record_property):
     """Measure every link of a scope; return the survey and the labels of its figures."""
-    asked = workload.links
+    config = workload.links
 
     def surveyed(scope):
         places = Places.of(inventory)
@@ -38,37 +38,37 @@ def all_links(request, cluster, gpu, inventory, limits, workload, telemetry, pro
             group = cluster.node_group([who["node_rank"] for who in inventory])
         labels = {
             "scope": scope,
-            "size": asked.size,
+            "size": config.size,
             "world_size": group.size(),
             "nnodes": 1 if scope == "node" else cluster.nnodes,
         }
         where = {"world_size": cluster.world_size, "nnodes": cluster.nnodes}
         limit = limits.limit("link.ratio_to_median", sku=gpu.sku or "", **where, labels=as_text(labels))
-        print(describe_plan(rounds, predicted_seconds(rounds, asked.round_seconds), f"links, {scope}"))
+        print(describe_plan(rounds, predicted_seconds(rounds, config.round_seconds), f"links, {scope}"))
         window = telemetry()
-        found = survey(
+        result = survey(
             cluster.group,
             group,
             cluster.device,
             places,
             scope,
-            payload_bytes=int(parse(asked.size).to("B")),
-            round_seconds=asked.round_seconds,
-            repeats=asked.repeats,
+            payload_bytes=int(parse(config.size).to("B")),
+            round_seconds=config.round_seconds,
+            repeats=config.repeats,
             below=None if limit is None else limit.min,
-            longest_seconds=most_seconds(rounds, asked),
+            longest_seconds=most_seconds(rounds, config),
             progress=progress,
             during=window,
             sweeping=lambda: cluster.using(group),
         )
-        carried = cluster.carried_by(group)
-        for name, value in carried.properties("send_recv").items():
+        transport = cluster.carried_by(group)
+        for name, value in transport.properties("send_recv").items():
             record_property(f"nccl.{name}", value)
-        record_property("links.matrix", compact(found))
+        record_property("links.matrix", compact(result))
         if cluster.rank == 0:
-            (artifacts / f"links-{scope}.json").write_text(json.dumps(to_json(found)), encoding="utf-8")
-            (artifacts / f"links-{scope}.txt").write_text(survey_text(found), encoding="utf-8")
-        return found, {**labels, **carried.labels}, carried.add_to(window.summary())
+            (artifacts / f"links-{scope}.json").write_text(json.dumps(to_json(result)), encoding="utf-8")
+            (artifacts / f"links-{scope}.txt").write_text(survey_text(result), encoding="utf-8")
+        return result, {**labels, **transport.labels}, transport.add_to(window.summary())
 
     return surveyed
 
@@ -76,9 +76,9 @@ def all_links(request, cluster, gpu, inventory, limits, workload, telemetry, pro
 @pytest.fixture(autouse=True)
 def deadline(request, cluster, inventory, workload):
     """Give the tournament, and what is measured once more, the time that the workload may take."""
-    asked = workload.links
+    config = workload.links
     met = max(cluster.local_world_size, cluster.nnodes)
-    seconds = 2 * SETUP_SECONDS + LONGER * (met + asked.repeats) * asked.round_seconds
+    seconds = 2 * SETUP_SECONDS + LONGER * (met + config.repeats) * config.round_seconds
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -105,8 +105,8 @@ def test_links_within_node(cluster, all_links, measure):
 
     On cpu this rehearses with gloo.
     """
-    found, labels, seen = all_links("node")
-    record(found, labels, seen, cluster, measure)
+    result, labels, summary = all_links("node")
+    record(result, labels, summary, cluster, measure)
 
 
 @pytest.mark.needs_nodes(2)
@@ -125,17 +125,17 @@ def test_links_across_nodes(cluster, all_links, measure):
 
     On cpu this rehearses with gloo.
     """
-    found, labels, seen = all_links("world")
-    record(found, labels, seen, cluster, measure)
+    result, labels, summary = all_links("world")
+    record(result, labels, summary, cluster, measure)
 
 
-def record(found, labels, seen, cluster, measure):
+def record(result, labels, summary, cluster, measure):
     """Measure this rank's worst link; then name the suspected component."""
-    if cluster.rank in found.matrix.touching:
-        reading = found.of_rank(cluster.rank)
-        measure("link.bandwidth", reading.bytes_per_second, unit="B/s", telemetry=seen, **labels)
-        ratio = found.matrix.ratio(reading)
+    if cluster.rank in result.matrix.touching:
+        reading = result.of_rank(cluster.rank)
+        measure("link.bandwidth", reading.bytes_per_second, unit="B/s", telemetry=summary, **labels)
+        ratio = result.matrix.ratio(reading)
         if ratio is not None:  # one pair alone has no others to compare with
             measure("link.ratio_to_median", ratio, unit="ratio", **labels)
-    require_healthy(found, cluster.rank)
-    require_measured(found)
+    require_healthy(result, cluster.rank)
+    require_measured(result)

@@ -35,11 +35,11 @@ def test_matmul(dtype, cluster, workload, telemetry, measure):
 
     On cpu this rehearses with small matrices.
     """
-    rates, seen = {}, {}
+    rates, summaries = {}, {}
     for n in workload.matmul.sizes:
         window = telemetry()
         result = measure_matmul(cluster.device, n=n, dtype=dtype, sampling=workload.matmul.sampling, during=window)
-        rates[n], seen[n] = result.tflops, window.summary()
-        measure(f"matmul.{dtype}.tflops", rates[n], unit="TFLOPS", telemetry=seen[n], record_only=True, n=n)
+        rates[n], summaries[n] = result.tflops, window.summary()
+        measure(f"matmul.{dtype}.tflops", rates[n], unit="TFLOPS", telemetry=summaries[n], record_only=True, n=n)
     best = best_square(rates)
-    measure(f"matmul.{dtype}.tflops", rates[best.n], unit="TFLOPS", telemetry=seen[best.n], best_of=best.label)
+    measure(f"matmul.{dtype}.tflops", rates[best.n], unit="TFLOPS", telemetry=summaries[best.n], best_of=best.label)

@@ -14,11 +14,11 @@ SETUP_LOOK_SECONDS = 20.0  # the same of one candidate
 LOCAL_WORKERS = int(os.environ.get(WORKERS, "1"))
 
 
-def most_seconds(asked):
+def most_seconds(config):
     """Return how long the search may take, with as long again for verifying the products."""
-    looks = len(asked.shapes) * len(asked.layouts)
-    sampling = asked.sampling
-    longest = 2 * sampling.warmup_seconds + sampling.at_most_seconds + 2 * looks * asked.look_seconds
+    looks = len(config.shapes) * len(config.layouts)
+    sampling = config.sampling
+    longest = 2 * sampling.warmup_seconds + sampling.at_most_seconds + 2 * looks * config.look_seconds
     return SETUP_SECONDS + looks * SETUP_LOOK_SECONDS + 2 * longest
 
 
@@ -47,24 +47,24 @@ def test_matmul_search(dtype, board, cluster, workload, telemetry, measure, reco
     """
     if LOCAL_WORKERS > 1:
         pytest.skip("local workers cannot agree on one shape: start with torchrun, or one worker")
-    asked = workload.matmul_search
+    config = workload.matmul_search
     window = telemetry()
-    with first_rank_chooses(board, cluster.rank, within_seconds=most_seconds(asked)) as choose:
-        found = search_matmul(
+    with first_rank_chooses(board, cluster.rank, within_seconds=most_seconds(config)) as choose:
+        result = search_matmul(
             cluster.device,
-            candidates(dtype, asked.shapes, asked.layouts),
+            candidates(dtype, config.shapes, config.layouts),
             dtype=dtype,
-            trial_seconds=asked.look_seconds,
-            sampling=asked.sampling,
+            trial_seconds=config.look_seconds,
+            sampling=config.sampling,
             choose=choose,
             during=window,
         )
-    record_property("matmul.search", found.trials_text)
+    record_property("matmul.search", result.trials_text)
     measure(
         f"matmul.{dtype}.best_tflops",
-        found.best.tflops,
+        result.best.tflops,
         unit="TFLOPS",
         telemetry=window.summary(),
         record_only=True,
-        **found.best.shape.labels,
+        **result.best.shape.labels,
     )

@@ -23,9 +23,9 @@ def bytes_of(size):
 @pytest.fixture(autouse=True)
 def deadline(request, cluster, workload):
     """Give the sweep the time that its workload may take."""
-    swept = workload.all_reduce
-    longest = swept.sampling.warmup_seconds + swept.sampling.at_most_seconds
-    seconds = SETUP_SECONDS + len({*swept.sizes, *swept.latency_sizes}) * longest
+    config = workload.all_reduce
+    longest = config.sampling.warmup_seconds + config.sampling.at_most_seconds
+    seconds = SETUP_SECONDS + len({*config.sizes, *config.latency_sizes}) * longest
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -70,7 +70,7 @@ def test_all_reduce(scope, dtype, cluster, inventory, workload, telemetry, measu
     small, large = workload.all_reduce.latency_sizes, workload.all_reduce.sizes
     if alone:
         small, large = small[:1], (max(large, key=bytes_of),)
-    found = {}
+    results = {}
     with cluster.using(group):
         for size in dict.fromkeys((*small, *large)):
             window = telemetry()
@@ -82,19 +82,19 @@ def test_all_reduce(scope, dtype, cluster, inventory, workload, telemetry, measu
                 sampling=workload.all_reduce.sampling,
                 during=window,
             )
-            found[size] = result, window.summary()
-    carried = cluster.carried_by(group)
-    for name, text in carried.properties().items():
+            results[size] = result, window.summary()
+    transport = cluster.carried_by(group)
+    for name, text in transport.properties().items():
         record_property(f"nccl.{name}", text)
 
-    for size, (result, seen) in found.items():
+    for size, (result, summary) in results.items():
         nnodes = cluster.nnodes if scope == "world" else 1
-        labels = {"size": size, "dtype": dtype, "world_size": result.ranks, "nnodes": nnodes, **carried.labels}
+        labels = {"size": size, "dtype": dtype, "world_size": result.ranks, "nnodes": nnodes, **transport.labels}
         if size in small:
-            measure("nccl.all_reduce.latency", result.latency, unit="s", telemetry=seen, record_only=alone, **labels)
+            measure("nccl.all_reduce.latency", result.latency, unit="s", telemetry=summary, record_only=alone, **labels)
         if size not in large:
             continue
-        measure("nccl.all_reduce.algbw", result.algbw, unit="B/s", telemetry=seen, record_only=True, **labels)
+        measure("nccl.all_reduce.algbw", result.algbw, unit="B/s", telemetry=summary, record_only=True, **labels)
         if not alone:
-            measure("nccl.all_reduce.busbw", result.busbw, unit="B/s", telemetry=carried.add_to(seen), **labels)
+            measure("nccl.all_reduce.busbw", result.busbw, unit="B/s", telemetry=transport.add_to(summary), **labels)
             measure("nccl.all_reduce.average_busbw", result.average_busbw, unit="B/s", record_only=True, **labels)

@@ -53,7 +53,7 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     )
     for setting in mine:
         record_property(f"environment.{setting.name}", f"{setting.value} ({setting.origin})")
-    findings = [found for setting in mine if (found := judge_environment(setting, node_facts)) is not None]
+    findings = [finding for setting in mine if (finding := judge_environment(setting, node_facts)) is not None]
     of_all = settings_of_all(board, mine, inventory, cluster.rank)
     if of_all is not None:
         (artifacts / "environment.json").write_text(json.dumps(of_all.distinct(), indent=1), encoding="utf-8")
@@ -62,6 +62,6 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     for name, text in advice.properties().items():
         record_property(name, text)
     findings += advice.notes(cluster.hostname)
-    hurting = sum(found.kind != "note" for found in findings)
+    hurting = sum(finding.kind != "note" for finding in findings)
     measure("nccl.environment.findings", hurting, unit="findings", record_only=True)
     require_nothing(findings)

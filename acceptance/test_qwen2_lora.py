@@ -102,7 +102,7 @@ def train(cluster, settings, reference_curve, artifacts, progress, measure, peak
         ranks = group_size(cluster.world_size, recipe.global_batch)
         group = f"group-{cluster.rank // ranks}"
         folder = (settings.scratch or artifacts) / base.label
-        found = converge(
+        result = converge(
             cluster.group,
             cluster.subgroups(ranks),
             cluster.subgroups(1),
@@ -118,14 +118,14 @@ def train(cluster, settings, reference_curve, artifacts, progress, measure, peak
             progress=progress,
         )
         if cluster.rank % ranks == 0:
-            found.curve.write_csv(artifacts / f"curve-{group}.csv")
-            found.curve.write_tensorboard(artifacts / f"tensorboard-{group}")
-        for name, text in (("base", base.origin), ("data", data.origin), ("notes", "; ".join(found.notes))):
+            result.curve.write_csv(artifacts / f"curve-{group}.csv")
+            result.curve.write_tensorboard(artifacts / f"tensorboard-{group}")
+        for name, text in (("base", base.origin), ("data", data.origin), ("notes", "; ".join(result.notes))):
             record_property(f"lora.{name}", text or "none")
-        for one in figures_of(found, peak_tflops=peak_tflops):
+        for one in figures_of(result, peak_tflops=peak_tflops):
             measure(one.metric, one.value, unit=one.unit, record_only=one.recorded, **one.labels)
-        if expected is not None and found.result is not None:
-            far = deviation(expected, found.curve)
+        if expected is not None and result.result is not None:
+            far = deviation(expected, result.curve)
             print(f"reference curve: {far}")
             measure("lora.reference_deviation", far.largest, unit="ratio", model=base.label)
 
@@ -228,7 +228,7 @@ def test_qwen2_lora_throughput(cluster, workload, telemetry, progress, measure, 
     if why_not:
         pytest.skip(why_not)
     window = telemetry()
-    found = lora_throughput(
+    result = lora_throughput(
         group,
         cluster.device,
         base=base,
@@ -239,15 +239,15 @@ def test_qwen2_lora_throughput(cluster, workload, telemetry, progress, measure, 
         progress=progress,
     )
     record_property("lora.base", base.origin)
-    record_property("lora.notes", "; ".join(found.notes) or "none")
+    record_property("lora.notes", "; ".join(result.notes) or "none")
     labels = {
         "model": base.label,
-        "recompute": "on" if found.recomputes else "off",
+        "recompute": "on" if result.recomputes else "off",
         "micro_batch": str(sizes.micro_batch),
         "sequence": str(sizes.sequence),
         "group_ranks": str(ranks),
     }
-    for one in rate_figures(found.tokens_per_second, found.flops_per_token, found.peak_bytes, peak_tflops, labels):
+    for one in rate_figures(result.tokens_per_second, result.flops_per_token, result.peak_bytes, peak_tflops, labels):
         measure(
             one.metric, one.value, unit=one.unit, telemetry=window.summary(), record_only=one.recorded, **one.labels
         )

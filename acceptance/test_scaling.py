@@ -18,8 +18,8 @@ SETUP_SECONDS = 300.0  # compiling, connecting, filling and verifying
 def deadline(request, cluster, workload):
     """Give each of two passes the time that its workload may take."""
     longest = max(
-        asked.sampling.warmup_seconds + asked.sampling.at_most_seconds
-        for asked in (workload.scaling, workload.all_reduce)
+        config.sampling.warmup_seconds + config.sampling.at_most_seconds
+        for config in (workload.scaling, workload.all_reduce)
     )
     seconds = 2 * (longest + SETUP_SECONDS)
     request.node.add_marker(pytest.mark.deadline(seconds))
@@ -35,39 +35,39 @@ def known():
 @pytest.fixture
 def setup(cluster, workload):
     """What is trained: the same on each GPU for any size of its group."""
-    asked = workload.scaling
-    made = Setup(
+    config = workload.scaling
+    training = Setup(
         geometry=Geometry(
-            layers=asked.layers,
-            width=asked.width,
-            heads=asked.heads,
-            vocab=asked.vocab,
-            sequence=asked.sequence,
-            key_heads=asked.key_heads,
-            inner=asked.inner,
+            layers=config.layers,
+            width=config.width,
+            heads=config.heads,
+            vocab=config.vocab,
+            sequence=config.sequence,
+            key_heads=config.key_heads,
+            inner=config.inner,
         ),
         strategy="ddp",
-        batch=asked.batch,
-        compiled=asked.compiled == "on",
-        recompute=asked.recompute == "on",
-        workers=asked.workers,
-        prefetch=asked.prefetch,
+        batch=config.batch,
+        compiled=config.compiled == "on",
+        recompute=config.recompute == "on",
+        workers=config.workers,
+        prefetch=config.prefetch,
     )
-    needed, there = made.needed_bytes(cluster.world_size), total_bytes(cluster.device)
-    if there is not None and needed > there:
+    needed, available = training.needed_bytes(cluster.world_size), total_bytes(cluster.device)
+    if available is not None and needed > available:
         pytest.skip(
-            f"{made.geometry.parameters / 1e6:.4g}M parameters with {made.tokens} tokens a step: needs about "
-            f"{needed / 1e9:.3g} GB on each rank, and {cluster.device} has {there / 1e9:.3g} GB in all: take a smaller "
-            "batch or model (--gpucluster-workload scaling.batch=4)"
+            f"{training.geometry.parameters / 1e6:.4g}M parameters with {training.tokens} tokens a step: needs about "
+            f"{needed / 1e9:.3g} GB on each rank, and {cluster.device} has {available / 1e9:.3g} GB in all: take a "
+            "smaller batch or model (--gpucluster-workload scaling.batch=4)"
         )
     # Before any group trains: a rank that failed inside one would leave the others waiting.
     require_free(
         cluster.device,
         needed,
-        f"training {made.geometry.parameters / 1e6:.4g}M parameters with {made.tokens} tokens a step",
+        f"training {training.geometry.parameters / 1e6:.4g}M parameters with {training.tokens} tokens a step",
         instead="take a smaller batch or model (--gpucluster-workload scaling.batch=4)",
     )
-    return made
+    return training
 
 
 @pytest.fixture
@@ -127,14 +127,14 @@ def test_stragglers(cluster, rates_of, labels, artifacts, measure):
 
     On cpu the ranks share the cores of one host.
     """
-    found = rates_of("gpu")
+    result = rates_of("gpu")
     if cluster.rank == 0:
-        (artifacts / "stragglers.csv").write_text(straggler_table(found.of_rank, cluster.hosts), encoding="utf-8")
+        (artifacts / "stragglers.csv").write_text(straggler_table(result.of_rank, cluster.hosts), encoding="utf-8")
     measure(
         "scaling.tokens_per_second",
-        found.mine,
+        result.mine,
         unit="tokens/s",
-        telemetry={"notes": list(found.notes)},
+        telemetry={"notes": list(result.notes)},
         group_size=1,
         **labels,
     )
@@ -170,13 +170,13 @@ def test_scaling(kind, rates_of, labels, measure):
     smaller, larger = rates_of(below), rates_of(above)
     slowest = larger.of_rank[larger.slowest].median
     notes = [*larger.notes, f"slowest of {larger.group_size}: rank {larger.slowest} with {slowest:.6g} tokens/s"]
-    for found in (smaller, larger):
+    for result in (smaller, larger):
         measure(
             "scaling.tokens_per_second",
-            found.mine,
+            result.mine,
             unit="tokens/s",
             record_only=True,
-            group_size=found.group_size,
+            group_size=result.group_size,
             **labels,
         )
     measure(
@@ -208,11 +208,11 @@ def test_busbw_retention(cluster, group_of, workload, telemetry, measure):
     On cpu this rehearses with gloo.
     """
     size = max(workload.all_reduce.sizes, key=lambda text: parse(text).to("B"))
-    found = {}
+    results = {}
     for scope in ("node", "world"):
         group = group_of(scope)
         with cluster.using(group):
-            found[scope] = all_reduce(
+            results[scope] = all_reduce(
                 group,
                 cluster.device,
                 payload_bytes=int(parse(size).to("B")),
@@ -221,13 +221,13 @@ def test_busbw_retention(cluster, group_of, workload, telemetry, measure):
                 during=telemetry(),
             )
     everyone = Ranks(cluster.group, cluster.device)
-    node, world = (gather_series(everyone, found[scope].slowest_busbw) for scope in ("node", "world"))
+    node, world = (gather_series(everyone, results[scope].slowest_busbw) for scope in ("node", "world"))
     measure(
         "scaling.busbw_retention",
         efficiency(world, node),
         unit="ratio",
         size=size,
         dtype="bf16",
-        group_size=found["world"].ranks,
-        over=found["node"].ranks,
+        group_size=results["world"].ranks,
+        over=results["node"].ranks,
     )

@@ -37,9 +37,9 @@ def test_slurm(when, board, cluster, measure):
     pinged = slurm.ping()
     measure("slurm.controller", pinged.seconds, unit="s", when=when)
     nodes = slurm.nodes_of_job(os.environ)
-    found = slurm.node_states(nodes, os.environ.get("SLURM_JOB_PARTITION"))
-    measure("slurm.nodes", slurm.healthy_count(found, nodes), unit="nodes", record_only=True, of=len(nodes), when=when)
-    require_nothing(slurm.examine_slurm(pinged, found, nodes, cluster.hostname))
+    states = slurm.node_states(nodes, os.environ.get("SLURM_JOB_PARTITION"))
+    measure("slurm.nodes", slurm.healthy_count(states, nodes), unit="nodes", record_only=True, of=len(nodes), when=when)
+    require_nothing(slurm.examine_slurm(pinged, states, nodes, cluster.hostname))
 
 
 @pytest.mark.needs_scheduler("slurm")
@@ -58,11 +58,11 @@ def test_slurm_allocation(board, cluster, inventory, measure, request):
     """
     nodes = Nodes.of(inventory, cluster.node_rank)
     sources = request.getfixturevalue("gpu_sources") if cluster.device.type == "cuda" else None
-    found = examine_allocation(board, nodes, inventory, os.environ, rank=cluster.rank, sources=sources)
-    if found is None:
+    findings = examine_allocation(board, nodes, inventory, os.environ, rank=cluster.rank, sources=sources)
+    if findings is None:
         return
-    measure("scheduler.findings", len(decisive(found)), unit="findings", record_only=True, scheduler="slurm")
-    require_nothing(found)
+    measure("scheduler.findings", len(decisive(findings)), unit="findings", record_only=True, scheduler="slurm")
+    require_nothing(findings)
 
 
 @pytest.mark.needs_scheduler("kubernetes")
@@ -78,6 +78,6 @@ def test_kubernetes(cluster, inventory, measure):
     """
     if Nodes.of(inventory, cluster.node_rank).representative != cluster.rank:
         return
-    found = kubernetes.examine(collect_node(inventory, rank=cluster.rank), nnodes=cluster.nnodes)
-    measure("scheduler.findings", len(decisive(found)), unit="findings", record_only=True, scheduler="kubernetes")
-    require_nothing(found)
+    findings = kubernetes.examine(collect_node(inventory, rank=cluster.rank), nnodes=cluster.nnodes)
+    measure("scheduler.findings", len(decisive(findings)), unit="findings", record_only=True, scheduler="kubernetes")
+    require_nothing(findings)

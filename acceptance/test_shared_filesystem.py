@@ -10,8 +10,8 @@ SETUP_SECONDS = 120.0
 @pytest.fixture(autouse=True)
 def deadline(request, cluster, workload):
     """Give the files the time that a slow file system needs."""
-    asked = workload.shared_filesystem
-    seconds = SETUP_SECONDS + longest_seconds(asked.renames, asked.small_files)
+    config = workload.shared_filesystem
+    seconds = SETUP_SECONDS + longest_seconds(config.renames, config.small_files)
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -32,31 +32,31 @@ def test_shared_filesystem(artifacts, cluster, inventory, measure, record_proper
 
     On one node it has itself to read from.
     """
-    asked = workload.shared_filesystem
-    found = survey(
+    config = workload.shared_filesystem
+    result = survey(
         cluster.group,
         settings.scratch or artifacts,
         nodes=[who["node_rank"] for who in inventory],
         hosts=cluster.hosts,
-        file_bytes=asked.file_bytes,
-        replaced=asked.renames,
-        small=asked.small_files,
+        file_bytes=config.file_bytes,
+        replaced=config.renames,
+        small=config.small_files,
     )
-    if found is None:
+    if result is None:
         return
-    visibility, reads, there = found.visibility, found.reads, found.mount
+    visibility, reads, mounted = result.visibility, result.reads, result.mount
     visibility.require_visible(cluster.hostname)
-    record_property("shared_filesystem.mount", str(there.mount or "unknown"))
-    labels = {"nnodes": cluster.nnodes, "file_system": there.mount.kind if there.mount else "unknown"}
+    record_property("shared_filesystem.mount", str(mounted.mount or "unknown"))
+    labels = {"nnodes": cluster.nnodes, "file_system": mounted.mount.kind if mounted.mount else "unknown"}
     measure("shared_filesystem.verified", visibility.right / visibility.files, unit="ratio", **labels)
     measure("shared_filesystem.visible", visibility.slowest_seconds, unit="s", **labels)
     measure("shared_filesystem.whole_reads", 100 * reads.whole_ratio, unit="%", **labels)
-    measure("shared_filesystem.small_files", found.small_files_per_second, unit="files/s", **labels)
-    measure("shared_filesystem.free", 100 * there.free_ratio, unit="%", **labels)
-    if there.free_inodes_ratio is not None:
-        measure("shared_filesystem.free_inodes", 100 * there.free_inodes_ratio, unit="%", **labels)
+    measure("shared_filesystem.small_files", result.small_files_per_second, unit="files/s", **labels)
+    measure("shared_filesystem.free", 100 * mounted.free_ratio, unit="%", **labels)
+    if mounted.free_inodes_ratio is not None:
+        measure("shared_filesystem.free_inodes", 100 * mounted.free_inodes_ratio, unit="%", **labels)
     print(
         f"{cluster.hostname}: {reads.whole} whole reads of {reads.versions} versions, {reads.stale} refused as stale, "
         f"{reads.backward} older than the one before"
     )
-    found.require_sound(cluster.hostname)
+    result.require_sound(cluster.hostname)

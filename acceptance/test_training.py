@@ -104,16 +104,16 @@ def test_throughput(
 
     On cpu this rehearses tiny models with gloo, and nothing is compiled unless asked for.
     """
-    needed, there = setup.needed_bytes(cluster.world_size), total_bytes(cluster.device)
-    if there is not None and needed > there:
+    needed, available = setup.needed_bytes(cluster.world_size), total_bytes(cluster.device)
+    if available is not None and needed > available:
         # The remedy comes first: a report may shorten the reason.
         pytest.skip(
             f"needs about {needed / 1e9:.3g} GB on each of {cluster.world_size} ranks, and {cluster.device} has "
-            f"{there / 1e9:.3g} GB: take more GPUs, or a smaller model (--gpucluster-workload training.throughput...); "
-            f"{describe(setup)}"
+            f"{available / 1e9:.3g} GB: take more GPUs, or a smaller model "
+            f"(--gpucluster-workload training.throughput...); {describe(setup)}"
         )
     window = telemetry()
-    found = throughput(
+    result = throughput(
         cluster.group,
         cluster.device,
         setup,
@@ -124,29 +124,31 @@ def test_throughput(
     for name, text in {
         "model": f"{describe(setup)}, on each of {cluster.world_size} GPUs",
         "tokens_per_second": TOKENS_DEFINITION,
-        "flops_per_token": f"{found.flops_per_token}; {FLOPS_DEFINITION}",
+        "flops_per_token": f"{result.flops_per_token}; {FLOPS_DEFINITION}",
         "mfu": MFU_DEFINITION,
         **{f"parts.{part}": text for part, text in DEFINITIONS.items()},
     }.items():
         record_property(f"training.{name}", text)
-    for number, note in enumerate(found.notes, start=1):
+    for number, note in enumerate(result.notes, start=1):
         print(f"note: {note}")
         record_property(f"training.note.{number}", note)
 
     labels = {
         "strategy": strategy,
         "model": model,
-        "tokens_per_step": found.tokens * cluster.world_size,
-        "compiled": "yes" if found.compiled else "no" if setup.compiled else "off",
+        "tokens_per_step": result.tokens * cluster.world_size,
+        "compiled": "yes" if result.compiled else "no" if setup.compiled else "off",
     }
-    seen = window.summary()
-    rate = found.tokens_per_second
-    measure("training.tokens_per_second", rate, unit="tokens/s", telemetry={**seen, "notes": found.notes}, **labels)
-    measure("training.step_time", found.step_seconds, unit="s", record_only=True, **labels)
-    measure("training.step_time_p99", found.p99_seconds, unit="s", record_only=True, **labels)
-    for part, seconds in found.parts.items():
+    summary = window.summary()
+    rate = result.tokens_per_second
+    measure("training.tokens_per_second", rate, unit="tokens/s", telemetry={**summary, "notes": result.notes}, **labels)
+    measure("training.step_time", result.step_seconds, unit="s", record_only=True, **labels)
+    measure("training.step_time_p99", result.p99_seconds, unit="s", record_only=True, **labels)
+    for part, seconds in result.parts.items():
         measure("training.parts", seconds, unit="s", record_only=True, part=part, **labels)
     peak = peak_flops(gpu, cluster, limits, labels)
     if peak is not None:
-        measure("training.tflops", rate.scaled(found.flops_per_token / 1e12), unit="TFLOPS", record_only=True, **labels)
-        measure("training.mfu", rate.scaled(found.flops_per_token / peak), unit="ratio", telemetry=seen, **labels)
+        measure(
+            "training.tflops", rate.scaled(result.flops_per_token / 1e12), unit="TFLOPS", record_only=True, **labels
+        )
+        measure("training.mfu", rate.scaled(result.flops_per_token / peak), unit="ratio", telemetry=summary, **labels)

@@ -32,7 +32,7 @@ def train(cluster, workload, telemetry, measure):
         if model not in sizes.models:
             pytest.skip(f"the workload's vision.models are {', '.join(sizes.models)}")
         window = telemetry()
-        found = image_rate(
+        result = image_rate(
             cluster.group,
             cluster.device,
             Setup(network=model, batch=sizes.batch, workers=sizes.workers, prefetch=sizes.prefetch),
@@ -41,24 +41,24 @@ def train(cluster, workload, telemetry, measure):
             sampling=sizes.sampling,
             during=window,
         )
-        if found is None:
+        if result is None:
             return  # another rank reports why
         labels = {
             "model": model,
-            "data": found.data,
+            "data": result.data,
             "batch": sizes.batch,
             "workers": sizes.workers,
             "prefetch": sizes.prefetch,
         }
         measure(
             "vision.images_per_second",
-            found.images_per_second,
+            result.images_per_second,
             unit="images/s",
             telemetry=window.summary(),
             **labels,
         )
-        measure("vision.data_wait", found.data_wait_ratio, unit="ratio", samples=found.data_wait, **labels)
-        measure("vision.loss_ratio", found.loss_ratio, unit="ratio", **labels)
+        measure("vision.data_wait", result.data_wait_ratio, unit="ratio", samples=result.data_wait, **labels)
+        measure("vision.loss_ratio", result.loss_ratio, unit="ratio", **labels)
 
     return train
 
