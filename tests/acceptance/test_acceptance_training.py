@@ -74,7 +74,7 @@ HANGING = ("has not ended", "rank 0, last seen at step-1 (pid ", "the launcher (
 REJECTED = [
     *((rate, "nan", (1,), ("rank 1", "nan", "step 1,")) for rate in RATE.values()),
     *((rate, "frozen", TWO, (DOWN,)) for rate in RATE.values()),
-    (RATE["ddp"], "idle", TWO, ("learnt nothing",)),
+    (RATE["ddp"], "idle", TWO, ("not learned anything",)),
     (RATE["ddp"], "skips", TWO, ("training steps, and its optimizer",)),
     (RATE["ddp"], "nosync", TWO, ("2 kinds on 2 ranks",)),
     (RATE["ddp"], "half", (1,), ("rank 1", "64 tokens", "4 x 32")),
