@@ -79,15 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     code = READER_GONE
     try:
-        code = options.run(options)
+        code = _run(options)
         sys.stdout.flush()
-    except CommandError as error:
-        return complain(str(error), error.code)
-    except GpuClusterError as error:
-        known = exit_code_of(error)
-        if known is None:
-            raise
-        return complain(str(error), known)
     except BrokenPipeError:  # closed by its reader, such as `head`
         _discard_stdout()
     except OSError as error:
@@ -96,6 +89,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(f"the standard output cannot be written to: {error.strerror}", NO_OUTPUT)
         _discard_stdout()
         return NO_OUTPUT if code in (DONE, READER_GONE) else code
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        code: int = options.run(options)
+    except CommandError as error:
+        return complain(str(error), error.code)
+    except GpuClusterError as error:
+        known = exit_code_of(error)
+        if known is None:
+            raise
+        return complain(str(error), known)
     return code
 
 

@@ -196,7 +196,7 @@ def _gpu_title(node: Node, width: int) -> Text:
 
 
 def _gpu_table(gpus: Sequence[Part], width: int) -> Table:
-    titles = ["GPU", "util %", "mem GiB", "°C", "power W", "SM MHz", "mem MHz", "NVLink GB/s", "held down by"]
+    titles = ["GPU", "util %", "mem GiB", "°C", "power W", "SM MHz", "mem MHz", "NVLink GB/s", "throttled by"]
     rows: list[list[str | Text]] = []
     for gpu in gpus:
         values = gpu.values

@@ -125,6 +125,8 @@ def run_into_a_closed_pipe(tmp_path, body):
 def test_a_reader_that_is_gone_makes_no_answer_better(tmp_path):
     assert run_into_a_closed_pipe(tmp_path, "print('REJECTED'); return 1") == (1, b"")
     assert run_into_a_closed_pipe(tmp_path, "print('x' * 100_000, flush=True); return 1") == (main.READER_GONE, b"")
+    body = "print('a table'); raise main.CommandError(3, 'no journal')"
+    assert run_into_a_closed_pipe(tmp_path, body) == (3, b"gpucluster: no journal\n")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pytest_gpucluster.node.health.node_state import Node, Part
 EIGHT_GPUS = """\
 gpu-07  12:00:00 UTC  load 12.3 / 192 CPUs, 7 % busy  memory 234 / 2,015 GiB
 GPUs: 8 x NVIDIA H100 80GB HBM3, driver 580.65.06
-GPU util %   mem GiB °C power W SM MHz mem MHz NVLink GB/s held down by
+GPU util %   mem GiB °C power W SM MHz mem MHz NVLink GB/s throttled by
   0     98 71.2/79.6 61 690/700   1755    2619     312/310
 """
 
