@@ -1,6 +1,6 @@
 """An ssh that is a small program: what each node does is told by a file, and all else is our own side on the node.
 
-It runs the real ``runners.remote_node`` in place of a node, but for what a run comes to.
+It runs the real ``runners.node_agent`` in place of a node, but for what a run comes to.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if "refuses" in act:
     sys.exit("ssh: connect to host " + name + " port 22: " + act["refuses"])
 print("Welcome to " + name + "!", flush=True)
 
-from pytest_gpucluster.runners import ssh, remote_node
+from pytest_gpucluster.runners import ssh, node_agent
 
-real_probe = remote_node._DO["probe"]
+real_probe = node_agent._DO["probe"]
 
 def probe(request):
-    say, more = remote_node._send, act.get("facts", {{}})
-    remote_node._send = lambda kind, value: say(kind, {{**value, **more}} if kind == "facts" else value)
+    say, more = node_agent._send, act.get("facts", {{}})
+    node_agent._send = lambda kind, value: say(kind, {{**value, **more}} if kind == "facts" else value)
     return real_probe(request)
 
 def run(request):
@@ -43,8 +43,8 @@ def run(request):
         log.write(json.dumps({{"name": name, "ssh": words, **request}}) + "\\n")
     folder = pathlib.Path(request["directory"]) / (request["folder"] or ".")
     if "prints" in act:
-        remote_node._send(ssh.OUT, act["prints"])
-        remote_node._send(ssh.ERR, "a warning\\x1b[31m\\n")
+        node_agent._send(ssh.OUT, act["prints"])
+        node_agent._send(ssh.ERR, "a warning\\x1b[31m\\n")
     joint = "--nnodes=2" in request["words"]
     act["exit"] = act.get("together exit", act["exit"]) if joint else act["exit"]
     journals = act.get("together") if joint else None
@@ -66,7 +66,7 @@ def run(request):
     if "lost" in act:
         print(act["lost"], file=sys.stderr)
         sys.exit(255)
-    remote_node._send(ssh.END, {{"exit": act["exit"], "error": act.get("error", "")}})
+    node_agent._send(ssh.END, {{"exit": act["exit"], "error": act.get("error", "")}})
     return 0
 
 def collect(request):
@@ -74,11 +74,11 @@ def collect(request):
         (root / "collecting").touch()
         time.sleep(100)
     if "keeps" in act:
-        return remote_node._fail(act["keeps"])
-    return remote_node._collect(request)
+        return node_agent._fail(act["keeps"])
+    return node_agent._collect(request)
 
-remote_node._DO.update(probe=probe, run=run, collect=collect)
-sys.exit(remote_node.main())
+node_agent._DO.update(probe=probe, run=run, collect=collect)
+sys.exit(node_agent.main())
 """
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_gpucluster.runners.node_agent import descendants, end_with_parent
+from pytest_gpucluster.launch.detached_process import end_with_parent
+from pytest_gpucluster.runners.node_agent import descendants
 
 _UP_SECONDS = 20.0
 

@@ -47,7 +47,7 @@ RUN_EXIT_CODES = run_exit_codes(
 )
 
 _REACHABLE = "Give the address at which the other nodes reach the first one, the same on every node"
-_AGENT = "pytest_gpucluster.runners.torchrun_agent"
+_AGENT = "pytest_gpucluster.runners.torchrun"
 _FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,

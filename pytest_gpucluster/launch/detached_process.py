@@ -12,12 +12,15 @@ it open.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 from collections.abc import Collection, Iterator, MutableMapping
 from pathlib import Path
 
 VARIABLE = "_GPUCLUSTER_FAULT_FILE"
+_PR_SET_PDEATHSIG = 1
+"""Source: prctl(2), linux/prctl.h."""
 
 
 @contextlib.contextmanager
@@ -117,6 +120,14 @@ def shield() -> None:
     """Ignore those signals. Called first in the detached process."""
     for number in SHIELDED:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_parent() -> None:
+    """Let the kernel send this process SIGTERM when its parent ends for any reason. Also for ``preexec_fn``."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it has just ended
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_descriptor(parent: int) -> int | None:

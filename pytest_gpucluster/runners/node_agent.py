@@ -1,9 +1,11 @@
-"""The node's part of a remote job: it runs and supervises a program there, and packs its folder for the way back.
+"""The node's side of a remote job, started there by ``gpucluster run --hosts``.
 
-The program is ended on request, when the other side hangs up, and when no heartbeat has come for too long: then the
-connection is broken, even if nothing on the node reports it. No process that it has started stays.
+It reads one request from standard input and answers it: facts about the node, a run, or the reports of one. It needs
+neither torch nor pytest, so that it can report that they are missing.
 
-The folder is packed on the node, and unpacked on our side without trust in its content.
+A run's program is ended on request, when the other side hangs up, and when no heartbeat has come for too long: then the
+connection is broken, even if nothing on the node reports it. No process that it has started stays. Its folder is packed
+on the node, and unpacked on our side without trust in its content.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any
 
-from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster import __version__
+from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError
 from pytest_gpucluster.files import atomic_write
+from pytest_gpucluster.launch.detached_process import end_with_parent
 from pytest_gpucluster.runners import ssh
+from pytest_gpucluster.runners.preflight import collect_facts, hostname
 
 OUTPUT_FILE, EXIT_FILE = "output.log", "ended.json"
 """In the folder of a run: its whole output, and its exit code."""
@@ -39,7 +44,7 @@ _ORPHAN_SECONDS = 30.0
 """How long processes may outlive the program, such as the recorder that renders the last reports."""
 _POLL_SECONDS = 0.1
 _MOST_PENDING_BYTES = 1 << 20
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 """Source: prctl(2), linux/prctl.h."""
 _SIGNALS = {ssh.INTERRUPT: signal.SIGINT, ssh.TERMINATE: signal.SIGTERM}
 
@@ -309,11 +314,6 @@ def _become_subreaper() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent() -> None:
-    """Let the kernel send this process SIGTERM when its parent ends. For ``preexec_fn``."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def _write_exit(folder: Path, code: int | None) -> None:
     try:
         atomic_write(folder / EXIT_FILE, json.dumps({"exit": code}))
@@ -418,3 +418,78 @@ def _safe_path(name: str) -> str:
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         raise EnvironmentBroken(f"the archive has {name!r}, which would be outside of its folder")
     return str(path)
+
+
+# ---- requests
+
+_LONGEST_REQUEST = 1 << 22
+_FAILED = 1
+
+
+def main() -> int:
+    """Answer the request. Standard output belongs to the protocol."""
+    # Byte by byte: what follows the first line is read by the function that answers the request.
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < _LONGEST_REQUEST:
+        byte = os.read(0, 1)
+        if not byte:
+            break
+        line += byte
+    _send(ssh.HELLO, {"protocol": ssh.PROTOCOL, "version": __version__, "host": hostname()})
+    try:
+        request = ssh.read_request(bytes(line))
+        do = _DO.get(request["do"])
+        return do(request) if do is not None else _fail(f"this version has no request {request['do']!r}")
+    except GpuClusterError as error:
+        return _fail(str(error))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}")
+
+
+def _probe(request: Mapping[str, Any]) -> int:
+    _send(ssh.FACTS, collect_facts(request))
+    _send(ssh.END, {"exit": 0})
+    return 0
+
+
+def _run(request: Mapping[str, Any]) -> int:
+    folder = request.get("folder")
+    return supervise(
+        Job(
+            command=(sys.executable, "-m", "pytest_gpucluster", *map(str, request["words"])),
+            directory=request.get("directory"),
+            environ={**os.environ, **{str(name): str(value) for name, value in request.get("env", {}).items()}},
+            folder=Path(folder) if folder else None,
+        )
+    )
+
+
+def _collect(request: Mapping[str, Any]) -> int:
+    os.chdir(request.get("directory") or ".")
+    folder = Path(request["folder"])
+    code = await_end(folder, float(request.get("wait_seconds", 0)))
+    # Ranks of all nodes write their artifacts to the path of rank 0's node. Its log shows whether that is its own disk.
+    first = Path(request.get("first_folder") or folder)
+    has_artifacts = first != folder and first.is_dir() and not (first / OUTPUT_FILE).exists()
+    for piece in pack(folder, first if has_artifacts else None):
+        _send(ssh.PART, piece)
+    _send(ssh.END, {"exit": code})
+    return 0
+
+
+_DO = {"probe": _probe, "run": _run, "collect": _collect}
+
+
+def _send(kind: str, value: object) -> None:
+    sys.stdout.buffer.write(ssh.encode(kind, value))
+    sys.stdout.buffer.flush()
+
+
+def _fail(problem: str) -> int:
+    _send(ssh.END, {"exit": None, "error": problem})
+    return _FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,7 +31,7 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.runners.hosts import Host
 from pytest_gpucluster.text import one_line
 
-MODULE = "pytest_gpucluster.runners.remote_node"
+MODULE = "pytest_gpucluster.runners.node_agent"
 """Started on a node. It reads its request from standard input, so nothing needs quoting."""
 _OPTIONS = (
     # No password and no question about a host key: ssh fails and prints why.
@@ -71,7 +71,7 @@ def ssh_command(host: Host, access: Access) -> list[str]:
     The remote part is plain enough for the login shells sh, csh and fish.
 
     >>> ssh_command(Host(name="gpu-1", address="10.0.0.1", port=2222), Access(python="/opt/my env/python"))[-3:]
-    ['--', '10.0.0.1', "exec '/opt/my env/python' -m pytest_gpucluster.runners.remote_node"]
+    ['--', '10.0.0.1', "exec '/opt/my env/python' -m pytest_gpucluster.runners.node_agent"]
     """
     command = [access.program, "-a", "-x", *access.options]
     for option in (*_OPTIONS, f"ConnectTimeout={access.connect_seconds}"):

@@ -1,5 +1,8 @@
 """torchrun as ``gpucluster run`` starts it: its command line, how its agent ended, and the exit code of the run.
 
+torchrun reports failed ranks with a traceback and a block of frames, and ends with 1. So it runs in a process of its
+own, ``python -m pytest_gpucluster.runners.torchrun``, which writes how it ended to a file.
+
 The verdict is, in this order: rank 0's note, if rank 0 was on this node; the journal, if rank 0 died without a note;
 the notes of the other ranks; and without any of these, the exit code of pytest itself. No result is ever improved:
 0 means that every rank of this node reported 0 and exited with it.
@@ -7,10 +10,16 @@ the notes of the other ranks; and without any of these, the exit code of pytest 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
+import os
 import re
 import shlex
 import signal
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +27,8 @@ from typing import Any, Literal
 
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.files import atomic_write
-from pytest_gpucluster.journal.verdict import BROKEN, EXIT_CODES, ExitNote
+from pytest_gpucluster.journal.verdict import BROKEN, EXIT_CODES, VARIABLE, ExitNote
+from pytest_gpucluster.launch.detached_process import end_with_parent
 from pytest_gpucluster.runners.run_result import Conclusion, conclusion
 from pytest_gpucluster.text import one_line, rank_ranges
 
@@ -78,6 +88,8 @@ def signal_name(number: int) -> str:
     except ValueError:
         return f"signal {number}"
 
+
+# ---- the command line
 
 _RANKS = "--nproc-per-node"
 _RANKS_VARIABLE = "PET_NPROC_PER_NODE"
@@ -176,6 +188,97 @@ def _last_value(words: Sequence[str], option: str, default: str) -> str:
             value = word.partition("=")[2] if "=" in word else following
     return value
 
+
+# ---- the process of torchrun
+
+_NO_GPU = (
+    " torch finds no GPU here: rehearse with --gpucluster-device=cpu, or set the number of ranks (--nproc-per-node)"
+)
+
+_LOG_OPTIONS = ("redirects", "tee", "duplicate_stdout_filters", "duplicate_stderr_filters", "logs_specs")
+"""Options of torchrun that use its folder of logs."""
+_UNSET: tuple[object, ...] = (None, "", "0", [])
+"""Their values if they were not given."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run torchrun in this process, and write how it ended to the folder that ``VARIABLE`` names."""
+    end_with_parent()
+    try:
+        result = run_torchrun(arguments)
+    except KeyboardInterrupt:  # while torch is being imported, which takes seconds
+        result = AgentResult(outcome="signal", message="SIGINT")
+    result.write(Path(os.environ[VARIABLE]))
+
+
+def run_torchrun(arguments: list[str]) -> AgentResult:
+    """Run torchrun to its end."""
+    from torch.distributed import run as torchrun_module
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    torchrun: Any = torchrun_module  # it has no types
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
+            options = torchrun.parse_args(arguments)
+    except SystemExit:
+        # Thirty lines of usage, then the error.
+        last = (stderr.getvalue().strip().splitlines() or ["no message"])[-1]
+        return AgentResult(
+            outcome="usage", message=f"torchrun refuses its options: {last.partition('error: ')[2] or last}"
+        )
+    if not options.module or options.training_script != "pytest":
+        return AgentResult(
+            outcome="usage",
+            message=f"torchrun would run {options.training_script!r} and not pytest: write pytest's arguments after --",
+        )
+    _redirect_logs(options)
+    if "LOGLEVEL" not in os.environ:  # torchrun's own variable for it
+        # "failed (exitcode: 1) local_rank: 0 ...": the last line of this command has more.
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        torchrun.run(options)
+    except ChildFailedError as error:
+        return AgentResult(outcome="ranks failed", ranks=_rank_exits(error.failures))
+    except SignalException as error:
+        return AgentResult(outcome="signal", message=signal_name(int(error.sigval)))
+    except ValueError as error:  # torchrun reads some of its options only now
+        hint = _NO_GPU if "cuda is not available" in str(error).lower() else ""
+        return AgentResult(outcome="usage", message=f"torchrun refuses its options: {error}{hint}")
+    except Exception as error:  # of many types: a failed rendezvous, a port in use
+        return AgentResult(outcome="error", message=f"{type(error).__name__}: {str(error) or _raised_at(error)}")
+    return AgentResult(outcome="done")
+
+
+def _redirect_logs(options: Any) -> None:
+    """Put torchrun's folder of logs where the result goes, which is removed at the end.
+
+    torchrun always makes one, for the ranks' error files, and leaves it in TMPDIR. If a log was asked for, the folder
+    is left as it is.
+    """
+    folder = os.environ.get(VARIABLE)
+    values = (options.log_dir, *(getattr(options, name, "") for name in _LOG_OPTIONS))
+    if folder is not None and all(value in _UNSET for value in values):
+        options.log_dir = os.path.join(folder, "torchrun")
+
+
+def _raised_at(error: Exception) -> str:
+    """Return where an error without a message was raised, such as torch's own for ``--nproc-per-node=0``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+def _rank_exits(failures: dict[int, Any]) -> tuple[RankExit, ...]:
+    """Return the ranks of ``ChildFailedError.failures``, the one that failed first at the front.
+
+    Times are whole seconds, and within one the agent ends the other ranks with SIGTERM: those come last.
+    """
+    ordered = sorted(failures.items(), key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp, one[0]))
+    return tuple(RankExit(rank=int(rank), code=int(failure.exitcode)) for rank, failure in ordered)
+
+
+# ---- the conclusion
 
 USAGE_EXIT, BROKEN_EXIT, INTERRUPTED_EXIT = 2, 11, 2
 _PYTEST_CODES = (2, 3, 4, 5)
@@ -289,3 +392,7 @@ _HINTS = {
 
 def _hint(message: str) -> str:
     return next((hint for words, hint in _HINTS.items() if words in message.lower()), "")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -79,7 +79,7 @@ def test_a_run_that_passes_on_all_nodes_is_0_and_its_reports_are_here(ssh, fake,
     assert second["words"][2] == "--node-rank=1"
     assert first["words"][7:11] == ["acceptance/", "-k", "it or that", "--gpucluster-expect=2x8xH100"]
     assert first["directory"] == str(tmp_path / "my work")
-    assert first["ssh"][-1] == f"exec {sys.executable} -m pytest_gpucluster.runners.remote_node"
+    assert first["ssh"][-1] == f"exec {sys.executable} -m pytest_gpucluster.runners.node_agent"
 
 
 @pytest.mark.parametrize(

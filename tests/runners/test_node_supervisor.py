@@ -194,7 +194,7 @@ def test_where_nothing_was_started_there_are_no_reports(tmp_path):
 def node(request, **settings):
     """Ask our side of a node, as ssh would."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest_gpucluster.runners.remote_node"],
+        [sys.executable, "-m", "pytest_gpucluster.runners.node_agent"],
         input=request,
         capture_output=True,
         timeout=_DEADLINE,

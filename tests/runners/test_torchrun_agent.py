@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.runners import torchrun_agent
+from pytest_gpucluster.runners import torchrun
 from pytest_gpucluster.runners.torchrun import AgentResult, RankExit
 
 SUITE = ["--nproc-per-node=2", "-m", "pytest", "."]
@@ -25,21 +25,21 @@ def test_wrong_usage_of_torchrun_is_one_line(capfd):
         (["train.py", *SUITE], "'train.py' "),
         (["-m", "unittest"], "'unittest' "),
     ):
-        agent = torchrun_agent.run(arguments)
+        agent = torchrun.run_torchrun(arguments)
         assert (agent.outcome, named in agent.message) == ("usage", True), agent
         assert "\n" not in agent.message
     assert "usage:" not in capfd.readouterr().err
 
 
 def test_an_error_of_torch_without_a_message_is_reported_by_its_line():
-    agent = torchrun_agent.run(["--nproc-per-node=0", "-m", "pytest", "."])
+    agent = torchrun.run_torchrun(["--nproc-per-node=0", "-m", "pytest", "."])
     assert agent.outcome == "error"
     assert re.fullmatch(r"AssertionError: /\S+/torch/\S+\.py, line \d+", agent.message)
 
 
 def test_without_gpus_the_message_has_a_remedy(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    agent = torchrun_agent.run(["--nproc-per-node=gpu", "-m", "pytest", "."])
+    agent = torchrun.run_torchrun(["--nproc-per-node=gpu", "-m", "pytest", "."])
     assert agent.outcome == "usage"
     assert "--gpucluster-device=cpu" in agent.message
 
@@ -74,7 +74,7 @@ def test_each_end_of_torchrun_has_its_outcome(monkeypatch, error, agent):
             raise error
 
     monkeypatch.setattr(torch.distributed.run, "run", run)
-    assert torchrun_agent.run(SUITE) == agent
+    assert torchrun.run_torchrun(SUITE) == agent
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_torchruns_folder_of_logs_is_temporary_unless_logs_are_requested(options
     started = []
     monkeypatch.setenv(verdict.VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.distributed.run, "run", started.append)
-    assert torchrun_agent.run([*options, *SUITE]).outcome == "done"
+    assert torchrun.run_torchrun([*options, *SUITE]).outcome == "done"
     assert started[0].log_dir == (None if log_dir is None else log_dir.format(notes=tmp_path))
 
 
