@@ -239,7 +239,7 @@ def _combined(earlier: TestResult, later: TestResult) -> TestResult:
 class _Line:
     """The fields by which a line is recognized."""
 
-    type: AnyText = ""
+    type: str = ""
     schema_version: int | None = None
     plugin_version: AnyText = "of an unknown version"
 

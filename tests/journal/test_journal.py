@@ -195,6 +195,7 @@ UNREADABLE = {
         FIRST + journal.encode(result("a", "splendid")),
         "jsonl:2: outcome .*passed, failed, error, skipped, .*'splendid'",
     ),
+    "no type": (FIRST + b'{"type": 3}\n', "jsonl:2: type must be text"),
     "wrong type": (FIRST + b'{"type": "test", "nodeid": 3, "outcome": "passed"}\n', "jsonl:2: nodeid .* 3"),
 }
 
