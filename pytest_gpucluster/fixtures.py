@@ -1,4 +1,7 @@
-"""The fixtures that acceptance tests are written with. None of them communicates in its set-up."""
+"""The fixtures that acceptance tests are written with. None of them communicates in its set-up.
+
+Names that another plugin or a project may have too begin with ``gpucluster_``; ``short_fixtures`` has them without.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.node.health.telemetry import Window
     from pytest_gpucluster.node.nvml import Nvml
     from pytest_gpucluster.session.cluster import Cluster
-    from pytest_gpucluster.session.progress import Report
+    from pytest_gpucluster.session.progress import ReportProgress
     from pytest_gpucluster.session.run import Run
     from pytest_gpucluster.session.training_inputs import TrainingInputs
 
@@ -88,7 +91,7 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
 
 
 @pytest.fixture(scope="session")
-def gpu(request: pytest.FixtureRequest) -> Gpu:
+def gpucluster_gpu(request: pytest.FixtureRequest) -> Gpu:
     """The GPU of this rank: index, name, uuid, pci_bus_id, sku, peaks."""
     run = _run(request)
     known = run.roll.who[run.rank].get("gpu")
@@ -151,7 +154,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
 
 
 @pytest.fixture(scope="session")
-def workload(request: pytest.FixtureRequest) -> Workload:
+def gpucluster_workload(request: pytest.FixtureRequest) -> Workload:
     """The sizes, shapes and times to measure with: the profile in force of the ``workloads.yaml`` next to the tests,
     with ``--gpucluster-workload`` laid over it. An attribute for each section of the file: matmul, hbm, all_reduce
     (its key is nccl.all_reduce), health."""
@@ -159,14 +162,14 @@ def workload(request: pytest.FixtureRequest) -> Workload:
     if found is None:
         pytest.fail(
             "this fixture was asked for while the test was already running, when no workload has been read: name "
-            "`workload` among the arguments of the test or of its fixtures",
+            "`gpucluster_workload` among the arguments of the test or of its fixtures",
             pytrace=False,
         )
     return found
 
 
 @pytest.fixture(scope="session")
-def telemetry(request: pytest.FixtureRequest) -> Telemetry:
+def gpucluster_telemetry(request: pytest.FixtureRequest) -> Telemetry:
     """Watch the GPU while it is measured: ``window = telemetry()`` is a context manager for the measurement, and
     ``measure(..., telemetry=window.summary())`` records its clocks, power, temperature, utilisation and throttle
     reasons. On cpu a window does nothing and its summary is empty. What NVML does not report never fails a test: the
@@ -200,20 +203,20 @@ def fabric_sources() -> FabricSources:
 
 
 @pytest.fixture(scope="session")
-def limits(request: pytest.FixtureRequest) -> Thresholds:
+def gpucluster_limits(request: pytest.FixtureRequest) -> Thresholds:
     """The limits in force: the shipped thresholds.yaml with --gpucluster-thresholds laid over it."""
     return _run(request).limits
 
 
 @pytest.fixture(scope="session")
-def inventory(request: pytest.FixtureRequest) -> list[Mapping[str, Any]]:
+def gpucluster_inventory(request: pytest.FixtureRequest) -> list[Mapping[str, Any]]:
     """What every rank reported of itself before the first test, in the order of ranks: rank, host, node_rank,
     local_rank, pid, gpu (None on cpu), versions."""
     return _run(request).inventory()
 
 
 @pytest.fixture(scope="session")
-def board(request: pytest.FixtureRequest) -> Board:
+def gpucluster_board(request: pytest.FixtureRequest) -> Board:
     """Where ranks leave notices for each other without a process group, over the store through which they have met:
     ``board.gather(name, value, ranks, within_seconds=...)`` returns the notices of these ranks that came in time, and
     each of these ranks must call it. A notice is of plain JSON types, and lasts for one phase of a test."""
@@ -227,7 +230,7 @@ def board(request: pytest.FixtureRequest) -> Board:
 
 
 @pytest.fixture(scope="session")
-def settings(request: pytest.FixtureRequest) -> TrainingInputs:
+def gpucluster_settings(request: pytest.FixtureRequest) -> TrainingInputs:
     """What training takes from outside, as the options say: data ("images", "function_calls" -> name, path, revision,
     sha256), model (name, path, revision), resume, scratch, reference_curve. What was not given is None, data are empty
     then; paths were there, on every rank, before the first test."""
@@ -248,7 +251,7 @@ def artifacts(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def progress(request: pytest.FixtureRequest) -> Report:
+def gpucluster_progress(request: pytest.FixtureRequest) -> ReportProgress:
     """Show how far a long test is: ``progress(step, of, loss=..., tokens_per_second=...)`` on every rank. Rank 0's
     terminal shows it with the remaining time: in the live line, else as a plain line every 10 s; the last step is a
     plain line everywhere. Of local workers the first one shows it, without a live line on standard error. A figure may

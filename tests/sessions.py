@@ -38,6 +38,8 @@ yaml.compose = lru_cache(maxsize=16)(yaml.compose)
 """Each session reads the shipped limits, which takes as long as all else that it does."""
 
 CPU = "--gpucluster-device=cpu"
+SHORT_FIXTURES = "pytest_gpucluster.short_fixtures"
+PLUGINS = ("-p", "no:hypothesispytest", "-p", SHORT_FIXTURES)
 _OF_A_LAUNCHER = (
     "TORCH",
     "PYTEST_",
@@ -170,7 +172,7 @@ class Project:
             arguments += ["-p", "no:rerunfailures"]  # it never closes its socket
         begin = time.monotonic()
         with recorders_are_forks():
-            result = self.pytester.runpytest_inprocess("-p", "no:hypothesispytest", *arguments, no_reraise_ctrlc=True)
+            result = self.pytester.runpytest_inprocess(*PLUGINS, *arguments, no_reraise_ctrlc=True)
         _forget_unloaded_modules()
         gc.unfreeze()  # else the next session looks through all of torch first
         return Left(
@@ -190,7 +192,7 @@ class Project:
         forked: bool = True,
     ) -> Process:
         """Start a session in a process of its own: a fork of one that has torch loaded, or else a new Python."""
-        command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", *([device] if device else [])]
+        command = [sys.executable, "-m", "pytest", *PLUGINS, *([device] if device else [])]
         command += ["--junitxml=report.xml"] if junit else []
         return Process([*command, *options], self.path, environment(more), forked=forked)
 

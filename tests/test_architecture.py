@@ -44,6 +44,7 @@ recorder: launch agreement journal reports
 analysis: launch metrics config isolation judge journal reports
 session: launch metrics config isolation benchmarks judge node agreement journal reports recorder analysis
 fixtures: metrics config judge node agreement journal session
+short_fixtures:
 plugin: journal session fixtures
 runners: launch isolation judge agreement journal
 cli: launch metrics benchmarks judge node agreement journal reports recorder analysis runners
@@ -60,7 +61,7 @@ jinja2: reports
 markupsafe: reports
 prometheus_client: reports
 rich: cli session
-pytest: plugin fixtures session agreement
+pytest: plugin fixtures short_fixtures session agreement
 _pytest: session agreement
 xdist:
 """)
@@ -107,6 +108,8 @@ def _imports_of(module: str) -> Iterator[tuple[str, int, bool]]:
 
 
 def own_imports(module: str) -> Iterator[tuple[str, int]]:
+    if module == "__init__":  # loads what it exports when that is first used: it imports for type checkers only
+        return
     for name, line, _ in imports_of(module):
         if name == NAME:
             yield "__init__", line

@@ -26,7 +26,7 @@ import junitparser
 from fork_server import Forked, holders, server_for
 from junit_files import require_junit
 from ports import free_port
-from sessions import environment
+from sessions import SHORT_FIXTURES, environment
 
 from pytest_gpucluster.journal import journal
 
@@ -300,7 +300,7 @@ def start(
         command += ["--master-addr=127.0.0.1", f"--master-port={port}", *launcher]
         # hypothesis, where it is installed, loads itself at the end of every session: half a second here.
         command += ["--"] if by_command else ["-m", "pytest"]
-        command += [".", "-p", "no:hypothesispytest", "--gpucluster-device=cpu"]
+        command += [".", "-p", "no:hypothesispytest", "-p", SHORT_FIXTURES, "--gpucluster-device=cpu"]
         command += [f"--junitxml={directory / 'report.xml'}", f"--gpucluster-report-dir={directory / 'reports'}"]
         command += [f"--gpucluster-timeouts={timeouts}", f"--gpucluster-deadline={deadline}", *options]
         environ = {**_environment(directory, token), "GPUCLUSTER_HOSTNAME": host, **(environment or {})}

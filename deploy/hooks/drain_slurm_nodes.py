@@ -15,10 +15,10 @@ from __future__ import annotations
 import subprocess
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.launch.hostlist import compress_hostlist
+from pytest_gpucluster import compress_hostlist
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.journal.verdict_record import VerdictRecord
+    from pytest_gpucluster import VerdictRecord
 
 SECONDS = 30
 """A controller that does not answer by then gets no more time: the launcher waits for this process."""

@@ -18,7 +18,7 @@ def pytest_gpucluster_metrics() -> Iterable[Metric]:  # type: ignore[empty-body]
 
     Example, in a conftest.py::
 
-        from pytest_gpucluster.metrics.catalogue import Metric
+        from pytest_gpucluster import Metric
 
 
         def pytest_gpucluster_metrics():

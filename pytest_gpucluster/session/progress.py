@@ -38,7 +38,7 @@ Figure = float | Callable[[], float]
 """A number, or what returns it. It is called only where it is shown: reading a loss from a GPU waits for the GPU."""
 
 
-class Report(Protocol):
+class ReportProgress(Protocol):
     """Say how far it is. A benchmark takes one of these, or None."""
 
     def __call__(self, step: int, of: int, **figures: Figure) -> None: ...
@@ -182,7 +182,7 @@ def silent(step: int, of: int, **figures: Figure) -> None:
     """Show nothing."""
 
 
-def progress_of(config: pytest.Config, what: str, *, rank: int) -> Report:
+def progress_of(config: pytest.Config, what: str, *, rank: int) -> ReportProgress:
     """Return what shows the steps of a test in this process: nothing above rank 0, under ``-q``, or in a worker but the
     first one."""
     worker = getattr(config, "workerinput", None)

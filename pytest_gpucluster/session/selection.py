@@ -22,7 +22,7 @@ from pytest_gpucluster.metrics.datasheets import PEAK_UNITS, Sku
 from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.session.training_inputs import DATA_NAMES
 
-FIXTURE = "workload"
+FIXTURE = "gpucluster_workload"
 
 
 def read_workload(

@@ -125,7 +125,7 @@ def test_every_error_of_the_file_is_told_before_the_first_test(project: Project)
     refused(project.run(), f"workloads.yaml:{number}:20: matmul.sizes: 250 is", "health.load: '0.05'")
     # Without a file, and with a value that contradicts it.
     (project.path / "workloads.yaml").unlink()
-    refused(project.run(), "test_it.py::test_size uses the fixture workload")
+    refused(project.run(), "test_it.py::test_size uses the fixture gpucluster_workload")
     with_file(project)
     option = "--gpucluster-workload=matmul.window=1h"
     refused(project.run(option), f"command line: {option.replace('=', ' ', 1)}: matmul.window is 1h")
@@ -159,7 +159,7 @@ def test_a_test_that_asks_while_it_runs_gets_no_workload(project: Project) -> No
     with_file(project)
     left = project.run()
     assert left.exit != 0
-    assert "name `workload` among the arguments" in left.body("test_late")
+    assert "name `gpucluster_workload` among the arguments" in left.body("test_late")
 
 
 # ---- what does not apply ---------------------------------------------------------------------------------------------
