@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch  # noqa: F401  # sessions in this process must find it loaded: it cannot be imported twice
+import torch.distributed.fsdp  # noqa: F401  # sessions in this process must find it loaded: it cannot be imported twice
 import yaml
 from fork_server import Forked, server_for
 from junit_files import require_junit

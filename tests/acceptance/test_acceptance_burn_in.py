@@ -15,7 +15,7 @@ import fork_server
 import pytest
 import torch
 from planted_runs import TESTS, acceptance_file, measured
-from sessions import CPU, DEADLINE_SECONDS, Left, Project, environment
+from sessions import CPU, DEADLINE_SECONDS, PLUGINS, Left, Project, environment
 
 from pytest_gpucluster.benchmarks import memory_patterns
 
@@ -128,7 +128,7 @@ def test_a_burn_in_that_is_cut_short_keeps_what_it_measured_and_is_no_pass(proje
 def stopped(project: Project, number: int | None) -> Left:
     """Begin a burn-in of ten minutes, and stop it once there are some points of its course."""
     environ = environment({"PLANTED": json.dumps({"test_burn_in": {"test_burn_in": ""}})})
-    command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", CPU, "--junitxml=report.xml"]
+    command = [sys.executable, "-m", "pytest", *PLUGINS, CPU, "--junitxml=report.xml"]
     command += ["-m", "soak", "--gpucluster-soak=10min"]
     server = fork_server.server_for(environ)
     assert server is not None

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from fork_server import server_for
 from ports import free_port
-from sessions import CPU, Left, Process, Project, environment
+from sessions import CPU, PLUGINS, Left, Process, Project, environment
 
 from pytest_gpucluster.launch.launchers import detect
 
@@ -37,7 +37,7 @@ SUITE = """
         measure("matmul.fp32.tflops", 2 - cluster.rank, unit="TFLOPS")
         assert len(inventory) == 2
 """
-PYTEST = ("-m", "pytest", "-p", "no:hypothesispytest", "--junitxml=report.xml")
+PYTEST = ("-m", "pytest", *PLUGINS, "--junitxml=report.xml")
 _HOST = "pytest_gpucluster.agreement.store_process"
 UNKNOWN = "no-such-host.invalid"
 """Never a name of a host. Source: RFC 2606, 2."""

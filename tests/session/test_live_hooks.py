@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from _pytest.terminal import TerminalReporter
-from sessions import CPU, Project, environment
+from sessions import CPU, PLUGINS, Project, environment
 from tmux import Terminal, terminal
 
 from pytest_gpucluster.session.status_line import WorkersLiveHooks, why_not
@@ -44,7 +44,7 @@ CHANGING = (r"\d+\.\d+s\b", r"\d{8}-\d{6}(?:-\d+)?", r"(gpucluster settings: dev
 
 def run_on(window: Terminal, project: Project, *options: str) -> None:
     """Start a session on the terminal."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", CPU, *options]
+    command = [sys.executable, "-m", "pytest", *PLUGINS, CPU, *options]
     environ = {name: value for name, value in environment().items() if name != "COLUMNS"}
     window.run(command, {**environ, "TERM": "screen", "CI": "", "TMPDIR": str(project.path)})
 
