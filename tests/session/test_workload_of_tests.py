@@ -279,7 +279,7 @@ def sweep(folder: Path, override_of_rank_1: str) -> Run:
 def test_ranks_with_different_sizes_start_nothing_and_the_difference_is_named(tmp_path: Path) -> None:
     run = sweep(tmp_path, "nccl.all_reduce.sizes=1 MB; matmul.window=500 ms")
     said = run.verdicts["collection"]
-    assert in_order(said, "error: rank 1 (node-a) matmul.window 500 ms, rank 0 (node-a) 0.3 s 1"), run.output
+    assert in_order(said, "error: rank 1 (node-a) nccl.all_reduce.sizes 1 MB, rank 0 (node-a) 64 kB 1"), run.output
     for text in (
         "rank 0 (node-a) against rank 1 (node-a):",
         "matmul.window: 0.3 s | 500 ms",
