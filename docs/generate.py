@@ -13,10 +13,12 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pytest_gpucluster.config.workload import predict
+from pytest_gpucluster.config.workload_loader import load
 from pytest_gpucluster.judge import loader
 
 DOCS = Path(__file__).parent
@@ -25,6 +27,8 @@ PHASES = ("discovery", "single-node", "fabric", "training", "lora")
 """The pages of the playbook with sections of criteria."""
 _PHASE_OF_MARKER = {"training": "training", "single_gpu": "single-node", "nccl": "fabric"}
 _CRITERIA = ROOT / "acceptance" / "criteria.txt"
+_TIMES = "| what runs | profile | tests | predicted of them | at least | at most | of unknown length |"
+"""The header of the table of predicted times, in playbook.md."""
 _COLLECT = """
 import inspect, json, sys
 import pytest
@@ -90,7 +94,46 @@ def _playbook() -> Iterator[tuple[Path, str]]:
         yield DOCS / f"{phase}.md", page
         names = ", ".join(f"`{name}`" for name in _sections(page))
         index = re.sub(rf"^(\| \[.*\({phase}\.md\) \|[^|]*\|)[^|]*\|$", rf"\1 {names} |", index, flags=re.MULTILINE)
-    yield DOCS / "playbook.md", index
+    yield DOCS / "playbook.md", _with_times(index)
+
+
+def _chosen(what: str, fabric: list[str]) -> list[dict[str, Any]]:
+    """Return the tests of a row of the table of times, by what the row states.
+
+    Raises: StopIteration if the row is none of these.
+    """
+    chosen: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "`-m single_gpu`": lambda test: "single_gpu" in test["markers"],
+        '`-m "single_gpu or nccl"`': lambda test: (
+            bool({"single_gpu", "nccl"} & {*test["markers"]}) and "needs_nodes" not in test["markers"]
+        ),
+        "the survivors together": lambda test: bool({"single_gpu", "nccl"} & {*test["markers"]}),
+        "the seven files": lambda test: test["id"].partition("::")[0] in fabric,
+        "`-m training`": lambda test: "training" in test["markers"],
+        "a node alone, everything": lambda test: "needs_nodes" not in test["markers"],
+        "sign-off: everything": lambda test: True,
+    }
+    rule = next(rule for key, rule in chosen.items() if key in what)
+    return [test for test in _tests() if rule(test)]
+
+
+def _with_times(page: str) -> str:
+    """Return the page with the predicted times of the suite as it is now."""
+    before, header, rest = page.partition(_TIMES)
+    table, end, after = rest.partition("\n\n")
+    fabric = re.findall(
+        r"acceptance/test_\w+\.py", page.partition("--report-dir fabric")[2].partition("\ngpucluster")[0]
+    )
+    rows = []
+    for line in table.strip().splitlines()[1:]:
+        what, profile = (cell.strip() for cell in line.strip("|").split("|")[:2])
+        tests = _chosen(what, fabric)
+        pairs = [(test["id"].partition("::")[2], next(iter(test["criteria"]), None)) for test in tests]
+        found = predict(pairs, load(ROOT / "acceptance" / "workloads.yaml", profile=profile).workload)
+        minutes = [f"{seconds / 60:.1f} min" for seconds in (found.span.least_seconds, found.span.most_seconds)]
+        cells = [what, profile, str(len(tests)), str(found.tests), *minutes, str(found.other_tests)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join([before + header, "|---|---|---|---|---|---|---|", *rows]) + end + after
 
 
 def _sections(page: str) -> list[str]:

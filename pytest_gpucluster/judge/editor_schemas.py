@@ -16,7 +16,7 @@ from typing import Any
 
 from pytest_gpucluster.config.declaration import Spec
 from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Kind, Ratio, Sizes, Whole
-from pytest_gpucluster.config.workload import KEYS, PROFILES, SECTIONS
+from pytest_gpucluster.config.workload import DECLARED, KEYS, PROFILES, SECTIONS
 from pytest_gpucluster.config.workload_loader import FILE_KEYS, INHERITS, SCHEMA_VERSION, key_tree
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY
@@ -309,7 +309,7 @@ def _complete(tree: Any) -> Schema:
 def _is_declared(below: Any) -> bool:
     """Return whether criteria declare values of all keys below, so that no file needs them."""
     if isinstance(below, str):
-        return any(below in section.texts(PROFILES[0]) for section in SECTIONS)
+        return below in DECLARED
     return all(map(_is_declared, below.values()))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workload_files import BROKEN, COMPLETE, NEXT, SECTIONS, SHIPPED
 
-from pytest_gpucluster.config.workload import KEYS, PROFILES
+from pytest_gpucluster.config.workload import DECLARED, KEYS, PROFILES
 from pytest_gpucluster.config.workload_loader import Loaded, Override, find, load
 from pytest_gpucluster.errors import OptionError, ThresholdsError
 
@@ -35,7 +35,9 @@ def test_each_shipped_profile_is_complete_and_every_value_has_its_line(profile: 
     loaded = load(SHIPPED, profile=profile, name="acceptance/workloads.yaml")
     assert loaded.workload.profile == profile
     lines = SHIPPED.read_text(encoding="utf-8").splitlines()
-    for key in KEYS:
+    for key in DECLARED:
+        assert loaded.record.origins[key] == "acceptance/workloads.yaml: not in it; declared by the criterion"
+    for key in set(KEYS) - DECLARED:
         file, line, column = loaded.record.origins[key].split(":")
         assert file == "acceptance/workloads.yaml"
         there = lines[int(line) - 1][int(column) - 1 :]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
 from each import of_each
 from pages import ROOT, page_named, rows
 
-from pytest_gpucluster.config.workload import CRITERIA, predict
-from pytest_gpucluster.config.workload_loader import load
+from pytest_gpucluster.config.workload import CRITERIA
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.judge import limits, loader
 from pytest_gpucluster.metrics.measurement import METRICS
@@ -88,30 +87,6 @@ def test_every_xid_is_listed_with_its_action_and_a_reset_alone_is_no_first_step(
     resets = {code for code, (_, action) in listed.items() if "reset" in action or "reboot" in action}
     assert resets - with_a_step <= {151}, "those that ask for a reset have a first step"
     assert [step for _, step in steps if "reset" in step and "reboot" not in step] == []
-
-
-FABRIC = re.findall(r"acceptance/test_\w+\.py", WHOLE.partition("--report-dir fabric")[2].partition("\ngpucluster")[0])
-CHOSEN: dict[str, Callable[[SimpleNamespace], object]] = {
-    "`-m single_gpu`": lambda item: "single_gpu" in item.markers,
-    '`-m "single_gpu or nccl"`': lambda item: (
-        {"single_gpu", "nccl"} & {*item.markers} and "needs_nodes" not in item.markers
-    ),
-    "the survivors together": lambda item: {"single_gpu", "nccl"} & {*item.markers},
-    "the seven files": lambda item: item.file in FABRIC,
-    "`-m training`": lambda item: "training" in item.markers,
-    "a node alone, everything": lambda item: "needs_nodes" not in item.markers,
-    "sign-off: everything": lambda item: True,
-}
-
-
-def test_the_predicted_times_are_those_that_the_suite_predicts(items: Sequence[SimpleNamespace]) -> None:
-    header = ["what runs", "profile", "tests", "predicted of them", "at least", "at most", "of unknown length"]
-    for (what, profile, *cells), (key, chosen) in zip(rows(WHOLE, header), CHOSEN.items(), strict=True):
-        assert key in what
-        these = [(item.name, next(iter(item.criteria), None)) for item in items if chosen(item)]
-        found = predict(these, load(ROOT / "acceptance" / "workloads.yaml", profile=profile).workload)
-        minutes = [f"{seconds / 60:.1f} min" for seconds in (found.span.least_seconds, found.span.most_seconds)]
-        assert cells == [str(len(these)), str(found.tests), *minutes, str(found.other_tests)], what
 
 
 def test_keys_and_conditions_of_limits_and_words_of_verdicts_are_explained() -> None:
