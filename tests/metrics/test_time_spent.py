@@ -278,7 +278,9 @@ def test_ranks_exchange_their_parts_and_the_first_waits_for_the_other(tmp_path: 
     head, titles, *rows = table_of(run.output)
     assert "rank 0" in head
     assert titles.split() == ["test", "total", "set-up", "warm-up", "measure", "verify", "agree", "other"]
-    assert [row.split()[0] for row in rows] == ["parts", "quick", "all"]
+    first, other, last = (row.split()[0] for row in rows)
+    assert (first, last) == ("parts", "all")
+    assert other in ("1", "quick"), "a test that takes next to no time is counted, not named"
     assert max(map(len, [head, titles, *rows])) <= 80
     assert all(float(cell) > 0 for cell in rows[0].split()[1:])
 
