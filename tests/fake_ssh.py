@@ -1,6 +1,6 @@
-"""An ssh that is a small program: what each node does is told by a file, and all else is our own side on the node.
+"""An ssh that is a small program: a file has what each node does, and everything else is the real node agent.
 
-It runs the real ``runners.node_agent`` in place of a node, but for what a run comes to.
+It runs the real ``runners.node_agent`` in place of a node, except for the result of a run.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def run(request):
         (folder / wanted).touch()
     if "own disk" not in act:
         (folder / "output.log").touch()
-    # Until it is told to end, or until nobody is there any more.
+    # Until it is asked to stop, or the connection is closed.
     if "hangs" in act or (joint and "together hangs" in act):
-        while (said := os.read(0, 99)) and b"terminate" not in said:
+        while (command := os.read(0, 99)) and b"terminate" not in command:
             pass
     (folder / "ended.json").write_text(json.dumps({{"exit": act["exit"]}}))
     if "lost" in act:
