@@ -102,7 +102,7 @@ REJECTED = [
     (JOB, "hidden", (0,), (DIED, "exit code 0")),
     (JOB, "unnamed", (0,), (DIED, "names no rank", "rank 1", "exit code 43")),
     *((JOB, job, (0,), (DIED, "1 s later", *HANGING)) for job in ("stubborn", "unwatched")),
-    (JOB, "leaves", (0,), (DIED, "launcher has ended", "0.5 s later", "left over: rank 0, last seen at step-1")),
+    (JOB, "leaves", (0,), (DIED, "launcher has ended", "0.5 s later", "this is left: rank 0, last seen at step-1")),
 ]
 """Test, fault, the ranks at fault, and what stands in the text. Rank 3 is one of four."""
 
