@@ -113,8 +113,8 @@ def measure(request: pytest.FixtureRequest) -> Measure:
     of its interval must meet the limit.
 
     All measurements of a test, from all ranks, are judged together at the end of its call phase, against the limits
-    for this SKU and topology. A metric without a limit is an error, unless ``record_only=True``. Further keywords are
-    labels: they distinguish the values of a sweep and choose among limits.
+    for this SKU and topology. A metric without a limit is an error, unless it is declared as recorded or
+    ``record_only=True``. Further keywords are labels: they distinguish the values of a sweep and choose among limits.
     """
     from pytest_gpucluster.metrics import measurement
 
