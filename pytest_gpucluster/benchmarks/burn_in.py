@@ -21,8 +21,8 @@ import torch
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Bursts
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.matmul import Buffers, Multiply, Products, multiplier, prepare
-from pytest_gpucluster.benchmarks.memory_budget import memory_released
+from pytest_gpucluster.benchmarks.matmul import Multiply, Products, multiplier, prepare
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.stats import median
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
@@ -227,6 +227,7 @@ PROGRESS_SECONDS = 5.0
 """Progress is reported only for measurements that take at least this long."""
 
 
+@releases_memory()
 def burn_in(
     device: torch.device,
     series: TimeSeries,
@@ -274,20 +275,12 @@ def burn_in(
             raise ValueError(f"{what} must be positive and finite, not {value}")
     instead = "choose smaller matrices, such as --gpucluster-workload burn_in.n=8192"
     buffers = prepare(device, n=n, dtype=dtype, instead=instead)
+    name, by = f"{device}: burn-in {dtype} n={n}", multiply or multiplier(device, buffers.kind)
     try:
-        with memory_released(), numerics(buffers.kind.float32_precision):
+        with numerics(buffers.kind.float32_precision):
+            products = Products(device, buffers, name=name, seed=seed, multiply=by)
             _burn(
-                device,
-                series,
-                buffers,
-                f"{device}: burn-in {dtype} n={n}",
-                seed,
-                multiply or multiplier(device, buffers.kind),
-                clock or clock_for(device),
-                interval_seconds,
-                during,
-                progress,
-                now,
+                products, Bursts(products, clock or clock_for(device)), series, interval_seconds, during, progress, now
             )
     except WrongResult as error:
         raise WrongResult(f"{error}; {series.progress_text}") from error
@@ -301,21 +294,14 @@ def burn_in(
 
 
 def _burn(
-    device: torch.device,
+    products: Products,
+    bursts: Bursts,
     series: TimeSeries,
-    buffers: Buffers,
-    name: str,
-    seed: int,
-    multiply: Multiply,
-    clock: Clock,
     interval_seconds: float,
     during: AbstractContextManager[object],
     progress: Progress | None,
     now: Callable[[], float],
 ) -> None:
-    # A function of its own, for its frame holds all tensors: see memory_released.
-    products = Products(device, buffers, name=name, seed=seed, multiply=multiply)
-    bursts = Bursts(products, clock)
     total, reported = math.ceil(series.seconds), 0
     begin, gone = now(), 0.0
     with counted(MEASURING), during:
@@ -326,7 +312,7 @@ def _burn(
                 busy += bursts.burst(products.max_in_flight)
                 gone = now() - begin
             done = bursts.done - before
-            tflops = done * buffers.shape.flops / busy / 1e12
+            tflops = done * products.flops / busy / 1e12
             point = Point(at_seconds=gone, products=done, busy_seconds=busy, tflops=tflops)
             series.add(point)
             step = int(gone) if gone < series.seconds else total
@@ -351,6 +337,7 @@ _MEASURED_SECONDS = 0.1
 _STEPS_AT_MOST = 10_000
 
 
+@releases_memory()
 def keep_busy(device: torch.device, sample: Callable[[], None], *, seconds: float) -> int:
     """Multiply bf16 matrices and copy from the host until the time is up, and call ``sample`` under this load.
 
@@ -370,28 +357,24 @@ def keep_busy(device: torch.device, sample: Callable[[], None], *, seconds: floa
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds must be positive and finite, not {seconds}")
-    with counted(MEASURING), memory_released():
-        return _keep_busy(device, sample, seconds=seconds)
+    with counted(MEASURING):
+        step = _Step(device)
+        each = _seconds_of(step)
+        until, samples, sample_seconds = time.monotonic() + seconds, 0, 0.0
+        while samples == 0 or time.monotonic() < until:
+            for _ in range(max(1, min(_STEPS_AT_MOST, round((SAMPLE_SECONDS + sample_seconds) / each)))):
+                step.enqueue()
+            begin = time.monotonic()
+            sample()
+            sample_seconds = min(time.monotonic() - begin, seconds)
+            step.wait()
+            samples += 1
+        return samples
 
 
 def reserved_bytes(device: torch.device) -> int:
     """Return the bytes that this process's allocator has reserved on a device; 0 on cpu, where there is none."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-
-
-def _keep_busy(device: torch.device, sample: Callable[[], None], *, seconds: float) -> int:
-    step = _Step(device)
-    each = _seconds_of(step)
-    until, samples, sample_seconds = time.monotonic() + seconds, 0, 0.0
-    while samples == 0 or time.monotonic() < until:
-        for _ in range(max(1, min(_STEPS_AT_MOST, round((SAMPLE_SECONDS + sample_seconds) / each)))):
-            step.enqueue()
-        begin = time.monotonic()
-        sample()
-        sample_seconds = min(time.monotonic() - begin, seconds)
-        step.wait()
-        samples += 1
-    return samples
 
 
 def _seconds_of(step: _Step) -> float:

@@ -41,7 +41,7 @@ from pytest_gpucluster.benchmarks.collective_payload import (
     source_of,
 )
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_released
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, releases_memory
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
@@ -234,6 +234,7 @@ CALLS: dict[str, Call] = {"all_reduce": lambda sent, received, group: _sum(recei
 """Name of each collective -> one call of it. Looked up at each measurement: tests inject a fault here."""
 
 
+@releases_memory()
 def measure_collective(
     collective: str,
     group: dist.ProcessGroup,
@@ -296,22 +297,15 @@ def measure_collective(
         )
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
-    try:
-        with memory_released():
-            ranks = Ranks(group, device)
-            _agree(ranks, collective, payload_bytes, dtype, sampling, free=free_bytes(device))
-            return _Measurement(
-                group,
-                ranks,
-                _payload(collective, group, device, payload_bytes, dtype),
-                clock or clock_for(device),
-                call or CALLS[collective],
-            ).measure(sampling, during or nullcontext(), now)
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
+    ranks = Ranks(group, device)
+    _agree(ranks, collective, payload_bytes, dtype, sampling, free=free_bytes(device))
+    payload_type = Payload if collective in SUMMED else MovedPayload
+    payload = payload_type(group, device, payload_bytes, dtype, collective)
+    measurement = _Measurement(group, ranks, payload, clock or clock_for(device), call or CALLS[collective])
+    return measurement.measure(sampling, during or nullcontext(), now)
 
 
+@releases_memory()
 def all_reduce(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -329,29 +323,18 @@ def all_reduce(
     Collective: every rank of the group must call this. Arguments, result and errors are those of
     :func:`measure_collective`; ``reduce(tensor, group)`` stands for its ``call``.
     """
-    try:
-        return measure_collective(
-            "all_reduce",
-            group,
-            device,
-            payload_bytes=payload_bytes,
-            dtype=dtype,
-            sampling=sampling,
-            during=during,
-            clock=clock,
-            call=None if reduce is None else lambda sent, received, of: reduce(received, of),
-            now=now,
-        )
-    finally:
-        del group  # as above
-
-
-def _payload(
-    collective: str, group: dist.ProcessGroup, device: torch.device, payload_bytes: int, dtype: str
-) -> Payload | MovedPayload:
-    if collective in SUMMED:
-        return Payload(group, device, payload_bytes, dtype, collective)
-    return MovedPayload(group, device, payload_bytes, dtype, collective)
+    return measure_collective(
+        "all_reduce",
+        group,
+        device,
+        payload_bytes=payload_bytes,
+        dtype=dtype,
+        sampling=sampling,
+        during=during,
+        clock=clock,
+        call=None if reduce is None else lambda sent, received, of: reduce(received, of),
+        now=now,
+    )
 
 
 def _agree(

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from pytest_gpucluster.benchmarks.dtypes import arithmetic, dtypes_of, numerics, require_switches
 from pytest_gpucluster.benchmarks.matmul import multiplier
-from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.verify import Comparison, deterministic
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -146,6 +146,7 @@ class Fingerprint:
         return cls(**fields)
 
 
+@releases_memory()
 def take_fingerprint(
     device: torch.device, *, n: int, repeats: int, seed: int = 0, stages: Mapping[str, Stage] | None = None
 ) -> Fingerprint:
@@ -171,27 +172,18 @@ def take_fingerprint(
     require_switches(device, arithmetic("fp32"))
     instead = "choose smaller matrices, such as --gpucluster-workload determinism.n=1024"
     require_free(device, _MATRICES * 4 * n * n, f"the fingerprint of n={n}", instead=instead)
-    with counted(MEASURING), memory_released(), deterministic(), torch.no_grad():
-        digests, changed = _compute(device, stages_of(device) if stages is None else stages, n, repeats, seed)
-    return Fingerprint(kind=kind_of(device), digests=digests, repeats=repeats, changed=changed)
-
-
-def _compute(
-    device: torch.device, stages: Mapping[str, Stage], n: int, repeats: int, seed: int
-) -> tuple[dict[str, str], dict[str, int]]:
-    # A function of its own, for its frame holds all tensors: see memory_released.
     drawn = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(n, n, generator=drawn).to(device) for _ in range(2))
     digests, changed = {}, {}
-    for name, stage in stages.items():
-        first = stage(a, b).contiguous()
-        digests[name] = f"{fingerprint([first.cpu()]):016x}"
-        comparison = Comparison(first)
-        answers = [comparison.differ(stage(a, b).contiguous(), first) for _ in range(repeats - 1)]
-        times = sum(map(bool, answers))
-        if times:
-            changed[name] = times
-    return digests, changed
+    with counted(MEASURING), deterministic(), torch.no_grad():
+        for name, stage in (stages_of(device) if stages is None else stages).items():
+            first = stage(a, b).contiguous()
+            digests[name] = f"{fingerprint([first.cpu()]):016x}"
+            comparison = Comparison(first)
+            differ = [comparison.differ(stage(a, b).contiguous(), first) for _ in range(repeats - 1)]
+            if any(differ):
+                changed[name] = sum(map(bool, differ))
+    return Fingerprint(kind=kind_of(device), digests=digests, repeats=repeats, changed=changed)
 
 
 def kind_of(device: torch.device) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Rate, measure_rate
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, memory_released, require_free, sets_beyond_cache
+from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, releases_memory, require_free, sets_beyond_cache
 from pytest_gpucluster.benchmarks.memory_passes import KINDS, WORD_BYTES, Operations
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.units import UNITS, did_you_mean
@@ -54,6 +54,7 @@ def size_of(payload_bytes: int) -> str:
     return "{} {}".format(*min(whole))
 
 
+@releases_memory()
 def measure_hbm(
     device: torch.device,
     kind: str,
@@ -110,8 +111,8 @@ def measure_hbm(
         instead="choose smaller buffers, such as --gpucluster-workload hbm.sizes=8GiB",
     )
     name, by = f"{device}: {what}", operations or Operations()
-    with memory_released():
-        rate = _measure(device, kind, words, sets, by, name, clock or clock_for(device), sampling, during)
+    passes = make(device, words, sets, by, name=name)
+    rate = measure_rate(passes, clock or clock_for(device), sampling=sampling, during=during)
     bytes_per_pass = make.touched_bytes(words)
     return HbmResult(
         bytes_per_second=rate.per_second.scaled(bytes_per_pass),
@@ -122,19 +123,3 @@ def measure_hbm(
         verified_passes=rate.verified,
         buffer_sets=sets,
     )
-
-
-def _measure(
-    device: torch.device,
-    kind: str,
-    words: int,
-    sets: int,
-    operations: Operations,
-    name: str,
-    clock: Clock,
-    sampling: Sampling,
-    during: AbstractContextManager[object],
-) -> Rate:
-    # A function of its own, for its frame holds all tensors: see memory_released.
-    passes = KINDS[kind](device, words, sets, operations, name=name)
-    return measure_rate(passes, clock, sampling=sampling, during=during)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Rate, measure_rate
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.hbm import size_of
 from pytest_gpucluster.benchmarks.host_link_copies import (
@@ -31,7 +31,7 @@ from pytest_gpucluster.benchmarks.host_link_copies import (
     bytes_on_device,
     words_on_host,
 )
-from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.units import did_you_mean
@@ -210,6 +210,7 @@ def longest_seconds(sampling: Sampling, *, ranks: int, gb_per_second: float) -> 
     return copying * (ranks + gb_per_second / COMPARED_GB_PER_SECOND)
 
 
+@releases_memory()
 def measure_host_link(
     device: torch.device,
     way: str,
@@ -259,40 +260,20 @@ def measure_host_link(
     words = check_sizes(device, directions, payload_bytes, copies)
     name = f"{device}: host link {way}, {size_of(payload_bytes)}"
     clock, copier = clock or clock_for(device), copier or Copier()
-    with memory_released(), turn or Turn() as mine:
-        rate, nodes = _measure(
-            device, directions, words, copies, name, copier, clock, sampling, cpus, during, sample, mine
+    host_words = words_on_host(words, copies, directions)
+    with turn or Turn() as mine, host_memory(device, host_words, cpus=cpus) as host:
+        work = HostCopies(
+            device, host.words, words, copies, directions, name=name, copier=copier, sample=sample, turn=mine
         )
+        rate = measure_rate(work, work.timed(clock), sampling=sampling, during=during)
     return HostLinkResult(
         bytes_per_second=rate.per_second.scaled(payload_bytes),
         directions=directions,
         mode=BOTH if way == BOTH else ALONE,
         payload_bytes=payload_bytes,
         verified_copies=rate.verified,
-        nodes=nodes,
+        nodes=host.nodes,
     )
-
-
-def _measure(
-    device: torch.device,
-    directions: tuple[str, ...],
-    words: int,
-    copies: int,
-    name: str,
-    copier: Copier,
-    clock: Clock,
-    sampling: Sampling,
-    cpus: frozenset[int] | None,
-    during: AbstractContextManager[object],
-    sample: Callable[[], object] | None,
-    turn: Turn,
-) -> tuple[Rate, Mapping[int, float]]:
-    # A function of its own, for its frame holds all tensors: see memory_released.
-    with host_memory(device, words_on_host(words, copies, directions), cpus=cpus) as host:
-        work = HostCopies(
-            device, host.words, words, copies, directions, name=name, copier=copier, sample=sample, turn=turn
-        )
-        return measure_rate(work, work.timed(clock), sampling=sampling, during=during), host.nodes
 
 
 def directions_of(way: str) -> tuple[str, ...]:

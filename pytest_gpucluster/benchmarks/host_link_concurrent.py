@@ -17,7 +17,7 @@ from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.hbm import size_of
 from pytest_gpucluster.benchmarks.host_link import TOGETHER, HostLinkResult, HostMemory, check_sizes, host_memory
 from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS, Copier, HostCopies, words_on_host
-from pytest_gpucluster.benchmarks.memory_budget import memory_released
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified
@@ -59,6 +59,7 @@ class Plan:
         return Plan(copies=copies, windows=max(1, min(_MOST_WINDOWS, round(target / window))))
 
 
+@releases_memory()
 def measure_host_links_concurrently(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -109,14 +110,8 @@ def measure_host_links_concurrently(
         )
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
-    ranks = Ranks(group, device)
-    try:
-        with memory_released():
-            work = _ConcurrentCopies(ranks, clock or clock_for(device), sampling)
-            return work.measure(device, direction, payload_bytes, copies, cpus, copier or Copier(), sample, during)
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group, ranks
+    work = _ConcurrentCopies(Ranks(group, device), clock or clock_for(device), sampling)
+    return work.measure(device, direction, payload_bytes, copies, cpus, copier or Copier(), sample, during)
 
 
 class _ConcurrentCopies:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_released
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, releases_memory
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement
 from pytest_gpucluster.isolation.link_matrix import Matrix, Reading, Scope
 from pytest_gpucluster.isolation.link_survey import Survey, matrix_of
@@ -191,6 +191,7 @@ class Sweep:
     seconds: float
 
 
+@releases_memory()
 def sweep(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -242,18 +243,21 @@ def sweep(
         raise ValueError(f"round_seconds must be positive, not {round_seconds}")
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
-    try:
-        with memory_released():
-            return _measure_rounds(
-                _make_links(group, device, rounds, payload_bytes, round_seconds, clock),
-                rounds,
-                longest_seconds,
-                progress,
-                now,
-            )
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
+    ranks = Ranks(group, device)
+    _agree(ranks, rounds, payload_bytes, round_seconds, free=free_bytes(device))
+    links = _Links(group, ranks, device, payload_bytes, round_seconds, clock or clock_for(device))
+    found: list[Reading] = []
+    begin, done, more = now(), 0, float(bool(rounds))
+    while more:
+        with counted(MEASURING):
+            found += links.round(rounds[done], done)
+        done += 1
+        if progress is not None:
+            progress(done, len(rounds))
+        [more] = ranks.of_first([done < len(rounds) and now() - begin < longest_seconds])
+    [seconds] = ranks.of_first([now() - begin])
+    left_out = tuple(link for round_ in rounds[done:] for link in round_)
+    return Sweep(readings=tuple(found), left_out=left_out, seconds=seconds)
 
 
 def gather_readings(ranks: Ranks, mine: Sequence[Reading]) -> tuple[Reading, ...]:
@@ -269,19 +273,6 @@ def gather_readings(ranks: Ranks, mine: Sequence[Reading]) -> tuple[Reading, ...
         rows = (row_numbers[start : start + _COLUMNS] for start in range(0, len(row_numbers), _COLUMNS))
         found += [_reading(row) for row in rows if row[0] >= 0]
     return tuple(found)
-
-
-def _make_links(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    rounds: Sequence[Round],
-    payload_bytes: int,
-    round_seconds: float,
-    clock: Clock | None,
-) -> _Links:
-    ranks = Ranks(group, device)
-    _agree(ranks, rounds, payload_bytes, round_seconds, free=free_bytes(device))
-    return _Links(group, ranks, device, payload_bytes, round_seconds, clock or clock_for(device))
 
 
 def _agree(
@@ -307,23 +298,6 @@ def _agree(
             f"{show(of_ranks[least][2] / 2**30, 'GiB')} "
             "are free. End what else uses the memory, or send less (--gpucluster-workload links.size=64MiB)"
         )
-
-
-def _measure_rounds(
-    links: _Links, rounds: Sequence[Round], longest_seconds: float, progress: Progress | None, now: Callable[[], float]
-) -> Sweep:
-    found: list[Reading] = []
-    begin, done, more = now(), 0, float(bool(rounds))
-    while more:
-        with counted(MEASURING):
-            found += links.round(rounds[done], done)
-        done += 1
-        if progress is not None:
-            progress(done, len(rounds))
-        [more] = links.ranks.of_first([done < len(rounds) and now() - begin < longest_seconds])
-    [seconds] = links.ranks.of_first([now() - begin])
-    left_out = tuple(link for round_ in rounds[done:] for link in round_)
-    return Sweep(readings=tuple(found), left_out=left_out, seconds=seconds)
 
 
 class _Links:

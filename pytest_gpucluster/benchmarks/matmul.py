@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Rate, measure_rate
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.dtypes import (
     Arithmetic,
@@ -26,7 +26,7 @@ from pytest_gpucluster.benchmarks.dtypes import (
     require_switches,
     scaled_product,
 )
-from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, memory_released, require_free, sets_beyond_cache
+from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, releases_memory, require_free, sets_beyond_cache
 from pytest_gpucluster.benchmarks.verify import Comparison, bytes_to_compare, difference_seen, element_text
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series
@@ -237,6 +237,7 @@ class Products:
         self._comparison = Comparison(self._results[0])
         self._verified = 0
         self.max_in_flight = buffers.results
+        self.flops = buffers.shape.flops
 
     def _make_operands(self, random: torch.Generator) -> tuple[_Operands, _Operands]:
         """Compute two different products for the first time, and compare them with the reference.
@@ -524,6 +525,7 @@ def flops_of(n: int) -> int:
     return Shape.square(n).flops
 
 
+@releases_memory()
 def _result(
     device: torch.device,
     buffers: Buffers,
@@ -535,9 +537,10 @@ def _result(
     sampling: Sampling,
     during: AbstractContextManager[object],
 ) -> MatmulResult:
-    with memory_released(), numerics(buffers.kind.float32_precision):
-        by = multiply or multiplier(device, buffers.kind)
-        rate = _rate(device, buffers, name, seed, by, clock or clock_for(device), sampling, during)
+    by = multiply or multiplier(device, buffers.kind)
+    with numerics(buffers.kind.float32_precision):
+        products = Products(device, buffers, name=name, seed=seed, multiply=by)
+        rate = measure_rate(products, clock or clock_for(device), sampling=sampling, during=during)
     flops = buffers.shape.flops
     return MatmulResult(
         tflops=rate.per_second.scaled(flops / 1e12),
@@ -549,21 +552,6 @@ def _result(
         verified_products=rate.verified + 2 * buffers.sets,
         operand_sets=buffers.sets,
     )
-
-
-def _rate(
-    device: torch.device,
-    buffers: Buffers,
-    name: str,
-    seed: int,
-    multiply: Multiply,
-    clock: Clock,
-    sampling: Sampling,
-    during: AbstractContextManager[object],
-) -> Rate:
-    # A function of its own, for its frame holds all tensors: see memory_released.
-    products = Products(device, buffers, name=name, seed=seed, multiply=multiply)
-    return measure_rate(products, clock, sampling=sampling, during=during)
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

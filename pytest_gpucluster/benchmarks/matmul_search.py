@@ -33,7 +33,7 @@ from pytest_gpucluster.benchmarks.matmul import (
     multiplier,
     prepare_shape,
 )
-from pytest_gpucluster.benchmarks.memory_budget import memory_released
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.errors import EnvironmentBroken, PeerGaveUp, StoreError
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.metrics.stats import median
@@ -203,7 +203,7 @@ def search_matmul(
     trials, warmup_seconds = [], sampling.warmup_seconds
     for buffers in everything:
         name = f"{device}: trial of matmul {dtype} {buffers.shape}"
-        with memory_released(), numerics(kind.float32_precision):
+        with numerics(kind.float32_precision):
             tflops = _trial(device, buffers, name, seed + 1, by, timed_by, warmup_seconds, trial_seconds)
         trials.append(Trial(shape=buffers.shape, tflops=tflops))
         warmup_seconds = trial_seconds
@@ -222,6 +222,7 @@ def search_matmul(
     return SearchResult(trials=tuple(trials), best=best)
 
 
+@releases_memory()
 def _trial(
     device: torch.device,
     buffers: Buffers,
@@ -232,7 +233,6 @@ def _trial(
     warmup_seconds: float,
     trial_seconds: float,
 ) -> float:
-    # A function of its own, for its frame holds all tensors: see memory_released.
     bursts = Bursts(Products(device, buffers, name=name, seed=seed, multiply=multiply), clock)
     with counted(WARM_UP):
         bursts.warm_up(warmup_seconds)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from pytest_gpucluster.errors import EnvironmentBroken
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 CACHES = 3
 """Buffers that are used in turn exceed the device's last cache by this factor together: then none is still in it when
@@ -34,7 +39,10 @@ def memory_released(*, cycles: bool = False) -> Iterator[None]:
         yield
     except BaseException as error:
         # A report keeps the traceback, the traceback its frames, and the frames gigabytes of tensors.
-        traceback.clear_frames(error.__traceback__)
+        raised: BaseException | None = error
+        while raised is not None:
+            traceback.clear_frames(raised.__traceback__)
+            raised = raised.__cause__ or raised.__context__
         if cycles:
             gc.collect()
         with suppress(RuntimeError):  # on a lost device this fails as well, and must not hide the cause
@@ -44,6 +52,27 @@ def memory_released(*, cycles: bool = False) -> Iterator[None]:
         gc.collect()
     # Does nothing where CUDA was never used.
     torch.cuda.empty_cache()
+
+
+def releases_memory(*, cycles: bool = False) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorate a function so that all its memory is released when it returns or raises: see :func:`memory_released`.
+
+    No frame of a kept traceback refers to its local variables or arguments, among them the process group: on gloo, one
+    that outlives its end aborts the process.
+    """
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            try:
+                with memory_released(cycles=cycles):
+                    return function(*args, **kwargs)
+            finally:
+                del args, kwargs
+
+        return call
+
+    return decorate
 
 
 def cache_bytes(device: torch.device) -> int:

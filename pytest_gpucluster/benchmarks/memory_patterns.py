@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
 
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_released, total_bytes
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, releases_memory, total_bytes
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 from pytest_gpucluster.metrics.units import did_you_mean
@@ -324,6 +324,7 @@ class Cells:
         target.copy_(words)
 
 
+@releases_memory()
 def run_pattern(
     device: torch.device,
     survey: Survey,
@@ -376,8 +377,14 @@ def run_pattern(
     passes = list(PATTERNS[survey.pattern](rounds, seed))
     survey.passes_wanted = len(passes)
     try:
-        with memory_released():
-            _run_passes(device, survey, words, passes, progress, cells or Cells(), part_words, buffer_words)
+        memory = _Memory(device, survey, words, cells or Cells(), part_words, buffer_words)
+        begin = time.monotonic()
+        for number, step in enumerate(passes, start=1):
+            with counted(MEASURING):
+                memory.run_pass(step)
+            survey.passes = number
+            if progress is not None and time.monotonic() - begin >= PROGRESS_SECONDS:
+                progress(number, len(passes), wrong_words=survey.wrong_words)
     except torch.OutOfMemoryError as error:
         problem = (
             f"{device}: memory pattern {survey.pattern}: {error}. Another process may have taken memory during the test"
@@ -409,27 +416,6 @@ def _words_to_write(device: torch.device, share: float, most_bytes: int, part_wo
 def comparison_bytes(part_words: int) -> int:
     """Return the memory for computing and comparing parts of this number of words."""
     return Words.needed_bytes(part_words) + part_words
-
-
-def _run_passes(
-    device: torch.device,
-    survey: Survey,
-    words: int,
-    passes: Sequence[Pass],
-    progress: Progress | None,
-    cells: Cells,
-    part_words: int,
-    buffer_words: int,
-) -> None:
-    # A function of its own, for its frame holds all tensors: see memory_released.
-    memory = _Memory(device, survey, words, cells, part_words, buffer_words)
-    begin = time.monotonic()
-    for number, step in enumerate(passes, start=1):
-        with counted(MEASURING):
-            memory.run_pass(step)
-        survey.passes = number
-        if progress is not None and time.monotonic() - begin >= PROGRESS_SECONDS:
-            progress(number, len(passes), wrong_words=survey.wrong_words)
 
 
 class _Memory:
