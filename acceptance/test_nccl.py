@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.collectives import all_reduce
+from pytest_gpucluster.benchmarks.collectives import measure_collective
 from pytest_gpucluster.metrics.units import parse
 
 SCOPES = [
@@ -74,7 +74,8 @@ def test_all_reduce(scope, dtype, cluster, inventory, workload, telemetry, measu
     with cluster.using(group):
         for size in dict.fromkeys((*small, *large)):
             window = telemetry()
-            result = all_reduce(
+            result = measure_collective(
+                "all_reduce",
                 group,
                 cluster.device,
                 payload_bytes=bytes_of(size),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.collectives import all_reduce
+from pytest_gpucluster.benchmarks.collectives import measure_collective
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import require_free, total_bytes
 from pytest_gpucluster.benchmarks.training.model import Geometry
@@ -212,7 +212,8 @@ def test_busbw_retention(cluster, group_of, workload, telemetry, measure):
     for scope in ("node", "world"):
         group = group_of(scope)
         with cluster.using(group):
-            results[scope] = all_reduce(
+            results[scope] = measure_collective(
+                "all_reduce",
                 group,
                 cluster.device,
                 payload_bytes=int(parse(size).to("B")),

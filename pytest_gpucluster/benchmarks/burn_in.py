@@ -21,7 +21,7 @@ import torch
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Bursts
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.matmul import Multiply, Products, multiplier, prepare
+from pytest_gpucluster.benchmarks.matmul import Multiply, Products, multiplier, prepare_shape, square_shape
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.stats import median
@@ -274,7 +274,7 @@ def burn_in(
         if not 0 < value < math.inf:
             raise ValueError(f"{what} must be positive and finite, not {value}")
     instead = "choose smaller matrices, such as --gpucluster-workload burn_in.n=8192"
-    buffers = prepare(device, n=n, dtype=dtype, instead=instead)
+    buffers = prepare_shape(device, square_shape(n, dtype), dtype=dtype, instead=instead, what=f"n={n}")
     name, by = f"{device}: burn-in {dtype} n={n}", multiply or multiplier(device, buffers.kind)
     try:
         with numerics(buffers.kind.float32_precision):

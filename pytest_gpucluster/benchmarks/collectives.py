@@ -8,7 +8,7 @@ result.busbw.median          # bytes a second
 >>> busbw_factor(8, "all_gather"), busbw_factor(8, "broadcast")
 (0.875, 1.0)
 
-Each collective but the all_reduce is one call through torch: ``call(sent, received, group)``. On a GPU it starts the
+Each collective is one call through torch: ``call(sent, received, group)``. On a GPU it starts the
 work on the current stream, or makes that stream wait for it, and does not block the host. Collective: every rank of the
 group must call the same, with tensors of the same sizes and dtype.
 """
@@ -41,7 +41,7 @@ from pytest_gpucluster.benchmarks.collective_payload import (
     source_of,
 )
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, releases_memory
+from pytest_gpucluster.benchmarks.memory_budget import UNKNOWN_BYTES, free_bytes, releases_memory, require_free_on_all
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
@@ -53,6 +53,11 @@ Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
 # The names since torch 2.13, which warns of the older ones.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Replace ``received`` by the sum of all ranks'. ``sent`` is the same tensor."""
+    dist.all_reduce(received, op=dist.ReduceOp.SUM, group=group)
 
 
 def all_gather(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -88,16 +93,15 @@ def send_recv(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGro
         work.wait()
 
 
-MOVE_CALLS: Mapping[str, Call] = MappingProxyType(
-    {
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "all_to_all": all_to_all,
-        "broadcast": broadcast,
-        "send_recv": send_recv,
-    }
-)
-"""Name -> one call of it."""
+CALLS: dict[str, Call] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "broadcast": broadcast,
+    "send_recv": send_recv,
+}
+"""Name of each collective -> one call of it. Looked up at each measurement: tests inject a fault here."""
 
 _LAUNCHES_OF_SEND_RECV = 4
 """The host's time for it, in launches of one kernel: torch creates an object for each operation."""
@@ -219,21 +223,6 @@ class CollectiveResult:
         return series(rates, self.sampling, spent_seconds=0).decided_by(latency)
 
 
-Reduce = Callable[[torch.Tensor, dist.ProcessGroup], object]
-"""Replace a tensor by the sum of all ranks' tensors."""
-
-_UNKNOWN_BYTES = 2**52
-"""Stands for unknown free memory: then the allocation itself fails if there is too little."""
-
-
-def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
-
-
-CALLS: dict[str, Call] = {"all_reduce": lambda sent, received, group: _sum(received, group), **MOVE_CALLS}
-"""Name of each collective -> one call of it. Looked up at each measurement: tests inject a fault here."""
-
-
 @releases_memory()
 def measure_collective(
     collective: str,
@@ -305,50 +294,17 @@ def measure_collective(
     return measurement.measure(sampling, during or nullcontext(), now)
 
 
-@releases_memory()
-def all_reduce(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    payload_bytes: int,
-    dtype: str = "fp32",
-    sampling: Sampling,
-    during: AbstractContextManager[object] | None = None,
-    clock: Clock | None = None,
-    reduce: Reduce | None = None,
-    now: Callable[[], float] = time.monotonic,
-) -> CollectiveResult:
-    """Measure the in-place sum of one tensor over all ranks of a group, in seconds a call.
-
-    Collective: every rank of the group must call this. Arguments, result and errors are those of
-    :func:`measure_collective`; ``reduce(tensor, group)`` stands for its ``call``.
-    """
-    return measure_collective(
-        "all_reduce",
-        group,
-        device,
-        payload_bytes=payload_bytes,
-        dtype=dtype,
-        sampling=sampling,
-        during=during,
-        clock=clock,
-        call=None if reduce is None else lambda sent, received, of: reduce(received, of),
-        now=now,
-    )
-
-
 def _agree(
     ranks: Ranks, collective: str, payload_bytes: int, dtype: str, sampling: Sampling, *, free: int | None
 ) -> None:
     """Find on all ranks what would let some wait for others that do something else, or that have failed."""
-    known = _UNKNOWN_BYTES if free is None else free
     names = list(DTYPES)
     mine = [
         COLLECTIVES.index(collective),
         payload_bytes,
         names.index(dtype),
         zlib.crc32(repr(sampling).encode()),
-        known,
+        UNKNOWN_BYTES if free is None else free,
     ]
     of_ranks = [[int(number) for number in numbers] for numbers in ranks.gather(mine)]
     reference = of_ranks[0]
@@ -362,16 +318,14 @@ def _agree(
                 f"the ranks do not measure the same: {ranks.name(index)} {found}, {ranks.name(0)} {first}. "
                 "Give all nodes the same suite, profile and workload"
             )
-    needed = needed_bytes(payload_bytes, dtype, collective=collective, ranks=ranks.count)
-    least = min(range(len(of_ranks)), key=lambda index: of_ranks[index][4])
-    if of_ranks[least][4] < needed:
-        section = "all_reduce" if collective == "all_reduce" else "collectives"
-        raise EnvironmentBroken(
-            f"{ranks.name(least)}: {'an' if collective.startswith('a') else 'a'} {collective} of "
-            f"{show(payload_bytes, 'B')} {dtype} needs {show(needed / 2**30, 'GiB')} of memory with its verification, "
-            f"and {show(of_ranks[least][4] / 2**30, 'GiB')} are free. End what else uses the memory, or leave this "
-            f"size out (--gpucluster-sizes, or --gpucluster-workload nccl.{section}.sizes=...)"
-        )
+    section = "all_reduce" if collective == "all_reduce" else "collectives"
+    require_free_on_all(
+        ranks,
+        [numbers[4] for numbers in of_ranks],
+        needed_bytes(payload_bytes, dtype, collective=collective, ranks=ranks.count),
+        f"{collective} of {show(payload_bytes, 'B')} {dtype} with its verification",
+        instead=f"leave this size out (--gpucluster-sizes, or --gpucluster-workload nccl.{section}.sizes=...)",
+    )
 
 
 class _Measurement:

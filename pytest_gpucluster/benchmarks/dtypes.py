@@ -75,11 +75,13 @@ class Arithmetic:
         cleared_bits: the lowest bits of each operand that are set to 0.
         is_scaled: multiplied by ``scaled_product``, whose second operand is column-major.
         multiple_of: rows and columns are multiples of this.
+        largest: ``check_product`` multiplies integers up to this: K times its square is exact in the result.
     """
 
     operands: torch.dtype
     result: torch.dtype
     roundoff: float
+    largest: int
     accumulation: float = _TENSOR_CORE_ACCUMULATION
     float32_precision: str = "highest"
     cleared_bits: int = 0
@@ -88,25 +90,32 @@ class Arithmetic:
 
 
 # TF32 keeps 10 of fp32's 23 bits of fraction. Operands without the other 13 lose nothing on the way into a tensor
-# core, so that TF32 products can be compared with the reference as closely as the others.
+# core, so that TF32 products can be compared with the reference as closely as the others. Integers are exact up to:
+# bf16 2**8, fp16 2**11, fp32 2**24; TF32 keeps 11 bits of an operand and sums in fp32.
 ARITHMETICS: Mapping[str, Arithmetic] = MappingProxyType(
     {
-        "bf16": Arithmetic(operands=torch.bfloat16, result=torch.bfloat16, roundoff=2.0**-8),
-        "fp16": Arithmetic(operands=torch.float16, result=torch.float16, roundoff=2.0**-11),
+        "bf16": Arithmetic(operands=torch.bfloat16, result=torch.bfloat16, roundoff=2.0**-8, largest=1),
+        "fp16": Arithmetic(operands=torch.float16, result=torch.float16, roundoff=2.0**-11, largest=2),
         "tf32": Arithmetic(
             operands=torch.float32,
             result=torch.float32,
             roundoff=2.0**-24,
+            largest=256,
             float32_precision="high",
             cleared_bits=13,
         ),
         "fp32": Arithmetic(
-            operands=torch.float32, result=torch.float32, roundoff=2.0**-24, accumulation=_FP32_ACCUMULATION
+            operands=torch.float32,
+            result=torch.float32,
+            roundoff=2.0**-24,
+            largest=256,
+            accumulation=_FP32_ACCUMULATION,
         ),
         "fp8": Arithmetic(
             operands=torch.float8_e4m3fn,
             result=torch.bfloat16,
             roundoff=2.0**-8,
+            largest=1,
             accumulation=_FP8_FAST_ACCUMULATION,
             is_scaled=True,
             multiple_of=16,
@@ -227,32 +236,10 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Return the product of two matrices."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """``largest``: integers up to this are multiplied, such that K times its square is exact in the result."""
-
-    dtype: torch.dtype
-    largest: int
-    tf32: bool = False
-    fp8: bool = False
-
-
-# Exact up to: bf16 2**8, fp16 2**11, fp32 2**24. TF32 keeps 11 bits of an operand and sums in fp32.
-_KINDS: Mapping[str, _Kind] = MappingProxyType(
-    {
-        "bf16": _Kind(dtype=torch.bfloat16, largest=1),
-        "fp16": _Kind(dtype=torch.float16, largest=2),
-        "tf32": _Kind(dtype=torch.float32, largest=256, tf32=True),
-        "fp32": _Kind(dtype=torch.float32, largest=256),
-        "fp8": _Kind(dtype=torch.float8_e4m3fn, largest=1, fp8=True),
-    }
-)
-
-
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
     """Return the dtypes that a device supports: fp8 from ``CAPABILITY`` on, all others anywhere."""
     has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
-    return tuple(name for name, kind in _KINDS.items() if has_fp8 or not kind.fp8)
+    return tuple(name for name, kind in ARITHMETICS.items() if has_fp8 or not kind.is_scaled)
 
 
 def check_product(
@@ -278,11 +265,9 @@ def check_product(
         WrongResult: an element differs; names dtype, device, how many do and the first of them.
         ValueError: there is no such dtype, or n is less than 1.
     """
-    if dtype not in _KINDS:
-        raise ValueError(f"dtype is one of {', '.join(_KINDS)}, not {dtype!r}{did_you_mean(dtype, _KINDS)}")
+    kind = arithmetic(dtype)
     if n < 1:
         raise ValueError(f"n must be at least 1, not {n}")
-    kind = _KINDS[dtype]
     generator = torch.Generator().manual_seed(seed)
     a, b = (
         torch.randint(-kind.largest, kind.largest + 1, shape, generator=generator, dtype=torch.float64)
@@ -290,15 +275,12 @@ def check_product(
     )
     with counted(VERIFYING):
         expected = a @ b
-    with counted(MEASURING), numerics("high" if kind.tf32 else "highest"):
-        product = (multiply or (_scaled_mm if kind.fp8 else torch.mm))(_to(a, device, kind), _to(b, device, kind))
+    with counted(MEASURING), numerics(kind.float32_precision):
+        left, right = (integers.to(torch.float32).to(kind.operands).to(device) for integers in (a, b))
+        product = (multiply or (_scaled_mm if kind.is_scaled else torch.mm))(left, right)
     what = f"the {dtype} product of {n} x {K} and {K} x {n} matrices on {where or device}"
     with counted(VERIFYING):
         _compare(product.cpu().double(), expected, what)
-
-
-def _to(integers: torch.Tensor, device: torch.device, kind: _Kind) -> torch.Tensor:
-    return integers.to(torch.float32).to(kind.dtype).to(device)
 
 
 def _scaled_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,16 @@
-"""The exchange of a few numbers between the ranks of a group."""
+"""The exchange between the ranks of a group: numbers, fingerprints, and the results or errors of an action."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 
 class Ranks:
@@ -40,6 +45,14 @@ class Ranks:
         of_ranks: list[list[float]] = torch.stack(everyone).tolist()
         return of_ranks
 
+    def gather_fingerprints(self, *fingerprints: int) -> list[list[int]]:
+        """Return the fingerprints of each rank, each a number below 2^64: in halves, for numbers are sent as fp64."""
+        halves = [half for number in fingerprints for half in (number >> 32, number & 0xFFFFFFFF)]
+        return [
+            [(int(high) << 32) + int(low) for high, low in zip(numbers[::2], numbers[1::2], strict=True)]
+            for numbers in self.gather(halves)
+        ]
+
     def of_first(self, numbers: Sequence[float]) -> list[float]:
         """Return the numbers of the first rank of the group, on every rank."""
         if self._group is None:
@@ -54,3 +67,91 @@ class Ranks:
         if self._group is None:
             return f"rank {dist.get_rank() if dist.is_initialized() else 0}"
         return f"rank {dist.get_global_rank(self._group, index)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Majority:
+    """The most frequent of the ranks' values.
+
+    Attributes:
+        value: the most frequent one; the first of equally frequent ones.
+        count: number of ranks that have it.
+        kinds: number of different values.
+        is_tied: whether another value is as frequent.
+        differing: the ranks with other values.
+    """
+
+    value: int
+    count: int
+    kinds: int
+    is_tied: bool
+    differing: tuple[int, ...]
+
+
+def majority(values: Sequence[int]) -> Majority:
+    """Compare the values of all ranks.
+
+    >>> majority([7, 7, 8])
+    Majority(value=7, count=2, kinds=2, is_tied=False, differing=(2,))
+    """
+    [(value, count), *others] = Counter(values).most_common()
+    return Majority(
+        value=value,
+        count=count,
+        kinds=1 + len(others),
+        is_tied=bool(others) and others[0][1] == count,
+        differing=tuple(rank for rank, its in enumerate(values) if its != value),
+    )
+
+
+T = TypeVar("T")
+
+_KINDS: dict[str, type[Exception]] = {"wrong": WrongResult, "value": ValueError, "broken": EnvironmentBroken}
+
+
+def on_all_ranks(group: dist.ProcessGroup, act: Callable[[], T]) -> list[T]:
+    """Run an action on each rank, on which no other rank waits; return all results, in the order of the group's ranks.
+
+    Collective: every rank of the group must call this. ``act`` must not call anything collective. The results are
+    pickled for the exchange.
+
+    Raises: on every rank the error of the first rank that failed, with its name: ``WrongResult`` and ``ValueError`` as
+        they are, another ``Exception`` as ``EnvironmentBroken``. A ``BaseException`` ends its own rank only.
+    """
+    mine, error = _outcome(act)
+    outcomes: list[tuple[str, Any]] = [("", None)] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, mine, group=group)
+    for place, (kind, text) in enumerate(outcomes):
+        if kind:
+            raise _KINDS[kind](f"rank {dist.get_global_rank(group, place)}: {text}") from error
+    return [value for _, value in outcomes]
+
+
+def on_first_rank(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
+    """Run an action on the first rank of the group, and return its result on every rank.
+
+    Collective: every rank of the group must call this. ``act`` must not call anything collective. The first rank does
+    not wait: it must not remove what others may still use before an :func:`on_all_ranks`.
+
+    Raises: as :func:`on_all_ranks`.
+    """
+    error: Exception | None = None
+    outcome: list[tuple[str, Any]] = [("", None)]
+    if dist.get_rank(group) == 0:
+        outcome[0], error = _outcome(act)
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    kind, value = outcome[0]
+    if kind:
+        raise _KINDS[kind](f"rank {dist.get_global_rank(group, 0)}: {value}") from error
+    result: T = value
+    return result
+
+
+def _outcome(act: Callable[[], T]) -> tuple[tuple[str, Any], Exception | None]:
+    """Return ("", the value) or (the kind of error, its text), and the error."""
+    try:
+        return ("", act()), None
+    except Exception as error:  # it is raised again, on every rank
+        kind = next((name for name, one in _KINDS.items() if isinstance(error, one)), "broken")
+        known = isinstance(error, tuple(_KINDS.values()))
+        return (kind, str(error) if known else f"{type(error).__name__}: {error}"), error

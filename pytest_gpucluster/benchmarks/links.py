@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, releases_memory
+from pytest_gpucluster.benchmarks.memory_budget import UNKNOWN_BYTES, free_bytes, releases_memory, require_free_on_all
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement
 from pytest_gpucluster.isolation.link_matrix import Matrix, Reading, Scope
 from pytest_gpucluster.isolation.link_survey import Survey, matrix_of
@@ -169,9 +169,6 @@ def pace(probe_seconds: float, *, payload_bytes: int, round_seconds: float) -> P
 Progress = Callable[[int, int], object]
 """``progress(step, of)``: the number of rounds that have been measured."""
 
-_UNKNOWN_BYTES = 2**52
-"""Stands for unknown free memory: then the allocation itself fails if there is too little."""
-
 _COLUMNS = 10
 """Numbers of a reading in the exchange."""
 
@@ -280,7 +277,7 @@ def _agree(
 ) -> None:
     """Find on all ranks what would let some wait for others that do something else, or that have failed."""
     plan = zlib.crc32(repr((tuple(rounds), round_seconds)).encode())
-    of_ranks = ranks.gather([payload_bytes, plan, _UNKNOWN_BYTES if free is None else free])
+    of_ranks = ranks.gather([payload_bytes, plan, UNKNOWN_BYTES if free is None else free])
     for index, (size, theirs, _) in enumerate(of_ranks):
         if [size, theirs] != of_ranks[0][:2]:
             raise EnvironmentBroken(
@@ -289,15 +286,10 @@ def _agree(
                 f"{'the same' if theirs == of_ranks[0][1] else 'not the same'}. Give all nodes the same suite, profile "
                 "and workload"
             )
-    needed = needed_bytes(payload_bytes)
-    least = min(range(len(of_ranks)), key=lambda index: of_ranks[index][2])
-    if of_ranks[least][2] < needed:
-        raise EnvironmentBroken(
-            f"{ranks.name(least)}: sending and receiving {show(payload_bytes, 'B')} needs "
-            f"{show(needed / 2**30, 'GiB')} of memory with its verification, and "
-            f"{show(of_ranks[least][2] / 2**30, 'GiB')} "
-            "are free. End what else uses the memory, or send less (--gpucluster-workload links.size=64MiB)"
-        )
+    free_on_ranks = [numbers[2] for numbers in of_ranks]
+    what = f"sending and receiving {show(payload_bytes, 'B')} with its verification"
+    instead = "send less (--gpucluster-workload links.size=64MiB)"
+    require_free_on_all(ranks, free_on_ranks, needed_bytes(payload_bytes), what, instead=instead)
 
 
 class _Links:

@@ -409,7 +409,8 @@ def measure_matmul(
     Source: of the operations of a product, ``Shape.flops``.
     """
     instead = "choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192"
-    buffers = prepare(device, n=n, dtype=dtype, cache=cache, instead=instead)
+    shape = square_shape(n, dtype)
+    buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead, what=f"n={n}")
     name = f"{device}: matmul {dtype} n={n}"
     return _result(device, buffers, dtype, name, seed, multiply, clock, sampling, during)
 
@@ -468,25 +469,15 @@ def best_square(tflops: Mapping[int, Series]) -> BestSquare:
     return BestSquare(n=best, sizes=sizes)
 
 
-def prepare(device: torch.device, *, n: int, dtype: str, instead: str, cache: int | None = None) -> Buffers:
-    """Check that a device can multiply n x n matrices, and return the buffers that it needs.
+def square_shape(n: int, dtype: str) -> Shape:
+    """Return the shape of the product of two n x n matrices of a dtype.
 
-    Args:
-        device: where to multiply.
-        n, dtype: as in ``measure_matmul``.
-        instead: how to ask for less memory, for the message.
-        cache: bytes of the device's last cache; by default as the device reports them.
-
-    Raises:
-        EnvironmentBroken: too little memory is free, the device has no fp8, or the environment overrides the choice
-            between fp32 and TF32.
-        ValueError: an argument is out of its range.
+    Raises: ValueError if n or the dtype is out of its range.
     """
     kind = arithmetic(dtype)
     if n < 1 or n % kind.multiple_of:
         raise ValueError(f"n must be at least 1, and for {dtype} a multiple of {kind.multiple_of}, not {n}")
-    shape = Shape.square(n, layout=usual_layout(kind))
-    return prepare_shape(device, shape, dtype=dtype, instead=instead, cache=cache, what=f"n={n}")
+    return Shape.square(n, layout=usual_layout(kind))
 
 
 def prepare_shape(
@@ -497,10 +488,15 @@ def prepare_shape(
     Args:
         device: where to multiply.
         shape: of the products.
-        what: its name in the message; by default as it is formatted.
-        others: as for ``prepare``.
+        dtype: as in ``measure_matmul``.
+        instead: how to ask for less memory, for the message.
+        cache: bytes of the device's last cache; by default as the device reports them.
+        what: the shape's name in the message; by default as it is formatted.
 
-    Raises: as ``prepare``. ValueError also for a layout that this dtype does not support.
+    Raises:
+        EnvironmentBroken: too little memory is free, the device has no fp8, or the environment overrides the choice
+            between fp32 and TF32.
+        ValueError: an argument is out of its range, or the dtype does not support the layout.
     """
     kind = arithmetic(dtype)
     if any(size % kind.multiple_of for size in (shape.m, shape.n, shape.k)):
@@ -518,11 +514,6 @@ def prepare_shape(
 def multiplier(device: torch.device, kind: Arithmetic) -> Multiply:
     """Return a function that multiplies matrices of this kind: ``torch.mm``, and torch's scaled product for fp8."""
     return scaled_product(device) if kind.is_scaled else _mm
-
-
-def flops_of(n: int) -> int:
-    """Return the operations of one product of n x n matrices: ``Shape.flops``."""
-    return Shape.square(n).flops
 
 
 @releases_memory()

@@ -6,13 +6,14 @@ import functools
 import gc
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 
+from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.errors import EnvironmentBroken
 
 Parameters = ParamSpec("Parameters")
@@ -124,6 +125,28 @@ def require_free(device: torch.device, needed_bytes: int, what: str, *, instead:
         raise EnvironmentBroken(
             f"{device}: {what} needs {needed_bytes / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free; end what"
             f" else uses this device (nvidia-smi names the processes), or {instead}"
+        )
+
+
+UNKNOWN_BYTES = 2**52
+"""Stands for unknown free memory in an exchange: then the allocation itself fails if there is too little."""
+
+
+def require_free_on_all(ranks: Ranks, free: Sequence[float], needed_bytes: int, what: str, *, instead: str) -> None:
+    """Check that every rank has enough memory, on all of them alike.
+
+    Args:
+        ranks: of the group.
+        free: bytes on each rank, as they were exchanged; ``UNKNOWN_BYTES`` where unknown.
+        needed_bytes, what, instead: as for ``require_free``.
+
+    Raises: EnvironmentBroken on all ranks, naming the one with the least.
+    """
+    least = min(range(len(free)), key=free.__getitem__)
+    if free[least] < needed_bytes:
+        raise EnvironmentBroken(
+            f"{ranks.name(least)}: {what} needs {needed_bytes / 1e9:.3g} GB of memory, and {free[least] / 1e9:.3g} GB"
+            f" are free; end what else uses this device (nvidia-smi names the processes), or {instead}"
         )
 
 

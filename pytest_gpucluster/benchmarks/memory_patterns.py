@@ -386,16 +386,12 @@ def run_pattern(
             if progress is not None and time.monotonic() - begin >= PROGRESS_SECONDS:
                 progress(number, len(passes), wrong_words=survey.wrong_words)
     except torch.OutOfMemoryError as error:
-        problem = (
+        raise EnvironmentBroken(
             f"{device}: memory pattern {survey.pattern}: {error}. Another process may have taken memory during the test"
             " (nvidia-smi names the processes); or choose a smaller share, such as --gpucluster-workload"
             " memory_patterns.share=80%"
-        )
-    else:
-        survey.is_complete = True
-        return
-    # Raised here, where no reference to the first error is left, whose frames hold the buffers.
-    raise EnvironmentBroken(problem)
+        ) from None
+    survey.is_complete = True
 
 
 def _words_to_write(device: torch.device, share: float, most_bytes: int, part_words: int) -> int:

@@ -389,10 +389,11 @@ class Isolator:
             probed.discard(epoch=0)
 
     def _measured(self, cluster: Cluster) -> Mapping[str, Any]:
-        from pytest_gpucluster.benchmarks.collectives import all_reduce
+        from pytest_gpucluster.benchmarks.collectives import measure_collective
 
         asked = self._run.workload.isolation
-        result = all_reduce(
+        result = measure_collective(
+            "all_reduce",
             cluster.group,
             cluster.device,
             payload_bytes=int(parse(asked.size).to("B")),

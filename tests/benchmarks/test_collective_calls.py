@@ -11,7 +11,7 @@ from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES
 
 SCRIPT = """
 from pytest_gpucluster.benchmarks import collectives
-from pytest_gpucluster.benchmarks.collectives import CALLS, all_reduce, measure_collective
+from pytest_gpucluster.benchmarks.collectives import CALLS, measure_collective
 from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES
 from pytest_gpucluster.metrics.sampling import Sampling
 

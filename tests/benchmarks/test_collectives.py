@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.clock import RESOLUTION_SECONDS, ManualClock
-from pytest_gpucluster.benchmarks.collectives import all_reduce
+from pytest_gpucluster.benchmarks.collectives import measure_collective
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 PREAMBLE = """
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.collectives import all_reduce
+from pytest_gpucluster.benchmarks.collectives import measure_collective
 from pytest_gpucluster.metrics.sampling import Sampling
 
 class Clocked:
@@ -41,7 +41,8 @@ def sampling(window=1.0, warmup=0.0, longest=None, tolerance=0.01):
 def measured(reduce, group=group, **arguments):
     "An all-reduce by a manual clock, which also tells how much time has passed."
     given = {"payload_bytes": 4000, "sampling": sampling()} | arguments
-    return all_reduce(group, device, clock=reduce.clock, reduce=reduce, now=lambda: reduce.clock.now_seconds, **given)
+    given |= {"clock": reduce.clock, "call": lambda sent, received, of: reduce(received, of)}
+    return measure_collective("all_reduce", group, device, now=lambda: reduce.clock.now_seconds, **given)
 """
 
 
@@ -70,7 +71,15 @@ SAMPLING = Sampling(warmup_seconds=1.0, window_seconds=4.0, longest_seconds=8.0,
 def measure(group, reduce, **arguments):
     """By a manual clock, which also tells how much time has passed."""
     given = {"payload_bytes": 4000, "sampling": SAMPLING} | arguments
-    return all_reduce(group, CPU, clock=reduce.clock, reduce=reduce, now=lambda: reduce.clock.now_seconds, **given)
+    return measure_collective(
+        "all_reduce",
+        group,
+        CPU,
+        clock=reduce.clock,
+        call=lambda sent, received, of: reduce(received, of),
+        now=lambda: reduce.clock.now_seconds,
+        **given,
+    )
 
 
 def test_one_rank_reports_algbw_only(alone):
@@ -197,8 +206,13 @@ def test_a_clock_that_does_not_tell_the_time_is_inconclusive(alone, seconds):
 
 def test_one_gpu_that_has_nothing_to_do_takes_what_its_clock_can_tell(alone):
     idle, wall = Summing(seconds=0.0), iter(range(10_000))
-    given = {"payload_bytes": 4000, "sampling": SAMPLING, "clock": idle.clock, "reduce": idle}
-    result = all_reduce(alone, CPU, **given, now=lambda: next(wall) / 10)
+    given = {
+        "payload_bytes": 4000,
+        "sampling": SAMPLING,
+        "clock": idle.clock,
+        "call": lambda sent, received, group: idle(sent, group),
+    }
+    result = measure_collective("all_reduce", alone, CPU, **given, now=lambda: next(wall) / 10)
     assert result.latency.median == pytest.approx(RESOLUTION_SECONDS / result.calls_per_window)
 
 
@@ -293,7 +307,7 @@ def test_one_rank_without_memory_is_named_on_all_ranks():
         """,
     )
     assert said[0] == said[1]
-    assert said[0][0].startswith("EnvironmentBroken: rank 1: an all_reduce of 4000 B fp32 needs ")
+    assert said[0][0].startswith("EnvironmentBroken: rank 1: all_reduce of 4000 B fp32 with its verification needs ")
 
 
 def test_a_clock_that_stands_still_on_one_rank_is_inconclusive_on_all():

@@ -161,7 +161,7 @@ def test_a_clock_that_stands_still_ends_it_on_all_ranks(said: list[list[Any]]) -
     [
         (7, "the ranks do not measure the same links: rank 1 sends 65540 B, rank 0 65536 B, and their rounds are the"),
         (8, "the ranks do not measure the same links: rank 1 sends 65536 B, rank 0 65536 B, and their rounds are not"),
-        (9, "rank 2: sending and receiving 65536 B needs "),
+        (9, "rank 2: sending and receiving 65536 B with its verification needs "),
     ],
     ids=["sizes", "rounds", "memory"],
 )

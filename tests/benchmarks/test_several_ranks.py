@@ -12,11 +12,10 @@ import torch.distributed as dist
 from forked_ranks import CPU, on_ranks, outcome
 
 from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_rank
 from pytest_gpucluster.benchmarks.lora.trainer import require_same
 from pytest_gpucluster.benchmarks.storage import bandwidth
 from pytest_gpucluster.benchmarks.storage.bandwidth import PAGE_BYTES, write_file
-from pytest_gpucluster.benchmarks.storage.checkpoint import on_all_ranks, on_first_rank
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import survey
 from pytest_gpucluster.benchmarks.training import ddp, fsdp, scaling, throughput
 from pytest_gpucluster.benchmarks.training.ddp import check_data_parallel

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.group import Ranks, on_first_rank
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate, reload_adapter, reloaded_loss
 from pytest_gpucluster.benchmarks.lora.model import Base
 from pytest_gpucluster.benchmarks.lora.recipe import Parity, check_parity, context_of, require_same_context, steps_of
@@ -28,9 +28,8 @@ from pytest_gpucluster.benchmarks.lora.reference_curve import ReferenceCurve, re
 from pytest_gpucluster.benchmarks.lora.throughput import steady_rate
 from pytest_gpucluster.benchmarks.lora.trainer import Components, Step, Trainer, TrainingData, trainable_blocks
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
-from pytest_gpucluster.benchmarks.memory_budget import memory_released
+from pytest_gpucluster.benchmarks.memory_budget import memory_released, releases_memory
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.storage.checkpoint import on_first_rank
 from pytest_gpucluster.benchmarks.training.fingerprint import relative
 from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
 from pytest_gpucluster.benchmarks.verify import deterministic
@@ -131,6 +130,7 @@ class Convergence:
     notes: tuple[str, ...]
 
 
+@releases_memory(cycles=True)
 def converge(
     world: dist.ProcessGroup,
     group: dist.ProcessGroup,
@@ -176,14 +176,10 @@ def converge(
         EnvironmentBroken: too little memory, a folder that cannot be used, or a checkpoint of another experiment.
         CurveError: the reference curve is of another experiment.
     """
-    try:
-        with memory_released(cycles=True), numerics("highest"), deterministic():
-            return _Convergence(world, group, alone, device, base, recipe, checks, data, components, progress).run(
-                folder, final, resume, reference
-            )
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del world, group, alone
+    with numerics("highest"), deterministic():
+        return _Convergence(world, group, alone, device, base, recipe, checks, data, components, progress).run(
+            folder, final, resume, reference
+        )
 
 
 class _Convergence:
@@ -353,18 +349,11 @@ class _Convergence:
         score = evaluate(
             model, data.tokenizer, mine, device=self._device, limit=each, max_new_tokens=checks.call_tokens
         )
-        fields = (score.asked, score.well_formed, score.right_function, score.right_arguments)
-        asked, well_formed, function, arguments = (
-            int(sum(column)) for column in zip(*self._ranks.gather(fields), strict=True)
-        )
-        return error, CallScore(
-            asked=asked,
-            well_formed=well_formed,
-            right_function=function,
-            right_arguments=arguments,
-            skipped=score.skipped,
-            answers=score.answers,
-        )
+        names = ("asked", "well_formed", "right_function", "right_arguments")
+        of_ranks = self._ranks.gather([getattr(score, name) for name in names])
+        columns = zip(names, zip(*of_ranks, strict=True), strict=True)
+        totals: dict[str, Any] = {name: int(sum(column)) for name, column in columns}
+        return error, replace(score, **totals)
 
     # ---- shared by the phases
 
@@ -414,18 +403,13 @@ class _Convergence:
         rate = None
         if training is not None:
             rate = steady_rate([training.steps, again], training.tokens_of_rank, self._checks.sampling)
-        adapters = self._base.adapters
         return Convergence(
             finite_steps=self._finite / self._taken if self._taken else math.nan,
             parity=parity,
             curve=self._curve(),
             result=result,
             tokens_per_second=rate,
-            flops_per_token=self._base.geometry.flops_per_token(
-                int(self._data.train.loss_mask.shape[1]),
-                rank=adapters.rank,
-                head_trained=adapters.trains_head,
-            ),
+            flops_per_token=self._base.flops_per_token(int(self._data.train.loss_mask.shape[1])),
             peak_bytes=training.peak_bytes if training is not None else None,
             recomputes=training is not None and training.recomputes,
             groups=self._everyone.count // self._ranks.count,
@@ -547,6 +531,5 @@ def _result_figures(result: TrainingResult, labels: Mapping[str, str]) -> Iterat
     calls = result.calls
     if calls is not None and calls.asked:
         asked = {**labels, "asked": str(calls.asked)}
-        for name in ("well_formed", "right_function", "right_arguments"):
-            share = getattr(calls, name) / calls.asked
-            yield Figure(metric=f"lora.calls.{name}", value=share, unit="ratio", labels=asked)
+        for name, ratio in calls.ratios().items():
+            yield Figure(metric=f"lora.calls.{name}", value=ratio, unit="ratio", labels=asked)

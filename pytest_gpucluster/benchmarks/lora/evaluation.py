@@ -22,10 +22,10 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, NoCall, has_call, parse, same_json
-from pytest_gpucluster.benchmarks.lora.hub import INSTALL, local_only
-from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, first_line, make_base
+from pytest_gpucluster.benchmarks.lora.hub import first_line, local_only, not_installed
+from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, make_base
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Segment, ids_of, segments, tokenizer_for
-from pytest_gpucluster.benchmarks.memory_budget import memory_released
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 
@@ -98,6 +98,7 @@ class _Question:
     expected: FunctionCall
 
 
+@releases_memory()
 def evaluate(
     model: Any,
     tokenizer: Any,
@@ -146,13 +147,11 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        with memory_released(), torch.no_grad():
+        with torch.no_grad():
             writer = _Writer(model, tokenizer, device, max_new_tokens, group)
             texts = writer.write([question.prompt for question in questions], batch, progress)
     finally:
         model.train(was_training)
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
     answers = tuple(
         Answer(expected=question.expected, text=text, found=parse(text))
         for question, text in zip(questions, texts, strict=True)
@@ -291,7 +290,7 @@ def load_adapter(folder: Path, device: torch.device, *, base: str | None = None)
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise EnvironmentBroken(f"{error.name} is not installed; install it with {INSTALL}") from None
+        raise not_installed(str(error.name)) from None
     # Checked first: peft would look on the hub for a file that is missing in the folder.
     base, saved = _base(folder, base), _saved_weights(folder)
     local = local_only(base)
@@ -306,7 +305,7 @@ def load_adapter(folder: Path, device: torch.device, *, base: str | None = None)
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise EnvironmentBroken(f"{base}: the base model cannot be loaded: {_first(error)}") from error
+        raise EnvironmentBroken(f"{base}: the base model cannot be loaded: {first_line(error)}") from error
     if missing := sorted(loading["missing_keys"]):
         raise EnvironmentBroken(
             f"{base}: {len(missing)} weights are not in its files, such as {missing[0]}: they would be random"
@@ -317,7 +316,7 @@ def load_adapter(folder: Path, device: torch.device, *, base: str | None = None)
             warnings.filterwarnings("ignore", message=".*missing adapter keys")
             model = PeftModel.from_pretrained(below, str(folder))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise EnvironmentBroken(f"{folder}: does not fit on {base}: {_first(error)}") from error
+        raise EnvironmentBroken(f"{folder}: does not fit on {base}: {first_line(error)}") from error
     _require_all_weights(model, saved, folder, base)
     has_tokenizer = any((folder / name).is_file() for name in _OF_A_TOKENIZER)
     return SavedAdapter(
@@ -347,7 +346,7 @@ def _saved_weights(folder: Path) -> set[str]:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             return set(file.keys())
     except (OSError, SafetensorError) as error:
-        raise EnvironmentBroken(f"{folder / WEIGHTS}: cannot be read: {_first(error)}") from error
+        raise EnvironmentBroken(f"{folder / WEIGHTS}: cannot be read: {first_line(error)}") from error
 
 
 def _require_all_weights(model: Any, saved: set[str], folder: Path, base: str) -> None:
@@ -361,11 +360,6 @@ def _require_all_weights(model: Any, saved: set[str], folder: Path, base: str) -
             raise EnvironmentBroken(
                 f"{folder / WEIGHTS}: {len(names)} weights {what}, such as {min(names)}: it does not belong to {base}"
             )
-
-
-def _first(error: Exception) -> str:
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line[:200] for line in lines if line), type(error).__name__)
 
 
 def reload_adapter(base: Base, final: Path, device: torch.device, *, precision: str, seed: int) -> Any:

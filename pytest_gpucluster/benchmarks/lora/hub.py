@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_gpucluster.benchmarks.storage.shared_filesystem import start_call
 from pytest_gpucluster.errors import EnvironmentBroken
 
 _NAME = re.compile(r"(?P<repository>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -89,7 +89,7 @@ def fetch(name: HubName) -> Path:
         import huggingface_hub
         from huggingface_hub import constants
     except ImportError:
-        raise EnvironmentBroken(f"{name}: huggingface_hub is not installed; install it with {INSTALL}") from None
+        raise not_installed("huggingface_hub") from None
     offline = bool(constants.HF_HUB_OFFLINE)
     listed: list[str] | None = None
     hub_error: Exception | None = None
@@ -103,31 +103,28 @@ def fetch(name: HubName) -> Path:
         hub_error = error
     try:
         file = name.file or _only_json(name, listed if listed is not None else _cached(name))
-        return _within(
-            DOWNLOAD_SECONDS,
-            lambda: Path(
-                huggingface_hub.hf_hub_download(
-                    name.repository,
-                    file,
-                    repo_type="dataset",
-                    revision=name.revision,
-                    etag_timeout=ANSWER_SECONDS,
-                    local_files_only=listed is None,
-                )
-            ),
+        download = start_call(
+            lambda: huggingface_hub.hf_hub_download(
+                name.repository,
+                file,
+                repo_type="dataset",
+                revision=name.revision,
+                etag_timeout=ANSWER_SECONDS,
+                local_files_only=listed is None,
+            )
         )
+        return Path(download(DOWNLOAD_SECONDS))
     except EnvironmentBroken:
         raise
     except Exception as error:
         cause = hub_error or error
-        first = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no reason given")
         why = (
             "HF_HUB_OFFLINE is set, and it is not in the hub's cache; download it where there is a network, or give a"
             " local file"
             if offline
             else "the hub does not provide it, and it is not in the hub's cache; give a local file"
         )
-        raise EnvironmentBroken(f"{name}: {why} ({type(cause).__name__}: {first[:200]})") from error
+        raise EnvironmentBroken(f"{name}: {why} ({type(cause).__name__}: {first_line(cause)})") from error
 
 
 def local_only(model: str | Path, revision: str | None = None) -> bool:
@@ -168,23 +165,11 @@ def _cached(name: HubName) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
-def _within(seconds: float, work: Callable[[], Path]) -> Path:
-    """Return the result of the work, or raise its error. Raises: TimeoutError if it takes longer."""
-    done: list[Path] = []
-    failed: list[Exception] = []
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, for a message."""
+    return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), "no reason given")
 
-    def run() -> None:
-        try:
-            done.append(work())
-        except Exception as error:  # raised again below, in the thread that waits
-            failed.append(error)
 
-    # A daemon: one that never ends must not keep the process alive.
-    thread = threading.Thread(target=run, name="hub", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not done:
-        raise TimeoutError(f"not over after {seconds:g} s")
-    return done[0]
+def not_installed(package: str) -> EnvironmentBroken:
+    """Return the error for a package that is not installed."""
+    return EnvironmentBroken(f"{package} is not installed; install it with {INSTALL}")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS, local_only
+from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS, first_line, local_only
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -333,6 +333,10 @@ class Base:
         """Whether the frozen weights are random: then a loss is no measure of a language model."""
         return self.folder is None
 
+    def flops_per_token(self, sequence: int) -> int:
+        """Return ``Geometry.flops_per_token`` with these adapters, nothing being recomputed."""
+        return self.geometry.flops_per_token(sequence, rank=self.adapters.rank, head_trained=self.adapters.trains_head)
+
 
 def tiny_base(vocab: int) -> Base:
     """Return the base of the criterion that needs no download."""
@@ -490,8 +494,3 @@ def _from_hub(name: str, revision: str | None) -> Path:
             else "the hub does not provide it, and it is not in the hub's cache; give a folder instead"
         )
         raise EnvironmentBroken(f"{name}@{revision}: {why} ({type(error).__name__}: {first_line(error)})") from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error, for a message."""
-    return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), "no reason given")

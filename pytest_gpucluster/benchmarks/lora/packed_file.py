@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pytest_gpucluster.benchmarks.lora.dataset import Row, Rows, held_out_split, row_of
-from pytest_gpucluster.benchmarks.lora.hub import INSTALL
+from pytest_gpucluster.benchmarks.lora.hub import not_installed
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics, pack, tokenizer_fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken
 
@@ -91,7 +91,7 @@ def write(path: Path, prepared: Prepared) -> None:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
-        raise _missing() from None
+        raise not_installed("safetensors") from None
     tensors: dict[str, torch.Tensor] = {}
     for part in _PARTS:
         packed: Packed = getattr(prepared, part)
@@ -134,7 +134,7 @@ def read(path: Path) -> Prepared:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise _missing() from None
+        raise not_installed("safetensors") from None
     try:
         with safe_open(path, framework="pt") as file:
             entry = (file.metadata() or {}).get(_ENTRY)
@@ -189,7 +189,3 @@ def _packed(file: Any, part: str, counts: Mapping[str, int]) -> Packed:
     if blocks != statistics.blocks or int(loss_mask.sum()) != statistics.loss_targets:
         raise ValueError(f"{part}: {blocks} blocks, which contradicts the statistics")
     return Packed(tokens=tokens.long(), loss_mask=loss_mask, statistics=statistics)
-
-
-def _missing() -> EnvironmentBroken:
-    return EnvironmentBroken(f"safetensors is not installed; install it with {INSTALL}")

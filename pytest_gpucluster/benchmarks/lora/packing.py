@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, Row
-from pytest_gpucluster.benchmarks.lora.hub import INSTALL, local_only
+from pytest_gpucluster.benchmarks.lora.hub import first_line, local_only, not_installed
 from pytest_gpucluster.benchmarks.lora.synthetic import Draws
 from pytest_gpucluster.errors import EnvironmentBroken
 
@@ -268,7 +268,7 @@ def tiny_tokenizer(rows: Iterable[Row], vocab: int = 512) -> PreTrainedTokenizer
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast
     except ImportError:
-        raise _missing() from None
+        raise not_installed("transformers") from None
     bare = Tokenizer(models.BPE())
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
@@ -296,18 +296,17 @@ def tokenizer_for(model: str | Path, revision: str | None = None) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise _missing() from None
+        raise not_installed("transformers") from None
     local = local_only(model, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(model), revision=revision, local_files_only=local, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        where = "" if Path(model).exists() else "it is no folder here and not in the hub's cache; "
+        where = "it is no folder here and not in the hub's cache; " if local and not Path(model).exists() else ""
         raise EnvironmentBroken(
-            f"{model}: no tokenizer can be loaded from it ({first[:200]}); {where if local else ''}give the folder of a"
-            " model, with its tokenizer.json and tokenizer_config.json"
+            f"{model}: no tokenizer can be loaded from it ({first_line(error)}); {where}give the folder of"
+            " a model, with its tokenizer.json and tokenizer_config.json"
         ) from error
     if tokenizer.eos_token_id is None:
         raise EnvironmentBroken(f"{model}: its tokenizer has no end token (eos_token), which ends each answer")
@@ -319,7 +318,3 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(f"{rules}\0{tokenizer.eos_token_id}".encode()).hexdigest()
-
-
-def _missing() -> EnvironmentBroken:
-    return EnvironmentBroken(f"transformers is not installed; install it with {INSTALL}")

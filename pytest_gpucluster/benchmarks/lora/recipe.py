@@ -20,7 +20,7 @@ from pytest_gpucluster.benchmarks.lora.model import Base
 from pytest_gpucluster.benchmarks.lora.packing import Packed
 from pytest_gpucluster.benchmarks.lora.trainer import Components, Step, Trainer, TrainingData
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
-from pytest_gpucluster.benchmarks.memory_budget import memory_released
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.benchmarks.training.fingerprint import relative
 from pytest_gpucluster.errors import EnvironmentBroken
 
@@ -126,9 +126,9 @@ def check_parity(
     Raises: as ``Trainer``.
     """
 
+    @releases_memory(cycles=True)
     def run(ranks: dist.ProcessGroup, components: Components | None) -> list[Step]:
-        with memory_released(cycles=True):
-            return steps_of(Trainer(ranks, device, base, recipe, packed, components=components), recipe.steps)
+        return steps_of(Trainer(ranks, device, base, recipe, packed, components=components), recipe.steps)
 
     group_steps = run(group, components)
     alone_steps = run(alone, Components()) if group_steps[-1].all_finite else []

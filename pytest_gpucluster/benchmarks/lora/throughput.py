@@ -14,7 +14,7 @@ from pytest_gpucluster.benchmarks.lora.model import Base
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics
 from pytest_gpucluster.benchmarks.lora.trainer import STARTING_STEPS, Components, Step, Trainer
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
-from pytest_gpucluster.benchmarks.memory_budget import memory_released
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
@@ -46,6 +46,7 @@ class LoraThroughput:
     notes: tuple[str, ...]
 
 
+@releases_memory(cycles=True)
 def lora_throughput(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -78,13 +79,59 @@ def lora_throughput(
         WrongResult: a loss or norm is not finite.
         EnvironmentBroken: too little memory is free.
     """
-    try:
-        compiler = fresh_compiler() if recipe.compiled else nullcontext()
-        with memory_released(cycles=True), compiler:
-            return _measure(group, device, base, recipe, sequence, sampling, during, progress, components)
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
+    with fresh_compiler() if recipe.compiled else nullcontext():
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        packed = random_blocks(4 * recipe.global_batch, sequence, base.geometry.vocab, recipe.seed)
+        trainer = Trainer(group, device, base, recipe, packed, components=components)
+        taken = 0
+
+        def take() -> float:
+            nonlocal taken
+            taken += 1
+            step = trainer.step(taken)
+            if not step.all_finite:
+                raise WrongResult(
+                    f"step {taken}: the loss is {step.loss} and the gradients' norm {step.gradient_norm}, and both "
+                    "must be finite. Check -k ddp and the GPU"
+                )
+            rate = trainer.tokens_of_rank / step.seconds
+            if progress is not None:
+                progress(taken, recipe.steps, loss=step.loss, tokens_per_second=rate)
+            return step.seconds
+
+        def continues(more: bool) -> bool:
+            [decided] = trainer.ranks.of_first([float(more)])
+            return bool(decided) and taken < recipe.steps
+
+        warm = 0.0
+        with counted(WARM_UP):
+            while continues(taken < STARTING_STEPS or warm < sampling.warmup_seconds):
+                warm += take()
+        rates: list[float] = []
+        slowest: list[float] = []
+        spent = 0.0
+        with counted(MEASURING), during:
+            while continues(wants_more(slowest, spent_seconds=spent, sampling=sampling)):
+                seconds = take()
+                longest = max(step_seconds for [step_seconds] in trainer.ranks.gather([seconds]))
+                rates.append(trainer.tokens_of_rank / seconds)
+                slowest.append(trainer.tokens_of_rank / longest)
+                spent += longest
+        notes = ["activations are recomputed"] if trainer.recomputes else []
+        if recipe.compiled and trainer.not_compiled:
+            notes.append(f"torch.compile does not work here, so blocks run eagerly: {trainer.not_compiled}")
+        return LoraThroughput(
+            tokens_per_second=series(rates, sampling, spent_seconds=spent).decided_by(
+                series(slowest, sampling, spent_seconds=spent)
+            ),
+            flops_per_token=base.flops_per_token(sequence),
+            peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
+            recomputes=trainer.recomputes,
+            steps=taken,
+            notes=tuple(notes),
+        )
 
 
 def steady_rate(trainings: Sequence[Sequence[Step]], tokens: int, sampling: Sampling) -> Series | None:
@@ -97,9 +144,8 @@ def steady_rate(trainings: Sequence[Sequence[Step]], tokens: int, sampling: Samp
     """
     timed = [step for steps in trainings for step in steps[STARTING_STEPS:]]
     if len(timed) < _FEWEST_RATES:
-        timed = [
-            step for steps in trainings for step in steps
-        ]  # the slow ones too: that never makes a rate look better
+        # The slow ones too: that never makes a rate look better.
+        timed = [step for steps in trainings for step in steps]
     if len(timed) < _FEWEST_RATES:
         return None
     return series([tokens / step.seconds for step in timed], sampling, spent_seconds=0)
@@ -122,70 +168,4 @@ def random_blocks(count: int, sequence: int, vocab: int, seed: int) -> Packed:
             loss_targets=count * sequence,
             longest=sequence + 1,
         ),
-    )
-
-
-def _measure(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    base: Base,
-    recipe: Recipe,
-    sequence: int,
-    sampling: Sampling,
-    during: AbstractContextManager[object],
-    progress: Callable[..., None] | None,
-    components: Components | None,
-) -> LoraThroughput:
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    packed = random_blocks(4 * recipe.global_batch, sequence, base.geometry.vocab, recipe.seed)
-    trainer = Trainer(group, device, base, recipe, packed, components=components)
-    taken = 0
-
-    def take() -> float:
-        nonlocal taken
-        taken += 1
-        step = trainer.step(taken)
-        if not step.all_finite:
-            raise WrongResult(
-                f"step {taken}: the loss is {step.loss} and the gradients' norm {step.gradient_norm}, and both must be "
-                "finite. Check -k ddp and the GPU"
-            )
-        rate = trainer.tokens_of_rank / step.seconds
-        if progress is not None:
-            progress(taken, recipe.steps, loss=step.loss, tokens_per_second=rate)
-        return step.seconds
-
-    def continues(more: bool) -> bool:
-        [decided] = trainer.ranks.of_first([float(more)])
-        return bool(decided) and taken < recipe.steps
-
-    warm = 0.0
-    with counted(WARM_UP):
-        while continues(taken < STARTING_STEPS or warm < sampling.warmup_seconds):
-            warm += take()
-    rates: list[float] = []
-    slowest: list[float] = []
-    spent = 0.0
-    with counted(MEASURING), during:
-        while continues(wants_more(slowest, spent_seconds=spent, sampling=sampling)):
-            seconds = take()
-            longest = max(step_seconds for [step_seconds] in trainer.ranks.gather([seconds]))
-            rates.append(trainer.tokens_of_rank / seconds)
-            slowest.append(trainer.tokens_of_rank / longest)
-            spent += longest
-    notes = ["activations are recomputed"] if trainer.recomputes else []
-    if recipe.compiled and trainer.not_compiled:
-        notes.append(f"torch.compile does not work here, so blocks run eagerly: {trainer.not_compiled}")
-    adapters = base.adapters
-    return LoraThroughput(
-        tokens_per_second=series(rates, sampling, spent_seconds=spent).decided_by(
-            series(slowest, sampling, spent_seconds=spent)
-        ),
-        flops_per_token=base.geometry.flops_per_token(sequence, rank=adapters.rank, head_trained=adapters.trains_head),
-        peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
-        recomputes=trainer.recomputes,
-        steps=taken,
-        notes=tuple(notes),
     )

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from pytest_gpucluster.benchmarks.clock import clock_for
-from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_outer_factor, make_adapted
 from pytest_gpucluster.benchmarks.lora.packing import Packed, global_batch, share
@@ -34,9 +34,8 @@ from pytest_gpucluster.benchmarks.lora.training_plan import (
     seed_of_step,
 )
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.storage.checkpoint import on_first_rank
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
-from pytest_gpucluster.benchmarks.training.sharding import POLICIES, mesh_of
+from pytest_gpucluster.benchmarks.training.sharding import POLICIES, local, mesh_of
 from pytest_gpucluster.benchmarks.training.step import BETAS, clip_gradients, optimizer_step, without_gradient_sync
 from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -96,14 +95,8 @@ def require_same(ranks: Ranks, found: Mapping[str, int]) -> None:
 
     Raises: WrongResult on all ranks if one differs, naming the rank.
     """
-    # In halves: numbers are exchanged as fp64.
-    halves = [float(half) for value in found.values() for half in (value >> 32, value & 0xFFFFFFFF)]
-    by_rank = ranks.gather(halves)
-    for place, what in enumerate(found):
-        kinds = [tuple(numbers[2 * place : 2 * place + 2]) for numbers in by_rank]
-        if len(set(kinds)) > 1:
-            most_frequent = max(kinds, key=kinds.count)
-            differing = [rank for rank, kind in enumerate(kinds) if kind != most_frequent]
+    for what, values in zip(found, zip(*ranks.gather_fingerprints(*found.values()), strict=True), strict=True):
+        if differing := majority(values).differing:
             raise WrongResult(
                 f"before the first step {what} are not the same on all ranks: {ranks.name(differing[0])} differs "
                 f"from most, and {len(differing) - 1} more. Check the versions of torch and transformers, the files "
@@ -245,7 +238,7 @@ class Trainer:
         self.not_compiled = self._compile() if recipe.compiled else "not asked for"
         self._components.shard(self.model, group, device, recipe.precision)
         self._trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
-        self._before = {name: fingerprint([_local(weight)]) for name, weight in self.model.named_parameters()}
+        self._before = {name: fingerprint([local(weight.detach())]) for name, weight in self.model.named_parameters()}
         self.optimizer = torch.optim.AdamW(
             self._trained.values(), lr=recipe.learning_rate, betas=BETAS, weight_decay=0.0, fused=True
         )
@@ -269,15 +262,12 @@ class Trainer:
         # By step and rank: a resumed training draws the same dropout.
         torch.manual_seed(seed_of_step(number, self._rank, self.recipe.seed))
         self.model.train()
-        memory_error = ""
         sums, norm = torch.zeros(2, dtype=torch.float64), torch.zeros(())
         try:
             with self._clock.region():
                 sums, norm = self._accumulate(mine, targets / self.ranks.count)
                 self._components.update(self.model, self.optimizer)
         except torch.OutOfMemoryError as error:
-            memory_error = str(error).split(". ")[0]
-        if memory_error:  # raised here: inside, it would keep the first error, and that all tensors of the step
             raise EnvironmentBroken(
                 out_of_memory(
                     self._device,
@@ -287,9 +277,9 @@ class Trainer:
                     ranks=self.ranks.count,
                     recompute=self.recomputes,
                     during=f"step {number}",
-                    message=memory_error,
+                    message=str(error).split(". ")[0],
                 )
-            )
+            ) from None
         self.optimizer.zero_grad(set_to_none=True)
         [seconds] = self._clock.read()
         sums_of_ranks = self.ranks.gather(sums.tolist())
@@ -306,7 +296,7 @@ class Trainer:
             finite=finite[self._rank],
             all_finite=all(finite),
             seconds=seconds,
-            weights=fingerprint(_local(weight) for weight in self._trained.values()),
+            weights=fingerprint(local(weight.detach()) for weight in self._trained.values()),
         )
 
     @property
@@ -357,13 +347,13 @@ class Trainer:
     def unchanged_base(self) -> float:
         """Return the part of the frozen tensors whose part on this rank is unchanged, bit by bit."""
         frozen = [(name, weight) for name, weight in self.model.named_parameters() if not weight.requires_grad]
-        same = sum(fingerprint([_local(weight)]) == self._before[name] for name, weight in frozen)
+        same = sum(fingerprint([local(weight.detach())]) == self._before[name] for name, weight in frozen)
         return same / len(frozen)
 
     def moved_adapters(self) -> float:
         """Return the part of the adapters' B matrices that have changed on any rank of the group: 1 if all have."""
         outer = [(name, weight) for name, weight in self.model.named_parameters() if is_outer_factor(name)]
-        moved = [float(fingerprint([_local(weight)]) != self._before[name]) for name, weight in outer]
+        moved = [float(fingerprint([local(weight.detach())]) != self._before[name]) for name, weight in outer]
         on_any_rank = [max(flags) for flags in zip(*self.ranks.gather(moved), strict=True)]
         return float(sum(on_any_rank)) / len(outer)
 
@@ -416,9 +406,3 @@ class Trainer:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a weight."""
-    local: torch.Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return local.detach()

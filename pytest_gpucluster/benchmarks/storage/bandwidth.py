@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster import files
-from pytest_gpucluster.benchmarks.memory_budget import memory_released
-from pytest_gpucluster.benchmarks.storage.checkpoint import make_unique_folder, on_all_ranks, on_first_rank, wait_for
+from pytest_gpucluster.benchmarks.group import on_all_ranks, on_first_rank
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory
+from pytest_gpucluster.benchmarks.storage.checkpoint import make_unique_folder, wait_for
 from pytest_gpucluster.benchmarks.verify import FACTOR, Pattern, PatternWriter
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
@@ -223,6 +224,7 @@ class Components:
 COMPONENTS = Components()
 
 
+@releases_memory()
 def storage_bandwidth(
     group: dist.ProcessGroup,
     folder: Path,
@@ -259,13 +261,9 @@ def storage_bandwidth(
         raise ValueError(
             f"passes must be at least 1 and file_bytes a multiple of {PAGE_BYTES}, not {passes} and {file_bytes}"
         )
-    try:
-        with counted(MEASURING), memory_released():
-            check = _Passes(group, folder, list(hosts), file_bytes, components or COMPONENTS)
-            return check.run(passes, progress or (lambda *steps, **figures: None))
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
+    with counted(MEASURING):
+        check = _Passes(group, folder, list(hosts), file_bytes, components or COMPONENTS)
+        return check.run(passes, progress or (lambda *steps, **figures: None))
 
 
 def shift_of(hosts: Sequence[str]) -> int:

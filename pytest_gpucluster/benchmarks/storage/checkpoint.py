@@ -1,4 +1,4 @@
-"""Checkpoints: saved and loaded by all ranks, sealed by a manifest, and always either whole or absent.
+"""Checkpoints: saved and loaded by all ranks, verified by a manifest, and always either whole or absent.
 
 torch.distributed.checkpoint saves them, so that an interruption at any moment destroys nothing. A checkpoint is a
 folder ``step-00000010``: a shard per rank, torch's own index of them, and a manifest with the length and sha256 of each
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
+from pytest_gpucluster.benchmarks.group import on_all_ranks, on_first_rank
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 NAME = "manifest.json"
@@ -167,59 +168,6 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-T = TypeVar("T")
-
-_KINDS: dict[str, type[Exception]] = {"wrong": WrongResult, "value": ValueError, "broken": EnvironmentBroken}
-
-
-def on_all_ranks(group: dist.ProcessGroup, act: Callable[[], T]) -> list[T]:
-    """Run an action on each rank, on which no other rank waits; return all results, in the order of the group's ranks.
-
-    Collective: every rank of the group must call this. ``act`` must not call anything collective. The results are
-    pickled for the exchange.
-
-    Raises: on every rank the error of the first rank that failed, with its name: ``WrongResult`` and ``ValueError`` as
-        they are, another ``Exception`` as ``EnvironmentBroken``. A ``BaseException`` ends its own rank only.
-    """
-    mine, error = _outcome(act)
-    outcomes: list[tuple[str, Any]] = [("", None)] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, mine, group=group)
-    for place, (kind, text) in enumerate(outcomes):
-        if kind:
-            raise _KINDS[kind](f"rank {dist.get_global_rank(group, place)}: {text}") from error
-    return [value for _, value in outcomes]
-
-
-def on_first_rank(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
-    """Run an action on the first rank of the group, and return its result on every rank.
-
-    Collective: every rank of the group must call this. ``act`` must not call anything collective. The first rank does
-    not wait: it must not remove what others may still use before an :func:`on_all_ranks`.
-
-    Raises: as :func:`on_all_ranks`.
-    """
-    error: Exception | None = None
-    outcome: list[tuple[str, Any]] = [("", None)]
-    if dist.get_rank(group) == 0:
-        outcome[0], error = _outcome(act)
-    dist.broadcast_object_list(outcome, group=group, group_src=0)
-    kind, value = outcome[0]
-    if kind:
-        raise _KINDS[kind](f"rank {dist.get_global_rank(group, 0)}: {value}") from error
-    result: T = value
-    return result
-
-
-def _outcome(act: Callable[[], T]) -> tuple[tuple[str, Any], Exception | None]:
-    """Return ("", the value) or (the kind of error, its text), and the error."""
-    try:
-        return ("", act()), None
-    except Exception as error:  # it is raised again, on every rank
-        kind = next((name for name, one in _KINDS.items() if isinstance(error, one)), "broken")
-        known = isinstance(error, tuple(_KINDS.values()))
-        return (kind, str(error) if known else f"{type(error).__name__}: {error}"), error
-
-
 PREFIX = "gpucluster-checkpoint-"
 
 VISIBILITY_SECONDS = 90.0
@@ -339,25 +287,18 @@ def save(
         EnvironmentBroken: the file system is full, not shared, or fails otherwise.
         ValueError: an argument is out of its range.
     """
-    started = time.monotonic()
-    try:
-        whole, path = _save(
-            folder,
-            step,
-            model,
-            optimizer,
-            group,
-            dict(extra or {}),
-            _options(trained_only),
-            keep,
-            components or COMPONENTS,
-        )
-        return SavedCheckpoint(
-            path=path, step=step, stored_bytes=whole.stored_bytes, seconds=time.monotonic() - started
-        )
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group, model, optimizer
+    started, used, given = time.monotonic(), components or COMPONENTS, dict(extra or {})
+    on_all_ranks(group, lambda: _check_arguments(step, optimizer, given, keep))
+    partial = Path(on_first_rank(group, lambda: str(_begin(folder, step))))
+    on_all_ranks(group, lambda: wait_for(partial))
+    state = _state(model, optimizer, _options(trained_only))
+    with _same_error(f"the checkpoint of step {step} could not be written to {partial}", group):
+        used.write(state, partial, group)
+    files = _digest_files(partial, group)
+    whole = Manifest(step=step, world_size=dist.get_world_size(group), extra=given, files=files)
+    path = partial.with_name(f"step-{step:08d}")
+    on_first_rank(group, lambda: _finish(partial, path, whole, used, keep))
+    return SavedCheckpoint(path=path, step=step, stored_bytes=whole.stored_bytes, seconds=time.monotonic() - started)
 
 
 def latest(folder: Path) -> Path | None:
@@ -397,47 +338,11 @@ def load(
         WrongResult: a file is missing, truncated or changed. Names the file, what was found and what was expected.
         EnvironmentBroken: a file cannot be read, or the checkpoint is of another model.
     """
-    try:
-        return _load(path, model, optimizer, group, _options(trained_only))
-    finally:
-        del group, model, optimizer  # as in save()
-
-
-def _save(
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    group: dist.ProcessGroup,
-    extra: dict[str, Any],
-    options: StateDictOptions,
-    keep: int,
-    used: Components,
-) -> tuple[Manifest, Path]:
-    on_all_ranks(group, lambda: _check_arguments(step, optimizer, extra, keep))
-    partial = Path(on_first_rank(group, lambda: str(_begin(folder, step))))
-    on_all_ranks(group, lambda: wait_for(partial))
-    state = _state(model, optimizer, options)
-    with _same_error(f"the checkpoint of step {step} could not be written to {partial}", group):
-        used.write(state, partial, group)
-    files = _sealed(partial, group)
-    whole = Manifest(step=step, world_size=dist.get_world_size(group), extra=extra, files=files)
-    path = partial.with_name(f"step-{step:08d}")
-    on_first_rank(group, lambda: _finish(partial, path, whole, used, keep))
-    return whole, path
-
-
-def _load(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    group: dist.ProcessGroup,
-    options: StateDictOptions,
-) -> dict[str, Any]:
+    options = _options(trained_only)
     chosen = Path(on_first_rank(group, lambda: str(path)))
     whole = on_first_rank(group, lambda: read_manifest(chosen))
     on_all_ranks(group, lambda: _require_same(path, chosen))
-    on_all_ranks(group, lambda: _require_share_sealed(path, whole, dist.get_rank(group), dist.get_world_size(group)))
+    on_all_ranks(group, lambda: _verify_share(path, whole, dist.get_rank(group), dist.get_world_size(group)))
     # Gradients would keep torch from creating the state to read into.
     optimizer.zero_grad(set_to_none=True)
     state = _state(model, optimizer, options)
@@ -490,14 +395,14 @@ def _begin(folder: Path, step: int) -> Path:
     return partial
 
 
-def _sealed(partial: Path, group: dist.ProcessGroup) -> dict[str, FileDigest]:
+def _digest_files(partial: Path, group: dist.ProcessGroup) -> dict[str, FileDigest]:
     """Return the digest of each file: every rank reads those that it has written, the first one also the index."""
     mine = dist.get_rank(group)
 
-    def sealed_here() -> dict[str, FileDigest]:
+    def own_files() -> dict[str, FileDigest]:
         return {path.name: digest_file(path) for path in sorted(partial.iterdir()) if _writer(path.name) == mine}
 
-    files = {name: one for of_rank in on_all_ranks(group, sealed_here) for name, one in of_rank.items()}
+    files = {name: one for of_rank in on_all_ranks(group, own_files) for name, one in of_rank.items()}
     on_first_rank(group, lambda: _require_complete(partial, files))
     return files
 
@@ -527,7 +432,7 @@ def _finish(partial: Path, path: Path, whole: Manifest, used: Components, keep: 
         shutil.rmtree(doomed, ignore_errors=True)  # the next save tries again
 
 
-def _require_share_sealed(path: Path, whole: Manifest, rank: int, ranks: int) -> None:
+def _verify_share(path: Path, whole: Manifest, rank: int, ranks: int) -> None:
     """Verify this rank's share of the files: all ranks together read each once."""
     for name in sorted(whole.files)[rank::ranks]:
         verify_file(path / name, whole.files[name])

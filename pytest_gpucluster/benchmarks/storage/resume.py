@@ -16,15 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
+from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_rank
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.storage import checkpoint
-from pytest_gpucluster.benchmarks.storage.checkpoint import (
-    SavedCheckpoint,
-    make_unique_folder,
-    on_all_ranks,
-    on_first_rank,
-)
+from pytest_gpucluster.benchmarks.storage.checkpoint import SavedCheckpoint, make_unique_folder
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.ddp import replicate
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint, relative
@@ -70,6 +65,7 @@ class ResumeResult:
     saved: SavedCheckpoint
 
 
+@releases_memory(cycles=True)
 def check_resume(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -119,13 +115,8 @@ def check_resume(
         f"training {geometry.parameters / 1e6:.3g}M parameters",
         instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
     )
-    try:
-        with counted(VERIFYING), memory_released(cycles=True), numerics("highest"), deterministic():
-            check = _Check(group, device, geometry, folder, batch, steps, seed, components or COMPONENTS)
-            return check.run(fewer)
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group, fewer
+    with counted(VERIFYING), numerics("highest"), deterministic():
+        return _Check(group, device, geometry, folder, batch, steps, seed, components or COMPONENTS).run(fewer)
 
 
 class _Check:

@@ -20,8 +20,10 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from pytest_gpucluster import files
+from pytest_gpucluster.benchmarks.group import on_all_ranks, on_first_rank
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
-from pytest_gpucluster.benchmarks.storage.checkpoint import make_unique_folder, on_all_ranks, on_first_rank, wait_for
+from pytest_gpucluster.benchmarks.storage.checkpoint import make_unique_folder, wait_for
 from pytest_gpucluster.benchmarks.storage.consistency import ReadCounts, Visibility
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.files import Mount
@@ -79,9 +81,9 @@ def inspect_mount(
     """
     do = components or MOUNT_OPERATIONS
     try:
-        _call_within(answer_seconds, lambda: do.make(folder))
-        real = _call_within(answer_seconds, lambda: folder.resolve(strict=True))
-        sizes = _call_within(answer_seconds, lambda: do.statvfs(str(real)))
+        start_call(lambda: do.make(folder))(answer_seconds)
+        real = start_call(lambda: folder.resolve(strict=True))(answer_seconds)
+        sizes = start_call(lambda: do.statvfs(str(real)))(answer_seconds)
     except (OSError, TimeoutError) as error:
         raise EnvironmentBroken(
             f"{host}: {folder} cannot be inspected: {_reason(error, answer_seconds)}. Mount it again, and check its "
@@ -93,7 +95,7 @@ def inspect_mount(
         print(f"{host}: the mounts are unknown: {error}")
         found = ()
     network = [mount for mount in found if mount.is_network]
-    calls = [_start_call(lambda mount=mount: do.statvfs(mount.point)) for mount in network]  # type: ignore[misc]  # bound now
+    calls = [start_call(lambda mount=mount: do.statvfs(mount.point)) for mount in network]  # type: ignore[misc]  # bound now
     # All at once: a server that is gone may have many of them.
     until = time.monotonic() + answer_seconds
     broken = []
@@ -185,29 +187,23 @@ def _reason(error: BaseException, answer_seconds: float) -> str:
     return f"{known} ({error})" if known else str(error)
 
 
-def _call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Make a system call, and wait up to a limit for its result.
+def start_call(call: Callable[[], T]) -> Callable[[float], T]:
+    """Make a call in a thread: to a server that is gone it may never return, and cannot be stopped.
 
-    Raises: TimeoutError without an errno, or the kernel's OSError.
-    """
-    return _start_call(call)(seconds)
-
-
-def _start_call(call: Callable[[], T]) -> Callable[[float], T]:
-    """Make a system call in a thread: on a file system whose server is gone it never returns and cannot be stopped.
-
-    Returns: a function that waits up to a limit for the result, as :func:`_call_within`.
+    Returns: a function that waits up to a limit for the result. It raises what the call has raised, and TimeoutError,
+        without an errno, at the limit.
     """
     results: list[T] = []
-    failed: list[OSError] = []
+    failed: list[Exception] = []
 
     def run() -> None:
         try:
             results.append(call())
-        except OSError as error:  # raised again below
+        except Exception as error:  # raised again below, in the thread that waits
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="gpucluster-statvfs", daemon=True)
+    # A daemon: a call that never ends must not keep the process alive.
+    thread = threading.Thread(target=run, name="gpucluster-call", daemon=True)
     thread.start()
 
     def wait(seconds: float) -> T:
@@ -215,7 +211,7 @@ def _start_call(call: Callable[[], T]) -> Callable[[float], T]:
         if failed:
             raise failed[0]
         if not results:
-            raise TimeoutError
+            raise TimeoutError(f"not over after {seconds:g} s")
         return results[0]
 
     return wait
@@ -310,6 +306,7 @@ class SurveyResult:
         self.reads.require_whole(host, self.path, self.renames)
 
 
+@releases_memory()
 def survey(
     group: dist.ProcessGroup,
     folder: Path,
@@ -339,12 +336,8 @@ def survey(
 
     Raises: EnvironmentBroken on all ranks: the folder is missing on a node, differs between nodes, or fails.
     """
-    try:
-        with counted(MEASURING):
-            return _Survey(group, folder, list(nodes), list(hosts)).run(file_bytes, replaced, small)
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
+    with counted(MEASURING):
+        return _Survey(group, folder, list(nodes), list(hosts)).run(file_bytes, replaced, small)
 
 
 def longest_seconds(replaced: int, small: int) -> float:

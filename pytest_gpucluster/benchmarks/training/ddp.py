@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
+from pytest_gpucluster.benchmarks.group import Ranks, majority
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.data import MakeSampler, PackedTokens, share, share_defects
 from pytest_gpucluster.benchmarks.training.fingerprint import (
     distance,
@@ -92,6 +91,7 @@ class DataParallel:
     global_batch: int
 
 
+@releases_memory(cycles=True)
 def check_data_parallel(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -134,22 +134,12 @@ def check_data_parallel(
     """
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
-    try:
-        with counted(VERIFYING), memory_released(cycles=True), numerics("highest"):
-            check = _Check(
-                group,
-                device,
-                geometry,
-                batch=batch,
-                steps=steps,
-                precision=precision,
-                seed=seed,
-                components=components or COMPONENTS,
-            )
-            return check.run(rank, world_size)
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
+    with counted(VERIFYING), numerics("highest"):
+        used = components or COMPONENTS
+        check = _Check(
+            group, device, geometry, batch=batch, steps=steps, precision=precision, seed=seed, components=used
+        )
+        return check.run(rank, world_size)
 
 
 class _Check:
@@ -271,19 +261,8 @@ class _Check:
 
     def _compare(self, step: int, rows: torch.Tensor, loss: float, weights: list[int], due: list[torch.Tensor]) -> None:
         """Exchange losses and fingerprints of rows and weights with the other ranks, and find the ranks at fault."""
-        fingerprints = [fingerprint([rows_of_rank]) for rows_of_rank in due]
-        of_ranks = self._ranks.gather([*halves(fingerprint([rows])), loss])
-        for rank, (high, low, its_loss) in enumerate(of_ranks):
-            read = join_halves(high, low)
-            if read != fingerprints[rank]:
-                whose = (
-                    f"those of {self._ranks.name(fingerprints.index(read))}" if read in fingerprints else "no rank's"
-                )
-                self._defects[rank] = (
-                    f"has read other rows in step {step + 1} than its share: {whose}. Check how it reads its data"
-                )
-            elif not math.isfinite(its_loss):
-                self._defects[rank] = f"has a loss of {its_loss} in step {step + 1}, and it must be finite"
+        losses = [its for [its] in self._ranks.gather([loss])]
+        self._defects |= row_defects(self._ranks, rows, due, losses, f"in step {step + 1}")
         if not self._defects:
             self._compare_weights(weights, f"after step {step + 1}")
 
@@ -294,10 +273,8 @@ class _Check:
             weights: the fingerprint of this rank's, and of a copy on which the optimizer's step was repeated.
             when: for the message.
         """
-        of_ranks = self._ranks.gather([number for one in weights for number in halves(one)])
-        found = [join_halves(*numbers[:2]) for numbers in of_ranks]
-        repeated = [join_halves(*numbers[2:]) for numbers in of_ranks]
-        [(most_frequent, most), *others] = Counter(found).most_common()
+        found, repeated = zip(*self._ranks.gather_fingerprints(*weights), strict=True)
+        most = majority(found)
         for rank in range(self._ranks.count):
             if found[rank] != repeated[rank]:
                 self._defects[rank] = (
@@ -305,27 +282,23 @@ class _Check:
                     f"{found[rank]:016x}, expected {repeated[rank]:016x}. Its memory or its arithmetic is wrong: take "
                     "its GPU out of service and run the vendor's diagnostics (dcgmi diag -r 3)"
                 )
-        if not others or self._defects:
+        if self._defects:
             return
-        undecided = most == others[0][1]
         cause = (
             "They were not initialised equally from the seed: check the versions of torch"
             if not self._losses
             else "The gradients are not the same on all ranks: check the all-reduce (nccl.all_reduce in this run), and "
             "what skips it"
         )
-        for rank in range(self._ranks.count):
-            if undecided:
-                self._defects[rank] = (
-                    f"has other weights {when} than other ranks: {len(others) + 1} kinds on {self._ranks.count} ranks, "
-                    f"none on most. {cause}"
-                )
-            elif found[rank] != most_frequent:
-                self._defects[rank] = (
-                    f"has other weights {when} than most ranks: fingerprint {found[rank]:016x}, on {most} of "
-                    f"{self._ranks.count} ranks it is {most_frequent:016x}. What it got from the all-reduce, or "
-                    "started from, is wrong: check its GPU and its links"
-                )
+        count = self._ranks.count
+        for rank in range(count) if most.is_tied else most.differing:
+            self._defects[rank] = (
+                f"has other weights {when} than other ranks: {most.kinds} kinds on {count} ranks, none on most. {cause}"
+                if most.is_tied
+                else f"has other weights {when} than most ranks: fingerprint {found[rank]:016x}, on {most.count} of "
+                f"{count} ranks it is {most.value:016x}. What it got from the all-reduce, or started from, is wrong: "
+                "check its GPU and its links"
+            )
 
 
 def repeat(training: Training, copy: Training) -> None:
@@ -335,11 +308,25 @@ def repeat(training: Training, copy: Training) -> None:
     copy.optimizer.step()
 
 
-def halves(number: int) -> list[float]:
-    """Split 64 bits in two, for ``Ranks`` exchanges numbers as fp64."""
-    return [number >> 32, number & (2**32 - 1)]
+def row_defects(
+    ranks: Ranks, rows: torch.Tensor, expected: Sequence[torch.Tensor], losses: Sequence[float], where: str
+) -> dict[int, str]:
+    """Describe, by rank, the defects of the rows that the ranks have read in a step, and of their losses.
 
+    Collective: every rank of the group must call this.
 
-def join_halves(high: float, low: float) -> int:
-    """Undo :func:`halves`."""
-    return (int(high) << 32) + int(low)
+    Args:
+        ranks: of the group.
+        rows: that this rank has read.
+        expected: the rows of each rank.
+        losses: of each rank.
+        where: the step, for the message.
+    """
+    due, defects = [fingerprint([one]) for one in expected], {}
+    for rank, [read] in enumerate(ranks.gather_fingerprints(fingerprint([rows]))):
+        if read != due[rank]:
+            whose = f"those of {ranks.name(due.index(read))}" if read in due else "no rank's"
+            defects[rank] = f"has read other rows {where} than its share: {whose}. Check how it reads its data"
+        elif not math.isfinite(losses[rank]):
+            defects[rank] = f"has a loss of {losses[rank]} {where}, and it must be finite"
+    return defects

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
+from pytest_gpucluster.benchmarks.group import Ranks, majority
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.data import PackedTokens, share
-from pytest_gpucluster.benchmarks.training.ddp import Read, halves, join_halves, read_rows, repeat, replicate
+from pytest_gpucluster.benchmarks.training.ddp import Read, read_rows, repeat, replicate, row_defects
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint, relative
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, make_decoder, on_meta
 from pytest_gpucluster.benchmarks.training.sharding import (
@@ -94,6 +94,7 @@ class FullySharded:
     global_batch: int
 
 
+@releases_memory(cycles=True)
 def check_fully_sharded(
     group: dist.ProcessGroup,
     device: torch.device,
@@ -134,15 +135,9 @@ def check_fully_sharded(
     """
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
-    try:
-        with counted(VERIFYING), memory_released(cycles=True), numerics("highest"), deterministic():
-            check = _Check(
-                group, alone, device, geometry, batch=batch, steps=steps, seed=seed, components=components or COMPONENTS
-            )
-            return check.run()
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group, alone
+    with counted(VERIFYING), numerics("highest"), deterministic():
+        used = components or COMPONENTS
+        return _Check(group, alone, device, geometry, batch=batch, steps=steps, seed=seed, components=used).run()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,17 +229,16 @@ class _Check:
 
     def _compare_starts(self) -> None:
         mine = fingerprint(self._components.make(self._geometry, self._device, seed=self._seed).parameters())
-        of_ranks = [join_halves(*numbers) for numbers in self._ranks.gather(halves(mine))]
-        most_frequent = max(of_ranks, key=of_ranks.count)
-        undecided = len(set(of_ranks)) > 1 and 2 * of_ranks.count(most_frequent) <= len(of_ranks)
-        for rank, found in enumerate(of_ranks):
-            if undecided or found != most_frequent:
-                others = "other ranks" if undecided else "most ranks"
-                self._defects[rank] = (
-                    f"has other weights before the first step than {others}: fingerprint {found:016x}. FSDP2 "
-                    "broadcasts none, so the model would be a mix of different ones. They were not initialised equally "
-                    "from the seed: check the versions of torch, and its GPU"
-                )
+        found = [value for [value] in self._ranks.gather_fingerprints(mine)]
+        most = majority(found)
+        undecided = bool(most.differing) and 2 * most.count <= len(found)
+        for rank in range(len(found)) if undecided else most.differing:
+            others = "other ranks" if undecided else "most ranks"
+            self._defects[rank] = (
+                f"has other weights before the first step than {others}: fingerprint {found[rank]:016x}. FSDP2 "
+                "broadcasts none, so the model would be a mix of different ones. They were not initialised equally "
+                "from the seed: check the versions of torch, and its GPU"
+            )
 
     def _rows(self, rank: int, step: int) -> list[int]:
         return self._shares[rank][step * self._batch : (step + 1) * self._batch]
@@ -373,43 +367,28 @@ class _Check:
         series.losses.append(loss)
         series.fingerprints.append(_state_fingerprint(training))
         expected = series.fingerprints[-1] if copy is None else _state_fingerprint(copy)
-        of_ranks = self._ranks.gather(
-            [
-                *halves(fingerprint([rows])),
-                loss,
-                float(fingerprint_now == fingerprint_before),
-                *halves(series.fingerprints[-1]),
-                *halves(expected),
-                *squares.sum(0).tolist(),
-            ]
-        )
+        of_ranks = self._ranks.gather([loss, float(fingerprint_now == fingerprint_before), *squares.sum(0).tolist()])
+        losses, unchanged, differences, lengths = zip(*of_ranks, strict=True)
         series.loss_errors.append(relative(loss, due.losses[self._rank]))
-        off, length = (math.sqrt(sum(numbers[place] for numbers in of_ranks)) for place in (8, 9))
+        off, length = math.sqrt(sum(differences)), math.sqrt(sum(lengths))
         series.gradient_errors.append(
             max(relative(float(result.gradient_norm), due.gradient_norm), off / length if length else math.inf)
         )
-        fingerprints = [fingerprint([self._due_rows(rank, step)]) for rank in range(count)]
-        for rank, (high, low, its_loss, same, *numbers) in enumerate(of_ranks):
-            read = join_halves(high, low)
-            if read != fingerprints[rank]:
-                whose = (
-                    f"those of {self._ranks.name(fingerprints.index(read))}" if read in fingerprints else "no rank's"
-                )
-                self._defects[rank] = (
-                    f"has read other rows {where} than its share: {whose}. Check how it reads its data"
-                )
-            elif not math.isfinite(its_loss):
-                self._defects[rank] = f"has a loss of {its_loss} {where}, and it must be finite"
-            elif not same:
+        due_rows = [self._due_rows(rank, step) for rank in range(count)]
+        self._defects |= row_defects(self._ranks, rows, due_rows, losses, where)
+        states = self._ranks.gather_fingerprints(series.fingerprints[-1], expected)
+        for rank, (state, repeated) in enumerate(states):
+            if rank in self._defects:
+                continue
+            if not unchanged[rank]:
                 self._defects[rank] = (
                     f"has other weights or moments {where} than it had after the step before. Its memory has changed "
                     f"by itself: {_TAKE_OUT}"
                 )
-            elif numbers[:2] != numbers[2:4]:
+            elif state != repeated:
                 self._defects[rank] = (
                     f"has other weights or moments {where} than when it repeats the optimizer's step: fingerprint "
-                    f"{join_halves(*numbers[:2]):016x}, expected {join_halves(*numbers[2:4]):016x}. Its memory or its "
-                    f"arithmetic is wrong: {_TAKE_OUT}"
+                    f"{state:016x}, expected {repeated:016x}. Its memory or its arithmetic is wrong: {_TAKE_OUT}"
                 )
 
     def _compare_replay(self, series: _TrainingSeries, before: _TrainingSeries, when: str) -> None:

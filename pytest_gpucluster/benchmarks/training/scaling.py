@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import memory_released
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.benchmarks.training.throughput import Components, Progress, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -50,6 +50,7 @@ class Rates:
         return min(range(len(self.of_rank)), key=lambda rank: _order(self.of_rank[rank].median))
 
 
+@releases_memory()
 def rates(
     world: dist.ProcessGroup,
     group: dist.ProcessGroup | None,
@@ -85,27 +86,6 @@ def rates(
         EnvironmentBroken: the ranks have groups of different sizes.
         As ``throughput`` otherwise.
     """
-    try:
-        # It clears the frames of a kept traceback, all but this one.
-        with memory_released():
-            return _rates(world, group, device, setup, sampling, known, using, during, components, progress)
-    finally:
-        # A gloo group that outlives its end aborts the process.
-        del world, group
-
-
-def _rates(
-    world: dist.ProcessGroup,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    setup: Setup,
-    sampling: Sampling,
-    known: MutableMapping[int, Rates] | None,
-    using: AbstractContextManager[object] | None,
-    during: AbstractContextManager[object] | None,
-    components: Components | None,
-    progress: Progress | None,
-) -> Rates:
     everyone = Ranks(world, device)
     size = 1 if group is None else dist.get_world_size(group)
     before = {} if known is None else known

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, fill, on_meta
 from pytest_gpucluster.benchmarks.training.step import LARGEST_NORM, Clip, Training
@@ -202,6 +202,7 @@ class ShardedMemory:
     peak_bytes: int | None
 
 
+@releases_memory(cycles=True)
 def measure_sharded_memory(
     group: dist.ProcessGroup, device: torch.device, geometry: Geometry, *, batch: int, seed: int = 0
 ) -> ShardedMemory:
@@ -225,35 +226,25 @@ def measure_sharded_memory(
         f"training {geometry.parameters / 1e6:.3g}M parameters",
         instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
     )
-    try:
-        with counted(MEASURING), memory_released(cycles=True):
-            return _measure_memory(group, device, geometry, batch, seed)
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
-
-
-def _measure_memory(
-    group: dist.ProcessGroup, device: torch.device, geometry: Geometry, batch: int, seed: int
-) -> ShardedMemory:
-    before = _reset_peak(device)
-    rank = dist.get_rank(group)
-    data = PackedTokens(
-        rows=batch * dist.get_world_size(group), sequence=geometry.sequence, vocab=geometry.vocab, seed=seed
-    )
-    rows = torch.stack([data[row] for row in range(rank * batch, (rank + 1) * batch)]).to(device)
-    training = Training(make_sharded(geometry, mesh_of(group, device), device, seed=seed), device, precision="own")
-    for _ in range(STEPS):
-        training.step([rows])
-    weights = list(training.model.parameters())
-    moments = [
-        moment for weight in weights for name, moment in training.optimizer.state[weight].items() if name != "step"
-    ]
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    peak = None if before is None else int(torch.cuda.max_memory_allocated(device)) - before
-    return ShardedMemory(
-        ranks=dist.get_world_size(group), state_bytes=bytes_of([*weights, *moments, *gradients]), peak_bytes=peak
-    )
+    with counted(MEASURING):
+        before = _reset_peak(device)
+        rank = dist.get_rank(group)
+        data = PackedTokens(
+            rows=batch * dist.get_world_size(group), sequence=geometry.sequence, vocab=geometry.vocab, seed=seed
+        )
+        rows = torch.stack([data[row] for row in range(rank * batch, (rank + 1) * batch)]).to(device)
+        training = Training(make_sharded(geometry, mesh_of(group, device), device, seed=seed), device, precision="own")
+        for _ in range(STEPS):
+            training.step([rows])
+        weights = list(training.model.parameters())
+        moments = [
+            moment for weight in weights for name, moment in training.optimizer.state[weight].items() if name != "step"
+        ]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        peak = None if before is None else int(torch.cuda.max_memory_allocated(device)) - before
+        return ShardedMemory(
+            ranks=dist.get_world_size(group), state_bytes=bytes_of([*weights, *moments, *gradients]), peak_bytes=peak
+        )
 
 
 def _reset_peak(device: torch.device) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.memory_budget import memory_released, require_free
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.fingerprint import Errors, Trajectory, errors, fingerprint, record_trajectory
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
@@ -39,6 +39,7 @@ class StepCheck:
     losses: tuple[float, ...]
 
 
+@releases_memory()
 def check_step(
     device: torch.device,
     geometry: Geometry,
@@ -76,8 +77,25 @@ def check_step(
         f"training {geometry.parameters / 1e6:.3g}M parameters",
         instead="choose a smaller one, such as --gpucluster-workload training.width=256",
     )
-    with counted(VERIFYING), memory_released(), numerics("highest"):
-        return _check(device, geometry, batch, steps, checkpoint, seed, store)
+    with counted(VERIFYING), numerics("highest"):
+        # One batch more than steps: its loss is taken before and after the reload.
+        data = PackedTokens(rows=batch * (steps + 1), sequence=geometry.sequence, vocab=geometry.vocab, seed=seed)
+        batches = torch.split(torch.stack([data[row] for row in range(len(data))]), batch)
+
+        def run(where: torch.device, precision: str) -> tuple[Training, Trajectory]:
+            training = Training(make_decoder(geometry, where, seed=seed), where, precision=precision)
+            placed = [rows.to(where) for rows in batches[:steps]]
+            return training, record_trajectory(training, placed, where=f"{where} in {precision}")
+
+        reference, bf16 = run(CPU, "fp32")[1], run(device, "bf16")[1]  # their models are freed here
+        training, fp32 = run(device, "fp32")
+        other = Training(make_decoder(geometry, device, seed=seed + 1), device, precision="fp32")
+        _check_checkpoint(training, other, batches[steps].to(device), checkpoint, store, where=str(device))
+        return StepCheck(
+            fp32=errors(fp32, reference),
+            bf16=errors(bf16, fp32),
+            losses=tuple(step.loss for step in fp32.steps),
+        )
 
 
 def needed_bytes(geometry: Geometry, batch: int) -> int:
@@ -87,29 +105,6 @@ def needed_bytes(geometry: Geometry, batch: int) -> int:
     tokens = batch * geometry.sequence
     activations = 4 * tokens * (40 * geometry.layers * geometry.width + 3 * geometry.vocab)
     return 2 * 16 * geometry.parameters + activations
-
-
-def _check(
-    device: torch.device, geometry: Geometry, batch: int, steps: int, checkpoint: Path, seed: int, store: Store
-) -> StepCheck:
-    # One batch more than steps: its loss is taken before and after the reload.
-    data = PackedTokens(rows=batch * (steps + 1), sequence=geometry.sequence, vocab=geometry.vocab, seed=seed)
-    batches = torch.split(torch.stack([data[row] for row in range(len(data))]), batch)
-
-    def run(where: torch.device, precision: str) -> tuple[Training, Trajectory]:
-        training = Training(make_decoder(geometry, where, seed=seed), where, precision=precision)
-        placed = [rows.to(where) for rows in batches[:steps]]
-        return training, record_trajectory(training, placed, where=f"{where} in {precision}")
-
-    reference, bf16 = run(CPU, "fp32")[1], run(device, "bf16")[1]  # their models are freed here
-    training, fp32 = run(device, "fp32")
-    other = Training(make_decoder(geometry, device, seed=seed + 1), device, precision="fp32")
-    _check_checkpoint(training, other, batches[steps].to(device), checkpoint, store, where=str(device))
-    return StepCheck(
-        fp32=errors(fp32, reference),
-        bf16=errors(bf16, fp32),
-        losses=tuple(step.loss for step in fp32.steps),
-    )
 
 
 def _check_checkpoint(
@@ -123,7 +118,7 @@ def _check_checkpoint(
     other.model.load_state_dict(read["model"])
     other.optimizer.load_state_dict(read["optimizer"])
     for what, saved, loaded in (
-        ("model", _model_fingerprint(training), _model_fingerprint(other)),
+        ("model", fingerprint(training.model.parameters()), fingerprint(other.model.parameters())),
         ("optimizer", _optimizer_fingerprint(training), _optimizer_fingerprint(other)),
     ):
         if saved != loaded:
@@ -138,10 +133,6 @@ def _check_checkpoint(
             f"{where}: the next loss after reloading the checkpoint is {float(after)!r}, without reloading "
             f"{float(before)!r}; they must be the same bit by bit"
         )
-
-
-def _model_fingerprint(training: Training) -> int:
-    return fingerprint(training.model.parameters())
 
 
 def _optimizer_fingerprint(training: Training) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_released
+from pytest_gpucluster.benchmarks.memory_budget import UNKNOWN_BYTES, free_bytes, releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
 from pytest_gpucluster.benchmarks.training.ddp import Replicate, replicate
 from pytest_gpucluster.benchmarks.training.model import Decoder, make_decoder, missing_flash_attention, on_meta
@@ -57,9 +57,6 @@ PARTS_STEPS = 5
 
 MOST_STEPS = 10_000
 """Maximum between two decisions. The values of each are kept on the device until then."""
-
-_UNKNOWN_BYTES = 2**52
-"""Stands for unknown free memory: then the allocation itself fails if there is too little."""
 
 Progress = Callable[..., None]
 """``progress(step, of, **figures)``: for the display."""
@@ -110,6 +107,7 @@ class Throughput:
     notes: tuple[str, ...] = ()
 
 
+@releases_memory(cycles=True)
 def throughput(
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -159,68 +157,48 @@ def throughput(
     if group is None and setup.strategy == "fsdp":
         raise ValueError("fsdp needs a group to share the model in, of one rank at least")
     try:
-        with memory_released(cycles=True), fresh_compiler() if setup.compiled else nullcontext():
-            return _measure(
-                group,
+        used = components or COMPONENTS
+        with fresh_compiler() if setup.compiled else nullcontext():
+            ranks = Ranks(group, device)
+            _agree(ranks, device, setup, sampling, in_parts)
+            notes = []
+            compiled, why_not = _compiles(ranks, device, used) if setup.compiled else (False, "")
+            if why_not:
+                notes.append(f"no compiler, ran eager: {why_not}")
+            slow_attention = missing_flash_attention(device, setup.geometry)
+            if slow_attention:
+                notes.append(f"no flash attention: {slow_attention}")
+            training = _training(group, ranks, device, setup, compiled=compiled, seed=seed, components=used)
+            loading = Loading(batch=setup.batch, workers=setup.workers, prefetch=setup.prefetch, seed=seed)
+            batches = used.batches(setup.geometry, loading, device, rank=ranks.index, count=ranks.count)
+            return _Steps(
+                ranks,
                 device,
                 setup,
-                sampling,
-                during or nullcontext(),
-                seed,
-                components or COMPONENTS,
-                progress or _no_progress,
-                in_parts,
-                ready,
-            )
+                training,
+                batches,
+                used.clock(device),
+                progress or (lambda step, of, **figures: None),
+            ).measure(sampling, during or nullcontext(), compiled, notes, in_parts=in_parts, ready=ready)
     except torch.OutOfMemoryError as error:
         needed = setup.needed_bytes(1 if group is None else dist.get_world_size(group))
-        problem = f"{error}. The estimate was {needed / 1e9:.3g} GB. Choose a smaller batch, or recompute blocks"
-        problem += ", by --gpucluster-workload"
+        raise EnvironmentBroken(
+            f"{device}: {error}. The estimate was {needed / 1e9:.3g} GB. Choose a smaller batch, or recompute blocks, "
+            "by --gpucluster-workload"
+        ) from None
     except RuntimeError as error:
         if not compile_failed(error):
             raise
-        problem = f"blocks cannot be compiled: {compile_failed(error)}. Check torch and triton, or run eager"
-        problem += " (compiled=off, by --gpucluster-workload)"
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
-    # Raised here, where no reference to the first error is left, whose frames hold the model.
-    raise EnvironmentBroken(f"{device}: {problem}")
-
-
-def _measure(
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    setup: Setup,
-    sampling: Sampling,
-    during: AbstractContextManager[object],
-    seed: int,
-    components: Components,
-    progress: Progress,
-    in_parts: bool,
-    ready: Callable[[], object],
-) -> Throughput:
-    ranks = Ranks(group, device)
-    _agree(ranks, device, setup, sampling, in_parts)
-    notes = []
-    compiled, why_not = _compiles(ranks, device, components) if setup.compiled else (False, "")
-    if why_not:
-        notes.append(f"no compiler, ran eager: {why_not}")
-    slow_attention = missing_flash_attention(device, setup.geometry)
-    if slow_attention:
-        notes.append(f"no flash attention: {slow_attention}")
-    training = _training(group, ranks, device, setup, compiled=compiled, seed=seed, components=components)
-    loading = Loading(batch=setup.batch, workers=setup.workers, prefetch=setup.prefetch, seed=seed)
-    batches = components.batches(setup.geometry, loading, device, rank=ranks.index, count=ranks.count)
-    return _Steps(ranks, device, setup, training, batches, components.clock(device), progress).measure(
-        sampling, during, compiled, notes, in_parts=in_parts, ready=ready
-    )
+        raise EnvironmentBroken(
+            f"{device}: blocks cannot be compiled: {compile_failed(error)}. Check torch and triton, or run eager "
+            "(compiled=off, by --gpucluster-workload)"
+        ) from None
 
 
 def _agree(ranks: Ranks, device: torch.device, setup: Setup, sampling: Sampling, in_parts: bool) -> None:
     """Find on all ranks what would let some wait for others that do something else, or that have failed."""
     free = free_bytes(device)
-    mine = [zlib.crc32(repr((setup, sampling, in_parts)).encode()), _UNKNOWN_BYTES if free is None else free]
+    mine = [zlib.crc32(repr((setup, sampling, in_parts)).encode()), UNKNOWN_BYTES if free is None else free]
     of_ranks = ranks.gather(mine)
     for index, (measured, _) in enumerate(of_ranks):
         if measured != of_ranks[0][0]:
@@ -228,15 +206,12 @@ def _agree(ranks: Ranks, device: torch.device, setup: Setup, sampling: Sampling,
                 f"the ranks do not train the same: {ranks.name(index)} has another setup than {ranks.name(0)}. Give "
                 "all nodes the same suite, profile and workload"
             )
-    needed = setup.needed_bytes(ranks.count)
-    least = min(range(len(of_ranks)), key=lambda index: of_ranks[index][1])
-    if of_ranks[least][1] < needed:
-        raise EnvironmentBroken(
-            f"{ranks.name(least)}: training {setup.geometry.parameters / 1e6:.4g}M parameters by {setup.strategy} on "
-            f"{ranks.count} ranks with {setup.tokens} tokens each needs about {needed / 1e9:.3g} GB of memory on each, "
-            f"and {of_ranks[least][1] / 1e9:.3g} GB are free. End what else uses the device (nvidia-smi names the "
-            "processes), or choose a smaller batch or model for this test by --gpucluster-workload"
-        )
+    what = (
+        f"training {setup.geometry.parameters / 1e6:.4g}M parameters by {setup.strategy} on {ranks.count} ranks with "
+        f"{setup.tokens} tokens each"
+    )
+    instead = "choose a smaller batch or model for this test by --gpucluster-workload"
+    require_free_on_all(ranks, [its for _, its in of_ranks], setup.needed_bytes(ranks.count), what, instead=instead)
 
 
 def _compiles(ranks: Ranks, device: torch.device, components: Components) -> tuple[bool, str]:
@@ -413,7 +388,7 @@ class _Steps:
             return parts | {COMMUNICATION: 0.0}
         needed = GATHERED_BYTES * self._setup.geometry.parameters if self._setup.strategy == "fsdp" else 0
         free = free_bytes(self._device)
-        least = min(bytes_free for [bytes_free] in self._ranks.gather([_UNKNOWN_BYTES if free is None else free]))
+        least = min(bytes_free for [bytes_free] in self._ranks.gather([UNKNOWN_BYTES if free is None else free]))
         if least < needed:
             notes.append(
                 f"{COMMUNICATION} is unknown: a step without exchange needs {needed / 1e9:.3g} GB more on each rank, "
@@ -426,7 +401,3 @@ class _Steps:
 
 def _steps_in(seconds: float, each: float) -> int:
     return max(1, min(MOST_STEPS, math.ceil(seconds / each)))
-
-
-def _no_progress(step: int, of: int, **figures: float) -> None:
-    """Report nothing."""

@@ -11,7 +11,6 @@ import math
 import os
 import subprocess
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.group import Ranks, majority
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry
+from pytest_gpucluster.benchmarks.training.sharding import local
 from pytest_gpucluster.benchmarks.training.step import StepResult, Training
 
 Strategy = Literal["ddp", "fsdp"]
@@ -170,7 +169,7 @@ class Evidence:
         still = [
             name.removeprefix("module.")  # the name of the model inside DistributedDataParallel
             for (name, weight), old, new in named
-            if old == new and _part(weight).numel()
+            if old == new and local(weight).numel()
         ]
         if still:
             return (
@@ -183,26 +182,20 @@ class Evidence:
         """Describe the defect if this rank's replica has other weights than most."""
         if self._setup.strategy != "ddp":
             return ""
-        whole = fingerprint(self._training.model.parameters())
-        of_ranks = [(high, low) for high, low in self._ranks.gather([whole >> 32, whole & (2**32 - 1)])]
-        [(most_frequent, most), *others] = Counter(of_ranks).most_common()
-        if not others or (of_ranks[self._ranks.index] == most_frequent and most > others[0][1]):
+        found = [value for [value] in self._ranks.gather_fingerprints(fingerprint(self._training.model.parameters()))]
+        most = majority(found)
+        if not most.differing or not (most.is_tied or self._ranks.index in most.differing):
             return ""
         return (
-            f"has other weights than other ranks after {len(self.losses)} steps: {len(others) + 1} kinds on "
-            f"{len(of_ranks)} ranks. The gradients are not the same on all of them: check the all-reduce "
+            f"has other weights than other ranks after {len(self.losses)} steps: {most.kinds} kinds on "
+            f"{len(found)} ranks. The gradients are not the same on all of them: check the all-reduce "
             "(nccl.all_reduce in this run), and what skips it"
         )
 
 
-def _part(weight: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a weight."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
 def _fingerprints(model: nn.Module) -> list[int]:
     """Return the fingerprint of each weight tensor, of this rank's part if it is sharded."""
-    return [fingerprint([_part(weight)]) for weight in model.parameters()]
+    return [fingerprint([local(weight)]) for weight in model.parameters()]
 
 
 _SAMPLE_ELEMENTS = 8

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.blocks import BLOCK_SECONDS
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, memory_released
-from pytest_gpucluster.benchmarks.training.ddp import halves, join_halves
+from pytest_gpucluster.benchmarks.group import Ranks, majority
+from pytest_gpucluster.benchmarks.memory_budget import free_bytes, releases_memory
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.vision.datasets import Images
 from pytest_gpucluster.benchmarks.vision.loader import Batch, Batches, needed_bytes, require_shared_memory
@@ -52,9 +49,8 @@ _OUTPUT_BYTES = 4
 """Kept for each output of a layer: bf16, and as much again for gradients and a convolution's workspace.
 An estimate from above. Source: this suite's rule."""
 
-_UNKNOWN_BYTES = 2**52
 
-
+@releases_memory(cycles=True)  # DistributedDataParallel and its hooks refer to each other
 def image_rate(
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -102,28 +98,14 @@ def image_rate(
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         ImportError: transformers is missing.
     """
-    try:
-        # DistributedDataParallel and its hooks refer to each other.
-        with memory_released(cycles=True), _fastest_convolutions():
-            # No name for it here, or this frame would keep model and replica when their memory is to be freed.
-            return _Training(group, device, setup, seed, clock or clock_for(device), components or COMPONENTS, now).run(
-                images, node, sampling, during or nullcontext()
-            )
-    finally:
-        # A traceback that is kept keeps this frame, and a gloo group that outlives its end aborts the process.
-        del group
+    with _fastest_convolutions():
+        return _Training(group, device, setup, seed, clock or clock_for(device), components or COMPONENTS, now).run(
+            images, node, sampling, during or nullcontext()
+        )
 
 
 class _AnotherRankFailed(Exception):
     """This rank has no defect of its own: another one raises."""
-
-
-@dataclass(kw_only=True)
-class _Block:
-    """A block of steps, with the values of each rank."""
-
-    seconds: list[float]
-    wait_ratios: list[float]
 
 
 class _Training:
@@ -283,8 +265,9 @@ class _Training:
         self._components.update(self._model, self._optimizer)
         return loss.detach()
 
-    def _block(self, steps: int) -> _Block:
-        """Take some steps. The ranks exchange their results and failures.
+    def _block(self, steps: int) -> list[tuple[float, float]]:
+        """Take some steps; return the seconds of each rank, and the part of them that it waited for batches. The ranks
+        exchange their results and failures.
 
         On a GPU the host runs ahead: a region around the wait for a batch is as long as the GPU is idle.
         """
@@ -307,7 +290,7 @@ class _Training:
                 f"the clock of {self._ranks.name(stopped[0])} did not advance: {steps} steps took "
                 f"{of_ranks[stopped[0]][0]} s"
             )
-        return _Block(seconds=[mine[0] for mine in of_ranks], wait_ratios=[mine[1] / mine[0] for mine in of_ranks])
+        return [(mine[0], mine[1] / mine[0]) for mine in of_ranks]
 
     def _require_finite(self, first_bad: list[int], steps: int, losses: list[float]) -> None:
         # One rank's NaN is in all ranks' gradients, and so in all losses from the next step on.
@@ -325,31 +308,27 @@ class _Training:
     def _measure(self, sampling: Sampling, during: AbstractContextManager[object]) -> tuple[Series, tuple[float, ...]]:
         with counted(WARM_UP):
             steps = self._warm_up(sampling)
-        blocks: list[_Block] = []
+        blocks: list[list[tuple[float, float]]] = []
         images = steps * self._setup.batch
         slowest: list[float] = []
         begin, spent, more = self._now(), 0.0, 1.0
         with counted(MEASURING), during:
             while more:
                 blocks.append(self._block(steps))
-                slowest.append(images / max(blocks[-1].seconds))
+                slowest.append(images / max(blocks[-1])[0])
                 spent = self._now() - begin
                 wanted = len(self._losses) < LEAST_STEPS or wants_more(slowest, spent_seconds=spent, sampling=sampling)
                 spent, more = self._ranks.of_first([spent, wanted])
-        mine = self._ranks.index
-        decided = series(slowest, sampling, spent_seconds=spent)
-        rates = series((images / block.seconds[mine] for block in blocks), sampling, spent_seconds=spent)
-        return (
-            rates.decided_by(decided),
-            tuple(block.wait_ratios[mine] for block in blocks),
-        )
+        seconds, waits = zip(*(block[self._ranks.index] for block in blocks), strict=True)
+        rates = series((images / mine for mine in seconds), sampling, spent_seconds=spent)
+        return rates.decided_by(series(slowest, sampling, spent_seconds=spent)), waits
 
     def _warm_up(self, sampling: Sampling) -> int:
         """Take steps until the time is up; return the number of steps of a block."""
         wanted = min(BLOCK_SECONDS, sampling.window_seconds / MIN_SAMPLES)
         begin, steps, more = self._now(), 1, 1.0
         while more:
-            each = max(self._block(steps).seconds) / steps
+            each = max(self._block(steps))[0] / steps
             continues = len(self._losses) < _WARMUP_STEPS or self._now() - begin < sampling.warmup_seconds
             # The first step takes far longer than the others, so the number may only grow step by step.
             grown = max(1, min(10 * steps, round(wanted / each)))
@@ -368,22 +347,22 @@ class _Training:
         return [mine for _, *mine in of_ranks]
 
     def _compare_weights(self) -> None:
-        found = [join_halves(*mine) for mine in self._ranks.gather(halves(fingerprint(self._model.parameters())))]
-        [(most_frequent, most), *others] = Counter(found).most_common()
-        if not others:
+        found = [value for [value] in self._ranks.gather_fingerprints(fingerprint(self._model.parameters()))]
+        most = majority(found)
+        if not most.differing:
             return
         cause = "Check the all-reduce (nccl.all_reduce in this run), and what skips it"
         me = self._ranks.index
-        if most == others[0][1]:
+        if most.is_tied:
             raise WrongResult(
                 f"{self._ranks.name(me)} has other weights at the end than other ranks: {len(found)} ranks have "
-                f"{len(others) + 1} kinds, none of them most. {cause}"
+                f"{most.kinds} kinds, none of them most. {cause}"
             )
-        if found[me] == most_frequent:
+        if me not in most.differing:
             raise _AnotherRankFailed
         raise WrongResult(
             f"{self._ranks.name(me)} has other weights at the end than most ranks: fingerprint {found[me]:016x}, on "
-            f"{most} of {len(found)} ranks it is {most_frequent:016x}. {cause}"
+            f"{most.count} of {len(found)} ranks it is {most.value:016x}. {cause}"
         )
 
 

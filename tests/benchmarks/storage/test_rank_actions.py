@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.storage.checkpoint import on_all_ranks, on_first_rank
+from pytest_gpucluster.benchmarks.group import on_all_ranks, on_first_rank
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 

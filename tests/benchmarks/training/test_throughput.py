@@ -137,7 +137,7 @@ def test_what_the_step_runs_into_is_the_environment_s_fault_and_holds_no_model(e
     with pytest.raises(EnvironmentBroken, match=message) as caught:
         alone(replace(COMPONENTS, step=replace(PARTS, loss=loss)))
     assert "by --gpucluster-workload" in str(caught.value)
-    assert caught.value.__context__ is None
+    assert caught.value.__suppress_context__
     assert [ref() for ref in alive] == [None]
 
 
