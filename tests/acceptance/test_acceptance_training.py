@@ -273,4 +273,4 @@ def test_the_run_goes_on_after_each_fault_and_ends_in_a_rejection(run):
     """For the tests of all criteria that share the run."""
     assert run.end[:2] == ("REJECTED", 1)
     assert run.left_over == []
-    assert planted_runs.others(run, "full", "without_gradient_sync", "huge", "silent") == []
+    assert planted_runs.others(run, "full", "unshared", "huge", "silent") == []
