@@ -115,7 +115,7 @@ PLANTED: Mapping[str, Planted] = {
     ),
     "a rank without a value is ignored": _bug(
         "judge/judge.py",
-        "for rank in sorted(court.world) if rank not in counts]",
+        "for rank in sorted(context.world) if rank not in counts]",
         "for rank in () if rank not in counts]",
         "judge/test_judge",
     ),
@@ -152,8 +152,8 @@ PLANTED: Mapping[str, Planted] = {
     ),
     "the reported loss is that of the own rank": _bug(
         "benchmarks/lora/trainer.py",
-        "told = self.ranks.gather(sums.tolist())",
-        "told = [sums.tolist()] * self.ranks.count",
+        "sums_of_ranks = self.ranks.gather(sums.tolist())",
+        "sums_of_ranks = [sums.tolist()] * self.ranks.count",
         "benchmarks/lora/test_loop",
     ),
     "attention's operations count twice": _bug(
@@ -164,8 +164,8 @@ PLANTED: Mapping[str, Planted] = {
     ),
     "a straggler may be 10 % slower than allowed": _bug(
         "judge/misses.py",
-        "if rank not in said and ratio < required}",
-        "if rank not in said and ratio < 0.9 * required}",
+        "if rank not in reported and ratio < required}",
+        "if rank not in reported and ratio < 0.9 * required}",
         "judge/test_judge judge/test_misses judge/test_stragglers",
     ),
     "a straggler's own value is in the median": _bug(
@@ -221,8 +221,8 @@ PLANTED: Mapping[str, Planted] = {
     ),
     "the floor of H100's busbw is a tenth": _bug(
         "thresholds.yaml",
-        "{when: {world_size: 8, nnodes: 1, size: 1 GB or more}, min: 400 GB/s,",
-        "{when: {world_size: 8, nnodes: 1, size: 1 GB or more}, min: 40 GB/s,",
+        '- {when: {world_size: 8, nnodes: 1}, min: 400 GB/s, source: "acceptance of',
+        '- {when: {world_size: 8, nnodes: 1}, min: 40 GB/s, source: "acceptance of',
         "judge/test_shipped_limits",
     ),
 }
