@@ -29,9 +29,9 @@ def test_matmul(cluster, measure):
 @pytest.mark.criterion("nccl.all_reduce")
 def test_all_reduce(cluster, measure):
     strike("test_all_reduce", "before", cluster)
-    reduce = Struck("test_all_reduce", lambda tensor, group: collectives._sum(tensor, group))
-    result = collectives.all_reduce(
-        cluster.group, cluster.device, payload_bytes=2**16, sampling=SAMPLING, reduce=reduce
+    reduce = Struck("test_all_reduce", collectives.all_reduce)
+    result = collectives.measure_collective(
+        "all_reduce", cluster.group, cluster.device, payload_bytes=2**16, sampling=SAMPLING, call=reduce
     )
     measure("nccl.all_reduce.busbw", result.busbw, unit="B/s", size="64 kB", dtype="fp32", transport="gloo")
     strike("test_all_reduce", "after", cluster)

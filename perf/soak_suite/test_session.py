@@ -107,6 +107,8 @@ def test_criterion(number, cluster, measure):
         result = matmul.measure_matmul(cluster.device, n=64, dtype="fp32", sampling=SAMPLING)
         measure("matmul.fp32.tflops", result.tflops, unit="TFLOPS", record_only=True, n=64)
     else:
-        result = collectives.all_reduce(cluster.group, cluster.device, payload_bytes=2**12, sampling=SAMPLING)
+        result = collectives.measure_collective(
+            "all_reduce", cluster.group, cluster.device, payload_bytes=2**12, sampling=SAMPLING
+        )
         measure("nccl.all_reduce.busbw", result.busbw, unit="B/s", record_only=True, size="4 kB", dtype="fp32")
     meet(cluster, "nothing")

@@ -75,7 +75,7 @@ class Fault:
 PLANTED = [Fault("none")]
 
 
-def faulty(tensor, group):
+def faulty(sent, tensor, group):
     """What the fabric of these ranks does to a sum."""
     fault = PLANTED[-1]
     struck = fault.is_in(group)
@@ -113,7 +113,7 @@ def exclude(isolator, plan):
 
 
 Isolator.why_not, Isolator._exclude = why_not, exclude
-collectives._sum, collectives.clock_for = faulty, clock_for
+collectives.CALLS["all_reduce"], collectives.clock_for = faulty, clock_for
 
 
 @pytest.fixture(autouse=True)
@@ -137,8 +137,8 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.criterion("fabric")
 def test_fabric(planted, cluster, workload, measure):
     stamp("fault")
-    result = collectives.all_reduce(
-        cluster.group, cluster.device, payload_bytes=2**16, sampling=workload.all_reduce.sampling
+    result = collectives.measure_collective(
+        "all_reduce", cluster.group, cluster.device, payload_bytes=2**16, sampling=workload.all_reduce.sampling
     )
     measure("nccl.all_reduce.busbw", result.busbw, unit="B/s", size="64 kB", dtype="fp32", transport="gloo")
 
