@@ -206,7 +206,8 @@ def a_site() -> Iterator[Site]:
         (folder / "suite" / "deploy").symlink_to(ROOT / "deploy")
         (folder / "suite" / "pytest.ini").write_text("[pytest]\ngpucluster = true\naddopts = -p no:hypothesispytest\n")
         (folder / "suite" / "acceptance" / "test_tiny.py").write_text(SUITE)
-        (folder / "suite" / "acceptance" / "test_scheduler.py").symlink_to(ROOT / "acceptance" / "test_scheduler.py")
+        for name in ("conftest.py", "test_scheduler.py"):
+            (folder / "suite" / "acceptance" / name).symlink_to(ROOT / "acceptance" / name)
         for path, text in {
             "venv/bin/gpucluster": PROGRAM.format(python=sys.executable),
             "health.sh": HEALTH.format(folder=folder, script=SLURM / "health-check.sh"),
