@@ -35,7 +35,7 @@ from execnet.gateway_io import Popen2IOMaster
 
 _READY_SECONDS = 120.0
 _MOST_BYTES = 1 << 20
-_REWRITTEN = ("pytest_gpucluster", "xdist", "pytest_rerunfailures")
+_REWRITTEN = ("pytest_gpucluster", "pytest_gpucluster.short_fixtures", "xdist", "pytest_rerunfailures")
 """Plugins whose asserts pytest would rewrite at their import, and complains of where they are loaded already."""
 _READ_AT_START = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_")
 """What Python, the dynamic linker and the libraries read only once, when they are started or loaded."""

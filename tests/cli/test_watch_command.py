@@ -138,7 +138,12 @@ def test_the_display_fits_the_terminal_follows_its_size_and_leaves_it_as_it_was(
 
 def test_a_terminal_that_is_closed_ends_it(tmp_path: Path) -> None:
     command = [*script(tmp_path, {"GPU-0": fake_reader.h100()}), "node", "watch", "--interval", "0.2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment())
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        env=child_environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup may have started these tests
+    )
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGHUP)
