@@ -539,8 +539,10 @@ class Controller:
         assert self._run.directory is not None
         cut_short = set()
         for left in interrupted_results(self._run.directory / ARTIFACTS):
-            parts = self._tests.get(left.nodeid)
-            if parts is not None and not parts.merged and left.outcome.rank not in parts.ended:
+            # Ctrl-C may come before the message of any worker that it has begun this test.
+            self.started(left.nodeid, (left.nodeid.partition("::")[0], None, left.nodeid.rpartition("::")[2]))
+            parts = self._tests[left.nodeid]
+            if not parts.merged and left.outcome.rank not in parts.ended:
                 parts.outcomes[left.outcome.rank] = left.outcome
                 parts.ended.add(left.outcome.rank)
                 parts.record.properties = unique([*left.properties, *parts.record.properties])
