@@ -333,6 +333,27 @@ def test_ctrl_c_keeps_what_the_workers_had_measured(project: Project, everybody:
     assert dict(long.properties)["reached"].startswith("as far as ")
 
 
+def test_ctrl_c_keeps_them_also_where_no_message_had_come_that_the_test_had_begun(project: Project) -> None:
+    project.suite(
+        HEAD + MEASURED.replace("{who}", "{0, 1}"),
+        conftest="""
+        from pytest_gpucluster.session.xdist import Controller
+
+        started, show = Controller.started, Controller.show
+
+        def unless_late(method, self, nodeid, *rest):
+            if self._is_interrupted or "test_long" not in nodeid:
+                method(self, *rest)
+
+        Controller.started = lambda self, nodeid, at: unless_late(started, self, nodeid, nodeid, at)
+        Controller.show = lambda self, report: unless_late(show, self, report.nodeid, report)
+        """,
+    )
+    left = interrupted(project)
+    assert [one.outcome for one in left.journal.results] == ["passed", "error"]
+    assert [one.values for one in left.journal.results[1].measurements] == [{0: 1.0, 1: 2.0}]
+
+
 def test_of_a_worker_that_leaves_nothing_after_ctrl_c_that_is_said(project: Project) -> None:
     project.suite(HEAD + MEASURED.replace("{who}", "{1}"))
     left = interrupted(project)
