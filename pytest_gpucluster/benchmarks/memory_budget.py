@@ -41,7 +41,9 @@ def memory_released(*, cycles: bool = False) -> Iterator[None]:
     except BaseException as error:
         # A report keeps the traceback, the traceback its frames, and the frames gigabytes of tensors.
         raised: BaseException | None = error
-        while raised is not None:
+        known: set[int] = set()  # the chain may be a circle: two errors, each raised from the other
+        while raised is not None and id(raised) not in known:
+            known.add(id(raised))
             traceback.clear_frames(raised.__traceback__)
             raised = raised.__cause__ or raised.__context__
         if cycles:

@@ -68,3 +68,10 @@ def test_a_lost_device_does_not_hide_why(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lost)
     with pytest.raises(ValueError, match="the reason"), memory_released():
         raise ValueError("the reason")
+
+
+def test_errors_that_were_raised_from_each_other_end_too() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    with pytest.raises(ValueError, match="first"), memory_released():
+        raise first
