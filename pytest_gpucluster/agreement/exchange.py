@@ -225,8 +225,6 @@ class Merged:
     ranks: Sequence[Mapping[str, Any]] = field(default=())
     group_invalid: bool = False
     """Ranks may have been left in different places: the process group must be made anew."""
-    table: str = ""
-    """What was measured, for the terminal; reports make their own from the journal."""
     shared: bool = False
     """All ranks broke in the same way: the cause is outside of each of them."""
     too_slow: bool = False

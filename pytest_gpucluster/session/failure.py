@@ -9,20 +9,26 @@ import pytest
 
 from pytest_gpucluster.agreement.exchange import Merged
 from pytest_gpucluster.errors import text_of
+from pytest_gpucluster.journal.test_record import TestRecord
+from pytest_gpucluster.reports.terminal import measurement_table
 from pytest_gpucluster.text import first_line
 
 LONGEST_TEXT = 32_000
 """Characters of one rank's failure that travel; the beginning and the end are kept."""
 _LONGEST_SECTION = 8_000
+_MISSED = ("failed", "error")
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python")
 
 
 class MergedRepr:
-    """What pytest prints of a failure: rank 0's own traceback if it has one, and every culprit's."""
+    """What pytest prints of a failure: rank 0's own traceback if it has one, and every culprit's; where measurements
+    decided, the table of all of them, too."""
 
-    def __init__(self, merged: Merged, report: pytest.TestReport) -> None:
+    def __init__(self, merged: Merged, report: pytest.TestReport, record: TestRecord | None = None) -> None:
         self.reprcrash = _Crash(merged.message)
-        self._text, self._table = merged.text, merged.table
+        self._text, self._table = merged.text, ""
+        if record is not None and merged.judged and any(one["status"] in _MISSED for one in record.measurements):
+            self._table = measurement_table(record.result().measurements)
         own = report.longrepr
         # Of a hang the stack from before the release is shown, not the traceback of the release.
         hung = any(rank.get("outcome") == "hung" for rank in merged.ranks)

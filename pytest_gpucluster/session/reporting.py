@@ -84,7 +84,7 @@ class TestReports:
             return
         merged = self._merged.get(report)
         if merged is not None and report.failed and merged.outcome in ("failed", "error"):
-            self.failure = MergedRepr(merged, report)
+            self.failure = MergedRepr(merged, report, self._run.records.get(report.nodeid))
             report.longrepr = self.failure  # type: ignore[assignment]  # pytest asks for toterminal only
         record = self._run.records.get(report.nodeid)
         if record is None:

@@ -19,7 +19,6 @@ from pytest_gpucluster.judge.judge import Judgement, judge
 from pytest_gpucluster.judge.limits import Limit, demand
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.measurement import Measurement, cause_order
-from pytest_gpucluster.reports.terminal import measurement_table
 from pytest_gpucluster.session.isolation import Isolator
 from pytest_gpucluster.text import first_line
 
@@ -91,7 +90,6 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         outcome=judgement.outcome,
         message=first_line(judgement.message),
         text=judgement.text if merged.outcome == "passed" else f"{judgement.text}\n\n{merged.text}",
-        table=measurement_table(record.result().measurements),
         culprits=sorted(missed),
         released=[rank for rank in merged.released if rank not in missed],
         ranks=[

@@ -443,7 +443,7 @@ class Controller:
             carrier.outcome = outcome  # type: ignore[assignment]  # passed, failed or skipped
             carrier.duration = seconds
             if bad:
-                carrier.longrepr = MergedRepr(merged, carrier)  # type: ignore[assignment]  # asked for toterminal only
+                carrier.longrepr = MergedRepr(merged, carrier, record)  # type: ignore[assignment]  # asked for toterminal only
                 if merged.outcome == "error":
                     self._errors.add(carrier)
             elif parts.expected_failures:

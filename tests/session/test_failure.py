@@ -88,8 +88,7 @@ def test_where_rank_0_alone_failed_its_own_traceback_is_shown_with_the_name_of_t
     ],
 )
 def test_where_more_is_to_be_told_the_merged_text_is_shown(printed: Any, more: dict[str, Any]) -> None:
-    result = printed(message="m", text="the merged text", table="failed  x.bandwidth  3 GB/s", **more)
-    result.stdout.fnmatch_lines(["the merged text", "", "failed  x.bandwidth  3 GB/s"], consecutive=True)
+    result = printed(message="m", text="the merged text", **more)
     result.stdout.fnmatch_lines(["*= FAILURES =*", "the merged text"])
     result.stdout.no_fnmatch_line("*assert value == 42*")
 

@@ -14,6 +14,7 @@ from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.journal.verdict import ACCEPTED, INCOMPLETE, decide
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
+from pytest_gpucluster.session.failure import MergedRepr
 from pytest_gpucluster.session.verdict import judge_merged
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -103,8 +104,17 @@ def test_a_missed_limit_names_rank_value_and_limit_in_one_line() -> None:
     assert "rank 1 (gpu-06)" in merged.message
     assert merged.ranks == [{"rank": 1, "outcome": "failed", "message": f"{BF16} 312.4 TFLOPS < 700 TFLOPS"}]
     assert "thresholds.yaml:" in merged.text
-    assert BF16 in merged.table
     assert (merged.judged, merged.group_invalid) == (True, False)
+
+
+@pytest.mark.parametrize(("values", "has_table"), [((GOOD, SLOW), True), ((GOOD, GOOD), False)])
+def test_the_terminal_shows_the_values_of_a_test_that_they_have_decided(values: Any, has_table: bool) -> None:
+    test, outcomes = record("matmul"), said(*values)
+    merged = judge_merged(run(), test, merge(outcomes, NAMES), outcomes)
+    lines: list[str] = []
+    failure = MergedRepr(merged, SimpleNamespace(longrepr=None), test)
+    failure.toterminal(SimpleNamespace(line=lambda text="", **_: lines.append(text)))
+    assert any(">= 700" in line for line in lines) == has_table
 
 
 def measured(*values: float | Series) -> list[RankOutcome]:
