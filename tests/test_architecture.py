@@ -29,6 +29,7 @@ def _table(text: str) -> dict[str, set[str]]:
 
 # From low to high. Beside FOR_ALL, a package imports what its row names.
 PACKAGES = _table("""
+short_fixtures:
 launch:
 metrics:
 config: metrics
@@ -42,9 +43,9 @@ journal: metrics isolation judge agreement
 reports: metrics judge journal
 recorder: launch agreement journal reports
 analysis: launch metrics config isolation judge journal reports
-session: launch metrics config isolation benchmarks judge node agreement journal reports recorder analysis
+session: short_fixtures launch metrics config isolation benchmarks judge node agreement journal reports recorder
+ analysis
 fixtures: metrics config judge node agreement journal session
-short_fixtures:
 plugin: journal session fixtures
 runners: launch isolation judge agreement journal
 cli: launch metrics benchmarks judge node agreement journal reports recorder analysis runners

@@ -87,13 +87,15 @@ def register(metric: Metric) -> Metric:
 def known(name: str) -> Metric:
     """Look a metric up by its name.
 
-    Raises: MeasurementError naming the closest metric.
+    Raises: MeasurementError naming the closest metric, and how to declare one.
     """
     try:
         return _REGISTRY[name]
     except KeyError:
-        hint = units.did_you_mean(name, _REGISTRY) or f"; known metrics: {', '.join(_REGISTRY)}"
-        raise MeasurementError(f"unknown metric {name!r}{hint}") from None
+        raise MeasurementError(
+            f"unknown metric {name!r}{units.did_you_mean(name, _REGISTRY) or ';'} docs/reference.md lists the metrics; "
+            "the hook pytest_gpucluster_metrics of a conftest.py declares more"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

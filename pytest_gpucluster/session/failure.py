@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pytest_gpucluster import short_fixtures
 from pytest_gpucluster.agreement.exchange import Merged
 from pytest_gpucluster.errors import text_of
 from pytest_gpucluster.journal.test_record import TestRecord
@@ -131,7 +132,14 @@ def let_go(error: BaseException) -> None:
 
 
 def summary_of(error: BaseException) -> str:
-    text = text_of(error)
+    """Return the type and the text of what a test has raised, in place of a text that only pytest can format."""
+    if isinstance(error, pytest.FixtureLookupError):
+        name = error.argname
+        text = f"fixture {name!r} not found"
+        if name in short_fixtures.__all__:
+            text += f": the plugin's is gpucluster_{name}; pytest_gpucluster.short_fixtures has it as {name}"
+    else:
+        text = text_of(error)
     return text if isinstance(error, pytest.fail.Exception) else f"{type(error).__name__}: {text}"
 
 

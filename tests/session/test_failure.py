@@ -140,6 +140,16 @@ def test_a_failure_is_summed_up_by_its_kind_and_its_text(error: BaseException, e
     assert summary_of(error) == expected
 
 
+@pytest.mark.parametrize(("name", "hint"), [("gpu", "gpucluster_gpu"), ("no_such", "not found")])
+def test_a_fixture_that_is_missing_is_named_with_what_to_ask_for(
+    request: pytest.FixtureRequest, name: str, hint: str
+) -> None:
+    text = summary_of(pytest.FixtureLookupError(name, request))
+    assert f"'{name}'" in text
+    assert hint in text
+    assert "object at 0x" not in text
+
+
 def test_failures_of_every_kind_have_a_traceback_as_text(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """

@@ -148,7 +148,7 @@ def test_what_happens_on_one_worker_decides(project: Project) -> None:
         "test_unexpected": told["test_unexpected"],
         "test_subtests": "failure: rank 1 (): 1 subtest failed: [sub]: assert 1 == 0"
         if has_subtests
-        else "error: all 2 ranks: FixtureLookupError: ()",
+        else "error: all 2 ranks: FixtureLookupError: fixture 'subtests' not found",
         "test_hangs": "error: rank 1 (): hangs at test_it.py:53 in test_hangs",
         "test_fine": "passed",
     }
