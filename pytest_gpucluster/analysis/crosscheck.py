@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pytest_gpucluster.analysis.nccl_programs import Range, ranges
 from pytest_gpucluster.analysis.nccl_tests import (
     DTYPES,
     IN_PLACE,
@@ -19,7 +18,9 @@ from pytest_gpucluster.analysis.nccl_tests import (
     PROGRAMS,
     Output,
     Row,
+    ranges,
     short_name,
+    size_arguments,
 )
 from pytest_gpucluster.analysis.output import json_document, table
 from pytest_gpucluster.analysis.run_view import key_of
@@ -28,7 +29,7 @@ from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.reports.tables import percent, quantity
-from pytest_gpucluster.text import Column, paragraph, some_of
+from pytest_gpucluster.text import Column, paragraph, plural, some_of
 
 AVERAGE, SLOWEST = "average_busbw", "busbw"
 """By the mean of all ranks' times, as nccl-tests prints it with a process for each GPU; or by the slowest rank's, as a
@@ -279,7 +280,7 @@ def _compare(
     if wrong:
         return SizeComparison(point=point, kind=WRONG, why=f"{wrong:g} wrong elements")
     # As we measure: all-reduce in place, all others out of place.
-    half = IN_PLACE if point.collective == "all_reduce" and not output.speeds_only else OUT_OF_PLACE
+    half = IN_PLACE if point.collective == "all_reduce" else OUT_OF_PLACE
     figure = row.figures.get(half)
     kind = AVERAGE if output.ranks == output.processes else SLOWEST
     ranks, other_place = _ranks_of(output, collectives)
@@ -298,8 +299,8 @@ def _compare(
     elif theirs is None or theirs <= 0:
         why = f"nccl-tests reports {figure.busbw:g} GB/s"
     elif figure.resolution > beyond * theirs:
-        why = f"{theirs:g} GB/s is printed with too few digits; use the file of -J"
-    elif figure.wrong is None and not output.speeds_only:
+        why = f"{theirs:g} GB/s is printed with too few digits"
+    elif figure.wrong is None:
         why = "nccl-tests has not checked the data; run it without -c 0"
     else:
         difference = mine / theirs - 1
@@ -330,11 +331,6 @@ def _notes(collectives: RunCollectives, outputs: Sequence[Output], other_hosts: 
     for version in sorted(theirs - {collectives.nccl}):
         mine = f"torch's is {collectives.nccl}" if collectives.nccl else "torch's is not in the journal"
         notes.append(f"nccl-tests used NCCL {version}; {mine}: another version may be faster or slower")
-    if any(output.speeds_only for output in outputs):
-        notes.append(
-            "SuperBench keeps busbw only: whether the data were right is unknown, and its all_reduce is taken as out "
-            "of place, in float, by one process for all GPUs of a node"
-        )
     for output in outputs:
         if other_hosts and any(host not in collectives.ranks_of for host in output.hosts):
             hosts = ", ".join(output.hosts[:4])
@@ -351,16 +347,15 @@ def _left_out(collectives: RunCollectives, rows: Sequence[SizeComparison]) -> It
 
 
 def _kind(point: Point) -> str:
-    nodes = "1 node" if point.nnodes == 1 else f"{point.nnodes} nodes"
-    return f"{point.collective} {point.dtype} by {point.ranks} ranks on {nodes}"
+    return f"{point.collective} {point.dtype} by {plural(point.ranks, 'rank')} on {plural(point.nnodes, 'node')}"
 
 
 def _unmatched(collectives: RunCollectives, outputs: Sequence[Output]) -> Iterator[str]:
     for output in outputs:
         if not any(_matches(point, output) for point in collectives.points):
             dtypes = ", ".join(dict.fromkeys(row.dtype for row in output.rows)) or "no dtype at all"
-            nodes = "1 node" if len(output.hosts) == 1 else f"{len(output.hosts)} nodes"
-            what = f"{output.collective or 'an unknown collective'} in {dtypes} by {output.ranks} ranks on {nodes}"
+            by = f"by {plural(output.ranks, 'rank')} on {plural(len(output.hosts), 'node')}"
+            what = f"{output.collective or 'an unknown collective'} in {dtypes} {by}"
             yield f"{output.origin}: {what}: no counterpart in the journal"
 
 
@@ -372,11 +367,11 @@ _LONG_ALSO = ("output_file", "run_cycles", "replay", "out_of_place", "report_cpu
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramRun:
-    """One run of a program: a collective in one dtype at a range of sizes."""
+    """One run of a program: a collective in one dtype at a range of sizes in bytes."""
 
     collective: str
     dtype: str
-    range: Range
+    sizes: tuple[int, ...]
 
     @property
     def program(self) -> str:
@@ -386,18 +381,14 @@ class ProgramRun:
     def arguments(self, gpus: int, more: Sequence[str]) -> list[str]:
         """Return its arguments; with ``-c 1`` all data are checked once."""
         own = ["-g", str(gpus), "-d", DTYPES.get(self.dtype, self.dtype), "-c", "1"]
-        return [*self.range.arguments, *own, *more]
-
-    def __str__(self) -> str:
-        return f"{self.collective} {self.dtype}"
+        return [*size_arguments(self.sizes), *own, *more]
 
 
 def program_runs(points: Collection[Point]) -> Iterator[ProgramRun]:
     """Yield the runs of nccl-tests that measure these points, by collective and dtype."""
     for collective, dtype in dict.fromkeys((point.collective, point.dtype) for point in points):
         sizes = {point.size_bytes for point in points if (point.collective, point.dtype) == (collective, dtype)}
-        for each in ranges(sizes):
-            yield ProgramRun(collective=collective, dtype=dtype, range=each)
+        yield from (ProgramRun(collective=collective, dtype=dtype, sizes=each) for each in ranges(sizes))
 
 
 def require_allowed_arguments(words: Sequence[str]) -> None:

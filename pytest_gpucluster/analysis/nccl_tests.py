@@ -1,27 +1,26 @@
-"""The results of one run of nccl-tests, read strictly from its printed table or from the JSON file of ``-J``.
+"""nccl-tests: its programs, one run of one with a deadline, and its printed table, read strictly.
 
-Source: nccl-tests, src/util.cu (the table and the JSON file), src/common.cu (``test_typenames``).
+Source: nccl-tests, src/util.cu (the table), src/common.cu (``test_typenames``), README.md (the options).
 
-The table's columns are those of its header, so that tables of older versions are read too: they have no ``redop`` and
-``root`` for some collectives, and ``error`` instead of ``#wrong``. Older ones leave ``redop`` blank for collectives
-without a reduction, later ones print ``none``.
-
-The JSON file holds the whole environment of the program, which may include passwords and tokens. None of it is read,
-shown or kept here.
+Tables of versions without the column ``#wrong``, which do not state whether the data were right, are rejected.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
 
-from pytest_gpucluster.errors import JournalError, OutputError
-from pytest_gpucluster.journal.fields import AnyText, MismatchError, read
+from pytest_gpucluster.errors import EnvironmentBroken, OutputError
 from pytest_gpucluster.text import one_line
 
 PROGRAMS: Mapping[str, str] = MappingProxyType(
@@ -63,7 +62,6 @@ class Row:
 
     size_bytes: int
     dtype: str
-    redop: str = ""
     figures: Mapping[str, Figure]
 
 
@@ -80,7 +78,6 @@ class Output:
         nccl: version of the library, or an empty text.
         rows: in their order.
         out_of_bounds: the program's own count at its end.
-        speeds_only: the file has the speeds of one half only, and nothing about the data.
     """
 
     origin: str
@@ -91,7 +88,6 @@ class Output:
     nccl: str
     rows: tuple[Row, ...]
     out_of_bounds: int
-    speeds_only: bool = False
 
     @property
     def wrong(self) -> float:
@@ -132,18 +128,6 @@ def short_name(host: str) -> str:
     return host.partition(".")[0]
 
 
-def world(last_rank: int, per_process: int) -> tuple[int, int]:
-    """Return the number of ranks and of processes.
-
-    The JSON file lists only the first GPU of each process, the table all of them; both have the highest process.
-
-    >>> world(0, 8), world(8, 8), world(15, 8), world(15, 1)
-    ((8, 1), (16, 2), (16, 2), (16, 16))
-    """
-    processes = last_rank // per_process + 1
-    return processes * per_process, processes
-
-
 # Prefixes of launchers: `mpirun --tag-output` and `srun --label`.
 _TAG = re.compile(r"(\[\d+,\d+\]<std(?:out|err)>:\s?|\s*\d+: )")
 _PROGRAM = re.compile(r"# Collective test starting: (\S+)")
@@ -154,7 +138,6 @@ _BOUNDS = re.compile(r"# Out of bounds values\s*:\s*(\d+)")
 _DONE = re.compile(r"# Avg bus bandwidth\s*:")
 _ROW = re.compile(r"\s*\d+\s+\d+(\s|$)")
 _MOST_QUOTED = 120
-_SEVERAL_GROUPS = "several groups ran at once (NCCL_TESTS_SPLIT), which this project does not measure"
 
 
 def read_table(text: str, origin: str) -> Output:
@@ -170,7 +153,7 @@ def read_table(text: str, origin: str) -> Output:
     lines = [_TAG.sub("", line, count=1) if _TAG.match(line) else line for line in text.splitlines()]
     heads = [number for number, line in enumerate(lines) if _is_head(line)]
     if not heads:
-        raise OutputError(f"{origin}: no table of nccl-tests in it: no line has the columns size and busbw")
+        raise OutputError(f"{origin}: no table of nccl-tests in it: no line has the columns size, busbw and #wrong")
     if len(heads) > 1:
         raise OutputError(
             f"{origin}: {len(heads)} tables in one output. Of programs that were built without MPI, each process "
@@ -180,18 +163,17 @@ def read_table(text: str, origin: str) -> Output:
         raise OutputError(f"{origin}: cut off: the line 'Avg bus bandwidth' at the end of the table is missing")
     columns = lines[heads[0]].lstrip("# ").split()
     rows = tuple(
-        _table_row(line, columns, f"{origin}:{number + 1}")
+        _row(line, columns, f"{origin}:{number + 1}")
         for number, line in enumerate(lines)
         if number > heads[0] and _ROW.match(line)
     )
     ranks, processes, hosts = _places(lines, origin)
-    found = {name: next(filter(None, map(pattern.search, lines)), None) for name, pattern in _PATTERNS.items()}
-    bounds, nccl = found["bounds"], found["nccl"]
+    program, bounds, nccl = (next(filter(None, map(each.search, lines)), None) for each in (_PROGRAM, _BOUNDS, _NCCL))
     if bounds is None:
         raise OutputError(f"{origin}: cut off: the line 'Out of bounds values' at the end of the table is missing")
     return Output(
         origin=origin,
-        collective=collective_of(found["program"][1]) if found["program"] else None,
+        collective=collective_of(program[1]) if program is not None else None,
         ranks=ranks,
         processes=processes,
         hosts=hosts,
@@ -201,12 +183,9 @@ def read_table(text: str, origin: str) -> Output:
     )
 
 
-_PATTERNS = {"program": _PROGRAM, "bounds": _BOUNDS, "nccl": _NCCL}
-
-
 def _is_head(line: str) -> bool:
     words = line.lstrip("# ").split()
-    return line.startswith("#") and words[:2] == ["size", "count"] and "busbw" in words
+    return line.startswith("#") and words[:2] == ["size", "count"] and {"busbw", "#wrong"} <= {*words}
 
 
 def _places(lines: Sequence[str], origin: str) -> tuple[int, int, tuple[str, ...]]:
@@ -215,26 +194,24 @@ def _places(lines: Sequence[str], origin: str) -> tuple[int, int, tuple[str, ...
     if config is None or not devices:
         raise OutputError(f"{origin}: the lines 'nThread' and 'Rank' with its GPUs are missing")
     if any(int(found[2] or 0) for found in devices):
-        raise OutputError(f"{origin}: {_SEVERAL_GROUPS}")
+        raise OutputError(f"{origin}: several groups ran at once (NCCL_TESTS_SPLIT), which is not measured here")
     per_process = int(config[1]) * int(config[2])
     if per_process < 1:
         raise OutputError(f"{origin}: it ran on no GPU: {one_line(config[0], _MOST_QUOTED)}")
-    ranks, processes = world(max(int(found[1]) for found in devices), per_process)
-    return ranks, processes, tuple(dict.fromkeys(short_name(found[3]) for found in devices))
+    processes = max(int(found[1]) for found in devices) // per_process + 1
+    return processes * per_process, processes, tuple(dict.fromkeys(short_name(found[3]) for found in devices))
 
 
-def _table_row(line: str, columns: Sequence[str], where: str) -> Row:
+def _row(line: str, columns: Sequence[str], where: str) -> Row:
     """Return a line of the table; after the last column there may be a time of day, of two words."""
     named = list(columns)
     words = line.split()
     if named and named[-1] == "timestamp":
         named, words = named[:-1], words[: len(named) - 1]
-    if len(words) == len(named) - 1 and "redop" in named and _is_number(words[named.index("redop")]):
-        named.remove("redop")  # left blank
     if len(words) != len(named):
         raise OutputError(
             f"{where}: {len(words)} values for {len(named)} columns: {one_line(line, _MOST_QUOTED)!r}. If other "
-            "output is mixed in, run it again without NCCL_DEBUG, or give the file of -J"
+            "output is mixed in, run it again without NCCL_DEBUG"
         )
     halves: dict[str, dict[str, str]] = {OUT_OF_PLACE: {}, IN_PLACE: {}}
     own: dict[str, str] = {}
@@ -246,31 +223,19 @@ def _table_row(line: str, columns: Sequence[str], where: str) -> Row:
         elif half is not None:
             half[name] = word
     try:
-        figures = {name: _table_figure(half) for name, half in halves.items() if half}
-        return Row(size_bytes=int(own["size"]), dtype=own["type"], redop=own.get("redop", ""), figures=figures)
+        figures = {name: _figure(half) for name, half in halves.items() if half}
+        return Row(size_bytes=int(own["size"]), dtype=own["type"], figures=figures)
     except (KeyError, ValueError):
         raise OutputError(f"{where}: not a line of this table: {one_line(line, _MOST_QUOTED)!r}") from None
-
-
-def _is_number(word: str) -> bool:
-    return re.fullmatch(r"-?\d+(\.\d+)?", word) is not None
 
 
 _OWN = ("size", "count", "type", "redop", "root")
 _TIMES = ("time", "cputime")
 
 
-def _table_figure(half: dict[str, str]) -> Figure:
-    text = half["busbw"]
-    wrong = half["#wrong"] if "#wrong" in half else half["error"]
-    # `error` is the deviation of the worst element; whether it is too large is counted in the table's last lines.
-    counted = "#wrong" in half
-    is_checked = wrong != "N/A"
-    return Figure(
-        busbw=float(text),
-        resolution=_resolution(text),
-        wrong=None if not is_checked else _count(wrong) if counted else 0.0,
-    )
+def _figure(half: Mapping[str, str]) -> Figure:
+    text, wrong = half["busbw"], half["#wrong"]
+    return Figure(busbw=float(text), resolution=_resolution(text), wrong=None if wrong == "N/A" else _count(wrong))
 
 
 def _count(text: str) -> float:
@@ -290,106 +255,143 @@ def _resolution(text: str) -> float:
     return float(10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))
 
 
-def _count_of(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise MismatchError("a whole number", value)
-    return value
+USUAL_FOLDERS = (Path("/opt/nccl-tests/build"), Path("/usr/local/nccl-tests/build"), Path("/opt/nccl_tests/build"))
+_ENDING_SECONDS = 10.0
+_QUOTED = 300
+# Messages of CUDA and nccl-tests where there is no GPU.
+_NO_GPU = (
+    "no CUDA-capable device",
+    "Invalid number of GPUs",
+    "CUDA driver version is insufficient",
+    "libcuda.so.1: cannot open",
+    "invalid device ordinal",
+)
 
 
-_Count = Annotated[int, _count_of]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Half:
-    bus_bw: float
-    nwrong: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Result:
-    size: _Count
-    type: str
-    redop: str
-    out_of_place: _Half | None = None
-    in_place: _Half | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Device:
-    rank: _Count
-    group: _Count
-    hostname: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Config:
-    nthreads: _Count
-    ngpus: _Count
-    devices: tuple[_Device, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _OutOfBounds:
-    count: _Count
-
-
-@dataclass(frozen=True, kw_only=True)
-class _File:
-    """The fields of a JSON file that are read."""
-
-    version: _Count
-    nccl_version: _Count
-    args: tuple[AnyText, ...]
-    config: _Config
-    results: tuple[_Result, ...]
-    out_of_bounds: _OutOfBounds
-
-
-def read_json(text: str, origin: str) -> Output:
-    """Read a JSON file.
+def find_program(program: str, folder: Path | None, *, mpi: bool = False) -> Path:
+    """Return the path of a program: in the given folder, else on the PATH, else in a usual folder.
 
     Args:
-        text: of the file.
-        origin: its name in errors and reports.
+        program: its name.
+        folder: searched with its ``build``; None for the PATH and the usual folders.
+        mpi: a launcher starts it, so that one built with ``NAME_SUFFIX=_mpi`` is preferred.
 
     Raises:
-        OutputError: no JSON, not of nccl-tests, cut off, or a field that is missing or of another kind.
+        EnvironmentBroken: it is missing, or not executable.
     """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise OutputError(f"{origin}: no JSON, or cut off ({error})") from None
-    if isinstance(content, dict) and "version" in content and "out_of_bounds" not in content:
-        raise OutputError(f"{origin}: cut off: out_of_bounds at its end is missing")
-    try:
-        file = read(_File, content, f"{origin}: not as nccl-tests -J writes it")
-    except JournalError as error:
-        raise OutputError(str(error)) from None
-    config = file.config
-    per_process = config.nthreads * config.ngpus
-    if not config.devices or per_process < 1:
-        raise OutputError(f"{origin}: the devices (GPUs) are missing")
-    if any(device.group for device in config.devices):
-        raise OutputError(f"{origin}: {_SEVERAL_GROUPS}")
-    ranks, processes = world(max(device.rank for device in config.devices), per_process)
-    return Output(
-        origin=origin,
-        collective=collective_of(file.args[0]) if file.args else None,
-        ranks=ranks,
-        processes=processes,
-        hosts=tuple(dict.fromkeys(short_name(device.hostname) for device in config.devices)),
-        nccl=nccl_version(file.nccl_version),
-        rows=tuple(map(_json_row, file.results)),
-        out_of_bounds=file.out_of_bounds.count,
+    names = (f"{program}_mpi", program) if mpi else (program, f"{program}_mpi")
+    for name in names:
+        if folder is not None:
+            places = [folder / name, folder / "build" / name]
+        else:
+            on_path = shutil.which(name)
+            places = [*([Path(on_path)] if on_path else []), *(usual / name for usual in USUAL_FOLDERS)]
+        for place in places:
+            if place.is_file() and os.access(place, os.X_OK):
+                return place.absolute()
+    searched = (
+        f"{folder} or {folder}/build" if folder is not None else f"the PATH, {', '.join(map(str, USUAL_FOLDERS))}"
+    )
+    raise EnvironmentBroken(
+        f"{program} of nccl-tests is not in {searched}; build it (make MPI=1 for several nodes) and name its folder: "
+        "--binaries DIR"
     )
 
 
-def _json_row(result: _Result) -> Row:
-    halves = {OUT_OF_PLACE: result.out_of_place, IN_PLACE: result.in_place}
-    figures = {name: _json_figure(half) for name, half in halves.items() if half is not None}
-    return Row(size_bytes=result.size, dtype=result.type, redop=result.redop, figures=figures)
+@dataclass(frozen=True, kw_only=True)
+class ProgramResult:
+    """Exit code and output of a program; ``code`` is None where it timed out after ``within_seconds``."""
+
+    code: int | None
+    text: str
+    within_seconds: float
+
+    def problem(self, command: str) -> EnvironmentBroken:
+        """Return the error for its exit, with its last lines of output."""
+        lines = [line for line in self.text.splitlines() if line.strip()]
+        last = one_line(" | ".join(lines[-3:]), _QUOTED) or "nothing"
+        command = one_line(command, _QUOTED)
+        if self.code is None:
+            return EnvironmentBroken(
+                f"`{command}` timed out after {self.within_seconds:g} s and was killed. A collective hangs, or "
+                f"--timeout is too short for these sizes. Its last output: {last}"
+            )
+        gpu = any(sign in self.text for sign in _NO_GPU)
+        hint = ". There is no usable GPU here, or fewer than requested: run it on the node of the journal"
+        return EnvironmentBroken(
+            f"`{command}` ended with exit code {self.code}; its last output: {last}{hint if gpu else ''}"
+        )
 
 
-def _json_figure(half: _Half) -> Figure:
-    wrong = math.inf if half.nwrong is not None and math.isnan(half.nwrong) else half.nwrong
-    return Figure(busbw=half.bus_bw, wrong=wrong)
+def run_program(command: Sequence[str], *, within_seconds: float) -> ProgramResult:
+    """Run a program with a timeout; its child processes are killed with it, also where this is interrupted.
+
+    Raises:
+        EnvironmentBroken: it cannot be started.
+    """
+    code: int | None = None
+    # A file, not a pipe: a process that outlives the program would keep a pipe open.
+    with tempfile.TemporaryFile() as printed:
+        try:
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            words = one_line(" ".join(command), _QUOTED)
+            raise EnvironmentBroken(f"`{words}` cannot be run: {error.strerror or error}") from None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(within_seconds)
+        finally:
+            _end(process)
+        printed.seek(0)
+        text = printed.read().decode("utf-8", "backslashreplace")
+        return ProgramResult(code=code, text=text, within_seconds=within_seconds)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a program and its process group: SIGTERM first, so that mpirun can stop its ranks on other nodes."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        # A process that is blocked in the driver does not react; it is left to the kernel.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING_SECONDS)
+
+
+def ranges(sizes: Iterable[int]) -> list[tuple[int, ...]]:
+    """Return few ranges with exactly these sizes, each size a fixed factor of the one before: each start of a program
+    costs seconds.
+
+    Greedy: repeatedly the longest range that begins with the smallest remaining size.
+
+    >>> ranges([1_000_000, 10_000_000, 25_000_000, 100_000_000])
+    [(1000000, 10000000, 100000000), (25000000,)]
+    """
+    left = sorted(set(sizes))
+    found = []
+    while left:
+        best: tuple[int, ...] = (left[0],)
+        for second in left[1:]:
+            factor, rest = divmod(second, left[0])
+            candidate = [left[0]]
+            while not rest and candidate[-1] * factor in left:
+                candidate.append(candidate[-1] * factor)
+            best = max(best, tuple(candidate), key=len)
+        left = [size for size in left if size not in best]
+        found.append(best)
+    return found
+
+
+def size_arguments(sizes: Sequence[int]) -> list[str]:
+    """Return the arguments of nccl-tests for a range of sizes in bytes.
+
+    >>> size_arguments([1000, 10000]), size_arguments([512])
+    (['-b', '1000', '-e', '10000', '-f', '10'], ['-b', '512', '-e', '512'])
+    """
+    factor = ["-f", str(sizes[1] // sizes[0])] if len(sizes) > 1 else []
+    return ["-b", str(sizes[0]), "-e", str(sizes[-1]), *factor]

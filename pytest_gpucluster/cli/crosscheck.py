@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pytest_gpucluster import files
-from pytest_gpucluster.analysis import crosscheck, nccl_programs, nccl_tests, superbench
+from pytest_gpucluster.analysis import crosscheck, nccl_tests
 from pytest_gpucluster.analysis.crosscheck import Point, ProgramRun, RunCollectives, require_allowed_arguments
 from pytest_gpucluster.analysis.nccl_tests import DTYPES, PROGRAMS, Output
 from pytest_gpucluster.cli.command import (
@@ -42,8 +41,7 @@ NOT_RUN = 6
 _NCCL_TESTS = """\
 Run nccl-tests with the sizes, dtypes and number of GPUs of a run of this suite, and compare busbw at each size. A
 difference beyond --beyond is a finding, whichever is faster; so are wrong data. With --output nothing is run: the
-files have what nccl-tests has printed, or written with -J, or are a summary of SuperBench, which runs it. Arguments
-after -- go to nccl-tests. docs/compare.md has the rules.
+files have what nccl-tests has printed. Arguments after -- go to nccl-tests. docs/compare.md has the rules.
 """
 
 _EXAMPLES = """\
@@ -82,7 +80,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(
         parser,
         "--output [COLLECTIVE=]FILE",
-        "run nothing, and read the output of nccl-tests, or SuperBench's results-summary.jsonl",
+        "run nothing, and read what nccl-tests has printed",
         action="append",
     )
     add_option(parser, "--collective NAME", "only this one", action="append")
@@ -113,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
         return complain(f"{path}: nothing can be compared: {obstacle}", UNDECIDED)
     expected: list[Point] | None = None
     if output_files:
-        outputs, failure = _read(output_files, ours)
+        outputs, failure = _read(output_files)
     else:
         topology, problem = _topology(options, ours)
         if problem:
@@ -183,20 +181,12 @@ def _output_files(options: argparse.Namespace) -> list[tuple[str | None, Path]]:
     return found
 
 
-def _read(output_files: Sequence[tuple[str | None, Path]], ours: RunCollectives) -> tuple[tuple[Output, ...], str]:
-    """Return the content of files of nccl-tests or SuperBench, and the problem of the first unreadable one."""
+def _read(output_files: Sequence[tuple[str | None, Path]]) -> tuple[tuple[Output, ...], str]:
+    """Return the outputs of nccl-tests in files, and the problem of the first unreadable one."""
     outputs: list[Output] = []
     for collective, path in output_files:
         try:
-            text = path.read_text(encoding="utf-8", errors="backslashreplace")
-            is_json = text.lstrip().startswith("{")
-            if is_json and superbench.is_summary(text):
-                of_nodes = superbench.read(text, str(path), lambda host: _gpus_on(host, ours))
-                outputs += [output for output in of_nodes if collective in (None, output.collective)]
-                if not any(collective in (None, output.collective) for output in of_nodes):
-                    raise OutputError(f"{path}: no results of {collective}")
-                continue
-            output = (nccl_tests.read_json if is_json else nccl_tests.read_table)(text, str(path))
+            output = nccl_tests.read_table(path.read_text(encoding="utf-8", errors="backslashreplace"), str(path))
             if collective not in (None, output.collective) and output.collective is not None:
                 raise OutputError(f"{path}: results of {output.collective}, but --output names {collective}")
             if collective is None and output.collective is None:
@@ -207,11 +197,6 @@ def _read(output_files: Sequence[tuple[str | None, Path]], ours: RunCollectives)
             return tuple(outputs), str(error)
         outputs.append(replace(output, collective=collective or output.collective))
     return tuple(outputs), ""
-
-
-def _gpus_on(host: str, ours: RunCollectives) -> int:
-    """Return the GPUs of a host of the run; for another host, those of any node of the run, 0 if unknown."""
-    return len(ours.ranks_of.get(host, ())) or ours.per_node or 0
 
 
 def _topology(options: argparse.Namespace, ours: RunCollectives) -> tuple[tuple[int, int], str]:
@@ -250,11 +235,12 @@ def _measure(
     outputs: list[Output] = []
     try:
         mpi = options.launcher is not None
-        found = {each.program: nccl_programs.find_program(each.program, options.binaries, mpi=mpi) for each in starts}
+        found = {each.program: nccl_tests.find_program(each.program, options.binaries, mpi=mpi) for each in starts}
         if options.keep is not None:
             options.keep.mkdir(parents=True, exist_ok=True)
         for count, each in enumerate(starts, start=1):
-            complain(f"{count} of {len(starts)}: {each}, {each.range}", DONE)
+            sizes = " ".join(nccl_tests.size_arguments(each.sizes))
+            complain(f"{count} of {len(starts)}: {each.collective} {each.dtype}, {sizes}", DONE)
             outputs.append(_run_program(options, each, found[each.program], topology[0]))
     except (EnvironmentBroken, OutputError) as error:
         return tuple(outputs), str(error)
@@ -276,43 +262,21 @@ def _run_program(options: argparse.Namespace, program_run: ProgramRun, program: 
     launcher = shlex.split(options.launcher) if options.launcher is not None else []
     gpus = options.gpus or (1 if launcher else ranks)
     command = [*launcher, str(program), *program_run.arguments(gpus, options.forwarded)]
-    # The JSON file contains the whole environment, and with a launcher it would stay on another node: then the table is
-    # read.
-    with tempfile.TemporaryDirectory(prefix="gpucluster-crosscheck-") as folder:
-        file = Path(folder, "output.json")
-        with_file = not launcher and nccl_programs.writes_json(program)
-        ended = nccl_programs.run_program(
-            [*command, "-J", str(file)] if with_file else command, within_seconds=options.timeout
-        )
-        if options.keep is not None:
-            name = f"{program_run.program}-{program_run.dtype}-{program_run.range.first}.txt"
-            files.atomic_write(options.keep / name, ended.text)
-        command_text = shlex.join(command)
-        if ended.code is None:
-            raise ended.problem(command_text)
-        try:
-            output = _read_output(file, ended.text, command_text)
-        except OutputError:
-            if ended.code:
-                raise ended.problem(command_text) from None
-            raise
+    ended = nccl_tests.run_program(command, within_seconds=options.timeout)
+    if options.keep is not None:
+        name = f"{program_run.program}-{program_run.dtype}-{program_run.sizes[0]}.txt"
+        files.atomic_write(options.keep / name, ended.text)
+    command_text = shlex.join(command)
+    if ended.code is None:
+        raise ended.problem(command_text)
+    try:
+        output = nccl_tests.read_table(ended.text, command_text)
+    except OutputError:
+        if ended.code:
+            raise ended.problem(command_text) from None
+        raise
     if ended.code and not output.wrong:
         raise ended.problem(command_text)
     if output.collective not in (None, program_run.collective):
         raise OutputError(f"`{command_text}` measures {output.collective}, not {program_run.collective}")
     return replace(output, collective=program_run.collective)
-
-
-def _read_output(file: Path, printed: str, command_text: str) -> Output:
-    """Read the JSON file, or the table, which is less exact: an old program writes no file.
-
-    Raises:
-        OutputError: neither can be read.
-    """
-    if file.is_file():
-        try:
-            return nccl_tests.read_json(file.read_text(encoding="utf-8", errors="backslashreplace"), command_text)
-        except OutputError:
-            # Invalid JSON, such as for infinity. The table is of the same run, and read as strictly.
-            return nccl_tests.read_table(printed, command_text)
-    return nccl_tests.read_table(printed, command_text)

@@ -1,12 +1,14 @@
-"""The table of nccl-tests: what is read of it, and what is refused."""
+"""The table of nccl-tests: what is read of it, and what is refused; the sizes that it is asked for."""
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 from each import of_each
-from nccl_tests import BLANK, old_table, table
+from hypothesis import strategies
+from nccl_tests import table
 
-from pytest_gpucluster.analysis.nccl_tests import IN_PLACE, OUT_OF_PLACE, read_table
+from pytest_gpucluster.analysis.nccl_tests import IN_PLACE, OUT_OF_PLACE, ranges, read_table, size_arguments
 from pytest_gpucluster.errors import OutputError
 
 SIZES = {1_000_000: 40.4, 1_000_000_000: 442.28}
@@ -39,28 +41,6 @@ def test_wrong_elements_are_counted_and_data_that_were_not_checked_are_not_right
     assert [row.figures[IN_PLACE].wrong for row in output.rows] == [None, None]
 
 
-def test_the_table_of_an_older_version_is_read_by_the_names_of_its_columns():
-    output = read_table(old_table({1024: 99.5}), "old.txt")
-    assert (output.collective, output.ranks, output.nccl) == (None, 8, "")
-    [row] = output.rows
-    assert (row.dtype, row.figures[OUT_OF_PLACE].busbw, row.figures[OUT_OF_PLACE].wrong) == ("float", 99.5, 0.0)
-    [row] = read_table(old_table({1024: 99.5}, error="  N/A"), "old.txt").rows
-    assert row.figures[OUT_OF_PLACE].wrong is None
-
-
-def test_a_reduction_that_is_left_blank_moves_no_figure():
-    rows = read_table(BLANK, "old.txt").rows
-    assert [(row.size_bytes, row.redop, row.dtype) for row in rows] == [
-        (size, "", "float") for size in (0, 1073741824, 8589934592)
-    ]
-    assert (rows[2].figures[OUT_OF_PLACE].busbw, rows[2].figures[IN_PLACE].busbw) == (224.31, 226.16)
-    assert rows[2].figures[IN_PLACE].wrong is None
-    blank = table(SIZES, program="all_gather_perf").replace("   sum  ", "        ")
-    assert [row.figures for row in read_table(blank, "out.txt").rows] == [
-        row.figures for row in read_table(GOOD, "out.txt").rows
-    ]
-
-
 @of_each("tag", ["[1,0]<stdout>: ", "[1,12]<stdout>:", " 0: "])
 def test_what_a_launcher_puts_before_each_line_is_left_out(tag):
     tagged = "".join(f"{tag}{line}\n" for line in table(SIZES).splitlines())
@@ -78,7 +58,7 @@ BAD = {
     "zero GPUs": (GOOD.replace("nGpus 8", "nGpus 0"), "no GPU"),
     "log": (GOOD.replace("442.28", "442.28 node [0] NCCL INFO"), ":19: .*without NCCL_DEBUG"),
     "a figure less": (GOOD.replace("442.28", ""), ":19: 12 values for 13"),
-    "a figure less and a blank": (BLANK.replace("226.16", ""), ":12: 10 values for 12"),
+    "older than #wrong": (GOOD.replace("#wrong", " error"), "no line has the columns"),
     "no number": (GOOD.replace("442.28", "fast"), ":19: "),
     "negative": (table(SIZES, wrong=-1), "not a line"),
 }
@@ -89,3 +69,23 @@ def test_what_is_no_whole_table_is_refused(case):
     text, message = BAD[case]
     with pytest.raises(OutputError, match=f"(?s)^out.txt.*{message}"):
         read_table(text, "out.txt")
+
+
+@of_each(
+    "case",
+    [
+        ([10**6, 10**7, 10**8, 10**9], ["-b 1000000 -e 1000000000 -f 10"]),
+        ([2**29, 2**30, 2**31], ["-b 536870912 -e 2147483648 -f 2"]),
+        ([10**6, 2**29, 10**9, 2**30], ["-b 1000000 -e 1000000000 -f 1000", "-b 536870912 -e 1073741824 -f 2"]),
+        ([10**6], ["-b 1000000 -e 1000000"]),
+    ],
+)  # fmt: skip
+def test_as_few_starts_as_a_factor_allows(case):
+    sizes, expected = case
+    assert [" ".join(size_arguments(each)) for each in ranges(sizes)] == expected
+
+
+@hypothesis.given(strategies.lists(strategies.integers(1, 5000), max_size=12))
+def test_every_size_is_asked_for_once_and_no_other(sizes):
+    asked = [size for each in ranges(sizes) for size in each]
+    assert sorted(asked) == sorted(set(sizes))
