@@ -12,6 +12,7 @@ from typing import NoReturn
 import pytest
 
 PACKAGES = {
+    "cc": "gcc",
     "chromedriver": "chromium-driver",
     "chromium": "chromium",
     "g++": "g++",
