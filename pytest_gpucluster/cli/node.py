@@ -153,8 +153,8 @@ SCHEMA_VERSION = 1
 
 _NCCL_ENV = """\
 Inspect this node's network cards, interfaces, GPUs, container and job, and print which of NCCL's variables it needs,
-which are set and harmful, and which need no value, each with the reason and its source. Nothing is set: evaluate the
-printed lines to do so. For an unknown network there is no advice.
+and which are set and harmful, each with the reason and its source. All others are best left unset. Nothing is set:
+evaluate the printed lines to do so. For an unknown network there is no advice.
 
 Run it where the job will run: on a compute node, in the job's container.
 """
@@ -162,7 +162,6 @@ Run it where the job will run: on a compute node, in the job's container.
 _NCCL_ENV_EXAMPLES = """\
   gpucluster node nccl-env
   eval "$(gpucluster node nccl-env --format shell)"
-  gpucluster node nccl-env --format yaml
   srun --ntasks-per-node=1 gpucluster node nccl-env --check
 """
 
@@ -177,8 +176,6 @@ _NCCL_ENV_EXIT_CODES = exit_codes(
 _FORMATS = {
     "text": "for people (default)",
     "shell": "lines for eval or source: export and unset",
-    "slurm": "lines for a batch script, before srun",
-    "yaml": "a list for env of a container in Kubernetes",
     "json": "everything, for programs; docs/network.md lists the keys",
 }
 
@@ -205,7 +202,7 @@ def run_nccl_env(options: argparse.Namespace) -> int:
 
 
 def _render_advice(form: str, facts: Facts, advice: NcclAdvice) -> str:
-    from pytest_gpucluster.node.fabric import nccl_advice_text
+    from pytest_gpucluster.node.fabric.nccl_advice import render_advice, shell_lines
 
     if form == "json":
         document = {
@@ -216,7 +213,6 @@ def _render_advice(form: str, facts: Facts, advice: NcclAdvice) -> str:
             "nnodes": facts.nnodes,
             "container": facts.container,
             "provider": facts.provider,
-            "machine": facts.machine or None,
             "nccl": facts.nccl,
             "gpus": [{"name": gpu.name, "pci": gpu.pci} for gpu in facts.gpus],
             "nvlink": facts.nvlink,
@@ -225,9 +221,8 @@ def _render_advice(form: str, facts: Facts, advice: NcclAdvice) -> str:
         }
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
     if form == "text":
-        return nccl_advice_text.render_advice(facts, advice, width=columns(60) if sys.stdout.isatty() else 80)
-    render = {"shell": nccl_advice_text.shell, "slurm": nccl_advice_text.slurm, "yaml": nccl_advice_text.yaml}[form]
-    return render(facts, advice)
+        return render_advice(facts, advice, width=columns(60) if sys.stdout.isatty() else 80)
+    return shell_lines(facts, advice)
 
 
 ANSWER_SECONDS = 5.0

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.node.fabric import nccl_probe
@@ -19,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "node" / "fabric"))
 
 from made_nodes import Node, azure, infiniband, pod
 
-FORMATS = ("text", "shell", "slurm", "yaml", "json")
+FORMATS = ("text", "shell", "json")
 
 
 @pytest.fixture
@@ -37,8 +36,8 @@ def test_each_format_prints_what_is_advised(form: str, planted: Any, tmp_path: P
     assert main.main(["node", "nccl-env", "--format", form]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "NCCL_TOPO_FILE" in out
-    assert "/opt/microsoft/ndv5-topo.xml" in out
+    assert "NCCL_IB_HCA" in out
+    assert "/opt/microsoft" in out
 
 
 @pytest.mark.parametrize(
@@ -48,8 +47,8 @@ def test_each_format_prints_what_is_advised(form: str, planted: Any, tmp_path: P
         (infiniband, {"NCCL_IB_TIMEOUT": "22"}, 0),
         (infiniband, {"NCCL_IB_DISABLE": "1"}, 1),
         (azure, {}, 1),
-        (azure, {"NCCL_IB_HCA": "mlx5_ib", "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"}, 0),
-        (azure, {"NCCL_IB_HCA": "mlx5", "NCCL_TOPO_FILE": "/opt/microsoft/ndv5-topo.xml"}, 1),
+        (azure, {"NCCL_IB_HCA": "mlx5_ib"}, 0),
+        (azure, {"NCCL_IB_HCA": "mlx5"}, 1),
         (pod, {}, 3),
         (pod, {"NCCL_CHECK_POINTERS": "1"}, 1),
     ],
@@ -76,7 +75,7 @@ def test_json_has_the_node_and_the_advice(planted: Any, tmp_path: Path, capsys: 
     assert [key for key in document if f"`{key}`" not in page] == [], "docs/network.md names every key"
     parts = [
         key
-        for part in ("fabric", "set", "leave")
+        for part in ("fabric", "set", "steps")
         for key in (document[part] if part == "fabric" else document[part][0])
     ]
     assert [key for key in parts if f"`{key}`" not in page] == []
@@ -96,11 +95,6 @@ def test_on_this_machine_it_prints_something_in_80_columns_and_sets_nothing() ->
     assert dict(os.environ) == before
 
 
-def test_the_lines_of_this_machine_are_taken_by_a_shell_and_a_yaml_reader() -> None:
-    command = [sys.executable, "-m", "pytest_gpucluster", "node", "nccl-env", "--format"]
-    for form in ("shell", "slurm"):
-        subprocess.run(
-            ["bash", "-euc", 'eval "$("$@")"', "bash", *command, form], capture_output=True, timeout=60, check=True
-        )
-    message = subprocess.run([*command, "yaml"], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert isinstance(yaml.safe_load(message), list)
+def test_the_lines_of_this_machine_are_taken_by_a_shell() -> None:
+    command = [sys.executable, "-m", "pytest_gpucluster", "node", "nccl-env", "--format", "shell"]
+    subprocess.run(["bash", "-euc", 'eval "$("$@")"', "bash", *command], capture_output=True, timeout=60, check=True)

@@ -9,9 +9,9 @@ from sessions import Project
 
 SUITE = """
 def test_it():
-    from pytest_gpucluster.node.fabric import nccl_advice_rules
+    from pytest_gpucluster.node.fabric import nccl_advice
     from pytest_gpucluster.node.fabric.nccl_facts import Fabric
-    assert nccl_advice_rules.Fabric is Fabric
+    assert nccl_advice.Fabric is Fabric
 """
 
 
@@ -22,7 +22,7 @@ def test_modules_of_an_earlier_session_are_not_mixed_with_new_ones(
 
     for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("nccl_facts", "nccl_advice_rules"):
+    for name in ("nccl_facts", "nccl_advice"):
         monkeypatch.delattr(package, name, raising=False)
     project.suite(SUITE)
     for _ in range(2):

@@ -9,12 +9,13 @@ left open, and nothing is advised.
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
-from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND, Adapters, Gid, Port
+from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND, Adapters, Port
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.pci import PeerMemory
 
@@ -67,9 +68,9 @@ class Card:
         return f"{self.port.device}:{self.port.number}"
 
     @property
-    def gids(self) -> Sequence[Gid]:
-        """The addresses of the port."""
-        return self.port.gids
+    def rate(self) -> float:
+        """Gb/s; 0 where it is unknown."""
+        return self.port.rate_gbps or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +109,11 @@ class Facts:
     Attributes:
         host: its name.
         launcher: of this process, such as torchrun; "" for a shell.
-        launcher_unknown: what is wrong with the launcher's variables; "" if nothing is.
         scheduler: slurm, kubernetes or None.
         nnodes: of this launch or job; None outside of one.
         local_ranks: of this node.
         container: kind of the container of this process; None for none that is known.
         provider: of this virtual machine; None for an unknown one.
-        machine: type of the machine, from its firmware.
         gpus: those visible; ``gpus_unknown`` is why they are unknown, "" where they are known.
         gpus_of_node: PCI addresses of all GPUs of the node, also of those that a job or container was not given.
         nvlink, nvls: the GPUs of a node reach each other over NVLink, and through a switch that can reduce.
@@ -127,18 +126,15 @@ class Facts:
         nccl: its version; None where it is unknown.
         settings: variables that are set, and where.
         environ: the environment, for variables that are not NCCL's.
-        files: kind of file -> the paths at which it was found.
     """
 
     host: str
     launcher: str = ""
-    launcher_unknown: str = ""
     scheduler: str | None = None
     nnodes: int | None = None
     local_ranks: int = 1
     container: str | None = None
     provider: Provider | None = None
-    machine: str = ""
     gpus: tuple[Gpu, ...] = ()
     gpus_unknown: str = ""
     gpus_of_node: tuple[str, ...] = ()
@@ -154,7 +150,6 @@ class Facts:
     nccl: str | None = None
     settings: tuple[Setting, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def setting(self, name: str) -> Setting | None:
         """Return a variable of NCCL's that is set."""
@@ -207,7 +202,7 @@ ROCE: FabricKind = "RoCE"
 EFA: FabricKind = "EFA"
 TCP: FabricKind = "Ethernet"
 
-_LAYERS: Mapping[str, FabricKind] = {INFINIBAND: IB, ETHERNET: ROCE}
+_LAYERS = (INFINIBAND, ETHERNET)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,89 +230,69 @@ def find_fabric(facts: Facts) -> Fabric:
     """Find the fabric of a node."""
     active = [card for card in facts.cards if card.port.is_active]
     efa = [card for card in active if card.driver == "efa"]
-    if efa:
-        return Fabric(kind=EFA, why=f"{_ports(efa)} of the driver efa", cards=tuple(efa))
     carrying = [card for card in active if card.port.link_layer in _LAYERS]
     cards = [card for card in carrying if card.pci is not None]
-    soft = [(card, "it is RDMA in software, with no card behind it") for card in carrying if card.pci is None]
+    real = [network.name for network in facts.networks if network.is_real]
+    if efa:
+        return Fabric(kind=EFA, why=f"{_ports(efa)} of the driver efa", cards=tuple(efa))
     if cards:
-        return _of_cards(cards, soft, len(facts.gpus_of_node) or None)
+        soft = [(card, "it is RDMA in software, with no card behind it") for card in carrying if card.pci is None]
+        return _of_cards(cards, soft, len(facts.gpus_of_node))
+    kind: FabricKind | None = None
     if facts.cards:
         listed = ", ".join(f"{card.name} {card.port.state or 'state unknown'}" for card in facts.cards)
-        return Fabric(kind=None, why=f"there are RDMA devices, and no card of them carries data: {listed}")
-    return _without_rdma(facts)
-
-
-def _without_rdma(facts: Facts) -> Fabric:
-    if facts.rdma_on_bus:
+        why = f"there are RDMA devices, and no card of them carries data: {listed}"
+    elif facts.rdma_on_bus:
         where = f"in this container ({facts.container})" if facts.container else "here"
-        listed = ", ".join(facts.rdma_on_bus)
-        return Fabric(
-            kind=None, why=f"cards for RDMA are on the PCI bus ({listed}), and there is no RDMA device {where}"
-        )
-    real = [network.name for network in facts.networks if network.is_real]
-    if real:
-        listed = ", ".join(real)
-        return Fabric(kind=TCP, why=f"no RDMA device, and the network interfaces {listed}")
-    names = ", ".join(network.name for network in facts.networks) or "none"
-    of = f" of this container ({facts.container})" if facts.container else ""
-    return Fabric(
-        kind=None,
-        why=f"there is no RDMA device, and the cards behind the interfaces{of} are not visible ({names})",
-    )
-
-
-def _of_cards(cards: Sequence[Card], soft: Sequence[tuple[Card, str]], gpus: int | None) -> Fabric:
-    layers = {layer: [card for card in cards if card.port.link_layer == layer] for layer in _LAYERS}
-    present = {layer: some for layer, some in layers.items() if some}
-    outside = list(soft)
-    if len(present) == 1:
-        [layer] = present
+        why = f"cards for RDMA are on the PCI bus ({', '.join(facts.rdma_on_bus)}), and there is no RDMA device {where}"
+    elif real:
+        kind, why = TCP, f"no RDMA device, and the network interfaces {', '.join(real)}"
     else:
-        chosen = _greater(present)
-        if chosen is None:
-            return Fabric(
-                kind=None,
-                why=f"both InfiniBand ({_ports(layers[INFINIBAND])}) and Ethernet ({_ports(layers[ETHERNET])}) carry "
-                "data, and neither has clearly more ports and faster ones",
-            )
-        layer = chosen
-        other = next(one for one in present if one != layer)
-        outside += [(card, f"it is {other}, and the fabric is {layer}") for card in present[other]]
-    kind, of_layer = _LAYERS[layer], present[layer]
+        of = f" of this container ({facts.container})" if facts.container else ""
+        names = ", ".join(network.name for network in facts.networks) or "none"
+        why = f"there is no RDMA device, and the cards behind the interfaces{of} are not visible ({names})"
+    return Fabric(kind=kind, why=why)
+
+
+def _of_cards(cards: Sequence[Card], soft: Sequence[tuple[Card, str]], gpus: int) -> Fabric:
+    ib, ethernet = ([card for card in cards if card.port.link_layer == layer] for layer in (INFINIBAND, ETHERNET))
+    # Of equals InfiniBand is the fabric: it is built for nothing else, and Ethernet is everywhere.
+    if not ethernet or (ib and len(ib) >= len(ethernet) and _slowest(ib) >= _fastest(ethernet)):
+        kind, of_layer, others = IB, ib, ethernet
+    elif not ib or (len(ethernet) > len(ib) and _slowest(ethernet) > _fastest(ib)):
+        kind, of_layer, others = ROCE, ethernet, ib
+    else:
+        why = f"both InfiniBand ({_ports(ib)}) and Ethernet ({_ports(ethernet)}) carry data, and neither has clearly "
+        return Fabric(kind=None, why=f"{why}more ports and faster ones")
     try:
         reasons = _foreign(of_layer, gpus)
     except _UnclearError as unclear:
         return Fabric(kind=kind, why=_ports(of_layer), cards=tuple(of_layer), unclear=str(unclear))
     kept = tuple(card for card in of_layer if card.name not in reasons)
+    outside = [*soft, *((card, f"it is {card.port.link_layer}, and the fabric is {kind}") for card in others)]
     outside += [(card, reasons[card.name]) for card in of_layer if card.name in reasons]
-    top = max(card.port.rate_gbps or 0.0 for card in of_layer)
-    slow = tuple(card for card in kept if (card.port.rate_gbps or 0.0) < top)
+    slow = tuple(card for card in kept if card.rate < max(card.rate for card in of_layer))
     return Fabric(kind=kind, why=_ports(kept), cards=kept, outside=tuple(outside), slow=slow)
 
 
-def _greater(present: Mapping[str, Sequence[Card]]) -> str | None:
-    """Return the link layer with at least as many ports, none of which is slower than the fastest of the other."""
-    for layer, other in ((INFINIBAND, ETHERNET), (ETHERNET, INFINIBAND)):
-        ours, theirs = present[layer], present[other]
-        rates = [card.port.rate_gbps for card in (*ours, *theirs)]
-        if None in rates:
-            return None
-        slowest = min(card.port.rate_gbps or 0.0 for card in ours)
-        fastest = max(card.port.rate_gbps or 0.0 for card in theirs)
-        # Of equals InfiniBand is the fabric: it is built for nothing else, and Ethernet is everywhere.
-        enough = len(ours) >= len(theirs) if layer == INFINIBAND else len(ours) > len(theirs)
-        if enough and (slowest >= fastest if layer == INFINIBAND else slowest > fastest):
-            return layer
-    return None
+def _slowest(cards: Sequence[Card]) -> float:
+    return min(card.rate for card in cards)
+
+
+def _fastest(cards: Sequence[Card]) -> float:
+    """An unknown rate may be any."""
+    return max(math.inf if card.port.rate_gbps is None else card.rate for card in cards)
 
 
 class _UnclearError(Exception):
     """Which ports belong to the fabric is unknown, for this reason."""
 
 
-def _foreign(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
+def _foreign(cards: Sequence[Card], gpus: int) -> dict[str, str]:
     """Return the ports of one link layer that do not belong to the fabric, with the reason.
+
+    Args:
+        gpus: of the node; 0 where they are unknown.
 
     Raises:
         _UnclearError: the facts are ambiguous.
@@ -328,16 +303,16 @@ def _foreign(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
     return reasons
 
 
-def _by_rate(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
+def _by_rate(cards: Sequence[Card], gpus: int) -> dict[str, str]:
     """Slower ports on another kind of card have another purpose; on the same kind they are a fault of the fabric."""
     unknown = [card.name for card in cards if card.port.rate_gbps is None]
     if unknown:
         raise _UnclearError(f"the rate of {', '.join(unknown)} is unknown")
-    top = max(card.port.rate_gbps or 0.0 for card in cards)
-    fast = [card for card in cards if card.port.rate_gbps == top]
+    top = _fastest(cards)
+    fast = [card for card in cards if card.rate == top]
     boards = {card.board for card in fast}
     other = [card for card in cards if card not in fast and card.board and not {"", card.board} & boards]
-    if other and len(fast) <= len(other) and not (gpus and len(fast) >= gpus):
+    if other and len(fast) <= len(other) and not 0 < gpus <= len(fast):
         raise _UnclearError(
             f"{_ports(fast)} and {_ports(other)} are of different cards, and it is unknown which are for storage"
         )
@@ -345,7 +320,7 @@ def _by_rate(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
     return {card.name: f"it has {_rate(card)} {reason}" for card in other}
 
 
-def _by_distance(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
+def _by_distance(cards: Sequence[Card], gpus: int) -> dict[str, str]:
     """Where the GPUs have cards behind their own PCIe switches, cards elsewhere have another purpose."""
     near = [card for card in cards if card.distance in _OVER_SWITCHES]
     far = [card for card in cards if card.distance and card.distance not in _OVER_SWITCHES]
@@ -357,22 +332,15 @@ def _by_distance(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
     return {card.name: f"it is close to no GPU ({card.distance}), {others}" for card in far}
 
 
-def _by_route(cards: Sequence[Card], gpus: int | None) -> dict[str, str]:
+def _by_route(cards: Sequence[Card], gpus: int) -> dict[str, str]:
     """A RoCE port with the default route leads outside, unless it completes the number of rails."""
     default = [card for card in cards if card.is_default]
     others = len(cards) - len(default)
-    if not default or not others:
+    if not default or not others or (gpus and _fits(len(cards), gpus)):
         return {}
-    if not gpus:
-        raise _UnclearError(
-            f"{_ports(default)} has the default route, and with unknown GPUs it may be one of the rails"
-        )
-    if _fits(len(cards), gpus):
-        return {}
-    if not _fits(others, gpus):
-        raise _UnclearError(
-            f"{len(cards)} ports for {gpus} GPUs do not fit any number of rails, and neither do {others} of them"
-        )
+    if not gpus or not _fits(others, gpus):
+        ports = f"{len(cards)} ports for {gpus or 'unknown'} GPUs, of which {_ports(default)} has the default route"
+        raise _UnclearError(f"{ports}, fit no number of rails, and neither do {others} of them")
     reason = f"has the default route, and {others} other ports are the rails"
     return {card.name: f"its interface {card.interface} {reason}" for card in default}
 
@@ -390,4 +358,4 @@ def _ports(cards: Sequence[Card]) -> str:
 
 
 def _rate(card: Card) -> str:
-    return "an unknown rate" if card.port.rate_gbps is None else f"{card.port.rate_gbps:g} Gb/s"
+    return "an unknown rate" if card.port.rate_gbps is None else f"{card.rate:g} Gb/s"

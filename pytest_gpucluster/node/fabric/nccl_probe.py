@@ -18,7 +18,6 @@ from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.launchers import allocation, detect
 from pytest_gpucluster.metrics.datasheets import SKUS, Promise, promise_of
 from pytest_gpucluster.node import infiniband, info, info_gpus, info_software, pci
-from pytest_gpucluster.node.fabric import nccl_advice_rules
 from pytest_gpucluster.node.fabric.nccl_facts import DISTANCES, Card, Facts, Gpu, Network, Provider
 from pytest_gpucluster.node.fabric.ports import FabricSources
 from pytest_gpucluster.node.infiniband import ETHERNET, Adapters, Device, Port
@@ -48,9 +47,6 @@ _EFA_MODULE = "efa_nv_peermem"
 openucx/ucx issue 10966; awslabs/libfabric-ci-scripts pull request 176."""
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 """Asset tag of every Azure machine, and of no other Hyper-V. Source: cloud-init, tools/ds-identify."""
-_LIBRARIES = ("/opt/amazon/ofi-nccl/lib*", "/opt/amazon/aws-ofi-nccl/lib*", "/opt/aws-ofi-nccl/lib*")
-_LIBRARIES_OF_MACHINE = ("/opt/amazon/ofi-nccl/lib/*-linux-gnu", "/usr/lib/*-linux-gnu", "/usr/local/lib", "/usr/lib64")
-"""Folders of aws-ofi-nccl, by Amazon's installer, its own instructions, and distributions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,21 +92,19 @@ def collect_facts(sources: Sources) -> Facts:
     """Return the facts of this node."""
     tree = FabricTree(root=sources.root, sources=sources.fabric)
     environ, host = sources.fabric.environ, sources.hostname()
-    launcher, launcher_unknown, nnodes = _launched(environ, host)
+    launcher, nnodes = _launched(environ, host)
     visible = sources.gpus()
     adapters = infiniband.read(sources.fabric.sysfs)
     of_node = _gpus_of_node(tree, visible.gpus)
     default = _default_interfaces(tree)
-    facts = Facts(
+    return Facts(
         host=host,
         launcher=launcher,
-        launcher_unknown=launcher_unknown,
         scheduler=allocation(environ).name,
         nnodes=nnodes,
         local_ranks=max(1, len(visible.gpus)),
         container=info.container(tree, environ),
         provider=_provider(tree),
-        machine=tree.text(f"{_DMI}/product_name") or "",
         gpus=visible.gpus,
         gpus_unknown=visible.why_not,
         gpus_of_node=of_node,
@@ -127,7 +121,6 @@ def collect_facts(sources: Sources) -> Facts:
         settings=sources.fabric.settings(),
         environ=environ,
     )
-    return _with_files(facts, tree)
 
 
 def gpus_by_nvml(query: Callable[[], Output]) -> VisibleGpus:
@@ -163,16 +156,13 @@ def _promise(gpus: Sequence[Gpu]) -> Promise | None:
     return promise_of(skus[0]) if len(skus) == 1 else None
 
 
-def _launched(environ: Mapping[str, str], host: str) -> tuple[str, str, int | None]:
-    """Return the launcher, what is wrong with it, and the number of nodes."""
-    given = allocation(environ).nnodes
+def _launched(environ: Mapping[str, str], host: str) -> tuple[str, int | None]:
+    """Return the launcher and the number of nodes; variables that contradict each other are for the preflight."""
     try:
         facts = detect(environ, host)
-    except LaunchError as error:
-        return "", " ".join(str(error).split()), given
-    if facts.launcher == "single":
-        return "", "", given
-    return facts.launcher, "", facts.nnodes
+    except LaunchError:
+        return "", allocation(environ).nnodes
+    return ("", allocation(environ).nnodes) if facts.launcher == "single" else (facts.launcher, facts.nnodes)
 
 
 def _provider(tree: Tree) -> Provider | None:
@@ -308,44 +298,3 @@ def _default_interfaces(tree: Tree) -> frozenset[str]:
         if len(parts) == 10 and parts[0] == _ANY_6 and parts[1] == "00" and parts[9] != "lo":
             routes.append((int(parts[5], 16), parts[9]))
     return _with_lower(tree, min(routes)[1]) if routes else frozenset()
-
-
-def _with_files(facts: Facts, tree: Tree) -> Facts:
-    """Look for the files that the advice may name."""
-    description = nccl_advice_rules.azure_topology(facts)
-    scripts = (*nccl_advice_rules.GOOGLE_SCRIPTS.values(), nccl_advice_rules.GOOGLE_IN_CONTAINER)
-    folders = [*_LIBRARIES, *_LIBRARIES_OF_MACHINE]
-    folders += [one for one in facts.environ.get("LD_LIBRARY_PATH", "").split(":") if one.startswith("/")]
-    plugins = (
-        f"/{path.relative_to(tree.root)}"
-        for folder in folders
-        for name in nccl_advice_rules.EFA_PLUGINS
-        for path in _found(tree, folder, name)
-    )
-    files = {
-        nccl_advice_rules.TOPOLOGY_FILE: _topologies(facts, tree, description),
-        nccl_advice_rules.SCRIPT: tuple(path for path in scripts if tree.has(path)),
-        nccl_advice_rules.EFA_PLUGIN: tuple(dict.fromkeys(plugins)),
-    }
-    return replace(facts, files=files)
-
-
-def _topologies(facts: Facts, tree: Tree, path: str | None) -> tuple[str, ...]:
-    """Return the path of a description of the machine, and the one that is set where its content is the same: a link,
-    as in Azure's images, or a container's own copy."""
-    content = tree.text(path) if path else None
-    if path is None or content is None:
-        return ()
-    setting = facts.setting(nccl_advice_rules.TOPOLOGY)
-    is_same = setting is not None and tree.text(setting.value) == content
-    return (path, setting.value) if setting is not None and is_same else (path,)
-
-
-def _found(tree: Tree, folder: str, name: str) -> Iterator[Path]:
-    try:
-        for path in sorted(tree.root.glob(f"{folder.lstrip('/')}/{name}")):
-            # Other plugins, such as the one for SHARP, have the plain name as well.
-            if name != nccl_advice_rules.EFA_PLUGINS[0] or "ofi" in str(path.parent):
-                yield path
-    except (OSError, ValueError, NotImplementedError):
-        return  # an unreadable folder, or an invalid pattern, as in a broken LD_LIBRARY_PATH

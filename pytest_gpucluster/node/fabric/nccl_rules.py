@@ -1,4 +1,4 @@
-"""The variables of NCCL, UCX and CUDA: what each does, how a value is judged, and when to leave it unset. Pure.
+"""The variables of NCCL, UCX and CUDA: what each does, and how a value is judged. Pure.
 
 ``RULES`` is the one table of them: the criterion ``nccl.environment`` and the advice of ``gpucluster node nccl-env``
 follow it, and docs/reference.md lists it. :func:`judge_environment` returns the finding for a variable that is set:
@@ -15,20 +15,19 @@ https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
-from pytest_gpucluster.node.fabric.nccl_facts import IB, ROCE, TCP, Fabric, FabricKind, Facts
+from pytest_gpucluster.node.fabric.nccl_facts import Facts
 from pytest_gpucluster.node.fabric.ports import selects
 from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND
 from pytest_gpucluster.node.interfaces import matches
 
 GUIDE = "NCCL user guide, Environment Variables"
 GUIDE_URL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
-TROUBLESHOOTING_URL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
 
 Judge = Callable[[str, Facts], Kind | None]
 """Value and node -> "environment" where it hurts, "note" where it may, or None."""
@@ -199,16 +198,6 @@ def _has_nvls(facts: Facts) -> bool:
 
 
 @dataclass(frozen=True)
-class Unset:
-    """Why to leave a variable unset. ``on``: kinds of fabric, empty for all; ``nvls``: only where NVLS is available."""
-
-    why: str
-    on: tuple[FabricKind, ...] = ()
-    nvls: bool = False
-    source: str = GUIDE_URL
-
-
-@dataclass(frozen=True)
 class Rule:
     """One variable.
 
@@ -217,44 +206,26 @@ class Rule:
         does: what it does, where it helps and where it hurts.
         remedy: what to do about it.
         source: of all this.
-        unset: reasons to leave it unset. Their source: the guide's entry on the variable; that measuring decides is
-            this suite's own rule.
     """
 
     judge: Judge
     does: str
     remedy: str = "unset it"
     source: str = GUIDE
-    unset: tuple[Unset, ...] = ()
 
-
-_RDMA = (IB, ROCE)
-_C10D = "pytorch/pytorch, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
-_UCX_FAQ = "OpenUCX documentation, FAQ: Which transports and network devices does UCX use?"
 
 RULES: Mapping[str, Rule] = {
     "NCCL_ALGO": Rule(
         _algorithms,
         "allows only some algorithms. Helps nowhere for long. `Ring` switches NVLS off, which hurts all-reduce where "
         "there is an NVSwitch (366 instead of 482 GB/s on 8 H200), and trees, which hurts many nodes",
-        unset=(Unset("NCCL chooses by size and topology; a choice that helps one size hurts the others"),),
     ),
     "NCCL_PROTO": Rule(
         _protocols,
         "allows only some protocols. `LL128` where NCCL has not chosen it can corrupt data; without `Simple` large "
         "messages are slow; `^LL128` is a search for a bug",
-        unset=(
-            Unset(
-                "NCCL chooses by size and topology; LL128 where it has not chosen it can corrupt data",
-                on=(IB, ROCE, TCP),
-            ),
-        ),
     ),
-    "NCCL_NVLS_ENABLE": Rule(
-        _if_off(_has_nvls),
-        "0 switches NVLS off: hurts in a node with an NVSwitch",
-        unset=(Unset("NCCL uses the reduction in NVSwitches where it is available", nvls=True),),
-    ),
+    "NCCL_NVLS_ENABLE": Rule(_if_off(_has_nvls), "0 switches NVLS off: hurts in a node with an NVSwitch"),
     "NCCL_CUMEM_ENABLE": Rule(
         _always,
         "0 disables the memory that NVLink between nodes (MNNVL) needs; inference frameworks set it to save memory",
@@ -268,20 +239,11 @@ RULES: Mapping[str, Rule] = {
         _if_on("environment", _has_peers),
         "1 sends the traffic between GPUs of a node through host memory, instead of NVLink or PCIe; helps only where "
         "P2P over PCIe is broken (IOMMU, ACS)",
-        unset=(
-            Unset(
-                "1 is for machines on which P2P is broken; repair that instead (IOMMU, ACS)", source=TROUBLESHOOTING_URL
-            ),
-        ),
     ),
     "NCCL_P2P_LEVEL": Rule(
         _p2p_level,
         "limits how far apart GPUs may be for P2P. `LOC` is never; `NVL` excludes PCIe; `SYS` helps on some machines "
         "without NVLink",
-    ),
-    "NCCL_P2P_DIRECT_DISABLE": Rule(
-        _if_on("note"),
-        "1 forbids direct access to buffers of other GPUs of the same process; with one GPU a process it does nothing",
     ),
     "NCCL_SHM_DISABLE": Rule(
         _if_on("environment", _has_peers),
@@ -292,13 +254,6 @@ RULES: Mapping[str, Rule] = {
         _if_on("environment", _has_fabric),
         "1 switches InfiniBand and RoCE off, so that TCP carries all data between nodes; belongs to clusters that have "
         "neither",
-        unset=(
-            Unset("1 would send everything over TCP", on=_RDMA),
-            Unset(
-                "there is nothing to disable: NCCL uses TCP by itself, and would ignore cards that are added later",
-                on=(TCP,),
-            ),
-        ),
     ),
     "NCCL_NET": Rule(
         _network,
@@ -313,13 +268,6 @@ RULES: Mapping[str, Rule] = {
         _gdr_level,
         "limits how far a GPU and a network card may be apart for GPUDirect RDMA. `LOC` is never, and hurts; `PHB` and "
         "`SYS` help where cards are not behind the GPUs' own PCIe switches, and can hurt elsewhere",
-        unset=(
-            Unset(
-                "by default GPUDirect RDMA is used where a card is behind the GPU's own PCIe switches; measure before "
-                "any other value stays",
-                on=_RDMA,
-            ),
-        ),
     ),
     "NCCL_NET_GDR_READ": Rule(
         _if_off(lambda facts: facts.has_fabric and facts.nvlink),
@@ -350,23 +298,11 @@ RULES: Mapping[str, Rule] = {
         "how often a packet is sent again; less than the default of 7 breaks jobs at a short disturbance",
     ),
     "NCCL_IB_QPS_PER_CONNECTION": Rule(
-        _always,
-        "connections for each pair of ranks; 2 to 4 help on fabrics with several levels",
-        unset=(
-            Unset(
-                "more connections help on some fabrics of several levels, which a node cannot detect: measure both",
-                on=_RDMA,
-            ),
-        ),
+        _always, "connections for each pair of ranks; 2 to 4 help on fabrics with several levels"
     ),
-    "NCCL_IB_SPLIT_DATA_ON_QPS": Rule(_always, "1 splits each message over the connections: hurts latency"),
     "NCCL_IB_PCI_RELAXED_ORDERING": Rule(
         _if_off(_has_fabric), "1 helps in virtual machines, and is the default where it is possible; 0 hurts there"
     ),
-    "NCCL_IB_ADAPTIVE_ROUTING": Rule(
-        _always, "1 is the default on InfiniBand; on RoCE it helps only where the switches do it"
-    ),
-    "NCCL_IB_CUDA_SUPPORT": Rule(_always, "nothing since NCCL 2.4: NCCL_NET_GDR_LEVEL has replaced it"),
     "NCCL_SOCKET_IFNAME": Rule(
         _interface,
         "selects the interface of NCCL's own connections, and of all data where TCP carries them. Helps where hosts "
@@ -385,39 +321,12 @@ RULES: Mapping[str, Rule] = {
         _never,
         "the traffic class of RoCE's packets; belongs to the switches' configuration, and is lossy or slow where it "
         "differs from theirs",
-        unset=(
-            Unset(
-                "the traffic class belongs to the switches' configuration: set the value of the network's owner, or "
-                "nothing",
-                on=(ROCE,),
-            ),
-        ),
     ),
-    "NCCL_IB_SL": Rule(
-        _never,
-        "the service level on InfiniBand; belongs to the subnet manager's configuration",
-        unset=(
-            Unset(
-                "the service level belongs to the subnet manager's configuration: set the value of the network's "
-                "owner, or nothing",
-                on=(IB,),
-            ),
-        ),
-    ),
+    "NCCL_IB_SL": Rule(_never, "the service level on InfiniBand; belongs to the subnet manager's configuration"),
     "NCCL_CROSS_NIC": Rule(
         _never,
         "0 keeps to rails and belongs to fabrics that are built of rails; 1 belongs to those where all cards of a node "
         "are on one switch",
-        unset=(
-            Unset(
-                "by default NCCL keeps to rails where it can; whether there are paths between rails is the network's "
-                "design, and not visible on a node",
-                on=_RDMA,
-            ),
-        ),
-    ),
-    "NCCL_COLLNET_ENABLE": Rule(
-        _never, "1 lets switches reduce (SHARP); helps where it is set up, does nothing elsewhere"
     ),
     "NCCL_PXN_DISABLE": Rule(
         _if_on("environment", lambda facts: facts.has_fabric and facts.nvlink),
@@ -427,11 +336,6 @@ RULES: Mapping[str, Rule] = {
         _topology,
         "a description of the machine; helps in virtual machines that hide it, and hurts on any other machine",
         remedy="name the file that belongs to this kind of machine, or unset it",
-    ),
-    "NCCL_GRAPH_FILE": Rule(
-        _always,
-        "rings and trees that were computed before; hurts on any other machine",
-        source="NCCL, src/graph/search.cc",
     ),
     "NCCL_BUFFSIZE": Rule(
         _number_is("environment", lambda value: 0 < value < 1 << 20, "note"),
@@ -445,29 +349,20 @@ RULES: Mapping[str, Rule] = {
     "NCCL_MAX_CTAS": Rule(
         _channels, "the same, under its new name; helps where computing matters more than communication"
     ),
-    "NCCL_MIN_NCHANNELS": Rule(
-        _always, "fewest blocks of NCCL's kernels; more help bandwidth and take SMs from the model"
-    ),
     "NCCL_CHECK_POINTERS": Rule(
         _if_on("environment"), "1 checks each pointer before each call: a debugging aid that costs latency"
-    ),
-    "NCCL_LAUNCH_MODE": Rule(
-        _always, "how kernels are launched where one process has several GPUs; not recommended since 2.9"
     ),
     "NCCL_DEBUG": Rule(
         _word_is("environment", ("trace",), "note"),
         "how much NCCL logs. INFO and TRACE are for debugging; where a run sets it without NCCL_DEBUG_FILE, this suite "
         "cannot read which transport was chosen",
     ),
-    "NCCL_ASYNC_ERROR_HANDLING": Rule(_always, "an old name of torch's TORCH_NCCL_ASYNC_ERROR_HANDLING", source=_C10D),
-    "NCCL_BLOCKING_WAIT": Rule(_always, "an old name of torch's TORCH_NCCL_BLOCKING_WAIT", source=_C10D),
     "UCX_NET_DEVICES": Rule(
         _ucx_devices,
         "selects the cards of MPI over UCX. NCCL ignores it, unless its plugin is the one of UCX",
         remedy="unset it, or name cards of this node with their port, such as mlx5_0:1",
-        source=_UCX_FAQ,
+        source="OpenUCX documentation, FAQ: Which transports and network devices does UCX use?",
     ),
-    "UCX_TLS": Rule(_never, "selects the transports of MPI over UCX; NCCL ignores it", source=_UCX_FAQ),
     "UCX_LOG_LEVEL": Rule(
         _word_is("note", ("debug", "trace", "data", "func"), None),
         "how much UCX logs; debug and trace are for debugging",
@@ -485,12 +380,6 @@ RULES: Mapping[str, Rule] = {
         "1 waits for each kernel: a debugging aid that makes everything slow",
         source="CUDA C programming guide, CUDA environment variables",
     ),
-    "OMP_NUM_THREADS": Rule(
-        _never,
-        "threads of computations on the CPU. torchrun sets it to 1 where it is not set; a loader that computes, or an "
-        "optimizer on the CPU, needs more",
-        source="pytorch/pytorch, torch/distributed/run.py",
-    ),
     "TORCH_DISTRIBUTED_DEBUG": Rule(
         _word_is("environment", ("detail",), None),
         "DETAIL compares each collective between the ranks before it runs: a debugging aid that is slow",
@@ -506,11 +395,12 @@ _DEBUGGING = re.compile(
     TREE_THRESHOLD | NVB_DISABLE | P2P_PXN_LEVEL | PXN_C2C | RUNTIME_CONNECT | GRAPH_REGISTER | LOCAL_REGISTER |
     LEGACY_CUDA_REGISTER | WIN_ENABLE | SET_STACK_SIZE | GRAPH_MIXING_SUPPORT | P2P_NET_CHUNKSIZE | P2P_LL_THRESHOLD
     | ALLOC_P2P_NET_LL_BUFFERS | COMM_BLOCKING | CGA_CLUSTER_SIZE | MIN_CTAS | IB_MERGE_NICS | MAX_NRINGS |
-    MIN_NRINGS | RINGS
+    MIN_NRINGS | RINGS | P2P_DIRECT_DISABLE | GRAPH_FILE | IB_SPLIT_DATA_ON_QPS | IB_CUDA_SUPPORT | LAUNCH_MODE |
+    IB_ADAPTIVE_ROUTING | MIN_NCHANNELS | ASYNC_ERROR_HANDLING | BLOCKING_WAIT
     )""",
     re.VERBOSE,
 )
-"""Variables of the guide's section "Debugging" without a rule, and names that these had before."""
+"""Variables of the guide's section "Debugging" without a rule, and names of earlier versions of NCCL and torch."""
 
 
 def judge_environment(setting: Setting, facts: Facts) -> Finding | None:
@@ -525,7 +415,7 @@ def judge_environment(setting: Setting, facts: Facts) -> Finding | None:
     elif rule is not None:
         kind, does, remedy = rule.judge(setting.value, facts), rule.does, rule.remedy
     elif _DEBUGGING.fullmatch(name):
-        kind, does = "note", "NCCL's guide lists it as a debugging aid, which should not stay set"
+        kind, does = "note", "it is a debugging aid, or of an earlier version, and should not stay set"
     if kind is None:
         return None
     if name in facts.required_by_plugin:
@@ -538,11 +428,3 @@ def judge_environment(setting: Setting, facts: Facts) -> Finding | None:
         allowed="not set" if kind == "environment" else "where it is meant",
         remedy=remedy,
     )
-
-
-def unneeded(facts: Facts, fabric: Fabric) -> Iterator[tuple[str, Unset]]:
-    """Yield the variables to leave unset on a node, with the reason. None where the fabric is unknown."""
-    for name, rule in RULES.items() if fabric.kind is not None else ():
-        for unset in rule.unset:
-            if (not unset.on or fabric.kind in unset.on) and (facts.nvls or not unset.nvls):
-                yield name, unset

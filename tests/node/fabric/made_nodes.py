@@ -199,7 +199,7 @@ def efa(root: Path) -> Node:
     return node
 
 
-def azure(root: Path, topology: bool = True) -> Node:
+def azure(root: Path) -> Node:
     """A machine of Azure: eight InfiniBand ports, and one of accelerated Ethernet."""
     node = eight_gpus(root)
     node.dmi(sys_vendor="Microsoft Corporation", product_name="Virtual Machine", chassis_asset_tag=AZURE)
@@ -208,8 +208,6 @@ def azure(root: Path, topology: bool = True) -> Node:
     node.card("mlx5_an0", link_layer="Ethernet", gids=ROCE_GIDS, rate="100 Gb/sec (4X EDR)", interface="eth0")
     node.network("eth0", driver="hv_netvsc", speed=100_000)
     node.default("eth0")
-    if topology:
-        write(root / "opt/microsoft/ndv5-topo.xml", "<system/>")
     return node
 
 

@@ -1,4 +1,4 @@
-"""What is printed, in the hands of a real bash and a real YAML reader, also with names that mean harm."""
+"""What is printed, in the hands of a real bash, also with names that mean harm."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 from each import of_each
 from made_nodes import MAKERS, Node, azure, infiniband
 from sysfs_ports import write
 
-from pytest_gpucluster.node.fabric import nccl_advice_text
-from pytest_gpucluster.node.fabric.nccl_advice import advise
+from pytest_gpucluster.node.fabric.nccl_advice import advise, render_advice, shell_lines
 from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
 
 HOSTILE = ("$(touch${IFS}x)", "`touch${IFS}x`", "a';touch${IFS}x;'", 'a"b\\n', "a&touch<x", "--x", "*", "~", "#a", "!!")
 """Names that Linux takes for an interface or an RDMA device: no blank, no slash."""
 
 
-def shown(form: str, node: Node) -> str:
+def shown(node: Node) -> str:
     facts = collect_facts(node.sources())
-    return {"shell": nccl_advice_text.shell, "slurm": nccl_advice_text.slurm, "yaml": nccl_advice_text.yaml}[form](
-        facts, advise(facts)
-    )
+    return shell_lines(facts, advise(facts))
 
 
 def after(script: str, folder: Path, environ: dict[str, str] | None = None, how: str = 'eval "$1"') -> dict[str, str]:
@@ -48,13 +44,12 @@ def after(script: str, folder: Path, environ: dict[str, str] | None = None, how:
 def test_a_shell_has_what_is_advised_and_no_longer_what_hurts(tmp_path: Path, how: str) -> None:
     node = azure(tmp_path / "node")
     node.environ |= {"NCCL_ALGO": "Ring", "NCCL_IB_TIMEOUT": "22"}
-    found = after(shown("shell", node), tmp_path / "empty", node.environ, how)
+    found = after(shown(node), tmp_path / "empty", node.environ, how)
     assert found["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_ib{number}:1" for number in range(8))
-    assert found["NCCL_TOPO_FILE"] == "/opt/microsoft/ndv5-topo.xml"
     assert "NCCL_ALGO" not in found
     assert found["NCCL_IB_TIMEOUT"] == "22", "what may be right stays"
     node.environ["NCCL_IB_HCA"] = "mlx4"
-    lines_out = shown("shell", node)
+    lines_out = shown(node)
     assert "unset NCCL_IB_HCA" not in lines_out, "it is replaced"
     assert after(lines_out, tmp_path / "empty", node.environ, how)["NCCL_IB_HCA"].startswith("=mlx5_ib0:1,")
 
@@ -73,36 +68,23 @@ def hostile(root: Path, name: str) -> Node:
 
 
 @of_each("name", HOSTILE)
-def test_names_that_mean_harm_are_one_word_of_a_shell_and_one_value_of_yaml(name: str, tmp_path: Path) -> None:
+def test_names_that_mean_harm_are_one_word_of_a_shell(name: str, tmp_path: Path) -> None:
     node = hostile(tmp_path / f"node-{HOSTILE.index(name)}", name)
-    for form in ("shell", "slurm"):
-        found = after(shown(form, node), tmp_path / "empty", {"NCCL_CHECK_POINTERS": "1"})
-        assert found["NCCL_SOCKET_IFNAME"] == f"={name}"
-        assert f"{name}9:1" in found["NCCL_IB_HCA"].removeprefix("=").split(",")
-        assert "NCCL_CHECK_POINTERS" not in found
-    lines_out = yaml.safe_load(shown("yaml", node))
-    assert {one["name"]: one["value"] for one in lines_out}["NCCL_SOCKET_IFNAME"] == f"={name}"
-    assert all(set(one) == {"name", "value"} and isinstance(one["value"], str) for one in lines_out)
+    found = after(shown(node), tmp_path / "empty", {"NCCL_CHECK_POINTERS": "1"})
+    assert found["NCCL_SOCKET_IFNAME"] == f"={name}"
+    assert f"{name}9:1" in found["NCCL_IB_HCA"].removeprefix("=").split(",")
+    assert "NCCL_CHECK_POINTERS" not in found
 
 
-@of_each("form", ["shell", "slurm", "yaml"])
-def test_everything_else_is_a_comment_of_one_printable_line(tmp_path: Path, form: str) -> None:
-    node = hostile(tmp_path / form, "eth0")
+def test_everything_else_is_a_comment_of_one_printable_line(tmp_path: Path) -> None:
+    node = hostile(tmp_path, "eth0")
     node.environ["NCCL_DEBUG"] = "TRACE\x1b[2J\nexport X=1"
     node.gpus_unknown = "NVML has not answered within 30 s"
-    lines = shown(form, node).splitlines()
+    lines = shown(node).splitlines()
     for line in lines:
         assert line.isprintable()
-        assert line.startswith(("# ", "export NCCL_", "unset NCCL_", "- name: NCCL_", "  value: ")), line
+        assert line.startswith(("# ", "export NCCL_", "unset NCCL_")), line
     assert any(node.gpus_unknown in line for line in lines if line.startswith("# "))
-
-
-def test_numbers_stay_texts_in_yaml(tmp_path: Path) -> None:
-    lines_out = yaml.safe_load(shown("yaml", MAKERS["ethernet"](tmp_path)))
-    assert lines_out == [
-        {"name": "NCCL_SOCKET_NTHREADS", "value": "4"},
-        {"name": "NCCL_NSOCKS_PERTHREAD", "value": "4"},
-    ]
 
 
 def test_what_a_file_sets_cannot_be_unset_and_is_named(tmp_path: Path) -> None:
@@ -110,24 +92,11 @@ def test_what_a_file_sets_cannot_be_unset_and_is_named(tmp_path: Path) -> None:
     file = tmp_path / "etc/nccl.conf"
     write(file, "NCCL_ALGO=Ring\nNCCL_P2P_DISABLE=1")
     node.environ["NCCL_P2P_DISABLE"] = "2"
-    lines_out = shown("shell", node)
+    lines_out = shown(node)
     assert "unset NCCL_ALGO" not in lines_out
     assert any(line.startswith("# ") and str(file) in line for line in lines_out.splitlines())
     assert "unset NCCL_P2P_DISABLE\n" in lines_out
     assert f" 1 ({file})" in lines_out
-    assert f"(NCCL_ALGO=Ring, {file}): " in shown("yaml", node)
-
-
-@pytest.mark.parametrize(("kept", "is_mended"), [("NONE", True), ("PATH,HOME", True), ("ALL,X", False), (None, False)])
-def test_a_batch_script_whose_steps_would_get_nothing_is_mended(
-    tmp_path: Path, kept: str | None, is_mended: bool
-) -> None:
-    node = azure(tmp_path / "node")
-    node.environ |= {"SLURM_EXPORT_ENV": kept} if kept is not None else {}
-    lines_out = shown("slurm", node)
-    assert ("export SLURM_EXPORT_ENV=ALL\n" in lines_out) is is_mended
-    assert "SLURM_EXPORT_ENV" not in shown("shell", node)
-    assert "NCCL_TOPO_FILE" in after(lines_out, tmp_path / "empty", node.environ)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -136,9 +105,9 @@ def test_the_text_is_never_wider_and_has_everything(tmp_path: Path, name: str) -
     node.environ |= {"NCCL_CHECK_POINTERS": "1\x1b[2J", "NCCL_IB_TIMEOUT": "22"}
     facts = collect_facts(node.sources())
     advised = advise(facts)
-    lines_out = nccl_advice_text.render_advice(facts, advised, width=60)
+    lines_out = render_advice(facts, advised, width=60)
     assert all(line.isprintable() and len(line) <= 60 for line in lines_out.splitlines())
     joined = "".join(lines_out.split())
-    names = [one.name for one in (*advised.set, *advised.remove, *advised.look, *advised.leave)]
+    names = [one.name for one in (*advised.set, *advised.remove, *advised.look)]
     for words in (*names, *(step.what for step in advised.steps), *advised.unknown):
         assert "".join(words.split()) in joined

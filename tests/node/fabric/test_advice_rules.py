@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from each import of_each
 from made_nodes import MAKERS, Node, azure, efa, eight_gpus, ethernet, google, infiniband, laptop, pod, roce
 from sysfs_ports import ROCE_GIDS, write
 
-from pytest_gpucluster.node.fabric.nccl_advice import NcclAdvice, advise
-from pytest_gpucluster.node.fabric.nccl_advice_rules import Advice
+from pytest_gpucluster.node.fabric.nccl_advice import Advice, NcclAdvice, advise
 from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES, judge_environment
 
@@ -33,10 +31,6 @@ def wanted(advised: NcclAdvice, name: str) -> Advice:
     return found
 
 
-def left(advised: NcclAdvice) -> dict[str, str]:
-    return {one.name: one.why for one in advised.leave}
-
-
 def steps(advised: NcclAdvice) -> str:
     return "\n".join(f"{step.what}: {step.why}" for step in advised.steps)
 
@@ -52,9 +46,6 @@ def names(*words: str, text: str) -> bool:
 def test_a_rail_optimised_node_of_infiniband_needs_nothing(tmp_path: Path) -> None:
     found = of(infiniband(tmp_path))
     assert (found.set, found.remove, found.steps, found.unknown, found.differs) == ((), (), (), (), False)
-    assert "all 8 " in left(found)[HCA]
-    assert "eth0" in left(found)[IFNAME]
-    assert not {"NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "FI_PROVIDER", "NCCL_TOPO_FILE"} & set(left(found))
 
 
 def with_storage(root: Path) -> Node:
@@ -98,11 +89,10 @@ def test_a_card_that_no_list_can_name_is_not_named(tmp_path: Path, name: str) ->
 
 def test_an_old_nccl_needs_the_address_of_roce_v2_and_a_new_one_does_not(tmp_path: Path) -> None:
     node = roce(tmp_path)
-    assert GID not in values(of(node))
-    assert "2.27.5" in left(of(node))[GID]
+    assert (GID in values(of(node)), of(node).unknown) == (False, ())
     node.nccl = None
     found = of(node)
-    assert GID not in {**values(found), **left(found)}
+    assert GID not in values(found)
     assert any(text.startswith(GID) for text in found.unknown)
     node.nccl = "2.20.5"
     found = of(node)
@@ -177,9 +167,9 @@ def test_tcp_goes_over_the_fast_network_only(tmp_path: Path) -> None:
         node.environ[IFNAME] = value
         assert wanted(of(node), IFNAME).is_met is is_met, "over TCP every interface that is meant counts"
     equal = of(two_networks(tmp_path / "equal", slow=100_000))
-    assert IFNAME in left(equal)
+    assert (IFNAME in values(equal), equal.unknown) == (False, ())
     unknown = of(two_networks(tmp_path / "unknown", slow=None))
-    assert IFNAME not in {**values(unknown), **left(unknown)}
+    assert IFNAME not in values(unknown)
     assert any("ens9" in text for text in unknown.unknown)
 
 
@@ -189,59 +179,37 @@ def test_tcp_of_100_gb_takes_several_connections_and_slower_or_unknown_does_not(
     cloud = eight_gpus(tmp_path / "cloud")
     cloud.network("ens5", driver="ena", speed=100_000)
     for node in (cloud, *(ethernet(tmp_path / str(speed), speed=speed) for speed in (25_000, None))):
-        found = of(node)
-        assert values(found) == {}
-        assert "NCCL_SOCKET_NTHREADS" in left(found)
+        assert values(of(node)) == {}
 
 
 # ---- clouds ----------------------------------------------------------------------------------------------------------
 
 
-def test_efa_needs_its_plugin_and_no_variable_of_old_instructions(tmp_path: Path) -> None:
-    node = efa(tmp_path)
-    node.environ |= {"FI_EFA_USE_DEVICE_RDMA": "1"}
+@of_each(
+    "case",
+    [
+        (efa, "", "aws-ofi-nccl FI_EFA_USE_DEVICE_RDMA"),
+        (azure, HCA, "NCCL_TOPO_FILE /opt/microsoft ndv5-topo.xml"),
+        (google, "", "GPUDirect-TCPXO nccl-env-profile.sh NCCL_LIB_DIR"),
+    ],
+)
+def test_a_cloud_s_own_plugin_or_file_is_something_to_do(case: Any, tmp_path: Path) -> None:
+    make, name, words = case
+    node = make(tmp_path / make.__name__)
     found = of(node)
-    assert "aws-ofi-nccl" in steps(found)
-    assert values(found) == {}
-    assert {"FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "NCCL_PROTO", "NCCL_BUFFSIZE"} <= set(left(found))
-    assert [one.now for one in found.leave if one.name == "FI_EFA_USE_DEVICE_RDMA"] == ["1"]
-    write(tmp_path / "opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so", "")
-    assert "aws-ofi-nccl" not in steps(of(node))
+    assert set(values(found)) == set(name.split())
+    assert names(*words.split(), text=steps(found))
+    node.dmi(sys_vendor="Box", product_name="Box", chassis_asset_tag="0000")
+    assert not names(*words.split(), text=steps(of(node)))
 
 
-def test_azure_needs_its_description_of_the_machine_where_it_is(tmp_path: Path) -> None:
-    node, name = azure(tmp_path / "with"), "NCCL_TOPO_FILE"
-    there = {
-        HCA: "=" + ",".join(f"mlx5_ib{number}:1" for number in range(8)),
-        name: "/opt/microsoft/ndv5-topo.xml",
-    }
-    assert values(of(node)) == there
-    write(node.root / "etc/nccl.conf", "NCCL_TOPO_FILE=/opt/microsoft/ndv5-topo.xml")
-    found = wanted(of(node), name)
-    assert (found.is_met, found.origin) == (True, str(node.root / "etc/nccl.conf"))
-    assert name not in [one.name for one in of(node).look]
-    # What Azure's images set is a link to that file.
-    write(node.root / "etc/nccl.conf", "NCCL_TOPO_FILE=/opt/microsoft/ndv5/topo.xml")
-    assert not wanted(of(node), name).is_met
-    (node.root / "opt/microsoft/ndv5").mkdir()
-    (node.root / "opt/microsoft/ndv5/topo.xml").symlink_to(node.root / "opt/microsoft/ndv5-topo.xml")
-    assert wanted(of(node), name).is_met
-    node.visible = [dataclasses.replace(gpu, name="NVIDIA B200") for gpu in node.visible]
-    assert name not in values(of(node)), "of other GPUs none is known"
-    assert any("Azure" in text for text in of(node).unknown)
-    without = of(azure(tmp_path / "without", topology=False))
-    assert name not in values(without)
-    assert "/opt/microsoft/ndv5-topo.xml" in steps(without)
-
-
-def test_google_s_script_is_named_and_its_values_are_not_repeated(tmp_path: Path) -> None:
-    node = google(tmp_path)
-    found = of(node)
-    assert "Google" in steps(found)
-    assert values(found) == {}
-    assert {IFNAME, "NCCL_NVLS_ENABLE", "NCCL_ALGO"} <= set(left(found))
-    write(tmp_path / "var/lib/tcpxo/lib64/nccl-env-profile.sh", "")
-    assert names("source /var/lib/tcpxo/lib64/nccl-env-profile.sh", "NCCL_LIB_DIR=/var/", text=steps(of(node)))
+def test_google_s_script_for_roce_is_named_and_azure_s_file_is_not_asked_for_twice(tmp_path: Path) -> None:
+    node = roce(tmp_path / "google")
+    node.dmi(product_name="Google Compute Engine")
+    assert "source /usr/local/gib/scripts/set_nccl_env.sh" in steps(of(node))
+    node = azure(tmp_path / "azure")
+    node.environ["NCCL_TOPO_FILE"] = "/opt/microsoft/ndv5-topo.xml"
+    assert "NCCL_TOPO_FILE" not in steps(of(node))
 
 
 def test_what_google_s_plugin_demands_is_no_leftover_where_it_is_in_use(tmp_path: Path) -> None:
@@ -251,7 +219,6 @@ def test_what_google_s_plugin_demands_is_no_leftover_where_it_is_in_use(tmp_path
     node.environ |= {"NCCL_FASTRAK_CTRL_DEV": "eth0", "NCCL_CHECK_POINTERS": "1"}
     found = of(node)
     assert {one.name for one in found.remove} == {"NCCL_CHECK_POINTERS"}
-    assert [one.now for one in found.leave if one.name == "NCCL_ALGO"] == ["Ring,Tree"]
     facts = collect_facts(node.sources())
     judged = {one.name: judge_environment(one, facts) for one in facts.settings}
     assert {name: one.kind for name, one in judged.items() if one} == {
@@ -286,7 +253,7 @@ def test_slow_and_inactive_ports_are_something_to_do(tmp_path: Path) -> None:
 
 def test_where_the_fabric_is_not_known_nothing_is_advised_about_it(tmp_path: Path) -> None:
     found = of(pod(tmp_path))
-    assert (found.set, found.leave, found.steps, found.differs) == ((), (), (), False)
+    assert (found.set, found.steps, found.differs) == ((), (), False)
     assert "RDMA" in found.unknown[0]
 
 
@@ -321,7 +288,7 @@ def test_mpirun_and_srun_must_pass_the_variables_on(tmp_path: Path) -> None:
     assert "export SLURM_EXPORT_ENV=ALL" in steps(of(node))
 
 
-# ---- what is set, and what is best left alone ------------------------------------------------------------------------
+# ---- what is set ------------------------------------------------------------------------
 
 
 def test_what_is_set_and_hurts_is_to_be_removed_by_the_rules_of_the_criterion(tmp_path: Path) -> None:
@@ -335,7 +302,6 @@ def test_what_is_set_and_hurts_is_to_be_removed_by_the_rules_of_the_criterion(tm
         "NCCL_IB_DISABLE": ("1", "environment", (f"2 ({file})",)),
     }
     assert [(one.name, one.why) for one in found.look] == [("NCCL_IB_TIMEOUT", RULES["NCCL_IB_TIMEOUT"].does)]
-    assert not {"NCCL_IB_DISABLE", "NCCL_ALGO"} & set(left(found))
     assert found.differs
 
 
@@ -347,33 +313,13 @@ def test_what_only_hurts_over_several_nodes_is_no_harm_in_a_job_of_one(tmp_path:
     assert of(node).remove == ()
 
 
-OF_RDMA = "NCCL_IB_DISABLE NCCL_NET_GDR_LEVEL NCCL_CROSS_NIC NCCL_IB_QPS_PER_CONNECTION NCCL_PROTO"
-OF_ALL = {"NCCL_ALGO", "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE"}
-LEFT_ALONE = [
-    (infiniband, {*OF_RDMA.split(), *OF_ALL, "NCCL_IB_SL"}),
-    (roce, {*OF_RDMA.split(), *OF_ALL, "NCCL_IB_TC"}),
-    (ethernet, {*OF_ALL, "NCCL_IB_DISABLE", "NCCL_PROTO"}),
-    (efa, {*OF_ALL, "NCCL_PROTO"}),
-]
-ALONE = set().union(*(alone for _, alone in LEFT_ALONE))
-
-
-@of_each("case", LEFT_ALONE)
-def test_unneeded_variables_are_listed_where_they_belong_and_nowhere_else(case: Any, tmp_path: Path) -> None:
-    make, alone = case
-    node = make(tmp_path / make.__name__)
-    assert set(left(of(node))) & ALONE == alone
-    node.visible = [dataclasses.replace(gpu, name="NVIDIA L40S") for gpu in node.visible]
-    assert "NCCL_NVLS_ENABLE" not in left(of(node)), "without an NVSwitch"
-
-
 @of_each("name", list(MAKERS))
 def test_all_advice_has_a_reason_and_a_source(tmp_path: Path, name: str) -> None:
     node = MAKERS[name](tmp_path / name)
     node.environ |= {"NCCL_CHECK_POINTERS": "1", "NCCL_DEBUG": "INFO"}
     found = of(node)
-    assert all(one.why and one.source for one in (*found.set, *found.remove, *found.look, *found.leave, *found.steps))
-    variables = [one.name for one in (*found.set, *found.remove, *found.leave)]
+    assert all(one.why and one.source for one in (*found.set, *found.remove, *found.look, *found.steps))
+    variables = [one.name for one in (*found.set, *found.remove)]
     assert len(variables) == len(set(variables)), "one opinion about each variable"
 
 

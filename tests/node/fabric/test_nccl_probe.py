@@ -57,7 +57,7 @@ def test_the_default_route_is_that_of_the_lowest_metric_and_of_what_it_is_made_o
 
 def test_a_node_with_nothing_has_empty_facts(tmp_path: Path) -> None:
     found = collect_facts(Node(tmp_path).sources())
-    assert (found.cards, found.networks, found.settings, found.machine) == ((), (), (), "")
+    assert (found.cards, found.networks, found.settings) == ((), (), ())
     assert "No such file" in found.adapters.why_not
 
 
@@ -68,6 +68,8 @@ def test_a_node_with_nothing_has_empty_facts(tmp_path: Path) -> None:
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}, "", 4),
         ({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0",
           "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "openmpi", 1),
+        # Without WORLD_SIZE: a launcher whose variables contradict each other is for the preflight.
+        ({"JOB_COMPLETION_INDEX": "0"}, "", None),
     ],
 )  # fmt: skip
 def test_launcher_and_nodes_are_those_of_the_job(
@@ -76,16 +78,7 @@ def test_launcher_and_nodes_are_those_of_the_job(
     node = infiniband(tmp_path)
     node.environ.update(environ)
     found = collect_facts(node.sources())
-    assert (found.launcher, found.nnodes, found.launcher_unknown) == (launcher, nnodes, "")
-
-
-def test_a_launcher_whose_variables_contradict_each_other_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
-    node = infiniband(tmp_path)
-    node.environ["JOB_COMPLETION_INDEX"] = "0"
-    found = collect_facts(node.sources())
-    assert "WORLD_SIZE" in found.launcher_unknown
-    assert "\n" not in found.launcher_unknown
-    assert found.scheduler == "kubernetes"
+    assert (found.launcher, found.nnodes) == (launcher, nnodes)
 
 
 def test_virtual_functions_of_a_gpu_and_cards_for_a_screen_are_no_gpus_of_the_node(tmp_path: Path) -> None:
