@@ -54,7 +54,6 @@ def files() -> dict[Path, str]:
         DOCS / "reference.md": _program("reference")["page"](),
         DOCS / "limits.md": _program("expected")["page"](limits),
         DOCS / "floors.md": _program("floors")["page"](limits),
-        DOCS / "results.md": _program("results")["page"](),
         **_program("schemas")["pages"](),
         _CRITERIA: _list_of_criteria(),
         **dict(_playbook()),

@@ -18,7 +18,7 @@ from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.session import options
 
 INDEX = page_named("docs/README.md")
-OF_THE_PAST = ("CHANGELOG.md", "docs/results.md")  # what was so once, and what was measured then
+OF_THE_PAST = ("CHANGELOG.md",)  # what was so once
 
 
 def dotted_names(items: Sequence[SimpleNamespace]) -> set[str]:
