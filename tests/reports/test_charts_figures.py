@@ -12,8 +12,7 @@ from example_runs import ARTIFACTS, BURN_IN, LINKS, LORA, artifacts_name
 
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.records import TestResult
-from pytest_gpucluster.reports.charts import figure
-from pytest_gpucluster.reports.charts.figures import figures_of
+from pytest_gpucluster.reports.charts.figures import LARGEST_BYTES, figures_of
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +95,7 @@ def test_a_damaged_matrix_is_named(folder, results, damage):
 
 BAD_FILES = {
     "damaged": (lambda path: path.write_text("what is this?\n1,2\n3"), "{name}:"),
-    "too large": (lambda path: os.truncate(path, figure.LARGEST_BYTES + 1), "16 MB"),
+    "too large": (lambda path: os.truncate(path, LARGEST_BYTES + 1), "16 MB"),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "{name}: no regular file"),
     "a link to nowhere": (lambda path: (path.unlink(), path.symlink_to("gone")), "{name}: .*No such file"),
 }

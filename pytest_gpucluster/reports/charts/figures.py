@@ -1,211 +1,156 @@
-"""The charts of a test, made from its measurements and its artifacts.
+"""The figures of a test, made from its measurements and its artifacts.
 
-They are: loss over the steps of a training, rates over the time of a burn-in, metrics over sizes (busbw over the
-message size, as nccl-tests prints it), link matrices, and the host links of each rank.
+They are: metrics over sizes (busbw over the message size, as nccl-tests prints it), the host links of each rank, the
+maps of a link survey, loss over the steps of a training, and rates over the time of a burn-in.
+
+A run may have been killed while it wrote a file, so a missing, damaged or too large file is reported in place of the
+chart and is never an error.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import stat
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 from markupsafe import Markup
 
-from pytest_gpucluster.errors import UnitError
-from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.errors import CurveError, JournalError, UnitError
+from pytest_gpucluster.journal.fields import AnyText, JudgedMetric, MismatchError, converter, read
 from pytest_gpucluster.journal.records import TestResult
-from pytest_gpucluster.metrics.loss_curve import Curve, mean_of_last
-from pytest_gpucluster.metrics.stats import median, percentile
+from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.metrics.loss_curve import mean_of_last, read_csv
+from pytest_gpucluster.metrics.stats import median
 from pytest_gpucluster.metrics.units import parse
-from pytest_gpucluster.reports.charts import figure
-from pytest_gpucluster.reports.charts.figure import Figure, Unreadable
-from pytest_gpucluster.reports.charts.heatmap import link_matrices
-from pytest_gpucluster.reports.charts.series import Level, Line, line_chart
+from pytest_gpucluster.reports.charts.plots import Cell, Level, Line, heat_map, line_chart
 from pytest_gpucluster.reports.charts.svg import finite
-from pytest_gpucluster.reports.markup import html_table
+from pytest_gpucluster.reports.markup import Table, html_table
 from pytest_gpucluster.reports.summary import peak_value
-from pytest_gpucluster.reports.tables import limit_text, quantity
-from pytest_gpucluster.text import plural, rank_ranges
+from pytest_gpucluster.text import one_line, plural, rank_ranges
 
-_MOST_GROUPS = 4
-_MOST_RANKS = 16
-"""Of more, the middle half of the ranks is an area, and only the slowest has a line."""
+LARGEST_BYTES = 16_000_000
+"""Of one file. The matrix of 1,024 GPUs on 128 nodes has some 130,000 readings, in 9 MB."""
 _MOST_FILES = 2048
-_BURN_IN = "Rates during the burn-in"
-_ROWS = 40
-_PARTS = 60
 
 
-def loss_curves(result: TestResult, folder: Path | None) -> Iterator[Figure]:
-    """Yield the loss over the steps of each group of ranks of a LoRA training."""
-    paths = figure.find_artifacts(folder, result.nodeid, "curve-*.csv")
-    limit = next((one.limit.max for one in result.measurements if one.metric == "lora.final_loss" and one.limit), None)
-    for number, path in enumerate(paths[:_MOST_GROUPS], start=1):
-        name = path.stem.removeprefix("curve-").replace("-", " ") if len(paths) > 1 else ""
-        more = len(paths) - _MOST_GROUPS if number == _MOST_GROUPS else 0
-        try:
-            yield loss_curve(figure.curve(path), name=name, limit=limit, more=more)
-        except Unreadable as error:
-            yield figure.unreadable("Loss", error)
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A chart, and its data where no other table has them. Without ``svg`` its file cannot be read, and
+    ``caption`` has the reason."""
+
+    title: str
+    svg: Markup | None = None
+    caption: str = ""
+    table: Table | None = None
 
 
-def loss_curve(curve: Curve, *, name: str = "", limit: float | None = None, more: int = 0) -> Figure:
-    """Return a loss over its steps, with held-out loss and the limit of the mean of the last steps, in nats."""
-    title = f"Loss{f' of {name}' if name else ''}"
-    lines = [Line(name="training", points=[(point.step, point.loss) for point in curve.points])]
-    if curve.held_out:
-        lines.append(Line(name="held out", points=list(curve.held_out), dashed=True))
-    model = curve.context.get("model", "")
-    gaps = len([1 for point in curve.points if not math.isfinite(point.loss)])
-    beginning = f"{model}, mean" if model else "Mean"
-    caption = f"{beginning} of the last 10 steps: {mean_of_last(curve, 10):.4g} nats."
-    caption += f" {gaps} losses are not finite." if gaps else ""
-    caption += f" {more} more groups are not shown." if more > 0 else ""
-    held_out = dict(curve.held_out)
-    every = max(1, math.ceil(len(curve.points) / _ROWS))
-    rows = [
-        (
-            str(point.step),
-            f"{point.loss:.4g}",
-            f"{held_out[point.step]:.4g}" if point.step in held_out else "",
-            f"{point.gradient_norm:.4g}",
-            f"{point.learning_rate:.3g}",
-        )
-        for point in curve.points[::every]
-    ]
-    head = ("Step", "Loss", "Held out", "Gradient norm", "Learning rate")
-    levels = [] if limit is None else [Level(name="limit, last 10", value=limit)]
-    return Figure(
-        title=title,
-        svg=line_chart(lines, title=f"{title} over the steps", x_label="step", y_label="nats", levels=levels),
-        caption=caption,
-        table=html_table(f"{title}, every {every} steps" if every > 1 else title, head, rows, numbers=head),
+def figures_of(result: TestResult, folder: Path | None) -> tuple[Figure, ...]:
+    """Return the charts of a test.
+
+    Args:
+        result: of the test.
+        folder: of the run; None if there is only the journal.
+    """
+    return (
+        *_sweeps(result),
+        *_host_links(result),
+        *_link_maps(result, folder),
+        *_loss_curves(result, folder),
+        *_burn_in(result, folder),
     )
 
 
-def burn_in_charts(result: TestResult, folder: Path | None) -> Iterator[Figure]:
-    """Yield the rates over the time of a burn-in: all ranks, the slowest labelled."""
-    paths = figure.find_artifacts(folder, result.nodeid, "burn-in-rank-*.csv", most=_MOST_FILES)
-    series: dict[int, list[tuple[float, float]]] = {}
-    problems = []
-    left = figure.LARGEST_BYTES
-    for rank, path in figure.each_rank(paths):
-        try:
-            left -= path.stat().st_size if left > 0 else 0
-            if left <= 0:
-                problems.append(f"{path.name} and what follows: more than {figure.LARGEST_BYTES / 1e6:.0f} MB in all")
-                break
-            series[rank] = _short(figure.burn_in_rates(path))
-        except Unreadable as error:
-            problems.append(str(error))
-        except OSError as error:
-            problems.append(f"{path.name}: cannot be read: {error.strerror or error}")
-    series = {rank: points for rank, points in series.items() if _rates(points)}
-    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-    note = f" Not shown: {'; '.join(problems[:3])}{more}." if problems else ""
-    if series:
-        yield _burn_in_chart(result, series, note)
-    elif problems:
-        yield Figure(title=_BURN_IN, svg=Markup(""), caption=note.strip())
+# ---- reading artifacts -------------------------------------------------------------------------------------------
 
 
-def _burn_in_chart(result: TestResult, series: Mapping[int, list[tuple[float, float]]], problems: str) -> Figure:
-    rates = {rank: _rates(points) for rank, points in series.items()}
-    first = {rank: median(each[: max(1, len(each) // 10)]) for rank, each in rates.items()}
-    last = {rank: median(each[-max(1, len(each) // 10) :]) for rank, each in rates.items()}
-    slowest_first = sorted(last, key=lambda rank: (last[rank], rank))
-    slowest = slowest_first[0]
-    limit = next((one.limit for one in result.measurements if one.metric.startswith("matmul.")), None)
-    band: list[tuple[float, float, float]] = []
-    if len(series) > _MOST_RANKS:
-        by_time = _by_time(series)
-        band = [(at, percentile(each, 25), percentile(each, 75)) for at, each in by_time]
-        lines = [Line(name="median", points=[(at, median(each)) for at, each in by_time], tone="ink", dashed=True)]
-    else:
-        lines = [Line(name="", points=points, tone="muted") for rank, points in series.items() if rank != slowest]
-    tone = "bad" if result.outcome in ("failed", "error") else ""
-    lines.append(Line(name=f"rank {slowest}", points=series[slowest], tone=tone))
-    area = ", the area has the middle half of the ranks" if band else ""
-    head = ("Rank", "First tenth", "Last tenth", "Lowest", "Highest")
-    rows = [
-        (str(rank), *(f"{rate:.4g}" for rate in (first[rank], last[rank], min(rates[rank]), max(rates[rank]))))
-        for rank in slowest_first
-    ]
-    return Figure(
-        title=_BURN_IN,
-        svg=line_chart(
-            lines,
-            title=f"Rate of {len(series)} ranks over the burn-in",
-            x_label="seconds",
-            y_label="TFLOPS",
-            levels=[Level(name="limit", value=limit.min)] if limit is not None and limit.min is not None else [],
-            band=band,
-            zero=False,
-        ),
-        caption=f"{rank_ranges(series)}; the slowest at its end is rank {slowest}{area}.{problems}",
-        table=html_table("Rate in TFLOPS, the slowest at its end first", head, rows, numbers=head, most=64),
-    )
+class _Unreadable(Exception):
+    """A file cannot be read; the message begins with its name."""
 
 
-def _rates(points: Sequence[tuple[float, float]]) -> list[float]:
-    return finite(rate for _, rate in points)
+def artifact_folders(folder: Path | None, nodeid: str) -> list[Path]:
+    """Return the folder of a test's files, and those of local workers, one per rank."""
+    if folder is None:
+        return []
+    name, artifacts = artifacts_name(nodeid), folder / ARTIFACTS
+    return [artifacts / name, *sorted((place / name for place in artifacts.glob("rank-*")), key=by_number)]
 
 
-def _short(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most 240 points: the lowest of each piece, so that no dip is lost."""
-    each = math.ceil(len(points) / (4 * _PARTS))
-    if each < 2:
-        return points
-    pieces = (points[at : at + each] for at in range(0, len(points), each))
-    return [min(piece, key=lambda point: math.inf if math.isnan(point[1]) else point[1]) for piece in pieces]
+def by_number(name: object) -> list[tuple[str, int]]:
+    """Return a sort key by which rank-2 comes before rank-10."""
+    parts = re.findall(r"([^0-9]*)([0-9]{0,18})", str(name))
+    return [(text, int(digits or -1)) for text, digits in parts]
 
 
-def _by_time(series: Mapping[int, list[tuple[float, float]]]) -> list[tuple[float, list[float]]]:
-    """Return the rates of all ranks in each of 60 equal parts of the time."""
-    longest = max((points[-1][0] for points in series.values()), default=0.0)
-    found: dict[int, list[float]] = {}
-    for points in series.values():
-        for at, rate in points:
-            if math.isfinite(rate):
-                found.setdefault(min(_PARTS - 1, int(_PARTS * at / longest)) if longest > 0 else 0, []).append(rate)
-    return [((part + 0.5) * longest / _PARTS, rates) for part, rates in sorted(found.items())]
+def _find(folder: Path | None, nodeid: str, pattern: str) -> list[Path]:
+    """Return the files of a test that match a pattern, also in the folders of local workers."""
+    try:
+        paths = [path for place in artifact_folders(folder, nodeid) for path in place.glob(pattern)]
+        return sorted(paths, key=by_number)[:_MOST_FILES]
+    except OSError:  # such as a name that is too long for this file system
+        return []
 
 
-_LEAST = 3
-"""Sizes; for fewer the table of measurements is enough."""
+def _size(path: Path) -> int:
+    """Return the size of a regular file in bytes.
+
+    Raises: _Unreadable
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _Unreadable(f"{path.name}: cannot be read: {error.strerror or error}") from None
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
+        raise _Unreadable(f"{path.name}: no regular file")
+    if status.st_size > LARGEST_BYTES:
+        size, most = status.st_size / 1e6, LARGEST_BYTES / 1e6
+        raise _Unreadable(f"{path.name}: {size:.0f} MB, the limit is {most:.0f} MB")
+    return status.st_size
+
+
+def _text(path: Path) -> str:
+    _size(path)
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise _Unreadable(f"{path.name}: cannot be read: {error.strerror or error}") from None
+
+
+# ---- metrics over sizes ------------------------------------------------------------------------------------------
+
+_LEAST_SIZES = 3
+"""For fewer the table of measurements is enough."""
 _SECONDARY = ("algbw", "average_busbw")
 """Ends of the names of metrics that are only in the table."""
-_MOST = 6
+_MOST_SWEEPS = 6
 
 
-def sweeps(result: TestResult) -> Iterator[Figure]:
+def _sweeps(result: TestResult) -> Iterator[Figure]:
     """Yield a figure for each metric with several sizes."""
-    groups: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[float, JudgedMetric]]] = {}
+    groups: dict[tuple[str, tuple[tuple[str, str], ...]], dict[float, JudgedMetric]] = {}
     for judged in result.measurements:
-        size = _size(judged)
+        size = _size_label(judged)
         if size is not None and judged.metric.rpartition(".")[2] not in _SECONDARY:
             others = tuple(sorted((key, text) for key, text in judged.labels.items() if key != "size"))
-            groups.setdefault((judged.metric, others), []).append((size, judged))
-    count = 0
-    for (metric, labels), points in groups.items():
-        if len({size for size, _ in points}) >= _LEAST and count < _MOST:
-            count += 1
-            yield _figure(metric, labels, sorted(points, key=lambda point: point[0]))
+            groups.setdefault((judged.metric, others), {})[size] = judged
+    sweeps = [(name, points) for name, points in groups.items() if len(points) >= _LEAST_SIZES]
+    for (metric, labels), points in sweeps[:_MOST_SWEEPS]:
+        yield _sweep(metric, ", ".join(f"{key}={text}" for key, text in labels), sorted(points.items()))
 
 
-def _size(judged: JudgedMetric) -> float | None:
-    text = judged.labels.get("size")
-    if text is None:
-        return None
+def _size_label(judged: JudgedMetric) -> float | None:
     try:
-        size = parse(text).to("B")
+        size = parse(judged.labels.get("size", "")).to("B")
     except UnitError:
         return None
     return size if math.isfinite(size) and size > 0 else None
 
 
-def _figure(metric: str, labels: Sequence[tuple[str, str]], points: Sequence[tuple[float, JudgedMetric]]) -> Figure:
+def _sweep(metric: str, labels: str, points: Sequence[tuple[float, JudgedMetric]]) -> Figure:
     several = any(len(judged.values) > 1 for _, judged in points)
     middle = [(size, judged.median) for size, judged in points if judged.median is not None]
     lines = [Line(name="median", points=middle, tone="muted", dashed=True)] if several and middle else []
@@ -224,68 +169,37 @@ def _figure(metric: str, labels: Sequence[tuple[str, str]], points: Sequence[tup
         if bounds:
             lines.append(Line(name=name, points=bounds, tone="ink", dashed=True))
     peak = next((value for _, judged in points if (value := peak_value(judged)) is not None), None)
-    label_text = ", ".join(f"{key}={text}" for key, text in labels)
     title = f"{metric} by size"
-    head = ("Size", "Slowest rank" if several else "Value", "Median", "Rank", "Limit", "Status")
-    rows = [
-        (
-            judged.labels["size"],
-            quantity(judged.value, judged.unit),
-            quantity(judged.median, judged.unit) if judged.median is not None and several else "",
-            "" if judged.worst_rank is None or not several else str(judged.worst_rank),
-            limit_text(judged),
-            judged.status,
-        )
-        for _, judged in points
-    ]
-    tones = [judged.status if judged.status in ("failed", "error") else "" for _, judged in points]
     return Figure(
         title=title,
         svg=line_chart(
             lines,
-            title=f"{title}{f', {label_text}' if label_text else ''}",
+            title=f"{title}{f', {labels}' if labels else ''}",
             x_label="size",
             y_label=points[0][1].unit,
             levels=[] if peak is None else [Level(name="data sheet peak", value=peak, tone="muted")],
             x_ticks={size: judged.labels["size"] for size, judged in points},
             log_x=True,
         ),
-        caption=(f"{label_text}. " if label_text else "") + _limits_text(points, several),
-        table=html_table(title, head, rows, numbers=head[1:4], tones=tones),
+        caption=(f"{labels}. " if labels else "") + _limits_text([judged.status for _, judged in points], several),
     )
 
 
-def _limits_text(points: Sequence[tuple[float, JudgedMetric]], several: bool) -> str:
+def _limits_text(statuses: Sequence[str], several: bool) -> str:
     """Return how the sizes compare with their limits."""
     parts = ["The slowest rank decides."] if several else []
-    found = [judged.status for _, judged in points]
-    if "failed" in found:
+    if "failed" in statuses:
         parts.append("Crosses miss their limit.")
-    if "error" in found:
-        parts.append(f"{plural(found.count('error'), 'size')} could not be judged.")
-    if not {"failed", "error"} & {*found}:
-        parts.append("All sizes with a limit passed." if "passed" in found else "No size has a limit.")
+    if "error" in statuses:
+        parts.append(f"{plural(statuses.count('error'), 'size')} could not be judged.")
+    if not {"failed", "error"} & {*statuses}:
+        parts.append("All sizes with a limit passed." if "passed" in statuses else "No size has a limit.")
     return " ".join(parts)
 
 
+# ---- host links --------------------------------------------------------------------------------------------------
+
 _HOST_LINK = "host_link."
-_MOST_ROWS = 64
-
-
-def figures_of(result: TestResult, folder: Path | None) -> tuple[Figure, ...]:
-    """Return the charts of a test.
-
-    Args:
-        result: of the test.
-        folder: of the run; None if there is only the journal.
-    """
-    return (
-        *sweeps(result),
-        *_host_links(result),
-        *link_matrices(result, folder),
-        *loss_curves(result, folder),
-        *burn_in_charts(result, folder),
-    )
 
 
 def _host_links(result: TestResult) -> Iterator[Figure]:
@@ -294,24 +208,22 @@ def _host_links(result: TestResult) -> Iterator[Figure]:
     for mode in dict.fromkeys(one.labels.get("mode", "") for one in found):
         directions = [one for one in found if one.labels.get("mode", "") == mode]
         if len(directions) > 1:
-            yield _host_link(mode, directions)
+            yield _host_link(f"Host link, {mode}" if mode else "Host link", directions)
 
 
-def _host_link(mode: str, directions: list[JudgedMetric]) -> Figure:
-    title, unit = f"Host link, {mode}" if mode else "Host link", directions[0].unit
+def _host_link(title: str, directions: Sequence[JudgedMetric]) -> Figure:
+    unit, ranks = directions[0].unit, sorted({rank for one in directions for rank in one.values})
     limits = dict.fromkeys(one.limit.min for one in directions if one.limit is not None and one.limit.min is not None)
-    ranks = sorted({rank for one in directions for rank in one.values})
-    names = [one.metric.removeprefix(_HOST_LINK).partition(".")[0] for one in directions]
-    lines = [
-        Line(name=name, points=[(float(rank), one.values[rank]) for rank in sorted(one.values)], is_joined=False)
-        for name, one in zip(names, directions, strict=True)
-    ]
-    head = ("Rank", *(f"{name}, {unit}" for name in names))
-    rows = [(str(rank), *(f"{one.values.get(rank, math.nan):.4g}" for one in directions)) for rank in ranks]
+    points = {
+        one.metric.removeprefix(_HOST_LINK).partition(".")[0]: [
+            (float(rank), one.values.get(rank, math.nan)) for rank in ranks
+        ]
+        for one in directions
+    }
     return Figure(
         title=title,
         svg=line_chart(
-            lines,
+            [Line(name=name, points=each, is_joined=False) for name, each in points.items()],
             title=f"{title}: each rank",
             x_label="rank",
             y_label=unit,
@@ -319,5 +231,286 @@ def _host_link(mode: str, directions: list[JudgedMetric]) -> Figure:
             x_ticks={float(rank): str(rank) for rank in ranks},
         ),
         caption="Each rank in both directions. GPUs that share an uplink of their CPU are slow together.",
-        table=html_table(title, head, rows, numbers=head, most=_MOST_ROWS),
+        table=html_table(
+            title,
+            ("Rank", *(f"{name}, {unit}" for name in points)),
+            [(str(rank), *(f"{each[at][1]:.4g}" for each in points.values())) for at, rank in enumerate(ranks)],
+            numbers=[f"{name}, {unit}" for name in points],
+            most=64,
+        ),
+    )
+
+
+# ---- a link survey -----------------------------------------------------------------------------------------------
+
+_MOST_MAPS = 4
+"""Of a survey, those with bad links first."""
+
+
+def _rank(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise MismatchError("a rank", value)
+    return value
+
+
+_Rank = Annotated[int, _rank]
+_READING = converter(tuple[_Rank, _Rank, float])
+
+
+def _reading(value: object) -> tuple[int, int, float]:
+    if not isinstance(value, list) or len(value) < 3:
+        raise MismatchError("[sender, receiver, value, ...]", value)
+    sender, receiver, rate = _READING([*value[:2], math.nan if value[2] is None else value[2]])
+    return sender, receiver, rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LinkCulprit:
+    text: str = ""
+    ranks: tuple[_Rank, ...] | None = None
+    pairs: tuple[tuple[_Rank, _Rank], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Survey:
+    """A link survey, as ``isolation.link_survey.to_json`` writes it. Rates are in GB/s."""
+
+    schema_version: int
+    scope: str = "node"
+    nodes: tuple[tuple[_Rank, ...], ...]
+    ranks: tuple[AnyText, ...] = ()
+    """Their names, such as "rank 3 (gpu-01, GPU 3)"."""
+    readings: tuple[Annotated[Any, _reading], ...]
+    culprits: tuple[_LinkCulprit, ...] = ()
+    not_measured: tuple[Any, ...] = ()
+    median: float | None = None
+
+    def name(self, rank: int) -> str:
+        return one_line(self.ranks[rank], 60) if rank < len(self.ranks) else f"rank {rank}"
+
+    def place(self, rank: int) -> tuple[str, str]:
+        """Return host and GPU of a rank, as its name has them."""
+        host, _, gpu = self.name(rank).partition(" (")[2].rstrip(")").partition(", GPU ")
+        return host, gpu
+
+    @property
+    def bad(self) -> set[tuple[int, int]]:
+        """Return both directions of every pair that is slow or wrong."""
+        pairs = [pair for culprit in self.culprits for pair in culprit.pairs]
+        return {*pairs, *((other, one) for one, other in pairs)}
+
+    def groups(self) -> list[tuple[str, Sequence[int]]]:
+        """Return name and ranks of each map, a node's or a rail's, those with the most bad links first."""
+        found: list[tuple[str, Sequence[int]]]
+        if self.scope == "node":
+            hosts = [self.place(ranks[0])[0] if ranks else "" for ranks in self.nodes]
+            found = [(host or f"node {node}", self.nodes[node]) for node, host in enumerate(hosts)]
+        else:
+            rails = range(max((len(ranks) for ranks in self.nodes), default=0))
+            found = [(f"rail {rail}", [ranks[rail] for ranks in self.nodes if rail < len(ranks)]) for rail in rails]
+        measured = {(one, other) for one, other, _ in self.readings}
+        found = [(name, ranks) for name, ranks in found if any({*pair} <= {*ranks} for pair in measured)]
+        return sorted(found, key=lambda group: -sum({*pair} <= {*group[1]} for pair in self.bad))
+
+
+def _link_maps(result: TestResult, folder: Path | None) -> Iterator[Figure]:
+    """Yield the maps of each survey in a test's artifacts."""
+    for path in _find(folder, result.nodeid, "links-*.json")[:_MOST_MAPS]:
+        try:
+            survey = _read_survey(path)
+        except _Unreadable as error:
+            yield Figure(title="Links", caption=f"Not shown: {error}")
+            continue
+        groups = survey.groups()
+        more = len(groups) - _MOST_MAPS
+        for name, ranks in groups[:_MOST_MAPS]:
+            yield _link_map(survey, f"Links, {name}", ranks, f" {more} more maps are not shown." if more > 0 else "")
+
+
+def _read_survey(path: Path) -> _Survey:
+    try:
+        survey = read(_Survey, json.loads(_text(path)), f"{path.name}: damaged")
+    except (ValueError, RecursionError) as error:
+        raise _Unreadable(f"{path.name}: damaged: not JSON ({error})") from None
+    except JournalError as error:
+        raise _Unreadable(str(error)) from None
+    if survey.schema_version != 1:
+        raise _Unreadable(f"{path.name}: no link survey that this version reads")
+    return survey
+
+
+def _link_map(survey: _Survey, title: str, ranks: Sequence[int], more: str) -> Figure:
+    index, bad = {rank: number for number, rank in enumerate(ranks)}, survey.bad
+    rates = {(one, other): rate for one, other, rate in survey.readings if {one, other} <= index.keys()}
+    names = []
+    for rank in ranks:
+        host, gpu = survey.place(rank)
+        part = (f"GPU {gpu}" if gpu else "") if survey.scope == "node" else host
+        names.append(", ".join(filter(None, (survey.name(rank).partition(" (")[0], part))))
+    cells = {
+        (index[one], index[other]): Cell(value=rates[one, other], is_bad=(one, other) in bad) for one, other in rates
+    }
+    slowest_first = sorted(rates, key=lambda pair: -math.inf if math.isnan(rates[pair]) else rates[pair])
+    return Figure(
+        title=title,
+        svg=heat_map(names, cells, title=title, unit="GB/s", heads=[str(rank) for rank in ranks]),
+        caption=_survey_caption(survey, index) + more,
+        table=html_table(
+            f"{title}: the slowest first",
+            ("From", "To", "GB/s", "Finding"),
+            [
+                (*map(survey.name, pair), f"{rates[pair]:.4g}", "slow or wrong" if pair in bad else "")
+                for pair in slowest_first
+            ],
+            numbers=("GB/s",),
+            tones=["failed" if pair in bad else "" for pair in slowest_first],
+            most=64,
+        ),
+    )
+
+
+def _survey_caption(survey: _Survey, ranks: Container[int]) -> str:
+    """Return the culprits among these ranks, at most three, and the median of all links."""
+    here = [each for each in survey.culprits if each.ranks is None or any(rank in ranks for rank in each.ranks)]
+    parts = [f"{one_line(each.text, 300).rstrip('.')}." for each in here if each.text][:3]
+    if survey.not_measured:
+        parts.append(f"{len(survey.not_measured)} pairs were not measured.")
+    if survey.median is not None:
+        parts.append(f"Median of all links: {survey.median:.4g} GB/s.")
+    return " ".join(parts)
+
+
+# ---- loss over steps ---------------------------------------------------------------------------------------------
+
+_MOST_GROUPS = 4
+
+
+def _loss_curves(result: TestResult, folder: Path | None) -> Iterator[Figure]:
+    """Yield the loss over the steps of each group of ranks of a LoRA training."""
+    paths = _find(folder, result.nodeid, "curve-*.csv")
+    limit = next((one.limit.max for one in result.measurements if one.metric == "lora.final_loss" and one.limit), None)
+    for number, path in enumerate(paths[:_MOST_GROUPS], start=1):
+        name = path.stem.removeprefix("curve-").replace("-", " ") if len(paths) > 1 else ""
+        more = len(paths) - _MOST_GROUPS if number == _MOST_GROUPS else 0
+        try:
+            yield _loss_curve(path, f"Loss{f' of {name}' if name else ''}", limit, more)
+        except _Unreadable as error:
+            yield Figure(title="Loss", caption=f"Not shown: {error}")
+
+
+def _loss_curve(path: Path, title: str, limit: float | None, more: int) -> Figure:
+    """Return a loss over its steps, with held-out loss and the limit of the mean of the last steps, in nats."""
+    _size(path)
+    try:
+        curve = read_csv(path)
+    except CurveError as error:
+        raise _Unreadable(str(error).replace(str(path), path.name)) from None
+    lines = [Line(name="training", points=[(point.step, point.loss) for point in curve.points])]
+    if curve.held_out:
+        lines.append(Line(name="held out", points=list(curve.held_out), dashed=True))
+    model = curve.context.get("model", "")
+    gaps = sum(not math.isfinite(point.loss) for point in curve.points)
+    caption = f"{f'{model}, mean' if model else 'Mean'} of the last 10 steps: {mean_of_last(curve, 10):.4g} nats."
+    caption += f" {gaps} losses are not finite." if gaps else ""
+    caption += f" {more} more groups are not shown." if more > 0 else ""
+    levels = [] if limit is None else [Level(name="limit, last 10", value=limit)]
+    svg = line_chart(lines, title=f"{title} over the steps", x_label="step", y_label="nats", levels=levels)
+    return Figure(title=title, svg=svg, caption=caption)
+
+
+# ---- rates over the time of a burn-in ----------------------------------------------------------------------------
+
+_BURN_IN = "Rates during the burn-in"
+_BURN_IN_HEADER = "seconds,products,busy_seconds,tflops"
+_MOST_RANKS = 16
+"""Of more only the slowest have lines."""
+
+
+def _burn_in(result: TestResult, folder: Path | None) -> Iterator[Figure]:
+    """Yield the rates over the time of a burn-in, the slowest rank labelled."""
+    series: dict[int, list[tuple[float, float]]] = {}
+    problems: list[str] = []
+    left = LARGEST_BYTES
+    for path in _find(folder, result.nodeid, "burn-in-rank-*.csv"):
+        try:
+            left -= _size(path)
+            if left <= 0:
+                problems.append(f"{path.name} and what follows: more than {LARGEST_BYTES / 1e6:.0f} MB in all")
+                break
+            points, rank = _rates_over_time(path), _rank_of(path)
+        except _Unreadable as error:
+            problems.append(str(error))
+            continue
+        if rank is not None and any(math.isfinite(rate) for _, rate in points):
+            series[rank] = points
+    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    note = f"Not shown: {'; '.join(problems[:3])}{more}." if problems else ""
+    if series:
+        yield _burn_in_chart(result, series, note)
+    elif problems:
+        yield Figure(title=_BURN_IN, caption=note)
+
+
+def _rank_of(path: Path) -> int | None:
+    """Return the rank in a file's name; a local worker is rank 0 of its own world, and its folder has its number."""
+    worker = path.parent.parent
+    is_local = worker.name.startswith("rank-") and worker.parent.name == ARTIFACTS
+    number = worker.name.removeprefix("rank-") if is_local else path.stem.rpartition("-")[2]
+    return int(number) if number.isascii() and number.isdigit() and len(number) < 10 else None
+
+
+def _rates_over_time(path: Path) -> list[tuple[float, float]]:
+    """Read (seconds, TFLOPS), at most 240: the lowest of each piece, so that no dip is lost. A last line that was cut
+    off is ignored.
+
+    Raises: _Unreadable
+    """
+    lines = _text(path).splitlines()
+    if not lines or lines[0] != _BURN_IN_HEADER:
+        raise _Unreadable(f"{path.name}: no rates of a burn-in: it does not begin with {_BURN_IN_HEADER}")
+    points = []
+    for number, line in enumerate(lines[1:], start=2):
+        cells = line.split(",")
+        try:
+            at, rate = float(cells[0]), float(cells[3])
+        except (ValueError, IndexError):
+            if number == len(lines):
+                break
+            raise _Unreadable(f"{path.name}:{number}: damaged: not four numbers") from None
+        if math.isfinite(at):
+            points.append((at, rate))
+    each = max(1, math.ceil(len(points) / 240))
+    pieces = (points[at : at + each] for at in range(0, len(points), each))
+    return [min(piece, key=lambda point: math.inf if math.isnan(point[1]) else point[1]) for piece in pieces]
+
+
+def _burn_in_chart(result: TestResult, series: Mapping[int, list[tuple[float, float]]], problems: str) -> Figure:
+    rates = {rank: finite(rate for _, rate in points) for rank, points in series.items()}
+    tenths = {rank: max(1, len(each) // 10) for rank, each in rates.items()}
+    first = {rank: median(each[: tenths[rank]]) for rank, each in rates.items()}
+    last = {rank: median(each[-tenths[rank] :]) for rank, each in rates.items()}
+    slowest, *others = sorted(last, key=lambda rank: (last[rank], rank))
+    limit = next((one.limit.min for one in result.measurements if one.metric.startswith("matmul.") and one.limit), None)
+    lines = [Line(name="", points=series[rank], tone="muted") for rank in others[: _MOST_RANKS - 1]]
+    tone = "bad" if result.outcome in ("failed", "error") else ""
+    lines.append(Line(name=f"rank {slowest}", points=series[slowest], tone=tone))
+    drawn = f", and the {_MOST_RANKS} slowest have lines" if len(series) > _MOST_RANKS else ""
+    head = ("Rank", "First tenth", "Last tenth", "Lowest", "Highest")
+    rows = [
+        (str(rank), *(f"{rate:.4g}" for rate in (first[rank], last[rank], min(rates[rank]), max(rates[rank]))))
+        for rank in (slowest, *others)
+    ]
+    caption = f"{rank_ranges(series)}; the slowest at its end is rank {slowest}{drawn}. {problems}"
+    return Figure(
+        title=_BURN_IN,
+        svg=line_chart(
+            lines,
+            title=f"Rate of {len(series)} ranks over the burn-in",
+            x_label="seconds",
+            y_label="TFLOPS",
+            levels=[] if limit is None else [Level(name="limit", value=limit)],
+            zero=False,
+        ),
+        caption=caption.strip(),
+        table=html_table("Rate in TFLOPS, the slowest at its end first", head, rows, numbers=head, most=64),
     )

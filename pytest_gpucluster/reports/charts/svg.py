@@ -19,13 +19,8 @@ BAD = "var(--bad, #b8460e)"
 ACCENT = "var(--accent, #0072b2)"
 
 Point = tuple[float, float]
-SHAPES = ("circle", "square", "triangle", "diamond", "ring", "cross")
+SHAPES = ("circle", "square", "diamond", "cross")
 """Of marks."""
-_CORNERS = {
-    "square": ((-1, -1), (1, -1), (1, 1), (-1, 1)),
-    "diamond": ((0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)),
-    "triangle": ((0, -1.25), (1.2, 0.9), (-1.2, 0.9)),
-}
 _TITLE_CHARACTERS = 200
 _DESCRIPTION_CHARACTERS = 1000
 _TEXT_CHARACTERS = 60
@@ -72,27 +67,25 @@ class Drawing:
         style = {"stroke_width": width, "stroke_dasharray": dash or None, "stroke_linejoin": "round"}
         self._add("path", d=_path(points), fill="none", stroke=colour, **style)
 
-    def area(self, points: Sequence[Point], colour: str) -> None:
-        """The area inside of points."""
-        if points:
-            self._add("path", d=f"{_path(points)}Z", fill=colour, fill_opacity=0.22, stroke="none")
-
     def rectangle(self, x: float, y: float, width: float, height: float, **style: object) -> None:
         """A rectangle; ``style`` has SVG's attributes, such as ``stroke_width``."""
         self._add("rect", x=x, y=y, width=max(0.0, width), height=max(0.0, height), **style)
 
-    def mark(self, x: float, y: float, colour: str, *, shape: str = "circle", size: float = 3) -> None:
-        """A mark of one of the ``SHAPES``, so that marks differ by more than colour."""
-        if shape == "circle":
-            self._add("circle", cx=x, cy=y, r=size, fill=colour)
-        elif shape == "ring":
-            self._add("circle", cx=x, cy=y, r=size, fill="none", stroke=colour, stroke_width=1.5)
-        elif shape == "cross":
-            strokes = f"l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"
-            self._add("path", d=_path([(x - size, y - size)]) + strokes, fill="none", stroke=colour, stroke_width=1.8)
-        else:
-            corners = [(x + dx * size, y + dy * size) for dx, dy in _CORNERS[shape]]
-            self._add("path", d=f"{_path(corners)}Z", fill=colour)
+    def marks(self, points: Sequence[Point], colour: str, *, shape: str = "circle", size: float = 3) -> None:
+        """Marks of one of the ``SHAPES``, so that they differ by more than colour. All are one short element."""
+        if not points:
+            return
+        if shape == "diamond":
+            wide = 1.3 * size
+            corners = ([(x, y - wide), (x + wide, y), (x, y + wide), (x - wide, y)] for x, y in points)
+            self._add("path", d="".join(f"{_path(each)}Z" for each in corners), fill=colour)
+            return
+        stroke, width, cap = "h0", 2 * size, "round" if shape == "circle" else "square"
+        if shape == "cross":
+            points = [(x - size, y - size) for x, y in points]
+            stroke, width, cap = f"l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}", 1.8, "butt"
+        path = "".join(_path([point]) + stroke for point in points)
+        self._add("path", d=path, fill="none", stroke=colour, stroke_width=width, stroke_linecap=cap)
 
     def text(
         self, x: float, y: float, text: str, colour: str = INK, *, anchor: str = "", size: float = 0, bold: bool = False

@@ -25,9 +25,8 @@ from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.judge.misses import most_throttled
-from pytest_gpucluster.reports.charts.figure import artifact_folders, by_number
-from pytest_gpucluster.reports.charts.figures import figures_of
-from pytest_gpucluster.reports.charts.series import limit_bar
+from pytest_gpucluster.reports.charts.figures import artifact_folders, by_number, figures_of
+from pytest_gpucluster.reports.charts.plots import limit_bar
 from pytest_gpucluster.reports.criterion_text import margin_text, value_text
 from pytest_gpucluster.reports.html.measured import (
     EMBEDDED_RANKS,

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
-from pytest_gpucluster.reports.charts.dots import rank_dots, rank_dots_key
+from pytest_gpucluster.reports.charts.plots import rank_dots, rank_dots_key
 from pytest_gpucluster.reports.criterion_text import margin_text, value_text
 from pytest_gpucluster.reports.markup import Table, html_table, line, word
 from pytest_gpucluster.reports.summary import headline, worst_first
