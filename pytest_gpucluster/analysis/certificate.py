@@ -1,31 +1,26 @@
-"""The acceptance certificate of a run: its content, the cluster's parts by node and slot, and its sealed file.
+"""The acceptance certificate of a run: its content, the cluster's parts by node and slot, its sealed file, and whether
+it is valid: unchanged since it was sealed, and derived from the journal that it names.
 
 The content is a pure function of a journal, so that it can be derived again and compared. The file is sealed by the
 SHA-256 over its canonical form, and read strictly.
-
-Source: RFC 8785, JSON Canonicalization Scheme: no white space, keys in the order of their UTF-16 code units, numbers
-as ECMAScript writes them (ECMA-262, Number::toString), texts in UTF-8 with the shortest escapes. Not supported, and
-rejected: NaN, infinities, whole numbers beyond 2^53 - 1, and lone surrogates. :func:`plain` turns them into text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.analysis.certificate_blockers import blockers
-from pytest_gpucluster.errors import CertificateError, LaunchError
+from pytest_gpucluster.errors import CertificateError, JournalError, LaunchError
 from pytest_gpucluster.journal.fields import JudgedMetric
-from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.journal import Journal, json_types, read
 from pytest_gpucluster.journal.records import RankPlace
 from pytest_gpucluster.launch.hostlist import compress_hostlist
-from pytest_gpucluster.text import rank_ranges
+from pytest_gpucluster.text import rank_ranges, some_of
 
 GPU_FIELDS = {
     "uuid": "UUID",
@@ -126,89 +121,9 @@ def _adapters(journal: Journal) -> dict[int, list[dict[str, str]]]:
     return found
 
 
-LARGEST = 2**53 - 1
-"""Largest whole number up to which all are exact as a double. Source: RFC 7493, section 2.2."""
-
-
-def canonical(value: object) -> bytes:
-    """Return the canonical form of a value of plain JSON types.
-
-    >>> canonical({"b": 1e21, "a": [0.1, 1.0, -0.0, None, "€"]}).decode()
-    '{"a":[0.1,1,0,null,"€"],"b":1e+21}'
-
-    Raises:
-        ValueError: it has a value without a canonical form.
-    """
-    try:
-        return _written(value).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a text holds a lone surrogate: {error.object[error.start : error.end]!r}") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def plain(value: object) -> object:
-    """Return a value in which everything without a canonical form is text, also keys.
-
-    >>> plain({"a": float("nan"), 1: (2**60, "\\ud800")})
-    {'a': 'NaN', '1': ['1152921504606846976', '\\\\ud800']}
-    """
-    if isinstance(value, Mapping):
-        return {str(plain(str(key))): plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > LARGEST:
-        return str(value)
-    return value
-
-
-def _written(value: object) -> str:
-    if value is None or isinstance(value, (bool, str)):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, int):
-        if abs(value) > LARGEST:
-            raise ValueError(f"{value} is beyond 2^53 - 1, the limit of exact numbers in JSON")
-        return str(value)
-    if isinstance(value, float):
-        return _number(value)
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise ValueError("a key is no text")
-        # A lone surrogate passes here and is rejected when the whole is encoded.
-        keys = sorted(value, key=lambda key: key.encode("utf-16-be", "surrogatepass"))
-        return "{" + ",".join(f"{_written(key)}:{_written(value[key])}" for key in keys) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_written, value)) + "]"
-    raise ValueError(f"{type(value).__name__} is no JSON type")
-
-
-def _number(value: float) -> str:
-    """Write a number as ECMAScript does. Python's repr has the same digits: the fewest that round-trip."""
-    if not math.isfinite(value):
-        raise ValueError(f"{value} is no JSON number")
-    if value == 0:
-        return "0"
-    decimal = Decimal(repr(value)).normalize().as_tuple()
-    digits, sign = "".join(map(str, decimal.digits)), "-" if decimal.sign else ""
-    point = len(digits) + int(decimal.exponent)  # digits before the decimal point
-    if len(digits) <= point <= 21:
-        text = digits + "0" * (point - len(digits))
-    elif 0 < point <= 21:
-        text = f"{digits[:point]}.{digits[point:]}"
-    elif -6 < point <= 0:
-        text = f"0.{'0' * -point}{digits}"
-    else:
-        text = f"{digits[0]}{'.' + digits[1:] if len(digits) > 1 else ''}e{point - 1:+d}"
-    return sign + text
-
-
 FORMAT = "pytest-gpucluster acceptance record"
 SCHEMA_VERSION = 1
-DIGEST = "SHA-256 over the canonical JSON (RFC 8785) of the value of 'record'"
+DIGEST = "SHA-256 over the JSON of 'record' in ASCII: keys sorted, no white space, as Python's json writes it"
 
 _KEYS = {
     "accepted": bool,
@@ -257,11 +172,23 @@ class Certificate:
         )
 
 
+def canonical(value: object) -> bytes:
+    """Return the canonical form of a value of JSON types.
+
+    >>> canonical({"b": 1e21, "a": [0.1, None, "€"]})
+    b'{"a":[0.1,null,"\\\\u20ac"],"b":1e+21}'
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
 def digest(record: Mapping[str, Any]) -> str:
     """Return the digest that seals a certificate's content, as hexadecimal text.
 
     Raises:
-        ValueError: it has a value without a canonical form.
+        ValueError: a number is not finite.
     """
     return hashlib.sha256(canonical(record)).hexdigest()
 
@@ -276,12 +203,12 @@ def seal(content: Mapping[str, Any], *, at: str, by: str, note: str, version: st
         note: free text.
         version: of this package.
     """
-    made = plain({"at": at, "by": by, "note": note, "version": version})
+    made = {"at": at, "by": by, "note": note, "version": version}
     record = {"format": FORMAT, "schema_version": SCHEMA_VERSION, **content, "made": made}
     sha256 = digest(record)
     # Indented, for people: the digest is over the canonical form, so white space does not count.
     document = {"sha256": sha256, "digest": DIGEST, "record": record}
-    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n", sha256
+    return json.dumps(document, indent=1, allow_nan=False) + "\n", sha256
 
 
 def read_certificate(path: Path) -> Certificate:
@@ -301,7 +228,7 @@ def read_certificate(path: Path) -> Certificate:
     except UnicodeDecodeError as error:
         raise CertificateError(f"{path}: no certificate: not UTF-8 at byte {error.start}") from None
     try:
-        document = json.loads(text, object_pairs_hook=_object, parse_constant=_reject, parse_int=_whole_number)
+        document = json.loads(text, object_pairs_hook=_object, parse_constant=_reject)
     except (ValueError, RecursionError) as error:
         raise CertificateError(f"{path}: no certificate, or cut off: {error}") from None
     record = document.get("record") if isinstance(document, dict) else None
@@ -350,11 +277,6 @@ def _reject(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _whole_number(text: str) -> int | float:
-    """Read a whole number as every JSON reader does: beyond 2^53 - 1 it is a double."""
-    return int(text) if len(text) < 18 and abs(int(text)) <= LARGEST else float(text)
-
-
 def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
     """Return the content of a certificate, without its author and time of creation.
 
@@ -364,7 +286,7 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
     """
     reasons, nodes = blockers(journal), node_parts(journal)
     run = journal.run
-    made = plain(
+    made: dict[str, Any] = json_types(
         {
             "accepted": not reasons,
             "not_accepted_because": list(reasons),
@@ -397,7 +319,6 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
             ],
         }
     )
-    assert isinstance(made, dict)
     return made
 
 
@@ -419,3 +340,117 @@ def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
             **({} if limit.expected is None else {"expected": limit.expected}),
         },
     }
+
+
+def seal_problems(certificate: Certificate, *, known_digest: str | None = None) -> list[str]:
+    """Return why a certificate is not valid by itself.
+
+    Args:
+        certificate: to check.
+        known_digest: its digest, kept elsewhere.
+    """
+    found = []
+    if not certificate.is_intact:
+        found.append(
+            f"it was changed after it was sealed: the SHA-256 of its content is {certificate.digest}, and it was "
+            f"sealed with {certificate.sealed}"
+        )
+    if known_digest is not None and known_digest.lower() != certificate.digest:
+        found.append(f"the SHA-256 of its content is {certificate.digest}, not {known_digest}")
+    if certificate.record["accepted"] is True:
+        found += [f"it contradicts itself: it states accepted, and {why}" for why in _contradictions(certificate)]
+    return found
+
+
+def _contradictions(certificate: Certificate) -> Iterator[str]:
+    """Yield what contradicts an accepted run."""
+    record = certificate.record
+    if not certificate.is_accepted:
+        yield "its verdict, its run or its reasons state otherwise"
+    tests = items(record, "tests")
+    bad = [test.get("nodeid") for test in tests if test.get("outcome") not in ("passed", "skipped")]
+    if bad:
+        yield f"{len(bad)} of its tests did not pass, such as {bad[0]}"
+    values = [one for test in tests for one in items(test, "measurements")]
+    missed = [one.get("metric") for one in values if one.get("status") not in ("passed", "recorded")]
+    if missed:
+        yield f"{len(missed)} of its values did not keep their limit, such as {missed[0]}"
+    if not any(one.get("status") == "passed" for one in values):
+        yield "none of its values was compared with a limit"
+    nodes = items(record, "nodes")
+    gpus = [gpu for node in nodes for gpu in items(node, "gpus")]
+    run = record["run"]
+    if (len(nodes), len(gpus)) != (run.get("nnodes"), run.get("world_size")):
+        yield (
+            f"it has {len(nodes)} nodes with {len(gpus)} GPUs, and its run {run.get('nnodes')} nodes with "
+            f"{run.get('world_size')} ranks"
+        )
+    if len({str(gpu.get("uuid")).casefold() for gpu in gpus}) < len(gpus):
+        yield "two of its GPUs have the same UUID"
+
+
+def items(record: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """Return the objects of a list in a certificate. Anyone can seal one: entries of another type are left out."""
+    value = record.get(key)
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+
+
+def journal_digest(path: Path) -> tuple[str, Journal]:
+    """Return the SHA-256 of a journal's file, and the journal: both of the same bytes.
+
+    Raises:
+        JournalError: it cannot be read, or changes while it is.
+    """
+    before = _sha256(path)
+    journal = read(path)
+    if _sha256(path) != before:
+        raise JournalError(f"{path}: it is being written; wait until its run has ended")
+    return before, journal
+
+
+def journal_mismatches(certificate: Certificate, journal: Journal, sha256: str) -> list[str]:
+    """Return where a certificate differs from its journal.
+
+    Args:
+        certificate: to check.
+        journal: of the run that it should be of, with samples.
+        sha256: of the journal's file.
+    """
+    named = certificate.record["journal"].get("sha256")
+    if named != sha256:
+        return [f"it is of another journal, with the SHA-256 {named}; this one has {sha256}"]
+    content = {
+        key: value for key, value in certificate.record.items() if key not in ("made", "format", "schema_version")
+    }
+    expected = certificate_content(journal, sha256=sha256)
+    if canonical(content) == canonical(expected):
+        return []
+    places = list(_differing(content, expected))
+    version = certificate.record["made"].get("version")
+    return [
+        f"it differs from its journal: {some_of(places, 5)} (it was written by pytest-gpucluster "
+        f"{version}; a later version may have more fields)"
+    ]
+
+
+def _differing(one: Any, other: Any, where: str = "") -> list[str]:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        keys = sorted(set(one) | set(other))
+        return [
+            place
+            for key in keys
+            for place in _differing(one.get(key), other.get(key), f"{where}.{key}" if where else str(key))
+        ]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return [place for index, pair in pairs for place in _differing(*pair, f"{where}[{index}]")]
+    return [] if canonical(one) == canonical(other) else [where or "everything"]
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        raise JournalError(f"{path}: no such journal; name a journal.jsonl, or the folder of a run") from None
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -8,33 +8,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from pytest_gpucluster.analysis.certificate import ADAPTER_FIELDS, COMPONENTS, GPU_FIELDS, Certificate
-from pytest_gpucluster.errors import CertificateError
+from pytest_gpucluster.errors import CertificateError, JournalError
+from pytest_gpucluster.journal.fields import AnyText, read
 from pytest_gpucluster.text import some_of
-
-Kind = Literal[
-    "node removed",
-    "node added",
-    "node renamed",
-    "swapped",
-    "moved",
-    "replaced",
-    "removed",
-    "added",
-    "changed",
-    "unknown",
-    "twice",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One difference. ``where`` names nodes and slots, ``what`` the parts."""
+    """One difference. ``where`` names nodes and slots, ``what`` the parts.
 
-    kind: Kind
+    ``kind``: node removed, node added, node renamed, swapped, moved, replaced, removed, added, changed, unknown, twice.
+    """
+
+    kind: str
     where: str
     what: str
 
@@ -71,13 +62,14 @@ class _Inventory:
     parts: tuple[_Part, ...]
     versions: Mapping[str, Mapping[str, str]]
     """Host -> component -> version."""
-    by_place: Mapping[tuple[str, str, str], _Part] = field(init=False)
-    by_identity: Mapping[tuple[str, str], _Part] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_place", {part.place: part for part in self.parts})
-        known = {(part.noun, part.identity): part for part in self.parts if part.identity}
-        object.__setattr__(self, "by_identity", known)
+    @cached_property
+    def by_place(self) -> dict[tuple[str, str, str], _Part]:
+        return {part.place: part for part in self.parts}
+
+    @cached_property
+    def by_identity(self) -> dict[tuple[str, str], _Part]:
+        return {(part.noun, part.identity): part for part in self.parts if part.identity}
 
     def of_host(self, host: str) -> frozenset[str]:
         return frozenset(part.identity for part in self.parts if part.host == host and part.identity)
@@ -229,23 +221,34 @@ def _changes(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
         yield Difference(kind="changed", where=some_of(where, 4), what=text)
 
 
-def _inventory(document: Certificate) -> _Inventory:
+@dataclass(frozen=True, kw_only=True)
+class _Node:
+    host: str
+    node_rank: Any = None
+    versions: Mapping[str, AnyText]
+    gpus: tuple[Mapping[str, AnyText], ...]
+    adapters: tuple[Mapping[str, AnyText], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Nodes:
+    nodes: tuple[_Node, ...]
+
+
+def _inventory(certificate: Certificate) -> _Inventory:
+    try:
+        nodes = read(_Nodes, certificate.record, str(certificate.path)).nodes
+    except JournalError as error:
+        raise CertificateError(str(error)) from None
     parts: list[_Part] = []
     versions: dict[str, Mapping[str, str]] = {}
-    hosts = Counter(str(node.get("host")) for node in document.record["nodes"] if isinstance(node, dict))
-    for index, node in enumerate(document.record["nodes"]):
-        where = f"{document.path}: nodes[{index}]"
-        host = _text(node, "host", where)
-        if hosts[host] > 1:  # containers may share a host name
-            host = f"{host} (node {node.get('node_rank')})"
-        installed = _inner(node, "versions", dict, where)
-        versions[host] = {component: _text(installed, component, f"{where}.versions") for component in COMPONENTS}
-        for gpu in _inner(node, "gpus", list, where):
-            parts.append(_part("GPU", gpu, _text(gpu, "index", f"{where}.gpus"), host, f"{where}.gpus"))
-        if node.get("adapters") is not None:
-            for adapter in _inner(node, "adapters", list, where):
-                name = _text(adapter, "name", f"{where}.adapters")
-                parts.append(_part("adapter", adapter, name, host, f"{where}.adapters"))
+    hosts = Counter(node.host for node in nodes)
+    for node in nodes:
+        # Containers may share a host name.
+        host = node.host if hosts[node.host] == 1 else f"{node.host} (node {node.node_rank})"
+        versions[host] = {component: node.versions.get(component, "") for component in COMPONENTS}
+        parts += [_part("GPU", facts, f"GPU {facts.get('index') or '?'}", host) for facts in node.gpus]
+        parts += [_part("adapter", facts, facts.get("name", ""), host) for facts in node.adapters]
     return _Inventory(parts=tuple(_apart(parts)), versions=versions)
 
 
@@ -261,28 +264,13 @@ def _apart(parts: list[_Part]) -> Iterator[_Part]:
         yield replace(part, slot=f"{part.slot}#{number}", name=f"{part.name}, slice {number}")
 
 
-def _part(noun: str, entry: Any, number: str, host: str, where: str) -> _Part:
-    facts = {key: _text(entry, key, where) for key in _WORDS[noun]}
-    named = f"GPU {number or '?'}" if noun == "GPU" else number
+def _part(noun: str, entry: Mapping[str, str], name: str, host: str) -> _Part:
+    facts = {key: entry.get(key, "") for key in _WORDS[noun]}
     return _Part(
         noun=noun,
         host=host,
-        slot=facts[_SLOT] or named,
-        name=f"{named} ({facts[_SLOT] or 'of unknown PCI address'})",
+        slot=facts[_SLOT] or name,
+        name=f"{name} ({facts[_SLOT] or 'of unknown PCI address'})",
         identity=facts[_IDENTITY[noun]],
         facts=facts,
     )
-
-
-def _text(entry: Any, key: str, where: str) -> str:
-    value = entry.get(key) if isinstance(entry, dict) else None
-    if not isinstance(value, str):
-        raise CertificateError(f"{where}: {key!r} must be text")
-    return value
-
-
-def _inner(entry: Any, key: str, kind: type, where: str) -> Any:
-    value = entry.get(key) if isinstance(entry, dict) else None
-    if not isinstance(value, kind):
-        raise CertificateError(f"{where}: {key!r} must be {'an object' if kind is dict else 'a list'}")
-    return value

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
 
 from pytest_gpucluster.analysis.merge_sources import (
@@ -24,37 +24,28 @@ from pytest_gpucluster.analysis.merge_sources import (
 from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import SCHEMA_VERSION, JournalBuilder
-from pytest_gpucluster.journal.records import OUTCOMES, MergedFrom, TestResult, failed_before
+from pytest_gpucluster.journal.records import OUTCOMES, Run, TestResult, failed_before
 from pytest_gpucluster.journal.verdict import Verdict
 from pytest_gpucluster.text import first_line, one_line
 
 BY = "gpucluster runs merge"
-_COUNTS = ", which counts"
 _ATTEMPT = re.compile(r"attempt \d+")
-_OF_MERGING = "merged"
-"""The first word of the properties of a merge."""
 _DIFFERENCE = 400
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One run's attempt at a test."""
+    """One run's attempt at a test: its result, and the journal's lines of it."""
 
     source: Source
-    nodeid: str
-    outcome: str
-    message: str
-    failed_tries: int
-    """Number of tries of that run that did not pass."""
-    earlier: tuple[str, ...] = ()
-    """The results of the tries before the last one, as texts; of a merged journal those of all tries."""
-    line: Line | None = None
-    """Replaces the journal's lines where the run ended in this test."""
+    result: TestResult
+    lines: Sequence[Line]
 
     @property
-    def lines(self) -> Sequence[Line]:
-        """Return the lines of the result."""
-        return self.source.results(self.nodeid) if self.line is None else [self.line]
+    def failed_tries(self) -> int:
+        """Return the number of tries of that run that did not pass."""
+        result = self.result
+        return 0 if result.outcome == "skipped" else result.attempts - (result.outcome == "passed")
 
 
 def attempts_at(nodeid: str, sources: Sequence[Source]) -> list[Attempt]:
@@ -65,21 +56,14 @@ def attempts_at(nodeid: str, sources: Sequence[Source]) -> list[Attempt]:
         result = next((result for result in journal.results if result.nodeid == nodeid), None)
         if journal.running is not None and journal.running.nodeid == nodeid:
             message = first_line(f"the run ended here: {journal.reason}")
-            line = _error_line(nodeid, message, source, started_at=journal.running.at)
-            found.append(
-                Attempt(source=source, nodeid=nodeid, outcome="error", message=message, failed_tries=1, line=line)
-            )
+            result = TestResult(nodeid=nodeid, outcome="error", phase="call", message=message)
+            collected = next((asdict(test) for test in journal.collected or () if test.nodeid == nodeid), {})
+            about = {"outcome": "error", "phase": "call", "message": message, "text": message}
+            about |= {"started_at": journal.running.at}
+            line = {"type": "test", "nodeid": nodeid, **collected, **about}
+            found.append(Attempt(source=source, result=result, lines=[line]))
         elif result is not None:
-            found.append(
-                Attempt(
-                    source=source,
-                    nodeid=nodeid,
-                    outcome=result.outcome,
-                    message=result.message,
-                    failed_tries=_failed_tries(result),
-                    earlier=tuple(text for name, text in result.properties if _ATTEMPT.fullmatch(name)),
-                )
-            )
+            found.append(Attempt(source=source, result=result, lines=source.results(nodeid)))
     return found
 
 
@@ -90,9 +74,8 @@ def decisive_attempt(attempts: Sequence[Attempt]) -> Attempt:
     """
     decides = attempts[0]
     for attempt in attempts[1:]:
-        if attempt.outcome == "skipped" and decides.outcome != "skipped":
-            continue
-        if attempt.outcome == "error" and decides.outcome == "failed":
+        was, is_now = decides.result.outcome, attempt.result.outcome
+        if (is_now == "skipped" and was != "skipped") or (is_now == "error" and was == "failed"):
             continue
         decides = attempt
     return decides
@@ -121,24 +104,11 @@ def _attempt_texts(attempts: Sequence[Attempt], decides: Attempt) -> list[str]:
     """Return the result of each try as a text; empty where there was only one."""
     texts: list[str] = []
     for attempt in attempts:
-        title = attempt.source.journal.run.title
-        if attempt.source.is_merged and attempt.earlier:  # its texts name the runs already
-            texts += [text if attempt is decides else text.replace(_COUNTS, "", 1) for text in attempt.earlier]
-            continue
-        texts += [f"{title}: {text}" for text in attempt.earlier]
-        message = f": {attempt.message}" if attempt.message else ""
-        texts.append(f"{title}{_COUNTS if attempt is decides else ''}: {attempt.outcome}{message}")
+        title, result = attempt.source.journal.run.title, attempt.result
+        texts += [f"{title}: {text}" for name, text in result.properties if _ATTEMPT.fullmatch(name)]
+        counts, message = ", which counts" * (attempt is decides), f": {result.message}" if result.message else ""
+        texts.append(f"{title}{counts}: {result.outcome}{message}")
     return [first_line(text, 400) for text in texts] if len(texts) > 1 else []
-
-
-def _failed_tries(result: TestResult) -> int:
-    return 0 if result.outcome == "skipped" else result.attempts - (result.outcome == "passed")
-
-
-def _error_line(nodeid: str, message: str, source: Source, *, started_at: str) -> Line:
-    names = next((asdict(test) for test in source.journal.collected or () if test.nodeid == nodeid), {"nodeid": nodeid})
-    about = {"phase": "call", "message": message, "text": message, "started_at": started_at}
-    return {"type": "test", **names, "outcome": "error", **about}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,23 +146,17 @@ def merge_journals(sources: Sequence[Source], *, other_clusters: bool = False) -
             else "runs with other limits or workloads have no common verdict; merge those that are alike"
         )
         raise OptionError(f"these runs are not of one cluster and one set of limits:\n{listed}\n{advice}")
-    # Differences of an earlier merge stay when it is merged again.
-    despite = [text for source in sources for text in source.journal.run.merged_despite]
-    despite += [one_line(difference.text, _DIFFERENCE) for difference in found]
+    despite = [one_line(difference.text, _DIFFERENCE) for difference in found]
     merge = _Merge(sources=sources, despite=tuple(dict.fromkeys(despite)))
     return MergedJournal(lines=merge.lines, verdict=merge.verdict, despite=merge.despite)
 
 
 def _require_apart(sources: Sequence[Source]) -> None:
-    seen: dict[tuple[str, ...], Source] = {}
-    for source in sources:
-        run = source.journal.run
-        keys = {(run.run_id, run.started_at, run.hostname), *((each.sha256,) for each in source.runs)}
-        for each in keys & seen.keys():
-            both = f"{seen[each].path} and {source.path}"
-            same = "have a run in common" if source.is_merged or seen[each].is_merged else "are the same run"
-            raise OptionError(f"{both} {same}; give each run once")
-        seen |= dict.fromkeys(keys, source)
+    for earlier, later in combinations(sources, 2):
+        one, other = earlier.journal.run, later.journal.run
+        same = (one.run_id, one.started_at, one.hostname) == (other.run_id, other.started_at, other.hostname)
+        if same or earlier.sha256 == later.sha256:
+            raise OptionError(f"{earlier.path} and {later.path} are the same run; give each run once")
 
 
 def _in_order(sources: Sequence[Source]) -> list[Source]:
@@ -203,26 +167,24 @@ def _in_order(sources: Sequence[Source]) -> list[Source]:
     """
     found = list(sources)
     if _is_numbered(sources):
-        found.sort(key=lambda source: source.runs[0].number)
+        found.sort(key=lambda source: source.journal.run.number)
     for earlier, later in combinations(found, 2):
-        for one, other in product(earlier.runs, later.runs):
-            if not _is_before(one, other):
-                began = f"{other.title} began before {one.title}"
-                raise OptionError(
-                    f"{earlier.path} is named before {later.path}, but {began}: name the runs in the order in which "
-                    "they ran. If that is their order, a clock went back between them: then only runs of one "
-                    "report directory have a known order. A run between runs that are merged already is merged with "
-                    "those runs themselves"
-                )
+        one, other = earlier.journal.run, later.journal.run
+        if not _is_before(one, other):
+            raise OptionError(
+                f"{earlier.path} is named before {later.path}, but {other.title} began before {one.title}: name the "
+                "runs in the order in which they ran. If that is their order, a clock went back between them: then "
+                "only runs of one report directory have a known order"
+            )
     return found
 
 
 def _is_numbered(sources: Sequence[Source]) -> bool:
-    series = {run.series for source in sources for run in source.runs}
+    series = {source.journal.run.series for source in sources}
     return len(series) == 1 and "" not in series
 
 
-def _is_before(one: MergedFrom, other: MergedFrom) -> bool:
+def _is_before(one: Run, other: Run) -> bool:
     if one.series and one.series == other.series and one.number != other.number:
         return one.number < other.number
     began, next_began = time_of(one.started_at), time_of(other.started_at)
@@ -235,10 +197,6 @@ class _Merge:
 
     sources: Sequence[Source]
     despite: tuple[str, ...]
-
-    @cached_property
-    def runs(self) -> list[MergedFrom]:
-        return [run for source in self.sources for run in source.runs]
 
     @cached_property
     def mapping(self) -> RankMapping:
@@ -266,8 +224,8 @@ class _Merge:
 
     @cached_property
     def verdict(self) -> Verdict:
-        runs = self.runs
-        topology = f"merged from {len(runs)} runs, {runs[0].started_at} to {runs[-1].started_at}"
+        first, *_, last = (source.journal.run.started_at for source in self.sources)
+        topology = f"merged from {len(self.sources)} runs, {first} to {last}"
         if not _is_numbered(self.sources):
             topology += ", in the order given, which their clocks confirm"
         topology = "; ".join([topology, *self._remarks(), *map(first_line, changes(self.sources))])
@@ -296,9 +254,7 @@ class _Merge:
         yield from self._head()
         yield from ({"type": "property", **each} for each in self._properties())
         for source in self.sources:
-            for line in source.all_of_type("property"):
-                if not (source.is_merged and str(line.get("name", "")).startswith(f"{_OF_MERGING} ")):
-                    yield line
+            yield from source.all_of_type("property")
         for attempts in self.attempts.values():
             yield from self._of_test(attempts)
         # Faults outside tests that still count: those that reject hardware, and those of unanswered runs.
@@ -319,7 +275,7 @@ class _Merge:
             **first,
             "schema_version": SCHEMA_VERSION,
             "run_id": f"merged-{digest[:12]}",
-            "started_at": self.runs[0].started_at,
+            "started_at": self.sources[0].journal.run.started_at,
             "series": "",
             # No JUnit file of it has been written.
             "junit": {**(first.get("junit") or {}), "path": None},
@@ -327,7 +283,7 @@ class _Merge:
             "world_size": len(ranks) if is_other else first.get("world_size", 1),
             "nnodes": len({rank.get("host") for rank in ranks}) if is_other else first.get("nnodes", 1),
             "options": {**(first.get("options") or {}), **demanded},
-            "merged_from": [asdict(run) for run in self.runs],
+            "merged_from": [asdict(source.origin) for source in self.sources],
             "merged_despite": list(self.despite),
         }
         if ranks:
@@ -346,15 +302,15 @@ class _Merge:
         yield from ({"type": "deviation", "text": text} for text in self._deviations())
 
     def _properties(self) -> Iterator[Line]:
-        reasons = {source.sha256: f": {source.journal.reason}" for source in self.sources}
-        for number, run in enumerate(self.runs, start=1):
-            text = f"{run.title}: {run.verdict}, exit code {run.exit}{reasons.get(run.sha256, '')}"
-            yield {"name": f"{_OF_MERGING} run {number}", "value": first_line(text, 400)}
-            yield {"name": f"{_OF_MERGING} run {number} sha256", "value": run.sha256}
+        for number, source in enumerate(self.sources, start=1):
+            journal = source.journal
+            text = f"{journal.run.title}: {journal.verdict}, exit code {journal.exit}: {journal.reason}"
+            yield {"name": f"merged run {number}", "value": first_line(text, 400)}
+            yield {"name": f"merged run {number} sha256", "value": source.sha256}
         for number, text in enumerate(self.despite, start=1):
-            yield {"name": f"{_OF_MERGING} despite {number}", "value": text}
+            yield {"name": f"merged despite {number}", "value": text}
         for number, text in enumerate(changes(self.sources), start=1):
-            yield {"name": f"{_OF_MERGING} with {number}", "value": first_line(text, 1000)}
+            yield {"name": f"merged with {number}", "value": first_line(text, 1000)}
 
     def _of_test(self, attempts: Sequence[Attempt]) -> Iterator[Line]:
         source = decisive_attempt(attempts).source

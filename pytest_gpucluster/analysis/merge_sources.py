@@ -47,21 +47,16 @@ class Source:
         return self.journal.verdict == "BROKEN"
 
     @property
-    def is_merged(self) -> bool:
-        """Return whether this journal was merged from others."""
-        return bool(self.journal.run.merged_from)
-
-    @property
     def is_whole(self) -> bool:
         """Return whether this run is of the whole suite, and collected all of it."""
         run, problems = self.journal.run, {problem.name for problem in self.journal.problems}
         return not run.selection and self.journal.collected is not None and not problems & {"collection", "usage"}
 
     @property
-    def runs(self) -> tuple[MergedFrom, ...]:
-        """Return the runs in it: itself, or those that it was merged from."""
+    def origin(self) -> MergedFrom:
+        """Return what the merged journal states of this run."""
         run = self.journal.run
-        own = MergedFrom(
+        return MergedFrom(
             journal=str(self.path),
             sha256=self.sha256,
             run_id=run.run_id,
@@ -71,7 +66,6 @@ class Source:
             series=run.series,
             number=run.number,
         )
-        return run.merged_from or (own,)
 
     def of_type(self, kind: str) -> Line | None:
         """Return the last line of a type."""
@@ -90,11 +84,14 @@ def load_source(path: Path) -> Source:
     """Read a journal to be merged.
 
     Raises:
-        JournalError: as ``journal.read``; or its run is going on, or its start time is missing.
+        JournalError: as ``journal.read``; or its run is going on, or its start time is missing, or it was merged.
     """
     journal = read(path, keep_samples=False, live=True)
     if journal.is_live:
         raise JournalError(f"{path}: its run is going on ({journal.progress}); merge it when it has ended")
+    if journal.run.merged_from:
+        origins = ", ".join(each.journal for each in journal.run.merged_from)
+        raise JournalError(f"{path}: it was merged from {origins}; merge those with the others instead")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -106,8 +103,11 @@ def load_source(path: Path) -> Source:
         except (ValueError, RecursionError):  # `read` accepted the file, so this is its end: cut off or empty
             break
         written.append((str(line.get("type", "")), str(line.get("nodeid", "")), raw))
-    for text in (journal.run.started_at, *(each.started_at for each in journal.run.merged_from)):
-        _require_time(path, text)
+    if time_of(journal.run.started_at) is None:
+        raise JournalError(
+            f"{path}: the start time in its first line is {journal.run.started_at!r:.40}, which is no time with a "
+            "zone: without it the newest results are unknown"
+        )
     return Source(path=path, sha256=hashlib.sha256(content).hexdigest(), written=tuple(written), journal=journal)
 
 
@@ -118,14 +118,6 @@ def time_of(text: str) -> datetime | None:
     except ValueError:
         return None
     return found if found.tzinfo is not None else None
-
-
-def _require_time(path: Path, text: str) -> None:
-    if time_of(text) is None:
-        raise JournalError(
-            f"{path}: the start time in its first line is {text!r:.40}, which is no time with a zone: without it the "
-            "newest results are unknown"
-        )
 
 
 _BY_RANK = ("values", "intervals", "samples", "telemetry")

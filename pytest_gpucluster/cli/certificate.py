@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import TextIO
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.analysis.certificate import certificate_content, read_certificate, seal
-from pytest_gpucluster.analysis.certificate_audit import items, journal_digest, journal_mismatches, seal_problems
+from pytest_gpucluster.analysis.certificate import (
+    certificate_content,
+    items,
+    journal_digest,
+    journal_mismatches,
+    read_certificate,
+    seal,
+    seal_problems,
+)
 from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
 from pytest_gpucluster.cli.command import (
     DONE,
@@ -59,7 +66,7 @@ _CREATE = """\
 Write the certificate of an accepted run: the parts of each node (UUID, serial number, board part number, VBIOS,
 InfoROM and GSP firmware of each GPU, network adapters, driver and versions), the verdict, every value with its limit
 and the limit's source, and the digests of the journal and of the files of limits. It is sealed with the SHA-256
-over its canonical JSON (RFC 8785): print the digest, sign it, or send it to the other side.
+over its JSON with sorted keys: print the digest, sign it, or send it to the other side.
 """
 
 _VERIFY = """\

@@ -113,7 +113,6 @@ def test_what_is_no_certificate_is_refused(tmp_path):
         (("digest",), "MD5", "sha256"),
         (("accepted",), True, "'accepted' .*outside"),
         (("record", "made", "at"), 1e400, "Infinity"),
-        (("record", "made", "at"), "\ud800", "surrogate"),
     ],
     name=lambda case: f"{'.'.join(case[0])} {case[1]!r}",
 )
@@ -124,11 +123,4 @@ def test_what_is_damaged_or_newer_is_refused(tmp_path, case):
     _put(content, where, value)
     path.write_text(json.dumps(content))
     with pytest.raises(CertificateError, match=why):
-        read_certificate(path)
-
-
-def test_a_number_beyond_all_measure_is_damage(path):
-    text = path.read_text()
-    path.write_text(text.replace('"world_size": 16', f'"world_size": {"9" * 400}'))
-    with pytest.raises(CertificateError, match="inf"):
         read_certificate(path)

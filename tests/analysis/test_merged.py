@@ -10,7 +10,7 @@ from written_runs import HBM, MATMUL, case, measured, place, write
 
 from pytest_gpucluster.analysis.merge import merge_journals
 from pytest_gpucluster.analysis.merge_sources import load_source
-from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal import journal
 
 FIRST, SECOND, THIRD = (f"2026-01-02T0{hour}:00:00+00:00" for hour in (3, 4, 5))
@@ -42,13 +42,6 @@ def merged(tmp_path):
         return read
 
     return do
-
-
-def built(found):
-    builder = journal.JournalBuilder()
-    for line in found.lines():
-        builder.add(line)
-    return builder.journal()
 
 
 def outcomes(read):
@@ -278,48 +271,11 @@ def test_attempts_of_a_failure_are_counted_and_what_passes_twice_was_not_run_aga
     assert [name for name, _ in read.results[0].properties] == ["attempt 1", "attempt 2"]
 
 
-def test_a_merged_run_is_merged_again_with_what_ran_before_or_after_it(tmp_path, merged):
-    merged(([good(), good(HBM)], {}), ([bad(started_at=SECOND)], {}))
-    after = write(tmp_path / "x", good(started_at=THIRD), run_id="r9", started_at=THIRD, selection=True)
-    read = built(merge_journals([load_source(tmp_path / "merged.jsonl"), load_source(after)]))
-    assert read.verdict == "ACCEPTED"
-    assert [each.run_id for each in read.run.merged_from] == ["r0", "r1", "r9"]
-    [result] = [result for result in read.results if result.nodeid == MATMUL]
-    assert [text.removesuffix(": too slow") for _, text in result.properties] == [
-        f"run r0 of {FIRST}: passed",
-        f"run r1 of {SECOND}: failed",
-        f"run r9 of {THIRD}, which counts: passed",
-    ]
-    assert [name for name, _ in read.properties if name.startswith("merged run")] == [
-        f"merged run {number}{what}" for number in (1, 2, 3) for what in ("", " sha256")
-    ]
-
-
-@of_each("place", [0, 1])
-def test_what_ran_between_merged_runs_is_refused(tmp_path, merged, place):
-    merged(([good(), good(HBM)], {}), ([bad()], {"started_at": THIRD}))
-    sources = [load_source(tmp_path / "merged.jsonl")]
-    sources.insert(place, load_source(write(tmp_path / "x", good(), run_id="r9", started_at=SECOND, selection=True)))
-    with pytest.raises(OptionError, match="r9"):
-        merge_journals(sources)
-
-
-def test_a_run_is_merged_once(tmp_path, merged):
+def test_a_run_is_merged_once_and_a_merged_one_by_its_parts(tmp_path, merged):
     merged(([bad(), good(HBM)], {}), ([good()], {}))
-    with pytest.raises(OptionError, match="in common"):
-        merge_journals([load_source(tmp_path / "merged.jsonl"), load_source(tmp_path / "1" / "journal.jsonl")])
+    with pytest.raises(JournalError, match=r"1/journal\.jsonl; merge those"):
+        load_source(tmp_path / "merged.jsonl")
     with pytest.raises(OptionError, match="same run"):
         merge_journals(
             [load_source(write(tmp_path / "a", good())), load_source(write(tmp_path / "b", good(), closed=False))]
         )
-
-
-def test_different_clusters_stay_different_however_often_they_are_merged(tmp_path, merged):
-    other = [place(0, host="b"), place(1, host="b")]
-    both = [place(0), place(1), {**other[0], "rank": 2}, {**other[1], "rank": 3}]
-    merged(([good()], {"ranks": other}), ([good(HBM)], {}), other_clusters=True)
-    whole = write(tmp_path / "x", good(), case(HBM, "skipped"), run_id="r9", started_at=THIRD, ranks=both)
-    read = built(merge_journals([load_source(tmp_path / "merged.jsonl"), load_source(whole)]))
-    assert read.verdict == "SELECTION PASSED"
-    assert re.search("OF DIFFERENT CLUSTERS: .*b and gpu-a", read.reason)
-    assert len(read.run.merged_despite) == 2

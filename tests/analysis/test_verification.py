@@ -8,8 +8,17 @@ import pytest
 from each import of_each
 from made_records import lines, record, write_journal
 
-from pytest_gpucluster.analysis.certificate import Certificate, certificate_content, digest, read_certificate, seal
-from pytest_gpucluster.analysis.certificate_audit import journal_digest, journal_mismatches, seal_problems
+from pytest_gpucluster.analysis import certificate as certificate_module
+from pytest_gpucluster.analysis.certificate import (
+    Certificate,
+    certificate_content,
+    digest,
+    journal_digest,
+    journal_mismatches,
+    read_certificate,
+    seal,
+    seal_problems,
+)
 from pytest_gpucluster.errors import JournalError
 
 
@@ -73,14 +82,13 @@ def test_a_certificate_of_another_journal_is_reported(made, tmp_path):
 
 def test_a_journal_that_is_being_written_or_is_none_is_refused(made, monkeypatch):
     _, journal = made
-    from pytest_gpucluster.analysis import certificate_audit
     from pytest_gpucluster.journal import journal as journal_module
 
     def growing(path):
         path.write_bytes(path.read_bytes() + b'{"type":"property","name":"a","value":"b"}\n')
         return journal_module.Journal
 
-    monkeypatch.setattr(certificate_audit, "read", growing)
+    monkeypatch.setattr(certificate_module, "read", growing)
     with pytest.raises(JournalError, match="being written"):
         journal_digest(journal)
     for path in (journal.parent / "none", journal.parent):
