@@ -25,7 +25,7 @@ from pytest_gpucluster.analysis.calibration import (
     series,
     source_problems,
 )
-from pytest_gpucluster.analysis.certificate_audit import journal_digest
+from pytest_gpucluster.analysis.certificate import journal_digest
 from pytest_gpucluster.cli.command import (
     DONE,
     NEGATIVE,
