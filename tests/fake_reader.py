@@ -40,7 +40,7 @@ def _growing() -> list[dict[str, Any]]:
 if __name__ == "__main__":
     from fake_sampler import _open_nvml
 
-    from pytest_gpucluster.node.health.node_reader_process import main
+    from pytest_gpucluster.node.health.node_reader import main
     from pytest_gpucluster.node.sysfs import Tree
 
     planted_gpus = json.loads(Path(sys.argv.pop(1)).read_text())

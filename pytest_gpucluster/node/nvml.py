@@ -8,8 +8,8 @@ Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
@@ -84,6 +84,63 @@ class Nvml(Protocol):
             NotAvailable: with the reason.
             KeyError: there is no such query.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """Why a query gave no value."""
+
+    reason: str
+    kind: Absence
+
+
+@dataclass(frozen=True, kw_only=True)
+class NvmlValues:
+    """NVML's values at one moment: query, or its key -> value; and query or key -> why there is none."""
+
+    values: Mapping[str, Any]
+    missing: Mapping[str, Missing] = field(default_factory=dict)
+
+    def get(self, query: str) -> Any:
+        """Return a value, or None where there is none."""
+        return self.values.get(query)
+
+    @property
+    def lost(self) -> str:
+        """NVML's message where the GPU is lost; else ""."""
+        return next((why.reason for why in self.missing.values() if why.kind == "lost"), "")
+
+
+def read_values(
+    nvml: Nvml,
+    uuid: str,
+    queries: Iterable[str] | Mapping[str, str] = tuple(QUERIES),
+    convert: Callable[[str, Any], Any] = lambda key, value: value,
+) -> NvmlValues:
+    """Read queries of a GPU, one after the other. When the GPU is lost, the rest is not read.
+
+    Args:
+        nvml: where to read.
+        uuid: the GPU.
+        queries: names, or key -> name.
+        convert: returns a value to keep, from the key and NVML's value; ValueError where that is invalid.
+    """
+    named = queries if isinstance(queries, Mapping) else {query: query for query in queries}
+    values: dict[str, Any] = {}
+    missing: dict[str, Missing] = {}
+    lost: Missing | None = None
+    for key, query in named.items():
+        if lost is not None:
+            missing[key] = lost
+            continue
+        try:
+            values[key] = convert(key, nvml.read(uuid, query))
+        except NotAvailable as error:
+            missing[key] = Missing(reason=str(error) or NOT_AVAILABLE, kind=error.kind)
+            lost = missing[key] if error.kind == "lost" else None
+        except Exception as error:  # bindings and drivers fail in many ways; the reason is reported
+            missing[key] = Missing(reason=f"{type(error).__name__}: {error}", kind="failed")
+    return NvmlValues(values=values, missing=missing)
 
 
 class PyNvml:

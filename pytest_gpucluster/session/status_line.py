@@ -2,7 +2,7 @@
 
 It is never in a file, a pipe or the log of a CI system, and nothing of it is left on the terminal: pytest's own lines
 are the same with and without it. A thread of rank 0 draws it once a second; NVML is asked by a process of its own
-(:mod:`pytest_gpucluster.node.health.node_reader_process`), every other second and for a few figures only. A local
+(:mod:`pytest_gpucluster.node.health.node_reader`), every other second and for a few figures only. A local
 worker writes its progress to a file, which the controller shows.
 
 The cursor stays where the output has left it. To show the lines, room is made below it (IND, which scrolls only where

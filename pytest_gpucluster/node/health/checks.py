@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pytest_gpucluster.metrics.datasheets import ANY_GPU
 from pytest_gpucluster.metrics.finding import Finding, Identity, environment, finding, hardware, note
-from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, HealthSnapshot, Missing
+from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, HealthSnapshot
 from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.node.kernel_log import Xid
+from pytest_gpucluster.node.nvml import Missing
 from pytest_gpucluster.node.sysfs import pci_address
 
 LOST_REMEDY = "take the node out of service, power it off and on, and have the GPU replaced if that does not help"
@@ -64,8 +65,8 @@ def check_answers(snapshot: HealthSnapshot) -> Iterator[Finding]:
 
 
 def _lost(snapshot: HealthSnapshot) -> str:
-    reasons = [m.reason for s in snapshot.all_values for m in s.missing.values() if m.kind == "lost"]
-    return "; ".join(part for part in (reasons[0] if reasons else "", snapshot.load_error) if part)
+    reason = next((values.lost for values in snapshot.all_values if values.lost), "")
+    return "; ".join(part for part in (reason, snapshot.load_error) if part)
 
 
 def _absent(snapshot: HealthSnapshot) -> dict[str, Missing]:

@@ -20,14 +20,13 @@ from typing import Any
 from pytest_gpucluster.errors import HardwareFault
 from pytest_gpucluster.metrics.finding import Finding, Identity, hardware, identity
 from pytest_gpucluster.node import infiniband, kernel_log
-from pytest_gpucluster.node.health import snapshot
 from pytest_gpucluster.node.health.checks import LOST_REMEDY, MEMORY_FAULTS
 from pytest_gpucluster.node.health.interconnect_checks import MUST_NOT_GROW, ZERO_TOLERANCE
 from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.node.infiniband import BYTES, CARRIER_DOWN, ETHERNET, LINK_DOWNED, Adapters
 from pytest_gpucluster.node.infiniband import INFINIBAND as LAYER_OF_FABRIC
 from pytest_gpucluster.node.kernel_log import KernelLog, Xid
-from pytest_gpucluster.node.nvml import Nvml
+from pytest_gpucluster.node.nvml import Nvml, read_values
 from pytest_gpucluster.node.sysfs import pci_address
 
 
@@ -170,10 +169,10 @@ def read(sources: Sources) -> Counters:
     if sources.has_gpu and sources.nvml is None:
         missing.update(dict.fromkeys(QUERIES, sources.why_no_nvml))
     elif sources.nvml is not None and sources.gpu.uuid is not None:
-        gpu = snapshot.read_values(sources.nvml, sources.gpu.uuid, QUERIES)
+        gpu = read_values(sources.nvml, sources.gpu.uuid, QUERIES)
         values.update(_gpu_counters(gpu.values))
         missing.update({query: why.reason for query, why in gpu.missing.items()})
-        lost = next((why.reason for why in gpu.missing.values() if why.kind == "lost"), "")
+        lost = gpu.lost
     if sources.of_node:
         if sources.has_gpu:
             log, why = _log(sources.kernel_log(), switches=sources.of_switches)

@@ -1,34 +1,49 @@
-"""Reads a node's state: the reader process as its parent sees it, one sample of a GPU, and the host's load.
+"""Reads a node's state: the reader process (this module as a program), and the process as its parent sees it.
 
-The process is :mod:`pytest_gpucluster.node.health.node_reader_process`; its parent never waits for it. NVML is
-queried in a process of its own for two reasons: a driver that hangs hangs there, and a measuring process never shares
-an interpreter with the queries.
+NVML is queried in a process of its own for two reasons: a driver that hangs hangs there, and a measuring process never
+shares an interpreter with the queries. Its parent never waits for it.
 
-A sample of a GPU (NVML) is in plain JSON types: each value, or why there is none. The host's load is from /proc: load,
-the time its CPUs have spent, memory.
+The process writes samples to its standard output. Each line is a JSON object with one sample and the time of the
+monotonic clock at which it was read:
+
+    {"nvml": {"driver": "580.65.06", "gpus": [{"index": 0, "uuid": "GPU-...", "name": "NVIDIA H100"}]}, "at": 12.3}
+    {"nvml": {"why_not": "NVML is not available: ..."}, "at": 12.3}
+    {"gpu": {"uuid": "GPU-...", "utilization_percent": 98, ..., "not_available": {}, "lost": ""}, "at": 12.4}
+    {"host": {"load": [1.0, 0.9, 0.8], ...}, "at": 12.4}
+    {"ports": [{"name": "mlx5_0/1", ...}], "why_not": "", "at": 12.4}
+
+One thread queries NVML, another reads the kernel's files: where NVML hangs, the other continues, and the reader of the
+lines sees by their times which samples are old. The process exits with its parent, and when its output is closed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.node.nvml import NotAvailable, Nvml
+from pytest_gpucluster.node import infiniband
+from pytest_gpucluster.node.health.sampler_process import wait_for_end
+from pytest_gpucluster.node.health.telemetry import THROTTLE, validated
+from pytest_gpucluster.node.nvml import Nvml, PyNvml, read_values
 from pytest_gpucluster.node.nvml_queries import keys
 from pytest_gpucluster.node.processes import Process, find_process
 from pytest_gpucluster.node.programs import kill
 from pytest_gpucluster.node.sysfs import Tree
 
-COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.node.health.node_reader_process")
+COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.node.health.node_reader")
 """The command line. Tests replace it by one with simulated GPUs."""
+
+Take = Callable[[Mapping[str, Any]], None]
 
 
 class NodeReader:
@@ -43,9 +58,7 @@ class NodeReader:
         OSError: no process or thread can be started.
     """
 
-    def __init__(
-        self, take: Callable[[Mapping[str, Any]], None], interval_seconds: float, *, few: bool = False
-    ) -> None:
+    def __init__(self, take: Take, interval_seconds: float, *, few: bool = False) -> None:
         self._take = take
         self._is_closing = False
         command = [*COMMAND, "--interval", str(interval_seconds), "--parent", str(os.getpid()), *["--few"] * few]
@@ -82,6 +95,8 @@ class NodeReader:
             self._take({"ended": self._process.wait()})
 
 
+# ---- samples
+
 PROCESSES, NVLINK = "processes", "nvlink_bytes"
 
 QUERIES = keys(
@@ -104,41 +119,22 @@ def sample_gpu(
     """Read ``keys`` of :data:`QUERIES` from a GPU.
 
     Returns:
-        ``uuid``; each key with its value; ``not_available``, the other keys, each with the reason; ``lost``, NVML's
-        message where the GPU is lost, else "". No error of NVML is raised.
+        ``uuid``; each key with its value in plain JSON types; ``not_available``, the other keys, each with the reason;
+        ``lost``, NVML's message where the GPU is lost, else "". No error of NVML is raised.
     """
-    sample: dict[str, Any] = {"uuid": uuid}
-    missing: dict[str, str] = {}
-    lost = ""
-    for key in keys:
-        if lost:
-            missing[key] = lost
-            continue
-        try:
-            sample[key] = _plain(key, nvml.read(uuid, QUERIES[key]), find_process)
-        except NotAvailable as error:
-            missing[key] = str(error) or "not available"
-            lost = missing[key] if error.kind == "lost" else ""
-        except Exception as error:  # bindings and drivers fail in many ways; the reason is reported
-            missing[key] = f"{type(error).__name__}: {error}"
-    return {**sample, "not_available": missing, "lost": lost}
 
+    def plain(key: str, value: Any) -> Any:
+        if key == THROTTLE:
+            return [name for name in validated(key, value) if name != "gpu_idle"]  # the reason of every idle GPU
+        if key == NVLINK:
+            return {way: int(value[way]) for way in ("sent", "received")}
+        if key == PROCESSES:
+            return [_process(find_process(int(pid)), memory) for pid, memory in value]
+        return validated(key, value)
 
-def _plain(key: str, value: Any, find_process: Callable[[int], Process]) -> Any:
-    """Return a value in plain JSON types.
-
-    Raises:
-        ValueError: NVML returned a value of another type.
-    """
-    if key == "throttle":
-        return [str(name) for name in value if name != "gpu_idle"]  # the reason of every idle GPU
-    if key == NVLINK:
-        return {way: int(value[way]) for way in ("sent", "received")}
-    if key == PROCESSES:
-        return [_process(find_process(int(pid)), memory) for pid, memory in value]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"NVML gave {value!r:.60}")
-    return value
+    found = read_values(nvml, uuid, {key: QUERIES[key] for key in keys}, plain)
+    missing = {key: why.reason for key, why in found.missing.items()}
+    return {"uuid": uuid, **found.values, "not_available": missing, "lost": found.lost}
 
 
 def _process(process: Process, memory_bytes: int | None) -> dict[str, Any]:
@@ -173,3 +169,96 @@ def read_host_load(tree: Tree) -> dict[str, Any]:
         "memory_total_bytes": tree.meminfo("MemTotal"),
         "memory_available_bytes": tree.meminfo("MemAvailable"),
     }
+
+
+# ---- the process
+
+
+def read_gpus(open_nvml: Callable[[], Nvml], write: Take, interval_seconds: float, keys: Collection[str]) -> None:
+    """Write samples of all GPUs, round after round."""
+    try:
+        nvml = open_nvml()
+        uuids = nvml.uuids()
+        write({"nvml": {"driver": nvml.driver_version(), "gpus": [_gpu(nvml, *gpu) for gpu in enumerate(uuids)]}})
+    except EnvironmentBroken as error:
+        write({"nvml": {"why_not": str(error)}})
+        return
+    except Exception as error:  # bindings and drivers fail in many ways; without a line it would look like a hang
+        write({"nvml": {"why_not": f"NVML failed: {type(error).__name__}: {error}"}})
+        return
+    answering = [uuid for uuid in uuids if uuid is not None]
+    while answering:
+        begin = time.monotonic()
+        for uuid in answering:
+            write({"gpu": sample_gpu(nvml, uuid, keys)})
+        spent = time.monotonic() - begin
+        # Every call serialises with the driver's other work: at least half of the time there is none.
+        time.sleep(max(interval_seconds - spent, spent))
+
+
+def _gpu(nvml: Nvml, index: int, uuid: str | None) -> Mapping[str, Any]:
+    found = None if uuid is None else nvml.find(uuid)
+    return {
+        "index": index if found is None else found.index,
+        "uuid": uuid,
+        "name": None if found is None else found.name,
+        "pci_bus_id": None if found is None else found.pci_bus_id,
+    }
+
+
+def read_host(tree: Tree, write: Take, interval_seconds: float) -> None:
+    """Write samples of the host and its ports, round after round."""
+    while True:
+        begin = time.monotonic()
+        write({"host": read_host_load(tree)})
+        adapters = infiniband.read(tree.path("/sys"), gids=False, only_bytes=True)
+        write({"ports": [_port(port) for port in adapters.ports], "why_not": adapters.why_not})
+        time.sleep(max(0.0, interval_seconds - (time.monotonic() - begin)))
+
+
+def _port(port: infiniband.Port) -> Mapping[str, Any]:
+    return {
+        "name": port.name,
+        "link_layer": port.link_layer or None,
+        "state": port.state or None,
+        "rate_gbps": port.rate_gbps,
+        **{name: port.counters.get(name) for name in infiniband.BYTES.values()},
+    }
+
+
+def line_writer(descriptor: int) -> Take:
+    """Return a function that writes whole lines from any thread; it exits the process when nothing reads them."""
+    lock = threading.Lock()
+
+    def write(sample: Mapping[str, Any]) -> None:
+        line = json.dumps({**sample, "at": time.monotonic()}).encode() + b"\n"
+        with lock:
+            try:
+                while line:
+                    line = line[os.write(descriptor, line) :]
+            except OSError:
+                os._exit(0)
+
+    return write
+
+
+def main(open_nvml: Callable[[], Nvml] = PyNvml, tree: Tree | None = None) -> NoReturn:
+    """Run as the reader process."""
+    detached_process.shield()
+    parser = argparse.ArgumentParser(description="The reader of a node, started by gpucluster node watch, not by hand.")
+    parser.add_argument("--interval", type=float, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--few", action="store_true")
+    options = parser.parse_args()
+    write = line_writer(sys.stdout.fileno())
+    keys = FEW if options.few else tuple(QUERIES)
+    # The main thread only waits: NVML may hang in any other one, and the process still ends with its parent.
+    threading.Thread(target=read_gpus, args=(open_nvml, write, options.interval, keys), daemon=True).start()
+    if not options.few:
+        threading.Thread(target=read_host, args=(tree or Tree(), write, options.interval), daemon=True).start()
+    wait_for_end(options.parent)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,14 +13,9 @@ from pytest_gpucluster.node.health.node_reader import NVLINK
 STALE_INTERVALS, STALE_SECONDS = 3.0, 3.0
 """A part older than both is stale: a busy machine may be late once."""
 
-
-@dataclass
-class _Latest:
-    """The last sample of one part, and the one before."""
-
-    at: float
-    values: Mapping[str, Any]
-    before: tuple[float, Mapping[str, Any]] | None = None
+_Sample = tuple[float, Mapping[str, Any]]
+"""When it was read, and its values."""
+_Rates = Callable[[float, Mapping[str, Any], Mapping[str, Any]], Mapping[str, float | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +39,7 @@ class Node:
         why_no_gpus: why there is none; "" if there is one, or if NVML has not answered yet.
         silent_seconds: how long NVML has not answered at all, not even with the list of GPUs; else None.
         host: those of ``node_reader.read_host_load``; ``busy_ratio`` is among its rates.
-        ports: the values of ``node_reader_process`` for each port.
+        ports: the values of ``node_reader`` for each port.
         why_no_ports: why there is none.
         problem: of the reader itself; "" if there is none.
     """
@@ -82,10 +77,9 @@ class NodeState:
         self._condition = threading.Condition()
         self._began = now()
         self._nvml: Mapping[str, Any] | None = None
-        self._gpus: dict[str, _Latest] = {}
-        self._host: _Latest | None = None
-        self._ports: dict[str, _Latest] = {}
-        self._port_names: list[str] = []
+        self._samples: dict[str, list[_Sample]] = {}
+        """"host", UUID of a GPU or name of a port -> its last two samples."""
+        self._ports: list[str] = []
         self._why_no_ports = ""
         self._problem = ""
 
@@ -96,34 +90,30 @@ class NodeState:
             if "nvml" in line:
                 self._nvml = line["nvml"]
             elif "gpu" in line:
-                _renew(self._gpus, str(line["gpu"]["uuid"]), at, line["gpu"])
+                self._renew(str(line["gpu"]["uuid"]), at, line["gpu"])
             elif "host" in line:
-                before = None if self._host is None else (self._host.at, self._host.values)
-                self._host = _Latest(at, line["host"], before)
+                self._renew("host", at, line["host"])
             elif "ports" in line:
-                self._port_names = [str(port["name"]) for port in line["ports"]]
+                self._ports = [str(port["name"]) for port in line["ports"]]
                 self._why_no_ports = str(line["why_not"])
                 for port in line["ports"]:
-                    _renew(self._ports, str(port["name"]), at, port)
+                    self._renew(str(port["name"]), at, port)
             elif "ended" in line:
-                self._problem = (
-                    f"the process that reads this node exited with code {line['ended']}: these values are old"
-                )
+                ended = f"exited with code {line['ended']}"
+                self._problem = f"the process that reads this node {ended}: these values are old"
             self._condition.notify_all()
+
+    def _renew(self, name: str, at: float, values: Mapping[str, Any]) -> None:
+        self._samples[name] = [*self._samples.get(name, ())[-1:], (at, values)]
 
     def wait(self, samples: int, seconds: float) -> None:
         """Wait up to ``seconds`` until every part has been read ``samples`` times (1 or 2)."""
 
         def is_complete() -> bool:
-            if self._problem:
-                return True
-            if self._nvml is None or self._host is None:
-                return False
-            known = {gpu["uuid"] for gpu in self._nvml.get("gpus", ()) if gpu["uuid"] is not None}
-            if not known <= set(self._gpus):
-                return False
-            parts = [self._host, *self._gpus.values(), *(self._ports[name] for name in self._port_names)]
-            return samples < 2 or all(part.before is not None for part in parts)
+            if self._problem or self._nvml is None:
+                return bool(self._problem)
+            names = ["host", *self._ports, *(gpu["uuid"] for gpu in self._nvml.get("gpus", ()) if gpu["uuid"])]
+            return all(len(self._samples.get(name, ())) >= samples for name in names)
 
         with self._condition:
             self._condition.wait_for(is_complete, seconds)
@@ -145,21 +135,17 @@ class NodeState:
         with self._condition:
             now = self._now()
             nvml = self._nvml or {}
+            is_empty = self._nvml is not None and not nvml.get("gpus")
             return Node(
                 gpus=tuple(self._gpu(gpu, now) for gpu in nvml.get("gpus", ()) if self._is_wanted(gpu)),
                 driver=nvml.get("driver"),
-                why_no_gpus=self._why_no_gpus(nvml),
+                why_no_gpus=str(nvml.get("why_not", "NVML shows no GPU to this user")) if is_empty else "",
                 silent_seconds=now - self._began if self._nvml is None else None,
-                host=self._part(self._host, {}, now, _host_rates),
-                ports=tuple(self._part(self._ports[name], {}, now, _port_rates) for name in self._port_names),
+                host=self._part("host", {}, now, _host_rates),
+                ports=tuple(self._part(name, {}, now, _port_rates) for name in self._ports),
                 why_no_ports=self._why_no_ports,
                 problem=self._problem,
             )
-
-    def _why_no_gpus(self, nvml: Mapping[str, Any]) -> str:
-        if "why_not" in nvml:
-            return str(nvml["why_not"])
-        return "NVML shows no GPU to this user" if self._nvml is not None and not nvml.get("gpus") else ""
 
     def _is_wanted(self, gpu: Mapping[str, Any]) -> bool:
         if self._uuids is not None and gpu["uuid"] not in self._uuids:
@@ -169,30 +155,22 @@ class NodeState:
     def _gpu(self, gpu: Mapping[str, Any], now: float) -> Part:
         if gpu["uuid"] is None:
             return Part(values={**gpu, "not_available": {}, "lost": "NVML counts it, and it does not answer"})
-        return self._part(self._gpus.get(gpu["uuid"]), gpu, now, _gpu_rates)
+        return self._part(gpu["uuid"], gpu, now, _gpu_rates)
 
-    def _part(
-        self,
-        latest: _Latest | None,
-        known: Mapping[str, Any],
-        now: float,
-        rates: Callable[[float, Mapping[str, Any], Mapping[str, Any]], dict[str, float]],
-    ) -> Part:
-        if latest is None:
-            return Part(
-                values={"not_available": {}, "lost": "", **known}, is_stale=now - self._began > self._stale_after
-            )
-        age = max(0.0, now - latest.at)
-        found: dict[str, float] = {}
-        if latest.before is not None and latest.at > latest.before[0]:
-            found = rates(latest.at - latest.before[0], latest.before[1], latest.values)
-        is_stale = age > self._stale_after
-        return Part(values={**latest.values, **known}, rates=found, age_seconds=age, is_stale=is_stale)
-
-
-def _renew(samples: dict[str, _Latest], name: str, at: float, values: Mapping[str, Any]) -> None:
-    before = samples.get(name)
-    samples[name] = _Latest(at, values, None if before is None else (before.at, before.values))
+    def _part(self, name: str, known: Mapping[str, Any], now: float, rates: _Rates) -> Part:
+        samples = self._samples.get(name, ())
+        if not samples:
+            is_stale = now - self._began > self._stale_after
+            return Part(values={"not_available": {}, "lost": "", **known}, is_stale=is_stale)
+        (before, old), (at, new) = samples[0], samples[-1]
+        found = rates(at - before, old, new) if at > before else {}
+        age = max(0.0, now - at)
+        return Part(
+            values={**new, **known},
+            rates={name: rate for name, rate in found.items() if rate is not None},
+            age_seconds=age,
+            is_stale=age > self._stale_after,
+        )
 
 
 def growth(seconds: float, before: Any, after: Any) -> float | None:
@@ -202,23 +180,19 @@ def growth(seconds: float, before: Any, after: Any) -> float | None:
     return (after - before) / seconds
 
 
-def _known(rates: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: rate for name, rate in rates.items() if rate is not None}
-
-
-def _gpu_rates(seconds: float, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+def _gpu_rates(seconds: float, before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, float | None]:
     old, new = before.get(NVLINK) or {}, after.get(NVLINK) or {}
-    return _known(
-        {f"nvlink_{way}_bytes_per_second": growth(seconds, old.get(way), new.get(way)) for way in ("sent", "received")}
-    )
+    return {
+        f"nvlink_{way}_bytes_per_second": growth(seconds, old.get(way), new.get(way)) for way in ("sent", "received")
+    }
 
 
-def _port_rates(seconds: float, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+def _port_rates(seconds: float, before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, float | None]:
     names = {"sent_bytes_per_second": "port_xmit_bytes", "received_bytes_per_second": "port_rcv_bytes"}
-    return _known({rate: growth(seconds, before.get(name), after.get(name)) for rate, name in names.items()})
+    return {rate: growth(seconds, before.get(name), after.get(name)) for rate, name in names.items()}
 
 
-def _host_rates(seconds: float, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+def _host_rates(seconds: float, before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, float | None]:
     busy = growth(seconds, before.get("busy_ticks"), after.get("busy_ticks"))
     spent = growth(seconds, before.get("all_ticks"), after.get("all_ticks"))
-    return {} if busy is None or not spent else {"busy_ratio": min(1.0, busy / spent)}
+    return {"busy_ratio": None if busy is None or not spent else min(1.0, busy / spent)}

@@ -13,8 +13,7 @@ from pytest_gpucluster.metrics.datasheets import Promise, promise_of
 from pytest_gpucluster.metrics.finding import Identity, identity
 from pytest_gpucluster.node import kernel_log, pci, processes
 from pytest_gpucluster.node.kernel_log import KernelLog
-from pytest_gpucluster.node.nvml import Absence, NotAvailable, Nvml
-from pytest_gpucluster.node.nvml_queries import QUERIES
+from pytest_gpucluster.node.nvml import Nvml, NvmlValues, read_values
 from pytest_gpucluster.node.pci import PciGpu
 from pytest_gpucluster.node.processes import Process
 
@@ -28,43 +27,6 @@ UNDER_LOAD = (
     "pcie.width",
 )
 """Queries that are meaningful under load only: an idle GPU is cool, and its links are slow."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Missing:
-    """Why a query gave no value."""
-
-    reason: str
-    kind: Absence
-
-
-@dataclass(frozen=True, kw_only=True)
-class NvmlValues:
-    """NVML's values at one moment: query -> value, and query -> why there is none."""
-
-    values: Mapping[str, Any]
-    missing: Mapping[str, Missing] = field(default_factory=dict)
-
-    def get(self, query: str) -> Any:
-        """Return a value, or None where there is none."""
-        return self.values.get(query)
-
-
-def read_values(nvml: Nvml, uuid: str, queries: Iterable[str] = tuple(QUERIES)) -> NvmlValues:
-    """Read the queries, one after the other. When the GPU is lost, the rest is not read."""
-    values: dict[str, Any] = {}
-    missing: dict[str, Missing] = {}
-    lost: Missing | None = None
-    for query in queries:
-        if lost is not None:
-            missing[query] = lost
-            continue
-        try:
-            values[query] = nvml.read(uuid, query)
-        except NotAvailable as error:
-            missing[query] = Missing(reason=str(error), kind=error.kind)
-            lost = missing[query] if error.kind == "lost" else None
-    return NvmlValues(values=values, missing=missing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +139,7 @@ def collect(
     try:
         load(lambda: under_load.append(read_values(sources.nvml, uuid, UNDER_LOAD)))
     except RuntimeError as error:
-        if _is_lost(read_values(sources.nvml, uuid, ("temperature.gpu",))):
+        if read_values(sources.nvml, uuid, ("temperature.gpu",)).lost:
             load_error = f"the load ended with {error}"
         else:
             load_failure = error
@@ -229,7 +191,3 @@ def _node(sources: Sources, ranks: int) -> Node:
         unlisted=found,
         bus_unreadable=unreadable,
     )
-
-
-def _is_lost(snapshot: NvmlValues) -> bool:
-    return any(missing.kind == "lost" for missing in snapshot.missing.values())

@@ -5,8 +5,8 @@ from typing import Any
 from patient import PID, UUID, examined, nvml, sources, who
 
 from pytest_gpucluster.metrics.finding import identity
-from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, collect, read_values
-from pytest_gpucluster.node.nvml import NotAvailable
+from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, collect
+from pytest_gpucluster.node.nvml import NotAvailable, read_values
 from pytest_gpucluster.node.nvml_queries import QUERIES
 
 

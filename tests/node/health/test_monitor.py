@@ -115,9 +115,11 @@ def test_a_driver_that_hangs_over_the_counters_delays_no_test() -> None:
 
 
 def test_counters_that_break_are_an_error_where_any_is_required_and_a_note_where_none_is() -> None:
-    values = {**HEALTHY_H100, ECC: OSError("broken")}
+    def broken() -> KernelLog:
+        raise OSError("broken")
+
     for required, is_error in (((ECC,), True), ((), False)):
-        went = company(values, required=required)
+        went = company(HEALTHY_H100, required=required, sources=sources(dict(HEALTHY_H100), log=broken))
         went.begin()
         went.end()
         assert "OSError: broken" in went.telemetry["counters_not_available"]["all"]

@@ -18,7 +18,7 @@ import pytest
 from fake_nvml import FakeNvml
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.node.health import node_reader, node_reader_process, node_state
+from pytest_gpucluster.node.health import node_reader, node_state
 from pytest_gpucluster.node.health.node_state import NodeState
 
 DEADLINE_SECONDS = 60.0
@@ -44,7 +44,7 @@ def lines_of(read: Any, *arguments: Any, after: int) -> list[Mapping[str, Any]]:
 
 def test_all_gpus_are_listed_and_those_that_answer_are_read_round_after_round() -> None:
     nvml = FakeNvml({"GPU-0": {"power.draw": 5.0}, "GPU-1": {}, "GPU-2": {}}, silent=["GPU-1"])
-    first, *looks = lines_of(node_reader_process.read_gpus, lambda: nvml, 0.01, ("power_watts",), after=5)
+    first, *looks = lines_of(node_reader.read_gpus, lambda: nvml, 0.01, ("power_watts",), after=5)
     assert [(gpu["index"], gpu["uuid"]) for gpu in first["nvml"]["gpus"]] == [(0, "GPU-0"), (1, None), (2, "GPU-2")]
     assert first["nvml"]["driver"] == nvml.driver
     assert [look["gpu"]["uuid"] for look in looks] == ["GPU-0", "GPU-2", "GPU-0", "GPU-2"]
@@ -167,4 +167,4 @@ def test_without_nvml_the_reason_is_written(error: Exception, why: str) -> None:
     def fail() -> Any:
         raise error
 
-    assert lines_of(node_reader_process.read_gpus, fail, 0.01, (), after=9) == [{"nvml": {"why_not": why}}]
+    assert lines_of(node_reader.read_gpus, fail, 0.01, (), after=9) == [{"nvml": {"why_not": why}}]
