@@ -57,7 +57,7 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     of_all = settings_of_all(board, mine, inventory, cluster.rank)
     if of_all is not None:
         (artifacts / "environment.json").write_text(json.dumps(of_all.distinct(), indent=1), encoding="utf-8")
-        findings += of_all.findings(inventory)
+        findings += of_all.findings
     advice = advise(facts)
     for name, text in advice.properties().items():
         record_property(name, text)

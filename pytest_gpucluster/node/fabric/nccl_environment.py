@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.node.fabric import nccl_log
-from pytest_gpucluster.text import rank_ranges
 
 ENVIRONMENT = "environment"
 PREFIXES = ("NCCL_", "UCX_")
@@ -24,10 +22,6 @@ ALSO = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS"
 """Further variables of interest."""
 SYSTEM_FILE = Path("/etc/nccl.conf")
 USER_FILE = ".nccl.conf"
-OF_A_RANK = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "OMP_NUM_THREADS")
-"""A launcher may set these for each rank of a node, so that each uses the card closest to its GPU."""
-OF_A_NODE = ("NCCL_SOCKET_IFNAME",)
-"""These may differ between nodes: interface names depend on the kind of host."""
 _NVLS, _NO_CACHE, _NVLS_OFF_BY_SUITE = "NCCL_NVLS_ENABLE", "NCCL_NO_CACHE", "GPUCLUSTER_NVLS_SWITCHED_OFF"
 
 
@@ -44,32 +38,10 @@ class Setting:
         over = f", instead of {' and '.join(self.instead_of)}" if self.instead_of else ""
         return f"{self.name}={self.value} ({self.origin}{over})"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain types."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Setting:
-        """Read the result of :meth:`to_json`."""
+        """Read the result of ``dataclasses.asdict``, as JSON has it."""
         return cls(**{**plain, "instead_of": tuple(plain["instead_of"])})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A variable that is not the same on all ranks.
-
-    ``by_value``: each value, or None for "not set", -> its ranks; the most frequent one comes first. ``is_meant``: each
-    node has the same values on the same local ranks, as set by a launcher that gives each rank a card of its own; or
-    the variable may differ between nodes, and each node has one value.
-    """
-
-    name: str
-    by_value: Mapping[str | None, tuple[int, ...]]
-    is_meant: bool
-
-    def __str__(self) -> str:
-        parts = [f"{'not set' if value is None else value} on {rank_ranges(on)}" for value, on in self.by_value.items()]
-        return f"{self.name} is {'; '.join(parts)}"
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
@@ -105,7 +77,9 @@ def read_environment(
     system_file: Path = SYSTEM_FILE,
 ) -> tuple[Setting, ...]:
     """Return every variable of interest that is set, by name, without those that this suite has set."""
-    own = nccl_log.own_settings(environ) | _own_settings(environ)
+    own = set(nccl_log.own_settings(environ))  # this suite's, as those of the next two lines
+    own |= {_NO_CACHE} if environ.get(_NO_CACHE) == _NVLS else set()
+    own |= {_NVLS} if environ.get(_NVLS_OFF_BY_SUITE) else set()
     found: dict[str, list[tuple[str, str]]] = {}
     for name, value in environ.items():
         if _is_of_interest(name) and name not in own:
@@ -125,48 +99,9 @@ def read_environment(
     )
 
 
-def _own_settings(environ: Mapping[str, str]) -> set[str]:
-    """Return the variables that this suite has set for NVLS."""
-    own = {_NO_CACHE} if environ.get(_NO_CACHE) == _NVLS else set()
-    return own | ({_NVLS} if environ.get(_NVLS_OFF_BY_SUITE) else set())
-
-
 def effective(settings: Sequence[Setting]) -> dict[str, str]:
     """Return name -> value."""
     return {setting.name: setting.value for setting in settings}
-
-
-def differences(
-    settings: Mapping[int, Mapping[str, str]], local_ranks: Mapping[int, int], nodes: Mapping[int, int]
-) -> list[Difference]:
-    """Compare the ranks.
-
-    Args:
-        settings: rank -> name -> value.
-        local_ranks: rank -> its local rank.
-        nodes: rank -> its node.
-    """
-    found = []
-    for name in sorted({name for one in settings.values() for name in one}):
-        values = {rank: one.get(name) for rank, one in settings.items()}
-        if len(set(values.values())) < 2:
-            continue
-        by_value = {
-            value: tuple(rank for rank, other in values.items() if other == value)
-            for value, _ in Counter(values.values()).most_common()
-        }
-        per_rank = name in OF_A_RANK and _is_same_within(values, local_ranks)
-        per_node = name in OF_A_NODE and _is_same_within(values, nodes)
-        found.append(Difference(name=name, by_value=by_value, is_meant=per_rank or per_node))
-    return found
-
-
-def _is_same_within(values: Mapping[int, str | None], group_of: Mapping[int, int]) -> bool:
-    """Whether the ranks of each group have one value."""
-    of_group: dict[int, set[str | None]] = {}
-    for rank, value in values.items():
-        of_group.setdefault(group_of[rank], set()).add(value)
-    return all(len(some) == 1 for some in of_group.values())
 
 
 def _is_of_interest(name: str) -> bool:

@@ -33,108 +33,64 @@ class Reason:
 
 
 NETWORK, DIRECT, NODE = "network", "direct", "node"
-
-
-@dataclass(frozen=True)
-class _Sign:
-    """A log line with a reason. ``text`` has the groups of the pattern in braces; a missing one is ``default``."""
-
-    about: str
-    pattern: str
-    text: str
-    rank: int = 0
-    default: str = ""
-
-    def reason(self, line: str) -> Reason | None:
-        """Return the reason of a line, if it matches."""
-        found = re.search(self.pattern, line)
-        if found is None:
-            return None
-        groups = {name: (self.default if group is None else group).strip() for name, group in found.groupdict().items()}
-        if "interfaces" in groups:
-            groups["interfaces"] = _interfaces(groups["interfaces"])
-        return Reason(rank=self.rank, about=self.about, text=self.text.format(**groups))
-
+_SET = r" set (?:by environment )?to (?P<value>\S+?)\.*(?:\s|$)"
+"""A variable with any value."""
+_ON = r" set by environment to (?P<value>-?[1-9]\d*)"
+"""A flag that is on."""
 
 _SIGNS = (
-    _Sign(NETWORK, r"NCCL_IB_DISABLE set by environment to (?P<value>-?[1-9]\d*)", "NCCL_IB_DISABLE={value} is set"),
-    _Sign(NETWORK, r"NCCL_NET set by environment to (?P<value>\S+?)\.?$", "NCCL_NET={value} is set"),
-    _Sign(NETWORK, r"NET/IB ?: No device found", "NCCL has found no InfiniBand device"),
-    _Sign(NETWORK, r"NET/IB ?: No IP interface found", "NCCL has found no IP interface for InfiniBand's connections"),
-    _Sign(
+    (NETWORK, 0, rf"NCCL_IB_DISABLE{_ON}", "NCCL_IB_DISABLE={value} is set"),
+    (NETWORK, 0, rf"NCCL_NET{_SET}", "NCCL_NET={value} is set"),
+    (NETWORK, 0, r"NET/IB ?: No device found", "NCCL has found no InfiniBand device"),
+    (NETWORK, 0, r"NET/IB ?: No IP interface found", "NCCL has found no IP interface for InfiniBand's connections"),
+    (NETWORK, 0, r"NET/IB ?: Unable to open device (?P<device>\S+)", "InfiniBand device {device} could not be opened"),
+    (NETWORK, 0, r"Failed to open libibverbs\.so", "libibverbs is not installed here"),
+    (NETWORK, 1, rf"NCCL_IB_HCA{_SET}", "NCCL_IB_HCA={value} is set"),
+    (
         NETWORK,
-        r"NET/IB ?: Unable to open device (?P<device>\S+)",
-        "InfiniBand device {device} could not be opened",
-    ),
-    _Sign(NETWORK, r"Failed to open libibverbs\.so", "libibverbs is not installed here"),
-    _Sign(NETWORK, r"NCCL_IB_HCA set to (?P<value>\S+)", "NCCL_IB_HCA={value} is set", rank=1),
-    _Sign(
-        NETWORK,
+        1,
         r"NET/Plugin ?: Could not find:? ?(?P<name>.+?)\.?(?: Using internal network plugin\.?)?$",
         "network plugin not found: {name}",
-        rank=1,
     ),
-    _Sign(
+    (NETWORK, 1, r"NET/Plugin ?: .*No plugin found \((?P<name>[^)]+)\)", "network plugin not found: {name}"),
+    (
         NETWORK,
-        r"NET/Plugin ?: (?:dlerror=(?:.+?) )?No plugin found \((?P<name>[^)]+)\)",
-        "network plugin not found: {name}",
-        rank=1,
-    ),
-    _Sign(
-        NETWORK,
+        0,
         r"External network plugin (?P<name>.+) is unsupported",
         "network plugin {name} does not fit this NCCL",
     ),
-    _Sign(
-        NETWORK,
-        r"Failed to initialize NET plugin (?P<name>.+)",
-        "network plugin {name} could not be initialized",
-    ),
-    _Sign(NETWORK, r"NET/Socket ?: Using (?P<interfaces>\[0\]\S+.*)", "sockets go over {interfaces}", rank=1),
-    _Sign(
-        NETWORK,
-        r"NCCL_SOCKET_IFNAME set (?:by environment )?to (?P<value>\S+)",
-        "NCCL_SOCKET_IFNAME={value} is set",
-        rank=1,
-    ),
-    _Sign(
+    (NETWORK, 0, r"Failed to initialize NET plugin (?P<name>.+)", "network plugin {name} could not be initialized"),
+    (NETWORK, 1, r"NET/Socket ?: Using (?P<interfaces>\[0\]\S+.*)", "sockets go over {interfaces}"),
+    (NETWORK, 1, rf"NCCL_SOCKET_IFNAME{_SET}", "NCCL_SOCKET_IFNAME={value} is set"),
+    (DIRECT, 0, r"GPU Direct RDMA Disabled for HCA \d+ '(?P<device>[^']*)' \((?P<why>[^)]+)\)", "{device} has {why}"),
+    (
         DIRECT,
-        r"GPU Direct RDMA Disabled for HCA \d+ '(?P<device>[^']*)'(?: \((?P<why>[^)]+)\))?",
-        "{device} has {why}",
-        default="neither nvidia_peermem nor DMA-BUF",
+        0,
+        r"GPU Direct RDMA Disabled for HCA \d+ '(?P<device>[^']*)'$",
+        "{device} has neither nvidia_peermem nor DMA-BUF",
     ),
-    _Sign(
+    (
         DIRECT,
+        0,
         r"GPU Direct RDMA Disabled for GPU \S+ / HCA \S+ \(distance (?P<found>\d+) >=? (?P<most>\d+)\)",
         "GPU and network card are too far apart (distance {found}, up to {most} is allowed)",
     ),
-    _Sign(
-        DIRECT,
-        r"NCCL_NET_GDR_LEVEL set by environment to (?P<value>\S+?)\.*(?:\s|$)",
-        "NCCL_NET_GDR_LEVEL={value} is set",
-    ),
-    _Sign(DIRECT, r"NCCL_DMABUF_ENABLE set by environment to 0", "NCCL_DMABUF_ENABLE=0 is set"),
-    _Sign(NODE, r"NCCL_P2P_DISABLE set by environment to (?P<value>-?[1-9]\d*)", "NCCL_P2P_DISABLE={value} is set"),
-    _Sign(
+    (DIRECT, 0, rf"NCCL_NET_GDR_LEVEL{_SET}", "NCCL_NET_GDR_LEVEL={value} is set"),
+    (DIRECT, 0, r"NCCL_DMABUF_ENABLE set by environment to 0", "NCCL_DMABUF_ENABLE=0 is set"),
+    (NODE, 0, rf"NCCL_P2P_DISABLE{_ON}", "NCCL_P2P_DISABLE={value} is set"),
+    (NODE, 0, rf"NCCL_P2P_LEVEL{_SET}", "NCCL_P2P_LEVEL={value} is set"),
+    (NODE, 0, rf"NCCL_SHM_DISABLE{_ON}", "NCCL_SHM_DISABLE={value} is set"),
+    (
         NODE,
-        r"NCCL_P2P_LEVEL set by environment to (?P<value>\S+?)\.*(?:\s|$)",
-        "NCCL_P2P_LEVEL={value} is set",
-    ),
-    _Sign(NODE, r"NCCL_SHM_DISABLE set by environment to (?P<value>-?[1-9]\d*)", "NCCL_SHM_DISABLE={value} is set"),
-    _Sign(
-        NODE,
+        0,
         r"P2P is disabled between (?:NVLINK )?connected GPUs (?P<one>\d+) and (?P<two>\d+)",
         "P2P is disabled between the connected GPUs {one} and {two}",
     ),
 )
+"""What a line is about, the reason's rank, a pattern, and a text with the groups of the pattern in braces."""
 _RELEVANT = re.compile("NET/|Plugin|plugin|RDMA|set (?:by environment )?to |libibverbs|P2P is disabled")
 """In every line with a reason: there are hundreds of thousands of others."""
 _CALL = " Bytes -> "
-
-
-def _interfaces(listed: str) -> str:
-    """Return the names in "[0]eth0:10.0.0.4<0> [1]eth1:10.0.1.4<0>"."""
-    return ", ".join(re.findall(r"\[\d+\]([^:\s]+):", listed)) or listed
 
 
 class Reasons:
@@ -159,9 +115,15 @@ class Reasons:
         for line in lines:
             if _CALL in line or not _RELEVANT.search(line):
                 continue
-            reason = next(filter(None, (sign.reason(line.rstrip()) for sign in _SIGNS)), None)
-            if reason is not None:
-                self._found[reason] = None
+            for about, rank, pattern, text in _SIGNS:
+                found = re.search(pattern, line.rstrip())
+                if found is not None:
+                    groups = {name: group.strip() for name, group in found.groupdict().items()}
+                    if "interfaces" in groups:  # such as "[0]eth0:10.0.0.4<0> [1]eth1:10.0.1.4<0>"
+                        names = re.findall(r"\[\d+\]([^:\s]+):", groups["interfaces"])
+                        groups["interfaces"] = ", ".join(names) or groups["interfaces"]
+                    self._found[Reason(rank=rank, about=about, text=text.format(**groups))] = None
+                    break
 
 
 def describe_reasons(of_rank: Mapping[int, Sequence[Reason]], about: str) -> str:

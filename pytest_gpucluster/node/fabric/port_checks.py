@@ -7,9 +7,9 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pytest_gpucluster.metrics.finding import Finding, Identity, Kind
+from pytest_gpucluster.metrics.finding import Finding, Kind, finding
 from pytest_gpucluster.node.fabric import ports
-from pytest_gpucluster.node.fabric.ports import NodePorts, PortFault, roce_gid
+from pytest_gpucluster.node.fabric.ports import NodePorts, roce_gid
 from pytest_gpucluster.node.infiniband import CARRIER_DOWN, ETHERNET, LINK_DOWNED, ROCE_V2, Port
 
 _CABLE = "look at the cable, the transceiver and the switch's port (`mlxlink -d DEVICE`, `ibdiagnet`), and compare them"
@@ -35,17 +35,20 @@ class Findings:
     shared: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _NodeFinding:
-    """A finding about a node by its number. ``rail`` is the port that it is about, "" for none in particular."""
+class _Report:
+    """Collects the findings. Those about a port, or ``rail``, that are no notes are faults that switches may share."""
 
-    node: int
-    code: str
-    kind: Kind
-    found: str
-    allowed: str
-    remedy: str
-    rail: str = ""
+    def __init__(self, nodes: Mapping[int, NodePorts], *, expected: bool) -> None:
+        self._nodes, self._expected = nodes, expected
+        self.of_node: dict[int, list[Finding]] = {}
+        self.faults: list[tuple[str, str]] = []
+
+    def add(self, node: int, kind: Kind, code: str, found: str, *, allowed: str, remedy: str, rail: str = "") -> None:
+        """Add a finding about a node by its number."""
+        host, kind = self._nodes[node].host, kind if self._expected else "note"
+        self.of_node.setdefault(node, []).append(finding(kind, code, host, found, allowed=allowed, remedy=remedy))
+        if rail and kind != "note":
+            self.faults.append((host, rail))
 
 
 def examine_ports(nodes: Mapping[int, NodePorts], *, expected: bool) -> Findings:
@@ -55,40 +58,24 @@ def examine_ports(nodes: Mapping[int, NodePorts], *, expected: bool) -> Findings
         nodes: number of each node -> its ports.
         expected: whether InfiniBand or RoCE is expected between them. If not, everything is a note.
     """
-    of_node: dict[int, list[Finding]] = {}
-    faults: list[PortFault] = []
+    report = _Report(nodes, expected=expected)
     for check in (_single_nodes, _states, _kinds, _firmware, _peer_memory):
-        for one in check(nodes):
-            node = nodes[one.node]
-            kind = one.kind if expected else "note"
-            finding = Finding(
-                code=one.code,
-                kind=kind,
-                gpu=Identity(host=node.host),
-                found=one.found,
-                allowed=one.allowed,
-                remedy=one.remedy,
-            )
-            of_node.setdefault(one.node, []).append(finding)
-            if one.rail and kind != "note":
-                faults.append(PortFault(host=node.host, rail=one.rail, leaf=node.leaf))
-    hosts = [one.host for one in nodes.values()]
-    leaves = {one.host: one.leaf for one in nodes.values()}
+        check(nodes, report)
     return Findings(
-        of_node={node: tuple(found) for node, found in of_node.items()},
-        shared=tuple(ports.shared_rails(faults, hosts=hosts, leaves=leaves)),
+        of_node={node: tuple(found) for node, found in report.of_node.items()},
+        shared=tuple(ports.shared_rails(report.faults, {one.host: one.leaf for one in nodes.values()})),
     )
 
 
-def _single_nodes(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
+def _single_nodes(nodes: Mapping[int, NodePorts], report: _Report) -> None:
     """Check each node by itself: ports, their GIDs and errors, and the access to GPU memory."""
     for node, one in nodes.items():
         if not one.adapters.ports:
-            yield _NodeFinding(
-                node=node,
-                code="no_ports",
-                kind="hardware",
-                found=f"no InfiniBand or RoCE port: {one.adapters.why_not or 'the HCAs show none'}",
+            report.add(
+                node,
+                "hardware",
+                "no_ports",
+                f"no InfiniBand or RoCE port: {one.adapters.why_not or 'the HCAs show none'}",
                 allowed="the ports of the fabric",
                 remedy="look at `lspci` and the kernel log; in a container, check whether it was given its HCAs",
             )
@@ -96,60 +83,60 @@ def _single_nodes(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
         if not one.used:
             selection = " and ".join(hca for hca in one.hcas if hca)
             ports = ", ".join(port.name for port in one.adapters.ports)
-            yield _NodeFinding(
-                node=node,
-                code="no_ports",
-                kind="environment",
-                found=f"NCCL_IB_HCA={selection} selects none of the ports {ports}",
+            report.add(
+                node,
+                "environment",
+                "no_ports",
+                f"NCCL_IB_HCA={selection} selects none of the ports {ports}",
                 allowed="a selection of existing ports",
                 remedy="unset NCCL_IB_HCA, or name HCAs of this node (`ibv_devices`)",
             )
         for port in one.used:
-            yield from _of_port(node, one, port)
+            _of_port(node, one, port, report)
         if not one.peer_memory.is_reachable:
-            yield _NodeFinding(
-                node=node,
-                code="peer_memory",
-                kind="environment",
-                found=f"network cards cannot access GPU memory: {one.peer_memory}",
+            report.add(
+                node,
+                "environment",
+                "peer_memory",
+                f"network cards cannot access GPU memory: {one.peer_memory}",
                 allowed="nvidia_peermem, or DMA-BUF",
                 remedy="`modprobe nvidia_peermem`, or the driver's open kernel modules on Linux 5.12 or newer",
             )
 
 
-def _of_port(node: int, one: NodePorts, port: Port) -> Iterator[_NodeFinding]:
+def _of_port(node: int, one: NodePorts, port: Port, report: _Report) -> None:
     if port.is_active and port.link_layer == ETHERNET:
-        yield from _gid(node, one, port)
+        _gid(node, one, port, report)
     errors = [f"{name} {port.counters[name]}" for name in _COUNTED if port.counters.get(name)]
     if errors:
-        yield _NodeFinding(
-            node=node,
-            code="port_errors",
-            kind="note",
-            found=f"port {port.name} since its driver was loaded: {', '.join(errors)}",
+        report.add(
+            node,
+            "note",
+            "port_errors",
+            f"port {port.name} since its driver was loaded: {', '.join(errors)}",
             allowed="errors that do not occur again",
             remedy="check whether they grow under load",
         )
 
 
-def _gid(node: int, one: NodePorts, port: Port) -> Iterator[_NodeFinding]:
+def _gid(node: int, one: NodePorts, port: Port, report: _Report) -> None:
     gid = roce_gid(port, one.gid_index)
     if gid is not None and gid.kind == ROCE_V2:
         return
     index = "" if one.gid_index is None else f" at NCCL_IB_GID_INDEX={one.gid_index}"
     gids = ", ".join(f"{known.index}: {known.kind or 'unknown'}" for known in port.gids) or "none"
     has = "no usable GID" if gid is None else f"a GID of {gid.kind or 'unknown kind'}, which is not routed,"
-    yield _NodeFinding(
-        node=node,
-        code="roce_gid",
-        kind="environment" if gid is None else "note",
-        found=f"port {port.name} has {has}{index} (its GIDs: {gids})",
+    report.add(
+        node,
+        "environment" if gid is None else "note",
+        "roce_gid",
+        f"port {port.name} has {has}{index} (its GIDs: {gids})",
         allowed="a GID of RoCE v2",
         remedy="unset NCCL_IB_GID_INDEX, so that NCCL finds one; look at `show_gids` and the interface's address",
     )
 
 
-def _states(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
+def _states(nodes: Mapping[int, NodePorts], report: _Report) -> None:
     """Compare the ports of one name over all nodes: each must exist, be active, and be as fast as the others."""
     ports = {node: {port.name: port for port in one.used} for node, one in nodes.items()}
     counts = Counter(len(own) for own in ports.values())
@@ -160,12 +147,12 @@ def _states(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
         rates = {node: rate for node in active if (rate := having[node].rate_gbps) is not None}
         for node, own in ports.items():
             if own and node not in having and 2 * len(having) >= len(ports):
-                yield _NodeFinding(
-                    node=node,
-                    code="port_missing",
+                report.add(
+                    node,
                     # As many as elsewhere, under other names: nothing is broken, but the rails are unknown.
-                    kind="note" if len(own) >= usual else "hardware",
-                    found=f"no port {rail}, which {len(having)} of {len(ports)} nodes have",
+                    "note" if len(own) >= usual else "hardware",
+                    "port_missing",
+                    f"no port {rail}, which {len(having)} of {len(ports)} nodes have",
                     allowed="the same ports on all nodes",
                     remedy="look at `lspci` and the kernel log of this node",
                     rail=rail,
@@ -173,37 +160,37 @@ def _states(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
         for node, port in having.items():
             why = ", not made Active by a subnet manager" if port.state == "INIT" else ""
             if not active:
-                yield _NodeFinding(
-                    node=node,
-                    code="port_inactive",
-                    kind="note",
-                    found=f"{port}{why}",
+                report.add(
+                    node,
+                    "note",
+                    "port_inactive",
+                    f"{port}{why}",
                     allowed="Active, where it has a cable",
                     remedy="nothing, if it is not connected",
                 )
             elif node not in active:
-                yield _NodeFinding(
-                    node=node,
-                    code="port_state",
-                    kind="hardware",
-                    found=f"{port}{why}; on {len(active)} of {len(ports)} nodes it is Active",
+                report.add(
+                    node,
+                    "hardware",
+                    "port_state",
+                    f"{port}{why}; on {len(active)} of {len(ports)} nodes it is Active",
                     allowed="Active, as on other nodes",
                     remedy=_CABLE,
                     rail=rail,
                 )
             elif node in rates and rates[node] < max(rates.values()):
-                yield _NodeFinding(
-                    node=node,
-                    code="port_rate",
-                    kind="hardware",
-                    found=f"{port}; on other nodes it has {max(rates.values()):g} Gb/s",
+                report.add(
+                    node,
+                    "hardware",
+                    "port_rate",
+                    f"{port}; on other nodes it has {max(rates.values()):g} Gb/s",
                     allowed="the rate of the other nodes",
                     remedy=_CABLE,
                     rail=rail,
                 )
 
 
-def _kinds(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
+def _kinds(nodes: Mapping[int, NodePorts], report: _Report) -> None:
     """Compare the link layer and the card of the ports of one name over all nodes."""
     layers: dict[str, dict[int, str]] = {}
     boards: dict[str, dict[int, str]] = {}
@@ -218,18 +205,18 @@ def _kinds(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
     ):
         for rail, values in by_rail.items():
             for node, text in _deviants(values, "nodes"):
-                yield _NodeFinding(
-                    node=node,
-                    code=code,
-                    kind="hardware",
-                    found=f"{what} of port {rail}: {text}",
+                report.add(
+                    node,
+                    "hardware",
+                    code,
+                    f"{what} of port {rail}: {text}",
                     allowed=allowed,
                     remedy=remedy,
                     rail=rail,
                 )
 
 
-def _firmware(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
+def _firmware(nodes: Mapping[int, NodePorts], report: _Report) -> None:
     """Compare the cards of one board, on all nodes and within each."""
     of_board: dict[str, dict[tuple[int, str], str]] = {}
     for node, one in nodes.items():
@@ -241,25 +228,25 @@ def _firmware(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
         for (node, name), text in _deviants(versions, "cards"):
             devices_of.setdefault((node, text), []).append(name)
         for (node, text), devices in devices_of.items():
-            yield _NodeFinding(
-                node=node,
-                code="firmware",
-                kind="hardware",
-                found=f"firmware of {board} on {', '.join(devices)}: {text}",
+            report.add(
+                node,
+                "hardware",
+                "firmware",
+                f"firmware of {board} on {', '.join(devices)}: {text}",
                 allowed="one firmware on all cards of a board",
                 remedy=_FIRMWARE,
             )
 
 
-def _peer_memory(nodes: Mapping[int, NodePorts]) -> Iterator[_NodeFinding]:
+def _peer_memory(nodes: Mapping[int, NodePorts], report: _Report) -> None:
     """Compare the access to GPU memory; a node without any has a finding of its own."""
     ways = {node: str(one.peer_memory) for node, one in nodes.items() if one.used and one.peer_memory.is_reachable}
     for node, text in _deviants(ways, "nodes"):
-        yield _NodeFinding(
-            node=node,
-            code="peer_memory_differs",
-            kind="note",
-            found=f"access to GPU memory: {text}",
+        report.add(
+            node,
+            "note",
+            "peer_memory_differs",
+            f"access to GPU memory: {text}",
             allowed="the same on all nodes",
             remedy="bring the nodes to one image",
         )

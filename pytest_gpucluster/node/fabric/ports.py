@@ -6,7 +6,7 @@ A rail has one port of each node. Pure, but for :func:`read_ports` and :func:`ne
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,6 @@ from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND, ROCE_V2, Ada
 from pytest_gpucluster.node.pci import PeerMemory
 
 _MAX_HOSTS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class PortFault:
-    """A fault of one port. ``leaf`` is the switch of its node, "" where it is not known."""
-
-    host: str
-    rail: str
-    leaf: str = ""
 
 
 def leaf_of(environ: Mapping[str, str]) -> str:
@@ -46,42 +37,28 @@ def leaf_of(environ: Mapping[str, str]) -> str:
     return switches[-1] if switches and len(parts) == len(kinds) else ""
 
 
-def shared_rails(faults: Iterable[PortFault], *, hosts: Sequence[str], leaves: Mapping[str, str]) -> list[str]:
+def shared_rails(faults: Iterable[tuple[str, str]], leaves: Mapping[str, str]) -> list[str]:
     """Return a line for each rail and leaf switch that several faulty nodes share, the most faults first.
 
     Args:
-        faults: of all nodes.
-        hosts: all nodes of the run.
-        leaves: node -> its leaf switch, where it is known.
+        faults: node and port of each.
+        leaves: all nodes of the run, each with its leaf switch; "" where it is not known.
     """
-    faults = list(faults)
-    lines = list(_lines("rail", faults, lambda fault: fault.rail, hosts_of=lambda _: hosts))
-    of_leaf = [fault for fault in faults if fault.leaf]
-    lines += _lines(
-        "leaf switch",
-        of_leaf,
-        lambda fault: fault.leaf,
-        hosts_of=lambda leaf: [host for host in hosts if leaves.get(host) == leaf],
-    )
+    groups: dict[tuple[str, str], dict[str, None]] = {}
+    for host, rail in faults:
+        groups.setdefault(("rail", rail), {})[host] = None
+        if leaves[host]:
+            groups.setdefault(("leaf switch", leaves[host]), {})[host] = None
+    lines = []
+    for (what, name), found in sorted(
+        groups.items(), key=lambda group: (group[0][0] != "rail", -len(group[1]), group[0][1])
+    ):
+        if len(found) > 1:
+            count = len(leaves) if what == "rail" else sum(leaf == name for leaf in leaves.values())
+            more = f" and {len(found) - _MAX_HOSTS} more" if len(found) > _MAX_HOSTS else ""
+            listed = ", ".join(list(found)[:_MAX_HOSTS]) + more
+            lines.append(f"{what} {name}: faults on {len(found)} of its {count} nodes ({listed})")
     return lines
-
-
-def _lines(
-    what: str,
-    faults: Sequence[PortFault],
-    key: Callable[[PortFault], str],
-    *,
-    hosts_of: Callable[[str], Sequence[str]],
-) -> Iterator[str]:
-    groups: dict[str, dict[str, None]] = {}
-    for fault in faults:
-        groups.setdefault(key(fault), {})[fault.host] = None
-    for name, found in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
-        if len(found) < 2:
-            continue
-        more = f" and {len(found) - _MAX_HOSTS} more" if len(found) > _MAX_HOSTS else ""
-        listed = ", ".join(list(found)[:_MAX_HOSTS]) + more
-        yield f"{what} {name}: faults on {len(found)} of its {len(hosts_of(name))} nodes ({listed})"
 
 
 BUSBW = "nccl.all_reduce.busbw"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,13 @@ from sysfs_ports import add_port, write
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node.fabric import port_exchange
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
-from pytest_gpucluster.node.fabric.port_exchange import PortsReport, SettingsReport, ports_of_all, settings_of_all
+from pytest_gpucluster.node.fabric.port_exchange import (
+    PortsReport,
+    SettingsReport,
+    differences,
+    ports_of_all,
+    settings_of_all,
+)
 from pytest_gpucluster.node.fabric.ports import FabricSources
 
 
@@ -133,24 +141,45 @@ def settings_seen(of_rank: dict[int, list[Setting]], nodes: int = 2, within: flo
 def test_ranks_with_the_same_settings_have_nothing_to_say() -> None:
     found = settings_seen({rank: [setting("NCCL_ALGO", "Tree")] for rank in range(4)})
     assert [found[rank] for rank in (1, 2, 3)] == [None] * 3
-    assert found[0].findings(inventory(2)) == []
+    assert found[0].findings == ()
     assert found[0].distinct() == [
-        {"ranks": [0, 1, 2, 3], "settings": [setting("NCCL_ALGO", "Tree").to_json()]},
+        {"ranks": [0, 1, 2, 3], "settings": [dataclasses.asdict(setting("NCCL_ALGO", "Tree"))]},
     ]
 
 
 def test_a_rank_with_another_value_is_named_with_its_host() -> None:
     found = settings_seen({rank: [setting("NCCL_ALGO", "Ring")] if rank == 3 else [] for rank in range(4)})
-    [finding] = found[0].findings(inventory(2))
+    [finding] = found[0].findings
     assert (finding.kind, finding.gpu.host) == ("environment", "gpu-01")
     assert in_order(finding.found, "NCCL_ALGO ranks 0-2 Ring rank 3 gpu-01")
     found = settings_seen({rank: [setting("NCCL_IB_HCA", f"mlx5_{rank % 2}")] for rank in range(4)})
-    [finding] = found[0].findings(inventory(2))
+    [finding] = found[0].findings
     assert finding.kind == "note", "a card for each local rank is meant"
 
 
 def test_a_rank_that_reports_no_settings_is_an_error() -> None:
     found = settings_seen({0: [], 1: [], 2: []}, within=0.2)
-    [finding] = found[0].findings(inventory(2))
+    [finding] = found[0].findings
     assert (finding.code, finding.kind) == ("silent", "environment")
     assert finding.found.startswith("rank 3 reported no settings")
+
+
+def test_the_odd_rank_is_named_with_its_value() -> None:
+    everyone = inventory(2, 4)
+    [found] = differences({rank: {"NCCL_ALGO": "Ring"} if rank == 5 else {} for rank in range(8)}, everyone)
+    assert in_order(found.found, "NCCL_ALGO ranks 0-4 6-7 Ring rank 5")
+    assert found.kind == "environment"
+    assert list(differences({rank: {"NCCL_ALGO": "Tree"} for rank in range(8)}, everyone)) == []
+    assert list(differences({}, [])) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [("NCCL_IB_HCA", lambda rank: f"mlx5_{rank % 4}"), ("NCCL_SOCKET_IFNAME", lambda rank: f"ens{rank // 4}f0")],
+    ids=["a card for each local rank", "an interface for each node"],
+)
+def test_a_pattern_that_a_launcher_sets_is_meant_and_any_other_is_not(name: str, of: Callable[[int], str]) -> None:
+    pattern = {rank: {name: of(rank)} for rank in range(8)}
+    other = {rank: {"NCCL_ALGO": of(rank)} for rank in range(8)}
+    for values, kind in ((pattern, "note"), ({**pattern, 6: {name: "odd"}}, "environment"), (other, "environment")):
+        assert [found.kind for found in differences(values, inventory(2, 4))] == [kind]

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from complaints import in_order
 
 from pytest_gpucluster.node.fabric import nccl_environment
-from pytest_gpucluster.node.fabric.nccl_environment import Setting, differences, effective, read_environment
+from pytest_gpucluster.node.fabric.nccl_environment import Setting, effective, read_environment
 
 
 def settings(
@@ -96,29 +94,3 @@ def test_a_user_without_a_home_has_no_file(tmp_path: Path, monkeypatch: pytest.M
     assert nccl_environment.home() is not None
     monkeypatch.setattr(nccl_environment.pwd, "getpwuid", unknown)
     assert nccl_environment.home() is None
-
-
-LOCAL = {rank: rank % 4 for rank in range(8)}
-NODES = {rank: rank // 4 for rank in range(8)}
-
-
-def test_the_odd_rank_is_named_with_its_value() -> None:
-    values = {rank: {"NCCL_ALGO": "Ring"} if rank == 5 else {} for rank in range(8)}
-    [found] = differences(values, LOCAL, NODES)
-    assert in_order(str(found), "NCCL_ALGO ranks 0-4 6-7 Ring rank 5")
-    assert not found.is_meant
-    assert (
-        differences({rank: {"NCCL_ALGO": "Tree"} for rank in range(8)}, LOCAL, NODES) == differences({}, {}, {}) == []
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "of"),
-    [("NCCL_IB_HCA", lambda rank: f"mlx5_{rank % 4}"), ("NCCL_SOCKET_IFNAME", lambda rank: f"ens{rank // 4}f0")],
-    ids=["a card for each local rank", "an interface for each node"],
-)
-def test_a_pattern_that_a_launcher_sets_is_meant_and_any_other_is_not(name: str, of: Callable[[int], str]) -> None:
-    pattern = {rank: {name: of(rank)} for rank in range(8)}
-    other = {rank: {"NCCL_ALGO": of(rank)} for rank in range(8)}
-    for values, is_meant in ((pattern, True), ({**pattern, 6: {name: "odd"}}, False), (other, False)):
-        assert [found.is_meant for found in differences(values, LOCAL, NODES)] == [is_meant]
