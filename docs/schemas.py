@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pytest_gpucluster.judge.editor_schemas import SCHEMAS, workloads_schema
+from pytest_gpucluster.judge.editor_schemas import limits_schema, workloads_schema
 from pytest_gpucluster.reports.results_json import results_schema
 
 FOLDER = Path(__file__).parent
@@ -16,8 +16,8 @@ FOLDER = Path(__file__).parent
 
 def pages() -> dict[Path, str]:
     """Return each schema's file with its text."""
-    makers = {**SCHEMAS, "workloads.schema.json": workloads_schema, "results.schema.json": results_schema}
-    return {FOLDER / name: json.dumps(make(), indent=2) + "\n" for name, make in makers.items()}
+    schemas = {"thresholds": limits_schema(), "workloads": workloads_schema(), "results": results_schema()}
+    return {FOLDER / f"{name}.schema.json": json.dumps(schema, indent=2) + "\n" for name, schema in schemas.items()}
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from pytest_gpucluster.analysis.run_view import Conditions, RunView, key_of, obs
 from pytest_gpucluster.analysis.significance import MISSING, REGRESSED
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal.fields import JudgedMetric
-from pytest_gpucluster.journal.fields import read as read_record
 from pytest_gpucluster.journal.journal import json_types, locate, read
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.judge import Judgement, MetricResult
+from pytest_gpucluster.metrics.codec import read as read_record
 from pytest_gpucluster.metrics.units import show_apart
 from pytest_gpucluster.reports.tables import metric_name
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, printable

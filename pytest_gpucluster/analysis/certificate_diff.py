@@ -14,7 +14,7 @@ from typing import Any
 
 from pytest_gpucluster.analysis.certificate import ADAPTER_FIELDS, COMPONENTS, GPU_FIELDS, Certificate
 from pytest_gpucluster.errors import CertificateError, JournalError
-from pytest_gpucluster.journal.fields import AnyText, read
+from pytest_gpucluster.metrics.codec import AnyText, read
 from pytest_gpucluster.text import some_of
 
 

@@ -145,12 +145,25 @@ def needed_bytes(payload_bytes: int, dtype: str, *, collective: str = "all_reduc
     return shape.tensor_bytes + _CHECK_BYTES_PER_ELEMENT * min(max(shape.sent, shape.received), CHUNK_ELEMENTS)
 
 
+ROOT = 0
+"""The rank whose data a broadcast carries, by its number in the group. Source: nccl-tests, README.md, option ``-r``:
+0."""
+
+
+def source_of(rank: int, ranks: int) -> int:
+    """Return the rank that sends to a rank in a send_recv: each sends to the next one at once.
+
+    Source: nccl-tests, src/sendrecv.cu, SendRecvRunColl.
+    """
+    return (rank - 1) % ranks
+
+
 class Payload:
-    """One rank's tensors, and the expected sums of their elements: of an all_reduce or a reduce_scatter.
+    """One rank's tensors of a collective, and the data expected in them.
 
     Attributes:
-        sent, received: this rank's input and output: one-dimensional, of the dtype, on the device; of an all_reduce
-            the same tensor.
+        sent, received: this rank's input and output: one-dimensional, of the dtype, on the device; of an all_reduce and
+            a broadcast the same tensor.
         shape: their sizes.
         finite_calls: number of consecutive calls that keep the sums finite.
         verified: elements that were compared so far.
@@ -170,23 +183,31 @@ class Payload:
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.dtype = dtype
         self.shape = shape_of(collective, payload_bytes, itemsize=DTYPES[dtype].itemsize, ranks=self._ranks)
-        self.sent, self.received = tensors_of(self.shape, dtype, device)
+        self.sent = torch.empty(self.shape.sent, dtype=DTYPES[dtype], device=device)
+        self.received = self.sent if self.shape.in_place else self.sent.new_empty(self.shape.received)
+        self._is_sum = collective in SUMMED
         # Only a sum that replaces its addends grows with each call.
-        self.finite_calls = finite_calls(self._ranks, dtype) if self.shape.in_place else _UNLIMITED
-        self._first = 0 if self.shape.in_place else self._rank * self.shape.part
+        self._grows = self._is_sum and self.shape.in_place
+        self.finite_calls = finite_calls(self._ranks, dtype) if self._grows else _UNLIMITED
         self._calls = self._round = 0
 
     def fill(self) -> None:
-        """Write this rank's addends, different from the last ones, so that old sums are wrong sums."""
+        """Write this rank's input, different from the last one, so that old results are wrong; clear its output."""
         self._round += 1
         self._calls = 0
-        if not self.shape.in_place:
-            self.received.fill_(EMPTY)
-        for part, contributor, addend in self._chunks(self.sent, 0):
-            part.copy_(addend.where(contributor == self._rank, 0))
+        self.received.fill_(EMPTY)
+        if self.shape.collective == "broadcast" and self._rank != ROOT:
+            return
+        for start in range(0, len(self.sent), CHUNK_ELEMENTS):
+            part = self.sent[start : start + CHUNK_ELEMENTS]
+            if self._is_sum:
+                contributor, addend = self._addends(start, len(part))
+                part.copy_(addend.where(contributor == self._rank, 0))
+            else:
+                part.copy_(self._values(self._rank, start, len(part)))
 
     def ready(self, calls: int) -> str | None:
-        """Prepare the payload for ``calls`` more sums, and fill it again if a sum could overflow.
+        """Prepare the payload for ``calls`` more calls, and fill it again if a sum could overflow.
 
         Returns: the defect of the replaced sums, as :meth:`defect`; None if there is none.
         """
@@ -198,148 +219,62 @@ class Payload:
         return found
 
     def defect(self) -> str | None:
-        """Describe the defect of the sums after all calls since they were filled, or return None.
+        """Describe the defect of the received data after all calls since they were filled, or return None.
 
-        In place, each call multiplies the previous sums by the number of ranks: one wrong element makes all later sums
-        of it wrong, so that one check covers all calls; but an error of one rank alone in the lowest log2(ranks) bits
-        is rounded away by the next call. Where such sums cannot be exact in any order of the
+        Of sums in place, each call multiplies the previous sums by the number of ranks: one wrong element makes all
+        later sums of it wrong, so that one check covers all calls; but an error of one rank alone in the lowest
+        log2(ranks) bits is rounded away by the next call. Where such sums cannot be exact in any order of the
         additions, as those of 8 ranks in bf16, only those of the first call are compared. Waits for the device.
         """
-        again = max(0, self._calls - 1) if self.shape.in_place else 0
+        again = max(0, self._calls - 1) if self._grows else 0
         odd = self._ranks // (self._ranks & -self._ranks)
         if again and LARGEST_ADDEND * self._ranks * odd**again > 2 / torch.finfo(DTYPES[self.dtype]).eps:
             return None
         grown = float(self._ranks**again)
+        are_wrong, verb = ("sums are wrong", "contributed") if self._is_sum else ("elements are wrong", "sent")
         count, first = 0, ""
-        start = 0
-        for part, contributor, addend in self._chunks(self.received, self._first):
-            due = addend.to(part.dtype).mul_(grown)
+        for start, sources, values in self._expected():
+            part = self.received[start : start + len(values)]
+            due = values.to(part.dtype).mul_(grown)
             wrong = part != due  # a NaN is unequal too
             here = int(wrong.sum())
             if here and not count:
                 at = int(wrong.view(torch.uint8).argmax())
-                source = dist.get_global_rank(self._group, int(contributor[at]))
+                source = dist.get_global_rank(self._group, int(sources[at]) if self._is_sum else int(sources))
                 first = (
                     f"the first at offset {start + at}: found {float(part[at]):.9g}, "
-                    f"expected {float(due[at]):.9g}, which rank {source} contributed"
+                    f"expected {float(due[at]):.9g}, which rank {source} {verb}"
                 )
             count += here
-            start += len(part)
-        self.verified += start
+        self.verified += len(self.received)
         after = f" after {1 + again} calls in place" if again else ""
-        return f"{self}: {count} of {start} sums are wrong{after}, {first}" if count else None
+        return f"{self}: {count} of {len(self.received)} {are_wrong}{after}, {first}" if count else None
 
-    def _chunks(self, tensor: torch.Tensor, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield part after part of a tensor that begins at element ``first`` of the whole, with the contributor and
-        the addend of each element."""
-        for start in range(0, len(tensor), CHUNK_ELEMENTS):
-            part = tensor[start : start + CHUNK_ELEMENTS]
-            begin = first + start + self._round
-            index = torch.arange(begin, begin + len(part), device=self._device)
-            # 127 is prime: data that arrive at a wrong offset differ, unless both periods divide the distance.
-            yield part, index % self._ranks, (index * 3 + self._round) % LARGEST_ADDEND + 1
-
-    def __str__(self) -> str:
-        return description(self.shape, self.dtype)
-
-
-def tensors_of(shape: Shape, dtype: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a rank's input and output tensor."""
-    sent = torch.empty(shape.sent, dtype=DTYPES[dtype], device=device)
-    return sent, sent if shape.in_place else torch.empty(shape.received, dtype=DTYPES[dtype], device=device)
-
-
-def description(shape: Shape, dtype: str) -> str:
-    """Describe this rank and its collective, for messages."""
-    size = show(shape.payload_bytes, "B")
-    return f"rank {dist.get_rank()}: {shape.collective} of {size} {dtype} over {shape.ranks} ranks"
-
-
-ROOT = 0
-"""The rank whose data a broadcast carries, by its number in the group. Source: nccl-tests, README.md, option ``-r``:
-0."""
-
-_UNLIMITED = 2**31
-
-
-def source_of(rank: int, ranks: int) -> int:
-    """Return the rank that sends to a rank in a send_recv: each sends to the next one at once.
-
-    Source: nccl-tests, src/sendrecv.cu, SendRecvRunColl.
-    """
-    return (rank - 1) % ranks
-
-
-class MovedPayload:
-    """One rank's tensors of an all_gather, all_to_all, broadcast or send_recv, and the data expected in them.
-
-    Attributes:
-        sent, received: this rank's input and output: one-dimensional, of the dtype, on the device; of a broadcast the
-            same tensor.
-        shape: their sizes.
-        finite_calls: number of calls after one filling: unlimited, for nothing grows.
-        verified: elements that were compared so far.
-    """
-
-    verified = 0
-
-    finite_calls = _UNLIMITED
-
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, payload_bytes: int, dtype: str, collective: str
-    ) -> None:
-        self._group, self._device = group, device
-        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self.dtype = dtype
-        self.shape = shape_of(collective, payload_bytes, itemsize=DTYPES[dtype].itemsize, ranks=self._ranks)
-        self.sent, self.received = tensors_of(self.shape, dtype, device)
-        self._round = 0
-
-    def fill(self) -> None:
-        """Write this rank's input, different from the last one, and clear its output."""
-        self._round += 1
-        self.received.fill_(EMPTY)
-        if self.shape.collective == "broadcast" and self._rank != ROOT:
-            return
-        for start in range(0, len(self.sent), CHUNK_ELEMENTS):
-            part = self.sent[start : start + CHUNK_ELEMENTS]
-            part.copy_(self._values(self._rank, start, len(part)))
-
-    def ready(self, calls: int) -> None:
-        """Prepare the payload for ``calls`` more calls."""
-        if not self._round:
-            self.fill()
-
-    def defect(self) -> str | None:
-        """Describe the defect of the received data after a call, or return None. Waits for the device."""
-        count, first = 0, ""
-        for start, source, offset, length in self._segments():
-            part, expected = self.received[start : start + length], self._values(source, offset, length)
-            wrong = part != expected  # a NaN is unequal too
-            here = int(wrong.sum())
-            if here and not count:
-                at = int(wrong.view(torch.uint8).argmax())
-                first = (
-                    f"the first at offset {start + at}: found {float(part[at]):.9g}, expected {int(expected[at])}, "
-                    f"which rank {dist.get_global_rank(self._group, source)} sent"
-                )
-            count += here
-        self.verified += self.shape.received
-        return f"{self}: {count} of {self.shape.received} elements are wrong, {first}" if count else None
-
-    def _segments(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the received segments: their start, the sending rank, the offset there, and their length."""
+    def _expected(self) -> Iterator[tuple[int, torch.Tensor | int, torch.Tensor]]:
+        """Yield part after part of the received data: its start, the source rank of it or of each element, and its
+        values after one call."""
         shape, rank = self.shape, self._rank
         sources = {
+            "all_reduce": [(0, 0)],
+            "reduce_scatter": [(0, rank * shape.part)],
             "all_gather": [(source, 0) for source in range(self._ranks)],
             "all_to_all": [(source, rank * shape.part) for source in range(self._ranks)],
             "broadcast": [(ROOT, 0)],
             "send_recv": [(source_of(rank, self._ranks), 0)],
         }[shape.collective]
-        for number, (source, first) in enumerate(sources):
+        for number, (source, begin) in enumerate(sources):
             for start in range(0, shape.part, CHUNK_ELEMENTS):
                 length = min(CHUNK_ELEMENTS, shape.part - start)
-                yield number * shape.part + start, source, first + start, length
+                if self._is_sum:
+                    yield start, *self._addends(begin + start, length)
+                else:
+                    yield number * shape.part + start, source, self._values(source, begin + start, length)
+
+    def _addends(self, offset: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return contributor and addend of each of ``count`` elements from ``offset`` of the whole on, int64."""
+        index = torch.arange(offset + self._round, offset + self._round + count, device=self._device)
+        # 127 is prime: data that arrive at a wrong offset differ, unless both periods divide the distance.
+        return index % self._ranks, (index * 3 + self._round) % LARGEST_ADDEND + 1
 
     def _values(self, source: int, offset: int, count: int) -> torch.Tensor:
         """Return the input of the group's rank ``source`` from ``offset`` on: ``count`` numbers of 1 to 127, int64."""
@@ -351,4 +286,5 @@ class MovedPayload:
         return (3 * index + self._round + (low + high * place) * place) % LARGEST_ADDEND + 1
 
     def __str__(self) -> str:
-        return description(self.shape, self.dtype)
+        size = show(self.shape.payload_bytes, "B")
+        return f"rank {dist.get_rank()}: {self.shape.collective} of {size} {self.dtype} over {self.shape.ranks} ranks"

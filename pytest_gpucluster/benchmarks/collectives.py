@@ -34,8 +34,6 @@ from pytest_gpucluster.benchmarks.collective_payload import (
     COLLECTIVES,
     DTYPES,
     ROOT,
-    SUMMED,
-    MovedPayload,
     Payload,
     needed_bytes,
     source_of,
@@ -288,8 +286,7 @@ def measure_collective(
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     ranks = Ranks(group, device)
     _agree(ranks, collective, payload_bytes, dtype, sampling, free=free_bytes(device))
-    payload_type = Payload if collective in SUMMED else MovedPayload
-    payload = payload_type(group, device, payload_bytes, dtype, collective)
+    payload = Payload(group, device, payload_bytes, dtype, collective)
     measurement = _Measurement(group, ranks, payload, clock or clock_for(device), call or CALLS[collective])
     return measurement.measure(sampling, during or nullcontext(), now)
 
@@ -331,9 +328,7 @@ def _agree(
 class _Measurement:
     """One collective, size and dtype on one group."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, ranks: Ranks, payload: Payload | MovedPayload, clock: Clock, call: Call
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: Ranks, payload: Payload, clock: Clock, call: Call) -> None:
         self._group, self._ranks, self._payload, self._clock, self._call = group, ranks, payload, clock, call
         self._launches = launches(payload.shape.collective, ranks.count)
         self._own_defect: str | None = None

@@ -12,7 +12,7 @@ from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, releases_memory, require_free, sets_beyond_cache
 from pytest_gpucluster.benchmarks.memory_passes import KINDS, WORD_BYTES, Operations
 from pytest_gpucluster.metrics.sampling import Sampling, Series
-from pytest_gpucluster.metrics.units import UNITS, did_you_mean
+from pytest_gpucluster.metrics.units import did_you_mean, show_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +40,7 @@ class HbmResult:
     @property
     def size(self) -> str:
         """The payload as a quantity: ``8 GiB``."""
-        return size_of(self.payload_bytes)
-
-
-def size_of(payload_bytes: int) -> str:
-    """Format bytes as a quantity, in the unit that takes the fewest digits.
-
-    >>> size_of(8 * 2**30), size_of(32 * 10**9), size_of(24)
-    ('8 GiB', '32 GB', '24 B')
-    """
-    units = {symbol: unit.factor for symbol, unit in UNITS.items() if unit.dimension == UNITS["B"].dimension}
-    whole = [(8 * payload_bytes // bits, symbol) for symbol, bits in units.items() if not 8 * payload_bytes % bits]
-    return "{} {}".format(*min(whole))
+        return show_bytes(self.payload_bytes)
 
 
 @releases_memory()
@@ -103,7 +92,7 @@ def measure_hbm(
         raise ValueError(f"payload_bytes is a positive multiple of {WORD_BYTES}, not {payload_bytes}")
     make, words = KINDS[kind], payload_bytes // WORD_BYTES
     sets = sets_beyond_cache(make.touched_bytes(words), cache_bytes(device) if cache is None else cache)
-    what = f"memory {kind} of {size_of(payload_bytes)}"
+    what = f"memory {kind} of {show_bytes(payload_bytes)}"
     require_free(
         device,
         make.needed_bytes(words, sets),

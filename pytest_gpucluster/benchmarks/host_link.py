@@ -19,7 +19,6 @@ import torch
 
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.hbm import size_of
 from pytest_gpucluster.benchmarks.host_link_copies import (
     D2H,
     DIRECTIONS,
@@ -34,7 +33,7 @@ from pytest_gpucluster.benchmarks.host_link_copies import (
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling, Series
-from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.metrics.units import did_you_mean, show_bytes
 
 NUMA_MAPS = Path("/proc/self/numa_maps")
 
@@ -176,7 +175,7 @@ class HostLinkResult:
     @property
     def size(self) -> str:
         """The payload as a quantity: ``64 MiB``."""
-        return size_of(self.payload_bytes)
+        return show_bytes(self.payload_bytes)
 
     @property
     def memory(self) -> str:
@@ -258,7 +257,7 @@ def measure_host_link(
     """
     directions = directions_of(way)
     words = check_sizes(device, directions, payload_bytes, copies)
-    name = f"{device}: host link {way}, {size_of(payload_bytes)}"
+    name = f"{device}: host link {way}, {show_bytes(payload_bytes)}"
     clock, copier = clock or clock_for(device), copier or Copier()
     host_words = words_on_host(words, copies, directions)
     with turn or Turn() as mine, host_memory(device, host_words, cpus=cpus) as host:
@@ -301,7 +300,7 @@ def check_sizes(device: torch.device, directions: tuple[str, ...], payload_bytes
     if copies < 1:
         raise ValueError(f"copies is a positive number, not {copies}")
     words = payload_bytes // WORD_BYTES
-    what = f"host link {'and '.join(directions)}, {copies} copies of {size_of(payload_bytes)}"
+    what = f"host link {'and '.join(directions)}, {copies} copies of {show_bytes(payload_bytes)}"
     instead = "copy less: --gpucluster-workload host_link.copies=8"
     require_free(device, bytes_on_device(words, copies, directions), what, instead=instead)
     require_free(torch.device("cpu"), WORD_BYTES * words_on_host(words, copies, directions), what, instead=instead)

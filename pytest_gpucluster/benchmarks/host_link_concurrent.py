@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.hbm import size_of
 from pytest_gpucluster.benchmarks.host_link import TOGETHER, HostLinkResult, HostMemory, check_sizes, host_memory
 from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS, Copier, HostCopies, words_on_host
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified
-from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.metrics.units import did_you_mean, show_bytes
 
 SAMPLE_SECONDS = 0.25
 """Maximum time of all windows of a sample."""
@@ -133,7 +132,7 @@ class _ConcurrentCopies:
         sample: Callable[[], object] | None,
         during: AbstractContextManager[object] | None,
     ) -> HostLinkResult:
-        name = f"{device}: host link {direction} together, {size_of(payload_bytes)}"
+        name = f"{device}: host link {direction} together, {show_bytes(payload_bytes)}"
         with ExitStack() as stack:
             host, failure = self._memory(stack, device, direction, payload_bytes, copies, cpus)
             self._agree(direction, payload_bytes, copies, failure)
@@ -186,12 +185,14 @@ class _ConcurrentCopies:
             raise failure
         for index, (*others, _) in enumerate(of_ranks):
             if others != of_ranks[0][:-1]:
-                first = of_ranks[0]
+                found, first = (
+                    f"{DIRECTIONS[int(which)]} {int(count)} x {show_bytes(int(size))}"
+                    for which, size, count, _ in (others, of_ranks[0][:-1])
+                )
+                mine, its = self._ranks.name(index), self._ranks.name(0)
                 raise EnvironmentBroken(
-                    f"the ranks do not measure the same: {self._ranks.name(index)} copies "
-                    f"{DIRECTIONS[int(others[0])]} {int(others[2])} x {size_of(int(others[1]))}, {self._ranks.name(0)} "
-                    f"{DIRECTIONS[int(first[0])]} {int(first[2])} x {size_of(int(first[1]))}, or for other "
-                    "times. Give all nodes the same suite, profile and workload"
+                    f"the ranks do not measure the same: {mine} copies {found}, {its} {first}, or for other times. "
+                    "Give all nodes the same suite, profile and workload"
                 )
         lacking = [self._ranks.name(index) for index, (*_, failed) in enumerate(of_ranks) if failed]
         if lacking:

@@ -7,6 +7,7 @@ A module of ``pytest_gpucluster/criteria`` has three tables, each of which may b
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,14 +25,17 @@ WEEK_SECONDS = 7 * 86400
 _INHERITED = {"full": "quick", "soak": "full"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Spec:
-    """What a key means and how its value is written."""
+    """What a key means and how its value is written.
+
+    In a file a key is called as its attribute without the unit, ``_seconds``, ``_bytes`` or ``_ratio``, or ``key``. An
+    attribute whose type is a tuple is a list there.
+    """
 
     doc: str
     kind: Kind
     key: str = ""
-    """How the file calls it, if not like the attribute."""
     is_list: bool = False
 
     @property
@@ -58,28 +62,16 @@ class Spec:
 
 
 SAMPLING = {
-    "warmup_seconds": Spec(
-        key="warmup",
-        doc="least time of load before the first sample counts",
-        kind=Duration(least_seconds=0, most_seconds=DAY_SECONDS),
+    "warmup": Spec("least time of load before the first sample counts", Duration(0, DAY_SECONDS)),
+    "window": Spec("least total time of the samples", Duration(0.01, DAY_SECONDS)),
+    "longest": Spec(
+        "most total time of the samples without certainty about the median, extended once; not below window",
+        Duration(0.01, DAY_SECONDS),
     ),
-    "window_seconds": Spec(
-        key="window",
-        doc="least total time of the samples",
-        kind=Duration(least_seconds=0.01, most_seconds=DAY_SECONDS),
-    ),
-    "longest_seconds": Spec(
-        key="longest",
-        doc="most total time of the samples without certainty about the median, extended once; not below window",
-        kind=Duration(least_seconds=0.01, most_seconds=DAY_SECONDS),
-    ),
-    "tolerance_ratio": Spec(
-        key="tolerance",
-        doc="certain is a median whose 95 % interval is no wider than this part of it",
-        kind=Ratio(least=0.0001, most=3),
-    ),
+    "tolerance": Spec("certain is a median whose 95 % interval is no wider than this part of it", Ratio(0.0001, 3)),
 }
-"""Attribute of :class:`~pytest_gpucluster.metrics.sampling.Sampling` -> its key, where a section has a ``sampling``."""
+"""The keys of a section that has a ``sampling``, in the order of the attributes of
+:class:`~pytest_gpucluster.metrics.sampling.Sampling`."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +121,15 @@ class Section:
     def _fields(self) -> Iterator[tuple[str, tuple[str, ...], Spec]]:
         hints = typing.get_type_hints(self.type, include_extras=True)
         for attribute in (part.name for part in dataclasses.fields(self.type)):
-            if hints[attribute] is Sampling:
-                for part, spec in SAMPLING.items():
-                    yield f"{self.path}.{spec.key}", (attribute, part), spec
+            hint = hints[attribute]
+            if hint is Sampling:
+                for part, (key, spec) in zip(dataclasses.fields(Sampling), SAMPLING.items(), strict=True):
+                    yield f"{self.path}.{key}", (attribute, part.name), spec
             else:
-                spec = hints[attribute].__metadata__[0]
-                yield f"{self.path}.{spec.key or attribute}", (attribute,), spec
+                spec = hint.__metadata__[0]
+                key = spec.key or re.sub("_(?:seconds|bytes|ratio)$", "", attribute)
+                is_list = typing.get_origin(hint.__origin__) is tuple
+                yield f"{self.path}.{key}", (attribute,), dataclasses.replace(spec, is_list=is_list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +151,15 @@ class Criterion:
     Args:
         name: such as "nccl.all_reduce".
         metrics: their names; ``*`` stands for the rest of one.
+        group: of a rehearsal: where this one is too slow, another one of its group must pass. By default it is alone.
         span: of a workload and a test's name, what the test takes of the time that the workload gives in seconds:
             warm-up and samples. Without it the time is unknown.
     """
 
-    def __init__(self, name: str, *metrics: str, span: Callable[[Any, str], Span] | None = None) -> None:
-        self.name, self.metrics, self.span = name, metrics, span
+    def __init__(
+        self, name: str, *metrics: str, group: str = "", span: Callable[[Any, str], Span] | None = None
+    ) -> None:
+        self.name, self.metrics, self.group, self.span = name, metrics, group or name, span
 
 
 def series(sampling: Sampling, count: int = 1) -> Span:

@@ -28,7 +28,7 @@ class Kind(Protocol):
         """What is allowed, in a few words."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Whole:
     """A whole number in a range. Value: int."""
 
@@ -52,7 +52,7 @@ class Whole:
         return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sizes:
     """Some whole numbers in a range with x between them, such as 64x128x256. Value: a tuple of int."""
 
@@ -65,11 +65,6 @@ class Sizes:
         """What is allowed, in a few words."""
         return f"{'x'.join(self.names)}, each {self.each.allowed}"
 
-    @property
-    def pattern(self) -> str:
-        """A regular expression that what is written matches; it does not look at the range."""
-        return "x".join(f"(?:{_WHOLE.pattern})" for _ in self.names)
-
     def read(self, text: str) -> tuple[int, ...]:
         """Return the numbers, each in plain digits."""
         parts = text.split("x")
@@ -81,7 +76,7 @@ class Sizes:
             raise ValueError(f"{text!r} is not {'x'.join(self.names)}: {error}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Amount:
     """An amount of data with its unit. Value: bytes as int, or with ``as_written`` the text, which is then a label."""
 
@@ -93,7 +88,7 @@ class Amount:
     @property
     def allowed(self) -> str:
         """What is allowed, in a few words."""
-        low, high = _data(self.least_bytes), _data(self.most_bytes)
+        low, high = units.show_bytes(self.least_bytes), units.show_bytes(self.most_bytes)
         return f"an amount of data in multiples of {self.multiple_of} B, from {low} to {high}, such as 1 GB or 8 GiB"
 
     def read(self, text: str) -> int | str:
@@ -110,7 +105,7 @@ class Amount:
         return text if self.as_written else value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Duration:
     """A time with its unit. Value: seconds as float."""
 
@@ -130,7 +125,7 @@ class Duration:
         return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Ratio:
     """A part of something, in percent. Value: a ratio as float."""
 
@@ -150,7 +145,7 @@ class Ratio:
         return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Choice:
     """One of some words. Value: the word."""
 
@@ -178,11 +173,6 @@ def repeated(texts: Sequence[str], values: Sequence[Any]) -> tuple[int, str] | N
             return index, f"{text} comes twice" if seen[same] == text else f"{text} is the same as {seen[same]}"
         seen[same] = text
     return None
-
-
-def _data(value: int) -> str:
-    symbol = next(s for s in ("TB", "GB", "MB", "kB", "B") if value % units.convert(1, s, "B") == 0)
-    return units.show(units.convert(value, "B", symbol), symbol)
 
 
 def _time(seconds: float) -> str:

@@ -28,8 +28,6 @@ CPU_PROFILE = "cpu"
 SECTIONS: tuple[Section, ...] = declared("SECTIONS")
 KEYS: Mapping[str, Spec] = {path: spec for section in SECTIONS for path, spec in section.specs.items()}
 """Path of every key, such as ``nccl.all_reduce.latency_sizes`` -> what it means and how it is written."""
-DECLARED = frozenset(path for section in SECTIONS for path in section.texts(USUAL_PROFILE))
-"""The keys with values that criteria declare: a file may lack them."""
 CRITERIA: Mapping[str, Criterion] = {criterion.name: criterion for criterion in declared("CRITERIA")}
 
 if TYPE_CHECKING:

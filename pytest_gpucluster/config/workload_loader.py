@@ -12,6 +12,7 @@ workload = load(Path("acceptance/workloads.yaml"), profile="full").workload
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -344,9 +345,7 @@ KEYS_OF_SIZES = tuple(key for key in KEYS if key.startswith("nccl.") and key.end
 MOST_SIZES = 64
 EXAMPLE = "such as 8,512M:8G:2"
 
-_BARE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)[ \t]*(?P<prefix>[KkMmGg]?)")
-_FACTOR = re.compile(r"[1-9][0-9]*")
-_BINARY, _DECIMAL = ("TiB", "GiB", "MiB", "KiB", "B"), ("TB", "GB", "MB", "kB", "B")
+_BARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)[ \t]*([KMG]?)", re.IGNORECASE)
 
 
 def read_sizes(text: str, *, origin: str = "") -> tuple[Override, ...]:
@@ -368,7 +367,7 @@ def read_sizes(text: str, *, origin: str = "") -> tuple[Override, ...]:
     if not all(items):
         missing = "there is no size" if not any(items) else f"{text!r} has a comma without a size"
         raise OptionError(f"{missing}; write sizes and ranges begin:end:factor, {EXAMPLE}")
-    texts = tuple(size for item in items for size in (_range(item) if ":" in item else [_size(item, item).text]))
+    texts = tuple(units.show_bytes(size) for item in items for size in _sizes(item))
     if len(texts) > MOST_SIZES:
         raise OptionError(f"{text!r} is {len(texts)} sizes; at most {MOST_SIZES} are measured in one run")
     complaints = dict.fromkeys(complaint for key in KEYS_OF_SIZES for _, complaint in KEYS[key].read(texts)[1])
@@ -377,56 +376,38 @@ def read_sizes(text: str, *, origin: str = "") -> tuple[Override, ...]:
     return tuple(Override(key=key, texts=texts, origin=origin or f"sizes {text}") for key in KEYS_OF_SIZES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Size:
-    count: int
-    """Bytes."""
-    text: str
-    decimal: bool
-    """It was written in kB, MB, GB or TB."""
-
-
-def _size(text: str, item: str) -> _Size:
-    bare = _BARE.fullmatch(text)
-    if bare is not None:
-        amount = float(bare["number"]) * 1024 ** " KMG".index(bare["prefix"].upper() or " ")
-        if not amount.is_integer():
-            raise OptionError(f"{item!r}: {text} is {amount:g} B, which is no whole number of bytes")
-        return _Size(count=int(amount), text=_written(int(amount), _BINARY), decimal=False)
-    try:
-        quantity = units.parse(text, like="B")
-    except UnitError as error:
-        raise OptionError(
-            f"{item!r}: {error}. A size is bytes, or in K, M or G as for nccl-tests, or has its unit, such as 1 GB"
-        ) from None
-    return _Size(
-        count=round(quantity.to("B")),
-        text=" ".join(text.split()),
-        decimal=quantity.unit in _DECIMAL[:-1],
-    )
-
-
-def _range(item: str) -> list[str]:
+def _sizes(item: str) -> list[int]:
+    """Return the bytes of a size, or of all sizes of a range."""
+    if ":" not in item:
+        return [_bytes(item, item)]
     parts = [part.strip() for part in item.split(":")]
     if len(parts) != 3:
         raise OptionError(f"{item!r} is no range; write begin:end:factor, {EXAMPLE}")
-    first, last = _size(parts[0], item), _size(parts[1], item)
-    factor = int(parts[2]) if _FACTOR.fullmatch(parts[2]) else 0
+    size, last = _bytes(parts[0], item), _bytes(parts[1], item)
+    factor = int(parts[2]) if parts[2].isdecimal() else 0
     if factor < 2:
         raise OptionError(f"{item!r}: the factor {parts[2]!r} is no whole number from 2 on")
-    if not 0 < first.count <= last.count:
-        raise OptionError(f"{item!r}: a range begins above 0 and not above its end, which is {last.text}")
-    symbols = _DECIMAL if first.decimal or last.decimal else _BINARY
-    texts, size = [], first.count
-    while size <= last.count:
-        texts.append(_written(size, symbols))
+    if not 0 < size <= last:
+        raise OptionError(f"{item!r}: a range begins above 0 and not above its end, which is {units.show_bytes(last)}")
+    sizes = []
+    while size <= last:
+        sizes.append(size)
         size *= factor
-    return texts
+    return sizes
 
 
-def _written(count: int, symbols: tuple[str, ...]) -> str:
-    """Write a number of bytes in the largest of some units that gives a whole number."""
-    symbol = next(
-        name for name in symbols if name == "B" or (count and count % round(units.convert(1, name, "B")) == 0)
-    )
-    return f"{count // round(units.convert(1, symbol, 'B'))} {symbol}"
+def _bytes(text: str, item: str) -> int:
+    bare = _BARE.fullmatch(text)
+    try:
+        amount = (
+            float(bare[1]) * 1024 ** " KMG".index(bare[2].upper() or " ")
+            if bare
+            else units.parse(text, like="B").to("B")
+        )
+    except UnitError as error:
+        known = "A size is bytes, or in K, M or G as for nccl-tests, or has its unit, such as 1 GB"
+        raise OptionError(f"{item!r}: {error}. {known}") from None
+    # 1.1 GB is 1100000000.0000001 in floating point.
+    if not math.isclose(amount, round(amount), rel_tol=1e-12):
+        raise OptionError(f"{item!r}: {text} is {amount:g} B, which is no whole number of bytes")
+    return round(amount)

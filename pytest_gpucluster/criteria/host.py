@@ -5,14 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pytest_gpucluster.config.declaration import (
-    GB,
-    Criterion,
-    Section,
-    Spec,
-)
+from pytest_gpucluster.config.declaration import GB, KIB, Criterion, Section, Spec
 from pytest_gpucluster.config.value_types import Amount, Choice, Whole
-from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.metrics.catalogue import Metric, metrics
 from pytest_gpucluster.metrics.sampling import Sampling
 
 
@@ -22,31 +17,21 @@ class Host:
 
     governor: Annotated[
         str,
-        Spec(
-            doc="which CPU frequency governor every CPU has, where the kernel shows one",
-            kind=Choice(words=("performance", "any")),
-        ),
+        Spec("which CPU frequency governor every CPU has, where the kernel shows one", Choice(("performance", "any"))),
     ]
     numa_balancing: Annotated[
-        str,
-        Spec(
-            doc="whether the kernel may move memory between NUMA nodes by itself",
-            kind=Choice(words=("off", "any")),
-        ),
+        str, Spec("whether the kernel may move memory between NUMA nodes by itself", Choice(("off", "any")))
     ]
     iommu: Annotated[
         str,
         Spec(
-            doc="whether an IOMMU may translate what a GPU sends; passthrough allows one that does not",
-            kind=Choice(words=("passthrough", "any")),
+            "whether an IOMMU may translate what a GPU sends; passthrough allows one that does not",
+            Choice(("passthrough", "any")),
         ),
     ]
     acs: Annotated[
         str,
-        Spec(
-            doc="whether PCIe switch ports above a GPU may redirect (Access Control Services)",
-            kind=Choice(words=("off", "any")),
-        ),
+        Spec("whether PCIe switch ports above a GPU may redirect (Access Control Services)", Choice(("off", "any"))),
     ]
 
 
@@ -54,63 +39,60 @@ class Host:
 class HostLink:
     """Copies between pinned host memory and the GPU, each of which is verified."""
 
-    size_bytes: Annotated[
-        int,
-        Spec(key="size", doc="what one copy moves", kind=Amount(least_bytes=4096, most_bytes=GB, multiple_of=4096)),
-    ]
+    size_bytes: Annotated[int, Spec("what one copy moves", Amount(4 * KIB, GB, multiple_of=4096))]
     copies: Annotated[
         int,
         Spec(
-            doc="copies one after the other, until all of them are verified; each rank pins this multiple of size",
-            kind=Whole(least=1, most=256),
+            "copies one after the other, until all of them are verified; each rank pins this multiple of size",
+            Whole(1, 256),
         ),
     ]
     sampling: Sampling
 
 
 METRICS = (
-    Metric(
-        name="host.nofile",
-        unit="files",
-        better="higher",
+    *metrics(
+        "files",
+        "higher",
+        {"host.nofile": "Files that a rank may have open (RLIMIT_NOFILE, the soft limit)."},
         scope="node",
-        doc="Files that a rank may have open (RLIMIT_NOFILE, the soft limit).",
     ),
-    Metric(
-        name="host.memlock",
-        unit="%",
-        better="higher",
+    *metrics(
+        "%",
+        "higher",
+        {
+            "host.memlock": (
+                "Memory that a rank may lock (RLIMIT_MEMLOCK), as a part of the node's; 100 % with CAP_IPC_LOCK."
+            )
+        },
         scope="node",
-        doc="Memory that a rank may lock (RLIMIT_MEMLOCK), as a part of the node's; 100 % with CAP_IPC_LOCK.",
     ),
-    Metric(
-        name="host.shm",
-        unit="GB",
-        better="higher",
+    *metrics(
+        "GB",
+        "higher",
+        {
+            "host.shm": "Free space of /dev/shm, at most what the control group may use, over the ranks of the node.",
+            "host.memory": "Host memory, at most what the control group may use, over the ranks of the node.",
+        },
         scope="node",
-        doc="Free space of /dev/shm, at most what the control group may use, over the ranks of the node.",
+        recorded={"host.memory": "what a job needs of it depends on the job"},
     ),
-    Metric(
-        name="host.cpus",
-        unit="CPUs",
-        better="higher",
+    *metrics(
+        "CPUs",
+        "higher",
+        {
+            "host.cpus": (
+                "CPU time that a rank can count on: that of the control group over the ranks, no more than it may run "
+                "on."
+            )
+        },
         scope="node",
-        doc="CPU time that a rank can count on: that of the control group over the ranks, no more than it may run on.",
     ),
-    Metric(
-        name="host.tasks",
-        unit="tasks",
-        better="higher",
+    *metrics(
+        "tasks",
+        "higher",
+        {"host.tasks": "Processes and threads that may be started, over the ranks of the node."},
         scope="node",
-        doc="Processes and threads that may be started, over the ranks of the node.",
-    ),
-    Metric(
-        name="host.memory",
-        unit="GB",
-        better="higher",
-        scope="node",
-        recorded="what a job needs of it depends on the job",
-        doc="Host memory, at most what the control group may use, over the ranks of the node.",
     ),
     *(
         Metric(
@@ -133,6 +115,6 @@ SECTIONS = (
 
 CRITERIA = (
     Criterion("host.limits", "host.*"),
-    Criterion("host_link", "host_link.*"),
+    Criterion("host_link", "host_link.*", group="computing"),
     Criterion("affinity", "inventory.ranks"),
 )

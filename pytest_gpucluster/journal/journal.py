@@ -23,8 +23,6 @@ from typing import Any, BinaryIO
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.fields import AnyText
-from pytest_gpucluster.journal.fields import read as read_record
 from pytest_gpucluster.journal.records import (
     Cluster,
     Collected,
@@ -44,6 +42,8 @@ from pytest_gpucluster.journal.records import (
     read_test_result,
 )
 from pytest_gpucluster.journal.verdict import Verdict
+from pytest_gpucluster.metrics.codec import AnyText
+from pytest_gpucluster.metrics.codec import read as read_record
 
 SCHEMA_VERSION = 1
 JOURNAL_FILE = "journal.jsonl"

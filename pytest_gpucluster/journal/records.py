@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.fields import AnyText, JudgedMetric, converter, read
+from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.judge.misses import most_throttled
+from pytest_gpucluster.metrics.codec import AnyText, converter, read
 from pytest_gpucluster.metrics.time_budget import PARTS
 
 _PARAMETERS = re.compile(r"\[.*$", re.DOTALL)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal.fields import read
+from pytest_gpucluster.metrics.catalogue import declared
+from pytest_gpucluster.metrics.codec import read
 
 _Note = TypeVar("_Note")
 
@@ -48,18 +49,6 @@ EXIT_CODES = {
 REHEARSED_ALWAYS = ("inventory", "gpu.compute")
 """Criteria that a rehearsal needs even where others were too slow. Agreement of the ranks is part of every test that
 passes."""
-GROUPS = {
-    "verification": ("gpu.compute", "gpu.memory_patterns", "gpu.determinism"),
-    "computing": ("matmul", "matmul.search", "hbm", "host_link", "burn_in"),
-    "communication": ("nccl.all_reduce", "nccl.collectives", "links", "scaling.busbw_retention"),
-    "training": (
-        *("training.step", "ddp", "fsdp", "training.throughput", "scaling", "failure_propagation"),
-        *("vision.throughput", "vision.data", "lora_tiny"),
-    ),
-    "storage": ("checkpoint", "checkpoint.bandwidth", "shared_filesystem"),
-}
-"""Group -> its criteria. Of each group in which a criterion was too slow to rehearse another one must have passed. A
-criterion in no group is its own group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +178,7 @@ def _not_rehearsed(results: Sequence[TestResult], slow: Sequence[TestResult]) ->
 
 
 def _group(criterion: str) -> str:
-    return next((group for group, names in GROUPS.items() if criterion in names), criterion)
+    return next((one.group for one in declared("CRITERIA") if one.name == criterion), criterion)
 
 
 def _first(results: Sequence[TestResult], what: str) -> str:

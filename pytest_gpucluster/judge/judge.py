@@ -23,6 +23,7 @@ from pytest_gpucluster.judge.limits import Limit, Thresholds, facts, peak_of
 from pytest_gpucluster.judge.misses import NOTHING, Miss, interval_text, margin, misses, missing_limit, straggler_ratios
 from pytest_gpucluster.metrics import datasheets, measurement, stats, units
 from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS, Measurement
 from pytest_gpucluster.metrics.sampling import Stopped
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, printable
@@ -83,32 +84,17 @@ class MetricResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types; numbers that JSON lacks become text."""
-        interval = self.interval
-        return {
-            "metric": self.metric,
-            "unit": self.unit,
-            "labels": dict(self.labels),
-            "status": self.status,
-            "value": _optional(self.value),
-            "worst_rank": self.worst_rank,
-            "interval": None if interval is None else measurement.numbers_to_json(interval),
-            "inconclusive": self.inconclusive,
-            **({"stopped": measurement.stopped_to_json(self.stopped)} if self.stopped is not None else {}),
-            "limit": None if self.limit is None else self.limit.to_json(),
-            "margin": _optional(self.margin),
-            "median": _optional(self.median),
-            "mean": _optional(self.mean),
-            "ratio_to_median": _optional(self.ratio_to_median),
-            "values": {str(rank): measurement.number_to_json(value) for rank, value in self.values.items()},
-            "intervals": {str(rank): measurement.numbers_to_json(ends) for rank, ends in self.intervals.items()},
-            "samples": {str(rank): measurement.numbers_to_json(values) for rank, values in self.samples.items()},
-            "telemetry": {str(rank): dict(seen) for rank, seen in self.telemetry.items()},
-            "peak_ratio": _optional(self.peak_ratio),
-            "reason": self.reason,
-            **({"shipped": self.shipped.to_json()} if self.shipped is not None else {}),
-            **({"evidence": self.evidence} if self.evidence else {}),
-            **({"baseline": dict(self.baseline)} if self.baseline else {}),
-        }
+        found = {name: getattr(self, name) for name in _WRITTEN}
+        return {name: to_json(value) for name, value in found.items() if value or name not in _WRITTEN_IF_ANY}
+
+
+_WRITTEN_IF_ANY = ("stopped", "shipped", "evidence", "baseline")
+_WRITTEN = (
+    *("metric", "unit", "labels", "status", "value", "worst_rank", "interval", "inconclusive", "stopped", "limit"),
+    *("margin", "median", "mean", "ratio_to_median", "values", "intervals", "samples", "telemetry", "peak_ratio"),
+    *("reason", "shipped", "evidence", "baseline"),
+)
+"""What stands in the journal, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +109,6 @@ class Judgement:
     message: str
     text: str
     measurements: tuple[MetricResult, ...]
-
-
-def _optional(value: float | None) -> float | str | None:
-    return None if value is None else measurement.number_to_json(value)
 
 
 def whole_nodes(ranks: Collection[int], nodes: Mapping[int, Sequence[int]]) -> list[int]:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
 from pytest_gpucluster.metrics import datasheets, measurement, units
 from pytest_gpucluster.metrics.catalogue import Metric
+from pytest_gpucluster.metrics.codec import to_json
 
 # The facts about a run that a limit can depend on, besides a measurement's labels.
 TOPOLOGY = ("world_size", "nnodes", "local_world_size")
@@ -164,15 +165,9 @@ class Limit:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {
-            "min": self.min,
-            "max": self.max,
-            "min_ratio_to_median": self.min_ratio_to_median,
-            **({} if self.expected is None else {"expected": self.expected}),
-            "expect_transport": None if self.expect_transport is None else list(self.expect_transport),
-            "source": self.source,
-            "origin": self.origin,
-        }
+        names = ("min", "max", "min_ratio_to_median", "expected", "expect_transport", "source", "origin")
+        found = {name: to_json(getattr(self, name)) for name in names}
+        return {name: value for name, value in found.items() if name != "expected" or value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,12 +242,7 @@ def facts(*, world_size: int, nnodes: int, labels: Mapping[str, str]) -> dict[st
     A label called like a fact of the topology (``world_size`` of a sub-group) describes who measured, so it
     wins. ``local_world_size`` is known where the ranks divide evenly among the nodes.
     """
-    known = {"world_size": str(world_size), "nnodes": str(nnodes)} | dict(labels)
-    if "local_world_size" not in known:
-        ranks, nodes = known["world_size"], known["nnodes"]
-        if ranks.isdecimal() and nodes.isdecimal() and int(nodes) and int(ranks) % int(nodes) == 0:
-            known["local_world_size"] = str(int(ranks) // int(nodes))
-    return known
+    return _completed({"world_size": str(world_size), "nnodes": str(nnodes)} | dict(labels))
 
 
 def peak_of(metric: Metric, sku: datasheets.Sku | None) -> float | None:

@@ -44,10 +44,33 @@ class Metric:
         return self.peak is not None
 
 
-def errors(docs: Mapping[str, str]) -> Iterator[Metric]:
-    """Yield metrics that are relative errors, of name -> what they compare."""
+def metrics(
+    unit: str,
+    better: Better,
+    docs: Mapping[str, str],
+    *,
+    scope: Scope = "rank",
+    peak: str | None = None,
+    peak_is_bound: bool = True,
+    recorded: str | Mapping[str, str] = "",
+) -> Iterator[Metric]:
+    """Yield metrics that have all but name and meaning in common.
+
+    Args:
+        docs: name -> what it is.
+        recorded: why they are recorded and not judged; or name -> why, of those that are.
+    """
     for name, doc in docs.items():
-        yield Metric(name=name, unit="ratio", better="lower", doc=doc)
+        yield Metric(
+            name=name,
+            unit=unit,
+            better=better,
+            scope=scope,
+            peak=peak,
+            peak_is_bound=peak_is_bound,
+            recorded=recorded if isinstance(recorded, str) else recorded.get(name, ""),
+            doc=doc,
+        )
 
 
 def declared(table: str) -> tuple[Any, ...]:

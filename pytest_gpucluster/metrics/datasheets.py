@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -31,13 +31,17 @@ class Peaks:
     fp32_tflops: float
     tf32_tflops: float
     bf16_tflops: float
-    fp16_tflops: float
     fp8_tflops: float | None
     hbm_tb_per_second: float
     link_gb_per_second: float | None
     host_gb_per_second: float | None
     source: str
     link_source: str
+
+    @property
+    def fp16_tflops(self) -> float:
+        """The same as in bf16, on every data sheet here."""
+        return self.bf16_tflops
 
 
 # The unit of each figure in Peaks, so that it can be converted to a metric's unit.
@@ -63,24 +67,39 @@ class Promise:
 
     Attributes:
         memory_gb: device memory in GB (decimal), as the data sheet has it. NVML's total is a few percent more.
-        pcie_generation, pcie_width: of the link to the host; None where the host is reached another way.
+        pcie_generation: of the x16 link to the host; None where the host is reached another way.
         nvlinks: links that must be up; 0 where the GPU has none, None where bridges are optional.
         nvswitch: the usual baseboard has an NVSwitch, so a Fabric Manager must run.
         fabric_state: NVML reports the state of the GPU's registration with the Fabric Manager.
+        mig: NVML reports the MIG mode.
         ecc: ECC is on as delivered.
-        required_queries: what NVML must answer, or health cannot be judged. Others may be missing, and are then named.
         source: where this is from.
     """
 
     memory_gb: float
     pcie_generation: int | None
-    pcie_width: int | None
-    nvlinks: int | None
-    nvswitch: bool
-    fabric_state: bool
+    nvlinks: int | None = None
+    nvswitch: bool = False
+    fabric_state: bool = False
+    mig: bool = True
     ecc: bool = True
-    required_queries: tuple[str, ...]
     source: str
+
+    @property
+    def pcie_width(self) -> int | None:
+        """Of the link to the host; None where the host is reached another way."""
+        return None if self.pcie_generation is None else 16
+
+    @property
+    def required_queries(self) -> tuple[str, ...]:
+        """What NVML must answer, or health cannot be judged. Others may be missing, and are then named."""
+        return (
+            *(*ANY_GPU, "ecc.mode", "ecc.uncorrected.volatile"),
+            *("rows.remapped.uncorrected", "rows.pending", "rows.failed"),
+            *(_PCIE_LINK if self.pcie_generation else ()),
+            *(("nvlink.up", "nvlink.errors") if self.nvlinks else ()),
+            *(("mig.mode",) if self.mig else ()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +116,6 @@ class Sku:
         return any(re.fullmatch(pattern, nvml_name) for pattern in self.nvml_names)
 
 
-_TABLE = "dense figures as collected in stas00/ml-engineering, compute/accelerator/README.md"
-_NVLINK = "NVIDIA data sheet, half of the bidirectional NVLink figure"
-_PCIE = "PCIe x16 after line coding: gen4 31.5 GB/s, gen5 63 GB/s in one direction"
-
 ANY_GPU = (
     "memory.total",
     "memory.used",
@@ -110,348 +125,218 @@ ANY_GPU = (
     "power.limit.default",
 )
 """Queries that every data center GPU answers, also one that is not in this table."""
-_PROTECTED = ("ecc.mode", "ecc.uncorrected.volatile")
-_ROWS = ("rows.remapped.uncorrected", "rows.pending", "rows.failed")
 _PCIE_LINK = ("pcie.generation", "pcie.width", "pcie.generation.max", "pcie.width.max")
-_NVLINKS = ("nvlink.up", "nvlink.errors")
-_REQUIRED = (*ANY_GPU, *_PROTECTED, *_ROWS)
+
+_TABLE = "dense figures as collected in stas00/ml-engineering, compute/accelerator/README.md"
+_NVLINK = "NVIDIA data sheet, half of the bidirectional NVLink figure"
+_PCIE = "PCIe x16 after line coding: gen4 31.5 GB/s, gen5 63 GB/s in one direction"
 _MEMORY_ERRORS = (
     "row remapping instead of retired pages from Ampere on: NVIDIA GPU Memory Error Management,"
     " https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/"
 )
 _BOARD = f"NVSwitch on HGX boards: NVIDIA Fabric Manager User Guide; {_MEMORY_ERRORS}"
-_OPTIONAL_BRIDGES = "NVLink bridges are optional"
+_BRIDGES = f"NVLink bridges are optional; {_MEMORY_ERRORS}"
+_NO_LINK = f"NVLink bridges are optional, so no link rate holds for every board; {_PCIE}"
+_A100 = "NVIDIA A100 data sheet, https://www.nvidia.com/en-us/data-center/a100/"
+_H100 = "NVIDIA H100 data sheet"
+_H100_PAGE = "https://www.nvidia.com/en-us/data-center/h100/"
+_HGX = "NVIDIA HGX data sheet, https://www.nvidia.com/en-us/data-center/hgx/"
+_GB200_SHEET = "NVIDIA GB200 NVL72 data sheet"
 
-_HOPPER_SXM = {
-    "fp32_tflops": 67.0,
-    "tf32_tflops": 494.5,
-    "bf16_tflops": 989.0,
-    "fp16_tflops": 989.0,
-    "fp8_tflops": 1979.0,
-    "link_gb_per_second": 450.0,
-    "host_gb_per_second": 63.0,
-}
-
-_H100_SXM = Sku(
-    name="H100 SXM",
-    nvml_names=("NVIDIA H100 80GB HBM3",),
-    peaks=Peaks(
-        **_HOPPER_SXM,
-        hbm_tb_per_second=3.35,
-        source=f"NVIDIA H100 data sheet, https://www.nvidia.com/en-us/data-center/h100/; {_TABLE}",
-        link_source=f"{_NVLINK} (NVLink 4: 900 GB/s); {_PCIE}",
-    ),
-    promise=Promise(
-        memory_gb=80.0,
-        pcie_generation=5,
-        pcie_width=16,
-        nvlinks=18,
-        nvswitch=True,
-        fabric_state=True,
-        required_queries=(*_REQUIRED, *_PCIE_LINK, *_NVLINKS, "mig.mode"),
-        source=f"NVIDIA H100 data sheet, SXM: 80 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}",
-    ),
-)
-_H100_PCIE = Sku(
-    name="H100 PCIe",
-    nvml_names=("NVIDIA H100 PCIe",),
-    peaks=Peaks(
-        fp32_tflops=51.0,
-        tf32_tflops=378.0,
-        bf16_tflops=756.0,
-        fp16_tflops=756.0,
-        fp8_tflops=1513.0,
-        hbm_tb_per_second=2.0,
-        link_gb_per_second=None,
-        host_gb_per_second=63.0,
-        source=f"NVIDIA H100 data sheet, PCIe, https://www.nvidia.com/en-us/data-center/h100/; {_TABLE}",
-        link_source=f"NVLink bridges are optional, so no link rate holds for every board; {_PCIE}",
-    ),
-    promise=Promise(
-        memory_gb=80.0,
-        pcie_generation=5,
-        pcie_width=16,
-        nvlinks=None,
-        nvswitch=False,
-        fabric_state=False,
-        required_queries=(*_REQUIRED, *_PCIE_LINK, "mig.mode"),
-        source=f"NVIDIA H100 data sheet, PCIe: 80 GB, PCIe gen5; {_OPTIONAL_BRIDGES}; {_MEMORY_ERRORS}",
-    ),
-)
-_H100_NVL = Sku(
-    name="H100 NVL",
-    nvml_names=("NVIDIA H100 NVL",),
-    peaks=Peaks(
-        fp32_tflops=60.0,
-        tf32_tflops=417.5,
-        bf16_tflops=835.0,
-        fp16_tflops=835.0,
-        fp8_tflops=1671.0,
-        hbm_tb_per_second=3.9,
-        link_gb_per_second=None,
-        host_gb_per_second=63.0,
-        source=f"NVIDIA H100 data sheet, NVL, https://www.nvidia.com/en-us/data-center/h100/; {_TABLE}",
-        link_source=f"NVLink bridges are optional, so no link rate holds for every board; {_PCIE}",
-    ),
-    promise=Promise(
-        memory_gb=94.0,
-        pcie_generation=5,
-        pcie_width=16,
-        nvlinks=None,
-        nvswitch=False,
-        fabric_state=False,
-        required_queries=(*_REQUIRED, *_PCIE_LINK, "mig.mode"),
-        source=f"NVIDIA H100 data sheet, NVL: 94 GB, PCIe gen5; {_OPTIONAL_BRIDGES}; {_MEMORY_ERRORS}",
-    ),
-)
-_H200 = Sku(
-    name="H200",
-    nvml_names=("NVIDIA H200",),
-    peaks=Peaks(
-        **_HOPPER_SXM,
-        hbm_tb_per_second=4.8,
-        source=f"NVIDIA H200 data sheet, SXM, https://www.nvidia.com/en-us/data-center/h200/; {_TABLE}",
-        link_source=f"{_NVLINK} (NVLink 4: 900 GB/s); {_PCIE}",
-    ),
-    promise=Promise(
-        memory_gb=141.0,
-        pcie_generation=5,
-        pcie_width=16,
-        nvlinks=18,
-        nvswitch=True,
-        fabric_state=True,
-        required_queries=(*_REQUIRED, *_PCIE_LINK, *_NVLINKS, "mig.mode"),
-        source=f"NVIDIA H200 data sheet, SXM: 141 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}",
-    ),
-)
-_A100_80GB = Sku(
-    name="A100 80GB",
-    # Older drivers leave the brand out.
-    nvml_names=(r"(?:NVIDIA )?A100-SXM4-80GB",),
-    peaks=Peaks(
-        fp32_tflops=19.5,
-        tf32_tflops=156.0,
-        bf16_tflops=312.0,
-        fp16_tflops=312.0,
-        fp8_tflops=None,  # Ampere has no fp8 units
-        hbm_tb_per_second=2.0,
-        link_gb_per_second=300.0,
-        host_gb_per_second=31.5,
-        source=f"NVIDIA A100 data sheet, SXM, https://www.nvidia.com/en-us/data-center/a100/; {_TABLE}",
-        link_source=f"{_NVLINK} (NVLink 3: 600 GB/s); {_PCIE}",
-    ),
-    promise=Promise(
-        memory_gb=80.0,
-        pcie_generation=4,
-        pcie_width=16,
-        nvlinks=12,
-        nvswitch=True,
-        fabric_state=False,
-        required_queries=(*_REQUIRED, *_PCIE_LINK, *_NVLINKS, "mig.mode"),
-        source=f"NVIDIA A100 data sheet, SXM: 80 GB, PCIe gen4, 12 NVLinks of 50 GB/s; {_BOARD}",
-    ),
-)
-_B200 = Sku(
-    name="B200",
-    nvml_names=("NVIDIA B200",),
-    peaks=Peaks(
-        fp32_tflops=80.0,
-        tf32_tflops=1125.0,
-        bf16_tflops=2250.0,
-        fp16_tflops=2250.0,
-        fp8_tflops=4500.0,
-        hbm_tb_per_second=8.0,
-        link_gb_per_second=900.0,
-        host_gb_per_second=63.0,
-        source=f"NVIDIA HGX data sheet, https://www.nvidia.com/en-us/data-center/hgx/; {_TABLE}",
-        link_source=f"{_NVLINK} (NVLink 5: 1800 GB/s); {_PCIE}",
-    ),
-    promise=Promise(
-        memory_gb=180.0,
-        pcie_generation=5,
-        pcie_width=16,
-        nvlinks=18,
-        nvswitch=True,
-        fabric_state=True,
-        required_queries=(*_REQUIRED, *_PCIE_LINK, *_NVLINKS, "mig.mode"),
-        source=f"NVIDIA DGX B200 data sheet: 1440 GB in 8 GPUs, PCIe gen5, 18 NVLinks of 100 GB/s; {_BOARD}",
-    ),
-)
-_GB200 = Sku(
-    name="GB200",
-    nvml_names=("NVIDIA GB200",),
-    peaks=Peaks(
-        fp32_tflops=80.0,
-        tf32_tflops=1250.0,
-        bf16_tflops=2500.0,
-        fp16_tflops=2500.0,
-        fp8_tflops=5000.0,
-        hbm_tb_per_second=8.0,
-        link_gb_per_second=900.0,
-        host_gb_per_second=450.0,  # the host is reached over NVLink-C2C, not PCIe
-        source=f"NVIDIA GB200 NVL72 data sheet, https://www.nvidia.com/en-us/data-center/gb200-nvl72/; {_TABLE}",
-        link_source=f"{_NVLINK} (NVLink 5: 1800 GB/s); NVLink-C2C: half of the 900 GB/s of a superchip, both its GPUs'",
-    ),
-    promise=Promise(
-        memory_gb=186.0,
-        pcie_generation=None,
-        pcie_width=None,
-        nvlinks=18,
-        nvswitch=True,
-        fabric_state=True,
-        required_queries=(*_REQUIRED, *_NVLINKS, "mig.mode"),
-        source=f"NVIDIA GB200 NVL72 data sheet: 13.4 TB in 72 GPUs; 18 NVLinks of 100 GB/s; {_BOARD}",
-    ),
-)
-_L40S = Sku(
-    name="L40S",
-    nvml_names=("NVIDIA L40S",),
-    peaks=Peaks(
-        fp32_tflops=91.6,
-        tf32_tflops=183.0,
-        bf16_tflops=362.0,
-        fp16_tflops=362.0,
-        fp8_tflops=733.0,
-        hbm_tb_per_second=0.864,
-        link_gb_per_second=31.5,
-        host_gb_per_second=31.5,
-        source=f"NVIDIA L40S data sheet, https://www.nvidia.com/en-us/data-center/l40s/; {_TABLE}",
-        link_source=f"no NVLink, so GPUs meet over PCIe gen4; {_PCIE}",
-    ),
-    promise=Promise(
-        memory_gb=48.0,
-        pcie_generation=4,
-        pcie_width=16,
-        nvlinks=0,
-        nvswitch=False,
-        fabric_state=False,
-        required_queries=(*_REQUIRED, *_PCIE_LINK),
-        source=f"NVIDIA L40S data sheet: 48 GB with ECC, PCIe gen4 x16, no NVLink, no MIG; {_MEMORY_ERRORS}",
-    ),
-)
+_GEN4 = {"host_gb_per_second": 31.5, "pcie_generation": 4}
+_GEN5 = {"host_gb_per_second": 63.0, "pcie_generation": 5}
+_CARD = {"link_gb_per_second": None, "link_source": _NO_LINK, "nvlinks": None, "nvswitch": False}
 
 
-def _sister(of: Sku, name: str, *nvml_names: str, peaks: Mapping[str, Any], promise: Mapping[str, Any]) -> Sku:
-    """Return a SKU that is like another one but for these figures."""
-    assert of.peaks is not None
-    assert of.promise is not None
-    return Sku(
+def _figures(fp32: float, tf32: float, bf16: float, fp8: float | None, hbm: float) -> dict[str, float | None]:
+    """Return dense TFLOPS, and TB/s of the device memory."""
+    names = ("fp32_tflops", "tf32_tflops", "bf16_tflops", "fp8_tflops", "hbm_tb_per_second")
+    return dict(zip(names, (fp32, tf32, bf16, fp8, hbm), strict=True))
+
+
+def _on_board(generation: int, link_gb_per_second: float, nvlinks: int) -> dict[str, Any]:
+    """Return the links of a GPU on a board with an NVSwitch."""
+    source = f"{_NVLINK} (NVLink {generation}: {2 * link_gb_per_second:.0f} GB/s); {_PCIE}"
+    links = {"link_gb_per_second": link_gb_per_second, "nvlinks": nvlinks, "link_source": source}
+    return {**links, "nvswitch": True, "fabric_state": generation > 3}
+
+
+def _sku(name: str, *nvml_names: str, like: str = "", source: str, promised: str, **figures: Any) -> None:
+    """Add a SKU. What is not given is as of the SKU ``like``; ``source`` is of the peaks, ``promised`` of the rest."""
+    all_figures = _FIGURES[name] = {**_FIGURES.get(like, {}), **figures}
+    peaks, promise = (
+        {each.name: all_figures[each.name] for each in fields(kind) if each.name in all_figures}
+        for kind in (Peaks, Promise)
+    )
+    _SKUS[name] = Sku(
         name=name,
         nvml_names=nvml_names,
-        peaks=replace(of.peaks, **peaks),
-        promise=replace(of.promise, **promise),
+        peaks=Peaks(**peaks, source=source),
+        promise=Promise(**promise, source=promised),
     )
 
 
-_A100_SHEET = "NVIDIA A100 data sheet, https://www.nvidia.com/en-us/data-center/a100/"
-_BRIDGED = {"nvlinks": None, "nvswitch": False}
-_NO_LINK = f"{_OPTIONAL_BRIDGES}, so no link rate holds for every board; {_PCIE}"
-_A100_40GB = _sister(
-    _A100_80GB,
-    "A100 40GB",
-    r"(?:NVIDIA )?A100-SXM4-40GB",
-    peaks={"hbm_tb_per_second": 1.555, "source": f"{_A100_SHEET}, 40 GB; {_TABLE}"},
-    promise={"memory_gb": 40.0, "source": f"{_A100_SHEET}: 40 GB, PCIe gen4, 12 NVLinks of 50 GB/s; {_BOARD}"},
+_FIGURES: dict[str, dict[str, Any]] = {}
+_SKUS: dict[str, Sku] = {}
+SKUS: Mapping[str, Sku] = MappingProxyType(_SKUS)
+
+_sku(
+    "H100 SXM",
+    "NVIDIA H100 80GB HBM3",
+    **_figures(67.0, 494.5, 989.0, 1979.0, hbm=3.35),
+    **_on_board(4, 450.0, nvlinks=18),
+    **_GEN5,
+    memory_gb=80.0,
+    source=f"{_H100}, {_H100_PAGE}; {_TABLE}",
+    promised=f"{_H100}, SXM: 80 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}",
 )
-_A100_PCIE_40GB = _sister(
-    _A100_40GB,
-    "A100 PCIe 40GB",
-    r"(?:NVIDIA )?A100-PCIE-40GB",
-    peaks={"link_gb_per_second": None, "link_source": _NO_LINK},
-    promise={
-        **_BRIDGED,
-        "required_queries": (*_REQUIRED, *_PCIE_LINK, "mig.mode"),
-        "source": f"{_A100_SHEET}, PCIe: 40 GB; {_OPTIONAL_BRIDGES}; {_MEMORY_ERRORS}",
-    },
+_sku(
+    "H100 PCIe",
+    "NVIDIA H100 PCIe",
+    **_figures(51.0, 378.0, 756.0, 1513.0, hbm=2.0),
+    **_CARD,
+    **_GEN5,
+    memory_gb=80.0,
+    source=f"{_H100}, PCIe, {_H100_PAGE}; {_TABLE}",
+    promised=f"{_H100}, PCIe: 80 GB, PCIe gen5; {_BRIDGES}",
 )
-_A100_PCIE_80GB = _sister(
-    _A100_PCIE_40GB,
-    "A100 PCIe 80GB",
-    r"(?:NVIDIA )?A100 80GB PCIe",
-    peaks={"hbm_tb_per_second": 1.935, "source": f"{_A100_SHEET}, PCIe 80 GB; {_TABLE}"},
-    promise={"memory_gb": 80.0, "source": f"{_A100_SHEET}, PCIe: 80 GB; {_OPTIONAL_BRIDGES}; {_MEMORY_ERRORS}"},
+_sku(
+    "H100 NVL",
+    "NVIDIA H100 NVL",
+    like="H100 PCIe",
+    **_figures(60.0, 417.5, 835.0, 1671.0, hbm=3.9),
+    memory_gb=94.0,
+    source=f"{_H100}, NVL, {_H100_PAGE}; {_TABLE}",
+    promised=f"{_H100}, NVL: 94 GB, PCIe gen5; {_BRIDGES}",
 )
-_H800_PCIE = _sister(
-    _H100_PCIE,
+_sku(
     "H800 PCIe",
     "NVIDIA H800 PCIe",
-    peaks={"source": f"as H100 PCIe, which has the same die and memory; {_TABLE}"},
-    promise={"source": f"as H100 PCIe: 80 GB, PCIe gen5; {_OPTIONAL_BRIDGES}; {_MEMORY_ERRORS}"},
+    like="H100 PCIe",
+    source=f"as H100 PCIe, which has the same die and memory; {_TABLE}",
+    promised=f"as H100 PCIe: 80 GB, PCIe gen5; {_BRIDGES}",
 )
-_H20 = _sister(
-    _H100_SXM,
+_sku(
     "H20",
     "NVIDIA H20",
-    peaks={
-        "fp32_tflops": 44.0,
-        "tf32_tflops": 74.0,
-        "bf16_tflops": 148.0,
-        "fp16_tflops": 148.0,
-        "fp8_tflops": 296.0,
-        "hbm_tb_per_second": 4.0,
-        "source": "NVIDIA H20 data sheet, as NVIDIA's partners print it: 148 TFLOPS in bf16, 4.0 TB/s",
-    },
-    promise={"memory_gb": 96.0, "source": f"NVIDIA H20 data sheet: 96 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}"},
+    like="H100 SXM",
+    **_figures(44.0, 74.0, 148.0, 296.0, hbm=4.0),
+    memory_gb=96.0,
+    source="NVIDIA H20 data sheet, as NVIDIA's partners print it: 148 TFLOPS in bf16, 4.0 TB/s",
+    promised=f"NVIDIA H20 data sheet: 96 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}",
 )
-_GH200 = _sister(
-    _H200,
+_sku(
+    "H200",
+    "NVIDIA H200",
+    like="H100 SXM",
+    hbm_tb_per_second=4.8,
+    memory_gb=141.0,
+    source=f"NVIDIA H200 data sheet, SXM, https://www.nvidia.com/en-us/data-center/h200/; {_TABLE}",
+    promised=f"NVIDIA H200 data sheet, SXM: 141 GB, PCIe gen5, 18 NVLinks of 50 GB/s; {_BOARD}",
+)
+_sku(
     "GH200",
     "NVIDIA GH200 480GB",
     "NVIDIA GH200 144G HBM3e",
-    peaks={
-        "hbm_tb_per_second": 4.9,
-        "host_gb_per_second": 450.0,
-        "source": f"NVIDIA GH200 Grace Hopper Superchip data sheet; {_TABLE}",
-        "link_source": f"{_NVLINK} (NVLink 4: 900 GB/s); NVLink-C2C: half of its 900 GB/s",
-    },
-    promise={
-        "memory_gb": 96.0,
-        "pcie_generation": None,
-        "pcie_width": None,
-        **_BRIDGED,
-        "required_queries": (*_REQUIRED, "mig.mode"),
-        "source": f"NVIDIA GH200 data sheet: 96 GB or more, the host over NVLink-C2C; {_MEMORY_ERRORS}",
-    },
+    like="H200",
+    hbm_tb_per_second=4.9,
+    memory_gb=96.0,
+    host_gb_per_second=450.0,  # the host is reached over NVLink-C2C, not PCIe
+    pcie_generation=None,
+    nvlinks=None,
+    nvswitch=False,
+    link_source=f"{_NVLINK} (NVLink 4: 900 GB/s); NVLink-C2C: half of its 900 GB/s",
+    source=f"NVIDIA GH200 Grace Hopper Superchip data sheet; {_TABLE}",
+    promised=f"NVIDIA GH200 data sheet: 96 GB or more, the host over NVLink-C2C; {_MEMORY_ERRORS}",
 )
-_B300 = _sister(
-    _B200,
+_sku(
+    "A100 80GB",
+    r"(?:NVIDIA )?A100-SXM4-80GB",  # older drivers leave the brand out
+    **_figures(19.5, 156.0, 312.0, None, hbm=2.0),  # Ampere has no fp8 units
+    **_on_board(3, 300.0, nvlinks=12),
+    **_GEN4,
+    memory_gb=80.0,
+    source=f"NVIDIA A100 data sheet, SXM, https://www.nvidia.com/en-us/data-center/a100/; {_TABLE}",
+    promised=f"NVIDIA A100 data sheet, SXM: 80 GB, PCIe gen4, 12 NVLinks of 50 GB/s; {_BOARD}",
+)
+_sku(
+    "A100 40GB",
+    r"(?:NVIDIA )?A100-SXM4-40GB",
+    like="A100 80GB",
+    hbm_tb_per_second=1.555,
+    memory_gb=40.0,
+    source=f"{_A100}, 40 GB; {_TABLE}",
+    promised=f"{_A100}: 40 GB, PCIe gen4, 12 NVLinks of 50 GB/s; {_BOARD}",
+)
+_sku(
+    "A100 PCIe 40GB",
+    r"(?:NVIDIA )?A100-PCIE-40GB",
+    like="A100 40GB",
+    **_CARD,
+    source=f"{_A100}, 40 GB; {_TABLE}",
+    promised=f"{_A100}, PCIe: 40 GB; {_BRIDGES}",
+)
+_sku(
+    "A100 PCIe 80GB",
+    r"(?:NVIDIA )?A100 80GB PCIe",
+    like="A100 PCIe 40GB",
+    hbm_tb_per_second=1.935,
+    memory_gb=80.0,
+    source=f"{_A100}, PCIe 80 GB; {_TABLE}",
+    promised=f"{_A100}, PCIe: 80 GB; {_BRIDGES}",
+)
+_sku(
+    "B200",
+    "NVIDIA B200",
+    **_figures(80.0, 1125.0, 2250.0, 4500.0, hbm=8.0),
+    **_on_board(5, 900.0, nvlinks=18),
+    **_GEN5,
+    memory_gb=180.0,
+    source=f"{_HGX}; {_TABLE}",
+    promised=f"NVIDIA DGX B200 data sheet: 1440 GB in 8 GPUs, PCIe gen5, 18 NVLinks of 100 GB/s; {_BOARD}",
+)
+_sku(
     "B300",
     "NVIDIA B300 SXM6 AC",
-    peaks={"source": f"NVIDIA HGX data sheet, https://www.nvidia.com/en-us/data-center/hgx/; {_TABLE}"},
-    promise={"memory_gb": 270.0, "source": f"NVIDIA HGX B300: 2.1 TB in 8 GPUs, 18 NVLinks of 100 GB/s; {_BOARD}"},
+    like="B200",
+    memory_gb=270.0,
+    source=f"{_HGX}; {_TABLE}",
+    promised=f"NVIDIA HGX B300: 2.1 TB in 8 GPUs, 18 NVLinks of 100 GB/s; {_BOARD}",
 )
-_GB300 = _sister(
-    _GB200,
+_sku(
+    "GB200",
+    "NVIDIA GB200",
+    like="B200",
+    **_figures(80.0, 1250.0, 2500.0, 5000.0, hbm=8.0),
+    memory_gb=186.0,
+    host_gb_per_second=450.0,  # the host is reached over NVLink-C2C, not PCIe
+    pcie_generation=None,
+    link_source=f"{_NVLINK} (NVLink 5: 1800 GB/s); NVLink-C2C: half of the 900 GB/s of a superchip, both its GPUs'",
+    source=f"{_GB200_SHEET}, https://www.nvidia.com/en-us/data-center/gb200-nvl72/; {_TABLE}",
+    promised=f"{_GB200_SHEET}: 13.4 TB in 72 GPUs; 18 NVLinks of 100 GB/s; {_BOARD}",
+)
+_sku(
     "GB300",
     "NVIDIA GB300",
-    peaks={"source": f"as GB200; {_TABLE}"},
-    promise={"memory_gb": 278.0, "source": f"NVIDIA GB300 NVL72: 20 TB in 72 GPUs; 18 NVLinks of 100 GB/s; {_BOARD}"},
+    like="GB200",
+    memory_gb=278.0,
+    source=f"as GB200; {_TABLE}",
+    promised=f"NVIDIA GB300 NVL72: 20 TB in 72 GPUs; 18 NVLinks of 100 GB/s; {_BOARD}",
 )
-
-SKUS: Mapping[str, Sku] = MappingProxyType(
-    {
-        sku.name: sku
-        for sku in (
-            _H100_SXM,
-            _H100_PCIE,
-            _H100_NVL,
-            _H800_PCIE,
-            _H20,
-            _H200,
-            _GH200,
-            _A100_80GB,
-            _A100_40GB,
-            _A100_PCIE_40GB,
-            _A100_PCIE_80GB,
-            _B200,
-            _B300,
-            _GB200,
-            _GB300,
-            _L40S,
-            Sku(name=CPU_REHEARSAL),
-        )
-    }
+_sku(
+    "L40S",
+    "NVIDIA L40S",
+    **_figures(91.6, 183.0, 362.0, 733.0, hbm=0.864),
+    **_GEN4,
+    link_gb_per_second=31.5,
+    nvlinks=0,
+    mig=False,
+    memory_gb=48.0,
+    link_source=f"no NVLink, so GPUs meet over PCIe gen4; {_PCIE}",
+    source=f"NVIDIA L40S data sheet, https://www.nvidia.com/en-us/data-center/l40s/; {_TABLE}",
+    promised=f"NVIDIA L40S data sheet: 48 GB with ECC, PCIe gen4 x16, no NVLink, no MIG; {_MEMORY_ERRORS}",
 )
+_SKUS[CPU_REHEARSAL] = Sku(name=CPU_REHEARSAL)
 
 
 def promise_of(sku: str | None) -> Promise | None:

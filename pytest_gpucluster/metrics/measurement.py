@@ -11,17 +11,20 @@ error: dropping it would make a broken rank look like a rank that measured nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from pytest_gpucluster.errors import MeasurementError, UnitError
+from pytest_gpucluster.errors import JournalError, MeasurementError, UnitError
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.catalogue import Metric, declared
-from pytest_gpucluster.metrics.sampling import STOPPED_BY, Series, Stopped
+from pytest_gpucluster.metrics.codec import AnyText, read, to_json
+from pytest_gpucluster.metrics.sampling import Series, Stopped
 
-_REGISTRY: dict[str, Metric] = {metric.name: metric for metric in declared("METRICS")}
+_REGISTRY: dict[str, Metric] = {
+    metric.name: metric for metric in sorted(declared("METRICS"), key=lambda metric: metric.name)
+}
 METRICS: Mapping[str, Metric] = MappingProxyType(_REGISTRY)
 WITHOUT_NVLS = {"nvls": "switched off"}
 """The label of every value that was measured through groups for which this suite has switched NVLS off."""
@@ -114,24 +117,13 @@ class Measurement:
     interval: tuple[float, float] | None = None
     inconclusive: str = ""
     stopped: Stopped | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, AnyText] = field(default_factory=dict)
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     record_only: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types. NaN and infinities become text, because JSON has no such numbers."""
-        return {
-            "metric": self.metric,
-            "value": number_to_json(self.value),
-            "unit": self.unit,
-            "samples": numbers_to_json(self.samples),
-            "interval": None if self.interval is None else numbers_to_json(self.interval),
-            "inconclusive": self.inconclusive,
-            "stopped": None if self.stopped is None else stopped_to_json(self.stopped),
-            "labels": dict(self.labels),
-            "telemetry": dict(self.telemetry),
-            "record_only": self.record_only,
-        }
+        return {each.name: to_json(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Measurement:
@@ -140,36 +132,12 @@ class Measurement:
         Raises: MeasurementError if it is not of that form, names an unknown metric, or is in another unit.
         """
         try:
-            metric, unit, labels, record_only = (
-                data["metric"],
-                data["unit"],
-                data["labels"],
-                data["record_only"],
-            )
-            value, samples = number_from_json(data["value"]), tuple(map(number_from_json, data["samples"]))
-            interval = None if data["interval"] is None else tuple(map(number_from_json, data["interval"]))
-            inconclusive, telemetry = data["inconclusive"], data["telemetry"]
-            stopped = None if data["stopped"] is None else stopped_from_json(data["stopped"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise MeasurementError(f"this is no measurement in transit: {error!r} in {data!r:.200}") from None
-        if not isinstance(metric, str) or known(metric).unit != unit:
-            raise MeasurementError(f"{metric!r} travels in {known(str(metric)).unit}, not in {unit!r}")
-        if not isinstance(labels, Mapping) or not isinstance(record_only, bool):
-            raise MeasurementError(f"labels {labels!r:.80} or record_only {record_only!r:.20} has a wrong type")
-        if not isinstance(inconclusive, str) or not isinstance(telemetry, Mapping):
-            raise MeasurementError(f"inconclusive {inconclusive!r:.80} or telemetry {telemetry!r:.80} has a wrong type")
-        return cls(
-            metric=metric,
-            value=value,
-            unit=unit,
-            samples=samples,
-            interval=None if interval is None else _pair(interval),
-            inconclusive=inconclusive,
-            stopped=stopped,
-            labels={str(key): str(label) for key, label in labels.items()},
-            telemetry=telemetry,
-            record_only=record_only,
-        )
+            found = read(cls, data, "a measurement in transit")
+        except JournalError as error:
+            raise MeasurementError(str(error)) from None
+        if known(found.metric).unit != found.unit:
+            raise MeasurementError(f"{found.metric!r} travels in {known(found.metric).unit}, not in {found.unit!r}")
+        return found
 
 
 def measurement(
@@ -211,7 +179,7 @@ def measurement(
         if unit != metric.unit:
             numbers = tuple(units.convert(sample, unit, metric.unit) for sample in numbers)
         if interval is not None:
-            interval = _pair([units.convert(end, unit, metric.unit) for end in interval])
+            interval = units.convert(interval[0], unit, metric.unit), units.convert(interval[1], unit, metric.unit)
     except (UnitError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         # RuntimeError is what a tensor of several elements, or on a lost device, raises.
         kind = UnitError if isinstance(error, UnitError) else MeasurementError
@@ -251,75 +219,6 @@ def sound_interval(measured: Measurement) -> tuple[float, float] | None:
         return None
     low, high = measured.interval
     return (low, high) if 0 <= low <= measured.value <= high < math.inf else None
-
-
-def number_to_json(value: float) -> float | str:
-    """Return a finite number as it is, others as ``NaN``, ``Infinity`` or ``-Infinity``."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def numbers_to_json(values: tuple[float, ...]) -> list[float | str]:
-    """Return many numbers as ``number_to_json`` does. Samples are nearly always all finite, which one sum
-    shows."""
-    return list(values) if math.isfinite(sum(values)) else [number_to_json(value) for value in values]
-
-
-def number_from_json(value: Any) -> float:
-    """Undo ``number_to_json``.
-
-    Raises: ValueError for any other text; TypeError for anything that is neither number nor text.
-    """
-    if type(value) is float:
-        return value
-    if isinstance(value, str):
-        if value not in ("NaN", "Infinity", "-Infinity"):
-            raise ValueError(f"{value!r} is no number")
-        return float(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r} is no number")
-    return float(value)
-
-
-def stopped_to_json(stopped: Stopped) -> dict[str, Any]:
-    """Return plain JSON types."""
-    return {
-        "by": stopped.by,
-        "samples": stopped.samples,
-        "seconds": number_to_json(stopped.seconds),
-        "width_ratio": number_to_json(stopped.width_ratio),
-        "allowed_ratio": number_to_json(stopped.allowed_ratio),
-        "extended": stopped.extended,
-    }
-
-
-def stopped_from_json(data: Mapping[str, Any]) -> Stopped:
-    """Undo ``stopped_to_json``.
-
-    Raises: KeyError, TypeError or ValueError if it is not of that form.
-    """
-    if not isinstance(data, Mapping):
-        raise TypeError(f"{data!r:.80} does not state why there are no more samples")
-    by, samples, extended = data["by"], data["samples"], data["extended"]
-    if by not in STOPPED_BY:
-        raise ValueError(f"measuring stops by {', '.join(STOPPED_BY)}, not by {by!r:.80}")
-    if type(samples) is not int or not isinstance(extended, bool):
-        raise TypeError(f"samples {samples!r:.80} or extended {extended!r:.80} has a wrong type")
-    return Stopped(
-        by=by,
-        samples=samples,
-        seconds=number_from_json(data["seconds"]),
-        width_ratio=number_from_json(data["width_ratio"]),
-        allowed_ratio=number_from_json(data["allowed_ratio"]),
-        extended=extended,
-    )
-
-
-def _pair(ends: Sequence[float]) -> tuple[float, float]:
-    if len(ends) != 2:
-        raise MeasurementError(f"an interval has two ends, not {len(ends)}")
-    return ends[0], ends[1]
 
 
 def _defect(value: float) -> str | None:

@@ -160,6 +160,16 @@ def show(value: float, symbol: str, *, digits: int = 4) -> str:
     return f"{_number(value, digits)} {symbol}"
 
 
+def show_bytes(count: int) -> str:
+    """Write a number of bytes exactly, in the unit that takes the fewest digits.
+
+    >>> show_bytes(8 * 2**30), show_bytes(32 * 10**9), show_bytes(24)
+    ('8 GiB', '32 GB', '24 B')
+    """
+    symbols = {symbol: unit.factor for symbol, unit in UNITS.items() if unit.dimension == UNITS["B"].dimension}
+    return "{} {}".format(*min((8 * count // bits, name) for name, bits in symbols.items() if not 8 * count % bits))
+
+
 def show_apart(value: float, other: float, symbol: str) -> tuple[str, str]:
     """Write two values with enough digits to differ: 399.9996 is not ``400`` next to 400."""
     for digits in range(4, 17):

@@ -20,7 +20,7 @@ from pytest_gpucluster.journal.records import OUTCOMES, RankPlace, TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.journal.verdict import ACCEPTED, VERDICTS
 from pytest_gpucluster.journal.verdict import RUNNING as RUN_IN_PROGRESS
-from pytest_gpucluster.metrics.measurement import number_to_json
+from pytest_gpucluster.metrics.codec import number_to_json
 from pytest_gpucluster.metrics.sampling import STOPPED_BY
 from pytest_gpucluster.metrics.time_budget import PARTS
 from pytest_gpucluster.reports.summary import (

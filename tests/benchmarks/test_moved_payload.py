@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks import collective_payload
-from pytest_gpucluster.benchmarks.collective_payload import LARGEST_ADDEND, MovedPayload
+from pytest_gpucluster.benchmarks.collective_payload import LARGEST_ADDEND, Payload
 
 CPU = torch.device("cpu")
 MOVED = ("all_gather", "all_to_all", "broadcast", "send_recv")
@@ -26,7 +26,7 @@ def ranks(monkeypatch):
         made = []
         for rank in range(count):
             monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
-            made.append(MovedPayload(None, CPU, payload_bytes, dtype, collective))
+            made.append(Payload(None, CPU, payload_bytes, dtype, collective))
         for one in made:
             one.fill()
         return made
@@ -133,8 +133,8 @@ def test_hardly_any_two_ranks_of_many_give_the_same_at_the_same_place(ranks, oth
 
 def test_one_filling_serves_any_number_of_calls(ranks):
     [one, *_] = ranks("all_gather")
-    before = one.sent.clone()
     one.ready(10**6)
+    before = one.sent.clone()
     one.ready(10**6)
     assert torch.equal(one.sent, before)
     assert one.finite_calls > 10**6

@@ -69,10 +69,10 @@ def test_memory_is_counted_for_the_payload_and_for_one_part_of_what_verifies_it(
 def test_a_payload_of_more_elements_than_32_bits_can_count_is_made_and_checked_in_parts(alone):
     made = Payload(alone, torch.device("meta"), 8 * 2**30, "bf16")
     assert made.sent.numel() == 2**32
-    parts = list(made._chunks(made.sent, 0))
-    assert sum(len(part) for part, _, _ in parts) == 2**32
-    assert {len(part) for part, _, _ in parts} == {2**24}
-    assert {index.dtype for _, index, _ in parts} == {torch.int64}
+    parts = list(made._expected())
+    assert sum(len(values) for _, _, values in parts) == 2**32
+    assert {len(values) for _, _, values in parts} == {2**24}
+    assert {values.dtype for _, _, values in parts} == {torch.int64}
 
 
 def test_of_a_reduce_scatter_each_rank_has_its_own_part_of_the_sums(monkeypatch):

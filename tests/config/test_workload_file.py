@@ -8,9 +8,9 @@ from complaints import in_order, require_complaints
 from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
-from workload_files import BROKEN, COMPLETE, NEXT, SECTIONS, SHIPPED
+from workload_files import BROKEN, COMPLETE, DECLARED, NEXT, SECTIONS, SHIPPED
 
-from pytest_gpucluster.config.workload import DECLARED, KEYS, PROFILES
+from pytest_gpucluster.config.workload import KEYS, PROFILES
 from pytest_gpucluster.config.workload_loader import Loaded, Override, find, load
 from pytest_gpucluster.errors import OptionError, ThresholdsError
 

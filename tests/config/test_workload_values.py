@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Kind, Ratio, Sizes, Whole, repeated
 from pytest_gpucluster.errors import UnitError
 
-SIZE = Whole(least=16, most=65536, multiple_of=16)
-SHAPE = Sizes(names=("m", "n", "k"), each=SIZE)
-BYTES = Amount(least_bytes=4, most_bytes=10**12, multiple_of=4)
-LABEL = Amount(least_bytes=4, most_bytes=10**12, multiple_of=4, as_written=True)
-SECONDS = Duration(least_seconds=0.01, most_seconds=3600)
-TOLERANCE = Ratio(least=0.0001, most=3)
-MIG = Choice(words=("off", "on"))
+SIZE = Whole(16, 65536, multiple_of=16)
+SHAPE = Sizes(("m", "n", "k"), SIZE)
+BYTES = Amount(4, 10**12, multiple_of=4)
+LABEL = Amount(4, 10**12, multiple_of=4, as_written=True)
+SECONDS = Duration(0.01, 3600)
+TOLERANCE = Ratio(0.0001, 3)
+MIG = Choice(("off", "on"))
 
 
 @of_each(
@@ -47,7 +47,7 @@ def test_a_value_is_read_in_base_units(case: tuple[Any, ...]) -> None:
     "case",
     [
         *((SIZE, text, f"{text} 16 16 65536") for text in ("0", "100", "65552")),
-        (Whole(least=1, most=9), "10", "10 1 9"),
+        (Whole(1, 9), "10", "10 1 9"),
         *(
             (SIZE, text, f"{text!r} 16 16 65536")
             for text in ("-16", "+16", "16.0", "1e3", "012", "1_024", "0x10", "1024 B", "nan", "", "١٦")

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import fnmatch
+import math
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import shipped_suite
+from each import of_each
 
 from pytest_gpucluster.config import workload_loader
-from pytest_gpucluster.config.workload import PROFILES, SECTIONS
+from pytest_gpucluster.config.declaration import Criterion
+from pytest_gpucluster.config.workload import CRITERIA, PROFILES, SECTIONS
+from pytest_gpucluster.journal.verdict import REHEARSED_ALWAYS
 from pytest_gpucluster.metrics.catalogue import declared
 from pytest_gpucluster.metrics.measurement import METRICS
 
 ROOT = Path(__file__).parents[2]
+GROUPS = ("verification", "computing", "communication", "training", "storage")
+SHIPPED = ROOT / "acceptance" / "workloads.yaml"
+WORKLOADS = {profile: workload_loader.load(SHIPPED, profile=profile).workload for profile in PROFILES}
 VALUES = {
     "quick": {"sizes": "8 GiB, 32 GB", "warmup": "2 s", "window": "3 s", "longest": "10 s", "tolerance": "1 %"},
     "soak": {"window": "9 s"},
@@ -28,6 +37,40 @@ def test_every_criterion_of_the_suite_is_declared_once_with_metrics_that_are() -
     for counted in (names, [metric.name for metric in declared("METRICS")], [section.path for section in SECTIONS]):
         assert [name for name, count in Counter(counted).items() if count > 1] == []
     assert len(METRICS) > 100
+    assert set(REHEARSED_ALWAYS) <= set(names)
+    measured = {name for one in declared("CRITERIA") for name in METRICS if matches(one, name)}
+    assert set(METRICS) - measured == set()
+
+
+def matches(criterion: Criterion, metric: str) -> bool:
+    return any(fnmatch.fnmatchcase(metric, pattern) for pattern in criterion.metrics)
+
+
+def test_every_section_is_read_by_the_suite_or_the_session() -> None:
+    readers = [*(ROOT / "acceptance").glob("*.py"), *(ROOT / "pytest_gpucluster" / "session").glob("*.py")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in readers)
+    named = set(re.findall(r"\b(?:workload|active)\.([a-z_0-9]+)", source)) | set(re.findall(r'"([a-z_0-9]+)"', source))
+    assert [section.attribute for section in SECTIONS if section.attribute not in named] == []
+
+
+# What one who adds a criterion writes: a declaration, a benchmark, and a test in acceptance/ that calls it.
+@of_each("name", list(CRITERIA))
+def test_a_criterion_has_metrics_a_group_a_time_a_benchmark_and_a_test(name: str) -> None:
+    criterion = CRITERIA[name]
+    for pattern in criterion.metrics:
+        assert fnmatch.filter(METRICS, pattern), f"{name} declares {pattern}, which is no metric"
+    assert criterion.metrics
+    assert criterion.group in GROUPS or criterion.group == name
+    tests = [test for test in shipped_suite.shipped_tests() if name in test.criteria]
+    assert tests
+    for profile in PROFILES:
+        if criterion.span is not None:
+            span = criterion.span(WORKLOADS[profile], tests[0].name)
+            assert 0 < span.least_seconds <= span.most_seconds < math.inf
+    source = "".join((ROOT / path).read_text(encoding="utf-8") for path in {test.file for test in tests})
+    if name != "inventory":  # compares what the ranks reported before the first test
+        assert re.search(r"^from pytest_gpucluster\.(benchmarks|criteria|node)\b", source, re.MULTILINE)
+    assert f'criterion("{name}")' in source
 
 
 def test_what_is_declared_can_be_read() -> None:
@@ -38,7 +81,7 @@ def test_what_is_declared_can_be_read() -> None:
 
 
 def without_hbm(tmp_path: Path) -> Path:
-    text = (ROOT / "acceptance" / "workloads.yaml").read_text(encoding="utf-8")
+    text = SHIPPED.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     kept, inside = [], False
     for line in lines:

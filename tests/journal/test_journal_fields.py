@@ -9,7 +9,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal.fields import AnyText, read
+from pytest_gpucluster.metrics.codec import AnyText, read
 
 
 @dataclass(frozen=True, kw_only=True)

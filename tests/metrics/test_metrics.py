@@ -155,14 +155,14 @@ def test_a_series_brings_its_samples_and_its_interval() -> None:
 
 GOOD = measurement(BUSBW, 1.0, unit="GB/s").to_json()
 MALFORMED: dict[str, list[object]] = {
-    "value": ["12", True, None],
-    "samples": [["x"], None],
+    "value": ["12", True, None, 10**400],
+    "samples": [["x"], 3],
     "metric": ["zzz", 3],
     "unit": ["TB/s"],
     "labels": [["size"]],
     "record_only": [1],
     "interval": [[1.0], "wide"],
-    "inconclusive": [None],
+    "inconclusive": [3],
     "telemetry": [[1]],
     "stopped": [
         *("time", {"by": "time"}, {**STOPPED, "by": "boredom"}, {**STOPPED, "samples": 8.5}),

@@ -20,11 +20,12 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal.fields import AnyText, JudgedMetric, read
+from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.judge.misses import most_throttled
+from pytest_gpucluster.metrics.codec import AnyText, read
 from pytest_gpucluster.reports.charts.figures import artifact_folders, by_number, figures_of
 from pytest_gpucluster.reports.charts.plots import limit_bar
 from pytest_gpucluster.reports.criterion_text import margin_text, value_text

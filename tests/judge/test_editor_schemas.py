@@ -1,0 +1,167 @@
+"""The JSON Schemas for editors: they take what the loaders take, and mark unknown keys and wrong units."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+from each import of_each
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from test_thresholds import OK, entry
+from workload_files import COMPLETE, SHIPPED
+
+from pytest_gpucluster.config import workload_loader
+from pytest_gpucluster.config.workload import KEYS
+from pytest_gpucluster.errors import UnitError
+from pytest_gpucluster.judge import editor_schemas, loader
+from pytest_gpucluster.metrics import measurement, units
+
+ROOT = Path(__file__).parents[2]
+
+
+def pages() -> dict[Path, str]:
+    spec = importlib.util.spec_from_file_location("gpucluster_schemas", ROOT / "docs" / "schemas.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made: dict[Path, str] = module.pages()
+    return made
+
+
+# Made before any test runs: other tests add metrics of their own.
+PAGES = pages()
+SCHEMAS = {"limits": editor_schemas.limits_schema(), "workloads": editor_schemas.workloads_schema()}
+FILES = {"limits": loader.shipped_path(), "workloads": SHIPPED}
+
+
+class EditorLoader(yaml.SafeLoader):
+    """YAML as editors take it: YAML 1.2 has no dates, and off is a word."""
+
+
+EditorLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":bool"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def complaints(kind: str, text: str) -> list[str]:
+    """What an editor marks."""
+    errors = jsonschema.Draft7Validator(SCHEMAS[kind]).iter_errors(yaml.load(text, EditorLoader))
+    return [f"{error.json_path}: {error.message}" for error in errors]
+
+
+@of_each("path", list(PAGES), name=lambda path: path.name)
+def test_the_schema_in_docs_is_one_that_editors_understand(path: Path) -> None:
+    jsonschema.Draft7Validator.check_schema(json.loads(PAGES[path]))
+    # Patterns that a browser's editor understands, too.
+    assert re.findall(r'"pattern": "[^"]*(?:\(\?(?![:=!])|\\\\[AZz]|\(\?P)', PAGES[path]) == []
+
+
+@of_each("kind", list(SCHEMAS))
+def test_the_shipped_file_names_its_schema_and_keeps_it(kind: str) -> None:
+    text = FILES[kind].read_text(encoding="utf-8")
+    found = re.match(r"# yaml-language-server: \$schema=(.+)\n", text)
+    assert found is not None
+    assert (FILES[kind].parent / found[1]).resolve() in PAGES
+    assert complaints(kind, text) == []
+
+
+VALID = {
+    "a limit": entry("{" + OK + "}"),
+    "only of every SKU": "schema_version: 1\nevery_sku: {limits: {ddp.loss_error: {max: 1 ratio, source: us}}}\n",
+    "a list": entry("[{when: {world_size: 8}, " + OK + "}, {record_only: why}]"),
+    "a ratio alone": entry("{min_ratio_to_median: 75 %, source: us}"),
+    "transports": entry("{" + OK + ", expect_transport: [P2P, SHM]}"),
+    "both bounds": entry("{min: 1e2 TFLOPS, max: +.5 PFLOPS, source: us}"),
+    "all conditions": entry(
+        "{when: {world_size: 2 to 7, nnodes: 1, local_world_size: below 8, size: 1 GB or more, dtype: bf16,"
+        " transport: NET/IB, labels: {bucket: 25, n: 8192 or more}}, " + OK + "}"
+    ),
+    "sources that yaml takes for something else": entry("{min: 700 TFLOPS, source: 2024-01-01}"),
+    "a quoted version": entry("{" + OK + "}").replace(": 1", ": '1'", 1),
+    "a new sku": "schema_version: 1\nskus: {H300: {nvml_name: [NVIDIA H300, 'NVIDIA H300 \\d+GB']}}\n",
+    "complete workloads": COMPLETE,
+    "inherited": COMPLETE + "  full: {inherits: cpu, nccl: {all_reduce: {sizes: [1 GB, 8 GiB]}}}\n",
+    "quoted": COMPLETE.replace("off", '"off"').replace("[128, 256]", '["128", "256"]').replace(": 1\n", ": '1'\n", 1),
+    "a number for a list": COMPLETE.replace("[128, 256]", "128"),
+}
+
+
+@of_each("text", list(VALID.values()))
+def test_what_the_loader_takes_the_schema_takes(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(text, encoding="utf-8")
+    kind = "workloads" if "profiles:" in text else "limits"
+    if kind == "limits":
+        loader.load(path)
+    else:
+        workload_loader.load(path, profile="cpu")
+    assert complaints(kind, text) == []
+
+
+def test_the_examples_for_operators_are_taken_by_both(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    examples = [
+        block for block in re.findall(r"^```yaml\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE) if "skus:" in block
+    ]
+    header = loader.shipped_path().read_text(encoding="utf-8").split("#     schema_version: 1\n")[1]
+    examples.append("schema_version: 1\n" + header.split("\n#\n")[0].replace("#     ", ""))
+    assert len(examples) >= 2
+    for example in examples:
+        (tmp_path / "my.yaml").write_text(example, encoding="utf-8")
+        loader.load(tmp_path / "my.yaml")
+        assert complaints("limits", example) == []
+
+
+WRONG = {
+    "an unknown key of an entry": entry("{mim: 700 TFLOPS, source: us}"),
+    "an unknown metric": entry("{" + OK + "}", metric="matmul.bf61.tflops"),
+    "an unknown condition": entry("{when: {wrld_size: 8}, " + OK + "}"),
+    "a label's condition among the labels": entry("{when: {labels: {size: 1 GB}}, " + OK + "}"),
+    "an unknown SKU without its name": entry("{" + OK + "}", sku="H100 SMX"),
+    "a unit of something else": entry("{min: 400 GiB, source: us}", metric="nccl.all_reduce.busbw"),
+    "a misspelt unit": entry("{min: 400 gb/s, source: us}", metric="nccl.all_reduce.busbw"),
+    "no unit": entry("{min: 700, source: us}"),
+    "another version": entry("{" + OK + "}").replace(": 1", ": 2", 1),
+    "an unknown section": COMPLETE.replace("    matmul:", "    matmlu:"),
+    "an unknown key of a section": COMPLETE.replace("{sizes: 8 MiB,", "{size: 8 MiB,"),
+    "an unknown profile": COMPLETE.replace("  cpu:", "  cpus:"),
+    "a time in bytes": COMPLETE.replace("load: 50 ms", "load: 50 MB"),
+    "an unknown word": COMPLETE.replace("mig: off", "mig: of"),
+}
+
+
+@of_each("text", list(WRONG.values()))
+def test_an_unknown_key_and_a_wrong_unit_are_marked(text: str) -> None:
+    assert complaints("workloads" if "profiles:" in text else "limits", text) != []
+
+
+@given(st.text(alphabet="0123456789.eE+- \tTGBFLOPSs/%x", max_size=12))
+def test_the_pattern_of_a_quantity_takes_what_units_take(text: str) -> None:
+    assume(not re.search(r"[eE][+-]?[0-9]{3}", text))  # no pattern sees that a number is too large, or too small
+    try:
+        units.parse(text, like="TFLOPS")
+    except UnitError:
+        understood = False
+    else:
+        understood = not text.strip().startswith("-")
+    assert bool(re.search(editor_schemas.quantity("TFLOPS")["pattern"], text)) == understood
+
+
+def test_every_metric_and_every_key_has_a_place_with_what_it_is() -> None:
+    made = SCHEMAS["limits"]["definitions"]["limits"]["properties"]
+    assert {name: schema["description"].startswith(measurement.METRICS[name].doc) for name, schema in made.items()} == (
+        dict.fromkeys(measurement.METRICS, True)
+    )
+    for key, spec in KEYS.items():
+        at: Any = SCHEMAS["workloads"]["properties"]["profiles"]["properties"]["full"]
+        for part in key.split("."):
+            at = at["properties"][part]
+        assert at["description"] == f"{spec.doc}: {spec.allowed}"
