@@ -240,7 +240,7 @@ class Payload:
             here = int(wrong.sum())
             if here and not count:
                 at = int(wrong.view(torch.uint8).argmax())
-                source = dist.get_global_rank(self._group, int(sources[at]) if self._is_sum else int(sources))
+                source = dist.get_global_rank(self._group, sources if isinstance(sources, int) else int(sources[at]))
                 first = (
                     f"the first at offset {start + at}: found {float(part[at]):.9g}, "
                     f"expected {float(due[at]):.9g}, which rank {source} {verb}"

@@ -189,9 +189,9 @@ class _ConcurrentCopies:
                     f"{DIRECTIONS[int(which)]} {int(count)} x {show_bytes(int(size))}"
                     for which, size, count, _ in (others, of_ranks[0][:-1])
                 )
-                mine, its = self._ranks.name(index), self._ranks.name(0)
+                ours, theirs = self._ranks.name(index), self._ranks.name(0)
                 raise EnvironmentBroken(
-                    f"the ranks do not measure the same: {mine} copies {found}, {its} {first}, or for other times. "
+                    f"the ranks do not measure the same: {ours} copies {found}, {theirs} {first}, or for other times. "
                     "Give all nodes the same suite, profile and workload"
                 )
         lacking = [self._ranks.name(index) for index, (*_, failed) in enumerate(of_ranks) if failed]

@@ -143,12 +143,12 @@ _H100_PAGE = "https://www.nvidia.com/en-us/data-center/h100/"
 _HGX = "NVIDIA HGX data sheet, https://www.nvidia.com/en-us/data-center/hgx/"
 _GB200_SHEET = "NVIDIA GB200 NVL72 data sheet"
 
-_GEN4 = {"host_gb_per_second": 31.5, "pcie_generation": 4}
-_GEN5 = {"host_gb_per_second": 63.0, "pcie_generation": 5}
-_CARD = {"link_gb_per_second": None, "link_source": _NO_LINK, "nvlinks": None, "nvswitch": False}
+_GEN4: dict[str, Any] = {"host_gb_per_second": 31.5, "pcie_generation": 4}
+_GEN5: dict[str, Any] = {"host_gb_per_second": 63.0, "pcie_generation": 5}
+_CARD: dict[str, Any] = {"link_gb_per_second": None, "link_source": _NO_LINK, "nvlinks": None, "nvswitch": False}
 
 
-def _figures(fp32: float, tf32: float, bf16: float, fp8: float | None, hbm: float) -> dict[str, float | None]:
+def _figures(fp32: float, tf32: float, bf16: float, fp8: float | None, hbm: float) -> dict[str, Any]:
     """Return dense TFLOPS, and TB/s of the device memory."""
     names = ("fp32_tflops", "tf32_tflops", "bf16_tflops", "fp8_tflops", "hbm_tb_per_second")
     return dict(zip(names, (fp32, tf32, bf16, fp8, hbm), strict=True))
@@ -157,7 +157,7 @@ def _figures(fp32: float, tf32: float, bf16: float, fp8: float | None, hbm: floa
 def _on_board(generation: int, link_gb_per_second: float, nvlinks: int) -> dict[str, Any]:
     """Return the links of a GPU on a board with an NVSwitch."""
     source = f"{_NVLINK} (NVLink {generation}: {2 * link_gb_per_second:.0f} GB/s); {_PCIE}"
-    links = {"link_gb_per_second": link_gb_per_second, "nvlinks": nvlinks, "link_source": source}
+    links: dict[str, Any] = {"link_gb_per_second": link_gb_per_second, "nvlinks": nvlinks, "link_source": source}
     return {**links, "nvswitch": True, "fabric_state": generation > 3}
 
 
