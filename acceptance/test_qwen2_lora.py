@@ -7,7 +7,7 @@ import pytest
 from pytest_gpucluster.benchmarks.lora.hub import INSTALL
 from pytest_gpucluster.benchmarks.lora.model import QWEN2_LABEL, TINY_LABEL, given_base, random_base
 from pytest_gpucluster.benchmarks.lora.reference_curve import deviation, read
-from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, group_size
+from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, group_size
 from pytest_gpucluster.errors import CurveError
 
 SECTIONS = {"test_lora_tiny": "lora_tiny", "test_qwen2_lora": "qwen2_lora", "test_lora_of_model": "qwen2_lora"}
@@ -95,7 +95,7 @@ def given(settings, reference_curve):
 def train(cluster, settings, reference_curve, artifacts, progress, measure, peak_tflops, record_property):
     """Train, record every condition as a measurement, and leave the loss curve in the test's folder."""
     from pytest_gpucluster.benchmarks.lora.convergence import converge, figures_of
-    from pytest_gpucluster.benchmarks.lora.experiment import checks_of, recipe_of
+    from pytest_gpucluster.benchmarks.lora.experiment import recipe_of
 
     def train(sizes, base, data):
         recipe, expected = recipe_of(sizes, base), reference_curve(base.label)
@@ -109,7 +109,7 @@ def train(cluster, settings, reference_curve, artifacts, progress, measure, peak
             cluster.device,
             base=base,
             recipe=recipe,
-            checks=checks_of(sizes),
+            sizes=sizes,
             data=data,
             folder=folder / group,
             final=folder / f"final-{group}",
@@ -208,9 +208,8 @@ def test_qwen2_lora_throughput(cluster, workload, telemetry, progress, measure, 
     When it fails: one GPU: its clocks and power are recorded with the measurement. All: look at whether activations
     were recomputed and blocks compiled, in the labels and notes; then ``-k matmul``, ``-k hbm`` and ``-k nccl``.
     """
-    from pytest_gpucluster.benchmarks.lora.convergence import rate_figures
-    from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput
-    from pytest_gpucluster.benchmarks.lora.training_plan import too_little_memory
+    from pytest_gpucluster.benchmarks.group import Ranks
+    from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, rate_figures
 
     sizes, base = workload.lora_throughput, random_base()
     ranks = group_size(cluster.world_size, cluster.world_size)
@@ -224,7 +223,8 @@ def test_qwen2_lora_throughput(cluster, workload, telemetry, progress, measure, 
         compiled=sizes.compiled == "on",
     )
     group = cluster.subgroups(ranks)
-    why_not = too_little_memory(cluster.group, cluster.device, base, recipe, sizes.sequence, ranks=ranks)
+    plan = Plan(base=base, recipe=recipe, sequence=sizes.sequence, ranks=ranks)
+    _, why_not = plan.choose_recompute(Ranks(cluster.group, cluster.device), cluster.device)
     if why_not:
         pytest.skip(why_not)
     window = telemetry()

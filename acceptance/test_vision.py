@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 
 from pytest_gpucluster.benchmarks.vision.datasets import SyntheticImages, open_images
-from pytest_gpucluster.benchmarks.vision.throughput import image_rate
-from pytest_gpucluster.benchmarks.vision.throughput_setup import Setup
+from pytest_gpucluster.benchmarks.vision.throughput import Setup, image_rate
 
 MODELS = ["resnet18", "resnet50"]
 INSTALL = "is not installed: pip install -c constraints.txt -e '.[vision]'"

@@ -26,8 +26,7 @@ from pathlib import Path
 import torch
 from comparison import TEMPORARY, Conditions, median_text, parser_of
 
-from pytest_gpucluster.benchmarks.vision.datasets import Images, open_images
-from pytest_gpucluster.benchmarks.vision.loader import Batches
+from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, Images, open_images
 
 CLASSES, WIDTH, HEIGHT = 8, 500, 375
 """Of the images that are made here: a usual size of photographs in such data sets."""
@@ -79,7 +78,7 @@ def processor_seconds() -> float:
 
 def rate(images: Images, setting: Setting, *, count: int, step_seconds: float) -> tuple[float, float]:
     """Read about ``count`` images, after the prefetched ones; return images/s and CPU ms of an image."""
-    batches = Batches(
+    batches = ImageBatches(
         images,
         batch=setting.batch,
         workers=setting.workers,

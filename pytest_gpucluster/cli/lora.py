@@ -51,8 +51,8 @@ _LORA = "Prepare the data of the LoRA criteria, and work with the results of a t
 
 _PREPARE = """\
 Read conversations, hold a part of them out, and pack both parts into blocks of tokens of one length. SOURCE is one JSON
-array or JSONL, with rows {system, chat} as in glaive-function-calling-v2 or {instruction, input, output}; or the name
-of a data set on the Hugging Face hub. The file holds the blocks, the tokens that count in the loss, the held-out
+array or JSONL, with rows {system, chat} as in glaive-function-calling-v2; or the name of a data set on the Hugging Face
+hub. The file holds the blocks, the tokens that count in the loss, the held-out
 conversations, and the origin of all of it. The statistics go to standard output.
 """
 

@@ -13,7 +13,7 @@ from programs import needs_modules
 from torch import nn
 
 from pytest_gpucluster.benchmarks.vision import throughput
-from pytest_gpucluster.benchmarks.vision.throughput_setup import COMPONENTS
+from pytest_gpucluster.benchmarks.vision.throughput import COMPONENTS
 
 pytestmark = needs_modules("transformers", "PIL")
 

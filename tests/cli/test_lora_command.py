@@ -144,7 +144,7 @@ def test_rows_become_blocks_with_their_statistics(source, tmp_path, capsys):
             str(getattr(part.statistics, name)) for part in (found.train, found.held_out)
         ]
     assert table["rows"] == ["270", "30"]
-    assert f"{source}: left out line 30 (row 7): " in errors
+    assert f"{source}: left out row 8: " in errors
     assert re.search(rf"\b{len(found.train)} blocks .*\b{len(found.held_out)} held out: {out}$", errors, re.MULTILINE)
 
 

@@ -10,9 +10,10 @@ import torch
 from planted_clock import CLOCK, clock_for
 from torch import nn
 
+from pytest_gpucluster.benchmarks.training.loader import SharedMemory
 from pytest_gpucluster.benchmarks.vision import throughput
-from pytest_gpucluster.benchmarks.vision.loader import Batches, SharedMemory
-from pytest_gpucluster.benchmarks.vision.throughput_setup import COMPONENTS, class_mean
+from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches
+from pytest_gpucluster.benchmarks.vision.throughput import COMPONENTS, class_mean
 
 CASES = {
     "1x2": {
@@ -48,7 +49,7 @@ class Dying(Images):
             os.kill(os.getpid(), signal.SIGBUS)
 
 
-class Slow(Batches):
+class Slow(ImageBatches):
     """Comes late."""
 
     def __next__(self):
@@ -57,7 +58,7 @@ class Slow(Batches):
 
 
 def of(kind, images, **more):
-    return Batches(kind(images), **more)
+    return ImageBatches(kind(images), **more)
 
 
 def nan(logits, labels, seen=[]):  # noqa: B006  # remembers

@@ -12,7 +12,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks.dtypes import numerics
 from pytest_gpucluster.benchmarks.group import Ranks, on_first_rank
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate, reload_adapter, reloaded_loss
+from pytest_gpucluster.benchmarks.lora.experiment import Sizes, context_of, require_same_context
 from pytest_gpucluster.benchmarks.lora.model import Base
-from pytest_gpucluster.benchmarks.lora.recipe import Parity, check_parity, context_of, require_same_context, steps_of
+from pytest_gpucluster.benchmarks.lora.packing import Packed
 from pytest_gpucluster.benchmarks.lora.reference_curve import ReferenceCurve, require_same_experiment
-from pytest_gpucluster.benchmarks.lora.throughput import steady_rate
+from pytest_gpucluster.benchmarks.lora.throughput import Figure, rate_figures, steady_rate
 from pytest_gpucluster.benchmarks.lora.trainer import Components, Step, Trainer, TrainingData, trainable_blocks
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 from pytest_gpucluster.benchmarks.memory_budget import memory_released, releases_memory
@@ -35,7 +36,7 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compile
 from pytest_gpucluster.benchmarks.verify import deterministic
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.loss_curve import Curve, Point, mean_of_last
-from pytest_gpucluster.metrics.sampling import Sampling, Series
+from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, counted
 
 LAST = 10
@@ -43,27 +44,72 @@ LAST = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checks:
-    """The checks beyond the training itself.
+class Parity:
+    """The largest relative differences between steps of all ranks and the same steps of one rank. NaN: a step was not
+    finite, so nothing was compared.
 
     Attributes:
-        parity_steps, parity_batch, parity_sequence: of the steps that a single rank repeats; the batch is rounded up to
-            a multiple of the ranks.
-        parity_precisions: the precisions of these steps.
-        checkpoint_every: steps between two checkpoints. At most this many steps are replayed.
-        calls: function calls that the trained model is prompted for, by all ranks of a group together; 0 for none.
-        call_tokens: maximum tokens of an answer.
-        sampling: the required confidence of the rate.
+        loss_error: of the losses.
+        gradient_error: of the gradients' norms before clipping.
+        finite: steps whose losses and norm are finite on this rank; ``taken`` if all are.
+        taken: steps, of all ranks and of the single rank.
+        steps: steps of all ranks.
+        all_finite: whether the steps of all ranks were finite on all of them, and those of the single rank on this one.
     """
 
-    parity_steps: int
-    parity_batch: int
-    parity_sequence: int
-    parity_precisions: tuple[str, ...]
-    checkpoint_every: int
-    calls: int
-    call_tokens: int
-    sampling: Sampling
+    loss_error: float
+    gradient_error: float
+    finite: int
+    taken: int
+    steps: int
+    all_finite: bool
+
+
+def check_parity(
+    group: dist.ProcessGroup,
+    alone: dist.ProcessGroup,
+    device: torch.device,
+    base: Base,
+    recipe: Recipe,
+    packed: Packed,
+) -> Parity:
+    """Take the steps of a recipe on all ranks of a group, and then on each rank alone, and compare them.
+
+    Without it a training that learns less than it should passes: AdamW hides a wrong scale of the gradients, and a loss
+    falls also where ranks do not share gradients or read the same data.
+
+    Collective: every rank of the group must call this, with the same arguments.
+
+    Args:
+        group: the ranks that train together.
+        alone: the group of this rank only.
+        device: where this rank trains.
+        base: the model to train.
+        recipe: without dropout, as ``Recipe.compared`` makes it.
+        packed: the blocks to train on.
+
+    Raises: as ``Trainer``.
+    """
+
+    @releases_memory(cycles=True)
+    def run(ranks: dist.ProcessGroup, components: Components | None) -> list[Step]:
+        return Trainer(ranks, device, base, recipe, packed, components=components).steps(recipe.steps)
+
+    group_steps = run(group, None)
+    alone_steps = run(alone, Components()) if group_steps[-1].all_finite else []
+    taken = [*group_steps, *alone_steps]
+    compared = taken[-1].all_finite
+    pairs = list(zip(group_steps, alone_steps, strict=True)) if compared else []
+    return Parity(
+        loss_error=max((relative(one.loss, other.loss) for one, other in pairs), default=math.nan),
+        gradient_error=max(
+            (relative(one.gradient_norm, other.gradient_norm) for one, other in pairs), default=math.nan
+        ),
+        finite=sum(step.finite for step in taken),
+        taken=len(taken),
+        steps=len(group_steps),
+        all_finite=compared,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +124,6 @@ class TrainingResult:
         replayed_steps: part of the steps replayed from a checkpoint after which this rank's weights were the same as
             the first time, bit by bit.
         resume_error: largest difference of a loss in the replay.
-        replayed: number of replayed steps.
         reload_error: difference of the held-out loss after ``final/`` was loaded again.
         group_error: largest difference of a loss from that of the first group; None where there is one group only.
         calls: function calls of held-out conversations; None if the workload has none.
@@ -91,7 +136,6 @@ class TrainingResult:
     unchanged_base: float
     replayed_steps: float
     resume_error: float
-    replayed: int
     reload_error: float
     group_error: float | None
     calls: CallScore | None
@@ -112,7 +156,6 @@ class Convergence:
         peak_bytes: of the GPU's memory, in training; None on cpu.
         recomputes: whether activations were recomputed.
         groups, ranks: how many groups trained at once, of how many ranks.
-        resumed_at: the step of the checkpoint that the training was resumed from; 0: it started from scratch.
         notes: for the report.
     """
 
@@ -126,7 +169,6 @@ class Convergence:
     recomputes: bool
     groups: int
     ranks: int
-    resumed_at: int
     notes: tuple[str, ...]
 
 
@@ -139,14 +181,13 @@ def converge(
     *,
     base: Base,
     recipe: Recipe,
-    checks: Checks,
+    sizes: Sizes,
     data: TrainingData,
     folder: Path,
     final: Path,
     resume: bool = False,
     reference: ReferenceCurve | None = None,
     progress: Callable[..., None] | None = None,
-    components: Components | None = None,
 ) -> Convergence:
     """Train, and run every check that separates a right training from a wrong one.
 
@@ -160,7 +201,10 @@ def converge(
         device: where this rank trains.
         base: the model to train.
         recipe: how to train it.
-        checks: the further checks.
+        sizes: of the further checks: parity_steps, parity_batch and parity_sequence, of the steps that a single rank
+            repeats, in each of parity_precisions; checkpoint_every, for at most this many steps are replayed; calls and
+            call_tokens, of the function calls that the trained model is prompted for, by all ranks of a group together;
+            tolerance_ratio, of the rate.
         data: the blocks to train on, and those held out.
         folder: for checkpoints, this group's own, on a file system that its ranks share.
         final: the folder for the trained adapters, on such a file system too.
@@ -169,7 +213,6 @@ def converge(
         reference: the curve that this one will be compared with; used here only to reject one of another experiment
             before the first step.
         progress: called with the step, the number of steps, the loss and the rate.
-        components: of the training on many ranks; by default ``COMPONENTS`` of ``trainer``.
 
     Raises:
         WrongResult: weights or data differ between ranks before the first step, or a checkpoint is broken.
@@ -177,42 +220,49 @@ def converge(
         CurveError: the reference curve is of another experiment.
     """
     with numerics("highest"), deterministic():
-        return _Convergence(world, group, alone, device, base, recipe, checks, data, components, progress).run(
-            folder, final, resume, reference
-        )
+        run = _Run(world, group, alone, device, base, recipe, sizes, data, progress)
+        return run.converge(folder, final, resume, reference)
 
 
-class _Convergence:
-    def __init__(
-        self,
-        world: dist.ProcessGroup,
-        group: dist.ProcessGroup,
-        alone: dist.ProcessGroup,
-        device: torch.device,
-        base: Base,
-        recipe: Recipe,
-        checks: Checks,
-        data: TrainingData,
-        components: Components | None,
-        progress: Callable[..., None] | None,
-    ) -> None:
-        self._world, self._group, self._alone, self._device = world, group, alone, device
-        self._base, self._recipe, self._checks, self._data = base, recipe, checks, data
-        self._components, self._progress = components, progress
-        self._everyone, self._ranks = Ranks(world, device), Ranks(group, device)
+@dataclass(frozen=True, kw_only=True)
+class _Trained:
+    """The training itself, without what is checked after it."""
+
+    steps: Sequence[Step]
+    tokens_of_rank: int
+    moved_adapters: float
+    unchanged_base: float
+    recomputes: bool
+    peak_bytes: int | None
+
+
+@dataclass(eq=False)
+class _Run:
+    _world: dist.ProcessGroup
+    _group: dist.ProcessGroup
+    _alone: dist.ProcessGroup
+    _device: torch.device
+    _base: Base
+    _recipe: Recipe
+    _sizes: Sizes
+    _data: TrainingData
+    _progress: Callable[..., None] | None
+
+    def __post_init__(self) -> None:
+        self._everyone, self._ranks = Ranks(self._world, self._device), Ranks(self._group, self._device)
         self._context = self._context_of(0)  # until there is a model
         self._points: list[Point] = []
         self._held_out: list[tuple[int, float]] = []
         self._notes: list[str] = []
         self._finite = self._taken = 0
 
-    def run(self, folder: Path, final: Path, resume: bool, reference: ReferenceCurve | None) -> Convergence:
+    def converge(self, folder: Path, final: Path, resume: bool, reference: ReferenceCurve | None) -> Convergence:
         found = dict[str, Parity]()
-        for precision in self._checks.parity_precisions:
+        for precision in self._sizes.parity_precisions:
             with counted(VERIFYING):
                 found[precision] = self._parity(precision)
         if not self._on_all_ranks(all(parity.all_finite for parity in found.values())):
-            return self._convergence(found, None, None)
+            return self._convergence(found)
         newest = self._newest(folder)
         if newest is None and resume:
             self._notes.append(f"there was no checkpoint in {folder.name} to resume from")
@@ -222,13 +272,13 @@ class _Convergence:
                 "--gpucluster-resume, or choose another folder (--gpucluster-scratch)"
             )
         with counted(MEASURING), memory_released(cycles=True), self._compiler():
-            training = self._train(folder, final, newest, reference)
-        finite = self._on_all_ranks(all(step.all_finite for step in training.steps))
+            trained = self._train(folder, final, newest, reference)
+        finite = self._on_all_ranks(all(step.all_finite for step in trained.steps))
         group_error = self._group_error() if finite and self._everyone.count > self._ranks.count else None
         if not finite:
-            return self._convergence(found, training, None)
+            return self._convergence(found, trained)
         with counted(VERIFYING), memory_released(cycles=True), self._compiler():
-            replay = self._replay(folder, training)
+            again, replayed_steps, resume_error = self._replay(folder, trained)
         with counted(VERIFYING), memory_released(cycles=True):
             reload_error, calls = self._reload(final)
         # A restart has nothing to resume: the training is complete.
@@ -237,37 +287,31 @@ class _Convergence:
             final_loss=mean_of_last(self._curve(), LAST),
             held_out_before=self._held_out[0][1],
             held_out_after=self._held_out[-1][1],
-            moved_adapters=training.moved_adapters,
-            unchanged_base=training.unchanged_base,
-            replayed_steps=replay.same,
-            resume_error=replay.loss_error,
-            replayed=len(replay.steps),
+            moved_adapters=trained.moved_adapters,
+            unchanged_base=trained.unchanged_base,
+            replayed_steps=replayed_steps,
+            resume_error=resume_error,
             reload_error=reload_error,
             group_error=group_error,
             calls=calls,
         )
-        return self._convergence(found, training, result, replay.steps)
+        return self._convergence(found, trained, result, again)
 
     # ---- phases
 
     def _parity(self, precision: str) -> Parity:
-        checks, ranks = self._checks, self._ranks.count
-        recipe = self._recipe.compared(
-            steps=checks.parity_steps,
-            global_batch=-(-checks.parity_batch // ranks) * ranks,
-            precision=precision,
-        )
-        packed = trainable_blocks(self._data.train, checks.parity_sequence)
-        found = check_parity(
-            self._group, self._alone, self._device, self._base, recipe, packed, components=self._components
-        )
+        sizes, ranks = self._sizes, self._ranks.count
+        # Rounded up to a multiple of the ranks.
+        batch = -(-sizes.parity_batch // ranks) * ranks
+        recipe = self._recipe.compared(steps=sizes.parity_steps, global_batch=batch, precision=precision)
+        packed = trainable_blocks(self._data.train, sizes.parity_sequence)
+        found = check_parity(self._group, self._alone, self._device, self._base, recipe, packed)
         self._count(found.finite, found.taken)
         return found
 
-    def _train(
-        self, folder: Path, final: Path, newest: Path | None, reference: ReferenceCurve | None
-    ) -> _TrainingPhase:
-        if self._device.type == "cuda":
+    def _train(self, folder: Path, final: Path, newest: Path | None, reference: ReferenceCurve | None) -> _Trained:
+        cuda = self._device.type == "cuda"
+        if cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         trainer = self._trainer()
         self._context = self._context_of(trainer.start)
@@ -276,31 +320,25 @@ class _Convergence:
         done = self._go_on(trainer, newest) if newest is not None else 0
         if not done:
             self._held_out.append((0, trainer.held_out_loss(self._data.held_out)))
-        if trainer.recomputes:
-            why = "set in the workload" if self._recipe.recompute == "on" else "otherwise the memory would not suffice"
-            self._notes.append(f"activations are recomputed: {why}")
-        if self._recipe.compiled and trainer.not_compiled:
-            self._notes.append(f"torch.compile does not work here, so blocks run eagerly: {trainer.not_compiled}")
+        self._notes += trainer.notes
 
         def on_step(step: Step) -> None:
             self._points.append(_point(step))
-            if step.step < self._recipe.steps and step.step % self._checks.checkpoint_every == 0:
+            if step.step < self._recipe.steps and step.step % self._sizes.checkpoint_every == 0:
                 trainer.save(folder, step.step, self._extra())
             if self._progress is not None:
                 rate = trainer.tokens_of_rank / step.seconds
                 self._progress(step.step, self._recipe.steps, loss=step.loss, tokens_per_second=rate)
 
-        steps = steps_of(trainer, self._recipe.steps, first=done + 1, on_step=on_step)
+        steps = trainer.steps(self._recipe.steps, first=done + 1, on_step=on_step)
         self._count(sum(step.finite for step in steps), len(steps))
         if not steps[-1].all_finite:
             self._points.append(_point(steps[-1]))
         else:
             self._held_out.append((self._recipe.steps, trainer.held_out_loss(self._data.held_out)))
             trainer.save_final(final)
-        cuda = self._device.type == "cuda"
-        return _TrainingPhase(
+        return _Trained(
             steps=steps,
-            resumed_at=done,
             tokens_of_rank=trainer.tokens_of_rank,
             moved_adapters=trainer.moved_adapters(),
             unchanged_base=trainer.unchanged_base(),
@@ -317,38 +355,34 @@ class _Convergence:
         self._notes.append(f"resumed from {newest.name}")
         return int(extra["step"])
 
-    def _replay(self, folder: Path, training: _TrainingPhase) -> _Replay:
-        """Take the steps after the newest checkpoint again, with a new model."""
+    def _replay(self, folder: Path, trained: _Trained) -> tuple[list[Step], float, float]:
+        """Take the steps after the newest checkpoint again, with a new model; return them, the part of them with the
+        same weights, and the largest difference of a loss."""
         newest = self._newest(folder)
         # Not by the memory that is free by now: a recomputed forward pass may round otherwise, where it is compiled.
-        trainer = self._trainer(recompute="on" if training.recomputes else "off")
+        trainer = self._trainer(recompute="on" if trained.recomputes else "off")
         start = int(trainer.load(newest)["step"]) if newest is not None else 0
-        before = {step.step: step for step in training.steps}
-        again = steps_of(trainer, self._recipe.steps, first=start + 1)
+        before = {step.step: step for step in trained.steps}
+        again = trainer.steps(self._recipe.steps, first=start + 1)
         self._count(sum(step.finite for step in again), len(again))
         pairs = [(step, before[step.step]) for step in again]
         same = sum(one.weights == other.weights for one, other in pairs)
-        return _Replay(
-            steps=again,
-            same=same / (self._recipe.steps - start),
-            loss_error=max(relative(one.loss, other.loss) for one, other in pairs),
-        )
+        error = max(relative(one.loss, other.loss) for one, other in pairs)
+        return again, same / (self._recipe.steps - start), error
 
     def _reload(self, final: Path) -> tuple[float, CallScore | None]:
         """Load the saved adapters into a new model, whole on each rank."""
-        checks, data = self._checks, self._data
+        sizes, data = self._sizes, self._data
         model = reload_adapter(
             self._base, final, self._device, precision=self._recipe.precision, seed=self._recipe.seed
         )
         loss = reloaded_loss(model, data.held_out, self._ranks, dist.get_rank(self._group), self._device)
         error = relative(loss, self._held_out[-1][1])
-        if not checks.calls:
+        if not sizes.calls:
             return error, None
-        each = -(-checks.calls // self._ranks.count)
+        each = -(-sizes.calls // self._ranks.count)
         mine = list(data.held_out_rows)[dist.get_rank(self._group) :: self._ranks.count]
-        score = evaluate(
-            model, data.tokenizer, mine, device=self._device, limit=each, max_new_tokens=checks.call_tokens
-        )
+        score = evaluate(model, data.tokenizer, mine, device=self._device, limit=each, max_new_tokens=sizes.call_tokens)
         names = ("asked", "well_formed", "right_function", "right_arguments")
         of_ranks = self._ranks.gather([getattr(score, name) for name in names])
         columns = zip(names, zip(*of_ranks, strict=True), strict=True)
@@ -362,7 +396,7 @@ class _Convergence:
 
     def _trainer(self, *, recompute: str = "") -> Trainer:
         recipe = replace(self._recipe, recompute=recompute or self._recipe.recompute)
-        return Trainer(self._group, self._device, self._base, recipe, self._data.train, components=self._components)
+        return Trainer(self._group, self._device, self._base, recipe, self._data.train)
 
     def _compiler(self) -> AbstractContextManager[None]:
         """Free what was compiled with its model, and compile the same code the next time."""
@@ -396,13 +430,13 @@ class _Convergence:
     def _convergence(
         self,
         parity: Mapping[str, Parity],
-        training: _TrainingPhase | None,
-        result: TrainingResult | None,
+        trained: _Trained | None = None,
+        result: TrainingResult | None = None,
         again: Sequence[Step] = (),
     ) -> Convergence:
         rate = None
-        if training is not None:
-            rate = steady_rate([training.steps, again], training.tokens_of_rank, self._checks.sampling)
+        if trained is not None:
+            rate = steady_rate([trained.steps, again], trained.tokens_of_rank, self._sizes.tolerance_ratio)
         return Convergence(
             finite_steps=self._finite / self._taken if self._taken else math.nan,
             parity=parity,
@@ -410,58 +444,16 @@ class _Convergence:
             result=result,
             tokens_per_second=rate,
             flops_per_token=self._base.flops_per_token(int(self._data.train.loss_mask.shape[1])),
-            peak_bytes=training.peak_bytes if training is not None else None,
-            recomputes=training is not None and training.recomputes,
+            peak_bytes=trained.peak_bytes if trained is not None else None,
+            recomputes=trained is not None and trained.recomputes,
             groups=self._everyone.count // self._ranks.count,
             ranks=self._ranks.count,
-            resumed_at=training.resumed_at if training is not None else 0,
             notes=tuple(self._notes),
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Replay:
-    steps: Sequence[Step]
-    same: float
-    loss_error: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TrainingPhase:
-    steps: Sequence[Step]
-    resumed_at: int
-    tokens_of_rank: int
-    moved_adapters: float
-    unchanged_base: float
-    recomputes: bool
-    peak_bytes: int | None
-
-
 def _point(step: Step) -> Point:
-    return Point(
-        step=step.step,
-        loss=step.loss,
-        all_token_loss=step.all_token_loss,
-        gradient_norm=step.gradient_norm,
-        learning_rate=step.learning_rate,
-    )
-
-
-_PER_TFLOPS = 1e12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One quantity, by the name of its metric, in a unit.
-
-    ``recorded``: it is never judged, whatever limits there are.
-    """
-
-    metric: str
-    value: float | Series
-    unit: str
-    labels: Mapping[str, str] = field(default_factory=dict)
-    recorded: bool = False
+    return Point(**{one.name: getattr(step, one.name) for one in fields(Point)})
 
 
 def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Figure]:
@@ -484,36 +476,9 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
             compared = {"model": context["model"], "precision": precision, "steps": str(parity.steps)}
             yield Figure(metric="lora.loss_error", value=parity.loss_error, unit="ratio", labels=compared)
             yield Figure(metric="lora.gradient_error", value=parity.gradient_error, unit="ratio", labels=compared)
-    if found.result is None:
+    result = found.result
+    if result is None:
         return
-    yield from _result_figures(found.result, labels)
-    rate_labels = {**labels, "recompute": "on" if found.recomputes else "off"}
-    yield from rate_figures(found.tokens_per_second, found.flops_per_token, found.peak_bytes, peak_tflops, rate_labels)
-
-
-def rate_figures(
-    rate: Series | None,
-    flops_per_token: int,
-    peak_bytes: int | None,
-    peak_tflops: float | None,
-    labels: Mapping[str, str],
-) -> Iterator[Figure]:
-    """Yield tokens/s of a GPU, their part of its peak, and the peak memory.
-
-    An unknown rate is NaN: a value that a limit asks for must not be left out.
-    """
-    yield Figure(
-        metric="lora.tokens_per_second", value=math.nan if rate is None else rate, unit="tokens/s", labels=labels
-    )
-    if peak_tflops is not None:
-        scale = flops_per_token / (peak_tflops * _PER_TFLOPS)
-        utilisation = math.nan if rate is None else rate.scaled(scale)
-        yield Figure(metric="lora.mfu", value=utilisation, unit="ratio", labels=labels)
-    if peak_bytes is not None:
-        yield Figure(metric="lora.peak_memory", value=float(peak_bytes), unit="B", labels=labels, recorded=True)
-
-
-def _result_figures(result: TrainingResult, labels: Mapping[str, str]) -> Iterator[Figure]:
     yield Figure(metric="lora.final_loss", value=result.final_loss, unit="nats", labels=labels)
     yield Figure(metric="lora.held_out_loss", value=result.held_out_after, unit="nats", labels=labels)
     ratios = {
@@ -533,3 +498,5 @@ def _result_figures(result: TrainingResult, labels: Mapping[str, str]) -> Iterat
         asked = {**labels, "asked": str(calls.asked)}
         for name, ratio in calls.ratios().items():
             yield Figure(metric=f"lora.calls.{name}", value=ratio, unit="ratio", labels=asked)
+    rate_labels = {**labels, "recompute": "on" if found.recomputes else "off"}
+    yield from rate_figures(found.tokens_per_second, found.flops_per_token, found.peak_bytes, peak_tflops, rate_labels)

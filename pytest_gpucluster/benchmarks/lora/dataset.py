@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,13 +45,10 @@ class Turn:
     Attributes:
         role: user, assistant or function.
         text: without label, without white space around it, and without ``END`` at its end.
-        start, end: where ``text`` stands in the chat: ``chat[start:end] == text``.
     """
 
     role: Role
     text: str
-    start: int
-    end: int
 
 
 def turns_of(chat: str) -> tuple[Turn, ...]:
@@ -67,36 +64,21 @@ def turns_of(chat: str) -> tuple[Turn, ...]:
         raise ValueError(f"the chat does not begin with a turn ({', '.join(_ROLES)}), but with {chat.strip()[:40]!r}")
     turns = []
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
-        start, end = _stripped(chat, mark.end(), following.start() if following else len(chat))
-        turns.append(Turn(role=_ROLES[mark[1]], text=chat[start:end], start=start, end=end))
+        text = chat[mark.end() : following.start() if following else len(chat)].strip()
+        while text.endswith(END):
+            text = text.removesuffix(END).rstrip()
+        turns.append(Turn(role=_ROLES[mark[1]], text=text))
     if not any(turn.role == "assistant" and turn.text for turn in turns):
         raise ValueError("no turn of the assistant has a text: there is nothing to train on")
     return tuple(turns)
 
 
-def _stripped(chat: str, start: int, end: int) -> tuple[int, int]:
-    text = chat[start:end].rstrip()
-    while text.endswith(END):
-        text = text.removesuffix(END).rstrip()
-    bare = text.lstrip()
-    start += len(text) - len(bare)
-    return start, start + len(bare)
-
-
 MALFORMED_RATIO = 0.01
 """The part of the rows that may be malformed. Source: this suite's rule; a file with more is not the expected one."""
 
-SHAPES: Mapping[str, tuple[str, ...]] = {
-    "glaive": ("system", "chat"),
-    "instruction": ("instruction", "output"),
-}
-"""The keys that a row must have, by the name of its shape. An instruction row may have an ``input`` as well."""
-
-_ALLOWED = "{system, chat} as in glaive-function-calling-v2, or {instruction, input, output}"
 _LISTED = 5
 _LENGTH_BYTES = 8  # of safetensors, before its JSON: https://huggingface.co/docs/safetensors/index, "Format"
-_NOT_SPACE = re.compile(r"[^ \t\r\n]")
-_DECODER = json.JSONDecoder()
+_SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +88,10 @@ class Row:
     Attributes:
         system: the text before it: ``SYSTEM: ...`` with the functions, or nothing.
         chat: its turns, as text.
-        line: where it begins in its file, from 1; 0 if it is from none.
     """
 
     system: str
     chat: str
-    line: int = 0
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -130,17 +110,15 @@ class Malformed:
     """A row that cannot be used.
 
     Attributes:
-        line: where it begins in its file, from 1.
-        row: its number, from 0.
+        row: its number, from 1: in JSONL that of its line, empty ones not counted.
         reason: what is wrong with it.
     """
 
-    line: int
     row: int
     reason: str
 
     def __str__(self) -> str:
-        return f"line {self.line} (row {self.row}): {self.reason}"
+        return f"row {self.row}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +143,8 @@ class Rows:
 def load_rows(source: str | Path, *, sha256: str | None = None, revision: str | None = None) -> Rows:
     """Read conversations from a file, or from a repository of data sets on the Hugging Face hub.
 
-    The file is one JSON array, or JSONL: one object a line. A row has one of the ``SHAPES``. A row that cannot be used
-    is left out and listed in ``malformed``.
+    The file is one JSON array, or JSONL: one object a line. A row that cannot be used is left out and listed in
+    ``malformed``.
 
     Args:
         source: a path, or as text ``owner/name`` with or without ``@revision``. A path that exists wins.
@@ -175,7 +153,7 @@ def load_rows(source: str | Path, *, sha256: str | None = None, revision: str | 
 
     Raises:
         EnvironmentBroken: no such file; the hub does not answer, or HF_HUB_OFFLINE is set and nothing is cached; the
-            sha256 is another one; the file is empty, not UTF-8, cut off or of an unknown shape; or more than
+            sha256 is another one; the file is empty, not UTF-8 or cut off; or more than
             ``MALFORMED_RATIO`` of its rows are malformed. The message says where.
     """
     path = Path(source)
@@ -225,50 +203,34 @@ def read_rows(data: bytes, where: str) -> tuple[list[Row], list[Malformed]]:
         raise EnvironmentBroken(
             f"{where}:{line}: not UTF-8: byte {error.start} is 0x{data[error.start]:02x}; store the file as UTF-8"
         ) from None
-    if not (first := _NOT_SPACE.search(text)):
-        raise EnvironmentBroken(f"{where}: the file is empty; there must be rows of {_ALLOWED}")
     rows: list[Row] = []
     malformed: list[Malformed] = []
-    values = _array(text, first.start(), where) if first.group() == "[" else _lines(text, where)
-    for number, (line, value) in enumerate(values):
+    for number, value in enumerate(_values(text, where), start=1):
         try:
-            if isinstance(value, json.JSONDecodeError):
-                raise ValueError(f"no JSON: {value.msg} at column {value.colno}")
-            rows.append(row_of(value, line))
-        except UnknownShape as error:
-            if number == 0:
-                raise EnvironmentBroken(f"{where}:{line}: {error}") from None
-            malformed.append(Malformed(line=line, row=number, reason=str(error)))
+            if isinstance(value, ValueError):
+                raise value
+            rows.append(row_of(value))
         except ValueError as error:
-            malformed.append(Malformed(line=line, row=number, reason=str(error)))
+            malformed.append(Malformed(row=number, reason=str(error)))
+    if not rows and not malformed:
+        raise EnvironmentBroken(f"{where}: the file is empty; there must be rows of {{system, chat}}")
     _refuse_many(malformed, len(rows) + len(malformed), where)
     return rows, malformed
 
 
-class UnknownShape(ValueError):
-    """A row has the keys of no known shape."""
+def row_of(value: object) -> Row:
+    """Make a row of a JSON object with the texts ``system`` and ``chat``.
 
-
-def row_of(value: object, line: int = 0) -> Row:
-    """Make a row of a JSON object of any of the ``SHAPES``.
-
-    Raises:
-        UnknownShape: its keys are of none.
-        ValueError: it is no object, a field is no text, or its chat is no conversation.
+    Raises: ValueError: it is no object, a field is missing or no text, or its chat is no conversation.
     """
     if not isinstance(value, dict):
         raise ValueError(f"a row must be an object, not {_kind(value)}")
-    shape = next((name for name, keys in SHAPES.items() if all(key in value for key in keys)), None)
-    if shape is None:
+    if not {"system", "chat"} <= value.keys():
         keys = ", ".join(map(str, value)) or "none"
-        raise UnknownShape(f"a row has the keys {keys[:200]}; allowed are {_ALLOWED}")
-    if shape == "glaive":
-        row = Row(system=_text(value, "system"), chat=_text(value, "chat"), line=line)
-    else:
-        asked = [_text(value, "instruction"), _text(value, "input") if value.get("input") is not None else ""]
-        question = "\n".join(part.strip() for part in asked if part.strip())
-        chat = [f"{LABELS['user']} {question}", f"{LABELS['assistant']} {_text(value, 'output').strip()}"]
-        row = Row(system="", chat=BETWEEN.join(chat), line=line)
+        raise ValueError(
+            f"a row has the keys {keys[:200]}; needed are system and chat, as in glaive-function-calling-v2"
+        )
+    row = Row(system=_text(value, "system"), chat=_text(value, "chat"))
     turns_of(row.chat)
     return row
 
@@ -296,75 +258,38 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), "null")
 
 
-def _lines(text: str, where: str) -> Iterator[tuple[int, Any]]:
-    """Yield each line's number and value, or the error in it. A cut-off last line is an error of the whole file."""
+def _values(text: str, where: str) -> Iterator[Any]:
+    """Yield each row's value, or the error in it. A cut-off last line of JSONL is an error of the whole file."""
+    if text.lstrip(_SPACE).startswith("["):
+        try:
+            yield from _json(text)
+        except ValueError as error:
+            raise EnvironmentBroken(f"{where}: cut off, or no JSON array: {error}; get it again, or mend it") from None
+        return
     lines = text.split("\n")
     readable = False
-    for number, line in enumerate(lines, 1):
-        if not _NOT_SPACE.search(line):
+    for number, line in enumerate(lines, start=1):
+        if not line.strip(_SPACE):
             continue
+        value: Any
         try:
-            value, _ = _json(line, 0, whole=True)
-            readable = True
-            yield number, value
-        except json.JSONDecodeError as error:
+            value, readable = _json(line), True
+        except ValueError as error:
             # A file without one readable line is no JSONL: then its last line does not show that it is cut off.
             if number == len(lines) and readable:
-                raise EnvironmentBroken(
-                    f"{where}:{number}:{error.colno}: the file is cut off in its last line: {error.msg}; get it again"
-                ) from None
-            yield number, error
+                raise EnvironmentBroken(f"{where}: cut off in its last line: {error}; get it again") from None
+            value = error
+        yield value
 
 
-def _array(text: str, at: int, where: str) -> Iterator[tuple[int, Any]]:
-    """Yield where each element of one JSON array begins, and its value."""
-    line, counted, count = 1, 0, 0
-    at = _next(text, at + 1, where, count)
-    while text[at] != "]":
-        if count:
-            if text[at] != ",":
-                raise _broken(text, at, where, count, f"',' or ']' expected, not {text[at]!r}")
-            at = _next(text, at + 1, where, count)
-        line, counted = line + text.count("\n", counted, at), at
-        try:
-            value, end = _json(text, at)
-        except json.JSONDecodeError as error:
-            raise _broken(text, error.pos, where, count, error.msg) from None
-        yield line, value
-        count += 1
-        at = _next(text, end, where, count)
-    if rest := _NOT_SPACE.search(text, at + 1):
-        raise _broken(text, rest.start(), where, count, "nothing may follow the array")
-    if not count:
-        raise EnvironmentBroken(f"{where}: the file is empty: an array without any row")
-
-
-def _json(text: str, at: int, *, whole: bool = False) -> tuple[Any, int]:
-    """Read the value at a position of a text, with the position after it; ``whole``: it must be all of the text.
-
-    Raises: json.JSONDecodeError, for any defect.
-    """
+def _json(text: str) -> Any:
+    """Read a JSON text. Raises: ValueError for any defect, also a number of more digits than Python reads."""
     try:
-        return (json.loads(text), len(text)) if whole else _DECODER.raw_decode(text, at)
-    except json.JSONDecodeError:
-        raise
+        return json.loads(text)
     except RecursionError:
-        raise json.JSONDecodeError("nested too deeply", text, at) from None
-    except ValueError as error:  # such as a number of more digits than Python reads
-        raise json.JSONDecodeError(str(error).partition(";")[0], text, at) from None
-
-
-def _next(text: str, at: int, where: str, count: int) -> int:
-    found = _NOT_SPACE.search(text, at)
-    if not found:
-        raise _broken(text, len(text), where, count, "the array does not end")
-    return found.start()
-
-
-def _broken(text: str, at: int, where: str, count: int, message: str) -> EnvironmentBroken:
-    line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-    cut = "the file is cut off" if not _NOT_SPACE.search(text, at) or "Unterminated" in message else "no JSON"
-    return EnvironmentBroken(f"{where}:{line}:{column}: {cut} in row {count}: {message}; get it again, or mend it")
+        raise ValueError("nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"no JSON: {str(error).partition(';')[0]}") from None
 
 
 def _refuse_many(malformed: Sequence[Malformed], count: int, where: str) -> None:

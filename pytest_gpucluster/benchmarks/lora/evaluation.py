@@ -10,14 +10,13 @@ import json
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.dataset import Row
@@ -108,7 +107,6 @@ def evaluate(
     limit: int | None,
     max_new_tokens: int,
     batch: int = 8,
-    group: dist.ProcessGroup | None = None,
     progress: Callable[..., None] | None = None,
 ) -> CallScore:
     """Let a model write the first call of each conversation, and compare it with the one in the conversation.
@@ -116,10 +114,7 @@ def evaluate(
     The prompt is the conversation up to ``ASSISTANT:``, laid out as for training. Decoding is greedy, until the end
     token or ``max_new_tokens``, so it always ends.
 
-    A model on one device needs no group, and ranks may evaluate one each, by themselves. A model whose parameters are
-    sharded over ranks (FSDP2) gathers them at each token: then it is collective, and every rank of the group must call
-    this with the same rows and sizes. All ranks use the first rank's tokens, so that all take the same number of steps.
-    The model must be the module that was sharded last, and its forward must return logits.
+    Not collective: the model is whole on one device.
 
     Args:
         model: a causal language model of transformers, with or without peft's adapters. Its mode is put back.
@@ -129,7 +124,6 @@ def evaluate(
         limit: maximum number of calls; None: all.
         max_new_tokens: of an answer.
         batch: prompts that are answered together. They are padded on the left, and the padding is masked.
-        group: the ranks that the model is sharded over.
         progress: called with the number of prompts answered, and of all prompts.
 
     Raises:
@@ -148,8 +142,9 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            writer = _Writer(model, tokenizer, device, max_new_tokens, group)
-            texts = writer.write([question.prompt for question in questions], batch, progress)
+            texts = _write(
+                model, tokenizer, [question.prompt for question in questions], device, max_new_tokens, batch, progress
+            )
     finally:
         model.train(was_training)
     answers = tuple(
@@ -189,71 +184,65 @@ def _questions(rows: Iterable[Row], tokenizer: Any, room: float, skipped: Counte
         yield _Question(prompt=prompt, expected=expected)
 
 
-class _Writer:
-    def __init__(
-        self, model: Any, tokenizer: Any, device: torch.device, most: int, group: dist.ProcessGroup | None
-    ) -> None:
-        self._model, self._tokenizer, self._device, self._most = model, tokenizer, device, most
-        self._end: int = tokenizer.eos_token_id
-        self._ranks = None if group is None else Ranks(group, device)
-        self._finite = torch.ones((), dtype=torch.bool, device=device)
+def _write(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    device: torch.device,
+    most: int,
+    batch: int,
+    progress: Callable[..., None] | None,
+) -> list[str]:
+    """Return the model's answer to each prompt, of ``most`` tokens at most."""
+    texts = [""] * len(prompts)
+    # Prompts of similar length together, for little padding; the longest first, so that one that does not fit into
+    # the memory fails at once.
+    ranked = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
+    for start in range(0, len(ranked), batch):
+        numbers = ranked[start : start + batch]
+        answers = _tokens(model, [prompts[number] for number in numbers], device, most, tokenizer.eos_token_id)
+        for number, tokens in zip(numbers, answers, strict=True):
+            texts[number] = tokenizer.decode(tokens, skip_special_tokens=False)
+        if progress is not None:
+            progress(start + len(numbers), len(ranked))
+    return texts
 
-    def write(self, prompts: Sequence[list[int]], batch: int, progress: Callable[..., None] | None) -> list[str]:
-        """Return the model's answer to each prompt."""
-        texts = [""] * len(prompts)
-        # Prompts of similar length together, for little padding; the longest first, so that one that does not fit into
-        # the memory fails at once.
-        ranked = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
-        for start in range(0, len(ranked), batch):
-            numbers = ranked[start : start + batch]
-            for number, tokens in zip(numbers, self._tokens([prompts[number] for number in numbers]), strict=True):
-                answer = tokens[: tokens.index(self._end)] if self._end in tokens else tokens
-                texts[number] = self._tokenizer.decode(answer, skip_special_tokens=False)
-            if progress is not None:
-                progress(start + len(numbers), len(ranked))
-        # Only now: a rank that raised earlier would leave the others waiting.
-        if not bool(self._finite):
-            raise WrongResult("the model's logits are not finite: its weights are broken")
-        return texts
 
-    def _tokens(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        longest = max(map(len, prompts))
-        ids = torch.full((len(prompts), longest), self._end)
-        mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        for place, prompt in enumerate(prompts):
-            ids[place, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[place, longest - len(prompt) :] = 1
-        ids, mask = ids.to(self._device), mask.to(self._device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        done = torch.zeros(len(prompts), dtype=torch.bool, device=self._device)
-        written: list[torch.Tensor] = []
-        cache = None
-        for _ in range(self._most):
-            found = self._model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            logits, cache = found.logits[:, -1], found.past_key_values
-            self._finite &= logits.isfinite().all()
-            following = self._agreed(logits.argmax(-1)).masked_fill(done, self._end)
-            written.append(following)
-            done |= following == self._end
-            if bool(done.all()):
-                break
-            ids = following[:, None]
-            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-            positions = positions[:, -1:] + 1
-        tokens: list[list[int]] = torch.stack(written, dim=1).tolist()
-        return tokens
-
-    def _agreed(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self._ranks is None:
-            return tokens
-        return torch.tensor(self._ranks.of_first(tokens.tolist()), device=self._device).long()
+def _tokens(model: Any, prompts: Sequence[list[int]], device: torch.device, most: int, end: int) -> Iterator[list[int]]:
+    """Yield the likeliest tokens after each prompt, up to the end token."""
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), end)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for place, prompt in enumerate(prompts):
+        ids[place, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[place, longest - len(prompt) :] = 1
+    ids, mask = ids.to(device), mask.to(device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    written: list[torch.Tensor] = []
+    cache = None
+    while len(written) < most and not bool(done.all()):
+        found = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits, cache = found.logits[:, -1], found.past_key_values
+        finite &= logits.isfinite().all()
+        following = logits.argmax(-1).masked_fill(done, end)
+        written.append(following)
+        done |= following == end
+        ids = following[:, None]
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        positions = positions[:, -1:] + 1
+    if not bool(finite):
+        raise WrongResult("the model's logits are not finite: its weights are broken")
+    for tokens in torch.stack(written, dim=1).tolist():
+        yield tokens[: tokens.index(end)] if end in tokens else tokens
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

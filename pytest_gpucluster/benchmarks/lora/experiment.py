@@ -1,69 +1,32 @@
-"""A LoRA experiment from the sizes of a workload: its recipe, its checks and its data."""
+"""A LoRA experiment from the sizes of a workload: its recipe, its data, and the context that identifies it.
+
+Where the whole context is the same, so is the loss of each step.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from pytest_gpucluster.benchmarks.lora.convergence import Checks
 from pytest_gpucluster.benchmarks.lora.dataset import Row, Rows, held_out_split, load_rows
 from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packed_file import Prepared, is_prepared, read, require_fit
 from pytest_gpucluster.benchmarks.lora.packing import Packed, pack, tiny_tokenizer, tokenizer_for
+from pytest_gpucluster.benchmarks.lora.reference_curve import differences
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.trainer import TrainingData, trainable_blocks
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.metrics.sampling import Sampling
 
 SEED = 0
 TINY_VOCAB = 512
 
 
-class Sizes(Protocol):
-    """A section ``lora.*`` of a workload."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def global_batch(self) -> int: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def held_out_ratio(self) -> float: ...
-    @property
-    def held_out_blocks(self) -> int: ...
-    @property
-    def precision(self) -> str: ...
-    @property
-    def recompute(self) -> str: ...
-    @property
-    def compiled(self) -> str: ...
-    @property
-    def parity_steps(self) -> int: ...
-    @property
-    def parity_batch(self) -> int: ...
-    @property
-    def parity_sequence(self) -> int: ...
-    @property
-    def parity_precisions(self) -> tuple[str, ...]: ...
-    @property
-    def checkpoint_every(self) -> int: ...
-    @property
-    def calls(self) -> int: ...
-    @property
-    def call_tokens(self) -> int: ...
-    @property
-    def tolerance_ratio(self) -> float: ...
+Sizes: TypeAlias = Any
+"""A section ``lora.*`` of a workload: ``criteria.training.Lora``."""
 
 
 def recipe_of(sizes: Sizes, base: Base) -> Recipe:
@@ -81,23 +44,6 @@ def recipe_of(sizes: Sizes, base: Base) -> Recipe:
         recompute=sizes.recompute,
         compiled=sizes.compiled == "on",
         seed=SEED,
-    )
-
-
-def checks_of(sizes: Sizes) -> Checks:
-    """Return the checks beyond the training."""
-    return Checks(
-        parity_steps=sizes.parity_steps,
-        parity_batch=sizes.parity_batch,
-        parity_sequence=sizes.parity_sequence,
-        parity_precisions=sizes.parity_precisions,
-        checkpoint_every=sizes.checkpoint_every,
-        calls=sizes.calls,
-        call_tokens=sizes.call_tokens,
-        # The number of steps is fixed: the measurement is never extended for more confidence.
-        sampling=Sampling(
-            warmup_seconds=0.0, window_seconds=1.0, longest_seconds=1.0, tolerance_ratio=sizes.tolerance_ratio
-        ),
     )
 
 
@@ -177,3 +123,51 @@ def _training_data(rows: Sequence[Row], tokenizer: Any, sizes: Sizes, origin: st
         tokenizer=tokenizer,
         origin=origin,
     )
+
+
+def context_of(base: Base, recipe: Recipe, data: TrainingData, *, ranks: int, weights: int) -> dict[str, str]:
+    """Return the context of a curve and of a checkpoint.
+
+    The number of ranks belongs to it only with dropout, where each rank draws its own.
+
+    Args:
+        base, recipe, data: the model, how it is trained, and on what.
+        ranks: that train one model together.
+        weights: fingerprint of all weights before the first step. It distinguishes one revision of the hub from
+            another, and the random weights of one kind of GPU from those of another.
+    """
+    dropout = base.adapters.dropout if recipe.dropout else 0.0
+    context = {
+        "model": base.label,
+        "weights": f"{weights:016x}",
+        "data_sha256": data.sha256,
+        "seed": str(recipe.seed),
+        "global_batch": str(recipe.global_batch),
+        "sequence": str(data.train.loss_mask.shape[1]),
+        "precision": recipe.precision,
+        "steps": str(recipe.steps),
+        "warmup_steps": str(recipe.warmup_steps),
+        "learning_rate": repr(recipe.learning_rate),
+        "rank": str(base.adapters.rank),
+        "alpha": str(base.adapters.alpha),
+        "dropout": repr(dropout),
+    }
+    return context | ({"group_ranks": str(ranks)} if dropout else {})
+
+
+def require_same_context(checkpoint: Path, extra: Mapping[str, Any], context: Mapping[str, str]) -> None:
+    """Check that a checkpoint is of this experiment.
+
+    Args:
+        checkpoint: for the message.
+        extra: what was saved with it.
+        context: of this training.
+
+    Raises: EnvironmentBroken, naming what differs.
+    """
+    different = differences("the checkpoint", extra.get("context") or {}, "this run", context)
+    if different:
+        raise EnvironmentBroken(
+            f"{checkpoint} is of another experiment: {'; '.join(different[:4])}. Resume with the same data, model, "
+            "workload and, because of dropout, number of ranks, or choose another folder (--gpucluster-scratch)"
+        )

@@ -41,11 +41,6 @@ class Adapters:
     learning_rate: float
     saved: tuple[str, ...] = ()
 
-    @property
-    def trains_head(self) -> bool:
-        """Whether the head is trained as a whole."""
-        return "lm_head" in self.saved
-
 
 QWEN2 = Adapters(rank=64, alpha=128, dropout=0.05, learning_rate=2e-5)
 """Source: acceptance of 2 nodes x 8 H100 SXM 80GB."""
@@ -227,12 +222,11 @@ class Geometry:
         """
         return self.layers * rank * (9 * self.hidden + 2 * self.kv_width + 3 * self.intermediate)
 
-    def flops_per_token(self, sequence: int, *, rank: int, head_trained: bool = False, recompute: bool = False) -> int:
-        """Return the operations of forward and backward for one token.
+    def flops_per_token(self, sequence: int, *, rank: int, head_trained: bool = False) -> int:
+        """Return the operations of forward and backward for one token, without recomputing anything.
 
         A frozen weight multiplies and adds once forward, and once backward, for the gradient of its input: 4. A trained
-        one once more, for its own: 6. Attention is 6 layers hidden sequence, of which the causal mask has halved
-        12. Recomputing repeats the forward pass of the blocks, not of the head.
+        one once more, for its own: 6. Attention is 6 layers hidden sequence, of which the causal mask has halved 12.
 
         Source: as ``Geometry.training_flops_per_token`` of ``training.model``; Hu et al. (arXiv:2106.09685) for frozen
         weights.
@@ -241,21 +235,10 @@ class Geometry:
             sequence: positions of a block of tokens.
             rank: of the adapters.
             head_trained: whether the head is trained as a whole.
-            recompute: whether the backward pass recomputes the activations of the blocks.
         """
-        head = self.vocab * self.hidden
-        adapters = self.adapter_parameters(rank)
-        attention = self.layers * self.hidden * sequence
-        flops = 4 * self.multiplied_parameters + 6 * adapters + 6 * attention
-        if head_trained:
-            flops += 2 * head
-        if recompute:
-            flops += 2 * (self.multiplied_parameters - head + adapters + attention)
-        return flops
-
-    def full_flops_per_token(self, sequence: int) -> int:
-        """Return the same where all weights are trained."""
-        return 6 * self.multiplied_parameters + 6 * self.layers * self.hidden * sequence
+        head = 2 * self.vocab * self.hidden if head_trained else 0
+        trained = self.adapter_parameters(rank) + self.layers * self.hidden * sequence
+        return 4 * self.multiplied_parameters + 6 * trained + head
 
     def config_fields(self) -> dict[str, Any]:
         """Return every field of transformers' ``Qwen2Config`` that defines this model."""
@@ -299,11 +282,6 @@ QWEN2_7B_TRAINED = 161_480_704
 "161M trainable (2.1 %)"."""
 
 
-def tiny(vocab: int) -> Geometry:
-    """Return the model of the rehearsal: two blocks, and the vocabulary of a tokenizer trained on its data."""
-    return Geometry(hidden=128, intermediate=384, layers=2, heads=4, kv_heads=2, vocab=vocab, positions=4096)
-
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Of the frozen base, by precision."""
 
@@ -328,19 +306,18 @@ class Base:
     folder: Path | None = None
     origin: str = "random weights from a seed"
 
-    @property
-    def is_random(self) -> bool:
-        """Whether the frozen weights are random: then a loss is no measure of a language model."""
-        return self.folder is None
-
     def flops_per_token(self, sequence: int) -> int:
         """Return ``Geometry.flops_per_token`` with these adapters, nothing being recomputed."""
-        return self.geometry.flops_per_token(sequence, rank=self.adapters.rank, head_trained=self.adapters.trains_head)
+        return self.geometry.flops_per_token(
+            sequence, rank=self.adapters.rank, head_trained="lm_head" in self.adapters.saved
+        )
 
 
 def tiny_base(vocab: int) -> Base:
-    """Return the base of the criterion that needs no download."""
-    return Base(label=TINY_LABEL, geometry=tiny(vocab), adapters=TINY)
+    """Return the base of the criterion that needs no download: two blocks, and the vocabulary of a tokenizer trained on
+    its data."""
+    geometry = Geometry(hidden=128, intermediate=384, layers=2, heads=4, kv_heads=2, vocab=vocab, positions=4096)
+    return Base(label=TINY_LABEL, geometry=geometry, adapters=TINY)
 
 
 def random_base(geometry: Geometry = QWEN2_7B, label: str = RANDOM_LABEL) -> Base:

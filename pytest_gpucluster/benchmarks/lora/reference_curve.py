@@ -12,11 +12,10 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from pytest_gpucluster.errors import CurveError
 from pytest_gpucluster.metrics.loss_curve import Curve
@@ -38,7 +37,6 @@ RULE = (
     f"the largest of {SPREADS:g} standard deviations of the runs, {RELATIVE_FLOOR * 100:g} % of the loss, and "
     f"{ABSOLUTE_FLOOR:g} nats a token (a rule of pytest-gpucluster)"
 )
-_KEYS = ("format", "version", "rule", "runs", "context", "steps", "loss", "band")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +111,7 @@ def write(path: Path, curves: Sequence[Curve]) -> ReferenceCurve:
         OSError: it cannot be written.
     """
     reference = reference_curve_of(curves)
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "rule": reference.rule,
-        "runs": reference.runs,
-        "context": dict(reference.context),
-        "steps": reference.steps,
-        "loss": reference.loss,
-        "band": reference.band,
-    }
+    body = {"format": FORMAT, "version": VERSION, **asdict(reference)}
     path.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return reference
 
@@ -134,41 +123,38 @@ def read(path: Path) -> ReferenceCurve:
         CurveError: it cannot be read, or is not exactly what :func:`write` writes; names the file and what is wrong.
     """
     try:
-        body = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number, object_pairs_hook=_once)
+        body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise CurveError(f"{path}: cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
         raise CurveError(f"{path}: no reference curve: {error}") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
+    if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
         raise CurveError(
             f"{path}: no reference curve: its format is not {FORMAT!r}; make one with gpucluster lora reference-curve"
         )
-    if body.get("version") != VERSION:
+    version = body.pop("version", None)
+    if version != VERSION:
+        raise CurveError(f"{path}: its version is {version!r}, and this version of pytest-gpucluster reads {VERSION}")
+    keys = {one.name for one in fields(ReferenceCurve)}
+    if body.keys() != keys:
+        raise CurveError(f"{path}: its keys are {', '.join(sorted(body))}, expected {', '.join(sorted(keys))}")
+    body |= {key: tuple(_numbers(path, key, body[key])) for key in ("steps", "loss", "band")}
+    found = ReferenceCurve(**body)
+    steps, context = found.steps, found.context
+    if not len(steps) == len(found.loss) == len(found.band) or not steps:
         raise CurveError(
-            f"{path}: its version is {body.get('version')!r}, and this version of pytest-gpucluster reads {VERSION}"
+            f"{path}: {len(steps)} steps, {len(found.loss)} losses and {len(found.band)} bands; every step needs one "
+            "of each"
         )
-    missing, unknown = [key for key in _KEYS if key not in body], [key for key in body if key not in _KEYS]
-    if missing or unknown:
-        problems = [f"no {', '.join(missing)}"] if missing else []
-        problems += [f"unknown keys {unknown}"] if unknown else []
-        raise CurveError(f"{path}: {' and '.join(problems)}")
-    steps, loss, band = (_numbers(path, body, key) for key in ("steps", "loss", "band"))
-    if not len(steps) == len(loss) == len(band) or not steps:
-        raise CurveError(
-            f"{path}: {len(steps)} steps, {len(loss)} losses and {len(band)} bands; every step needs one of each"
-        )
-    if any(step != int(step) for step in steps) or any(a >= b for a, b in pairwise(steps)):
+    if any(type(step) is not int for step in steps) or any(a >= b for a, b in pairwise(steps)):
         raise CurveError(f"{path}: the steps are not whole numbers that rise")
-    if min(band) <= 0:
-        raise CurveError(f"{path}: a band of {min(band)} allows nothing; it must be above 0")
-    context, runs, rule = body["context"], body["runs"], body["rule"]
-    if not isinstance(context, dict) or not all(isinstance(value, str) for value in context.values()):
-        raise CurveError(f"{path}: the context is no object of texts")
-    if any(key not in context for key in REQUIRED):
-        raise CurveError(f"{path}: the context lacks {', '.join(key for key in REQUIRED if key not in context)}")
-    if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1 or not isinstance(rule, str):
+    if min(found.band) <= 0:
+        raise CurveError(f"{path}: a band of {min(found.band)} allows nothing; it must be above 0")
+    if not isinstance(context, dict) or not all(isinstance(context.get(key), str) for key in {*context, *REQUIRED}):
+        raise CurveError(f"{path}: the context must have a text for each of {', '.join(REQUIRED)}, and texts only")
+    if type(found.runs) is not int or found.runs < 1 or not isinstance(found.rule, str):
         raise CurveError(f"{path}: runs must be a number from 1, and rule a text")
-    return ReferenceCurve(context=context, steps=tuple(map(int, steps)), loss=loss, band=band, runs=runs, rule=rule)
+    return found
 
 
 def require_same_experiment(reference: ReferenceCurve, context: Mapping[str, str]) -> None:
@@ -202,18 +188,18 @@ def _band(losses: Sequence[float]) -> float:
     return max(SPREADS * spread, RELATIVE_FLOOR * abs(statistics.fmean(losses)), ABSOLUTE_FLOOR)
 
 
-def _require_same(one: str, context: Mapping[str, str], other: str, expected: Mapping[str, str]) -> None:
-    different = [
-        f"{key} is {_value_text(context, key)} in {one} and {_value_text(expected, key)} in {other}"
+def differences(one: str, context: Mapping[str, str], other: str, expected: Mapping[str, str]) -> list[str]:
+    """Describe each key in which two contexts differ, with both values. ``one`` and ``other`` name their origin."""
+    return [
+        f"{key} is {context.get(key, 'not given')} in {one} and {expected.get(key, 'not given')} in {other}"
         for key in dict.fromkeys([*expected, *context])
         if context.get(key) != expected.get(key)
     ]
-    if different:
+
+
+def _require_same(one: str, context: Mapping[str, str], other: str, expected: Mapping[str, str]) -> None:
+    if different := differences(one, context, other, expected):
         raise CurveError(f"not the same experiment: {'; '.join(different)}")
-
-
-def _value_text(context: Mapping[str, str], key: str) -> str:
-    return repr(context[key]) if key in context else "not given"
 
 
 def _require_steps(one: str, steps: Sequence[int], expected: Sequence[int]) -> None:
@@ -226,23 +212,10 @@ def _require_steps(one: str, steps: Sequence[int], expected: Sequence[int]) -> N
     raise CurveError(f"{one} has {problem}: {len(steps)} steps, and {len(expected)} are expected")
 
 
-def _numbers(path: Path, body: Mapping[str, Any], key: str) -> tuple[float, ...]:
-    values = body[key]
+def _numbers(path: Path, key: str, values: object) -> Iterator[float]:
     if not isinstance(values, list):
         raise CurveError(f"{path}: {key} is no list")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise CurveError(f"{path}: {key} holds {value!r:.40}, which is no finite number")
-    return tuple(float(value) for value in values)
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no finite number")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ValueError(f"{key!r} is given {keys.count(key)} times")
-    return dict(pairs)
+        yield value

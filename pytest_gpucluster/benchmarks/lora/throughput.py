@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -119,9 +120,6 @@ def lora_throughput(
                 rates.append(trainer.tokens_of_rank / seconds)
                 slowest.append(trainer.tokens_of_rank / longest)
                 spent += longest
-        notes = ["activations are recomputed"] if trainer.recomputes else []
-        if recipe.compiled and trainer.not_compiled:
-            notes.append(f"torch.compile does not work here, so blocks run eagerly: {trainer.not_compiled}")
         return LoraThroughput(
             tokens_per_second=series(rates, sampling, spent_seconds=spent).decided_by(
                 series(slowest, sampling, spent_seconds=spent)
@@ -130,18 +128,20 @@ def lora_throughput(
             peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
             recomputes=trainer.recomputes,
             steps=taken,
-            notes=tuple(notes),
+            notes=tuple(trainer.notes),
         )
 
 
-def steady_rate(trainings: Sequence[Sequence[Step]], tokens: int, sampling: Sampling) -> Series | None:
+def steady_rate(trainings: Sequence[Sequence[Step]], tokens: int, tolerance_ratio: float) -> Series | None:
     """Return the rate of the steady steps of trainings; None where there are too few.
 
     Args:
         trainings: the steps of each, from its first one.
         tokens: of a step on this rank.
-        sampling: the required confidence.
+        tolerance_ratio: the required confidence.
     """
+    # The number of steps is fixed: the measurement is never extended for more confidence.
+    sampling = Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=tolerance_ratio)
     timed = [step for steps in trainings for step in steps[STARTING_STEPS:]]
     if len(timed) < _FEWEST_RATES:
         # The slow ones too: that never makes a rate look better.
@@ -169,3 +169,42 @@ def random_blocks(count: int, sequence: int, vocab: int, seed: int) -> Packed:
             longest=sequence + 1,
         ),
     )
+
+
+_PER_TFLOPS = 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One quantity, by the name of its metric, in a unit.
+
+    ``recorded``: it is never judged, whatever limits there are.
+    """
+
+    metric: str
+    value: float | Series
+    unit: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    recorded: bool = False
+
+
+def rate_figures(
+    rate: Series | None,
+    flops_per_token: int,
+    peak_bytes: int | None,
+    peak_tflops: float | None,
+    labels: Mapping[str, str],
+) -> Iterator[Figure]:
+    """Yield tokens/s of a GPU, their part of its peak, and the peak memory.
+
+    An unknown rate is NaN: a value that a limit asks for must not be left out.
+    """
+    yield Figure(
+        metric="lora.tokens_per_second", value=math.nan if rate is None else rate, unit="tokens/s", labels=labels
+    )
+    if peak_tflops is not None:
+        scale = flops_per_token / (peak_tflops * _PER_TFLOPS)
+        utilisation = math.nan if rate is None else rate.scaled(scale)
+        yield Figure(metric="lora.mfu", value=utilisation, unit="ratio", labels=labels)
+    if peak_bytes is not None:
+        yield Figure(metric="lora.peak_memory", value=float(peak_bytes), unit="B", labels=labels, recorded=True)

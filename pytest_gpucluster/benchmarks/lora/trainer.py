@@ -25,14 +25,7 @@ from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_outer_factor, make_adapted
 from pytest_gpucluster.benchmarks.lora.packing import Packed, global_batch, share
-from pytest_gpucluster.benchmarks.lora.training_plan import (
-    Recipe,
-    cosine,
-    memory_for,
-    micro_batch,
-    out_of_memory,
-    seed_of_step,
-)
+from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, cosine, seed_of_step
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.training.sharding import POLICIES, local, mesh_of
@@ -197,6 +190,9 @@ class Trainer:
 
     Attributes:
         start: fingerprint of all weights before the first step, the base's and the adapters', before they are sharded.
+        sequence: positions of a block.
+        recomputes: whether activations are recomputed.
+        not_compiled: why blocks are not compiled; "" if they are.
 
     Raises:
         WrongResult: weights or data are not the same on all ranks.
@@ -217,11 +213,14 @@ class Trainer:
         if not packed.loss_mask.any(dim=1).all():
             raise ValueError("each block to train on needs a target in its loss mask, or a mean may be of nothing")
         self._group, self._device, self._packed = group, device, packed
-        self.base, self.recipe, self._components = base, recipe, components or COMPONENTS
-        self.ranks = Ranks(group, device)
-        self._rank = dist.get_rank(group)
-        self._micro = micro_batch(recipe, self.ranks.count)
-        self.recomputes = self._decide_recompute()
+        self.recipe, self._components = recipe, components or COMPONENTS
+        self.ranks, self._rank = Ranks(group, device), dist.get_rank(group)
+        self.sequence = int(packed.loss_mask.shape[1])
+        self._plan = Plan(base=base, recipe=recipe, sequence=self.sequence, ranks=self.ranks.count)
+        self._micro = self._plan.micro_batch
+        self.recomputes, lacking = self._plan.choose_recompute(self.ranks, device)
+        if lacking:
+            raise EnvironmentBroken(lacking)
         self.model = MaskedLoss(
             self._components.make(base, device, precision=recipe.precision, dropout=recipe.dropout, seed=recipe.seed)
         )
@@ -268,17 +267,9 @@ class Trainer:
                 sums, norm = self._accumulate(mine, targets / self.ranks.count)
                 self._components.update(self.model, self.optimizer)
         except torch.OutOfMemoryError as error:
+            during = f"step {number}"
             raise EnvironmentBroken(
-                out_of_memory(
-                    self._device,
-                    self.base,
-                    self.recipe,
-                    self.sequence,
-                    ranks=self.ranks.count,
-                    recompute=self.recomputes,
-                    during=f"step {number}",
-                    message=str(error).split(". ")[0],
-                )
+                self._plan.out_of_memory(self._device, error, recompute=self.recomputes, during=during)
             ) from None
         self.optimizer.zero_grad(set_to_none=True)
         [seconds] = self._clock.read()
@@ -299,10 +290,32 @@ class Trainer:
             weights=fingerprint(local(weight.detach()) for weight in self._trained.values()),
         )
 
+    def steps(self, last: int, *, first: int = 1, on_step: Callable[[Step], None] = lambda step: None) -> list[Step]:
+        """Take steps from ``first`` to ``last``, or to the first that is not finite on some rank: no later step has any
+        meaning.
+
+        Args:
+            last, first: of the steps; the trainer is after the step before ``first``.
+            on_step: called with each finite step.
+        """
+        taken = []
+        for number in range(first, last + 1):
+            taken.append(self.step(number))
+            if not taken[-1].all_finite:
+                break
+            on_step(taken[-1])
+        return taken
+
     @property
-    def sequence(self) -> int:
-        """Positions of a block."""
-        return int(self._packed.loss_mask.shape[1])
+    def notes(self) -> list[str]:
+        """Remarks on the training for the report."""
+        notes = []
+        if self.recomputes:
+            why = "set in the workload" if self.recipe.recompute == "on" else "otherwise the memory would not suffice"
+            notes.append(f"activations are recomputed: {why}")
+        if self.recipe.compiled and self.not_compiled:
+            notes.append(f"torch.compile does not work here, so blocks run eagerly: {self.not_compiled}")
+        return notes
 
     @property
     def tokens_of_rank(self) -> int:
@@ -335,7 +348,10 @@ class Trainer:
                 blocks = mine[at : at + self._micro]
                 tokens, counts = self._on_device(packed, blocks or [0])
                 summed += self.model(tokens, counts if blocks else torch.zeros_like(counts))[0].double()
-        self._reshard()
+        # After a forward pass without backward the root would stay gathered.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return sum(loss for [loss] in self.ranks.gather([float(summed)])) / int(loss_mask.sum())
 
     def _on_device(self, packed: Packed, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -384,14 +400,6 @@ class Trainer:
 
     # ---- set-up
 
-    def _decide_recompute(self) -> bool:
-        recompute, lacking = memory_for(
-            self.ranks, self._device, self.base, self.recipe, self.sequence, ranks=self.ranks.count
-        )
-        if lacking:
-            raise EnvironmentBroken(lacking)
-        return recompute
-
     def _compile(self) -> str:
         """Have each block compiled when it first runs; return why not, if a rank has no compiler."""
         problem = missing_compiler(self._device)
@@ -400,9 +408,3 @@ class Trainer:
         for block in self.model.blocks:
             block.compile(dynamic=False)
         return ""
-
-    def _reshard(self) -> None:
-        # After a forward pass without backward the root would stay gathered.
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

@@ -1,7 +1,7 @@
 """The plan of a LoRA training: batches and schedule by rank, and the memory that it needs.
 
 Global batches and schedule are pure, and the same whatever the number of ranks. The memory is estimated before the
-training, to decide whether to recompute activations; :func:`memory_for` is collective.
+training, to decide whether to recompute activations.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base
@@ -121,117 +120,94 @@ MARGIN = 1.1
 """The estimate may be off by a tenth, and the allocator leaves gaps. Source: this suite's rule."""
 
 
-def needed_bytes(base: Base, *, ranks: int, micro_batch: int, sequence: int, precision: str, recompute: bool) -> int:
-    """Estimate the memory of one rank: the larger of the model's creation and of a training step.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A training, and the memory that it needs.
 
-    It is created whole on each rank, and then sharded. In a step each rank keeps its part of the base and of what is
-    trained (fp32, gradient and two moments: 16 bytes), the gathered root and two gathered blocks, the activations, and
-    the logits with their gradients in fp32.
-
-    Kept of a token in each block, in bytes, with e bytes to a number: the inputs of the seven adapters after dropout
-    and its masks, (6 hidden + intermediate) (e + 1); two norms in fp32, 8 hidden; queries, keys, values and what
-    attention returns, 4 hidden e; gate, its activation and up, 3 intermediate e. Recomputing keeps only each block's
-    input, and all that of one block.
-
-    Source: counted in transformers' modeling_qwen2.py; not measured on a GPU so far.
-    """
-    geometry, e = base.geometry, DTYPES[precision].itemsize
-    hidden, tokens = geometry.hidden, micro_batch * sequence
-    saved = len(base.adapters.saved) * geometry.vocab * hidden
-    trained = geometry.adapter_parameters(base.adapters.rank) + saved
-    root = 2 * geometry.vocab * hidden
-    of_block = (geometry.parameters - root) // geometry.layers
-    kept_of_token = (
-        (6 * hidden + geometry.intermediate) * (e + 1) + 8 * hidden + 4 * hidden * e + 3 * geometry.intermediate * e
-    )
-    activations = tokens * kept_of_token * (1 if recompute else geometry.layers)
-    if recompute:
-        activations += tokens * hidden * e * geometry.layers
-    logits = tokens * geometry.vocab * (e + 4 + 4)
-    making = geometry.parameters * e + trained * 4
-    step = (geometry.parameters * e + trained * 16) // ranks + (root + 2 * of_block) * e + activations + logits
-    return int(MARGIN * max(making, step))
-
-
-def too_little_memory(
-    world: dist.ProcessGroup, device: torch.device, base: Base, recipe: Recipe, sequence: int, *, ranks: int
-) -> str:
-    """Return why a training does not fit into the memory of the GPUs, with the figures; "" if it does, on all of them.
-
-    Collective: every rank of the world must call this.
-
-    Args:
-        world: all ranks.
-        device: of this rank.
-        base, recipe, sequence: the training.
+    Attributes:
+        base, recipe: the model, and how it is trained.
+        sequence: positions of a block.
         ranks: that train one model together.
     """
-    return memory_for(Ranks(world, device), device, base, recipe, sequence, ranks=ranks)[1]
 
+    base: Base
+    recipe: Recipe
+    sequence: int
+    ranks: int
 
-def memory_for(
-    everyone: Ranks, device: torch.device, base: Base, recipe: Recipe, sequence: int, *, ranks: int
-) -> tuple[bool, str]:
-    """Return whether to recompute activations, and why there is too little memory: "" if there is enough.
+    @property
+    def micro_batch(self) -> int:
+        """Blocks that a rank takes at once."""
+        return micro_batch(self.recipe, self.ranks)
 
-    Activations are recomputed where the rank with the least free memory could not keep them. The first rank decides.
+    def needed_bytes(self, *, recompute: bool) -> int:
+        """Estimate the memory of one rank: the larger of the model's creation and of a training step.
 
-    Collective: each of ``everyone`` must call this.
-    """
-    free = int(min(free for [free] in everyone.gather([float(free_bytes(device) or 0)])))
-    at_once = micro_batch(recipe, ranks)
+        It is created whole on each rank, and then sharded. In a step each rank keeps its part of the base and of what
+        is trained (fp32, gradient and two moments: 16 bytes), the gathered root and two gathered blocks, the
+        activations, and the logits with their gradients in fp32.
 
-    def need(recompute: bool) -> int:
-        return needed_bytes(
-            base,
-            ranks=ranks,
-            micro_batch=at_once,
-            sequence=sequence,
-            precision=recipe.precision,
-            recompute=recompute,
+        Kept of a token in each block, in bytes, with e bytes to a number: the inputs of the seven adapters after
+        dropout and its masks, (6 hidden + intermediate) (e + 1); two norms in fp32, 8 hidden; queries, keys, values and
+        what attention returns, 4 hidden e; gate, its activation and up, 3 intermediate e. Recomputing keeps only each
+        block's input, and all that of one block.
+
+        Source: counted in transformers' modeling_qwen2.py; not measured on a GPU so far.
+        """
+        geometry, adapters = self.base.geometry, self.base.adapters
+        e, hidden, inner = DTYPES[self.recipe.precision].itemsize, geometry.hidden, geometry.intermediate
+        tokens = self.micro_batch * self.sequence
+        root = 2 * geometry.vocab * hidden
+        trained = geometry.adapter_parameters(adapters.rank) + len(adapters.saved) * geometry.vocab * hidden
+        of_block = (geometry.parameters - root) // geometry.layers
+        kept_of_token = (6 * hidden + inner) * (e + 1) + 8 * hidden + 4 * hidden * e + 3 * inner * e
+        activations = tokens * kept_of_token * (1 if recompute else geometry.layers)
+        if recompute:
+            activations += tokens * hidden * e * geometry.layers
+        logits = tokens * geometry.vocab * (e + 4 + 4)
+        making = geometry.parameters * e + trained * 4
+        state = (geometry.parameters * e + trained * 16) // self.ranks
+        return int(MARGIN * max(making, state + (root + 2 * of_block) * e + activations + logits))
+
+    def choose_recompute(self, everyone: Ranks, device: torch.device) -> tuple[bool, str]:
+        """Return whether to recompute activations, and why there is too little memory: "" if there is enough.
+
+        Activations are recomputed where the rank with the least free memory could not keep them. The first rank
+        decides.
+
+        Collective: each of ``everyone`` must call this.
+        """
+        free = int(min(free for [free] in everyone.gather([float(free_bytes(device) or 0)])))
+        needed = {recompute: self.needed_bytes(recompute=recompute) for recompute in (False, True)}
+        how = self.recipe.recompute
+        wanted = how == "on" or (how == "auto" and 0 < free < needed[False])
+        recompute, lacking = map(bool, everyone.of_first([float(wanted), float(0 < free < needed[wanted])]))
+        if not lacking:
+            return recompute, ""
+        return recompute, (
+            f"training {self.base.label} on {self.ranks} ranks with {self.micro_batch} blocks of {self.sequence} tokens"
+            f" at once needs about {needed[recompute] / 1e9:.3g} GB of memory on each, and the rank with the least has "
+            f"{free / 1e9:.3g} GB free; end what else uses the device (nvidia-smi names the processes), use more "
+            "ranks, or set a smaller micro_batch or sequence, such as --gpucluster-workload lora.qwen2.micro_batch=1"
         )
 
-    wanted = recipe.recompute == "on" or (recipe.recompute == "auto" and 0 < free < need(False))
-    recompute, lacking = map(bool, everyone.of_first([float(wanted), float(0 < free < need(wanted))]))
-    if not lacking:
-        return recompute, ""
-    return recompute, (
-        f"training {base.label} on {ranks} ranks with {at_once} blocks of {sequence} tokens at once needs about "
-        f"{need(recompute) / 1e9:.3g} GB of memory on each, and the rank with the least has {free / 1e9:.3g} GB free; "
-        "end what else uses the device (nvidia-smi names the processes), use more ranks, or set a smaller micro_batch "
-        "or sequence, such as --gpucluster-workload lora.qwen2.micro_batch=1"
-    )
+    def out_of_memory(self, device: torch.device, error: Exception, *, recompute: bool, during: str) -> str:
+        """Return an error text with the figures of a training that ran out of memory although the estimate fitted.
 
-
-def out_of_memory(
-    device: torch.device,
-    base: Base,
-    recipe: Recipe,
-    sequence: int,
-    *,
-    ranks: int,
-    recompute: bool,
-    during: str,
-    message: str,
-) -> str:
-    """Return an error text with the figures of a training that ran out of memory although the estimate fitted.
-
-    Args:
-        device: of this rank.
-        base, recipe, sequence, ranks, recompute: the training.
-        during: the step or phase in which it happened.
-        message: of torch's error.
-    """
-    at_once = micro_batch(recipe, ranks)
-    estimate = needed_bytes(
-        base, ranks=ranks, micro_batch=at_once, sequence=sequence, precision=recipe.precision, recompute=recompute
-    )
-    allocated = ""
-    if device.type == "cuda":
-        most, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
-        allocated = f", torch had allocated up to {most / 1e9:.3g} GB of {total / 1e9:.3g} GB"
-    return (
-        f"{device}: out of memory in {during} of {base.label}: {message}. {at_once} blocks of {sequence} tokens at "
-        f"once, activations {'' if recompute else 'not '}recomputed; {estimate / 1e9:.3g} GB were estimated{allocated}."
-        " Set a smaller micro_batch, or recompute=on (--gpucluster-workload lora.qwen2.recompute=on)"
-    )
+        Args:
+            device: of this rank.
+            error: torch's.
+            recompute: whether activations were recomputed.
+            during: the step or phase in which it happened.
+        """
+        allocated = ""
+        if device.type == "cuda":
+            most, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+            allocated = f", torch had allocated up to {most / 1e9:.3g} GB of {total / 1e9:.3g} GB"
+        return (
+            f"{device}: out of memory in {during} of {self.base.label}: {str(error).split('. ')[0]}. "
+            f"{self.micro_batch} blocks of {self.sequence} tokens at once, activations "
+            f"{'' if recompute else 'not '}recomputed; {self.needed_bytes(recompute=recompute) / 1e9:.3g} GB were "
+            f"estimated{allocated}. Set a smaller micro_batch, or recompute=on (--gpucluster-workload "
+            "lora.qwen2.recompute=on)"
+        )

@@ -1,23 +1,19 @@
 """The data of training: packed tokens, each rank's share of them, and loading by worker processes.
 
 The tokens are synthetic, in blocks of one length: nothing is padded, and every position counts. Shares of the ranks are
-disjoint and complete, in another order in each epoch. torch's DataLoader reads a rank's rows ahead, without end.
+disjoint and complete, in another order in each epoch.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
-from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler
 
+from pytest_gpucluster.benchmarks.training.loader import Batches, in_batches
 from pytest_gpucluster.benchmarks.training.model import Geometry
-from pytest_gpucluster.errors import EnvironmentBroken
 
 STRIDES = 8
 """The difference between consecutive tokens is 1 up to this: the pattern to learn."""
@@ -65,20 +61,6 @@ class PackedTokens(Dataset[torch.Tensor]):
 ROWS = 2**31
 """This number of rows are different from each other; more than any run reads."""
 
-WAIT_SECONDS = 120.0
-"""The longest that a batch may take. Source: this suite's rule; a batch of packed tokens takes milliseconds."""
-
-LIVENESS_SECONDS = 2.0
-"""While no batch comes, the workers are checked at this interval: no signal reports their death, for the server that
-started them is their parent."""
-
-
-_START = "forkserver"
-"""How workers are started. Not by fork: a rank has a CUDA context, and threads of NCCL and gloo, which no child
-survives. Not by spawn: each worker would import torch again. The server is a new process, imports torch once, and has
-nothing else than this module. Source: torch.multiprocessing, "CUDA in multiprocessing"; Python, multiprocessing,
-"Contexts and start methods"."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
@@ -97,44 +79,13 @@ class Loading:
     seed: int = 0
 
 
-class OwnRows(Sampler[int]):
-    """The rows of one rank: every count-th, beginning with its own number. No two ranks share any.
-
-    They come in their order, for each row is as random as any other.
-    """
-
-    def __init__(self, *, rank: int, count: int) -> None:
-        self._rank, self._count = rank, count
-
-    def __iter__(self) -> Iterator[int]:
-        """Return the numbers of the rows."""
-        return iter(range(self._rank, ROWS, self._count))
-
-
-def _next(batches: Iterator[torch.Tensor]) -> torch.Tensor:
-    last = time.monotonic() + WAIT_SECONDS
-    while True:
-        try:
-            return next(batches)
-        except RuntimeError as error:
-            # torch checks for a dead worker before it raises this, and accepts a further call.
-            if not str(error).startswith("DataLoader timed out") or time.monotonic() > last:
-                raise
-
-
-def worker_context() -> BaseContext:
-    """Return the start method of a DataLoader's workers, next to a GPU and process groups."""
-    context = multiprocessing.get_context(_START)
-    context.set_forkserver_preload([__name__])
-    return context
-
-
 def endless_batches(
     geometry: Geometry, loading: Loading, device: torch.device, *, rank: int, count: int
 ) -> Iterator[torch.Tensor]:
     """Yield batch after batch of a rank's rows: int64 on the device, batch x (positions + 1).
 
-    On a GPU the copy is started, not waited for.
+    The rank has every count-th row, beginning with its own number, in their order: each is as random as any other. On
+    a GPU the copy is started, not waited for.
 
     Args:
         geometry: for vocabulary and positions.
@@ -143,40 +94,21 @@ def endless_batches(
         rank: of ``count`` ranks that read.
         count: number of ranks.
 
-    Raises: EnvironmentBroken if no batch comes in ``WAIT_SECONDS``, or a worker has died.
+    Raises: EnvironmentBroken if a worker has died.
     """
-    data = PackedTokens(rows=ROWS, sequence=geometry.sequence, vocab=geometry.vocab, seed=loading.seed)
-    ahead: dict[str, Any] = {}
-    if loading.workers:
-        ahead = {
-            "multiprocessing_context": worker_context(),
-            "prefetch_factor": loading.prefetch,
-            "timeout": LIVENESS_SECONDS,
-        }
-    loader = DataLoader(
-        data,
-        batch_size=loading.batch,
-        sampler=OwnRows(rank=rank, count=count),
-        num_workers=loading.workers,
+    batches = Batches(
+        PackedTokens(rows=ROWS, sequence=geometry.sequence, vocab=geometry.vocab, seed=loading.seed),
+        in_batches(range(rank, ROWS, count), loading.batch),
+        workers=loading.workers,
+        prefetch=loading.prefetch,
         # Only from pinned memory can a copy overlap with the host's work.
-        pin_memory=device.type == "cuda",
-        **ahead,
+        pinned=device.type == "cuda",
     )
-    batches = iter(loader)
-    while True:
-        try:
-            rows = _next(batches)
-        except (RuntimeError, OSError, EOFError) as error:
-            # Besides torch's own errors: a worker that dies while it passes on a batch shows only as a closed pipe.
-            if not loading.workers or (isinstance(error, RuntimeError) and "DataLoader" not in str(error)):
-                raise
-            cause = str(error).partition("\n")[0] or type(error).__name__
-            raise EnvironmentBroken(
-                f"no batch came from the {loading.workers} workers of the DataLoader: {cause}. "
-                "Check the node's memory and the size of its /dev/shm, or read without workers "
-                "(--gpucluster-workload, workers=0 for this test's training)"
-            ) from error
-        yield rows.to(device, non_blocking=True)
+    try:
+        while True:
+            yield next(batches).to(device, non_blocking=True)
+    finally:
+        batches.close()
 
 
 MakeSampler = Callable[..., Sampler[int]]

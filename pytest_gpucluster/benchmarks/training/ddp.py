@@ -15,15 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.group import Ranks, majority
+from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.data import MakeSampler, PackedTokens, share, share_defects
 from pytest_gpucluster.benchmarks.training.fingerprint import (
+    NOT_MADE_ALIKE,
+    NOT_REDUCED,
     distance,
     fingerprint,
     gradients_of,
     relative,
+    repeat_defect,
     unchanged_weights,
+    weight_defects,
     weights_of,
 )
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, make_decoder
@@ -102,12 +106,11 @@ def check_data_parallel(
     batch: int,
     steps: int,
     precision: str = "fp32",
-    seed: int = 0,
     components: Components | None = None,
 ) -> DataParallel:
     """Train on all ranks with DistributedDataParallel, and on each rank also as one process would.
 
-    Collective: every rank of the group must call this, with the same sizes and seed.
+    Collective: every rank of the group must call this, with the same sizes.
 
     The reference process takes the same steps with the rows of all ranks, one rank's after the other's. After each step
     the ranks exchange the fingerprints of their weights and of the rows that they have read, and their losses. So all
@@ -122,7 +125,6 @@ def check_data_parallel(
         batch: rows of each rank in a step.
         steps: at most; they end with the first defect.
         precision: one of ``step.PRECISIONS``, of all ranks and of the reference process.
-        seed: of weights, data and order.
         components: of the training; by default ``COMPONENTS`` of this module.
 
     Raises:
@@ -135,33 +137,25 @@ def check_data_parallel(
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
     with counted(VERIFYING), numerics("highest"):
-        used = components or COMPONENTS
-        check = _Check(
-            group, device, geometry, batch=batch, steps=steps, precision=precision, seed=seed, components=used
-        )
+        check = _Check(group, device, geometry, batch, steps, precision, components or COMPONENTS)
         return check.run(rank, world_size)
 
 
+@dataclass(eq=False)
 class _Check:
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        geometry: Geometry,
-        *,
-        batch: int,
-        steps: int,
-        precision: str,
-        seed: int,
-        components: Components,
-    ) -> None:
-        self._group, self._device, self._geometry, self._precision = group, device, geometry, precision
-        self._batch, self._steps, self._seed, self._components = batch, steps, seed, components
-        self._ranks = Ranks(group, device)
-        self._rank = dist.get_rank(group)
+    _group: dist.ProcessGroup
+    _device: torch.device
+    _geometry: Geometry
+    _batch: int
+    _steps: int
+    _precision: str
+    _components: Components
+
+    def __post_init__(self) -> None:
+        self._ranks, self._rank = Ranks(self._group, self._device), dist.get_rank(self._group)
         # Not a multiple of the ranks, so that padding is needed.
-        rows = self._ranks.count * batch * steps - (self._ranks.count > 1)
-        self._data = PackedTokens(rows=rows, sequence=geometry.sequence, vocab=geometry.vocab, seed=seed)
+        rows = self._ranks.count * self._batch * self._steps - (self._ranks.count > 1)
+        self._data = PackedTokens(rows=rows, sequence=self._geometry.sequence, vocab=self._geometry.vocab, seed=0)
         self._defects: dict[int, str] = {}
         self._losses: list[float] = []
         self._loss_errors: list[float] = []
@@ -193,8 +187,8 @@ class _Check:
 
     def _check_shares(self) -> list[list[list[int]]]:
         count = self._ranks.count
-        expected = [share(self._data, rank=rank, world_size=count, seed=self._seed) for rank in range(count)]
-        mine = share(self._data, rank=self._rank, world_size=count, seed=self._seed, make=self._components.sampler)
+        expected = [share(self._data, rank=rank, world_size=count, seed=0) for rank in range(count)]
+        mine = share(self._data, rank=self._rank, world_size=count, seed=0, make=self._components.sampler)
         # Padded: all must send the same number of values, and a wrong sampler may return any number of rows.
         longest = int(max(most for [most] in self._ranks.gather([max(map(len, mine))])))
         sent = self._ranks.gather([float(row) for rows in mine for row in rows + [-1] * (longest - len(rows))])
@@ -212,7 +206,7 @@ class _Check:
             f"training {self._geometry.parameters / 1e6:.3g}M parameters and comparing them",
             instead="choose a smaller one, such as --gpucluster-workload training.width=256",
         )
-        model = self._components.make(self._geometry, self._device, seed=self._seed)
+        model = self._components.make(self._geometry, self._device, seed=0)
         start = weights_of(model)
         self._compare_weights([fingerprint(model.parameters())] * 2, "before the first step")
         if self._defects:
@@ -233,7 +227,7 @@ class _Check:
             )
 
     def _reference_model(self) -> Decoder:
-        return make_decoder(self._geometry, self._device, seed=self._seed)
+        return make_decoder(self._geometry, self._device, seed=0)
 
     def _step(
         self, step: int, training: Training, alone: Training, copy: Training, shares: Sequence[Sequence[int]]
@@ -257,13 +251,10 @@ class _Check:
                 distance(gradients, wanted),
             )
         )
-        self._compare(step, rows, loss, [fingerprint(one.model.parameters()) for one in (training, copy)], due)
-
-    def _compare(self, step: int, rows: torch.Tensor, loss: float, weights: list[int], due: list[torch.Tensor]) -> None:
-        """Exchange losses and fingerprints of rows and weights with the other ranks, and find the ranks at fault."""
         losses = [its for [its] in self._ranks.gather([loss])]
         self._defects |= row_defects(self._ranks, rows, due, losses, f"in step {step + 1}")
         if not self._defects:
+            weights = [fingerprint(one.model.parameters()) for one in (training, copy)]
             self._compare_weights(weights, f"after step {step + 1}")
 
     def _compare_weights(self, weights: list[int], when: str) -> None:
@@ -274,31 +265,11 @@ class _Check:
             when: for the message.
         """
         found, repeated = zip(*self._ranks.gather_fingerprints(*weights), strict=True)
-        most = majority(found)
-        for rank in range(self._ranks.count):
-            if found[rank] != repeated[rank]:
-                self._defects[rank] = (
-                    f"has other weights {when} than when it repeats the optimizer's step: fingerprint "
-                    f"{found[rank]:016x}, expected {repeated[rank]:016x}. Its memory or its arithmetic is wrong: take "
-                    "its GPU out of service and run the vendor's diagnostics (dcgmi diag -r 3)"
-                )
-        if self._defects:
-            return
-        cause = (
-            "They were not initialised equally from the seed: check the versions of torch"
-            if not self._losses
-            else "The gradients are not the same on all ranks: check the all-reduce (nccl.all_reduce in this run), and "
-            "what skips it"
-        )
-        count = self._ranks.count
-        for rank in range(count) if most.is_tied else most.differing:
-            self._defects[rank] = (
-                f"has other weights {when} than other ranks: {most.kinds} kinds on {count} ranks, none on most. {cause}"
-                if most.is_tied
-                else f"has other weights {when} than most ranks: fingerprint {found[rank]:016x}, on {most.count} of "
-                f"{count} ranks it is {most.value:016x}. What it got from the all-reduce, or started from, is wrong: "
-                "check its GPU and its links"
-            )
+        for rank, (mine, again) in enumerate(zip(found, repeated, strict=True)):
+            if defect := repeat_defect(mine, again, f"weights {when}"):
+                self._defects[rank] = defect
+        if not self._defects:
+            self._defects = weight_defects(found, when, NOT_REDUCED if self._losses else NOT_MADE_ALIKE)
 
 
 def repeat(training: Training, copy: Training) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pytest_gpucluster.benchmarks.group import majority
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.errors import WrongResult
 
@@ -105,6 +106,51 @@ def errors(found: Trajectory, reference: Trajectory) -> Errors:
             for one, other in pairs
         ),
         weight=max(distance(one.weights, other.weights, since=reference.start) for one, other in pairs),
+    )
+
+
+NOT_REDUCED = (
+    "The gradients are not the same on all ranks: check the all-reduce (nccl.all_reduce in this run), what skips it, "
+    "and the GPU and the links of a rank that differs by itself"
+)
+"""The cause where replicas of a model differ after a step."""
+
+NOT_MADE_ALIKE = "They were not initialised equally from the seed: check the versions of torch, and its GPU"
+"""The cause where they differ before the first step."""
+
+TAKE_OUT = "take its GPU out of service and run the vendor's diagnostics (dcgmi diag -r 3)"
+
+
+def weight_defects(found: Sequence[int], when: str, cause: str) -> dict[int, str]:
+    """Describe, by rank, the defects of ranks whose weights are not those of most ranks: {} if there are none.
+
+    Args:
+        found: the fingerprint of each rank's weights.
+        when, cause: for the message.
+    """
+    most, count = majority(found), len(found)
+    if most.differing and 2 * most.count <= count:
+        text = f"has other weights {when} than other ranks: {most.kinds} kinds on {count} ranks, none on most. {cause}"
+        return dict.fromkeys(range(count), text)
+    return {
+        rank: f"has other weights {when} than most ranks: fingerprint {found[rank]:016x}, on {most.count} of {count} "
+        f"ranks it is {most.value:016x}. {cause}"
+        for rank in most.differing
+    }
+
+
+def repeat_defect(found: int, repeated: int, what: str) -> str:
+    """Describe the defect of a rank whose step on a copy has given other bits: "" if it has not.
+
+    Args:
+        found, repeated: the fingerprints of both.
+        what: is compared, and when.
+    """
+    if found == repeated:
+        return ""
+    return (
+        f"has other {what} than when it repeats the optimizer's step: fingerprint {found:016x}, expected "
+        f"{repeated:016x}. Its memory or its arithmetic is wrong: {TAKE_OUT}"
     )
 
 

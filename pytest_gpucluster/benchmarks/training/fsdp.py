@@ -10,11 +10,18 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.group import Ranks, majority
+from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.data import PackedTokens, share
 from pytest_gpucluster.benchmarks.training.ddp import Read, read_rows, repeat, replicate, row_defects
-from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint, relative
+from pytest_gpucluster.benchmarks.training.fingerprint import (
+    NOT_MADE_ALIKE,
+    TAKE_OUT,
+    fingerprint,
+    relative,
+    repeat_defect,
+    weight_defects,
+)
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, make_decoder, on_meta
 from pytest_gpucluster.benchmarks.training.sharding import (
     bytes_of,
@@ -36,8 +43,6 @@ Shard = Callable[..., Decoder]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of each weight, besides a count of its steps."""
-
-_TAKE_OUT = "take its GPU out of service and run the vendor's diagnostics (dcgmi diag -r 3)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +108,11 @@ def check_fully_sharded(
     alone: dist.ProcessGroup,
     batch: int,
     steps: int,
-    seed: int = 0,
     components: Components | None = None,
 ) -> FullySharded:
     """Train a decoder that is sharded over all ranks of a group, and on each rank also as one process would.
 
-    Collective: every rank of the group must call this, with the same sizes and seed.
+    Collective: every rank of the group must call this, with the same sizes.
 
     FSDP2 broadcasts no weights, so before the first step the ranks compare their initial ones. Then every weight must
     be divided into equal parts, block by block. It is trained in fp32, twice; in fp32 with the weights in the host's
@@ -123,7 +127,6 @@ def check_fully_sharded(
         alone: the group of this rank alone.
         batch: rows of each rank in a step.
         steps: of each training; they end with the first defect.
-        seed: of weights, data and order.
         components: of the training; by default ``COMPONENTS`` of this module.
 
     Raises:
@@ -136,8 +139,7 @@ def check_fully_sharded(
     if batch < 1 or steps < 1:
         raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
     with counted(VERIFYING), numerics("highest"), deterministic():
-        used = components or COMPONENTS
-        return _Check(group, alone, device, geometry, batch=batch, steps=steps, seed=seed, components=used).run()
+        return _Check(group, alone, device, geometry, batch, steps, components or COMPONENTS).run()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,27 +174,22 @@ class _TrainingSeries:
         )
 
 
+@dataclass(eq=False)
 class _Check:
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        alone: dist.ProcessGroup,
-        device: torch.device,
-        geometry: Geometry,
-        *,
-        batch: int,
-        steps: int,
-        seed: int,
-        components: Components,
-    ) -> None:
-        self._group, self._alone, self._device, self._geometry = group, alone, device, geometry
-        self._batch, self._steps, self._seed, self._components = batch, steps, seed, components
-        self._ranks, self._rank = Ranks(group, device), dist.get_rank(group)
-        count = self._ranks.count
-        self._data = PackedTokens(
-            rows=count * batch * steps, sequence=geometry.sequence, vocab=geometry.vocab, seed=seed
-        )
-        self._shares = [share(self._data, rank=rank, world_size=count, seed=seed)[0] for rank in range(count)]
+    _group: dist.ProcessGroup
+    _alone: dist.ProcessGroup
+    _device: torch.device
+    _geometry: Geometry
+    _batch: int
+    _steps: int
+    _components: Components
+
+    def __post_init__(self) -> None:
+        self._ranks, self._rank = Ranks(self._group, self._device), dist.get_rank(self._group)
+        count, sizes = self._ranks.count, self._geometry
+        rows = count * self._batch * self._steps
+        self._data = PackedTokens(rows=rows, sequence=sizes.sequence, vocab=sizes.vocab, seed=0)
+        self._shares = [share(self._data, rank=rank, world_size=count, seed=0)[0] for rank in range(count)]
         self._defects: dict[int, str] = {}
         self._share, self._parameter_bytes, self._ddp_loss_error = math.nan, 0, math.nan
 
@@ -228,24 +225,17 @@ class _Check:
         )
 
     def _compare_starts(self) -> None:
-        mine = fingerprint(self._components.make(self._geometry, self._device, seed=self._seed).parameters())
+        """FSDP2 broadcasts no weights, so the model would be a mix of different ones."""
+        mine = fingerprint(self._components.make(self._geometry, self._device, seed=0).parameters())
         found = [value for [value] in self._ranks.gather_fingerprints(mine)]
-        most = majority(found)
-        undecided = bool(most.differing) and 2 * most.count <= len(found)
-        for rank in range(len(found)) if undecided else most.differing:
-            others = "other ranks" if undecided else "most ranks"
-            self._defects[rank] = (
-                f"has other weights before the first step than {others}: fingerprint {found[rank]:016x}. FSDP2 "
-                "broadcasts none, so the model would be a mix of different ones. They were not initialised equally "
-                "from the seed: check the versions of torch, and its GPU"
-            )
+        self._defects = weight_defects(found, "before the first step", NOT_MADE_ALIKE)
 
     def _rows(self, rank: int, step: int) -> list[int]:
         return self._shares[rank][step * self._batch : (step + 1) * self._batch]
 
     def _reference_steps(self, precision: str) -> list[_ReferenceStep]:
         """Take all steps as one process would, with the rows of all ranks, one rank's after the other's."""
-        model = make_decoder(self._geometry, self._device, seed=self._seed)
+        model = make_decoder(self._geometry, self._device, seed=0)
         if precision != "fp32":
             # The same precision for each value; autocast would choose others.
             model = shard(model, mesh_of(self._alone, self._device), precision=precision)
@@ -273,7 +263,7 @@ class _Check:
     ) -> Training:
         used = components or self._components
         model = used.shard(
-            used.make(self._geometry, self._device, seed=self._seed),
+            used.make(self._geometry, self._device, seed=0),
             mesh_of(self._group, self._device),
             precision=precision,
             cpu_offload=cpu_offload,
@@ -383,13 +373,10 @@ class _Check:
             if not unchanged[rank]:
                 self._defects[rank] = (
                     f"has other weights or moments {where} than it had after the step before. Its memory has changed "
-                    f"by itself: {_TAKE_OUT}"
+                    f"by itself: {TAKE_OUT}"
                 )
-            elif state != repeated:
-                self._defects[rank] = (
-                    f"has other weights or moments {where} than when it repeats the optimizer's step: fingerprint "
-                    f"{state:016x}, expected {repeated:016x}. Its memory or its arithmetic is wrong: {_TAKE_OUT}"
-                )
+            elif defect := repeat_defect(state, repeated, f"weights or moments {where}"):
+                self._defects[rank] = defect
 
     def _compare_replay(self, series: _TrainingSeries, before: _TrainingSeries, when: str) -> None:
         same = series.fingerprints[-1] == before.fingerprints[len(series.fingerprints) - 1]
@@ -401,14 +388,14 @@ class _Check:
                     "All ranks have: an algorithm that is not deterministic, or a wrong sum; repeat test_training_step "
                     "and -k nccl"
                     if on_all
-                    else f"Its memory, its arithmetic or what it received is wrong: {_TAKE_OUT}"
+                    else f"Its memory, its arithmetic or what it received is wrong: {TAKE_OUT}"
                 )
 
     def _replicate(self, sharded: _TrainingSeries) -> None:
         """Train the same by DistributedDataParallel, and compare the losses."""
         if self._defects:
             return
-        made = make_decoder(self._geometry, self._device, seed=self._seed)
+        made = make_decoder(self._geometry, self._device, seed=0)
         training = Training(replicate(made, self._device, self._group), self._device, precision="fp32")
         losses = [
             float(training.step([self._due_rows(self._rank, step).to(self._device)]).losses.mean())

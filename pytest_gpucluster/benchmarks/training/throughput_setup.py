@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from pytest_gpucluster.benchmarks.group import Ranks, majority
-from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.training.fingerprint import NOT_REDUCED, fingerprint, weight_defects
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry
 from pytest_gpucluster.benchmarks.training.sharding import local
 from pytest_gpucluster.benchmarks.training.step import StepResult, Training
@@ -183,14 +183,7 @@ class Evidence:
         if self._setup.strategy != "ddp":
             return ""
         found = [value for [value] in self._ranks.gather_fingerprints(fingerprint(self._training.model.parameters()))]
-        most = majority(found)
-        if not most.differing or not (most.is_tied or self._ranks.index in most.differing):
-            return ""
-        return (
-            f"has other weights than other ranks after {len(self.losses)} steps: {most.kinds} kinds on "
-            f"{len(found)} ranks. The gradients are not the same on all of them: check the all-reduce "
-            "(nccl.all_reduce in this run), and what skips it"
-        )
+        return weight_defects(found, f"after {len(self.losses)} steps", NOT_REDUCED).get(self._ranks.index, "")
 
 
 def _fingerprints(model: nn.Module) -> list[int]:

@@ -2,7 +2,7 @@
 
 :func:`open_images` recognises the kind of data under a path. IDX files may be compressed by gzip; the Python version of
 CIFAR-10 is read without running what its pickle holds; a folder of images is laid out as ImageNet is: one folder for
-each class, with JPEG or PNG files in it.
+each class, with JPEG or PNG files in it. :class:`ImageBatches` reads a rank's share by worker processes.
 
 Source of IDX: "THE IDX FILE FORMAT", https://yann.lecun.com/exdb/mnist/: big-endian, a magic number that gives the type
 (08: unsigned byte) and the number of dimensions, the dimensions, the data.
@@ -15,19 +15,22 @@ an array of rows of 3072 bytes, and b"labels". An image is 1024 bytes of red, th
 from __future__ import annotations
 
 import gzip
+import itertools
 import math
 import os
 import pickle
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DistributedSampler
 
+from pytest_gpucluster.benchmarks.training.loader import Batches, Inspect, in_batches, inspect_shared_memory
 from pytest_gpucluster.errors import EnvironmentBroken
 
 Sample = tuple[torch.Tensor, int]
@@ -100,17 +103,8 @@ class SyntheticImages:
         return noise + tints[torch.arange(self.MADE) % self.classes][:, None, None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """Images of one size in one tensor.
-
-    Attributes:
-        images: uint8, rows x height x width x colours.
-        labels: one for each row.
-    """
-
-    images: torch.Tensor
-    labels: list[int]
+Stored = tuple[torch.Tensor, torch.Tensor]
+"""Images, uint8, rows x height x width x colours, and labels, int64."""
 
 
 class StoredImages:
@@ -118,105 +112,82 @@ class StoredImages:
 
     Args:
         name: of the data.
-        classes: number of classes.
         read: reads it. Each worker reads for itself: a pickled tensor would be sent through shared memory.
 
     Raises: as ``read`` does.
     """
 
-    def __init__(self, name: str, classes: int, read: Callable[[], Block]) -> None:
-        self.name, self.classes, self._read = name, classes, read
-        self._block: Block | None = read()
-        _, height, width, colours = self._block.images.shape
+    def __init__(self, name: str, read: Callable[[], Stored]) -> None:
+        self.name, self._read = name, read
+        images, labels = read()
+        self._stored: Stored | None = images, labels
+        _, height, width, colours = images.shape
         self.shape = (height, width, colours)
-        self._rows = len(self._block.labels)
+        self.classes, self._rows = int(labels.max()) + 1, len(labels)
 
     def __len__(self) -> int:
         return self._rows
 
     def __getitem__(self, row: int) -> Sample:
-        if self._block is None:
-            self._block = self._read()
-        return self._block.images[row], self._block.labels[row]
+        if self._stored is None:
+            self._stored = self._read()
+        images, labels = self._stored
+        return images[row], int(labels[row])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_block": None}
+        return {**self.__dict__, "_stored": None}
 
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 _UNSIGNED_BYTES = 0x08
 
 
-def find_idx(folder: Path) -> tuple[Path, Path] | None:
-    """Return the files of images and of labels in a folder; None if it has no images of this format.
+def find_idx(folder: Path) -> StoredImages | None:
+    """Open the IDX files of images and labels in a folder; None if it has no images of this format.
 
-    Raises: EnvironmentBroken if there are images, and no labels.
+    Raises: EnvironmentBroken, with the file, if there are images and no labels, or if one cannot be read, is no such
+        file, or has not the length that its header states.
     """
-    images, labels = _existing(folder, IMAGES), _existing(folder, LABELS)
+    images, labels = (
+        next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+        for name in (IMAGES, LABELS)
+    )
     if images is None:
         return None
     if labels is None:
         raise EnvironmentBroken(f"{images}: neither {LABELS} nor {LABELS}.gz is next to it")
-    return images, labels
+    return StoredImages("idx", partial(_read_both, images, labels))
 
 
-def open_idx(images: Path, labels: Path) -> StoredImages:
-    """Open images and their labels.
-
-    Raises: EnvironmentBroken, with the file, if one cannot be read, is no such file, or has not the length that its
-        header states.
-    """
-    found = StoredImages("idx", 0, partial(read_idx, images, labels))
-    found.classes = max(found[row][1] for row in range(len(found))) + 1
-    return found
-
-
-def read_idx(images: Path, labels: Path) -> Block:
-    """Read both files, the images mapped into memory where they are not compressed. Raises: as :func:`open_idx`."""
-    values = _read(images, dimensions=3)
-    numbers: list[int] = _read(labels, dimensions=1).tolist()
-    if len(numbers) != len(values) or not numbers:
+def _read_both(images: Path, labels: Path) -> Stored:
+    values, numbers = _read_idx(images, dimensions=3), _read_idx(labels, dimensions=1)
+    if len(numbers) != len(values) or not len(numbers):
         raise EnvironmentBroken(f"{labels}: has {len(numbers)} labels, and {images} has {len(values)} images")
-    return Block(images=values.unsqueeze(3), labels=numbers)
+    return values.unsqueeze(3), numbers.long()
 
 
-def _existing(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
-
-
-def _read(path: Path, *, dimensions: int) -> torch.Tensor:
+def _read_idx(path: Path, *, dimensions: int) -> torch.Tensor:
     header = 4 + 4 * dimensions
     try:
+        data = bytearray(path.read_bytes())
         if path.suffix == ".gz":
-            with gzip.open(path) as file:
-                data = bytearray(file.read())
-            start = bytes(data[:header])
-            size = len(data)
-        else:
-            with path.open("rb") as file:
-                start = file.read(header)
-            size = path.stat().st_size
+            data = bytearray(gzip.decompress(data))
     except (OSError, EOFError, zlib.error) as error:
         raise EnvironmentBroken(f"{path}: cannot be read: {error or 'it ends too early'}") from error
     magic = _UNSIGNED_BYTES << 8 | dimensions
-    if len(start) < header or struct.unpack(">I", start[:4])[0] != magic:
+    if len(data) < header or struct.unpack(">I", data[:4])[0] != magic:
         raise EnvironmentBroken(
             f"{path}: is no IDX file of unsigned bytes with {dimensions} dimension{'s' * (dimensions > 1)}: it begins "
-            f"with {start[:4].hex() or 'nothing'}, not with {magic:08x}"
+            f"with {data[:4].hex() or 'nothing'}, not with {magic:08x}"
         )
-    shape = struct.unpack(f">{dimensions}I", start[4:])
+    shape = struct.unpack(f">{dimensions}I", data[4:header])
     due = header + math.prod(shape)
-    if size != due:
+    if len(data) != due:
         raise EnvironmentBroken(
-            f"{path}: has {size} bytes, and its header states {' x '.join(map(str, shape))}, which is {due}: it is "
-            f"{'cut off' if size < due else 'too long'}. Copy it again"
+            f"{path}: has {len(data)} bytes, and its header states {' x '.join(map(str, shape))}, which is {due}: it is"
+            f" {'cut off' if len(data) < due else 'too long'}. Copy it again"
         )
-    if path.suffix == ".gz":
-        flat = torch.frombuffer(data, dtype=torch.uint8)
-    else:
-        # Mapped: the pages are shared by all ranks and workers of the node.
-        flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    return flat[header:].view(shape)
+    return torch.frombuffer(data, dtype=torch.uint8)[header:].view(shape)
 
 
 CLASSES = 10
@@ -226,47 +197,37 @@ _IMAGE_BYTES = _COLOURS * _SIDE * _SIDE
 INSTEAD = "Take the binary version (cifar-10-binary.tar.gz) instead, or copy it again"
 
 
-def find_cifar(folder: Path) -> list[Path] | None:
-    """Return the five files of a folder, those of the binary version if both exist; None if there are none.
+def find_cifar(folder: Path) -> StoredImages | None:
+    """Open the five files of CIFAR-10 in a folder, those of the binary version if both exist; None if there are none.
 
-    Raises: EnvironmentBroken if only some exist.
+    Raises: EnvironmentBroken, with the file, if only some exist, or one cannot be read or has another format.
     """
     for suffix in (".bin", ""):
         paths = [folder / f"{name}{suffix}" for name in FILES]
         missing = [path for path in paths if not path.is_file()]
         if not missing:
-            return paths
+            return StoredImages("cifar-10", partial(_read_cifar, paths))
         if len(missing) < len(paths):
             raise EnvironmentBroken(f"{missing[0]}: is missing, and CIFAR-10 has {', '.join(FILES)}")
     return None
 
 
-def open_cifar(paths: list[Path]) -> StoredImages:
-    """Open the files of CIFAR-10.
-
-    Raises: EnvironmentBroken, with the file, if one cannot be read or has another format.
-    """
-    return StoredImages("cifar-10", CLASSES, partial(read_cifar, paths))
-
-
-def read_cifar(paths: list[Path]) -> Block:
-    """Read the files one after the other. Raises: as :func:`open_cifar`."""
+def _read_cifar(paths: list[Path]) -> Stored:
     parts = [_read_binary(path) if path.suffix == ".bin" else _read_pickled(path) for path in paths]
-    labels = []
-    for path, (_, its) in zip(paths, parts, strict=True):
-        wrong = next((row for row, label in enumerate(its) if not 0 <= label < CLASSES), None)
-        if wrong is not None:
+    for path, (_, labels) in zip(paths, parts, strict=True):
+        wrong = ((labels < 0) | (labels >= CLASSES)).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
             raise EnvironmentBroken(
-                f"{path}: the label of row {wrong} is {its[wrong]}, and there are {CLASSES} classes"
+                f"{path}: the label of row {row} is {int(labels[row])}, and there are {CLASSES} classes"
             )
-        labels += its
-    flat = torch.cat([images for images, _ in parts])
-    return Block(images=flat.view(-1, _COLOURS, _SIDE, _SIDE).permute(0, 2, 3, 1), labels=labels)
+    images, labels = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
+    return images.view(-1, _COLOURS, _SIDE, _SIDE).permute(0, 2, 3, 1), labels
 
 
-def _read_binary(path: Path) -> tuple[torch.Tensor, list[int]]:
+def _read_binary(path: Path) -> Stored:
     try:
-        data = path.read_bytes()
+        data = bytearray(path.read_bytes())
     except OSError as error:
         raise EnvironmentBroken(f"{path}: cannot be read: {error}") from error
     if not data or len(data) % (1 + _IMAGE_BYTES):
@@ -274,89 +235,45 @@ def _read_binary(path: Path) -> tuple[torch.Tensor, list[int]]:
             f"{path}: has {len(data)} bytes, and rows of CIFAR-10 have {1 + _IMAGE_BYTES} each: it is cut off. Copy it "
             "again"
         )
-    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, 1 + _IMAGE_BYTES)
-    return rows[:, 1:], rows[:, 0].tolist()
+    rows = torch.frombuffer(data, dtype=torch.uint8).view(-1, 1 + _IMAGE_BYTES)
+    return rows[:, 1:], rows[:, 0].long()
 
 
-def _read_pickled(path: Path) -> tuple[torch.Tensor, list[int]]:
+def _read_pickled(path: Path) -> Stored:
     try:
         with path.open("rb") as file:
             content = _Unpickler(file, encoding="bytes").load()
-    except EnvironmentBroken as error:
-        raise EnvironmentBroken(f"{path}: {error}. {INSTEAD}") from None
+        array, listed = (content.get(key, content.get(key.decode())) for key in (b"data", b"labels"))
+        labels = torch.tensor(listed)
+        if labels.dtype != torch.int64 or array.dtype != "uint8" or array.shape != (len(labels), _IMAGE_BYTES):
+            raise ValueError(f'b"data" is {array.shape} of {array.dtype}, and there are {len(labels)} b"labels"')
+        return torch.tensor(array), labels
     except Exception as error:  # a broken pickle raises nearly anything
-        raise EnvironmentBroken(f"{path}: cannot be unpickled: {type(error).__name__}: {error}. {INSTEAD}") from error
-    if not isinstance(content, dict):
-        raise EnvironmentBroken(f"{path}: holds no dictionary. {INSTEAD}")
-    array, labels = (content.get(key, content.get(key.decode())) for key in (b"data", b"labels"))
-    if not isinstance(array, _Array) or not isinstance(labels, list):
-        raise EnvironmentBroken(f'{path}: holds no array b"data" with a list b"labels". {INSTEAD}')
-    size = len(array.content)
-    if array.dtype not in ("u1", "uint8") or array.by_columns or array.shape[1:] != (_IMAGE_BYTES,):
-        raise EnvironmentBroken(f'{path}: b"data" is an array of {array.dtype}, {array.shape}. {INSTEAD}')
-    if size != array.shape[0] * _IMAGE_BYTES or len(labels) != array.shape[0] or not labels:
         raise EnvironmentBroken(
-            f"{path}: has {len(labels)} labels, {array.shape[0]} rows and {size} bytes, which do not match"
-        )
-    if not all(type(label) is int for label in labels):
-        raise EnvironmentBroken(f"{path}: has labels that are no whole numbers. {INSTEAD}")
-    return torch.frombuffer(bytearray(array.content), dtype=torch.uint8).view(-1, _IMAGE_BYTES), labels
-
-
-class _Dtype:
-    """Stands for numpy.dtype: only its name is kept."""
-
-    def __init__(self, name: bytes | str, *_more: object) -> None:
-        self.name = name.decode("ascii") if isinstance(name, bytes) else str(name)
-
-    def __setstate__(self, _state: object) -> None:
-        pass  # byte order and alignment, which bytes do not have
-
-
-class _Array:
-    """Stands for numpy.ndarray: its pickled state, without numpy."""
-
-    shape: tuple[int, ...] = ()
-    dtype = "nothing"
-    by_columns = False
-    content = b""
-
-    def __setstate__(self, state: Any) -> None:
-        # Source: numpy.ndarray.__setstate__: version, shape, dtype, whether in Fortran's order, data.
-        _, shape, dtype, by_columns, content = state
-        if not (isinstance(dtype, _Dtype) and isinstance(content, bytes) and all(type(n) is int for n in shape)):
-            raise EnvironmentBroken("holds an array that is not made of bytes")
-        self.shape, self.dtype, self.by_columns, self.content = tuple(shape), dtype.name, bool(by_columns), content
-
-
-def _reconstruct(kind: object, *_shape_and_type: object) -> _Array:
-    if kind is not _Array:
-        raise EnvironmentBroken("holds something else than an array")
-    return _Array()
+            f"{path}: cannot be unpickled as CIFAR-10's dictionary: {type(error).__name__}: {error}. {INSTEAD}"
+        ) from error
 
 
 class _Unpickler(pickle.Unpickler):
     """Reads plain values and numpy's arrays. Any other name in the file is an error, so none of its code is run."""
 
-    KNOWN: ClassVar[dict[tuple[str, str], object]] = {
-        ("numpy", "dtype"): _Dtype,
-        ("numpy", "ndarray"): _Array,
-        ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-        ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    }
-
     def find_class(self, module: str, name: str) -> Any:
-        """Return the substitute for a name of numpy.
+        """Return what a name of numpy stands for.
 
-        Raises: EnvironmentBroken for any other name.
+        Raises: pickle.UnpicklingError for any other name.
         """
-        if (module, name) not in self.KNOWN:
-            raise EnvironmentBroken(f"its pickle refers to {module}.{name}, and only numpy's arrays are allowed in it")
-        return self.KNOWN[module, name]
+        import numpy  # comes with transformers, an extra
 
-    def persistent_load(self, _pid: object) -> Any:
-        """Reject external references. Raises: EnvironmentBroken."""
-        raise EnvironmentBroken("its pickle refers to an external object")
+        known = {
+            ("numpy", "dtype"): numpy.dtype,
+            ("numpy", "ndarray"): numpy.ndarray,
+            # Its module has another name in numpy 2.
+            ("numpy.core.multiarray", "_reconstruct"): numpy.empty(0).__reduce__()[0],
+            ("numpy._core.multiarray", "_reconstruct"): numpy.empty(0).__reduce__()[0],
+        }
+        if (module, name) not in known:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, and only numpy's arrays are allowed in it")
+        return known[module, name]
 
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -452,16 +369,51 @@ def open_images(path: Path, *, side: int) -> Images:
         what = "is a file, and must be a folder" if path.exists() else "does not exist"
         raise EnvironmentBroken(f"{path}: {what}. Give the folder: --gpucluster-data images=FOLDER")
     for place in PLACES:
-        folder = path / place
-        files = find_idx(folder)
-        if files is not None:
-            return open_idx(*files)
-        parts = find_cifar(folder)
-        if parts is not None:
-            return open_cifar(parts)
+        found = find_idx(path / place) or find_cifar(path / place)
+        if found is not None:
+            return found
     train = path / "train"
     folder = train if train.is_dir() else path
     if not classes_in(folder):
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
-        raise EnvironmentBroken(f"{path}: holds no known data, but {found}. Allowed are {ALLOWED}")
+        names = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
+        raise EnvironmentBroken(f"{path}: holds no known data, but {names}. Allowed are {ALLOWED}")
     return ImageFolder(folder, side=side)
+
+
+class ImageBatches(Batches):
+    """Batches of one rank's images and labels: uint8, batch x height x width x colours, and int64, batch.
+
+    They have no end; an epoch's rest goes into the first batch of the next one, which is in another order. So the rate
+    does not depend on the size of the data set.
+
+    Args:
+        images: to read.
+        batch: images of a batch.
+        rank, world_size: select the share of the images.
+        seed: of their order.
+        workers, prefetch, pinned, inspect: as of ``Batches``.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        *,
+        batch: int,
+        workers: int,
+        prefetch: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        pinned: bool,
+        inspect: Inspect = inspect_shared_memory,
+    ) -> None:
+        sampler = DistributedSampler(images, num_replicas=world_size, rank=rank, seed=seed)  # type: ignore[var-annotated,arg-type]  # images are no Dataset to mypy
+
+        def rows() -> Iterator[int]:
+            for epoch in itertools.count():
+                sampler.set_epoch(epoch)
+                yield from sampler
+
+        super().__init__(
+            images, in_batches(rows(), batch), workers=workers, prefetch=prefetch, pinned=pinned, inspect=inspect
+        )

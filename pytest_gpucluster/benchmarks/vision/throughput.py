@@ -1,4 +1,7 @@
-"""Images a second of each GPU in training, by all ranks together, and whether that training is right."""
+"""Images a second of each GPU in training, by all ranks together, and whether that training is right.
+
+The networks are ResNet-18 and ResNet-50, which transformers creates with random weights.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +10,246 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
 
 from pytest_gpucluster.benchmarks.blocks import BLOCK_SECONDS
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.group import Ranks, majority
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, releases_memory
-from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
-from pytest_gpucluster.benchmarks.vision.datasets import Images
-from pytest_gpucluster.benchmarks.vision.loader import Batch, Batches, needed_bytes, require_shared_memory
-from pytest_gpucluster.benchmarks.vision.throughput_setup import (
-    CLASSES,
-    COLOURS,
-    COMPONENTS,
-    NETWORKS,
-    SMALLEST_SIDE,
-    Components,
-    ImageRate,
-    Setup,
-    as_input,
-    outputs_of,
+from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
+from pytest_gpucluster.benchmarks.training.ddp import Replicate, replicate
+from pytest_gpucluster.benchmarks.training.fingerprint import NOT_REDUCED, fingerprint, weight_defects
+from pytest_gpucluster.benchmarks.training.loader import (
+    Batches,
+    Inspect,
+    inspect_shared_memory,
+    needed_bytes,
+    require_shared_memory,
 )
+from pytest_gpucluster.benchmarks.training.step import Update, optimizer_step
+from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, Images
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
+from pytest_gpucluster.metrics.units import did_you_mean
+
+CLASSES = 1000
+"""Of ImageNet's challenge, for which the geometries were made. Source: He et al., "Deep Residual Learning for Image
+Recognition" (arXiv:1512.03385), table 1."""
+
+COLOURS = 3
+SMALLEST_SIDE = 28
+"""Of an image, in pixels: FashionMNIST's. Each side is halved five times, rounded up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The geometry of a ResNet.
+
+    Attributes:
+        layer: "basic", of two 3 x 3 convolutions, or "bottleneck", of 1 x 1, 3 x 3 and 1 x 1.
+        depths: such layers in each of the four stages.
+        widths: channels at the end of each stage.
+        parameters: with 1000 classes; verified whenever one is made.
+
+    Source: He et al. (arXiv:1512.03385), table 1; the numbers of parameters are those of torchvision.models.resnet18
+    and resnet50.
+    """
+
+    layer: str
+    depths: tuple[int, ...]
+    widths: tuple[int, ...]
+    parameters: int
+
+    def parameters_with(self, classes: int) -> int:
+        """Return the number with this number of classes: each class has a row of weights and a bias."""
+        return self.parameters + (classes - CLASSES) * (self.widths[-1] + 1)
+
+
+NETWORKS = {
+    "resnet18": Network(layer="basic", depths=(2, 2, 2, 2), widths=(64, 128, 256, 512), parameters=11_689_512),
+    "resnet50": Network(layer="bottleneck", depths=(3, 4, 6, 3), widths=(256, 512, 1024, 2048), parameters=25_557_032),
+}
+
+
+class ResNet(nn.Module):
+    """A ResNet of transformers that takes images and gives logits, both plain tensors.
+
+    Args:
+        name: one of ``NETWORKS``.
+        classes: number of classes.
+
+    Raises:
+        ValueError: there is no such network.
+        ImportError: transformers is not installed.
+        EnvironmentBroken: this version of transformers creates another network of the geometry.
+    """
+
+    def __init__(self, name: str, *, classes: int = CLASSES) -> None:
+        super().__init__()
+        if name not in NETWORKS:
+            raise ValueError(f"a network is one of {', '.join(NETWORKS)}, not {name!r}{did_you_mean(name, NETWORKS)}")
+        import transformers  # an extra, and slow to import
+
+        network = NETWORKS[name]
+        # Every field of the geometry: an omitted one would follow the defaults of the installed version.
+        make_config: Any = transformers.ResNetConfig  # its type does not have num_labels
+        config = make_config(
+            num_channels=COLOURS,
+            embedding_size=64,
+            hidden_sizes=list(network.widths),
+            depths=list(network.depths),
+            layer_type=network.layer,
+            hidden_act="relu",
+            downsample_in_first_stage=False,
+            # The 3 x 3 convolution of a bottleneck halves the image, as in torchvision ("ResNet v1.5"). It changes
+            # the amount of computation, and not the number of parameters.
+            downsample_in_bottleneck=False,
+            num_labels=classes,
+        )
+        self.network = transformers.ResNetForImageClassification(config)  # type: ignore[no-untyped-call]  # as it is
+        made, due = sum(weight.numel() for weight in self.parameters()), network.parameters_with(classes)
+        if made != due:
+            raise EnvironmentBroken(
+                f"transformers {transformers.__version__} creates a {name} of {made:,} parameters for {classes} "
+                f"classes, expected {due:,}. Install the version of constraints.txt"
+            )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return logits, batch x classes, for images of batch x 3 x height x width."""
+        logits: torch.Tensor = self.network(pixel_values=images).logits
+        return logits
+
+
+def make_resnet(name: str, device: torch.device, *, classes: int, seed: int) -> nn.Module:
+    """Create a network in fp32 on a device, its weights in the channels-last format.
+
+    The weights depend on the seed alone and are the same on every device: they are drawn on the CPU.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = ResNet(name, classes=classes)
+    # torch's stubs do not have memory_format together with a device.
+    return model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def outputs_of(name: str, side: int) -> int:
+    """Return the number of outputs of all layers of a network for one image, side x side."""
+    found = 0
+
+    def count(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        nonlocal found
+        found += output.numel()
+
+    with torch.device("meta"):
+        model = ResNet(name)
+        for module in model.modules():
+            if not list(module.children()) and not isinstance(module, nn.Identity):
+                module.register_forward_hook(count)
+        # Two, because one image alone has no spread to normalise by where its sides have become 1.
+        model(torch.empty(2, COLOURS, side, side))
+    return found // 2
+
+
+LAST_STEPS = 6
+"""Their mean is the loss at the end. Source: this suite's rule; the loss of one batch scatters."""
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Return the mean loss: logits of batch x classes, labels of batch."""
+
+
+def class_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of a batch, in fp32 and in nats."""
+    return functional.cross_entropy(logits.float(), labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A training to measure, and how images are read.
+
+    Attributes:
+        network: one of ``NETWORKS``.
+        batch: images of each rank in a step.
+        workers: processes of each rank that read ahead; 0: the rank reads for itself.
+        prefetch: batches that each of them reads ahead.
+
+    Raises: ValueError if a number is out of its range.
+    """
+
+    network: str
+    batch: int
+    workers: int
+    prefetch: int
+
+    def __post_init__(self) -> None:
+        # One image alone has no spread to normalise by, where its sides have become 1.
+        for name, least in (("batch", 2), ("workers", 0), ("prefetch", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """The replaceable parts of such a training: tests inject a faulty one."""
+
+    make: Callable[..., nn.Module] = make_resnet
+    replicate: Replicate = replicate
+    batches: Callable[..., Batches] = ImageBatches
+    loss: Loss = class_mean
+    update: Update = optimizer_step
+    inspect: Inspect = inspect_shared_memory
+
+
+COMPONENTS = Components()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRate:
+    """The result on this rank.
+
+    Attributes:
+        images_per_second: of this rank's GPU in training; a sample for each block of steps.
+        data_wait: part of the time spent waiting for the next batch; a number for each block.
+        losses: of this rank, step by step.
+        data: name of the images.
+        rows: number of images.
+        parameters: of the network.
+    """
+
+    images_per_second: Series
+    data_wait: tuple[float, ...]
+    losses: tuple[float, ...]
+    data: str
+    rows: int
+    parameters: int
+
+    @property
+    def data_wait_ratio(self) -> float:
+        """The median of ``data_wait``."""
+        return stats.median(self.data_wait)
+
+    @property
+    def loss_ratio(self) -> float:
+        """The mean of the last losses over the first one; NaN where that is 0, for then nothing can be learned."""
+        last = self.losses[-LAST_STEPS:]
+        return sum(last) / len(last) / self.losses[0] if self.losses[0] else math.nan
+
+
+def as_input(images: torch.Tensor) -> torch.Tensor:
+    """Return uint8 images, batch x height x width x colours, as a network's input: bf16 from -1 to 1, batch x 3 x
+    height x width, channels last. Grey ones are repeated for each colour."""
+    images = images.permute(0, 3, 1, 2)
+    if images.shape[1] != COLOURS:
+        images = images.expand(-1, COLOURS, -1, -1).contiguous(memory_format=torch.channels_last)
+    # Whole numbers up to 255 are exact in bf16.
+    return images.to(torch.bfloat16).div_(127.5).sub_(1.0)
+
 
 LEARNING_RATE = 1e-3
 
@@ -59,7 +276,6 @@ def image_rate(
     *,
     node: int,
     sampling: Sampling,
-    seed: int = 0,
     during: AbstractContextManager[object] | None = None,
     clock: Clock | None = None,
     components: Components | None = None,
@@ -67,7 +283,7 @@ def image_rate(
 ) -> ImageRate | None:
     """Train a ResNet with DistributedDataParallel, products in bf16 by autocast, channels last, and AdamW.
 
-    Collective: every rank of the group must call this, with the same setup, images, sampling and seed.
+    Collective: every rank of the group must call this, with the same setup, images and sampling.
 
     A step takes the next batch from the loader, copies it to the device, and goes forward, backward and through the
     optimizer. A sample is a block of steps. Time is the device's own: it includes the device's wait for the next batch,
@@ -82,7 +298,6 @@ def image_rate(
         images: opens the images; called on each rank, before anything else.
         node: number of this rank's node; its ranks share /dev/shm.
         sampling: how long to warm up and to measure, and the required confidence.
-        seed: of weights and order.
         during: entered for the time of the blocks that count.
         clock: takes the time; by default the device's own.
         components: of the training; by default ``COMPONENTS`` of this module.
@@ -99,7 +314,7 @@ def image_rate(
         ImportError: transformers is missing.
     """
     with _fastest_convolutions():
-        return _Training(group, device, setup, seed, clock or clock_for(device), components or COMPONENTS, now).run(
+        return _Training(group, device, setup, clock or clock_for(device), components or COMPONENTS, now).run(
             images, node, sampling, during or nullcontext()
         )
 
@@ -108,23 +323,20 @@ class _AnotherRankFailed(Exception):
     """This rank has no defect of its own: another one raises."""
 
 
+@dataclass(eq=False)
 class _Training:
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        setup: Setup,
-        seed: int,
-        clock: Clock,
-        components: Components,
-        now: Callable[[], float],
-    ) -> None:
-        self._group, self._device, self._setup, self._seed = group, device, setup, seed
-        self._clock, self._components, self._now = clock, components, now
-        self._ranks = Ranks(group, device)
+    _group: dist.ProcessGroup | None
+    _device: torch.device
+    _setup: Setup
+    _clock: Clock
+    _components: Components
+    _now: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._ranks = Ranks(self._group, self._device)
         self._failure: EnvironmentBroken | None = None
         self._batches: Batches | None = None
-        self._batch: Batch | None = None
+        self._batch: Any = None
         self._losses: list[float] = []
 
     def run(
@@ -136,7 +348,10 @@ class _Training:
     ) -> ImageRate | None:
         try:
             opened = self._opened(images, sampling)
-            self._require_shared_memory(opened, node)
+            setup = self._setup
+            sizes = (setup.batch * math.prod(opened.shape), 8 * setup.batch)  # uint8 and int64
+            needed = needed_bytes(sizes, workers=setup.workers, prefetch=setup.prefetch)
+            require_shared_memory(self._ranks, node=node, needed=needed, inspect=self._components.inspect)
             parameters = self._make(opened)
             try:
                 self._start(opened)
@@ -176,11 +391,10 @@ class _Training:
                     f"the {len(opened)} images have {opened.classes} class, and at least 2 are needed"
                 )
             facts = [len(opened), zlib.crc32(repr((opened.name, opened.classes, opened.shape)).encode()), 0]
-        except EnvironmentBroken as error:
-            failure = error
-        except OSError as error:
-            failure = EnvironmentBroken(f"the images cannot be read: {error}")
-        facts[2] = zlib.crc32(repr((self._setup, sampling, self._seed)).encode())
+        except (EnvironmentBroken, OSError) as error:
+            known = isinstance(error, EnvironmentBroken)
+            failure = error if known else EnvironmentBroken(f"the images cannot be read: {error}")
+        facts[2] = zlib.crc32(repr((self._setup, sampling)).encode())
         of_ranks = self._share(failure, facts)
         assert opened is not None  # or the failure has been raised
         for index, mine in enumerate(of_ranks):
@@ -192,29 +406,25 @@ class _Training:
                 )
         return opened
 
-    def _require_shared_memory(self, images: Images, node: int) -> None:
-        setup = self._setup
-        sizes = (setup.batch * math.prod(images.shape), 8 * setup.batch)  # uint8 and int64
-        needed = needed_bytes(sizes, workers=setup.workers, prefetch=setup.prefetch)
-        require_shared_memory(self._ranks, node=node, needed=needed, inspect=self._components.inspect)
-
     def _make(self, images: Images) -> int:
         """Create network, replica and optimizer; return the number of parameters."""
-        setup = self._setup
-        classes = head_of(images)
-        side = max(images.shape[:2])
+        setup, side = self._setup, max(images.shape[:2])
+        # ImageNet's head at least: the network is the same for all data, and the loss falls at once, when it learns
+        # which classes occur.
+        classes = max(CLASSES, images.classes)
         parameters = NETWORKS[setup.network].parameters_with(classes)
-        needed = parameters * _STATE_BYTES + setup.batch * outputs_of(setup.network, side) * _OUTPUT_BYTES
-        free = free_bytes(self._device)
         failure = None
-        if free is not None and free < needed:
-            failure = EnvironmentBroken(
-                f"{self._device}: training a {setup.network} with {setup.batch} images of {side} x {side} needs "
-                f"{needed / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free. End what else uses it, or "
-                f"choose a smaller batch: --gpucluster-workload vision.batch={max(2, setup.batch // 2)}"
+        try:
+            require_free(
+                self._device,
+                parameters * _STATE_BYTES + setup.batch * outputs_of(setup.network, side) * _OUTPUT_BYTES,
+                f"training a {setup.network} with {setup.batch} images of {side} x {side}",
+                instead=f"choose a smaller batch: --gpucluster-workload vision.batch={max(2, setup.batch // 2)}",
             )
+        except EnvironmentBroken as error:
+            failure = error
         self._share(failure, [])
-        self._model = self._components.make(setup.network, self._device, classes=classes, seed=self._seed)
+        self._model = self._components.make(setup.network, self._device, classes=classes, seed=0)
         self._replica = self._model
         if self._group is not None:
             self._replica = self._components.replicate(self._model, self._device, self._group)
@@ -232,7 +442,7 @@ class _Training:
                 prefetch=setup.prefetch,
                 rank=self._ranks.index,
                 world_size=self._ranks.count,
-                seed=self._seed,
+                seed=0,
                 # Only from pinned memory can a copy overlap with the host's work.
                 pinned=self._device.type == "cuda",
                 inspect=self._components.inspect,
@@ -244,7 +454,7 @@ class _Training:
 
     # ---- steps
 
-    def _take(self) -> Batch:
+    def _take(self) -> Any:
         """Return the next batch. Where it fails, the last one again, until the ranks have exchanged the failure."""
         assert self._batches is not None  # they are made before the first step
         if self._failure is None:
@@ -252,9 +462,9 @@ class _Training:
                 self._batch = next(self._batches)
             except EnvironmentBroken as error:
                 self._failure = error
-        return self._batch  # type: ignore[return-value]  # None only before the first step, and then none follows
+        return self._batch
 
-    def _step(self, batch: Batch) -> torch.Tensor:
+    def _step(self, batch: Any) -> torch.Tensor:
         """Take a step; return its loss, left on the device."""
         images, labels = (part.to(self._device, non_blocking=True) for part in batch)
         with torch.autocast(self._device.type, dtype=torch.bfloat16):
@@ -282,7 +492,16 @@ class _Training:
         first_bad = next((step for step, loss in enumerate(values) if not math.isfinite(loss)), steps)
         seconds = sum(regions)
         of_ranks = self._share(self._failure, [seconds, sum(regions[::2]), first_bad])
-        self._require_finite([int(mine[2]) for mine in of_ranks], steps, values)
+        # One rank's NaN is in all ranks' gradients, and so in all losses from the next step on.
+        earliest = min(int(mine[2]) for mine in of_ranks)
+        if earliest < steps:
+            if first_bad != earliest:
+                raise _AnotherRankFailed
+            raise WrongResult(
+                f"{self._ranks.name(self._ranks.index)} has a loss of {values[earliest]} in step "
+                f"{len(self._losses) + earliest + 1}, and it must be finite. Repeat test_training_step and the "
+                "matmul tests on its GPU"
+            )
         self._losses += values
         stopped = [index for index, mine in enumerate(of_ranks) if not 0 < mine[0] < math.inf]
         if stopped:
@@ -291,19 +510,6 @@ class _Training:
                 f"{of_ranks[stopped[0]][0]} s"
             )
         return [(mine[0], mine[1] / mine[0]) for mine in of_ranks]
-
-    def _require_finite(self, first_bad: list[int], steps: int, losses: list[float]) -> None:
-        # One rank's NaN is in all ranks' gradients, and so in all losses from the next step on.
-        earliest = min(first_bad)
-        if earliest == steps:
-            return
-        if first_bad[self._ranks.index] != earliest:
-            raise _AnotherRankFailed
-        raise WrongResult(
-            f"{self._ranks.name(self._ranks.index)} has a loss of {losses[earliest]} in step "
-            f"{len(self._losses) + earliest + 1}, and it must be finite. Repeat test_training_step and the "
-            "matmul tests on its GPU"
-        )
 
     def _measure(self, sampling: Sampling, during: AbstractContextManager[object]) -> tuple[Series, tuple[float, ...]]:
         with counted(WARM_UP):
@@ -348,30 +554,11 @@ class _Training:
 
     def _compare_weights(self) -> None:
         found = [value for [value] in self._ranks.gather_fingerprints(fingerprint(self._model.parameters()))]
-        most = majority(found)
-        if not most.differing:
-            return
-        cause = "Check the all-reduce (nccl.all_reduce in this run), and what skips it"
-        me = self._ranks.index
-        if most.is_tied:
-            raise WrongResult(
-                f"{self._ranks.name(me)} has other weights at the end than other ranks: {len(found)} ranks have "
-                f"{most.kinds} kinds, none of them most. {cause}"
-            )
-        if me not in most.differing:
+        defects, me = weight_defects(found, "at the end", NOT_REDUCED), self._ranks.index
+        if me in defects:
+            raise WrongResult(f"{self._ranks.name(me)} {defects[me]}")
+        if defects:
             raise _AnotherRankFailed
-        raise WrongResult(
-            f"{self._ranks.name(me)} has other weights at the end than most ranks: fingerprint {found[me]:016x}, on "
-            f"{most.count} of {len(found)} ranks it is {most.value:016x}. {cause}"
-        )
-
-
-def head_of(images: Images) -> int:
-    """Return the classes of the network's head: those of ImageNet, or of the images if they have more.
-
-    So the network is the same for all data, and the loss falls at once, when the network learns which classes occur.
-    """
-    return max(CLASSES, images.classes)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Greedy calls are scored by what they say; a model in many places answers as one, and always ends."""
+"""Greedy calls are scored by what they say; a model in a batch answers as one, and always ends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from each import of_each
-from forked_ranks import on_ranks
 from programs import needs_modules
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, Row
 from pytest_gpucluster.benchmarks.lora.evaluation import evaluate
@@ -206,31 +203,3 @@ def test_a_model_of_transformers_says_in_a_batch_what_it_says_to_each_prompt_wit
             for _ in range(12):
                 tokens = [*tokens, int(model(torch.tensor([tokens])).logits[0, -1].argmax())]
         assert answer.text == tokenizer.decode(tokens[len(prompt) :]).partition("<|endoftext|>")[0]
-
-
-SIZES = {"device": CPU, "limit": 4, "max_new_tokens": 12, "batch": 3}
-
-
-def ask_on_rank(rank):
-    tokenizer = tiny_tokenizer(ROWS)
-    model = qwen2(len(tokenizer))
-    for block in model.model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    score = evaluate(model, tokenizer, ROWS, **SIZES, group=dist.group.WORLD)
-    # Each rank would say something else, and end elsewhere: what rank 0 says counts.
-    model = parrot(tokenizer)
-    model.next = lambda tokens, next=model.next: next(tokens) if rank == 0 else 7
-    given = SIZES | {"max_new_tokens": 64, "group": dist.group.WORLD}
-    right = evaluate(model, tokenizer, [row(CALL)], **given).right_arguments
-    return [answer.text for answer in score.answers], right, model.calls
-
-
-def test_ranks_that_share_a_model_take_the_same_steps_and_say_what_one_device_says(tokenizer):
-    first, second = on_ranks(2, ask_on_rank)
-    assert first == second
-    texts, right, steps = first
-    alone = evaluate(qwen2(len(tokenizer)), tokenizer, ROWS, **SIZES)
-    assert texts == [answer.text for answer in alone.answers]
-    assert right == 1
-    assert steps < 64

@@ -14,14 +14,13 @@ from forked_ranks import on_ranks
 from torch.distributed.fsdp import FSDPModule
 
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.lora import recipe as parity
+from pytest_gpucluster.benchmarks.lora import convergence, training_plan
 from pytest_gpucluster.benchmarks.lora import trainer as lora_loop
-from pytest_gpucluster.benchmarks.lora import training_plan
 from pytest_gpucluster.benchmarks.lora.model import MaskedLoss, make_adapted, random_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import global_batch
 from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, random_blocks
 from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, Trainer
-from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, memory_for, too_little_memory
+from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -164,10 +163,10 @@ def test_without_a_compiler_blocks_run_eagerly_and_it_is_said(make, monkeypatch)
 
 def test_a_reference_that_is_not_finite_compares_nothing(make, monkeypatch):
     monkeypatch.setattr(
-        parity, "Components", lambda: replace(COMPONENTS, loss=lambda summed, targets: summed * math.nan)
+        convergence, "Components", lambda: replace(COMPONENTS, loss=lambda summed, targets: summed * math.nan)
     )
     recipe = RECIPE.compared(steps=2, global_batch=2, precision="fp32")
-    found = parity.check_parity(dist.group.WORLD, dist.group.WORLD, CPU, BASE, recipe, blocks())
+    found = convergence.check_parity(dist.group.WORLD, dist.group.WORLD, CPU, BASE, recipe, blocks())
     assert (found.finite, found.taken, found.steps, found.all_finite) == (2, 3, 2, False)
     assert math.isnan(found.loss_error)
     assert math.isnan(found.gradient_error)
@@ -194,9 +193,9 @@ def test_activations_of_qwen2_7b_are_recomputed_where_the_memory_demands_it(make
     free_gb, recompute, lacking = case
     monkeypatch.setattr(training_plan, "free_bytes", lambda device: free_gb * 10**9)
     recipe = replace(RECIPE, global_batch=2, micro_batch=2, precision="bf16")
-    found = memory_for(Ranks(dist.group.WORLD, CPU), CPU, random_base(), recipe, 4096, ranks=1)
+    plan = Plan(base=random_base(), recipe=recipe, sequence=4096, ranks=1)
+    found = plan.choose_recompute(Ranks(dist.group.WORLD, CPU), CPU)
     assert (found[0], bool(found[1])) == (recompute, lacking)
-    assert bool(too_little_memory(dist.group.WORLD, CPU, random_base(), recipe, 4096, ranks=1)) == lacking
 
 
 def throughput(**more):

@@ -12,10 +12,15 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.lora import packed_file
-from pytest_gpucluster.benchmarks.lora.experiment import SEED, given_data, given_experiment
+from pytest_gpucluster.benchmarks.lora.experiment import (
+    SEED,
+    context_of,
+    given_data,
+    given_experiment,
+    require_same_context,
+)
 from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import tiny_tokenizer
-from pytest_gpucluster.benchmarks.lora.recipe import context_of, require_same_context
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -92,7 +97,7 @@ def test_a_checkpoint_of_another_experiment_is_refused_and_it_is_reported_what_d
     context = context_of(base_in(given), RECIPE, data, ranks=2, weights=1)
     require_same_context(Path("step-4"), {"context": dict(context)}, context)
     theirs = {**context, "group_ranks": "4", "more": "x"}
-    with pytest.raises(EnvironmentBroken, match=r"group_ranks is 4 there and 2 .*given here"):
+    with pytest.raises(EnvironmentBroken, match=r"group_ranks is 4 in the checkpoint and 2 in .*given in"):
         require_same_context(Path("step-4"), {"context": theirs}, context)
     with pytest.raises(EnvironmentBroken, match=r"step-4 .*another experiment"):
         require_same_context(Path("step-4"), {}, context)

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpucluster.benchmarks.lora.convergence import Convergence, TrainingResult, figures_of
+from pytest_gpucluster.benchmarks.lora.convergence import Convergence, Parity, TrainingResult, figures_of
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore
-from pytest_gpucluster.benchmarks.lora.recipe import Parity
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.loss_curve import Curve
 from pytest_gpucluster.metrics.sampling import Series
@@ -23,7 +22,6 @@ RESULT = TrainingResult(
     unchanged_base=1.0,
     replayed_steps=1.0,
     resume_error=0.0,
-    replayed=20,
     reload_error=0.0,
     group_error=None,
     calls=CallScore(asked=4, well_formed=3, right_function=2, right_arguments=1, skipped={}, answers=()),
@@ -39,7 +37,6 @@ FOUND = Convergence(
     recomputes=False,
     groups=1,
     ranks=8,
-    resumed_at=0,
     notes=(),
 )
 

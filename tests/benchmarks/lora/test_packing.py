@@ -1,16 +1,32 @@
-"""Blocks hold the conversations one after another, and exactly what the assistant says is loss_mask."""
+"""Blocks hold the conversations one after another, and exactly what the assistant says is loss_mask. The tiny tokenizer
+is the same wherever it is trained; those of models are loaded from folders."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 
 import pytest
 import torch
 from each import of_each
+from forked_ranks import on_ranks
 from programs import needs_modules
 
 from pytest_gpucluster.benchmarks.lora.dataset import Row
-from pytest_gpucluster.benchmarks.lora.packing import encode, global_batch, order, pack, segments, share, tiny_tokenizer
+from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS
+from pytest_gpucluster.benchmarks.lora.packing import (
+    encode,
+    global_batch,
+    order,
+    pack,
+    segments,
+    share,
+    text_of,
+    tiny_tokenizer,
+    tokenizer_fingerprint,
+    tokenizer_for,
+)
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.errors import EnvironmentBroken
 
@@ -104,3 +120,101 @@ def test_whatever_the_world_size_the_ranks_share_the_same_global_batch(world_siz
     shares = [share(batch, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert [block for each in shares for block in each] == batch
     assert {len(each) for each in shares} == {16 // world_size}
+
+
+ROW = Row(
+    system="SYSTEM: Be brief.\n",
+    chat="USER: One?\nASSISTANT: Two. <|endoftext|>\n\nFUNCTION RESPONSE: 3\n\n\n\nASSISTANT: Four <|endoftext|>",
+)
+
+
+def test_what_is_given_and_what_is_reported_take_turns():
+    assert [(piece.text, piece.is_assistant) for piece in segments(ROW)] == [
+        ("SYSTEM: Be brief.\n\n\nUSER: One?\n\n\nASSISTANT:", False),
+        (" Two.", True),
+        ("\n\n\nFUNCTION RESPONSE: 3\n\n\nASSISTANT:", False),
+        (" Four", True),
+    ]
+    assert text_of(ROW) == "".join(piece.text for piece in segments(ROW))
+
+
+def test_without_a_system_text_with_an_answer_without_words_and_with_a_last_question():
+    pieces = segments(Row(system=" ", chat="USER: a\nASSISTANT:\nUSER: b\nASSISTANT: c\nUSER: d?"))
+    assert [(piece.text, piece.is_assistant) for piece in pieces] == [
+        ("USER: a\n\n\nASSISTANT:", False),
+        ("", True),
+        ("\n\n\nUSER: b\n\n\nASSISTANT:", False),
+        (" c", True),
+        ("\n\n\nUSER: d?", False),
+    ]
+
+
+def test_it_has_as_many_tokens_as_asked_for_an_end_and_a_padding_and_keeps_any_text(tokenizer):
+    assert len(tokenizer) == tokenizer.vocab_size == 512
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token, tokenizer.pad_token_id) == (
+        "<|endoftext|>",
+        0,
+        "<|pad|>",
+        1,
+    )
+    for text in [text_of(ROWS[0]), "Größe 東京 \U0001f600 \x00\t\n  x", "", "  two  spaces ,and a comma ."]:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def trained_on_one_thread(rank):
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    return tokenizer_fingerprint(tiny_tokenizer(synthetic_rows(200, seed=0)))
+
+
+def test_another_process_trains_the_same_one_with_any_number_of_threads_and_other_rows_give_another(tokenizer):
+    assert on_ranks(1, trained_on_one_thread) == [tokenizer_fingerprint(tokenizer)]
+    assert tokenizer_fingerprint(tiny_tokenizer(ROWS[:150])) != tokenizer_fingerprint(tokenizer)
+    with pytest.raises(ValueError, match=r"tokens, and 5000"):
+        tiny_tokenizer(ROWS[:2], vocab=5000)
+
+
+def test_the_tokenizer_of_a_folder_is_the_one_that_was_saved_and_it_must_have_an_end(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = tokenizer_for(tmp_path)
+    assert loaded.eos_token_id == tokenizer.eos_token_id
+    assert loaded(text_of(ROWS[3]))["input_ids"] == tokenizer(text_of(ROWS[3]))["input_ids"]
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(path.read_text().replace('"eos_token"', '"an_eos_token"'))
+    with pytest.raises(EnvironmentBroken, match=r"its tokenizer"):
+        tokenizer_for(tmp_path)
+
+
+def test_a_model_without_a_tokenizer_is_an_error(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("folder", "me/nothing"):
+        with pytest.raises(EnvironmentBroken, match=rf"^{name}: .*tokenizer can"):
+            tokenizer_for(name)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    asked = []
+
+    def silent(*_, timeout, **__):
+        asked.append(timeout)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", silent)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EnvironmentBroken, match=r"^me/.*tokenizer can"):
+        tokenizer_for("me/nothing")
+    assert asked == [ANSWER_SECONDS]
+
+
+def test_without_transformers_the_line_to_install_it_is_reported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for call in (lambda: tiny_tokenizer(ROWS), lambda: tokenizer_for("x")):
+        with pytest.raises(EnvironmentBroken, match=r"installed; install.* -m pip"):
+            call()

@@ -18,7 +18,7 @@ from pytest_gpucluster.errors import EnvironmentBroken
 pytestmark = needs_modules("transformers")
 ROWS = Rows(
     rows=tuple(synthetic_rows(200, seed=0)),
-    malformed=(Malformed(line=3, row=2, reason="the chat is empty"),),
+    malformed=(Malformed(row=3, reason="the chat is empty"),),
     sha256="ab" * 32,
     source="rows.json",
 )

@@ -63,7 +63,7 @@ def test_a_reference_curve_is_read_back_exactly(tmp_path: Path) -> None:
         ([curve(1, 2), curve(1)], "run 2 has no step 2: 1 steps, and 2 are"),
         ([curve(1), curve(1, 2)], "run 2 has an extra step 2: 2 steps, and 1"),
         ([curve(1), curve(1, first=2)], "run 2 has no step 1"),
-        ([curve(1), curve(1, seed="8")], "not the same experiment: seed is '8' in run 2 and '7' in run 1"),
+        ([curve(1), curve(1, seed="8")], "not the same experiment: seed is 8 in run 2 and 7 in run 1"),
     ],
 )
 def test_what_no_reference_curve_can_be_made_of(tmp_path: Path, rejected: tuple[list[Curve], str]) -> None:
@@ -80,19 +80,20 @@ def test_what_no_reference_curve_can_be_made_of(tmp_path: Path, rejected: tuple[
         ({"format": "x"}, "no reference curve: its format"),
         ({"version": 2}, "its version is 2, and this version of pytest-gpucluster reads 1"),
         ({"band": None}, "band is no list"),
-        ({"loss": ...}, "no loss"),
-        ({"loss": ..., "bnad": []}, "no loss and unknown keys ['bnad']"),
+        ({"loss": ...}, "its keys are band, context, rule, runs, steps, expected band, context, loss, "),
+        ({"bnad": []}, "its keys are band, bnad, "),
         ({"loss": [1, 2]}, "3 steps, 2 losses and 3 bands"),
         ({"steps": [], "loss": [], "band": []}, "0 steps, 0 losses and 0 bands"),
-        ({"loss": [1, math.nan, 2]}, "no reference curve: NaN"),
+        ({"loss": [1, math.nan, 2]}, "loss holds nan, which is no finite number"),
         ({"loss": [1, 10**400, 2]}, "loss holds 1000"),
         ({"loss": [1, True, 2]}, "loss holds True, which"),
         ({"loss": [1, "2", 2]}, "loss holds '2', which"),
         ({"steps": [1, 1, 2]}, "the steps"),
         ({"steps": [1, 1.5, 2]}, "the steps"),
-        ({"band": [1, 0, 1]}, "a band of 0.0"),
-        ({"context": {"model": 1}}, "the context is"),
-        ({"context": {"model": "x"}}, "the context lacks data_sha256, seed, "),
+        ({"band": [1, 0, 1]}, "a band of 0 allows nothing"),
+        ({"context": {"model": 1}}, "the context must have"),
+        ({"context": {"model": "x"}}, "the context must have a text for each of model, data_sha256, seed, "),
+        ({"context": CONTEXT | {"more": 1}}, "the context must have"),
         ({"runs": 0}, "runs must be a number from 1"),
         ({"rule": None}, "runs must be a number from 1, and rule"),
     ],
@@ -112,7 +113,6 @@ def test_a_file_that_is_not_quite_one_is_refused(tmp_path: Path, rejected: tuple
     [
         ("", "no reference curve: "),
         ("[]", "no reference curve: its format"),
-        ('{"a": 1, "a": 2}', "no reference curve: 'a' is given 2 times"),
         ("[" * 100_000, "no reference curve: "),
         ("\udcff", "cannot be read: "),
     ],
@@ -156,7 +156,7 @@ def test_a_loss_that_is_no_number_is_no_agreement(value: float) -> None:
 @of_each("key", REQUIRED)
 def test_another_experiment_is_refused_with_both_values(key: str) -> None:
     other = curve(6.0, 1.0, 0.5, **{key: "other", "rank": "16"})
-    message = rf"{key} is 'other' in this run and {CONTEXT[key]!r} in .*rank is '16' .*not given"
+    message = rf"{key} is other in this run and {CONTEXT[key]} in .*rank is 16 .*not given"
     with pytest.raises(CurveError, match=message):
         deviation(REFERENCE, other)
     with pytest.raises(CurveError, match=message):

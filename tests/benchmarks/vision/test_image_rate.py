@@ -12,12 +12,12 @@ import torch
 from each import of_each
 from torch import nn
 
+from pytest_gpucluster.benchmarks import memory_budget
 from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.benchmarks.training.loader import SharedMemory
 from pytest_gpucluster.benchmarks.vision import throughput as module
-from pytest_gpucluster.benchmarks.vision.datasets import Block, StoredImages, SyntheticImages
-from pytest_gpucluster.benchmarks.vision.loader import Batches, SharedMemory
-from pytest_gpucluster.benchmarks.vision.throughput import image_rate
-from pytest_gpucluster.benchmarks.vision.throughput_setup import COMPONENTS, Setup, as_input, class_mean
+from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, StoredImages, SyntheticImages
+from pytest_gpucluster.benchmarks.vision.throughput import COMPONENTS, Setup, as_input, class_mean, image_rate
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -36,7 +36,7 @@ def small(_name, device, *, classes, seed):
 PARTS = replace(COMPONENTS, make=small)
 
 
-class TimedBatches(Batches):
+class TimedBatches(ImageBatches):
     """The wait for a batch takes 1 s on the clock, and the step after it 3 s."""
 
     def __init__(self, *given, clock, seconds=(1.0, 3.0), **more):
@@ -57,8 +57,8 @@ def timed(clock, seconds=(1.0, 3.0)):
 
 
 def grey(side, colours=1, labels=(0, 1)):
-    block = Block(images=torch.zeros(len(labels), side, side, colours).byte(), labels=list(labels))
-    return lambda: StoredImages("grey", len(set(labels)), lambda: block)
+    stored = torch.zeros(len(labels), side, side, colours).byte(), torch.tensor(labels)
+    return lambda: StoredImages("grey", lambda: stored)
 
 
 def run(setup=SETUP, images=IMAGES, clock=None, components=None, **more):
@@ -95,7 +95,7 @@ def test_a_slow_loader_shows_as_data_wait_and_the_loss_ratio_is_of_the_last_loss
 def test_grey_images_are_trained_on_and_the_head_is_that_of_imagenet_unless_the_data_have_more_classes():
     found = run(images=grey(28))
     assert (found.data, found.parameters) == ("grey", 13 * 1000)
-    assert run(images=grey(28, labels=range(1001))).parameters == 13 * 1001
+    assert run(images=grey(28, labels=list(range(1001)))).parameters == 13 * 1001
 
 
 def test_a_loss_that_is_not_finite_names_the_step():
@@ -139,7 +139,7 @@ def test_a_folder_that_cannot_be_looked_at_is_an_error():
 
 
 def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
-    monkeypatch.setattr(module, "free_bytes", lambda device: 10**6)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 10**6)
     made = []
     message = r"cpu: .* 4 images of 28 x 28 needs 0\.18\d GB.*--gpucluster-workload vision\.batch=2"
     with pytest.raises(EnvironmentBroken, match=message):
@@ -157,7 +157,7 @@ def test_too_small_shared_memory_is_reported_before_a_worker_is_started():
 
 
 def test_data_that_fail_in_the_middle_and_workers_that_cannot_be_started_are_errors():
-    class Failing(Batches):
+    class Failing(ImageBatches):
         taken = 0
 
         def __next__(self):

@@ -5,8 +5,7 @@ import torch
 from each import of_each
 
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
-from pytest_gpucluster.benchmarks.vision import throughput_setup
-from pytest_gpucluster.benchmarks.vision.throughput_setup import NETWORKS, ResNet, make_resnet, outputs_of
+from pytest_gpucluster.benchmarks.vision.throughput import NETWORKS, SMALLEST_SIDE, ResNet, make_resnet, outputs_of
 from pytest_gpucluster.errors import EnvironmentBroken
 
 CPU = torch.device("cpu")
@@ -45,7 +44,7 @@ def test_weights_follow_from_the_seed_alone_and_are_channels_last():
 def test_a_bottleneck_halves_the_image_in_its_3_x_3_convolution():
     with torch.device("meta"):
         model = ResNet("resnet50", classes=10)
-        shapes = [model(torch.zeros(2, 3, side, side)).shape for side in (throughput_setup.SMALLEST_SIDE, 32, 224)]
+        shapes = [model(torch.zeros(2, 3, side, side)).shape for side in (SMALLEST_SIDE, 32, 224)]
     assert shapes == [(2, 10)] * 3
     layer = model.network.resnet.encoder.stages[1].layers[0].layer
     convolutions = [module for module in layer.modules() if isinstance(module, torch.nn.Conv2d)]

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 from each import of_each
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks.lora import hub
-from pytest_gpucluster.benchmarks.lora.dataset import Row, load_rows, read_rows, row_of
+from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, Row, load_rows, read_rows, turns_of
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.errors import EnvironmentBroken
 
@@ -52,31 +54,26 @@ BAD = [
     ({"system": "", "chat": []}, "chat must be a text, not an array"),
     ({"system": "", "chat": "Hello"}, "the chat does"),
     ({"system": "", "chat": "USER: a"}, "there is nothing to train on"),
-    ({"prompt": "a", "completion": "b"}, "a row has the keys prompt, completion; allowed are {system, chat}"),
-    ({"instruction": "a", "output": " "}, "there is nothing to train on"),
+    ({"prompt": "a", "completion": "b"}, "a row has the keys prompt, completion; needed are system and chat"),
 ]
 
 
 @pytest.mark.parametrize("layout", [jsonl, lambda values: array(values, indent=1)], ids=["jsonl", "array"])
 @of_each("malformed", BAD)
-def test_a_malformed_row_is_left_out_and_named_by_its_line(layout, malformed):
+def test_a_malformed_row_is_left_out_and_named_by_its_number(layout, malformed):
     value, reason = malformed
     data = layout([*GOOD[:3], value, *GOOD[3:]])
     rows, [message] = read_rows(data, "rows")
-    assert (len(rows), message.row) == (len(GOOD), 3)
+    assert (len(rows), message.row) == (len(GOOD), 4)
     assert reason in message.reason
-    # In the text, the place of a row is where what it is begins.
-    lines = [line.strip(" ,") for line in data.decode().splitlines()]
-    assert lines[message.line - 1] in ("{", json.dumps(value))
-    assert all(lines[row.line - 1][0] == "{" for row in rows)
 
 
 def test_more_than_one_row_in_a_hundred_is_an_error_that_names_the_first():
     bad = {"system": "", "chat": ""}
     assert len(read_rows(jsonl([*GOOD[:198], bad, bad]), "rows")[1]) == 2
-    with pytest.raises(EnvironmentBroken, match=r"^rows\.jsonl: 3 of 200 .* 1%.*: line 198 \(row 197\): .* line 200 "):
+    with pytest.raises(EnvironmentBroken, match=r"^rows\.jsonl: 3 of 200 .* 1%.*: row 198: .* row 200: "):
         read_rows(jsonl([*GOOD[:197], bad, bad, bad]), "rows.jsonl")
-    with pytest.raises(EnvironmentBroken, match=r"line 5 .*; and 15 more; repair"):
+    with pytest.raises(EnvironmentBroken, match=r"row 5: .*; and 15 more; repair"):
         read_rows(jsonl([bad] * 20), "rows")
 
 
@@ -87,20 +84,27 @@ def test_more_than_one_row_in_a_hundred_is_an_error_that_names_the_first():
         (b" \n\n", ": the"),
         (b"[]", ": the"),
         (b" [ ]\n", ": the"),
-        (array(GOOD)[:-1], rf":1:{len(array(GOOD))}: the file is cut off in row 200"),
-        (array(GOOD, indent=1)[:300], r":3:\d+: the file is cut off in row 0: Unterminated"),
-        (b'[\n{"system": "", "chat": ', r":2:\d+: the file is cut off in row 0: Expecting"),
-        (b"[", ":1:2: the file is cut off in row 0"),
-        (array(GOOD[:2]) + b"\n[1]", ":2:1: no JSON in row 2: "),
-        (b'[{"system": "", "chat": "USER: a\\nASSISTANT: b"} {}]', r":1:\d+: no JSON in row 1: ','"),
-        (b"[" * 200_000, ":1:2: no JSON in row 0: nested"),
-        (b"[" + b"9" * 5000 + b"]", ":1:2: no JSON in row 0: Exceeds"),
+        *(
+            (text, rf": cut off, or no JSON array: {why}")
+            for text, why in [
+                (array(GOOD)[:-1], rf"no JSON: .* line 1 column {len(array(GOOD))} "),
+                (array(GOOD, indent=1)[:300], r"no JSON: Unterminated string .* line 3 column \d+ "),
+                (b'[\n{"system": "", "chat": ', "no JSON: Expecting value: line 2 "),
+                (b"[", "no JSON: "),
+                (array(GOOD[:2]) + b"\n[1]", "no JSON: Extra data: line 2 column 1 "),
+                (b"[" * 200_000, "nested"),
+                (b"[" + b"9" * 5000 + b"]", "no JSON: Exceeds"),
+            ]
+        ),
         # Of JSONL that is cut off only one row is lost.
-        *((jsonl(GOOD)[: -1 - cut], r":200:\d+: .*last line: ") for cut in (1, 40, 90)),
+        *((jsonl(GOOD)[: -1 - cut], ": cut off in its last line: no JSON: ") for cut in (1, 40, 90)),
         (json.dumps(GOOD[0], indent=1).encode(), r": \d+ of \d+ rows are malformed.*one object"),
         (jsonl(GOOD[:2]) + b'{"system": "caf\xe9", "chat": ""}\n', r":3: not UTF-8: byte \d+ is 0xe9"),
         ((5).to_bytes(8, "little") + b'{"a":1}', ".*safetensors"),
-        (array([{"prompt": "a", "answer": "b"}] * 9), r":1: .* prompt, answer; .* \{system, chat\} .*, output\}$"),
+        (
+            array([{"prompt": "a", "answer": "b"}] * 9),
+            ": 9 of 9 rows .* row 1: .* prompt, answer; needed are",
+        ),
     ],
 )
 def test_a_broken_file_is_an_error_with_its_place(broken):
@@ -114,22 +118,14 @@ def test_a_broken_file_is_an_error_with_its_place(broken):
     [
         (b'{"system": "x", chat}', "no JSON: Expecting property name"),
         (b'{"n": ' + b"9" * 5000 + b"}", "no JSON: Exceeds the limit"),
-        (b'{"n": ' + b"[" * 100_000, "no JSON: nested too deeply"),
+        (b'{"n": ' + b"[" * 100_000, "nested too deeply"),
         (b'{"system": "", "chat": "USER: a\\nASSISTANT: \\ud800"}', r"chat has half a character, '\ud800', at 19"),
     ],
 )
 def test_a_line_that_python_or_a_tokenizer_cannot_read_is_malformed(malformed):
     rows, [message] = read_rows(malformed[0] + b"\n" + jsonl(GOOD), "rows")
-    assert (len(rows), message.line) == (200, 1)
+    assert (len(rows), message.row) == (200, 1)
     assert message.reason.startswith(malformed[1])
-
-
-@of_each("more", [{"input": ""}, {"input": None}, {"id": 7}, {"input": "1 and 2"}])
-def test_rows_of_instruction_input_output_become_a_question_and_an_answer(more):
-    row = row_of({"instruction": "Add.", "output": "3", **more})
-    asked = "Add.\n1 and 2" if more.get("input") else "Add."
-    assert row.system == ""
-    assert [(turn.role, turn.text) for turn in row.turns] == [("user", asked), ("assistant", "3")]
 
 
 def test_a_path_is_read_with_its_sha256(tmp_path):
@@ -154,7 +150,7 @@ def test_a_missing_path_and_a_folder_are_an_error(tmp_path, name):
 
 def test_a_row_is_the_same_conversation_whatever_white_space_is_around_it():
     row = Row(system="s", chat="USER: a\n\n\nASSISTANT: b")
-    assert Row(system="s\n", chat=row.chat + "\n\n", line=3).key() == row.key()
+    assert Row(system="s\n", chat=row.chat + "\n\n").key() == row.key()
     assert Row(system="t", chat=row.chat).key() != row.key()
 
 
@@ -273,3 +269,64 @@ def test_without_huggingface_hub_the_line_to_install_it_is_reported(monkeypatch)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(EnvironmentBroken, match=r"huggingface_hub .*installed; install.* -m pip"):
         load_rows("me/calls")
+
+
+CHAT = (
+    "USER: How hot is it in Rome?\n\n\n"
+    'ASSISTANT: <functioncall> {"name": "heat", "arguments": \'{"city": "Rome"}\'} <|endoftext|>\n\n\n'
+    'FUNCTION RESPONSE: {"degrees": 30}\n\n\n'
+    "ASSISTANT: It is 30 degrees. <|endoftext|>\n\n\n"
+    "USER: Thanks!\n"
+)
+
+
+def test_roles_and_texts_are_found_in_their_order():
+    found = turns_of(CHAT)
+    assert [(turn.role, turn.text) for turn in found] == [
+        ("user", "How hot is it in Rome?"),
+        ("assistant", '<functioncall> {"name": "heat", "arguments": \'{"city": "Rome"}\'}'),
+        ("function", '{"degrees": 30}'),
+        ("assistant", "It is 30 degrees."),
+        ("user", "Thanks!"),
+    ]
+
+
+TEXTS = st.text(min_size=1, max_size=20).map(str.strip).filter(bool).filter(lambda text: END not in text)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(LABELS)), TEXTS), min_size=1), st.booleans())
+def test_what_was_put_together_is_taken_apart_again(turns, with_end):
+    turns = [*turns, ("assistant", "so it is")]
+    if any(label in text for _, text in turns for label in LABELS.values()):
+        return
+    pieces = [f"{LABELS[role]} {text}{f' {END}' if with_end and role == 'assistant' else ''}" for role, text in turns]
+    chat = BETWEEN.join(pieces)
+    assert [(turn.role, turn.text) for turn in turns_of(chat)] == turns
+
+
+def test_labels_in_a_line_and_paragraphs_are_text_and_ends_may_be_left_out_or_repeated():
+    for chat, texts in [
+        (
+            "USER: What is ASSISTANT: and USER: so?\nASSISTANT: A label.",
+            ["What is ASSISTANT: and USER: so?", "A label."],
+        ),
+        (f"USER: a\n\n\nASSISTANT: b\n\n\nUSER: c\n\n\nASSISTANT: d {END} {END}\n", list("abcd")),
+        ("USER: one\n\n\ntwo\n\nASSISTANT: three\nfour", ["one\n\n\ntwo", "three\nfour"]),
+    ]:
+        assert [turn.text for turn in turns_of(chat)] == texts
+
+
+@of_each(
+    "refused",
+    [
+        (" \n", "empty"),
+        ("Hello! USER: hi", "(USER:, ASSISTANT:, FUNCTION RESPONSE:), but with 'Hello!"),
+        ("once\nUSER: hi\nASSISTANT: hello", "but with 'once"),
+        ("USER: hi", "there is nothing to train on"),
+        ("USER: hi\n\n\nASSISTANT: <|endoftext|>", "there is nothing to train on"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_the_reason(refused):
+    chat, why = refused
+    with pytest.raises(ValueError, match=re.escape(why)):
+        turns_of(chat)

@@ -1,4 +1,4 @@
-"""Endless batches of a rank's images from worker processes, and whether shared memory has room for them.
+"""Batches of a rank's rows from worker processes, and whether shared memory has room for them.
 
 A worker passes on each batch in shared memory, which is a file in /dev/shm under either of torch's sharing strategies
 (``file_descriptor`` only removes its name at once). Where it is full, a worker fails, or the kernel kills it by SIGBUS.
@@ -14,18 +14,16 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.training.data import MakeSampler, worker_context
-from pytest_gpucluster.benchmarks.vision.datasets import Images, Sample
 from pytest_gpucluster.errors import EnvironmentBroken
 
 FOLDER = Path("/dev/shm")
@@ -39,8 +37,8 @@ _UNLIMITED_BYTES = 2**52
 
 REMEDY = (
     "Make it larger: docker run --shm-size={size}g, or --ipc=host; in Kubernetes mount an emptyDir with medium: Memory "
-    "at /dev/shm; on bare metal and under Slurm mount -o remount,size={size}G /dev/shm. Or reduce the need: "
-    "--gpucluster-workload vision.workers=2 --gpucluster-workload vision.prefetch=2"
+    "at /dev/shm; on bare metal and under Slurm mount -o remount,size={size}G /dev/shm. Or reduce the need by the "
+    "workload of this test, such as --gpucluster-workload vision.workers=2 --gpucluster-workload vision.prefetch=2"
 )
 
 
@@ -135,8 +133,10 @@ def _gib(amount: int) -> str:
     return "no limit" if amount >= _UNLIMITED_BYTES else f"{amount / 2**30:.3g} GiB"
 
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""Images, uint8, batch x height x width x colours, and labels, int64, batch."""
+_START = "forkserver"
+"""How workers are started. Not by fork: a rank has a CUDA context, and threads of NCCL and gloo, which no child
+survives. Not by spawn: each worker would import torch again. The server is a new process, and imports torch once.
+Source: torch.multiprocessing, "CUDA in multiprocessing"; Python, multiprocessing, "Contexts and start methods"."""
 
 _END_SECONDS = 2.0
 """How long workers may take to end by themselves."""
@@ -145,86 +145,70 @@ _DEAD_SECONDS = 1.0
 """How long it may take until a worker's exit code is known."""
 
 
-class EndlessBatchSampler(Sampler[list[int]]):
-    """The rows of batch after batch without an end. An epoch's rest goes into the first batch of the next one.
+def worker_context() -> BaseContext:
+    """Return the start method of a DataLoader's workers, next to a GPU and process groups."""
+    context = multiprocessing.get_context(_START)
+    context.set_forkserver_preload([f"{__package__}.data"])
+    return context
 
-    Between the epochs of a usual loop the workers run dry, so that the rate would depend on the size of the data set.
-    fast it is read.
+
+def in_batches(rows: Iterable[int], batch: int) -> Iterator[list[int]]:
+    """Yield the numbers of rows, a batch at a time.
+
+    >>> list(in_batches(range(5), 2))
+    [[0, 1], [2, 3], [4]]
     """
-
-    def __init__(self, images: Images, *, batch: int, rank: int, world_size: int, seed: int, make: MakeSampler):
-        self._batch = batch
-        self._sampler = make(images, num_replicas=world_size, rank=rank, seed=seed, shuffle=True)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        rows = self._rows()
-        while True:
-            yield list(itertools.islice(rows, self._batch))
-
-    def _rows(self) -> Iterator[int]:
-        for epoch in itertools.count():
-            self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]  # DistributedSampler has it
-            yield from self._sampler
+    each = iter(rows)
+    while chunk := list(itertools.islice(each, batch)):
+        yield chunk
 
 
 class Batches:
-    """Batches of one rank.
+    """Batches of one rank, as torch's ``default_collate`` makes them of the rows.
 
-    Each worker is a process of its own, and ends with the rank, however that ends. Where one dies, or an image cannot
-    be read, the next batch is an error: no image is skipped.
+    Each worker is a process of its own, and ends with the rank, however that ends. Where one dies, or a row cannot
+    be read, the next batch is an error: no row is skipped.
 
     Args:
-        images: to read.
-        batch: images of a batch.
+        data: raises EnvironmentBroken for a row that cannot be read.
+        rows: the numbers of each batch's rows, without an end: between the epochs of a usual loop the workers run dry.
         workers: number of processes; with none the rank itself reads each batch.
         prefetch: batches that each worker reads ahead.
-        rank, world_size: select the share of the images.
-        seed: of their order.
         pinned: return them in pinned memory, from which a GPU copies while the rank continues.
-        make_sampler: as torch's ``DistributedSampler``.
         inspect: of /dev/shm, where a worker dies.
     """
 
     def __init__(
         self,
-        images: Images,
+        data: Any,
+        rows: Iterable[list[int]],
         *,
-        batch: int,
         workers: int,
         prefetch: int,
-        rank: int,
-        world_size: int,
-        seed: int,
         pinned: bool,
-        make_sampler: MakeSampler = DistributedSampler,
         inspect: Inspect = inspect_shared_memory,
     ) -> None:
-        settings: dict[str, Any] = {}
+        ahead: dict[str, Any] = {}
         if workers:
-            settings = {
-                "multiprocessing_context": worker_context(),
-                "prefetch_factor": prefetch,
-                "persistent_workers": True,
-            }
-        rows = EndlessBatchSampler(images, batch=batch, rank=rank, world_size=world_size, seed=seed, make=make_sampler)
+            ahead = {"multiprocessing_context": worker_context(), "prefetch_factor": prefetch}
         loader = DataLoader(
-            _Readable(images),
+            _Readable(data),
             batch_sampler=rows,
             num_workers=workers,
             collate_fn=_collate,
             pin_memory=pinned,
             worker_init_fn=_end_with_rank,
-            **settings,
+            **ahead,
         )
         self._inspect = inspect
         before = set(multiprocessing.active_children())
         self._batches: Iterator[Any] | None = iter(loader)
         self._workers: list[BaseProcess] = [one for one in multiprocessing.active_children() if one not in before]
 
-    def __next__(self) -> Batch:
-        """Return the next batch. While it waits, it checks every few seconds whether the workers are alive.
+    def __next__(self) -> Any:
+        """Return the next batch. While it waits, torch checks every few seconds whether the workers are alive.
 
-        Raises: EnvironmentBroken if an image cannot be read, or a worker has died.
+        Raises: EnvironmentBroken if a row cannot be read, or a worker has died.
         """
         if self._batches is None:
             raise ValueError("these batches have been closed")
@@ -242,8 +226,7 @@ class Batches:
             raise EnvironmentBroken(problem)
         if isinstance(batch, _Unreadable):
             raise EnvironmentBroken(batch.reason)
-        images, labels = batch
-        return images, labels
+        return batch
 
     def close(self) -> None:
         """End the workers and wait for them. There is no next batch after it."""
@@ -267,9 +250,9 @@ class Batches:
             if code == -signal.SIGKILL:
                 return (
                     f"{name} was killed (SIGKILL), usually by the kernel for lack of memory: check dmesg and the "
-                    "memory limit of the job or container, or use fewer: --gpucluster-workload vision.workers=2"
+                    "memory limit of the job or container, or use fewer, such as --gpucluster-workload vision.workers=2"
                 )
-            how = f"died of {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return f"{name} {how}. Its output is in the output of this test"
         return ""
 
@@ -281,23 +264,20 @@ class _Unreadable:
         self.reason = reason
 
 
-class _Readable(Dataset["Sample | _Unreadable"]):
-    """Images whose read errors are returned as values: an exception would get a worker's traceback."""
+class _Readable(Dataset[Any]):
+    """Data whose read errors are returned as values: an exception would get a worker's traceback."""
 
-    def __init__(self, images: Images) -> None:
-        self._images = images
+    def __init__(self, data: Any) -> None:
+        self._data = data
 
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def __getitem__(self, row: int) -> Sample | _Unreadable:
+    def __getitem__(self, row: int) -> Any:
         try:
-            return self._images[row]
+            return self._data[row]
         except EnvironmentBroken as error:
             return _Unreadable(str(error))
 
 
-def _collate(samples: list[Sample | _Unreadable]) -> Any:
+def _collate(samples: list[Any]) -> Any:
     unreadable = next((one for one in samples if isinstance(one, _Unreadable)), None)
     # default_collate makes the batch directly in shared memory, where a lack of it is an exception.
     return default_collate(samples) if unreadable is None else unreadable
@@ -325,10 +305,3 @@ def _shared_memory_error(error: Exception, inspect: Inspect) -> str:
     if "shared memory" not in str(error) and "No space left on device" not in str(error):
         return ""
     return f"a DataLoader worker found no room for its batch in shared memory. {shared_memory_shortage(inspect)}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
