@@ -253,7 +253,7 @@ def failing(capsys, *words):
     ("data", "words", "why"),
     [
         ("[]", [], "the file is empty"),
-        ('[{"a": 1}]', [], "a row has the keys a; allowed are"),
+        ('[{"a": 1}]', [], "a row has the keys a; needed are system and chat"),
         (json.dumps(ROWS), ["--sha256", "0" * 64], "and " + "0" * 64 + " is expected"),
         (json.dumps(ROWS)[:-9], [], "the file is cut off in row 299"),
         (json.dumps([MANY_WORDS] * 3), [], "1 different conversations are too few"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noqa: F401  # a hook
 
-from pytest_gpucluster.benchmarks.storage import checkpoint, consistency, shared_filesystem
+from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
 from pytest_gpucluster.files import Mount
 from pytest_gpucluster.node import clock_skew, host, name_resolution, network, pci
 from pytest_gpucluster.node.fabric import ports
@@ -38,11 +38,7 @@ def pytest_runtest_setup(item):
         os.environ["GLOO_SOCKET_IFNAME"] = "bond7"
     checkpoint.VISIBILITY_SECONDS = honest_seen_seconds if fault_of(item) == "right" else 0.5
     consistency._MOST_SECONDS_EACH = 0.02
-    for (module, name), operations in HONEST.items():
-        setattr(module, name, operations)
-    if FAULT in BROKEN:
-        (module, name), broken = BROKEN[FAULT]
-        setattr(module, name, replace(HONEST[module, name], **broken))
+    consistency.OPERATIONS = replace(HONEST, **BROKEN.get(FAULT, {}))
     if criterion_of(item) == "test_host":
         host.TREE = Tree(root=ROOT / "host" / fault_of(item))
 
@@ -83,9 +79,7 @@ class Silent(Quick):
 # ---- file system -----------------------------------------------------------------------------------------------------
 
 honest_seen_seconds = checkpoint.VISIBILITY_SECONDS
-MOUNT, FILE = (shared_filesystem, "MOUNT_OPERATIONS"), (shared_filesystem, "FILE_OPERATIONS")
-RENAME, VISIBILITY = (consistency, "RENAME_OPERATIONS"), (consistency, "VISIBILITY_OPERATIONS")
-HONEST = {(module, name): getattr(module, name) for module, name in (MOUNT, FILE, RENAME, VISIBILITY)}
+HONEST = consistency.OPERATIONS
 OTHER = Mount(point="/", kind="nfs4", source="server:/other", root="/", options=("rw",))
 GONE = Mount(point="/gone", kind="nfs4", source="server:/gone", root="/", options=("rw",))
 kept, count = {}, [0]
@@ -128,15 +122,15 @@ def nearly_full(path):
 
 
 BROKEN = {
-    "old": (VISIBILITY, {"read": old}),
-    "unshared": (VISIBILITY, {"write": elsewhere}),
-    "flipped": (VISIBILITY, {"read": flipped}),
-    "missing": (RENAME, {"read": sometimes_missing}),
-    "torn": (RENAME, {"read": lambda path: path.read_bytes()[:4096]}),
-    "other": (MOUNT, {"mounts": lambda: (OTHER,)}),
-    "stale": (MOUNT, {"mounts": lambda: (*HONEST[MOUNT].mounts(), GONE), "statvfs": stale}),
-    "full": (FILE, {"make": full}),
-    "space": (MOUNT, {"statvfs": nearly_full}),
+    "old": {"read_probe": old},
+    "unshared": {"write_probe": elsewhere},
+    "flipped": {"read_probe": flipped},
+    "missing": {"read_renamed": sometimes_missing},
+    "torn": {"read_renamed": lambda path: path.read_bytes()[:4096]},
+    "other": {"mounts": lambda: (OTHER,)},
+    "stale": {"mounts": lambda: (*HONEST.mounts(), GONE), "statvfs": stale},
+    "full": {"write_small": full},
+    "space": {"statvfs": nearly_full},
 }
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.files import Mount, read_mounts
 
 FILE_BYTES = 16384
 """Several pages, so that a part of a file can be seen."""
@@ -31,15 +32,40 @@ _IDLE_SECONDS = 1.0
 _LISTED = 5
 
 
+def write_probe(path: Path, content: bytes) -> None:
+    """Write a file, overwriting an existing one, and wait until it is on stable storage.
+
+    Raises: OSError.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        left = memoryview(content)
+        while left:
+            left = left[os.write(handle, left) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RenameOperations:
-    """The replaceable file operations: tests inject a faulty one."""
+class Operations:
+    """The replaceable system calls, by what they are used for: tests inject a faulty one.
 
-    replace: Callable[[Path, Path], None] = os.replace
-    read: Callable[[Path], bytes] = Path.read_bytes
+    Opening a file again, as each read does, makes an NFS client ask the server for its age. Source: nfs(5),
+    close-to-open cache consistency.
+    """
+
+    write_probe: Callable[[Path, bytes], None] = write_probe
+    read_probe: Callable[[Path], bytes] = Path.read_bytes
+    rename: Callable[[Path, Path], None] = os.replace
+    read_renamed: Callable[[Path], bytes] = Path.read_bytes
+    write_small: Callable[[Path, bytes], object] = Path.write_bytes
+    read_small: Callable[[Path], bytes] = Path.read_bytes
+    mounts: Callable[[], tuple[Mount, ...]] = read_mounts
+    statvfs: Callable[[str], os.statvfs_result] = os.statvfs
 
 
-RENAME_OPERATIONS = RenameOperations()
+OPERATIONS = Operations()
 
 
 @dataclass(kw_only=True)
@@ -115,7 +141,7 @@ def version_of(content: bytes) -> int | None:
     return int(body[:15])
 
 
-def put_version(path: Path, version: int, *, components: RenameOperations | None = None) -> None:
+def put_version(path: Path, version: int) -> None:
     """Replace the file by a version.
 
     Raises: OSError.
@@ -123,23 +149,19 @@ def put_version(path: Path, version: int, *, components: RenameOperations | None
     new = path.with_name(f"{path.name}.new")
     with new.open("wb") as stream:
         stream.write(version_content(version))
-    (components or RENAME_OPERATIONS).replace(new, path)
+    OPERATIONS.rename(new, path)
 
 
-def replace_and_read(
-    path: Path, renames: int, *, writes: bool, components: RenameOperations | None = None
-) -> ReadCounts:
+def replace_and_read(path: Path, renames: int, *, writes: bool) -> ReadCounts:
     """Read a file until its last version is seen, while one of the hosts replaces it again and again.
 
     Args:
         path: of the file; version 0 must be there.
         renames: the number of the last version.
         writes: this host is the one that replaces it, in a thread.
-        components: by default ``RENAME_OPERATIONS`` of this module.
 
     Raises: OSError of the writer, or of the reader but for a file that is missing or stale.
     """
-    do = components or RENAME_OPERATIONS
     failed: list[OSError] = []
     stop = threading.Event()
 
@@ -148,7 +170,7 @@ def replace_and_read(
             for version in range(1, renames + 1):
                 if stop.is_set():
                     return
-                put_version(path, version, components=do)
+                put_version(path, version)
                 time.sleep(_PAUSE_SECONDS)
         except OSError as error:  # raised again below
             failed.append(error)
@@ -157,7 +179,7 @@ def replace_and_read(
     if writes:
         writer.start()
     try:
-        found = _read(path, renames, do, lambda: bool(failed))
+        found = _read(path, renames, lambda: bool(failed))
     finally:
         stop.set()
         if writes:
@@ -172,7 +194,7 @@ def longest_seconds(renames: int) -> float:
     return renames * _MOST_SECONDS_EACH + checkpoint.VISIBILITY_SECONDS
 
 
-def _read(path: Path, renames: int, components: RenameOperations, failed: Callable[[], bool]) -> ReadCounts:
+def _read(path: Path, renames: int, failed: Callable[[], bool]) -> ReadCounts:
     found = ReadCounts()
     until = time.monotonic() + longest_seconds(renames)
     changed = time.monotonic()
@@ -180,7 +202,7 @@ def _read(path: Path, renames: int, components: RenameOperations, failed: Callab
         if time.monotonic() > changed + _IDLE_SECONDS:
             time.sleep(_IDLE_SECONDS / 100)
         try:
-            content = components.read(path)
+            content = OPERATIONS.read_renamed(path)
         except FileNotFoundError:
             found.missing += 1
             _add_example(found, f"missing after version {found.last}")
@@ -211,42 +233,6 @@ def _add_example(found: ReadCounts, text: str) -> None:
 
 _POLL_SECONDS = 0.02
 ROUNDS = ("written", "written over")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisibilityOperations:
-    """The replaceable file operations: tests inject a faulty one."""
-
-    write: Callable[[Path, bytes], None]
-    read: Callable[[Path], bytes]
-
-
-def write_probe(path: Path, content: bytes) -> None:
-    """Write a file, overwriting an existing one, and wait until it is on stable storage.
-
-    Raises: OSError.
-    """
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    try:
-        left = memoryview(content)
-        while left:
-            left = left[os.write(handle, left) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def read_probe(path: Path) -> bytes:
-    """Read a whole file. Opening it again makes an NFS client ask the server for its age.
-
-    Source: nfs(5), close-to-open cache consistency.
-
-    Raises: OSError.
-    """
-    return path.read_bytes()
-
-
-VISIBILITY_OPERATIONS = VisibilityOperations(write=write_probe, read=read_probe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +318,6 @@ def read_until_visible(
     turn: int,
     size_bytes: int,
     hosts: dict[int, str],
-    components: VisibilityOperations | None = None,
 ) -> Visibility:
     """Read the files of other nodes until they have the expected content, or the time limit is reached.
 
@@ -342,9 +327,7 @@ def read_until_visible(
         turn: the number of the write: 0 for the first one.
         size_bytes: of each file.
         hosts: node -> its name.
-        components: by default ``VISIBILITY_OPERATIONS`` of this module.
     """
-    look = components or VISIBILITY_OPERATIONS
     seconds, wrong, missing = 0.0, [], []
     for node in nodes:
         path, due = path_of(folder, node), hashlib.sha256(turn_content(node, turn, size_bytes)).hexdigest()
@@ -352,7 +335,7 @@ def read_until_visible(
         while True:
             found, size = "", -1
             try:
-                content = look.read(path)
+                content = OPERATIONS.read_probe(path)
                 found, size = hashlib.sha256(content).hexdigest(), len(content)
             except FileNotFoundError:
                 pass  # maybe not visible yet

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pytest_gpucluster.benchmarks.dtypes import numerics
@@ -75,7 +74,6 @@ def check_resume(
     fewer: dist.ProcessGroup | None,
     batch: int,
     steps: int,
-    seed: int = 0,
     components: Components | None = None,
 ) -> ResumeResult:
     """Train a sharded decoder, save it, train on; then resume others from the checkpoint, and compare the losses.
@@ -96,7 +94,6 @@ def check_resume(
         fewer: a group that this rank is in, with a part of the ranks; all ranks are in one of this size.
         batch: rows of each rank in a step.
         steps: before the checkpoint, and as many after it.
-        seed: of weights and data.
         components: of saving and loading; by default ``COMPONENTS`` of this module.
 
     Raises, on all ranks alike, and for the fewer ranks on those of the group in which it failed:
@@ -116,34 +113,33 @@ def check_resume(
         instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
     )
     with counted(VERIFYING), numerics("highest"), deterministic():
-        return _Check(group, device, geometry, folder, batch, steps, seed, components or COMPONENTS).run(fewer)
+        return _Check(group, device, geometry, folder, batch, steps, components or COMPONENTS).run(fewer)
 
 
+@dataclass(eq=False)
 class _Check:
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        geometry: Geometry,
-        folder: Path,
-        batch: int,
-        steps: int,
-        seed: int,
-        components: Components,
-    ) -> None:
-        self._group, self._device, self._geometry, self._folder = group, device, geometry, folder
-        self._steps, self._seed, self._components = steps, seed, components
-        self._global_batch = batch * dist.get_world_size(group)
-        self._data = PackedTokens(
-            rows=2 * steps * self._global_batch, sequence=geometry.sequence, vocab=geometry.vocab, seed=seed
-        )
+    _group: dist.ProcessGroup
+    _device: torch.device
+    _geometry: Geometry
+    _folder: Path
+    _batch: int
+    _steps: int
+    _components: Components
+
+    def __post_init__(self) -> None:
+        sizes, self._global_batch = self._geometry, self._batch * dist.get_world_size(self._group)
+        rows = 2 * self._steps * self._global_batch
+        self._data = PackedTokens(rows=rows, sequence=sizes.sequence, vocab=sizes.vocab, seed=0)
 
     def run(self, fewer: dist.ProcessGroup | None) -> ResumeResult:
         self._folder = Path(on_first_rank(self._group, lambda: str(make_unique_folder(self._folder))))
-        training = self._sharded(self._group, self._seed)
+        training = self._sharded(self._group)
         consumed = self._steps * self._global_batch
         self._losses(training, self._group, consumed=0)
-        saved = self._save(training, self._steps, consumed)
+        extra = {"epoch": 0, "rows_consumed": consumed}
+        saved = self._components.save(
+            self._folder, self._steps, training.model, training.optimizer, group=self._group, extra=extra
+        )
         state = _state_fingerprint(training)
         due = self._losses(training, self._group, consumed=consumed)
         self._interrupt(training, saved)
@@ -152,15 +148,14 @@ class _Check:
         def resume(other: Training, group: dist.ProcessGroup, how: str) -> float:
             loaded = self._components.load(saved.path, other.model, other.optimizer, group=group)
             found = _state_fingerprint(other)
-            on_all_ranks(
-                group, lambda: _require_same(found, state, loaded, self._extra(consumed), f"{saved.path}, {how}")
-            )
+            on_all_ranks(group, lambda: _require_same(found, state, loaded, extra, f"{saved.path}, {how}"))
             losses = self._losses(other, group, consumed=int(loaded["rows_consumed"]))
             return max(relative(one, other) for one, other in zip(losses, due, strict=True))
 
-        other_seed = self._seed + 1  # no weight may be right by chance
-        same = resume(self._sharded(self._group, other_seed), self._group, "loaded by the same ranks")
-        replica = self._replicated(other_seed)
+        # Of another seed: no weight may be right by chance.
+        same = resume(self._sharded(self._group, seed=1), self._group, "loaded by the same ranks")
+        whole = make_decoder(self._geometry, self._device, seed=1)
+        replica = Training(replicate(whole, self._device, self._group), self._device, precision="fp32")
         replicated = resume(replica, self._group, "loaded without sharding")
         self._check_rejection(replica, saved)
         del replica
@@ -168,7 +163,7 @@ class _Check:
         less, failure = None, None
         if fewer is not None:
             try:
-                less = resume(self._sharded(fewer, other_seed), fewer, f"loaded by {count} of the ranks")
+                less = resume(self._sharded(fewer, seed=1), fewer, f"loaded by {count} of the ranks")
             except (WrongResult, EnvironmentBroken) as error:  # the other groups do not see it
                 failure = error
         # Also a barrier: after it no rank reads in the folder any more.
@@ -185,29 +180,10 @@ class _Check:
             saved=saved,
         )
 
-    def _sharded(self, group: dist.ProcessGroup, seed: int) -> Training:
+    def _sharded(self, group: dist.ProcessGroup, seed: int = 0) -> Training:
         model = make_decoder(self._geometry, self._device, seed=seed)
-        return self._training(shard(model, mesh_of(group, self._device), precision="fp32"))
-
-    def _replicated(self, seed: int) -> Training:
-        model = make_decoder(self._geometry, self._device, seed=seed)
-        return self._training(replicate(model, self._device, self._group))
-
-    def _training(self, model: nn.Module) -> Training:
+        model = shard(model, mesh_of(group, self._device), precision="fp32")
         return Training(model, self._device, precision="fp32")
-
-    def _save(self, training: Training, step: int, consumed: int) -> SavedCheckpoint:
-        return self._components.save(
-            self._folder,
-            step,
-            training.model,
-            training.optimizer,
-            group=self._group,
-            extra=self._extra(consumed),
-        )
-
-    def _extra(self, consumed: int) -> dict[str, Any]:
-        return {"epoch": 0, "rows_consumed": consumed}
 
     def _losses(self, training: Training, group: dist.ProcessGroup, *, consumed: int) -> list[float]:
         """Train on from a row, and return the mean loss of the global batch in each step: the same on every rank."""

@@ -7,12 +7,15 @@ and how fast many small files are created, listed and removed, as by an import o
 from __future__ import annotations
 
 import errno
-import os
+import functools
+import operator
 import shutil
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -36,23 +39,6 @@ _GONE = {errno.ESTALE: "stale file handle", errno.EIO: "input/output error", err
 T = TypeVar("T")
 
 
-def make_folder(folder: Path) -> None:
-    """Create a folder where it is missing. Raises: OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MountOperations:
-    """The replaceable system calls: tests inject a faulty one."""
-
-    mounts: Callable[[], tuple[Mount, ...]] = files.read_mounts
-    statvfs: Callable[[str], os.statvfs_result] = os.statvfs
-    make: Callable[[Path], None] = make_folder
-
-
-MOUNT_OPERATIONS = MountOperations()
-
-
 @dataclass(frozen=True, kw_only=True)
 class MountInfo:
     """A folder as one host sees it.
@@ -72,16 +58,14 @@ class MountInfo:
     broken: tuple[str, ...] = field(default=())
 
 
-def inspect_mount(
-    folder: Path, host: str, *, answer_seconds: float = ANSWER_SECONDS, components: MountOperations | None = None
-) -> MountInfo:
+def inspect_mount(folder: Path, host: str, *, answer_seconds: float = ANSWER_SECONDS) -> MountInfo:
     """Inspect a folder, which is created where it is missing, and every network file system of this host.
 
     Raises: EnvironmentBroken if the folder itself cannot be inspected, or its file system does not respond.
     """
-    do = components or MOUNT_OPERATIONS
+    do = consistency.OPERATIONS
     try:
-        start_call(lambda: do.make(folder))(answer_seconds)
+        start_call(lambda: folder.mkdir(parents=True, exist_ok=True))(answer_seconds)
         real = start_call(lambda: folder.resolve(strict=True))(answer_seconds)
         sizes = start_call(lambda: do.statvfs(str(real)))(answer_seconds)
     except (OSError, TimeoutError) as error:
@@ -123,17 +107,12 @@ def require_same_mounts(folder: Path, mounts: Sequence[MountInfo]) -> None:
     Raises: EnvironmentBroken naming the few hosts that differ from the others, or where something is broken.
     """
     problems = [f"- {one.host}: {what}" for one in mounts for what in one.broken]
-    texts = {
-        "the type of file system": [one.mount.kind if one.mount else "unknown" for one in mounts],
-        "the access": ["read only" if one.mount and one.mount.read_only else "read and write" for one in mounts],
-    }
-    for what, values in texts.items():
+    kinds = [one.mount.kind if one.mount else "unknown" for one in mounts]
+    access = ["read only" if one.mount and one.mount.read_only else "read and write" for one in mounts]
+    for what, values in (("the type of file system", kinds), ("the access", access)):
         problems += [f"- {what} of {folder}: {text}" for text in _deviants(mounts, values)]
-    problems += [
-        f"- {folder} is mounted read only on {one.host}"
-        for one in mounts
-        if one.mount and one.mount.read_only and all(other.mount and other.mount.read_only for other in mounts)
-    ]
+    if set(access) == {"read only"}:
+        problems += [f"- {folder} is mounted read only on {one.host}" for one in mounts]
     sources = [str(one.mount) for one in mounts]
     for text in _deviants(mounts, sources):
         print(f"{folder} is mounted differently: {text}")
@@ -193,67 +172,45 @@ def start_call(call: Callable[[], T]) -> Callable[[float], T]:
     Returns: a function that waits up to a limit for the result. It raises what the call has raised, and TimeoutError,
         without an errno, at the limit.
     """
-    results: list[T] = []
-    failed: list[Exception] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(call())
-        except Exception as error:  # raised again below, in the thread that waits
-            failed.append(error)
-
-    # A daemon: a call that never ends must not keep the process alive.
-    thread = threading.Thread(target=run, name="gpucluster-call", daemon=True)
-    thread.start()
+            outcome.set_result(call())
+        except Exception as error:  # raised again in the thread that waits
+            outcome.set_exception(error)
 
     def wait(seconds: float) -> T:
-        thread.join(seconds)
-        if failed:
-            raise failed[0]
-        if not results:
+        done, _ = futures_wait([outcome], seconds)
+        if not done:
             raise TimeoutError(f"not over after {seconds:g} s")
-        return results[0]
+        return outcome.result()
 
+    # A daemon: a call that never ends must not keep the process alive, as a thread of an executor would.
+    threading.Thread(target=run, name="gpucluster-call", daemon=True).start()
     return wait
 
 
 FILE_BYTES = 4096
 
 
-def make_file(path: Path, content: bytes) -> None:
-    """Create a file. Raises: OSError."""
-    path.write_bytes(content)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileOperations:
-    """The replaceable file operations: tests inject a faulty one."""
-
-    make: Callable[[Path, bytes], None] = make_file
-    read: Callable[[Path], bytes] = Path.read_bytes
-
-
-FILE_OPERATIONS = FileOperations()
-
-
-def small_files_per_second(folder: Path, count: int, *, components: FileOperations | None = None) -> float:
+def small_files_per_second(folder: Path, count: int) -> float:
     """Create files of 4 KiB in a folder, list them, read each and remove all of them; return files a second.
 
     Args:
         folder: created here, and removed at the end.
         count: of the files.
-        components: by default ``FILE_OPERATIONS`` of this module.
 
     Raises:
         WrongResult: a file has another content, or the list is not complete.
         OSError: the file system fails.
     """
-    do = components or FILE_OPERATIONS
+    do = consistency.OPERATIONS
     folder.mkdir()
     begin = time.perf_counter()
     names = [f"{index:06d}" for index in range(count)]
     for name in names:
-        do.make(folder / name, _content(name))
+        do.write_small(folder / name, _content(name))
     listed = sorted(path.name for path in folder.iterdir())
     if listed != names:
         different = sorted(set(names) ^ set(listed))
@@ -261,7 +218,7 @@ def small_files_per_second(folder: Path, count: int, *, components: FileOperatio
             f"{folder}: {len(different)} of {count} files are listed wrongly, the first of them is {different[0]}"
         )
     for name in names:
-        if do.read(folder / name) != _content(name):
+        if do.read_small(folder / name) != _content(name):
             raise WrongResult(f"{folder / name} has another content than was written")
     for name in names:
         (folder / name).unlink()
@@ -337,7 +294,7 @@ def survey(
     Raises: EnvironmentBroken on all ranks: the folder is missing on a node, differs between nodes, or fails.
     """
     with counted(MEASURING):
-        return _Survey(group, folder, list(nodes), list(hosts)).run(file_bytes, replaced, small)
+        return _Survey(group, folder, nodes, hosts).run(file_bytes, replaced, small)
 
 
 def longest_seconds(replaced: int, small: int) -> float:
@@ -345,72 +302,62 @@ def longest_seconds(replaced: int, small: int) -> float:
     return 5 * checkpoint.VISIBILITY_SECONDS + consistency.longest_seconds(replaced) + 0.2 * small
 
 
+@dataclass(eq=False)
 class _Survey:
-    def __init__(self, group: dist.ProcessGroup, folder: Path, nodes: list[int], hosts: list[str]) -> None:
-        self._group, self._folder = group, folder
-        rank = dist.get_rank(group)
-        self._host, self._count = hosts[rank], len(set(nodes))
-        self._node = sorted(set(nodes)).index(nodes[rank])
-        self._is_leader = nodes.index(nodes[rank]) == rank
-        self._hosts = {sorted(set(nodes)).index(node): host for node, host in zip(nodes, hosts, strict=True)}
+    _group: dist.ProcessGroup
+    _folder: Path
+    _nodes: Sequence[int]
+    _hosts: Sequence[str]
+
+    def __post_init__(self) -> None:
+        self._rank, numbers = dist.get_rank(self._group), sorted(set(self._nodes))
+        self._host, self._count = self._hosts[self._rank], len(numbers)
+        self._node = numbers.index(self._nodes[self._rank])
+        self._host_of = {numbers.index(node): host for node, host in zip(self._nodes, self._hosts, strict=True)}
+        self._is_leader = self._nodes.index(self._nodes[self._rank]) == self._rank
 
     def run(self, file_bytes: int, replaced: int, small: int) -> SurveyResult | None:
-        mounts = [one for one in on_all_ranks(self._group, self._inspect) if one is not None]
+        mounts = [one for one in self._on_nodes(lambda: inspect_mount(self._folder, self._host)) if one is not None]
         on_first_rank(self._group, lambda: require_same_mounts(self._folder, mounts))
         folder = Path(on_first_rank(self._group, lambda: str(make_unique_folder(self._folder))))
-        on_all_ranks(self._group, lambda: self._find(folder, mounts))
-        visibility = Visibility(files=0, right=0, slowest_seconds=0.0)
-        for turn in range(len(consistency.ROUNDS)):
-            # All have read before a node overwrites.
-            on_all_ranks(self._group, lambda turn=turn: self._write(folder, turn, file_bytes))  # type: ignore[misc]
-            found = on_all_ranks(self._group, lambda turn=turn: self._read(folder, turn, file_bytes))  # type: ignore[misc]
-            visibility += found[dist.get_rank(self._group)] or visibility
+        self._on_nodes(lambda: self._find(folder, mounts))
+        seen = [self._exchange(folder, turn, file_bytes) for turn in range(len(consistency.ROUNDS))]
         path = folder / _RENAMED
         on_first_rank(self._group, lambda: consistency.put_version(path, 0))
-        on_all_ranks(self._group, lambda: wait_for(path) if self._is_leader else None)
-        reads = on_all_ranks(self._group, lambda: self._replace(path, replaced))[dist.get_rank(self._group)]
-        rates = on_all_ranks(self._group, lambda: self._small(folder, small))
+        self._on_nodes(lambda: wait_for(path))
+        reads = self._on_nodes(lambda: consistency.replace_and_read(path, replaced, writes=self._node == 0))[self._rank]
+        rates = self._on_nodes(lambda: small_files_per_second(folder / f"small-{self._node:05d}", small))
         on_first_rank(self._group, lambda: shutil.rmtree(folder))
-        if not self._is_leader or reads is None:
+        rate, visibility = rates[self._rank], [one for one in seen if one is not None]
+        if reads is None or rate is None:
             return None
         return SurveyResult(
             mount=next(one for one in mounts if one.host == self._host),
-            visibility=visibility,
+            visibility=functools.reduce(operator.add, visibility),
             reads=reads,
-            small_files_per_second=rates[dist.get_rank(self._group)] or 0.0,
+            small_files_per_second=rate,
             path=path,
             renames=replaced,
         )
 
-    def _inspect(self) -> MountInfo | None:
-        if not self._is_leader:
-            return None
-        return inspect_mount(self._folder, self._host)
+    def _on_nodes(self, act: Callable[[], T]) -> list[T | None]:
+        """Run an action on one rank of each node; return the results in the order of the ranks, None for the others."""
+        return on_all_ranks(self._group, lambda: act() if self._is_leader else None)
 
     def _find(self, folder: Path, mounts: list[MountInfo]) -> None:
         """Wait for the folder that the first rank has created; where it does not appear, report all mounts."""
-        if not self._is_leader:
-            return
         try:
             wait_for(folder)
         except EnvironmentBroken as error:
             raise EnvironmentBroken(f"{self._host}: {error}\n{not_shared_message(mounts)}") from None
 
-    def _write(self, folder: Path, turn: int, file_bytes: int) -> None:
-        if self._is_leader:
-            content = consistency.turn_content(self._node, turn, file_bytes)
-            consistency.VISIBILITY_OPERATIONS.write(consistency.path_of(folder, self._node), content)
-
-    def _read(self, folder: Path, turn: int, file_bytes: int) -> Visibility | None:
-        if not self._is_leader:
-            return None
-        others = consistency.nodes_to_read(self._node, self._count)
-        return consistency.read_until_visible(folder, others, turn=turn, size_bytes=file_bytes, hosts=self._hosts)
-
-    def _replace(self, path: Path, replaced: int) -> ReadCounts | None:
-        if not self._is_leader:
-            return None
-        return consistency.replace_and_read(path, replaced, writes=self._node == 0)
-
-    def _small(self, folder: Path, small: int) -> float | None:
-        return small_files_per_second(folder / f"small-{self._node:05d}", small) if self._is_leader else None
+    def _exchange(self, folder: Path, turn: int, file_bytes: int) -> Visibility | None:
+        """Write this node's file, and read those of other nodes. All have read before a node overwrites."""
+        content = consistency.turn_content(self._node, turn, file_bytes)
+        path, others = consistency.path_of(folder, self._node), consistency.nodes_to_read(self._node, self._count)
+        self._on_nodes(lambda: consistency.OPERATIONS.write_probe(path, content))
+        return self._on_nodes(
+            lambda: consistency.read_until_visible(
+                folder, others, turn=turn, size_bytes=file_bytes, hosts=self._host_of
+            )
+        )[self._rank]
