@@ -255,11 +255,11 @@ def failing(capsys, *words):
         ("[]", [], "the file is empty"),
         ('[{"a": 1}]', [], "a row has the keys a; needed are system and chat"),
         (json.dumps(ROWS), ["--sha256", "0" * 64], "and " + "0" * 64 + " is expected"),
-        (json.dumps(ROWS)[:-9], [], "the file is cut off in row 299"),
+        (json.dumps(ROWS)[:-9], [], ": cut off, or no JSON array: "),
         (json.dumps([MANY_WORDS] * 3), [], "1 different conversations are too few"),
         (json.dumps(ROWS), ["--sequence", "100000"], "do not fill one block"),
         (
-            json.dumps([{"instruction": "a", "output": str(n)} for n in range(9)]),
+            json.dumps([{"system": "", "chat": f"USER: a\nASSISTANT: {n}"} for n in range(9)]),
             [],
             "512 are required: give more rows",
         ),
