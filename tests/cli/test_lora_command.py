@@ -308,7 +308,8 @@ def test_an_output_that_cannot_be_written_is_exit_code_4(source, tmp_path, capsy
 
 def test_conversations_without_a_call_are_reported(base, adapter, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"instruction": f"Say {n}", "output": str(n)}) + "\n" for n in range(9)))
+    chats = [f"USER: Say {n}\nASSISTANT: {n}" for n in range(9)]
+    path.write_text("".join(json.dumps({"system": "", "chat": chat}) + "\n" for chat in chats))
     errors = failing(capsys, "evaluate", adapter, "--data", path, "--device", "cpu")
     assert "1 times no call in the row" in errors
 
