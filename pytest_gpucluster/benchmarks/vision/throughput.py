@@ -391,9 +391,10 @@ class _Training:
                     f"the {len(opened)} images have {opened.classes} class, and at least 2 are needed"
                 )
             facts = [len(opened), zlib.crc32(repr((opened.name, opened.classes, opened.shape)).encode()), 0]
-        except (EnvironmentBroken, OSError) as error:
-            known = isinstance(error, EnvironmentBroken)
-            failure = error if known else EnvironmentBroken(f"the images cannot be read: {error}")
+        except EnvironmentBroken as error:
+            failure = error
+        except OSError as error:
+            failure = EnvironmentBroken(f"the images cannot be read: {error}")
         facts[2] = zlib.crc32(repr((self._setup, sampling)).encode())
         of_ranks = self._share(failure, facts)
         assert opened is not None  # or the failure has been raised
