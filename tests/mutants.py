@@ -80,9 +80,7 @@ SUBJECTS: Mapping[str, Subject] = {
         "benchmarks/test_moved_payload",
     ),
     "flops": _subject("benchmarks/training/model", "benchmarks/training/test_decoder"),
-    "lora_flops": _subject(
-        "benchmarks/lora/model", "benchmarks/lora/test_lora_geometry", "benchmarks/lora/test_lora_model"
-    ),
+    "lora_flops": _subject("benchmarks/lora/model", "benchmarks/lora/test_lora_model"),
     "lora_loop": _subject("benchmarks/lora/trainer", "benchmarks/lora/test_loop", "benchmarks/lora/test_plan"),
     "hostlist": _subject("launch/hostlist", "launch/test_hostlist"),
 }
