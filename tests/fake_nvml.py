@@ -28,25 +28,20 @@ class FakeNvml:
     ) -> None:
         """``silent``: UUIDs that are counted and do not answer, as a lost GPU. ``ways``: between two UUIDs, as
         ``Nvml.between`` tells; "system" where nothing is planted."""
-        self.gpus = {uuid: dict(values) for uuid, values in gpus.items()}
-        for values in self.gpus.values():
+        self.planted = {uuid: dict(values) for uuid, values in gpus.items()}
+        for values in self.planted.values():
             assert set(values) <= set(QUERIES), f"no such query: {sorted(set(values) - set(QUERIES))}"
         self.name, self.driver, self.silent = name, driver, set(silent)
-        self.pci = dict(pci or {uuid: f"00000000:{0x1B + 0x10 * i:02X}:00.0" for i, uuid in enumerate(self.gpus)})
+        self.pci = dict(pci or {uuid: f"00000000:{0x1B + 0x10 * i:02X}:00.0" for i, uuid in enumerate(self.planted)})
         self._count = count
         self.ways = dict(ways or {})
 
     def driver_version(self) -> str:
         return self.driver
 
-    def count(self) -> int:
-        return len(self.gpus) if self._count is None else self._count
-
-    def uuids(self) -> tuple[str | None, ...]:
-        return tuple(None if uuid in self.silent else uuid for uuid in self.gpus)
-
-    def listed(self) -> tuple[NvmlGpu, ...]:
-        return tuple(gpu for gpu in map(self.find, self.gpus) if gpu is not None)
+    def gpus(self) -> tuple[NvmlGpu | None, ...]:
+        found = tuple(map(self.find, self.planted))
+        return (*found, *[None] * ((self._count or 0) - len(found)))
 
     def between(self, uuid: str, other: str) -> str:
         told = self.ways.get(frozenset((uuid, other)), "system")
@@ -55,20 +50,17 @@ class FakeNvml:
         return told
 
     def find(self, uuid: str) -> NvmlGpu | None:
-        if uuid not in self.gpus or uuid in self.silent:
+        if uuid not in self.planted or uuid in self.silent:
             return None
-        return NvmlGpu(index=list(self.gpus).index(uuid), uuid=uuid, pci_bus_id=self.pci[uuid], name=self.name)
-
-    def pci_bus_ids(self) -> tuple[str, ...]:
-        return tuple(self.pci[uuid] for uuid in self.gpus if uuid not in self.silent)
+        return NvmlGpu(index=list(self.planted).index(uuid), uuid=uuid, pci_bus_id=self.pci[uuid], name=self.name)
 
     def read(self, uuid: str, query: str) -> Any:
         functions = QUERIES[query].functions
-        if uuid not in self.gpus or uuid in self.silent:
+        if uuid not in self.planted or uuid in self.silent:
             raise NotAvailable("the GPU is lost: it has fallen off the bus or is inaccessible", "lost")
-        if query not in self.gpus[uuid]:
+        if query not in self.planted[uuid]:
             raise NotAvailable(f"not supported by this GPU or driver ({functions})")
-        value = self.gpus[uuid][query]
+        value = self.planted[uuid][query]
         if isinstance(value, Callable):  # type: ignore[arg-type]  # mypy takes no Callable here
             value = value()
         if isinstance(value, BaseException):

@@ -154,5 +154,5 @@ def _examine(gpus: Sequence[NvmlGpu], rank: int, nvml: PyNvml) -> dict[str, Any]
 
 if __name__ == "__main__":
     _nvml = PyNvml()
-    _gpus = [gpu for gpu in map(_nvml.find, sys.argv[1:]) if gpu] or _nvml.listed()
+    _gpus = [gpu for gpu in map(_nvml.find, sys.argv[1:]) if gpu] or [gpu for gpu in _nvml.gpus() if gpu]
     print(json.dumps([_examine(_gpus, rank, _nvml) for rank in range(len(_gpus))]))

@@ -97,7 +97,7 @@ class _Turning(FakeNvml):
     def read(self, uuid: str, query: str) -> Any:
         if query == "ecc.uncorrected.volatile":
             changed = self._counted.pop(0) if len(self._counted) > 1 else self._counted[0]
-            self.gpus[uuid] = {**HEALTHY_H100, **changed}
+            self.planted[uuid] = {**HEALTHY_H100, **changed}
         return super().read(uuid, query)
 
 

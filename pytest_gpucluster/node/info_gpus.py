@@ -41,12 +41,14 @@ def query_gpus(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], 
     """In the child: run all queries, and write each answer at once."""
     try:
         nvml = open_nvml()
-        write({"driver": nvml.driver_version(), "count": nvml.count()})
+        write({"driver": nvml.driver_version()})
         write({"query": "the list of GPUs"})
-        listed = nvml.listed()
+        gpus = nvml.gpus()
+        write({"count": len(gpus)})
     except EnvironmentBroken as error:
         write({"why_not": str(error)})
         return
+    listed = [gpu for gpu in gpus if gpu is not None]
     for gpu in listed:
         identity = {"index": gpu.index, "name": gpu.name, "uuid": gpu.uuid, "pci": gpu.pci_bus_id}
         write({"gpu": identity})

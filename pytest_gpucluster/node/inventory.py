@@ -126,7 +126,7 @@ def identify(
     try:
         nvml = open_nvml()
         who["versions"]["driver"] = nvml.driver_version()
-        who["node_gpus"] = nvml.count()
+        who["node_gpus"] = len(nvml.gpus())
         known = nvml.find(uuid)
         if known is None:
             who["nvml"] = f"NVML does not list {uuid}, which CUDA shows as cuda:{index}"

@@ -55,14 +55,8 @@ class Nvml(Protocol):
 
     def driver_version(self) -> str: ...
 
-    def count(self) -> int:
-        """GPUs of this node that this process may use, also those that do not answer."""
-
-    def uuids(self) -> tuple[str | None, ...]:
-        """UUID of each of those GPUs in NVML's order; None for one that does not answer."""
-
-    def listed(self) -> tuple[NvmlGpu, ...]:
-        """GPUs that this process may use and that answer, in NVML's order."""
+    def gpus(self) -> tuple[NvmlGpu | None, ...]:
+        """GPUs of this node that this process may use, in NVML's order; None for one that does not answer."""
 
     def between(self, uuid: str, other: str) -> str:
         """Return the nearest common ancestor of two GPUs: one of ``COMMON_ANCESTORS``.
@@ -73,9 +67,6 @@ class Nvml(Protocol):
 
     def find(self, uuid: str) -> NvmlGpu | None:
         """Look a GPU up by its full UUID (``GPU-...``, ``MIG-...``); None where NVML does not list it."""
-
-    def pci_bus_ids(self) -> tuple[str, ...]:
-        """PCI addresses of the GPUs that answer, as NVML writes them; a lost GPU is left out."""
 
     def read(self, uuid: str, query: str) -> Any:
         """Read one of ``QUERIES`` as a plain value in its unit.
@@ -164,30 +155,14 @@ class PyNvml:
         """Read the kernel driver's version, such as ``580.65.06``."""
         return text(self._of_node("nvmlSystemGetDriverVersion"))
 
-    def count(self) -> int:
-        """Count the GPUs that this process may use, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
-        return len(self._permitted())
-
-    def uuids(self) -> tuple[str | None, ...]:
-        """Read the UUID of each GPU that this process may use, None for one that does not answer."""
-        nvml = self._nvml
-        found: list[str | None] = []
+    def gpus(self) -> tuple[NvmlGpu | None, ...]:
+        """List the GPUs that this process may use, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
+        found: list[NvmlGpu | None] = []
         for handle in self._permitted():
             try:
-                found.append(None if handle is None else text(nvml.nvmlDeviceGetUUID(handle)))
-            except nvml.NVMLError:
-                found.append(None)
-        return tuple(found)
-
-    def listed(self) -> tuple[NvmlGpu, ...]:
-        """List the GPUs that answer; ``count`` has also those that do not."""
-        found = []
-        for handle in self._permitted():
-            try:
-                known = None if handle is None else self.find(text(self._nvml.nvmlDeviceGetUUID(handle)))
+                found.append(None if handle is None else self.find(text(self._nvml.nvmlDeviceGetUUID(handle))))
             except self._nvml.NVMLError:
-                continue  # a GPU that does not answer is missing here, and the caller notices by the count
-            found += [known] if known is not None else []
+                found.append(None)
         return tuple(found)
 
     def between(self, uuid: str, other: str) -> str:
@@ -212,17 +187,6 @@ class PyNvml:
             )
         except nvml.NVMLError:
             return None
-
-    def pci_bus_ids(self) -> tuple[str, ...]:
-        """Read the PCI address of every GPU that still answers."""
-        nvml, found = self._nvml, []
-        for handle in self._permitted():
-            try:
-                if handle is not None:
-                    found.append(text(nvml.nvmlDeviceGetPciInfo(handle).busId))
-            except nvml.NVMLError:
-                continue  # a GPU that does not answer is missing here, and the caller notices by the count
-        return tuple(found)
 
     def read(self, uuid: str, query: str) -> Any:
         """Read one query."""

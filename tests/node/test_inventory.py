@@ -14,7 +14,7 @@ from fake_nvml import HEALTHY_H100, FakeNvml
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.node.inventory import NVML_QUERIES, CudaGpu, choose_cuda_index, full_uuid, identify, start_time
-from pytest_gpucluster.node.nvml import Nvml
+from pytest_gpucluster.node.nvml import Nvml, NvmlGpu
 
 FACTS = RankFacts(
     rank=9,
@@ -55,7 +55,7 @@ def fake_nvml(uuids: Sequence[str] = ("GPU-aa", "GPU-bb", "GPU-cc")) -> FakeNvml
 class HalfWay(FakeNvml):
     """NVML that breaks after its first answer."""
 
-    def count(self) -> int:
+    def gpus(self) -> tuple[NvmlGpu | None, ...]:
         raise RuntimeError("GPU is lost")
 
 

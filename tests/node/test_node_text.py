@@ -51,7 +51,7 @@ def test_a_node_is_summed_up_in_lines_that_say_it_all(node):
 
 def test_a_lost_gpu_and_a_driver_that_hangs_are_shown(node, bare):
     fake = fake_node.nvml()
-    fake.silent = {list(fake.gpus)[5]}
+    fake.silent = {list(fake.planted)[5]}
     assert "missing         1 of 8 GPUs " in shown("summary", node, fake=fake)
     late = Output(why_not="no answer in 30 s")
     text = shown("summary", bare, gpus=lambda: late)

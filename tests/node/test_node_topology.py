@@ -36,10 +36,10 @@ def test_gpus_behind_switches_are_as_many_links_apart_as_they_have_to_the_switch
 
 def test_links_to_each_other_are_counted_by_the_address_at_their_end(node):
     fake = fake_node.nvml(count=3)
-    uuids = list(fake.gpus)
+    uuids = list(fake.planted)
     ends = {uuid: dict.fromkeys(range(4), ("gpu", fake.pci[uuids[1 - at]])) for at, uuid in enumerate(uuids[:2])}
     for uuid in uuids:
-        fake.gpus[uuid]["nvlink.ends"] = ends.get(uuid, {})
+        fake.planted[uuid]["nvlink.ends"] = ends.get(uuid, {})
     topology = read(node, fake)
     assert topology["between_gpus"] == [["X", "NV4", "SYS"], ["NV4", "X", "SYS"], ["SYS", "SYS", "X"]]
 
@@ -48,13 +48,13 @@ def test_links_to_each_other_are_counted_by_the_address_at_their_end(node):
 def test_without_links_nvml_says_what_they_have_in_common(node, case):
     common, way = case
     fake = fake_node.nvml({"nvlink.ends": {}}, count=2)
-    fake.ways[frozenset(fake.gpus)] = common
+    fake.ways[frozenset(fake.planted)] = common
     assert read(node, fake)["between_gpus"] == [["X", way], [way, "X"]]
 
 
 def test_where_nvml_does_not_say_it_the_kernel_does_and_where_neither_does_it_is_not_guessed(node, tmp_path):
     fake = fake_node.nvml({"nvlink.ends": NotAvailable("not supported")}, count=2)
-    fake.ways[frozenset(fake.gpus)] = NotAvailable("not supported")
+    fake.ways[frozenset(fake.planted)] = NotAvailable("not supported")
     assert read(node, fake)["between_gpus"][0] == ["X", "NODE"]
     topology = read(Tree(root=tmp_path), fake)
     assert topology["between_gpus"] == [["X", "?"], ["?", "X"]]

@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -178,15 +179,19 @@ def read_gpus(open_nvml: Callable[[], Nvml], write: Take, interval_seconds: floa
     """Write samples of all GPUs, round after round."""
     try:
         nvml = open_nvml()
-        uuids = nvml.uuids()
-        write({"nvml": {"driver": nvml.driver_version(), "gpus": [_gpu(nvml, *gpu) for gpu in enumerate(uuids)]}})
+        gpus = nvml.gpus()
+        listed = [
+            {"index": index, "uuid": None, "name": None, "pci_bus_id": None} if gpu is None else asdict(gpu)
+            for index, gpu in enumerate(gpus)
+        ]
+        write({"nvml": {"driver": nvml.driver_version(), "gpus": listed}})
     except EnvironmentBroken as error:
         write({"nvml": {"why_not": str(error)}})
         return
     except Exception as error:  # bindings and drivers fail in many ways; without a line it would look like a hang
         write({"nvml": {"why_not": f"NVML failed: {type(error).__name__}: {error}"}})
         return
-    answering = [uuid for uuid in uuids if uuid is not None]
+    answering = [gpu.uuid for gpu in gpus if gpu is not None]
     while answering:
         begin = time.monotonic()
         for uuid in answering:
@@ -194,16 +199,6 @@ def read_gpus(open_nvml: Callable[[], Nvml], write: Take, interval_seconds: floa
         spent = time.monotonic() - begin
         # Every call serialises with the driver's other work: at least half of the time there is none.
         time.sleep(max(interval_seconds - spent, spent))
-
-
-def _gpu(nvml: Nvml, index: int, uuid: str | None) -> Mapping[str, Any]:
-    found = None if uuid is None else nvml.find(uuid)
-    return {
-        "index": index if found is None else found.index,
-        "uuid": uuid,
-        "name": None if found is None else found.name,
-        "pci_bus_id": None if found is None else found.pci_bus_id,
-    }
 
 
 def read_host(tree: Tree, write: Take, interval_seconds: float) -> None:

@@ -177,7 +177,8 @@ def _identity(nvml: Nvml, me: Mapping[str, Any], before: NvmlValues) -> Identity
 
 
 def _node(sources: Sources, ranks: int) -> Node:
-    answering = sources.nvml.pci_bus_ids()
+    gpus = sources.nvml.gpus()
+    answering = [gpu.pci_bus_id for gpu in gpus if gpu is not None]
     found: tuple[PciGpu, ...] = ()
     unreadable = ""
     try:
@@ -185,7 +186,7 @@ def _node(sources: Sources, ranks: int) -> Node:
     except OSError as error:  # a note reports it
         unreadable = str(error)
     return Node(
-        nvml_gpus=sources.nvml.count(),
+        nvml_gpus=len(gpus),
         answering=len(answering),
         ranks=ranks,
         unlisted=found,

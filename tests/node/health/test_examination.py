@@ -338,7 +338,7 @@ def test_a_load_that_fails_on_a_gpu_that_answers_is_raised_as_it_is_after_the_fi
 
     def die(look: Any) -> None:
         look()
-        fake.gpus[UUID]["ecc.uncorrected.volatile"] = 1
+        fake.planted[UUID]["ecc.uncorrected.volatile"] = 1
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
     found = examined(fake=fake, load=die)

@@ -43,7 +43,7 @@ def who(rank: int = 0, *, gpu: bool = True, host: str = "gpu-07") -> dict[str, A
 def sources(values: dict[str, Any], *, log: Callable[[], KernelLog] | None = None) -> Sources:
     """Of an H100 whose NVML answers with these values, which may change."""
     fake = FakeNvml({GPU: {}})
-    fake.gpus[GPU] = values
+    fake.planted[GPU] = values
     quiet = KernelLog(lines=("NVRM: loading",), source="dmesg")
     return Sources.of([who()], rank=0, nvml=fake, kernel_log=log or (lambda: quiet))
 
