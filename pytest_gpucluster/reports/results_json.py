@@ -23,6 +23,7 @@ from pytest_gpucluster.journal.verdict import RUNNING as RUN_IN_PROGRESS
 from pytest_gpucluster.metrics.codec import number_to_json
 from pytest_gpucluster.metrics.sampling import STOPPED_BY
 from pytest_gpucluster.metrics.time_budget import PARTS
+from pytest_gpucluster.reports.findings import baseline_of, isolation_of
 from pytest_gpucluster.reports.summary import (
     IN_PROGRESS,
     NOT_RUN,
@@ -176,7 +177,7 @@ def _test_values(row: Row, journal: Journal) -> dict[str, Any]:
         "started_at": started or None,
         "spent": result.spent if result.spent.keys() >= set(PARTS) else None,
         "headline": None if row.headline is None else _index(row, row.headline),
-        "isolation": _isolation(result.isolation),
+        "isolation": isolation_of(result.isolation),
         "artifacts": f"{ARTIFACTS}/{artifacts_name(row.nodeid)}",
     }
 
@@ -184,69 +185,6 @@ def _test_values(row: Row, journal: Journal) -> dict[str, Any]:
 def _index(row: Row, judged: object) -> int:
     measurements = row.result.measurements if row.result is not None else ()
     return next(number for number, each in enumerate(measurements) if each is judged)
-
-
-def _baseline(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the comparison with the baseline. The journal stores it unchecked, so every key is checked here."""
-    if not found:
-        return None
-    old = found.get("old")
-    return {
-        "kind": str(found.get("kind") or ""),
-        "old": _checked_number(old.get("value") if isinstance(old, Mapping) else None),
-        "old_rank": _checked_integer(found.get("old_rank")),
-        "rank": _checked_integer(found.get("rank")),
-        "matched_by": str(found.get("matched_by") or ""),
-        "change_ratio": _checked_number(found.get("change_ratio")),
-        "allowed_ratio": _checked_number(found.get("allowed_ratio")),
-        "decides": found.get("decides") is True,
-        "why": str(found.get("why") or ""),
-    }
-
-
-def _isolation(found: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the result of a search for culprits. The journal stores it unchecked, so every key is checked here."""
-    if not found:
-        return None
-    listed = found.get("names")
-    names: Mapping[str, Any] = listed if isinstance(listed, Mapping) else {}
-
-    def named(units: object) -> list[str]:
-        return [str(names.get(str(unit), unit)) for unit in _checked_list(units)]
-
-    return {
-        "culprits": [
-            {
-                "names": named(culprit.get("units")),
-                "kind": str(culprit.get("kind", "")),
-                "failed": _checked_integer(culprit.get("failed")),
-                "probes": _checked_integer(culprit.get("probes")),
-                "evidence": [str(line) for line in _checked_list(culprit.get("evidence"))],
-            }
-            for culprit in _checked_list(found.get("culprits"))
-            if isinstance(culprit, Mapping)
-        ],
-        "cleared": named(found.get("cleared")),
-        "undecided": named(found.get("undecided")),
-        "why_undecided": str(found.get("why_undecided") or ""),
-        "reproduced": found.get("reproduced") is True,
-        "cut_short": str(found.get("cut_short") or ""),
-    }
-
-
-def _checked_list(value: object) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else ()
-
-
-def _checked_integer(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _checked_number(value: object) -> float | None:
-    """Return a number, also one that the journal writes as a text; None for anything else."""
-    if isinstance(value, str):
-        return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 # ---- the definition ----------------------------------------------------------------------------------------------
@@ -330,9 +268,9 @@ _MEASUREMENT = _object(
     baseline=_or_null(
         _object(
             "The comparison with the baseline, for the worst rank; null without a baseline.",
-            lambda judged, _: _baseline(judged.baseline),
+            lambda judged, _: baseline_of(judged.baseline),
             kind=_text("better, worse, within noise and the like (docs/compare.md)."),
-            old=_number_or_null("The baseline's value."),
+            old=_number_or_null("The baseline's value.", lambda found, _: found.old and found.old.value),
             old_rank=_integer_or_null("The rank there."),
             rank=_integer_or_null("The rank here."),
             matched_by=_text("How the two ranks were matched."),
@@ -420,9 +358,12 @@ _TEST = _object(
                     probes=_integer_or_null("Number of probes with it."),
                     evidence=_list("The evidence.", _text("One line.")),
                 ),
+                lambda search, _: [vars(each) | {"names": search.named(each.units)} for each in search.culprits],
             ),
-            cleared=_list("Those that passed with others.", _text("A name.")),
-            undecided=_list("The rest.", _text("A name.")),
+            cleared=_list(
+                "Those that passed with others.", _text("A name."), lambda search, _: search.named(search.cleared)
+            ),
+            undecided=_list("The rest.", _text("A name."), lambda search, _: search.named(search.undecided)),
             why_undecided=_text("Why the rest is undecided."),
             reproduced=_flag("Whether the fault was reproduced."),
             cut_short=_text("Why the search ended early; empty if it did not."),

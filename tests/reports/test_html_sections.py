@@ -34,20 +34,22 @@ def measured(**others: Any) -> TestResult:
 
 
 @of_each(
-    "baseline",
+    "case",
     [
-        {"kind": "missing"},
-        {"kind": 7, "old": "<b>", "change_ratio": "NaN", "rank": None},
-        {"old": {"value": math.nan}, "change_ratio": math.inf},
-        {"old": [1], "why": "<script>"},
+        ({"kind": "missing"}, "missing"),
+        ({"kind": 7, "change_ratio": "NaN", "rank": None}, "7"),
+        ({"old": {"value": math.nan}, "change_ratio": math.inf}, "unknown"),
+        ({"kind": "worse", "why": "<script>"}, "worse; <script>"),
+        ({"kind": "worse", "old": "<b>"}, "unknown; baseline: old must be a JSON object, found '<b>'; see the journal"),
     ],
 )
-def test_any_baseline_in_a_journal_is_shown_and_no_markup(baseline: dict[str, Any]) -> None:
+def test_any_baseline_in_a_journal_is_shown_and_no_markup(case: tuple[dict[str, Any], str]) -> None:
+    baseline, expected = case
     shown = text_of(page_of(measured(baseline=BASELINE)))
     assert "regressed: 781 TFLOPS before (-5.2 %) on rank 3" in shown
     document = page_of(measured(baseline=baseline))
     assert "Compared with the baseline" in document
-    assert (str(baseline.get("kind", "unknown"))) in text_of(document)
+    assert expected in text_of(document)
     assert "<td><b>" not in document
     assert document.count("<script>") == 1
 

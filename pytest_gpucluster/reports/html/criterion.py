@@ -8,27 +8,25 @@ version. Only existing files are linked, with paths relative to the page.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from markupsafe import Markup
 
-from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.judge.misses import most_throttled
-from pytest_gpucluster.metrics.codec import AnyText, read
 from pytest_gpucluster.reports.charts.figures import artifact_folders, by_number, figures_of
 from pytest_gpucluster.reports.charts.plots import limit_bar
 from pytest_gpucluster.reports.criterion_text import margin_text, value_text
+from pytest_gpucluster.reports.findings import Isolation, Probe, isolation_of
 from pytest_gpucluster.reports.html.measured import (
     EMBEDDED_RANKS,
     by_rank,
@@ -48,7 +46,7 @@ from pytest_gpucluster.reports.tables import (
     telemetry_text,
     time_text,
 )
-from pytest_gpucluster.text import plural
+from pytest_gpucluster.text import plural, some_of
 
 _OF_THE_RUN = (JOURNAL_FILE, "junit.xml", "results.json", "metrics.prom", "exclude.txt")
 _MOST_LINKS = 40
@@ -135,115 +133,49 @@ _PROBES = 64
 _MOST_NAMES = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Culprit:
-    """A culprit: a node, a GPU, or a link between two of them."""
-
-    name: str
-    failed_probes: str
-    evidence: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """The search for culprits. ``raw`` has all of it if it does not have the form that this version writes."""
-
-    result: str = ""
-    culprits: tuple[Culprit, ...] = ()
-    cleared: str = ""
-    undecided: str = ""
-    probes: Table | None = None
-    raw: str = ""
-
-
-def search_of(isolation: Mapping[str, Any]) -> Search | None:
-    """Return the search in the journal; None if there was none."""
-    if not isolation:
+def search_values(found: Isolation | None) -> dict[str, Any] | None:
+    """Return the search for culprits for the template."""
+    if found is None:
         return None
-    try:
-        return _search(read(_Isolation, dict(isolation), "isolation"))
-    except JournalError as error:
-        # Of another version: shown unchanged, because evidence is never dropped.
-        return Search(result=line(str(error)), raw=passage(json.dumps(isolation, indent=1, default=str), 4096))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Probe:
-    members: tuple[int, ...] = ()
-    wrong: str = ""
-    failure: str = ""
-    busbw: AnyText = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Suspect:
-    kind: str = "unit"
-    units: tuple[int, ...] = ()
-    failed: int = 0
-    probes: int = 0
-    intermittent: bool = False
-    evidence: tuple[AnyText, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Isolation:
-    """The search as the journal has it."""
-
-    names: Mapping[str, AnyText] = field(default_factory=dict)
-    culprits: tuple[_Suspect, ...] = ()
-    rounds: tuple[tuple[_Probe, ...], ...] = ()
-    cleared: tuple[int, ...] = ()
-    undecided: tuple[int, ...] = ()
-    why_undecided: str = ""
-    cut_short: str = ""
-    seconds: float = 0.0
-    reproduced: bool = False
-
-
-def _search(isolation: _Isolation) -> Search:
-    def name(unit: int) -> str:
-        return word(isolation.names.get(str(unit), f"unit {unit}"))
-
-    def listed(units: tuple[int, ...]) -> str:
-        more = f" and {len(units) - _MOST_NAMES} more" if len(units) > _MOST_NAMES else ""
-        return ", ".join(map(name, units[:_MOST_NAMES])) + more
-
     culprits = []
-    for suspect in isolation.culprits:
-        names = " and ".join(map(name, suspect.units))
+    for suspect in found.culprits:
+        names = " and ".join(map(word, found.named(suspect.units)))
         failed_probes = f"failed {suspect.failed} of {suspect.probes} probes"
-        failed_probes += ": intermittent" if suspect.intermittent else ""
-        called = f"the link between {names}" if suspect.kind == "link" else names
-        evidence = tuple(map(line, suspect.evidence[:_PROBES]))
-        culprits.append(Culprit(name=called, failed_probes=failed_probes, evidence=evidence))
-    rounds = len(isolation.rounds)
+        culprits.append(
+            {
+                "name": f"the link between {names}" if suspect.kind == "link" else names,
+                "failed_probes": failed_probes + (": intermittent" if suspect.intermittent else ""),
+                "evidence": list(map(line, suspect.evidence[:_PROBES])),
+            }
+        )
     probes = [
-        (str(number), listed(probe.members), _probe_result(probe))
-        for number, outcomes in enumerate(isolation.rounds, start=1)
+        (str(number), _listed(found, probe.members), _probe_result(probe))
+        for number, outcomes in enumerate(found.rounds, start=1)
         for probe in outcomes
     ]
     parts = [
-        f"{plural(rounds, 'round')}, {plural(len(probes), 'probe')}, {isolation.seconds:.1f} s",
-        "" if isolation.reproduced or culprits else "the fault was not reproduced",
-        f"ended early: {isolation.cut_short}" if isolation.cut_short else "",
+        f"{plural(len(found.rounds), 'round')}, {plural(len(probes), 'probe')}, {found.seconds:.1f} s",
+        "" if found.reproduced or culprits else "the fault was not reproduced",
+        f"ended early: {found.cut_short}" if found.cut_short else "",
     ]
-    undecided = filter(None, (listed(isolation.undecided), isolation.why_undecided))
-    return Search(
-        result=line("; ".join(part for part in parts if part)),
-        culprits=tuple(culprits),
-        cleared=listed(isolation.cleared),
-        undecided=line(": ".join(undecided)),
-        probes=html_table("Probes", ("Round", "Group", "Result"), probes, most=_PROBES),
-    )
+    return {
+        "result": line("; ".join(filter(None, parts))),
+        "culprits": culprits,
+        "cleared": _listed(found, found.cleared),
+        "undecided": line(": ".join(filter(None, (_listed(found, found.undecided), found.why_undecided)))),
+        "probes": html_table("Probes", ("Round", "Group", "Result"), probes, most=_PROBES),
+    }
 
 
-def _probe_result(probe: _Probe) -> str:
+def _listed(found: Isolation, units: Sequence[int]) -> str:
+    return some_of(list(map(word, found.named(units))), _MOST_NAMES)
+
+
+def _probe_result(probe: Probe) -> str:
     if probe.wrong or probe.failure:
-        return "; ".join(part for part in (f"wrong data: {probe.wrong}" if probe.wrong else "", probe.failure) if part)
-    if not probe.busbw:
-        return "no value"
+        return "; ".join(filter(None, (f"wrong data: {probe.wrong}" if probe.wrong else "", probe.failure)))
     try:
-        return f"{float(probe.busbw):.4g} GB/s"
+        return f"{float(probe.busbw):.4g} GB/s" if probe.busbw else "no value"
     except ValueError:
         return probe.busbw
 
@@ -403,7 +335,7 @@ def details_values(row: Row, journal: Journal, *, files: RunFiles) -> dict[str, 
         "message": "" if passed or result.message.strip() == row.why else passage(result.message, 4096),
         "text": "" if result.text.strip() == row.why else passage(result.text),
         "advice": advice_in((result.message, result.text, *(value for _, value in result.properties))),
-        "search": search_of(result.isolation),
+        "search": search_values(isolation_of(result.isolation)),
         "measurements": measurements_table(result),
         "journal": files.journal if result.measurements else None,
         "ranks": None if is_redundant else ranks,

@@ -14,6 +14,7 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.reports.charts.plots import rank_dots, rank_dots_key
 from pytest_gpucluster.reports.criterion_text import margin_text, value_text
+from pytest_gpucluster.reports.findings import baseline_of
 from pytest_gpucluster.reports.markup import Table, html_table, line, word
 from pytest_gpucluster.reports.summary import headline, worst_first
 from pytest_gpucluster.reports.tables import (
@@ -106,21 +107,16 @@ def _row(judged: JudgedMetric, shared: Mapping[str, str], failure_text: str) -> 
 
 
 def baseline_text(judged: JudgedMetric) -> str:
-    """Return "regressed: 781 TFLOPS before (-5.2 %)" for the rank with the largest regression, as far as it is known.
-
-    The journal stores the comparison unchecked, so every key is checked here.
-    """
-    baseline = judged.baseline
-    if not baseline:
+    """Return "regressed: 781 TFLOPS before (-5.2 %)" for the rank with the largest regression."""
+    found = baseline_of(judged.baseline)
+    if found is None:
         return ""
-    old, change, rank = baseline.get("old"), baseline.get("change_ratio"), baseline.get("rank")
-    before = old.get("value") if isinstance(old, Mapping) else None
+    before = found.old.value if found.old is not None else None
     parts = [f"{quantity(before, judged.unit)} before"] if is_number(before) else []
-    parts += [f"({percent(change)})"] if is_number(change) else []
-    parts += [f"on rank {rank}"] if isinstance(rank, int) and rank != judged.worst_rank else []
-    kind = str(baseline.get("kind") or "unknown")
-    texts = (f"{kind}: {' '.join(parts)}" if parts else kind, str(baseline.get("why") or ""))
-    return line("; ".join(text for text in texts if text))
+    parts += [f"({percent(found.change_ratio)})"] if is_number(found.change_ratio) else []
+    parts += [f"on rank {found.rank}"] if found.rank not in (None, judged.worst_rank) else []
+    kind = found.kind or "unknown"
+    return line("; ".join(filter(None, (f"{kind}: {' '.join(parts)}" if parts else kind, found.why))))
 
 
 def by_rank(result: TestResult, journal: Journal) -> tuple[ByRank, ...]:
