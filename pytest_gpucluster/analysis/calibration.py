@@ -6,9 +6,8 @@ with the basis of each floor as a comment.
 
 from __future__ import annotations
 
+import json
 import math
-import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_FLOOR, Decimal
@@ -21,7 +20,7 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY, condition
 from pytest_gpucluster.metrics import measurement, stats, units
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.text import one_line, printable, some_of
+from pytest_gpucluster.text import one_line, plural, printable, some_of
 
 RATES = ("compute rate", "data rate", "token rate", "image rate", "file rate")
 """Dimensions that a floor is proposed for. Limits of other metrics are rules, such as "no finding"."""
@@ -255,7 +254,7 @@ def propose(series: Series, *, spreads: float = SPREADS, peak: float | None = No
     """
     numbers = [number.value for number in series.numbers]
     if len(numbers) < LEAST_NUMBERS:
-        return NoFloor(series=series, why=f"{_counted(len(numbers))}, and at least {LEAST_NUMBERS} are needed")
+        return NoFloor(series=series, why=f"{plural(len(numbers), 'value')}, and at least {LEAST_NUMBERS} are needed")
     if not all(math.isfinite(value) and value >= 0 for value in numbers):
         return NoFloor(series=series, why="a value is no finite number")
     median = stats.median(numbers)
@@ -302,10 +301,6 @@ def _of_samples(samples: Sequence[Sequence[float]]) -> float:
     return median if math.isfinite(median) else math.inf
 
 
-def _counted(count: int) -> str:
-    return "1 value" if count == 1 else f"{count} values"
-
-
 _HEAD = """\
 # Floors proposed by `gpucluster thresholds calibrate`, for review. Nothing is in force before this file is passed:
 #     pytest acceptance/ --gpucluster-thresholds THIS_FILE
@@ -317,8 +312,6 @@ _INDENT = " " * 8
 _PATH = 200
 _FAR_BELOW = 0.05
 """Below this share of the peak the loader takes a floor for a wrong unit, unless it has ``despite_peak``."""
-_WIDTH = 100
-"""Columns of a source's lines, which are indented."""
 
 
 def overlay(
@@ -373,7 +366,7 @@ def overlay(
         "",
         "schema_version: 1",
         "skus:",
-        f"  {_scalar(sku)}:",
+        f"  {json.dumps(printable(sku))}:",
         "    limits:",
     ]
     by_metric: dict[str, list[Proposal]] = {}
@@ -427,97 +420,87 @@ def _entry(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:
     series, lowest = proposal.series, proposal.lowest
     runs = sorted({number.run for number in series.numbers})
     median, spread, low = (show(value, series.unit) for value in (proposal.median, proposal.spread, lowest.value))
-    count = f"{len(series.numbers)} values of {_runs(len(runs))}"
-    figures = f"median {median}, spread {spread}, lowest {low} on {lowest.place} in run {lowest.run}"
-    yield f"{_INDENT}# {count}: {_comment(figures)}"
+    count = f"{plural(len(series.numbers), 'value')} of {plural(len(runs), 'run')}"
     replaced = dict.fromkeys(
         f"{show(limit.min, series.unit)} ({limit.origin})" for limit in series.limits if limit.min is not None
     )
-    if replaced:
-        yield f"{_INDENT}# replaces {_comment(', '.join(replaced))}"
-    if proposal.is_peak:
-        yield f"{_INDENT}# capped at the data sheet peak"
-    if proposal.below:
-        below = [f"{show(one.value, series.unit)} on {one.place} in run {one.run}" for one in proposal.below]
-        yield f"{_INDENT}# BELOW IT, although accepted; check before use: {_comment(some_of(below, separator='; '))}"
+    below = [f"{show(one.value, series.unit)} on {one.place} in run {one.run}" for one in proposal.below]
+    comments = [
+        f"{count}: median {median}, spread {spread}, lowest {low} on {lowest.place} in run {lowest.run}",
+        f"replaces {', '.join(replaced)}" if replaced else "",
+        "capped at the data sheet peak" if proposal.is_peak else "",
+        f"BELOW IT, although accepted; check before use: {some_of(below, separator='; ')}" if below else "",
+    ]
     about = [
         f"{source.journal.run.run_id} of {source.journal.run.started_at[:10]} (sha256 {source.sha256[:12]})"
         for source in (sources[run - 1] for run in runs)
     ]
     source = f"calibrated: median {median} less {proposal.spreads:g} spreads of {spread}, {count}: {some_of(about, 4)}"
     before = next((limit for limit in series.limits if limit.origin), None)
-    if before is not None and any(_demands_besides_min(series)):
+    if before is not None and _demands_besides_min(series):
         source += f"; besides min as {before.origin}: {before.source}"
-    yield from _listed(series, proposal.floor, source)
-    if proposal.peak is not None and proposal.floor < _FAR_BELOW * proposal.peak:
-        yield f"{_INDENT}  despite_peak: {_quoted('measured, see the source')}"
+    is_far_below = proposal.peak is not None and proposal.floor < _FAR_BELOW * proposal.peak
+    peak = {"despite_peak": "measured, see the source"} if is_far_below else {}
+    yield from _listed({**_demands(series, proposal.floor), "source": source, **peak}, *filter(None, comments))
 
 
 def _unchanged(series: Series) -> Iterator[str]:
     """Yield an entry with the earlier demands: without it, a floor with fewer conditions would apply."""
-    yield f"{_INDENT}# unchanged: without this entry one of those above would apply"
     limits = [limit for limit in series.limits if limit.origin]
     if limits:
         least = max((limit.min for limit in limits if limit.min is not None), default=None)
         source = "; ".join(dict.fromkeys(f"as {limit.origin}: {limit.source}" for limit in limits))
-        yield from _listed(series, least, source)
+        entry = {**_demands(series, least), "source": source}
     else:
-        yield f"{_INDENT}- when: {_flow(conditions_of(series))}"
-        yield f"{_INDENT}  record_only: {_quoted('as in the runs that the floors are derived from')}"
+        why = "as in the runs that the floors are derived from"
+        entry = {"when": _when(series), "record_only": why}
+    yield from _listed(entry, "unchanged: without this entry one of those above would apply")
 
 
-def _listed(series: Series, least: float | None, source: str) -> Iterator[str]:
-    """Yield the lines of an entry in the list of its metric."""
-    when = conditions_of(series)
-    lines = [f"when: {_flow(when)}"] if when else []
-    if least is not None:
-        lines.append(f"min: {least!r} {series.unit}".replace(".0 ", " "))
-    lines += _demands_besides_min(series)
+def _listed(entry: Mapping[str, object], *comments: str) -> Iterator[str]:
+    """Yield the lines of an entry in the list of its metric. JSON's scalars and objects are YAML's as well."""
+    yield from (f"{_INDENT}# {_comment(comment)}" for comment in comments)
+    for number, (key, value) in enumerate(entry.items()):
+        text = json.dumps(printable(value) if isinstance(value, str) else value, ensure_ascii=False)
+        yield f"{_INDENT}{'  ' if number else '- '}{key}: {text}"
+
+
+def _demands(series: Series, least: float | None) -> dict[str, object]:
+    """Return the conditions and the demands of an entry, with this min."""
+    when = _when(series)
+    found: dict[str, object] = {"when": when} if when else {}
+    found |= {} if least is None else {"min": _amount(least, series.unit)}
+    found |= _demands_besides_min(series)
     expected = next((one.expected for one in series.limits if one.expected is not None), None)
     if expected is not None and (least is None or expected >= least):
-        lines.append(f"expected: {expected!r} {series.unit}".replace(".0 ", " "))
-    lines.append("source: >-")
-    lines += [f"  {line}" for line in textwrap.wrap(printable(source), _WIDTH, break_on_hyphens=False)]
-    yield from (f"{_INDENT}{'  ' if number else '- '}{line}" for number, line in enumerate(lines))
+        found["expected"] = _amount(expected, series.unit)
+    return found
 
 
-def _demands_besides_min(series: Series) -> Iterator[str]:
-    """Yield the demands of the limits other than min."""
+def _demands_besides_min(series: Series) -> dict[str, object]:
+    """Return the demands of the limits other than min."""
+    found: dict[str, object] = {}
     most = min((limit.max for limit in series.limits if limit.max is not None), default=None)
     if most is not None:
-        yield f"max: {most!r} {series.unit}"
+        found["max"] = _amount(most, series.unit)
     ratio = max((one.min_ratio_to_median for one in series.limits if one.min_ratio_to_median is not None), default=None)
     if ratio is not None:
-        yield f"min_ratio_to_median: {100 * ratio:.12g} %"
+        found["min_ratio_to_median"] = f"{100 * ratio:.12g} %"
     transports = next((one.expect_transport for one in series.limits if one.expect_transport is not None), None)
     if transports is not None:
-        yield f"expect_transport: [{', '.join(map(_quoted, transports))}]"
+        found["expect_transport"] = list(transports)
+    return found
 
 
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
+def _amount(value: float, unit: str) -> str:
+    return f"{value!r} {unit}".replace(".0 ", " ")
 
 
-def _flow(when: Mapping[str, str]) -> str:
-    direct = {key: text for key, text in when.items() if key in TOPOLOGY or key in KNOWN_LABELS}
+def _when(series: Series) -> dict[str, object]:
+    when = conditions_of(series)
+    direct: dict[str, object] = {key: text for key, text in when.items() if key in TOPOLOGY or key in KNOWN_LABELS}
     labels = {key: text for key, text in when.items() if key not in direct}
-    parts = [f"{key}: {_value(text)}" for key, text in direct.items()]
-    if labels:
-        parts.append("labels: {" + ", ".join(f"{_scalar(key)}: {_value(text)}" for key, text in labels.items()) + "}")
-    return "{" + ", ".join(parts) + "}"
-
-
-def _value(text: str) -> str:
-    return text if text.isdecimal() and text.isascii() else _quoted(text)
-
-
-def _scalar(text: str) -> str:
-    return text if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*(?: [A-Za-z0-9_]+)*", text) else _quoted(text)
-
-
-def _quoted(text: str) -> str:
-    """Return a YAML scalar in single quotes, in which only they are doubled. Source: YAML 1.2.2, 7.3.2."""
-    return "'" + printable(text).replace("'", "''") + "'"
+    return {**direct, "labels": labels} if labels else direct
 
 
 def _comment(text: str) -> str:

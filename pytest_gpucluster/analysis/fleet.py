@@ -1,4 +1,5 @@
-"""A fleet of nodes from their runs: the newest run of each, outliers, the matrix of criteria, and the nodes to drain.
+"""A fleet of nodes from their runs: the newest run of each, outliers, the results by node and test, and the nodes to
+drain; as text that fits the terminal, and as JSON for programs.
 
 Each value is compared with the median of all others, also where no limit failed. It is an outlier where it is behind by
 more than is allowed, and far beyond the scatter of the others: its modified z-score, 0.6745 (x - median) /
@@ -13,7 +14,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from pytest_gpucluster.analysis.output import json_document, table, wrapped
 from pytest_gpucluster.analysis.run_view import STATES, key_of
 from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, node_sections
 from pytest_gpucluster.journal.fields import JudgedMetric
@@ -21,8 +24,9 @@ from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics import stats
-from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Row, is_better_higher, outline, short_name
-from pytest_gpucluster.text import one_line, printable, some_of
+from pytest_gpucluster.reports.summary import Row, is_better_higher, outline, short_name
+from pytest_gpucluster.reports.tables import metric_name, percent, quantity, rank_name
+from pytest_gpucluster.text import Column, clean, one_line, printable, shortened, some_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,17 +239,6 @@ def _share(loss: float, judged: JudgedMetric, rank: int, median: float, higher: 
 
 
 OUTLIER, ABSENT = "outlier", "absent"
-MARKS = {
-    "passed": ".",
-    OUTLIER: "o",
-    "failed": "F",
-    "error": "E",
-    RUNNING: "E",
-    "skipped": "s",
-    NOT_RUN: "-",
-    ABSENT: " ",
-}
-"""Outcome of a cell -> its mark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,11 +246,8 @@ class Cell:
     """The result of one test on one node."""
 
     outcome: str
+    """Of its row; ``OUTLIER`` if it passed and is behind the fleet, ``ABSENT`` if its run does not have the test."""
     row: Row | None = None
-
-    @property
-    def mark(self) -> str:
-        return MARKS.get(self.outcome, "E")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,3 +358,157 @@ def drain_text(found: Matrix, *, file: str = EXCLUDE_FILE) -> str:
     lines = ["# Nodes to leave out of the next jobs: rejected when run alone, or behind the fleet."]
     lines += [printable(one_line(f"# {each.node}: {each.why}", 240)) for each in found.drained]
     return "\n".join([*lines, *unknown, *node_sections((each.node for each in found.drained), file=file)]) + "\n"
+
+
+_ROWS = 64
+_OUTLIERS = 20
+_HEADS = (Column(title="node"), Column(title="verdict"), Column(title="tests"))
+
+
+def fleet_table(found: Matrix, *, width: int = 80, everything: bool = False) -> str:
+    """Return a row for each node with the tests that did not pass, the outliers and the lists; the worst come first.
+
+    Args:
+        found: the matrix.
+        width: columns of the terminal.
+        everything: show all nodes, also the good ones of a large fleet, and all outliers.
+    """
+    width = max(width, 40)
+    lines: list[str] = []
+    for note in found.notes:
+        lines += wrapped(f"note: {note}", width)
+    order = _order_of(found)
+    nodes = sorted(found.fleet.nodes, key=lambda node: (order[node.name], node.name))
+    bad = sum(order[node.name] < _GOOD for node in nodes)
+    listed = nodes if everything else nodes[: max(_ROWS, bad)]
+    lines += ["", *table(_HEADS, (_node_row(found, node) for node in listed), width)]
+    if len(listed) < len(nodes):
+        lines.append(f"and {len(nodes) - len(listed)} more good nodes; --all shows them")
+    lines += _outlier_lines(found, width, everything)
+    for title, named in (("to be drained", found.drained), ("without an answer", found.without_answer)):
+        if named:
+            lines += ["", f"{title}:"]
+            for each in named:
+                lines += wrapped(f"{each.node}: {each.why}", width, 2)
+    fleet = found.fleet
+    total = len(fleet.nodes) + len(fleet.without_journal) + len(fleet.unreadable)
+    drained, unanswered = len(found.drained), len(found.without_answer)
+    good = total - drained - unanswered
+    conclusion = f"{total} nodes: {good} good, {drained} to be drained, {unanswered} without an answer"
+    return "\n".join([*lines, "", *wrapped(conclusion, width)]) + "\n"
+
+
+def _node_row(found: Matrix, node: Node) -> tuple[list[str], list[str]]:
+    """Return node, verdict and counts of its tests, and below them the names of those that did not pass."""
+    names: dict[str, list[str]] = {}
+    for test, name in found.names.items():
+        names.setdefault(found.cell(node.name, test).outcome, []).append(name)
+    titles = {OUTLIER: "behind", ABSENT: "not in its run"}
+    counts = ", ".join(f"{len(tests)} {titles.get(outcome, outcome)}" for outcome, tests in names.items())
+    details = [
+        f"{titles.get(outcome, outcome)}: {some_of(tests, 6)}"
+        for outcome, tests in names.items()
+        if outcome != "passed"
+    ]
+    return [shortened(clean(node.name), 24), node.verdict, counts], details
+
+
+_GOOD = 3
+
+
+def _order_of(found: Matrix) -> dict[str, int]:
+    """Return node -> its sort key: those to be drained first, then those without an answer; ``_GOOD`` is good."""
+    drained, unanswered = ({each.node for each in group} for group in (found.drained, found.without_answer))
+
+    def order(node: str) -> int:
+        if node in drained or node in unanswered:
+            return 0 if node in drained else 1
+        outcomes = {found.cell(node, test).outcome for test in found.tests}
+        return _GOOD if outcomes <= {"passed", "skipped", ABSENT} else 2
+
+    return {node.name: order(node.name) for node in found.fleet.nodes}
+
+
+def _outlier_lines(found: Matrix, width: int, everything: bool) -> Iterator[str]:
+    if not found.outliers:
+        return
+    yield ""
+    yield "behind the fleet:"
+    listed = found.outliers if everything else found.outliers[:_OUTLIERS]
+    journals = {node.name: node.run.journal for node in found.fleet.nodes}
+    for outlier in listed:
+        who = rank_name(journals[outlier.node], outlier.rank)
+        yield from wrapped(f"{who}: {outlier_text(outlier)}", width, 2)
+    if len(listed) < len(found.outliers):
+        yield f"  and {len(found.outliers) - len(listed)} more; --all shows them"
+
+
+def outlier_text(outlier: Outlier) -> str:
+    """Return the value, the fleet's median, and why it is an outlier."""
+    judged = outlier.judged
+    metric = metric_name(judged)
+    value = quantity(outlier.value, judged.unit, compared_with=outlier.median)
+    middle = quantity(outlier.median, judged.unit, compared_with=outlier.value)
+    return (
+        f"{outlier.test}: {metric} {value}, the fleet's median is {middle} ({percent(-outlier.behind)}): {outlier.why}"
+    )
+
+
+def fleet_document(found: Matrix, *, exit_code: int) -> str:
+    """Return the JSON text. docs/compare.md has what each key means."""
+    content = {
+        "schema_version": 1,
+        "exit": exit_code,
+        "notes": list(found.notes),
+        "tests": [{"test": test, "name": found.names[test]} for test in found.tests],
+        "nodes": [
+            {
+                "node": node.name,
+                "journal": str(node.run.path),
+                "run_id": node.run.journal.run.run_id,
+                "started_at": node.run.journal.run.started_at,
+                "verdict": node.verdict,
+                "exit": node.exit,
+                "reason": node.run.journal.reason,
+                "earlier": [{"journal": str(run.path), "verdict": run.journal.verdict} for run in node.earlier],
+                "cells": {test: _cell(found.cell(node.name, test)) for test in found.tests},
+            }
+            for node in found.fleet.nodes
+        ],
+        "outliers": [_outlier(outlier) for outlier in found.outliers],
+        "drain": [{"node": each.node, "why": each.why} for each in found.drained],
+        "without_answer": [{"node": each.node, "why": each.why} for each in found.without_answer],
+        "left_out": [str(run.path) for run in found.fleet.multi_node],
+    }
+    return json_document(content)
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    headline = cell.row.headline if cell.row is not None else None
+    body: dict[str, Any] = {"outcome": cell.outcome}
+    if cell.row is not None and cell.row.why:
+        body["why"] = cell.row.why
+    if headline is not None:
+        body |= {
+            "metric": headline.metric,
+            "labels": dict(headline.labels),
+            "value": headline.value,
+            "unit": headline.unit,
+            "margin_ratio": headline.margin,
+        }
+    return body
+
+
+def _outlier(outlier: Outlier) -> dict[str, Any]:
+    return {
+        "node": outlier.node,
+        "rank": outlier.rank,
+        "test": outlier.nodeid,
+        "metric": outlier.judged.metric,
+        "labels": dict(outlier.judged.labels),
+        "unit": outlier.judged.unit,
+        "value": outlier.value,
+        "median": outlier.median,
+        "behind_ratio": outlier.behind,
+        "why": outlier.why,
+    }

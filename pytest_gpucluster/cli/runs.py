@@ -11,8 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.analysis import compare, compare_output, fleet_output, run_view
-from pytest_gpucluster.analysis.fleet import Matrix, NodeRun, drain_text, fleet, journals_below, outliers
+from pytest_gpucluster.analysis import compare, compare_output, run_view
+from pytest_gpucluster.analysis.fleet import (
+    Matrix,
+    NodeRun,
+    drain_text,
+    fleet,
+    fleet_document,
+    fleet_table,
+    journals_below,
+    outliers,
+)
 from pytest_gpucluster.analysis.merge import merge_journals
 from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.analysis.run_view import RunView, without_samples
@@ -290,9 +299,9 @@ def run_fleet(options: argparse.Namespace) -> int:
             raise CommandError(NO_OUTPUT, f"--drain {options.drain}: {error}") from error
         write_text(options.drain, text, "--drain")
     if options.json is not None:
-        write_text(options.json, fleet_output.fleet_document(found, exit_code=code), "--json")
+        write_text(options.json, fleet_document(found, exit_code=code), "--json")
     if not {options.drain, options.json} & set(STDOUT):
-        write_text("-", fleet_output.fleet_table(found, width=columns(), everything=options.all))
+        write_text("-", fleet_table(found, width=columns(), everything=options.all))
     return code
 
 

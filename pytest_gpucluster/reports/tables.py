@@ -7,7 +7,6 @@ form that ``node.health.telemetry.summary`` gives is shown unchanged.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,19 +16,10 @@ from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.misses import most_throttled
-from pytest_gpucluster.metrics.time_budget import (
-    AGREEING,
-    MEASURING,
-    OTHER,
-    PARTS,
-    SET_UP,
-    VERIFYING,
-    WARM_UP,
-    in_words,
-)
+from pytest_gpucluster.metrics.time_budget import PARTS, in_words
 from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.reports.summary import display_name, duration, run_seconds, short_name, worst_first
-from pytest_gpucluster.text import Column, clean, fitted_table, one_line, paragraph, plural, rank_ranges, shortened
+from pytest_gpucluster.text import clean, one_line, paragraph, rank_ranges, shortened
 
 _REASON_CHARACTERS = 80
 _OTHER_CHARACTERS = 400
@@ -155,86 +145,41 @@ def _not_available(telemetry: Mapping[str, Any]) -> list[str]:
     return [f"not available: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
 
 
-TIME_ROWS = 10
-"""Tests with a line of their own."""
-_TITLES = {
-    SET_UP: "set-up",
-    WARM_UP: "warm-up",
-    MEASURING: "measure",
-    VERIFYING: "verify",
-    AGREEING: "agree",
-    OTHER: "other",
-}
-_HEADS = (Column(title="test"), *(Column(title=title, is_right=True) for title in ("total", *_TITLES.values())))
+TIME_ROWS = 5
+"""Tests that are named."""
 _LEAST_SECONDS = 0.05
-"""Less is shown as 0.0."""
-_LONGEST_NAME = 100
-_CELL = 5
-"""Columns of a number."""
+"""Less is not shown."""
 
 
 def seconds_in_tests(journal: Journal) -> float:
     """Return the duration of all tests whose parts are recorded, in seconds of the first rank."""
-    return sum(sum(seconds) for _, seconds in _times(journal))
+    return sum(map(_seconds_of, journal.results))
 
 
 def time_lines(journal: Journal, *, width: int) -> list[str]:
-    """Return a table of the longest tests, one line for all others, and the sum; empty if nothing is recorded."""
-    times = sorted(_times(journal), key=lambda time: -sum(time[1]))
-    if not times:
-        return []
-    most = TIME_ROWS if len(times) > TIME_ROWS + 1 else len(times)
-    longest = [time for time in times[:most] if sum(time[1]) >= _LEAST_SECONDS] or times[:1]
-    others = times[len(longest) :]
-    rest = [_sum(plural(len(others), "other"), others)] if others else []
-    table = [[name, *map(_number, (sum(parts), *parts))] for name, parts in (*longest, *rest, _sum("all", times))]
+    """Return the longest tests with the parts of their time; empty if nothing is recorded."""
+    longest = sorted(filter(_seconds_of, journal.results), key=_seconds_of, reverse=True)[:TIME_ROWS]
     spent = f"{duration(seconds_in_tests(journal))} of {duration(run_seconds(journal))} in tests"
-    head, rows = fitted_table(_HEADS, table, width)
-    lines = [*paragraph(f"Where the time went (rank 0's seconds; {spent}):", width), head, *itertools.chain(*rows)]
-    unknown = sum(not _has_parts(result) for result in journal.results)
-    if unknown:
-        lines.append(f"and {plural(unknown, 'test')} whose parts are not recorded")
+    lines = paragraph(f"Where the time went (rank 0's seconds; {spent}):", width) if longest else []
+    for result in longest:
+        name = clean(display_name(result.name or short_name(result.nodeid)))
+        first = f"  {duration(_seconds_of(result)):>11}  "
+        lines += paragraph(f"{shortened(name, 100)}: {time_text(result)}", width, first=first, rest=" " * 15)
     return lines
 
 
 def time_text(result: TestResult) -> str:
     """Return "measuring 6.1, verifying 0.4": the parts of a test that took 0.1 s or more."""
-    if not _has_parts(result):
+    if not _seconds_of(result):
         return ""
     parts = ((part, result.spent[part].seconds) for part in PARTS)
-    return ", ".join(f"{in_words(part)} {_number(seconds)}" for part, seconds in parts if seconds >= _LEAST_SECONDS)
+    return ", ".join(f"{in_words(part)} {seconds:.1f}" for part, seconds in parts if seconds >= _LEAST_SECONDS)
 
 
-_Time = tuple[str, tuple[float, ...]]
-"""A test's name and its seconds in the order of ``PARTS``."""
-
-
-def _times(journal: Journal) -> list[_Time]:
-    return [
-        (
-            shortened(clean(display_name(result.name or short_name(result.nodeid))), _LONGEST_NAME),
-            tuple(result.spent[part].seconds for part in PARTS),
-        )
-        for result in journal.results
-        if _has_parts(result)
-    ]
-
-
-def _has_parts(result: TestResult) -> bool:
-    """Whether all parts of a test's time are recorded, as valid times."""
-    return result.spent.keys() >= set(PARTS) and all(
-        math.isfinite(part.seconds) and part.seconds >= 0 for part in result.spent.values()
-    )
-
-
-def _sum(name: str, times: Sequence[_Time]) -> _Time:
-    return name, tuple(map(sum, zip(*(seconds for _, seconds in times), strict=True)))
-
-
-def _number(seconds: float) -> str:
-    if seconds < 999.95:
-        return f"{seconds:.1f}"
-    return shortened(f"{seconds:.0f}" if seconds < 99_999.5 else f"{seconds / 3600:.0f} h", _CELL)
+def _seconds_of(result: TestResult) -> float:
+    """Return the sum of the parts of a test's time; 0 if not all are recorded, as valid times."""
+    seconds = [result.spent[part].seconds if part in result.spent else math.nan for part in PARTS]
+    return sum(seconds) if all(math.isfinite(each) and each >= 0 for each in seconds) else 0.0
 
 
 ROWS = 16

@@ -1,4 +1,4 @@
-"""The matrix of a fleet: verdicts, marks, which nodes to drain, at any number of nodes and criteria."""
+"""The results of a fleet: verdicts, which nodes to drain, at any number of nodes and criteria."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import re
 import pytest
 from written_runs import HBM, MATMUL, case, measured, place, read
 
-from pytest_gpucluster.analysis.fleet import Matrix, NodeRun, drain_text, fleet, journals_below, outliers
-from pytest_gpucluster.analysis.fleet_output import fleet_document, fleet_table
+from pytest_gpucluster.analysis.fleet import (
+    Matrix,
+    NodeRun,
+    drain_text,
+    fleet,
+    fleet_document,
+    fleet_table,
+    journals_below,
+    outliers,
+)
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 
@@ -45,8 +53,16 @@ def test_every_node_is_good_to_be_drained_or_without_an_answer():
     assert named(found.drained) == ["gpu-7", "gpu-8"]
     assert named(found.without_answer) == ["gpu-9", "gpu-a", "gpu-b"]
     shown = fleet_table(found)
-    rows = ["gpu-7  REJECTED  F.", "gpu-8  ACCEPTED  o.", "gpu-9  BROKEN    E.", "gpu-a  ACCEPTED  ."]
-    assert [row for row in rows if row not in shown.splitlines()] == []
+    rows = [
+        "gpu-7  REJECTED  1 failed, 1 passed\n    failed: test_matmul",
+        "gpu-8  ACCEPTED  1 behind, 1 passed\n    behind: test_matmul",
+        "gpu-9  BROKEN    1 error, 1 passed\n    error: test_matmul",
+        "gpu-a  ACCEPTED  1 passed, 1 not in its run\n    not in its run: test_hbm",
+        "gpu-0  ACCEPTED  2 passed",
+    ]
+    places = [shown.find(row) for row in rows]
+    assert places == sorted(places)
+    assert places[0] > 0
     assert re.search(r"gpu-a: .* test_hbm", shown)
     assert "rank 0 (gpu-8, GPU 0 GPU-gpu-8-0): test_matmul: matmul.bf16.tflops 500 TFLOPS" in " ".join(shown.split())
     assert re.findall(r"\d+", shown.splitlines()[-1]) == ["11", "6", "2", "3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from pathlib import Path
 
@@ -275,14 +276,10 @@ def test_ranks_exchange_their_parts_and_the_first_waits_for_the_other(tmp_path: 
     assert parts.spent["agreeing"].seconds > 1.0
     assert parts.spent["agreeing"].most_rank == 0
     assert quick.spent["measuring"].seconds == 0
-    head, titles, *rows = table_of(run.output)
+    head, *rows = table_of(run.output)
     assert "rank 0" in head
-    assert titles.split() == ["test", "total", "set-up", "warm-up", "measure", "verify", "agree", "other"]
-    first, other, last = (row.split()[0] for row in rows)
-    assert (first, last) == ("parts", "all")
-    assert other in ("1", "quick"), "a test that takes next to no time is counted, not named"
-    assert max(map(len, [head, titles, *rows])) <= 80
-    assert all(float(cell) > 0 for cell in rows[0].split()[1:])
+    assert re.match(r"  +[0-9.]+ s  parts: set-up [0-9.]+, warm-up [0-9.]+, measuring", rows[0])
+    assert max(map(len, [head, *rows])) <= 80
 
 
 def test_one_process_reports_its_parts_also_of_a_test_that_fails(project: Project) -> None:
