@@ -5,10 +5,12 @@ A rank of one run corresponds to that of another with the same GPU, else the sam
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from pytest_gpucluster.analysis.significance import Estimate, estimate
+from pytest_gpucluster.config.workload import SECTIONS
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import RankPlace, TestResult
@@ -138,31 +140,6 @@ TIMES = (
 )
 """Keys of a workload for the duration of a measurement, not for its subject."""
 
-METRICS_OF = {
-    "matmul": ("matmul.",),
-    "hbm": ("hbm.",),
-    "nccl": ("nccl.", "scaling.busbw_retention"),
-    "links": ("link.",),
-    "isolation": (),
-    "telemetry": (),
-    "health": ("gpu.",),
-    "host": ("host.",),
-    "host_link": ("host_link.",),
-    "training": ("training.", "ddp."),
-    "fsdp": ("fsdp.",),
-    "checkpoint": ("checkpoint.",),
-    "scaling": ("scaling.",),
-    "failure_propagation": ("failure_propagation.",),
-    "vision": ("vision.",),
-    "lora": ("lora.",),
-    "burn_in": ("burn_in.",),
-    "memory_patterns": ("gpu.memory_patterns.",),
-    "determinism": ("gpu.determinism.",),
-    "connectivity": ("connectivity.", "dns.", "clock."),
-    "shared_filesystem": ("shared_filesystem.",),
-}
-"""First part of a workload's key -> the metrics that it affects. Any other key affects all."""
-
 OF_A_SEARCH = ".best_tflops"
 """Suffix of a metric that is the best of a search. Its labels are what was found; only the keys below
 ``matmul.search`` define the search."""
@@ -208,10 +185,10 @@ def metric_obstacles(old: Conditions, new: Conditions) -> Callable[[str], str]:
 
 
 def _concerns(key: str, metric: str) -> bool:
-    if key.startswith("matmul.search."):
-        return metric.endswith(OF_A_SEARCH)
-    of = METRICS_OF.get(key.partition(".")[0])
-    return of is None or metric.startswith(of)
+    """Whether a key of a workload affects a metric, as its section declares; an unknown key affects all."""
+    sections = [section for section in SECTIONS if key.startswith(f"{section.path}.")]
+    patterns = max(sections, key=lambda section: len(section.path)).metrics if sections else ("*",)
+    return any(fnmatch.fnmatchcase(metric, pattern) for pattern in patterns)
 
 
 def _is_other_shape(old: Conditions, new: Conditions) -> bool:

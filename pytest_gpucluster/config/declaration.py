@@ -78,13 +78,16 @@ SAMPLING = {
 class Section:
     """A section of a workload: its path in a profile (dots are levels of the file), and the class of its values.
 
-    ``attribute`` is its name in a workload, by default the path with underscores. ``values`` are those of the shipped
-    profiles, key by key as a file has them, where ``workloads.yaml`` has none: full inherits quick, and soak full.
+    ``attribute`` is its name in a workload, by default the path with underscores. ``metrics`` are patterns of the
+    metrics that its values change, by default all: runs with other values of them are not comparable in these.
+    ``values`` are those of the shipped profiles, key by key as a file has them, where ``workloads.yaml`` has none:
+    full inherits quick, and soak full.
     """
 
     path: str
     type: type
     attribute: str = ""
+    metrics: tuple[str, ...] = ("*",)
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

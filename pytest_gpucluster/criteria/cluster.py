@@ -140,8 +140,8 @@ METRICS = (
 
 
 SECTIONS = (
-    Section("connectivity", Connectivity),
-    Section("shared_filesystem", SharedFilesystem),
+    Section("connectivity", Connectivity, metrics=("connectivity.*", "dns.*", "clock.*")),
+    Section("shared_filesystem", SharedFilesystem, metrics=("shared_filesystem.*",)),
 )
 
 

@@ -211,10 +211,10 @@ METRICS = (
 
 
 SECTIONS = (
-    Section("nccl.all_reduce", AllReduce, attribute="all_reduce"),
-    Section("nccl.collectives", Collectives, attribute="collectives"),
-    Section("links", Links),
-    Section("isolation", Isolation),
+    Section("nccl.all_reduce", AllReduce, attribute="all_reduce", metrics=("nccl.*", "scaling.busbw_retention")),
+    Section("nccl.collectives", Collectives, attribute="collectives", metrics=("nccl.*", "scaling.busbw_retention")),
+    Section("links", Links, metrics=("link.*",)),
+    Section("isolation", Isolation, metrics=()),
 )
 
 

@@ -220,14 +220,14 @@ METRICS = (
 
 
 SECTIONS = (
-    Section("matmul", Matmul),
-    Section("matmul.search", MatmulSearch),
-    Section("hbm", Hbm),
-    Section("health", Health),
-    Section("telemetry", Telemetry),
-    Section("burn_in", BurnIn),
-    Section("memory_patterns", MemoryPatterns),
-    Section("determinism", Determinism),
+    Section("matmul", Matmul, metrics=("matmul.*",)),
+    Section("matmul.search", MatmulSearch, metrics=("matmul.*.best_tflops",)),
+    Section("hbm", Hbm, metrics=("hbm.*",)),
+    Section("health", Health, metrics=("gpu.*",)),
+    Section("telemetry", Telemetry, metrics=()),
+    Section("burn_in", BurnIn, metrics=("burn_in.*",)),
+    Section("memory_patterns", MemoryPatterns, metrics=("gpu.memory_patterns.*",)),
+    Section("determinism", Determinism, metrics=("gpu.determinism.*",)),
 )
 
 

@@ -108,8 +108,8 @@ METRICS = (
 
 
 SECTIONS = (
-    Section("host", Host),
-    Section("host_link", HostLink),
+    Section("host", Host, metrics=("host.*",)),
+    Section("host_link", HostLink, metrics=("host_link.*",)),
 )
 
 

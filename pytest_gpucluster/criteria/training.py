@@ -416,19 +416,19 @@ METRICS = (
 
 
 SECTIONS = (
-    Section("training", Training),
-    Section("fsdp", Fsdp),
-    Section("checkpoint", Checkpoint),
-    Section("training.throughput", TrainingThroughput, attribute="throughput"),
-    Section("training.throughput.contract", TrainingModel, attribute="throughput_contract"),
-    Section("training.throughput.large", TrainingModel, attribute="throughput_large"),
-    Section("training.throughput.sharded", TrainingModel, attribute="throughput_sharded"),
-    Section("scaling", Scaling),
-    Section("failure_propagation", FailurePropagation),
-    Section("vision", Vision),
-    Section("lora.tiny", Lora),
-    Section("lora.qwen2", Lora, attribute="qwen2_lora"),
-    Section("lora.throughput", LoraThroughput),
+    Section("training", Training, metrics=("training.*", "ddp.*")),
+    Section("fsdp", Fsdp, metrics=("fsdp.*",)),
+    Section("checkpoint", Checkpoint, metrics=("checkpoint.*",)),
+    Section("training.throughput", TrainingThroughput, attribute="throughput", metrics=("training.*",)),
+    Section("training.throughput.contract", TrainingModel, attribute="throughput_contract", metrics=("training.*",)),
+    Section("training.throughput.large", TrainingModel, attribute="throughput_large", metrics=("training.*",)),
+    Section("training.throughput.sharded", TrainingModel, attribute="throughput_sharded", metrics=("training.*",)),
+    Section("scaling", Scaling, metrics=("scaling.*",)),
+    Section("failure_propagation", FailurePropagation, metrics=("failure_propagation.*",)),
+    Section("vision", Vision, metrics=("vision.*",)),
+    Section("lora.tiny", Lora, metrics=("lora.*",)),
+    Section("lora.qwen2", Lora, attribute="qwen2_lora", metrics=("lora.*",)),
+    Section("lora.throughput", LoraThroughput, metrics=("lora.*",)),
 )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 
 from each import of_each
 
 from pytest_gpucluster.analysis import run_view
 from pytest_gpucluster.analysis.run_view import Conditions
+from pytest_gpucluster.config.workload import SECTIONS
+from pytest_gpucluster.metrics.measurement import METRICS
 
 RUN = Conditions(sku="H100 SXM", gpu_name="H100", world_size=16, nnodes=2, workload={"training.batch": "8"})
 
@@ -61,3 +64,9 @@ def test_what_was_measured_otherwise_is_not_comparable(case):
     now, metric, is_comparable = case
     why = run_view.metric_obstacles(RUN, changed(workload=now))(metric)
     assert (why == "") is is_comparable
+
+
+def test_each_section_names_metrics_that_there_are():
+    patterns = [pattern for section in SECTIONS for pattern in section.metrics]
+    assert len(patterns) > 20
+    assert [pattern for pattern in patterns if not fnmatch.filter(METRICS, pattern)] == []

@@ -253,7 +253,7 @@ def test_what_is_recorded_only_gets_a_floor_when_asked_for(runs, capsys):
     best = "matmul.bf16.tflops (best_of=4096, 8192, 16384)"
     for size in ("4096", "8192", "16384"):
         assert re.search(rf"#   matmul\.bf16\.tflops \(n={size}\): .*{re.escape(best)}", more)
-    assert more.count("\"best_of\": \"4096, 8192, 16384\"") == 2, "one of bf16, and one of fp8"
+    assert more.count('"best_of": "4096, 8192, 16384"') == 2, "one of bf16, and one of fp8"
 
 
 @pytest.mark.parametrize(
