@@ -22,7 +22,7 @@ from pytest_gpucluster.analysis.crosscheck import (
     compare_outputs,
 )
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.metrics.measurement import number_to_json
+from pytest_gpucluster.metrics.codec import number_to_json
 
 MB, GB = 1_000_000, 1_000_000_000
 
