@@ -3,6 +3,7 @@
 ``job_launcher.py HOW [options of torchrun] -m MODULE [options of the rank]``; the rank itself is started as ``rank``.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ def be_a_rank(rank, folder):
 
 
 def launch(how, *options):
-    folder = next(word.partition("=")[2] for word in options if word.startswith("--folder="))
+    folder = json.loads(options[-1])["folder"]
     if how == "silent":
         sys.exit(subprocess.call([sys.executable, *options[options.index("-m") :]]))
     command = [sys.executable, "-S", __file__, "rank", folder]

@@ -113,35 +113,6 @@ def check_parity(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingResult:
-    """The result of a training whose steps were all finite. Ratios are parts of 1.
-
-    Attributes:
-        final_loss: mean of the last ``LAST`` losses.
-        held_out_before, held_out_after: mean loss of held-out blocks.
-        moved_adapters: part of the adapters' B matrices that have changed.
-        unchanged_base: part of the frozen tensors on this rank that are the same bit by bit.
-        replayed_steps: part of the steps replayed from a checkpoint after which this rank's weights were the same as
-            the first time, bit by bit.
-        resume_error: largest difference of a loss in the replay.
-        reload_error: difference of the held-out loss after ``final/`` was loaded again.
-        group_error: largest difference of a loss from that of the first group; None where there is one group only.
-        calls: function calls of held-out conversations; None if the workload has none.
-    """
-
-    final_loss: float
-    held_out_before: float
-    held_out_after: float
-    moved_adapters: float
-    unchanged_base: float
-    replayed_steps: float
-    resume_error: float
-    reload_error: float
-    group_error: float | None
-    calls: CallScore | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Convergence:
     """The result on this rank.
 
@@ -149,7 +120,16 @@ class Convergence:
         finite_steps: part of the steps, of all phases, in which what this rank contributed is finite.
         parity: by precision.
         curve: of the training.
-        result: None where a step was not finite on some rank, so that the training was stopped.
+        result: what a training whose steps were all finite has shown, by the name of its metric after ``lora.``; None
+            where a step was not finite on some rank, so that the training was stopped. In nats final_loss, the mean of
+            the last ``LAST`` losses, and held_out_loss; the others are ratios. held_out_ratio: of the loss of held-out
+            blocks after the training and before. moved_adapters: part of the adapters' B matrices that have changed.
+            unchanged_base: part of the frozen tensors on this rank that are the same bit by bit. replayed_steps: part
+            of the steps replayed from a checkpoint after which this rank's weights were the same as the first time, bit
+            by bit. resume_error: largest difference of a loss in the replay. reload_error: difference of the held-out
+            loss after ``final/`` was loaded again. group_error: largest difference of a loss from that of the first
+            group, where there are several.
+        calls: function calls of held-out conversations; None if the workload has none.
         tokens_per_second: of this GPU, in the steady steps, replayed ones included; None where there are too few, as
             in a training that was resumed near its end.
         flops_per_token: by the formula.
@@ -162,7 +142,8 @@ class Convergence:
     finite_steps: float
     parity: Mapping[str, Parity]
     curve: Curve
-    result: TrainingResult | None
+    result: Mapping[str, float] | None
+    calls: CallScore | None
     tokens_per_second: Series | None
     flops_per_token: int
     peak_bytes: int | None
@@ -274,28 +255,27 @@ class _Run:
         with counted(MEASURING), memory_released(cycles=True), self._compiler():
             trained = self._train(folder, final, newest, reference)
         finite = self._on_all_ranks(all(step.all_finite for step in trained.steps))
-        group_error = self._group_error() if finite and self._everyone.count > self._ranks.count else None
         if not finite:
             return self._convergence(found, trained)
+        group_error = {"group_error": self._group_error()} if self._everyone.count > self._ranks.count else {}
         with counted(VERIFYING), memory_released(cycles=True), self._compiler():
             again, replayed_steps, resume_error = self._replay(folder, trained)
         with counted(VERIFYING), memory_released(cycles=True):
             reload_error, calls = self._reload(final)
         # A restart has nothing to resume: the training is complete.
         on_first_rank(self._group, lambda: shutil.rmtree(folder) if folder.exists() else None)
-        result = TrainingResult(
-            final_loss=mean_of_last(self._curve(), LAST),
-            held_out_before=self._held_out[0][1],
-            held_out_after=self._held_out[-1][1],
-            moved_adapters=trained.moved_adapters,
-            unchanged_base=trained.unchanged_base,
-            replayed_steps=replayed_steps,
-            resume_error=resume_error,
-            reload_error=reload_error,
-            group_error=group_error,
-            calls=calls,
-        )
-        return self._convergence(found, trained, result, again)
+        result = {
+            "final_loss": mean_of_last(self._curve(), LAST),
+            "held_out_loss": self._held_out[-1][1],
+            "held_out_ratio": self._held_out[-1][1] / self._held_out[0][1],
+            "moved_adapters": trained.moved_adapters,
+            "unchanged_base": trained.unchanged_base,
+            "replayed_steps": replayed_steps,
+            "resume_error": resume_error,
+            "reload_error": reload_error,
+            **group_error,
+        }
+        return self._convergence(found, trained, result, calls, again)
 
     # ---- phases
 
@@ -431,7 +411,8 @@ class _Run:
         self,
         parity: Mapping[str, Parity],
         trained: _Trained | None = None,
-        result: TrainingResult | None = None,
+        result: Mapping[str, float] | None = None,
+        calls: CallScore | None = None,
         again: Sequence[Step] = (),
     ) -> Convergence:
         rate = None
@@ -442,6 +423,7 @@ class _Run:
             parity=parity,
             curve=self._curve(),
             result=result,
+            calls=calls,
             tokens_per_second=rate,
             flops_per_token=self._base.flops_per_token(int(self._data.train.loss_mask.shape[1])),
             peak_bytes=trained.peak_bytes if trained is not None else None,
@@ -476,27 +458,14 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
             compared = {"model": context["model"], "precision": precision, "steps": str(parity.steps)}
             yield Figure(metric="lora.loss_error", value=parity.loss_error, unit="ratio", labels=compared)
             yield Figure(metric="lora.gradient_error", value=parity.gradient_error, unit="ratio", labels=compared)
-    result = found.result
-    if result is None:
+    if found.result is None:
         return
-    yield Figure(metric="lora.final_loss", value=result.final_loss, unit="nats", labels=labels)
-    yield Figure(metric="lora.held_out_loss", value=result.held_out_after, unit="nats", labels=labels)
-    ratios = {
-        "held_out_ratio": result.held_out_after / result.held_out_before,
-        "moved_adapters": result.moved_adapters,
-        "unchanged_base": result.unchanged_base,
-        "replayed_steps": result.replayed_steps,
-        "resume_error": result.resume_error,
-        "reload_error": result.reload_error,
-    }
-    for name, value in ratios.items():
-        yield Figure(metric=f"lora.{name}", value=value, unit="ratio", labels=labels)
-    if result.group_error is not None:
-        yield Figure(metric="lora.group_error", value=result.group_error, unit="ratio", labels=labels)
-    calls = result.calls
-    if calls is not None and calls.asked:
-        asked = {**labels, "asked": str(calls.asked)}
-        for name, ratio in calls.ratios().items():
+    for name, value in found.result.items():
+        unit = "nats" if name in ("final_loss", "held_out_loss") else "ratio"
+        yield Figure(metric=f"lora.{name}", value=value, unit=unit, labels=labels)
+    if found.calls is not None and found.calls.asked:
+        asked = {**labels, "asked": str(found.calls.asked)}
+        for name, ratio in found.calls.ratios().items():
             yield Figure(metric=f"lora.calls.{name}", value=ratio, unit="ratio", labels=asked)
     rate_labels = {**labels, "recompute": "on" if found.recomputes else "off"}
     yield from rate_figures(found.tokens_per_second, found.flops_per_token, found.peak_bytes, peak_tflops, rate_labels)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from pytest_gpucluster.benchmarks.lora.dataset import END
 
 CALL = "<functioncall>"
 
-_SPACE = re.compile(r"[ \t\r\n]*")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_OPENING = re.compile(r'"arguments"[ \t\r\n]*:[ \t\r\n]*\'')
+# Inside of JSON a double quote is escaped, so this stands nowhere else.
 _CLOSING = re.compile(r"'(?=[ \t\r\n]*[,}])")
 _TRIES = 8
 """How many candidates for the closing quote are tried where JSON does not determine it."""
@@ -73,11 +74,7 @@ def parse(text: str) -> FunctionCall | NoCall:
     if not marker:
         return NoCall(reason=f"no {CALL}")
     try:
-        fields, end = _fields(after, _skip(after, 0))
-        rest = after[end:].strip().removesuffix(END).strip()
-        if rest:
-            raise _NotWellFormed(f"{rest[:40]!r} stands after the call")
-        return _call(fields)
+        return _call(_fields(after.rstrip().removesuffix(END).rstrip()))
     except _NotWellFormed as error:
         return NoCall(reason=str(error))
     except RecursionError:
@@ -101,7 +98,9 @@ def same_json(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _call(fields: Mapping[str, Any]) -> FunctionCall:
+def _call(fields: Any) -> FunctionCall:
+    if not isinstance(fields, dict):
+        raise _NotWellFormed(f"no object after {CALL}")
     unknown = [key for key in fields if key not in ("name", "arguments")]
     if unknown:
         raise _NotWellFormed(f"key {unknown[0]!r} is neither name nor arguments")
@@ -118,51 +117,40 @@ def _call(fields: Mapping[str, Any]) -> FunctionCall:
     return FunctionCall(name=name, arguments=arguments)
 
 
-def _fields(text: str, at: int) -> tuple[dict[str, Any], int]:
-    """Read the outer object, key by key, and return it with the place after it."""
-    if text[at : at + 1] != "{":
-        raise _NotWellFormed(f"no {{ after {CALL}")
-    fields: dict[str, Any] = {}
-    at = _skip(text, at + 1)
-    while text[at : at + 1] != "}":
-        if fields:
-            at = _skip(text, _expect(text, at, ","))
-        key, at = _value(text, at)
-        if not isinstance(key, str):
-            raise _NotWellFormed(f"a key is {key!r}, which is no text")
-        if key in fields:
-            raise _NotWellFormed(f"key {key!r} is there twice")
-        at = _skip(text, _expect(text, _skip(text, at), ":"))
-        fields[key], at = _single_quoted(text, at) if text[at : at + 1] == "'" else _value(text, at)
-        at = _skip(text, at)
-    return fields, at + 1
-
-
-def _single_quoted(text: str, at: int) -> tuple[Any, int]:
-    """Read JSON in single quotes.
-
-    First as it stands: then JSON itself says where it ends, whatever apostrophes are in it. Else up to the last single
-    quote before the end of the outer object, with its escapes taken off.
-    """
-    try:
-        value, end = _value(text, _skip(text, at + 1))
-        end = _skip(text, end)
-        if text[end : end + 1] == "'":
-            return value, end + 1
-    except _NotWellFormed:
-        pass
-    for end in _closing_quotes(text, at):
-        try:
-            return _quoted(text[at + 1 : end]), end + 1
-        except _NotWellFormed:
-            continue
+def _fields(text: str) -> Any:
+    """Read the outer object. Arguments in single quotes are taken out first: the rest of it is JSON."""
+    opening = _OPENING.search(text)
+    if opening is None:
+        return _json(text)
+    start = opening.end()
+    for end, arguments in _single_quoted(text, start):
+        fields = _json(f"{text[: start - 1]}null{text[end + 1 :]}")
+        if isinstance(fields, dict) and fields.get("arguments", "") is None:
+            return {**fields, "arguments": arguments}
     raise _NotWellFormed("the arguments in single quotes are no JSON")
 
 
-def _closing_quotes(text: str, at: int) -> list[int]:
-    """Return where the quotes can end that begin at ``at``: before what may follow a value; the last ones first."""
-    ends = [match.start() for match in _CLOSING.finditer(text, at + 1)]
-    return ends[: -_TRIES - 1 : -1]
+def _single_quoted(text: str, start: int) -> Iterator[tuple[int, Any]]:
+    """Yield where single quotes may end that begin before ``start``, with the JSON in them.
+
+    First as it stands: then JSON itself says where it ends, whatever apostrophes are in it. Else at one of the last
+    quotes before what may follow a value, with its escapes taken off.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start + len(text[start:]) - len(text[start:].lstrip(_SPACE)))
+        end += len(text[end:]) - len(text[end:].lstrip(_SPACE))
+        if text[end : end + 1] == "'":
+            yield end, value
+            return
+    except ValueError:
+        pass  # its escapes must be taken off first
+    ends = [match.start() for match in _CLOSING.finditer(text, start)]
+    for end in ends[: -_TRIES - 1 : -1]:
+        try:
+            value = _quoted(text[start:end])
+        except _NotWellFormed:
+            continue
+        yield end, value
 
 
 def _quoted(text: str) -> Any:
@@ -171,40 +159,27 @@ def _quoted(text: str) -> Any:
     bare = _ESCAPED.sub(lambda match: match[1] if match[1] in "\\'\"" else match[0], text)
     for candidate in (text, apostrophes, bare):
         try:
-            value, end = _value(candidate, _skip(candidate, 0))
+            return _json(candidate)
         except _NotWellFormed:
             continue
-        if _skip(candidate, end) == len(candidate):
-            return value
     raise _NotWellFormed("the arguments in quotes are no JSON")
 
 
-def _value(text: str, at: int) -> tuple[Any, int]:
+def _json(text: str) -> Any:
     try:
-        return _DECODER.raw_decode(text, at)
+        return _DECODER.decode(text)
     except _NotWellFormed:
         raise
     except ValueError as error:
         raise _NotWellFormed(f"no JSON: {error}") from None
 
 
-def _expect(text: str, at: int, character: str) -> int:
-    if text[at : at + 1] != character:
-        found = repr(text[at : at + 20]) if text[at:] else "the end of the text"
-        raise _NotWellFormed(f"{character!r} is missing before {found}")
-    return at + 1
-
-
-def _skip(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
-        raise _NotWellFormed(f"argument {twice!r} is there twice")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _NotWellFormed(f"key {twice!r} is there twice")
     return fields
 
 
@@ -212,4 +187,5 @@ def _constant(name: str) -> Any:
     raise _NotWellFormed(f"{name} is no JSON")
 
 
+_SPACE = " \t\r\n"
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)

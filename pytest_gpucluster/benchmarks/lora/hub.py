@@ -117,14 +117,7 @@ def fetch(name: HubName) -> Path:
     except EnvironmentBroken:
         raise
     except Exception as error:
-        cause = hub_error or error
-        why = (
-            "HF_HUB_OFFLINE is set, and it is not in the hub's cache; download it where there is a network, or give a"
-            " local file"
-            if offline
-            else "the hub does not provide it, and it is not in the hub's cache; give a local file"
-        )
-        raise EnvironmentBroken(f"{name}: {why} ({type(cause).__name__}: {first_line(cause)})") from error
+        raise unavailable(name, hub_error or error) from error
 
 
 def local_only(model: str | Path, revision: str | None = None) -> bool:
@@ -168,6 +161,18 @@ def _cached(name: HubName) -> list[str]:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, for a message."""
     return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), "no reason given")
+
+
+def unavailable(name: object, error: Exception) -> EnvironmentBroken:
+    """Return the error for what is neither on the hub nor in its cache."""
+    from huggingface_hub import constants
+
+    why = (
+        "HF_HUB_OFFLINE is set, and it is not in the hub's cache; download it where there is a network, or"
+        if constants.HF_HUB_OFFLINE
+        else "the hub does not provide it, and it is not in the hub's cache;"
+    )
+    return EnvironmentBroken(f"{name}: {why} give a local file or folder ({type(error).__name__}: {first_line(error)})")
 
 
 def not_installed(package: str) -> EnvironmentBroken:

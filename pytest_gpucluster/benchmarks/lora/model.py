@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS, first_line, local_only
+from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS, first_line, local_only, unavailable
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -451,7 +451,6 @@ def _from_hub(name: str, revision: str | None) -> Path:
             f"{name} names no revision, and the hub's files can change: write {name}@COMMIT, or a local folder"
         )
     import huggingface_hub
-    from huggingface_hub import constants
 
     local = local_only(name, revision)
     try:
@@ -465,9 +464,4 @@ def _from_hub(name: str, revision: str | None) -> Path:
             )
         )
     except Exception as error:  # of huggingface_hub, httpx, requests and the socket, by version
-        why = (
-            "HF_HUB_OFFLINE is set, and it is not in the hub's cache; download it elsewhere, or give a folder"
-            if constants.HF_HUB_OFFLINE
-            else "the hub does not provide it, and it is not in the hub's cache; give a folder instead"
-        )
-        raise EnvironmentBroken(f"{name}@{revision}: {why} ({type(error).__name__}: {first_line(error)})") from error
+        raise unavailable(f"{name}@{revision}", error) from error

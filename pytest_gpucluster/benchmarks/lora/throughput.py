@@ -16,9 +16,10 @@ from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics
 from pytest_gpucluster.benchmarks.lora.trainer import STARTING_STEPS, Components, Step, Trainer
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
+from pytest_gpucluster.benchmarks.training.throughput import SteadySteps
 from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
 from pytest_gpucluster.errors import WrongResult
-from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
+from pytest_gpucluster.metrics.sampling import Sampling, Series, series
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted
 
 _FEWEST_RATES = 6
@@ -63,13 +64,13 @@ def lora_throughput(
     """Train on random tokens until the rate is known.
 
     Collective: every rank of the group must call this, with the same arguments. The first rank decides for all when
-    to stop, by the slowest rank's time of each step. Where the steps of the recipe end first, the series states it.
+    to stop, by the slowest rank's time of each step.
 
     Args:
         group: the ranks that train one model together.
         device: where this rank trains.
         base: the model to train.
-        recipe: how; its steps are a maximum, and determine only the learning rate.
+        recipe: how; its steps determine only the learning rate.
         sequence: positions of a block.
         sampling: how long to warm up and to measure, and the required confidence.
         during: entered while steps are timed, not during the warm-up.
@@ -88,42 +89,30 @@ def lora_throughput(
         trainer = Trainer(group, device, base, recipe, packed, components=components)
         taken = 0
 
-        def take() -> float:
+        def take(count: int) -> list[float]:
             nonlocal taken
-            taken += 1
-            step = trainer.step(taken)
-            if not step.all_finite:
-                raise WrongResult(
-                    f"step {taken}: the loss is {step.loss} and the gradients' norm {step.gradient_norm}, and both "
-                    "must be finite. Check -k ddp and the GPU"
-                )
-            rate = trainer.tokens_of_rank / step.seconds
-            if progress is not None:
-                progress(taken, recipe.steps, loss=step.loss, tokens_per_second=rate)
-            return step.seconds
+            seconds = []
+            for _ in range(count):
+                taken += 1
+                step = trainer.step(taken)
+                if not step.all_finite:
+                    raise WrongResult(
+                        f"step {taken}: the loss is {step.loss} and the gradients' norm {step.gradient_norm}, and both "
+                        "must be finite. Check -k ddp and the GPU"
+                    )
+                seconds.append(step.seconds)
+                if progress is not None:
+                    rate = trainer.tokens_of_rank / step.seconds
+                    progress(taken, recipe.steps, loss=step.loss, tokens_per_second=rate)
+            return seconds
 
-        def continues(more: bool) -> bool:
-            [decided] = trainer.ranks.of_first([float(more)])
-            return bool(decided) and taken < recipe.steps
-
-        warm = 0.0
+        steady = SteadySteps(trainer.ranks, take, sampling)
         with counted(WARM_UP):
-            while continues(taken < STARTING_STEPS or warm < sampling.warmup_seconds):
-                warm += take()
-        rates: list[float] = []
-        slowest: list[float] = []
-        spent = 0.0
+            planned = steady.warm_up()
         with counted(MEASURING), during:
-            while continues(wants_more(slowest, spent_seconds=spent, sampling=sampling)):
-                seconds = take()
-                longest = max(step_seconds for [step_seconds] in trainer.ranks.gather([seconds]))
-                rates.append(trainer.tokens_of_rank / seconds)
-                slowest.append(trainer.tokens_of_rank / longest)
-                spent += longest
+            steady.sample(planned)
         return LoraThroughput(
-            tokens_per_second=series(rates, sampling, spent_seconds=spent).decided_by(
-                series(slowest, sampling, spent_seconds=spent)
-            ),
+            tokens_per_second=steady.rate(trainer.tokens_of_rank),
             flops_per_token=base.flops_per_token(sequence),
             peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
             recomputes=trainer.recomputes,

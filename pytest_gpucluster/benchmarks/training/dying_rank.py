@@ -1,17 +1,17 @@
 """One rank of a small training in which one rank dies. It is run by a launcher, never inside of the suite:
 
-torchrun --standalone --nproc-per-node=2 -m pytest_gpucluster.benchmarks.training.dying_rank --folder /tmp/job ...
+torchrun --standalone --nproc-per-node=2 -m pytest_gpucluster.benchmarks.training.dying_rank '{"batch": 2, ...}'
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -73,14 +73,13 @@ class Stamps:
         return [Stamp(name=name, at=float(at), pid=int(pid)) for name, at, pid in split]
 
 
-def arguments_for(
-    geometry: Geometry, *, device_type: str, batch: int, steps: int, dies: int, how: str, folder: Path, seconds: float
-) -> list[str]:
-    """Return the command line of :func:`main`.
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The training, as each rank gets it on its command line.
 
-    Args:
+    Attributes:
         geometry: of the decoder.
-        device_type: "cuda" or "cpu".
+        device: "cuda" or "cpu".
         batch: rows of each rank in a step.
         steps: steps before a rank dies.
         dies: the rank that dies.
@@ -88,9 +87,26 @@ def arguments_for(
         folder: for the stamps.
         seconds: each rank's own alarm ends it after this time, whatever it waits for, also when nothing watches it.
     """
-    sizes = ",".join(f"{field.name}={getattr(geometry, field.name)}" for field in fields(geometry))
-    named = {"geometry": sizes, "device": device_type, "batch": batch, "steps": steps, "dies": dies, "how": how}
-    return [f"--{name}={value}" for name, value in {**named, "folder": folder, "seconds": seconds}.items()]
+
+    geometry: Geometry
+    device: str
+    batch: int
+    steps: int
+    dies: int
+    how: str
+    folder: str
+    seconds: float
+
+    @property
+    def argument(self) -> str:
+        """The one argument of :func:`main`: JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, argument: str) -> Job:
+        """Read it."""
+        fields = json.loads(argument)
+        return cls(geometry=Geometry(**fields.pop("geometry")), **fields)
 
 
 @record
@@ -100,54 +116,36 @@ def main(
     death: Callable[[str], None] = die,
 ) -> None:
     """Train until one rank dies. It does not return."""
-    options = _parser().parse_args(arguments)
+    [argument] = sys.argv[1:] if arguments is None else arguments
+    job = Job.parse(argument)
     # Its default action ends the process in the kernel, even where Python does not run any more.
-    signal.alarm(max(1, round(options.seconds)))
+    signal.alarm(max(1, round(job.seconds)))
     rank, count = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    stamps = Stamps(options.folder, rank)
+    stamps = Stamps(Path(job.folder), rank)
     stamps.write("started")
     device = torch.device("cpu")
-    if options.device == "cuda":
+    if job.device == "cuda":
         device = torch.device("cuda", int(environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo", device_id=_device_id(device))
+    cuda = job.device == "cuda"
+    # With a device_id NCCL connects at once, and not at the first collective.
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     group = dist.group.WORLD
     assert group is not None
     training = Training(
-        replicate(make_decoder(options.geometry, device, seed=0), device, group), device, precision="bf16", parts=PARTS
+        replicate(make_decoder(job.geometry, device, seed=0), device, group), device, precision="bf16", parts=PARTS
     )
-    rows = count * options.batch
-    data = PackedTokens(rows=rows, sequence=options.geometry.sequence, vocab=options.geometry.vocab, seed=0)
+    rows = count * job.batch
+    data = PackedTokens(rows=rows, sequence=job.geometry.sequence, vocab=job.geometry.vocab, seed=0)
     mine = torch.stack([data[row] for row in range(rank, rows, count)]).to(device)
     for step in range(1, _ENDLESS):
         result = training.step([mine])
         float(result.losses.mean())  # waits for the GPU, as a training that prints its loss does
         stamps.write(f"step-{step}")
-        if step == options.steps and rank == options.dies:
+        if step == job.steps and rank == job.dies:
             stamps.write("dies")
             sys.stderr.flush()
-            death(options.how)
-
-
-def _device_id(device: torch.device) -> torch.device | None:
-    # With it NCCL connects at once, and not at the first collective.
-    return device if device.type == "cuda" else None
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="one rank of a training of which one rank dies")
-    parser.add_argument("--geometry", type=_geometry, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    for name in ("batch", "steps", "dies"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--how", choices=DEATHS, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    return parser
-
-
-def _geometry(text: str) -> Geometry:
-    return Geometry(**{name: int(value) for name, _, value in (part.partition("=") for part in text.split(","))})
+            death(job.how)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from pytest_gpucluster.benchmarks.memory_budget import require_free
-from pytest_gpucluster.benchmarks.training.dying_rank import DEATHS, EXIT_CODE, Stamp, Stamps, arguments_for
+from pytest_gpucluster.benchmarks.training.dying_rank import DEATHS, EXIT_CODE, Job, Stamp, Stamps
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -176,15 +176,13 @@ _CODES = {"exit": EXIT_CODE, "kill": -9}
 """The exit code that the launcher must report of a rank that died so; of an exception any code but 0, for a library
 may replace it when the interpreter ends."""
 
-_PACKAGE = "pytest_gpucluster"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
     """The replaceable parts of the job: tests inject a faulty one."""
 
     launcher: Sequence[str] = (sys.executable, "-m", "torch.distributed.run")
-    module: str = f"{_PACKAGE}.benchmarks.training.dying_rank"
+    module: str = f"{__package__}.dying_rank"
 
 
 COMPONENTS = Components()
@@ -259,19 +257,19 @@ def check_propagation(
         instead="choose a smaller one, such as --gpucluster-workload training.width=256",
     )
     folder.mkdir(parents=True)
-    arguments = arguments_for(
-        geometry,
-        device_type=device.type,
+    job = Job(
+        geometry=geometry,
+        device=device.type,
         batch=batch,
         steps=steps,
         dies=ranks - 1,
         how=how,
-        folder=folder,
+        folder=str(folder),
         seconds=start_seconds + 2 * end_seconds,
     )
-    command = [*used.launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", used.module, *arguments]
-    with counted(MEASURING), ChildJob(command, _environment(environ, visible), folder / "output.txt") as job:
-        return _Watch(job, folder, ranks=ranks, how=how).run(start_seconds, end_seconds)
+    command = [*used.launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", used.module, job.argument]
+    with counted(MEASURING), ChildJob(command, _environment(environ, visible), folder / "output.txt") as child:
+        return _Watch(child, folder, ranks=ranks, how=how).run(start_seconds, end_seconds)
 
 
 class _Watch:
@@ -336,17 +334,14 @@ class _Watch:
         return f"rank {self._rank} of a training on this node has died ({self._how}),"
 
     def _not_started(self, start_seconds: float) -> str:
-        progress = ", ".join(f"rank {rank}: {self._last(stamps)}" for rank, stamps in enumerate(self._stamps))
-        ended = f"has ended with {self._job.exit_code}"
-        how = ended if self._job.exit_code is not None else f"did not reach that after {start_seconds:g} s"
+        reached = [[stamp.name for stamp in stamps.read()] or ["not started"] for stamps in self._stamps]
+        progress = ", ".join(f"rank {rank}: {names[-1]}" for rank, names in enumerate(reached))
+        code = self._job.exit_code
+        how = f"did not reach that after {start_seconds:g} s" if code is None else f"has ended with {code}"
         return (
             f"a training on this node, of which rank {self._rank} should die, {how} ({progress}). For the cause see "
             f"its output:\n{self._job.output_tail}"
         )
-
-    def _last(self, stamps: Stamps) -> str:
-        found = stamps.read()
-        return found[-1].name if found else "not started"
 
     def _living(self) -> str:
         """Describe the processes that still run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,9 +40,6 @@ from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 Shard = Callable[..., Decoder]
 """``shard(model, mesh, precision=, cpu_offload=)``, as :func:`~.sharding.shard`."""
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of each weight, besides a count of its steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,16 +322,12 @@ class _Check:
 
     def _measure_share(self, training: Training) -> None:
         """Compare this rank's bytes of weights and moments with its part."""
-        weights = list(training.model.parameters())
-        moments = [
-            moment for weight in weights for name, moment in training.optimizer.state[weight].items() if name != "step"
-        ]
         part = bytes_of(
             part_of(weight, ranks=self._ranks.count, rank=self._rank) for weight in on_meta(self._geometry).parameters()
         )
-        self._parameter_bytes = bytes_of(weights)
+        self._parameter_bytes = bytes_of(training.model.parameters())
         # AdamW keeps two moments of each weight.
-        self._share = (self._parameter_bytes + bytes_of(moments)) / (3 * part) if part else 1.0
+        self._share = (self._parameter_bytes + bytes_of(training.moments())) / (3 * part) if part else 1.0
 
     def _step(
         self, training: Training, copy: Training | None, series: _TrainingSeries, due: _ReferenceStep, where: str
@@ -418,13 +411,10 @@ def _state_fingerprint(training: Training) -> int:
     than the sign.
     """
 
-    def state_tensors() -> Iterator[torch.Tensor]:
-        for weight in training.model.parameters():
-            yield local(weight.detach())
-            state = training.optimizer.state.get(weight, {})
-            yield from (local(state[name]) for name in _MOMENTS if name in state)
-
-    return fingerprint(state_tensors())
+    state = training.optimizer.state
+    weights = list(training.model.parameters())
+    moments = (state[weight][name] for weight in weights if weight in state for name in ("exp_avg", "exp_avg_sq"))
+    return fingerprint(local(tensor.detach()) for tensor in (*weights, *moments))
 
 
 def _gradient(weight: torch.Tensor) -> torch.Tensor:

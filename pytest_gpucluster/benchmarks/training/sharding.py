@@ -98,11 +98,6 @@ def allocate(model: Decoder, device: torch.device, *, seed: int, rank: int) -> D
     return model
 
 
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether :func:`shard` has been called with this model."""
-    return isinstance(model, FSDPModule)
-
-
 _CLIP_EPSILON = 1e-6
 """torch.nn.utils.clip_grad_norm_ divides by the norm plus this."""
 
@@ -204,7 +199,7 @@ class ShardedMemory:
 
 @releases_memory(cycles=True)
 def measure_sharded_memory(
-    group: dist.ProcessGroup, device: torch.device, geometry: Geometry, *, batch: int, seed: int = 0
+    group: dist.ProcessGroup, device: torch.device, geometry: Geometry, *, batch: int
 ) -> ShardedMemory:
     """Take a few steps in bf16 with the model sharded over a group, and return this rank's memory.
 
@@ -215,7 +210,6 @@ def measure_sharded_memory(
         device: where this rank trains.
         geometry: of the decoder.
         batch: rows of each rank in a step.
-        seed: of weights and data.
 
     Raises: EnvironmentBroken if too little memory is free.
     """
@@ -229,21 +223,19 @@ def measure_sharded_memory(
     with counted(MEASURING):
         before = _reset_peak(device)
         rank = dist.get_rank(group)
-        data = PackedTokens(
-            rows=batch * dist.get_world_size(group), sequence=geometry.sequence, vocab=geometry.vocab, seed=seed
-        )
+        rows_of_all = batch * dist.get_world_size(group)
+        data = PackedTokens(rows=rows_of_all, sequence=geometry.sequence, vocab=geometry.vocab, seed=0)
         rows = torch.stack([data[row] for row in range(rank * batch, (rank + 1) * batch)]).to(device)
-        training = Training(make_sharded(geometry, mesh_of(group, device), device, seed=seed), device, precision="own")
+        training = Training(make_sharded(geometry, mesh_of(group, device), device, seed=0), device, precision="own")
         for _ in range(STEPS):
             training.step([rows])
         weights = list(training.model.parameters())
-        moments = [
-            moment for weight in weights for name, moment in training.optimizer.state[weight].items() if name != "step"
-        ]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         peak = None if before is None else int(torch.cuda.max_memory_allocated(device)) - before
         return ShardedMemory(
-            ranks=dist.get_world_size(group), state_bytes=bytes_of([*weights, *moments, *gradients]), peak_bytes=peak
+            ranks=dist.get_world_size(group),
+            state_bytes=bytes_of([*weights, *training.moments(), *gradients]),
+            peak_bytes=peak,
         )
 
 

@@ -118,6 +118,11 @@ class Training:
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=BETAS, weight_decay=0.0, fused=True)
 
+    def moments(self) -> list[torch.Tensor]:
+        """Return the optimizer's moments of all weights."""
+        states = (self.optimizer.state[weight] for weight in self.model.parameters())
+        return [moment for state in states for name, moment in state.items() if name != "step"]
+
     def loss(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of rows of tokens, int64, batch x (positions + 1)."""
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._precision == "bf16"):

@@ -253,22 +253,93 @@ def _training(
     return Training(model, device, precision=precision, learning_rate=LEARNING_RATE, parts=components.step)
 
 
-class _Steps:
-    """Takes steps, and times them."""
+class SteadySteps:
+    """Takes steps on all ranks until the time of a step is known, by the slowest rank: the first rank decides for all.
+
+    Collective: every rank must call each method, with the same sampling.
+
+    Args:
+        ranks: that take the steps together.
+        take: takes a number of steps, and returns the seconds of each on this rank.
+        sampling: how long to warm up and to measure, and the required confidence.
+        show: called after some steps each, with the number of the next ones and the seconds of one.
+    """
 
     def __init__(
         self,
         ranks: Ranks,
-        device: torch.device,
-        setup: Setup,
-        training: Training,
-        batches: Iterator[torch.Tensor],
-        clock: Clock,
-        progress: Progress,
+        take: Callable[[int], list[float]],
+        sampling: Sampling,
+        show: Callable[[int, float], None] = lambda count, seconds: None,
     ) -> None:
-        self._ranks, self._device, self._setup, self._training = ranks, device, setup, training
-        self._batches, self._clock, self._progress = batches, clock, progress
-        self._evidence = Evidence(ranks, setup, training)
+        self._ranks, self._take, self._sampling, self._show = ranks, take, sampling, show
+        self._times: list[list[float]] = []
+        self._spent = 0.0
+
+    def warm_up(self) -> int:
+        """Take steps until the time is up; return how many to take next."""
+        begin, count, more = time.monotonic(), FIRST_STEPS, True
+        while more:
+            of_ranks = self._on_all(self._take(count))
+            each = median([max(of_step) for of_step in zip(*of_ranks, strict=True)])
+            left = self._sampling.warmup_seconds - (time.monotonic() - begin)
+            wanted = self._sampling.window_seconds if left <= 0 else min(left, BATCH_SECONDS)
+            decision = self._ranks.of_first([left > 0, _steps_in(wanted, each)])
+            more, count = bool(decision[0]), int(decision[1])
+            self._show(count, each)
+        return max(MIN_SAMPLES, count)
+
+    def sample(self, count: int) -> None:
+        """Take steps, at first ``count``, until there are enough."""
+        more = True
+        while more:
+            mine = self._take(count)
+            of_ranks = self._on_all(mine)
+            self._times += [list(of_step) for of_step in zip(*of_ranks, strict=True)]
+            self._spent += sum(of_ranks[0])
+            slowest = [max(of_step) for of_step in self._times]
+            left = self._sampling.at_most_seconds - self._spent
+            wanted = min(BATCH_SECONDS, max(self._sampling.window_seconds, left))
+            more = wants_more(slowest, spent_seconds=self._spent, sampling=self._sampling)
+            of_first = self._ranks.of_first([more, _steps_in(wanted, median(slowest))])
+            more, count = bool(of_first[0]), int(of_first[1])
+            self._show(count if more else 0, median(mine))
+
+    @property
+    def seconds(self) -> Series:
+        """The sampled steps of this rank. It is as inconclusive as the slowest rank's."""
+        mine = (of_step[self._ranks.index] for of_step in self._times)
+        slowest = series(map(max, self._times), self._sampling, spent_seconds=self._spent)
+        return series(mine, self._sampling, spent_seconds=self._spent).decided_by(slowest)
+
+    def rate(self, amount: int) -> Series:
+        """The rate of this rank, where each step has this amount of something."""
+        rates = (amount / seconds for seconds in self.seconds.samples)
+        return series(rates, self._sampling, spent_seconds=self._spent).decided_by(self.seconds)
+
+    def _on_all(self, seconds: list[float]) -> list[list[float]]:
+        """Return the seconds of the same steps on each rank."""
+        of_ranks = self._ranks.gather(seconds)
+        stopped = [index for index, of_rank in enumerate(of_ranks) if not all(0 < one < math.inf for one in of_rank)]
+        if stopped:
+            raise InconclusiveMeasurement(f"the clock of {self._ranks.name(stopped[0])} did not advance in a step")
+        return of_ranks
+
+
+@dataclass(eq=False)
+class _Steps:
+    """Takes steps, and times them."""
+
+    _ranks: Ranks
+    _device: torch.device
+    _setup: Setup
+    _training: Training
+    _batches: Iterator[torch.Tensor]
+    _clock: Clock
+    _progress: Progress
+
+    def __post_init__(self) -> None:
+        self._evidence = Evidence(self._ranks, self._setup, self._training)
 
     def measure(
         self,
@@ -280,13 +351,14 @@ class _Steps:
         in_parts: bool,
         ready: Callable[[], object],
     ) -> Throughput:
+        steady = SteadySteps(self._ranks, lambda count: self._take(self._batches, count), sampling, self._show)
         with counted(WARM_UP):
             first_rows = next(self._batches)
             self._take(iter([first_rows]))
             ready()
-            planned = self._warm_up(sampling)
+            planned = steady.warm_up()
         with counted(MEASURING), during:
-            times, spent = self._samples(sampling, planned)
+            steady.sample(planned)
         with counted(VERIFYING):
             self._take(iter([first_rows]))
             losses = self._evidence.losses
@@ -297,13 +369,11 @@ class _Steps:
                 parts = self._parts(notes)
         if found:
             raise WrongResult(f"{self._ranks.name(self._ranks.index)} {found}")
-        mine = [of_step[self._ranks.index] for of_step in times]
-        slowest = series(map(max, times), sampling, spent_seconds=spent)
-        rates = (self._setup.tokens / seconds for seconds in mine)
+        step_seconds = steady.seconds
         return Throughput(
-            tokens_per_second=series(rates, sampling, spent_seconds=spent).decided_by(slowest),
-            step_seconds=series(mine, sampling, spent_seconds=spent).decided_by(slowest),
-            p99_seconds=percentile(mine, 99),
+            tokens_per_second=steady.rate(self._setup.tokens),
+            step_seconds=step_seconds,
+            p99_seconds=percentile(step_seconds.samples, 99),
             parts=parts,
             flops_per_token=self._setup.geometry.training_flops_per_token,
             tokens=self._setup.tokens,
@@ -326,50 +396,6 @@ class _Steps:
         seconds = self._clock.read()
         self._evidence.add(results)
         return seconds
-
-    def _warm_up(self, sampling: Sampling) -> int:
-        """Take steps until the time is up; return how many to take next, by the first rank."""
-        begin, count, more = time.monotonic(), FIRST_STEPS, True
-        while more:
-            each = median(self._slowest(self._take(self._batches, count)))
-            left = sampling.warmup_seconds - (time.monotonic() - begin)
-            wanted = sampling.window_seconds if left <= 0 else min(left, BATCH_SECONDS)
-            decision = self._ranks.of_first([left > 0, _steps_in(wanted, each)])
-            more, count = bool(decision[0]), int(decision[1])
-            self._show(count, each)
-        return max(MIN_SAMPLES, count)
-
-    def _samples(self, sampling: Sampling, count: int) -> tuple[list[list[float]], float]:
-        """Return the seconds of each step on all ranks, step after step, until the first rank has enough; and their
-        sum."""
-        times: list[list[float]] = []
-        spent, more = 0.0, True
-        while more:
-            mine = self._take(self._batches, count)
-            of_ranks = self._on_all(mine)
-            times += [list(of_step) for of_step in zip(*of_ranks, strict=True)]
-            spent += sum(of_ranks[0])
-            slowest = [max(of_step) for of_step in times]
-            wanted = min(BATCH_SECONDS, max(sampling.window_seconds, sampling.at_most_seconds - spent))
-            decision = [
-                wants_more(slowest, spent_seconds=spent, sampling=sampling),
-                _steps_in(wanted, median(slowest)),
-            ]
-            of_first = self._ranks.of_first(decision)
-            more, count = bool(of_first[0]), int(of_first[1])
-            self._show(count if more else 0, median(mine))
-        return times, spent
-
-    def _on_all(self, seconds: list[float]) -> list[list[float]]:
-        """Return the seconds of the same steps on each rank."""
-        of_ranks = self._ranks.gather(seconds)
-        stopped = [index for index, of_rank in enumerate(of_ranks) if not all(0 < one < math.inf for one in of_rank)]
-        if stopped:
-            raise InconclusiveMeasurement(f"the clock of {self._ranks.name(stopped[0])} did not advance in a step")
-        return of_ranks
-
-    def _slowest(self, seconds: list[float]) -> list[float]:
-        return [max(of_step) for of_step in zip(*self._on_all(seconds), strict=True)]
 
     def _show(self, to_come: int, step_seconds: float) -> None:
         losses = self._evidence.losses

@@ -7,30 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpucluster.benchmarks.lora.convergence import Convergence, Parity, TrainingResult, figures_of
+from pytest_gpucluster.benchmarks.lora.convergence import Convergence, Parity, figures_of
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.loss_curve import Curve
 from pytest_gpucluster.metrics.sampling import Series
 
 PARITY = Parity(loss_error=1e-7, gradient_error=1e-6, finite=20, taken=20, steps=10, all_finite=True)
-RESULT = TrainingResult(
-    final_loss=0.3,
-    held_out_before=6.0,
-    held_out_after=0.6,
-    moved_adapters=1.0,
-    unchanged_base=1.0,
-    replayed_steps=1.0,
-    resume_error=0.0,
-    reload_error=0.0,
-    group_error=None,
-    calls=CallScore(asked=4, well_formed=3, right_function=2, right_arguments=1, skipped={}, answers=()),
+RESULT = {"final_loss": 0.3, "held_out_loss": 0.6, "held_out_ratio": 0.1} | dict.fromkeys(
+    ("moved_adapters", "unchanged_base", "replayed_steps"), 1.0
 )
+RESULT |= {"resume_error": 0.0, "reload_error": 0.0}
 FOUND = Convergence(
     finite_steps=1.0,
     parity={"fp32": PARITY},
     curve=Curve(points=(), context={"model": "lora_tiny", "precision": "bf16"}),
     result=RESULT,
+    calls=CallScore(asked=4, well_formed=3, right_function=2, right_arguments=1, skipped={}, answers=()),
     tokens_per_second=Series(samples=(1e4,) * 6, median=1e4, low=1e4, high=1e4),
     flops_per_token=31_716_278_272,
     peak_bytes=70 * 10**9,
@@ -55,7 +48,7 @@ def test_the_figures_are_what_was_found_each_a_known_metric_in_its_unit():
     assert {name: found[f"lora.calls.{name}"] for name in ratios} == ratios
     assert "lora.group_error" not in found
     assert "lora.mfu" not in values(FOUND, peak=None)
-    assert values(replace(FOUND, result=replace(RESULT, group_error=0.01)))["lora.group_error"] == 0.01
+    assert values(replace(FOUND, result=RESULT | {"group_error": 0.01}))["lora.group_error"] == 0.01
 
 
 def test_a_rate_that_no_rank_knows_is_nan_and_never_left_out():

@@ -1,9 +1,11 @@
-"""The bandwidth of one rank; with more, tests/acceptance/test_acceptance_checkpoint.py."""
+"""A file is written and read to its last byte, and each wrong one is found; on one rank."""
 
 from __future__ import annotations
 
+import os
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +15,10 @@ from pytest_gpucluster.benchmarks.storage import bandwidth
 from pytest_gpucluster.benchmarks.storage.bandwidth import (
     COMPONENTS,
     PAGE_BYTES,
+    Contents,
+    file_system_of,
+    read_file,
+    reads_directly,
     shift_of,
     storage_bandwidth,
     write_file,
@@ -82,3 +88,86 @@ def test_too_little_space_is_the_environment_s_fault(measure, monkeypatch):
 def test_wrong_arguments_are_refused(measure, more):
     with pytest.raises(ValueError, match=r"file_bytes a multiple of 4096"):
         measure(**more)
+
+
+CHUNK = 2**16
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(bandwidth, "CHUNK_BYTES", CHUNK)
+
+
+@pytest.fixture(params=[True, False], ids=["O_DIRECT", "posix_fadvise"])
+def direct(request, tmp_path):
+    """Both ways to read, the first one where the file system has it."""
+    probe = tmp_path / "probe"
+    probe.write_bytes(bytes(PAGE_BYTES))
+    if request.param and not reads_directly(probe):
+        pytest.skip("no O_DIRECT here")
+    return request.param
+
+
+@of_each("size", [PAGE_BYTES, CHUNK, CHUNK + 3 * PAGE_BYTES, 5 * CHUNK])
+def test_what_was_written_is_read_and_verified(tmp_path, size, direct):
+    path = tmp_path / f"{size}"
+    assert write_file(path, size, Contents(3)) > 0
+    assert path.stat().st_size == size
+    found = read_file(path, size, Contents(3), direct=direct)
+    assert (found.verified_bytes, found.defect) == (size, "")
+    assert found.seconds > 0
+    with pytest.raises(FileExistsError):
+        write_file(path, PAGE_BYTES, Contents(3))
+
+
+@of_each("at", [0, 4097, CHUNK - 1, CHUNK, 4 * CHUNK + 17, 5 * CHUNK - 1])
+def test_each_single_wrong_bit_is_found(tmp_path, at, direct):
+    path, size = tmp_path / f"{at}", 5 * CHUNK
+    write_file(path, size, Contents(3))
+    content = bytearray(path.read_bytes())
+    content[at] ^= 128
+    path.write_bytes(content)
+    found = read_file(path, size, Contents(3), direct=direct)
+    assert found.defect.startswith(f"at byte {at - at % 8}: found ")
+    assert found.verified_bytes == 4 * CHUNK
+
+
+@of_each("left", [0, 100, PAGE_BYTES, CHUNK, 2 * CHUNK + 5000])
+def test_a_file_that_ends_too_soon_is_found(tmp_path, left, direct):
+    path, size = tmp_path / f"{left}", 5 * CHUNK
+    write_file(path, size, Contents(3))
+    os.truncate(path, left)
+    found = read_file(path, size, Contents(3), direct=direct)
+    assert (found.defect, found.verified_bytes) == (f"ends at byte {left} of {size}", left - left % CHUNK)
+
+
+def test_the_file_of_another_rank_is_none_of_this_one_and_no_page_is_like_another_one(tmp_path, direct):
+    path = tmp_path / "file"
+    write_file(path, CHUNK, Contents(3))
+    assert read_file(path, CHUNK, Contents(4), direct=direct).defect.startswith("at byte 8: found ")
+    content = path.read_bytes()
+    assert len({content[at : at + PAGE_BYTES] for at in range(0, CHUNK, PAGE_BYTES)}) == CHUNK // PAGE_BYTES
+
+
+def test_a_file_that_cannot_be_opened_is_an_error_and_no_lack_of_o_direct(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        reads_directly(tmp_path / "none")
+
+
+MOUNTS = r"""24 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw
+25 24 0:22 / /run rw - tmpfs tmpfs rw
+26 24 0:50 / /mnt/a\040b rw - lustre mgs:/fs rw
+27 24 0:51 / /mnt rw shared:7 master:3 - nfs4 server:/mnt rw
+28 27 0:52 / /mnt rw - ceph server:/mnt rw
+"""
+
+
+def test_the_file_system_is_that_of_the_longest_mount_point_and_unknown_where_the_kernel_does_not_tell(monkeypatch):
+    def fail(self, **how):
+        raise PermissionError
+
+    monkeypatch.setattr(bandwidth.Path, "read_text", lambda self, **how: MOUNTS)
+    known = {"/home/x": "ext4", "/run/y/z": "tmpfs", "/mnt/a b/c": "lustre", "/mnt/z": "ceph"}
+    assert {path: file_system_of(Path(path)) for path in known} == known
+    monkeypatch.setattr(bandwidth.Path, "read_text", fail)
+    assert file_system_of(Path("/run")) == "unknown"

@@ -1,14 +1,26 @@
-"""A decoder shared by FSDP2, on one rank; with two, tests/acceptance/test_acceptance_training.py."""
+"""A decoder shared by FSDP2, on one rank, and which part of it a rank holds."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from each import of_each
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
-from pytest_gpucluster.benchmarks.training.model import INITIAL_DEVIATION, Geometry, make_decoder
-from pytest_gpucluster.benchmarks.training.sharding import is_sharded, make_sharded, mesh_of, shard
-from pytest_gpucluster.benchmarks.training.step import Training, without_gradient_sync
+from pytest_gpucluster.benchmarks.training.model import INITIAL_DEVIATION, Geometry, make_decoder, on_meta
+from pytest_gpucluster.benchmarks.training.sharding import (
+    clip_shards,
+    layout_defect,
+    make_sharded,
+    mesh_of,
+    part_of,
+    shard,
+)
+from pytest_gpucluster.benchmarks.training.step import Training, clip_gradients, without_gradient_sync
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(layers=2, width=64, heads=4, vocab=96, sequence=16, key_heads=2)
@@ -35,8 +47,6 @@ def test_in_bf16_products_are_bf16_and_weights_gradients_and_moments_fp32(mesh):
     kept = {weight.dtype, weight.grad.dtype, moments["exp_avg"].dtype, moments["exp_avg_sq"].dtype}
     assert kept == {torch.float32}
     assert model.cosine.dtype == torch.float32
-    assert is_sharded(model)
-    assert not is_sharded(make_decoder(GEOMETRY, CPU, seed=1))
 
 
 def test_one_that_is_made_in_parts_has_the_usual_initial_values(mesh):
@@ -60,3 +70,35 @@ def test_gradients_of_micro_batches_are_shared_with_the_last_one_only(mesh):
     whole = Training(make_decoder(GEOMETRY, CPU, seed=1), CPU, precision="fp32")
     together = training.step([rows()[:2], rows()[2:]])
     assert float(together.gradient_norm) == pytest.approx(float(whole.step([rows()]).gradient_norm), rel=1e-5)
+
+
+@of_each("ranks", [1, 2, 3, 5, 7, 8, 64, 100])
+def test_the_parts_of_all_ranks_are_the_weight(ranks):
+    whole = torch.arange(3 * 61).reshape(61, 3)
+    parts = [part_of(whole, ranks=ranks, rank=rank) for rank in range(ranks)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert [part.shape for part in parts if len(part)] == [part.shape for part in torch.chunk(whole, ranks)]
+
+
+def test_a_decoder_that_is_not_sharded_is_named_and_so_is_one_that_is_sharded_as_a_whole(group):
+    model = make_decoder(GEOMETRY, CPU, seed=0)
+    message = layout_defect(model, on_meta(GEOMETRY), ranks=1, rank=0)
+    assert re.search(r"has 3 of 3 modules that fully_shard .*root, blocks\.0, blocks\.1\.", message)
+    fully_shard(model, mesh=mesh_of(group, CPU))
+    assert layout_defect(model, on_meta(GEOMETRY), ranks=1, rank=0).startswith("has 2 of 3 modules")
+
+
+@pytest.mark.parametrize("scale", [0.001, 1000.0], ids=["below", "above"])
+def test_clipping_parts_gives_what_torch_gives(group, scale):
+    def graded():
+        model = nn.Linear(64, 64)
+        random = torch.Generator().manual_seed(0)
+        for weight in model.parameters():
+            weight.grad = scale * torch.randn(weight.shape, generator=random)
+        return model
+
+    expected, found = graded(), graded()
+    norm = clip_gradients(expected)
+    assert float(clip_shards(group, CPU)(found)) == pytest.approx(float(norm), rel=1e-6)
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,10 +17,16 @@ from verdicts import world_of
 
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.training import throughput as module
-from pytest_gpucluster.benchmarks.training.model import Geometry
-from pytest_gpucluster.benchmarks.training.step import PARTS, optimizer_step
+from pytest_gpucluster.benchmarks.training.data import PackedTokens
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
+from pytest_gpucluster.benchmarks.training.step import PARTS, Training, optimizer_step
 from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS, throughput
-from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.benchmarks.training.throughput_setup import (
+    Setup,
+    compile_blocks,
+    fresh_compiler,
+    missing_compiler,
+)
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.judge import judge
@@ -228,3 +238,126 @@ def test_others_can_be_waited_for_after_the_first_step_and_parts_can_be_left_out
     )
     assert seen == [1], "after what compiles, and before what warms up"
     assert (found.parts, found.steps) == ({}, len(steps))
+
+
+BILLION = Geometry(layers=16, width=2048, heads=16, vocab=50304, sequence=2048)
+SEVEN = Geometry(layers=28, width=3584, heads=28, key_heads=4, inner=18944, vocab=152064, sequence=4096)
+
+
+def large_setup(geometry=BILLION, **more):
+    given = {"strategy": "ddp", "batch": 4, "compiled": False, "recompute": False, "workers": 0, "prefetch": 1}
+    return Setup(geometry=geometry, **given | more)
+
+
+def gigabytes(ranks, **more):
+    return large_setup(**more).needed_bytes(ranks) / 1e9
+
+
+def test_the_large_model_fits_on_a_gpu_of_48_gb_and_the_7b_one_on_four_of_80():
+    assert gigabytes(1) < gigabytes(8) < 48
+    shared = {"geometry": SEVEN, "strategy": "fsdp", "batch": 2, "recompute": True}
+    assert gigabytes(4, **shared) < 80 < gigabytes(2, **shared)
+    # 16 bytes for each weight and nothing else would be 122 GB.
+    assert gigabytes(1, **shared) > 122
+
+
+def test_more_ranks_take_less_with_fsdp_and_recomputing_takes_less():
+    assert gigabytes(2, strategy="fsdp") < gigabytes(1, strategy="fsdp")
+    assert gigabytes(1, recompute=True) < gigabytes(1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"strategy": "zero"}, "strategy is one of ddp, fsdp, not 'zero'"),
+        ({"batch": 0}, "batch must be at least 1, not 0"),
+        ({"workers": -1}, "workers must be at least 0, not -1"),
+        ({"prefetch": 0}, "prefetch must be at least 1, not 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        large_setup(**wrong)
+
+
+TWO_BLOCKS = Geometry(layers=2, width=64, heads=2, vocab=64, sequence=16)
+
+
+@pytest.mark.extended
+def test_a_compiler_that_is_not_there_is_reported(tmp_path):
+    # In a process of its own: torch remembers whether it has found one.
+    code = (
+        "import torch; from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler; "
+        "print(missing_compiler(torch.device('cpu')))"
+    )
+    without = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    how = {"env": {**os.environ, **without}, "capture_output": True, "text": True, "check": True, "timeout": 240}
+    child = subprocess.run([sys.executable, "-c", code], **how)
+    assert re.fullmatch(r"\w+: (InvalidCxxCompiler: )?No working C\+\+ compiler found .*\n", child.stdout), child.stdout
+
+
+def test_a_compiler_that_compiles_wrongly_is_reported(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda given: function(given) + 1)
+    assert re.search(r"compiled code.*: \[2\.0, 5\.0", missing_compiler(CPU))
+
+
+def test_what_triton_s_import_raises_is_reported(monkeypatch):
+    def compile(function, **options):
+        raise ImportError("cannot import name 'x' from 'triton'\nmore")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    assert missing_compiler(CPU) == "ImportError: cannot import name 'x' from 'triton'"
+
+
+def test_a_bug_is_no_missing_compiler(monkeypatch):
+    def compile(function, **options):
+        raise KeyError("x")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    with pytest.raises(KeyError):
+        missing_compiler(CPU)
+
+
+def blocks_train_alike():
+    """Compiled and recomputed blocks take the steps of others; they share what was compiled once."""
+    data = PackedTokens(rows=4, sequence=TWO_BLOCKS.sequence, vocab=TWO_BLOCKS.vocab, seed=0)
+    rows = torch.stack([data[row] for row in range(4)])
+
+    def losses(compiled):
+        model = make_decoder(TWO_BLOCKS, CPU, seed=0)
+        model.recompute()
+        if compiled:
+            compile_blocks(model)
+        training = Training(model, CPU, precision="fp32")
+        return [float(training.step([rows]).losses) for _ in range(3)]
+
+    graphs = torch._dynamo.utils.counters["stats"]
+    with fresh_compiler():
+        before = graphs["unique_graphs"]
+        assert losses(compiled=True) == pytest.approx(losses(compiled=False), rel=1e-5)
+        assert graphs["unique_graphs"] - before == 1
+
+
+def test_compiled_and_recomputed_blocks_train_as_others_do(monkeypatch):
+    """With all of the compiler but its last part, which writes C++."""
+    compile = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compile(self, backend="eager", **how))
+    blocks_train_alike()
+
+
+@pytest.mark.extended
+def test_blocks_compiled_by_g_plus_plus_train_as_others_do():
+    if shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler here")
+    assert missing_compiler(CPU) == ""
+    blocks_train_alike()
+
+
+def test_what_is_to_be_compiled_again_is_not_chosen_by_measuring():
+    inductor = pytest.importorskip("torch._inductor.config")
+    seen = []
+    for repeatable in (False, True):
+        with fresh_compiler(repeatable=repeatable):
+            seen.append(inductor.deterministic)
+    assert [*seen, inductor.deterministic] == [False, True, False]

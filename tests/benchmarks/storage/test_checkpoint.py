@@ -1,5 +1,5 @@
-"""What is stored, what an interruption leaves, and what is refused: on one rank.
-tests/acceptance/test_acceptance_checkpoint.py has more of them."""
+"""What is stored, what an interruption leaves, and what is refused: on one rank. With more,
+tests/acceptance/test_acceptance_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.storage import checkpoint as manifest
-from pytest_gpucluster.benchmarks.storage.checkpoint import COMPONENTS, latest, load, save
+from pytest_gpucluster.benchmarks.storage.checkpoint import COMPONENTS, latest, load, make_unique_folder, save, wait_for
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.ddp import replicate
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
@@ -322,3 +323,26 @@ def test_wrong_arguments_are_refused(group, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentBroken, match="NotADirectoryError"):
         saved(training, tmp_path / "file" / "folder", group)
+
+
+def test_each_run_has_a_folder_of_its_own_beside_what_is_there(tmp_path):
+    scratch = tmp_path / "not" / "there"
+    first, second = make_unique_folder(scratch), make_unique_folder(scratch)
+    assert first != second
+    assert set(scratch.iterdir()) == {first, second}
+    assert list(first.iterdir()) == []
+
+
+def test_a_file_that_comes_late_is_waited_for(tmp_path):
+    path = tmp_path / "late"
+    later = threading.Timer(0.1, path.touch)
+    later.start()
+    wait_for(path)
+    later.join()
+    assert path.exists()
+
+
+def test_a_folder_that_is_not_shared_is_the_environment_s_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "VISIBILITY_SECONDS", 0.1)
+    with pytest.raises(EnvironmentBroken, match=r"host after 0\.1 s.*--gpucluster-scratch"):
+        wait_for(tmp_path / "none")
