@@ -209,11 +209,11 @@ def _commands() -> Iterator[str]:
     yield "2 is wrong usage everywhere; 141 means that the reader of the output has closed it.\n"
     for word in main.COMMANDS:
         parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
-        main._module(word).configure(parser)
+        main.load(word).configure(parser)
         yield from _command(parser, "###", epilogs=[])
         if word == "run":
             parser = argparse.ArgumentParser(prog=f"gpucluster {word} {main.HOSTS}")
-            main._module("run_hosts").configure(parser)
+            main.load("run_hosts").configure(parser)
             yield from _command(parser, "####", epilogs=[])
 
 

@@ -27,24 +27,23 @@ os.environ["GPUCLUSTER_HOSTNAME"] = act.get("calls itself", name)
 os.environ["SSH_CONNECTION"] = act.get("reached", "")
 if "refuses" in act:
     sys.exit("ssh: connect to host " + name + " port 22: " + act["refuses"])
-print("Welcome to " + name + "!", flush=True)
+print("Welcome to " + name + "! ", end="", flush=True)
 
 from pytest_gpucluster.runners import ssh, node_agent
 
-real_probe = node_agent._DO["probe"]
+REAL = dict(node_agent.REQUESTS)
 
 def probe(request):
-    say, more = node_agent._send, act.get("facts", {{}})
-    node_agent._send = lambda kind, value: say(kind, {{**value, **more}} if kind == "facts" else value)
-    return real_probe(request)
+    print(json.dumps({{**node_agent.collect_facts(request), **act.get("facts", {{}})}}))
+    return 0
 
 def run(request):
     with (root / "log.jsonl").open("a") as log:
         log.write(json.dumps({{"name": name, "ssh": words, **request}}) + "\\n")
     folder = pathlib.Path(request["directory"]) / (request["folder"] or ".")
     if "prints" in act:
-        node_agent._send(ssh.OUT, act["prints"])
-        node_agent._send(ssh.ERR, "a warning\\x1b[31m\\n")
+        print("a warning\\x1b[31m")
+        print(act["prints"], end="")
     joint = "--nnodes=2" in request["words"]
     act["exit"] = act.get("together exit", act["exit"]) if joint else act["exit"]
     journals = act.get("together") if joint else None
@@ -66,18 +65,19 @@ def run(request):
     if "lost" in act:
         print(act["lost"], file=sys.stderr)
         sys.exit(255)
-    node_agent._send(ssh.END, {{"exit": act["exit"], "error": act.get("error", "")}})
-    return 0
+    if act["exit"] is None:
+        raise node_agent.EnvironmentBroken(act["error"])
+    return act["exit"]
 
 def collect(request):
     if "keeps for long" in act:
         (root / "collecting").touch()
         time.sleep(100)
     if "keeps" in act:
-        return node_agent._fail(act["keeps"])
-    return node_agent._collect(request)
+        raise node_agent.EnvironmentBroken(act["keeps"])
+    return REAL["collect"](request)
 
-node_agent._DO.update(probe=probe, run=run, collect=collect)
+node_agent.REQUESTS.update(probe=probe, run=run, collect=collect)
 sys.exit(node_agent.main())
 """
 

@@ -26,62 +26,26 @@ from pytest_gpucluster.cli.command import (
     NO_INPUT,
     STDOUT,
     USAGE,
+    Command,
     CommandError,
-    Step,
+    Group,
     add_journal,
     add_option,
-    add_steps,
     complain,
     exit_codes,
-    explain,
     print_paragraph,
     require_new_file,
     require_other_file,
-    run_step,
     write_text,
 )
 from pytest_gpucluster.errors import CertificateError
 from pytest_gpucluster.journal.journal import locate
-from pytest_gpucluster.text import printable
+from pytest_gpucluster.text import plural, printable
 
 NOT_ACCEPTED = 1
 
-EXIT_CODES = exit_codes(
-    {
-        0: "the certificate is written; it is intact and of an accepted run; the two have the same parts",
-        1: "the run was not accepted (then no certificate is written without --even-though-not-accepted); the "
-        "certificate was changed, is not of this journal, or is of a run that was not accepted; the parts differ",
-        NO_INPUT: "the journal or a certificate is missing, damaged, of another kind, or of a newer version",
-    }
-)
 
-_EXAMPLES = """\
-  gpucluster certificate create gpucluster-report/latest --out accepted.json --by "J. Doe" --note "order 4711"
-  gpucluster certificate verify accepted.json --journal gpucluster-report/latest
-  gpucluster certificate verify accepted.json --sha256 $DIGEST
-  gpucluster certificate diff accepted.json accepted-after-repair.json
-"""
-
-_CREATE = """\
-Write the certificate of an accepted run: the parts of each node (UUID, serial number, board part number, VBIOS,
-InfoROM and GSP firmware of each GPU, network adapters, driver and versions), the verdict, every value with its limit
-and the limit's source, and the digests of the journal and of the files of limits. It is sealed with the SHA-256
-over its JSON with sorted keys: print the digest, sign it, or send it to the other side.
-"""
-
-_VERIFY = """\
-Check whether a certificate was changed since it was made, and whether it belongs to a journal. A digest protects only
-if it is kept elsewhere, too: compare the two.
-"""
-
-_DIFF = """\
-Name the parts that were swapped, moved, replaced, added or removed between two certificates, and firmware that changed.
-"""
-
-
-def configure_create(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``certificate create``."""
-    explain(parser, _CREATE, _EXAMPLES, EXIT_CODES)
+def _create_arguments(parser: argparse.ArgumentParser) -> None:
     add_journal(parser)
     add_option(parser, "--out FILE", "write the certificate here (default: standard output)")
     add_option(parser, "--by NAME", "author, for the certificate")
@@ -94,22 +58,23 @@ def configure_create(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def configure_verify(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``certificate verify``."""
-    explain(parser, _VERIFY, _EXAMPLES, EXIT_CODES)
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("certificate", metavar="CERTIFICATE", type=Path, help="a file written by `create`")
     add_option(parser, "--journal JOURNAL", "the run that it must match", type=Path)
     add_option(parser, "--sha256 DIGEST", "its digest, as kept elsewhere")
 
 
-def configure_diff(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``certificate diff``."""
-    explain(parser, _DIFF, _EXAMPLES, EXIT_CODES)
+def _diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", metavar="OLD", type=Path, help="a certificate")
     parser.add_argument("new", metavar="NEW", type=Path, help="a later one of the same nodes")
 
 
 def _create(options: argparse.Namespace) -> int:
+    """Write the certificate of an accepted run: the parts of each node (UUID, serial number, board part number, VBIOS,
+    InfoROM and GSP firmware of each GPU, network adapters, driver and versions), the verdict, every value with its
+    limit and the limit's source, and the digests of the journal and of the files of limits. It is sealed with the
+    SHA-256 over its JSON with sorted keys: print the digest, sign it, or send it to the other side.
+    """
     path, out = locate(options.journal), options.out or "-"
     require_other_file("--out", out, [path], "the journal itself")
     require_new_file("--out", out, force=options.force)
@@ -122,7 +87,7 @@ def _create(options: argparse.Namespace) -> int:
         return complain("--even-though-not-accepted writes one that states so", NOT_ACCEPTED)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     text, digest = seal(content, at=now, by=options.by or "", note=options.note or "", version=__version__)
-    write_text(out, text, "--out")
+    write_text(out, text)
     gpus = sum(len(node["gpus"]) for node in content["nodes"])
     verdict = "accepted" if not blockers else f"NOT ACCEPTED ({content['verdict']['word']})"
     where = "" if out in STDOUT else f": {out}"
@@ -135,6 +100,10 @@ def _create(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    """Check whether a certificate was changed since it was made, and whether it belongs to a journal.
+
+    A digest protects only if it is kept elsewhere, too: compare the two.
+    """
     known_digest = options.sha256
     if known_digest is not None and not re.fullmatch("[0-9A-Fa-f]{64}", known_digest):
         raise CommandError(USAGE, f"--sha256 {known_digest}: a SHA-256 is 64 hexadecimal digits")
@@ -152,7 +121,6 @@ def _verify(options: argparse.Namespace) -> int:
     made, run = record["made"], record["run"]
     by = f" by {made.get('by')}" if made.get("by") else ""
     lines = [
-        f"sha256 {document.digest}",
         f"run {run.get('run_id')} of {run.get('started_at')}, {run.get('nnodes')} nodes, {run.get('world_size')} ranks",
         f"made {made.get('at')}{by}",
     ]
@@ -168,16 +136,16 @@ def _verify(options: argparse.Namespace) -> int:
             "an intact certificate may have been changed and sealed again: compare the digest with the one that was "
             "kept elsewhere (--sha256)"
         )
-    if document.is_accepted:
-        print(f"intact, ACCEPTED: {name}")
-        _print_list(lines)
-        return DONE
-    print(f"intact, but of a run that was NOT ACCEPTED: {name}")
-    _print_list([*lines, *map(str, record["not_accepted_because"])])
-    return NOT_ACCEPTED
+    state = "intact, ACCEPTED" if document.is_accepted else "intact, but of a run that was NOT ACCEPTED"
+    print(f"{state}: {name}\nsha256 {document.digest}")  # not wrapped: for copying
+    _print_list(lines if document.is_accepted else [*lines, *map(str, record["not_accepted_because"])])
+    return DONE if document.is_accepted else NOT_ACCEPTED
 
 
 def _diff(options: argparse.Namespace) -> int:
+    """Name the parts that were swapped, moved, replaced, added or removed between two certificates, and firmware that
+    changed.
+    """
     old, new = read_certificate(options.old), read_certificate(options.new)
     for document in (old, new):
         if not document.is_intact:
@@ -188,7 +156,7 @@ def _diff(options: argparse.Namespace) -> int:
     found = differences(old, new)
     for difference in found:
         _print_entry(f"{difference.kind:<13}", f"{difference.where}: {difference.what}")
-    print(f"{len(found)} {'difference' if len(found) == 1 else 'differences'}" if found else "the same parts")
+    print(plural(len(found), "difference") if found else "the same parts")
     for line in judging_differences(old, new):
         _print_entry("note", f"judged differently: {line}")
     return NOT_ACCEPTED if found else DONE
@@ -203,18 +171,29 @@ def _print_entry(label: str, text: str, stream: TextIO | None = None) -> None:
     print_paragraph(text, first=f"{label} ", rest=" " * (len(label) + 1), stream=stream)
 
 
-STEPS = {
-    "create": Step(
-        help="create the certificate of an accepted run, sealed by a digest", configure=configure_create, run=_create
-    ),
-    "verify": Step(help="check whether a certificate is intact", configure=configure_verify, run=_verify),
-    "diff": Step(help="compare the parts in two certificates", configure=configure_diff, run=_diff),
-}
+_EXAMPLES = """\
+    gpucluster certificate create gpucluster-report/latest --out accepted.json --by "J. Doe" --note "order 4711"
+    gpucluster certificate verify accepted.json --journal gpucluster-report/latest
+    gpucluster certificate verify accepted.json --sha256 $DIGEST
+    gpucluster certificate diff accepted.json accepted-after-repair.json
+    """
+_EXIT_CODES = exit_codes(
+    {
+        DONE: "the certificate is written; it is intact and of an accepted run; the two have the same parts",
+        NOT_ACCEPTED: "the run was not accepted (then no certificate is written without --even-though-not-accepted); "
+        "the certificate was changed, is not of this journal, or is of a run that was not accepted; the parts differ",
+        NO_INPUT: "the journal or a certificate is missing, damaged, of another kind, or of a newer version",
+    }
+)
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the commands of ``certificate``."""
-    add_steps(parser, "Certify what was accepted: every part, value and limit, sealed by a digest.", STEPS)
-
-
-run = run_step
+COMMAND = Group(
+    description="Certify what was accepted: every part, value and limit, sealed by a digest.",
+    commands={
+        name: Command(run=run, help=help, arguments=arguments, examples=_EXAMPLES, codes=_EXIT_CODES)
+        for name, run, help, arguments in (
+            ("create", _create, "create the certificate of an accepted run, sealed by a digest", _create_arguments),
+            ("verify", _verify, "check whether a certificate is intact", _verify_arguments),
+            ("diff", _diff, "compare the parts in two certificates", _diff_arguments),
+        )
+    },
+)

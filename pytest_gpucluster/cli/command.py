@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import inspect
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -23,7 +25,7 @@ from pytest_gpucluster.errors import (
     UsageProblem,
 )
 from pytest_gpucluster.metrics import units
-from pytest_gpucluster.text import one_line, printable
+from pytest_gpucluster.text import one_line, paragraph, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.journal.journal import Journal
@@ -68,7 +70,7 @@ def complain(message: str, code: int) -> int:
     return code
 
 
-# ---- help and arguments
+# ---- commands, their help and arguments
 
 
 def exit_codes(codes: Mapping[int, str], *, common: tuple[int, ...] = (USAGE, NO_OUTPUT), title: str = "") -> str:
@@ -79,36 +81,49 @@ def exit_codes(codes: Mapping[int, str], *, common: tuple[int, ...] = (USAGE, NO
     return "\n".join(lines) + "\n"
 
 
-def explain(parser: argparse.ArgumentParser, description: str, examples: str, codes: str) -> None:
-    """Set description, examples and exit codes of a command's help."""
-    parser.description = description
-    parser.epilog = f"examples:\n{examples}\n{codes}"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command, such as ``gpucluster report`` or ``gpucluster node info``.
+
+    Attributes:
+        run: carries it out and returns the exit code. Its docstring is the description in the help.
+        help: one line for the list of a group's commands.
+        arguments: adds its arguments to a parser, without heavy imports.
+        examples: lines of the help, one command each.
+        codes: the help text on exit codes.
+        usage: instead of argparse's own.
+    """
+
+    run: Callable[[argparse.Namespace], int]
+    help: str = ""
+    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    examples: str
+    codes: str
+    usage: str | None = None
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Set a parser's help, and add the arguments. ``options.refuse`` is the usage error of the command."""
+        parser.description = inspect.getdoc(self.run)
+        parser.epilog = f"examples:\n{textwrap.indent(textwrap.dedent(self.examples), '  ')}\n{self.codes}"
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser.usage = self.usage
+        self.arguments(parser)
+        parser.set_defaults(run=self.run, refuse=parser.error)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """A command of a group, such as ``info`` of ``gpucluster node``."""
+class Group:
+    """A group of commands, such as ``gpucluster node``."""
 
-    help: str
-    configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    description: str
+    commands: Mapping[str, Command]
 
-
-def add_steps(parser: argparse.ArgumentParser, description: str, steps: Mapping[str, Step]) -> None:
-    """Add the commands of a group. ``options.run_step`` runs the chosen one, ``options.refuse`` is its usage error."""
-    parser.description = description
-    inner = parser.add_subparsers(dest="step", metavar="COMMAND", required=True)
-    for name, step in steps.items():
-        added = inner.add_parser(name, help=step.help)
-        step.configure(added)
-        added.set_defaults(run_step=step.run, refuse=added.error)
-
-
-def run_step(options: argparse.Namespace) -> int:
-    """Run the chosen command of a group, and return the exit code."""
-    code: int = options.run_step(options)
-    return code
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the commands to a parser."""
+        parser.description = self.description
+        inner = parser.add_subparsers(dest="step", metavar="COMMAND", required=True)
+        for name, command in self.commands.items():
+            command.configure(inner.add_parser(name, help=command.help))
 
 
 def add_option(parser: argparse._ActionsContainer, spec: str, help: str, **settings: Any) -> argparse.Action:
@@ -177,18 +192,18 @@ def number(least: float, most: float) -> Callable[[str], float]:
 port_number = whole_number(1024, 65535)
 
 
-def percentage(option: str, text: str) -> float:
-    """Return the value of an option such as ``3%`` as a ratio.
+def percentage(text: str) -> float:
+    """Read ``3%`` as a ratio.
 
     Raises:
-        CommandError: not a percentage, or out of range.
+        argparse.ArgumentTypeError: not a percentage, or out of range.
     """
     from pytest_gpucluster.analysis.significance import allowance
 
     try:
         return allowance(text)
     except OptionError as error:
-        raise CommandError(USAGE, f"{option} {error}") from error
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def key_value(text: str) -> tuple[str, str]:
@@ -274,7 +289,16 @@ def require_new_file(option: str, out: str, *, force: bool) -> None:
         raise CommandError(NO_OUTPUT, f"{option} {out}: the file exists; name another one, or use --force")
 
 
-def write_text(out: str, text: str, option: str = "") -> None:
+@contextlib.contextmanager
+def file_errors(code: int, where: str) -> Iterator[None]:
+    """End the command with this exit code if a file cannot be read or written; ``where`` begins the message."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(code, f"{where}: {error.strerror or error}") from error
+
+
+def write_text(out: str, text: str, option: str = "--out") -> None:
     """Write a report to a file atomically, or to standard output, which is ``-``.
 
     Raises:
@@ -286,10 +310,8 @@ def write_text(out: str, text: str, option: str = "") -> None:
         sys.stdout.buffer.write(text.encode("utf-8", "backslashreplace"))
         sys.stdout.flush()
         return
-    try:
+    with file_errors(NO_OUTPUT, f"{option} {out}"):
         files.atomic_write(Path(out), text)
-    except OSError as error:
-        raise CommandError(NO_OUTPUT, f"{option} {out}: {error.strerror or error}".strip()) from error
 
 
 def write_json_or_table(json: str | None, document: Callable[[], str], table: Callable[[], str]) -> None:
@@ -311,17 +333,4 @@ def columns(least: int = 40) -> int:
 
 def print_paragraph(text: str, *, first: str = "", rest: str = "", stream: TextIO | None = None) -> None:
     """Print text from any source, wrapped to the width of the terminal; ``first`` and ``rest`` begin its lines."""
-    text = printable(one_line(text, _PARAGRAPH_CHARACTERS))
-    wrapped = textwrap.wrap(
-        text,
-        columns(),
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_on_hyphens=False,
-        # A digest is copied as one word.
-        break_long_words=any(len(word) > _DIGEST_CHARACTERS for word in text.split()),
-    )
-    print("\n".join(wrapped) or first.rstrip(), file=stream)
-
-
-_PARAGRAPH_CHARACTERS, _DIGEST_CHARACTERS = 2000, 64
+    print("\n".join(paragraph(one_line(text, 2000), columns(), first=first, rest=rest)), file=stream)

@@ -19,13 +19,13 @@ from pytest_gpucluster.cli.command import (
     NO_OUTPUT,
     UNDECIDED,
     USAGE,
+    Command,
     add_journal,
     add_json,
     add_option,
     columns,
     complain,
     exit_codes,
-    explain,
     number,
     percentage,
     read_journal,
@@ -38,33 +38,8 @@ from pytest_gpucluster.metrics.units import did_you_mean
 
 NOT_RUN = 6
 
-_NCCL_TESTS = """\
-Run nccl-tests with the sizes, dtypes and number of GPUs of a run of this suite, and compare busbw at each size. A
-difference beyond --beyond is a finding, whichever is faster; so are wrong data. With --output nothing is run: the
-files have what nccl-tests has printed. Arguments after -- go to nccl-tests. docs/compare.md has the rules.
-"""
 
-_EXAMPLES = """\
-  gpucluster runs crosscheck gpucluster-report/latest
-  gpucluster runs crosscheck gpucluster-report/latest --collective all_reduce --dtype bf16 -- -n 50
-  gpucluster runs crosscheck gpucluster-report/latest --launcher 'mpirun -np 16 --hostfile hosts'
-  gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=all_reduce.txt --partial --json -
-"""
-
-_EXIT_CODES = exit_codes(
-    {
-        DONE: "every size was compared, and none differs by more than --beyond",
-        NEGATIVE: "a finding: a difference, or wrong data",
-        UNDECIDED: "no finding, but not everything could be compared",
-        NOT_RUN: "nccl-tests did not run to its end (no program, no GPU, too slow), or its output cannot be read",
-    },
-    common=(USAGE, NO_INPUT, NO_OUTPUT),
-)
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``runs crosscheck``."""
-    explain(parser, _NCCL_TESTS, _EXAMPLES, _EXIT_CODES)
+def _arguments(parser: argparse.ArgumentParser) -> None:
     add_journal(parser)
     add_option(
         parser, "--binaries DIR", "folder of all_reduce_perf (default: the PATH, /opt/nccl-tests/build)", type=Path
@@ -85,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_option(parser, "--collective NAME", "only this one", action="append")
     add_option(parser, "--dtype NAME", "only this one", action="append")
-    add_option(parser, "--beyond PERCENT", "how much the two may differ", default="5%")
+    add_option(parser, "--beyond PERCENT", "how much the two may differ", type=percentage, default="5%")
     add_option(parser, "--partial", "sizes that only one of them has are reported, but do not end with 5")
     add_option(parser, "--other-hosts", "compare even if host names differ, as with pods")
     add_option(
@@ -99,9 +74,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Crosscheck a run and return the exit code."""
-    beyond = percentage("--beyond", options.beyond)
+def _crosscheck(options: argparse.Namespace) -> int:
+    """Run nccl-tests with the sizes, dtypes and number of GPUs of a run of this suite, and compare busbw at each size.
+
+    A difference beyond --beyond is a finding, whichever is faster; so are wrong data. With --output nothing is run: the
+    files have what nccl-tests has printed. Arguments after -- go to nccl-tests. docs/compare.md has the rules.
+    """
     output_files = _output_files(options)
     path, journal = read_journal(options.journal)
     ours = crosscheck.collectives_of(journal)
@@ -124,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
         replace(ours, points=_selected(options, ours)),
         outputs,
         expected=expected,
-        beyond=beyond,
+        beyond=options.beyond,
         partial=options.partial,
         other_hosts=options.other_hosts,
     )
@@ -280,3 +258,25 @@ def _run_program(options: argparse.Namespace, program_run: ProgramRun, program: 
     if output.collective not in (None, program_run.collective):
         raise OutputError(f"`{command_text}` measures {output.collective}, not {program_run.collective}")
     return replace(output, collective=program_run.collective)
+
+
+COMMAND = Command(
+    run=_crosscheck,
+    help="the collectives of a run compared with nccl-tests",
+    arguments=_arguments,
+    examples="""\
+        gpucluster runs crosscheck gpucluster-report/latest
+        gpucluster runs crosscheck gpucluster-report/latest --collective all_reduce --dtype bf16 -- -n 50
+        gpucluster runs crosscheck gpucluster-report/latest --launcher 'mpirun -np 16 --hostfile hosts'
+        gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=all_reduce.txt --partial --json -
+        """,
+    codes=exit_codes(
+        {
+            DONE: "every size was compared, and none differs by more than --beyond",
+            NEGATIVE: "a finding: a difference, or wrong data",
+            UNDECIDED: "no finding, but not everything could be compared",
+            NOT_RUN: "nccl-tests did not run to its end (no program, no GPU, too slow), or its output cannot be read",
+        },
+        common=(USAGE, NO_INPUT, NO_OUTPUT),
+    ),
+)

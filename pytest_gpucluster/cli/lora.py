@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +15,20 @@ from pytest_gpucluster.cli.command import (
     NO_INPUT,
     NO_OUTPUT,
     USAGE,
+    Command,
     CommandError,
-    Step,
+    Group,
     add_option,
-    add_steps,
     complain,
     exit_codes,
-    explain,
+    file_errors,
     require_other_file,
-    run_step,
     whole_number,
 )
-from pytest_gpucluster.errors import CurveError, EnvironmentBroken, JournalError, UnitError, WrongResult
-from pytest_gpucluster.journal import journal
-from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.errors import CurveError, EnvironmentBroken, UnitError, WrongResult
 from pytest_gpucluster.metrics import units
-from pytest_gpucluster.metrics.loss_curve import FIRST_LINE, Curve, is_curve, read_csv
-from pytest_gpucluster.text import one_line
+from pytest_gpucluster.metrics.loss_curve import read_csv
+from pytest_gpucluster.text import one_line, plural
 
 if TYPE_CHECKING:
     from pytest_gpucluster.benchmarks.lora.dataset import Row
@@ -38,42 +36,12 @@ if TYPE_CHECKING:
     from pytest_gpucluster.benchmarks.lora.packed_file import Prepared
     from pytest_gpucluster.benchmarks.lora.packing import Packed
 
-LORA_EXIT_CODES = exit_codes(
-    {DONE: "done", NO_INPUT: "the rows, model or adapter cannot be used, or a package is missing"}
-)
-
-_LORA_EXAMPLES = """\
-  gpucluster lora prepare glaive-function-calling-v2.json --model Qwen2-7B/ --out blocks.safetensors
-  gpucluster lora evaluate final/ --data blocks.safetensors --limit 200
-"""
-
-_LORA = "Prepare the data of the LoRA criteria, and work with the results of a training."
-
-_PREPARE = """\
-Read conversations, hold a part of them out, and pack both parts into blocks of tokens of one length. SOURCE is one JSON
-array or JSONL, with rows {system, chat} as in glaive-function-calling-v2; or the name of a data set on the Hugging Face
-hub. The file holds the blocks, the tokens that count in the loss, the held-out
-conversations, and the origin of all of it. The statistics go to standard output.
-"""
-
-_EVALUATE = """\
-Load an adapter on its model, let it generate the first function call of held-out conversations with greedy decoding,
-and print how many of the answers are well-formed calls, call the right function, and have the right arguments.
-"""
-
 _SOURCE = "a file of rows, or owner/name or owner/name@revision on the Hugging Face hub"
 _MOST_EXAMPLES = 10
 _CHARACTERS = 300
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the commands of ``lora``."""
-    add_steps(parser, _LORA, STEPS)
-
-
-def configure_prepare(prepare: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``lora prepare``."""
-    explain(prepare, _PREPARE, _LORA_EXAMPLES, LORA_EXIT_CODES)
+def _prepare_arguments(prepare: argparse.ArgumentParser) -> None:
     prepare.add_argument("source", metavar="SOURCE", help=_SOURCE)
     tokens = prepare.add_mutually_exclusive_group(required=True)
     add_option(tokens, "--model PATH", "take the tokenizer of this model: a folder or a hub name")
@@ -83,9 +51,7 @@ def configure_prepare(prepare: argparse.ArgumentParser) -> None:
     _add_row_options(prepare)
 
 
-def configure_evaluate(evaluate: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``lora evaluate``."""
-    explain(evaluate, _EVALUATE, _LORA_EXAMPLES, LORA_EXIT_CODES)
+def _evaluate_arguments(evaluate: argparse.ArgumentParser) -> None:
     evaluate.add_argument("adapter", metavar="ADAPTER_FOLDER", type=Path, help="a saved adapter, such as final/")
     add_option(
         evaluate,
@@ -102,19 +68,27 @@ def configure_evaluate(evaluate: argparse.ArgumentParser) -> None:
     _add_row_options(evaluate)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Carry out a command of ``lora`` and return the exit code."""
-    try:
-        return run_step(options)
-    except ImportError as error:
-        return complain(f"{error.name or error} is not installed; install it with {_install()}", NO_INPUT)
-    except (EnvironmentBroken, WrongResult) as error:
-        return complain(str(error), NO_INPUT)
-    except (MemoryError, RuntimeError) as error:
-        # torch's own is recognised by its name: --help must not import torch.
-        if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
-            raise
-        return complain(f"out of memory: {_short(error)}; choose a smaller --batch, or another --device", NO_INPUT)
+def _with_lora(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Return a command that ends with ``NO_INPUT`` for what torch, transformers or the hub raise."""
+
+    @functools.wraps(run)
+    def guarded(options: argparse.Namespace) -> int:
+        from pytest_gpucluster.benchmarks.lora.hub import INSTALL
+
+        try:
+            return run(options)
+        except ImportError as error:
+            return complain(f"{error.name or error} is not installed; install it with {INSTALL}", NO_INPUT)
+        except (EnvironmentBroken, WrongResult) as error:
+            return complain(str(error), NO_INPUT)
+        except (MemoryError, RuntimeError) as error:
+            # torch's own is recognised by its name: --help must not import torch.
+            if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+                raise
+            text = one_line(str(error) or type(error).__name__, _CHARACTERS)
+            return complain(f"out of memory: {text}; choose a smaller --batch, or another --device", NO_INPUT)
+
+    return guarded
 
 
 def _add_row_options(parser: argparse.ArgumentParser) -> None:
@@ -123,15 +97,21 @@ def _add_row_options(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--seed N", "selects the held-out ones", type=int, default=0)
 
 
+@_with_lora
 def _prepare(options: argparse.Namespace) -> int:
+    """Read conversations, hold a part of them out, and pack both parts into blocks of tokens of one length.
+
+    SOURCE is one JSON array or JSONL, with rows {system, chat} as in glaive-function-calling-v2; or the name of a data
+    set on the Hugging Face hub. The file holds the blocks, the tokens that count in the loss, the held-out
+    conversations, and the origin of all of it. The statistics go to standard output.
+    """
     from pytest_gpucluster.benchmarks.lora import dataset, packed_file, packing
 
     out: Path = options.out
     if out.is_dir() or not out.parent.is_dir():
         wrong = "is a folder" if out.is_dir() else f"there is no folder {out.parent}"
-        return complain(f"--out {out}: {wrong}; name a file", NO_OUTPUT)
-    if os.path.realpath(out) == os.path.realpath(options.source):
-        return complain(f"--out {out}: that is the source itself; name another file", USAGE)
+        raise CommandError(NO_OUTPUT, f"--out {out}: {wrong}; name a file")
+    require_other_file("--out", out, [Path(options.source)], "the source itself")
     # The tokenizer first: it loads quickly, the rows do not.
     encoder = None if options.tiny else packing.tokenizer_for(options.model)
     loaded = dataset.load_rows(options.source, sha256=options.sha256)
@@ -148,10 +128,8 @@ def _prepare(options: argparse.Namespace) -> int:
         )
     except ValueError as error:
         return complain(f"{options.source}: {error}", NO_INPUT)
-    try:
+    with file_errors(NO_OUTPUT, f"--out {out}"):
         packed_file.write(out, prepared)
-    except OSError as error:
-        return complain(f"--out {out}: {error.strerror or error}", NO_OUTPUT)
     for line in loaded.malformed[:_MOST_EXAMPLES]:
         complain(f"{options.source}: left out {one_line(str(line), _CHARACTERS)}", DONE)
     _print_statistics(prepared, len(loaded.rows), len(loaded.malformed))
@@ -171,7 +149,12 @@ def _print_statistics(made: Prepared, rows: int, malformed: int) -> None:
         print(f"{name.replace('_', ' '):<18}{value or '-'}")
 
 
+@_with_lora
 def _evaluate(options: argparse.Namespace) -> int:
+    """Load an adapter on its model, let it generate the first function call of held-out conversations with greedy
+    decoding, and print how many of the answers are well-formed calls, call the right function, and have the right
+    arguments.
+    """
     from pytest_gpucluster.benchmarks.lora import evaluation
     from pytest_gpucluster.benchmarks.lora.evaluation import choose_device, evaluate
 
@@ -261,120 +244,61 @@ def _digest(text: str) -> str:
     return digest
 
 
-def _short(error: Exception) -> str:
-    return one_line(str(error) or type(error).__name__, _CHARACTERS)
-
-
-def _install() -> str:
-    from pytest_gpucluster.benchmarks.lora.hub import INSTALL
-
-    return INSTALL
-
-
-REFERENCE_CURVE_EXIT_CODES = exit_codes(
-    {DONE: "done", NO_INPUT: "a curve or journal is missing or damaged, or the curves are of different experiments"}
-)
-
-_REFERENCE_CURVE_EXAMPLES = """\
-  gpucluster lora reference-curve run-1/curve.csv gpucluster-report/latest --out reference.json
-"""
-
-_REFERENCE_CURVE = """\
-Make a reference loss curve of one or more runs of the same experiment, for --gpucluster-reference-curve. Of a journal
-or a folder of a run the curve among its artifacts is taken, if its test passed; of a report directory the latest run's.
-"""
-
-
-def configure_reference_curve(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``lora reference-curve``."""
-    explain(parser, _REFERENCE_CURVE, _REFERENCE_CURVE_EXAMPLES, REFERENCE_CURVE_EXIT_CODES)
+def _reference_curve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "curves",
-        metavar="CURVE.csv|JOURNAL",
+        metavar="CURVE.csv",
         type=Path,
         nargs="+",
-        help="the CSV file of a curve, a journal.jsonl, the folder of a run, or a report directory (its latest run)",
+        help="a curve among the artifacts of a run",
     )
     add_option(parser, "--out FILE", "write the reference curve here", type=Path, required=True)
-    add_option(parser, "--test TEXT", "in a run, the curve of the test with this in its id, as lora_tiny", default="")
 
 
-def run_reference_curve(options: argparse.Namespace) -> int:
-    """Make a reference curve, and return the exit code."""
+def _reference_curve(options: argparse.Namespace) -> int:
+    """Make a reference loss curve of one or more runs of the same experiment, for --gpucluster-reference-curve."""
     out: Path = options.out
-    try:
-        curves = [curve_of(path, options.test) for path in options.curves]
-    except CurveError as error:
-        raise CommandError(NO_INPUT, str(error)) from error
-    files = [os.path.realpath(path) for path, _ in curves]
-    twice = [path for path, _ in curves if files.count(os.path.realpath(path)) > 1]
+    paths: list[Path] = options.curves
+    twice = [path for path in paths if [each.resolve() for each in paths].count(path.resolve()) > 1]
     if twice:
         raise CommandError(USAGE, f"{twice[0]} is given {len(twice)} times; a run counts once")
-    require_other_file("--out", out, [path for path, _ in curves], "one of the curves")
+    require_other_file("--out", out, paths, "one of the curves")
     try:
-        made = reference_curve.write(out, [curve for _, curve in curves])
+        curves = [read_csv(path) for path in paths]
+        with file_errors(NO_OUTPUT, f"--out {out}"):
+            made = reference_curve.write(out, curves)
     except CurveError as error:
-        runs = "; ".join(f"run {number} is {path}" for number, (path, _) in enumerate(curves, start=1))
+        runs = "; ".join(f"run {number} is {path}" for number, path in enumerate(paths, start=1))
         raise CommandError(NO_INPUT, f"{error} ({runs})") from error
-    except OSError as error:
-        raise CommandError(NO_OUTPUT, f"--out {out}: {error.strerror or error}") from error
-    runs = "1 run" if made.runs == 1 else f"{made.runs} runs"
     losses = f"loss {made.loss[0]:.4g} to {made.loss[-1]:.4g}, band at most {max(made.band):.2g}"
-    return complain(f"reference curve of {runs}, {len(made.steps)} steps, {losses}: {out}", DONE)
+    what = f"reference curve of {plural(made.runs, 'run')}, {len(made.steps)} steps"
+    return complain(f"{what}, {losses}: {out}", DONE)
 
 
-def curve_of(path: Path, test: str = "") -> tuple[Path, Curve]:
-    """Return the file of a curve, and the curve: a CSV file, or the curve among a run's artifacts.
-
-    Args:
-        path: the file or folder.
-        test: of a run, only the curves of tests with this text in their id.
-
-    Raises:
-        CurveError: there is no curve, or more than one, or its test did not pass.
-        JournalError: the journal cannot be read.
+_EXAMPLES = """\
+    gpucluster lora prepare glaive-function-calling-v2.json --model Qwen2-7B/ --out blocks.safetensors
+    gpucluster lora evaluate final/ --data blocks.safetensors --limit 200
+    gpucluster lora reference-curve run-1/curve.csv run-2/curve.csv --out reference.json
     """
-    try:
-        if path.is_file() and (path.suffix == ".csv" or is_curve(path)):
-            return path, read_csv(path)
-        source, path = path, journal.locate(path)
-        try:
-            content = journal.read(path, keep_samples=False)
-        except JournalError as error:
-            if path.name == journal.JOURNAL_FILE:
-                raise
-            raise CurveError(f"{error}; and it is not a loss curve, which begins with {FIRST_LINE!r}") from None
-        folder = path.parent / ARTIFACTS
-        tests = {artifacts_name(result.nodeid): result for result in content.results if test in result.nodeid}
-        found = sorted(
-            file
-            for file in folder.glob("*/**/*.csv")
-            if is_curve(file) and (not test or file.relative_to(folder).parts[0] in tests)
-        )
-    except OSError as error:
-        raise CurveError(f"{path}: {error.strerror or error}") from None
-    if len(found) != 1:
-        of = f" of tests with {test!r}" if test else ""
-        listed = ": " + ", ".join(map(str, found)) if found else ""
-        raise CurveError(
-            f"{source}: {len(found) or 'no'} loss curves in {folder}{of}{listed}; "
-            "name the CSV file of one of them, or its test with --test"
-        )
-    [file] = found
-    result = tests.get(file.relative_to(folder).parts[0])
-    if result is not None and result.outcome == "passed":
-        return file, read_csv(file)
-    raise CurveError(f"{file}: its test did not pass; to use it all the same, name the CSV file itself")
+_EXIT_CODES = exit_codes(
+    {
+        DONE: "done",
+        NO_INPUT: "the rows, model, adapter or curve cannot be used; the curves are of different experiments; "
+        "or a package is missing",
+    }
+)
 
-
-STEPS = {
-    "prepare": Step(help="pack rows into blocks of tokens", configure=configure_prepare, run=_prepare),
-    "evaluate": Step(
-        help="evaluate the function calls of a saved adapter", configure=configure_evaluate, run=_evaluate
-    ),
-    "reference-curve": Step(
-        help="make a reference curve of the losses of one or more runs",
-        configure=configure_reference_curve,
-        run=run_reference_curve,
-    ),
-}
+COMMAND = Group(
+    description="Prepare the data of the LoRA criteria, and work with the results of a training.",
+    commands={
+        name: Command(run=run, help=help, arguments=arguments, examples=_EXAMPLES, codes=_EXIT_CODES)
+        for name, run, help, arguments in (
+            ("prepare", _prepare, "pack rows into blocks of tokens", _prepare_arguments),
+            ("evaluate", _evaluate, "evaluate the function calls of a saved adapter", _evaluate_arguments),
+            (
+                *("reference-curve", _reference_curve),
+                *("make a reference curve of the losses of one or more runs", _reference_curve_arguments),
+            ),
+        )
+    },
+)

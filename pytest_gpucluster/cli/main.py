@@ -9,10 +9,9 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol, cast
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.cli.command import DONE, NO_OUTPUT, USAGE, CommandError, complain, exit_code_of
+from pytest_gpucluster.cli.command import DONE, NO_OUTPUT, USAGE, Command, CommandError, Group, complain, exit_code_of
 from pytest_gpucluster.errors import GpuClusterError
 
 READER_GONE = 141
@@ -37,7 +36,7 @@ AFTER = {
     "certificate": "certificates of accepted runs: create, verify, diff",
 }
 COMMANDS = BEFORE | DURING | AFTER
-"""Command -> help, in this order. Its module is ``cli.<command>``."""
+"""Command -> help, in this order. ``COMMAND`` of the module ``cli.<command>`` carries it out."""
 
 FORWARDING = {"run", "sweep", "runs"}
 """Commands whose arguments after the first ``--`` belong to another program."""
@@ -53,16 +52,6 @@ _EPILOG += """
 `gpucluster COMMAND --help` has the examples and exit codes of a command. Everywhere 2 is wrong usage,
 and 141 means that the reader of the output has closed it.
 """
-
-
-class Command(Protocol):
-    """A module of ``cli``."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add description, arguments and examples, without heavy imports."""
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Run it and return the exit code. ``options.forwarded`` has the arguments after ``--``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,15 +114,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"pytest-gpucluster {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
     over_ssh = any(word == HOSTS or word.startswith(f"{HOSTS}=") for word in words)
-    name_of_module = "run_hosts" if command == "run" and over_ssh else command
-    module = _module(name_of_module) if command in COMMANDS else None
+    module = "run_hosts" if command == "run" and over_ssh else command
     for name in COMMANDS:
         inner = commands.add_parser(name)
-        if module is not None and name == command:
-            module.configure(inner)
-            inner.set_defaults(run=module.run)
+        if name == command:
+            load(module).configure(inner)
     options, unknown = parser.parse_known_args(words)
-    if name_of_module == "run":
+    if module == "run":
         options.for_torchrun = unknown
     elif unknown:
         getattr(options, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
@@ -149,5 +136,7 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _module(name: str) -> Command:
-    return cast(Command, importlib.import_module(f"pytest_gpucluster.cli.{name}"))
+def load(module: str) -> Command | Group:
+    """Return the command or group of a module of ``cli``."""
+    found: Command | Group = importlib.import_module(f"pytest_gpucluster.cli.{module}").COMMAND
+    return found

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pytest_gpucluster.cli.command import (
     DONE,
@@ -18,43 +15,19 @@ from pytest_gpucluster.cli.command import (
     NO_OUTPUT,
     STDOUT,
     USAGE,
+    Command,
     CommandError,
     add_journal,
     add_option,
     complain,
     exit_codes,
-    explain,
     read_journal,
     write_text,
 )
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import JUnitOptions
 from pytest_gpucluster.reports.registry import FILES, existing_files, render
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, printable
-
-_REPORT = """\
-Re-render the reports of a run from its journal, at any time and on any machine. The journal of a run that was killed
-is rendered as far as it goes, with an error for the test in which the run ended. Several formats can be written at
-once; the default is text on standard output. OUT is a file, or - for standard output.
-"""
-
-_EXAMPLES = """\
-  gpucluster report gpucluster-report/latest
-  gpucluster report gpucluster-report/latest --junitxml report.xml
-  gpucluster report gpucluster-report/latest --html run.html --json - | jq .verdict
-  gpucluster report gpucluster-report/latest --markdown - >> "$GITHUB_STEP_SUMMARY"
-  gpucluster report gpucluster-report/latest --prometheus /var/lib/node_exporter/gpucluster.prom
-  gpucluster report gpucluster-report/20260102-030405/journal.jsonl --junitxml - -o junit_family=xunit1
-"""
-
-_EXIT_CODES = exit_codes(
-    {
-        DONE: "done, whatever the verdict of the run",
-        NO_OUTPUT: "an output cannot be rendered or written",
-    },
-    common=(USAGE, NO_INPUT),
-)
 
 _KINDS = {
     "junitxml": "the JUnit file, for CI systems",
@@ -64,24 +37,8 @@ _KINDS = {
     "markdown": "for a pull request or the summary of a GitHub step, below 65,000 bytes",
 }
 
-_CHOICES = {
-    "junit_family": ("xunit2", "xunit1", "legacy"),
-    "junit_logging": ("no", "log", "system-out", "system-err", "out-err", "all"),
-    "junit_duration_report": ("total", "call"),
-}
-_FLAGS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
-_FIELDS = {
-    "junit_family": "family",
-    "junit_logging": "logging",
-    "junit_duration_report": "duration_report",
-    "junit_suite_name": "suite_name",
-}
-_SETTINGS = (*_CHOICES, "junit_log_passing_tests", "junit_suite_name")
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``report``."""
-    explain(parser, _REPORT, _EXAMPLES, _EXIT_CODES)
+def _arguments(parser: argparse.ArgumentParser) -> None:
     add_journal(parser)
     for kind, what in _KINDS.items():
         parser.add_argument(f"--{kind}", metavar="OUT", help=what)
@@ -89,28 +46,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--all DIR", f"all of them in a folder: {', '.join(FILES.values())}")
     parser.add_argument("-v", "--verbose", action="count", default=0, help="text: every measurement")
     parser.add_argument("-q", "--quiet", action="count", default=0, help="text: only problems")
-    add_option(parser, "--junitprefix STR", "prepend a prefix to classnames, as pytest does")
-    add_option(
-        parser,
-        "-o NAME=VALUE",
-        "a setting of pytest instead of the run's own: " + ", ".join(_SETTINGS),
-        dest="overrides",
-        action="append",
-    )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Render a run's reports and return the exit code."""
+def _report(options: argparse.Namespace) -> int:
+    """Re-render the reports of a run from its journal, at any time and on any machine.
+
+    The journal of a run that was killed is rendered as far as it goes, with an error for the test in which the run
+    ended. Several formats can be written at once; the default is text on standard output. OUT is a file, or - for
+    standard output.
+    """
     requested = _requested(options)
     path, journal = read_journal(options.journal)
-    junit_options = _override(journal.run.junit, options.overrides)
     _require_distinct(requested, path)
-    if options.junitprefix is not None:
-        junit_options = replace(junit_options, prefix=options.junitprefix)
     code, written = DONE, []
     for kind, out in requested:
         try:
-            document = _render(kind, out, journal, path.parent, junit_options, options)
+            document = _render(kind, out, journal, path.parent, options)
         except Exception as error:  # the other reports are rendered all the same
             code = complain(f"--{kind} {out}: cannot be rendered: {type(error).__name__}: {error}", NO_OUTPUT)
             continue
@@ -152,9 +103,7 @@ def _require_distinct(requested: Sequence[tuple[str, str]], journal: Path) -> No
         seen[target] = kind
 
 
-def _render(
-    kind: str, out: str, journal: Journal, folder: Path, junit_options: JUnitOptions, options: argparse.Namespace
-) -> str:
+def _render(kind: str, out: str, journal: Journal, folder: Path, options: argparse.Namespace) -> str:
     if kind == "text":
         from pytest_gpucluster.reports import terminal
 
@@ -168,7 +117,7 @@ def _render(
             reports=existing_files(folder) if out in STDOUT else (),
         )
     page_folder = None if out in STDOUT else Path(os.path.realpath(out)).parent
-    return render(kind, journal, folder=folder, page_folder=page_folder, junit_options=junit_options)
+    return render(kind, journal, folder=folder, page_folder=page_folder)
 
 
 def _columns() -> int:
@@ -183,27 +132,19 @@ def _headline(journal: Journal) -> str:
     return printable(f"{rehearsal}{journal.verdict}{f' ({reason})' if reason else ''}")
 
 
-def _override(options: JUnitOptions, overrides: Sequence[str]) -> JUnitOptions:
-    """Apply ``-o`` settings in pytest's names.
-
-    Raises:
-        OptionError: no such setting, or a value that is not allowed.
-    """
-    for override in overrides:
-        name, equals, value = override.partition("=")
-        if name not in _SETTINGS:
-            near = difflib.get_close_matches(name, _SETTINGS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise OptionError(f"-o {override}: no setting {name!r}; allowed: {', '.join(_SETTINGS)}{hint}")
-        if not equals:
-            raise OptionError(f"-o {override}: no value; write {name}=VALUE")
-        if name in _CHOICES and value not in _CHOICES[name]:
-            raise OptionError(f"-o {override}: {value!r} is not allowed; allowed: {', '.join(_CHOICES[name])}")
-        if name == "junit_log_passing_tests":
-            if value.lower() not in _FLAGS:
-                raise OptionError(f"-o {override}: {value!r} is not allowed; allowed: true, false")
-            options = replace(options, log_passing=_FLAGS[value.lower()])
-        else:
-            changes: dict[str, Any] = {_FIELDS[name]: value}
-            options = replace(options, **changes)
-    return options
+COMMAND = Command(
+    run=_report,
+    arguments=_arguments,
+    examples="""\
+        gpucluster report gpucluster-report/latest
+        gpucluster report gpucluster-report/latest --junitxml report.xml
+        gpucluster report gpucluster-report/latest --html run.html --json - | jq .verdict
+        gpucluster report gpucluster-report/latest --markdown - >> "$GITHUB_STEP_SUMMARY"
+        gpucluster report gpucluster-report/latest --prometheus /var/lib/node_exporter/gpucluster.prom
+        gpucluster report gpucluster-report/20260102-030405/journal.jsonl --junitxml -
+        """,
+    codes=exit_codes(
+        {DONE: "done, whatever the verdict of the run", NO_OUTPUT: "an output cannot be rendered or written"},
+        common=(USAGE, NO_INPUT),
+    ),
+)

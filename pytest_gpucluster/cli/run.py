@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.cli.command import USAGE, CommandError, exit_codes, explain
+from pytest_gpucluster.cli.command import USAGE, Command, CommandError, exit_codes
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE
 from pytest_gpucluster.text import printable
@@ -22,29 +22,12 @@ from pytest_gpucluster.text import printable
 if TYPE_CHECKING:
     from pytest_gpucluster.journal.verdict import ExitNote
 
-_RUN = """\
-Run torchrun with pytest. Arguments before -- go to torchrun, those after it to pytest. On every node this command ends
-with pytest's own exit code, where torchrun ends with 1 for every code but 0, and with one line that states why, where
-torchrun prints a traceback. Without --nproc-per-node a node gets one rank per GPU, or two with
---gpucluster-device=cpu. Ctrl-C and SIGTERM are forwarded, and the reports are written.
-"""
-
-_EXAMPLES = """\
-  gpucluster run -- acceptance/ --gpucluster-device=cpu
-  gpucluster run -- acceptance/ --gpucluster-expect=1x8xH100 --junitxml=report.xml
-  gpucluster run --nnodes=2 --node-rank=$NODE_RANK --master-addr=$HEAD --master-port=29500 -- acceptance/
-"""
-
 
 def run_exit_codes(more: Mapping[int, str], note: str = "") -> str:
     """Return the help text on a run's exit codes, with more about some of them."""
     codes = {code: "; ".join(filter(None, (EXIT_CODES.get(code), more.get(code)))) for code in {*EXIT_CODES, *more}}
     return exit_codes(codes, common=(), title=", those of the run") + (f"{note}\n" if note else "")
 
-
-RUN_EXIT_CODES = run_exit_codes(
-    {2: "also wrong usage of this command or of torchrun", 11: "also: torchrun failed, or no rank has left a verdict"}
-)
 
 _REACHABLE = "Give the address at which the other nodes reach the first one, the same on every node"
 _AGENT = "pytest_gpucluster.runners.torchrun"
@@ -60,18 +43,17 @@ _RECORDER_SECONDS = 20.0
 """How long the recorder may take after rank 0's death to write the end of the journal."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the help of ``run``; it has no arguments of its own."""
-    explain(parser, _RUN, _EXAMPLES, RUN_EXIT_CODES)
-    parser.usage = (
-        "gpucluster run [torchrun options] -- [pytest options]\n"
-        "       gpucluster run --hosts HOSTS [options] -- [pytest options]   (over ssh: --hosts HOSTS --help)"
-    )
+def _no_abbreviations(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run torchrun to its end, and return pytest's exit code."""
+def _run(options: argparse.Namespace) -> int:
+    """Run torchrun with pytest. Arguments before -- go to torchrun, those after it to pytest.
+
+    On every node this command ends with pytest's own exit code, where torchrun ends with 1 for every code but 0, and
+    with one line that states why, where torchrun prints a traceback. Without --nproc-per-node a node gets one rank per
+    GPU, or two with --gpucluster-device=cpu. Ctrl-C and SIGTERM are forwarded, and the reports are written.
+    """
     # Imported here, so that --help answers at once.
     from pytest_gpucluster.launch.master_address import why_unknown
     from pytest_gpucluster.runners.ssh_job import handling
@@ -171,3 +153,22 @@ def _end_line() -> None:
 def _print(line: str) -> None:
     with suppress(OSError):  # standard error is closed; the exit code is the result all the same
         print(f"gpucluster: {printable(line)}", file=sys.stderr, flush=True)
+
+
+COMMAND = Command(
+    run=_run,
+    arguments=_no_abbreviations,
+    examples="""\
+        gpucluster run -- acceptance/ --gpucluster-device=cpu
+        gpucluster run -- acceptance/ --gpucluster-expect=1x8xH100 --junitxml=report.xml
+        gpucluster run --nnodes=2 --node-rank=$NODE_RANK --master-addr=$HEAD --master-port=29500 -- acceptance/
+        """,
+    codes=run_exit_codes(
+        {
+            2: "also wrong usage of this command or of torchrun",
+            11: "also: torchrun failed, or no rank has left a verdict",
+        }
+    ),
+    usage="gpucluster run [torchrun options] -- [pytest options]\n"
+    "       gpucluster run --hosts HOSTS [options] -- [pytest options]   (over ssh: --hosts HOSTS --help)",
+)

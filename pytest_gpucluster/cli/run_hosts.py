@@ -20,10 +20,10 @@ from pytest_gpucluster.cli.command import (
     DONE,
     NO_OUTPUT,
     USAGE,
+    Command,
     CommandError,
     add_option,
     complain,
-    explain,
     port_number,
     seconds,
     whole_number,
@@ -43,35 +43,6 @@ from pytest_gpucluster.text import one_line, printable
 NOT_READY, UNREACHABLE = 11, 12
 PYTEST_DEFAULT = ("acceptance/",)
 _RENDER_SECONDS = 120
-
-_SSH = """\
-Run the suite on the nodes of a hosts file: OpenSSH starts `gpucluster run` on each of them. All nodes are checked
-first. Output of rank 0's node is printed as it is, that of others with the node's name in front, and the reports of
-every node are copied here. The first node of the file has rank 0 and the rendezvous port. When this command ends or a
-connection is lost, the node ends what runs there. Arguments after -- go to pytest (default: acceptance/).
-
-hosts file, one node a line, such as deploy/bare-metal/hosts.example:
-  gpu-001
-  gpu-[002-016] user=admin port=2222 slots=8
-  gpu-017 address=10.0.0.17   # if its name does not resolve
-"""
-
-_EXAMPLES = """\
-  gpucluster run --hosts hosts --check
-  gpucluster run --hosts hosts --expect 8xH100 -- acceptance/
-  gpucluster run --hosts hosts --expect 8xH100 --exclude gpucluster-sweep/latest/exclude.txt -- acceptance/ -k nccl
-  gpucluster run --hosts hosts --info && gpucluster node diff gpucluster-ssh/latest
-"""
-
-SSH_EXIT_CODES = run_exit_codes(
-    {
-        2: "also wrong usage",
-        4: "also: nothing can be written here",
-        11: "also: nodes are not ready, a connection was lost, or rank 0's journal could not be copied",
-        12: "a node did not answer, and nothing was run; or, with --without-unreachable, all others passed",
-    },
-    "With --check and --info: 0 all nodes are ready or answered, 11 some are not, 12 some did not answer.",
-)
 
 
 def add_access(parser: argparse.ArgumentParser, name: str = "hosts") -> None:
@@ -158,20 +129,12 @@ def unique_run_id(directory: Path) -> str:
     return f"{directory.name}-{secrets.token_hex(3)}"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``run --hosts``."""
-    explain(parser, _SSH, _EXAMPLES, SSH_EXIT_CODES)
-    parser.usage = "gpucluster run --hosts HOSTS [options] [-- PYTEST_ARGUMENTS]"
+def _arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     add_option(what, "--check", "only check whether the nodes are ready")
     add_option(what, "--info", "only save `gpucluster node info` of every node as NAME.json")
     add_expect(parser)
     add_option(parser, "--nproc-per-node N", "ranks on each node (default: one per GPU)", type=whole_number(1, 1024))
-    add_option(
-        parser,
-        "--without-unreachable",
-        "run on the nodes that answer; the exit code is then never 0, but 12 if they all pass",
-    )
     add_option(parser, "--master-addr ADDRESS", "rendezvous address (default: the first node's)")
     add_option(parser, "--port PORT", "rendezvous port on the first node (default: any)", type=port_number, default=0)
     add_option(parser, "--within TIME", "deadline for the run", type=seconds, default="24 h")
@@ -181,8 +144,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_access(parser, "--hosts")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Check the nodes, run, and return the exit code."""
+def _run_hosts(options: argparse.Namespace) -> int:
+    """Run the suite on the nodes of a hosts file: OpenSSH starts `gpucluster run` on each of them.
+
+    All nodes are checked first. Output of rank 0's node is printed as it is, that of others with the node's name in
+    front, and the reports of every node are copied here. The first node of the file has rank 0 and the rendezvous port.
+    When this command ends or a connection is lost, the node ends what runs there. Arguments after -- go to pytest
+    (default: acceptance/).
+
+    hosts file, one node a line, such as deploy/bare-metal/hosts.example:
+      gpu-001
+      gpu-[002-016] user=admin port=2222 slots=8
+      gpu-017 address=10.0.0.17   # if its name does not resolve
+    """
     signals = Signals()
     try:
         with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signals.handle):
@@ -203,7 +177,7 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
     nodes = select_nodes(options, per_node.gpus_per_node if per_node is not None else None)
     if options.info:
         return _info(options, nodes, signals)
-    checks = _check(options, nodes, nodes.hosts, arguments, signals)
+    checks = _check(options, nodes, arguments, signals)
     if signals.numbers:
         raise CommandError(USAGE, f"interrupted ({signals.name}) before anything was started")
     code = _readiness(checks)
@@ -212,25 +186,20 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
     if options.check:
         print(f"gpucluster: {readiness_text(checks)}")
         return code
-    unreachable = {check.host.name: check.problems[0] for check in checks if not check.facts}
-    if code == NOT_READY or (unreachable and not options.without_unreachable) or len(unreachable) == len(checks):
-        hint = "; --without-unreachable runs on those that answer" if 0 < len(unreachable) < len(checks) else ""
-        raise CommandError(code, f"nothing was run: {readiness_text(checks)}{hint if code == UNREACHABLE else ''}")
-    for name in unreachable:
-        show(f"runs without {name}: {unreachable[name]}", True)
+    if code:
+        hint = "; --exclude runs without them" if code == UNREACHABLE else ""
+        raise CommandError(code, f"nothing was run: {readiness_text(checks)}{hint}")
     if nodes.environ:
         show(f"forwarded to the nodes: {', '.join(sorted(nodes.environ))}", True)
-    return _run_on(
-        [check for check in checks if check.facts], options, nodes, per_node, arguments, unreachable, signals
-    )
+    return _run_on(checks, options, nodes, per_node, arguments, signals)
 
 
 # ---- before the run
 
 
-def _query(nodes: Nodes, hosts: Sequence[Host], request: Mapping[str, bytes], signals: Signals) -> dict[str, Reply]:
+def _query(nodes: Nodes, request: Mapping[str, bytes], signals: Signals) -> dict[str, Reply]:
     return query_nodes(
-        hosts,
+        nodes.hosts,
         lambda host: request[host.name],
         nodes.access,
         within_seconds=nodes.answer_seconds,
@@ -239,9 +208,9 @@ def _query(nodes: Nodes, hosts: Sequence[Host], request: Mapping[str, bytes], si
 
 
 def _check(
-    options: argparse.Namespace, nodes: Nodes, hosts: Sequence[Host], arguments: Sequence[str], signals: Signals
+    options: argparse.Namespace, nodes: Nodes, arguments: Sequence[str], signals: Signals
 ) -> Sequence[NodeCheck]:
-    first = hosts[0]
+    first = nodes.hosts[0]
     requests = {
         host.name: ssh.request(
             "probe",
@@ -251,15 +220,9 @@ def _check(
             master=options.master_addr or first.address,
             port=options.port if host is first else None,
         )
-        for host in hosts
+        for host in nodes.hosts
     }
-    checks = check_nodes(hosts, _query(nodes, hosts, requests, signals), __version__)
-    reachable = [check.host for check in checks if check.facts]
-    if not checks[0].facts and reachable and options.without_unreachable and not options.check:
-        # Another node gets rank 0 then, and has to be checked for that.
-        again = {check.host.name: check for check in _check(options, nodes, reachable, arguments, signals)}
-        return [again.get(check.host.name, check) for check in checks]
-    return checks
+    return check_nodes(nodes.hosts, _query(nodes, requests, signals), __version__)
 
 
 def _readiness(checks: Sequence[NodeCheck]) -> int:
@@ -269,18 +232,14 @@ def _readiness(checks: Sequence[NodeCheck]) -> int:
 
 def _info(options: argparse.Namespace, nodes: Nodes, signals: Signals) -> int:
     directory = new_run_directory(options.report_dir.absolute())
-    request = ssh.request("run", words=["node", "info", "all", "--json"])
-    replies = _query(nodes, nodes.hosts, {host.name: request for host in nodes.hosts}, signals)
+    request = ssh.request("info")
+    replies = _query(nodes, {host.name: request for host in nodes.hosts}, signals)
     if signals.numbers:
         raise CommandError(USAGE, f"interrupted ({signals.name}) before all nodes had answered")
     saved, code = 0, DONE
     for name, reply in replies.items():
-        try:
-            info = json.loads(reply.text) if not reply.problem and reply.exit == 0 else None
-        except ValueError:
-            info = None
-        if isinstance(info, dict):
-            files.atomic_write(directory / f"{name}.json", json.dumps(info, indent=2) + "\n")
+        if reply.facts:
+            files.atomic_write(directory / f"{name}.json", json.dumps(reply.facts, indent=2) + "\n")
             saved += 1
             continue
         code = max(code, NOT_READY if reply.answered else UNREACHABLE)
@@ -299,7 +258,6 @@ def _run_on(
     nodes: Nodes,
     per_node: Expectation | None,
     arguments: tuple[str, ...],
-    unreachable: Mapping[str, str],
     signals: Signals,
 ) -> int:
     directory = new_run_directory(options.report_dir.absolute())
@@ -331,10 +289,9 @@ def _run_on(
         [results[host.name] for host in plan.hosts],
         journal,
         journal_problem=journal_problem,
-        unreachable=list(unreachable),
         interrupted=signals.name,
     )
-    _write_json(directory, plan, results, unreachable, found)
+    _write_json(directory, plan, results, found)
     if journal is not None:
         _render(directory, journal.journal)
     for name, result in results.items():
@@ -357,7 +314,6 @@ def _write_json(
     directory: Path,
     plan: SshPlan,
     results: Mapping[str, NodeResult],
-    unreachable: Mapping[str, str],
     found: Conclusion,
 ) -> None:
     """Write ``ssh.json``: the nodes and their results."""
@@ -367,7 +323,6 @@ def _write_json(
         "exit": found.exit,
         "line": found.line,
         "master": f"{plan.master}:{plan.port}",
-        "no_answer": dict(unreachable),
         "nodes": [
             {
                 "node": host.name,
@@ -399,3 +354,25 @@ def _render(directory: Path, journal: str) -> None:
 def show(line: str, is_error: bool) -> None:
     """Print a line on standard output, or on standard error."""
     print(printable(line), file=sys.stderr if is_error else sys.stdout, flush=True)
+
+
+COMMAND = Command(
+    run=_run_hosts,
+    arguments=_arguments,
+    examples="""\
+        gpucluster run --hosts hosts --check
+        gpucluster run --hosts hosts --expect 8xH100 -- acceptance/
+        gpucluster run --hosts hosts --expect 8xH100 --exclude gpucluster-sweep/latest/exclude.txt -- -k nccl
+        gpucluster run --hosts hosts --info && gpucluster node diff gpucluster-ssh/latest
+        """,
+    codes=run_exit_codes(
+        {
+            2: "also wrong usage",
+            4: "also: nothing can be written here",
+            11: "also: nodes are not ready, a connection was lost, or rank 0's journal could not be copied",
+            12: "a node did not answer, and nothing was run",
+        },
+        "With --check and --info: 0 all nodes are ready or answered, 11 some are not, 12 some did not answer.",
+    ),
+    usage="gpucluster run --hosts HOSTS [options] [-- PYTEST_ARGUMENTS]",
+)

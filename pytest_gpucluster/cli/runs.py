@@ -35,20 +35,19 @@ from pytest_gpucluster.cli.command import (
     STDOUT,
     UNDECIDED,
     USAGE,
+    Command,
     CommandError,
-    Step,
+    Group,
     add_journal,
     add_json,
     add_option,
-    add_steps,
     columns,
     complain,
     exit_codes,
-    explain,
+    file_errors,
     percentage,
     read_journal,
     require_other_file,
-    run_step,
     write_json_or_table,
     write_text,
 )
@@ -60,49 +59,31 @@ from pytest_gpucluster.text import one_line, paragraph, printable
 
 _INDENT = 8
 
-_COMPARE = """\
-Compare two runs, criterion by criterion and rank by rank. A value is a regression if it is worse than before beyond
-the noise of its samples, and by more than --fail. Values that only one run has, or that the noise hides, are reported,
-and the exit code is 5. docs/compare.md has the rules.
-"""
 
-_COMPARE_EXAMPLES = """\
-  gpucluster runs compare reports/before-the-driver-update gpucluster-report/latest
-  gpucluster runs compare old/journal.jsonl new/journal.jsonl --fail 5% --all
-  gpucluster runs compare old/journal.jsonl new/journal.jsonl --partial --json - | jq .answer
-"""
-
-_COMPARE_EXIT_CODES = exit_codes(
-    {
-        DONE: "no regression, and everything that decides was compared",
-        NEGATIVE: "a regression",
-        UNDECIDED: "undecided: the runs are not comparable (another SKU, a rehearsal and a run on GPUs, ...), or there "
-        "is no regression, but not everything could be compared",
-    },
-    common=(USAGE, NO_INPUT, NO_OUTPUT),
-)
-
-
-def configure_compare(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``runs compare``."""
-    explain(parser, _COMPARE, _COMPARE_EXAMPLES, _COMPARE_EXIT_CODES)
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     add_journal(parser, "old", help="the baseline: a journal.jsonl, or the folder of a run")
     add_journal(parser, "new", help="the run to compare with it")
-    add_option(parser, "--fail PERCENT", "how much worse a value may be, in percent of the baseline", default="3%")
+    what = "how much worse a value may be, in percent of the baseline"
+    add_option(parser, "--fail PERCENT", what, type=percentage, default="3%")
     add_option(parser, "--recorded", "values without a limit can be regressions too")
     add_option(parser, "--partial", "values that only one run has are reported, but do not end with 5")
     add_option(parser, "--all", "show every metric, also unchanged ones")
     add_json(parser)
 
 
-def run_compare(options: argparse.Namespace) -> int:
-    """Compare two runs and return the exit code."""
-    allowed = percentage("--fail", options.fail)
+def _compare(options: argparse.Namespace) -> int:
+    """Compare two runs, criterion by criterion and rank by rank.
+
+    A value is a regression if it is worse than before beyond the noise of its samples, and by more than --fail. Values
+    that only one run has, or that the noise hides, are reported, and the exit code is 5. docs/compare.md has the rules.
+    """
     (old_path, old, old_journal), (new_path, new, new_journal) = _view(options.old), _view(options.new)
     if filecmp.cmp(old_path, new_path, shallow=False):
         raise CommandError(USAGE, f"{old_path} and {new_path} are the same run; name two runs")
     require_other_file("--json", options.json, [old_path, new_path])
-    found = compare.compare_runs(old, new, allowed=allowed, include_recorded=options.recorded, partial=options.partial)
+    found = compare.compare_runs(
+        old, new, allowed=options.fail, include_recorded=options.recorded, partial=options.partial
+    )
     code = {compare.REGRESSION: NEGATIVE, compare.NO_REGRESSION: DONE}.get(found.answer, UNDECIDED)
     described = [_describe(old_path, old_journal), _describe(new_path, new_journal)]
     width = columns()
@@ -154,33 +135,7 @@ def _head(described: list[dict[str, Any]], width: int) -> str:
     return "\n".join(lines) + "\n\n"
 
 
-_MERGE = """\
-Merge the journals of several runs of one cluster into one journal with one verdict: a run that broke and the rerun of
-the rest, or a failure and its rerun with -k. Name them in the order in which they ran: the newest result of each
-criterion counts, and every attempt stays visible. Runs of one report directory are ordered by their numbers; others
-are refused if their clocks contradict the order. Runs of other hosts or GPUs, with other limits or another workload
-are refused.
-"""
-
-_MERGE_EXAMPLES = """\
-  gpucluster runs merge gpucluster-report/20260102-030405 gpucluster-report/latest --out merged/
-  gpucluster runs merge first/journal.jsonl rerun/journal.jsonl --out merged.jsonl && gpucluster verdict merged.jsonl
-"""
-
-_MERGE_EXIT_CODES = exit_codes(
-    {
-        DONE: "merged, whatever the verdict: `gpucluster verdict` ends with its exit code",
-        USAGE: "wrong usage; also: the runs are not in order, or not of one cluster and one set of limits",
-        NO_INPUT: "a journal is missing, damaged, of another program, of a newer version, or of a run that is going on",
-        NO_OUTPUT: "the merged journal cannot be written",
-    },
-    common=(),
-)
-
-
-def configure_merge(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``runs merge``."""
-    explain(parser, _MERGE, _MERGE_EXAMPLES, _MERGE_EXIT_CODES)
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP)
     add_option(
         parser,
@@ -196,8 +151,14 @@ def configure_merge(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_merge(options: argparse.Namespace) -> int:
-    """Merge journals and return the exit code."""
+def _merge(options: argparse.Namespace) -> int:
+    """Merge the journals of several runs of one cluster into one journal with one verdict: a run that broke and the
+    rerun of the rest, or a failure and its rerun with -k.
+
+    Name them in the order in which they ran: the newest result of each criterion counts, and every attempt stays
+    visible. Runs of one report directory are ordered by their numbers; others are refused if their clocks contradict
+    the order. Runs of other hosts or GPUs, with other limits or another workload are refused.
+    """
     out: Path = options.out
     if out.suffix != ".jsonl" or out.is_dir():
         out = out / JOURNAL_FILE
@@ -210,11 +171,9 @@ def run_merge(options: argparse.Namespace) -> int:
     for source in sources:
         if source.journal.cut:
             complain(f"{source.path}: its last line is truncated and left out", DONE)
-    try:
+    with file_errors(NO_OUTPUT, f"--out {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         _write_new(out, map(encode, merged.lines()))
-    except OSError as error:
-        raise CommandError(NO_OUTPUT, f"--out {out}: {error.strerror or error}") from error
     for text in merged.despite:
         complain(f"DIFFERENT CLUSTERS: {text}", DONE)
     rehearsal = "REHEARSAL, " if sources[0].journal.run.rehearsal else ""
@@ -240,44 +199,24 @@ def _write_new(out: Path, lines: Iterable[bytes]) -> None:
             raise
 
 
-_FLEET = """\
-Show the runs of many nodes, each of which ran the suite alone, as one matrix of nodes and criteria. GPUs that passed
-their limits but are far behind the same GPUs of the other nodes are listed. The drain list has the nodes that were
-rejected or are behind. A node without an answer never counts as good.
-"""
-
-_FLEET_EXAMPLES = """\
-  gpucluster runs fleet gpucluster-sweep/20260102-030405
-  gpucluster runs fleet node-a/journal.jsonl node-b/journal.jsonl node-c/journal.jsonl --json -
-  gpucluster runs fleet gpucluster-sweep/latest --nodes 'gpu-[001-064]' --drain drain.txt
-"""
-
-_FLEET_EXIT_CODES = exit_codes(
-    {
-        DONE: "every node is good",
-        NEGATIVE: "a node should be drained",
-        NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder has none",
-        UNDECIDED: "no node should be drained, but one gave no answer; or the runs are no fleet",
-    }
-)
-
-
-def configure_fleet(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``runs fleet``."""
-    explain(parser, _FLEET, _FLEET_EXAMPLES, _FLEET_EXIT_CODES)
+def _fleet_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", metavar="JOURNAL|DIR", type=Path, nargs="+", help="a journal.jsonl, or a folder with journals below it"
     )
     add_option(parser, "--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]")
-    add_option(parser, "--behind PERCENT", "how much worse than the fleet's median an outlier is", default="3%")
+    what = "how much worse than the fleet's median an outlier is"
+    add_option(parser, "--behind PERCENT", what, type=percentage, default="3%")
     add_option(parser, "--drain FILE", "write the nodes to drain; - for standard output")
     add_json(parser)
     add_option(parser, "--all", "show all nodes and outliers")
 
 
-def run_fleet(options: argparse.Namespace) -> int:
-    """Show a fleet and return the exit code."""
-    behind = percentage("--behind", options.behind)
+def _fleet(options: argparse.Namespace) -> int:
+    """Show the runs of many nodes, each of which ran the suite alone, as one matrix of nodes and criteria.
+
+    GPUs that passed their limits but are far behind the same GPUs of the other nodes are listed. The drain list has the
+    nodes that were rejected or are behind. A node without an answer never counts as good.
+    """
     try:
         expected = expand_hostlist(options.nodes) if options.nodes is not None else []
     except LaunchError as error:
@@ -288,7 +227,7 @@ def run_fleet(options: argparse.Namespace) -> int:
     for option, out in (("--drain", options.drain), ("--json", options.json)):
         require_other_file(option, out, [run.path for run in runs])
     found_fleet = fleet(runs, expected=expected, unreadable=unreadable)
-    found = Matrix.of(found_fleet, outliers(found_fleet, behind=behind))
+    found = Matrix.of(found_fleet, outliers(found_fleet, behind=options.behind))
     if found.mixed or not found_fleet.nodes:
         return complain(found.mixed or "none of these runs was on one node alone; see gpucluster sweep", UNDECIDED)
     code = NEGATIVE if found.drained else UNDECIDED if found.without_answer else DONE
@@ -329,23 +268,67 @@ def _node_runs(paths: list[Path]) -> tuple[list[NodeRun], list[tuple[str, str]]]
     return list(runs.values()), list(unreadable.values())
 
 
-STEPS = {
-    "compare": Step(help="changes from one run to another", configure=configure_compare, run=run_compare),
-    "merge": Step(
-        help="one journal, with one verdict, of several runs of one cluster", configure=configure_merge, run=run_merge
-    ),
-    "fleet": Step(
-        help="the runs of many nodes as one matrix: outliers, nodes to drain", configure=configure_fleet, run=run_fleet
-    ),
-    "crosscheck": Step(
-        help="the collectives of a run compared with nccl-tests", configure=crosscheck.configure, run=crosscheck.run
-    ),
-}
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the commands of ``runs``."""
-    add_steps(parser, "Work with the journals of runs.", STEPS)
-
-
-run = run_step
+COMMAND = Group(
+    description="Work with the journals of runs.",
+    commands={
+        "compare": Command(
+            run=_compare,
+            help="changes from one run to another",
+            arguments=_compare_arguments,
+            examples="""\
+                gpucluster runs compare reports/before-the-driver-update gpucluster-report/latest
+                gpucluster runs compare old/journal.jsonl new/journal.jsonl --fail 5% --all
+                gpucluster runs compare old/journal.jsonl new/journal.jsonl --partial --json - | jq .answer
+                """,
+            codes=exit_codes(
+                {
+                    DONE: "no regression, and everything that decides was compared",
+                    NEGATIVE: "a regression",
+                    UNDECIDED: "undecided: the runs are not comparable (another SKU, a rehearsal and a run on GPUs, "
+                    "...), or there is no regression, but not everything could be compared",
+                },
+                common=(USAGE, NO_INPUT, NO_OUTPUT),
+            ),
+        ),
+        "merge": Command(
+            run=_merge,
+            help="one journal, with one verdict, of several runs of one cluster",
+            arguments=_merge_arguments,
+            examples="""\
+                gpucluster runs merge gpucluster-report/20260102-030405 gpucluster-report/latest --out merged/
+                gpucluster runs merge first/journal.jsonl rerun/journal.jsonl --out merged.jsonl
+                gpucluster verdict merged.jsonl
+                """,
+            codes=exit_codes(
+                {
+                    DONE: "merged, whatever the verdict: `gpucluster verdict` ends with its exit code",
+                    USAGE: "wrong usage; also: the runs are not in order, or not of one cluster and one set of limits",
+                    NO_INPUT: "a journal is missing, damaged, of another program, of a newer version, or of a run that "
+                    "is going on",
+                    NO_OUTPUT: "the merged journal cannot be written",
+                },
+                common=(),
+            ),
+        ),
+        "fleet": Command(
+            run=_fleet,
+            help="the runs of many nodes as one matrix: outliers, nodes to drain",
+            arguments=_fleet_arguments,
+            examples="""\
+                gpucluster runs fleet gpucluster-sweep/20260102-030405
+                gpucluster runs fleet node-a/journal.jsonl node-b/journal.jsonl node-c/journal.jsonl --json -
+                gpucluster runs fleet gpucluster-sweep/latest --nodes 'gpu-[001-064]' --drain drain.txt
+                """,
+            codes=exit_codes(
+                {
+                    DONE: "every node is good",
+                    NEGATIVE: "a node should be drained",
+                    NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder "
+                    "has none",
+                    UNDECIDED: "no node should be drained, but one gave no answer; or the runs are no fleet",
+                }
+            ),
+        ),
+        "crosscheck": crosscheck.COMMAND,
+    },
+)

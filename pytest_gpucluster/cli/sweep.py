@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 from pytest_gpucluster.cli.command import (
     BROKEN_EXIT,
     USAGE,
+    Command,
+    Group,
     add_option,
     complain,
     exit_codes,
-    explain,
     port_number,
     seconds,
+    whole_number,
 )
-from pytest_gpucluster.cli.command import whole_number as whole
 from pytest_gpucluster.cli.run_hosts import PYTEST_DEFAULT, add_access, add_expect, select_nodes, unique_run_id
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.journal.verdict import EXIT_CODES
@@ -33,90 +34,60 @@ if TYPE_CHECKING:
     _Setup = tuple[tuple[str, ...], str, int, Callable[[SweepPlan, Path], Scheduler]]
     """Nodes, default python, default port, and what makes the scheduler."""
 
-_SWEEP = """\
-Run the acceptance suite on every node alone, all nodes at once, without any rendezvous between them; then run it on
-all nodes that survived together. Arguments after -- go to pytest (default: acceptance/).
-"""
-
-_SLURM = """\
-Sweep the nodes of the Slurm allocation that this command runs in: one srun for each node, then one over the survivors.
-The report directory and this folder must be on a shared file system. Request the allocation with --no-kill: otherwise
-a node that goes down ends the whole job.
-"""
-
-_SSH = """\
-Sweep the nodes of a hosts file over ssh. Each node's reports are copied here. Nodes that do not answer are listed in
-the table, and the others go on. No shared file system is needed.
-"""
-
-_KUBERNETES = """\
-Sweep nodes of a cluster with kubectl: an Indexed Job with one pod for each node, then an Indexed Job with a headless
-service over the survivors. The Jobs are deleted at the end.
-"""
-
-_EXIT_CODES = exit_codes(
-    {
-        0: "every node passed alone, and all of them together",
-        1: EXIT_CODES[1].replace("REJECTED: ", "REJECTED: a node, or the nodes together: "),
-        2: "wrong usage, nothing was measured; or BROKEN: interrupted, with the table so far",
-        10: "INCOMPLETE: nothing failed, but something did not run or was not judged, or there was no joint run",
-        11: "BROKEN: a node gave no answer, or its run broke",
-        12: EXIT_CODES[12],
-    },
-    common=(),
-)
-
-_EXAMPLES = """\
-  salloc --nodes=64 --gpus-per-node=8 --exclusive --no-kill gpucluster sweep slurm --expect 8xH100
-  gpucluster sweep slurm --expect 8xH100 --nodes 'gpu-[001-016]' -- acceptance/ --gpucluster-profile quick
-  gpucluster sweep ssh hosts --expect 8xH100
-  gpucluster sweep kubernetes --expect 8xH100 --selector nvidia.com/gpu.count=8 --pod-template pod.yaml
-"""
 _PORT_IN_PODS = 29500
 """torchrun's own. A pod has an address of its own, so that no other run can use it."""
+_AT_ONCE = "the most nodes that run alone at a time"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add ``sweep slurm``, ``sweep kubernetes`` and ``sweep ssh``."""
-    explain(parser, _SWEEP, _EXAMPLES, _EXIT_CODES)
-    schedulers = parser.add_subparsers(dest="scheduler", metavar="SCHEDULER", required=True)
+def _slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    add_option(parser, "--nodes HOSTLIST", "of the allocation, such as 'gpu-[003,007]' (default: all)")
+    add_option(parser, "--at-once N", _AT_ONCE, type=whole_number(), default=1024)
+    add_option(parser, "--srun OPTION", "an option for every srun, such as --srun=--gpus-per-node=8", action="append")
 
-    def add(name: str, help: str, description: str, positional: str = "") -> argparse.ArgumentParser:
-        usage = f"gpucluster sweep {name}{positional} --expect GPUSxSKU [options] [-- PYTEST_ARGUMENTS]"
-        added = schedulers.add_parser(name, help=help, usage=usage)
-        explain(added, description, _EXAMPLES, _EXIT_CODES)
-        _add_common(added)
-        return added
 
-    slurm = add("slurm", "in a Slurm allocation", _SLURM)
-    add_option(slurm, "--nodes HOSTLIST", "of the allocation, such as 'gpu-[003,007]' (default: all)")
-    _add_at_once(slurm, 1024)
-    add_option(slurm, "--srun OPTION", "an option for every srun, such as --srun=--gpus-per-node=8", action="append")
-    over_ssh = add("ssh", "over ssh, without a scheduler", _SSH, " HOSTS")
-    add_access(over_ssh)
-    _add_at_once(over_ssh, 256)
-    kubernetes = add("kubernetes", "with kubectl", _KUBERNETES)
-    which = kubernetes.add_mutually_exclusive_group(required=True)
+def _ssh_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    add_access(parser)
+    add_option(parser, "--at-once N", _AT_ONCE, type=whole_number(), default=256)
+
+
+def _kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    which = parser.add_mutually_exclusive_group(required=True)
     add_option(which, "--nodes HOSTLIST", "names of nodes, such as 'gpu-[003,007]' or a,b")
     add_option(which, "--selector LABELS", "nodes with these labels, as of kubectl get nodes -l")
     add_option(
-        kubernetes,
+        parser,
         "--pod-template FILE",
         "a Pod as YAML or JSON: image, resources, volumes and everything else that a pod needs on these nodes",
         type=Path,
         required=True,
     )
-    add_option(kubernetes, "--namespace NAME", "of the Jobs (default: kubectl's own)")
+    add_option(parser, "--namespace NAME", "of the Jobs (default: kubectl's own)")
     add_option(
-        kubernetes,
+        parser,
         "--pod-report-dir DIR",
         "for the folder of each run, in the pod; on a volume the journals remain",
         default="/tmp/gpucluster-report",
     )
-    add_option(kubernetes, "--keep", "do not delete the Jobs at the end")
+    add_option(parser, "--keep", "do not delete the Jobs at the end")
 
 
-def run(options: argparse.Namespace) -> int:
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add_expect(parser, required=True)
+    within = "deadline for a node's own run, after which it counts as no answer"
+    add_option(parser, "--alone-within TIME", within, type=seconds, default="2 h")
+    within = "deadline for the joint run of the survivors"
+    add_option(parser, "--together-within TIME", within, type=seconds, default="4 h")
+    fewer = "with fewer survivors there is no joint run, and the sweep is INCOMPLETE"
+    add_option(parser, "--min-nodes N", fewer, type=whole_number(2), default=2)
+    add_option(parser, "--report-dir DIR", "for the folder of each sweep", type=Path, default=Path("gpucluster-sweep"))
+    add_option(parser, "--python PATH", "python on the nodes (default: this one; in pods: python)")
+    add_option(parser, "--port PORT", "rendezvous port of the joint run (default: one is chosen)", type=port_number)
+
+
+def _sweep(options: argparse.Namespace, set_up: Callable[[argparse.Namespace, int], _Setup]) -> int:
     """Carry out a sweep and return its exit code."""
     from pytest_gpucluster.runners.ssh_job import handling
     from pytest_gpucluster.runners.sweep import Stopped
@@ -127,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         # These signals end a sweep as Ctrl-C does: what was started is ended, and the table so far is written.
         with handling((signal.SIGTERM, signal.SIGHUP), stop):
-            return _sweep(options, tuple(options.forwarded or PYTEST_DEFAULT))
+            return _carry_out(options, tuple(options.forwarded or PYTEST_DEFAULT), set_up)
     except EnvironmentBroken as error:
         return complain(str(error), BROKEN_EXIT)
     except OSError as error:
@@ -137,7 +108,11 @@ def run(options: argparse.Namespace) -> int:
         return complain("interrupted", USAGE)
 
 
-def _sweep(options: argparse.Namespace, pytest_arguments: tuple[str, ...]) -> int:
+def _carry_out(
+    options: argparse.Namespace,
+    pytest_arguments: tuple[str, ...],
+    set_up: Callable[[argparse.Namespace, int], _Setup],
+) -> int:
     from pytest_gpucluster.journal.run_directory import new_run_directory
     from pytest_gpucluster.runners.plan import SweepPlan, parse_per_node, require_unreserved
     from pytest_gpucluster.runners.sweep import require_nodes, sweep
@@ -145,7 +120,6 @@ def _sweep(options: argparse.Namespace, pytest_arguments: tuple[str, ...]) -> in
 
     per_node = parse_per_node(options.expect)
     require_unreserved(pytest_arguments)
-    set_up = {"slurm": _slurm, "kubernetes": _kubernetes, "ssh": _ssh}[options.scheduler]
     nodes, python, port, make_scheduler = set_up(options, per_node.gpus_per_node)
     require_nodes(nodes)
     plan = SweepPlan(
@@ -162,11 +136,11 @@ def _sweep(options: argparse.Namespace, pytest_arguments: tuple[str, ...]) -> in
     directory = new_run_directory(options.report_dir.absolute())
     scheduler = make_scheduler(plan, directory)
     _print(f"{len(nodes)} nodes, each alone; reports: {directory}")
-    written = SweepFiles(directory, scheduler=options.scheduler, command=sys.argv, nodes=nodes)
+    written = SweepFiles(directory, scheduler=options.step, command=sys.argv, nodes=nodes)
     return sweep(plan, scheduler, written, _print).exit
 
 
-def _slurm(options: argparse.Namespace, gpus: int) -> _Setup:
+def _set_up_slurm(options: argparse.Namespace, gpus: int) -> _Setup:
     from pytest_gpucluster.runners.sweep_slurm import Slurm, allocated_nodes, joint_port, require_programs
 
     nodes = allocated_nodes(os.environ, options.nodes)
@@ -177,7 +151,7 @@ def _slurm(options: argparse.Namespace, gpus: int) -> _Setup:
     )
 
 
-def _ssh(options: argparse.Namespace, gpus: int) -> _Setup:
+def _set_up_ssh(options: argparse.Namespace, gpus: int) -> _Setup:
     from pytest_gpucluster.runners.sweep_ssh import Ssh
 
     nodes = select_nodes(options, gpus)
@@ -197,7 +171,7 @@ def _ssh(options: argparse.Namespace, gpus: int) -> _Setup:
     )
 
 
-def _kubernetes(options: argparse.Namespace, gpus: int) -> _Setup:
+def _set_up_kubernetes(options: argparse.Namespace, gpus: int) -> _Setup:
     from pytest_gpucluster.runners.sweep_kubernetes import Kubectl, Kubernetes
 
     kubectl = Kubectl(options.namespace)
@@ -216,34 +190,70 @@ def _kubernetes(options: argparse.Namespace, gpus: int) -> _Setup:
     )
 
 
-def _add_at_once(parser: argparse.ArgumentParser, default: int) -> None:
-    text = "the most nodes that run alone at a time (default: %(default)s)"
-    add_option(parser, "--at-once N", text, type=whole(), default=default)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    add_expect(parser, required=True)
-    add_option(
-        parser,
-        "--alone-within TIME",
-        "deadline for a node's own run, after which it counts as no answer",
-        type=seconds,
-        default="2 h",
-    )
-    add_option(
-        parser, "--together-within TIME", "deadline for the joint run of the survivors", type=seconds, default="4 h"
-    )
-    add_option(
-        parser,
-        "--min-nodes N",
-        "with fewer survivors there is no joint run, and the sweep is INCOMPLETE",
-        type=whole(2),
-        default=2,
-    )
-    add_option(parser, "--report-dir DIR", "for the folder of each sweep", type=Path, default=Path("gpucluster-sweep"))
-    add_option(parser, "--python PATH", "python on the nodes (default: this one; in pods: python)")
-    add_option(parser, "--port PORT", "rendezvous port of the joint run (default: one is chosen)", type=port_number)
-
-
 def _print(line: str) -> None:
     print(line, flush=True)
+
+
+def _slurm(options: argparse.Namespace) -> int:
+    """Sweep the nodes of the Slurm allocation that this command runs in: one srun for each node, then one over the
+    survivors.
+
+    The report directory and this folder must be on a shared file system. Request the allocation with --no-kill:
+    otherwise a node that goes down ends the whole job.
+    """
+    return _sweep(options, _set_up_slurm)
+
+
+def _ssh(options: argparse.Namespace) -> int:
+    """Sweep the nodes of a hosts file over ssh.
+
+    Each node's reports are copied here. Nodes that do not answer are listed in the table, and the others go on. No
+    shared file system is needed.
+    """
+    return _sweep(options, _set_up_ssh)
+
+
+def _kubernetes(options: argparse.Namespace) -> int:
+    """Sweep nodes of a cluster with kubectl: an Indexed Job with one pod for each node, then an Indexed Job with a
+    headless service over the survivors. The Jobs are deleted at the end.
+    """
+    return _sweep(options, _set_up_kubernetes)
+
+
+_EXAMPLES = """\
+    salloc --nodes=64 --gpus-per-node=8 --exclusive --no-kill gpucluster sweep slurm --expect 8xH100
+    gpucluster sweep slurm --expect 8xH100 --nodes 'gpu-[001-016]' -- acceptance/ --gpucluster-profile quick
+    gpucluster sweep ssh hosts --expect 8xH100
+    gpucluster sweep kubernetes --expect 8xH100 --selector nvidia.com/gpu.count=8 --pod-template pod.yaml
+    """
+_EXIT_CODES = exit_codes(
+    {
+        0: "every node passed alone, and all of them together",
+        1: EXIT_CODES[1].replace("REJECTED: ", "REJECTED: a node, or the nodes together: "),
+        2: "wrong usage, nothing was measured; or BROKEN: interrupted, with the table so far",
+        10: "INCOMPLETE: nothing failed, but something did not run or was not judged, or there was no joint run",
+        11: "BROKEN: a node gave no answer, or its run broke",
+        12: EXIT_CODES[12],
+    },
+    common=(),
+)
+
+COMMAND = Group(
+    description="Run the acceptance suite on every node alone, all nodes at once, without any rendezvous between "
+    "them; then run it on all nodes that survived together. Arguments after -- go to pytest (default: acceptance/).",
+    commands={
+        name: Command(
+            run=run,
+            help=help,
+            arguments=arguments,
+            examples=_EXAMPLES,
+            codes=_EXIT_CODES,
+            usage=f"gpucluster sweep {words} --expect GPUSxSKU [options] [-- PYTEST_ARGUMENTS]",
+        )
+        for name, words, run, help, arguments in (
+            ("slurm", "slurm", _slurm, "in a Slurm allocation", _slurm_arguments),
+            ("ssh", "ssh HOSTS", _ssh, "over ssh, without a scheduler", _ssh_arguments),
+            ("kubernetes", "kubernetes", _kubernetes, "with kubectl", _kubernetes_arguments),
+        )
+    },
+)

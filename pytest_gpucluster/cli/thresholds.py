@@ -1,20 +1,36 @@
-"""``gpucluster thresholds``: limits checked, explained, and proposed from accepted runs; other values judged by them.
-
-``check`` is in this module: all problems in files of limits, with file, line and column.
-"""
+"""``gpucluster thresholds``: limits checked, explained, proposed from accepted runs; other values judged by them."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import importlib.util
 import itertools
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from pytest_gpucluster import __version__
+from pytest_gpucluster.analysis.calibration import (
+    NoFloor,
+    Proposal,
+    Series,
+    Source,
+    conditions_of,
+    conflicting_series,
+    name_of,
+    other_limit_files,
+    overlay,
+    propose,
+    series,
+    source_problems,
+)
+from pytest_gpucluster.analysis.certificate import journal_digest
 from pytest_gpucluster.cli.command import (
     DONE,
     JOURNAL_HELP,
@@ -22,22 +38,28 @@ from pytest_gpucluster.cli.command import (
     NO_INPUT,
     NO_OUTPUT,
     USAGE,
+    Command,
     CommandError,
-    Step,
+    Group,
     add_option,
-    add_steps,
     add_thresholds,
+    complain,
     exit_codes,
-    explain,
+    file_errors,
     key_value,
+    load_limits,
     number,
-    run_step,
+    require_new_file,
+    require_other_file,
     whole_number,
+    write_text,
 )
-from pytest_gpucluster.cli.thresholds_calibrate import calibrate
-from pytest_gpucluster.cli.thresholds_explain import WRONG_USAGE, explain_journal, explain_sku, judge_values
+from pytest_gpucluster.cli.thresholds_explain import WRONG_USAGE, explain_sku, judge_values
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.text import printable
+from pytest_gpucluster.journal.journal import locate
+from pytest_gpucluster.judge.limits import peak_of
+from pytest_gpucluster.metrics import datasheets, measurement
+from pytest_gpucluster.text import plural, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.judge.limits import Limit, Thresholds
@@ -49,8 +71,6 @@ def declare_metrics(plugin: str) -> str:
     Args:
         plugin: a Python file, or the name of a module.
     """
-    from pytest_gpucluster.metrics import measurement
-
     try:
         if plugin.endswith(".py"):
             spec = importlib.util.spec_from_file_location("gpucluster_site", plugin)
@@ -68,6 +88,13 @@ def declare_metrics(plugin: str) -> str:
 
 
 def _check(options: argparse.Namespace) -> int:
+    """Find all problems in files of limits, each with file, line and column.
+
+    The files override the shipped one and each other in their order, as --gpucluster-thresholds does with one; without
+    a file the shipped one is checked. Notes, which are no problems: an entry that demands less than the one it
+    replaces; a floor of yours that GPUs published as healthy miss, or nearly. In the shipped file such a floor is a
+    problem.
+    """
     from pytest_gpucluster.judge import evidence, loader
     from pytest_gpucluster.judge.limits import EVERY_SKU, looser
 
@@ -77,16 +104,22 @@ def _check(options: argparse.Namespace) -> int:
             raise CommandError(NO_INPUT, problem)
     files: Sequence[Path] = options.files
     for path in files:
-        try:
+        with file_errors(NO_INPUT, f"{path}: cannot be read"):
             path.read_bytes()
-        except OSError as error:
-            raise CommandError(NO_INPUT, f"{path}: cannot be read: {error.strerror or error}") from error
     shipped = loader.shipped_path()
     others = [path for path in files if os.path.realpath(path) != os.path.realpath(shipped)]
     try:
         layers = [loader.load(shipped, *others[:count]) for count in range(len(others) + 1)]
     except ThresholdsError:
-        return _print_problems(shipped, others)
+        layers = []
+    if not layers:
+        problems: list[str] = []
+        try:  # of all files: each is read, also after one with problems
+            loader.load(shipped, *others)
+        except ThresholdsError as error:
+            problems = str(error).splitlines()
+        print("\n".join(map(printable, problems)))
+        return _count_problems(len(problems))
     for before, after in itertools.pairwise(layers):
         for new, old in _replaced(after, before):
             less = looser(new, old)
@@ -101,28 +134,14 @@ def _check(options: argparse.Namespace) -> int:
     own = [limit for limit in found.limits if limit.layer > 0] if others else list(found.limits)
     skus = {limit.sku for limit in own} - {EVERY_SKU}
     counted = "1 entry" if len(own) == 1 else f"{len(own)} entries"
-    named = f"{len(skus)} {'SKU' if len(skus) == 1 else 'SKUs'}" if skus else ""
+    named = plural(len(skus), "SKU") if skus else ""
     every = EVERY_SKU if any(limit.sku == EVERY_SKU for limit in own) else ""
     print(f"no problem: {counted} for {' and '.join(filter(None, (named, every))) or 'no SKU'}")
     return DONE
 
 
-def _print_problems(shipped: Path, others: Sequence[Path]) -> int:
-    """Print the problems of all files: each is read, also after one with problems."""
-    from pytest_gpucluster.judge import loader
-
-    problems: list[str] = []
-    try:
-        loader.load(shipped, *others)
-    except ThresholdsError as error:
-        problems = str(error).splitlines()
-    for line in problems:
-        print(printable(line))
-    return _count_problems(len(problems))
-
-
 def _count_problems(count: int) -> int:
-    print(f"{count} {'problem' if count == 1 else 'problems'}")
+    print(plural(count, "problem"))
     return NEGATIVE
 
 
@@ -143,84 +162,115 @@ def _replaced(after: Thresholds, before: Thresholds) -> Iterator[tuple[Limit, Li
                     yield limit, old
 
 
-EXIT_CODES = exit_codes(
-    {
-        DONE: "no problem in the files; explained; floors are written; every value meets its limit",
-        NEGATIVE: "check: the files have problems. explain: no limit decides about a metric that was named, or about a "
-        "value of the journal. calibrate: no floor can be proposed. judge: a limit is missed",
-        NO_INPUT: "a journal, plugin or file of limits is missing, damaged, unusable or of a newer version",
-        NO_OUTPUT: "the output cannot be written. judge: wrong usage",
-        10: "judge: no limit judges a value, and none is missed",
-    },
-    common=(USAGE,),
-)
+def _calibrate(options: argparse.Namespace) -> int:
+    """Propose floors from the journals of one or more ACCEPTED runs of the same SKU and workload, as a file of limits
+    for review: the median of all ranks' values less --spreads spreads, rounded down to 3 digits, never above the data
+    sheet peak, and no looser than the limit in force. Floors are proposed for judged rates (TFLOPS, GB/s, tokens/s and
+    the like); the source of each one states how it was derived.
+    """
+    from pytest_gpucluster.judge.loader import shipped_path
 
-_EXAMPLES = """\
-  gpucluster thresholds check my-limits.yaml
-  gpucluster thresholds explain --sku "H100 SXM" --world-size 16 --nnodes 2 nccl.all_reduce.busbw --label size="1 GB"
-  gpucluster thresholds explain --journal gpucluster-report/latest matmul.bf16.tflops
-  gpucluster thresholds calibrate run-1/ run-2/ --out my-limits.yaml
-  gpucluster thresholds judge --sku "H100 SXM" matmul.fp32.tflops="51.5 TFLOPS"
-  gpucluster thresholds judge --sku H200 --world-size 16 --nodes 2 --label size="8 GiB" --label transport=NET/IB \\
-      nccl.all_reduce.busbw="470 GB/s"
-"""
+    spreads, out = options.spreads, options.out
+    paths = [locate(path) for path in options.journals]
+    require_other_file("--out", out, [*paths, shipped_path()], "a journal or the shipped limits")
+    require_new_file("--out", out, force=options.force)
+    sources = [_source(path) for path in paths]
+    problems = source_problems(sources, sku=options.sku)
+    if problems:
+        raise CommandError(NO_INPUT, "\n".join(problems))
+    sku = str(sources[0].sku)
+    measured = series(sources)
+    wanted = [one for one in measured if one.is_judged or options.recorded]
+    found = [_floor(one, sku, measured, spreads=spreads) for one in wanted]
+    proposals = [one for one in found if isinstance(one, Proposal)]
+    kept = [one for one in found if not isinstance(one, Proposal)]
+    if not proposals:
+        complain("no floor can be proposed:", NEGATIVE)
+        _print_kept(kept)
+        return NEGATIVE
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+    shipped = hashlib.sha256(shipped_path().read_bytes()).hexdigest()
+    text = overlay(
+        sku,
+        proposals,
+        kept,
+        sources,
+        recorded=[one for one in measured if one not in wanted],
+        at=now,
+        version=__version__,
+        spreads=spreads,
+        shipped=shipped,
+    )
+    _require_loadable(text)
+    write_text(out, text)
+    complain(f"{plural(len(proposals), 'floor')} proposed for {sku}, {len(kept)} left as they are: {out}", DONE)
+    others = other_limit_files(sources, shipped)
+    if others:
+        named = ", ".join(path for path, _ in others[:3])
+        complain(f"these runs were judged by {named}, which is not shipped: see the head of the file", DONE)
+    below = sum(bool(proposal.below) for proposal in proposals)
+    if below:
+        complain(f"{below} of them are above an accepted value; the file lists these: check them first", DONE)
+    return DONE
 
-_THRESHOLDS = "Check files of limits, explain which limit decides, and propose floors from accepted runs."
 
-_CHECK = """\
-Find all problems in files of limits, each with file, line and column. The files override the shipped one and each
-other in their order, as --gpucluster-thresholds does with one; without a file the shipped one is checked. Notes, which
-are no problems: an entry that demands less than the one it replaces; a floor of yours that GPUs published as healthy
-miss, or nearly. In the shipped file such a floor is a problem.
-"""
-
-_EXPLAIN = """\
-Print the limits in force, each with its file, line and source. For a METRIC all entries are listed in the order of
-their precedence: the one that decides, and why the others do not. Conditions that are not named, such as a size, are
-left open. With --journal SKU, topology and labels are those of the run, and METRIC defaults to all that it measured.
-"""
-
-_CALIBRATE = """\
-Propose floors from the journals of one or more ACCEPTED runs of the same SKU and workload, as a file of limits for
-review: the median of all ranks' values less --spreads spreads, rounded down to 3 digits, never above the data sheet
-peak, and no looser than the limit in force. Floors are proposed for judged rates (TFLOPS, GB/s, tokens/s and the like);
-the source of each one states how it was derived.
-"""
-
-_JUDGE = """\
-Compare values that were measured elsewhere with the limits: a line for each, with its limit, margin, and published
-values of healthy GPUs. Labels are those of evidence.tsv: n, dtype, size, transport (NET/IB, EFA, TCPXO, TCPX, TCP,
-NVLink), within, nics, mode, model, best=1 (the best of many shapes, compared with the floor of the best size). Without
-a size it is 1 GB, the smallest that is judged; without a transport it is the one that the limit expects. A label that
-no limit uses is ignored with a note.
-"""
+def _source(path: Path) -> Source:
+    sha256, journal = journal_digest(path)
+    return Source(path=str(path), sha256=sha256, journal=journal)
 
 
-def configure_check(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``thresholds check``."""
-    explain(parser, _CHECK, _EXAMPLES, EXIT_CODES)
+def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float) -> Proposal | NoFloor:
+    metric = measurement.known(one.metric)
+    facts = {**one.topology, **one.labels}
+    # As the judge does: across nodes the rate is the fabric's, which no link within a node bounds.
+    has_peak = metric.peak not in datasheets.LINK_PEAKS or facts.get("nnodes") == "1"
+    try:
+        conditions_of(one)
+    except ThresholdsError as error:
+        return NoFloor(series=one, why=str(error))
+    judged = conflicting_series(one, measured)
+    if judged is not None:
+        return NoFloor(series=one, why=f"it is recorded only, and {name_of(judged)} carries the floor")
+    return propose(one, spreads=spreads, peak=peak_of(metric, datasheets.SKUS.get(sku)) if has_peak else None)
+
+
+def _require_loadable(text: str) -> None:
+    """Read the file as a run would, before it is written.
+
+    Raises:
+        ThresholdsError: it is malformed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "proposed.yaml")
+        path.write_text(text, encoding="utf-8")
+        load_limits([path])
+
+
+def _print_kept(kept: Sequence[NoFloor]) -> None:
+    for one in kept:
+        print(f"- {name_of(one.series)}: {printable(one.why)}", file=sys.stderr)
+    if not kept:
+        print("- no rate was judged in these runs", file=sys.stderr)
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", type=Path, nargs="*", help="default: the shipped limits")
     add_option(parser, "--plugin FILE", "a conftest.py or a module that declares metrics of your own", action="append")
 
 
-def configure_explain(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``thresholds explain``."""
-    explain(parser, _EXPLAIN, _EXAMPLES, EXIT_CODES)
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "metrics", metavar="METRIC", nargs="*", help="default: all; matmul. selects all that begin with it"
     )
-    add_option(parser, "--sku NAME", "a SKU, or words of its name: H100 selects every H100")
+    add_option(parser, "--sku NAME", "a SKU, or words of its name: H100 selects every H100", required=True)
     add_option(parser, "--world-size N", "ranks of the run", type=whole_number())
     add_option(parser, "--nnodes N", "nodes of the run", type=whole_number())
     add_option(parser, "--transport NAME", "the same as --label transport=NAME, such as NET/IB")
     add_option(parser, "--label KEY=VALUE", "a label of the measurement", type=key_value, action="append")
-    add_option(parser, "--journal JOURNAL", JOURNAL_HELP, type=Path)
     add_thresholds(parser)
 
 
-def configure_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``thresholds calibrate``."""
-    explain(parser, _CALIBRATE, _EXAMPLES, EXIT_CODES)
+def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP)
     add_option(parser, "--out FILE", "write the file here; - for standard output", required=True)
     add_option(parser, "--spreads K", "spreads below the median", type=number(0.001, 99.999), default=3.0)
@@ -229,9 +279,7 @@ def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--force", "replace an existing file")
 
 
-def configure_judge(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``thresholds judge``."""
-    explain(parser, _JUDGE, _EXAMPLES, EXIT_CODES)
+def _judge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("values", metavar="METRIC=VALUE", nargs="+", help='such as matmul.fp32.tflops="51.5 TFLOPS"')
     add_option(parser, "--sku NAME", "the SKU, such as H100 SXM", required=True)
     add_option(parser, "--world-size N", "GPUs that took part", type=whole_number(), default=1)
@@ -247,18 +295,25 @@ def configure_judge(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    """Print the limits in force, each with its file, line and source.
+
+    For a METRIC all entries are listed in the order of their precedence: the one that decides, and why the others do
+    not. Conditions that are not named, such as a size, are left open.
+    """
     known = {key: str(options.__dict__[key]) for key in ("world_size", "nnodes") if options.__dict__[key]}
     known |= dict(options.label) | ({"transport": options.transport} if options.transport else {})
-    if options.journal is not None:
-        if options.sku or known:
-            options.refuse("--journal has SKU, topology and labels: leave the options for these out")
-        return explain_journal(options.journal, options.metrics, options.thresholds)
-    if not options.sku:
-        options.refuse("explain needs --sku NAME or --journal JOURNAL")
     return explain_sku(options.sku, options.metrics, options.thresholds, known)
 
 
 def _judge(options: argparse.Namespace) -> int:
+    """Compare values that were measured elsewhere with the limits: a line for each, with its limit, margin, and
+    published values of healthy GPUs.
+
+    Labels are those of evidence.tsv: n, dtype, size, transport (NET/IB, EFA, TCPXO, TCPX, TCP, NVLink), within, nics,
+    mode, model, best=1 (the best of many shapes, compared with the floor of the best size). Without a size it is 1 GB,
+    the smallest that is judged; without a transport it is the one that the limit expects. A label that no limit uses is
+    ignored with a note.
+    """
     labels: dict[str, str] = {}
     for text in options.label:
         key, _, value = (part.strip() for part in text.partition("="))
@@ -279,20 +334,35 @@ def _judge(options: argparse.Namespace) -> int:
     )
 
 
-STEPS = {
-    "check": Step(help="find all problems in files of limits", configure=configure_check, run=_check),
-    "explain": Step(help="explain which limit decides, and why", configure=configure_explain, run=_explain),
-    "calibrate": Step(help="propose floors from accepted runs", configure=configure_calibrate, run=calibrate),
-    "judge": Step(
-        help="compare values that were measured elsewhere with the limits", configure=configure_judge, run=_judge
-    ),
-}
+_EXAMPLES = """\
+    gpucluster thresholds check my-limits.yaml
+    gpucluster thresholds explain --sku "H100 SXM" --world-size 16 --nnodes 2 nccl.all_reduce.busbw --label size="1 GB"
+    gpucluster thresholds calibrate run-1/ run-2/ --out my-limits.yaml
+    gpucluster thresholds judge --sku "H100 SXM" matmul.fp32.tflops="51.5 TFLOPS"
+    gpucluster thresholds judge --sku H200 --world-size 16 --nodes 2 --label size="8 GiB" --label transport=NET/IB \\
+        nccl.all_reduce.busbw="470 GB/s"
+    """
+_EXIT_CODES = exit_codes(
+    {
+        DONE: "no problem in the files; explained; floors are written; every value meets its limit",
+        NEGATIVE: "check: the files have problems. explain: no limit decides about a metric that was named. calibrate: "
+        "no floor can be proposed. judge: a limit is missed",
+        NO_INPUT: "a journal, plugin or file of limits is missing, damaged, unusable or of a newer version",
+        NO_OUTPUT: "the output cannot be written. judge: wrong usage",
+        10: "judge: no limit judges a value, and none is missed",
+    },
+    common=(USAGE,),
+)
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the commands of ``thresholds``."""
-    explain(parser, _THRESHOLDS, _EXAMPLES, EXIT_CODES)
-    add_steps(parser, _THRESHOLDS, STEPS)
-
-
-run = run_step
+COMMAND = Group(
+    description="Check files of limits, explain which limit decides, and propose floors from accepted runs.",
+    commands={
+        name: Command(run=run, help=help, arguments=arguments, examples=_EXAMPLES, codes=_EXIT_CODES)
+        for name, run, help, arguments in (
+            ("check", _check, "find all problems in files of limits", _check_arguments),
+            ("explain", _explain, "explain which limit decides, and why", _explain_arguments),
+            ("calibrate", _calibrate, "propose floors from accepted runs", _calibrate_arguments),
+            ("judge", _judge, "compare values that were measured elsewhere with the limits", _judge_arguments),
+        )
+    },
+)

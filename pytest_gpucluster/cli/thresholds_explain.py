@@ -1,7 +1,4 @@
-"""``gpucluster thresholds explain`` and ``judge``: which limit decides, and values measured elsewhere judged by limits.
-
-``explain`` also shows why the other limits do not decide, and where each is from.
-"""
+"""``gpucluster thresholds explain`` and ``judge``: which limit decides; values measured elsewhere judged by limits."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from pathlib import Path
 from pytest_gpucluster.cli.command import (
     DONE,
     NEGATIVE,
-    NO_INPUT,
     USAGE,
     CommandError,
     complain,
@@ -19,15 +15,12 @@ from pytest_gpucluster.cli.command import (
     print_paragraph,
 )
 from pytest_gpucluster.errors import MeasurementError
-from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
-from pytest_gpucluster.journal.journal import Journal, locate, read
 from pytest_gpucluster.judge import evidence
 from pytest_gpucluster.judge.evidence import Support, compare
 from pytest_gpucluster.judge.judge import MetricResult, judge_value
-from pytest_gpucluster.judge.limits import Limit, Thresholds, demand, explain, facts
+from pytest_gpucluster.judge.limits import Limit, Thresholds, demand, explain
 from pytest_gpucluster.metrics import measurement, units
 from pytest_gpucluster.metrics.units import did_you_mean
-from pytest_gpucluster.reports.tables import limit_text
 from pytest_gpucluster.text import one_line, printable
 
 
@@ -47,7 +40,8 @@ def explain_sku(sku: str, names: Sequence[str], files: Sequence[Path], known: Ma
     found = _select_metrics(names, limits.metrics)
     code = DONE
     for name in skus:
-        _print(0, f"{name}: {_facts(known) or 'of any topology'}")
+        conditions = ", ".join(f"{key} {value}" for key, value in known.items())
+        _print(0, f"{name}: {conditions or 'of any topology'}")
         for metric in found:
             decided = _explain_metric(limits, metric, sku=name, known=known, with_others=bool(names))
             code = max(code, DONE if decided or not names else NEGATIVE)
@@ -94,69 +88,6 @@ def _published_text(limit: Limit, support: Support) -> str:
     return "; ".join(parts)
 
 
-def explain_journal(path: Path, names: Sequence[str], files: Sequence[Path]) -> int:
-    """Print the limit that decided about each value of a run, as recorded, and the one in the files if it differs.
-
-    Args:
-        path: of the run.
-        names: of metrics; none means all that the run measured.
-        files: that override the shipped limits.
-    """
-    path = locate(path)
-    journal = read(path, keep_samples=False)
-    sku = journal.limits.sku if journal.limits is not None else None
-    if sku is None:
-        return complain(f"{path}: the journal has no SKU", NO_INPUT)
-    limits = load_limits(files)
-    values = [(judged, result.nodeid) for result in journal.results for judged in result.measurements]
-    found = _select_metrics(names, list(dict.fromkeys(judged.metric for judged, _ in values)))
-    run = journal.run
-    about = f"{'REHEARSAL, ' if run.rehearsal else ''}{journal.verdict}"
-    _print(0, f"{sku}: world_size {run.world_size}, nnodes {run.nnodes}, run {run.run_id}: {about}")
-    _print(0, f"limits of the run: {'; '.join(file for file, _ in journal.limits.files) if journal.limits else ''}")
-    code = DONE
-    for judged, nodeid in values:
-        if judged.metric in found:
-            code = max(code, _explain_value(judged, nodeid, journal, limits, sku, with_others=bool(names)))
-    return code
-
-
-def _explain_value(
-    judged: JudgedMetric, nodeid: str, journal: Journal, limits: Thresholds, sku: str, *, with_others: bool
-) -> int:
-    labels = _facts(judged.labels)
-    _print(0, f"{judged.metric}{f' ({labels})' if labels else ''} of {nodeid}")
-    known = facts(world_size=journal.run.world_size, nnodes=journal.run.nnodes, labels=judged.labels)
-    entries = explain(limits, judged.metric, sku=sku, known=known, is_all=True)
-    decider = next((entry.limit for entry in entries if entry.effect == "decides"), None)
-    recorded = judged.limit
-    if recorded is not None:
-        evidence_text = f"; {judged.evidence}" if judged.evidence else ""
-        _print(2, f"{recorded.origin} decided: {limit_text(judged)}: {judged.status}{evidence_text}")
-        _print(4, f"source: {recorded.source}")
-    else:
-        reason = judged.reason or judged.status
-        _print(2, f"no limit decided: {reason if reason.startswith(judged.status) else f'{judged.status}, {reason}'}")
-    if with_others:
-        for entry in entries:
-            says = f"{entry.effect}: {entry.why}" if entry.why else entry.effect
-            _print(2, f"now {entry.limit.origin} {says}: {demand(entry.limit)} (when {entry.limit.conditions()})")
-    elif recorded is not None and (decider is None or not _is_same(recorded, decider)):
-        now = "nothing decides" if decider is None else f"{decider.origin} decides: {demand(decider)}"
-        _print(2, f"now {now}")
-    return NEGATIVE if judged.status == "error" and recorded is None else DONE
-
-
-def _is_same(recorded: JudgedLimit, limit: Limit) -> bool:
-    """Whether an entry demands what the recorded one did, from any line."""
-    return (recorded.min, recorded.max, recorded.min_ratio_to_median, recorded.expect_transport) == (
-        limit.min,
-        limit.max,
-        limit.min_ratio_to_median,
-        limit.expect_transport,
-    )
-
-
 def _unknown_sku(sku: str, limits: Thresholds, code: int) -> CommandError:
     known = ", ".join(limits.skus)
     return CommandError(code, f"--sku {sku}: no such SKU; known are {known}{did_you_mean(sku, limits.skus)}")
@@ -190,10 +121,6 @@ def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[st
                 begin = [name]
         found += begin
     return list(dict.fromkeys(found))
-
-
-def _facts(known: Mapping[str, str]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in known.items())
 
 
 def _print(indent: int, text: str) -> None:

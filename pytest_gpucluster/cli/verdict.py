@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_gpucluster.cli.command import BROKEN_EXIT, add_journal, add_option, complain, explain
+from pytest_gpucluster.cli.command import BROKEN_EXIT, Command, add_journal, add_option, complain, file_errors
 from pytest_gpucluster.cli.run import run_exit_codes
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import locate, read
@@ -17,29 +17,8 @@ from pytest_gpucluster.text import printable, visible
 _PYTEST_CODES = range(2, 6)
 """pytest's own codes for a run that never began, kept if there is no journal. Its 1 may as well be srun's."""
 
-_EXAMPLES = """\
-  gpucluster verdict gpucluster-report/latest
-  gpucluster verdict gpucluster-report/latest --launcher-exit 137
-"""
 
-_VERDICT = """\
-Print the verdict of a run and exit with the run's own code, even if its journal was truncated. torchrun itself ends
-with 1 for every code but 0, and srun with the highest code of all nodes. A run that is going on has no verdict yet: it
-is RUNNING, with its current test and the time of its start.
-"""
-
-RUN_EXIT_CODES = run_exit_codes(
-    {
-        2: "also wrong usage",
-        11: "also: the journal cannot be read, or --json cannot be written",
-        RUNNING_EXIT: f"{RUNNING}: no verdict yet, and the run's recorder is alive; never with --launcher-exit",
-    }
-)
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``verdict``."""
-    explain(parser, _VERDICT, _EXAMPLES, RUN_EXIT_CODES)
+def _arguments(parser: argparse.ArgumentParser) -> None:
     add_journal(parser)
     add_option(parser, "--json FILE", "write verdict and first failure, in at most 4096 bytes", type=Path)
     add_option(
@@ -51,8 +30,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print a run's verdict and return its exit code."""
+def _verdict(options: argparse.Namespace) -> int:
+    """Print the verdict of a run and exit with the run's own code, even if its journal was truncated.
+
+    torchrun itself ends with 1 for every code but 0, and srun with the highest code of all nodes. A run that is going
+    on has no verdict yet: it is RUNNING, with its current test and the time of its start.
+    """
     launcher_exit: int | None = options.launcher_exit
     try:
         path = locate(options.journal)
@@ -68,9 +51,24 @@ def run(options: argparse.Namespace) -> int:
     line = f"gpucluster: {rehearsal}{result.verdict}, exit code {result.exit}{reason}"
     print(printable(" ".join(visible(line).split())))
     if options.json is not None:
-        try:
+        with file_errors(BROKEN_EXIT, f"--json {options.json}"):
             # In place: a termination message is a mounted file.
             options.json.write_text(result.to_json(), encoding="utf-8")
-        except OSError as error:
-            return complain(f"--json {options.json}: {error.strerror or error}", BROKEN_EXIT)
     return result.exit
+
+
+COMMAND = Command(
+    run=_verdict,
+    arguments=_arguments,
+    examples="""\
+        gpucluster verdict gpucluster-report/latest
+        gpucluster verdict gpucluster-report/latest --launcher-exit 137
+        """,
+    codes=run_exit_codes(
+        {
+            2: "also wrong usage",
+            11: "also: the journal cannot be read, or --json cannot be written",
+            RUNNING_EXIT: f"{RUNNING}: no verdict yet, and the run's recorder is alive; never with --launcher-exit",
+        }
+    ),
+)

@@ -29,89 +29,14 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 
 _LOOPBACK_PATTERN = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|\[::1\]", re.IGNORECASE)
-
-
-class LaunchVariables:
-    """Reads one source's variables and collects every problem for one error."""
-
-    def __init__(self, environ: Mapping[str, str], hostname: str, source: str, remedy: str) -> None:
-        self._environ, self._hostname, self._source, self._remedy = environ, hostname, source, remedy
-        self._seen: list[str] = []
-        self._numbers: dict[str, int] = {}
-        self._problems: list[str] = []
-
-    def text(self, name: str, default: str | None = None) -> str:
-        """Read a text. An empty variable counts as missing."""
-        if name not in self._seen:
-            self._seen.append(name)
-        value = self._environ.get(name, "")
-        if value:
-            return value
-        if default is None:
-            self.complain(f"{name} is {'empty' if name in self._environ else 'missing'}")
-        return default or ""
-
-    def number(self, name: str, default: int | None = None, *, least: int = 0, most: int | None = None) -> int:
-        """Read a whole number. A bad one is recorded as a problem, and `least` is returned."""
-        value = self.text(name, None if default is None else str(default))
-        if not value:
-            return least
-        if not re.fullmatch(r"\d{1,18}", value, re.ASCII):
-            self.complain(f"{name}={value!r} is not a whole number of at least {least}")
-            return least
-        if int(value) < least or (most is not None and int(value) > most):
-            allowed = f"at least {least}" if most is None else f"between {least} and {most}"
-            self.complain(f"{name}={value} is not {allowed}")
-            return least
-        self._numbers[name] = int(value)
-        return int(value)
-
-    def below(self, index: str, count: str) -> None:
-        """Require an index to be below its count. Unreadable values are recorded already."""
-        numbers = self._numbers
-        if index in numbers and count in numbers and numbers[index] >= numbers[count]:
-            self.complain(f"{index}={numbers[index]} is not below {count}={numbers[count]}")
-
-    def at_most(self, part: str, whole: str) -> None:
-        """Require a part not to be above the whole."""
-        numbers = self._numbers
-        if part in numbers and whole in numbers and numbers[part] > numbers[whole]:
-            self.complain(f"{part}={numbers[part]} is above {whole}={numbers[whole]}")
-
-    def master_addr(self, default: str | None, *, nnodes: int, name: str = "MASTER_ADDR") -> str:
-        """Read the address of rank 0, which must not be a loopback address for several nodes."""
-        address = self.text(name, default)
-        if nnodes > 1 and _LOOPBACK_PATTERN.fullmatch(address):
-            self.complain(f"{name}={address} is this node itself, but the ranks are on {nnodes} nodes")
-        return address
-
-    def master_port(self, default: int | None, *, name: str = "MASTER_PORT") -> int:
-        """Read the port of rank 0's store."""
-        return self.number(name, default, least=1, most=65535)
-
-    def complain(self, text: str) -> None:
-        """Record a problem."""
-        if text not in self._problems:
-            self._problems.append(text)
-
-    def settle(self) -> None:
-        """Raise all recorded problems as one error."""
-        if not self._problems:
-            return
-        found = " ".join(f"{name}={self._environ[name]}" for name in self._seen if name in self._environ)
-        raise LaunchError(
-            f"{self._hostname}: the variables of {self._source} do not define a rank: "
-            + "; ".join(self._problems)
-            + f"\nfound: {found or 'none of them'}\nwhat to do: {self._remedy}"
-        )
 
 
 Launcher = Literal["torchrun", "slurm", "openmpi", "kubernetes", "single"]
@@ -169,73 +94,128 @@ class RankFacts:
         return f"rank {self.rank} on {self.hostname}"
 
 
-def detect(environ: Mapping[str, str], hostname: str) -> RankFacts:
-    """Read the rank facts from the first source that applies (see the module's description).
+class _Variables:
+    """Reads one source's variables and collects every problem for one error."""
 
-    Raises:
-        LaunchError: variables of that source are missing, malformed or contradictory; one error for all.
-    """
-    facts = _read(environ, hostname)
-    if facts.nnodes == 1 and facts.master_addr is not None:
-        return replace(facts, master_addr=_LOOPBACK_ADDRESS, master_addr_from="all ranks are on one node")
-    return facts
+    def __init__(self, environ: Mapping[str, str], hostname: str, source: _Source) -> None:
+        self.environ, self._hostname, self._source = environ, hostname, source
+        self._seen: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._problems: list[str] = []
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Read a text. An empty variable counts as missing."""
+        if name not in self._seen:
+            self._seen.append(name)
+        value = self.environ.get(name, "")
+        if not value and default is None:
+            self.complain(f"{name} is {'empty' if name in self.environ else 'missing'}")
+        return value or default or ""
+
+    def number(self, name: str, default: int | None = None, *, least: int = 0, most: int | None = None) -> int:
+        """Read a whole number. A bad one is recorded as a problem, and `least` is returned."""
+        value = self.text(name, None if default is None else str(default))
+        if value and not re.fullmatch(r"\d{1,18}", value, re.ASCII):
+            self.complain(f"{name}={value!r} is not a whole number of at least {least}")
+        elif value and (int(value) < least or (most is not None and int(value) > most)):
+            allowed = f"at least {least}" if most is None else f"between {least} and {most}"
+            self.complain(f"{name}={value} is not {allowed}")
+        elif value:
+            self._numbers[name] = int(value)
+        return self._numbers.get(name, least)
+
+    def below(self, index: str, count: str) -> None:
+        """Require an index to be below its count. Unreadable values are recorded already."""
+        numbers = self._numbers
+        if index in numbers and count in numbers and numbers[index] >= numbers[count]:
+            self.complain(f"{index}={numbers[index]} is not below {count}={numbers[count]}")
+
+    def at_most(self, part: str, whole: str) -> None:
+        """Require a part not to be above the whole."""
+        numbers = self._numbers
+        if part in numbers and whole in numbers and numbers[part] > numbers[whole]:
+            self.complain(f"{part}={numbers[part]} is above {whole}={numbers[whole]}")
+
+    def equal(self, name: str, expected: int, problem: str) -> None:
+        """Require a variable, where it is set, to have this value."""
+        if self.environ.get(name, str(expected)) != str(expected):
+            self.complain(f"{name}={self.text(name)} {problem}")
+
+    def address(self, default: str | None, *, nnodes: int, name: str = "MASTER_ADDR") -> str:
+        """Read the address of rank 0, which must not be a loopback address for several nodes."""
+        address = self.text(name, default)
+        if nnodes > 1 and _LOOPBACK_PATTERN.fullmatch(address):
+            self.complain(f"{name}={address} is this node itself, but the ranks are on {nnodes} nodes")
+        return address
+
+    def port(self, default: int | None, *, name: str = "MASTER_PORT") -> int:
+        """Read the port of rank 0's store."""
+        return self.number(name, default, least=1, most=65535)
+
+    def complain(self, text: str) -> None:
+        """Record a problem."""
+        if text not in self._problems:
+            self._problems.append(text)
+
+    def facts(self, **fields: Any) -> RankFacts:
+        """Return the facts, if there is no problem.
+
+        Raises:
+            LaunchError: all recorded problems.
+        """
+        if self._problems:
+            found = " ".join(f"{name}={self.environ[name]}" for name in self._seen if name in self.environ)
+            raise LaunchError(
+                f"{self._hostname}: the variables of {self._source.name} do not define a rank: "
+                + "; ".join(self._problems)
+                + f"\nfound: {found or 'none of them'}\nwhat to do: {self._source.remedy}"
+            )
+        return RankFacts(hostname=self._hostname, scheduler=allocation(self.environ), **fields)
+
+    def alone(self) -> RankFacts:
+        """Return the facts of a single process."""
+        return self.facts(**_pod(0, 1), launcher="single", run_id="single")
 
 
-def _read(environ: Mapping[str, str], hostname: str) -> RankFacts:
-    if "TORCHELASTIC_RUN_ID" in environ:
-        return _torchrun(environ, hostname)
-    if "OMPI_COMM_WORLD_SIZE" in environ:
-        return _openmpi(environ, hostname)
-    if in_step(environ) and environ["SLURM_STEP_NUM_TASKS"] != "1":
-        return _slurm(environ, hostname)
-    if "PET_NODE_RANK" in environ and _in_pod(environ):
-        return _kubeflow(environ, hostname)
-    if "JOB_COMPLETION_INDEX" in environ:
-        return _kubernetes(environ, hostname)
-    return _single(environ, hostname)
+def _pod(rank: int, world_size: int) -> dict[str, int]:
+    """Return the places of a rank that is alone on its node."""
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "local_rank": 0,
+        "local_world_size": 1,
+        "node_rank": rank,
+        "nnodes": world_size,
+    }
 
 
-def _torchrun(environ: Mapping[str, str], hostname: str) -> RankFacts:
-    read = LaunchVariables(
-        environ,
-        hostname,
-        "torchrun (TORCHELASTIC_RUN_ID is set)",
-        "start with `torchrun --nnodes=... --nproc-per-node=... -m pytest ...`, which sets all of them;"
-        " in a shell where they are left over, unset them",
-    )
-    facts = RankFacts(
-        rank=read.number("RANK"),
-        world_size=read.number("WORLD_SIZE", least=1),
-        local_rank=read.number("LOCAL_RANK"),
-        local_world_size=read.number("LOCAL_WORLD_SIZE", least=1),
-        node_rank=read.number("GROUP_RANK"),
-        nnodes=read.number("GROUP_WORLD_SIZE", least=1),
-        hostname=hostname,
-        launcher="torchrun",
-        run_id=_id_of_torchrun(read.text("TORCHELASTIC_RUN_ID"), environ),
-        restart_count=read.number("TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=read.number("TORCHELASTIC_MAX_RESTARTS", 0),
+def _torchrun(read: _Variables) -> RankFacts:
+    environ = read.environ
+    fields = {
+        "rank": read.number("RANK"),
+        "world_size": read.number("WORLD_SIZE", least=1),
+        "local_rank": read.number("LOCAL_RANK"),
+        "local_world_size": read.number("LOCAL_WORLD_SIZE", least=1),
+        "node_rank": read.number("GROUP_RANK"),
+        "nnodes": read.number("GROUP_WORLD_SIZE", least=1),
+        "restart_count": read.number("TORCHELASTIC_RESTART_COUNT", 0),
+        "max_restarts": read.number("TORCHELASTIC_MAX_RESTARTS", 0),
         # Loopback is allowed: two agents on one host may use it, and their rendezvous has succeeded.
-        master_addr=read.text("MASTER_ADDR"),
-        master_port=read.master_port(None),
-        agent_store=read.text("TORCHELASTIC_USE_AGENT_STORE", "False") == "True",
-        scheduler=allocation(environ),
-    )
+        "master_addr": read.text("MASTER_ADDR"),
+        "master_port": read.port(None),
+    }
+    given = read.text("TORCHELASTIC_RUN_ID")
+    if given == "none" and environ.get("SLURM_JOB_ID"):  # without --rdzv-id
+        given = f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_RESTART_COUNT') or 0}"
     read.below("RANK", "WORLD_SIZE")
     read.below("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     read.below("GROUP_RANK", "GROUP_WORLD_SIZE")
     read.at_most("LOCAL_WORLD_SIZE", "WORLD_SIZE")
     read.at_most("GROUP_WORLD_SIZE", "WORLD_SIZE")
     read.at_most("LOCAL_RANK", "RANK")
-    read.settle()
+    agent_store = read.text("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    facts = read.facts(**fields, launcher="torchrun", run_id=given, agent_store=agent_store)
     return replace(facts, local_rank=_position_on_node(environ, facts))
-
-
-def _id_of_torchrun(given: str, environ: Mapping[str, str]) -> str:
-    """Return --rdzv-id; without one, in a Slurm job, the job id and its number of restarts."""
-    if given != "none" or not environ.get("SLURM_JOB_ID"):
-        return given
-    return f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_RESTART_COUNT') or 0}"
 
 
 def _position_on_node(environ: Mapping[str, str], facts: RankFacts) -> int:
@@ -248,16 +228,9 @@ def _position_on_node(environ: Mapping[str, str], facts: RankFacts) -> int:
     return facts.local_rank
 
 
-def _openmpi(environ: Mapping[str, str], hostname: str) -> RankFacts:
+def _openmpi(read: _Variables) -> RankFacts:
     """Read mpirun's process. Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html"""
-    read = LaunchVariables(
-        environ,
-        hostname,
-        "Open MPI (OMPI_COMM_WORLD_SIZE is set)",
-        "start with `mpirun -n RANKS --map-by ppr:RANKS_PER_NODE:node --rank-by slot"
-        " -x MASTER_ADDR=HOST_OF_RANK_0 python -m pytest ...`: equally many ranks on every node, numbered"
-        " node after node; or use torchrun",
-    )
+    environ = read.environ
     world_size = read.number("OMPI_COMM_WORLD_SIZE", least=1)
     local_world_size = read.number("OMPI_COMM_WORLD_LOCAL_SIZE", least=1)
     rank, local_rank = read.number("OMPI_COMM_WORLD_RANK"), read.number("OMPI_COMM_WORLD_LOCAL_RANK")
@@ -275,22 +248,19 @@ def _openmpi(environ: Mapping[str, str], hostname: str) -> RankFacts:
     # The namespace is equal on all ranks of one mpirun, and another one for the next.
     run_id = f"openmpi-{environ.get('PMIX_NAMESPACE') or environ.get('OMPI_MCA_ess_base_jobid') or 'run'}"
     port = _FIRST_PORT + zlib.crc32(run_id.encode("utf-8", "replace")) % _PORTS
-    facts = RankFacts(
+    address, port = read.address(_LOOPBACK_ADDRESS if nnodes == 1 else None, nnodes=nnodes), read.port(port)
+    return read.facts(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
         node_rank=rank // local_world_size,
         nnodes=nnodes,
-        hostname=hostname,
         launcher="openmpi",
         run_id=run_id,
-        master_addr=read.master_addr(_LOOPBACK_ADDRESS if nnodes == 1 else None, nnodes=nnodes),
-        master_port=read.master_port(port),
-        scheduler=allocation(environ),
+        master_addr=address,
+        master_port=port,
     )
-    read.settle()
-    return facts
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
@@ -300,7 +270,7 @@ def in_step(environ: Mapping[str, str]) -> bool:
     return bool(step) and not special and "SLURM_STEP_NUM_TASKS" in environ
 
 
-def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
+def _slurm(read: _Variables) -> RankFacts:
     """Read a step's task.
 
     The port is ``20000 + (16 * job id + step id) % 10000``: other steps of a job, and other jobs on a shared node, get
@@ -308,13 +278,6 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
 
     Source: https://slurm.schedmd.com/srun.html (OUTPUT ENVIRONMENT VARIABLES).
     """
-    read = LaunchVariables(
-        environ,
-        hostname,
-        "a Slurm step (SLURM_STEP_ID and SLURM_STEP_NUM_TASKS are set)",
-        "start with `srun --ntasks-per-node=GPUS_PER_NODE python -m pytest ...`, or with torchrun under"
-        " `srun --ntasks-per-node=1`; do not filter Slurm's variables (srun --export)",
-    )
     world_size = read.number("SLURM_STEP_NUM_TASKS", least=1)
     nnodes = read.number("SLURM_STEP_NUM_NODES", least=1)
     rank, local_rank = read.number("SLURM_PROCID"), read.number("SLURM_LOCALID")
@@ -327,31 +290,30 @@ def _slurm(environ: Mapping[str, str], hostname: str) -> RankFacts:
     if node_rank < len(tasks) and local_rank >= local_world_size:
         read.complain(f"SLURM_LOCALID={local_rank} is not below the {local_world_size} tasks of node {node_rank}")
     first_host, origin = _LOOPBACK_ADDRESS, "MASTER_ADDR"
-    if nnodes > 1 and not environ.get("MASTER_ADDR"):
+    if nnodes > 1 and not read.environ.get("MASTER_ADDR"):
         first_host, origin = _first_host(read)
         if rank == 0 and node_rank != 0:
             read.complain(f"task 0 is on node {node_rank}, not on the first of the list: export MASTER_ADDR")
-    facts = RankFacts(
+    # A requeued job keeps its id.
+    run_id = f"slurm-{job}.{step}-{read.number('SLURM_RESTART_COUNT', 0)}"
+    address = read.address(first_host, nnodes=nnodes)
+    port = read.port(_FIRST_PORT + (16 * job + step) % _PORTS)
+    return read.facts(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
         node_rank=node_rank,
         nnodes=nnodes,
-        hostname=hostname,
         launcher="slurm",
-        # A requeued job keeps its id.
-        run_id=f"slurm-{job}.{step}-{read.number('SLURM_RESTART_COUNT', 0)}",
-        master_addr=read.master_addr(first_host, nnodes=nnodes),
+        run_id=run_id,
+        master_addr=address,
         master_addr_from=origin,
-        master_port=read.master_port(_FIRST_PORT + (16 * job + step) % _PORTS),
-        scheduler=allocation(environ),
+        master_port=port,
     )
-    read.settle()
-    return facts
 
 
-def _first_host(read: LaunchVariables) -> tuple[str, str]:
+def _first_host(read: _Variables) -> tuple[str, str]:
     """Return the first node and the list that it is from."""
     # Some sites' wrappers drop the step's list; for a step on all nodes the job's has the same first node.
     name = "SLURM_STEP_NODELIST" if read.text("SLURM_STEP_NODELIST", "") else "SLURM_JOB_NODELIST"
@@ -363,7 +325,7 @@ def _first_host(read: LaunchVariables) -> tuple[str, str]:
         return "unknown", name
 
 
-def _tasks_per_node(read: LaunchVariables, world_size: int, nnodes: int) -> list[int]:
+def _tasks_per_node(read: _Variables, world_size: int, nnodes: int) -> list[int]:
     """Expand ``8(x2),4`` to [8, 8, 4] and check it against the other counts."""
     text = read.text("SLURM_STEP_TASKS_PER_NODE")
     tasks: list[int] = []
@@ -381,32 +343,20 @@ def _tasks_per_node(read: LaunchVariables, world_size: int, nnodes: int) -> list
     return tasks
 
 
-def _kubernetes(environ: Mapping[str, str], hostname: str) -> RankFacts:
+def _kubernetes(read: _Variables) -> RankFacts:
     """Read an Indexed Job's pod. A pod counts as a node: with several GPUs in a pod, run torchrun in it.
 
     Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
     """
-    read = LaunchVariables(
-        environ,
-        hostname,
-        "a Kubernetes Indexed Job (JOB_COMPLETION_INDEX is set)",
-        "in the pod template set WORLD_SIZE to the Job's completions, MASTER_ADDR to the headless service's"
-        " name of pod 0 and MASTER_PORT to a free port; set WORLD_SIZE to 1 to test every pod on its own; or"
-        " start torchrun in the pods",
-    )
     rank, world_size = read.number("JOB_COMPLETION_INDEX"), read.number("WORLD_SIZE", least=1)
-    if environ.get("WORLD_SIZE") == "1":
-        read.settle()
-        return _alone(environ, hostname)
+    if read.environ.get("WORLD_SIZE") == "1":
+        return read.alone()
     read.below("JOB_COMPLETION_INDEX", "WORLD_SIZE")
-    if environ.get("RANK", str(rank)) != str(rank):
-        read.complain(f"RANK={read.text('RANK')} is not JOB_COMPLETION_INDEX={rank}")
-    address, port = read.master_addr(None, nnodes=world_size), read.master_port(None)
-    read.settle()
-    return _pod(rank, world_size, address, port, environ, hostname)
+    read.equal("RANK", rank, f"is not JOB_COMPLETION_INDEX={rank}")
+    return _meet(read, rank, world_size, "MASTER_ADDR", "MASTER_PORT")
 
 
-def _kubeflow(environ: Mapping[str, str], hostname: str) -> RankFacts:
+def _kubeflow(read: _Variables) -> RankFacts:
     """Read a pod of a TrainJob (Kubeflow Trainer v2) or PyTorchJob (Training Operator v1) with one rank.
 
     Both set torchrun's variables PET_*, but no rank for a process that torchrun has not started. PyTorchJob adds
@@ -415,45 +365,29 @@ def _kubeflow(environ: Mapping[str, str], hostname: str) -> RankFacts:
     Source: https://github.com/kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go of v2 and
     pkg/controller.v1/pytorch/envvar.go of v1.9.
     """
-    read = LaunchVariables(
-        environ,
-        hostname,
-        "a pod of Kubeflow (PET_NODE_RANK is set)",
-        "start with `gpucluster run -- acceptance/`, whose torchrun reads all of them; without torchrun a pod has one"
-        " rank: set numProcPerNode or nprocPerNode to 1",
-    )
     rank, world_size = read.number("PET_NODE_RANK"), read.number("PET_NNODES", least=1)
     read.below("PET_NODE_RANK", "PET_NNODES")
     ranks = read.text("PET_NPROC_PER_NODE", "1")
     if ranks != "1":
         read.complain(f"PET_NPROC_PER_NODE={ranks} is not 1, and no torchrun has started this process")
     for name, expected in (("RANK", rank), ("WORLD_SIZE", world_size), ("JOB_COMPLETION_INDEX", rank)):
-        if environ.get(name, str(expected)) != str(expected):
-            read.complain(f"{name}={read.text(name)} does not fit: this pod is {rank} of {world_size}")
+        read.equal(name, expected, f"does not fit: this pod is {rank} of {world_size}")
     if world_size == 1:
-        read.settle()
-        return _alone(environ, hostname)
-    address = "MASTER_ADDR" if environ.get("MASTER_ADDR") else "PET_MASTER_ADDR"
-    port = "MASTER_PORT" if environ.get("MASTER_PORT") else "PET_MASTER_PORT"
-    where, number = read.master_addr(None, nnodes=world_size, name=address), read.master_port(None, name=port)
-    read.settle()
-    return replace(_pod(rank, world_size, where, number, environ, hostname), master_addr_from=address)
+        return read.alone()
+    names = (f"{'' if read.environ.get(name) else 'PET_'}{name}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return _meet(read, rank, world_size, *names)
 
 
-def _pod(rank: int, world_size: int, address: str, port: int, environ: Mapping[str, str], hostname: str) -> RankFacts:
-    return RankFacts(
-        rank=rank,
-        world_size=world_size,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=rank,
-        nnodes=world_size,
-        hostname=hostname,
+def _meet(read: _Variables, rank: int, world_size: int, address_name: str, port_name: str) -> RankFacts:
+    address = read.address(None, nnodes=world_size, name=address_name)
+    port = read.port(None, name=port_name)
+    return read.facts(
+        **_pod(rank, world_size),
         launcher="kubernetes",
         run_id=f"kubernetes-{address}-{port}",
         master_addr=address,
+        master_addr_from=address_name,
         master_port=port,
-        scheduler=allocation(environ),
     )
 
 
@@ -461,40 +395,87 @@ def _in_pod(environ: Mapping[str, str]) -> bool:
     return "KUBERNETES_SERVICE_HOST" in environ or "JOB_COMPLETION_INDEX" in environ
 
 
-def _single(environ: Mapping[str, str], hostname: str) -> RankFacts:
-    read = LaunchVariables(
-        environ,
-        hostname,
+def _single(read: _Variables) -> RankFacts:
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        if (number := read.number(name, 0)) > 0:
+            read.complain(f"{name}={number} means that there are other processes, but no variable has their address")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", *_FOREIGN_LAUNCHERS):
+        if (number := read.number(name, 1, least=1)) > 1:
+            by = _FOREIGN_LAUNCHERS.get(name, "an unknown launcher")
+            read.complain(f"{name}={number} means several processes, started by {by}")
+    return read.alone()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A source of rank facts: whether it applies, its reader, and for its errors a name and what to do."""
+
+    applies: Callable[[Mapping[str, str]], bool]
+    read: Callable[[_Variables], RankFacts]
+    name: str
+    remedy: str
+
+
+_SOURCES = (
+    _Source(
+        lambda environ: "TORCHELASTIC_RUN_ID" in environ,
+        _torchrun,
+        "torchrun (TORCHELASTIC_RUN_ID is set)",
+        "start with `torchrun --nnodes=... --nproc-per-node=... -m pytest ...`, which sets all of them;"
+        " in a shell where they are left over, unset them",
+    ),
+    _Source(
+        lambda environ: "OMPI_COMM_WORLD_SIZE" in environ,
+        _openmpi,
+        "Open MPI (OMPI_COMM_WORLD_SIZE is set)",
+        "start with `mpirun -n RANKS --map-by ppr:RANKS_PER_NODE:node --rank-by slot"
+        " -x MASTER_ADDR=HOST_OF_RANK_0 python -m pytest ...`: equally many ranks on every node, numbered"
+        " node after node; or use torchrun",
+    ),
+    _Source(
+        lambda environ: in_step(environ) and environ["SLURM_STEP_NUM_TASKS"] != "1",
+        _slurm,
+        "a Slurm step (SLURM_STEP_ID and SLURM_STEP_NUM_TASKS are set)",
+        "start with `srun --ntasks-per-node=GPUS_PER_NODE python -m pytest ...`, or with torchrun under"
+        " `srun --ntasks-per-node=1`; do not filter Slurm's variables (srun --export)",
+    ),
+    _Source(
+        lambda environ: "PET_NODE_RANK" in environ and _in_pod(environ),
+        _kubeflow,
+        "a pod of Kubeflow (PET_NODE_RANK is set)",
+        "start with `gpucluster run -- acceptance/`, whose torchrun reads all of them; without torchrun a pod has one"
+        " rank: set numProcPerNode or nprocPerNode to 1",
+    ),
+    _Source(
+        lambda environ: "JOB_COMPLETION_INDEX" in environ,
+        _kubernetes,
+        "a Kubernetes Indexed Job (JOB_COMPLETION_INDEX is set)",
+        "in the pod template set WORLD_SIZE to the Job's completions, MASTER_ADDR to the headless service's"
+        " name of pod 0 and MASTER_PORT to a free port; set WORLD_SIZE to 1 to test every pod on its own; or"
+        " start torchrun in the pods",
+    ),
+    _Source(
+        lambda environ: True,
+        _single,
         "a single process (no torchrun, mpirun, Slurm step or Indexed Job)",
         "start with `torchrun --nnodes=... --nproc-per-node=... -m pytest ...`;"
         " for one process alone, unset these variables",
-    )
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        if read.number(name, 0) > 0:
-            read.complain(
-                f"{name}={environ[name]} means that there are other processes, but no variable has their address"
-            )
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", *_FOREIGN_LAUNCHERS):
-        if read.number(name, 1, least=1) > 1:
-            by = _FOREIGN_LAUNCHERS.get(name, "an unknown launcher")
-            read.complain(f"{name}={environ[name]} means several processes, started by {by}")
-    read.settle()
-    return _alone(environ, hostname)
+    ),
+)
+"""The first that applies is the one."""
 
 
-def _alone(environ: Mapping[str, str], hostname: str) -> RankFacts:
-    return RankFacts(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=0,
-        nnodes=1,
-        hostname=hostname,
-        launcher="single",
-        run_id="single",
-        scheduler=allocation(environ),
-    )
+def detect(environ: Mapping[str, str], hostname: str) -> RankFacts:
+    """Read the rank facts from the first source that applies (see the module's description).
+
+    Raises:
+        LaunchError: variables of that source are missing, malformed or contradictory; one error for all.
+    """
+    source = next(source for source in _SOURCES if source.applies(environ))
+    facts = source.read(_Variables(environ, hostname, source))
+    if facts.nnodes == 1 and facts.master_addr is not None:
+        return replace(facts, master_addr=_LOOPBACK_ADDRESS, master_addr_from="all ranks are on one node")
+    return facts
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:

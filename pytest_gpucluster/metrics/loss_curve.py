@@ -110,16 +110,6 @@ _COLUMNS = tuple(each.name for each in fields(Point))
 _VALUES = _COLUMNS[1:]
 
 
-def is_curve(path: Path) -> bool:
-    """Return whether a file begins as :meth:`Curve.write_csv` begins one.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        return file.readline(200).rstrip(b"\r\n") == FIRST_LINE.encode()
-
-
 def read_csv(path: Path) -> Curve:
     """Read what :meth:`Curve.write_csv` has written. Two curves are equal if all but NaN in them is.
 

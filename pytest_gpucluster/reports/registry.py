@@ -14,7 +14,6 @@ from typing import Any
 
 from pytest_gpucluster import files
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import JUnitOptions
 
 FILES: Mapping[str, str] = MappingProxyType(
     {
@@ -69,7 +68,6 @@ def render(
     *,
     folder: Path | None = None,
     page_folder: Path | None = None,
-    junit_options: JUnitOptions | None = None,
 ) -> str:
     """Return a report. Only the modules that it needs are imported.
 
@@ -78,14 +76,9 @@ def render(
         journal: of the run.
         folder: of the run, for the artifacts in the page.
         page_folder: where the page will be; by default the run's folder.
-        junit_options: pytest's settings for the JUnit file, by default the run's own.
     """
     module: Any = importlib.import_module(_MODULES[kind])
-    more: dict[str, Any] = {}
-    if kind == "junitxml":
-        more = {"options": junit_options}
-    elif kind == "html":
-        more = {"folder": folder, "page_folder": page_folder}
+    more: dict[str, Any] = {"folder": folder, "page_folder": page_folder} if kind == "html" else {}
     return str(module.render(journal, **more))
 
 

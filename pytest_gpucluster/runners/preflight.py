@@ -65,15 +65,14 @@ def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: st
         replies: name -> reply. A host without one has not answered.
         version: of this package, here.
     """
-    facts = {host.name: sent for host in hosts if (sent := _facts(replies.get(host.name))) is not None}
+    facts = {name: reply.facts for name, reply in replies.items() if reply.facts}
     common = {key: _most_common([str(node.get(key, "")) for node in facts.values()]) for key in _COMPARED}
     named = Counter(str(node.get("host", "")) for node in facts.values())
     found = []
     for host in hosts:
-        reply = replies.get(host.name)
         mine = facts.get(host.name)
         if mine is None:
-            why = reply.problem if reply is not None and reply.problem else "it sent no facts"
+            why = replies.get(host.name, Reply()).problem or "it sent no facts"
             # A node that reports an error is reachable, but missing all the same.
             found.append(NodeCheck(host=host, state=NO_ANSWER, facts={}, problems=(one_line(why, _CHARACTERS),)))
             continue
@@ -120,11 +119,6 @@ def readiness_text(nodes: Sequence[NodeCheck]) -> str:
         if names:
             texts.append(f"{state}: {listed(names)}")
     return "; ".join(texts)
-
-
-def _facts(reply: Reply | None) -> Mapping[str, Any] | None:
-    # Empty facts are no answer: such a node must not count as ready.
-    return (reply.facts or None) if reply is not None and not reply.problem else None
 
 
 def _most_common(values: Sequence[str]) -> str:

@@ -1,16 +1,14 @@
-"""Connections to nodes over ssh: the command line, the protocol, one open connection, and one query to many nodes.
+"""Connections to nodes over ssh: the command line, the request, one open connection, and one query to many nodes.
 
 Source of all options: ssh(1) and ssh_config(5) of OpenSSH.
 
-The protocol is a request, then heartbeats in one direction for as long as this process lives, and lines of JSON in the
-other. A login shell may print a greeting before them, or a program something in between. So each line of the protocol
-has a mark, and the last one is of its own kind: if it is missing, the connection was lost.
+A request is one line, followed by heartbeats for as long as this process lives. The answer is the standard output of
+the node's side after its mark, for a login shell may print a greeting before it, and its exit code, which ssh passes
+on: if there is none, or it is ssh's own, the connection was lost.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import json
 import os
@@ -23,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
@@ -81,45 +79,18 @@ def ssh_command(host: Host, access: Access) -> list[str]:
     return [*command, "--", host.address, f"exec {shlex.quote(access.python)} -m {MODULE}"]
 
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Increased with every change that the other side could misunderstand."""
-MARK = b"gpucluster-node:"
+MARK = b"gpucluster-node: ready\n"
+"""Precedes the answer."""
 HEARTBEAT, INTERRUPT, TERMINATE = "beat", "interrupt", "terminate"
 """Sent to the node after the request, each on a line."""
 HEARTBEAT_SECONDS = 5.0
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
 """Without a heartbeat for this long a node treats the connection as lost."""
-HELLO, OUT, ERR, PART, FACTS, END = "hello", "out", "err", "part", "facts", "end"
-"""Kinds of lines from a node: its name; a program's standard output and error; a part of an archive; facts; the end."""
-_KINDS: Mapping[str, type] = {OUT: str, ERR: str, PART: bytes, HELLO: dict, FACTS: dict, END: dict}
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One line from a node."""
-
-    kind: str
-    value: Any
-
-
-def encode(kind: str, value: object) -> bytes:
-    """Return a line of a node. Bytes become base64."""
-    plain = base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else value
-    return MARK + json.dumps({kind: plain}).encode("ascii") + b"\n"
-
-
-def decode(line: bytes) -> Frame | None:
-    """Read a line of a node; None for a line that is not of the protocol."""
-    _, mark, text = line.partition(MARK)
-    if not mark:
-        return None
-    try:
-        [(kind, value)] = json.loads(text).items()
-        if kind == PART:
-            value = base64.b64decode(value, validate=True)
-    except (ValueError, AttributeError, TypeError, binascii.Error, RecursionError):
-        return None
-    return Frame(kind, value) if kind in _KINDS and isinstance(value, _KINDS[kind]) else None
+FAILED, _LOST = 254, 255
+"""Exit codes: the node could not do it, and the last line of its standard error states why; ssh failed. A run on a node
+ends with neither."""
 
 
 def request(do: str, **more: object) -> bytes:
@@ -199,10 +170,8 @@ class Channel:
                 f"{command[0]} cannot be started: {error.strerror or error}; install OpenSSH's client"
             ) from None
         self.answered = False
-        """The node has sent a line."""
-        self.finished = False
-        """The node has sent its last line. Without it the answer is incomplete."""
-        self._frames: SimpleQueue[Frame] = SimpleQueue()
+        """The node's side has been started."""
+        self._output: SimpleQueue[bytes] = SimpleQueue()
         self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -210,22 +179,19 @@ class Channel:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._readers = [
-            threading.Thread(target=self._read_frames, args=(self._process.stdout,), daemon=True),
+            threading.Thread(target=self._read_output, args=(self._process.stdout,), daemon=True),
             threading.Thread(target=self._read_stderr, args=(self._process.stderr,), daemon=True),
         ]
         for thread in [*self._readers, threading.Thread(target=self._send_heartbeats, daemon=True)]:
             thread.start()
 
-    def drain(self) -> list[Frame]:
-        """Return the lines that have come since the last call."""
+    def drain(self) -> bytes:
+        """Return the node's output since the last call."""
         found = []
         with contextlib.suppress(Empty):
             while True:
-                found.append(self._frames.get_nowait())
-        for frame in found:
-            self.answered = self.answered or frame.kind == HELLO
-            self.finished = self.finished or frame.kind == END
-        return found
+                found.append(self._output.get_nowait())
+        return b"".join(found)
 
     @property
     def closed(self) -> bool:
@@ -239,13 +205,20 @@ class Channel:
         return True
 
     @property
+    def exit(self) -> int | None:
+        """Exit code of the node's side, once :attr:`closed`; None if the answer is incomplete, or there is none."""
+        code = self._process.poll()
+        return code if self.answered and code is not None and 0 <= code < FAILED else None
+
+    @property
     def problem(self) -> str:
-        """Why there is no complete answer: the last message of ssh or of the node's shell, with what to do about it."""
+        """Why there is no complete answer: the last message of ssh or of the node, with what to do about it."""
         lines = [line for line in self._stderr if line]
         code = self._process.poll()
         message = one_line(lines[-1], _CHARACTERS) if lines else f"ssh ended with exit code {code} and no message"
         hint = next((hint for words, hint in _HINTS if words in message.lower()), "")
-        return f"{'the connection was lost: ' if self.answered else ''}{message}{hint}"
+        lost = "the connection was lost: " if self.answered and code != FAILED else ""
+        return f"{lost}{message}{'' if self.answered else hint}"
 
     def send(self, command: str) -> None:
         """Send HEARTBEAT, INTERRUPT or TERMINATE to the node."""
@@ -276,12 +249,15 @@ class Channel:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             self.send(HEARTBEAT)
 
-    def _read_frames(self, pipe: IO[bytes]) -> None:
+    def _read_output(self, pipe: IO[bytes]) -> None:
+        greeting = b""
         with pipe:
-            for line in pipe:
-                frame = decode(line)
-                if frame is not None:
-                    self._frames.put(frame)
+            while data := os.read(pipe.fileno(), 1 << 16):
+                if not self.answered:
+                    greeting += data
+                    _, mark, data = greeting.partition(MARK)
+                    self.answered = bool(mark)
+                self._output.put(data)
 
     def _read_stderr(self, pipe: IO[bytes]) -> None:
         with pipe:
@@ -300,42 +276,30 @@ _POLL_SECONDS = 0.05
 _MOST_CONNECTIONS = 64
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Reply:
     """The answer of a node.
 
     Attributes:
-        facts: its facts; None if there are none.
+        text: its output.
         problem: why there is no answer, or the error that the node reports; empty if there is none.
-        text: standard output of a program on it.
-        exit: exit code of that program; None if it did not end.
-        answered: the node has sent a line.
+        exit: exit code of a program on it; None if there is no answer.
+        answered: the node's side has been started.
     """
 
-    facts: Mapping[str, Any] | None = None
-    problem: str = ""
     text: str = ""
+    problem: str = ""
     exit: int | None = None
     answered: bool = False
-    _output: list[str] = field(default_factory=list)
 
-    def add(self, frame: Frame) -> None:
-        """Add a line of the node."""
-        if frame.kind == FACTS:
-            self.facts = frame.value
-        elif frame.kind == OUT:
-            self._output.append(frame.value)
-        elif frame.kind == END:
-            code = frame.value.get("exit")
-            self.exit = code if isinstance(code, int) else None
-            self.problem = one_line(str(frame.value.get("error") or ""), 400)
-
-    def finish(self, channel: Channel, timeout: str = "") -> None:
-        """Complete the reply when the connection is closed or, with ``timeout``, given up."""
-        self.text = "".join(self._output)
-        self.answered = channel.answered
-        if timeout or not channel.finished:
-            self.facts, self.problem = None, timeout or channel.problem
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The answer as a JSON object; empty if it is none."""
+        try:
+            found = json.loads(self.text) if self.exit == 0 else {}
+        except ValueError:
+            found = {}
+        return found if isinstance(found, dict) else {}
 
 
 def query_nodes(
@@ -359,25 +323,31 @@ def query_nodes(
         EnvironmentBroken: ssh cannot be started.
     """
     replies = {host.name: Reply() for host in hosts}
-    waiting, open_channels = deque(hosts), dict[str, tuple[Channel, float]]()
+    waiting, open_channels = deque(hosts), dict[str, tuple[Channel, list[bytes], float]]()
     try:
         while (waiting or open_channels) and not stop():
             while waiting and len(open_channels) < _MOST_CONNECTIONS:
                 host = waiting.popleft()
                 channel = Channel(ssh_command(host, access), request_of(host))
-                open_channels[host.name] = channel, time.monotonic() + within_seconds
-            for name, (channel, until) in list(open_channels.items()):
+                open_channels[host.name] = channel, [], time.monotonic() + within_seconds
+            for name, (channel, output, until) in list(open_channels.items()):
                 closed = channel.closed
-                for frame in channel.drain():
-                    replies[name].add(frame)
+                output.append(channel.drain())
                 late = not closed and time.monotonic() > until
                 if closed or late:
                     del open_channels[name]
-                    replies[name].finish(channel, f"no answer within {within_seconds:g} s" if late else "")
+                    code = channel.exit if closed else None
+                    problem = f"no answer within {within_seconds:g} s" if late else channel.problem
+                    replies[name] = Reply(
+                        text=b"".join(output).decode("utf-8", "backslashreplace"),
+                        problem=problem if code is None else "",
+                        exit=code,
+                        answered=channel.answered,
+                    )
                     channel.kill()
             time.sleep(_POLL_SECONDS)
     finally:
-        for channel, _ in open_channels.values():
+        for channel, *_ in open_channels.values():
             channel.kill()
     return replies
 

@@ -14,13 +14,13 @@ from types import FrameType
 from typing import IO
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.journal.verdict import BROKEN, INCOMPLETE, REJECTED
+from pytest_gpucluster.journal.verdict import BROKEN, REJECTED
 from pytest_gpucluster.runners import ssh
 from pytest_gpucluster.runners.hosts import Host
-from pytest_gpucluster.runners.node_agent import GRACE_SECONDS, unpack
+from pytest_gpucluster.runners.node_agent import GRACE_SECONDS, exit_of, unpack
 from pytest_gpucluster.runners.plan import SshPlan
 from pytest_gpucluster.runners.run_result import Conclusion, RunResult, conclusion, listed
-from pytest_gpucluster.runners.ssh import Access, Channel, Frame, ssh_command
+from pytest_gpucluster.runners.ssh import Access, Channel, ssh_command
 from pytest_gpucluster.text import printable
 
 STOP_SECONDS = GRACE_SECONDS + 15.0
@@ -67,7 +67,7 @@ class RemoteJob:
         *,
         within_seconds: float,
         answer_seconds: float,
-        on_line: Callable[[str, str], None] = lambda kind, line: None,
+        on_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start it.
 
@@ -78,7 +78,7 @@ class RemoteJob:
             directory: here, for the output ``NAME.log`` and the reports ``NAME``, which must not exist yet.
             within_seconds: deadline, after which it is stopped.
             answer_seconds: deadline for the node's first line.
-            on_line: called with OUT or ERR and each line that it prints.
+            on_line: called with each line that it prints.
 
         Raises:
             EnvironmentBroken: ssh cannot be started.
@@ -95,7 +95,7 @@ class RemoteJob:
         self._hung_up_at: float | None = None
         self._stop_reason = self._problem = ""
         self._exit: int | None = None
-        self._partial_lines = {ssh.OUT: "", ssh.ERR: ""}
+        self._partial_line = b""
         self._result: NodeResult | None = None
         self._copy: Channel | None = None
         self._copy_until = 0.0
@@ -150,7 +150,7 @@ class RemoteJob:
         if self._copy is not None:
             self._copy.kill()
         self._close()
-        if not was_running or self._channel.finished:
+        if not was_running or self._channel.exit is not None:
             return ""
         return f"{self.name}: its run was given up; the node ends it by itself within {_LOST_SECONDS:.0f} s"
 
@@ -158,10 +158,13 @@ class RemoteJob:
 
     def _follow(self) -> None:
         closed = self._channel.closed
-        for frame in self._channel.drain():
-            self._add(frame)
+        data = self._channel.drain()
+        self._log.write(data)
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        for line in lines:
+            self._on_line(_text(line))
         now = time.monotonic()
-        if closed or self._channel.finished:
+        if closed:
             self._seconds = round(now - self._started, 3)
             self._start_copy()
         elif not self._channel.answered and now - self._started > self._answer_within:
@@ -177,28 +180,13 @@ class RemoteJob:
         elif now - self._hung_up_at > _CLOSE_SECONDS:
             self._channel.kill()
 
-    def _add(self, frame: Frame) -> None:
-        if frame.kind in self._partial_lines:
-            self._write_log(frame.value)
-            *lines, self._partial_lines[frame.kind] = (self._partial_lines[frame.kind] + frame.value).split("\n")
-            for line in lines:
-                self._on_line(frame.kind, line.rstrip("\r"))
-        elif frame.kind == ssh.END:
-            code = frame.value.get("exit")
-            self._exit = code if isinstance(code, int) else None
-            self._problem = "" if self._exit is not None else str(frame.value.get("error") or "it sent no exit code")
-
-    def _write_log(self, text: str) -> None:
-        self._log.write(text.encode("utf-8", "backslashreplace"))
-
     def _start_copy(self) -> None:
-        for kind, line in self._partial_lines.items():
-            if line:
-                self._on_line(kind, line)
-        lost = not self._channel.finished
-        if lost:
+        if self._partial_line:
+            self._on_line(_text(self._partial_line))
+        self._exit = self._channel.exit
+        if self._exit is None:
             self._problem = self._channel.problem
-            self._write_log(f"{self._problem}\n")
+            self._log.write(f"{self._problem}\n".encode("utf-8", "backslashreplace"))
         self._channel.kill()
         if not self._channel.answered:
             self._finish(None, "")
@@ -208,7 +196,7 @@ class RemoteJob:
             directory=self._plan.directory,
             folder=self._plan.folder(self._host),
             first_folder=self._plan.folder(self._plan.hosts[0]),
-            wait_seconds=_LOST_SECONDS if lost else 0.0,
+            wait_seconds=_LOST_SECONDS if self._exit is None else 0.0,
         )
         self._archive = tempfile.TemporaryFile(prefix="gpucluster-")  # noqa: SIM115  # closed when it is unpacked
         self._copy_until = time.monotonic() + _COPY_SECONDS
@@ -219,21 +207,11 @@ class RemoteJob:
     def _receive(self, channel: Channel) -> None:
         assert self._archive is not None
         closed = channel.closed
-        problem, done = "", False
-        for frame in channel.drain():
-            if frame.kind == ssh.PART:
-                self._archive.write(frame.value)
-            elif frame.kind == ssh.END:
-                done, problem = True, str(frame.value.get("error") or "")
-                code = frame.value.get("exit")
-                # After a lost connection the node's own file of the exit code is better than nothing.
-                if self._exit is None and isinstance(code, int):
-                    self._problem = f"{self._problem}; on the node it ended with exit code {code}"
-        if not done and not closed:
-            if time.monotonic() < self._copy_until:
-                return
-            problem = f"not here within {_COPY_SECONDS:g} s"
-        elif not done:
+        self._archive.write(channel.drain())
+        if not closed and time.monotonic() < self._copy_until:
+            return
+        problem = "" if closed else f"not here within {_COPY_SECONDS:g} s"
+        if closed and channel.exit is None:
             problem = channel.problem
         channel.kill()
         if not problem:
@@ -245,6 +223,9 @@ class RemoteJob:
                 problem = str(error)
             except OSError as error:
                 problem = f"{error.filename or self._folder}: {error.strerror or error}"
+        # After a lost connection the node's own file of the exit code is better than nothing.
+        if self._exit is None and not problem and (code := exit_of(self._folder)) is not None:
+            self._problem = f"{self._problem}; on the node it ended with exit code {code}"
         self._finish(None if problem else self._folder, problem)
 
     def _finish(self, folder: Path | None, problem: str) -> None:
@@ -322,7 +303,7 @@ def run_plan(
         answer_seconds: deadline for a node's first line.
         others_seconds: how long the others may go on when one node has ended.
         signals: that have come so far.
-        show: prints a line; True for lines from standard error, and of this command.
+        show: prints a line; True for those of this command, which go to standard error.
 
     Raises:
         EnvironmentBroken: ssh cannot be started.
@@ -331,12 +312,11 @@ def run_plan(
     jobs: list[RemoteJob] = []
     try:
         for host in plan.hosts:
-            printer = _printer(host.name if jobs else "", show)
             job = RemoteJob(
                 *(plan, host, access, directory),
                 within_seconds=within_seconds,
                 answer_seconds=answer_seconds,
-                on_line=printer,
+                on_line=_printer(host.name if jobs else "", show),
             )
             jobs.append(job)
         return await_jobs(jobs, others_seconds, signals, show)
@@ -387,14 +367,17 @@ def _interrupt(jobs: Sequence[RemoteJob], signals: Signals, count: int, show: Ca
         job.stop(f"interrupted by {signals.name}", ssh.INTERRUPT if is_ctrl_c else ssh.TERMINATE)
 
 
-def _printer(name: str, show: Callable[[str, bool], None]) -> Callable[[str, str], None]:
+def _printer(name: str, show: Callable[[str, bool], None]) -> Callable[[str], None]:
     """Return what prints a node's lines, with its name in front except for rank 0's node."""
     prefix = f"[{name}] " if name else ""
-    return lambda kind, line: show(f"{prefix}{printable(line)}", kind == ssh.ERR)
+    return lambda line: show(f"{prefix}{printable(line)}", False)
 
 
-REJECTED_EXIT, INTERRUPTED_EXIT, BROKEN_EXIT, UNREACHABLE_EXIT = 1, 2, 11, 12
-"""``UNREACHABLE_EXIT`` is of this command alone: a node of the file did not answer."""
+def _text(line: bytes) -> str:
+    return line.removesuffix(b"\r").decode("utf-8", "backslashreplace")
+
+
+REJECTED_EXIT, INTERRUPTED_EXIT, BROKEN_EXIT = 1, 2, 11
 
 
 def conclude(
@@ -402,19 +385,17 @@ def conclude(
     journal: RunResult | None,
     *,
     journal_problem: str = "",
-    unreachable: Sequence[str] = (),
     interrupted: str = "",
 ) -> Conclusion:
     """Return exit code and last line of a run.
 
-    A pass needs exit code 0 from every node, a journal that agrees and is of all nodes that were started, and no node
-    of the file left out. A rejection overrides everything else.
+    A pass needs exit code 0 from every node, and a journal that agrees and is of all nodes that were started. A
+    rejection overrides everything else.
 
     Args:
         nodes: results of all nodes that were started, rank 0's first.
         journal: rank 0's; None if there is none here.
         journal_problem: why not.
-        unreachable: nodes that were left out because they did not answer.
         interrupted: the signal, if one came.
     """
 
@@ -450,10 +431,6 @@ def conclude(
     if journal.exit != worst:
         reason = f"the nodes ended with {worst}, but the journal states {journal.verdict}, exit code {journal.exit}"
         return end(BROKEN, BROKEN_EXIT, reason)
-    if unreachable:
-        total = len(nodes) + len(unreachable)
-        reason = f"{len(nodes)} of {total} nodes: {journal.verdict} ({journal.reason})"
-        return end(INCOMPLETE, UNREACHABLE_EXIT, f"{reason}; no answer: {listed(unreachable)}")
     return end(journal.verdict, journal.exit, journal.reason)
 
 

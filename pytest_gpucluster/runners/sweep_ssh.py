@@ -131,7 +131,7 @@ class Ssh:
         )
         hosts = [self._hosts[name]]
         reply = query_nodes(hosts, lambda host: request, self._access, within_seconds=self._answer_seconds)[name]
-        port = (reply.facts or {}).get("port")
+        port = reply.facts.get("port")
         if not isinstance(port, int) or not port:
             raise EnvironmentBroken(
                 f"{name}, the first node of the joint run, has no free port: {reply.problem or 'none'}"

@@ -48,7 +48,7 @@ def test_an_accepted_run_gives_a_record_that_is_verified_next_to_its_journal(run
     words = ["certificate", "verify", str(accepted), "--journal", str(runs / "accepted"), "--sha256", known]
     assert main.main(words) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"intact, ACCEPTED: {accepted}\n- sha256 {known}\n")
+    assert out.startswith(f"intact, ACCEPTED: {accepted}\nsha256 {known}\n")
     assert "2 nodes, 16 ranks" in out
     assert "by J. Doe\n- note: order 4711\n" in out
     assert "sealed again" not in out
@@ -112,10 +112,10 @@ def test_a_certificate_of_another_journal_is_refused(runs, accepted, capsys):
     assert "another journal" in capsys.readouterr().out
 
 
-def test_a_digest_is_one_word_on_any_terminal(accepted, capsys, monkeypatch):
+def test_a_digest_is_one_line_on_any_terminal(accepted, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     assert main.main(["certificate", "verify", str(accepted)]) == 0
-    assert f"\n- sha256\n  {read_certificate(accepted).digest}\n" in capsys.readouterr().out
+    assert f"\nsha256 {read_certificate(accepted).digest}\n" in capsys.readouterr().out
 
 
 def test_parts_that_were_swapped_are_reported_within_80_columns(accepted, tmp_path, capsys):

@@ -12,7 +12,8 @@ import pytest
 from each import of_each
 
 import pytest_gpucluster
-from pytest_gpucluster.cli import certificate, lora, main, node, runs
+from pytest_gpucluster.cli import main, node
+from pytest_gpucluster.cli.command import Group
 
 HEAVY = ("torch", "pytest", "_pytest", "yaml", "pynvml", "numpy", "jinja2", "rich", "prometheus_client")
 
@@ -35,6 +36,7 @@ def test_what_follows_the_dashes_is_for_somebody_else_where_the_command_starts_s
         *("", "repot", "info", "report", "report x --pdf y", "verdict", "sweep", "sweep lsf", "sweep slurm"),
         *("sweep kubernetes --expect=8", "runs", "runs crosscheck run -g 0", "runs crosscheck run -g all"),
         *(f"runs crosscheck run --timeout {seconds}" for seconds in ("0", "nan")),
+        *(f"runs {words} much" for words in ("compare a b --fail", "fleet a --behind", "crosscheck a --beyond")),
         *(f"node {words}" for words in ("", "info gpus", "nccl-env --format toml")),
         *(f"node watch --interval {seconds}" for seconds in ("0", "-1", "nan", "inf", "0.1", "4000", "soon")),
         *(f"node watch --gpus {gpus}" for gpus in ("a", "0,,1", "-1", "99999", "\N{ARABIC-INDIC DIGIT ONE}")),
@@ -55,9 +57,10 @@ def test_wrong_usage_is_exit_code_2_and_the_usage_is_shown(line, capsys):
     assert "usage: gpucluster" in capsys.readouterr().err
 
 
-GROUPS = {"node": node, "runs": runs, "certificate": certificate, "lora": lora}
+NODE = node.COMMAND.commands
+GROUPS = {name: found.commands for name in main.COMMANDS if isinstance(found := main.load(name), Group)}
 NAMES = [name for name in main.COMMANDS if name not in GROUPS]
-NAMES += ["run --hosts x", *(f"{group} {step}" for group, module in GROUPS.items() for step in module.STEPS)]
+NAMES += ["run --hosts x", *(f"{group} {name}" for group, commands in GROUPS.items() for name in commands)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,11 +100,11 @@ def test_the_module_is_the_command():
 def run_into(stdout, tmp_path, body):
     """Run a command that does this, and return its exit code and what it has complained of."""
     script = f"""
-import sys, types
+import sys
 from pytest_gpucluster.cli import main
 def run(options):
     {body}
-main._module = lambda name: types.SimpleNamespace(configure=lambda parser: None, run=run)
+main.load = lambda name: main.Command(run=run, examples="", codes="")
 sys.exit(main.main(["verdict"]))
 """
     (tmp_path / "script.py").write_text(script)
@@ -148,7 +151,7 @@ def test_any_other_error_of_a_file_is_not_taken_for_that(monkeypatch):
     def fail(options):
         raise OSError(28, "No space left on device", "a file of its own")
 
-    monkeypatch.setitem(node.STEPS, "info", replace(node.STEPS["info"], run=fail))
+    monkeypatch.setitem(NODE, "info", replace(NODE["info"], run=fail))
     with pytest.raises(OSError, match="a file of its own"):
         main.main(["node", "info"])
 
@@ -156,8 +159,7 @@ def test_any_other_error_of_a_file_is_not_taken_for_that(monkeypatch):
 def test_what_the_locale_has_no_character_for_is_shown_by_its_number(monkeypatch):
     output = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii"))
-    step = replace(node.STEPS["info"], run=lambda options: print("caf\u00e9 \u2026") or 0)
-    monkeypatch.setitem(node.STEPS, "info", step)
+    monkeypatch.setitem(NODE, "info", replace(NODE["info"], run=lambda options: print("caf\u00e9 \u2026") or 0))
     assert main.main(["node", "info"]) == 0
     assert output.getvalue() == b"caf\\xe9 \\u2026\n"
 

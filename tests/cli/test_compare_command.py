@@ -45,7 +45,6 @@ def test_the_exit_code_is_the_answer(runs, capsys, arguments, code, message):
         ("none", [], 3, "no such journal"),
         ("old", [], 2, "the same run"),
         ("copy", [], 2, "the same run"),
-        ("same", ["--fail", "much"], 2, "--fail 'much'"),
         ("same", ["--json", "old/journal.jsonl/out.json"], 4, "old/journal.jsonl/out.json: "),
     ],
 )

@@ -169,7 +169,6 @@ def test_a_launcher_that_starts_programs_without_mpi_is_noticed(bench, capsys):
 @pytest.mark.parametrize(
     ("words", "more", "message"),
     [
-        (["--beyond", "much"], (), "'much' is no percentage"),
         (
             ["--collective", "allreduce"],
             (),

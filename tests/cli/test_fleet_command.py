@@ -77,7 +77,6 @@ def test_a_journal_that_cannot_be_read_is_a_node_without_an_answer(sweep, capsys
         (["none"], 3, "no such journal"),
         (["empty"], 3, "no journal.jsonl in this folder or below it"),
         (["sweep", "--nodes", "gpu-[1"], 2, "--nodes: "),
-        (["sweep", "--behind", "x"], 2, "--behind 'x' is no percentage"),
         (["sweep", "--drain", "sweep/gpu-000/journal.jsonl/x"], 4, "--drain sweep/gpu-000/journal.jsonl/x: "),
         (["sweep", "--drain", "sweep/gpu-000/journal.jsonl"], 2, "that is a journal; name another file"),
         (["sweep", "--drain", "-", "--json", "-"], 2, "only one of them can use standard output"),

@@ -410,7 +410,7 @@ def test_help_comes_without_torch(words):
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert found.returncode == 0, found.stderr
-    assert data_command.LORA_EXIT_CODES in found.stdout
+    assert data_command._EXIT_CODES in found.stdout
 
 
 def test_a_saved_adapter_is_frozen_and_has_its_own_tokenizer_if_there_is_one(base, adapter, tmp_path):

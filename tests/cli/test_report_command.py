@@ -91,39 +91,6 @@ def test_a_truncated_journal_is_rendered_and_reported_as_truncated(run, tmp_path
     assert f"{path}: its last line " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "path", "expected"),
-    [
-        (["-o", "junit_family=xunit1"], ".//testcase", {"line": "7"}),
-        (["-o", "junit_suite_name=mine"], ".//testsuite", {"name": "mine"}),
-        (["-o", "junit_duration_report=call"], ".//testcase", {"time": "1.000"}),
-        (["--junitprefix", "site"], ".//testcase", {"classname": "site.t"}),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_pytests_settings_can_be_given_again(run, tmp_path, arguments, path, expected):
-    out = tmp_path / "out.xml"
-    assert main(["report", str(run), "--junitxml", str(out), *arguments]) == 0
-    element = ET.parse(out).getroot().find(path)
-    assert {name: element.get(name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("junit_famly=xunit1", "no setting 'junit_famly'; allowed: junit_family, "),
-        ("junit_famly=xunit1", "did you mean junit_family?"),
-        ("junit_family=xunit3", "'xunit3' is not allowed; allowed: xunit2, xunit1, legacy"),
-        ("junit_log_passing_tests=maybe", "allowed: true, false"),
-        ("junit_family", "no value; write junit_family=VALUE"),
-    ],
-)
-def test_a_wrong_setting_is_a_usage_error_that_says_what_is_allowed(run, tmp_path, capsys, override, message):
-    assert main(["report", str(run), "--junitxml", str(tmp_path / "out.xml"), "-o", override]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out.xml").exists()
-
-
 def test_a_missing_or_foreign_journal_is_exit_code_3(tmp_path, capsys):
     assert main(["report", str(tmp_path / "none"), "--junitxml", "out.xml"]) == 3
     assert "no such journal" in capsys.readouterr().err

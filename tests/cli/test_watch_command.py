@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -57,19 +56,16 @@ def test_one_picture_is_plain_text_with_rates(plant: Any, capsys: pytest.Capture
     [row] = [line for line in out.splitlines() if "hw_thermal" in line]
     assert row.split()[:4] == ["1", "100", "71.2/79.6", "61"]
     assert "-" not in row, "two looks give a rate"
-    # How wide the last column is depends on the version of rich.
     assert "mlx5_1/1 400 Gb/s 0.0 0.0" in " ".join(out.split())
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_one_picture_as_json_of_the_gpus_that_were_asked_for(plant: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_gpus_that_were_asked_for_are_shown(plant: Any, capsys: pytest.CaptureFixture[str]) -> None:
     plant({f"GPU-{index}": fake_reader.h100() for index in range(3)})
-    assert main(["node", "watch", "--once", "--json", "--interval", "0.2", "--gpus", "2, 0"]) == 0
-    [document] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [gpu["uuid"] for gpu in document["gpus"]] == ["GPU-0", "GPU-2"]
-    assert document["gpus"][0]["nvlink_sent_bytes_per_second"] > 0
-    assert [port["name"] for port in document["ports"]] == ["mlx5_0/1", "mlx5_1/1"]
+    assert main(["node", "watch", "--once", "--interval", "0.2", "--gpus", "2, 0"]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "71.2/79.6" in line]
+    assert rows == ["0", "2"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +84,7 @@ def test_what_is_not_all_there_is_exit_code_1_and_the_rest_is_shown(
     assert main(["node", "watch", "--once", "--interval", "0.2"]) == 1
     out = capsys.readouterr().out
     assert text in out
-    assert "mlx5_1/1 400 Gb/s" in out
+    assert "mlx5_1/1  400 Gb/s" in out
 
 
 def test_a_driver_that_hangs_is_exit_code_1(
@@ -122,18 +118,14 @@ def test_the_display_fits_the_terminal_follows_its_size_and_leaves_it_as_it_was(
     with terminal(80, 24, tmp_path) as window:
         left_over = {"LINES": "24", "COLUMNS": "80"}
         window.run([*script(tmp_path, gpus), "node", "watch"], {**child_environment(), **left_over, "TERM": "screen"})
-        window.wait_for("q ends")
-        screen = window.wait_for("more processes")
+        screen = window.wait_for("more lines")
         assert len([line for line in screen.splitlines() if "71.2/79.6" in line]) == 8
         assert "mlx5_7/1" in screen
         window.resize(100, 12)
-        window.wait_for("more lines of ports")
-        window.keys("x", "C-z", "q")
-        assert "GPUs:" not in window.wait_for("ended with 0")
-        window.run([*script(tmp_path, gpus), "node", "watch"], {**child_environment(), "TERM": "screen"})
-        window.wait_for("q ends")
+        window.wait_for("… 1")
+        assert "mlx5_0/1" not in window.wait_for("more lines")
         window.keys("C-c")
-        window.wait_for("ended with 0")
+        assert "GPUs:" not in window.wait_for("ended with 0")
 
 
 def test_a_terminal_that_is_closed_ends_it(tmp_path: Path) -> None:

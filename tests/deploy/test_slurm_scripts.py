@@ -19,8 +19,7 @@ import pytest
 from sessions import environment
 from shell import finished
 
-from pytest_gpucluster.cli import main, runs
-from pytest_gpucluster.cli import node as node_commands
+from pytest_gpucluster.cli import main
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "deploy" / "slurm"
@@ -477,7 +476,7 @@ def test_one_check_at_a_time(fakes: Fakes) -> None:
 
 def test_the_scripts_name_commands_that_there_are() -> None:
     """They reach the program through an array or a function, where no search for its name finds them."""
-    steps = {"node": node_commands.STEPS, "runs": runs.STEPS}
+    steps = {name: main.load(name).commands for name in ("node", "runs")}
     said = [
         words.split()
         for path in sorted(SLURM.iterdir())

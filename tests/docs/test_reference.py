@@ -93,7 +93,7 @@ def test_every_hook_is_on_the_page_with_its_example() -> None:
 def test_every_command_is_on_the_page_with_its_options_and_exit_codes(word: str) -> None:
     body = page().partition(f"\n### gpucluster {word}\n")[2].partition("\n### ")[0]
     parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
-    main._module(word).configure(parser)
+    main.load(word).configure(parser)
     assert "```console\n" in body
     assert re.search(r"^Exit codes.*:$", body, re.MULTILINE)
     missing = [flag for flag in flags(parser) if not re.search(rf"`{re.escape(flag)}[ `]", body)]

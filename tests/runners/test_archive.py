@@ -35,11 +35,12 @@ def test_a_folder_comes_as_it_was(tmp_path):
     (source / "20260102-030405" / "artifacts" / "ünterordner" / "a b.txt").write_text("text")
     (source / "latest").symlink_to("20260102-030405")
     (source / "empty").touch()
-    pieces = list(node_agent.pack(source))
-    assert all(pieces)
+    archive = io.BytesIO()
+    node_agent.pack(archive, source)
+    archive.seek(0)
     target = tmp_path / "here"
     target.mkdir()
-    assert node_agent.unpack(io.BytesIO(b"".join(pieces)), target) == 3
+    assert node_agent.unpack(archive, target) == 3
     assert (target / "latest" / "journal.jsonl").read_bytes() == b"x" * 300_000
     assert (target / "latest" / "artifacts" / "ünterordner" / "a b.txt").read_text() == "text"
     assert (target / "empty").read_bytes() == b""

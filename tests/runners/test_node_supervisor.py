@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -11,18 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.runners import ssh
-from pytest_gpucluster.runners.node_agent import await_end
+from pytest_gpucluster.runners.node_agent import exit_of
 
 _DEADLINE = 60.0
 _SUPERVISE = """\
 import os, sys
 from pathlib import Path
-from pytest_gpucluster.runners.node_agent import Job, supervise
-folder = Path(sys.argv[1]) if sys.argv[1] else None
-job = Job(command=[sys.executable, "-S", "-c", sys.argv[4]], directory=None, environ=os.environ, folder=folder)
-sys.exit(supervise(job, heartbeat_seconds=float(sys.argv[2]), grace_seconds=float(sys.argv[3])))
+from pytest_gpucluster.runners.node_agent import Supervisor
+supervisor = Supervisor(heartbeat_seconds=float(sys.argv[1]), grace_seconds=float(sys.argv[2]))
+sys.exit(supervisor.run([sys.executable, "-S", "-c", sys.argv[3]], os.environ, Path("run")))
 """
 _POLITE = """\
 import pathlib, signal, sys, time
@@ -49,31 +48,26 @@ time.sleep(600)
 class Supervised:
     """A supervisor and its program, and the other side of the connection."""
 
-    def __init__(self, tmp_path, script, *, heartbeat=60.0, grace=60.0, folder=""):
+    def __init__(self, tmp_path, script, *, heartbeat=60.0, grace=60.0):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _SUPERVISE, folder, str(heartbeat), str(grace), script],
+            [sys.executable, "-c", _SUPERVISE, str(heartbeat), str(grace), script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             cwd=tmp_path,
         )
-
-    def frame(self):
-        line = self.process.stdout.readline()
-        return ssh.decode(line) if line else None
 
     def send(self, word):
         self.process.stdin.write(f"{word}\n".encode())
         self.process.stdin.flush()
 
     def begun(self):
-        """Wait for the program's first line, which may come in pieces."""
-        output = ""
-        while not output.endswith("begun\n"):
-            output += self.frame().value
+        """Wait for the program's first line."""
+        assert self.process.stdout.readline() == b"begun\n"
 
     def rest(self):
         """All that follows, to its end."""
-        return [ssh.decode(line) for line in self.process.stdout.read().splitlines()]
+        return self.process.stdout.read()
 
     def end(self):
         return self.process.wait(timeout=_DEADLINE)
@@ -93,6 +87,7 @@ def supervised(tmp_path, request):
         each.process.wait()
         each.process.stdin.close()
         each.process.stdout.close()
+        each.process.stderr.close()
 
 
 def wait_until(found):
@@ -111,25 +106,19 @@ def is_gone(pid):
 
 
 def test_output_and_exit_code_are_forwarded(supervised, tmp_path):
-    script = "import sys; print('out ü'); print('err', file=sys.stderr)\n"
+    script = "import sys; print('out ü', flush=True); print('err', file=sys.stderr)\n"
     script += "sys.stdout.buffer.write(b'\\xff'); sys.exit(10)"
-    run = supervised(script, folder="run")
-    frames = run.rest()
-    assert "".join(frame.value for frame in frames if frame.kind == ssh.OUT) == "out ü\n\\xff"
-    assert "".join(frame.value for frame in frames if frame.kind == ssh.ERR) == "err\n"
-    assert frames[-1] == ssh.Frame(ssh.END, {"exit": 10, "error": ""})
-    assert run.end() == 0
-    # Either pipe may be read first.
-    lines = (tmp_path / "run" / "output.log").read_bytes().replace(b"\xff", b"\xff\n").splitlines()
-    assert sorted(lines) == sorted(["out ü".encode(), b"err", b"\xff"])
-    assert await_end(tmp_path / "run", 0) == 10
+    run = supervised(script)
+    assert run.rest() == "out ü\nerr\n".encode() + b"\xff"
+    assert run.end() == 10
+    assert (tmp_path / "run" / "output.log").read_bytes() == "out ü\nerr\n".encode() + b"\xff"
+    assert exit_of(tmp_path / "run") == 10
 
 
 def test_much_output_is_forwarded_whole(supervised):
     run = supervised("print('x' * 99 + '\\n', end='') or [print('y' * 999) for _ in range(4000)]")
     time.sleep(0.5)  # not read at first: the output has to wait, and is not lost
-    text = "".join(frame.value for frame in run.rest() if frame.kind == ssh.OUT)
-    assert text == "x" * 99 + "\n" + ("y" * 999 + "\n") * 4000
+    assert run.rest().decode() == "x" * 99 + "\n" + ("y" * 999 + "\n") * 4000
 
 
 @pytest.mark.parametrize(("word", "name"), [(ssh.INTERRUPT, "SIGINT"), (ssh.TERMINATE, "SIGTERM")])
@@ -138,26 +127,25 @@ def test_it_ends_in_order_on_request(word, name, supervised, tmp_path):
     run.begun()
     run.send(ssh.HEARTBEAT)
     run.send(word)
-    frames = run.rest()
-    assert "".join(frame.value for frame in frames if frame.kind == ssh.OUT) == "reports are written\n"
-    assert frames[-1].value == {"exit": 2, "error": ""}
+    assert run.rest() == b"reports are written\n"
+    assert run.end() == 2
     assert (tmp_path / "signal").read_text() == name
 
 
 @pytest.mark.parametrize("lost", ["the other side", "the login session", "its supervisor"])
 def test_it_ends_in_order_when_the_connection_is_lost(lost, supervised, tmp_path):
-    run = supervised(_POLITE, folder="run")
+    run = supervised(_POLITE)
     run.begun()
     if lost == "the other side":
         run.process.stdin.close()
     else:
         run.process.send_signal(signal.SIGHUP if lost == "the login session" else signal.SIGKILL)
     wait_until((tmp_path / "signal").exists)
-    assert run.end() == (-9 if lost == "its supervisor" else 0)
+    assert run.end() == (-9 if lost == "its supervisor" else 2)
     assert (tmp_path / "signal").read_text() == "SIGTERM"
     if lost != "its supervisor":
         assert (tmp_path / "run" / "output.log").read_text() == "begun\nreports are written\n"
-        assert await_end(tmp_path / "run", 0) == 2
+        assert exit_of(tmp_path / "run") == 2
 
 
 def test_it_ends_without_heartbeats(supervised, tmp_path):
@@ -167,32 +155,35 @@ def test_it_ends_without_heartbeats(supervised, tmp_path):
         run.send(ssh.HEARTBEAT)
         time.sleep(0.1)
     assert not (tmp_path / "signal").exists()  # longer than that, and never long without a heartbeat
-    assert run.end() == 0
+    assert run.end() == 2
     assert (tmp_path / "signal").read_text() == "SIGTERM"
 
 
 def test_a_program_that_ignores_signals_is_killed_with_its_descendants(supervised, tmp_path):
-    for script, code in ((_DEAF, None), (_DEAF.removesuffix("time.sleep(600)\n") + "sys.exit(0)", 0)):
+    for script, code, said in (
+        (_DEAF, ssh.FAILED, "killed 0.5 s after the request to stop"),
+        (_DEAF.removesuffix("time.sleep(600)\n") + "sys.exit(0)", 0, ""),
+    ):
         run = supervised(script, grace=0.5)
         run.begun()
         run.send(ssh.TERMINATE)
-        end = run.rest()[-1]
-        assert (end.value["exit"], "killed" in end.value["error"]) == (code, code is None)
+        assert ("outlived" in run.rest().decode()) == (code == 0)
+        assert run.end() == code
+        assert run.process.stderr.read().decode().strip() == said
         for pid in (tmp_path / "pids").read_text().split():
             wait_until(lambda pid=int(pid): is_gone(pid))
 
 
-def test_where_nothing_was_started_there_are_no_reports(tmp_path):
-    with pytest.raises(EnvironmentBroken, match="nothing was started"):
-        await_end(tmp_path / "gone", 0)
-    (tmp_path / "run").mkdir()
-    assert await_end(tmp_path / "run", 0.2) is None
+def test_a_program_that_was_killed_ends_as_in_a_shell(supervised, tmp_path):
+    run = supervised("import os; os.kill(os.getpid(), 9)")
+    assert run.end() == 137
     (tmp_path / "run" / "ended.json").write_text("half a fi")
-    assert await_end(tmp_path / "run", 0) is None
+    assert exit_of(tmp_path / "run") is None
+    assert exit_of(tmp_path / "gone") is None
 
 
 def node(request, **settings):
-    """Ask our side of a node, as ssh would."""
+    """Ask our side of a node, as ssh would: exit code, what follows the mark, and the last line of the error output."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest_gpucluster.runners.node_agent"],
         input=request,
@@ -200,29 +191,33 @@ def node(request, **settings):
         timeout=_DEADLINE,
         **settings,
     )
-    assert done.stderr == b""
-    return done.returncode, [ssh.decode(line) for line in done.stdout.splitlines()]
+    assert done.stdout.startswith(ssh.MARK)
+    return done.returncode, done.stdout.removeprefix(ssh.MARK), done.stderr.decode().strip().rpartition("\n")[2]
 
 
 def test_a_request_that_cannot_be_met_is_answered_with_why():
     for request_line, message in (
-        (b"rubbish\n", "no request"),
+        (b"", "no request"),
+        (b"GET / HTTP/1.1\n", "no request"),
+        (b"[]\n", "no request"),
         (b'{"protocol": 7, "do": "run"}\n', "protocol 7"),
+        (b'{"do": "run"}\n', "protocol None"),
         (ssh.request("format"), "'format'"),
+        (ssh.request("run"), "KeyError('directory')"),  # never Python's own exit code, which is a rejection's
         (ssh.request("collect", directory="/", folder="/gone/for/good"), "nothing was started"),
-        (ssh.request("run", words=["--version"], directory="/gone", folder=None), "cannot be started"),
+        (ssh.request("run", words=["--version"], env={}, directory="/gone", folder="run"), "/gone: No such file"),
     ):
-        code, answered = node(request_line)
-        assert (code, answered[0].kind, answered[-1].kind) == (1, ssh.HELLO, ssh.END)
-        assert answered[-1].value["exit"] is None
-        assert message in answered[-1].value["error"]
+        code, output, why = node(request_line)
+        assert (code, output) == (ssh.FAILED, b"")
+        assert message in why
 
 
 def probed(tmp_path, **changed):
     asked = {"directory": str(tmp_path), "report_dir": "out", "arguments": ["suite"], "port": None}
     asked["master"] = "127.0.0.1"
-    _, answered = node(ssh.request("probe", **{**asked, **changed}))
-    return answered[1].value
+    code, output, _ = node(ssh.request("probe", **{**asked, **changed}))
+    assert code == 0
+    return json.loads(output)
 
 
 def test_a_node_that_is_fit_has_nothing_against_a_run(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from pytest_gpucluster.runners.hosts import parse_hosts
 from pytest_gpucluster.runners.preflight import (
     NO_ANSWER,
@@ -18,11 +20,15 @@ ALIKE = {"version": "0.1.0", "package": "p", "limits": "l", "suite": "s", "pytho
 ALIKE |= {"pytest": "9.0", "problems": []}
 
 
+def sent(facts):
+    return Reply(text=json.dumps(facts), exit=0)
+
+
 def replies(**changed):
-    found = {host.name: Reply(facts={**ALIKE, "host": host.name}) for host in HOSTS}
+    found = {host.name: sent({**ALIKE, "host": host.name}) for host in HOSTS}
     for name, reply in changed.items():
         name = name.replace("_", "-")
-        found[name] = reply if isinstance(reply, Reply) else Reply(facts={**ALIKE, "host": name, **reply})
+        found[name] = reply if isinstance(reply, Reply) else sent({**ALIKE, "host": name, **reply})
     return found
 
 
@@ -61,9 +67,12 @@ def test_a_node_without_an_answer_is_never_ready_and_makes_no_other_node_differ(
     for reply in (
         Reply(problem="ssh: connect to host gpu-2 port 22: No route to host"),
         Reply(),
-        Reply(facts={}),
+        sent({}),
+        Reply(text="[]", exit=0),
+        Reply(text='{"half', exit=0),
+        Reply(text=json.dumps(ALIKE), exit=1),
         # Facts that came before the connection was lost: the rest is unknown.
-        Reply(facts=ALIKE, problem="the connection was lost"),
+        Reply(text=json.dumps(ALIKE), problem="the connection was lost"),
     ):
         nodes = check_nodes(HOSTS, replies(gpu_2=reply), "0.1.0")
         assert states(nodes) == [READY, NO_ANSWER, READY, READY]
