@@ -7,7 +7,7 @@ import pytest
 from pytest_gpucluster.benchmarks.burn_in import keep_busy, reserved_bytes
 from pytest_gpucluster.benchmarks.dtypes import check_product, dtypes_of
 from pytest_gpucluster.metrics.finding import identity
-from pytest_gpucluster.node.health.examination import examine_gpu, require_uniform
+from pytest_gpucluster.node.health.examination import examine_gpu, readings, require_healthy, require_uniform
 from pytest_gpucluster.node.health.snapshot import collect
 
 
@@ -56,14 +56,13 @@ def test_gpu_health(cluster, gpu, gpu_sources, inventory, workload, measure):
     snapshot = collect(
         gpu_sources, inventory, rank=cluster.rank, sku=gpu.sku, mig=health.mig, load=load, held_bytes=held
     )
-    examined = examine_gpu(snapshot)
-    notes = [str(note) for note in examined.of_kind("note")]
-    for note in notes:
-        print(note)
-    measure("gpu.findings", len(examined.of_kind("hardware")), unit="findings", telemetry={"notes": notes})
-    for reading in examined.readings():
+    findings = examine_gpu(snapshot)
+    notes = [str(one) for one in findings if one.kind == "note"]
+    hardware = sum(one.kind == "hardware" for one in findings)
+    measure("gpu.findings", hardware, unit="findings", telemetry={"notes": notes})
+    for reading in readings(snapshot):
         measure(reading.metric, reading.value, unit=reading.unit, record_only=reading.record_only)
-    examined.require_healthy()
+    require_healthy(snapshot, findings)
 
 
 @pytest.mark.first(3)

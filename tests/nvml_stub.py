@@ -148,7 +148,7 @@ def _examine(gpus: Sequence[NvmlGpu], rank: int, nvml: PyNvml) -> dict[str, Any]
         "gpu": gpus[rank].index,
         "values": dict(snapshot.before.values),
         "missing": {query: missing.kind for query, missing in snapshot.before.missing.items()},
-        "wrong": {one.code: one.kind for one in decisive(examine_gpu(snapshot).findings)},
+        "wrong": {one.code: one.kind for one in decisive(examine_gpu(snapshot))},
     }
 
 

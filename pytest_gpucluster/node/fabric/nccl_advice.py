@@ -1,6 +1,6 @@
 """Advice about NCCL's variables on a node: from its facts to what to set, to remove and to do, as text and JSON. Pure.
 
-- cards: ``NCCL_IB_HCA`` and ``NCCL_IB_GID_INDEX``, which cards and which of their addresses
+- cards: ``NCCL_IB_HCA``, which cards
 - sockets: ``NCCL_SOCKET_IFNAME`` and the threads of TCP, which interfaces and how many connections
 - clouds: what a provider's image brings. The values in a provider's script are its own and are not repeated here: the
   script is named, for the operator to source.
@@ -32,8 +32,8 @@ from pytest_gpucluster.node.fabric.nccl_facts import (
     Provider,
     find_fabric,
 )
-from pytest_gpucluster.node.fabric.nccl_rules import GUIDE, GUIDE_URL, RULES, judge_environment, number
-from pytest_gpucluster.node.fabric.ports import roce_gid, selects
+from pytest_gpucluster.node.fabric.nccl_rules import GUIDE, GUIDE_URL, RULES, judge_environment
+from pytest_gpucluster.node.fabric.ports import selects
 from pytest_gpucluster.node.infiniband import ROCE_V2
 from pytest_gpucluster.node.info_text import fact
 from pytest_gpucluster.node.interfaces import matches, nccl_default_interfaces
@@ -177,7 +177,7 @@ def advise(facts: Facts) -> NcclAdvice:
         items.append(f"the network that carries the data: {fabric.why}")
     if facts.gpus_unknown:
         items.append(f"the GPUs: {facts.gpus_unknown}")
-    for rule in (_cards, _addresses, _interfaces, _connections, _steps):
+    for rule in (_cards, _interfaces, _connections, _steps):
         items += rule(facts, fabric)
     wanted = [item for item in items if isinstance(item, Advice)]
     items += _launcher_steps(facts, [advice.name for advice in wanted])
@@ -219,10 +219,7 @@ def _wanted(facts: Facts, name: str, value: str, why: str, has_effect: Callable[
 
 # ---- cards
 
-HCA, GID = "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
-_FINDS_GIDS = (2, 21)
-"""NCCL finds the address of a RoCE port itself from this version on. Source: NCCL user guide, Environment Variables,
-NCCL_IB_ADDR_FAMILY and NCCL_IB_ROCE_VERSION_NUM, "since 2.21"."""
+HCA = "NCCL_IB_HCA"
 _NAMEABLE = re.compile(r"[!-+\--9;-~]+")
 """Printable ASCII without a blank, comma or colon: these three separate the lists of NCCL."""
 
@@ -255,32 +252,6 @@ def _cards(facts: Facts, fabric: Fabric) -> Iterator[Item]:
             f"NCCL would use every active port, also {outside}",
             lambda value: {card.name for card in active if selects(value, card.port)} == set(names),
         )
-
-
-def _addresses(facts: Facts, fabric: Fabric) -> Iterator[Item]:
-    if fabric.kind != ROCE:
-        return
-    without = [card.name for card in fabric.cards if not any(gid.kind == ROCE_V2 for gid in card.port.gids)]
-    indexes = {gid.index for card in fabric.cards if (gid := roce_gid(card.port, None)) is not None}
-    version = facts.nccl_number
-    if without:
-        yield Step(
-            what="give each RoCE port an IP address, so that it has an address of RoCE v2",
-            why=f"{', '.join(without)} have none (`show_gids`)",
-            source=GUIDE_URL,
-        )
-    elif version is None:
-        yield (
-            f"{GID}: NCCL's version is unknown here. Before {'.'.join(map(str, _FINDS_GIDS))} it must be set to the "
-            "address of RoCE v2 with IPv4 (`show_gids`), from then on leave it unset"
-        )
-    elif version < _FINDS_GIDS and len(indexes) != 1:
-        listed = ", ".join(map(str, sorted(indexes)))
-        yield f"{GID}: the index of the RoCE v2 address differs between the ports ({listed}). Use NCCL 2.21 or newer"
-    elif version < _FINDS_GIDS:
-        [index] = indexes
-        why = f"NCCL {facts.nccl} does not look for the address of RoCE v2, which is number {index} on every port"
-        yield _wanted(facts, GID, str(index), why, lambda value: number(value) == index)
 
 
 # ---- sockets
@@ -428,6 +399,13 @@ def _steps(facts: Facts, fabric: Fabric) -> Iterator[Step]:
     is_met = fabric.kind == IB and facts.setting("NCCL_TOPO_FILE") is not None
     if cloud is not None and not is_met and (fabric.kind != TCP or _has_google_plugin(facts, fabric)):
         yield cloud
+    without = [card.name for card in fabric.cards if not any(gid.kind == ROCE_V2 for gid in card.port.gids)]
+    if fabric.kind == ROCE and without:
+        yield Step(
+            what="give each RoCE port an IP address, so that it has an address of RoCE v2",
+            why=f"{', '.join(without)} have none (`show_gids`)",
+            source=GUIDE_URL,
+        )
     if fabric.kind in (IB, ROCE, EFA) and facts.gpus and not facts.peer_memory.is_reachable:
         module = "Amazon's module efa_nv_peermem" if fabric.kind == EFA else "nvidia_peermem"
         yield Step(

@@ -180,20 +180,6 @@ class Facts:
         in_use = any(setting.name.startswith(_GOOGLE_PLUGINS) for setting in self.settings)
         return frozenset(("NCCL_ALGO", "NCCL_NVLS_ENABLE") if self.provider == "Google Cloud" and in_use else ())
 
-    @property
-    def nccl_number(self) -> tuple[int, int] | None:
-        """Major and minor version of NCCL; None where it is unknown.
-
-        >>> from pytest_gpucluster.node.pci import PeerMemory
-        >>> none = PeerMemory(module="", why_no_dma_buf="no driver")
-        >>> [Facts(host="a", peer_memory=none, nccl=nccl).nccl_number for nccl in ("2.27.5", None, "?")]
-        [(2, 27), None, None]
-        """
-        parts = (self.nccl or "").split(".")
-        if len(parts) < 2 or not all(part.isascii() and part.isdecimal() for part in parts[:2]):
-            return None
-        return int(parts[0]), int(parts[1])
-
 
 FabricKind = Literal["InfiniBand", "RoCE", "EFA", "Ethernet"]
 """What carries the data: InfiniBand verbs, the same over Ethernet, AWS' Elastic Fabric Adapter, or TCP."""

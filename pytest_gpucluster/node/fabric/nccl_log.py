@@ -14,7 +14,7 @@ Names of transports, in labels and in ``expect_transport``:
 NCCL reads the environment for its log once, at its first message. So it is set early, and an operator's own settings
 are never changed: then their log files are read, or the reason is given why the transport is unknown.
 
-Source: the formats are those of NCCL 2.18 to 2.30 (src/debug.cc, src/enqueue.cc, src/transport/*.cc); the variables,
+Source: the formats are those of NCCL 2.27 to 2.30 (src/debug.cc, src/enqueue.cc, src/transport/*.cc); the variables,
 NCCL User Guide, "Environment Variables", NCCL_DEBUG, NCCL_DEBUG_FILE, NCCL_DEBUG_SUBSYS.
 """
 
@@ -41,12 +41,11 @@ from pytest_gpucluster.node.fabric.nccl_fallback_reasons import (
 )
 
 _HOP = re.compile(
-    r"(?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[[0-9a-f]+\])? -> \d+(?:\[[0-9a-f]+\])?(?: \[(?:send|receive)\])? "
-    r"via (?P<via>.+)"
+    r"Channel \d+(?:/\d+)? : \d+\[[0-9a-f]+\] -> \d+\[[0-9a-f]+\](?: \[(?:send|receive)\])? via (?P<via>.+)"
 )
 _COLLNET_HOP = re.compile(r"CollNet \d+(?:/\d+)? : \d+ \[(?:send|receive)\] via (?P<via>COLLNET/.+)")
 _CHOSEN = re.compile(
-    r"(?:(?P<collective>\w+)(?: \[(?:Symmetric|Copy Engine|Hierarchical CE)\])?: +)?(?P<size>\d+) Bytes -> "
+    r"(?P<collective>\w+)(?: \[(?:Symmetric|Copy Engine|Hierarchical CE)\])?: +(?P<size>\d+) Bytes -> "
     r"(?:Algo (?P<algorithm>\w+) proto (?P<protocol>\w+)|Kernel (?P<kernel>\S+)|(?P<copied>cudaMemcpy|RMA proxy \+ CE))"
 )
 _NVLS = re.compile(r"NVLS comm 0x[0-9a-f]+ headRank|Connected NVLS tree")
@@ -56,7 +55,6 @@ _NETWORK = re.compile(r"Using network (?P<network>.+)")
 _DIRECT = "GDRDMA"
 _RANKS = re.compile(r"comm 0x[0-9a-f]+ rank \d+ nranks (?P<ranks>\d+) .*Init COMPLETE")
 
-# Older versions write the number of NCCL_ALGO_* and NCCL_PROTO_* (src/include/device.h).
 _PLUGINS = {"IBext": "IB", "Libfabric": "AWS Libfabric"}
 """Name of a network plugin in the log, without its version -> its name here."""
 _OVER_CARDS = ("NET/IB", "NET/AWS Libfabric", "COLLNET/")
@@ -72,8 +70,6 @@ _LOG_NAMES: Mapping[str, str] = {
     "broadcast": "Broadcast",
 }
 """Name of a collective in a line about an algorithm. Source: NCCL, src/collectives.cc, ncclFuncToString."""
-_UNNAMED = ""
-"""In older versions such a line does not name the collective."""
 _POINT_TO_POINT = ("all_to_all", "send_recv")
 """Made of single sends and receives, for which no algorithm is chosen. Source: NCCL user guide, "Point-to-point
 communication"."""
@@ -86,8 +82,8 @@ class Choice:
     Attributes:
         transports: every transport that a connection of this rank uses.
         connections: number of connections of each kind, as in NCCL's log without the device's number.
-        algorithms: name of the collective in the log, "" where it has none -> payload in bytes -> "Ring LL128" and the
-            like. On the first rank of a group only.
+        algorithms: name of the collective in the log -> payload in bytes -> "Ring LL128" and the like. On the first
+            rank of a group only.
         nvls: "used", "available", "not available", or "" where the log does not mention it.
         network: NCCL's network between nodes, whether or not this group needs it.
         version: of NCCL.
@@ -190,11 +186,8 @@ class GroupTransport:
         for one in self.choices:
             for kind, count in one.connections.items():
                 connections[kind] = connections.get(kind, 0) + count
-            for name in dict.fromkeys((_LOG_NAMES.get(collective), _UNNAMED)):
-                if name is None or (name == _UNNAMED and collective in _POINT_TO_POINT):
-                    continue
-                for size, names in one.algorithms.get(name, {}).items():
-                    algorithms.setdefault(size, {}).update(dict.fromkeys(names))
+            for size, names in one.algorithms.get(_LOG_NAMES.get(collective, ""), {}).items():
+                algorithms.setdefault(size, {}).update(dict.fromkeys(names))
         found["connections"] = ", ".join(f"{count} {kind}" for kind, count in sorted(connections.items()))
         found["algorithms"] = "; ".join(f"{size} B: {' and '.join(algorithms[size])}" for size in sorted(algorithms))
         found["nvls"] = " and ".join(sorted({one.nvls for one in self.choices if one.nvls}))
@@ -230,7 +223,7 @@ def choice(lines: Iterable[str]) -> Choice:
             kind = _kind(hop["via"].strip())
             connections[kind] = connections.get(kind, 0) + 1
         elif chosen := _CHOSEN.search(line):
-            of_collective = algorithms.setdefault(chosen["collective"] or _UNNAMED, {})
+            of_collective = algorithms.setdefault(chosen["collective"], {})
             of_collective.setdefault(int(chosen["size"]), {})[_algorithm(chosen)] = None
         elif _NVLS.search(line):
             nvls = "used"
@@ -315,8 +308,6 @@ def _algorithm(chosen: re.Match[str]) -> str:
 
 
 def _named(found: str, names: Sequence[str]) -> str:
-    if found.isdecimal():
-        return names[int(found)] if int(found) < len(names) else f"number {found}"
     plain = found.replace("_", "").lower()
     return next((name for name in names if name.lower() == plain), found)
 

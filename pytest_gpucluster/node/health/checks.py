@@ -25,7 +25,7 @@ LOST_REMEDY = "take the node out of service, power it off and on, and have the G
 
 
 def check_answers(snapshot: HealthSnapshot) -> Iterator[Finding]:
-    """Report a lost GPU, each required query without a value, and in one note all others."""
+    """Report a lost GPU, and each required query without a value."""
     lost = _lost(snapshot)
     if lost:
         yield hardware(
@@ -47,14 +47,6 @@ def check_answers(snapshot: HealthSnapshot) -> Iterator[Finding]:
                 allowed=f"a value, without which the health of a {snapshot.sku or 'GPU'} cannot be judged",
                 remedy=_remedy(absent[query]),
             )
-    others = [f"{query} ({missing.reason})" for query, missing in absent.items() if query not in required]
-    if others:
-        yield note(
-            "not_available",
-            snapshot.gpu,
-            f"not available: {'; '.join(others)}",
-            remedy="nothing, unless this GPU should have them",
-        )
     if snapshot.promise is None:
         yield note(
             "sku_unknown",
@@ -259,12 +251,6 @@ def check_thermal(snapshot: HealthSnapshot) -> Iterator[Finding]:
             allowed="no thermal and no hardware slowdown",
             remedy="look at airflow or coolant, heat sink and power supplies of this node",
         )
-    if "sw_power_cap" in seen:
-        yield note(
-            "power_cap",
-            snapshot.gpu,
-            "clocks held down by the power limit (sw_power_cap), as with any healthy GPU under full load",
-        )
     others = sorted(seen - set(BAD_REASONS) - _EXPECTED)
     if others:
         yield note(
@@ -281,16 +267,8 @@ def _temperature(snapshot: HealthSnapshot) -> Iterator[Finding]:
     hottest = max(snapshot.loaded("temperature.gpu"), default=None)
     limit = snapshot.before.get("temperature.slowdown")
     margins = snapshot.loaded("temperature.margin")
-    if not limit and not margins and hottest is not None:
-        yield note(
-            "temperature_limit",
-            snapshot.gpu,
-            f"{hottest} degC under load, and NVML does not report this card's slowdown temperature",
-            allowed="anything: a card that slows down reports a throttle reason",
-            remedy="compare with the data sheet, or update driver and nvidia-ml-py",
-        )
     too_hot = ""
-    # Some drivers report 0 for a card without a limit.
+    # Some drivers report 0 for a card without a limit; one that slows down has a throttle reason as well.
     if limit and hottest is not None and hottest >= limit:
         too_hot = f"{hottest} degC under load"
         allowed = f"below {limit} degC, where this card slows down"

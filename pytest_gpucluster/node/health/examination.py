@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
-from pytest_gpucluster.metrics.finding import Finding, Kind, identity
+from pytest_gpucluster.metrics.finding import Finding, identity, require_nothing
 from pytest_gpucluster.node.health import checks, interconnect_checks
 from pytest_gpucluster.node.health.snapshot import HealthSnapshot
 from pytest_gpucluster.text import rank_ranges
@@ -38,65 +38,41 @@ class Reading:
     record_only: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class Examination:
-    """The findings, in the order of the checks."""
-
-    snapshot: HealthSnapshot
-    findings: tuple[Finding, ...]
-
-    def of_kind(self, kind: Kind) -> tuple[Finding, ...]:
-        """Return the findings of one kind."""
-        return tuple(finding for finding in self.findings if finding.kind == kind)
-
-    def readings(self) -> Iterator[Reading]:
-        """Yield the values that NVML reported."""
-        snapshot = self.snapshot
-        total, free = snapshot.before.get("memory.total"), checks.free_ratio(snapshot)
-        if total is not None:
-            # The limit is for a whole GPU; a slice has a part of its memory.
-            part = snapshot.is_slice
-            yield Reading(metric="gpu.memory.total", value=total / 1e9, unit="GB", record_only=part)
-        if free is not None:
-            yield Reading(metric="gpu.memory.free", value=100 * free, unit="%")
-        hottest = max(snapshot.loaded("temperature.gpu"), default=None)
-        if hottest is not None:
-            yield Reading(metric="gpu.temperature", value=hottest, unit="degC")
-        limit = checks.limit_ratio(snapshot)
-        if limit is not None:
-            yield Reading(metric="gpu.power_limit", value=100 * limit, unit="%")
-
-    def require_healthy(self) -> None:
-        """Raise the findings, each with its GPU and what to do.
-
-        The failure of a load under CUDA is raised unchanged; the findings, which may explain it, are printed before.
-
-        Raises:
-            RuntimeError: the load's own failure.
-            HardwareFault: the hardware is to be rejected.
-            EnvironmentBroken: the environment is at fault: the GPU could not be checked, or other processes use it.
-        """
-        hardware, environment = self.of_kind("hardware"), self.of_kind("environment")
-        if self.snapshot.load_failure is not None:
-            print(_text(hardware + environment + self.of_kind("note")))
-            raise self.snapshot.load_failure
-        if hardware:
-            raise HardwareFault(_text(hardware + environment + self.of_kind("note")))
-        if environment:
-            raise EnvironmentBroken(_text(environment + self.of_kind("note")))
+def examine_gpu(snapshot: HealthSnapshot) -> tuple[Finding, ...]:
+    """Apply every check; return the findings in their order."""
+    return tuple(finding for check in CHECKS for finding in check(snapshot))
 
 
-def examine_gpu(snapshot: HealthSnapshot) -> Examination:
-    """Apply every check."""
-    return Examination(snapshot=snapshot, findings=tuple(finding for check in CHECKS for finding in check(snapshot)))
+def readings(snapshot: HealthSnapshot) -> Iterator[Reading]:
+    """Yield the values that NVML reported."""
+    total, free = snapshot.before.get("memory.total"), checks.free_ratio(snapshot)
+    if total is not None:
+        # The limit is for a whole GPU; a slice has a part of its memory.
+        yield Reading(metric="gpu.memory.total", value=total / 1e9, unit="GB", record_only=snapshot.is_slice)
+    if free is not None:
+        yield Reading(metric="gpu.memory.free", value=100 * free, unit="%")
+    hottest = max(snapshot.loaded("temperature.gpu"), default=None)
+    if hottest is not None:
+        yield Reading(metric="gpu.temperature", value=hottest, unit="degC")
+    limit = checks.limit_ratio(snapshot)
+    if limit is not None:
+        yield Reading(metric="gpu.power_limit", value=100 * limit, unit="%")
 
 
-def _text(findings: tuple[Finding, ...]) -> str:
-    """Return the codes of all findings but notes in one line, then each finding in a line of its own."""
-    decisive = [finding for finding in findings if finding.kind != "note"]
-    codes = ", ".join(dict.fromkeys(finding.code for finding in decisive))
-    places = ", ".join(dict.fromkeys(str(finding.gpu) for finding in decisive))
-    return "\n".join([f"{codes}: {places}", *(f"- {finding}" for finding in findings)])
+def require_healthy(snapshot: HealthSnapshot, findings: Iterable[Finding]) -> None:
+    """Raise the findings of :func:`examine_gpu`, each with its GPU and what to do; notes are printed.
+
+    The failure of a load under CUDA is raised unchanged; the findings, which may explain it, are printed before.
+
+    Raises:
+        RuntimeError: the load's own failure.
+        HardwareFault: the hardware is to be rejected.
+        EnvironmentBroken: the environment is at fault: the GPU could not be checked, or other processes use it.
+    """
+    if snapshot.load_failure is not None:
+        print("\n".join(map(str, findings)))
+        raise snapshot.load_failure
+    require_nothing(findings)
 
 
 COMPARED = {

@@ -1,8 +1,8 @@
-"""Health checks of the interconnect and the node: NVLinks, NVSwitch fabric, and GPUs that are missing or not used.
+"""Health checks of the interconnect and the node: NVLinks, NVSwitch fabric, and GPUs that are missing.
 
 - NVLink: all links are up and without errors
 - NVSwitch: this GPU is registered with the Fabric Manager, and the fabric is healthy
-- node: NVML lists all of its GPUs, and the job uses them
+- node: NVML lists all of its GPUs
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pytest_gpucluster.metrics.finding import Finding, Identity, Kind, environment, finding, hardware, note
-from pytest_gpucluster.node.health.snapshot import HealthSnapshot, Node
+from pytest_gpucluster.node.health.snapshot import HealthSnapshot
 from pytest_gpucluster.node.pci import PciGpu, State
 from pytest_gpucluster.node.sysfs import pci_address
 
@@ -207,7 +207,7 @@ _KINDS: dict[State, tuple[Kind, str]] = {
 
 
 def check_node(snapshot: HealthSnapshot) -> Iterator[Finding]:
-    """Report GPUs on the PCI bus that NVML does not show, GPUs that do not answer, and GPUs without a rank."""
+    """Report GPUs on the PCI bus that NVML does not show, and GPUs that do not answer."""
     node = snapshot.node
     if node is None:
         return
@@ -231,7 +231,6 @@ def check_node(snapshot: HealthSnapshot) -> Iterator[Finding]:
             allowed="every GPU answers",
             remedy="find them with `nvidia-smi` and `dmesg | grep -i xid`, and take the node out of service",
         )
-    yield from _unused(snapshot, node)
 
 
 def _unlisted(snapshot: HealthSnapshot, gpu: PciGpu) -> Finding:
@@ -247,14 +246,3 @@ def _unlisted(snapshot: HealthSnapshot, gpu: PciGpu) -> Finding:
         allowed="NVML shows every GPU of the node",
         remedy=remedy,
     )
-
-
-def _unused(snapshot: HealthSnapshot, node: Node) -> Iterator[Finding]:
-    if node.ranks < node.answering:
-        yield note(
-            "gpus_without_rank",
-            snapshot.gpu.host,
-            f"{node.ranks} ranks on a node of {node.answering} GPUs: the others are not checked",
-            allowed="one rank for each GPU, for a node to be accepted as a whole",
-            remedy=f"start {node.answering} ranks on this node",
-        )

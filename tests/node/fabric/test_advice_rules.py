@@ -15,7 +15,7 @@ from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES, judge_environment
 
 GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
-IFNAME, HCA, GID = "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
+IFNAME, HCA = "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"
 
 
 def of(node: Node) -> NcclAdvice:
@@ -85,20 +85,6 @@ def test_a_card_that_no_list_can_name_is_not_named(tmp_path: Path, name: str) ->
     found = of(node)
     assert HCA not in values(found)
     assert HCA in found.unknown[0]
-
-
-def test_an_old_nccl_needs_the_address_of_roce_v2_and_a_new_one_does_not(tmp_path: Path) -> None:
-    node = roce(tmp_path)
-    assert (GID in values(of(node)), of(node).unknown) == (False, ())
-    node.nccl = None
-    found = of(node)
-    assert GID not in values(found)
-    assert any(text.startswith(GID) for text in found.unknown)
-    node.nccl = "2.20.5"
-    found = of(node)
-    assert (wanted(found, GID).value, wanted(found, GID).is_met) == ("3", False)
-    node.environ[GID] = "0x3"
-    assert wanted(of(node), GID).is_met
 
 
 def test_a_roce_port_without_an_address_is_something_to_do(tmp_path: Path) -> None:

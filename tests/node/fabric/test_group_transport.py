@@ -13,7 +13,7 @@ from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.node.fabric.nccl_fallback_reasons import Reasons
 from pytest_gpucluster.node.fabric.nccl_log import Choice, choice, group_transport
 
-# Written for these tests, in the formats of NCCL 2.18 to 2.28.
+# Written for these tests, in the formats of NCCL 2.27 and 2.28.
 ONE_NODE = """\
 NCCL version 2.28.9+cuda12.9
 node-a:4101:4188 [0] NCCL INFO Using network IB
@@ -48,9 +48,6 @@ AWS = "NET/AWS Libfabric"
         ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "P2P", "P2P/CUMEM"),
         ("Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer", "P2P", "P2P/direct pointer"),
         ("Channel 00/0 : 0[0] -> 3[3] via P2P/indirect/1[1]", "P2P", "P2P/indirect"),
-        # NCCL 2.5 and 2.4.
-        ("Ring 00 : 3[3d000] -> 4[b2000] via P2P/IPC", "P2P", "P2P/IPC"),
-        ("Ring 00 : 3 -> 4 [send] via NET/IB/0", "NET/IB", "NET/IB"),
         (SHM, "SHM", "SHM/direct/direct"),
         (IB, "NET/IB", "NET/IB/GDRDMA"),
         ("Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IBext_v8/2", "NET/IB", "NET/IBext_v8"),
@@ -94,9 +91,6 @@ def test_a_whole_log_has_version_network_nvls_and_algorithms():
         ("AllReduce: 8 Bytes -> Algo TREE proto LL128 channel{Lo..Hi}={0..1}", "Tree LL128"),
         ("AllReduce: 8 Bytes -> Algo NVLS_TREE proto SIMPLE channel{Lo..Hi}={0..1}", "NVLSTree Simple"),
         ("AllReduce: 8 Bytes -> Algo COLLNET_DIRECT proto SIMPLE channel{Lo..Hi}={0..1}", "CollnetDirect Simple"),
-        ("8 Bytes -> Algo 1 proto 2 time 23.1", "Ring Simple"),
-        ("AllReduce: 8 Bytes -> Algo 5 proto 2 time 23.1", "NVLSTree Simple"),
-        ("8 Bytes -> Algo 9 proto 2 time 23.1", "number 9 Simple"),
         ("AllReduce: 8 Bytes -> Algo WARP proto SIMPLE channel{Lo..Hi}={0..1}", "WARP Simple"),
         ("AllReduce [Symmetric]: 8 Bytes -> Kernel AllReduce_AGxLL_R nchannels 1", "symmetric AllReduce_AGxLL_R"),
         ("AllGather [Copy Engine]: 8 Bytes -> cudaMemcpy", "copy engine"),
@@ -104,7 +98,7 @@ def test_a_whole_log_has_version_network_nvls_and_algorithms():
         ("AllGather [Hierarchical CE]: 8 Bytes -> RMA proxy + CE", "network and copy engine"),
     ],
 )
-def test_an_algorithm_has_one_name_in_all_versions(case):
+def test_an_algorithm_has_one_name_however_it_is_written(case):
     text, name = case
     of_collective = next((known for known in ("AllReduce", "AllGather") if text.startswith(known)), "")
     assert choice([f"h:1:1 [0] NCCL INFO {text}"]).algorithms == {of_collective: {8: (name,)}}
@@ -186,14 +180,6 @@ def test_the_recorded_algorithms_are_those_of_the_collective_that_was_measured()
     }
     for collective, words in expected.items():
         assert words in together(ONE_NODE, ranks=8).properties(collective)["algorithms"]
-
-
-def test_a_line_that_names_no_collective_may_be_of_any_that_has_an_algorithm():
-    old = "node-a:1:2 [0] NCCL INFO 1000000000 Bytes -> Algo 1 proto 2 time 23.1"
-    found = together([P2P, old], [P2P], ranks=2)
-    for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
-        assert found.properties(collective)["algorithms"] == "1000000000 B: Ring Simple"
-    assert in_order(found.properties("send_recv")["algorithms"], "receives")
 
 
 def saying(*lines, reasons=(), cards=8):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fake_nvml import HEALTHY_H100, FakeNvml
 
-from pytest_gpucluster.node.health.examination import Examination, examine_gpu
-from pytest_gpucluster.node.health.snapshot import Sources, collect
+from pytest_gpucluster.metrics.finding import Finding
+from pytest_gpucluster.node.health.examination import Reading, examine_gpu, readings, require_healthy
+from pytest_gpucluster.node.health.snapshot import HealthSnapshot, Sources, collect
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.pci import PciGpu
 from pytest_gpucluster.node.processes import Process
@@ -67,6 +69,23 @@ def sources(
     )
 
 
+@dataclass(frozen=True)
+class Examined:
+    """A snapshot with its findings."""
+
+    snapshot: HealthSnapshot
+    findings: tuple[Finding, ...]
+
+    def of_kind(self, kind: str) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.kind == kind)
+
+    def readings(self) -> Iterator[Reading]:
+        return readings(self.snapshot)
+
+    def require_healthy(self) -> None:
+        require_healthy(self.snapshot, self.findings)
+
+
 def look_twice(look: Callable[[], None]) -> None:
     """A load that lets two looks be taken."""
     look()
@@ -87,7 +106,7 @@ def examined(
     known_pids: bool = True,
     fake: FakeNvml | None = None,
     **settings: Any,
-) -> Examination:
+) -> Examined:
     """Gather a GPU's snapshot and apply every check."""
     fake = fake or nvml(planted, without, **settings)
     snapshot = collect(
@@ -99,4 +118,4 @@ def examined(
         load=load,
         held_bytes=held_bytes,
     )
-    return examine_gpu(snapshot)
+    return Examined(snapshot, examine_gpu(snapshot))

@@ -16,11 +16,9 @@ from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import NotAvailable
 from pytest_gpucluster.node.pci import PciGpu
 
-ALWAYS = {"not_available"}  # retired pages do not exist on this card
-
 
 def codes(findings: tuple[Finding, ...]) -> set[str]:
-    return {finding.code for finding in findings} - ALWAYS
+    return {finding.code for finding in findings}
 
 
 def log(*lines: str) -> KernelLog:
@@ -153,15 +151,11 @@ def test_what_cannot_be_judged_or_is_disturbed_is_an_error_and_never_a_pass(case
         assert word in text
 
 
-TWO = {UUID: HEALTHY_H100, "GPU-b": {}}
 CLOCKS = ("applications_clocks", "gpu_idle", "unknown_0x1000")
-NO_LIMIT = {"planted": {"temperature.slowdown": 0}, "without": ["temperature.margin"]}
 HIDDEN = PciGpu(address="0000:5e:00.0", state="hidden", detail="/dev/nvidia4: no such file")
 NO_BUS = PermissionError(13, "Permission denied", "/sys/bus/pci/devices")
 NOTES: list[tuple[dict[str, Any], str, str]] = [
-    ({"planted": {REASONS: ("sw_power_cap",)}}, "power_cap", "sw_power_cap"),
     ({"planted": {REASONS: CLOCKS}}, "clocks_held", "applications_clocks, unknown_0x1000;"),
-    (NO_LIMIT, "temperature_limit", "61 degC"),
     ({"log": KernelLog(source="/dev/kmsg", lost_records=512)}, "kernel_log", "512 older records of /dev/kmsg"),
     ({"log": KernelLog(why_not="dmesg: not permitted")}, "kernel_log", "dmesg: not permitted"),
     ({"planted": {"persistence.mode": False}}, "persistence", "nvidia-persistenced"),
@@ -171,7 +165,6 @@ NOTES: list[tuple[dict[str, Any], str, str]] = [
     ({"planted": {ERRORS: {"crc_flit": {0: 12}}}}, "nvlink_history", "crc_flit: link 0: 12"),
     ({"planted": {ERRORS: {"link_recovery": {0: 1}}}}, "nvlink_history", "link_recovery: link 0: 1"),
     ({"log": log(xid(31))}, "xid_31", "Xid 31 once"),
-    ({"fake": FakeNvml(TWO, pci={UUID: PCI, "GPU-b": "4:0.0"})}, "gpus_without_rank", "1 ranks on a node of 2 GPUs"),
     ({"without": ["fabric", "nvlink.switch"]}, "fabric_unknown", "NVLink"),
     # Links that are switched off for a single GPU.
     ({"planted": {UP: links(set(range(18)))}}, "nvlink_down", "only GPU"),
@@ -264,6 +257,10 @@ def test_what_nvml_wants_collected_the_gpu_rejects_it_also_without_a_log() -> No
 
 
 HEALTHY: list[dict[str, Any]] = [
+    {"planted": {REASONS: ("sw_power_cap", "gpu_idle")}},
+    # A card without a limit of its own: one that slows down has a throttle reason.
+    {"planted": {"temperature.slowdown": 0}, "without": ["temperature.margin"]},
+    {"fake": FakeNvml({UUID: HEALTHY_H100, "GPU-b": {}}, pci={UUID: PCI, "GPU-b": "4:0.0"})},
     {"planted": {"memory.total": 100 * GB, "memory.used": 5 * GB}},
     {"planted": {"rows.remapped.uncorrected": 512}},
     # Links that sleep when idle are judged by their best under load, and throttling before it says nothing.
