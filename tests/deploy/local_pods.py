@@ -152,7 +152,6 @@ class Pod:
         """Replace the manifest's paths and names."""
         folders = {
             "/opt/gpucluster-scripts": "scripts",
-            "/opt/gpucluster-mpi": "mpi scripts",
             "/opt/pytest-gpucluster": "suite",
             "/reports": "reports",
         }

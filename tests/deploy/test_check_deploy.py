@@ -28,9 +28,7 @@ OTHERS = {
     ".py": "ruff and mypy",
     ".example": "a test of its own",
     ".conf": "a test of its own",
-    "": "a test of its own",
 }
-NAMES_WITHOUT_ENDING = {"ssh_config", "sshd_config"}
 
 
 def test_every_file_of_deploy_is_of_a_kind_that_somebody_looks_at():
@@ -46,7 +44,7 @@ def test_every_file_of_deploy_is_of_a_kind_that_somebody_looks_at():
         for path in files
         if "__pycache__" not in path.parts  # no part of the tree
         and path.as_posix() not in set().union(*looked.values())
-        and (path.suffix not in OTHERS or (not path.suffix and path.name not in NAMES_WITHOUT_ENDING))
+        and path.suffix not in OTHERS
     }
     assert unknown == set(), "say in deploy_files.py, or here, what looks at these files"
 

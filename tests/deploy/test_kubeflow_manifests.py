@@ -1,4 +1,4 @@
-"""deploy/kubernetes/{trainer,pytorchjob,mpijob}: right, and each thing that could be wrong is found."""
+"""deploy/kubernetes/{trainer,pytorchjob}: right, and each thing that could be wrong is found."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from pytest_gpucluster.session.training_inputs import TrainingInputs
 
 HERE = manifests.KUBERNETES
 OVERLAYS = [
-    HERE / kind / "overlays" / name
-    for kind in ("trainer", "pytorchjob", "mpijob")
-    for name in ("production", "cpu-rehearsal")
+    HERE / kind / "overlays" / name for kind in ("trainer", "pytorchjob") for name in ("production", "cpu-rehearsal")
 ]
-KINDS = {"trainer": "ClusterTrainingRuntime", "pytorchjob": "PyTorchJob", "mpijob": "MPIJob"}
+KINDS = {"trainer": "ClusterTrainingRuntime", "pytorchjob": "PyTorchJob"}
 
 Documents = list[dict[str, Any]]
 VERSION = manifests.VERSIONS[-1]
@@ -71,7 +69,6 @@ RUNTIME = "spec.template.spec"
 JOB = f"{RUNTIME}.replicatedJobs.0.template.spec"
 POD = f"{JOB}.template.spec"
 MASTER, WORKER = "spec.pytorchReplicaSpecs.Master", "spec.pytorchReplicaSpecs.Worker"
-LAUNCHER = "spec.mpiReplicaSpecs.Launcher"
 RUN_ONCE: dict[str, dict[str, Any]] = {
     "TrainJob": {},
     "ClusterTrainingRuntime": {
@@ -90,24 +87,13 @@ RUN_ONCE: dict[str, dict[str, Any]] = {
         f"{MASTER}.restartPolicy": "Never",
         f"{WORKER}.restartPolicy": "Never",
     },
-    "MPIJob": {
-        "spec.runPolicy.backoffLimit": 0,
-        "spec.runPolicy.cleanPodPolicy": "Running",  # or the workers' sshd stays
-        "spec.runLauncherAsWorker": True,  # the record of the run is where its exit code is made
-        "spec.slotsPerWorker": 1,  # mpirun starts one process a node
-        "spec.launcherCreationPolicy": "WaitForWorkersReady",
-        "spec.mpiReplicaSpecs.Worker.template.spec.containers.0.readinessProbe.tcpSocket": {"port": "ssh"},
-        f"{LAUNCHER}.restartPolicy": "Never",
-        "spec.mpiReplicaSpecs.Worker.restartPolicy": "Never",
-    },
 }
 """Kind -> what keeps a run from being repeated, or cut short; None is a field that must not be there."""
 DEADLINES = {
     "TrainJob": ["spec.activeDeadlineSeconds"],
     "PyTorchJob": [f"{role}.template.spec.activeDeadlineSeconds" for role in (MASTER, WORKER)],
-    "MPIJob": ["spec.runPolicy.activeDeadlineSeconds"],
 }
-NAMES = {"trainer": "node", "pytorchjob": "pytorch", "mpijob": "suite"}
+NAMES = {"trainer": "node", "pytorchjob": "pytorch"}
 """What the suite's container is called. Trainer and Training Operator know theirs by these names."""
 
 
@@ -117,14 +103,9 @@ def sizes(documents: Documents, kind: str) -> tuple[int, set[str], list[Mapping[
         told = one(documents, "TrainJob")["spec"]["trainer"]
         return told["numNodes"], {str(told["numProcPerNode"])}, [told["resourcesPerNode"]["limits"]]
     spec = one(documents, KINDS[kind])["spec"]
-    roles = spec["pytorchReplicaSpecs" if kind == "pytorchjob" else "mpiReplicaSpecs"].values()
-    suites = [role["template"]["spec"]["containers"][0] for role in roles]
-    ranks = {each["value"] for suite in suites for each in suite["env"] if each["name"] == "PET_NPROC_PER_NODE"}
-    return (
-        sum(role["replicas"] for role in roles),
-        ranks if kind == "mpijob" else {spec["nprocPerNode"]},
-        [suite["resources"]["limits"] for suite in suites],
-    )
+    roles = spec["pytorchReplicaSpecs"].values()
+    limits = [role["template"]["spec"]["containers"][0]["resources"]["limits"] for role in roles]
+    return sum(role["replicas"] for role in roles), {spec["nprocPerNode"]}, limits
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: f"{path.parents[1].name}-{path.name}")
@@ -134,8 +115,8 @@ def test_an_overlay_is_right_and_its_run_neither_repeated_nor_cut_short_nor_misc
     kind = overlay.parents[1].name
     documents = rendered(kind, overlay.name)
     assert kubeflow.problems(documents, VERSION) == []
-    locks = overlay.name == "production" and kind != "mpijob"
-    assert set(manifests.dangers(documents)) == ({"root", "IPC_LOCK"} if locks else set())
+    locks = {"root", "IPC_LOCK"} if overlay.name == "production" else set()
+    assert set(manifests.dangers(documents)) == locks
     for document in filter(manifests.is_custom, documents):
         which = document["kind"]
         for path, value in RUN_ONCE[which].items():
@@ -172,16 +153,12 @@ MISSPELT = [
     ("ClusterTrainingRuntime", f"{POD}.containers.0.securityContext.readOnlyRootFileSystem"),
     ("PyTorchJob", "spec.runPolicy.backofflimit"),
     ("PyTorchJob", f"{MASTER}.template.spec.restartpolicy"),
-    ("MPIJob", "spec.slotsPerWorkers"),
-    ("MPIJob", f"{LAUNCHER}.template.spec.containers.0.enviroment"),
 ]
 REFUSED = [
     ("TrainJob", "spec.trainer.numNodes", "two"),
     ("ClusterTrainingRuntime", f"{RUNTIME}.replicatedJobs", {}),
     ("PyTorchJob", "spec.nprocPerNode", 8),
     ("PyTorchJob", MASTER, {}),
-    ("MPIJob", "apiVersion", "kubeflow.org/v1"),
-    ("MPIJob", "spec.slotsPerWorker", 0),
 ]
 
 
@@ -217,14 +194,12 @@ COMPONENTS = [
     (kind, component)
     for kind in KINDS
     for component in ("host-network", "reports-volume", "thresholds", "rdma", "rdma-device")
-    if (kind, component) != ("mpijob", "rdma")
 ]
 
 
 @pytest.mark.parametrize(("kind", "component"), COMPONENTS)
 def test_a_component_reaches_every_pod(kind: str, component: str, tmp_path: Path) -> None:
     require_kubectl()
-    assert not (HERE / "mpijob" / "components" / "rdma").exists(), "mpirun's sshd runs without root"
     place = tmp_path / "kubernetes"
     shutil.copytree(HERE, place)
     overlay = place / "site"
