@@ -158,7 +158,6 @@ class NcclAdvice:
                 "why": fabric.why,
                 "ports": [card.name for card in fabric.cards],
                 "outside": {card.name: why for card, why in fabric.outside},
-                "slow": [card.name for card in fabric.slow],
                 "unclear": fabric.unclear,
             },
             "set": [advice.to_json() for advice in self.set],
@@ -180,7 +179,6 @@ def advise(facts: Facts) -> NcclAdvice:
     for rule in (_cards, _interfaces, _connections, _steps):
         items += rule(facts, fabric)
     wanted = [item for item in items if isinstance(item, Advice)]
-    items += _launcher_steps(facts, [advice.name for advice in wanted])
     present = list(_present(facts, {advice.name for advice in wanted if advice.is_met}))
     return NcclAdvice(
         fabric=fabric,
@@ -351,8 +349,6 @@ def _speed(network: Network) -> str:
 
 # ---- what to do besides
 
-SLURM_EXPORT = "SLURM_EXPORT_ENV"
-"""What steps of a job take from its environment: ``sbatch --export`` sets it. Source: sbatch(1), --export=NONE."""
 GOOGLE_SCRIPT = "/usr/local/gib/scripts/set_nccl_env.sh"
 _GOOGLE = "https://cloud.google.com/kubernetes-engine/docs/how-to/gpu-bandwidth-gpudirect-tcpx"
 
@@ -421,39 +417,6 @@ def _steps(facts: Facts, fabric: Fabric) -> Iterator[Step]:
             what="give the container the node's RDMA devices (in Kubernetes the resource of the device plugin)",
             why=f"the kernel shows the ports, and {where} has no /dev/infiniband/uverbs*: NCCL would use TCP",
             source="Linux kernel, Documentation/infiniband/user_verbs.rst",
-        )
-    if fabric.slow:
-        slow = ", ".join(f"{card.name} ({card.port.rate})" for card in fabric.slow)
-        yield Step(
-            what="check its cable, transceiver and switch port; excluding the port would hide the fault",
-            why=f"slower than others of the same card: {slow}",
-            source="docs/fabric.md, finding port_rate",
-        )
-    layer = fabric.cards[0].port.link_layer if fabric.cards else ""
-    inactive = [card for card in facts.cards if not card.port.is_active and card.port.link_layer == layer]
-    if inactive:
-        listed = ", ".join(f"{card.name} {card.port.state or 'state unknown'}" for card in inactive)
-        yield Step(
-            what="check whether these ports have a cable",
-            why=f"NCCL ignores ports that are not Active: {listed}",
-            source="docs/fabric.md, finding port_inactive",
-        )
-
-
-def _launcher_steps(facts: Facts, names: Sequence[str]) -> Iterator[Step]:
-    """Yield what a launcher needs, so that the variables of these names are set on the ranks."""
-    exported = facts.environ.get(SLURM_EXPORT)
-    if names and facts.launcher == "openmpi":
-        yield Step(
-            what=f"start with mpirun {' '.join(f'-x {name}' for name in names)}",
-            why="mpirun passes no variables but its own to other hosts",
-            source="https://docs.open-mpi.org/en/v5.0.x/man-openmpi/man1/mpirun.1.html",
-        )
-    if names and facts.scheduler == "slurm" and exported is not None and "ALL" not in exported.split(","):
-        yield Step(
-            what=f"put export {SLURM_EXPORT}=ALL into the batch script",
-            why=f"{SLURM_EXPORT} is {exported} (sbatch --export): srun passes nothing else on",
-            source="https://slurm.schedmd.com/sbatch.html#OPT_export",
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,7 +51,6 @@ class Card:
         pci: None for RDMA in software, which has no card.
         interface: the network interface of a RoCE port, "" where there is none.
         distance: to the nearest GPU, one of ``DISTANCES``; "" where it is unknown.
-        is_default: its interface carries the default route.
     """
 
     port: Port
@@ -60,7 +59,6 @@ class Card:
     pci: str | None = None
     interface: str = ""
     distance: str = ""
-    is_default: bool = False
 
     @property
     def name(self) -> str:
@@ -125,7 +123,6 @@ class Facts:
         interfaces: names of all interfaces, also of those that are down; empty where they are unknown.
         nccl: its version; None where it is unknown.
         settings: variables that are set, and where.
-        environ: the environment, for variables that are not NCCL's.
     """
 
     host: str
@@ -149,7 +146,6 @@ class Facts:
     interfaces: tuple[str, ...] = ()
     nccl: str | None = None
     settings: tuple[Setting, ...] = ()
-    environ: Mapping[str, str] = field(default_factory=dict)
 
     def setting(self, name: str) -> Setting | None:
         """Return a variable of NCCL's that is set."""
@@ -201,7 +197,6 @@ class Fabric:
         cards: the ports that carry data.
         outside: active ports that do not, each with the reason.
         unclear: why the ports of the fabric cannot be identified; then ``outside`` is empty. "" where they can.
-        slow: ports that belong to the fabric and are slower than others of the same card.
     """
 
     kind: FabricKind | None
@@ -209,7 +204,6 @@ class Fabric:
     cards: tuple[Card, ...] = ()
     outside: tuple[tuple[Card, str], ...] = ()
     unclear: str = ""
-    slow: tuple[Card, ...] = ()
 
 
 def find_fabric(facts: Facts) -> Fabric:
@@ -257,8 +251,7 @@ def _of_cards(cards: Sequence[Card], soft: Sequence[tuple[Card, str]], gpus: int
     kept = tuple(card for card in of_layer if card.name not in reasons)
     outside = [*soft, *((card, f"it is {card.port.link_layer}, and the fabric is {kind}") for card in others)]
     outside += [(card, reasons[card.name]) for card in of_layer if card.name in reasons]
-    slow = tuple(card for card in kept if card.rate < max(card.rate for card in of_layer))
-    return Fabric(kind=kind, why=_ports(kept), cards=kept, outside=tuple(outside), slow=slow)
+    return Fabric(kind=kind, why=_ports(kept), cards=kept, outside=tuple(outside))
 
 
 def _slowest(cards: Sequence[Card]) -> float:
@@ -284,7 +277,7 @@ def _foreign(cards: Sequence[Card], gpus: int) -> dict[str, str]:
         _UnclearError: the facts are ambiguous.
     """
     reasons: dict[str, str] = {}
-    for rule in (_by_rate, _by_distance, _by_route) if len(cards) > 1 else ():
+    for rule in (_by_rate, _by_distance) if len(cards) > 1 else ():
         reasons |= rule([card for card in cards if card.name not in reasons], gpus)
     return reasons
 
@@ -316,19 +309,6 @@ def _by_distance(cards: Sequence[Card], gpus: int) -> dict[str, str]:
         return {}
     others = f"and {len(near)} others are ({near[0].distance})"
     return {card.name: f"it is close to no GPU ({card.distance}), {others}" for card in far}
-
-
-def _by_route(cards: Sequence[Card], gpus: int) -> dict[str, str]:
-    """A RoCE port with the default route leads outside, unless it completes the number of rails."""
-    default = [card for card in cards if card.is_default]
-    others = len(cards) - len(default)
-    if not default or not others or (gpus and _fits(len(cards), gpus)):
-        return {}
-    if not gpus or not _fits(others, gpus):
-        ports = f"{len(cards)} ports for {gpus or 'unknown'} GPUs, of which {_ports(default)} has the default route"
-        raise _UnclearError(f"{ports}, fit no number of rails, and neither do {others} of them")
-    reason = f"has the default route, and {others} other ports are the rails"
-    return {card.name: f"its interface {card.interface} {reason}" for card in default}
 
 
 def _fits(ports: int, gpus: int) -> bool:

@@ -111,7 +111,7 @@ def collect_facts(sources: Sources) -> Facts:
         nvlink=visible.nvlink,
         nvls=visible.nvls,
         adapters=adapters,
-        cards=tuple(_cards(tree, adapters, of_node, default)),
+        cards=tuple(_cards(tree, adapters, of_node)),
         rdma_on_bus=tuple(_rdma_on_bus(tree)) if adapters.why_not else (),
         verbs=tuple(name for name in tree.entries(_VERBS) if name.startswith("uverbs")),
         peer_memory=_peer_memory(tree, adapters),
@@ -119,7 +119,6 @@ def collect_facts(sources: Sources) -> Facts:
         interfaces=tuple(sources.names()),
         nccl=sources.nccl(tree),
         settings=sources.fabric.settings(),
-        environ=environ,
     )
 
 
@@ -204,20 +203,18 @@ def _peer_memory(tree: FabricTree, adapters: Adapters) -> PeerMemory:
     return found
 
 
-def _cards(tree: Tree, adapters: Adapters, gpus: Sequence[str], default: frozenset[str]) -> Iterator[Card]:
+def _cards(tree: Tree, adapters: Adapters, gpus: Sequence[str]) -> Iterator[Card]:
     for device in adapters.devices:
         folder = f"/sys/class/infiniband/{device.name}/device"
         distance = _distance(tree, device, gpus)
         for port in device.ports:
-            interface = _interface(tree, folder, port)
             yield Card(
                 port=port,
                 board=device.board,
                 driver=tree.target(f"{folder}/driver") or "",
                 pci=device.pci,
-                interface=interface,
+                interface=_interface(tree, folder, port),
                 distance=distance,
-                is_default=interface in default,
             )
 
 

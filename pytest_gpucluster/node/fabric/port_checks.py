@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 from pytest_gpucluster.metrics.finding import Finding, Kind, finding
@@ -22,52 +21,44 @@ _TIE = "; which is right is unknown"
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Findings:
     """Findings of all nodes.
-
-    Attributes:
-        of_node: node -> its findings; a node without any is left out.
-        shared: a line for each rail or leaf switch on which several nodes have a fault.
-    """
-
-    of_node: Mapping[int, tuple[Finding, ...]]
-    shared: tuple[str, ...] = ()
-
-
-class _Report:
-    """Collects the findings. Those about a port, or ``rail``, that are no notes are faults that switches may share."""
-
-    def __init__(self, nodes: Mapping[int, NodePorts], *, expected: bool) -> None:
-        self._nodes, self._expected = nodes, expected
-        self.of_node: dict[int, list[Finding]] = {}
-        self.faults: list[tuple[str, str]] = []
-
-    def add(self, node: int, kind: Kind, code: str, found: str, *, allowed: str, remedy: str, rail: str = "") -> None:
-        """Add a finding about a node by its number."""
-        host, kind = self._nodes[node].host, kind if self._expected else "note"
-        self.of_node.setdefault(node, []).append(finding(kind, code, host, found, allowed=allowed, remedy=remedy))
-        if rail and kind != "note":
-            self.faults.append((host, rail))
-
-
-def examine_ports(nodes: Mapping[int, NodePorts], *, expected: bool) -> Findings:
-    """Return the findings about all nodes.
 
     Args:
         nodes: number of each node -> its ports.
         expected: whether InfiniBand or RoCE is expected between them. If not, everything is a note.
+
+    Attributes:
+        of_node: node -> its findings; a node without any is left out.
     """
-    report = _Report(nodes, expected=expected)
+
+    def __init__(self, nodes: Mapping[int, NodePorts], *, expected: bool) -> None:
+        self.nodes, self._expected = nodes, expected
+        self.of_node: dict[int, list[Finding]] = {}
+        self._faults: list[tuple[str, str]] = []
+
+    def add(self, node: int, kind: Kind, code: str, found: str, *, allowed: str, remedy: str, rail: str = "") -> None:
+        """Add a finding about a node by its number, and about a port or ``rail`` of it."""
+        host, kind = self.nodes[node].host, kind if self._expected else "note"
+        self.of_node.setdefault(node, []).append(finding(kind, code, host, found, allowed=allowed, remedy=remedy))
+        if rail and kind != "note":
+            self._faults.append((host, rail))
+
+    @property
+    def shared(self) -> list[str]:
+        """A line for each rail or leaf switch on which several nodes have a fault."""
+        return ports.shared_rails(self._faults, {one.host: one.leaf for one in self.nodes.values()})
+
+
+def examine_ports(nodes: Mapping[int, NodePorts], *, expected: bool) -> Findings:
+    """Return the findings about all nodes. Arguments as those of :class:`Findings`."""
+    found = Findings(nodes, expected=expected)
     for check in (_single_nodes, _states, _kinds, _firmware, _peer_memory):
-        check(nodes, report)
-    return Findings(
-        of_node={node: tuple(found) for node, found in report.of_node.items()},
-        shared=tuple(ports.shared_rails(report.faults, {one.host: one.leaf for one in nodes.values()})),
-    )
+        check(nodes, found)
+    return found
 
 
-def _single_nodes(nodes: Mapping[int, NodePorts], report: _Report) -> None:
+def _single_nodes(nodes: Mapping[int, NodePorts], report: Findings) -> None:
     """Check each node by itself: ports, their GIDs and errors, and the access to GPU memory."""
     for node, one in nodes.items():
         if not one.adapters.ports:
@@ -104,7 +95,7 @@ def _single_nodes(nodes: Mapping[int, NodePorts], report: _Report) -> None:
             )
 
 
-def _of_port(node: int, one: NodePorts, port: Port, report: _Report) -> None:
+def _of_port(node: int, one: NodePorts, port: Port, report: Findings) -> None:
     if port.is_active and port.link_layer == ETHERNET:
         _gid(node, one, port, report)
     errors = [f"{name} {port.counters[name]}" for name in _COUNTED if port.counters.get(name)]
@@ -119,7 +110,7 @@ def _of_port(node: int, one: NodePorts, port: Port, report: _Report) -> None:
         )
 
 
-def _gid(node: int, one: NodePorts, port: Port, report: _Report) -> None:
+def _gid(node: int, one: NodePorts, port: Port, report: Findings) -> None:
     gid = roce_gid(port, one.gid_index)
     if gid is not None and gid.kind == ROCE_V2:
         return
@@ -136,7 +127,7 @@ def _gid(node: int, one: NodePorts, port: Port, report: _Report) -> None:
     )
 
 
-def _states(nodes: Mapping[int, NodePorts], report: _Report) -> None:
+def _states(nodes: Mapping[int, NodePorts], report: Findings) -> None:
     """Compare the ports of one name over all nodes: each must exist, be active, and be as fast as the others."""
     ports = {node: {port.name: port for port in one.used} for node, one in nodes.items()}
     counts = Counter(len(own) for own in ports.values())
@@ -190,7 +181,7 @@ def _states(nodes: Mapping[int, NodePorts], report: _Report) -> None:
                 )
 
 
-def _kinds(nodes: Mapping[int, NodePorts], report: _Report) -> None:
+def _kinds(nodes: Mapping[int, NodePorts], report: Findings) -> None:
     """Compare the link layer and the card of the ports of one name over all nodes."""
     layers: dict[str, dict[int, str]] = {}
     boards: dict[str, dict[int, str]] = {}
@@ -216,7 +207,7 @@ def _kinds(nodes: Mapping[int, NodePorts], report: _Report) -> None:
                 )
 
 
-def _firmware(nodes: Mapping[int, NodePorts], report: _Report) -> None:
+def _firmware(nodes: Mapping[int, NodePorts], report: Findings) -> None:
     """Compare the cards of one board, on all nodes and within each."""
     of_board: dict[str, dict[tuple[int, str], str]] = {}
     for node, one in nodes.items():
@@ -238,7 +229,7 @@ def _firmware(nodes: Mapping[int, NodePorts], report: _Report) -> None:
             )
 
 
-def _peer_memory(nodes: Mapping[int, NodePorts], report: _Report) -> None:
+def _peer_memory(nodes: Mapping[int, NodePorts], report: Findings) -> None:
     """Compare the access to GPU memory; a node without any has a finding of its own."""
     ways = {node: str(one.peer_memory) for node, one in nodes.items() if one.used and one.peer_memory.is_reachable}
     for node, text in _deviants(ways, "nodes"):

@@ -119,7 +119,7 @@ def _compared(board: Board, nodes: Nodes, *, expected: bool, within_seconds: flo
             remedy="see the output of this host's ranks",
         )
         of_node.setdefault(str(nodes.me), []).append(asdict(silent))
-    return {"of_node": of_node, "shared": list(found.shared), "anywhere": any(one.used for one in ports.values())}
+    return {"of_node": of_node, "shared": found.shared, "anywhere": any(one.used for one in ports.values())}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ def test_the_kind_of_each_node(tmp_path: Path) -> None:
 def test_eight_rails_of_infiniband_are_the_fabric_and_nothing_is_left_out(tmp_path: Path) -> None:
     found = of(infiniband(tmp_path))
     assert names(found) == [f"mlx5_{number}:1" for number in range(8)]
-    assert (found.outside, found.unclear, found.slow) == ((), "", ())
+    assert (found.outside, found.unclear) == ((), "")
     assert "400 Gb/s (mlx5_0:1, " in found.why
 
 
@@ -48,7 +48,6 @@ def test_excluded_cards_are_named_with_the_reason(tmp_path: Path) -> None:
         (azure(tmp_path / "azure"), "InfiniBand", "mlx5_an0:1", "Ethernet"),
         (storage, "RoCE", "mlx5_8:1", "InfiniBand"),
         (slower, "InfiniBand", "mlx5_8:1", "100 Gb/s"),
-        (roce_without_switches(tmp_path / "world", 9), "RoCE", "mlx5_0:1", "ens0"),
     ):
         found = of(node)
         [(left_out, why)] = outside(found).items()
@@ -73,7 +72,7 @@ def test_a_slower_port_of_the_same_card_is_a_fault_and_not_left_out(tmp_path: Pa
     node = infiniband(tmp_path, ports=7)
     node.card("mlx5_7", close_to=7, rate="200 Gb/sec (2X NDR)")
     found = of(node)
-    assert (outside(found), [card.name for card in found.slow]) == ({}, ["mlx5_7:1"])
+    assert outside(found) == {}
     assert len(found.cards) == 8
 
 
@@ -101,23 +100,6 @@ def test_cards_close_to_gpus_that_a_job_was_not_given_are_of_the_fabric(tmp_path
     assert (len(of(node).cards), outside(of(node))) == (8, {})
     node.card("mlx5_8")
     assert set(outside(of(node))) == {"mlx5_8:1"}
-
-
-def roce_without_switches(root: Path, ports: int) -> Node:
-    node = eight_gpus(root)
-    for number in range(ports):
-        node.roce(f"mlx5_{number}", f"ens{number}")
-    node.default("ens0")
-    return node
-
-
-@pytest.mark.parametrize("ports", [2, 8])
-def test_a_rail_may_have_the_default_route(tmp_path: Path, ports: int) -> None:
-    found = of(roce_without_switches(tmp_path, ports))
-    assert (len(found.cards), found.outside, found.unclear) == (ports, (), "")
-    fits_nothing = of(roce_without_switches(tmp_path / "7", 7))
-    assert outside(fits_nothing) == {}
-    assert "7 ports for 8 GPUs" in fits_nothing.unclear
 
 
 def test_an_unknown_rate_leaves_it_open(tmp_path: Path) -> None:

@@ -230,13 +230,6 @@ def test_gpu_memory_and_ports_out_of_reach_are_something_to_do(tmp_path: Path) -
     assert names("(kubernetes)", "/dev/infiniband/uverbs*", text=steps(of(node)))
 
 
-def test_slow_and_inactive_ports_are_something_to_do(tmp_path: Path) -> None:
-    node = infiniband(tmp_path, ports=6)
-    node.card("mlx5_6", close_to=6, rate="200 Gb/sec (2X NDR)")
-    node.card("mlx5_7", close_to=7, state="2: INIT")
-    assert names("mlx5_6:1 (200 Gb/sec (2X NDR))", "mlx5_7:1 INIT", text=steps(of(node)))
-
-
 def test_where_the_fabric_is_not_known_nothing_is_advised_about_it(tmp_path: Path) -> None:
     found = of(pod(tmp_path))
     assert (found.set, found.steps, found.differs) == ((), (), False)
@@ -248,30 +241,6 @@ def test_a_laptop_needs_nothing(tmp_path: Path) -> None:
     assert (found.set, found.remove, found.steps) == ((), (), ())
     [unknown] = found.unknown
     assert "NVML" in unknown
-
-
-MPI = {
-    "OMPI_COMM_WORLD_SIZE": "16",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
-    "OMPI_COMM_WORLD_RANK": "0",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "MASTER_ADDR": "gpu-001",
-}
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
-
-
-def test_mpirun_and_srun_must_pass_the_variables_on(tmp_path: Path) -> None:
-    node = with_storage(tmp_path / "something")
-    assert "mpirun" not in steps(of(node))
-    node.environ |= MPI
-    assert "mpirun -x NCCL_IB_HCA" in steps(of(node))
-    nothing = infiniband(tmp_path / "nothing")
-    nothing.environ |= MPI
-    assert "mpirun" not in steps(of(nothing)), "there is nothing to hand on"
-    node.environ = {**JOB}
-    assert "SLURM_EXPORT_ENV" not in steps(of(node))
-    node.environ["SLURM_EXPORT_ENV"] = "NONE"
-    assert "export SLURM_EXPORT_ENV=ALL" in steps(of(node))
 
 
 # ---- what is set ------------------------------------------------------------------------
@@ -295,7 +264,7 @@ def test_what_only_hurts_over_several_nodes_is_no_harm_in_a_job_of_one(tmp_path:
     node = infiniband(tmp_path)
     node.environ |= {"NCCL_IB_DISABLE": "1", IFNAME: "lo"}
     assert {one.name for one in of(node).remove} == {"NCCL_IB_DISABLE", IFNAME}, "several, where nothing says how many"
-    node.environ |= {**JOB, "SLURM_JOB_NUM_NODES": "1"}
+    node.environ |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
     assert of(node).remove == ()
 
 
