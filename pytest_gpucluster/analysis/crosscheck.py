@@ -1,7 +1,7 @@
 """Our collective measurements compared with those of nccl-tests, size by size, and the result as text and JSON.
 
-Wrong data are always a finding. A figure that is missing on either side is never agreement. nccl-tests is run with the
-sizes of our figures. Busbw is in GB/s; docs/compare.md describes the keys of the JSON.
+Wrong data are always a finding. A figure that is missing on either side is never agreement. Busbw is in GB/s;
+docs/compare.md describes the keys of the JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pytest_gpucluster.analysis.nccl_tests import (
 )
 from pytest_gpucluster.analysis.output import json_document, table
 from pytest_gpucluster.analysis.run_view import key_of
-from pytest_gpucluster.errors import JournalError, OptionError, UnitError
+from pytest_gpucluster.errors import JournalError, UnitError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.metrics import units
@@ -78,16 +78,6 @@ class RunCollectives:
     ranks_of: Mapping[str, tuple[int, ...]]
     nccl: str = ""
     why_not: str = ""
-
-    @property
-    def per_node(self) -> int | None:
-        """Return the number of ranks of a node, or None where nothing was measured inside a node."""
-        return max((point.ranks for point in self.points if point.nnodes == 1), default=None)
-
-    @property
-    def largest(self) -> tuple[int, int] | None:
-        """Return the largest number of ranks of a collective, and its number of nodes."""
-        return max(((point.ranks, point.nnodes) for point in self.points), default=None)
 
 
 def collectives_of(journal: Journal) -> RunCollectives:
@@ -209,7 +199,6 @@ def compare_outputs(
     collectives: RunCollectives,
     outputs: Sequence[Output],
     *,
-    expected: Iterable[Point] | None = None,
     beyond: float = BEYOND_RATIO,
     partial: bool = False,
     other_hosts: bool = False,
@@ -219,19 +208,15 @@ def compare_outputs(
     Args:
         collectives: of the run.
         outputs: of nccl-tests, each with its collective.
-        expected: the points that nccl-tests was run for; by default all points of the collectives, dtypes and ranks of
-            the outputs.
         beyond: the ratio beyond which a difference is a finding.
         partial: sizes of one side only do not make the answer undecided.
         other_hosts: the hosts have other names in the journal, such as those of pods.
     """
-    wanted = collectives.points if expected is None else tuple(expected)
-    rows = []
-    for point in wanted:
-        matching = [output for output in outputs if _matches(point, output)]
-        if expected is None and not matching:
-            continue
-        rows.append(_compared(point, matching, collectives, beyond, other_hosts))
+    rows = [
+        _compared(point, matching, collectives, beyond, other_hosts)
+        for point in collectives.points
+        if (matching := [output for output in outputs if _matches(point, output)])
+    ]
     return Crosscheck(
         beyond=beyond,
         rows=tuple(rows),
@@ -359,52 +344,21 @@ def _unmatched(collectives: RunCollectives, outputs: Sequence[Output]) -> Iterat
             yield f"{output.origin}: {what}: no counterpart in the journal"
 
 
-OUR_OPTIONS = ("-b", "-e", "-f", "-i", "-g", "-t", "-d", "-c", "-o", "-a", "-J", "-N", "-l", "-O", "-C", "-P")
-"""Options of nccl-tests that are set here, so that both figures are of the same thing."""
-_LONG = ("minbytes", "maxbytes", "stepfactor", "stepbytes", "ngpus", "nthreads", "datatype", "check", "op", "average")
-_LONG_ALSO = ("output_file", "run_cycles", "replay", "out_of_place", "report_cputime", "split_comm")
+def program_commands(points: Collection[Point]) -> Iterator[str]:
+    """Yield the commands of nccl-tests that measure these points, each for a file; with ``-c 1`` all data are checked.
 
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramRun:
-    """One run of a program: a collective in one dtype at a range of sizes in bytes."""
-
-    collective: str
-    dtype: str
-    sizes: tuple[int, ...]
-
-    @property
-    def program(self) -> str:
-        """Return the program's name."""
-        return PROGRAMS[self.collective]
-
-    def arguments(self, gpus: int, more: Sequence[str]) -> list[str]:
-        """Return its arguments; with ``-c 1`` all data are checked once."""
-        own = ["-g", str(gpus), "-d", DTYPES.get(self.dtype, self.dtype), "-c", "1"]
-        return [*size_arguments(self.sizes), *own, *more]
-
-
-def program_runs(points: Collection[Point]) -> Iterator[ProgramRun]:
-    """Yield the runs of nccl-tests that measure these points, by collective and dtype."""
-    for collective, dtype in dict.fromkeys((point.collective, point.dtype) for point in points):
-        sizes = {point.size_bytes for point in points if (point.collective, point.dtype) == (collective, dtype)}
-        yield from (ProgramRun(collective=collective, dtype=dtype, sizes=each) for each in ranges(sizes))
-
-
-def require_allowed_arguments(words: Sequence[str]) -> None:
-    """Reject arguments of the operator that are set here.
-
-    Raises:
-        OptionError: one is.
+    On one node a process has all GPUs; on several the program is built with MPI, and has a process for each GPU.
     """
-    for word in words:
-        short, long = word[:2], word.removeprefix("--").partition("=")[0]
-        is_long = word.startswith("--") and any(name.startswith(long) for name in (*_LONG, *_LONG_ALSO) if long)
-        if is_long or (not word.startswith("--") and short in OUR_OPTIONS):
-            raise OptionError(
-                f"{word!r} after -- is set by gpucluster: sizes, GPUs, dtype and checks are those of the journal. You "
-                "may give, for example, -n (iterations), -w (warm-up), -G (graphs)"
-            )
+    groups: dict[tuple[str, str, int, int], set[int]] = {}
+    for point in points:
+        key = point.collective, point.dtype, point.ranks, point.nnodes
+        groups.setdefault(key, set()).add(point.size_bytes)
+    for (collective, dtype, ranks, nnodes), sizes in groups.items():
+        launcher, gpus = ("", ranks) if nnodes == 1 else (f"mpirun -np {ranks} ", 1)
+        for number, each in enumerate(ranges(sizes), start=1):
+            arguments = [*size_arguments(each), "-g", str(gpus), "-d", DTYPES.get(dtype, dtype), "-c", "1"]
+            file = f"{collective}-{dtype}-{ranks}-{number}.txt"
+            yield f"{launcher}{PROGRAMS[collective]} {' '.join(arguments)} > {file}"
 
 
 _HEADS = (

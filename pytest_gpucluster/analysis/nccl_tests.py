@@ -1,4 +1,4 @@
-"""nccl-tests: its programs, one run of one with a deadline, and its printed table, read strictly.
+"""nccl-tests: its programs, the ranges of sizes that they measure in one start, and their printed table, read strictly.
 
 Source: nccl-tests, src/util.cu (the table), src/common.cu (``test_typenames``), README.md (the options).
 
@@ -7,20 +7,13 @@ Tables of versions without the column ``#wrong``, which do not state whether the
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import re
-import shutil
-import signal
-import subprocess
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
-from pytest_gpucluster.errors import EnvironmentBroken, OutputError
+from pytest_gpucluster.errors import OutputError
 from pytest_gpucluster.text import one_line
 
 PROGRAMS: Mapping[str, str] = MappingProxyType(
@@ -253,114 +246,6 @@ def _resolution(text: str) -> float:
     """
     digits, _, exponent = text.partition("e")
     return float(10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))
-
-
-USUAL_FOLDERS = (Path("/opt/nccl-tests/build"), Path("/usr/local/nccl-tests/build"), Path("/opt/nccl_tests/build"))
-_ENDING_SECONDS = 10.0
-_QUOTED = 300
-# Messages of CUDA and nccl-tests where there is no GPU.
-_NO_GPU = (
-    "no CUDA-capable device",
-    "Invalid number of GPUs",
-    "CUDA driver version is insufficient",
-    "libcuda.so.1: cannot open",
-    "invalid device ordinal",
-)
-
-
-def find_program(program: str, folder: Path | None, *, mpi: bool = False) -> Path:
-    """Return the path of a program: in the given folder, else on the PATH, else in a usual folder.
-
-    Args:
-        program: its name.
-        folder: searched with its ``build``; None for the PATH and the usual folders.
-        mpi: a launcher starts it, so that one built with ``NAME_SUFFIX=_mpi`` is preferred.
-
-    Raises:
-        EnvironmentBroken: it is missing, or not executable.
-    """
-    names = (f"{program}_mpi", program) if mpi else (program, f"{program}_mpi")
-    for name in names:
-        if folder is not None:
-            places = [folder / name, folder / "build" / name]
-        else:
-            on_path = shutil.which(name)
-            places = [*([Path(on_path)] if on_path else []), *(usual / name for usual in USUAL_FOLDERS)]
-        for place in places:
-            if place.is_file() and os.access(place, os.X_OK):
-                return place.absolute()
-    searched = (
-        f"{folder} or {folder}/build" if folder is not None else f"the PATH, {', '.join(map(str, USUAL_FOLDERS))}"
-    )
-    raise EnvironmentBroken(
-        f"{program} of nccl-tests is not in {searched}; build it (make MPI=1 for several nodes) and name its folder: "
-        "--binaries DIR"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramResult:
-    """Exit code and output of a program; ``code`` is None where it timed out after ``within_seconds``."""
-
-    code: int | None
-    text: str
-    within_seconds: float
-
-    def problem(self, command: str) -> EnvironmentBroken:
-        """Return the error for its exit, with its last lines of output."""
-        lines = [line for line in self.text.splitlines() if line.strip()]
-        last = one_line(" | ".join(lines[-3:]), _QUOTED) or "nothing"
-        command = one_line(command, _QUOTED)
-        if self.code is None:
-            return EnvironmentBroken(
-                f"`{command}` timed out after {self.within_seconds:g} s and was killed. A collective hangs, or "
-                f"--timeout is too short for these sizes. Its last output: {last}"
-            )
-        gpu = any(sign in self.text for sign in _NO_GPU)
-        hint = ". There is no usable GPU here, or fewer than requested: run it on the node of the journal"
-        return EnvironmentBroken(
-            f"`{command}` ended with exit code {self.code}; its last output: {last}{hint if gpu else ''}"
-        )
-
-
-def run_program(command: Sequence[str], *, within_seconds: float) -> ProgramResult:
-    """Run a program with a timeout; its child processes are killed with it, also where this is interrupted.
-
-    Raises:
-        EnvironmentBroken: it cannot be started.
-    """
-    code: int | None = None
-    # A file, not a pipe: a process that outlives the program would keep a pipe open.
-    with tempfile.TemporaryFile() as printed:
-        try:
-            process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            words = one_line(" ".join(command), _QUOTED)
-            raise EnvironmentBroken(f"`{words}` cannot be run: {error.strerror or error}") from None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(within_seconds)
-        finally:
-            _end(process)
-        printed.seek(0)
-        text = printed.read().decode("utf-8", "backslashreplace")
-        return ProgramResult(code=code, text=text, within_seconds=within_seconds)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and its process group: SIGTERM first, so that mpirun can stop its ranks on other nodes."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        # A process that is blocked in the driver does not react; it is left to the kernel.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_ENDING_SECONDS)
 
 
 def ranges(sizes: Iterable[int]) -> list[tuple[int, ...]]:

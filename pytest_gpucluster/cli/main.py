@@ -38,7 +38,7 @@ AFTER = {
 COMMANDS = BEFORE | DURING | AFTER
 """Command -> help, in this order. ``COMMAND`` of the module ``cli.<command>`` carries it out."""
 
-FORWARDING = {"run", "sweep", "runs"}
+FORWARDING = {"run", "sweep"}
 """Commands whose arguments after the first ``--`` belong to another program."""
 
 HOSTS = "--hosts"

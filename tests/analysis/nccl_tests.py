@@ -1,14 +1,9 @@
-"""nccl-tests for tests: outputs in its format, and a program that stands in for it.
+"""Outputs of nccl-tests for tests.
 
 The format is that of src/util.cu of nccl-tests. What stands in the outputs was made up here; nothing was measured.
 """
 
 from __future__ import annotations
-
-import json
-import os
-import sys
-from pathlib import Path
 
 _BYTES = {"float": 4, "bfloat16": 2, "half": 2}
 
@@ -75,51 +70,3 @@ def _wrong_text(program: str, half: int, wrong: float | str) -> str:
     if isinstance(wrong, str) or (program == "sendrecv_perf" and half == 1):  # which has no in-place form
         return "N/A"
     return f"{wrong:g}"
-
-
-def install(folder: Path, *programs: str) -> Path:
-    """Put programs that stand in for nccl-tests into a folder; ``FAKE_NCCL_TESTS`` configures their behaviour."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in programs:
-        path = folder / name
-        path.write_text(
-            f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-            f"import nccl_tests\nsys.exit(nccl_tests.main({name!r}))\n"
-        )
-        path.chmod(0o755)
-    return folder
-
-
-def main(program: str) -> int:
-    """Do what a program of nccl-tests does, as far as a test sees it.
-
-    ``FAKE_NCCL_TESTS`` is JSON: ``busbw`` (size -> GB/s, "" for all others), ``wrong``, ``host``, ``gpus``, ``says``
-    (instead of a table), ``exit``, ``hangs``, ``bounds``, ``program`` (what it calls itself).
-    """
-    settings = json.loads(os.environ.get("FAKE_NCCL_TESTS", "{}"))
-    words = sys.argv[1:]
-    given = dict(zip(words[::2], words[1::2], strict=True))
-    with open(os.environ["FAKE_NCCL_TESTS_LOG"], "a") as log:
-        log.write(" ".join([program, *words]) + "\n")
-    if settings.get("hangs"):
-        import time
-
-        print("NCCL WARN no answer of a peer", flush=True)
-        time.sleep(600)
-    if "prints" in settings:
-        print(settings["prints"])
-        return int(settings.get("exit", 0))
-    size, sizes = int(given["-b"]), {}
-    while size <= int(given["-e"]):
-        sizes[size] = settings["busbw"].get(str(size), settings["busbw"].get("", 0.0))
-        size *= int(given.get("-f", "2"))
-    shape = {
-        "program": settings.get("program", program),
-        "dtype": given["-d"],
-        "hosts": tuple(settings.get("host", "gpu-a").split(",")),
-        "gpus": int(settings.get("gpus", given["-g"])),
-        "per_process": int(given["-g"]),
-    }
-    wrong = settings.get("wrong", 0)
-    print(table(sizes, wrong=wrong, bounds=settings.get("bounds"), **shape), end="")
-    return int(settings.get("exit", 1 if wrong and not isinstance(wrong, str) else 0))

@@ -20,6 +20,7 @@ from pytest_gpucluster.analysis.crosscheck import (
     WRONG,
     collectives_of,
     compare_outputs,
+    program_commands,
 )
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.metrics.codec import number_to_json
@@ -129,11 +130,16 @@ def test_a_size_that_nccl_tests_left_out_is_missing_and_decides_unless_that_is_a
     assert compare_outputs(mine(), [theirs({77: 39.2})], partial=True).answer == crosscheck.NOTHING
 
 
-def test_what_was_asked_for_and_never_came_is_missing():
-    run = mine(collective({"1 GB": 440.0}), collective({"1 GB": 440.0}, dtype="fp32"))
-    assert compare_outputs(run, [theirs({GB: 440.0})]).answer == crosscheck.AGREEMENT
-    found = compare_outputs(run, [theirs({GB: 440.0})], expected=run.points)
-    assert (kinds(found), found.answer) == ([AGREES, MISSING], crosscheck.UNDECIDED)
+def test_the_commands_measure_each_size_of_the_run_with_its_ranks():
+    run = mine(
+        collective({"1 MB": 40.0, "1 GB": 440.0}),
+        collective({"1 GB": 440.0}, name="all_to_all", dtype="fp32", hosts=2),
+        hosts=2,
+    )
+    assert list(program_commands(run.points)) == [
+        "all_reduce_perf -b 1000000 -e 1000000000 -f 1000 -g 8 -d bfloat16 -c 1 > all_reduce-bf16-8-1.txt",
+        "mpirun -np 16 alltoall_perf -b 1000000000 -e 1000000000 -g 1 -d float -c 1 > all_to_all-fp32-16-1.txt",
+    ]
 
 
 def test_an_output_of_which_the_journal_has_nothing_decides_unless_that_is_allowed():

@@ -34,8 +34,7 @@ def test_what_follows_the_dashes_is_for_somebody_else_where_the_command_starts_s
     "line",
     [
         *("", "repot", "info", "report", "report x --pdf y", "verdict", "sweep", "sweep lsf", "sweep slurm"),
-        *("sweep kubernetes --expect=8", "runs", "runs crosscheck run -g 0", "runs crosscheck run -g all"),
-        *(f"runs crosscheck run --timeout {seconds}" for seconds in ("0", "nan")),
+        *("sweep kubernetes --expect=8", "runs", "runs crosscheck run -g 8"),
         *(f"runs {words} much" for words in ("compare a b --fail", "fleet a --behind", "crosscheck a --beyond")),
         *(f"node {words}" for words in ("", "info gpus", "nccl-env --format toml")),
         *(f"node watch --interval {seconds}" for seconds in ("0", "-1", "nan", "inf", "0.1", "4000", "soon")),

@@ -20,7 +20,6 @@ import yaml
 from pages import ROOT, Block, Page
 
 from pytest_gpucluster import plugin
-from pytest_gpucluster.analysis.crosscheck import require_allowed_arguments
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.config import workload_loader
 from pytest_gpucluster.errors import GpuClusterError
@@ -131,8 +130,6 @@ def _gpucluster(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
     if parsed is not None and "for_torchrun" in parsed:
         line, wrong = _parsed(command_line, parsed.for_torchrun, parsed.forwarded, {})
         yield from wrong or _torchrun(line.arguments, config)
-    elif parsed is not None and (parsed.command, parsed.__dict__.get("step")) == ("runs", "crosscheck"):
-        yield from _parsed(require_allowed_arguments, parsed.forwarded)[1]
     elif parsed is not None and parsed.forwarded[:1] not in (["gpucluster"], ["nvidia-smi"]):
         yield from _pytest(parsed.forwarded, config)
 
