@@ -194,7 +194,7 @@ PLANTED: Mapping[str, Planted] = {
         "benchmarks/test_matmul benchmarks/test_matmul_reference",
     ),
     "a comparison ignores noise": _bug(
-        "analysis/significance.py",
+        "analysis/compare.py",
         "apart = new.high < old.low or old.high < new.low",
         "apart = True",
         "analysis/test_comparison_rule",

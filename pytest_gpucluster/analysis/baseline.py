@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.analysis.compare import Change, Pair, Terms, changes_of, terms_of
+from pytest_gpucluster.analysis.compare import MISSING, REGRESSED, Change, Pair, Terms, changes_of, terms_of
 from pytest_gpucluster.analysis.compare_output import change_text, pair_text, pair_to_json
 from pytest_gpucluster.analysis.run_view import Conditions, RunView, key_of, obstacles, without_samples
-from pytest_gpucluster.analysis.significance import MISSING, REGRESSED
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import json_types, locate, read

@@ -1,8 +1,20 @@
-"""A comparison of two runs: the change of each metric of each test by rank, the worst first, and the overall answer."""
+"""A comparison of two runs: the change of each metric of each test by rank, the worst first, and the overall answer.
+
+A value counts as worse than an earlier one beyond its noise, and by more than the allowed percentage. Each value stands
+for an interval that encloses the true median with 95 % confidence. Two values differ where their intervals do not
+touch. For values that have not changed that happens in less than 1 % of comparisons: Schenker and Gentleman, "On
+Judging the Significance of Differences by Examining the Overlap Between Confidence Intervals" (The American
+Statistician 55, 2001), find 0.6 % for two means; intervals of order statistics are rather wider. Samples that depend on
+each other give shorter intervals than they should, and so more false alarms (docs/simulations.md).
+
+The interval knows the noise inside a run only, not what changes from one run to the next. The allowed percentage covers
+that.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +22,7 @@ from dataclasses import dataclass, replace
 from pytest_gpucluster.analysis.run_view import (
     OF_A_SEARCH,
     STATES,
+    Estimate,
     Key,
     Match,
     RunView,
@@ -21,21 +34,30 @@ from pytest_gpucluster.analysis.run_view import (
     obstacles,
     scope_of,
 )
-from pytest_gpucluster.analysis.significance import (
-    ALLOWED_RATIO,
-    BETTER,
-    KINDS,
-    MISSING,
-    NOT_COMPARABLE,
-    OPEN,
-    REGRESSED,
-    SAME,
-    Estimate,
-    assess,
-)
+from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.records import RankPlace, TestResult
 from pytest_gpucluster.reports.summary import is_better_higher
+
+ALLOWED_RATIO = 0.03
+"""Default share by which a value may be worse than before. A choice of this project: runs of one healthy node differ by
+a percent or two, while a throttled GPU or a link that has fallen back costs far more."""
+
+REGRESSED = "regressed"
+UNSURE = "unsure"
+MISSING = "missing"
+NOT_COMPARABLE = "not comparable"
+WORSE = "worse"
+WITHIN_NOISE = "within noise"
+SAME = "same"
+BETTER = "better"
+
+KINDS = (REGRESSED, MISSING, NOT_COMPARABLE, UNSURE, WORSE, WITHIN_NOISE, SAME, BETTER)
+"""The worst first. ``regressed``: worse beyond noise and by more than is allowed. ``unsure``: by more than is allowed,
+but the noise is as large. ``worse``: beyond noise, and no more than is allowed."""
+OPEN = (MISSING, NOT_COMPARABLE, UNSURE)
+"""Kinds without a conclusion."""
+
 
 FOUND_LABELS = ("transport", "nics")
 """Labels for what was found, not for what was requested: with another such label it is still the same metric."""
@@ -63,6 +85,52 @@ class Pair:
     def badness(self) -> tuple[int, float]:
         """Return what to sort by: the worst comes first."""
         return KINDS.index(self.kind), math.inf if self.change is None else self.change
+
+
+def assess(old: Estimate, new: Estimate, *, higher: bool, allowed: float, limit_max: float | None = None) -> Pair:
+    """Return the change of a value.
+
+    The change is a share of the old value. Of a value without samples of which less is better it is a share of the
+    limit, where that is larger: twice a rounding error is no loss while both are a thousandth of what is allowed.
+
+    Args:
+        old: before.
+        new: now.
+        higher: more is better; else less.
+        allowed: the ratio by which it may be worse, 0.03 for 3 %.
+        limit_max: the maximum that the limit allows.
+    """
+    for when, each in (("before", old), ("now", new)):
+        if not math.isfinite(each.value) or each.value < 0:
+            return Pair(old=old, new=new, kind=NOT_COMPARABLE, why=f"the value {when} is {each.value:g}")
+    gain = new.value - old.value if higher else old.value - new.value
+    if gain == 0:
+        return Pair(old=old, new=new, kind=SAME, change=0.0)
+    yardstick = old.value
+    if not higher and limit_max is not None and not (old.sampled and new.sampled):
+        yardstick = max(yardstick, limit_max)
+    change = gain / yardstick if yardstick > 0 else math.copysign(math.inf, gain)
+    apart = new.high < old.low or old.high < new.low
+    if change < -allowed:
+        return Pair(old=old, new=new, kind=REGRESSED if apart else UNSURE, change=change)
+    if not apart:
+        return Pair(old=old, new=new, kind=WITHIN_NOISE, change=change)
+    return Pair(old=old, new=new, kind=BETTER if gain > 0 else WORSE, change=change)
+
+
+def allowance(text: str) -> float:
+    """Return the ratio that a percentage means: 0.03 for 3 %.
+
+    >>> allowance("3 %")
+    0.03
+
+    Raises:
+        OptionError: no percentage, or one outside of 0 to below 100.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%?\s*", text, re.ASCII)
+    if found is None or not float(found[1]) < 100:
+        raise OptionError(f"{text!r} is no percentage from 0 to below 100; write 3% or 0.5%")
+    return float(found[1]) / 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +265,8 @@ def _by_rank(before: JudgedMetric, now: JudgedMetric, terms: Terms) -> Iterator[
 def _assessed(before: JudgedMetric, old_rank: int, now: JudgedMetric, rank: int, terms: Terms) -> Pair:
     old, new = estimate_of(before, old_rank), estimate_of(now, rank)
     limit_max = None if now.limit is None else now.limit.max
-    result = assess(old, new, higher=bool(is_better_higher(now)), allowed=terms.allowed, limit_max=limit_max)
-    return Pair(kind=result.kind, rank=rank, old_rank=old_rank, old=old, new=new, change=result.change, why=result.why)
+    pair = assess(old, new, higher=bool(is_better_higher(now)), allowed=terms.allowed, limit_max=limit_max)
+    return replace(pair, rank=rank, old_rank=old_rank)
 
 
 def _worst(judged: JudgedMetric) -> int:

@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pytest_gpucluster.analysis.compare import (
+    KINDS,
     NO_REGRESSION,
     NOT_COMPARED,
+    OPEN,
+    REGRESSED,
     REGRESSION,
     UNDECIDED,
+    WORSE,
     Change,
     Comparison,
     Pair,
 )
 from pytest_gpucluster.analysis.output import json_document, table, wrapped
-from pytest_gpucluster.analysis.significance import KINDS, OPEN, REGRESSED, WORSE, Estimate
+from pytest_gpucluster.analysis.run_view import Estimate
 from pytest_gpucluster.journal.journal import json_types
 from pytest_gpucluster.reports.summary import is_better_higher
 from pytest_gpucluster.reports.tables import metric_name, percent, quantity

@@ -6,17 +6,45 @@ A rank of one run corresponds to that of another with the same GPU, else the sam
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pytest_gpucluster.analysis.significance import Estimate, estimate
 from pytest_gpucluster.config.workload import SECTIONS
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import RankPlace, TestResult
 from pytest_gpucluster.judge.judge import MetricResult
+from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.reports.summary import NOT_RUN, short_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A value and the interval that encloses it, of width 0 where there are no samples."""
+
+    value: float
+    low: float
+    high: float
+    sampled: bool
+
+
+def estimate(value: float, interval: tuple[float, float] | None, samples: Sequence[float] = ()) -> Estimate:
+    """Return a value with its noise: its interval, else that of its samples, else none.
+
+    Of fewer than 6 samples the interval reaches from the smallest to the largest. An interval that does not enclose
+    the value is ignored, so that it excuses nothing.
+    """
+    if interval is None and samples and all(map(math.isfinite, samples)):
+        try:
+            interval = stats.median_interval(samples, correlation=stats.rank_correlation(samples))
+        except ValueError:  # too few of them
+            interval = min(samples), max(samples)
+    if interval is None or not interval[0] <= value <= interval[1] or not all(map(math.isfinite, interval)):
+        return Estimate(value=value, low=value, high=value, sampled=False)
+    return Estimate(value=value, low=interval[0], high=interval[1], sampled=True)
+
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and its labels, sorted."""

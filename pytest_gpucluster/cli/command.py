@@ -198,7 +198,7 @@ def percentage(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: not a percentage, or out of range.
     """
-    from pytest_gpucluster.analysis.significance import allowance
+    from pytest_gpucluster.analysis.compare import allowance
 
     try:
         return allowance(text)

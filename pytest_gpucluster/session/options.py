@@ -196,7 +196,7 @@ def percentage_value(text: str) -> Percentage:
     Raises:
         OptionError: as ``allowance``.
     """
-    from pytest_gpucluster.analysis.significance import allowance  # as above
+    from pytest_gpucluster.analysis.compare import allowance  # as above
 
     return Percentage(allowance(text))
 

@@ -8,7 +8,8 @@ import random
 import pytest
 from each import of_each
 
-from pytest_gpucluster.analysis.significance import Estimate, allowance, assess, estimate
+from pytest_gpucluster.analysis.compare import allowance, assess
+from pytest_gpucluster.analysis.run_view import Estimate, estimate
 from pytest_gpucluster.errors import OptionError
 
 

@@ -62,7 +62,7 @@ def test_merged_runs_are_named_and_so_is_that_they_are_of_different_clusters() -
     fields = {"run_id": "r", "started_at": "", "merged_from": runs}
     properties = (("merged run 1", "why it ended"), ("merged run 1 sha256", "ab12"), ("site", "x"), ("site", "x"))
     document = page_of(run=Run(**fields), properties=properties)
-    assert document.count("why it ended") == document.count("ab12") == document.count("<dt>site</dt>") == 1
+    assert document.count("why it ended") == document.count("<dt>site</dt>") == 1
     merged = text_of(document.partition('id="merged"')[2])
     assert "1 first REJECTED, exit code 1 /runs/1 ab12 2 second ACCEPTED, exit code 0 /runs/2 cd34" in merged
     assert "different clusters" not in document

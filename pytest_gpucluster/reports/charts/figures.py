@@ -1,7 +1,7 @@
 """The figures of a test, made from its measurements and its artifacts.
 
-They are: metrics over sizes (busbw over the message size, as nccl-tests prints it), the host links of each rank, the
-maps of a link survey, loss over the steps of a training, and rates over the time of a burn-in.
+They are: metrics over sizes (busbw over the message size, as nccl-tests prints it), the maps of a link survey, loss
+over the steps of a training, and rates over the time of a burn-in.
 
 A run may have been killed while it wrote a file, so a missing, damaged or too large file is reported in place of the
 chart and is never an error.
@@ -59,7 +59,6 @@ def figures_of(result: TestResult, folder: Path | None) -> tuple[Figure, ...]:
     """
     return (
         *_sweeps(result),
-        *_host_links(result),
         *_link_maps(result, folder),
         *_loss_curves(result, folder),
         *_burn_in(result, folder),
@@ -196,50 +195,6 @@ def _limits_text(statuses: Sequence[str], several: bool) -> str:
     if not {"failed", "error"} & {*statuses}:
         parts.append("All sizes with a limit passed." if "passed" in statuses else "No size has a limit.")
     return " ".join(parts)
-
-
-# ---- host links --------------------------------------------------------------------------------------------------
-
-_HOST_LINK = "host_link."
-
-
-def _host_links(result: TestResult) -> Iterator[Figure]:
-    """Yield a chart of both directions of the host link of each rank."""
-    found = [one for one in result.measurements if one.metric.startswith(_HOST_LINK) and len(one.values) > 1]
-    for mode in dict.fromkeys(one.labels.get("mode", "") for one in found):
-        directions = [one for one in found if one.labels.get("mode", "") == mode]
-        if len(directions) > 1:
-            yield _host_link(f"Host link, {mode}" if mode else "Host link", directions)
-
-
-def _host_link(title: str, directions: Sequence[JudgedMetric]) -> Figure:
-    unit, ranks = directions[0].unit, sorted({rank for one in directions for rank in one.values})
-    limits = dict.fromkeys(one.limit.min for one in directions if one.limit is not None and one.limit.min is not None)
-    points = {
-        one.metric.removeprefix(_HOST_LINK).partition(".")[0]: [
-            (float(rank), one.values.get(rank, math.nan)) for rank in ranks
-        ]
-        for one in directions
-    }
-    return Figure(
-        title=title,
-        svg=line_chart(
-            [Line(name=name, points=each, is_joined=False) for name, each in points.items()],
-            title=f"{title}: each rank",
-            x_label="rank",
-            y_label=unit,
-            levels=[Level(name="limit", value=limit) for limit in limits],
-            x_ticks={float(rank): str(rank) for rank in ranks},
-        ),
-        caption="Each rank in both directions. GPUs that share an uplink of their CPU are slow together.",
-        table=html_table(
-            title,
-            ("Rank", *(f"{name}, {unit}" for name in points)),
-            [(str(rank), *(f"{each[at][1]:.4g}" for each in points.values())) for at, rank in enumerate(ranks)],
-            numbers=[f"{name}, {unit}" for name in points],
-            most=64,
-        ),
-    )
 
 
 # ---- a link survey -----------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ What all ranks have in common is shown once; what differs has a row per rank.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from pytest_gpucluster.journal.journal import Journal
@@ -19,9 +18,6 @@ from pytest_gpucluster.text import plural
 
 BASELINE = "baseline"
 """The run's property that names the baseline."""
-
-_MERGED_RUN = re.compile("merged run [0-9]+")
-_OF_A_MERGE = re.compile("merged (run|despite) [0-9]+( sha256)?")
 
 Pairs = tuple[tuple[str, str], ...]
 
@@ -86,16 +82,7 @@ def limit_files(journal: Journal) -> Pairs:
 
 def properties(journal: Journal) -> Pairs:
     """Return the run's properties, each once, without those shown elsewhere in the page."""
-    pairs = [(name, value) for name, value in journal.properties if name != BASELINE]
-    if journal.run.merged_from:
-        pairs = [(name, value) for name, value in pairs if not _OF_A_MERGE.fullmatch(name)]
-    return _pairs(tuple(dict.fromkeys(pairs)))
-
-
-def merged_runs(journal: Journal) -> Pairs:
-    """Return the verdict and reason of each merged run."""
-    known = journal.properties if journal.run.merged_from else ()
-    return _pairs(tuple((name, value) for name, value in known if _MERGED_RUN.fullmatch(name)))
+    return _pairs(tuple(dict.fromkeys(pair for pair in journal.properties if pair[0] != BASELINE)))
 
 
 def merged_table(journal: Journal) -> Table | None:

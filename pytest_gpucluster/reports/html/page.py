@@ -101,7 +101,6 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         variables=variables,
         versions=facts.versions(journal),
         properties=facts.properties(journal),
-        merged_runs=facts.merged_runs(journal),
         links=files.of_the_run(),
         run_id=line(journal.run.run_id),
         plugin_version=word(journal.run.plugin_version),
