@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.analysis.compare import MISSING, REGRESSED, Change, Pair, Terms, changes_of, terms_of
-from pytest_gpucluster.analysis.compare_output import change_text, pair_text, pair_to_json
+from pytest_gpucluster.analysis.compare_output import change_text, pair_text
 from pytest_gpucluster.analysis.run_view import Conditions, RunView, key_of, obstacles, without_samples
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal.fields import JudgedMetric
@@ -133,7 +133,7 @@ class Baseline:
         return _with_regressions(judgement, measurements), notes
 
     def _with_baseline(self, judged: MetricResult, change: Change, names: Mapping[int, str]) -> MetricResult:
-        baseline = {**json_types(pair_to_json(change.worst)), "allowed_ratio": self.allowed, "decides": change.decides}
+        baseline = {**json_types(asdict(change.worst)), "allowed_ratio": self.allowed, "decides": change.decides}
         if change.kind != REGRESSED or not change.decides:
             return replace(judged, baseline=baseline)
         worse = {pair.rank: pair for pair in change.of_kind(REGRESSED) if pair.rank is not None}
@@ -178,9 +178,10 @@ def _regression_text(pair: Pair, unit: str, allowed: float) -> str:
     """Return "585.6 TFLOPS is worse than the baseline's 728 TFLOPS (-19.6 %, 3 % is allowed)"."""
     assert pair.old is not None  # a regression has both
     assert pair.new is not None
-    assert pair.change is not None
+    assert pair.change_ratio is not None
     now, before = show_apart(pair.new.value, pair.old.value, unit)
-    return f"{now} is worse than the baseline's {before} ({change_text(pair.change)}, {100 * allowed:g} % is allowed)"
+    change = change_text(pair.change_ratio)
+    return f"{now} is worse than the baseline's {before} ({change}, {100 * allowed:g} % is allowed)"
 
 
 def _note(change: Change, names: Mapping[int, str]) -> str:

@@ -73,18 +73,18 @@ class Pair:
     rank: int | None = None
     """None for what concerns the whole run."""
     old_rank: int | None = None
-    by: str = ""
+    matched_by: str = ""
     """How the two ranks were matched."""
     old: Estimate | None = None
     new: Estimate | None = None
-    change: float | None = None
-    """A share; positive is better."""
+    change_ratio: float | None = None
+    """A share of the old value; positive is better."""
     why: str = ""
 
     @property
     def badness(self) -> tuple[int, float]:
         """Return what to sort by: the worst comes first."""
-        return KINDS.index(self.kind), math.inf if self.change is None else self.change
+        return KINDS.index(self.kind), math.inf if self.change_ratio is None else self.change_ratio
 
 
 def assess(old: Estimate, new: Estimate, *, higher: bool, allowed: float, limit_max: float | None = None) -> Pair:
@@ -105,17 +105,17 @@ def assess(old: Estimate, new: Estimate, *, higher: bool, allowed: float, limit_
             return Pair(old=old, new=new, kind=NOT_COMPARABLE, why=f"the value {when} is {each.value:g}")
     gain = new.value - old.value if higher else old.value - new.value
     if gain == 0:
-        return Pair(old=old, new=new, kind=SAME, change=0.0)
+        return Pair(old=old, new=new, kind=SAME, change_ratio=0.0)
     yardstick = old.value
-    if not higher and limit_max is not None and not (old.sampled and new.sampled):
+    if not higher and limit_max is not None and None in (old.interval, new.interval):
         yardstick = max(yardstick, limit_max)
     change = gain / yardstick if yardstick > 0 else math.copysign(math.inf, gain)
     apart = new.high < old.low or old.high < new.low
     if change < -allowed:
-        return Pair(old=old, new=new, kind=REGRESSED if apart else UNSURE, change=change)
+        return Pair(old=old, new=new, kind=REGRESSED if apart else UNSURE, change_ratio=change)
     if not apart:
-        return Pair(old=old, new=new, kind=WITHIN_NOISE, change=change)
-    return Pair(old=old, new=new, kind=BETTER if gain > 0 else WORSE, change=change)
+        return Pair(old=old, new=new, kind=WITHIN_NOISE, change_ratio=change)
+    return Pair(old=old, new=new, kind=BETTER if gain > 0 else WORSE, change_ratio=change)
 
 
 def allowance(text: str) -> float:
@@ -256,7 +256,7 @@ def _by_rank(before: JudgedMetric, now: JudgedMetric, terms: Terms) -> Iterator[
         left.remove(match_.old)
         pair = _assessed(before, match_.old, now, rank, terms)
         swapped = f"another GPU in this slot: {match_.swapped} before" if match_.swapped else ""
-        yield replace(pair, by=match_.by, why="; ".join(filter(None, (pair.why, swapped))))
+        yield replace(pair, matched_by=match_.by, why="; ".join(filter(None, (pair.why, swapped))))
     for rank in before.values:
         if rank in left:
             yield Pair(kind=MISSING, old_rank=rank, old=estimate_of(before, rank), why="no value now")
@@ -313,7 +313,9 @@ class Comparison:
         """Return the answer: ``REGRESSION``, ``NO_REGRESSION``, ``UNDECIDED`` or ``NOT_COMPARED``."""
         if self.regressed:
             return REGRESSION
-        weighed = any(pair.change is not None for change in self.changes if change.decides for pair in change.pairs)
+        weighed = any(
+            pair.change_ratio is not None for change in self.changes if change.decides for pair in change.pairs
+        )
         if self.obstacles or not weighed:
             return NOT_COMPARED
         return UNDECIDED if self.undecided else NO_REGRESSION

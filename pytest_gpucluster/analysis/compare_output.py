@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from pytest_gpucluster.analysis.compare import (
@@ -20,7 +21,6 @@ from pytest_gpucluster.analysis.compare import (
     Pair,
 )
 from pytest_gpucluster.analysis.output import json_document, table, wrapped
-from pytest_gpucluster.analysis.run_view import Estimate
 from pytest_gpucluster.journal.journal import json_types
 from pytest_gpucluster.reports.summary import is_better_higher
 from pytest_gpucluster.reports.tables import metric_name, percent, quantity
@@ -103,7 +103,7 @@ def pair_text(pair: Pair, unit: str) -> str:
     quantities = _quantities(pair, unit)
     if quantities is None:
         return pair.why
-    change = "" if pair.change is None else f" ({change_text(pair.change)})"
+    change = "" if pair.change_ratio is None else f" ({change_text(pair.change_ratio)})"
     return f"{quantities[0]} before, {quantities[1]} now{change}" + (f": {pair.why}" if pair.why else "")
 
 
@@ -114,7 +114,7 @@ def _is_relevant(change: Change) -> bool:
 def _cells(change: Change) -> tuple[str, str, str, str]:
     kind = change.kind if change.decides else f"({change.kind})"
     quantities = _quantities(change.worst, change.unit)
-    return (kind, "", "", "") if quantities is None else (kind, change_text(change.worst.change), *quantities)
+    return (kind, "", "", "") if quantities is None else (kind, change_text(change.worst.change_ratio), *quantities)
 
 
 def _what(change: Change) -> str:
@@ -184,25 +184,5 @@ def _change(change: Change) -> dict[str, Any]:
         "decides": change.decides,
         "kind": change.kind,
         "note": change.note,
-        "values": [pair_to_json(pair) for pair in change.pairs],
+        "values": list(map(asdict, change.pairs)),
     }
-
-
-def pair_to_json(pair: Pair) -> dict[str, Any]:
-    """Return one rank's change as the JSON has it."""
-    return {
-        "kind": pair.kind,
-        "rank": pair.rank,
-        "old_rank": pair.old_rank,
-        "matched_by": pair.by,
-        "old": _estimate_to_json(pair.old),
-        "new": _estimate_to_json(pair.new),
-        "change_ratio": pair.change,
-        "why": pair.why,
-    }
-
-
-def _estimate_to_json(estimate: Estimate | None) -> dict[str, Any] | None:
-    if estimate is None:
-        return None
-    return {"value": estimate.value, "interval": [estimate.low, estimate.high] if estimate.sampled else None}

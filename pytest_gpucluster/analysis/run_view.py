@@ -22,12 +22,18 @@ from pytest_gpucluster.reports.summary import NOT_RUN, short_name
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A value and the interval that encloses it, of width 0 where there are no samples."""
+    """A value and the interval that encloses it; None where there are no samples."""
 
     value: float
-    low: float
-    high: float
-    sampled: bool
+    interval: tuple[float, float] | None
+
+    @property
+    def low(self) -> float:
+        return self.value if self.interval is None else self.interval[0]
+
+    @property
+    def high(self) -> float:
+        return self.value if self.interval is None else self.interval[1]
 
 
 def estimate(value: float, interval: tuple[float, float] | None, samples: Sequence[float] = ()) -> Estimate:
@@ -42,8 +48,8 @@ def estimate(value: float, interval: tuple[float, float] | None, samples: Sequen
         except ValueError:  # too few of them
             interval = min(samples), max(samples)
     if interval is None or not interval[0] <= value <= interval[1] or not all(map(math.isfinite, interval)):
-        return Estimate(value=value, low=value, high=value, sampled=False)
-    return Estimate(value=value, low=interval[0], high=interval[1], sampled=True)
+        return Estimate(value=value, interval=None)
+    return Estimate(value=value, interval=interval)
 
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
@@ -127,7 +133,7 @@ def without_samples(result: TestResult) -> TestResult:
 
 def _with_noise(judged: JudgedMetric) -> JudgedMetric:
     estimates = {rank: estimate_of(judged, rank) for rank in judged.values}
-    intervals = {rank: (each.low, each.high) for rank, each in estimates.items() if each.sampled}
+    intervals = {rank: each.interval for rank, each in estimates.items() if each.interval is not None}
     return replace(judged, intervals=intervals, samples={}, telemetry={})
 
 

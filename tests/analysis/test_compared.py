@@ -143,7 +143,7 @@ def test_ranks_are_matched_by_their_gpus():
 def test_a_replaced_gpu_is_compared_with_the_one_that_was_in_its_slot():
     new = read(case(MATMUL, "passed", measured([730, 600])), ranks=(place(0), place(1, uuid="GPU-new")))
     [change] = found(one(730, 730), new).changes
-    assert (change.kind, change.worst.by) == ("regressed", "slot")
+    assert (change.kind, change.worst.matched_by) == ("regressed", "slot")
     assert "GPU-gpu-a-1" in change.worst.why
 
 

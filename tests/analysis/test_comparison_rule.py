@@ -43,7 +43,7 @@ CHANGES = {
 def test_a_value_is_compared_with_an_earlier_one(case):
     old, new, higher, kind, change = CHANGES[case]
     found = assess(old, new, higher=higher, allowed=0.03)
-    assert (found.kind, pytest.approx(found.change)) == (kind, change)
+    assert (found.kind, pytest.approx(found.change_ratio)) == (kind, change)
 
 
 @of_each("bad", [math.nan, math.inf, -1.0])
@@ -78,11 +78,11 @@ INTERVALS = {
 
 def test_the_noise_of_a_value_is_its_own_or_none():
     estimates = {name: estimate(10.0, interval, samples) for name, (interval, samples, _) in INTERVALS.items()}
-    assert {name: (found.low, found.high, found.sampled) for name, found in estimates.items()} == {
+    assert {name: (found.low, found.high, found.interval is not None) for name, found in estimates.items()} == {
         name: expected for name, (_, _, expected) in INTERVALS.items()
     }
     found = estimate(10.0, None, tuple(random.Random(1).sample([float(number) for number in range(1, 20)], 19)))
-    assert found.sampled
+    assert found.interval is not None
     assert 1.0 < found.low < 10.0 < found.high < 19.0
 
 
