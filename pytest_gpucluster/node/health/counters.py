@@ -68,30 +68,19 @@ class Sources:
         return replace(self, adapters=Adapters, of_switches=False)
 
     @classmethod
-    def of(
-        cls,
-        inventory: Sequence[Mapping[str, Any]],
-        *,
-        rank: int,
-        nvml: Nvml | None = None,
-        why_no_nvml: str = "NVML is not available",
-        **others: Any,
-    ) -> Sources:
+    def of(cls, inventory: Sequence[Mapping[str, Any]], *, rank: int, **others: Any) -> Sources:
         """Make the sources of a rank.
 
         Args:
             inventory: of every rank (``inventory.identify``).
             rank: the one that reads.
-            nvml, why_no_nvml: as above.
-            others: ``kernel_log`` and ``adapters``, to replace them.
+            others: ``nvml``, ``why_no_nvml``, ``kernel_log`` and ``adapters``, as above.
         """
         me = next(who for who in inventory if who["rank"] == rank)
         place = me["host"], me["node_rank"]
         ranks = [identity(who) for who in inventory if (who["host"], who["node_rank"]) == place and who["gpu"]]
         return cls(
             gpu=identity(me),
-            nvml=nvml,
-            why_no_nvml=why_no_nvml,
             of_node=me["local_rank"] == 0,
             gpus_of_node={address: gpu for gpu in ranks if (address := pci_address(gpu.pci or ""))},
             **others,
@@ -240,9 +229,10 @@ _PORT = re.compile(rf"{INFINIBAND}\.(?P<port>.+)\.(?P<counter>\w+)")
 _LINK = re.compile(r"nvlink\.(?P<counter>\w+)\[(?P<link>\d+)\]")
 
 _CABLE = "look at the cable, the transceiver and the switch's port (`mlxlink -d DEVICE`, `ibdiagnet`), then run again"
+_LINKS = "look at `nvidia-smi nvlink -e` and the Fabric Manager's log, then reset the GPUs of this node"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Changes:
     """What has changed.
 
@@ -255,10 +245,10 @@ class Changes:
         missing: query, ``xid`` or ``infiniband`` -> why it could not be compared. The caller knows the required ones.
     """
 
-    changed: Mapping[str, float] = field(default_factory=dict)
-    faults: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
-    missing: Mapping[str, str] = field(default_factory=dict)
+    changed: dict[str, float] = field(default_factory=dict)
+    faults: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
 
     def require_no_fault(self) -> None:
         """Raise the faults, each with its GPU or host and what to do.
@@ -272,154 +262,122 @@ class Changes:
                 "\n".join([f"{codes} during this test: {places}", *(f"- {one}" for one in self.faults)])
             )
 
+    def _fault(self, gpu: Identity, code: str, found: str, remedy: str) -> None:
+        self.faults.append(hardware(code, gpu, found, allowed="none during a test", remedy=remedy))
+
 
 def changes(before: Counters, after: Counters) -> Changes:
     """Compare two readings of the same rank.
 
     A counter that is lower than before was reset or wrapped; its value is then the least growth.
     """
-    changed: dict[str, float] = {}
-    faults: list[Finding] = []
-    notes: list[str] = []
-    missing = {**before.missing, **after.missing}
-
+    found = Changes(missing={**before.missing, **after.missing})
     if after.lost and not before.lost:
-        faults.append(
-            hardware(
-                "gpu_lost",
-                after.gpu,
-                f"the GPU no longer answers: {after.lost}",
-                allowed="a GPU that answers",
-                remedy=LOST_REMEDY,
-            )
-        )
+        found._fault(after.gpu, "gpu_lost", f"the GPU no longer answers: {after.lost}", LOST_REMEDY)
     for name, value in after.values.items():
         if name not in before.values or value == before.values[name]:
             continue
         change = value - before.values[name]
         if change < 0 and not _is_state(name):
-            notes.append(f"{name} went from {_whole(before.values[name])} to {_whole(value)}: it was reset, or wrapped")
-            change = 0 if _is_volume(name) else value
+            was, now = _whole(before.values[name]), _whole(value)
+            found.notes.append(f"{name} went from {was} to {now}: it was reset, or wrapped")
+            change = 0 if name.endswith(tuple(f".{counter}" for counter in BYTES.values())) else value
         if change:
-            changed[name] = change
+            found.changed[name] = change
+    _compare_gpu(before, after, found)
+    _compare_ports(before, after, found)
+    for one, other, when in ((before, after, "before"), (after, before, "after")):
+        for name in one.values:
+            query = "" if name in other.values or name in found.changed else _query(name)
+            if query and query not in found.missing:
+                found.missing[query] = f"{name} was reported {when} the test only"
+    _compare_xids(before, after, found)
+    return found
+
+
+def _compare_gpu(before: Counters, after: Counters, found: Changes) -> None:
+    """Add the faults of memory and links, and the recovery action."""
     if not after.lost and "nvlink.up" not in after.missing:
         # A link that is no longer reported is down.
-        for name in before.values:
-            if name.startswith("nvlink.up[") and before.values[name] and name not in after.values:
-                changed[name] = -1
-    for fault, port in (*_faults(changed, before, after), *_ports_gone(before, after)):
-        why_not = _why_no_fault(port, before)
-        if why_not:
-            notes.append(f"{fault.found}; {why_not}")
-        else:
-            faults.append(fault)
-    for counters in (before, after):
-        other = after if counters is before else before
-        for name in counters.values:
-            if name in other.values or name in changed:
-                continue
-            if (query := _query(name)) and query not in missing:
-                missing[query] = f"{name} was reported {'before' if counters is before else 'after'} the test only"
-    _xids(before, after, changed, faults, notes, missing)
-    return Changes(changed=changed, faults=tuple(faults), notes=tuple(notes), missing=missing)
-
-
-def _why_no_fault(port: str, before: Counters) -> str:
-    """Return why a change of a port is no fault; "" if it is one."""
-    if port in before.secondary_ports:
-        return "it is an Ethernet port of a node whose fabric is InfiniBand"
-    if port and not before.values.get(f"{INFINIBAND}.{port}.{ACTIVE}"):
-        return "it was not Active before the test either"
-    return ""
-
-
-def _faults(changed: Mapping[str, float], before: Counters, after: Counters) -> Iterator[tuple[Finding, str]]:
-    """Yield each fault and its port; "" for the GPU."""
+        gone = (name for name, up in before.values.items() if name.startswith("nvlink.up[") and up)
+        found.changed |= {name: -1 for name in gone if name not in after.values}
     reported: set[str] = set()
     links: dict[tuple[str, str], list[str]] = {}
-    for name, change in changed.items():
+    for name, change in found.changed.items():
         if name in MEMORY_FAULTS and change > 0:
             code, what, remedy = MEMORY_FAULTS[name]
             if code not in reported:  # volatile errors are counted in the aggregate, too
                 reported.add(code)
-                yield _fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy), ""
+                found._fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy)
         elif name == RECOVERY and (value := int(after.values[name])):
             entry = recovery_action(value)
             wanted = f"NVML's recovery action of this GPU changed to {value:#x}: {entry.meaning}"
-            yield _fault(after.gpu, "recovery_action", wanted, entry.advice), ""
+            found._fault(after.gpu, "recovery_action", wanted, entry.advice)
         elif (link := _LINK.fullmatch(name)) is not None:
-            counter = link["counter"]
+            counter, number = link["counter"], link["link"]
             if counter == "up" and change < 0:
-                links.setdefault(("nvlink_down", "NVLinks that went down"), []).append(f"link {link['link']}")
+                links.setdefault(("nvlink_down", "NVLinks that went down"), []).append(f"link {number}")
             elif counter in (*ZERO_TOLERANCE, *MUST_NOT_GROW) and change > 0:
                 key = "nvlink_errors", f"NVLink counter {counter} has grown"
-                links.setdefault(key, []).append(f"link {link['link']}: {_whole(change)}")
-        elif (port := _PORT.fullmatch(name)) is not None:
-            found = _port_faults(port["port"], port["counter"], change, before, after)
-            yield from ((fault, port["port"]) for fault in found)
+                links.setdefault(key, []).append(f"link {number}: {_whole(change)}")
     for (code, what), where in links.items():
-        remedy = "look at `nvidia-smi nvlink -e` and the Fabric Manager's log, then reset the GPUs of this node"
-        yield _fault(after.gpu, code, f"{what}: {', '.join(where)}", remedy), ""
+        found._fault(after.gpu, code, f"{what}: {', '.join(where)}", _LINKS)
 
 
-def _port_faults(port: str, counter: str, change: float, before: Counters, after: Counters) -> Iterator[Finding]:
-    host = Identity(host=after.gpu.host)
-    if counter in (LINK_DOWNED, CARRIER_DOWN) and change > 0:
-        yield _fault(host, "link_down", f"port {port} has lost its link {_whole(change)} times ({counter})", _CABLE)
-    elif counter == ACTIVE and change < 0:
-        yield _fault(host, "port_down", f"port {port} was Active before, and no longer is", _CABLE)
-    elif counter == RATE and change < 0:
-        name = f"{INFINIBAND}.{port}.{RATE}"
-        found = f"port {port} has fallen from {before.values[name]:g} to {after.values[name]:g} Gb/s"
-        yield _fault(host, "port_rate", found, _CABLE)
+def _compare_ports(before: Counters, after: Counters, found: Changes) -> None:
+    """Add the faults of ports; notes of those that carried no data."""
 
+    def add(port: str, code: str, what: str, remedy: str = _CABLE) -> None:
+        if port in before.secondary_ports:
+            found.notes.append(f"{what}; it is an Ethernet port of a node whose fabric is InfiniBand")
+        elif not before.values.get(f"{INFINIBAND}.{port}.{ACTIVE}"):
+            found.notes.append(f"{what}; it was not Active before the test either")
+        else:
+            found._fault(Identity(host=after.gpu.host), code, what, remedy)
 
-def _ports_gone(before: Counters, after: Counters) -> Iterator[tuple[Finding, str]]:
     for name, value in before.values.items():
-        port = _PORT.fullmatch(name)
-        if port is not None and port["counter"] == ACTIVE and value and name not in after.values:
+        match = _PORT.fullmatch(name)
+        if match is None:
+            continue
+        port, counter, change = match["port"], match["counter"], found.changed.get(name, 0)
+        if counter in (LINK_DOWNED, CARRIER_DOWN) and change > 0:
+            add(port, "link_down", f"port {port} has lost its link {_whole(change)} times ({counter})")
+        elif counter == ACTIVE and change < 0:
+            add(port, "port_down", f"port {port} was Active before, and no longer is")
+        elif counter == RATE and change < 0:
+            add(port, "port_rate", f"port {port} has fallen from {value:g} to {after.values[name]:g} Gb/s")
+        elif counter == ACTIVE and value and name not in after.values:
             why = after.missing.get(INFINIBAND)
-            found = f"port {port['port']} was Active before, and its HCA is gone" + (f": {why}" if why else "")
-            fault = _fault(Identity(host=after.gpu.host), "port_down", found, "look at `lspci` and the kernel log")
-            yield fault, port["port"]
+            gone = f"port {port} was Active before, and its HCA is gone" + (f": {why}" if why else "")
+            add(port, "port_down", gone, "look at `lspci` and the kernel log")
 
 
-def _xids(
-    before: Counters,
-    after: Counters,
-    changed: dict[str, float],
-    faults: list[Finding],
-    notes: list[str],
-    missing: dict[str, str],
-) -> None:
+def _compare_xids(before: Counters, after: Counters, found: Changes) -> None:
     old, new = before.log, after.log
     if old is None or new is None:
         return  # ``missing`` has the reason
     if old.source != new.source:
-        missing[XID] = f"the kernel log was read from {old.source} before the test and from {new.source} after it"
+        found.missing[XID] = f"the kernel log was read from {old.source} before the test and from {new.source} after it"
         return
     if old.numbers and new.numbers and new.numbers[0] > old.numbers[1] + 1:
-        missing[XID] = f"the kernel has overwritten {new.numbers[0] - old.numbers[1] - 1} records before they were read"
+        lost = new.numbers[0] - old.numbers[1] - 1
+        found.missing[XID] = f"the kernel has overwritten {lost} records before they were read"
     for key, xid in new.xids.items():
         if key in old.xids:
             continue
         kind = "sxid" if xid.is_switch else "xid"
-        changed[f"{kind}.{xid.code}"] = changed.get(f"{kind}.{xid.code}", 0) + 1
+        found.changed[f"{kind}.{xid.code}"] = found.changed.get(f"{kind}.{xid.code}", 0) + 1
         # The log leaves the function number out, which is always 0. A switch is the whole node's.
         gpu = Identity(host=after.gpu.host) if xid.is_switch else after.gpus_of_node.get(f"{xid.pci[:-2]}.0")
         entry = lookup(xid)
         where = f" of {xid.pci}" if xid.is_switch else ""
-        found = f"{xid.name}{where}: {entry.meaning}; action: {entry.action}; {xid.text}"
+        report = f"{xid.name}{where}: {entry.meaning}; action: {entry.action}; {xid.text}"
         if gpu is None:
-            notes.append(f"{found}, of PCI {xid.pci}, which is no GPU of this job")
+            found.notes.append(f"{report}, of PCI {xid.pci}, which is no GPU of this job")
         elif not entry.rejects:
-            notes.append(f"{found}, of {gpu}")
+            found.notes.append(f"{report}, of {gpu}")
         else:
-            faults.append(_fault(gpu, f"{kind}_{xid.code}", found, entry.advice))
-
-
-def _fault(gpu: Identity, code: str, found: str, remedy: str) -> Finding:
-    return hardware(code, gpu, found, allowed="none during a test", remedy=remedy)
+            found._fault(gpu, f"{kind}_{xid.code}", report, entry.advice)
 
 
 def _query(name: str) -> str:
@@ -431,10 +389,6 @@ def _query(name: str) -> str:
 
 def _is_state(name: str) -> bool:
     return name == RECOVERY or name.startswith("nvlink.up[") or name.endswith((f".{ACTIVE}", f".{RATE}"))
-
-
-def _is_volume(name: str) -> bool:
-    return name.endswith(tuple(f".{counter}" for counter in BYTES.values()))
 
 
 def _whole(value: float) -> float:

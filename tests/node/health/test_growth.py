@@ -37,7 +37,7 @@ def on_port(sysfs: Path) -> Counters:
 
 def test_nothing_has_changed_on_a_healthy_node() -> None:
     found = compared({}, {})
-    assert (dict(found.changed), found.faults, found.notes) == ({}, (), ())
+    assert (found.changed, found.faults, found.notes) == ({}, [], [])
     found.require_no_fault()
 
 
@@ -92,7 +92,7 @@ NO_FAULTS = [
 def test_what_was_corrected_or_there_before_is_no_fault(case: tuple[dict, dict, dict]) -> None:
     before, after, changed = case
     found = compared(before, after)
-    assert (dict(found.changed), found.faults) == (changed, ())
+    assert (dict(found.changed), found.faults) == (changed, [])
 
 
 def test_a_card_that_shows_no_link_any_more_has_lost_them() -> None:
@@ -105,7 +105,7 @@ def test_a_gpu_that_is_lost_during_the_test_is_a_fault_and_one_lost_before_is_no
     lost = read(sources(nvml=FakeNvml({UUID: {}}, silent=[UUID]), kernel_log=lambda: QUIET))
     healthy = read(sources(kernel_log=lambda: QUIET))
     assert [fault.code for fault in changes(healthy, lost).faults] == ["gpu_lost"]
-    assert changes(lost, lost).faults == ()
+    assert changes(lost, lost).faults == []
     assert "ecc.uncorrected.volatile" in changes(lost, lost).missing
 
 
@@ -114,7 +114,7 @@ def test_a_value_that_was_there_once_only_is_missing_and_no_fault() -> None:
     found = compared({}, gone)
     assert found.missing["ecc.uncorrected.volatile"] == "driver busy"
     assert in_order(found.missing["nvlink.errors"], "nvlink.replay[1]")
-    assert found.faults == ()
+    assert found.faults == []
     back = compared(gone, {})
     assert back.missing["ecc.uncorrected.volatile"] == "driver busy"
     assert in_order(back.missing["nvlink.errors"], "after")
@@ -129,7 +129,7 @@ def test_a_new_xid_that_demands_action_is_a_fault_of_its_gpu() -> None:
     assert (fault.code, fault.gpu) == ("xid_79", GPU)
     assert in_order(fault.found, "fallen off")
     assert dict(found.changed) == {"xid.79": 1}
-    assert changes(logged(XID_79), logged(XID_79)).faults == (), "it is from before"
+    assert changes(logged(XID_79), logged(XID_79)).faults == [], "it is from before"
     again = changes(logged(XID_79), logged(XID_79, XID_79))
     assert [fault.code for fault in again.faults] == ["xid_79"]
 
@@ -144,7 +144,7 @@ def test_other_xids_are_notes() -> None:
     for line in (XID_79.replace("79,", "13,"), XID_79.replace("0000:3b", "0000:99"), remapped, RECOVERY.format(0),
                  SWITCH.format("Non-fatal")):  # fmt: skip
         found = changes(logged(), logged(line))
-        assert (found.faults, len(found.notes)) == ((), 1)
+        assert (found.faults, len(found.notes)) == ([], 1)
         assert "action: " in found.notes[0]
 
 
@@ -157,7 +157,7 @@ def test_the_action_that_the_driver_wants_and_a_switch_s_fatal_error_are_faults(
     assert (dict(found.changed), fault.remedy.split(";")[0]) == ({"sxid.20034": 1}, "drain, then reset the GPU")
     # Of local workers one looks at what is the node's.
     logs = (KernelLog(lines=lines, source="dmesg") for lines in (("a",), ("a", SWITCH.format("Fatal"))))
-    assert changes(*(read(sources(kernel_log=lambda log=log: log).without_ports()) for log in logs)).faults == ()
+    assert changes(*(read(sources(kernel_log=lambda log=log: log).without_ports()) for log in logs)).faults == []
 
 
 def test_a_recovery_action_that_nvml_asks_for_is_a_fault_also_where_no_log_can_be_read() -> None:
@@ -166,12 +166,12 @@ def test_a_recovery_action_that_nvml_asks_for_is_a_fault_also_where_no_log_can_b
         found = compared({"recovery.action": before}, {"recovery.action": after}, **refused)
         assert [fault.remedy.split(";")[0] for fault in found.faults] == remedies
         assert {fault.code for fault in found.faults} <= {"recovery_action"}
-        assert found.notes == ()
+        assert found.notes == []
 
 
 def test_records_that_were_overwritten_do_not_make_old_xids_new() -> None:
     before = logged("x", XID_79, source="/dev/kmsg", numbers=(1, 2, 3))
-    assert changes(before, logged(XID_79, source="/dev/kmsg", numbers=(2, 3))).faults == ()
+    assert changes(before, logged(XID_79, source="/dev/kmsg", numbers=(2, 3))).faults == []
     found = changes(before, logged(XID_79, "y", source="/dev/kmsg", numbers=(4, 5, 6)))
     assert [fault.code for fault in found.faults] == ["xid_79"]
     assert "xid" not in found.missing
@@ -182,7 +182,7 @@ def test_records_that_were_overwritten_unread_are_missing() -> None:
     found = changes(before, logged("y", source="/dev/kmsg", numbers=(10, 11)))
     assert in_order(found.missing["xid"], "7 records")
     found = changes(logged(), logged(XID_79, source="/dev/kmsg", numbers=(1, 2)))
-    assert found.faults == (), "logs of two sources are not compared"
+    assert found.faults == [], "logs of two sources are not compared"
     assert in_order(found.missing["xid"], "dmesg /dev/kmsg")
     refused = read(sources(kernel_log=lambda: KernelLog(why_not="dmesg: refused")))
     assert changes(logged(), refused).missing["xid"] == "dmesg: refused"
@@ -220,7 +220,7 @@ def test_what_happens_to_a_port_of_no_fabric_or_one_that_was_not_active_is_a_not
     write(storage / "state", "1: DOWN")
     write(unused / "counters" / "link_downed", 1)
     found = changes(before, on_port(tmp_path))
-    assert found.faults == ()
+    assert found.faults == []
     notes = sorted(found.notes)
     assert in_order(notes[0], "mlx5_1/1 1 (link_downed) not Active")
     assert [in_order(note, "mlx5_9/1 Ethernet InfiniBand") for note in notes[1:]] == [True, True]
@@ -255,7 +255,7 @@ def test_bytes_and_errors_of_a_port_are_changes(tmp_path: Path) -> None:
         "infiniband.mlx5_0/1.port_xmit_bytes": 8000,
         "infiniband.mlx5_0/1.symbol_error": 2,
     }
-    assert found.faults == ()
+    assert found.faults == []
     write(port / "counters" / "port_xmit_data", 10)
     wrapped = changes(before, on_port(tmp_path))
     assert "infiniband.mlx5_0/1.port_xmit_bytes" not in wrapped.changed, "how much came since is not known"
