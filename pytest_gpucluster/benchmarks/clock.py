@@ -7,7 +7,7 @@ regions: the host runs ahead, the device's queue stays full, and launch times do
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -99,17 +99,22 @@ def _timing_event() -> torch.cuda.Event:
 
 
 class WallClock:
-    """Host time, for devices that have completed the work when the call returns."""
+    """Host time, for devices that have completed the work when the call returns.
 
-    def __init__(self) -> None:
+    Args:
+        now: a clock in seconds, which only goes forward.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self._seconds: list[float] = []
 
     @contextmanager
     def region(self) -> Iterator[None]:
         """Read the clock before the work and after it."""
-        begin = time.perf_counter()
+        begin = self._now()
         yield
-        self._seconds.append(time.perf_counter() - begin)
+        self._seconds.append(self._now() - begin)
 
     def read(self) -> list[float]:
         """Return the regions' times; nothing has to be waited for."""
@@ -123,7 +128,7 @@ class WallClock:
         """Return at once: nothing is enqueued, each call does its work before it returns."""
 
 
-class ManualClock:
+class ManualClock(WallClock):
     """A clock that moves only by ``advance``: the fake for tests.
 
     >>> clock = ManualClock()
@@ -134,29 +139,14 @@ class ManualClock:
     """
 
     def __init__(self) -> None:
+        super().__init__(lambda: self.now_seconds)
         self.now_seconds = 0.0
         self.prepared: list[tuple[int, float]] = []
         """Launches and expected seconds of each call of ``get_ahead``."""
-        self._seconds: list[float] = []
 
     def advance(self, seconds: float) -> None:
         """Let the work in the current region take ``seconds``."""
         self.now_seconds += seconds
-
-    @contextmanager
-    def region(self) -> Iterator[None]:
-        """Record how far the clock was moved inside."""
-        begin = self.now_seconds
-        yield
-        self._seconds.append(self.now_seconds - begin)
-
-    def read(self) -> list[float]:
-        """Return the regions' times."""
-        seconds, self._seconds = self._seconds, []
-        return seconds
-
-    def synchronize(self) -> None:
-        """Return at once."""
 
     def get_ahead(self, launches: int, *, seconds: float) -> None:
         """Record the call."""

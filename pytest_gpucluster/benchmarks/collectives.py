@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -39,8 +38,8 @@ from pytest_gpucluster.benchmarks.collective_payload import (
     source_of,
 )
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import UNKNOWN_BYTES, free_bytes, releases_memory, require_free_on_all
-from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
+from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 from pytest_gpucluster.metrics.units import did_you_mean, show
@@ -285,44 +284,19 @@ def measure_collective(
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     ranks = Ranks(group, device)
-    _agree(ranks, collective, payload_bytes, dtype, sampling, free=free_bytes(device))
-    payload = Payload(group, device, payload_bytes, dtype, collective)
-    measurement = _Measurement(group, ranks, payload, clock or clock_for(device), call or CALLS[collective])
-    return measurement.measure(sampling, during or nullcontext(), now)
-
-
-def _agree(
-    ranks: Ranks, collective: str, payload_bytes: int, dtype: str, sampling: Sampling, *, free: int | None
-) -> None:
-    """Find on all ranks what would let some wait for others that do something else, or that have failed."""
-    names = list(DTYPES)
-    mine = [
-        COLLECTIVES.index(collective),
-        payload_bytes,
-        names.index(dtype),
-        zlib.crc32(repr(sampling).encode()),
-        UNKNOWN_BYTES if free is None else free,
-    ]
-    of_ranks = [[int(number) for number in numbers] for numbers in ranks.gather(mine)]
-    reference = of_ranks[0]
-    for index, (which, size, kind, sampled, _) in enumerate(of_ranks):
-        if [which, size, kind, sampled] != reference[:4]:
-            first, found = f"{show(reference[1], 'B')} {names[reference[2]]}", f"{show(size, 'B')} {names[kind]}"
-            if which != reference[0]:
-                first, found = f"{COLLECTIVES[reference[0]]} of {first}", f"{COLLECTIVES[which]} of {found}"
-            found += "" if sampled == reference[3] else " for other times"
-            raise EnvironmentBroken(
-                f"the ranks do not measure the same: {ranks.name(index)} {found}, {ranks.name(0)} {first}. "
-                "Give all nodes the same suite, profile and workload"
-            )
+    what = f"{collective} of {show(payload_bytes, 'B')} {dtype}"
+    ranks.require_same(what, sampling)
     section = "all_reduce" if collective == "all_reduce" else "collectives"
     require_free_on_all(
         ranks,
-        [numbers[4] for numbers in of_ranks],
+        free_on_all(ranks, device),
         needed_bytes(payload_bytes, dtype, collective=collective, ranks=ranks.count),
-        f"{collective} of {show(payload_bytes, 'B')} {dtype} with its verification",
+        f"{what} with its verification",
         instead=f"leave this size out (--gpucluster-sizes, or --gpucluster-workload nccl.{section}.sizes=...)",
     )
+    payload = Payload(group, device, payload_bytes, dtype, collective)
+    measurement = _Measurement(group, ranks, payload, clock or clock_for(device), call or CALLS[collective])
+    return measurement.measure(sampling, during or nullcontext(), now)
 
 
 class _Measurement:
@@ -412,11 +386,7 @@ class _Measurement:
         """Return the seconds of all calls of a window on this rank."""
         found = self._payload.ready(plan.calls)
         self._window_defect = self._window_defect or found
-        self._clock.synchronize()
-        # Ahead of the barrier: a wait that each GPU counts in cycles of its own clock would pull them apart after it.
-        self._clock.get_ahead(1 + plan.calls * self._launches, seconds=plan.window_seconds)
-        self._ranks.barrier()
-        with self._clock.region():
+        with self._ranks.window(self._clock, plan.calls * self._launches, seconds=plan.window_seconds):
             for _ in range(plan.calls):
                 self._call(self._payload.sent, self._payload.received, self._group)
         [elapsed] = self._clock.read()

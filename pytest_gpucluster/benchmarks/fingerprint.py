@@ -16,7 +16,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +133,7 @@ class Fingerprint:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {
-            "kind": self.kind,
-            "digests": dict(self.digests),
-            "repeats": self.repeats,
-            "changed": dict(self.changed),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Fingerprint:

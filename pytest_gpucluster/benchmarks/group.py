@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from pytest_gpucluster.benchmarks.clock import Clock
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -52,6 +56,46 @@ class Ranks:
             [(int(high) << 32) + int(low) for high, low in zip(numbers[::2], numbers[1::2], strict=True)]
             for numbers in self.gather(halves)
         ]
+
+    def gather_objects(self, mine: T) -> list[T]:
+        """Return the value of each rank, in the order of the group's ranks. They are pickled for the exchange."""
+        everyone: list[Any] = [mine] * self.count
+        if self._group is not None:
+            dist.all_gather_object(everyone, mine, group=self._group)
+        return everyone
+
+    def require_same(self, measured: str, *conditions: object) -> None:
+        """Find on all ranks what would let some wait for others that do something else.
+
+        Args:
+            measured: what this rank measures, for the message.
+            conditions: what else must be the same, such as times.
+
+        Raises: EnvironmentBroken, on all ranks, if not all measure the same.
+        """
+        everyone = self.gather_objects((measured, repr(conditions)))
+        first = everyone[0]
+        for index, mine in enumerate(everyone):
+            if mine != first:
+                other = " for other times" if mine[0] == first[0] else ""
+                raise EnvironmentBroken(
+                    f"the ranks do not measure the same: {self.name(index)} {mine[0]}{other}, {self.name(0)} {first[0]}"
+                    ". Give all nodes the same suite, profile and workload"
+                )
+
+    @contextmanager
+    def window(self, clock: Clock, launches: int, *, seconds: float) -> Iterator[None]:
+        """Time the work that is started inside, on all ranks at once, as a region of the clock.
+
+        Args:
+            launches: of the work, and ``seconds`` its expected time: see ``Clock.get_ahead``.
+        """
+        clock.synchronize()
+        # Ahead of the barrier: a wait that each GPU counts in cycles of its own clock would pull them apart after it.
+        clock.get_ahead(1 + launches, seconds=seconds)
+        self.barrier()
+        with clock.region():
+            yield
 
     def of_first(self, numbers: Sequence[float]) -> list[float]:
         """Return the numbers of the first rank of the group, on every rank."""
@@ -103,8 +147,6 @@ def majority(values: Sequence[int]) -> Majority:
         differing=tuple(rank for rank, its in enumerate(values) if its != value),
     )
 
-
-T = TypeVar("T")
 
 _KINDS: dict[str, type[Exception]] = {"wrong": WrongResult, "value": ValueError, "broken": EnvironmentBroken}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -179,22 +178,11 @@ class _ConcurrentCopies:
     def _agree(
         self, direction: str, payload_bytes: int, copies: int, failure: EnvironmentBroken | ValueError | None
     ) -> None:
-        mine = [DIRECTIONS.index(direction), payload_bytes, copies, zlib.crc32(repr(self._sampling).encode())]
-        of_ranks = self._ranks.gather([*mine, failure is not None])
+        failed = self._ranks.gather([failure is not None])
+        self._ranks.require_same(f"copies {direction} {copies} x {show_bytes(payload_bytes)}", self._sampling)
         if failure is not None:
             raise failure
-        for index, (*others, _) in enumerate(of_ranks):
-            if others != of_ranks[0][:-1]:
-                found, first = (
-                    f"{DIRECTIONS[int(which)]} {int(count)} x {show_bytes(int(size))}"
-                    for which, size, count, _ in (others, of_ranks[0][:-1])
-                )
-                ours, theirs = self._ranks.name(index), self._ranks.name(0)
-                raise EnvironmentBroken(
-                    f"the ranks do not measure the same: {ours} copies {found}, {theirs} {first}, or for other times. "
-                    "Give all nodes the same suite, profile and workload"
-                )
-        lacking = [self._ranks.name(index) for index, (*_, failed) in enumerate(of_ranks) if failed]
+        lacking = [self._ranks.name(index) for index, [its] in enumerate(failed) if its]
         if lacking:
             raise EnvironmentBroken(
                 f"host links together: {lacking[0]} could not allocate the memory that it needs, so no rank measures; "
@@ -244,12 +232,8 @@ class _ConcurrentCopies:
 
     def _window(self, work: HostCopies, copies: int) -> float:
         batch = range(self._done, self._done + copies)
-        self._clock.synchronize()
-        # Ahead of the barrier: a wait that each GPU counts in cycles of its own clock would pull them apart after it.
-        self._clock.get_ahead(1 + copies, seconds=copies * self._each_seconds)
-        self._ranks.barrier()
-        begun = time.perf_counter()
-        with self._clock.region():
+        with self._ranks.window(self._clock, copies, seconds=copies * self._each_seconds):
+            begun = time.perf_counter()
             for index in batch:
                 work.start(index)
         started = time.perf_counter()

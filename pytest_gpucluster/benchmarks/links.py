@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import UNKNOWN_BYTES, free_bytes, releases_memory, require_free_on_all
-from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement
+from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
+from pytest_gpucluster.errors import InconclusiveMeasurement
 from pytest_gpucluster.isolation.link_matrix import Matrix, Reading, Scope
 from pytest_gpucluster.isolation.link_survey import Survey, matrix_of
 from pytest_gpucluster.isolation.round_robin import (
@@ -169,9 +168,6 @@ def pace(probe_seconds: float, *, payload_bytes: int, round_seconds: float) -> P
 Progress = Callable[[int, int], object]
 """``progress(step, of)``: the number of rounds that have been measured."""
 
-_COLUMNS = 10
-"""Numbers of a reading in the exchange."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
@@ -241,7 +237,10 @@ def sweep(
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     ranks = Ranks(group, device)
-    _agree(ranks, rounds, payload_bytes, round_seconds, free=free_bytes(device))
+    ranks.require_same(f"sends {show(payload_bytes, 'B')} in {len(rounds)} rounds", tuple(rounds), round_seconds)
+    what = f"sending and receiving {show(payload_bytes, 'B')} with its verification"
+    instead = "send less (--gpucluster-workload links.size=64MiB)"
+    require_free_on_all(ranks, free_on_all(ranks, device), needed_bytes(payload_bytes), what, instead=instead)
     links = _Links(group, ranks, device, payload_bytes, round_seconds, clock or clock_for(device))
     found: list[Reading] = []
     begin, done, more = now(), 0, float(bool(rounds))
@@ -262,34 +261,7 @@ def gather_readings(ranks: Ranks, mine: Sequence[Reading]) -> tuple[Reading, ...
 
     It exchanges the nodes' readings.
     """
-    most = int(max(count for [count] in ranks.gather([len(mine)])))
-    numbers = [number for reading in mine for number in _numbers(reading)]
-    numbers += [-1.0] * (most * _COLUMNS - len(numbers))
-    found = []
-    for row_numbers in ranks.gather(numbers) if most else []:
-        rows = (row_numbers[start : start + _COLUMNS] for start in range(0, len(row_numbers), _COLUMNS))
-        found += [_reading(row) for row in rows if row[0] >= 0]
-    return tuple(found)
-
-
-def _agree(
-    ranks: Ranks, rounds: Sequence[Round], payload_bytes: int, round_seconds: float, *, free: int | None
-) -> None:
-    """Find on all ranks what would let some wait for others that do something else, or that have failed."""
-    plan = zlib.crc32(repr((tuple(rounds), round_seconds)).encode())
-    of_ranks = ranks.gather([payload_bytes, plan, UNKNOWN_BYTES if free is None else free])
-    for index, (size, theirs, _) in enumerate(of_ranks):
-        if [size, theirs] != of_ranks[0][:2]:
-            raise EnvironmentBroken(
-                f"the ranks do not measure the same links: {ranks.name(index)} sends {show(size, 'B')}, "
-                f"{ranks.name(0)} {show(of_ranks[0][0], 'B')}, and their rounds are "
-                f"{'the same' if theirs == of_ranks[0][1] else 'not the same'}. Give all nodes the same suite, profile "
-                "and workload"
-            )
-    free_on_ranks = [numbers[2] for numbers in of_ranks]
-    what = f"sending and receiving {show(payload_bytes, 'B')} with its verification"
-    instead = "send less (--gpucluster-workload links.size=64MiB)"
-    require_free_on_all(ranks, free_on_ranks, needed_bytes(payload_bytes), what, instead=instead)
+    return tuple(reading for readings in ranks.gather_objects(tuple(mine)) for reading in readings)
 
 
 class _Links:
@@ -316,21 +288,18 @@ class _Links:
         peer = next((one if self._rank == other else other for one, other in pairs if self._rank in (one, other)), None)
         with counted(WARM_UP):
             own = self._probe(peer)
-        numbers = [-1.0] * _COLUMNS
+        mine: Reading | None = None
         for direction in (0, 1):
             # The lower rank sends first; a rank in no pair only takes part in the barriers.
             sends = peer is not None and (self._rank < peer) == (direction == 0)
-            values = self._one_way(peer, own, sends=sends, when=2 * number + direction)
-            if peer is not None and not sends:
-                numbers = values
-        everyone = self.ranks.gather(numbers)
-        stopped = [index for index, row in enumerate(everyone) if row[0] >= 0 and not 0 < row[2] < math.inf]
-        if stopped:
-            raise InconclusiveMeasurement(
-                f"the clock of {self.ranks.name(stopped[0])} did not advance while it received from rank "
-                f"{everyone[stopped[0]][0]:.0f}"
-            )
-        return [_reading(row) for row in everyone if row[0] >= 0]
+            mine = self._one_way(peer, own, sends=sends, when=2 * number + direction) or mine
+        readings = [reading for reading in self.ranks.gather_objects(mine) if reading is not None]
+        for reading in readings:
+            if not 0 < reading.bytes_per_second < math.inf:
+                raise InconclusiveMeasurement(
+                    f"the clock of rank {reading.receiver} did not advance while it received from rank {reading.sender}"
+                )
+        return readings
 
     def _probe(self, peer: int | None) -> Pace:
         """Probe all links of a round, and let the first rank decide their pace."""
@@ -355,8 +324,8 @@ class _Links:
         own_calls, own_words = decided[2 * self.ranks.index : 2 * self.ranks.index + 2]
         return Pace(calls=int(own_calls), words=int(own_words))
 
-    def _one_way(self, peer: int | None, own: Pace, *, sends: bool, when: int) -> list[float]:
-        """Send, receive, or only take part in the barriers; return the numbers of a reading, valid where received."""
+    def _one_way(self, peer: int | None, own: Pace, *, sends: bool, when: int) -> Reading | None:
+        """Send, receive, or only take part in the barriers; return the reading of what was received."""
         outgoing = self._outgoing[: own.words] if sends else None
         incoming = self._incoming[: own.words] if peer is not None and not sends else None
         ends = (self._rank, peer or 0) if sends else (peer or 0, self._rank)
@@ -376,19 +345,22 @@ class _Links:
                     defects.append(defect(incoming, seed) or nothing)
                 rates = [calls * incoming.nbytes / seconds if seconds > 0 else math.inf for seconds in elapsed]
         if incoming is None:
-            return [-1.0] * _COLUMNS
-        wrong = next((one for one in defects if one != nothing), nothing)
-        return [*ends, stats.median(rates), min(rates), max(rates), incoming.nbytes, *wrong]
+            return None
+        return Reading(
+            sender=ends[0],
+            receiver=ends[1],
+            bytes_per_second=stats.median(rates),
+            low=min(rates),
+            high=max(rates),
+            payload_bytes=incoming.nbytes,
+            defect=next((one for one in defects if one != nothing), nothing),
+        )
 
     def _window(
         self, peer: int | None, outgoing: torch.Tensor | None, incoming: torch.Tensor | None, calls: int
     ) -> float:
         """Return the seconds of all calls of a window on this rank."""
-        self._clock.synchronize()
-        # Ahead of the barrier: a wait that each GPU counts in cycles of its own clock would pull them apart after it.
-        self._clock.get_ahead(1 + calls, seconds=window_seconds(self._round_seconds))
-        self.ranks.barrier()
-        with self._clock.region():
+        with self.ranks.window(self._clock, calls, seconds=window_seconds(self._round_seconds)):
             if peer is not None:
                 for _ in range(calls):
                     _exchange(self._group, outgoing, incoming, peer)
@@ -407,27 +379,6 @@ def _exchange(
         operations.append(dist.P2POp(dist.irecv, incoming, peer, group))
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-
-
-def _numbers(reading: Reading) -> list[float]:
-    """Return the numbers of a reading for the exchange."""
-    rates = (reading.bytes_per_second, reading.low, reading.high)
-    return [reading.sender, reading.receiver, *rates, reading.payload_bytes, *reading.defect]
-
-
-def _reading(row: Sequence[float]) -> Reading:
-    """Undo :func:`_numbers`."""
-    sender, receiver, payload_bytes = int(row[0]), int(row[1]), int(row[5])
-    count, offset, found, expected = (int(number) for number in row[6:])
-    return Reading(
-        sender=sender,
-        receiver=receiver,
-        bytes_per_second=row[2],
-        low=row[3],
-        high=row[4],
-        payload_bytes=payload_bytes,
-        defect=(count, offset, found, expected),
-    )
 
 
 def rounds_of(scope: Scope, places: Places, rank: int) -> tuple[Round, ...]:

@@ -408,13 +408,22 @@ def measure_matmul(
 
     Source: of the operations of a product, ``Shape.flops``.
     """
-    instead = "choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192"
-    shape = square_shape(n, dtype)
-    buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead, what=f"n={n}")
-    name = f"{device}: matmul {dtype} n={n}"
-    return _result(device, buffers, dtype, name, seed, multiply, clock, sampling, during)
+    return measure_shape(
+        device,
+        square_shape(n, dtype),
+        dtype=dtype,
+        sampling=sampling,
+        instead="choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192",
+        what=f"n={n}",
+        seed=seed,
+        during=during,
+        clock=clock,
+        multiply=multiply,
+        cache=cache,
+    )
 
 
+@releases_memory()
 def measure_shape(
     device: torch.device,
     shape: Shape,
@@ -422,6 +431,7 @@ def measure_shape(
     dtype: str,
     sampling: Sampling,
     instead: str,
+    what: str = "",
     seed: int = 0,
     during: AbstractContextManager[object] = NO_CONTEXT,
     clock: Clock | None = None,
@@ -435,13 +445,26 @@ def measure_shape(
     Args:
         shape: of the products.
         instead: how to ask for less memory, for the message.
+        what: the shape's name in messages; by default as it is formatted.
         others: as for ``measure_matmul``.
 
     Raises: as ``measure_matmul``.
     """
-    buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead)
-    name = f"{device}: matmul {dtype} {shape}"
-    return _result(device, buffers, dtype, name, seed, multiply, clock, sampling, during)
+    buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead, what=what)
+    name, by = f"{device}: matmul {dtype} {what or shape}", multiply or multiplier(device, buffers.kind)
+    with numerics(buffers.kind.float32_precision):
+        products = Products(device, buffers, name=name, seed=seed, multiply=by)
+        rate = measure_rate(products, clock or clock_for(device), sampling=sampling, during=during)
+    return MatmulResult(
+        tflops=rate.per_second.scaled(shape.flops / 1e12),
+        shape=shape,
+        dtype=dtype,
+        seed=seed,
+        flops_per_iter=shape.flops,
+        iters=rate.timed,
+        verified_products=rate.verified + 2 * buffers.sets,
+        operand_sets=buffers.sets,
+    )
 
 
 def best_square(tflops: Mapping[int, Series]) -> BestSquare:
@@ -514,35 +537,6 @@ def prepare_shape(
 def multiplier(device: torch.device, kind: Arithmetic) -> Multiply:
     """Return a function that multiplies matrices of this kind: ``torch.mm``, and torch's scaled product for fp8."""
     return scaled_product(device) if kind.is_scaled else _mm
-
-
-@releases_memory()
-def _result(
-    device: torch.device,
-    buffers: Buffers,
-    dtype: str,
-    name: str,
-    seed: int,
-    multiply: Multiply | None,
-    clock: Clock | None,
-    sampling: Sampling,
-    during: AbstractContextManager[object],
-) -> MatmulResult:
-    by = multiply or multiplier(device, buffers.kind)
-    with numerics(buffers.kind.float32_precision):
-        products = Products(device, buffers, name=name, seed=seed, multiply=by)
-        rate = measure_rate(products, clock or clock_for(device), sampling=sampling, during=during)
-    flops = buffers.shape.flops
-    return MatmulResult(
-        tflops=rate.per_second.scaled(flops / 1e12),
-        shape=buffers.shape,
-        dtype=dtype,
-        seed=seed,
-        flops_per_iter=flops,
-        iters=rate.timed,
-        verified_products=rate.verified + 2 * buffers.sets,
-        operand_sets=buffers.sets,
-    )
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

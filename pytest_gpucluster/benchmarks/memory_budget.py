@@ -134,6 +134,12 @@ UNKNOWN_BYTES = 2**52
 """Stands for unknown free memory in an exchange: then the allocation itself fails if there is too little."""
 
 
+def free_on_all(ranks: Ranks, device: torch.device) -> list[float]:
+    """Return the free bytes on each rank; ``UNKNOWN_BYTES`` where unknown. Collective: every rank must call this."""
+    free = free_bytes(device)
+    return [its for [its] in ranks.gather([UNKNOWN_BYTES if free is None else free])]
+
+
 def require_free_on_all(ranks: Ranks, free: Sequence[float], needed_bytes: int, what: str, *, instead: str) -> None:
     """Check that every rank has enough memory, on all of them alike.
 

@@ -293,7 +293,10 @@ def test_ranks_that_do_not_measure_the_same_are_told_so_on_all_ranks():
         """,
     )
     assert said[0] == said[1]
-    same = "EnvironmentBroken: the ranks do not measure the same: rank 1 {}, rank 0 4 kB fp32. Give all nodes the same"
+    same = (
+        "EnvironmentBroken: the ranks do not measure the same: rank 1 all_reduce of {}, rank 0 all_reduce of 4 kB "
+        "fp32. Give all nodes the same"
+    )
     for line, found in zip(said[0], ("8 kB fp32", "4 kB bf16", "4 kB fp32 for other times"), strict=True):
         assert line.replace("4000 B", "4 kB").replace("8000 B", "8 kB").startswith(same.format(found))
 
@@ -301,8 +304,8 @@ def test_ranks_that_do_not_measure_the_same_are_told_so_on_all_ranks():
 def test_one_rank_without_memory_is_named_on_all_ranks():
     said = run_ranks(
         """
-        from pytest_gpucluster.benchmarks import collectives
-        collectives.free_bytes = lambda device: 1000 if rank == 1 else 10**12
+        from pytest_gpucluster.benchmarks import memory_budget
+        memory_budget.free_bytes = lambda device: 1000 if rank == 1 else 10**12
         say(outcome(lambda: measured(Clocked(0.1))))
         """,
     )

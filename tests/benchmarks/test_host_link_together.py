@@ -158,8 +158,8 @@ def test_a_rank_without_what_it_needs_is_named_on_the_others(told):
 def test_ranks_that_measure_something_else_are_named_on_all(told):
     for of_rank in told:
         assert of_rank["different"] == (
-            "EnvironmentBroken: the ranks do not measure the same: rank 1 copies h2d 8 x 8 kB, rank 0 h2d 4 x 8 kB, or "
-            "for other times. Give all nodes the same suite, profile and workload"
+            "EnvironmentBroken: the ranks do not measure the same: rank 1 copies h2d 8 x 8 kB, rank 0 copies h2d 4 x "
+            "8 kB. Give all nodes the same suite, profile and workload"
         )
 
 

@@ -15,7 +15,7 @@ from pytest_gpucluster.benchmarks.links import sweep
 
 SCRIPT = """
 import time
-from pytest_gpucluster.benchmarks import links
+from pytest_gpucluster.benchmarks import links, memory_budget
 from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.errors import GpuClusterError
@@ -73,9 +73,9 @@ say([len(late.readings), [list(link) for link in late.left_out], late.seconds > 
 say(plain(swept(Timed(lambda peer: 0.0 if rank == 2 else 0.01))))
 say(plain(swept(Timed(), payload_bytes=65536 + 4 * rank)))
 say(plain(swept(Timed(), planned=ROUNDS if rank else ROUNDS[:1])))
-links.free_bytes = lambda device: 10 if rank == 2 else 10**12
+memory_budget.free_bytes = lambda device: 10 if rank == 2 else 10**12
 say(plain(swept(Timed())))
-links.free_bytes = lambda device: None
+memory_budget.free_bytes = lambda device: None
 
 heard = []
 swept(Timed(), progress=lambda step, of: heard.append([step, of]))
@@ -159,8 +159,8 @@ def test_a_clock_that_stands_still_ends_it_on_all_ranks(said: list[list[Any]]) -
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (7, "the ranks do not measure the same links: rank 1 sends 65540 B, rank 0 65536 B, and their rounds are the"),
-        (8, "the ranks do not measure the same links: rank 1 sends 65536 B, rank 0 65536 B, and their rounds are not"),
+        (7, "the ranks do not measure the same: rank 1 sends 65540 B in 3 rounds, rank 0 sends 65536 B in 3 rounds"),
+        (8, "the ranks do not measure the same: rank 1 sends 65536 B in 3 rounds, rank 0 sends 65536 B in 1 rounds"),
         (9, "rank 2: sending and receiving 65536 B with its verification needs "),
     ],
     ids=["sizes", "rounds", "memory"],
