@@ -20,6 +20,8 @@ from typing import Any
 from pytest_gpucluster.config.workload import predict
 from pytest_gpucluster.config.workload_loader import load
 from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.editor_schemas import limits_schema, workloads_schema
+from pytest_gpucluster.reports.results_json import results_schema
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -52,12 +54,17 @@ def files() -> dict[Path, str]:
     limits = loader.load(loader.shipped_path())
     return {
         DOCS / "reference.md": _program("reference")["page"](),
-        DOCS / "limits.md": _program("expected")["page"](limits),
-        DOCS / "floors.md": _program("floors")["page"](limits),
-        **_program("schemas")["pages"](),
+        **_program("limits")["pages"](limits),
+        **schemas(),
         _CRITERIA: _list_of_criteria(),
         **dict(_playbook()),
     }
+
+
+def schemas() -> dict[Path, str]:
+    """Return each JSON Schema: of the YAML files, for editors, and of results.json."""
+    made = {"thresholds": limits_schema(), "workloads": workloads_schema(), "results": results_schema()}
+    return {DOCS / f"{name}.schema.json": json.dumps(schema, indent=2) + "\n" for name, schema in made.items()}
 
 
 def _program(name: str) -> dict[str, Any]:

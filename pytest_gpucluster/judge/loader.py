@@ -386,60 +386,33 @@ class _Reader:
         if "source" not in body:
             self.file.fail(node, "source is missing; say where the figure comes from")
 
-    def _lint(
-        self,
-        limit: Limit,
-        metric: Metric,
-        body: Mapping[str, Any],
-        written: Mapping[str, str | None],
-    ) -> None:
+    def _lint(self, limit: Limit, metric: Metric, body: Mapping[str, Any], written: Mapping[str, str | None]) -> None:
+        def fail(name: str, problem: str) -> None:
+            self.file.fail(body[name][1], f"{name} {written[name]} is {problem}")
+
         if limit.min is not None and limit.max is not None and limit.min > limit.max:
-            self.file.fail(body["min"][1], f"min {written['min']} is above max {written['max']}")
+            fail("min", f"above max {written['max']}")
         if limit.expected is not None:
-            missed = ""
             if limit.min is not None and limit.expected < limit.min:
-                missed = f"below min {written['min']}"
+                fail("expected", f"below min {written['min']}; what is expected must keep the limit")
             elif limit.max is not None and limit.expected > limit.max:
-                missed = f"above max {written['max']}"
-            if missed:
-                self.file.fail(
-                    body["expected"][1],
-                    f"expected {written['expected']} is {missed}; what is expected must keep the limit",
-                )
+                fail("expected", f"above max {written['max']}; what is expected must keep the limit")
         peak = peak_of(metric, self.skus.get(limit.sku))
         if peak is None or "despite_peak" in body:
             return
-        for name, value in (("min", limit.min), ("expected", limit.expected)):
-            if value is not None:
-                self._lint_by_peak(name, value, peak, limit, metric, body, written)
-
-    def _lint_by_peak(
-        self,
-        name: str,
-        value: float,
-        peak: float,
-        limit: Limit,
-        metric: Metric,
-        body: Mapping[str, Any],
-        written: Mapping[str, str | None],
-    ) -> None:
+        most = 1.0 if metric.peak_is_bound else _MOST_OF_UNBOUND_PEAK
+        times = "" if metric.peak_is_bound else f"{most:g} times "
         sheet = f"{units.show(peak, metric.unit)}, the data sheet peak of {limit.sku}"
-        if value > (peak if metric.peak_is_bound else peak * _MOST_OF_UNBOUND_PEAK):
-            times = "" if metric.peak_is_bound else f"{_MOST_OF_UNBOUND_PEAK:g} times "
-            self.file.fail(
-                body[name][1],
-                f"{name} {written[name]} is above {times}{sheet}; lower it, or give the reason in despite_peak",
-            )
         # Between nodes a slow fabric is no mistake: the links in the node say nothing about it.
         between_nodes = metric.peak in datasheets.LINK_PEAKS and any(
             part.key == "nnodes" and part.low > 1 for part in limit.when
         )
-        if not between_nodes and value < peak * _LEAST_OF_PEAK:
-            self.file.fail(
-                body[name][1],
-                f"{name} {written[name]} is under {_LEAST_OF_PEAK * 100:g} % of {sheet}; check the unit, or give"
-                " the reason in despite_peak",
-            )
+        for name, value in (("min", limit.min), ("expected", limit.expected)):
+            if value is not None and value > most * peak:
+                fail(name, f"above {times}{sheet}; lower it, or give the reason in despite_peak")
+            if value is not None and not between_nodes and value < peak * _LEAST_OF_PEAK:
+                under = f"under {_LEAST_OF_PEAK * 100:g} % of {sheet}"
+                fail(name, f"{under}; check the unit, or give the reason in despite_peak")
 
     def _when(self, node: Node) -> tuple[Condition, ...]:
         body = self.file.mapping(node, "when", WHEN_KEYS) or {}

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 SET_UP, WARM_UP, MEASURING, VERIFYING, AGREEING = "set_up", "warm_up", "measuring", "verifying", "agreeing"
@@ -56,20 +56,21 @@ class Ledger:
         self._take()
         self._thread, self._entered = None, []
 
-    def enter(self, part: str) -> int:
-        """Begin a part; return the argument for ``leave``, which is 0 where nothing is counted."""
+    @contextmanager
+    def part(self, part: str) -> Iterator[None]:
+        """Count the time inside as that of a part, and end what was begun within it; elsewhere count nothing."""
         if self._thread != threading.get_ident():
-            return 0
-        self._take()
-        self._entered.append(part)
-        return len(self._entered)
-
-    def leave(self, entered: int) -> None:
-        """End a part, and whatever within it has not been ended."""
-        if not entered or self._thread != threading.get_ident() or len(self._entered) < entered:
+            yield
             return
         self._take()
-        del self._entered[entered - 1 :]
+        self._entered.append(part)
+        depth = len(self._entered)
+        try:
+            yield
+        finally:
+            if self._thread == threading.get_ident() and len(self._entered) >= depth:
+                self._take()
+                del self._entered[depth - 1 :]
 
     def move(self, part: str, seconds: float) -> None:
         """Move ``seconds`` of the time just counted from the open part to ``part``."""
@@ -96,22 +97,7 @@ LEDGER = Ledger()
 """Of the test that this process runs."""
 
 
-class _Counted:
-    __slots__ = ("_entered", "_part")
-
-    def __init__(self, part: str) -> None:
-        self._part, self._entered = part, 0
-
-    def __enter__(self) -> None:
-        self._entered = LEDGER.enter(self._part)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        LEDGER.leave(self._entered)
-
-
-def counted(part: str) -> _Counted:
+def counted(part: str) -> AbstractContextManager[None]:
     """Return a context manager whose time is that of ``part`` in the present test: "set_up", "warm_up", "measuring",
     "verifying" or "agreeing".
 
@@ -122,7 +108,7 @@ def counted(part: str) -> _Counted:
     """
     if part not in PARTS:
         raise ValueError(f"a part of a test is one of {', '.join(PARTS)}, not {part!r}")
-    return _Counted(part)
+    return LEDGER.part(part)
 
 
 def verified(seconds: float, *, still_busy: float) -> None:

@@ -17,9 +17,8 @@ from pytest_gpucluster.judge import limits, loader
 from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.node.health.xid_table import table
 
-EXPECTED = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "expected.py"), run_name="expected"))
+FIGURES_PROGRAM = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "limits.py"), run_name="limits"))
 """The program that writes the figures."""
-FLOORS = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "floors.py"), run_name="floors"))
 LIMITS = loader.load(loader.shipped_path())
 PHASES = ("discovery", "single-node", "fabric", "training", "lora")
 PLAYBOOK = {phase: page_named(f"docs/{phase}.md").text for phase in PHASES}
@@ -57,12 +56,12 @@ def test_the_command_of_a_phase_runs_the_criteria_of_its_page(phase: str, items:
 
 
 def test_the_page_of_limits_has_those_in_force_and_a_changed_one_is_seen() -> None:
-    assert {one.name for name in CRITERIA for one in EXPECTED.metrics_of(name)} == set(METRICS)
+    assert {one.name for name in CRITERIA for one in FIGURES_PROGRAM.metrics_of(name)} == set(METRICS)
     judged = {limit.metric for limit in LIMITS.limits if limit.sku != "cpu-rehearsal"}
     assert {name for name in judged if f"`{name}`" not in FIGURES.text} == set()
     which = ("matmul.bf16.tflops", "H100 SXM")
     changed = [replace(one, min=701.0) if (one.metric, one.sku) == which else one for one in LIMITS.limits]
-    assert ">= 701 of 989" in EXPECTED.page(replace(LIMITS, limits=tuple(changed)))
+    assert ">= 701 of 989" in FIGURES_PROGRAM.limits_page(replace(LIMITS, limits=tuple(changed)))
 
 
 def numbers(text: str) -> set[int]:

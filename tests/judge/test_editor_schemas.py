@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,8 @@ from pytest_gpucluster.metrics import measurement, units
 ROOT = Path(__file__).parents[2]
 
 
-def pages() -> dict[Path, str]:
-    spec = importlib.util.spec_from_file_location("gpucluster_schemas", ROOT / "docs" / "schemas.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made: dict[Path, str] = module.pages()
-    return made
-
-
 # Made before any test runs: other tests add metrics of their own.
-PAGES = pages()
+PAGES: dict[Path, str] = runpy.run_path(str(ROOT / "docs" / "generate.py"), run_name="generate")["schemas"]()
 SCHEMAS = {"limits": editor_schemas.limits_schema(), "workloads": editor_schemas.workloads_schema()}
 FILES = {"limits": loader.shipped_path(), "workloads": SHIPPED}
 

@@ -52,25 +52,23 @@ def counted_in(ledger: Ledger) -> dict[str, float]:
 
 def test_of_nested_parts_the_innermost_counts_and_all_parts_are_the_whole(clock: Clock, ledger: Ledger) -> None:
     clock.now += 1
-    measuring = ledger.enter(MEASURING)
-    clock.now += 10
-    verifying = ledger.enter(VERIFYING)
-    clock.now += 4
-    ledger.leave(verifying)
-    clock.now += 20
-    ledger.leave(measuring)
+    with ledger.part(MEASURING):
+        clock.now += 10
+        with ledger.part(VERIFYING):
+            clock.now += 4
+        clock.now += 20
     clock.now += 2
     assert counted_in(ledger) == {OTHER: 3, MEASURING: 30, VERIFYING: 4}
     assert sum(ledger.seconds()) == clock.now - 100
 
 
 def test_a_part_ends_with_what_was_begun_in_it_and_not_ended(clock: Clock, ledger: Ledger) -> None:
-    outer = ledger.enter(WARM_UP)
-    lost = ledger.enter(VERIFYING)
-    clock.now += 1
-    ledger.leave(outer)
+    late = ledger.part(VERIFYING)
+    with ledger.part(WARM_UP):
+        late.__enter__()
+        clock.now += 1
     clock.now += 5
-    ledger.leave(lost)  # too late to mean anything
+    late.__exit__(None, None, None)  # too late to mean anything
     clock.now += 7
     assert counted_in(ledger) == {VERIFYING: 1, OTHER: 12}
 
@@ -78,48 +76,36 @@ def test_a_part_ends_with_what_was_begun_in_it_and_not_ended(clock: Clock, ledge
 def test_between_tests_nothing_is_counted_and_attempts_are_one_sum(clock: Clock, ledger: Ledger) -> None:
     clock.now += 1
     ledger.close()
-    assert ledger.enter(MEASURING) == 0
-    clock.now += 10
-    ledger.leave(0)
-    ledger.move(VERIFYING, 3)
-    assert counted_in(ledger) == {OTHER: 1}
-    ledger.open()  # another attempt at the same test
-    clock.now += 2
-    assert counted_in(ledger) == {OTHER: 3}
+    with ledger.part(MEASURING):
+        clock.now += 10
+        ledger.move(VERIFYING, 3)
+        ledger.open()  # another attempt at the same test
+        clock.now += 2
+    assert counted_in(ledger) == {OTHER: 3}, "what was begun before a test is no part of it"
     ledger.clear()
     assert counted_in(ledger) == {}
-    ledger = Ledger(clock)
-    before = ledger.enter(MEASURING)
-    ledger.open()
-    clock.now += 3
-    ledger.leave(before)
-    assert counted_in(ledger) == {OTHER: 3}, "what was begun before a test is no part of it"
 
 
 def test_other_threads_change_nothing(clock: Clock, ledger: Ledger) -> None:
-    measuring = ledger.enter(MEASURING)
-
     def elsewhere() -> None:
-        entered = ledger.enter(VERIFYING)
-        clock.now += 5
-        ledger.leave(entered)
-        ledger.leave(measuring)
-        ledger.move(VERIFYING, 5)
+        with ledger.part(VERIFYING):
+            clock.now += 5
+            ledger.move(VERIFYING, 5)
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    clock.now += 1
-    ledger.leave(measuring)
+    with ledger.part(MEASURING):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        clock.now += 1
     assert counted_in(ledger) == {MEASURING: 6}
 
 
 @pytest.mark.parametrize(("seconds", "found"), [(3, {MEASURING: 7, VERIFYING: 3}), (99, {VERIFYING: 10})])
 def test_no_more_is_moved_than_there_was(clock: Clock, ledger: Ledger, seconds: float, found: dict[str, float]) -> None:
-    ledger.enter(MEASURING)
-    clock.now += 10
-    ledger.move(VERIFYING, seconds)
-    ledger.move(VERIFYING, -1)
+    with ledger.part(MEASURING):
+        clock.now += 10
+        ledger.move(VERIFYING, seconds)
+        ledger.move(VERIFYING, -1)
     assert counted_in(ledger) == found
 
 
