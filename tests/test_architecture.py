@@ -39,7 +39,7 @@ criteria: metrics config benchmarks
 judge: config metrics
 node: launch metrics judge
 agreement: launch metrics
-journal: metrics isolation judge agreement
+journal: metrics config isolation judge agreement
 reports: metrics judge journal
 recorder: launch agreement journal reports
 analysis: launch metrics config isolation judge journal reports

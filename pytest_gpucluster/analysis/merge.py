@@ -21,7 +21,6 @@ from pytest_gpucluster.analysis.merge_sources import (
     renumber,
     time_of,
 )
-from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import SCHEMA_VERSION, JournalBuilder
 from pytest_gpucluster.journal.records import OUTCOMES, Run, TestResult, failed_before
@@ -334,7 +333,7 @@ class _Merge:
         remarks: list[str] = []
         for journal in (source.journal for source in self.sources):
             if journal.workload is not None:
-                remarks += WorkloadRecord(**vars(journal.workload)).remarks
+                remarks += journal.workload.remarks
             for option, remark in (("sku", "judged as {} (--gpucluster-sku)"), ("thresholds", "limits overlaid by {}")):
                 if value := journal.run.option(option):
                     remarks.append(remark.format(value))

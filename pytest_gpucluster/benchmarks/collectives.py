@@ -38,7 +38,7 @@ from pytest_gpucluster.benchmarks.collective_payload import (
     source_of,
 )
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
@@ -289,7 +289,7 @@ def measure_collective(
     section = "all_reduce" if collective == "all_reduce" else "collectives"
     require_free_on_all(
         ranks,
-        free_on_all(ranks, device),
+        device,
         needed_bytes(payload_bytes, dtype, collective=collective, ranks=ranks.count),
         f"{what} with its verification",
         instead=f"leave this size out (--gpucluster-sizes, or --gpucluster-workload nccl.{section}.sizes=...)",

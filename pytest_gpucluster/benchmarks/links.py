@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
 from pytest_gpucluster.errors import InconclusiveMeasurement
 from pytest_gpucluster.isolation.link_matrix import Matrix, Reading, Scope
 from pytest_gpucluster.isolation.link_survey import Survey, matrix_of
@@ -240,7 +240,7 @@ def sweep(
     ranks.require_same(f"sends {show(payload_bytes, 'B')} in {len(rounds)} rounds", tuple(rounds), round_seconds)
     what = f"sending and receiving {show(payload_bytes, 'B')} with its verification"
     instead = "send less (--gpucluster-workload links.size=64MiB)"
-    require_free_on_all(ranks, free_on_all(ranks, device), needed_bytes(payload_bytes), what, instead=instead)
+    require_free_on_all(ranks, device, needed_bytes(payload_bytes), what, instead=instead)
     links = _Links(group, ranks, device, payload_bytes, round_seconds, clock or clock_for(device))
     found: list[Reading] = []
     begin, done, more = now(), 0, float(bool(rounds))

@@ -6,7 +6,7 @@ import functools
 import gc
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -140,16 +140,17 @@ def free_on_all(ranks: Ranks, device: torch.device) -> list[float]:
     return [its for [its] in ranks.gather([UNKNOWN_BYTES if free is None else free])]
 
 
-def require_free_on_all(ranks: Ranks, free: Sequence[float], needed_bytes: int, what: str, *, instead: str) -> None:
-    """Check that every rank has enough memory, on all of them alike.
+def require_free_on_all(ranks: Ranks, device: torch.device, needed_bytes: int, what: str, *, instead: str) -> None:
+    """Check that every rank has enough memory, on all of them alike. Collective: every rank must call this.
 
     Args:
         ranks: of the group.
-        free: bytes on each rank, as they were exchanged; ``UNKNOWN_BYTES`` where unknown.
+        device: this rank's.
         needed_bytes, what, instead: as for ``require_free``.
 
     Raises: EnvironmentBroken on all ranks, naming the one with the least.
     """
+    free = free_on_all(ranks, device)
     least = min(range(len(free)), key=free.__getitem__)
     if free[least] < needed_bytes:
         raise EnvironmentBroken(

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster.config.declaration import Criterion, Section, Span, Spec
 from pytest_gpucluster.metrics.catalogue import declared
+from pytest_gpucluster.metrics.codec import AnyText, to_json
 from pytest_gpucluster.metrics.sampling import Sampling
 
 PROFILES = ("quick", "full", "soak", "cpu")
@@ -55,15 +56,15 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadRecord:
-    """What was run, as reports state it."""
+    """What was run, as the journal and reports state it."""
 
-    profile: str
-    file: str
-    values: Mapping[str, str]
+    profile: str = ""
+    file: str = ""
+    values: Mapping[str, AnyText] = field(default_factory=dict)
     """Path of each key -> its value as written."""
-    origins: Mapping[str, str]
+    origins: Mapping[str, AnyText] = field(default_factory=dict)
     """Path of each key -> file, line and column; or where else, and how, an operator has set it."""
-    weakened: tuple[str, ...] = ()
+    weakened: tuple[AnyText, ...] = ()
     """Each ``key=value`` that an operator has set and that may ask for less than the file, with the file's value."""
 
     @property
@@ -88,20 +89,8 @@ class WorkloadRecord:
 
     def line(self) -> dict[str, Any]:
         """Return the journal's line."""
-        body = {"profile": self.profile, "file": self.file, "values": dict(self.values), "origins": dict(self.origins)}
-        return {"type": "workload", **body, **({"weakened": list(self.weakened)} if self.weakened else {})}
-
-    @classmethod
-    def from_line(cls, line: Mapping[str, Any]) -> WorkloadRecord:
-        """Read what :meth:`line` has made."""
-        weakened = tuple(line.get("weakened", ()))
-        return cls(
-            profile=line["profile"],
-            file=line["file"],
-            values=line["values"],
-            origins=line["origins"],
-            weakened=weakened,
-        )
+        body = {name: value for name, value in to_json(self).items() if value or name != "weakened"}
+        return {"type": "workload", **body}
 
     def __str__(self) -> str:
         over = f", overridden: {'; '.join(self.overridden)}" if self.overridden else ""

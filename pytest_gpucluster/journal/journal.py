@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.records import (
@@ -38,7 +39,6 @@ from pytest_gpucluster.journal.records import (
     Silence,
     Started,
     TestResult,
-    Workload,
     read_test_result,
 )
 from pytest_gpucluster.journal.verdict import Verdict
@@ -67,7 +67,7 @@ class Journal:
     cluster: Cluster | None = None
     limits: LimitsInForce | None = None
     environment: Environment | None = None
-    workload: Workload | None = None
+    workload: WorkloadRecord | None = None
     collected: tuple[CollectedTest, ...] | None = None
     has_manifest: bool = False
     """A criteria.txt next to the tests listed what an acceptance needs; absent criteria are among the results."""
@@ -256,7 +256,13 @@ def _require_readable(first: _Line, where: str) -> None:
         )
 
 
-_FIELD_OF = {"cluster": Cluster, "limits": LimitsInForce, "environment": Environment, "workload": Workload, "end": End}
+_FIELD_OF = {
+    "cluster": Cluster,
+    "limits": LimitsInForce,
+    "environment": Environment,
+    "workload": WorkloadRecord,
+    "end": End,
+}
 """Type of a line -> its record, which is the journal's field of that name."""
 
 

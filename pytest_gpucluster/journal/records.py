@@ -167,16 +167,6 @@ class Environment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The workload: sizes, shapes and times, each with its origin."""
-
-    profile: str = ""
-    file: str = ""
-    values: Mapping[str, AnyText] = field(default_factory=dict)
-    origins: Mapping[str, AnyText] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CollectedTest:
     """A test that is to run. Its names are the same at every world size."""
 

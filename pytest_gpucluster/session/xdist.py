@@ -27,6 +27,7 @@ from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.run_directory import ARTIFACTS
 from pytest_gpucluster.journal.test_record import TestRecord, unique
+from pytest_gpucluster.metrics.codec import read
 from pytest_gpucluster.metrics.measurement import Measurement
 from pytest_gpucluster.metrics.time_budget import LEDGER
 from pytest_gpucluster.reports.criterion_text import summary_text
@@ -382,7 +383,7 @@ class Controller:
                 self._run.send_cluster(self._who)
                 self._console.say(self._console.cluster())
         if body.get("workload") is not None:
-            self._take_workload(rank, WorkloadRecord.from_line(body["workload"]))
+            self._take_workload(rank, read(WorkloadRecord, body["workload"], f"worker {rank}"))
         if body["spent"] is not None:
             record.spent[rank] = body["spent"]
         outcome = RankOutcome.from_json(rank, body["outcome"]) if body["outcome"] else None

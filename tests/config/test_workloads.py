@@ -10,6 +10,7 @@ import pytest
 from pytest_gpucluster.config.workload import SECTIONS, WorkloadRecord, build
 from pytest_gpucluster.config.workload_loader import load
 from pytest_gpucluster.criteria import gpu
+from pytest_gpucluster.metrics.codec import read
 
 # All as it is shipped, but for some of each kind.
 SHIPPED = load(Path(__file__).parents[2] / "acceptance" / "workloads.yaml", profile="cpu").workload
@@ -44,7 +45,7 @@ def test_the_values_of_the_keys_become_a_workload() -> None:
 
 
 def test_what_was_run_goes_on_record_and_comes_back() -> None:
-    assert WorkloadRecord.from_line(RECORD.line()) == RECORD
+    assert read(WorkloadRecord, RECORD.line(), "a line") == RECORD
     assert RECORD.overridden == ["matmul.window=5 s"], "what the file does not say"
     assert str(RECORD) == "quick (acceptance/workloads.yaml), overridden: matmul.window=5 s"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import nn
 from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS
 from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import UNKNOWN_BYTES, free_bytes, releases_memory, require_free_on_all
+from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
 from pytest_gpucluster.benchmarks.training.ddp import Replicate, replicate
 from pytest_gpucluster.benchmarks.training.model import Decoder, make_decoder, missing_flash_attention, on_meta
@@ -197,21 +196,13 @@ def throughput(
 
 def _agree(ranks: Ranks, device: torch.device, setup: Setup, sampling: Sampling, in_parts: bool) -> None:
     """Find on all ranks what would let some wait for others that do something else, or that have failed."""
-    free = free_bytes(device)
-    mine = [zlib.crc32(repr((setup, sampling, in_parts)).encode()), UNKNOWN_BYTES if free is None else free]
-    of_ranks = ranks.gather(mine)
-    for index, (measured, _) in enumerate(of_ranks):
-        if measured != of_ranks[0][0]:
-            raise EnvironmentBroken(
-                f"the ranks do not train the same: {ranks.name(index)} has another setup than {ranks.name(0)}. Give "
-                "all nodes the same suite, profile and workload"
-            )
     what = (
         f"training {setup.geometry.parameters / 1e6:.4g}M parameters by {setup.strategy} on {ranks.count} ranks with "
         f"{setup.tokens} tokens each"
     )
     instead = "choose a smaller batch or model for this test by --gpucluster-workload"
-    require_free_on_all(ranks, [its for _, its in of_ranks], setup.needed_bytes(ranks.count), what, instead=instead)
+    ranks.require_same(what, setup, sampling, in_parts)
+    require_free_on_all(ranks, device, setup.needed_bytes(ranks.count), what, instead=instead)
 
 
 def _compiles(ranks: Ranks, device: torch.device, components: Components) -> tuple[bool, str]:
@@ -413,8 +404,7 @@ class _Steps:
         if self._ranks.count == 1:
             return parts | {COMMUNICATION: 0.0}
         needed = GATHERED_BYTES * self._setup.geometry.parameters if self._setup.strategy == "fsdp" else 0
-        free = free_bytes(self._device)
-        least = min(bytes_free for [bytes_free] in self._ranks.gather([UNKNOWN_BYTES if free is None else free]))
+        least = min(free_on_all(self._ranks, self._device))
         if least < needed:
             notes.append(
                 f"{COMMUNICATION} is unknown: a step without exchange needs {needed / 1e9:.3g} GB more on each rank, "

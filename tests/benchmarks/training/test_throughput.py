@@ -16,6 +16,7 @@ import torch
 from verdicts import world_of
 
 from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.training import throughput as module
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
@@ -121,7 +122,7 @@ def test_weights_that_stop_moving_are_named():
 
 
 def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
-    monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"rank 0: training 0\.06163M parameters by.* 1 ranks with 32 tokens"):
         alone(replace(COMPONENTS, make=None))
 
@@ -160,15 +161,15 @@ def test_any_other_error_stays_what_it_is():
 
 
 def test_ranks_that_would_train_something_else_are_reported_on_all_of_them():
-    ranks = SimpleNamespace(
-        count=2, name="rank {}".format, gather=lambda numbers: [numbers, [numbers[0] + 1, numbers[1]]]
-    )
-    with pytest.raises(EnvironmentBroken, match=r"rank 1 .*another setup.* 0"):
+    ranks = Ranks(None, CPU)
+    ranks.name = "rank {}".format
+    ranks.gather_objects = lambda mine: [mine, ("training by fsdp", mine[1])]
+    with pytest.raises(EnvironmentBroken, match=r"not measure the same: rank 1 training by fsdp, rank 0 .* by ddp "):
         module._agree(ranks, CPU, setup(), SAMPLING, True)
 
 
 def test_without_memory_for_whole_weights_the_exchange_is_not_known(monkeypatch):
-    monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
     monkeypatch.setattr(module, "time_parts", lambda *given, steps: {"forward": 1.0})
     steps = SimpleNamespace(
         _ranks=SimpleNamespace(count=2, gather=lambda numbers: [numbers, numbers]),
