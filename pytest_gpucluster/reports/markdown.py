@@ -9,6 +9,7 @@ comment for 65,536 characters.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -103,7 +104,6 @@ class _Page:
 
     def __init__(self, beginning: str) -> None:
         self._parts = [beginning]
-        # Every table may need a line about rows left out, and the page one at its end.
         self._free = MOST_BYTES - _size(beginning) - _size(_LAST)
 
     def add(self, heading: str, head: Cells, rows: Sequence[Cells]) -> None:
@@ -115,28 +115,16 @@ class _Page:
         self._add(f"\n<details>\n<summary>{summary} ({len(rows)})</summary>\n\n", head, rows, "\n</details>\n")
 
     def _add(self, above: str, head: Cells, rows: Sequence[Cells], below: str) -> None:
-        if not rows:
-            return
         top = f"{above}{_line(head)}{_line(['---'] * len(head))}"
-        spare = _size(_left_out(len(rows), len(rows))) + _size(below)
-        lines, free = [], self._free - _size(top) - spare
-        for cells in rows:
-            line = _line(cells)
-            free -= _size(line)
-            if free < 0:
-                break
-            lines.append(line)
-        if not lines:
-            # No row fits: only the note, if that fits.
-            note = f"\n{_left_out(len(rows), len(rows))}"
-            if _size(note) <= self._free:
-                self._parts.append(note)
-                self._free -= _size(note)
-            return
-        note = _left_out(len(rows) - len(lines), len(rows)) if len(lines) < len(rows) else ""
-        part = f"{top}{''.join(lines)}{note}{below}"
-        self._parts.append(part)
-        self._free -= _size(part)
+        # Every table may need a line about rows left out.
+        free = self._free - _size(top) - _size(below) - _size(_left_out(len(rows), len(rows)))
+        lines = list(map(_line, rows))
+        kept = sum(used <= free for used in itertools.accumulate(map(_size, lines)))
+        note = _left_out(len(rows) - kept, len(rows)) if kept < len(rows) else ""
+        part = f"{top}{''.join(lines[:kept])}{note}{below}" if kept else note and f"\n{note}"
+        if _size(part) <= self._free:  # of a table without rows only the note, if that fits
+            self._parts.append(part)
+            self._free -= _size(part)
 
     def end(self) -> str:
         """Return the page."""

@@ -59,7 +59,6 @@ class Link:
 
     name: str
     href: str
-    size: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ class RunFiles:
         relative = os.path.relpath(os.path.abspath(path), os.path.abspath(base))
         # The dot keeps a first part with a colon from being taken for a scheme.
         href = "./" + quote(Path(relative).as_posix().encode("utf-8", "surrogateescape"), safe="/")
-        return Link(name=name, href=href, size=_size(path))
+        return Link(name=name, href=href)
 
 
 def _files(place: Path) -> Iterator[Path]:
@@ -115,18 +114,6 @@ def _files(place: Path) -> Iterator[Path]:
             path = Path(directory, name)
             if path.is_file() and not path.is_symlink():
                 yield path
-
-
-def _size(path: Path) -> str:
-    try:
-        size = float(path.stat().st_size)
-    except OSError:
-        return "size unknown"
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError("GB is the last unit")
 
 
 _PROBES = 64
