@@ -1,4 +1,4 @@
-"""What the sections of ``report.html`` say, and where: below a row, and about runs that were merged or compared."""
+"""What the sections of ``report.html`` say, and where: about merged and compared runs, culprits, and advice."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any
 
 from each import of_each
 
+from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, Outcome
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import MergedFrom, Run, TestResult
+from pytest_gpucluster.metrics.finding import Finding, Identity
+from pytest_gpucluster.reports.findings import isolation_of
 from pytest_gpucluster.reports.html import page
+from pytest_gpucluster.reports.html.criterion import advice_in, search_values
+from pytest_gpucluster.session import isolation
 
 BASELINE = {"kind": "regressed", "rank": 3, "old": {"value": 781.0}, "change_ratio": -0.052, "why": "beyond noise"}
 
@@ -82,3 +87,76 @@ def test_a_pass_after_a_failure_and_one_that_was_not_judged_say_so_in_their_row(
     document = page_of(TestResult(**passed, attempts=3, properties=attempts), TestResult(**passed, unjudged="no SKU"))
     rows = [text_of(row) for row in re.findall(r'<tr class="why[^>]*>(.*?)</tr>', document, re.DOTALL)]
     assert rows == ["attempt 1: failed: 585 TFLOPS", "not judged: no SKU"]
+
+
+NAMES = {0: "gpu-01", 1: "gpu-02", 2: "gpu-03"}
+
+
+def searched(**changes: Any) -> dict[str, Any]:
+    found = IsolationResult(
+        culprits=(Culprit(units=(1,), kind="unit", failed=2, probes=3, evidence=("round 1, alone: 212 GB/s",)),),
+        cleared=(0,),
+        undecided=(2,),
+        rounds=((Outcome(members=(0, 1), busbw=212.0), Outcome(members=(2,), busbw=None, failure="timed out")),),
+        why_undecided="no time",
+        reproduced=True,
+    )
+    return {**isolation.isolation_json(found, NAMES, seconds=12.3), **changes}
+
+
+def shown(**changes: Any) -> dict[str, Any]:
+    values = search_values(isolation_of(searched(**changes)))
+    assert values is not None
+    return values
+
+
+def test_a_search_is_shown_as_the_product_writes_it_and_a_link_with_both_ends() -> None:
+    search = shown()
+    culprits = [(each["name"], each["failed_probes"]) for each in search["culprits"]]
+    assert culprits == [("gpu-02", "failed 2 of 3 probes: intermittent")]
+    assert (search["cleared"], search["undecided"]) == ("gpu-01", "gpu-03: no time")
+    culprit = {"units": [0, 2], "kind": "link", "failed": 3, "probes": 3, "intermittent": False, "evidence": []}
+    assert shown(culprits=[culprit])["culprits"][0]["name"].endswith("between gpu-01 and gpu-03")
+    assert re.search("not reproduced.*rank lost", shown(culprits=[], reproduced=False, cut_short="rank lost")["result"])
+
+
+def test_a_form_of_another_version_is_reported() -> None:
+    search = shown(culprits=[{"units": "gpu-02"}])
+    assert "culprits[0].units must be a list, found 'gpu-02'; see the journal" in search["undecided"]
+    assert search["culprits"] == []
+
+
+GPU = Identity(host="gpu-02", index=3, uuid="GPU-1", serial="165", pci="00000000:5D:00.0")
+
+
+def finding(**changes: str) -> Finding:
+    fields = {
+        "code": "ecc.uncorrected",
+        "found": "2 errors: since reboot",
+        "allowed": "0",
+        "remedy": "drain; reset",
+    }
+    return Finding(kind="hardware", gpu=GPU, **{**fields, **changes})
+
+
+def test_a_finding_of_the_health_criterion_is_taken_apart_as_it_writes_it() -> None:
+    (found,) = advice_in([f"1 finding\n  {finding()}\nE   assert not findings"])
+    assert found.where == str(GPU)
+    assert (found.code, found.kind, found.allowed) == ("ecc.uncorrected", "hardware", "0")
+    assert found.found == "2 errors: since reboot"
+    assert found.remedy == "drain; reset"
+
+
+def test_the_same_advice_stands_once_and_lines_of_source_code_are_none() -> None:
+    text = f"{finding()}\nE       what to do: reboot\n>       raise Error('what to do: nothing')\nwhat to do: reboot"
+    assert [each.remedy for each in advice_in([text, text])] == ["drain; reset", "reboot"]
+    assert advice_in(["585 TFLOPS < 700 TFLOPS", "", "what to do:", "someone: x (hardware): half a finding"]) == ()
+
+
+def test_a_hostile_text_takes_no_long_time_and_stays_bounded() -> None:
+    text = "\n".join(
+        ["a: " * 5000 + "x (hardware): " + "; allowed: " * 2000, *(f"what to do: {i}" for i in range(900))]
+    )
+    found = advice_in([text])
+    assert len(found) == 64
+    assert max(len(each.remedy) for each in found) <= 600
