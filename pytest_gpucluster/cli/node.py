@@ -177,14 +177,6 @@ FRAME_SECONDS = 0.5
 def _watch_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--interval SECONDS", "time between two samples", type=number(0.2, 3600), default=1.0)
     add_option(parser, "--once", "print one sample after one interval, and end")
-    add_option(parser, "--gpus INDEX,...", "only these GPUs, by their numbers in nvidia-smi", type=_indices)
-
-
-def _indices(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a list of numbers such as 0,1")
-    return tuple(sorted({int(part) for part in parts}))
 
 
 def _watch(options: argparse.Namespace) -> int:
@@ -198,18 +190,13 @@ def _watch(options: argparse.Namespace) -> int:
     from pytest_gpucluster.node.health.node_state import NodeState
     from pytest_gpucluster.runners.ssh_job import handling
 
-    state = NodeState(options.interval, only=options.gpus)
+    state = NodeState(options.interval)
     with file_errors(NO_OUTPUT, "this node cannot be read"):
         reader = NodeReader(state.take, options.interval)
     try:
         with handling((signal.SIGTERM, signal.SIGHUP), _exit_on_signal):
             # Rates need two samples.
             state.wait(2 if options.once else 1, options.interval + ANSWER_SECONDS)
-            if unknown := state.unknown():
-                known = ", ".join(str(gpu["index"]) for gpu in state.listed()) or "none"
-                raise CommandError(
-                    USAGE, f"--gpus {','.join(map(str, unknown))}: this node has no such GPU; it has: {known}"
-                )
             return _show(options, state)
     except KeyboardInterrupt:
         return DONE
@@ -408,15 +395,15 @@ COMMAND = Group(
             arguments=_watch_arguments,
             examples="""\
                 gpucluster node watch
-                gpucluster node watch --gpus 0,1 --interval 5
+                gpucluster node watch --interval 5
                 gpucluster node watch --once
                 ssh -t gpu-07 gpucluster node watch
                 """,
             codes=exit_codes(
                 {
-                    DONE: "ended by Ctrl-C; with --once: every selected GPU has answered",
+                    DONE: "ended by Ctrl-C; with --once: every GPU has answered",
                     NEGATIVE: "with --once: there is no GPU, or one of them has not answered; the others are shown",
-                    USAGE: "wrong usage, or --gpus names a GPU that does not exist",
+                    USAGE: "wrong usage",
                     NO_OUTPUT: "no process could be started to read the node; or the output cannot be written",
                     129: "ended by SIGHUP, because its terminal was closed",
                     143: "ended by SIGTERM",

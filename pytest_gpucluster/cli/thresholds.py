@@ -262,11 +262,16 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "metrics", metavar="METRIC", nargs="*", help="default: all; matmul. selects all that begin with it"
     )
-    add_option(parser, "--sku NAME", "a SKU, or words of its name: H100 selects every H100", required=True)
+    add_option(parser, "--sku NAME", "the SKU, such as H100 SXM", required=True)
     add_option(parser, "--world-size N", "ranks of the run", type=whole_number())
     add_option(parser, "--nnodes N", "nodes of the run", type=whole_number())
-    add_option(parser, "--transport NAME", "the same as --label transport=NAME, such as NET/IB")
-    add_option(parser, "--label KEY=VALUE", "a label of the measurement", type=key_value, action="append")
+    add_option(
+        parser,
+        "--label KEY=VALUE",
+        "a label of the measurement, such as transport=NET/IB",
+        type=key_value,
+        action="append",
+    )
     add_thresholds(parser)
 
 
@@ -301,7 +306,7 @@ def _explain(options: argparse.Namespace) -> int:
     not. Conditions that are not named, such as a size, are left open.
     """
     known = {key: str(options.__dict__[key]) for key in ("world_size", "nnodes") if options.__dict__[key]}
-    known |= dict(options.label) | ({"transport": options.transport} if options.transport else {})
+    known |= dict(options.label)
     return explain_sku(options.sku, options.metrics, options.thresholds, known)
 
 

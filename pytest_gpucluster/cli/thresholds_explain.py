@@ -28,23 +28,20 @@ def explain_sku(sku: str, names: Sequence[str], files: Sequence[Path], known: Ma
     """Print the limits of a SKU, and return the exit code.
 
     Args:
-        sku: its name, or words of it.
+        sku: its name.
         names: of metrics; none means all that have an entry.
         files: that override the shipped limits.
         known: facts of the run and labels of the measurement.
     """
     limits = load_limits(files)
-    skus = _select_skus(sku, list(limits.skus))
-    if not skus:
+    if sku not in limits.skus:
         raise _unknown_sku(sku, limits, USAGE)
-    found = _select_metrics(names, limits.metrics)
     code = DONE
-    for name in skus:
-        conditions = ", ".join(f"{key} {value}" for key, value in known.items())
-        _print(0, f"{name}: {conditions or 'of any topology'}")
-        for metric in found:
-            decided = _explain_metric(limits, metric, sku=name, known=known, with_others=bool(names))
-            code = max(code, DONE if decided or not names else NEGATIVE)
+    conditions = ", ".join(f"{key} {value}" for key, value in known.items())
+    _print(0, f"{sku}: {conditions or 'of any topology'}")
+    for metric in _select_metrics(names, limits.metrics):
+        decided = _explain_metric(limits, metric, sku=sku, known=known, with_others=bool(names))
+        code = max(code, DONE if decided or not names else NEGATIVE)
     return code
 
 
@@ -91,14 +88,6 @@ def _published_text(limit: Limit, support: Support) -> str:
 def _unknown_sku(sku: str, limits: Thresholds, code: int) -> CommandError:
     known = ", ".join(limits.skus)
     return CommandError(code, f"--sku {sku}: no such SKU; known are {known}{did_you_mean(sku, limits.skus)}")
-
-
-def _select_skus(asked: str, known: Sequence[str]) -> list[str]:
-    """Return the SKU of this name, or all with these words in their names."""
-    if asked in known:
-        return [asked]
-    words = set(asked.upper().replace("-", " ").split())
-    return [name for name in known if words and words <= set(name.upper().replace("-", " ").split())]
 
 
 def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[str]:

@@ -121,7 +121,7 @@ def _gpu_title(node: Node) -> Line:
     if node.why_no_gpus:
         return _warning(f"GPUs: none: {node.why_no_gpus}")
     if not node.gpus:
-        return _warning("GPUs: none of those that were asked for")
+        return _warning("GPUs: none")
     if all(gpu.is_stale for gpu in node.gpus):
         ages = [gpu.age_seconds for gpu in node.gpus if gpu.age_seconds is not None]
         since = f" for {min(ages):.0f} s" if ages else ""

@@ -107,34 +107,33 @@ _LOOKUP_TRIES = 150
 
 # `gpucluster verdict` writes the result from the journal; if the launcher fails after a pass, it is no pass. The
 # arguments are torchrun's, without its module name.
-_NODE_SCRIPT = f"""\
-report={{report}}-"$JOB_COMPLETION_INDEX"
+_RUN_SCRIPT = f"""\
 "$0" -m {LAUNCHER} "$@" --gpucluster-report-dir="$report" --junitxml="$report/junit.xml"
 launcher=$?
+[ "$rank" -ne 0 ] && exit "$launcher"
 "$0" -m pytest_gpucluster verdict "$report" --json {_RESULT_FILE}
 verdict=$?
 [ "$launcher" -ne 0 ] && [ "$verdict" -eq 0 ] && exit 11
 exit "$verdict"
 """
 
+_NODE_SCRIPT = """\
+report={report}-"$JOB_COMPLETION_INDEX"
+rank=0
+"""
+
 # The cluster's DNS knows a pod's name only some time after the pod has its address. The pod of index 0 has rank 0 and
 # the journal.
 _JOINT_SCRIPT = f"""\
 report={{report}}
+rank="$JOB_COMPLETION_INDEX"
 tries=0
 until "$0" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' {{master}} 2>/dev/null; do
   tries=$((tries + 1))
   [ "$tries" -ge {_LOOKUP_TRIES} ] && echo "ERROR: no address of {{master}}" && exit 11
   sleep 2
 done
-set -- --node-rank="$JOB_COMPLETION_INDEX" "$@"
-"$0" -m {LAUNCHER} "$@" --gpucluster-report-dir="$report" --junitxml="$report/junit.xml"
-launcher=$?
-[ "$JOB_COMPLETION_INDEX" -ne 0 ] && exit "$launcher"
-"$0" -m pytest_gpucluster verdict "$report" --json {_RESULT_FILE}
-verdict=$?
-[ "$launcher" -ne 0 ] && [ "$verdict" -eq 0 ] && exit 11
-exit "$verdict"
+set -- --node-rank="$rank" "$@"
 """
 
 
@@ -150,7 +149,7 @@ def node_job(
         hosts: of the nodes, their labels ``kubernetes.io/hostname``.
         report_dir: in the pod.
     """
-    script = _NODE_SCRIPT.format(report=_quote(f"{report_dir}/{sweep}/alone"))
+    script = _NODE_SCRIPT.format(report=_quote(f"{report_dir}/{sweep}/alone")) + _RUN_SCRIPT
     return _job(
         f"{sweep}-alone",
         sweep,
@@ -167,7 +166,7 @@ def joint_job(
     """Return the Job with one pod on each survivor, with the rendezvous on the pod of index 0."""
     name = f"{sweep}-together"
     master = f"{name}-0.{name}"
-    script = _JOINT_SCRIPT.format(report=_quote(f"{report_dir}/{sweep}/together"), master=master)
+    script = _JOINT_SCRIPT.format(report=_quote(f"{report_dir}/{sweep}/together"), master=master) + _RUN_SCRIPT
     command = [script, *_launcher_arguments(plan.joint_command(len(hosts), master))]
     job = _job(name, sweep, template, hosts, command, seconds=plan.joint_seconds)
     job["spec"]["template"]["spec"]["subdomain"] = name

@@ -38,7 +38,6 @@ def test_what_follows_the_dashes_is_for_somebody_else_where_the_command_starts_s
         *(f"runs {words} much" for words in ("compare a b --fail", "fleet a --behind", "crosscheck a --beyond")),
         *(f"node {words}" for words in ("", "info gpus", "nccl-env --format toml")),
         *(f"node watch --interval {seconds}" for seconds in ("0", "-1", "nan", "inf", "0.1", "4000", "soon")),
-        *(f"node watch --gpus {gpus}" for gpus in ("a", "0,,1", "-1", "99999", "\N{ARABIC-INDIC DIGIT ONE}")),
         *(f"lora reference-curve {words}" for words in ("", "x.csv", "--out x")),
         *(f"certificate {words}" for words in ("", "create a b", "create a --sha256 x", "verify", "verify a b")),
         *(f"certificate {words}" for words in ("verify a --out x", "verify a --even-though-not-accepted", "diff a")),

@@ -120,21 +120,11 @@ def test_a_transport_is_a_label_like_others(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     entry = "      link.bandwidth: {when: {transport: NET/IB}, min: 40 GB/s, source: we}\n"
     path.write_text(MINE + entry)
-    words = ["--sku", "H100 SXM", "--thresholds", str(path), "link.bandwidth", "--transport"]
-    assert main.main(["thresholds", "explain", *words, "NET/IB"]) == 0
+    words = ["--sku", "H100 SXM", "--thresholds", str(path), "link.bandwidth", "--label"]
+    assert main.main(["thresholds", "explain", *words, "transport=NET/IB"]) == 0
     assert f"{path}:6:23decides:atleast40GB/s" in "".join(capsys.readouterr().out.split())
-    assert main.main(["thresholds", "explain", *words, "NET/Socket"]) == 0
+    assert main.main(["thresholds", "explain", *words, "transport=NET/Socket"]) == 0
     assert "transport is NET/Socket" in " ".join(capsys.readouterr().out.split())
-
-
-def test_words_of_a_sku_mean_all_that_have_them(capsys):
-    assert main.main(["thresholds", "explain", "--sku", "h100", "matmul.bf16.tflops"]) == 0
-    out = capsys.readouterr().out
-    assert [line.partition(":")[0] for line in out.splitlines() if line.startswith("H100")] == [
-        "H100 SXM",
-        "H100 PCIe",
-        "H100 NVL",
-    ]
 
 
 def test_without_a_metric_all_that_decides_is_reported(capsys):

@@ -7,8 +7,7 @@ As a program it does so for every kustomization below deploy/kubernetes, or for 
 It ends with 0 where nothing is wrong, with 1 where something is, and with 2 where it could not look.
 
 What a schema cannot say is looked at here as well: a volume that is mounted must be there, and so must the ConfigMap
-that a pod reads. Kubernetes takes such a manifest, and its pods wait for ever. And a RoleBinding whose ServiceAccount
-has no namespace is refused, while the rest of the overlay is applied.
+that a pod reads. Kubernetes takes such a manifest, and its pods wait for ever.
 """
 
 from __future__ import annotations
@@ -166,11 +165,6 @@ def reference_problems(documents: Sequence[Mapping[str, Any]]) -> list[str]:
         name = str(document["metadata"]["name"])
         if not _SUBDOMAIN.fullmatch(name) or len(name) > 63:
             found.append(f"{name_of(document)}: no name that Kubernetes takes")
-        found += [
-            f"{name_of(document)}: the subject {subject['name']} has no namespace: the overlay must have one"
-            for subject in document.get("subjects") or ()
-            if subject["kind"] == "ServiceAccount" and not subject.get("namespace")
-        ]
         for where, template in pod_templates(document):
             found += [
                 f"{name_of(document)}: {where}: {problem}" for problem in _dangling(template["spec"], document, there)
@@ -246,8 +240,7 @@ def dangers(documents: Sequence[Mapping[str, Any]]) -> list[str]:
                 if capabilities.get("drop") != ["ALL"]:
                     found.append("capabilities")
                 found += capabilities.get("add", [])
-            # The CronJob alone speaks with the API server.
-            if spec.get("automountServiceAccountToken") is not (document["kind"] == "CronJob"):
+            if spec.get("automountServiceAccountToken") is not False:
                 found.append("token")
     return found
 

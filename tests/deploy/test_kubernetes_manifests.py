@@ -139,9 +139,8 @@ def test_nothing_is_privileged_but_what_rdma_needs(rendered):
 
 RIGHTS = {"rdma": ["root", "IPC_LOCK"], "host-network": ["hostNetwork"], "nccl-gcp": ["hostPath"]}
 BESIDE = {
-    "cleanup": "namespace: gpu\n",
     "thresholds": "configMapGenerator:\n  - {name: gpucluster-thresholds, files: [thresholds.yaml]}\n"
-    "generatorOptions: {disableNameSuffixHash: true}\n",
+    "generatorOptions: {disableNameSuffixHash: true}\n"
 }
 """Component -> what an overlay has to say as well."""
 
@@ -221,11 +220,6 @@ def production(overlay, old, new):
     return overlay(
         text.replace(old, new).replace("../../", "KUBERNETES/"), gpus_yaml=(folder / "gpus.yaml").read_text()
     )
-
-
-def test_the_rights_of_the_cleanup_need_the_namespace_of_the_overlay(overlay):
-    [problem] = manifests.reference_problems(overlay(with_component("cleanup")))
-    assert problem.startswith("RoleBinding/gpucluster-cleanup: ")
 
 
 def test_production_does_with_a_restricted_namespace_where_everybody_may_lock_memory(overlay):

@@ -59,8 +59,7 @@ class NodeState:
 
     Args:
         interval_seconds: of the reader.
-        only: indices of the GPUs to include; None: all.
-        uuids: the same by UUID.
+        uuids: of the GPUs to include; None: all.
         now: seconds of the monotonic clock, which the reader uses too.
     """
 
@@ -68,12 +67,11 @@ class NodeState:
         self,
         interval_seconds: float,
         *,
-        only: Collection[int] | None = None,
         uuids: Collection[str] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stale_after = max(STALE_SECONDS, STALE_INTERVALS * interval_seconds)
-        self._only, self._uuids, self._now = only, uuids, now
+        self._uuids, self._now = uuids, now
         self._condition = threading.Condition()
         self._began = now()
         self._nvml: Mapping[str, Any] | None = None
@@ -118,18 +116,6 @@ class NodeState:
         with self._condition:
             self._condition.wait_for(is_complete, seconds)
 
-    def unknown(self) -> list[int]:
-        """Return the wanted GPUs that NVML does not list; none before it has listed its GPUs."""
-        with self._condition:
-            if self._nvml is None or "gpus" not in self._nvml or self._only is None:
-                return []
-            return sorted(set(self._only) - {int(gpu["index"]) for gpu in self._nvml["gpus"]})
-
-    def listed(self) -> list[Mapping[str, Any]]:
-        """Return ``index``, ``uuid`` and ``name`` of each GPU that NVML listed."""
-        with self._condition:
-            return list((self._nvml or {}).get("gpus", ()))
-
     def node(self) -> Node:
         """Return the current state."""
         with self._condition:
@@ -148,9 +134,7 @@ class NodeState:
             )
 
     def _is_wanted(self, gpu: Mapping[str, Any]) -> bool:
-        if self._uuids is not None and gpu["uuid"] not in self._uuids:
-            return False
-        return self._only is None or gpu["index"] in self._only
+        return self._uuids is None or gpu["uuid"] in self._uuids
 
     def _gpu(self, gpu: Mapping[str, Any], now: float) -> Part:
         if gpu["uuid"] is None:
