@@ -42,7 +42,7 @@ from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
-from pytest_gpucluster.metrics.units import did_you_mean, show
+from pytest_gpucluster.metrics.units import require_one_of, show
 
 Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
 """``call(sent, received, group)``: run one collective. For those in place both tensors are the same."""
@@ -142,9 +142,7 @@ def busbw_factor(ranks: int, collective: str = "all_reduce") -> float:
 
     Source: nccl-tests, doc/PERFORMANCE.md, "Summary"; for send_recv src/sendrecv.cu, SendRecvGetBw.
     """
-    if collective not in _FACTORS:
-        known = ", ".join(_FACTORS)
-        raise ValueError(f"a collective is one of {known}, not {collective!r}{did_you_mean(collective, _FACTORS)}")
+    require_one_of("a collective", collective, _FACTORS)
     if ranks < 2:
         raise ValueError(f"busbw is defined for 2 ranks and more, not for {ranks}")
     shared, whole = _FACTORS[collective]
@@ -272,11 +270,8 @@ def measure_collective(
         EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
         ValueError: an argument is out of its range, or this rank is not in the group.
     """
-    if collective not in COLLECTIVES:
-        known = ", ".join(COLLECTIVES)
-        raise ValueError(f"a collective is one of {known}, not {collective!r}{did_you_mean(collective, COLLECTIVES)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}{did_you_mean(dtype, DTYPES)}")
+    require_one_of("a collective", collective, COLLECTIVES)
+    require_one_of("dtype", dtype, DTYPES)
     if payload_bytes < 1 or payload_bytes % DTYPES[dtype].itemsize:
         raise ValueError(
             f"payload_bytes must be a positive multiple of {DTYPES[dtype].itemsize} for {dtype}, not {payload_bytes}"

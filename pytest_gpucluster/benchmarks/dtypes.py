@@ -20,7 +20,7 @@ import torch
 
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, counted
-from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.metrics.units import require_one_of
 
 _OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
@@ -129,8 +129,7 @@ def arithmetic(dtype: str) -> Arithmetic:
 
     Raises: ValueError if there is none of that name.
     """
-    if dtype not in ARITHMETICS:
-        raise ValueError(f"dtype is one of {', '.join(ARITHMETICS)}, not {dtype!r}{did_you_mean(dtype, ARITHMETICS)}")
+    require_one_of("dtype", dtype, ARITHMETICS)
     return ARITHMETICS[dtype]
 
 

@@ -12,7 +12,7 @@ from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, releases_memory, require_free, sets_beyond_cache
 from pytest_gpucluster.benchmarks.memory_passes import KINDS, WORD_BYTES, Operations
 from pytest_gpucluster.metrics.sampling import Sampling, Series
-from pytest_gpucluster.metrics.units import did_you_mean, show_bytes
+from pytest_gpucluster.metrics.units import require_one_of, show_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,7 @@ def measure_hbm(
     Source: bytes as STREAM counts them, which counts no read that a write may cause: McCalpin, "Memory Bandwidth and
     Machine Balance in Current High Performance Computers" (1995).
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind is one of {', '.join(KINDS)}, not {kind!r}{did_you_mean(kind, KINDS)}")
+    require_one_of("kind", kind, KINDS)
     if payload_bytes < WORD_BYTES or payload_bytes % WORD_BYTES:
         raise ValueError(f"payload_bytes is a positive multiple of {WORD_BYTES}, not {payload_bytes}")
     make, words = KINDS[kind], payload_bytes // WORD_BYTES

@@ -33,7 +33,7 @@ from pytest_gpucluster.benchmarks.host_link_copies import (
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling, Series
-from pytest_gpucluster.metrics.units import did_you_mean, show_bytes
+from pytest_gpucluster.metrics.units import require_one_of, show_bytes
 
 NUMA_MAPS = Path("/proc/self/numa_maps")
 
@@ -283,8 +283,7 @@ def directions_of(way: str) -> tuple[str, ...]:
     >>> directions_of("h2d"), directions_of("both")
     (('h2d',), ('h2d', 'd2h'))
     """
-    if way not in WAYS:
-        raise ValueError(f"a way is one of {', '.join(WAYS)}, not {way!r}{did_you_mean(way, WAYS)}")
+    require_one_of("a way", way, WAYS)
     return (H2D, D2H) if way == BOTH else (way,)
 
 

@@ -19,7 +19,7 @@ from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified
-from pytest_gpucluster.metrics.units import did_you_mean, show_bytes
+from pytest_gpucluster.metrics.units import require_one_of, show_bytes
 
 SAMPLE_SECONDS = 0.25
 """Maximum time of all windows of a sample."""
@@ -102,10 +102,7 @@ def measure_host_links_concurrently(
         EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
         ValueError: an argument is out of its range, or this rank is not in the group.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(
-            f"direction is one of {', '.join(DIRECTIONS)}, not {direction!r}{did_you_mean(direction, DIRECTIONS)}"
-        )
+    require_one_of("direction", direction, DIRECTIONS)
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     work = _ConcurrentCopies(Ranks(group, device), clock or clock_for(device), sampling)

@@ -201,8 +201,8 @@ def sweep(
 
     Collective: every rank of the group must call this, with the same rounds, size and times.
 
-    A pair first sends a small part of the payload both ways, which also connects it. From the time that took, the first
-    rank of the group decides for every pair how much it sends and how often, so that a round takes about as long as
+    A pair first sends a small part of the payload both ways, which also connects it. From the times that both ends
+    took, which all ranks exchange, follows how much it sends and how often, so that a round takes about as long as
     planned: a link that is far too slow sends less, and delays the others only briefly. Then one end sends to the
     other, and the other way round: each direction by itself, all pairs in step. The receiving rank times some windows,
     each of which begins with a barrier of the group, and the median of their rates counts.
@@ -302,7 +302,7 @@ class _Links:
         return readings
 
     def _probe(self, peer: int | None) -> Pace:
-        """Probe all links of a round, and let the first rank decide their pace."""
+        """Probe all links of a round; return the pace of this rank's, the same on both of its ends."""
         words = probe_bytes(self._payload_bytes) // WORD_BYTES
         outgoing, incoming = self._outgoing[:words], self._incoming[:words]
         probes: list[float] = []
@@ -313,16 +313,11 @@ class _Links:
                 if peer is not None:
                     _exchange(self._group, outgoing, incoming, peer)
             probes += self._clock.read()
-        gathered_probes = self.ranks.gather([-1.0 if peer is None else peer, min(probes[1:])])
-        number_of = {dist.get_global_rank(self._group, index): index for index in range(self.ranks.count)}
-        table: list[float] = []
-        for met, seconds in gathered_probes:
-            theirs = 0.0 if met < 0 else gathered_probes[number_of[int(met)]][1]
-            of_pair = pace(max(seconds, theirs), payload_bytes=self._payload_bytes, round_seconds=self._round_seconds)
-            table += [of_pair.calls, of_pair.words]
-        decided = self.ranks.of_first(table)
-        own_calls, own_words = decided[2 * self.ranks.index : 2 * self.ranks.index + 2]
-        return Pace(calls=int(own_calls), words=int(own_words))
+        of_ranks = [seconds for [seconds] in self.ranks.gather([min(probes[1:])])]
+        slower = of_ranks[self.ranks.index]
+        if peer is not None:  # both ends of a link have the same numbers, and so the same pace
+            slower = max(slower, of_ranks[dist.get_group_rank(self._group, peer)])
+        return pace(slower, payload_bytes=self._payload_bytes, round_seconds=self._round_seconds)
 
     def _one_way(self, peer: int | None, own: Pace, *, sends: bool, when: int) -> Reading | None:
         """Send, receive, or only take part in the barriers; return the reading of what was received."""

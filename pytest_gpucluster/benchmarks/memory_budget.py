@@ -123,9 +123,13 @@ def require_free(device: torch.device, needed_bytes: int, what: str, *, instead:
     Raises: EnvironmentBroken if less is free. It is no failure: another process may use the memory.
     """
     free = free_bytes(device)
-    if free is not None and free < needed_bytes:
+    _require(str(device), UNKNOWN_BYTES if free is None else free, needed_bytes, what, instead)
+
+
+def _require(where: str, free: float, needed_bytes: int, what: str, instead: str) -> None:
+    if free < needed_bytes:
         raise EnvironmentBroken(
-            f"{device}: {what} needs {needed_bytes / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free; end what"
+            f"{where}: {what} needs {needed_bytes / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free; end what"
             f" else uses this device (nvidia-smi names the processes), or {instead}"
         )
 
@@ -152,11 +156,7 @@ def require_free_on_all(ranks: Ranks, device: torch.device, needed_bytes: int, w
     """
     free = free_on_all(ranks, device)
     least = min(range(len(free)), key=free.__getitem__)
-    if free[least] < needed_bytes:
-        raise EnvironmentBroken(
-            f"{ranks.name(least)}: {what} needs {needed_bytes / 1e9:.3g} GB of memory, and {free[least] / 1e9:.3g} GB"
-            f" are free; end what else uses this device (nvidia-smi names the processes), or {instead}"
-        )
+    _require(ranks.name(least), free[least], needed_bytes, what, instead)
 
 
 def _host_bytes(name: str) -> int | None:

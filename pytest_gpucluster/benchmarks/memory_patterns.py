@@ -28,7 +28,7 @@ import torch
 from pytest_gpucluster.benchmarks.memory_budget import free_bytes, releases_memory, total_bytes
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
-from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.metrics.units import require_one_of
 
 WORD_BYTES = 8
 WORD_BITS = 64
@@ -363,10 +363,7 @@ def run_pattern(
         EnvironmentBroken: too little memory is free, or the free memory is unknown.
         ValueError: an argument is out of its range.
     """
-    if survey.pattern not in PATTERNS:
-        raise ValueError(
-            f"pattern is one of {', '.join(PATTERNS)}, not {survey.pattern!r}{did_you_mean(survey.pattern, PATTERNS)}"
-        )
+    require_one_of("pattern", survey.pattern, PATTERNS)
     if not 0 < share < 1 or rounds < 1 or part_words < 1 or buffer_words < 1:
         raise ValueError(
             f"share must be between 0 and 1, rounds, part_words and buffer_words at least 1: {share}, {rounds},"

@@ -187,6 +187,16 @@ def did_you_mean(found: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
+def require_one_of(what: str, found: str, allowed: Iterable[str]) -> None:
+    """Check a name.
+
+    Raises: ValueError, with the nearest of the allowed ones, if it is none of them.
+    """
+    names = list(allowed)
+    if found not in names:
+        raise ValueError(f"{what} is one of {', '.join(names)}, not {found!r}{did_you_mean(found, names)}")
+
+
 def _number(value: float, digits: int) -> str:
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"

@@ -45,12 +45,7 @@ def test_parts_are_whole_multiples_of_16_bytes_and_one_element_at_least(
     assert sorted({shape.sent, shape.received})[-1] == part * ranks
 
 
-def test_one_rank_alone_has_nobody_to_send_to():
-    with pytest.raises(ValueError, match="a send_recv needs 2 ranks and more"):
-        shape_of("send_recv", 4096, itemsize=4, ranks=1)
-
-
 def test_a_pair_can_send_and_receive_and_one_rank_cannot():
     assert shape_of("send_recv", 4096, itemsize=4, ranks=2).sent == 1024
-    with pytest.raises(ValueError, match="2 ranks"):
+    with pytest.raises(ValueError, match="a send_recv needs 2 ranks and more"):
         shape_of("send_recv", 4096, itemsize=4, ranks=1)

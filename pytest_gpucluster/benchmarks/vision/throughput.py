@@ -37,7 +37,7 @@ from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement,
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
-from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.metrics.units import require_one_of
 
 CLASSES = 1000
 """Of ImageNet's challenge, for which the geometries were made. Source: He et al., "Deep Residual Learning for Image
@@ -93,8 +93,7 @@ class ResNet(nn.Module):
 
     def __init__(self, name: str, *, classes: int = CLASSES) -> None:
         super().__init__()
-        if name not in NETWORKS:
-            raise ValueError(f"a network is one of {', '.join(NETWORKS)}, not {name!r}{did_you_mean(name, NETWORKS)}")
+        require_one_of("a network", name, NETWORKS)
         import transformers  # an extra, and slow to import
 
         network = NETWORKS[name]
