@@ -5,11 +5,10 @@ import os
 import pytest
 
 from pytest_gpucluster.node import name_resolution
-from pytest_gpucluster.node.clock_skew import skew_of_nodes
 from pytest_gpucluster.node.fabric import nccl_environment
 from pytest_gpucluster.node.interfaces import Nodes, choose
 from pytest_gpucluster.node.name_resolution import all_questions, look_up, require_known
-from pytest_gpucluster.node.network import connect_all, longest_seconds
+from pytest_gpucluster.node.network import connect_all, longest_seconds, skew_of_nodes
 
 SETUP_SECONDS = 60.0
 
@@ -70,9 +69,8 @@ def test_connectivity(board, cluster, environ, measure, nodes, workload):
         measure("connectivity.nodes", reached.whole_nodes, unit="nodes", record_only=True, of=cluster.nnodes)
         measure("connectivity.pairs", 100 * reached.reached_ratio, unit="%", nodes=cluster.nnodes)
     measure("connectivity.rendezvous", board.round_trip_seconds(), unit="s")
-    slowest = reached.slowest_from(nodes.me)
-    if slowest is not None:
-        measure("connectivity.connect", slowest, unit="s")
+    if nodes.me in reached.slowest:
+        measure("connectivity.connect", reached.slowest[nodes.me], unit="s")
     reached.require_whole(nodes.me)
 
 

@@ -6,7 +6,7 @@ from pytest_gpucluster.benchmarks.training.ddp import check_data_parallel
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.step_check import check_step
 from pytest_gpucluster.metrics.finding import require_nothing
-from pytest_gpucluster.node.numa import examine_affinity, own_place, place_of_gpu
+from pytest_gpucluster.node.host_checks import examine_affinity, own_place, place_of_gpu
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from pytest_gpucluster.benchmarks.host_link import longest_seconds, measure_host_link
 from pytest_gpucluster.benchmarks.host_link_concurrent import measure_host_links_concurrently
-from pytest_gpucluster.node.numa import place_of_gpu, require_local
+from pytest_gpucluster.node.host_checks import place_of_gpu, require_local
 from pytest_gpucluster.node.pci import PcieLink
 
 SETUP_SECONDS = 120.0  # allocating, pinning and filling the memory

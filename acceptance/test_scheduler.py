@@ -5,7 +5,8 @@ import os
 import pytest
 
 from pytest_gpucluster.metrics.finding import decisive, require_nothing
-from pytest_gpucluster.node import kubernetes, slurm
+from pytest_gpucluster.node import slurm
+from pytest_gpucluster.node.allocation import pod_findings
 from pytest_gpucluster.node.host import collect_node
 from pytest_gpucluster.node.interfaces import Nodes
 from pytest_gpucluster.node.slurm import examine_allocation
@@ -78,6 +79,6 @@ def test_kubernetes(cluster, inventory, measure):
     """
     if Nodes.of(inventory, cluster.node_rank).representative != cluster.rank:
         return
-    findings = kubernetes.examine(collect_node(inventory, rank=cluster.rank), nnodes=cluster.nnodes)
+    findings = pod_findings(collect_node(inventory, rank=cluster.rank), nnodes=cluster.nnodes)
     measure("scheduler.findings", len(decisive(findings)), unit="findings", record_only=True, scheduler="kubernetes")
     require_nothing(findings)

@@ -55,11 +55,10 @@ class FakeNvml:
         return NvmlGpu(index=list(self.planted).index(uuid), uuid=uuid, pci_bus_id=self.pci[uuid], name=self.name)
 
     def read(self, uuid: str, query: str) -> Any:
-        functions = QUERIES[query].functions
         if uuid not in self.planted or uuid in self.silent:
             raise NotAvailable("the GPU is lost: it has fallen off the bus or is inaccessible", "lost")
         if query not in self.planted[uuid]:
-            raise NotAvailable(f"not supported by this GPU or driver ({functions})")
+            raise NotAvailable(f"not supported by this GPU or driver ({query})")
         value = self.planted[uuid][query]
         if isinstance(value, Callable):  # type: ignore[arg-type]  # mypy takes no Callable here
             value = value()

@@ -24,10 +24,9 @@ TREE = Tree()
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPath:
-    """A GPU of this node and its PCIe path. ``node``: its NUMA node; None where the kernel reports none."""
+    """A GPU of this node and its PCIe path."""
 
     who: Identity
-    node: int | None
     path: PciPath | None
 
 
@@ -157,4 +156,4 @@ def collect_node(
 
 def _gpu(tree: Tree, who: Mapping[str, Any]) -> GpuPath:
     gpu = identity(who)
-    return GpuPath(who=gpu, node=tree.numa_node(gpu.pci), path=pci.read_pci_path(tree, gpu.pci))
+    return GpuPath(who=gpu, path=pci.read_pci_path(tree, gpu.pci))

@@ -1,18 +1,21 @@
-"""Checks of a host: findings about its settings, and the values that are compared with limits.
-
-Each value comes with what was found and how to raise it.
+"""Checks of a host: findings about its settings, the values that are compared with limits, each with what was found and
+how to raise it, and whether a rank and its host memory are on the NUMA node of its GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.metrics.finding import Finding, Kind, environment, finding, note
+from pytest_gpucluster.metrics.finding import Finding, Kind, environment, finding, identity, note
 from pytest_gpucluster.node.host import NodeSnapshot
 from pytest_gpucluster.node.limits import SHM
-from pytest_gpucluster.node.sysfs import format_ranges
+from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
+from pytest_gpucluster.text import plural
 
 ANY, PERFORMANCE = "any", "performance"
 
@@ -46,67 +49,42 @@ def _shm(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
 
 def _governor(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     # Source: Linux kernel, Documentation/admin-guide/pm/cpufreq.rst, generic scaling governors.
-    governors = facts.processors.governors
-    remedy = "`cpupower frequency-set -g performance` on this host, and a service that does so at each boot"
-    if not governors:
+    processors = facts.processors
+    if not processors.governors:
         found = "the kernel shows no CPU frequency governor, as in most virtual machines"
         yield note("governor", facts.host, found, remedy="nothing here; the hypervisor sets it")
-        return
-    others = {name: cpus for name, cpus in governors.items() if name != PERFORMANCE}
-    if follows := others.get("powersave", frozenset()) & facts.processors.autonomous:
-        others["powersave"] -= follows
-        yield note(
-            "governor",
-            facts.host,
-            "the CPU frequency governor is powersave, of a driver that follows the load, on the CPUs "
-            f"{format_ranges(follows)}",
-            allowed=f"anything; {PERFORMANCE} keeps the clock up between launches",
-            remedy=remedy,
-        )
-    others = {name: cpus for name, cpus in others.items() if cpus}
-    if others:
-        found = ", ".join(f"{name} on the CPUs {format_ranges(cpus)}" for name, cpus in sorted(others.items()))
+    # The "powersave" of a driver that follows the load does not keep the lowest clock.
+    slow = {
+        name: cpus - processors.autonomous if name == "powersave" else cpus
+        for name, cpus in sorted(processors.governors.items())
+        if name != PERFORMANCE
+    }
+    if any(slow.values()):
+        found = ", ".join(f"{name} on the CPUs {format_ranges(cpus)}" for name, cpus in slow.items() if cpus)
         yield finding(
             "environment" if wanted.governor == PERFORMANCE else "note",
             "governor",
             facts.host,
             f"the CPU frequency governor is {found}",
             allowed=f"{PERFORMANCE} on all CPUs: a CPU with a low clock launches kernels late",
-            remedy=f"{remedy}; or accept it: --gpucluster-workload host.governor=any",
+            remedy="`cpupower frequency-set -g performance` on this host, and a service that does so at each boot; or "
+            "accept it: --gpucluster-workload host.governor=any",
         )
-
-
-def _offline(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
-    if facts.processors.offline:
-        found = f"the CPUs {format_ranges(facts.processors.offline)} are switched off"
-        yield note("cpus_offline", facts.host, found, remedy="nothing, if intended, such as SMT off")
 
 
 def _numa(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
     # Source: Linux kernel, Documentation/admin-guide/sysctl/kernel.rst, numa_balancing; AMD, "Instinct MI300X system
     # optimization", disable NUMA auto-balancing.
-    several = len(facts.processors.nodes) > 1
-    balancing = facts.processors.numa_balancing
-    if several and balancing:
-        kind: Kind = "environment" if wanted.numa_balancing == "off" else "note"
+    balancing, nodes = facts.processors.numa_balancing, len(facts.processors.nodes)
+    if nodes > 1 and balancing:
         yield finding(
-            kind,
+            "environment" if wanted.numa_balancing == "off" else "note",
             "numa_balancing",
             facts.host,
-            f"automatic NUMA balancing is on, with {len(facts.processors.nodes)} NUMA nodes "
-            f"(kernel.numa_balancing={balancing})",
+            f"automatic NUMA balancing is on, with {nodes} NUMA nodes (kernel.numa_balancing={balancing})",
             allowed="off, where ranks are bound to their GPU's node: it causes page faults",
             remedy="`sysctl kernel.numa_balancing=0`, and the same in /etc/sysctl.d",
         )
-    unknown = [str(gpu.who) for gpu in facts.gpus if gpu.node is None]
-    if several and unknown:
-        found = f"the kernel reports no NUMA node for: {'; '.join(unknown)}"
-        remedy = "look at the BIOS or at the hypervisor's topology: ranks cannot be bound to their GPU's node"
-        yield note("gpu_without_node", facts.host, found, allowed="a node for each GPU", remedy=remedy)
-    known = [f"GPU {gpu.who.index}: node {gpu.node}" for gpu in facts.gpus if gpu.node is not None]
-    if known:
-        found = f"NUMA nodes: {', '.join(known)}"
-        yield note("gpu_nodes", facts.host, found, remedy="nothing; the criterion affinity compares ranks")
 
 
 def _iommu(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
@@ -154,23 +132,7 @@ def _acs(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
         yield note("acs", facts.host, found, remedy=remedy)
 
 
-def _huge_pages(facts: NodeSnapshot, wanted: Wanted) -> Iterator[Finding]:
-    reserved, transparent = facts.memory.reserved_pages, facts.memory.transparent
-    parts = [f"transparent huge pages: {transparent}"] if transparent else []
-    parts += [f"{reserved} reserved huge pages, which other memory cannot use"] if reserved else []
-    if parts:
-        yield note("huge_pages", facts.host, "; ".join(parts))
-
-
-CHECKS: tuple[Callable[[NodeSnapshot, Wanted], Iterator[Finding]], ...] = (
-    _shm,
-    _governor,
-    _offline,
-    _numa,
-    _iommu,
-    _acs,
-    _huge_pages,
-)
+CHECKS: tuple[Callable[[NodeSnapshot, Wanted], Iterator[Finding]], ...] = (_shm, _governor, _numa, _iommu, _acs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,123 +154,78 @@ def readings(facts: NodeSnapshot) -> Iterator[Reading]:
 
     Raises: EnvironmentBroken if one of them is unknown.
     """
-    for one in (_nofile, _memlock, _shm_reading, _cpus, _tasks, _memory):
-        yield one(facts)
-
-
-def _reading(
-    facts: NodeSnapshot, metric: str, value: float | None, unit: str, *, found: str, remedy: str, source: str
-) -> Reading:
-    if value is None:
-        raise EnvironmentBroken(
-            f"{facts.host}: {metric} is unknown: {source} cannot be read, so the limit cannot be checked; make "
-            "/proc, /sys and /dev/shm visible to the job, as container runtimes do by default"
-        )
-    return Reading(metric=metric, value=value, unit=unit, found=found, remedy=remedy)
-
-
-def _nofile(facts: NodeSnapshot) -> Reading:
-    limit = facts.limits.nofile if facts.limits else None
-    found = f"open files {_amount(limit.soft)}, hard limit {_amount(limit.hard)}" if limit else ""
-    return _reading(
-        facts,
-        "host.nofile",
-        facts.nofile,
-        "files",
-        found=found,
+    ranks, limits, group = facts.ranks, facts.limits, facts.cgroup
+    of_ranks = f"for {plural(ranks, 'rank')}"
+    of_group = "" if group.memory_bytes is None else f"; the control group may use {_gb(group.memory_bytes)}"
+    if limits is None:
+        raise _unknown(facts, "host.nofile is", "/proc/self/limits")
+    if facts.memory_bytes is None or facts.memlock_ratio is None:
+        raise _unknown(facts, "host.memlock is", "/proc/meminfo, MemTotal,")
+    yield Reading(
+        metric="host.nofile",
+        value=_known(facts, "host.nofile", facts.nofile, "/proc/sys/fs/nr_open"),
+        unit="files",
+        found=f"open files {_amount(limits.nofile.soft)}, hard limit {_amount(limits.nofile.hard)}",
         remedy="nofile in /etc/security/limits.d, LimitNOFILE= of slurmd or containerd, docker --ulimit nofile=65536",
-        source="/proc/self/limits, Max open files",
     )
-
-
-def _memlock(facts: NodeSnapshot) -> Reading:
-    limits, ratio = facts.limits, facts.memlock_ratio
-    found = ""
-    if limits is not None:
-        found = f"locked memory {_amount(limits.memlock.soft, 'bytes')}"
-        found += ", and CAP_IPC_LOCK, which makes it unlimited" if limits.may_lock_all else ", no CAP_IPC_LOCK"
-    return _reading(
-        facts,
-        "host.memlock",
-        None if ratio is None else 100 * ratio,
-        "%",
-        found=found,
+    capability = "and CAP_IPC_LOCK, which makes it unlimited" if limits.may_lock_all else "no CAP_IPC_LOCK"
+    yield Reading(
+        metric="host.memlock",
+        value=100 * facts.memlock_ratio,
+        unit="%",
+        found=f"locked memory {_amount(limits.memlock.soft, 'bytes')}, {capability}",
         remedy="memlock unlimited in /etc/security/limits.d, LimitMEMLOCK=infinity of slurmd or containerd, docker "
         "--ulimit memlock=-1, or the capability IPC_LOCK for the pod",
-        source="/proc/self/limits, Max locked memory, or /proc/meminfo",
     )
-
-
-def _shm_reading(facts: NodeSnapshot) -> Reading:
-    shm, total = facts.memory.shm, facts.shm_bytes
-    found = f"{_gb(shm.free_bytes)} of {_gb(shm.total_bytes)} are free, for {_ranks(facts)}" if shm else ""
-    return _reading(
-        facts,
-        "host.shm",
-        None if total is None else total / facts.ranks / 1e9,
-        "GB",
-        found=f"{SHM}: {found}{_group_limit(facts)}",
+    shm = facts.memory.shm
+    yield Reading(
+        metric="host.shm",
+        value=_known(facts, "host.shm", facts.shm_bytes, f"the file system at {SHM}") / ranks / 1e9,
+        unit="GB",
+        found=f"{SHM}: {_gb(shm.free_bytes)} of {_gb(shm.total_bytes)} are free, {of_ranks}{of_group}" if shm else "",
         remedy=f"remove files of earlier jobs from {SHM}; docker --shm-size=32g or --ipc=host; in Kubernetes an "
         f"emptyDir with medium: Memory at {SHM}",
-        source=f"the file system at {SHM}",
     )
-
-
-def _cpus(facts: NodeSnapshot) -> Reading:
-    online, group = facts.processors.online, facts.cgroup
-    parts = [f"{len(online)} CPUs are online" if online is not None else "CPUs online: unknown"]
+    parts = [f"{len(facts.processors.online or ())} CPUs are online"]
     parts += [f"the control group may run on {format_ranges(group.cpuset)}"] if group.cpuset is not None else []
     parts += [f"and use the time of {_amount(group.cpus)}"] if group.cpus is not None else []
     parts += [] if group.versions else ["no control group can be read, so its limits are unknown"]
-    parts.append(f"this rank may run on {format_ranges(facts.own_cpus)}; {_ranks(facts)} on the node")
-    return _reading(
-        facts,
-        "host.cpus",
-        facts.cpus_per_rank,
-        "CPUs",
-        found=", ".join(parts),
+    yield Reading(
+        metric="host.cpus",
+        value=_known(facts, "host.cpus", facts.cpus_per_rank, "/sys/devices/system/cpu/online"),
+        unit="CPUs",
+        found=f"{', '.join(parts)}, {of_ranks}; this one may run on {format_ranges(facts.own_cpus)}",
         remedy="srun --cpus-per-task, DefCpuPerGPU of the partition, requests and limits of the pod, docker --cpus",
-        source="/sys/devices/system/cpu/online",
     )
-
-
-def _tasks(facts: NodeSnapshot) -> Reading:
-    limits, found = facts.limits, ""
-    if limits is not None:
-        found = f"this user may have {_amount(limits.nproc.soft)}, the node {_amount(limits.max_tasks)}"
-    return _reading(
-        facts,
-        "host.tasks",
-        None if facts.tasks is None else facts.tasks / facts.ranks,
-        "tasks",
-        found=f"{found}, the control group {_amount(facts.cgroup.tasks)}; {_ranks(facts)} on the node",
+    yield Reading(
+        metric="host.tasks",
+        value=_known(facts, "host.tasks", facts.tasks, "/proc/sys/kernel/pid_max") / ranks,
+        unit="tasks",
+        found=f"this user may have {_amount(limits.nproc.soft)}, the node {_amount(limits.max_tasks)}, the control "
+        f"group {_amount(group.tasks)}, {of_ranks}",
         remedy="nproc in /etc/security/limits.d, TasksMax= of slurmd or containerd, podPidsLimit of the kubelet, "
         "docker --pids-limit, kernel.pid_max",
-        source="/proc/self/limits, Max processes",
     )
-
-
-def _memory(facts: NodeSnapshot) -> Reading:
-    total = facts.memory.total_bytes
-    found = "" if total is None else f"the node has {_gb(total)}, for {_ranks(facts)}"
-    return _reading(
-        facts,
-        "host.memory",
-        None if facts.memory_bytes is None else facts.memory_bytes / facts.ranks / 1e9,
-        "GB",
-        found=found + _group_limit(facts),
+    yield Reading(
+        metric="host.memory",
+        value=facts.memory_bytes / ranks / 1e9,
+        unit="GB",
+        found=f"{_gb(facts.memory_bytes)} {of_ranks}{of_group}",
         remedy="srun --mem=0 or --mem-per-gpu; requests and limits of the pod; docker --memory",
-        source="/proc/meminfo, MemTotal",
     )
 
 
-def _group_limit(facts: NodeSnapshot) -> str:
-    limit = facts.cgroup.memory_bytes
-    return "" if limit is None else f"; the control group may use {_gb(limit)}"
+def _known(facts: NodeSnapshot, metric: str, value: float | None, source: str) -> float:
+    if value is None:
+        raise _unknown(facts, f"{metric} is", source)
+    return value
 
 
-def _ranks(facts: NodeSnapshot) -> str:
-    return "1 rank" if facts.ranks == 1 else f"{facts.ranks} ranks"
+def _unknown(facts: NodeSnapshot, what: str, source: str) -> EnvironmentBroken:
+    return EnvironmentBroken(
+        f"{facts.host}: {what} unknown: {source} cannot be read, so the limit cannot be checked; make /proc, /sys and "
+        "/dev/shm visible to the job, as container runtimes do by default"
+    )
 
 
 def _gb(amount: float) -> str:
@@ -317,3 +234,99 @@ def _gb(amount: float) -> str:
 
 def _amount(limit: float | None, unit: str = "") -> str:
     return "unlimited" if limit is None else f"{limit:,.10g} {unit}".rstrip()
+
+
+BINDING = (
+    "let the launcher bind each rank to its GPU's node: torchrun --numa-binding=node where torchrun has it, srun "
+    "--gpu-bind=closest, or numactl --cpunodebind=... --membind=... around each rank"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """CPUs and NUMA nodes. ``nodes``: of a rank, those of its memory policy; of a GPU, its own."""
+
+    cpus: frozenset[int]
+    nodes: frozenset[int]
+
+
+def own_place(tree: Tree | None = None) -> Place:
+    """Return the CPUs and memory nodes of this process.
+
+    Raises: EnvironmentBroken if the kernel does not report them.
+    """
+    status = (tree or Tree()).text("/proc/self/status") or ""
+    found = re.search(r"^Mems_allowed_list:\s*([0-9,-]+)$", status, re.MULTILINE)
+    if found is None:
+        raise EnvironmentBroken("the memory nodes of this process are unknown: /proc/self/status has no list of them")
+    return Place(cpus=frozenset(os.sched_getaffinity(0)), nodes=parse_ranges(found[1]))
+
+
+def place_of_gpu(pci: str | None, tree: Tree | None = None) -> Place | None:
+    """Return the local CPUs and the node of a GPU; None where the kernel does not report them.
+
+    Args:
+        pci: its address as NVML writes it, such as 00000000:3B:00.0; None if unknown.
+        tree: where to read.
+    """
+    tree = tree or Tree()
+    node, cpus = tree.numa_node(pci), tree.numbers(f"{tree.pci_device(pci)}/local_cpulist")
+    return None if node is None or not cpus else Place(cpus=cpus, nodes=frozenset({node}))
+
+
+def examine_affinity(who: Mapping[str, Any], rank: Place, gpu: Place | None) -> list[Finding]:
+    """Compare the places of a rank and of its GPU.
+
+    A rank with none of its GPU's local CPUs, or without its memory node, is misplaced: the launcher has bound it to
+    another node. One that may also run elsewhere gets a note: the kernel may move it away.
+
+    Args:
+        who: the rank's entry in the inventory.
+        rank: where it may run.
+        gpu: where its GPU is; None if unknown.
+    """
+    rank_name = f"rank {who['rank']}"
+    if gpu is None:
+        remedy = "nothing on a machine with one node; else make /sys/bus/pci/devices visible to the job"
+        return [note("affinity", identity(who), f"{rank_name} has no NUMA information about its GPU", remedy=remedy)]
+    allowed = f"the CPUs {format_ranges(gpu.cpus)} and memory of node {format_ranges(gpu.nodes)}"
+    runs, uses = (
+        f"may run on the CPUs {format_ranges(rank.cpus)}",
+        f"may use memory of node {format_ranges(rank.nodes)}",
+    )
+    problems: list[tuple[Kind, str]] = []
+    if not rank.cpus & gpu.cpus:
+        problems.append(("environment", f"{runs}, none of which is local to its GPU"))
+    elif rank.cpus - gpu.cpus:
+        problems.append(("note", f"{runs}, not all of which are local to its GPU"))
+    if not rank.nodes & gpu.nodes:
+        problems.append(("environment", f"{uses}, and not of its GPU's"))
+    return [
+        finding(kind, "affinity", identity(who), f"{rank_name} {found}", allowed=allowed, remedy=BINDING)
+        for kind, found in problems
+    ]
+
+
+LEAST_LOCAL = 0.95
+"""The kernel may place single pages elsewhere."""
+
+
+def require_local(who: Mapping[str, Any], nodes: Mapping[int, float], gpu: Place | None) -> None:
+    """Require that host memory was on the NUMA node of the GPU, where both are known.
+
+    Args:
+        who: the rank's entry in the inventory.
+        nodes: NUMA node -> part of the memory on it; empty if unknown.
+        gpu: where its GPU is; None if unknown.
+
+    Raises: EnvironmentBroken: the measurement included the link between the sockets.
+    """
+    if gpu is None or not nodes:
+        return
+    here = sum(part for node, part in nodes.items() if node in gpu.nodes)
+    if here < LEAST_LOCAL:
+        raise EnvironmentBroken(
+            f"{identity(who)}: {100 * here:.3g} % of the host memory of rank {who['rank']} was on NUMA node "
+            f"{format_ranges(gpu.nodes)}, local to this GPU; to measure its link, at least {100 * LEAST_LOCAL:g} % "
+            f"must; check whether that node is full (`numactl -H`), and {BINDING}"
+        )

@@ -1,29 +1,30 @@
-"""The data of ``gpucluster node info``: system, CPUs, memory and mounts, and all parts together.
+"""The data of ``gpucluster node info``: system, CPUs, memory, mounts, software, network and HCAs, and all together.
 
-File systems are not accessed, only listed: a server that is down would block. GPUs are read in ``node.info_gpus``,
-software and network in ``node.info_software``.
+File systems are not accessed, only listed: a server that is down would block. GPUs are read in ``node.info_gpus``.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from typing import Any
 
 from pytest_gpucluster.launch.launchers import Allocation, allocation
-from pytest_gpucluster.node import info_gpus, info_software, limits
+from pytest_gpucluster.node import infiniband, info_gpus, limits, pci
 from pytest_gpucluster.node.host import NodeSnapshot, read_node
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
 from pytest_gpucluster.node.limits import Space
 from pytest_gpucluster.node.processes import Process, find_process
 from pytest_gpucluster.node.programs import Output, Run, run_program
-from pytest_gpucluster.node.sysfs import Tree, format_ranges
+from pytest_gpucluster.node.sysfs import Tree, format_ranges, pci_address
 
 _APPTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 
@@ -38,12 +39,15 @@ def read_system(tree: Tree, environ: Mapping[str, str], *, host: str, allocation
 
     Source: os-release(5), proc_uptime(5), proc_loadavg(5).
     """
+    release = tree.text("/etc/os-release") or tree.text("/usr/lib/os-release") or ""
+    distribution = re.search(r'^PRETTY_NAME="?([^"\n]*)', release, re.MULTILINE)
+    uptime = re.match(r"\d+(\.\d+)?", tree.text("/proc/uptime") or "")
     return {
         "host": host,
-        "system": _distribution(tree),
+        "system": distribution[1] if distribution else None,
         "kernel": tree.text("/proc/sys/kernel/osrelease"),
         "machine": platform.machine(),
-        "uptime_seconds": _first_number(tree.text("/proc/uptime")),
+        "uptime_seconds": float(uptime[0]) if uptime else None,
         "load": tree.load(),
         "root": os.geteuid() == 0,
         "container": container(tree, environ),
@@ -61,42 +65,21 @@ def container(tree: Tree, environ: Mapping[str, str]) -> str | None:
         return "kubernetes"
     if any(environ.get(name) for name in _APPTAINER):
         return "apptainer"
-    runtime = tree.text("/run/systemd/container") or environ.get("container", "")
-    if runtime:
+    if runtime := tree.text("/run/systemd/container") or environ.get("container", ""):
         return runtime
-    if tree.has("/run/.containerenv"):
-        return "podman"
-    if tree.has("/.dockerenv"):
-        return "docker"
-    return None
-
-
-def _distribution(tree: Tree) -> str | None:
-    for path in ("/etc/os-release", "/usr/lib/os-release"):
-        found = re.search(r'^PRETTY_NAME="?([^"\n]*)', tree.text(path) or "", re.MULTILINE)
-        if found:
-            return found[1]
-    return None
+    files = {"/run/.containerenv": "podman", "/.dockerenv": "docker"}
+    return next((name for path, name in files.items() if tree.has(path)), None)
 
 
 def _scheduler(environ: Mapping[str, str], allocation: Allocation) -> dict[str, Any] | None:
     if allocation.name is None:
         return None
-    names = {
-        "job": "SLURM_JOB_ID",
-        "partition": "SLURM_JOB_PARTITION",
-        "nodes": "SLURM_JOB_NODELIST",
-        "gpus": "SLURM_STEP_GPUS",
-    }
+    names = {"job": "JOB_ID", "partition": "JOB_PARTITION", "nodes": "JOB_NODELIST", "gpus": "STEP_GPUS"}
+    names = {key: f"SLURM_{name}" for key, name in names.items()}
     if allocation.name == "kubernetes":
         names = {"pod": "HOSTNAME", "namespace": "POD_NAMESPACE", "node": "NODE_NAME"}
     values = {key: environ.get(name) or None for key, name in names.items()}
     return {"name": allocation.name, "nnodes": allocation.nnodes, "gpus_per_node": allocation.gpus_per_node, **values}
-
-
-def _first_number(text: str | None) -> float | None:
-    found = re.match(r"\d+(\.\d+)?", text or "")
-    return float(found[0]) if found else None
 
 
 def cpu_part(node: NodeSnapshot) -> dict[str, Any]:
@@ -133,26 +116,19 @@ def memory_part(node: NodeSnapshot) -> dict[str, Any]:
         ``transparent_huge_pages``; ``huge_pages``: for each size ``size_bytes``, ``total``, ``free``; ``limits``:
         ``nofile``, ``memlock_bytes`` and ``nproc``, each "unlimited" or a number, and ``may_lock_all``.
     """
-    known = asdict(node.memory)
-    limits = node.limits
+    known, own = asdict(node.memory), node.limits
+    soft: dict[str, int | None] = {}
+    if own is not None:
+        soft = {"nofile": own.nofile.soft, "memlock_bytes": own.memlock.soft, "nproc": own.nproc.soft}
+    allowed = {name: "unlimited" if limit is None else limit for name, limit in soft.items()}
     return {
         **{key: known[key] for key in ("total_bytes", "available_bytes", "swap_total_bytes", "swap_free_bytes")},
         "group_bytes": node.cgroup.memory_bytes,
         "shm": known["shm"],
         "transparent_huge_pages": known["transparent"],
         "huge_pages": list(known["huge_pages"]),
-        "limits": limits
-        and {
-            "nofile": _or_unlimited(limits.nofile.soft),
-            "memlock_bytes": _or_unlimited(limits.memlock.soft),
-            "nproc": _or_unlimited(limits.nproc.soft),
-            "may_lock_all": limits.may_lock_all,
-        },
+        "limits": own and {**allowed, "may_lock_all": own.may_lock_all},
     }
-
-
-def _or_unlimited(limit: int | None) -> int | str:
-    return "unlimited" if limit is None else limit
 
 
 PSEUDO_FILE_SYSTEMS = frozenset(
@@ -169,26 +145,162 @@ def read_mounts(tree: Tree) -> list[dict[str, Any]]:
     """Return ``point``, ``kind``, ``source``, ``network`` and ``read_only`` of each mount. A later one at the same
     point hides the earlier one."""
     mounts = {mount.point: mount for mount in tree.mounts() if mount.kind not in PSEUDO_FILE_SYSTEMS}
-    return [
-        {
-            "point": mount.point,
-            "kind": mount.kind,
-            "source": mount.source,
-            "network": mount.is_network,
-            "read_only": mount.read_only,
-        }
-        for mount in mounts.values()
-    ]
+    names = {"point": "point", "kind": "kind", "source": "source", "network": "is_network", "read_only": "read_only"}
+    return [{key: getattr(mount, name) for key, name in names.items()} for mount in mounts.values()]
+
+
+_VERSION = "/proc/driver/nvidia/version"
+_MODULES = ("nvidia", "nvidia_uvm", "nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs", "mlx5_ib", "ib_uverbs")
+"""Of the driver, of GPUDirect RDMA, of GDRCopy, of GPUDirect Storage, and of the RDMA stack."""
+_LOADED = "/sys/module"
+_LIBRARIES = ("usr/lib/*-linux-gnu", "usr/lib64")
+_TOOLKIT = "/usr/local/cuda/version.json"
+_FABRIC_MANAGER = ("systemctl", "is-active", "nvidia-fabricmanager")
+_OFED = ("ofed_info", "-s")
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed Python distribution, without importing it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed_nccl() -> str | None:
+    """Return the version of the NCCL package installed for torch, such as nvidia-nccl-cu12."""
+    names = {str(one.metadata["Name"]).lower(): one.version for one in metadata.distributions() if one.metadata["Name"]}
+    return next((version for name, version in sorted(names.items()) if name.startswith("nvidia-nccl")), None)
+
+
+def installed_library(tree: Tree) -> str | None:
+    """Return the version of the system's NCCL, as in NVIDIA's containers, by the name of its file."""
+    names = (path.name for folder in _LIBRARIES for path in tree.path("/").glob(f"{folder}/libnccl.so.*"))
+    versions = [found[1] for found in (re.fullmatch(r"libnccl\.so\.(\d+\.\d+\.\d+)", name) for name in names) if found]
+    return max(versions, key=lambda version: [int(part) for part in version.split(".")], default=None)
+
+
+def read_stack(
+    tree: Tree,
+    run: Run,
+    *,
+    version: Callable[[str], str | None] = version_of,
+    nccl: Callable[[], str | None] = installed_nccl,
+) -> dict[str, Any]:
+    """Read the software stack.
+
+    Returns:
+        ``driver``, the loaded kernel driver's version; ``driver_kind``: "open" or "proprietary" kernel modules;
+        ``toolkit``, of the CUDA toolkit in /usr/local/cuda; ``torch``, ``nccl``, ``pytest_gpucluster``: installed for
+        this Python, or else the system's NCCL library; ``fabric_manager``, such as active; ``ofed``;
+        ``modules``, relevant kernel modules, each with its version, "" where it has none;
+        ``not_available``, why a key is null.
+
+    Source: NVIDIA driver's README, "The /proc/driver/nvidia Interface"; systemctl(1), is-active.
+    """
+    missing: dict[str, str] = {}
+    text = tree.text(_VERSION)
+    if text is None:
+        missing["driver"] = f"{_VERSION} cannot be read: no NVIDIA driver is loaded, or it is hidden here"
+    found = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)", text or "")
+    manager, ofed = run(_FABRIC_MANAGER), run(_OFED)
+    # The exit code is 3 where the service does not run, with its state as output.
+    state = re.fullmatch(r"[a-z-]+", manager.text.strip())
+    if state is None:
+        missing["fabric_manager"] = manager.why_not or "systemctl printed nothing"
+    if ofed.why_not:
+        missing["ofed"] = ofed.why_not
+    modules = None
+    if tree.has(_LOADED):
+        loaded = [name for name in _MODULES if tree.has(f"{_LOADED}/{name}")]
+        modules = {name: tree.text(f"{_LOADED}/{name}/version") or "" for name in loaded}
+    else:
+        missing["modules"] = f"{_LOADED} cannot be read"
+    return {
+        "driver": found[1] if found else None,
+        "driver_kind": None if text is None else "open" if "Open Kernel Module" in text else "proprietary",
+        "toolkit": _toolkit(tree),
+        "torch": version("torch"),
+        "nccl": nccl() or installed_library(tree),
+        "pytest_gpucluster": version("pytest-gpucluster"),
+        "fabric_manager": state and state[0],
+        "ofed": None if ofed.why_not else ofed.text.strip().rstrip(":") or None,
+        "modules": modules,
+        "not_available": missing,
+    }
+
+
+def _toolkit(tree: Tree) -> str | None:
+    try:
+        return str(json.loads(tree.text(_TOOLKIT) or "")["cuda"]["version"])
+    except (ValueError, KeyError, TypeError):
+        return None  # no toolkit, or a much older one
+
+
+_NET = "/sys/class/net"
+
+
+def network_interfaces(tree: Tree, interfaces: Callable[[], Sequence[Interface]]) -> list[dict[str, Any]]:
+    """Read each network interface but the loopback.
+
+    Returns:
+        ``name``; ``state``, such as up; ``speed_mbps``, null where there is none, as of a bridge; ``mtu``; ``mac``;
+        ``driver``; ``pci``; ``addresses``.
+
+    Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net.
+    """
+    addresses = {one.name: list(one.addresses) for one in interfaces()}
+    found = []
+    for name in tree.entries(_NET) or sorted(addresses):
+        folder = f"{_NET}/{name}"
+        speed = tree.number(f"{folder}/speed")  # -1, or no answer at all, where there is no link
+        if name != "lo":
+            found.append(
+                {
+                    "name": name,
+                    "state": tree.text(f"{folder}/operstate"),
+                    "speed_mbps": speed if speed is not None and speed > 0 else None,
+                    "mtu": tree.number(f"{folder}/mtu"),
+                    "mac": tree.text(f"{folder}/address") or None,
+                    "driver": tree.target(f"{folder}/device/driver"),
+                    "pci": pci_address(tree.target(f"{folder}/device") or ""),
+                    "addresses": addresses.get(name, []),
+                }
+            )
+    return found
+
+
+def network_adapters(tree: Tree) -> dict[str, Any]:
+    """Read each HCA and its ports.
+
+    Returns:
+        ``why_not``, why there is none, "" where there are some; ``devices``: ``name``, ``kind``, ``firmware``,
+        ``board``, ``guid``, ``pci``, ``numa_node`` and ``ports``, each with ``number``, ``state``, ``phys_state``,
+        ``rate``, ``rate_gbps``, ``link_layer``, ``lid``, ``sm_lid`` and ``errors``, the error counters that are not
+        zero; ``peer_memory``: ``module`` and ``why_no_dma_buf``.
+    """
+    known = asdict(infiniband.read(tree.path("/sys"), gids=False))
+    peer = pci.read_peer_memory(tree.path("/sys"), tree.path("/proc"), tree.text("/proc/sys/kernel/osrelease"))
+    bad = (*infiniband.ERRORS, *infiniband.HARDWARE_ERRORS, infiniband.CARRIER_DOWN)
+    for device in known["devices"]:
+        device["ports"] = [
+            {
+                **{name: value for name, value in port.items() if name not in ("device", "gids", "counters")},
+                "errors": {name: count for name, count in port["counters"].items() if name in bad and count},
+            }
+            for port in device["ports"]
+        ]
+    return {**known, "devices": list(known["devices"]), "peer_memory": asdict(peer)}
 
 
 SCHEMA_VERSION = 1
-
+_ALL = ("system", "cpu", "memory", "stack", "gpus", "topology", "infiniband", "network", "mounts")
 VIEWS: Mapping[str, tuple[str, ...]] = {
-    "summary": ("system", "cpu", "memory", "stack", "gpus", "topology", "infiniband", "network", "mounts"),
+    "summary": _ALL,
     "gpu": ("stack", "gpus", "topology"),
     "ib": ("infiniband", "network"),
     "cpu": ("system", "cpu", "memory"),
-    "all": ("system", "cpu", "memory", "stack", "gpus", "topology", "infiniband", "network", "mounts"),
+    "all": _ALL,
 }
 """View -> its parts."""
 
@@ -205,8 +317,8 @@ class Sources:
     find_process: Callable[[int], Process] = find_process
     interfaces: Callable[[], Sequence[Interface]] = own_interfaces
     space: Space = limits.space
-    version: Callable[[str], str | None] = info_software.version_of
-    nccl: Callable[[], str | None] = info_software.installed_nccl
+    version: Callable[[str], str | None] = version_of
+    nccl: Callable[[], str | None] = installed_nccl
 
 
 def collect_info(view: str, sources: Sources) -> dict[str, Any]:
@@ -223,17 +335,17 @@ def collect_info(view: str, sources: Sources) -> dict[str, Any]:
         "host": host,
         "at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-    adapters = info_software.network_adapters(tree) if {"infiniband", "topology"} & {*wanted} else None
-    known = info_gpus.read_gpus(sources.gpus(), sources.find_process) if "gpus" in wanted else None
+    adapters = network_adapters(tree) if {"infiniband", "topology"} & {*wanted} else {}
+    known = info_gpus.read_gpus(sources.gpus(), sources.find_process) if "gpus" in wanted else {}
     parts: dict[str, Callable[[], Any]] = {
         "system": lambda: read_system(tree, sources.environ, host=host, allocation=allocation(sources.environ)),
         "cpu": lambda: cpu_part(node),
         "memory": lambda: memory_part(node),
-        "stack": lambda: info_software.read_stack(tree, sources.run, version=sources.version, nccl=sources.nccl),
+        "stack": lambda: read_stack(tree, sources.run, version=sources.version, nccl=sources.nccl),
         "gpus": lambda: known,
-        "topology": lambda: info_gpus.read_topology(known or {}, adapters or {}, tree),
+        "topology": lambda: info_gpus.read_topology(known, adapters, tree),
         "infiniband": lambda: adapters,
-        "network": lambda: info_software.network_interfaces(tree, sources.interfaces),
+        "network": lambda: network_interfaces(tree, sources.interfaces),
         "mounts": lambda: read_mounts(tree),
     }
     return info | {part: parts[part]() for part in wanted}

@@ -1,7 +1,7 @@
 """The GPUs of a node through NVML, queried by a child process (this module as a program), and their topology.
 
 A driver that hangs blocks its caller for ever, without a reaction to signals. So a child queries it, writes one line of
-JSON for each answer, and is killed at the deadline: the lines written by then are kept.
+JSON for each GPU, and is killed at the deadline: the lines written by then are kept.
 
 The topology has the path between two GPUs, and between a GPU and a network card, in the terms of
 ``nvidia-smi topo -m``.
@@ -9,7 +9,9 @@ The topology has the path between two GPUs, and between a GPU and a network card
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,34 +40,37 @@ QUERIES = keys(
 
 
 def query_gpus(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], None]) -> None:
-    """In the child: run all queries, and write each answer at once."""
+    """In the child: run all queries; write the name of each before it, and the values of each GPU after the last."""
     try:
         nvml = open_nvml()
         write({"driver": nvml.driver_version()})
         write({"query": "the list of GPUs"})
-        gpus = nvml.gpus()
-        write({"count": len(gpus)})
+        permitted = nvml.gpus()
+        write({"count": len(permitted)})
     except EnvironmentBroken as error:
         write({"why_not": str(error)})
         return
-    listed = [gpu for gpu in gpus if gpu is not None]
+    listed = [gpu for gpu in permitted if gpu is not None]
     for gpu in listed:
-        identity = {"index": gpu.index, "name": gpu.name, "uuid": gpu.uuid, "pci": gpu.pci_bus_id}
-        write({"gpu": identity})
+        values: dict[str, Any] = {"index": gpu.index, "name": gpu.name, "uuid": gpu.uuid, "pci": gpu.pci_bus_id}
+        missing: dict[str, str] = {}
         for key, query in QUERIES.items():
             write({"query": f"{query} of GPU {gpu.index}"})
             try:
-                write({"of": gpu.uuid, "key": key, "value": nvml.read(gpu.uuid, query)})
+                values[key] = nvml.read(gpu.uuid, query)
             except NotAvailable as error:
-                write({"of": gpu.uuid, "key": key, "why_not": str(error)})
+                values[key], missing[key] = None, str(error)
+        write({"gpu": {**values, "not_available": missing}})
     for number, gpu in enumerate(listed):
         for other in listed[number + 1 :]:
             write({"query": f"the path from GPU {gpu.index} to GPU {other.index}"})
+            way: dict[str, Any] = {"common": None, "from": gpu.uuid, "to": other.uuid}
             try:
-                write({"from": gpu.uuid, "to": other.uuid, "common": nvml.between(gpu.uuid, other.uuid)})
+                way["common"] = nvml.between(gpu.uuid, other.uuid)
             except NotAvailable as error:
-                write({"from": gpu.uuid, "to": other.uuid, "why_not": str(error)})
-    write({"done": True})
+                way["why_not"] = str(error)
+            write({"way": way})
+    write({"why_not": ""})
 
 
 def run_child(command: Sequence[str] = _CHILD, seconds: float = ANSWER_SECONDS) -> Output:
@@ -80,12 +85,10 @@ def read_gpus(child: Output, find_process: Callable[[int], Process] = find_proce
         ``why_not``: why nothing, or not all, is known; "" where the child finished. ``driver``: its version. ``count``:
         GPUs that this process may use, also those that do not answer. ``gpus``: each with ``index``, ``name``,
         ``uuid``, ``pci``, a key for each of ``QUERIES``, and ``not_available``, why a key is null. ``ways``: ``from``,
-        and
-        ``common``, the nearest common ancestor of two GPUs.
+        ``to`` and ``common``, the nearest common ancestor of two GPUs.
     """
-    result: dict[str, Any] = {"why_not": "", "driver": None, "count": None, "gpus": [], "ways": []}
-    gpus: dict[str, dict[str, Any]] = {}
-    query, is_done = "NVML's initialisation", False
+    result: dict[str, Any] = {"why_not": None, "driver": None, "count": None, "gpus": [], "ways": []}
+    query = "NVML's initialisation"
     for line in child.text.splitlines():
         try:
             answer = json.loads(line)
@@ -93,39 +96,26 @@ def read_gpus(child: Output, find_process: Callable[[int], Process] = find_proce
             continue  # the last line of a child that was killed while it wrote
         if "query" in answer:
             query = answer["query"]
-        elif "done" in answer:
-            is_done = True
         elif "gpu" in answer:
-            gpus[answer["gpu"]["uuid"]] = {**answer["gpu"], **dict.fromkeys(QUERIES), "not_available": {}}
-        elif "of" in answer:
-            _take(gpus[answer["of"]], answer, find_process)
-        elif "from" in answer:
-            result["ways"].append({"common": None, **answer})
+            result["gpus"].append(_with_owners(answer["gpu"], find_process))
+        elif "way" in answer:
+            result["ways"].append(answer["way"])
         else:
             result |= answer
-            is_done = is_done or "why_not" in answer
-    if not is_done:
+    if result["why_not"] is None:
         why = child.why_not or "the child that queries NVML exited early"
         result["why_not"] = f"{why}; its last query was {query}" if child.text else why
-        for gpu in gpus.values():
-            rest = {key: "not queried: NVML does not answer" for key in QUERIES if gpu[key] is None}
-            gpu["not_available"] = {**rest, **gpu["not_available"]}
-    result["gpus"] = list(gpus.values())
     return result
 
 
-def _take(gpu: dict[str, Any], answer: dict[str, Any], find_process: Callable[[int], Process]) -> None:
-    key = answer["key"]
-    if "why_not" in answer:
-        gpu["not_available"][key] = answer["why_not"]
-    elif key == "processes":
-        gpu[key] = [{"pid": pid, "memory_bytes": used, **_owner(find_process(pid))} for pid, used in answer["value"]]
-    else:
-        gpu[key] = answer["value"]
-
-
-def _owner(process: Process) -> dict[str, Any]:
-    return {"user": process.user or None, "command": process.command or None}
+def _with_owners(gpu: dict[str, Any], find_process: Callable[[int], Process]) -> dict[str, Any]:
+    if gpu["processes"] is not None:
+        found = [(find_process(pid), used) for pid, used in gpu["processes"]]
+        gpu["processes"] = [
+            {"pid": one.pid, "memory_bytes": used, "user": one.user or None, "command": one.command or None}
+            for one, used in found
+        ]
+    return gpu
 
 
 def write_line(line: dict[str, Any]) -> None:
@@ -163,7 +153,7 @@ def read_topology(gpus: Mapping[str, Any], adapters: Mapping[str, Any], tree: Tr
 
     Args:
         gpus: the result of :func:`read_gpus`.
-        adapters: the result of ``info_software.network_adapters``.
+        adapters: the result of ``info.network_adapters``.
 
     Returns:
         ``gpus``: their indices; ``between_gpus``: for each GPU, the path to each of them; ``adapters``: their names;
@@ -189,7 +179,7 @@ def read_topology(gpus: Mapping[str, Any], adapters: Mapping[str, Any], tree: Tr
         "adapters": [card["name"] for card in cards],
         "to_gpus": [[by_kernel(tree, card["pci"], gpu["pci"]) for gpu in listed] for card in cards],
         "numa_nodes": [tree.numa_node(gpu["pci"]) for gpu in listed],
-        "cpus": [_local_cpus(tree, gpu["pci"]) for gpu in listed],
+        "cpus": [tree.text(f"{tree.pci_device(gpu['pci'])}/local_cpulist") or None for gpu in listed],
     }
 
 
@@ -215,11 +205,7 @@ def by_kernel(tree: Tree, one: str | None, other: str | None) -> str:
     first, second = _path(tree, one), _path(tree, other)
     if not first or not second:
         return UNKNOWN
-    shared = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        shared += 1
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     if shared >= 2:
         return "PIX" if max(len(first), len(second)) - shared <= 2 else "PXB"
     if shared == 1:
@@ -233,16 +219,8 @@ def by_kernel(tree: Tree, one: str | None, other: str | None) -> str:
 def _path(tree: Tree, pci: str | None) -> list[str]:
     """Return the host bridge, each bridge below it, and the device."""
     folder = tree.pci_device(pci)
-    if folder is None:
-        return []
-    parts = tree.path(folder).resolve().parts
-    root = next((at for at, part in enumerate(parts) if part.startswith("pci") and part[3:4].isalnum()), None)
-    return list(parts[root:]) if root is not None else []
-
-
-def _local_cpus(tree: Tree, pci: str | None) -> str | None:
-    folder = tree.pci_device(pci)
-    return tree.text(f"{folder}/local_cpulist") or None if folder else None
+    parts = tree.path(folder).resolve().parts if folder is not None else ()
+    return [*itertools.dropwhile(lambda part: re.match(r"pci\w", part) is None, parts)]
 
 
 if __name__ == "__main__":

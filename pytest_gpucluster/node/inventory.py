@@ -10,8 +10,6 @@ import os
 import platform
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from pytest_gpucluster import __version__
@@ -27,57 +25,17 @@ NVML_QUERIES = keys(
 """Key of a rank's ``gpu`` -> NVML query."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CudaGpu:
-    """One GPU, as CUDA reports it. torch's UUID lacks NVML's ``GPU-``."""
-
-    name: str
-    uuid: str
-    memory_bytes: int
-
-
-class TorchCuda:
-    """torch, imported here and not with this module, for that takes seconds."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._torch: Any = torch
-
-    def versions(self) -> dict[str, str | None]:
-        """Return the versions of ``torch``, ``cuda`` and ``nccl``; None where this torch has none."""
-        torch = self._torch
-        nccl: str | None = None
-        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-            nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
-        return {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": nccl}
-
-    def visible(self) -> int:
-        """Count the GPUs visible to this process, without making a context; 0 where there is no usable driver."""
-        return int(self._torch.cuda.device_count()) if self._torch.cuda.is_available() else 0
-
-    def gpu(self, index: int) -> CudaGpu:
-        """Read the properties of one visible GPU."""
-        properties = self._torch.cuda.get_device_properties(index)
-        return CudaGpu(
-            name=str(properties.name),
-            uuid=str(properties.uuid),
-            memory_bytes=int(properties.total_memory),
-        )
-
-
 def identify(
     facts: RankFacts,
     device: Device,
     *,
-    cuda: TorchCuda | None = None,
+    torch: Any = None,
     open_nvml: Callable[[], Nvml] = PyNvml,
 ) -> dict[str, Any]:
     """Describe this rank in plain JSON types.
 
     Returns:
         rank, host, node_rank, local_rank, local_world_size, pid: as launched.
-        start_time: clock ticks since boot, to detect a reused pid; None where there is no /proc.
         gpu: ``index`` (NVML's), ``uuid``, ``pci_bus_id``, ``name``, ``memory_bytes``, ``serial``, ``vbios``,
         ``board_part_number``, ``inforom``, ``gsp_firmware``, ``power_limit_watts``, ``ecc`` and ``mig`` (true for on);
         None on cpu. NVML's values are None where it does not report them.
@@ -92,7 +50,9 @@ def identify(
         OptionError: the device is cuda, and this process has none.
         LaunchError: LOCAL_RANK is beyond the visible GPUs.
     """
-    cuda = cuda or TorchCuda()
+    torch = torch or _torch()
+    distributed = torch.distributed
+    has_nccl = distributed.is_available() and distributed.is_nccl_available()
     who: dict[str, Any] = {
         "rank": facts.rank,
         "host": facts.hostname,
@@ -100,12 +60,13 @@ def identify(
         "local_rank": facts.local_rank,
         "local_world_size": facts.local_world_size,
         "pid": os.getpid(),
-        "start_time": start_time(),
         "gpu": None,
         "cuda_index": None,
         "versions": {
             "python": platform.python_version(),
-            **cuda.versions(),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
             "driver": None,
             "pytest_gpucluster": __version__,
         },
@@ -115,12 +76,14 @@ def identify(
     }
     if device == "cpu":
         return who
-    visible = cuda.visible()
+    # Counted without making a context; 0 where there is no usable driver.
+    visible = int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
     if visible < 1:
         raise no_cuda(facts, torch_version=str(who["versions"]["torch"]), cuda_version=who["versions"]["cuda"])
     index = choose_cuda_index(facts, visible)
-    gpu = cuda.gpu(index)
-    uuid = full_uuid(gpu.uuid, gpu.name)
+    properties = torch.cuda.get_device_properties(index)
+    name = str(properties.name)
+    uuid = full_uuid(str(properties.uuid), name)
     known: NvmlGpu | None = None
     values: dict[str, Any] = dict.fromkeys(NVML_QUERIES)
     try:
@@ -141,11 +104,18 @@ def identify(
         "index": known.index if known else None,
         "uuid": uuid,
         "pci_bus_id": known.pci_bus_id if known else None,
-        "name": gpu.name,
-        "memory_bytes": gpu.memory_bytes,
+        "name": name,
+        "memory_bytes": int(properties.total_memory),
         **values,
     }
     return who
+
+
+def _torch() -> Any:
+    """Import torch, not with this module, for that takes seconds."""
+    import torch
+
+    return torch
 
 
 def _read(nvml: Nvml, uuid: str, query: str) -> Any:
@@ -197,17 +167,6 @@ def full_uuid(uuid: str, name: str) -> str:
     if uuid.startswith(("GPU-", "MIG-")):
         return uuid
     return f"MIG-{uuid}" if re.search(r"\bMIG\b", name) else f"GPU-{uuid}"
-
-
-def start_time(stat: Path = Path("/proc/self/stat")) -> int | None:
-    """Return the start time of this process in clock ticks since boot; None where there is no /proc.
-
-    Source: proc_pid_stat(5), field 22. Field 2 is the program's name, which may hold spaces and brackets.
-    """
-    try:
-        return int(stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _visible_devices() -> str:

@@ -346,7 +346,6 @@ class Memory:
     Attributes:
         shm: None if there is no /dev/shm.
         transparent: transparent huge pages: ``always``, ``madvise`` or ``never``.
-        reserved_pages: huge pages that are reserved, which other memory cannot use.
     """
 
     total_bytes: int | None
@@ -355,7 +354,6 @@ class Memory:
     swap_free_bytes: int | None = None
     shm: SharedMemory | None
     transparent: str | None
-    reserved_pages: int | None
     huge_pages: tuple[HugePages, ...] = ()
 
 
@@ -379,7 +377,6 @@ def read_memory(tree: Tree, space: Space = space) -> Memory:
         swap_free_bytes=tree.meminfo("SwapFree"),
         shm=_shm(tree, space),
         transparent=chosen[1] if chosen else None,
-        reserved_pages=tree.meminfo("HugePages_Total"),
         huge_pages=tuple(_huge_pages(tree)),
     )
 

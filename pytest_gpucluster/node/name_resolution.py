@@ -11,12 +11,12 @@ Source: torch/csrc/distributed/c10d/socket.cpp, which prefers IPv6, connects wit
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Literal
 
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -97,44 +97,37 @@ def look_up(
         resolver: by default ``SYSTEM`` of this module.
     """
     resolver = resolver or SYSTEM
-    answers: dict[int, Answer] = {}
-    arrived: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
-
-    def run(index: int, question: Question) -> None:
+    answers: list[Answer] = []
+    for first in range(0, len(questions), _CONCURRENT):
+        group = questions[first : first + _CONCURRENT]
+        found: dict[Question, Answer] = {}
+        lookups = [threading.Thread(target=_run, args=(resolver, one, found), daemon=True) for one in group]
         begin = time.monotonic()
-        found, error = "", ""
-        try:
-            found = resolver.forward(question.name) if question.kind == "forward" else resolver.reverse(question.name)
-        except (OSError, UnicodeError) as raised:  # UnicodeError: not a valid host name
-            error = str(raised)
-        answer = Answer(question=question, seconds=time.monotonic() - begin, found=found, error=error)
-        arrived.put((index, answer))
+        for lookup in lookups:
+            lookup.start()
+        for lookup in lookups:
+            lookup.join(max(0.0, begin + deadline_seconds - time.monotonic()))
+        seconds = time.monotonic() - begin
+        error = f"no answer within {deadline_seconds:g} s"
+        answered = dict(found)  # a late answer does not count
+        for one in group:
+            answers.append(answered.get(one) or Answer(question=one, seconds=seconds, error=error, timed_out=True))
+    return tuple(answers)
 
-    waiting = list(enumerate(questions))
-    started: dict[int, float] = {}
-    while waiting or started:
-        while waiting and len(started) < _CONCURRENT:
-            index, question = waiting.pop(0)
-            started[index] = time.monotonic()
-            threading.Thread(target=run, args=(index, question), name="gpucluster-lookup", daemon=True).start()
-        first = min(started.values()) + deadline_seconds
-        try:
-            index, answer = arrived.get(timeout=max(0.0, first - time.monotonic()))
-        except Empty:
-            late = [index for index, begin in started.items() if begin + deadline_seconds <= time.monotonic()]
-            for index in late:
-                seconds = time.monotonic() - started.pop(index)
-                error = f"no answer within {deadline_seconds:g} s"
-                answers[index] = Answer(question=questions[index], seconds=seconds, error=error, timed_out=True)
-            continue
-        if started.pop(index, None) is not None:  # else it had timed out
-            answers[index] = answer
-    return tuple(answers[index] for index in range(len(questions)))
+
+def _run(resolver: SystemResolver, question: Question, answers: dict[Question, Answer]) -> None:
+    begin = time.monotonic()
+    found, error = "", ""
+    try:
+        found = resolver.forward(question.name) if question.kind == "forward" else resolver.reverse(question.name)
+    except (OSError, UnicodeError) as raised:  # UnicodeError: not a valid host name
+        error = str(raised)
+    answers[question] = Answer(question=question, seconds=time.monotonic() - begin, found=found, error=error)
 
 
 def longest_seconds(count: int, deadline_seconds: float) -> float:
     """Return how long :func:`look_up` can take with ``count`` questions."""
-    return deadline_seconds * (1 + count / _CONCURRENT)
+    return deadline_seconds * math.ceil(count / _CONCURRENT)
 
 
 def all_questions(

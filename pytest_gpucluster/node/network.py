@@ -1,7 +1,8 @@
-"""Whether every node reaches every other one over TCP, on the interface that NCCL or gloo will use.
+"""Whether every node reaches every other one over TCP, on the interface that NCCL or gloo will use, and how far apart
+their clocks are.
 
-Each host runs a small TCP service (:class:`Responder`), which other hosts connect to, also for its clock. Plain sockets
-with deadlines, before any process group is made: with a firewall or a wrong interface, a process group would hang.
+Each host runs a small TCP service (:func:`respond`), which other hosts connect to. Plain sockets with deadlines, before
+any process group is made: with a firewall or a wrong interface, a process group would hang.
 """
 
 from __future__ import annotations
@@ -12,81 +13,90 @@ import socketserver
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
+from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.node.interfaces import Board, Chosen, Nodes
 
+NOW: Callable[[], float] = time.time
+"""This host's clock, in seconds since the epoch. Tests replace it by a wrong one."""
 TOKEN_BYTES = 16
-_HEAD = struct.Struct(f"!{TOKEN_BYTES}scI")
-"""The token, the request, and the number of bytes that follow."""
+_HEAD = struct.Struct(f"!{TOKEN_BYTES}sI")
+"""The token, and the number of bytes that follow."""
 _TIMES = struct.Struct("!dd")
-_ECHO, _CLOCK = b"E", b"C"
+"""When the request arrived, and when the answer was sent; the request's bytes follow."""
 MAX_BYTES = 2**26
 _CHUNK_BYTES = 2**16
 
 
-class Responder:
-    """Answers on a port of its own, in a thread, until it is closed. Use it as a context manager.
+@contextmanager
+def respond(address: str, *, deadline_seconds: float) -> Iterator[dict[str, Any]]:
+    """Answer callers on a free port, in a thread, until the block ends; yield ``address``, ``port`` and ``token``.
 
     A caller without the token, such as a port scanner or another job, gets no answer.
 
     Args:
-        address: where to listen; the port is a free one.
+        address: where to listen.
         deadline_seconds: of each receive.
-        now: this host's clock.
 
     Raises: OSError if it cannot listen there.
     """
+    token = secrets.token_hex(TOKEN_BYTES // 2)
 
-    def __init__(self, address: str, *, deadline_seconds: float, now: Callable[[], float] = time.time) -> None:
-        self.address = address
-        self.token = secrets.token_hex(TOKEN_BYTES // 2)
-        token = self.token.encode()
+    class Connection(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.settimeout(deadline_seconds)
+            with suppress(OSError, EOFError):  # the caller reports it
+                while True:
+                    token_received, length = _HEAD.unpack(receive(self.request, _HEAD.size))
+                    arrived = NOW()
+                    if token_received != token.encode() or length > MAX_BYTES:
+                        return
+                    payload = receive(self.request, length)
+                    self.request.sendall(_TIMES.pack(arrived, NOW()) + payload)
 
-        class Connection(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                self.request.settimeout(deadline_seconds)
-                with suppress(OSError, EOFError):  # the caller reports it
-                    while True:
-                        token_received, request, length = _HEAD.unpack(receive(self.request, _HEAD.size))
-                        arrived = now()
-                        if token_received != token or length > MAX_BYTES:
-                            return
-                        if request == _ECHO:
-                            self.request.sendall(receive(self.request, length))
-                        else:
-                            self.request.sendall(_TIMES.pack(arrived, now()))
+    class Server(socketserver.ThreadingTCPServer):
+        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        allow_reuse_address = True
+        daemon_threads = True
+        block_on_close = False
+        request_queue_size = 1024
 
-        class Server(socketserver.ThreadingTCPServer):
-            address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            allow_reuse_address = True
-            daemon_threads = True
-            block_on_close = False
-            request_queue_size = 1024
+    with Server((address, 0), Connection) as server:
+        serve = threading.Thread(target=server.serve_forever, args=(0.05,), name="gpucluster-responder", daemon=True)
+        serve.start()
+        try:
+            yield {"address": address, "port": int(server.server_address[1]), "token": token}
+        finally:
+            server.shutdown()
+            serve.join()
 
-        self._server = Server((address, 0), Connection)
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="gpucluster-responder", daemon=True
-        )
 
-    def __enter__(self) -> Responder:
-        self._thread.start()
-        return self
+@contextmanager
+def respond_as_chosen(choose: Callable[[], Chosen], *, deadline_seconds: float) -> Iterator[dict[str, Any]]:
+    """As :func:`respond` on this node's address; also yield ``where`` that is, or nothing but the ``error``.
 
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    It is sent to all: they must not wait for the address of a node that has none.
+    """
+    mine: dict[str, Any]
+    with ExitStack() as stack:
+        try:
+            chosen = choose()
+            mine = stack.enter_context(respond(chosen.address, deadline_seconds=deadline_seconds))
+        except (EnvironmentBroken, OSError) as error:
+            mine = {"error": str(error)}
+        else:
+            mine["where"] = f"{chosen.address} on {chosen.interface}, {chosen.why}"
+        yield mine
 
 
 class Caller:
-    """A connection to a :class:`Responder`. Use it as a context manager.
+    """A connection to a node's service. Use it as a context manager.
 
     Raises: OSError if it cannot be reached, or a receive exceeds the deadline.
     """
@@ -102,29 +112,20 @@ class Caller:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def echo(self, payload: bytes) -> None:
-        """Send bytes and require the same bytes back.
+    def echo(self, payload: bytes = b"") -> tuple[float, float]:
+        """Send bytes, and return the other host's time when they had arrived, and when its answer was sent.
 
-        Raises: OSError otherwise.
+        Raises: OSError unless the same bytes come back.
         """
-        back = self._ask(_HEAD.pack(self._token, _ECHO, len(payload)) + payload, len(payload))
-        if back != payload:
-            raise ConnectionError(f"{len(payload)} bytes came back altered")
-
-    def clock(self) -> tuple[float, float]:
-        """Return the other host's time when the request arrived, and when the answer was sent.
-
-        Raises: OSError without an answer.
-        """
-        arrived, sent = _TIMES.unpack(self._ask(_HEAD.pack(self._token, _CLOCK, 0), _TIMES.size))
-        return float(arrived), float(sent)
-
-    def _ask(self, request: bytes, length: int) -> bytes:
-        self._socket.sendall(request)
+        self._socket.sendall(_HEAD.pack(self._token, len(payload)) + payload)
         try:
-            return receive(self._socket, length)
+            answer = receive(self._socket, _TIMES.size + len(payload))
         except EOFError:
             raise ConnectionError("it accepts connections and then closes them: is it another program?") from None
+        if answer[_TIMES.size :] != payload:
+            raise ConnectionError(f"{len(payload)} bytes came back altered")
+        arrived, sent = _TIMES.unpack(answer[: _TIMES.size])
+        return float(arrived), float(sent)
 
 
 def receive(connection: socket.socket, length: int) -> bytes:
@@ -188,10 +189,6 @@ class Reachability:
         if self.absent or self.silent:
             return 0
         return len(set(self.hosts) - {node for pair in (*self.failures, *self.untried) for node in pair})
-
-    def slowest_from(self, node: int) -> float | None:
-        """Return the duration of this node's slowest connection; None where none worked."""
-        return self.slowest.get(node)
 
     def suspects(self) -> tuple[int, ...]:
         """Return the suspected nodes.
@@ -308,46 +305,28 @@ def connect_all(
     """
     exchange = exchange or CALL
     within = longest_seconds(len(nodes.hosts), deadline_seconds) / 2
-    with ExitStack() as stack:
-        mine: dict[str, Any]
+    payload = bytes(index * 7 % 251 for index in range(payload_bytes))
+
+    def attempt(one: Mapping[str, Any]) -> float | str:
         try:
-            chosen = choose()
-            responder = stack.enter_context(Responder(chosen.address, deadline_seconds=deadline_seconds))
-        except (EnvironmentBroken, OSError) as error:  # sent to all: they must not wait for this node's address
-            mine = {"error": str(error)}
-        else:
-            mine = {
-                "address": chosen.address,
-                "port": responder.port,
-                "token": responder.token,
-                "where": f"{chosen.address} on {chosen.interface}, {chosen.why}",
-            }
+            return exchange(
+                one["address"], one["port"], one["token"], payload=payload, deadline_seconds=deadline_seconds
+            )
+        except OSError as error:  # sent to all nodes
+            return str(error) or type(error).__name__
+
+    with respond_as_chosen(choose, deadline_seconds=deadline_seconds) as mine:
         answers = nodes.gather(board, "address", mine, within_seconds=within)
         present = {node: one for node, one in answers.items() if "error" not in one}
         # A node without an address makes no connections. Each one begins with the node after it: if all began with the
         # first one, that would have to answer all of them at once.
-        called = {} if "error" in mine else _call_order(nodes.me, present)
-        payload = bytes(index * 7 % 251 for index in range(payload_bytes))
-
-        def attempt(one: Mapping[str, Any]) -> float | str:
-            try:
-                return exchange(
-                    one["address"], one["port"], one["token"], payload=payload, deadline_seconds=deadline_seconds
-                )
-            except OSError as error:  # sent to all nodes
-                return str(error) or type(error).__name__
-
+        order = sorted(present, key=lambda node: (node <= nodes.me, node)) if "error" not in mine else []
         with ThreadPoolExecutor(max_workers=_CONCURRENT) as pool:
-            results = dict(zip(called, pool.map(attempt, called.values()), strict=True))
-        # A node that has sent its results makes no more connections: when all have, the responder may end.
+            results = dict(zip(order, pool.map(attempt, [present[node] for node in order]), strict=True))
+        # A node that has sent its results makes no more connections: when all have, the service may end.
         reports = nodes.gather(board, "reached", _report(nodes, results), within_seconds=within)
     absent = {node: one["error"] for node, one in answers.items() if "error" in one}
     return _combine(nodes, reports, absent, {node: one["where"] for node, one in present.items()})
-
-
-def _call_order(me: int, present: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the nodes in the order of a node's calls: those after it, then those before it, then itself."""
-    return {node: present[node] for node in sorted(present, key=lambda node: (node <= me, node))}
 
 
 def _report(nodes: Nodes, results: Mapping[int, float | str]) -> dict[str, Any]:
@@ -383,3 +362,104 @@ def _combine(
         absent=absent,
         silent=silent,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offset:
+    """How far a clock is behind another one (negative: ahead), in seconds, and the error of that."""
+
+    seconds: float
+    error: float
+
+
+def offset(samples: list[tuple[float, float, float, float]]) -> Offset:
+    """Estimate an offset from samples of (sent, arrived, answered, received).
+
+    The first and the last are times of the own clock, the two between of the other one. The sample with the shortest
+    round trip counts. Its two directions may take different times: the error is half of the round trip.
+
+    Source: RFC 5905 (NTPv4), section 8: theta = ((T2 - T1) + (T3 - T4)) / 2, delta = (T4 - T1) - (T3 - T2).
+
+    >>> offset([(10.0, 15.001, 15.002, 10.003)])
+    Offset(seconds=5.0, error=0.001)
+
+    Raises: ValueError without a sample.
+    """
+    if not samples:
+        raise ValueError("no sample of the other clock")
+    sent, arrived, answered, received = min(samples, key=lambda one: (one[3] - one[0]) - (one[2] - one[1]))
+    # A clock that is set during the exchange can make the round trip seem negative.
+    round_trip = max(0.0, (received - sent) - (answered - arrived))
+    seconds = round(((arrived - sent) + (answered - received)) / 2, 9)
+    return Offset(seconds=seconds, error=round(round_trip / 2, 9))
+
+
+def skew(of: Mapping[int, Offset], node: int) -> tuple[float, float]:
+    """Return by how much a node's clock differs from the median of the other nodes' clocks, and the error of that.
+
+    With an even number of others, the nearer one of the two middle clocks counts: else one wrong clock among three
+    nodes would move the median of the two right ones.
+
+    Raises: ValueError if there is no other node.
+    """
+    mine = of[node]
+    others = sorted((one for other, one in of.items() if other != node), key=lambda one: one.seconds)
+    if not others:
+        raise ValueError("there is no other clock to compare with")
+    middle = others[(len(others) - 1) // 2 : len(others) // 2 + 1]
+    nearest = min(middle, key=lambda one: abs(one.seconds - mine.seconds))
+    return abs(mine.seconds - nearest.seconds), mine.error + nearest.error
+
+
+def skew_of_nodes(
+    board: Board,
+    nodes: Nodes,
+    choose: Callable[[], Chosen],
+    *,
+    samples: int,
+    deadline_seconds: float,
+) -> Series:
+    """Return by how many seconds this node's clock differs from the others', with its confidence interval.
+
+    Every node queries the first one. Collective: exactly the ranks that represent a node must call this.
+
+    Raises: EnvironmentBroken on all nodes: the first one cannot be queried, or a node's clock is unknown.
+    """
+    first, within = min(nodes.hosts), 2 * deadline_seconds + _MARGIN_SECONDS
+    rank = nodes.representatives[first]
+    mine: list[float] | str
+    if nodes.me == first:
+        with respond_as_chosen(choose, deadline_seconds=deadline_seconds) as server:
+            board.post("clock", server)
+            mine = server.get("error", [0.0, 0.0])
+            answers = nodes.gather(board, "offset", mine, within_seconds=2 * within)
+    else:
+        server = board.read("clock", [rank], within_seconds=within).get(rank, {"error": "no answer in time"})
+        # Sent to all, also where it failed: an unknown clock must not count as right.
+        mine = _offset_to(nodes.hosts[first], server, samples, deadline_seconds)
+        answers = nodes.gather(board, "offset", mine, within_seconds=2 * within)
+    unknown = {node: answers.get(node, "no answer in time") for node in nodes.hosts}
+    lines = [f"- {nodes.hosts[node]}: {why}" for node, why in unknown.items() if isinstance(why, str)]
+    if lines:
+        raise EnvironmentBroken("\n".join(["the clocks of these nodes are unknown:", *lines]))
+    offsets = {node: Offset(seconds=one[0], error=one[1]) for node, one in answers.items()}
+    print("\n".join(f"{nodes.hosts[n]}: {one.seconds:+.6f} s +- {one.error:.6f} s" for n, one in offsets.items()))
+    value, doubt = skew(offsets, nodes.me)
+    return Series(samples=(value,), median=value, low=max(0.0, value - doubt), high=value + doubt)
+
+
+def _offset_to(host: str, server: Mapping[str, Any], samples: int, deadline_seconds: float) -> list[float] | str:
+    """Return offset and error of the own clock, or why they are unknown."""
+    exchanges = []
+    try:
+        if "error" in server:
+            raise ConnectionError(server["error"])
+        with Caller(server["address"], server["port"], server["token"], deadline_seconds=deadline_seconds) as caller:
+            for _ in range(samples):
+                sent = NOW()
+                arrived, answered = caller.echo()
+                exchanges.append((sent, arrived, answered, NOW()))
+    except OSError as error:
+        return f"cannot query the time of {host}: {error or type(error).__name__}"
+    found = offset(exchanges)
+    return [found.seconds, found.error]

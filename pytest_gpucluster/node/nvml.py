@@ -56,7 +56,7 @@ class Nvml(Protocol):
     def driver_version(self) -> str: ...
 
     def gpus(self) -> tuple[NvmlGpu | None, ...]:
-        """GPUs of this node that this process may use, in NVML's order; None for one that does not answer."""
+        """GPUs that this process may use, in NVML's order; None for one that does not answer."""
 
     def between(self, uuid: str, other: str) -> str:
         """Return the nearest common ancestor of two GPUs: one of ``COMMON_ANCESTORS``.
@@ -157,36 +157,37 @@ class PyNvml:
 
     def gpus(self) -> tuple[NvmlGpu | None, ...]:
         """List the GPUs that this process may use, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
-        found: list[NvmlGpu | None] = []
-        for handle in self._permitted():
-            try:
-                found.append(None if handle is None else self.find(text(self._nvml.nvmlDeviceGetUUID(handle))))
-            except self._nvml.NVMLError:
-                found.append(None)
-        return tuple(found)
-
-    def between(self, uuid: str, other: str) -> str:
-        """Read the nearest common ancestor of two GPUs."""
-        nvml, function = self._nvml, "nvmlDeviceGetTopologyCommonAncestor"
-        try:
-            level = int(getattr(nvml, function)(self._gpu(uuid), self._gpu(other)))
-        except nvml.NVMLError as error:
-            raise _not_available(nvml, error, function) from error
-        return COMMON_ANCESTORS.get(level, f"unknown ({level})")
+        return tuple(self._identify(handle) for handle in self._permitted())
 
     def find(self, uuid: str) -> NvmlGpu | None:
         """Look a GPU up. One that has fallen off the bus is not found, which the preflight reports."""
-        nvml = self._nvml
         try:
-            handle = self._gpu(uuid)
+            return self._identify(self._gpu(uuid), uuid)
+        except self._nvml.NVMLError:
+            return None
+
+    def _identify(self, handle: Any, uuid: str | None = None) -> NvmlGpu | None:
+        nvml = self._nvml
+        if handle is None:
+            return None
+        try:
             return NvmlGpu(
                 index=int(nvml.nvmlDeviceGetIndex(handle)),
-                uuid=uuid,
+                uuid=uuid or text(nvml.nvmlDeviceGetUUID(handle)),
                 pci_bus_id=text(nvml.nvmlDeviceGetPciInfo(handle).busId),
                 name=text(nvml.nvmlDeviceGetName(handle)),
             )
         except nvml.NVMLError:
-            return None
+            return None  # the caller notices it by the place that is empty
+
+    def between(self, uuid: str, other: str) -> str:
+        """Read the nearest common ancestor of two GPUs."""
+        nvml = self._nvml
+        try:
+            level = int(nvml.nvmlDeviceGetTopologyCommonAncestor(self._gpu(uuid), self._gpu(other)))
+        except nvml.NVMLError as error:
+            raise _not_available(nvml, error, "common ancestor") from error
+        return COMMON_ANCESTORS.get(level, f"unknown ({level})")
 
     def read(self, uuid: str, query: str) -> Any:
         """Read one query."""
@@ -198,10 +199,9 @@ class PyNvml:
         except AttributeError as error:
             if error.obj is not nvml:
                 raise
-            reason = f"the installed nvidia-ml-py is too old for {definition.functions} ({error})"
-            raise NotAvailable(reason) from error
+            raise NotAvailable(f"the installed nvidia-ml-py is too old for {query} ({error})") from error
         except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
-            raise _not_available(nvml, error, definition.functions) from error
+            raise _not_available(nvml, error, query) from error
 
     def _of_node(self, function: str) -> Any:
         """Call a function that is not about one GPU: its failure is no GPU's fault."""
@@ -229,22 +229,15 @@ class PyNvml:
 
     def _handle(self, uuid: str) -> Any:
         if uuid not in self._handles:
-            self._handles[uuid] = self._look_up(uuid)
+            try:
+                self._handles[uuid] = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+            except self._nvml.NVMLError_GpuIsLost:
+                # NVML fails when any GPU of the node is lost. This one may be healthy.
+                found = {known.uuid: handle for handle in self._permitted() if (known := self._identify(handle))}
+                if uuid not in found:
+                    raise
+                self._handles[uuid] = found[uuid]
         return self._handles[uuid]
-
-    def _look_up(self, uuid: str) -> Any:
-        nvml = self._nvml
-        try:
-            return nvml.nvmlDeviceGetHandleByUUID(uuid)
-        except nvml.NVMLError_GpuIsLost:
-            # NVML fails when any GPU of the node is lost. This one may be healthy.
-            for handle in self._permitted():
-                try:
-                    if handle is not None and text(nvml.nvmlDeviceGetUUID(handle)) == uuid:
-                        return handle
-                except nvml.NVMLError:
-                    continue
-            raise
 
     def _gpu(self, uuid: str) -> Any:
         """Handle of the whole GPU, also for a MIG slice of it."""
@@ -256,7 +249,7 @@ class PyNvml:
         return self._handles[key]
 
 
-def _not_available(nvml: Any, error: Exception, functions: str) -> NotAvailable:
+def _not_available(nvml: Any, error: Exception, query: str) -> NotAvailable:
     """Return the category and text of an NVML error."""
     value = getattr(error, "value", None)
     kinds: dict[Any, tuple[Absence, str]] = {
@@ -268,4 +261,4 @@ def _not_available(nvml: Any, error: Exception, functions: str) -> NotAvailable:
         nvml.NVML_ERROR_RESET_REQUIRED: ("lost", "the GPU requires a reset before it can be used again"),
     }
     kind, reason = kinds.get(value, ("failed", f"{error}"))
-    return NotAvailable(f"{reason} ({functions})", kind)
+    return NotAvailable(f"{reason} ({query})", kind)

@@ -5,7 +5,7 @@
 
 Nothing here imports NVML: a query gets the module and a handle.
 
-Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/; each query names its functions.
+Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Query:
 
     Attributes:
         name, unit: of the value.
-        functions: NVML's functions that it calls.
         read: returns the value, from the module and a handle.
         of_slice: a MIG slice has a value of its own.
         key: the name in JSON, with the unit where it needs one.
@@ -33,7 +32,6 @@ class Query:
 
     name: str
     unit: str
-    functions: str
     read: Read
     of_slice: bool = False
     key: str
@@ -300,12 +298,16 @@ def _watts(milliwatts: int) -> float:
     return milliwatts / 1000
 
 
+def _busy(rates: Any) -> int:
+    return int(rates.gpu)
+
+
 def _item(position: int, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda values: convert(values[position])
 
 
-def _define(name: str, unit: str, functions: str, read: Read, *, key: str = "", of_slice: bool = False) -> Query:
-    return Query(name=name, unit=unit, functions=functions, read=read, of_slice=of_slice, key=key or _key(name))
+def _define(name: str, unit: str, read: Read, *, key: str = "", of_slice: bool = False) -> Query:
+    return Query(name=name, unit=unit, read=read, of_slice=of_slice, key=key or name.replace(".", "_"))
 
 
 def _call(name: str, unit: str, function: str, convert: Callable[[Any], Any], *constants: str, key: str = "") -> Query:
@@ -314,15 +316,11 @@ def _call(name: str, unit: str, function: str, convert: Callable[[Any], Any], *c
     def read(nvml: Any, gpu: Any) -> Any:
         return convert(getattr(nvml, function)(gpu, *(getattr(nvml, constant) for constant in constants)))
 
-    return _define(name, unit, function, read, key=key)
+    return _define(name, unit, read, key=key)
 
 
-def _key(name: str) -> str:
-    return name.replace(".", "_")
-
-
-_ECC, _ROWS, _MEMORY = "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetRemappedRows", "nvmlDeviceGetMemoryInfo_v2"
-_CLOCK, _MAX_CLOCK, _FIELDS = "nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetFieldValues"
+_ECC, _ROWS = "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetRemappedRows"
+_CLOCK, _MAX_CLOCK = "nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo"
 _CORRECTED, _UNCORRECTED = "NVML_MEMORY_ERROR_TYPE_CORRECTED", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED"
 _VOLATILE, _AGGREGATE = "NVML_VOLATILE_ECC", "NVML_AGGREGATE_ECC"  # since the driver was loaded, over the card's life
 _SLOWDOWN = "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN"
@@ -332,18 +330,12 @@ _TABLE = (
     _call("board.part_number", "text", "nvmlDeviceGetBoardPartNumber", text),
     _call("inforom", "text", "nvmlDeviceGetInforomImageVersion", text),
     _call("gsp.firmware", "text", "nvmlDeviceGetGspFirmwareVersion", text),
-    _define("memory.total", "B", _MEMORY, _memory("total"), key="memory_total_bytes", of_slice=True),
-    _define("memory.free", "B", _MEMORY, _memory("free"), key="memory_free_bytes", of_slice=True),
-    _define("memory.used", "B", _MEMORY, _memory("used"), key="memory_used_bytes", of_slice=True),
-    _define("memory.reserved", "B", _MEMORY, _memory("reserved"), key="memory_reserved_bytes", of_slice=True),
+    _define("memory.total", "B", _memory("total"), key="memory_total_bytes", of_slice=True),
+    _define("memory.free", "B", _memory("free"), key="memory_free_bytes", of_slice=True),
+    _define("memory.used", "B", _memory("used"), key="memory_used_bytes", of_slice=True),
+    _define("memory.reserved", "B", _memory("reserved"), key="memory_reserved_bytes", of_slice=True),
     # Processes with a context on the GPU; None where NVML does not report the bytes.
-    _define(
-        "processes",
-        "(pid, B)",
-        "nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGetGraphicsRunningProcesses",
-        _processes,
-        of_slice=True,
-    ),
+    _define("processes", "(pid, B)", _processes, of_slice=True),
     _call("ecc.mode", "bool", "nvmlDeviceGetEccMode", _item(0, bool), key="ecc"),
     _call("ecc.uncorrected.volatile", "errors", _ECC, int, _UNCORRECTED, _VOLATILE, key="ecc_uncorrected"),
     _call("ecc.uncorrected.aggregate", "errors", _ECC, int, _UNCORRECTED, _AGGREGATE, key="ecc_uncorrected_of_life"),
@@ -371,38 +363,27 @@ _TABLE = (
     # Distance to the nearest slowdown threshold; newer cards have this instead.
     _call("temperature.margin", "degC", "nvmlDeviceGetMarginTemperature", int),
     # Part of the time in which a kernel ran.
-    _call(
-        "utilization.gpu",
-        "%",
-        "nvmlDeviceGetUtilizationRates",
-        lambda rates: int(rates.gpu),
-        key="utilization_percent",
-    ),
-    _define("throttle.reasons", "names", "nvmlDeviceGetCurrentClocksEventReasons", _throttle, key="throttle"),
+    _call("utilization.gpu", "%", "nvmlDeviceGetUtilizationRates", _busy, key="utilization_percent"),
+    _define("throttle.reasons", "names", _throttle, key="throttle"),
     _call("pcie.generation", "gen", "nvmlDeviceGetCurrPcieLinkGeneration", int),
     _call("pcie.width", "lanes", "nvmlDeviceGetCurrPcieLinkWidth", int),
     # Best generation and most lanes of this card in this slot.
     _call("pcie.generation.max", "gen", "nvmlDeviceGetMaxPcieLinkGeneration", int),
     _call("pcie.width.max", "lanes", "nvmlDeviceGetMaxPcieLinkWidth", int),
     _call("pcie.replays", "replays", "nvmlDeviceGetPcieReplayCounter", int),
-    _define("nvlink.up", "link -> bool", "nvmlDeviceGetNvLinkState", _links),
+    _define("nvlink.up", "link -> bool", _links),
     # Of the links that are up: gpu, switch or npu, and its PCI address.
-    _define(
-        "nvlink.ends",
-        "link -> (kind, address)",
-        "nvmlDeviceGetNvLinkRemoteDeviceType, nvmlDeviceGetNvLinkRemotePciInfo",
-        _link_ends,
-    ),
-    _define("nvlink.version", "link -> version", "nvmlDeviceGetNvLinkVersion", _link_versions),
+    _define("nvlink.ends", "link -> (kind, address)", _link_ends),
+    _define("nvlink.version", "link -> version", _link_versions),
     # The number of links to an NVSwitch.
-    _define("nvlink.switch", "links", _FIELDS, _field_value("NVML_FI_DEV_NVSWITCH_CONNECTED_LINK_COUNT")),
-    _define("nvlink.errors", "counter -> link -> count", f"nvmlDeviceGetNvLinkErrorCounter, {_FIELDS}", _link_errors),
+    _define("nvlink.switch", "links", _field_value("NVML_FI_DEV_NVSWITCH_CONNECTED_LINK_COUNT")),
+    _define("nvlink.errors", "counter -> link -> count", _link_errors),
     # Bytes over all of the GPU's links; they only grow.
-    _define("nvlink.bytes", "sent, received -> B", _FIELDS, _link_bytes, key="nvlink_bytes"),
+    _define("nvlink.bytes", "sent, received -> B", _link_bytes, key="nvlink_bytes"),
     # State, status and health of the GPU's registration with the Fabric Manager.
-    _define("fabric", "state, status, health", "nvmlDeviceGetGpuFabricInfoV", _fabric),
+    _define("fabric", "state, status, health", _fabric),
     # The action that the GPU needs: 0 is none, the others are nvmlDeviceGpuRecoveryAction_t.
-    _define("recovery.action", "number", _FIELDS, _field_value("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")),
+    _define("recovery.action", "number", _field_value("NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")),
     _call("mig.mode", "bool", "nvmlDeviceGetMigMode", _item(0, bool), key="mig"),
     _call("persistence.mode", "bool", "nvmlDeviceGetPersistenceMode", bool, key="persistence"),
 )

@@ -18,11 +18,12 @@ from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.launch.launchers import in_step
 from pytest_gpucluster.metrics.finding import Finding, environment, note
 from pytest_gpucluster.node import processes
+from pytest_gpucluster.node.allocation import allocation, allocation_findings, place_of
 from pytest_gpucluster.node.health.snapshot import Sources
 from pytest_gpucluster.node.host import collect_node
 from pytest_gpucluster.node.interfaces import Board, Nodes
+from pytest_gpucluster.node.nvml import NotAvailable
 from pytest_gpucluster.node.programs import Output, run_program
-from pytest_gpucluster.node.slurm_allocation import Place, allocation, allocation_findings, place_of
 from pytest_gpucluster.text import first_line
 
 ANSWER_SECONDS = 30.0
@@ -48,7 +49,8 @@ _FLAGS = {
     "^": "a reboot was ordered",
 }
 """Source: sinfo(1), NODE STATE CODES."""
-_HARMLESS_FLAGS = {"$": "in a maintenance reservation", "@": "to be rebooted when it is free", "-": "planned for a job"}
+_HARMLESS_FLAGS = "$@-"
+"""In a maintenance reservation; to be rebooted when it is free; planned for a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,19 +171,18 @@ def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str]
         for name in pinged.down
     ]
     lines = list(found)
-    for node in nodes:
-        of_node = [line for line in lines if line.node == node]
-        if not of_node:
-            findings.append(
-                environment(
-                    "slurm.node",
-                    node,
-                    "sinfo does not list this node of the job in the job's partition",
-                    allowed="every node of the job is listed",
-                    remedy=f"run `scontrol show node {node}`",
-                )
-            )
-        findings += _node_findings(node, of_node[:1])
+    wrong = {node: _wrong(next((line for line in lines if line.node == node), None)) for node in nodes}
+    findings += [
+        environment(
+            "slurm.node",
+            node,
+            why,
+            allowed=" or ".join(RUNNING),
+            remedy=f"run `scontrol show node {node}`; it was taken out of service, or is going to be",
+        )
+        for node, why in wrong.items()
+        if why
+    ]
     closed = {line.partition: line.available for line in lines if line.available != "up"}
     findings += [
         environment(
@@ -198,40 +199,19 @@ def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str]
 
 def healthy_count(found: Iterable[NodeState], nodes: Sequence[str]) -> int:
     """Return the number of these nodes that are in a state to run jobs."""
-    states = {line.node: _parts(line.state) for line in found}
-    return sum(
-        node in states and states[node][0] in RUNNING and not set(states[node][1]) & set(_FLAGS) for node in nodes
-    )
+    states = {line.node: line for line in found}
+    return sum(node in states and not _wrong(states[node]) for node in nodes)
 
 
-def _parts(state: str) -> tuple[str, str]:
-    """Split a state from its flags: "allocated+" is a state, "mixed*" one with a flag."""
-    flags = "".join(dict.fromkeys(char for char in state if char in _FLAGS or char in _HARMLESS_FLAGS))
-    return state.rstrip("".join(_FLAGS) + "".join(_HARMLESS_FLAGS)), flags
-
-
-def _node_findings(node: str, lines: Sequence[NodeState]) -> list[Finding]:
-    findings = []
-    for line in lines:
-        state, flags = _parts(line.state)
-        wrong = [_FLAGS[flag] for flag in flags if flag in _FLAGS]
-        if state not in RUNNING:
-            wrong.insert(0, f"it is {state}")
-        because = f" ({line.reason})" if line.reason else ""
-        if wrong:
-            findings.append(
-                environment(
-                    "slurm.node",
-                    node,
-                    f"Slurm calls this node {line.state}{because}: {', and '.join(wrong)}",
-                    allowed=" or ".join(RUNNING),
-                    remedy=f"run `scontrol show node {node}`; it was taken out of service, or is going to be",
-                )
-            )
-        for flag in flags:
-            if flag in _HARMLESS_FLAGS:
-                findings.append(note("slurm.node", node, f"{_HARMLESS_FLAGS[flag]}{because}"))
-    return findings
+def _wrong(line: NodeState | None) -> str:
+    """Return why a node is in no state to run jobs, or an empty text. "allocated+" is a state, "mixed*" has a flag."""
+    if line is None:
+        return "sinfo does not list this node of the job in the job's partition"
+    state = line.state.rstrip("".join(_FLAGS) + _HARMLESS_FLAGS)
+    wrong = [] if state in RUNNING else [f"it is {state}"]
+    wrong += [words for flag, words in _FLAGS.items() if flag in line.state[len(state) :]]
+    because = f" ({line.reason})" if line.reason else ""
+    return f"Slurm calls this node {line.state}{because}: {', and '.join(wrong)}" if wrong else ""
 
 
 def _run(command: list[str], seconds: float) -> Output:
@@ -285,13 +265,9 @@ def examine_allocation(
     missing = [int(who["rank"]) for who in here if who["rank"] not in answers]
     if missing:
         raise EnvironmentBroken(f"{host}: rank {missing[0]} did not report its CPUs and GPUs in time")
-    places = [
-        Place(rank=one["rank"], cpus=tuple(one["cpus"]), visible_devices=one["visible_devices"])
-        for one in answers.values()
-    ]
-    given = allocation(environ)
+    given, places = allocation(environ), list(answers.values())
     node = collect_node(inventory, rank=rank, environ=environ)
-    cores = node.processors.cores(cpu for place in places for cpu in place.cpus)
+    cores = node.processors.cores(cpu for place in places for cpu in place["cpus"])
     findings = allocation_findings(host, given, places, here, node.cgroup, on_cpu=sources is None, cores=cores)
     online = node.processors.online
     alone = given.cpus is not None and online is not None and given.cpus >= len(online)
@@ -305,22 +281,14 @@ def examine_allocation(
 
 def _processes(host: str, here: Sequence[Mapping[str, Any]], sources: Sources) -> list[Finding]:
     """Return findings on the processes on the GPUs of this node's ranks."""
-    from pytest_gpucluster.node.nvml import NotAvailable
-
     on_gpus: dict[int, int | None] = {}
     findings = []
     for who in here:
         try:
             on_gpus |= dict(sources.nvml.read(str(who["gpu"]["uuid"]), "processes"))
         except NotAvailable as error:
-            findings.append(
-                environment(
-                    "leftovers.process",
-                    host,
-                    f"the processes on GPU {who['gpu']['index']} are unknown: {error}",
-                    allowed="NVML lists the processes of a GPU",
-                    remedy="look with `nvidia-smi` on this host",
-                )
-            )
+            found = f"the processes on GPU {who['gpu']['index']} are unknown: {error}"
+            allowed, remedy = "NVML lists the processes of a GPU", "look with `nvidia-smi` on this host"
+            findings.append(environment("leftovers.process", host, found, allowed=allowed, remedy=remedy))
     own = {int(who["pid"]) for who in here}
     return [*findings, *processes.stale_process_findings(host, on_gpus, own=own, find_process=sources.find_process)]

@@ -263,7 +263,7 @@ class Startup:
         watch.start()
 
     def _describe_me(self, problem: Refusal | None) -> dict[str, Any]:
-        from pytest_gpucluster.node.inventory import identify, start_time
+        from pytest_gpucluster.node.inventory import identify
 
         plain = {
             "rank": self._run.facts.rank,
@@ -271,7 +271,7 @@ class Startup:
             "node_rank": self._run.facts.node_rank,
             "local_rank": self._run.facts.local_rank,
             "pid": os.getpid(),
-            "start_time": start_time(),
+            "start_time": liveness.start_time(os.getpid()),
             "fault_file": str(self._run.fault_file.path),
             "inputs": self._inputs(),
             # It chooses GPUs: the others are left out on purpose.

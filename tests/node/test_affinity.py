@@ -10,8 +10,8 @@ from complaints import in_order
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import require_nothing
-from pytest_gpucluster.node import numa
-from pytest_gpucluster.node.numa import (
+from pytest_gpucluster.node.host_checks import (
+    BINDING,
     Place,
     examine_affinity,
     own_place,
@@ -80,7 +80,7 @@ def test_a_rank_on_another_node_s_cpus_is_named_with_what_was_found_and_wanted()
     [finding] = examine_affinity(WHO, of("32-63", "0-1"), GPU)
     assert in_order(
         str(finding),
-        f"GPU 1 GPU-1f2e 1320 PCI 00000000:3B:00.0 node-a rank 5 CPUs 32-63 GPU CPUs 0-31,64-95 0 {numa.REMEDY}",
+        f"GPU 1 GPU-1f2e 1320 PCI 00000000:3B:00.0 node-a rank 5 CPUs 32-63 GPU CPUs 0-31,64-95 0 {BINDING}",
     )
     with pytest.raises(EnvironmentBroken, match="CPUs 32-63"):
         require_nothing([finding])

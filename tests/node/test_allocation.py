@@ -9,8 +9,8 @@ from complaints import in_order
 from each import of_each
 
 from pytest_gpucluster.metrics.finding import Finding
+from pytest_gpucluster.node.allocation import Allocation, allocation, allocation_findings, place_of
 from pytest_gpucluster.node.limits import Cgroup
-from pytest_gpucluster.node.slurm_allocation import Allocation, Place, allocation, allocation_findings, place_of
 
 GIB = 2**30
 GIVEN = Allocation(gpus=4, cpus=16, memory_bytes=64 * GIB)
@@ -49,17 +49,17 @@ def ranks(count: int = 4, *, visible: int = 4, uuids: int = 4) -> list[dict[str,
     ]
 
 
-def places(count: int = 4, cpus: int = 16, *, devices: str | None = "0,1,2,3") -> list[Place]:
+def places(count: int = 4, cpus: int = 16, *, devices: str | None = "0,1,2,3") -> list[dict[str, Any]]:
     each = max(1, cpus // count)
     return [
-        Place(rank=rank, cpus=tuple((rank * each + i) % cpus for i in range(each)), visible_devices=devices)
+        {"rank": rank, "cpus": [(rank * each + i) % cpus for i in range(each)], "visible_devices": devices}
         for rank in range(count)
     ]
 
 
 def found(
     given: Allocation = GIVEN,
-    places_: list[Place] | None = None,
+    places_: list[dict[str, Any]] | None = None,
     who: list[dict[str, Any]] | None = None,
     limit: int | None = 64 * GIB,
     *,
@@ -94,7 +94,7 @@ THREE = {"who": ranks(visible=3, uuids=3), "places_": places(devices=None)}
         ({"who": ranks(2), "places_": places(2)}, "note", "2 of 4 GPUs"),
         ({"given": Allocation(cpus=16)}, "environment", "Slurm GPUs"),
         ({"places_": places(cpus=32)}, "environment", "slurm.cpus 32 CPUs (0-31); 16"),
-        ({"places_": places(cpus=12)}, "note", "12 CPUs (0-11) of 16"),
+        ({"places_": places(cpus=12)}, "note", "12 CPUs (0-11) 16"),
         ({"given": Allocation(gpus=4)}, "environment", "Slurm CPUs"),
         ({"limit": 32 * GIB}, "environment", "32 GiB"),
         ({"limit": None}, "note", "memory"),
@@ -110,7 +110,7 @@ def test_what_is_bound_otherwise_is_named(case: tuple[Any, ...]) -> None:
 
 
 def test_ranks_that_share_one_cpu_are_an_error_that_points_to_srun() -> None:
-    one_cpu = [Place(rank=rank, cpus=(0,), visible_devices=None) for rank in range(4)]
+    one_cpu = [{"rank": rank, "cpus": [0], "visible_devices": None} for rank in range(4)]
     shared, fewer = found(places_=one_cpu)
     assert shared.kind == "environment"
     assert "4 ranks share 1 CPUs (0)" in str(shared)

@@ -74,18 +74,15 @@ def test_ranks_of_other_nodes_do_not_count(tmp_path: Path) -> None:
     assert facts(tmp_path, inventory=inventory).ranks == 2
 
 
-def test_the_gpus_of_this_node_are_there_with_their_nodes(tmp_path: Path) -> None:
-    files = {
-        "/sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n",
-        "/sys/bus/pci/devices/0000:3b:00.0/local_cpulist": "64-127\n",
-    }
+def test_the_gpus_of_this_node_are_there_with_their_paths(tmp_path: Path) -> None:
+    files = {"/sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n"}
     inventory = [
         who(0, pci="00000000:3B:00.0"),
         who(1, pci="00000000:99:00.0"),
         who(2, node_rank=1, pci="00000000:3B:00.0"),
     ]
     found = facts(tmp_path, files, inventory=inventory).gpus
-    assert [(gpu.who.index, gpu.node, gpu.path is None) for gpu in found] == [(0, 1, False), (1, None, True)]
+    assert [(gpu.who.index, gpu.path is None) for gpu in found] == [(0, False), (1, True)]
 
 
 def test_what_the_kernel_does_not_report_is_unknown(tmp_path: Path) -> None:

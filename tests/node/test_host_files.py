@@ -15,8 +15,8 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node import limits as memory
 from pytest_gpucluster.node import limits as process_limits
 from pytest_gpucluster.node import limits as processors
+from pytest_gpucluster.node.host_checks import Place, require_local
 from pytest_gpucluster.node.limits import IPC_LOCK, Limit, Processors, SharedMemory
-from pytest_gpucluster.node.numa import Place, require_local
 from pytest_gpucluster.node.nvml import NotAvailable
 from pytest_gpucluster.node.pci import PcieLink
 from pytest_gpucluster.node.sysfs import Tree
@@ -101,9 +101,9 @@ def test_memory_is_read_in_bytes(tmp_path: Path) -> None:
     found = memory.read_memory(plant(tmp_path / "host", {}), space(64, 60))
     assert found.total_bytes == 2113568112 * 1024
     assert found.shm == SharedMemory(kind="tmpfs", total_bytes=64, free_bytes=60)
-    assert (found.transparent, found.reserved_pages) == ("madvise", 0)
+    assert found.transparent == "madvise"
     found = memory.read_memory(Tree(root=tmp_path / "none"), refuse)
-    assert (found.total_bytes, found.shm, found.transparent, found.reserved_pages) == (None, None, None, None)
+    assert (found.total_bytes, found.shm, found.transparent) == (None, None, None)
     # What lies at /dev/shm is the last mount there.
     for mounts, kind in {"": None, MOUNTS + "31 1 0:9 / /dev/shm rw - ext4 /dev/sda rw\n": "ext4"}.items():
         found = memory.read_memory(plant(tmp_path / "host", {"/proc/self/mountinfo": mounts}), space())

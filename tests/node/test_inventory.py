@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +13,8 @@ from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
-from pytest_gpucluster.node.inventory import NVML_QUERIES, CudaGpu, choose_cuda_index, full_uuid, identify, start_time
-from pytest_gpucluster.node.nvml import Nvml, NvmlGpu
+from pytest_gpucluster.node.inventory import NVML_QUERIES, choose_cuda_index, full_uuid, identify
+from pytest_gpucluster.node.nvml import Nvml
 
 FACTS = RankFacts(
     rank=9,
@@ -30,22 +30,17 @@ FACTS = RankFacts(
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-@dataclass
-class FakeCuda:
-    """Two GPUs, which CUDA numbers the other way round than NVML does."""
-
-    uuids: list[str] = field(default_factory=lambda: ["bb", "aa"])
-    name: str = H100
-    cuda_version: str | None = "13.0"
-
-    def versions(self) -> dict[str, str | None]:
-        return {"torch": "2.13.0", "cuda": self.cuda_version, "nccl": "2.29.3"}
-
-    def visible(self) -> int:
-        return len(self.uuids)
-
-    def gpu(self, index: int) -> CudaGpu:
-        return CudaGpu(name=self.name, uuid=self.uuids[index], memory_bytes=85_000_000_000)
+def fake_torch(uuids: Sequence[str] = ("bb", "aa"), cuda_version: str | None = "13.0") -> SimpleNamespace:
+    """Return a torch with two GPUs, which CUDA numbers the other way round than NVML does."""
+    cuda = SimpleNamespace(
+        is_available=lambda: bool(uuids),
+        device_count=lambda: len(uuids),
+        get_device_properties=lambda index: SimpleNamespace(name=H100, uuid=uuids[index], total_memory=85 * 10**9),
+        nccl=SimpleNamespace(version=lambda: (2, 29, 3)),
+    )
+    distributed = SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True)
+    version = SimpleNamespace(cuda=cuda_version)
+    return SimpleNamespace(__version__="2.13.0", version=version, cuda=cuda, distributed=distributed)
 
 
 def fake_nvml(uuids: Sequence[str] = ("GPU-aa", "GPU-bb", "GPU-cc")) -> FakeNvml:
@@ -55,7 +50,7 @@ def fake_nvml(uuids: Sequence[str] = ("GPU-aa", "GPU-bb", "GPU-cc")) -> FakeNvml
 class HalfWay(FakeNvml):
     """NVML that breaks after its first answer."""
 
-    def gpus(self) -> tuple[NvmlGpu | None, ...]:
+    def gpus(self) -> Any:
         raise RuntimeError("GPU is lost")
 
 
@@ -64,7 +59,7 @@ def no_nvml() -> Nvml:
 
 
 def test_a_gpu_is_carried_from_cuda_to_nvml_by_uuid_not_by_index() -> None:
-    who = identify(FACTS, "cuda", cuda=FakeCuda(), open_nvml=fake_nvml)
+    who = identify(FACTS, "cuda", torch=fake_torch(), open_nvml=fake_nvml)
     assert who["cuda_index"] == 1
     gpu = who["gpu"]
     assert (gpu["index"], gpu["uuid"], gpu["pci_bus_id"], gpu["name"]) == (0, "GPU-aa", "00000000:1B:00.0", H100)
@@ -79,14 +74,14 @@ def test_a_gpu_is_carried_from_cuda_to_nvml_by_uuid_not_by_index() -> None:
 
 def test_what_nvml_does_not_report_of_a_gpu_is_none() -> None:
     without_mig = {query: value for query, value in HEALTHY_H100.items() if query != "mig.mode"}
-    who = identify(FACTS, "cuda", cuda=FakeCuda(), open_nvml=lambda: FakeNvml({"GPU-aa": without_mig}))
+    who = identify(FACTS, "cuda", torch=fake_torch(), open_nvml=lambda: FakeNvml({"GPU-aa": without_mig}))
     assert (who["gpu"]["mig"], who["gpu"]["vbios"], who["nvml"]) == (None, "96.00.74.00.01", "")
-    who = identify(FACTS, "cuda", cuda=FakeCuda(), open_nvml=no_nvml)
+    who = identify(FACTS, "cuda", torch=fake_torch(), open_nvml=no_nvml)
     assert [who["gpu"][key] for key in NVML_QUERIES] == [None] * 8
 
 
 def test_a_rehearsal_looks_at_no_gpu_even_where_there_is_one() -> None:
-    who = identify(FACTS, "cpu", cuda=FakeCuda(), open_nvml=no_nvml)
+    who = identify(FACTS, "cpu", torch=fake_torch(), open_nvml=no_nvml)
     assert who["gpu"] is None
     assert who["versions"]["driver"] is None
     assert (who["visible_gpus"], who["node_gpus"], who["nvml"]) == (0, None, "")
@@ -102,7 +97,7 @@ def test_a_rehearsal_looks_at_no_gpu_even_where_there_is_one() -> None:
     ids=["no NVML", "NVML that fails half way", "a GPU that it does not know"],
 )
 def test_a_failure_of_nvml_is_named_and_the_gpu_keeps_its_uuid(open_nvml: Any, driver: str, words: str) -> None:
-    who = identify(FACTS, "cuda", cuda=FakeCuda(), open_nvml=open_nvml)
+    who = identify(FACTS, "cuda", torch=fake_torch(), open_nvml=open_nvml)
     assert who["gpu"]["uuid"] == "GPU-aa"
     assert who["versions"]["driver"] == driver
     assert in_order(who["nvml"], words)
@@ -141,17 +136,7 @@ def test_a_local_rank_beyond_the_gpus_is_an_error_with_the_way_out(monkeypatch: 
 )
 def test_cuda_without_a_gpu_names_rank_host_and_the_rehearsal(cuda_version: str | None, why: str) -> None:
     with pytest.raises(OptionError) as caught:
-        identify(FACTS, "cuda", cuda=FakeCuda(uuids=[], cuda_version=cuda_version), open_nvml=no_nvml)
+        identify(FACTS, "cuda", torch=fake_torch([], cuda_version), open_nvml=no_nvml)
     text = str(caught.value)
     for part in ("rank 9 on gpu-07", why, "--gpucluster-device=cpu"):
         assert part in text
-
-
-def test_start_time_survives_hostile_program_names(tmp_path: Path) -> None:
-    stat = tmp_path / "stat"
-    stat.write_text("7 (a) b) (c) S " + " ".join(str(n) for n in range(1, 30)) + "\n", encoding="utf-8")
-    # Field 3 is the S, so field 22 is the 19th number after it.
-    assert start_time(stat) == 19
-    assert start_time(tmp_path / "missing") is None
-    stat.write_text("", encoding="utf-8")
-    assert start_time(stat) is None

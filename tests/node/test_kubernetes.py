@@ -9,8 +9,8 @@ from typing import Any
 from complaints import in_order
 from each import of_each
 
+from pytest_gpucluster.node.allocation import DEFAULT_SHM_BYTES, pod_findings
 from pytest_gpucluster.node.host import NodeSnapshot, read_node
-from pytest_gpucluster.node.kubernetes import DEFAULT_SHM_BYTES, examine
 from pytest_gpucluster.node.limits import Cgroup, Limit, Memory, ProcessLimits, Processors, SharedMemory
 from pytest_gpucluster.node.sysfs import Tree
 
@@ -21,7 +21,7 @@ SHM = SharedMemory(kind="tmpfs", total_bytes=64 * GIB, free_bytes=64 * GIB)
 
 
 def memory(shm: SharedMemory | None) -> Memory:
-    return Memory(total_bytes=None, shm=shm, transparent=None, reserved_pages=None)
+    return Memory(total_bytes=None, shm=shm, transparent=None)
 
 
 POD = NodeSnapshot(
@@ -39,11 +39,8 @@ POD = NodeSnapshot(
 NOT_FREE = replace(LIMITS, may_lock_all=False)
 
 
-def test_a_pod_with_everything_has_a_note_of_its_resources_only() -> None:
-    [finding] = examine(POD, nnodes=2)
-    assert (finding.kind, finding.found) == ("note", "the pod has 64 CPUs and 512 GiB of memory")
-    [finding] = examine(replace(POD, cgroup=Cgroup(versions=(2,))), nnodes=2)
-    assert (finding.kind, in_order(finding.found, "no CPU limit no memory limit")) == ("note", True)
+def test_a_pod_with_everything_has_no_findings() -> None:
+    assert pod_findings(POD, nnodes=2) == pod_findings(replace(POD, cgroup=Cgroup(versions=(2,))), nnodes=2) == []
 
 
 def test_what_is_not_needed_is_not_demanded() -> None:
@@ -53,7 +50,7 @@ def test_what_is_not_needed_is_not_demanded() -> None:
         (replace(POD, verbs=()), 1),
         (replace(POD, hcas=(), verbs=(), limits=NOT_FREE), 2),
     ):
-        assert all(one.kind == "note" for one in examine(pod, nnodes=nnodes))
+        assert pod_findings(pod, nnodes=nnodes) == []
 
 
 @of_each(
@@ -64,7 +61,7 @@ def test_what_is_not_needed_is_not_demanded() -> None:
         (replace(POD, memory=memory(None)), "shm", "/dev/shm"),
         (replace(POD, memory=memory(replace(SHM, kind=None))), "shm", "/dev/shm"),
         (replace(POD, memory=memory(replace(SHM, kind="overlay"))), "shm", "/dev/shm overlay"),
-        (replace(POD, memory=memory(replace(SHM, total_bytes=DEFAULT_SHM_BYTES))), "shm", "/dev/shm 64 MiB"),
+        (replace(POD, memory=memory(replace(SHM, total_bytes=DEFAULT_SHM_BYTES))), "shm", "/dev/shm tmpfs, 64 MiB"),
         (replace(POD, verbs=()), "rdma", "2 (mlx5_0, mlx5_1)"),
         (replace(POD, limits=NOT_FREE), "ipc_lock", "IPC_LOCK memlock 65536 B"),
         (replace(POD, limits=None), "ipc_lock", "limits"),
@@ -72,7 +69,7 @@ def test_what_is_not_needed_is_not_demanded() -> None:
 )
 def test_what_is_missing_is_an_error_that_says_what_to_add(case: tuple[Any, ...]) -> None:
     pod, code, words = case
-    findings = [one for one in examine(pod, nnodes=2) if one.kind != "note"]
+    findings = pod_findings(pod, nnodes=2)
     assert [(one.code, one.kind) for one in findings] == [(f"kubernetes.{code}", "environment")]
     assert in_order(findings[0].found, words)
     assert findings[0].remedy
@@ -108,5 +105,5 @@ def test_a_pod_is_read_from_what_the_kernel_shows(tmp_path: Path) -> None:
 def test_where_the_kernel_shows_nothing_nothing_is_known(tmp_path: Path) -> None:
     pod = read_node(Tree(root=tmp_path), host="node-a")
     assert (pod.cgroup, pod.memory.shm, pod.limits, pod.hcas, pod.verbs) == (Cgroup(), None, None, (), ())
-    codes = {one.code for one in examine(pod, nnodes=2) if one.kind == "environment"}
+    codes = {one.code for one in pod_findings(pod, nnodes=2)}
     assert codes == {"kubernetes.resources", "kubernetes.shm"}

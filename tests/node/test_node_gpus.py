@@ -42,18 +42,15 @@ def test_without_a_driver_the_reason_is_reported():
     assert gpus["gpus"] == []
 
 
-def test_a_driver_that_hangs_is_named_with_what_it_was_asked_and_all_before_it_is_kept(tmp_path):
+def test_a_driver_that_hangs_is_named_with_what_it_was_asked_and_the_gpus_before_it_are_kept(tmp_path):
     lines = fake_node.child_answer(fake_node.nvml(count=2)).text.splitlines()
     at = next(at for at, line in enumerate(lines) if "power.draw of GPU 1" in line)
     (tmp_path / "lines").write_text("\n".join([*lines[: at + 1], '{"of']))
     answer = info_gpus.run_child(["sh", "-c", f"cat {tmp_path}/lines; sleep 600"], 2.0)
     gpus = read(answer=answer)
     assert re.search(" 2 s; .*power.draw of GPU 1$", gpus["why_not"])
-    first, second = gpus["gpus"]
-    assert first["not_available"] == {}
-    assert second["serial"] == "1650123456789"
-    assert second["power_watts"] is None
-    assert second["not_available"]["power_watts"].startswith("not queried")
+    [first] = gpus["gpus"]
+    assert (gpus["count"], first["index"], first["not_available"]) == (2, 0, {})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import fake_node
 import pytest
 from each import of_each
 
-from pytest_gpucluster.node import info, info_software
+from pytest_gpucluster.node import info
 from pytest_gpucluster.node.host import read_node
 from pytest_gpucluster.node.info import VIEWS, collect_info
 from pytest_gpucluster.node.programs import Output
@@ -73,19 +73,19 @@ def test_the_kind_of_container_is_reported(tmp_path_factory, case):
 
 
 def test_interfaces_and_ports_have_what_sysfs_says(node):
-    eth0, eth1 = info_software.network_interfaces(node, fake_node.sources(node).interfaces)
+    eth0, eth1 = info.network_interfaces(node, fake_node.sources(node).interfaces)
     assert (eth0["speed_mbps"], eth0["mtu"], eth0["addresses"]) == (100_000, 9000, ["10.0.0.7", "2001:db8::7"])
     assert (eth1["state"], eth1["speed_mbps"], eth1["addresses"]) == ("down", None, [])
-    info = info_software.network_adapters(node)
-    assert info["why_not"] == ""
-    [port] = info["devices"][0]["ports"]
+    adapters = info.network_adapters(node)
+    assert adapters["why_not"] == ""
+    [port] = adapters["devices"][0]["ports"]
     assert (port["state"], port["rate_gbps"], port["errors"]) == ("ACTIVE", 400.0, {})
-    assert info["peer_memory"]["module"] == "nvidia_peermem"
+    assert adapters["peer_memory"]["module"] == "nvidia_peermem"
 
 
 def read_stack(tree, text="active\n", why_not=""):
     answer = Output(text=text, why_not=why_not)
-    return info_software.read_stack(tree, lambda command: answer, version=lambda name: None, nccl=lambda: None)
+    return info.read_stack(tree, lambda command: answer, version=lambda name: None, nccl=lambda: None)
 
 
 def test_the_stack_has_its_versions(node):

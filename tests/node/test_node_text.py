@@ -8,6 +8,7 @@ from each import of_each
 
 from pytest_gpucluster.node.info import VIEWS, collect_info
 from pytest_gpucluster.node.info_text import render_info
+from pytest_gpucluster.node.nvml import NotAvailable
 from pytest_gpucluster.node.programs import Output
 from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.text import columns
@@ -42,21 +43,34 @@ def test_no_line_is_wider_than_asked_for(node, bare, view):
 def test_a_node_is_summed_up_in_lines_that_say_it_all(node):
     text = shown("summary", node)
     for line in (
-        "driver          580.65.06, open kernel modules",
-        "7    NVIDIA H100 80GB HBM3  79.6 GiB  61 C  690/700 W  100 %   on  off   18/18",
+        "driver                     580.65.06",
+        "7    NVIDIA H100 80GB HBM3  79.65 GiB  61 C  690/700  100 %  yes   no   18/18",
         "mlx5_7/1  InfiniBand  ACTIVE, LinkUp  400 Gb/sec (4X NDR)     1  28.39.2048",
     ):
         assert f"\n  {line}" in text
 
 
+def test_values_that_gpus_share_stand_once_and_others_with_their_gpus(node):
+    fake = fake_node.nvml({"processes": ((7, 1),)})
+    fake.planted[list(fake.planted)[3]] |= {"power.limit": 400.0, "ecc.mode": NotAvailable("no permission (ecc.mode)")}
+    text = " ".join(shown("gpu", node, fake=fake).split())
+    for part in (
+        "700 (GPU 0, GPU 1, GPU 2, GPU 4, GPU 5, GPU 6, GPU 7); 400 (GPU 3)",
+        "no permission (ecc.mode) (GPU 3)",
+        "vbios 96.00.74.00.01 inforom",
+        "processes pid 7, memory 1 B, user alice, command python train.py",
+        "nvlink ends switch 18",
+    ):
+        assert part in text
+
+
 def test_a_lost_gpu_and_a_driver_that_hangs_are_shown(node, bare):
     fake = fake_node.nvml()
     fake.silent = {list(fake.planted)[5]}
-    assert "missing         1 of 8 GPUs " in shown("summary", node, fake=fake)
+    assert "missing                    1 of 8 GPUs " in shown("summary", node, fake=fake)
     late = Output(why_not="no answer in 30 s")
     text = shown("summary", bare, gpus=lambda: late)
-    assert "not available   no answer in 30 s\n" in text
-    assert "GPUs            none" not in text
+    assert "not available              no answer in 30 s\n" in text
 
 
 def test_names_from_anywhere_do_no_harm(tmp_path):

@@ -6,7 +6,7 @@ import fake_node
 import pytest
 from each import of_each
 
-from pytest_gpucluster.node import info_gpus, info_software
+from pytest_gpucluster.node import info, info_gpus
 from pytest_gpucluster.node.nvml import COMMON_ANCESTORS, NotAvailable
 from pytest_gpucluster.node.sysfs import Tree
 
@@ -17,9 +17,7 @@ def node(tmp_path_factory):
 
 
 def read(tree, fake):
-    return info_gpus.read_topology(
-        info_gpus.read_gpus(fake_node.child_answer(fake)), info_software.network_adapters(tree), tree
-    )
+    return info_gpus.read_topology(info_gpus.read_gpus(fake_node.child_answer(fake)), info.network_adapters(tree), tree)
 
 
 def test_gpus_behind_switches_are_as_many_links_apart_as_they_have_to_the_switches(node):

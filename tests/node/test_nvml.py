@@ -10,7 +10,7 @@ from each import of_each
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node.nvml import COMMON_ANCESTORS, NotAvailable, PyNvml
-from pytest_gpucluster.node.nvml_queries import LINK_ENDS, LINK_VERSIONS, QUERIES
+from pytest_gpucluster.node.nvml_queries import LINK_ENDS, LINK_VERSIONS
 
 GPU, SLICE, OTHER = "GPU-aa", "MIG-bb", "GPU-cc"
 
@@ -97,16 +97,12 @@ def test_a_query_is_one_plain_value_in_its_unit(case: tuple[Any, ...], library: 
     query, function, answer, value = case
     library.answers(function, answer)
     assert PyNvml().read(GPU, query) == value
-    assert QUERIES[query].functions == function
 
 
 def test_a_driver_that_has_only_the_older_name_of_the_throttle_reasons_is_asked_by_that(library: Library) -> None:
     library.fails("nvmlDeviceGetCurrentClocksEventReasons", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     library.answers("nvmlDeviceGetCurrentClocksThrottleReasons", 0x44)
     assert PyNvml().read(GPU, "throttle.reasons") == ("sw_power_cap", "hw_thermal")
-    library.fails("nvmlDeviceGetCurrentClocksThrottleReasons", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-    with pytest.raises(NotAvailable, match="unknown to this driver"):
-        PyNvml().read(GPU, "throttle.reasons")
 
 
 def test_memory_of_the_driver_is_not_counted_as_used(library: Library) -> None:
@@ -173,7 +169,7 @@ def test_what_two_gpus_have_in_common_has_a_name_or_a_reason(library: Library) -
         library.answers("nvmlDeviceGetTopologyCommonAncestor", level)
         assert PyNvml().between(GPU, OTHER) == name
     library.fails("nvmlDeviceGetTopologyCommonAncestor", pynvml.NVML_ERROR_NOT_SUPPORTED)
-    with pytest.raises(NotAvailable, match=r"not supported.*CommonAncestor"):
+    with pytest.raises(NotAvailable, match=r"not supported.*common ancestor"):
         PyNvml().between(GPU, OTHER)
 
 
@@ -333,7 +329,7 @@ REASONS = {
 def test_each_reason_of_a_missing_value_has_its_kind(library: Library, error: int) -> None:
     library.fails("nvmlDeviceGetPowerUsage", error)
     kind, words = REASONS[error]
-    with pytest.raises(NotAvailable, match=f"{words}.*nvmlDeviceGetPowerUsage") as caught:
+    with pytest.raises(NotAvailable, match=f"{words}.*power.draw") as caught:
         PyNvml().read(GPU, "power.draw")
     assert caught.value.kind == kind
 
@@ -348,7 +344,7 @@ def test_a_query_that_package_or_driver_are_too_old_for_is_not_available(
     with pytest.raises(NotAvailable, match="do not match"):
         PyNvml().read(GPU, "processes")
     monkeypatch.delattr(pynvml, "nvmlDeviceGetMarginTemperature")
-    with pytest.raises(NotAvailable, match=r"nvidia-ml-py .* nvmlDeviceGetMarginTemperature"):
+    with pytest.raises(NotAvailable, match=r"nvidia-ml-py .* temperature.margin"):
         PyNvml().read(GPU, "temperature.margin")
 
 
@@ -388,22 +384,17 @@ def test_gpus_are_found_although_others_of_their_node_are_lost_or_kept_from_this
     library.answers("nvmlDeviceGetPciInfo", lambda index: SimpleNamespace(busId=f"00000000:{index:02X}:00.0"))
     library.answers("nvmlDeviceGetPowerUsage", lambda index: 1000 * (index + 1))
     nvml = PyNvml()
-    lost, found, silent = nvml.gpus()  # what a cgroup hides is not ours
-    assert (lost, silent, found) == (None, None, nvml.find(OTHER))
+    listed = nvml.gpus()
+    assert [gpu and gpu.uuid for gpu in listed] == [None, OTHER, None], "what a cgroup hides is not ours"
+    assert listed[1] == nvml.find(OTHER)
+    found = nvml.find(OTHER)
     assert found is not None
-    assert (found.uuid, found.name) == (OTHER, "NVIDIA H100 80GB HBM3")
     assert (found.index, found.pci_bus_id) == (2, "00000000:02:00.0")
     assert nvml.read(OTHER, "power.draw") == 3.0
     assert nvml.find(GPU) is None
     with pytest.raises(NotAvailable) as caught:
         nvml.read(GPU, "power.draw")
     assert caught.value.kind == "lost"
-
-
-def test_every_query_names_functions_of_nvml() -> None:
-    for query in QUERIES.values():
-        # nvmlDeviceGetMemoryInfo_v2 is NVML's own name; nvidia-ml-py reaches it by an argument.
-        assert all(hasattr(pynvml, function.removesuffix("_v2")) for function in query.functions.split(", "))
 
 
 def test_nvml_that_is_not_there_or_cannot_even_count_is_an_environment_that_is_broken(library: Library) -> None:
@@ -422,5 +413,5 @@ def test_real_nvml_answers_or_says_that_it_is_not_available() -> None:
         assert in_order(str(error), "NVML")  # noqa: PT017 - without a driver this is the pass
         return
     assert nvml.driver_version()
-    assert all(gpu is None or gpu.uuid for gpu in nvml.gpus())
+    assert all(gpu is None or nvml.find(gpu.uuid) == gpu for gpu in nvml.gpus())
     assert nvml.find("GPU-00000000-0000-0000-0000-000000000000") is None

@@ -7,33 +7,32 @@ import threading
 
 import pytest
 
-from pytest_gpucluster.node.network import _HEAD, MAX_BYTES, Caller, Responder, receive
+from pytest_gpucluster.node import network
+from pytest_gpucluster.node.network import _HEAD, MAX_BYTES, Caller, receive, respond
 
 
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 2048], ids=["nothing", "a byte", "512 KiB"])
 def test_what_was_sent_comes_back(payload: bytes) -> None:
     with (
-        Responder("127.0.0.1", deadline_seconds=5) as responder,
-        Caller("127.0.0.1", responder.port, responder.token, deadline_seconds=5) as caller,
+        respond("127.0.0.1", deadline_seconds=5) as service,
+        Caller(**service, deadline_seconds=5) as caller,
     ):
         caller.echo(payload)
         caller.echo(b"and again")
 
 
-def test_the_clock_is_that_of_the_other_host() -> None:
+def test_the_times_are_of_the_other_host_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((100.0, 100.5))
-    with (
-        Responder("127.0.0.1", deadline_seconds=5, now=lambda: next(times)) as responder,
-        Caller("127.0.0.1", responder.port, responder.token, deadline_seconds=5) as caller,
-    ):
-        assert caller.clock() == (100.0, 100.5)
+    monkeypatch.setattr(network, "NOW", lambda: next(times))
+    with respond("127.0.0.1", deadline_seconds=5) as service, Caller(**service, deadline_seconds=5) as caller:
+        assert caller.echo() == (100.0, 100.5)
 
 
 @pytest.mark.parametrize("token", ["0" * 16, "Ü" * 8], ids=["another token", "other bytes"])
 def test_who_does_not_know_the_token_gets_no_answer(token: str) -> None:
     with (
-        Responder("127.0.0.1", deadline_seconds=5) as responder,
-        Caller("127.0.0.1", responder.port, token, deadline_seconds=5) as caller,
+        respond("127.0.0.1", deadline_seconds=5) as service,
+        Caller("127.0.0.1", service["port"], token, deadline_seconds=5) as caller,
         pytest.raises(ConnectionError, match="another program"),
     ):
         caller.echo(b"x")
@@ -41,10 +40,10 @@ def test_who_does_not_know_the_token_gets_no_answer(token: str) -> None:
 
 def test_a_length_beyond_reason_gets_no_answer() -> None:
     with (
-        Responder("127.0.0.1", deadline_seconds=5) as responder,
-        socket.create_connection(("127.0.0.1", responder.port), timeout=5) as connection,
+        respond("127.0.0.1", deadline_seconds=5) as service,
+        socket.create_connection(("127.0.0.1", service["port"]), timeout=5) as connection,
     ):
-        connection.sendall(_HEAD.pack(responder.token.encode(), b"E", MAX_BYTES + 1))
+        connection.sendall(_HEAD.pack(service["token"].encode(), MAX_BYTES + 1))
         with pytest.raises(EOFError):
             receive(connection, 1)
 
@@ -65,7 +64,7 @@ def answering(answer: bytes) -> int:
 
 def test_other_bytes_than_were_sent_are_noticed() -> None:
     with (
-        Caller("127.0.0.1", answering(b"abd"), "x" * 16, deadline_seconds=5) as caller,
+        Caller("127.0.0.1", answering(bytes(16) + b"abd"), "x" * 16, deadline_seconds=5) as caller,
         pytest.raises(ConnectionError, match="3 bytes"),
     ):
         caller.echo(b"abc")
@@ -74,7 +73,7 @@ def test_other_bytes_than_were_sent_are_noticed() -> None:
 def test_silence_ends_at_the_deadline_and_a_port_without_a_listener_is_refused() -> None:
     with Caller("127.0.0.1", answering(b""), "x" * 16, deadline_seconds=0.1) as caller, pytest.raises(TimeoutError):
         caller.echo(b"abc")
-    with Responder("127.0.0.1", deadline_seconds=5) as responder:
-        port = responder.port
+    with respond("127.0.0.1", deadline_seconds=5) as service:
+        port = service["port"]
     with pytest.raises(ConnectionRefusedError):
         Caller("127.0.0.1", port, "x" * 16, deadline_seconds=5)

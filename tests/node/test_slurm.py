@@ -110,10 +110,8 @@ def of(state: str, *, available: str = "up", reason: str = "") -> list[NodeState
 
 @of_each("state", ["allocated", "mixed", "allocated+", "mixed-", "allocated$", "mixed@"])
 def test_a_node_that_runs_jobs_is_well(state: str) -> None:
-    findings = examine_slurm(PING, of(state), ["gpu-001"], "head")
-    assert {one.kind for one in findings} <= {"note"}
+    assert examine_slurm(PING, of(state), ["gpu-001"], "head") == []
     assert healthy_count(of(state), ["gpu-001"]) == 1
-    assert bool(findings) == (state[-1] in "-$@")
 
 
 @of_each("state", ["draining", "drained*", "down", "mixed*", "allocated^", "allocated#", "idle", "something new"])

@@ -11,8 +11,7 @@ from pytest_gpucluster.files import mount_of, read_mounts
 from pytest_gpucluster.metrics.finding import Identity
 from pytest_gpucluster.node import host, kernel_log, limits, pci
 from pytest_gpucluster.node.health import counters
-from pytest_gpucluster.node.inventory import start_time
-from pytest_gpucluster.node.numa import own_place
+from pytest_gpucluster.node.host_checks import own_place
 from pytest_gpucluster.node.pci import unlisted_gpus
 from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree
 
@@ -26,7 +25,6 @@ def test_this_host_can_be_read(tmp_path: Path) -> None:
     assert 0 <= free <= total
     assert limits.read_process_limits(Tree())
     assert limits.read_processors(Tree()).online
-    assert start_time()
     proc = mount_of(Path("/proc"), read_mounts())
     assert proc is not None
     assert proc.kind == "proc"

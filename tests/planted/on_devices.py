@@ -32,7 +32,7 @@ from pytest_gpucluster.benchmarks import (
 from pytest_gpucluster.benchmarks.dtypes import scaled_product
 from pytest_gpucluster.benchmarks.host_link_copies import Copier
 from pytest_gpucluster.node.fabric.nccl_log import NcclLog
-from pytest_gpucluster.node.numa import Place
+from pytest_gpucluster.node.host_checks import Place
 
 RANK = int(os.environ.get("RANK") or os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 USUAL_SECONDS, SLOW_SECONDS = 0.001, 0.1

@@ -14,7 +14,7 @@ from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noq
 
 from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
 from pytest_gpucluster.files import Mount
-from pytest_gpucluster.node import clock_skew, host, name_resolution, network, pci
+from pytest_gpucluster.node import host, name_resolution, network, pci
 from pytest_gpucluster.node.fabric import ports
 from pytest_gpucluster.node.fabric.nccl_log import NcclLog
 from pytest_gpucluster.node.fabric.ports import FabricSources
@@ -31,7 +31,7 @@ def pytest_runtest_setup(item):
     global FAULT
     FAULT = fault_of(item) if HOST == "node-b" else ""
     network.CALL = refused if FAULT == "refused" else network.call
-    clock_skew.NOW = (lambda: time.time() + 5) if FAULT == "ahead" else time.time
+    network.NOW = (lambda: time.time() + 5) if FAULT == "ahead" else time.time
     name_resolution.SYSTEM = {"slow": Slow, "ignorant": Ignorant, "silent": Silent}.get(FAULT, Quick)()
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     if FAULT == "interface":

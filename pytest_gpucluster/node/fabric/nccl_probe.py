@@ -17,7 +17,7 @@ from typing import Any
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.launchers import allocation, detect
 from pytest_gpucluster.metrics.datasheets import SKUS, Promise, promise_of
-from pytest_gpucluster.node import infiniband, info, info_gpus, info_software, pci
+from pytest_gpucluster.node import infiniband, info, info_gpus, pci
 from pytest_gpucluster.node.fabric.nccl_facts import DISTANCES, Card, Facts, Gpu, Network, Provider
 from pytest_gpucluster.node.fabric.ports import FabricSources
 from pytest_gpucluster.node.infiniband import ETHERNET, Adapters, Device, Port
@@ -83,9 +83,7 @@ class Sources:
     interfaces: Callable[[], Sequence[Interface]] = own_interfaces
     names: Callable[[], Sequence[str]] = lambda: [name for _, name in socket.if_nameindex()]
     gpus: Callable[[], VisibleGpus] = lambda: gpus_by_nvml(info_gpus.run_child)
-    nccl: Callable[[Tree], str | None] = lambda tree: (
-        info_software.installed_nccl() or info_software.installed_library(tree)
-    )
+    nccl: Callable[[Tree], str | None] = lambda tree: info.installed_nccl() or info.installed_library(tree)
 
 
 def collect_facts(sources: Sources) -> Facts:

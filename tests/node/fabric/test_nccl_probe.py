@@ -92,9 +92,9 @@ def test_virtual_functions_of_a_gpu_and_cards_for_a_screen_are_no_gpus_of_the_no
 
 
 def test_gpus_are_those_of_nvml_with_their_links() -> None:
-    gpu = {"index": 0, "name": H100, "uuid": "GPU-1", "pci": "00000000:20:00.0"}
-    links = {"of": "GPU-1", "key": "nvlink_ends", "value": {"0": ["switch", "00000000:01:00.0"]}}
-    lines = [{"driver": "580.1", "count": 1}, {"gpu": gpu}, links, {"done": True}]
+    ends = {"0": ["switch", "00000000:01:00.0"]}
+    gpu = {"index": 0, "name": H100, "uuid": "GPU-1", "pci": "00000000:20:00.0", "nvlink_ends": ends, "processes": None}
+    lines = [{"driver": "580.1"}, {"count": 1}, {"gpu": gpu}, {"why_not": ""}]
     visible = gpus_by_nvml(lambda: Output(text="\n".join(map(json.dumps, lines))))
     assert (visible.nvlink, visible.nvls, visible.why_not, [one.name for one in visible.gpus]) == (
         True,
