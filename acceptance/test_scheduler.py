@@ -48,7 +48,7 @@ def test_slurm(when, board, cluster, measure):
 def test_slurm_allocation(board, cluster, inventory, measure, request):
     """Accepted: on each node the ranks see the GPUs that Slurm has given them, and no others; they may run on the CPUs
     that were given, and the control group allows the memory. No other process uses these GPUs, and where the node is
-    this job's alone, no other files take memory in /dev/shm. What lies in /tmp is noted.
+    this job's alone, no other files take memory in /dev/shm.
 
     Why: a job that sees the GPUs of another one disturbs it and is disturbed. Ranks that all run on one CPU are slow
     without a message. What an earlier job leaves behind takes memory from every later one.

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.metrics.finding import Finding, Kind, finding
-from pytest_gpucluster.node.host import NodeSnapshot
-from pytest_gpucluster.node.limits import Cgroup
+from pytest_gpucluster.node.host import Cgroup, NodeSnapshot
 from pytest_gpucluster.node.sysfs import format_ranges
 
 GIB, MIB = 2**30, 2**20

@@ -149,7 +149,6 @@ def format_value(fact: Fact, value: Any) -> str:
 SUFFIX = ".json"
 VIEW, INFO_SCHEMA_VERSION = "all", 1
 """The view that can be compared, and the version of its keys (docs/nodes.md)."""
-_MOST_BYTES = 16 * 2**20
 _ERROR_CHARACTERS = 160
 
 
@@ -192,8 +191,6 @@ def read_answers(folder: Path, expected: Sequence[str] = ()) -> Answers:
 def _parse(path: Path) -> Mapping[str, Any] | str:
     """Return a file's info, or why it has none."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            return f"{path.name} is larger than {_MOST_BYTES >> 20} MiB"
         info = json.loads(path.read_bytes())
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"

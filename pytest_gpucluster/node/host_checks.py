@@ -12,8 +12,7 @@ from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding, Kind, environment, finding, identity, note
-from pytest_gpucluster.node.host import NodeSnapshot
-from pytest_gpucluster.node.limits import SHM
+from pytest_gpucluster.node.host import SHM, NodeSnapshot
 from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 from pytest_gpucluster.text import plural
 

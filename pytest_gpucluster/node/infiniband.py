@@ -11,9 +11,8 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pytest_gpucluster.node.sysfs import Tree, pci_address
 
@@ -146,22 +145,6 @@ class Adapters:
     def ports(self) -> tuple[Port, ...]:
         """All ports, in the order of their devices."""
         return tuple(port for device in self.devices for port in device.ports)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain types, to exchange and record."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Adapters:
-        """Read the result of :meth:`to_json`."""
-
-        def port(one: Mapping[str, Any]) -> Port:
-            return Port(**{**one, "gids": tuple(Gid(**gid) for gid in one["gids"])})
-
-        def device(one: Mapping[str, Any]) -> Device:
-            return Device(**{**one, "ports": tuple(map(port, one["ports"]))})
-
-        return cls(devices=tuple(map(device, data["devices"])), why_not=data["why_not"])
 
 
 _CLASS = "/class/infiniband"

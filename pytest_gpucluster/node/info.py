@@ -17,13 +17,11 @@ from importlib import metadata
 from typing import Any
 
 from pytest_gpucluster.launch.launchers import Allocation, allocation
-from pytest_gpucluster.node import infiniband, info_gpus, limits, pci
-from pytest_gpucluster.node.host import NodeSnapshot, read_node
+from pytest_gpucluster.node import host, infiniband, info_gpus, pci
+from pytest_gpucluster.node.host import NodeSnapshot, Space, read_node
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
-from pytest_gpucluster.node.limits import Space
-from pytest_gpucluster.node.processes import Process, find_process
-from pytest_gpucluster.node.programs import Output, Run, run_program
+from pytest_gpucluster.node.processes import Output, Process, Run, find_process, run_program
 from pytest_gpucluster.node.sysfs import Tree, format_ranges, pci_address
 
 _APPTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
@@ -83,14 +81,8 @@ def _scheduler(environ: Mapping[str, str], allocation: Allocation) -> dict[str, 
 
 
 def cpu_part(node: NodeSnapshot) -> dict[str, Any]:
-    """Return the CPUs.
-
-    Returns:
-        ``model``; ``sockets``, ``cores``, ``cpus`` that are online, ``offline`` ones; ``cpus_allowed``, those that this
-        process may run on, as the kernel writes a list; ``cpus_of_group``, the CPU quota of its control group, null for
-        no limit; ``max_mhz``; ``governors``; ``numa_balancing``; ``numa_nodes``: each with ``node``, ``cpus``,
-        ``memory_total_bytes``, ``memory_free_bytes`` and ``distances`` to all nodes.
-    """
+    """Return the CPUs: ``cpus`` that are online, ``cpus_allowed`` to this process as the kernel writes a list,
+    ``cpus_of_group``, the quota of its control group (null for no limit), and the NUMA nodes with their distances."""
     known = node.processors
     return {
         "model": known.model,
@@ -108,14 +100,8 @@ def cpu_part(node: NodeSnapshot) -> dict[str, Any]:
 
 
 def memory_part(node: NodeSnapshot) -> dict[str, Any]:
-    """Return the memory.
-
-    Returns:
-        ``total_bytes``, ``available_bytes``, ``swap_total_bytes``, ``swap_free_bytes``; ``group_bytes``, the limit of
-        the control group, null for none; ``shm``: ``kind``, ``total_bytes``, ``free_bytes`` of /dev/shm;
-        ``transparent_huge_pages``; ``huge_pages``: for each size ``size_bytes``, ``total``, ``free``; ``limits``:
-        ``nofile``, ``memlock_bytes`` and ``nproc``, each "unlimited" or a number, and ``may_lock_all``.
-    """
+    """Return the memory: ``group_bytes``, the limit of the control group, is null for none; each of ``limits`` is a
+    number or "unlimited"."""
     known, own = asdict(node.memory), node.limits
     soft: dict[str, int | None] = {}
     if own is not None:
@@ -316,7 +302,7 @@ class Sources:
     run: Run = run_program
     find_process: Callable[[int], Process] = find_process
     interfaces: Callable[[], Sequence[Interface]] = own_interfaces
-    space: Space = limits.space
+    space: Space = host.space
     version: Callable[[str], str | None] = version_of
     nccl: Callable[[], str | None] = installed_nccl
 

@@ -20,8 +20,7 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node.nvml import NotAvailable, Nvml, PyNvml
 from pytest_gpucluster.node.nvml_queries import keys
-from pytest_gpucluster.node.processes import Process, find_process
-from pytest_gpucluster.node.programs import Output, run_program
+from pytest_gpucluster.node.processes import Output, Process, find_process, run_program
 from pytest_gpucluster.node.sysfs import Tree, pci_address
 
 ANSWER_SECONDS = 30.0

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pytest_gpucluster import __version__
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
-from pytest_gpucluster.node.nvml import NOT_AVAILABLE, NotAvailable, Nvml, NvmlGpu, PyNvml
+from pytest_gpucluster.node.nvml import NOT_AVAILABLE, Nvml, NvmlGpu, PyNvml, read_values
 from pytest_gpucluster.node.nvml_queries import keys
 
 Device = Literal["cuda", "cpu"]
@@ -94,7 +94,7 @@ def identify(
         if known is None:
             who["nvml"] = f"NVML does not list {uuid}, which CUDA shows as cuda:{index}"
         else:
-            values = {key: _read(nvml, uuid, query) for key, query in NVML_QUERIES.items()}
+            values |= read_values(nvml, uuid, NVML_QUERIES).values
     except Exception as error:
         # Drivers fail in many ways. The reason is recorded; the preflight decides.
         who["nvml"] = str(error) if isinstance(error, EnvironmentBroken) else f"NVML failed: {error}"
@@ -116,14 +116,6 @@ def _torch() -> Any:
     import torch
 
     return torch
-
-
-def _read(nvml: Nvml, uuid: str, query: str) -> Any:
-    """Read one value; None where the card does not have it. The health criterion reports the reason."""
-    try:
-        return nvml.read(uuid, query)
-    except NotAvailable:
-        return None
 
 
 def choose_cuda_index(facts: RankFacts, visible: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_gpucluster.node.programs import run_program
+from pytest_gpucluster.node.processes import run_program
 from pytest_gpucluster.node.sysfs import pci_address
 
 KMSG = Path("/dev/kmsg")
@@ -87,19 +87,14 @@ class KernelLog:
 def read(*, kmsg: Path = KMSG, commands: Sequence[Sequence[str]] = COMMANDS) -> KernelLog:
     """Read this boot's kernel log from the first source that works, within a few seconds."""
     problems = []
-    try:
-        lines, numbers, first = _records(kmsg)
-        _require_kernel(lines)
-        return KernelLog(lines=tuple(lines), source=str(kmsg), lost_records=first, numbers=tuple(numbers))
-    except OSError as error:
-        problems.append(f"{kmsg}: {error.strerror or error}")
-    for command in commands:
+    for source in (None, *commands):
+        name = str(kmsg) if source is None else source[0]
         try:
-            lines = _output(command)
-            _require_kernel(lines)
-            return KernelLog(lines=tuple(lines), source=" ".join(command))
+            log = _records(kmsg) if source is None else _output(source)
+            _require_kernel(log.lines)
+            return log
         except OSError as error:
-            problems.append(f"{command[0]}: {error.strerror}")
+            problems.append(f"{name}: {error.strerror or error}")
     return KernelLog(why_not="; ".join(problems))
 
 
@@ -108,12 +103,11 @@ class Reader:
     command that fails may take seconds."""
 
     def __init__(self, read: Callable[[], KernelLog] = read) -> None:
-        self._read = read
-        self._failed: KernelLog | None = None
+        self._read, self._failed = read, KernelLog()
 
     def __call__(self) -> KernelLog:
         """Return the log as it is now, or why it cannot be read."""
-        if self._failed is not None:
+        if self._failed.why_not:
             return self._failed
         log = self._read()
         if log.why_not:
@@ -160,9 +154,8 @@ def _require_kernel(lines: Sequence[str]) -> None:
         raise OSError(errno.ENODATA, "its kernel has not loaded NVIDIA's driver, so it is not the host's")
 
 
-def _records(kmsg: Path) -> tuple[list[str], list[int], int]:
-    """Read the kernel's buffer: its lines, the record number of each, and the number of the first record, which is 0
-    until the buffer overflows.
+def _records(kmsg: Path) -> KernelLog:
+    """Read the kernel's buffer. The number of its first record is 0 until the buffer overflows.
 
     One read returns one record: ``priority,sequence,time,flags;text``.
     Source: Linux, Documentation/ABI/testing/dev-kmsg.
@@ -170,7 +163,6 @@ def _records(kmsg: Path) -> tuple[list[str], list[int], int]:
     descriptor = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK)
     lines: list[str] = []
     numbers: list[int] = []
-    first: int | None = None
     try:
         for _ in range(_MOST_RECORDS):
             try:
@@ -183,8 +175,8 @@ def _records(kmsg: Path) -> tuple[list[str], list[int], int]:
                 raise
             if not record:
                 break
-            number = _sequence(record)
-            first = number if first is None else first
+            fields = record.partition(b";")[0].split(b",")
+            number = int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
             for line in record.decode("utf-8", "replace").splitlines():
                 # The lines after a record's first are its fields, and begin with a blank.
                 if line and not line.startswith(" "):
@@ -192,19 +184,15 @@ def _records(kmsg: Path) -> tuple[list[str], list[int], int]:
                     numbers.append(number)
     finally:
         os.close(descriptor)
-    return lines, numbers, first or 0
+    lost = numbers[0] if numbers else 0
+    return KernelLog(lines=tuple(lines), source=str(kmsg), lost_records=lost, numbers=tuple(numbers))
 
 
-def _sequence(record: bytes) -> int:
-    fields = record.partition(b";")[0].split(b",")
-    return int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
-
-
-def _output(command: Sequence[str]) -> list[str]:
+def _output(command: Sequence[str]) -> KernelLog:
     output = run_program(command, COMMAND_SECONDS)
     if output.why_not:
         raise OSError(errno.ENODATA, output.why_not.removeprefix(f"{command[0]}: "))
     if not output.text.strip() and output.errors.strip():
         # Without permission, journalctl exits with 0 and prints nothing.
         raise OSError(errno.ENODATA, output.errors.strip().splitlines()[-1])
-    return output.text.splitlines()
+    return KernelLog(lines=tuple(output.text.splitlines()), source=" ".join(command))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -21,9 +20,14 @@ NOT_AVAILABLE = "not available"
 Absence = Literal["not supported", "no permission", "lost", "failed"]
 
 
-COMMON_ANCESTORS: Mapping[int, str] = MappingProxyType(
-    {0: "internal", 10: "single", 20: "multiple", 30: "hostbridge", 40: "node", 50: "system"}
-)
+COMMON_ANCESTORS: Mapping[int, str] = {
+    0: "internal",
+    10: "single",
+    20: "multiple",
+    30: "hostbridge",
+    40: "node",
+    50: "system",
+}
 """The nearest common ancestor of two GPUs: the board, one PCIe switch, several, a host bridge, a NUMA node, the system.
 Source: nvml.h, nvmlGpuTopologyLevel_t."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 Read = Callable[[Any, Any], Any]
@@ -37,68 +36,61 @@ class Query:
     key: str
 
 
-THROTTLE_REASONS: Mapping[int, str] = MappingProxyType(
-    {
-        0x001: "gpu_idle",
-        0x002: "applications_clocks",
-        0x004: "sw_power_cap",
-        0x008: "hw_slowdown",
-        0x010: "sync_boost",
-        0x020: "sw_thermal",
-        0x040: "hw_thermal",
-        0x080: "hw_power_brake",
-        0x100: "display_clocks",
-        0x200: "board_limit",
-        0x400: "reliability",
-    }
-)
+THROTTLE_REASONS: Mapping[int, str] = {
+    0x001: "gpu_idle",
+    0x002: "applications_clocks",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal",
+    0x040: "hw_thermal",
+    0x080: "hw_power_brake",
+    0x100: "display_clocks",
+    0x200: "board_limit",
+    0x400: "reliability",
+}
 """Bit -> short name; the last two are of driver 615 or later. Source: NVML, nvmlClocksEventReasons."""
 
-NVLINK_COUNTERS: Mapping[str, str] = MappingProxyType(
-    {
-        name: f"NVML_NVLINK_ERROR_DL_{name.upper()}"
-        for name in ("replay", "recovery", "crc_flit", "crc_data", "ecc_data")
-    }
-)
+NVLINK_COUNTERS: Mapping[str, str] = {
+    name: f"NVML_NVLINK_ERROR_DL_{name.upper()}" for name in ("replay", "recovery", "crc_flit", "crc_data", "ecc_data")
+}
 """Error counters of a link up to NVLink 4, by nvmlDeviceGetNvLinkErrorCounter."""
 
-NVLINK5_COUNTERS: Mapping[str, str] = MappingProxyType(
-    {
-        "malformed_packets": "NVML_FI_DEV_NVLINK_COUNT_MALFORMED_PACKET_ERRORS",
-        "buffer_overruns": "NVML_FI_DEV_NVLINK_COUNT_BUFFER_OVERRUN_ERRORS",
-        "received_errors": "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",
-        "received_remote_errors": "NVML_FI_DEV_NVLINK_COUNT_RCV_REMOTE_ERRORS",
-        "received_general_errors": "NVML_FI_DEV_NVLINK_COUNT_RCV_GENERAL_ERRORS",
-        "local_link_integrity": "NVML_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS",
-        "transmit_discards": "NVML_FI_DEV_NVLINK_COUNT_XMIT_DISCARDS",
-        "link_recovery_failed": "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS",
-        "link_recovery": "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS",
-        "effective_errors": "NVML_FI_DEV_NVLINK_COUNT_EFFECTIVE_ERRORS",
-        "symbol_errors": "NVML_FI_DEV_NVLINK_COUNT_SYMBOL_ERRORS",
-    }
-)
+NVLINK5_COUNTERS: Mapping[str, str] = {
+    "malformed_packets": "NVML_FI_DEV_NVLINK_COUNT_MALFORMED_PACKET_ERRORS",
+    "buffer_overruns": "NVML_FI_DEV_NVLINK_COUNT_BUFFER_OVERRUN_ERRORS",
+    "received_errors": "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",
+    "received_remote_errors": "NVML_FI_DEV_NVLINK_COUNT_RCV_REMOTE_ERRORS",
+    "received_general_errors": "NVML_FI_DEV_NVLINK_COUNT_RCV_GENERAL_ERRORS",
+    "local_link_integrity": "NVML_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS",
+    "transmit_discards": "NVML_FI_DEV_NVLINK_COUNT_XMIT_DISCARDS",
+    "link_recovery_failed": "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS",
+    "link_recovery": "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS",
+    "effective_errors": "NVML_FI_DEV_NVLINK_COUNT_EFFECTIVE_ERRORS",
+    "symbol_errors": "NVML_FI_DEV_NVLINK_COUNT_SYMBOL_ERRORS",
+}
 """Error counters of a link from NVLink 5 on: field values whose scope is the link."""
 
-NVLINK_KIBIBYTES: Mapping[str, str] = MappingProxyType(
-    {"sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "received": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX"}
-)
+NVLINK_KIBIBYTES: Mapping[str, str] = {
+    "sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX",
+    "received": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX",
+}
 """Field values that count user data in KiB, of one link or, with ``ALL_LINKS`` as scope, of all. Source: nvml.h,
 NVLink throughput counters field values."""
 
-NVLINK5_BYTES: Mapping[str, str] = MappingProxyType(
-    {"sent": "NVML_FI_DEV_NVLINK_COUNT_XMIT_BYTES", "received": "NVML_FI_DEV_NVLINK_COUNT_RCV_BYTES"}
-)
+NVLINK5_BYTES: Mapping[str, str] = {
+    "sent": "NVML_FI_DEV_NVLINK_COUNT_XMIT_BYTES",
+    "received": "NVML_FI_DEV_NVLINK_COUNT_RCV_BYTES",
+}
 """Field values that count the bytes of one link from NVLink 5 on."""
 
 ALL_LINKS = 2**32 - 1
 """UINT_MAX as scope: the sum over all links. Source: nvml.h."""
 
-LINK_ENDS: Mapping[int, str] = MappingProxyType({0: "gpu", 1: "npu", 2: "switch", 255: "unknown"})
+LINK_ENDS: Mapping[int, str] = {0: "gpu", 1: "npu", 2: "switch", 255: "unknown"}
 """Source: nvml.h, nvmlIntNvLinkDeviceType_t; an npu is IBM's POWER CPU."""
 
-LINK_VERSIONS: Mapping[int, str] = MappingProxyType(
-    {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
-)
+LINK_VERSIONS: Mapping[int, str] = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0", 8: "6.0"}
 """NVML numbers the versions: an A100's 5 is 3.1. Source: nvml.h, NVML_NVLINK_VERSION_*."""
 
 FABRIC_STATES = ("not supported", "not started", "in progress", "completed")
@@ -387,7 +379,7 @@ _TABLE = (
     _call("mig.mode", "bool", "nvmlDeviceGetMigMode", _item(0, bool), key="mig"),
     _call("persistence.mode", "bool", "nvmlDeviceGetPersistenceMode", bool, key="persistence"),
 )
-QUERIES: Mapping[str, Query] = MappingProxyType({query.name: query for query in _TABLE})
+QUERIES: Mapping[str, Query] = {query.name: query for query in _TABLE}
 
 
 def keys(*names: str) -> Mapping[str, str]:
@@ -396,4 +388,4 @@ def keys(*names: str) -> Mapping[str, str]:
     >>> keys("power.draw")["power_watts"]
     'power.draw'
     """
-    return MappingProxyType({QUERIES[name].key: name for name in names})
+    return {QUERIES[name].key: name for name in names}

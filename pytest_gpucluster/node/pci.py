@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_gpucluster.node.nvml import NotAvailable, Nvml
+from pytest_gpucluster.node.nvml import Nvml, NvmlValues, read_values
 from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree, pci_address
 
 _DRIVER_FOLDER = "/proc/driver/nvidia"
@@ -166,33 +166,29 @@ class PcieLink:
 
     def __init__(self, nvml: Nvml | None, uuid: str | None) -> None:
         self._nvml, self._uuid = nvml, uuid
-        self._best: dict[str, int] = {}
-        self._missing: dict[str, str] = {}
+        self._read: list[NvmlValues] = []
 
     def __call__(self) -> None:
         """Read generation and width, within milliseconds on a healthy driver."""
-        if self._nvml is None or self._uuid is None:
-            return
-        for name, query in _LINK_QUERIES.items():
-            try:
-                value = int(self._nvml.read(self._uuid, query))
-            except NotAvailable as error:
-                self._missing.setdefault(name, str(error))
-            else:
-                # The best value counts: the first reading may come before the link has reached its speed.
-                self._best[name] = max(value, self._best.get(name, value))
+        if self._nvml is not None and self._uuid is not None:
+            self._read.append(read_values(self._nvml, self._uuid, _LINK_QUERIES))
 
     def report(self) -> dict[str, Any]:
         """Return ``pcie``, the best generation and width, for the report; empty without a reading.
 
+        The best values count: the first reading may come before the link has reached its speed.
+
         >>> PcieLink(None, None).report()
         {}
         """
-        parts = [f"gen{self._best['generation']}"] if "generation" in self._best else []
-        parts += [f"x{self._best['width']}"] if "width" in self._best else []
-        lacking = [f"{name} not available: {why}" for name, why in self._missing.items() if name not in self._best]
-        text = ", ".join([" ".join(parts), *lacking] if parts else lacking)
-        return {"pcie": f"{text} under load" if parts and not lacking else text} if text else {}
+        best, lacking = [], []
+        for name, prefix in (("generation", "gen"), ("width", "x")):
+            values = [int(one.values[name]) for one in self._read if name in one.values]
+            reasons = [one.missing[name].reason for one in self._read if name in one.missing]
+            best += [f"{prefix}{max(values)}"] if values else []
+            lacking += [f"{name} not available: {reasons[0]}"] if reasons and not values else []
+        text = ", ".join([" ".join(best), *lacking] if best else lacking)
+        return {"pcie": f"{text} under load" if best and not lacking else text} if text else {}
 
 
 _READABLE_WITHOUT_ROOT = 64

@@ -1,20 +1,24 @@
-"""Processes of a node by pid, and stale processes and files of other users or earlier jobs.
+"""Processes of a node by pid, stale processes and files of other users or earlier jobs, and programs that only print.
 
-A process is described for an operator who has to find and kill it. Files are those in /dev/shm and /tmp. A scheduler's
-prolog or epilog should remove both.
+A process is described for an operator who has to find and kill it. Files are those in /dev/shm. A scheduler's
+prolog or epilog should remove both. A program has a deadline: a tool of a broken driver or scheduler may never end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
+import signal
 import stat
+import subprocess
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpucluster.metrics.finding import Finding, finding, note
+from pytest_gpucluster.text import first_line
 
 PROC = Path("/proc")
 _LONGEST_COMMAND = 120
@@ -57,7 +61,7 @@ def _command(folder: Path) -> str:
     return words if len(words) <= _LONGEST_COMMAND else f"{words[:_LONGEST_COMMAND]}..."
 
 
-SHM, TMP = Path("/dev/shm"), Path("/tmp")
+SHM = Path("/dev/shm")
 LEAST_BYTES = 2**20
 """Less than this in /dev/shm is only a note."""
 _FIRST_USER = 1000
@@ -123,42 +127,32 @@ def stale_files(folder: Path, *, uid: int, before: float | None) -> StaleFiles |
 
 
 def stale_file_findings(
-    host: str, *, uid: int, before: float | None, alone: bool, shm: Path | None = None, tmp: Path | None = None
+    host: str, *, uid: int, before: float | None, alone: bool, shm: Path | None = None
 ) -> Iterator[Finding]:
-    """Yield findings on stale files in /dev/shm and /tmp.
-
-    Files in /dev/shm of a node that is allocated to this job alone are an error; the others are notes.
+    """Yield a finding on stale files in /dev/shm: an error on a node that is allocated to this job alone, else a note.
 
     Args:
         host: the node.
         uid: of this user.
         before: when this job began.
         alone: the whole node was allocated to this job.
-        shm, tmp: the folders; by default ``SHM`` and ``TMP`` of this module.
+        shm: the folder; by default ``SHM`` of this module.
     """
-    shm, tmp = shm or SHM, tmp or TMP
-    for folder in (shm, tmp):
-        try:
-            stale = stale_files(folder, uid=uid, before=before)
-        except OSError as error:
-            yield note(
-                "leftovers.files",
-                host,
-                f"{folder} cannot be read: {error}",
-                allowed="a folder that this job may read",
-                remedy=f"compare `ls -la {folder}` on this host",
-            )
-            continue
-        if stale is None:
-            continue
-        heavy = folder == shm and alone and stale.bytes >= LEAST_BYTES
+    shm = shm or SHM
+    try:
+        stale = stale_files(shm, uid=uid, before=before)
+    except OSError as error:
+        found, remedy = f"{shm} cannot be read: {error}", f"compare `ls -la {shm}` on this host"
+        yield note("leftovers.files", host, found, allowed="a folder that this job may read", remedy=remedy)
+        return
+    if stale is not None:
         yield finding(
-            "environment" if heavy else "note",
+            "environment" if alone and stale.bytes >= LEAST_BYTES else "note",
             "leftovers.files",
             host,
-            f"{folder} has {stale}",
+            f"{shm} has {stale}",
             allowed="no files of other users or of earlier jobs" if alone else "files of other running jobs",
-            remedy=f"remove them, and let the epilog do so: they use {'memory' if folder == shm else 'space'}",
+            remedy="remove them, and let the epilog do so: they use memory",
         )
 
 
@@ -206,3 +200,69 @@ def _user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"uid {uid}"
+
+
+ANSWER_SECONDS = 5.0
+_KILL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a program printed until it exited or was killed.
+
+    Attributes:
+        text, errors: its standard output and standard error.
+        code: its exit code; None if it did not exit, or could not be started.
+        why_not: why there is no result; empty if it exited with 0.
+    """
+
+    text: str = ""
+    errors: str = ""
+    code: int | None = None
+    why_not: str = ""
+
+
+Run = Callable[[Sequence[str]], Output]
+
+
+def run_program(
+    command: Sequence[str], seconds: float = ANSWER_SECONDS, *, environ: Mapping[str, str] | None = None
+) -> Output:
+    """Run a program, and return its output; after ``seconds`` it is killed."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**(os.environ if environ is None else environ), "LC_ALL": "C"},
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Output(why_not=f"{command[0]}: {error.strerror or error}")
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and its children
+        # A process blocked in the driver cannot be killed: it is not waited for.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_KILL_SECONDS)
+        for pipe in filter(None, (process.stdout, process.stderr)):
+            pipe.close()
+        return Output(text=_text(late.stdout), why_not=f"{command[0]}: no answer within {seconds:g} s")
+    text, errors, code = _text(out), _text(err), process.returncode
+    why_not = f"{command[0]}: {first_line(errors) or f'exit code {code}'}" if code else ""
+    return Output(text=text, errors=errors, code=code, why_not=why_not)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a child process that writes no files. One that is blocked in the driver exits when that answers."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_KILL_SECONDS)
+    process.returncode = process.returncode or 0  # so that subprocess warns of no running child
+
+
+def _text(output: bytes | None) -> str:
+    return (output or b"").decode("utf-8", "replace")

@@ -23,7 +23,7 @@ from pytest_gpucluster.node.health.snapshot import Sources
 from pytest_gpucluster.node.host import collect_node
 from pytest_gpucluster.node.interfaces import Board, Nodes
 from pytest_gpucluster.node.nvml import NotAvailable
-from pytest_gpucluster.node.programs import Output, run_program
+from pytest_gpucluster.node.processes import Output, run_program
 from pytest_gpucluster.text import first_line
 
 ANSWER_SECONDS = 30.0

@@ -30,11 +30,10 @@ skus:
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host on which nothing is shown and nothing is left."""
-    for name in ("sys/devices/system/cpu", "shm", "tmp", "bin"):
+    for name in ("sys/devices/system/cpu", "shm", "bin"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setattr(host, "TREE", Tree(root=tmp_path))
     monkeypatch.setattr(processes, "SHM", tmp_path / "shm")
-    monkeypatch.setattr(processes, "TMP", tmp_path / "tmp")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     return tmp_path
 

@@ -15,8 +15,7 @@ from fake_nvml import HEALTHY_H100, FakeNvml
 from pytest_gpucluster.node import info_gpus
 from pytest_gpucluster.node.info import Sources
 from pytest_gpucluster.node.interfaces import Interface
-from pytest_gpucluster.node.processes import Process
-from pytest_gpucluster.node.programs import Output
+from pytest_gpucluster.node.processes import Output, Process
 from pytest_gpucluster.node.sysfs import Tree
 
 CPUINFO = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480+\n\n"

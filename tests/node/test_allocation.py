@@ -10,7 +10,7 @@ from each import of_each
 
 from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.node.allocation import Allocation, allocation, allocation_findings, place_of
-from pytest_gpucluster.node.limits import Cgroup
+from pytest_gpucluster.node.host import Cgroup
 
 GIB = 2**30
 GIVEN = Allocation(gpus=4, cpus=16, memory_bytes=64 * GIB)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fake_host import plant
 
-from pytest_gpucluster.node import limits
-from pytest_gpucluster.node.limits import Cgroup
+from pytest_gpucluster.node import host
+from pytest_gpucluster.node.host import Cgroup
 
 V2 = "30 1 0:27 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 V1 = "".join(
@@ -18,7 +18,7 @@ V1 = "".join(
 
 def read(root: Path, files: dict[str, str], *, mounts: str = V2, groups: str = "0::/a/b\n") -> Cgroup:
     planted = {"/proc/self/mountinfo": mounts, "/proc/self/cgroup": groups, **files}
-    return limits.read_cgroup(plant(root, planted, healthy=False))
+    return host.read_cgroup(plant(root, planted, healthy=False))
 
 
 def test_version_2_is_read_and_unlimited_is_none(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 from each import of_each
 from fake_host import HEALTHY, facts, limits, space, status, who
 
-from pytest_gpucluster.node.host import WORKERS
-from pytest_gpucluster.node.limits import IPC_LOCK
+from pytest_gpucluster.node.host import IPC_LOCK, WORKERS
 
 JOB = "/sys/fs/cgroup/system.slice/job"
 OWN = len(os.sched_getaffinity(0))

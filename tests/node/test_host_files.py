@@ -12,11 +12,9 @@ from fake_host import MOUNTS, limits, plant, space, status, who
 from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.node import limits as memory
-from pytest_gpucluster.node import limits as process_limits
-from pytest_gpucluster.node import limits as processors
+from pytest_gpucluster.node import host
+from pytest_gpucluster.node.host import IPC_LOCK, Limit, Processors, SharedMemory
 from pytest_gpucluster.node.host_checks import Place, require_local
-from pytest_gpucluster.node.limits import IPC_LOCK, Limit, Processors, SharedMemory
 from pytest_gpucluster.node.nvml import NotAvailable
 from pytest_gpucluster.node.pci import PcieLink
 from pytest_gpucluster.node.sysfs import Tree
@@ -46,18 +44,18 @@ def test_numbers_and_lists_are_read_and_anything_else_is_none(tmp_path: Path) ->
 
 
 def test_soft_and_hard_limits_are_read_and_unlimited_is_none(tmp_path: Path) -> None:
-    found = process_limits.read_process_limits(
+    found = host.read_process_limits(
         plant(tmp_path, {"/proc/self/limits": limits(nofile=1024, memlock=65536, nproc=4096)})
     )
     assert found is not None
     assert (found.nofile, found.memlock) == (Limit(soft=1024, hard=1048576), Limit(soft=65536, hard=65536))
     assert (found.nproc.soft, found.max_files, found.max_tasks) == (4096, 1048576, 4194304)
-    found = process_limits.read_process_limits(plant(tmp_path, {"/proc/self/limits": limits(nofile="unlimited")}))
+    found = host.read_process_limits(plant(tmp_path, {"/proc/self/limits": limits(nofile="unlimited")}))
     assert found is not None
     assert (found.nofile.soft, found.memlock.soft) == (None, None)
     for text in ("", "Max open files            1024                 4096                 files\n"):
-        assert process_limits.read_process_limits(plant(tmp_path, {"/proc/self/limits": text})) is None
-    assert process_limits.read_process_limits(Tree(root=tmp_path / "none")) is None
+        assert host.read_process_limits(plant(tmp_path, {"/proc/self/limits": text})) is None
+    assert host.read_process_limits(Tree(root=tmp_path / "none")) is None
 
 
 @of_each(
@@ -76,7 +74,7 @@ def test_memory_may_be_locked_without_limit_by_a_capability_that_holds_on_the_ho
     capabilities, uid_map, may = case
     files = {"/proc/self/status": status(capabilities), "/proc/self/uid_map": uid_map}
     (tmp_path / "proc/self/uid_map").unlink(missing_ok=True)
-    found = process_limits.read_process_limits(plant(tmp_path, files))
+    found = host.read_process_limits(plant(tmp_path, files))
     assert found is not None
     assert found.may_lock_all is may
 
@@ -90,23 +88,23 @@ def test_cpus_governors_nodes_and_balancing_are_read(tmp_path: Path) -> None:
         for cpu, name in enumerate(("performance", "powersave", "powersave", "performance"))
     }
     files = {"/sys/devices/system/cpu/online": "0-3", "/sys/devices/system/cpu/offline": "4-5\n", **governors}
-    found = processors.read_processors(plant(tmp_path / "host", {**files, "/proc/sys/kernel/numa_balancing": "1\n"}))
+    found = host.read_processors(plant(tmp_path / "host", {**files, "/proc/sys/kernel/numa_balancing": "1\n"}))
     assert found.governors == {"performance": {0, 3}, "powersave": {1, 2}}
     assert (found.online, found.offline, found.numa_balancing) == (set(range(4)), {4, 5}, 1)
     assert [node.node for node in found.nodes] == [0, 1]
-    assert processors.read_processors(Tree(root=tmp_path / "none")) == Processors(online=None)
+    assert host.read_processors(Tree(root=tmp_path / "none")) == Processors(online=None)
 
 
 def test_memory_is_read_in_bytes(tmp_path: Path) -> None:
-    found = memory.read_memory(plant(tmp_path / "host", {}), space(64, 60))
+    found = host.read_memory(plant(tmp_path / "host", {}), space(64, 60))
     assert found.total_bytes == 2113568112 * 1024
     assert found.shm == SharedMemory(kind="tmpfs", total_bytes=64, free_bytes=60)
     assert found.transparent == "madvise"
-    found = memory.read_memory(Tree(root=tmp_path / "none"), refuse)
+    found = host.read_memory(Tree(root=tmp_path / "none"), refuse)
     assert (found.total_bytes, found.shm, found.transparent) == (None, None, None)
     # What lies at /dev/shm is the last mount there.
     for mounts, kind in {"": None, MOUNTS + "31 1 0:9 / /dev/shm rw - ext4 /dev/sda rw\n": "ext4"}.items():
-        found = memory.read_memory(plant(tmp_path / "host", {"/proc/self/mountinfo": mounts}), space())
+        found = host.read_memory(plant(tmp_path / "host", {"/proc/self/mountinfo": mounts}), space())
         assert found.shm is not None
         assert found.shm.kind == kind
 

@@ -50,10 +50,8 @@ def clean_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu.mkdir(parents=True)
     (cpu / "online").write_text("0-1\n")
     (tmp_path / "files").mkdir()
-    (tmp_path / "empty").mkdir()
     monkeypatch.setattr(host, "TREE", Tree(root=tmp_path))
     monkeypatch.setattr(processes, "SHM", tmp_path / "files")
-    monkeypatch.setattr(processes, "TMP", tmp_path / "empty")
     monkeypatch.setattr(
         slurm, "place_of", lambda rank, environ: {"rank": rank, "cpus": [rank], "visible_devices": None}
     )

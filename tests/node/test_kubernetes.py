@@ -10,8 +10,16 @@ from complaints import in_order
 from each import of_each
 
 from pytest_gpucluster.node.allocation import DEFAULT_SHM_BYTES, pod_findings
-from pytest_gpucluster.node.host import NodeSnapshot, read_node
-from pytest_gpucluster.node.limits import Cgroup, Limit, Memory, ProcessLimits, Processors, SharedMemory
+from pytest_gpucluster.node.host import (
+    Cgroup,
+    Limit,
+    Memory,
+    NodeSnapshot,
+    ProcessLimits,
+    Processors,
+    SharedMemory,
+    read_node,
+)
 from pytest_gpucluster.node.sysfs import Tree
 
 GIB = 2**30

@@ -63,7 +63,7 @@ def test_own_files_of_before_this_job_are_an_earlier_job_s(folder: Path) -> None
     assert stale_files(folder, uid=UID, before=None) is None, "without the job's begin they are this job's"
     (folder / "empty").mkdir()
     assert stale_files(folder / "empty", uid=UID, before=9e9) is None
-    [unseen] = stale_file_findings("node-a", uid=UID, before=None, alone=True, shm=folder / "none", tmp=folder)
+    [unseen] = stale_file_findings("node-a", uid=UID, before=None, alone=True, shm=folder / "none")
     assert (unseen.kind, "/none " in unseen.found) == ("note", True)
 
 
@@ -97,16 +97,12 @@ def test_files_of_another_user_are_his(
     ids=["much, on a node of one's own", "much, on a shared node", "little"],
 )
 def test_memory_that_is_taken_on_a_node_of_one_s_own_is_an_error(
-    folder: Path, tmp_path: Path, size: int, alone: bool, kind: str
+    folder: Path, size: int, alone: bool, kind: str
 ) -> None:
     leave(folder, "psm2_shm.1", size)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    [finding] = stale_file_findings("node-a", uid=UID, before=now(), alone=alone, shm=folder, tmp=empty)
+    [finding] = stale_file_findings("node-a", uid=UID, before=now(), alone=alone, shm=folder)
     assert (finding.code, finding.kind) == ("leftovers.files", kind)
     assert "psm2_shm.1" in finding.found
-    [finding] = stale_file_findings("node-a", uid=UID, before=now(), alone=alone, shm=empty, tmp=folder)
-    assert finding.kind == "note"
 
 
 def test_processes_of_others_on_the_gpus_are_errors_and_this_job_s_are_not() -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node import info_gpus
-from pytest_gpucluster.node.processes import Process
-from pytest_gpucluster.node.programs import Output
+from pytest_gpucluster.node.processes import Output, Process
 
 
 def read(fake=None, answer=None):

@@ -11,7 +11,7 @@ from each import of_each
 from pytest_gpucluster.node import info
 from pytest_gpucluster.node.host import read_node
 from pytest_gpucluster.node.info import VIEWS, collect_info
-from pytest_gpucluster.node.programs import Output
+from pytest_gpucluster.node.processes import Output
 from pytest_gpucluster.node.sysfs import Tree
 
 

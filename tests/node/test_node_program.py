@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from pytest_gpucluster.node.programs import Output, run_program
+from pytest_gpucluster.node.processes import Output, run_program
 
 
 def test_an_answer_is_what_was_printed():

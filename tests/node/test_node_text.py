@@ -9,7 +9,7 @@ from each import of_each
 from pytest_gpucluster.node.info import VIEWS, collect_info
 from pytest_gpucluster.node.info_text import render_info
 from pytest_gpucluster.node.nvml import NotAvailable
-from pytest_gpucluster.node.programs import Output
+from pytest_gpucluster.node.processes import Output
 from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.text import columns
 

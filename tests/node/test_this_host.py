@@ -9,7 +9,7 @@ from fake_host import who
 
 from pytest_gpucluster.files import mount_of, read_mounts
 from pytest_gpucluster.metrics.finding import Identity
-from pytest_gpucluster.node import host, kernel_log, limits, pci
+from pytest_gpucluster.node import host, kernel_log, pci
 from pytest_gpucluster.node.health import counters
 from pytest_gpucluster.node.host_checks import own_place
 from pytest_gpucluster.node.pci import unlisted_gpus
@@ -17,14 +17,14 @@ from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree
 
 
 def test_this_host_can_be_read(tmp_path: Path) -> None:
-    facts, here, (total, free) = host.collect_node([who(0)], rank=0), own_place(), limits.space(tmp_path)
+    facts, here, (total, free) = host.collect_node([who(0)], rank=0), own_place(), host.space(tmp_path)
     assert facts.own_cpus == here.cpus == os.sched_getaffinity(0)
     assert facts.cpus
     assert here.nodes
-    assert limits.read_memory(Tree()).total_bytes
+    assert host.read_memory(Tree()).total_bytes
     assert 0 <= free <= total
-    assert limits.read_process_limits(Tree())
-    assert limits.read_processors(Tree()).online
+    assert host.read_process_limits(Tree())
+    assert host.read_processors(Tree()).online
     proc = mount_of(Path("/proc"), read_mounts())
     assert proc is not None
     assert proc.kind == "proc"

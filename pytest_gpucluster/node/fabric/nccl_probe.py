@@ -24,7 +24,7 @@ from pytest_gpucluster.node.infiniband import ETHERNET, Adapters, Device, Port
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
 from pytest_gpucluster.node.pci import PeerMemory
-from pytest_gpucluster.node.programs import Output
+from pytest_gpucluster.node.processes import Output
 from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree, pci_address
 
 _NET, _DMI = "/sys/class/net", "/sys/class/dmi/id"

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.metrics.finding import Finding, Identity, environment, finding, note
 from pytest_gpucluster.node.fabric import port_checks
 from pytest_gpucluster.node.fabric.nccl_environment import Setting, effective
@@ -86,7 +87,7 @@ def ports_of_all(
         hcas=[hcas[one] for one in local if one in hcas],
         gid_index=index if index >= 0 else None,
     )
-    board.post("ports", mine.to_json())
+    board.post("ports", codec.to_json(mine))
     if rank == judge:
         board.post("port findings", _compared(board, nodes, expected=expected, within_seconds=within_seconds))
     answer = board.read("port findings", [judge], within_seconds=_JUDGED_WITHIN_SECONDS).get(judge)
@@ -107,7 +108,9 @@ def ports_of_all(
 def _compared(board: Board, nodes: Nodes, *, expected: bool, within_seconds: float) -> dict[str, Any]:
     """Compare the ports of all nodes, as the first one; return the result in plain types."""
     reports = board.read("ports", list(nodes.representatives.values()), within_seconds=within_seconds)
-    ports = {one: NodePorts.from_json(reports[at]) for one, at in nodes.representatives.items() if at in reports}
+    ports = {
+        one: codec.read(NodePorts, reports[at], "ports") for one, at in nodes.representatives.items() if at in reports
+    }
     found = port_checks.examine_ports(ports, expected=expected)
     of_node = {str(one): [asdict(finding) for finding in some] for one, some in found.of_node.items()}
     for node in sorted(nodes.representatives.keys() - ports.keys()):

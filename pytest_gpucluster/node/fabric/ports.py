@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -145,22 +145,6 @@ class NodePorts:
             "peer_memory": str(self.peer_memory),
             "leaf_switch": self.leaf or "unknown",
         }
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain types, to send to other nodes."""
-        return {**asdict(self), "adapters": self.adapters.to_json()}
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> NodePorts:
-        """Read the result of :meth:`to_json`."""
-        return cls(
-            **{
-                **plain,
-                "adapters": Adapters.from_json(plain["adapters"]),
-                "peer_memory": PeerMemory(**plain["peer_memory"]),
-                "hcas": tuple(plain["hcas"]),
-            }
-        )
 
 
 def read_ports(sources: FabricSources, *, host: str, hcas: Iterable[str], gid_index: int | None) -> NodePorts:

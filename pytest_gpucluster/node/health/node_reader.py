@@ -37,8 +37,7 @@ from pytest_gpucluster.node.health.sampler_process import wait_for_end
 from pytest_gpucluster.node.health.telemetry import THROTTLE, validated
 from pytest_gpucluster.node.nvml import Nvml, PyNvml, read_values
 from pytest_gpucluster.node.nvml_queries import keys
-from pytest_gpucluster.node.processes import Process, find_process
-from pytest_gpucluster.node.programs import kill
+from pytest_gpucluster.node.processes import Process, find_process, kill
 from pytest_gpucluster.node.sysfs import Tree
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.node.health.node_reader")

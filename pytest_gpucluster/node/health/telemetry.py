@@ -43,7 +43,7 @@ from typing import Any
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.node.nvml_queries import keys
-from pytest_gpucluster.node.programs import kill
+from pytest_gpucluster.node.processes import kill
 
 THROTTLE = "throttle"
 QUERIES = keys("clock.sm", "clock.memory", "power.draw", "temperature.gpu", "utilization.gpu", "throttle.reasons")

@@ -11,7 +11,7 @@ from made_nodes import H100, Node, azure, efa, google, infiniband, laptop
 from sysfs_ports import write
 
 from pytest_gpucluster.node.fabric.nccl_probe import collect_facts, gpus_by_nvml, gpus_of_ranks
-from pytest_gpucluster.node.programs import Output
+from pytest_gpucluster.node.processes import Output
 
 
 def test_the_firmware_shows_the_cloud(tmp_path: Path) -> None:
