@@ -237,12 +237,16 @@ class Sampler:
     def _run(self) -> None:
         while True:
             with self._condition:
-                while not self._is_closed and not (due := self._due_now()):
-                    is_idle = not any(gpu.windows and gpu.wanted() for gpu in self._gpus.values())
-                    self._condition.wait(None if is_idle else max(0.0, self._due - time.monotonic()))
+                while True:
+                    opened = [gpu for gpu in self._gpus.values() if gpu.windows and gpu.wanted()]
+                    left = self._due - time.monotonic()
+                    is_round = left <= 0
+                    due = opened if is_round else [gpu for gpu in opened if gpu.is_urgent]
+                    if due or self._is_closed:
+                        break
+                    self._condition.wait(left if opened else None)
                 if self._is_closed:
                     return
-                is_round = time.monotonic() >= self._due
                 samples = [(gpu, gpu.next_keys(), tuple(gpu.windows)) for gpu in due]
             begin = time.monotonic()
             for gpu, keys, windows in samples:
@@ -250,10 +254,6 @@ class Sampler:
             if is_round:
                 spent = time.monotonic() - begin
                 self._due = begin + spent + max(self._interval_seconds - spent, spent)
-
-    def _due_now(self) -> list[_Gpu]:
-        opened = [gpu for gpu in self._gpus.values() if gpu.windows and gpu.wanted()]
-        return opened if time.monotonic() >= self._due else [gpu for gpu in opened if gpu.is_urgent]
 
     def _sample(self, gpu: _Gpu, keys: Sequence[str], windows: Sequence[GpuWindow]) -> None:
         """Read the keys for the windows that are open. The condition is not held during NVML's calls."""

@@ -163,14 +163,3 @@ def test_a_fabric_is_expected_between_nodes_unless_limits_expect_another_transpo
     assert not expects(limits=loader.load(file))
     file.write_text(file.read_text().replace("NET/AWS Libfabric", "[NET/IB, COLLNET/SHARP]"))
     assert expects(limits=loader.load(file))
-
-
-def test_settings_come_from_the_environment_and_from_nccl_s_files(tmp_path: Path) -> None:
-    (tmp_path / ".nccl.conf").write_text("NCCL_ALGO=Ring\n")
-    (tmp_path / "nccl.conf").write_text("NCCL_PROTO=Simple\n")
-    sources = FabricSources(environ={"NCCL_DEBUG": "WARN"}, home=lambda: tmp_path, system_file=tmp_path / "nccl.conf")
-    assert [str(setting) for setting in sources.settings()] == [
-        f"NCCL_ALGO=Ring ({tmp_path}/.nccl.conf)",
-        "NCCL_DEBUG=WARN (environment)",
-        f"NCCL_PROTO=Simple ({tmp_path}/nccl.conf)",
-    ]

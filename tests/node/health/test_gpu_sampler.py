@@ -180,12 +180,6 @@ def test_windows_of_many_threads_each_have_their_readings(sampler: Make) -> None
 # ---- NVML at its worst
 
 
-def test_without_nvml_a_window_has_the_reason(sampler: Make) -> None:
-    summary = sampler(None).closed()
-    assert summary["samples"] == 0
-    assert summary["not_available"] == dict.fromkeys(QUERIES, "no driver library")
-
-
 def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Make) -> None:
     asked, passes = Passes(NotAvailable("no sensor")), Passes()
     watched = sampler({**VALUES, "power.draw": asked, "throttle.reasons": passes})
@@ -323,14 +317,3 @@ def test_gpus_are_asked_only_in_their_own_windows_and_in_time(sampler: Make) -> 
         before = asked.count
         passes.wait_for(passes.count + 3)
     assert asked.count == before
-
-
-def test_a_hang_over_another_gpu_is_named(sampler: Make) -> None:
-    hang = Hang()
-    mine = sampler({**VALUES, "clock.sm": hang}, close_seconds=0.01, **{OTHER: VALUES})
-    with mine.window():
-        assert hang.asked.wait(DEADLINE)
-        summary = Watched(mine.sampler, OTHER).closed()
-    assert summary["samples"] == 0
-    assert f" about {GPU} " in summary["not_available"]["sm_clock_mhz"]
-    hang.let_go.set()

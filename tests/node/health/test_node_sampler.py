@@ -131,11 +131,6 @@ def test_windows_can_lie_inside_each_other(start: Start) -> None:
     assert inner.summary()["samples"] == 2, "one that is entered again adds up, and hides no error"
 
 
-def test_a_window_is_not_entered_while_it_is_open(start: Start) -> None:
-    with patient(start({GPU: VALUES})).window() as window, pytest.raises(RuntimeError, match="open already"):
-        window.__enter__()
-
-
 def test_on_cpu_windows_do_nothing() -> None:
     link = linked(None, None)
     with link.window() as window:
