@@ -36,7 +36,7 @@ def gpu(index: int = 0, *, age: float | None = 0.2, stale: bool = False, **chang
 
 def port(name: str = "mlx5_0/1", *, stale: bool = False, **changes: Any) -> Part:
     """An InfiniBand port that carries data."""
-    values = {"name": name, "link_layer": "InfiniBand", "state": "ACTIVE", "rate_gbps": 400.0, **changes}
+    values = {"name": name, "state": "ACTIVE", "rate_gbps": 400.0, **changes}
     rates = {"sent_bytes_per_second": 45.12e9, "received_bytes_per_second": 44.9e9}
     return Part(values=values, rates=rates, age_seconds=0.2, is_stale=stale)
 

@@ -179,7 +179,7 @@ def advise(facts: Facts) -> NcclAdvice:
     for rule in (_cards, _interfaces, _connections, _steps):
         items += rule(facts, fabric)
     wanted = [item for item in items if isinstance(item, Advice)]
-    present = list(_present(facts, {advice.name for advice in wanted if advice.is_met}))
+    present = list(_advice_on_present(facts, {advice.name for advice in wanted if advice.is_met}))
     return NcclAdvice(
         fabric=fabric,
         set=tuple(wanted),
@@ -190,7 +190,7 @@ def advise(facts: Facts) -> NcclAdvice:
     )
 
 
-def _present(facts: Facts, met: set[str]) -> Iterator[Advice]:
+def _advice_on_present(facts: Facts, met: set[str]) -> Iterator[Advice]:
     """Judge what is set, by the same rules as the criterion ``nccl.environment``."""
     for setting in facts.settings:
         found = judge_environment(setting, facts)
@@ -208,7 +208,7 @@ def _present(facts: Facts, met: set[str]) -> Iterator[Advice]:
         )
 
 
-def _wanted(facts: Facts, name: str, value: str, why: str, has_effect: Callable[[str], bool]) -> Advice:
+def _advice_to_set(facts: Facts, name: str, value: str, why: str, has_effect: Callable[[str], bool]) -> Advice:
     """Return the advice to set a variable. ``has_effect``: whether a value that is set has the wanted effect."""
     setting = facts.setting(name)
     is_met = setting is not None and has_effect(setting.value)
@@ -243,7 +243,7 @@ def _cards(facts: Facts, fabric: Fabric) -> Iterator[Item]:
         names = [card.name for card in fabric.cards]
         active = [card for card in facts.cards if card.port.is_active]
         outside = "; ".join(f"{card.name}: {why}" for card, why in fabric.outside)
-        yield _wanted(
+        yield _advice_to_set(
             facts,
             HCA,
             "=" + ",".join(names),
@@ -299,7 +299,7 @@ def _interface_for_bootstrap(facts: Facts, fabric: Fabric, first: Network, real:
         yield f"{IFNAME}: NCCL would use {first.name}, which {why_not}; none of the others ({listed}) is obvious"
     else:
         why = f"NCCL would use {first.name}, which {why_not}, and {default[0].name} reaches other hosts"
-        yield _chosen_interfaces(facts, default, why, only_first=True)
+        yield _advice_on_interfaces(facts, default, why, only_first=True)
 
 
 def _interfaces_for_data(facts: Facts, default: Sequence[Network], real: Sequence[Network]) -> Iterator[Item]:
@@ -314,10 +314,10 @@ def _interfaces_for_data(facts: Facts, default: Sequence[Network], real: Sequenc
         wrong = ", ".join(f"{one.name} ({_speed(one)})" for one in default if one not in fastest) or "others"
         best = ", ".join(f"{network.name} ({_speed(network)})" for network in fastest)
         why = f"TCP carries all data, and NCCL would also send over {wrong}; the network is {best}"
-        yield _chosen_interfaces(facts, fastest, why)
+        yield _advice_on_interfaces(facts, fastest, why)
 
 
-def _chosen_interfaces(facts: Facts, chosen: Sequence[Network], why: str, *, only_first: bool = False) -> Item:
+def _advice_on_interfaces(facts: Facts, chosen: Sequence[Network], why: str, *, only_first: bool = False) -> Item:
     names = [network.name for network in chosen]
     unnameable = [name for name in names if not nameable(name)]
     if unnameable:
@@ -329,7 +329,7 @@ def _chosen_interfaces(facts: Facts, chosen: Sequence[Network], why: str, *, onl
         return set(found[:1] if only_first else found) == set(names)
 
     why = f"{why}. Nodes with other interface names need a value of their own"
-    return _wanted(facts, IFNAME, "=" + ",".join(names), why, has_effect)
+    return _advice_to_set(facts, IFNAME, "=" + ",".join(names), why, has_effect)
 
 
 def _connections(facts: Facts, fabric: Fabric) -> Iterator[Item]:
@@ -338,7 +338,7 @@ def _connections(facts: Facts, fabric: Fabric) -> Iterator[Item]:
         return
     why = f"TCP carries all data, and {fast[0].name} has {_speed(fast[0])}: one connection does not fill it"
     for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"):
-        yield _wanted(facts, name, _FAST_VALUE, why, lambda value: value.strip() == _FAST_VALUE)
+        yield _advice_to_set(facts, name, _FAST_VALUE, why, lambda value: value.strip() == _FAST_VALUE)
 
 
 def _speed(network: Network) -> str:

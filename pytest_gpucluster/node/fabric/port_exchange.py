@@ -89,7 +89,7 @@ def ports_of_all(
     )
     board.post("ports", codec.to_json(mine))
     if rank == judge:
-        board.post("port findings", _compared(board, nodes, expected=expected, within_seconds=within_seconds))
+        board.post("port findings", _compare_nodes(board, nodes, expected=expected, within_seconds=within_seconds))
     answer = board.read("port findings", [judge], within_seconds=_JUDGED_WITHIN_SECONDS).get(judge)
     if answer is None:
         raise EnvironmentBroken(
@@ -105,7 +105,7 @@ def ports_of_all(
     return PortsReport(mine=mine, findings=tuple(findings), anywhere=answer["anywhere"])
 
 
-def _compared(board: Board, nodes: Nodes, *, expected: bool, within_seconds: float) -> dict[str, Any]:
+def _compare_nodes(board: Board, nodes: Nodes, *, expected: bool, within_seconds: float) -> dict[str, Any]:
     """Compare the ports of all nodes, as the first one; return the result in plain types."""
     reports = board.read("ports", list(nodes.representatives.values()), within_seconds=within_seconds)
     ports = {

@@ -213,7 +213,6 @@ def read_host(tree: Tree, write: Take, interval_seconds: float) -> None:
 def _port(port: infiniband.Port) -> Mapping[str, Any]:
     return {
         "name": port.name,
-        "link_layer": port.link_layer or None,
         "state": port.state or None,
         "rate_gbps": port.rate_gbps,
         **{name: port.counters.get(name) for name in infiniband.BYTES.values()},
