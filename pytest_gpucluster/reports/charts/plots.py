@@ -322,7 +322,7 @@ def _labelled(judged: JudgedMetric, values: Mapping[int, float], missing: Mappin
         # If many miss it, such as all of a node, only the worst is labelled.
         worst = judged.worst_rank if judged.worst_rank in chosen else next(iter(chosen))
         chosen = {worst: f" and {len(chosen) - 1} more"}
-    if len(values) >= 8:
+    if 8 <= len(values) <= _FEW_RANKS:
         # Outliers: 1.5 interquartile ranges beyond the quartiles, and at least 1 %. Source: J. W. Tukey, "Exploratory
         # Data Analysis" (1977), 2D.
         low, high = (percentile(list(values.values()), percent) for percent in (25, 75))
