@@ -135,7 +135,7 @@ def test_a_curve_that_leaves_the_band_of_the_reference_curve_fails(run):
 
 
 @pytest.mark.parametrize(
-    ("fault", "fields"), [("foreign", ("of qwen2-7b", "trains qwen2-7b")), ("weights", ("weights is '", "0" * 16))]
+    ("fault", "fields"), [("foreign", ("of qwen2-7b", "trains qwen2-7b")), ("weights", ("weights is ", "0" * 16))]
 )
 def test_a_reference_curve_that_cannot_be_compared_is_an_error_before_the_training(run, fault, fields):
     found = result(run, fault)

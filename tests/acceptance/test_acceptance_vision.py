@@ -58,7 +58,7 @@ def test_a_network_that_does_not_learn_misses_the_limit_of_the_loss(run):
 
 @pytest.mark.parametrize(
     ("fault", "culprits", "fields"),
-    [("nan", (1,), ("rank 1", "nan in step 5,")), ("nosync", (0, 1), ("2 ranks have 2 kinds",))],
+    [("nan", (1,), ("rank 1", "nan in step 5,")), ("nosync", (0, 1), ("2 kinds on 2 ranks",))],
 )
 def test_each_fault_rejects_and_names_the_ranks_at_fault(run, fault, culprits, fields):
     assert_failed(result(run, fault), culprits, *fields)

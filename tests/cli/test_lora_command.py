@@ -83,7 +83,7 @@ def adapter(base, tmp_path_factory):
         transformers.AutoModelForCausalLM.from_pretrained(base),
         peft.LoraConfig(r=4, target_modules="all-linear", modules_to_save=["embed_tokens", "lm_head"]),
     )
-    encoded = [encode(row, tokenizer) for row in read_rows(json.dumps(QUESTIONS).encode(), "questions")[0]]
+    encoded = list(encode(read_rows(json.dumps(QUESTIONS).encode(), "questions")[0], tokenizer))
     longest = max(len(tokens) for tokens, _ in encoded)
     ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in encoded])
     loss_mask = torch.tensor([counts + [False] * (longest - len(counts)) for _, counts in encoded])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_gpucluster.benchmarks.lora.hub import HubName, fetch, hub_name
+from pytest_gpucluster.benchmarks.lora.hub import fetch, hub_name
 from pytest_gpucluster.errors import EnvironmentBroken
 
 Role = Literal["user", "assistant", "function"]
@@ -156,32 +156,31 @@ def load_rows(source: str | Path, *, sha256: str | None = None, revision: str | 
             sha256 is another one; the file is empty, not UTF-8 or cut off; or more than
             ``MALFORMED_RATIO`` of its rows are malformed. The message says where.
     """
-    path = Path(source)
-    name = None if isinstance(source, Path) else hub_name(source, revision)
-    if not path.exists() and name is None:
-        raise EnvironmentBroken(
-            f"{source}: no such file, and no name on the hub, which is owner/name or owner/name@revision"
-        )
-    if not path.exists() and name is not None:
-        path = fetch(name)
-        sha256 = sha256 or name.sha256
-        label: str | HubName = name
-    else:
-        label, name = str(source), None
-    data = _bytes(path)
+    path, label, on_hub = Path(source), str(source), None
+    if not path.exists():
+        on_hub = None if isinstance(source, Path) else hub_name(source, revision)
+        if on_hub is None:
+            raise EnvironmentBroken(
+                f"{source}: no such file, and no name on the hub, which is owner/name or owner/name@revision"
+            )
+        path, label, sha256 = fetch(on_hub), str(on_hub), sha256 or on_hub.sha256
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise EnvironmentBroken(f"{path}: {error.strerror or error}; give a file of rows") from None
     found = hashlib.sha256(data).hexdigest()
     if sha256 is not None and found != sha256.strip().lower():
         raise EnvironmentBroken(
             f"{label}: its sha256 is {found}, and {sha256} is expected: it is another file, or damaged; get it again,"
             " or give its own sha256"
         )
-    rows, malformed = read_rows(data, str(label))
+    rows, malformed = read_rows(data, label)
     return Rows(
         rows=tuple(rows),
         malformed=tuple(malformed),
         sha256=found,
         source=str(source),
-        revision=name.revision if name else None,
+        revision=on_hub.revision if on_hub else None,
     )
 
 
@@ -224,7 +223,7 @@ def row_of(value: object) -> Row:
     Raises: ValueError: it is no object, a field is missing or no text, or its chat is no conversation.
     """
     if not isinstance(value, dict):
-        raise ValueError(f"a row must be an object, not {_kind(value)}")
+        raise ValueError(f"a row must be an object, not {value!r:.40}")
     if not {"system", "chat"} <= value.keys():
         keys = ", ".join(map(str, value)) or "none"
         raise ValueError(
@@ -238,24 +237,12 @@ def row_of(value: object) -> Row:
 def _text(value: dict[str, Any], key: str) -> str:
     text = value[key]
     if not isinstance(text, str):
-        raise ValueError(f"{key} must be a text, not {_kind(text)}")
+        raise ValueError(f"{key} must be a text, not {text!r:.40}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{key} has half a character, {text[error.start]!r}, at {error.start}") from None
     return text
-
-
-def _kind(value: object) -> str:
-    kinds = {
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "a text",
-        list: "an array",
-        dict: "an object",
-    }
-    return kinds.get(type(value), "null")
 
 
 def _values(text: str, where: str) -> Iterator[Any]:
@@ -301,13 +288,6 @@ def _refuse_many(malformed: Sequence[Malformed], count: int, where: str) -> None
         f"{where}: {len(malformed)} of {count} rows are malformed, and at most {MALFORMED_RATIO:.0%} may be:"
         f" {listed}{more}; repair or remove them, or give another file: one JSON array, or one object a line"
     )
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise EnvironmentBroken(f"{path}: {error.strerror or error}; give a file of rows") from None
 
 
 def held_out_split(rows: Sequence[Row], ratio: float, seed: int) -> tuple[list[Row], list[Row]]:

@@ -10,7 +10,7 @@ import json
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -107,7 +107,6 @@ def evaluate(
     limit: int | None,
     max_new_tokens: int,
     batch: int = 8,
-    progress: Callable[..., None] | None = None,
 ) -> CallScore:
     """Let a model write the first call of each conversation, and compare it with the one in the conversation.
 
@@ -124,7 +123,6 @@ def evaluate(
         limit: maximum number of calls; None: all.
         max_new_tokens: of an answer.
         batch: prompts that are answered together. They are padded on the left, and the padding is masked.
-        progress: called with the number of prompts answered, and of all prompts.
 
     Raises:
         WrongResult: the model's logits are not finite.
@@ -142,9 +140,8 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            texts = _write(
-                model, tokenizer, [question.prompt for question in questions], device, max_new_tokens, batch, progress
-            )
+            prompts = [question.prompt for question in questions]
+            texts = _write(model, tokenizer, prompts, device, max_new_tokens, batch)
     finally:
         model.train(was_training)
     answers = tuple(
@@ -191,7 +188,6 @@ def _write(
     device: torch.device,
     most: int,
     batch: int,
-    progress: Callable[..., None] | None,
 ) -> list[str]:
     """Return the model's answer to each prompt, of ``most`` tokens at most."""
     texts = [""] * len(prompts)
@@ -203,8 +199,6 @@ def _write(
         answers = _tokens(model, [prompts[number] for number in numbers], device, most, tokenizer.eos_token_id)
         for number, tokens in zip(numbers, answers, strict=True):
             texts[number] = tokenizer.decode(tokens, skip_special_tokens=False)
-        if progress is not None:
-            progress(start + len(numbers), len(ranked))
     return texts
 
 

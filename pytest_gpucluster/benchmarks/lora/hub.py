@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import start_call
@@ -25,26 +25,6 @@ INSTALL = "python -m pip install -c constraints.txt -e '.[lora]'"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pinned:
-    """The known revision and sha256 of a file on the hub."""
-
-    file: str
-    revision: str
-    sha256: str
-
-
-PINNED = {
-    "glaiveai/glaive-function-calling-v2": Pinned(
-        file="glaive-function-calling-v2.json",
-        revision="e7f4b6456019f5d8bcb991ef0dd67d8ff23221ac",
-        sha256="e9b5d671812b5ca2fbd7b625a37d5c99a19576c37252cdc806defe256aea6dad",
-    )
-}
-"""The original: 112,960 rows. Source: revision and sha256 as public projects pin them that train on this file,
-https://huggingface.co/datasets/glaiveai/glaive-function-calling-v2/tree/e7f4b6456019f5d8bcb991ef0dd67d8ff23221ac"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class HubName:
     """A repository of a data set, at a revision. ``file`` and ``sha256`` are None where they are unknown."""
 
@@ -57,6 +37,16 @@ class HubName:
         return f"{self.repository}@{self.revision}"
 
 
+PINNED = HubName(
+    repository="glaiveai/glaive-function-calling-v2",
+    revision="e7f4b6456019f5d8bcb991ef0dd67d8ff23221ac",
+    file="glaive-function-calling-v2.json",
+    sha256="e9b5d671812b5ca2fbd7b625a37d5c99a19576c37252cdc806defe256aea6dad",
+)
+"""The original: 112,960 rows. Source: revision and sha256 as public projects pin them that train on this file,
+https://huggingface.co/datasets/glaiveai/glaive-function-calling-v2/tree/e7f4b6456019f5d8bcb991ef0dd67d8ff23221ac"""
+
+
 def hub_name(text: str, revision: str | None = None) -> HubName | None:
     """Read ``owner/name`` or ``owner/name@revision``; None if the text is no such name.
 
@@ -65,15 +55,10 @@ def hub_name(text: str, revision: str | None = None) -> HubName | None:
     match = _NAME.fullmatch(text)
     if match is None or match["repository"].endswith(_OF_A_FILE):
         return None
-    pinned = PINNED.get(match["repository"])
-    revision = match["revision"] or revision or (pinned.revision if pinned else "main")
-    known = pinned if pinned and pinned.revision == revision else None
-    return HubName(
-        repository=match["repository"],
-        revision=revision,
-        file=pinned.file if pinned else None,
-        sha256=known.sha256 if known else None,
-    )
+    revision = match["revision"] or revision
+    if match["repository"] == PINNED.repository:
+        return PINNED if revision in (None, PINNED.revision) else replace(PINNED, revision=revision, sha256=None)
+    return HubName(repository=match["repository"], revision=revision or "main")
 
 
 def fetch(name: HubName) -> Path:

@@ -112,16 +112,6 @@ class Packed:
         return len(self.tokens)
 
 
-def encode(row: Row, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a row, and which of them count in the loss: the assistant's, and the end token after them.
-
-    Each part of a row is tokenized by itself, so that no token belongs half to the assistant. A row that does not end
-    with the assistant is closed by an end token that does not count.
-    """
-    [(tokens, loss_mask)] = _encoded([row], tokenizer)
-    return tokens, loss_mask
-
-
 def pack(rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | None = None) -> Packed:
     """Tokenize rows, concatenate them in their order, and cut that into blocks.
 
@@ -144,7 +134,7 @@ def pack(rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | No
     masks: list[torch.Tensor] = []
     used = total = longest = 0
     for chunk in _chunks(rows, _AT_ONCE):
-        for tokens, loss_mask in _encoded(chunk, tokenizer):
+        for tokens, loss_mask in encode(chunk, tokenizer):
             pieces.append(torch.tensor(tokens, dtype=torch.int32))
             masks.append(torch.tensor(loss_mask, dtype=torch.bool))
             used, total, longest = used + 1, total + len(tokens), max(longest, len(tokens))
@@ -215,7 +205,12 @@ def share(batch: Sequence[int], *, rank: int, world_size: int) -> list[int]:
     return list(batch[rank * each : (rank + 1) * each])
 
 
-def _encoded(rows: Sequence[Row], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
+def encode(rows: Sequence[Row], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
+    """Yield the tokens of each row, and which of them count in the loss: the assistant's, and the end token after them.
+
+    Each part of a row is tokenized by itself, so that no token belongs half to the assistant. A row that does not end
+    with the assistant is closed by an end token that does not count.
+    """
     parts_of_rows = [list(segments(row)) for row in rows]
     # No special token of its own: a model that begins each text with one would have it at every turn.
     ids = iter(ids_of([segment.text for parts in parts_of_rows for segment in parts], tokenizer))

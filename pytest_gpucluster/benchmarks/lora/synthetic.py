@@ -33,10 +33,6 @@ class Draws:
         """Return a whole number from 0 to ``end - 1``."""
         return min(int(self._random.random() * end), end - 1)
 
-    def between(self, least: int, most: int) -> int:
-        """Return a whole number from ``least`` to ``most``, both included."""
-        return least + self.below(most - least + 1)
-
     def one(self, items: Sequence[Item]) -> Item:
         """Return one of the items."""
         return items[self.below(len(items))]

@@ -149,19 +149,18 @@ def read_manifest(folder: Path) -> Manifest:
         body = json.loads(text)
         stated = body.pop("sha256")
         if stated != _digest(body):
-            raise WrongResult(
-                f"{path} is changed: its {len(text)} bytes have the sha256 {_digest(body)} and state {stated}. "
-                f"{_WHAT_TO_DO}"
-            )
-        if body.pop("format") != FORMAT:
-            raise ValueError(f"{path} is of another format than {FORMAT}; use the version that has written it")
+            raise ValueError(f"they have the sha256 {_digest(body)} and state {stated}")
+        is_ours = body.pop("format") == FORMAT
         files = {name: FileDigest(**one) for name, one in body.pop("files").items()}
-        return Manifest(files=files, **body)
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        manifest = Manifest(files=files, **body)
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise WrongResult(
             f"{path} is truncated or changed: {len(text)} bytes found, and they are no whole manifest "
             f"({type(error).__name__}: {error}). {_WHAT_TO_DO}"
         ) from error
+    if not is_ours:
+        raise ValueError(f"{path} is of another format than {FORMAT}; use the version that has written it")
+    return manifest
 
 
 def _digest(body: Mapping[str, Any]) -> str:
@@ -341,8 +340,7 @@ def load(
     options = _options(trained_only)
     chosen = Path(on_first_rank(group, lambda: str(path)))
     whole = on_first_rank(group, lambda: read_manifest(chosen))
-    on_all_ranks(group, lambda: _require_same(path, chosen))
-    on_all_ranks(group, lambda: _verify_share(path, whole, dist.get_rank(group), dist.get_world_size(group)))
+    on_all_ranks(group, lambda: _verify_share(path, chosen, whole, dist.get_rank(group), dist.get_world_size(group)))
     # Gradients would keep torch from creating the state to read into.
     optimizer.zero_grad(set_to_none=True)
     state = _state(model, optimizer, options)
@@ -432,15 +430,12 @@ def _finish(partial: Path, path: Path, whole: Manifest, used: Components, keep: 
         shutil.rmtree(doomed, ignore_errors=True)  # the next save tries again
 
 
-def _verify_share(path: Path, whole: Manifest, rank: int, ranks: int) -> None:
+def _verify_share(path: Path, chosen: Path, whole: Manifest, rank: int, ranks: int) -> None:
     """Verify this rank's share of the files: all ranks together read each once."""
-    for name in sorted(whole.files)[rank::ranks]:
-        verify_file(path / name, whole.files[name])
-
-
-def _require_same(path: Path, chosen: Path) -> None:
     if path != chosen:
         raise ValueError(f"the ranks must load the same checkpoint, and this one was given {path}, the first {chosen}")
+    for name in sorted(whole.files)[rank::ranks]:
+        verify_file(path / name, whole.files[name])
 
 
 def _require_same_model(path: Path, saved: Metadata, weights: Mapping[str, Any]) -> None:

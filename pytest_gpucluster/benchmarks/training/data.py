@@ -143,27 +143,20 @@ def share_defects(
     A rank whose rows are not the expected ones is at fault. Where all are as expected and still not disjoint, complete
     and shuffled, the sampler itself is wrong, on every rank.
     """
-    defects = {}
+    defects: dict[int, str] = {}
     for rank, (mine, due) in enumerate(zip(shares, expected, strict=True)):
-        for epoch, (found, wanted) in enumerate(zip(mine, due, strict=True)):
-            if list(found) != list(wanted) and rank not in defects:
-                others = [other for other, its in enumerate(expected) if other != rank and set(its[epoch]) & set(found)]
-                whose = f", {_overlap(found, expected, epoch, others)}" if others else ""
-                defects[rank] = (
-                    f"reads {_rows_text(found)} of epoch {epoch}, and its share is {_rows_text(wanted)}{whose}. "
-                    "Check its sampler: num_replicas, rank, seed and set_epoch"
-                )
-    if defects:
-        return defects
-    wrong = _common_defect(shares, rows)
-    return dict.fromkeys(range(len(shares)), wrong) if wrong else {}
-
-
-def _overlap(
-    found: Sequence[int], expected: Sequence[Sequence[Sequence[int]]], epoch: int, others: Sequence[int]
-) -> str:
-    shared = sorted(set(found) & set(expected[others[0]][epoch]))
-    return f"with row {shared[0]} and {len(shared) - 1} more from that of rank {others[0]}"
+        wrong = next((epoch for epoch, (found, its) in enumerate(zip(mine, due, strict=True)) if found != its), None)
+        if wrong is None:
+            continue
+        found = set(mine[wrong])
+        whose = next((other for other, its in enumerate(expected) if other != rank and found & set(its[wrong])), None)
+        others = "" if whose is None else f", with {len(found & set(expected[whose][wrong]))} from that of rank {whose}"
+        defects[rank] = (
+            f"reads {_rows_text(mine[wrong])} of epoch {wrong}, and its share is {_rows_text(due[wrong])}{others}. "
+            "Check its sampler: num_replicas, rank, seed and set_epoch"
+        )
+    common = "" if defects else _common_defect(shares, rows)
+    return dict.fromkeys(range(len(shares)), common) if common else defects
 
 
 def _common_defect(shares: Sequence[Sequence[Sequence[int]]], rows: int) -> str:
@@ -171,11 +164,11 @@ def _common_defect(shares: Sequence[Sequence[Sequence[int]]], rows: int) -> str:
     for epoch in range(EPOCHS):
         lengths = {len(mine[epoch]) for mine in shares}
         read = [row for mine in shares for row in mine[epoch]]
-        twice = len(read) - len(set(read))
+        missing, twice = set(range(rows)) - set(read), len(read) - len(set(read))
         if len(lengths) > 1:
             return f"the ranks read different numbers of rows in epoch {epoch}: {sorted(lengths)}"
-        if set(read) != set(range(rows)):
-            return f"{len(set(range(rows)) - set(read))} of {rows} rows are read by no rank in epoch {epoch}"
+        if missing:
+            return f"{len(missing)} of {rows} rows are read by no rank in epoch {epoch}"
         if twice >= world_size:
             return f"{twice} rows are read twice in epoch {epoch}; fewer than the {world_size} ranks may be, as padding"
     if rows > 2 * world_size and all(mine[0] == mine[1] for mine in shares):

@@ -81,17 +81,12 @@ def shard(
     return model
 
 
-def make_sharded(geometry: Geometry, mesh: DeviceMesh, device: torch.device, *, seed: int) -> Decoder:
-    """Create a decoder of which no rank ever holds more than its part, in bf16 with fp32 sums.
-
-    Collective: every rank of the mesh must call this. The weights depend on seed and number of ranks: they differ from
-    those of ``make_decoder``.
-    """
-    return allocate(shard(on_meta(geometry), mesh), device, seed=seed, rank=mesh.get_local_rank())
-
-
 def allocate(model: Decoder, device: torch.device, *, seed: int, rank: int) -> Decoder:
-    """Allocate a sharded decoder from the meta device, and draw its weights on the device."""
+    """Allocate a sharded decoder from the meta device, and draw its weights on the device.
+
+    No rank ever holds more than its part. The weights depend on seed and number of ranks: they differ from those of
+    ``make_decoder``.
+    """
     model.to_empty(device=device)
     # One stream of numbers for each rank, or all parts of a weight would be the same.
     fill(model, torch.Generator(device).manual_seed((seed << 20) + rank))
@@ -226,7 +221,8 @@ def measure_sharded_memory(
         rows_of_all = batch * dist.get_world_size(group)
         data = PackedTokens(rows=rows_of_all, sequence=geometry.sequence, vocab=geometry.vocab, seed=0)
         rows = torch.stack([data[row] for row in range(rank * batch, (rank + 1) * batch)]).to(device)
-        training = Training(make_sharded(geometry, mesh_of(group, device), device, seed=0), device, precision="own")
+        model = allocate(shard(on_meta(geometry), mesh_of(group, device)), device, seed=0, rank=rank)
+        training = Training(model, device, precision="own")
         for _ in range(STEPS):
             training.step([rows])
         weights = list(training.model.parameters())

@@ -1,15 +1,14 @@
 """Data sets of images with labels: FashionMNIST and MNIST, CIFAR-10, a folder of images, and synthetic ones.
 
-:func:`open_images` recognises the kind of data under a path. IDX files may be compressed by gzip; the Python version of
-CIFAR-10 is read without running what its pickle holds; a folder of images is laid out as ImageNet is: one folder for
-each class, with JPEG or PNG files in it. :class:`ImageBatches` reads a rank's share by worker processes.
+:func:`open_images` recognises the kind of data under a path. IDX files may be compressed by gzip; CIFAR-10 is its
+binary version; a folder of images is laid out as ImageNet is: one folder for each class, with JPEG or PNG files in
+it. :class:`ImageBatches` reads a rank's share by worker processes.
 
 Source of IDX: "THE IDX FILE FORMAT", https://yann.lecun.com/exdb/mnist/: big-endian, a magic number that gives the type
 (08: unsigned byte) and the number of dimensions, the dimensions, the data.
 
-Source of both CIFAR-10 formats: "The CIFAR-10 dataset", https://www.cs.toronto.edu/~kriz/cifar.html: in the binary
-version, rows of one byte for the label and 3072 for the image; in the Python version a pickled dictionary with b"data",
-an array of rows of 3072 bytes, and b"labels". An image is 1024 bytes of red, then of green, then of blue, row by row.
+Source of CIFAR-10's format: "The CIFAR-10 dataset", https://www.cs.toronto.edu/~kriz/cifar.html: rows of one byte for
+the label and 3072 for the image: 1024 bytes of red, then of green, then of blue, row by row.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import gzip
 import itertools
 import math
 import os
-import pickle
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -191,31 +189,29 @@ def _read_idx(path: Path, *, dimensions: int) -> torch.Tensor:
 
 
 CLASSES = 10
-FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
+FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _SIDE, _COLOURS = 32, 3
 _IMAGE_BYTES = _COLOURS * _SIDE * _SIDE
-INSTEAD = "Take the binary version (cifar-10-binary.tar.gz) instead, or copy it again"
 
 
 def find_cifar(folder: Path) -> StoredImages | None:
-    """Open the five files of CIFAR-10 in a folder, those of the binary version if both exist; None if there are none.
+    """Open the five files of the binary version of CIFAR-10 in a folder; None if there are none.
 
     Raises: EnvironmentBroken, with the file, if only some exist, or one cannot be read or has another format.
     """
-    for suffix in (".bin", ""):
-        paths = [folder / f"{name}{suffix}" for name in FILES]
-        missing = [path for path in paths if not path.is_file()]
-        if not missing:
-            return StoredImages("cifar-10", partial(_read_cifar, paths))
-        if len(missing) < len(paths):
-            raise EnvironmentBroken(f"{missing[0]}: is missing, and CIFAR-10 has {', '.join(FILES)}")
-    return None
+    paths = [folder / name for name in FILES]
+    missing = [path for path in paths if not path.is_file()]
+    if len(missing) == len(paths):
+        return None
+    if missing:
+        raise EnvironmentBroken(f"{missing[0]}: is missing, and CIFAR-10 has {', '.join(FILES)}")
+    return StoredImages("cifar-10", partial(_read_cifar, paths))
 
 
 def _read_cifar(paths: list[Path]) -> Stored:
-    parts = [_read_binary(path) if path.suffix == ".bin" else _read_pickled(path) for path in paths]
+    parts = [_read_binary(path) for path in paths]
     for path, (_, labels) in zip(paths, parts, strict=True):
-        wrong = ((labels < 0) | (labels >= CLASSES)).nonzero()
+        wrong = (labels >= CLASSES).nonzero()
         if len(wrong):
             row = int(wrong[0])
             raise EnvironmentBroken(
@@ -237,43 +233,6 @@ def _read_binary(path: Path) -> Stored:
         )
     rows = torch.frombuffer(data, dtype=torch.uint8).view(-1, 1 + _IMAGE_BYTES)
     return rows[:, 1:], rows[:, 0].long()
-
-
-def _read_pickled(path: Path) -> Stored:
-    try:
-        with path.open("rb") as file:
-            content = _Unpickler(file, encoding="bytes").load()
-        array, listed = (content.get(key, content.get(key.decode())) for key in (b"data", b"labels"))
-        labels = torch.tensor(listed)
-        if labels.dtype != torch.int64 or array.dtype != "uint8" or array.shape != (len(labels), _IMAGE_BYTES):
-            raise ValueError(f'b"data" is {array.shape} of {array.dtype}, and there are {len(labels)} b"labels"')
-        return torch.tensor(array), labels
-    except Exception as error:  # a broken pickle raises nearly anything
-        raise EnvironmentBroken(
-            f"{path}: cannot be unpickled as CIFAR-10's dictionary: {type(error).__name__}: {error}. {INSTEAD}"
-        ) from error
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads plain values and numpy's arrays. Any other name in the file is an error, so none of its code is run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what a name of numpy stands for.
-
-        Raises: pickle.UnpicklingError for any other name.
-        """
-        import numpy  # comes with transformers, an extra
-
-        known = {
-            ("numpy", "dtype"): numpy.dtype,
-            ("numpy", "ndarray"): numpy.ndarray,
-            # Its module has another name in numpy 2.
-            ("numpy.core.multiarray", "_reconstruct"): numpy.empty(0).__reduce__()[0],
-            ("numpy._core.multiarray", "_reconstruct"): numpy.empty(0).__reduce__()[0],
-        }
-        if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}, and only numpy's arrays are allowed in it")
-        return known[module, name]
 
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -346,12 +305,12 @@ def _visible(folder: Path) -> list[str]:
         raise EnvironmentBroken(f"{folder}: cannot be read: {error}") from error
 
 
-PLACES = ("", "raw", "FashionMNIST/raw", "cifar-10-batches-bin", "cifar-10-batches-py")
+PLACES = ("", "raw", "FashionMNIST/raw", "cifar-10-batches-bin")
 """Where the files of a data set may lie, below the given path: as in its archive or as torchvision stores them."""
 
 ALLOWED = (
     "the IDX files of FashionMNIST or MNIST (train-images-idx3-ubyte, train-labels-idx1-ubyte, also as .gz), the five "
-    "files of CIFAR-10 (data_batch_1.bin ..., or data_batch_1 ... of the Python version), or one folder for each class "
+    "files of CIFAR-10 (data_batch_1.bin ..., the binary version), or one folder for each class "
     f"with {', '.join(SUFFIXES)} files in it (also below train/)"
 )
 

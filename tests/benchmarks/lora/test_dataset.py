@@ -48,10 +48,10 @@ def test_every_layout_gives_the_same_rows(data):
 
 
 BAD = [
-    (7, "a row must be an object, not a number"),
-    (None, "a row must be an object, not null"),
-    ({"system": 1, "chat": "USER: a\n\n\nASSISTANT: b"}, "system must be a text, not a number"),
-    ({"system": "", "chat": []}, "chat must be a text, not an array"),
+    (7, "a row must be an object, not 7"),
+    (None, "a row must be an object, not None"),
+    ({"system": 1, "chat": "USER: a\n\n\nASSISTANT: b"}, "system must be a text, not 1"),
+    ({"system": "", "chat": []}, "chat must be a text, not []"),
     ({"system": "", "chat": "Hello"}, "the chat does"),
     ({"system": "", "chat": "USER: a"}, "there is nothing to train on"),
     ({"prompt": "a", "completion": "b"}, "a row has the keys prompt, completion; needed are system and chat"),
@@ -192,8 +192,8 @@ def test_offline_what_is_not_in_the_cache_fails_at_once(cache):
 
 
 def test_the_original_is_demanded_with_its_own_revision_and_sha256_and_several_files_are_refused(cache):
-    name = "glaiveai/glaive-function-calling-v2"
-    pinned = hub.PINNED[name]
+    pinned = hub.PINNED
+    name = pinned.repository
     cached(cache, name, pinned.revision, {pinned.file: array(GOOD)})
     with pytest.raises(EnvironmentBroken, match=f"{name}@{pinned.revision}: its sha256 is .* {pinned.sha256}"):
         load_rows(name)

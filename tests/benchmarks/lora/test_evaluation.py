@@ -111,13 +111,10 @@ def test_answers_stand_in_the_order_of_the_rows_whatever_the_batch(tokenizer):
     rows = [row(CALL.replace("Rome", city), city) for city in cities]
     answers = {prompt_of(each): f" {CALL.replace('Rome', city)}" for each, city in zip(rows, cities, strict=True)}
     answers[prompt_of(rows[2])] = " I will not."
-    for batch, steps in ((1, 4), (3, 2), (8, 1)):
-        reports = []
-        model = Parrot(tokenizer, answers)
-        score = ask(tokenizer, model, rows, batch=batch, progress=lambda *step, reports=reports: reports.append(step))
+    for batch in (1, 3, 8):
+        score = ask(tokenizer, Parrot(tokenizer, answers), rows, batch=batch)
         assert [answer.expected.arguments["city"] for answer in score.answers] == cities
         assert [answer.right_arguments for answer in score.answers] == [True, True, False, True]
-        assert (reports[-1], len(reports)) == ((4, 4), steps)
 
 
 def test_what_cannot_be_asked_is_counted_by_its_reason_and_where_nothing_is_asked_nothing_is_a_pass(tokenizer):

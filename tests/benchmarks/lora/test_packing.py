@@ -42,7 +42,7 @@ def tokenizer():
 
 def test_of_a_row_just_the_answers_and_their_ends_are_judged(tokenizer):
     row = next(row for row in ROWS if len(row.turns) == 4)
-    tokens, loss_mask = encode(row, tokenizer)
+    [(tokens, loss_mask)] = encode([row], tokenizer)
     output = tokenizer.decode([token for token, counts in zip(tokens, loss_mask, strict=True) if counts])
     assert output == "".join(f" {turn.text}{END}" for turn in row.turns if turn.role == "assistant")
     given = tokenizer.decode([token for token, counts in zip(tokens, loss_mask, strict=True) if not counts])
@@ -51,14 +51,14 @@ def test_of_a_row_just_the_answers_and_their_ends_are_judged(tokenizer):
 
 
 def test_a_row_that_ends_with_a_question_is_closed_and_that_is_not_judged(tokenizer):
-    tokens, loss_mask = encode(Row(system="", chat="USER: a\nASSISTANT: b\nUSER: c"), tokenizer)
+    [(tokens, loss_mask)] = encode([Row(system="", chat="USER: a\nASSISTANT: b\nUSER: c")], tokenizer)
     assert tokenizer.decode(tokens) == f"USER: a\n\n\nASSISTANT: b{END}\n\n\nUSER: c{END}"
     assert not loss_mask[-1]
 
 
 @of_each("sequence", [64, 256, 1000])
 def test_the_judged_targets_of_all_blocks_are_what_the_assistant_says_and_every_token_counts(tokenizer, sequence):
-    packed, values = pack(ROWS, tokenizer, sequence), [encode(row, tokenizer) for row in ROWS]
+    packed, values = pack(ROWS, tokenizer, sequence), list(encode(ROWS, tokenizer))
     stream = [token for tokens, _ in values for token in tokens]
     counts = [each for _, loss_mask in values for each in loss_mask]
     blocks = len(stream) // (sequence + 1)

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.model import INITIAL_DEVIATION, Geometry, make_decoder, on_meta
 from pytest_gpucluster.benchmarks.training.sharding import (
+    allocate,
     clip_shards,
     layout_defect,
-    make_sharded,
     mesh_of,
     part_of,
     shard,
@@ -50,7 +50,7 @@ def test_in_bf16_products_are_bf16_and_weights_gradients_and_moments_fp32(mesh):
 
 
 def test_one_that_is_made_in_parts_has_the_usual_initial_values(mesh):
-    model = make_sharded(GEOMETRY, mesh, CPU, seed=3)
+    model = allocate(shard(on_meta(GEOMETRY), mesh), CPU, seed=3, rank=0)
     whole = make_decoder(GEOMETRY, CPU, seed=3)
     deviation = float(model.embedding.weight.to_local().detach().std())
     assert deviation == pytest.approx(INITIAL_DEVIATION, rel=0.05)

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import gzip
-import os
 import pickle
-import struct
 
 import image_files
 import pytest
@@ -13,7 +11,6 @@ from each import of_each
 from pytest_gpucluster.benchmarks.vision.datasets import StoredImages, SyntheticImages, open_images
 from pytest_gpucluster.errors import EnvironmentBroken
 
-numpy = pytest.importorskip("numpy")
 pytest.importorskip("PIL")
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
@@ -51,48 +48,8 @@ def test_a_copy_of_stored_images_reads_for_itself_and_takes_no_image_along():
     assert torch.equal(image, images[1][0])
 
 
-def python_2(labels: list[int], content: bytes) -> bytes:
-    """The pickle that Python 2 makes of CIFAR's dictionary: protocol 2, its strings being bytes."""
-
-    def string(text: bytes) -> bytes:
-        return pickle.BINSTRING + struct.pack("<i", len(text)) + text
-
-    def number(value: int) -> bytes:
-        return pickle.BININT + struct.pack("<i", value)
-
-    dtype = b"cnumpy\ndtype\n" + string(b"u1") + number(0) + number(1) + pickle.TUPLE3 + pickle.REDUCE
-    state = number(3) + string(b"|") + pickle.NONE * 3 + number(-1) * 2 + number(0)
-    dtype += pickle.MARK + state + pickle.TUPLE + pickle.BUILD
-    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n" + number(0) + pickle.TUPLE1 + string(b"b")
-    array += pickle.TUPLE3 + pickle.REDUCE
-    shape = number(len(labels)) + number(3072) + pickle.TUPLE2
-    array += pickle.MARK + number(1) + shape + dtype + pickle.NEWFALSE + string(content) + pickle.TUPLE + pickle.BUILD
-    items = string(b"data") + array + string(b"labels") + pickle.EMPTY_LIST
-    items += pickle.MARK + b"".join(map(number, labels)) + pickle.APPENDS
-    return pickle.PROTO + b"\x02" + pickle.EMPTY_DICT + pickle.MARK + items + pickle.SETITEMS + pickle.STOP
-
-
-def numpy_s_own(labels: list[int], content: bytes) -> bytes:
-    array = numpy.frombuffer(content, dtype="u1").reshape(-1, 3072)
-    return pickle.dumps({b"data": array.copy(), b"labels": labels, b"filenames": [b"a.png"]}, protocol=4)
-
-
-def write_pickled(folder, make, rows=5):
-    folder.mkdir(parents=True, exist_ok=True)
-    for part in range(5):
-        made = image_files.cifar_rows(rows, part * rows)
-        content = make([label for label, _ in made], b"".join(image for _, image in made))
-        (folder / f"data_batch_{part + 1}").write_bytes(content)
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["binary", "python 2", "numpy"])
-def test_images_and_labels_of_cifar_are_read_in_rows_columns_and_colours(tmp_path, kind):
-    if kind == "binary":
-        image_files.write_cifar(tmp_path / "cifar-10-batches-bin")
-        (tmp_path / "cifar-10-batches-bin" / "data_batch_1").write_bytes(b"no pickle, and not used")
-    else:
-        write_pickled(tmp_path / "cifar-10-batches-py", python_2 if kind == "python 2" else numpy_s_own)
+def test_images_and_labels_of_cifar_are_read_in_rows_columns_and_colours(tmp_path):
+    image_files.write_cifar(tmp_path / "cifar-10-batches-bin")
     images = open_images(tmp_path, side=224)
     assert (images.name, len(images), images.shape, images.classes) == ("cifar-10", 25, (32, 32, 3), 10)
     image, label = images[17]
@@ -100,27 +57,7 @@ def test_images_and_labels_of_cifar_are_read_in_rows_columns_and_colours(tmp_pat
     assert torch.equal(image, torch.tensor([17, 100, 200], dtype=torch.uint8).expand(32, 32, 3))
 
 
-class Runs:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
-
-
-def test_nothing_in_a_pickle_is_run(tmp_path):
-    folder, marker = write_pickled(tmp_path / "data", python_2), tmp_path / "marker"
-    (folder / "data_batch_3").write_bytes(pickle.dumps({b"data": Runs(str(marker))}, protocol=4))
-    with pytest.raises(EnvironmentBroken, match=rf"^{folder / 'data_batch_3'}: .* posix\.mkdir, .*cifar-10-binary"):
-        open_images(folder, side=224)
-    assert not marker.exists()
-
-
-def rows_of(labels, rows=2, dtype="u1", width=3072):
-    return pickle.dumps({b"data": numpy.zeros((rows, width), dtype=dtype), b"labels": labels}, protocol=4)
-
-
-@pytest.mark.parametrize("kind", ["idx", "python", "binary"])
+@pytest.mark.parametrize("kind", ["idx", "cifar"])
 def test_a_broken_file_is_an_error_that_names_it(tmp_path, kind):
     write, cases = {
         "idx": (
@@ -138,24 +75,7 @@ def test_a_broken_file_is_an_error_that_names_it(tmp_path, kind):
                 (LABELS, lambda _: image_files.idx(torch.zeros(23, dtype=torch.uint8)), "has 23 labels, and "),
             ],
         ),
-        "python": (
-            lambda folder: write_pickled(folder, python_2),
-            [
-                ("data_batch_2", lambda content, new=new: new, text)
-                for new, text in [
-                    (numpy_s_own([1], bytes(3072))[:-100], "cannot be unpickled as "),
-                    (b"", "EOFError"),
-                    (pickle.dumps([1]), "no attribute 'get'"),
-                    (pickle.dumps({b"labels": [1]}), "no attribute 'dtype'"),
-                    (rows_of([1]), 'b"data" is (2, 3072) of uint8, and there are 1 b"labels"'),
-                    (rows_of([1, 2], dtype="f4"), "(2, 3072) of float32"),
-                    (rows_of([1, 2], width=3000), "(2, 3000) of uint8"),
-                    (rows_of([1, 10]), "row 1 is 10, and there are 10"),
-                    (rows_of([1, 2.5]), "Take the binary version"),
-                ]
-            ],
-        ),
-        "binary": (
+        "cifar": (
             image_files.write_cifar,
             [
                 ("data_batch_4.bin", lambda content: content[:-1], "has 15364 bytes, and rows of CIFAR-10 have 3073"),
@@ -176,7 +96,7 @@ def test_a_broken_file_is_an_error_that_names_it(tmp_path, kind):
 
 def test_missing_files_are_an_error(tmp_path):
     (image_files.write_cifar(tmp_path / "cifar") / "data_batch_4.bin").unlink()
-    with pytest.raises(EnvironmentBroken, match=r"data_batch_4\..*missing.* CIFAR-10 has data_batch_1, "):
+    with pytest.raises(EnvironmentBroken, match=r"data_batch_4\..*missing.* CIFAR-10 has data_batch_1\.bin, "):
         open_images(tmp_path / "cifar", side=224)
     (image_files.write_idx(tmp_path / "idx", suffix=".gz") / f"{LABELS}.gz").unlink()
     with pytest.raises(EnvironmentBroken, match=rf"neither {LABELS} nor {LABELS}\.gz"):
