@@ -80,13 +80,7 @@ def check_parity(
 
     Collective: every rank of the group must call this, with the same arguments.
 
-    Args:
-        group: the ranks that train together.
-        alone: the group of this rank only.
-        device: where this rank trains.
-        base: the model to train.
-        recipe: without dropout, as ``Recipe.compared`` makes it.
-        packed: the blocks to train on.
+    Args: as of :func:`converge`; the recipe is without dropout, as ``Recipe.compared`` makes it.
 
     Raises: as ``Trainer``.
     """

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS, first_line, local_only, unavailable
+from pytest_gpucluster.benchmarks.training import model as decoder
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -160,67 +161,33 @@ class MaskedLoss(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometry:
-    """The size of a Qwen2 model. Each field is given: the defaults of transformers' configuration are another model.
+class Geometry(decoder.Geometry):
+    """The size of a Qwen2 model: that of the suite's own decoder, with what Qwen2 has besides. Each field is given: the
+    defaults of transformers' configuration are another model.
 
     Attributes:
-        hidden: width of the residual stream.
-        intermediate: width inside the MLP.
-        layers: blocks of attention and MLP.
-        heads, kv_heads: of the attention; several heads share one pair of key and value.
-        vocab: number of tokens.
-        positions: the longest supported sequence.
+        sequence: the longest supported one.
         rms_epsilon, rope_base: of the norms and of the rotary positions.
         tied: whether the head is the embedding's own matrix.
-
-    Raises: ValueError if a size is below 1, or the heads do not divide.
     """
 
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    positions: int
     rms_epsilon: float = 1e-6
     rope_base: float = 1e6
     tied: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocab", "positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
-            raise ValueError(
-                f"hidden must be an even multiple of heads, and heads a multiple of kv_heads: {self.hidden}, "
-                f"{self.heads}, {self.kv_heads}"
-            )
-
-    @property
-    def kv_width(self) -> int:
-        """Width of all keys together, and of all values."""
-        return self.hidden // self.heads * self.kv_heads
-
-    @property
-    def multiplied_parameters(self) -> int:
-        """Weights that each token is multiplied by: the seven matrices of each block, and the head."""
-        attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_width
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
-
     @property
     def parameters(self) -> int:
         """All weights of the base: also embedding, norms, and the biases of query, key and value."""
-        embedding = 0 if self.tied else self.vocab * self.hidden
-        biases = self.layers * (self.hidden + 2 * self.kv_width)
-        return self.multiplied_parameters + embedding + biases + (2 * self.layers + 1) * self.hidden
+        embedding = 0 if self.tied else self.vocab * self.width
+        biases = self.layers * (self.width + 2 * self.key_width)
+        return self.multiplied_parameters + embedding + biases + (2 * self.layers + 1) * self.width
 
     def adapter_parameters(self, rank: int) -> int:
         """Weights of LoRA's matrices on all seven linear layers: rank x (inputs + outputs) each.
 
         Source: Hu et al., "LoRA" (arXiv:2106.09685), section 4.1.
         """
-        return self.layers * rank * (9 * self.hidden + 2 * self.kv_width + 3 * self.intermediate)
+        return self.layers * rank * (9 * self.width + 2 * self.key_width + 3 * self.mlp_width)
 
     def flops_per_token(self, sequence: int, *, rank: int, head_trained: bool = False) -> int:
         """Return the operations of forward and backward for one token, without recomputing anything.
@@ -236,20 +203,20 @@ class Geometry:
             rank: of the adapters.
             head_trained: whether the head is trained as a whole.
         """
-        head = 2 * self.vocab * self.hidden if head_trained else 0
-        trained = self.adapter_parameters(rank) + self.layers * self.hidden * sequence
+        head = 2 * self.vocab * self.width if head_trained else 0
+        trained = self.adapter_parameters(rank) + self.layers * self.width * sequence
         return 4 * self.multiplied_parameters + 6 * trained + head
 
     def config_fields(self) -> dict[str, Any]:
         """Return every field of transformers' ``Qwen2Config`` that defines this model."""
         return {
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
+            "hidden_size": self.width,
+            "intermediate_size": self.mlp_width,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
+            "num_key_value_heads": self.key_heads,
             "vocab_size": self.vocab,
-            "max_position_embeddings": self.positions,
+            "max_position_embeddings": self.sequence,
             "rms_norm_eps": self.rms_epsilon,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_base},
             "tie_word_embeddings": self.tied,
@@ -267,11 +234,11 @@ class Geometry:
         return [
             f"{name} is {theirs}, expected {ours}"
             for name, ours in vars(self).items()
-            if name != "positions" and (theirs := getattr(other, name)) != ours
+            if name != "sequence" and (theirs := getattr(other, name)) != ours
         ]
 
 
-QWEN2_7B = Geometry(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, vocab=152064, positions=131072)
+QWEN2_7B = Geometry(width=3584, inner=18944, layers=28, heads=28, key_heads=4, vocab=152064, sequence=131072)
 """Source: config.json of https://huggingface.co/Qwen/Qwen2-7B."""
 
 QWEN2_7B_PARAMETERS = 7_615_616_512
@@ -316,7 +283,7 @@ class Base:
 def tiny_base(vocab: int) -> Base:
     """Return the base of the criterion that needs no download: two blocks, and the vocabulary of a tokenizer trained on
     its data."""
-    geometry = Geometry(hidden=128, intermediate=384, layers=2, heads=4, kv_heads=2, vocab=vocab, positions=4096)
+    geometry = Geometry(width=128, inner=384, layers=2, heads=4, key_heads=2, vocab=vocab, sequence=4096)
     return Base(label=TINY_LABEL, geometry=geometry, adapters=TINY)
 
 
@@ -368,7 +335,7 @@ def make_adapted(base: Base, device: torch.device, *, precision: str, dropout: b
     torch.manual_seed(seed + 1)  # for the adapters' first values
     adapted = with_adapters(model, base.adapters, dropout=dropout).to(device)
     expected = base.geometry.adapter_parameters(base.adapters.rank)
-    expected += len(base.adapters.saved) * base.geometry.vocab * base.geometry.hidden
+    expected += len(base.adapters.saved) * base.geometry.vocab * base.geometry.width
     _require_count(base, "trained are", trained_parameters(adapted), expected)
     if base.geometry == QWEN2_7B or base.label == QWEN2_LABEL:
         _require_count(base, "the base has", found, QWEN2_7B_PARAMETERS)
@@ -430,13 +397,13 @@ def _geometry(folder: Path) -> Geometry:
     rope: Mapping[str, Any] = config.rope_parameters
     try:
         return Geometry(
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
+            width=config.hidden_size,
+            inner=config.intermediate_size,
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
+            key_heads=config.num_key_value_heads,
             vocab=config.vocab_size,
-            positions=config.max_position_embeddings,
+            sequence=config.max_position_embeddings,
             rms_epsilon=config.rms_norm_eps,
             rope_base=float(rope["rope_theta"]),
             tied=bool(config.tie_word_embeddings),

@@ -155,7 +155,7 @@ class Plan:
         Source: counted in transformers' modeling_qwen2.py; not measured on a GPU so far.
         """
         geometry, adapters = self.base.geometry, self.base.adapters
-        e, hidden, inner = DTYPES[self.recipe.precision].itemsize, geometry.hidden, geometry.intermediate
+        e, hidden, inner = DTYPES[self.recipe.precision].itemsize, geometry.width, geometry.mlp_width
         tokens = self.micro_batch * self.sequence
         root = 2 * geometry.vocab * hidden
         trained = geometry.adapter_parameters(adapters.rank) + len(adapters.saved) * geometry.vocab * hidden

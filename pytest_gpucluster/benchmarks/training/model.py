@@ -24,6 +24,9 @@ ROTARY_BASE = 10_000.0
 NORM_EPSILON = 1e-5
 
 
+_SIZES = ("layers", "width", "heads", "vocab", "sequence")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
     """The size of a decoder.
@@ -54,10 +57,9 @@ class Geometry:
     inner: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            least = 0 if name in ("key_heads", "inner") else 1
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+        for name, least in {"key_heads": 0, "inner": 0, **dict.fromkeys(_SIZES, 1)}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.width % (2 * self.heads):
             raise ValueError(f"width must be an even multiple of heads, and {self.width} is none of {self.heads}")
         if self.key_heads and self.heads % self.key_heads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from dataclasses import replace
 
@@ -38,17 +37,13 @@ def blocks(count=8, sequence=16):
 
 
 @pytest.fixture
-def make():
+def make(group):
     """Makes loops over a group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def trainer(packed=None, *, components=None, base=BASE, **changes):
-        recipe = replace(RECIPE, **changes)
-        return Trainer(dist.group.WORLD, CPU, base, recipe, packed or blocks(), components=components)
+        return Trainer(group, CPU, base, replace(RECIPE, **changes), packed or blocks(), components=components)
 
-    yield trainer
-    gc.collect()
-    dist.destroy_process_group()
+    return trainer
 
 
 def steps(trainer, count=3):

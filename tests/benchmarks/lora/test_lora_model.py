@@ -59,7 +59,7 @@ def test_a_seed_gives_the_same_weights_again_the_base_in_bf16_and_what_learns_in
 
 def test_rotary_frequencies_have_their_values():
     rotary = make_base(BASE, CPU, precision="bf16", seed=0).model.rotary_emb
-    half = BASE.geometry.hidden // BASE.geometry.heads // 2
+    half = BASE.geometry.width // BASE.geometry.heads // 2
     torch.testing.assert_close(rotary.inv_freq, 1e6 ** (-torch.arange(half) / half))
 
 
@@ -167,7 +167,7 @@ def test_the_real_model_on_meta_has_exactly_these_parameters():
 
 
 def test_torch_counts_the_same_operations():
-    geometry = Geometry(hidden=64, intermediate=160, layers=2, heads=4, kv_heads=2, vocab=96, positions=64)
+    geometry = Geometry(width=64, inner=160, layers=2, heads=4, key_heads=2, vocab=96, sequence=64)
     base = Base(label="small", geometry=geometry, adapters=TINY)
     model = MaskedLoss(make_adapted(base, CPU, precision="fp32", dropout=False, seed=0))
     # What it counts of fused attention depends on the kernel, and plain products say all.
@@ -176,7 +176,7 @@ def test_torch_counts_the_same_operations():
     with FlopCounterMode(display=False) as counter:
         model(tokens, torch.ones(1, 32, dtype=torch.bool))[0].backward()
     expected = 32 * geometry.flops_per_token(32, rank=TINY.rank, head_trained=True)
-    masked = 32 * 6 * geometry.layers * geometry.hidden * 32
+    masked = 32 * 6 * geometry.layers * geometry.width * 32
     assert counter.get_total_flops() == pytest.approx(expected + masked, rel=1e-3)
 
 
@@ -187,14 +187,14 @@ def test_a_tiny_model_has_as_many_parameters_as_the_formula_says(vocab):
     model = make_adapted(base, CPU, precision="bf16", dropout=True, seed=0)
     frozen = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
     assert frozen == geometry.parameters
-    assert trained_parameters(model) == geometry.adapter_parameters(16) + 2 * geometry.vocab * geometry.hidden
+    assert trained_parameters(model) == geometry.adapter_parameters(16) + 2 * geometry.vocab * geometry.width
 
 
 def test_another_geometry_is_reported_apart_by_each_size_and_sizes_that_do_not_fit_are_refused():
-    other = replace(QWEN2_7B, hidden=1792, vocab=151936, positions=32768)
-    assert QWEN2_7B.differences(other) == ["hidden is 1792, expected 3584", "vocab is 151936, expected 152064"]
-    assert QWEN2_7B.differences(replace(QWEN2_7B, positions=1)) == []
-    for wrong in ({"layers": 0}, {"heads": 27}, {"kv_heads": 3}, {"hidden": 28 * 127}):
+    other = replace(QWEN2_7B, width=1792, vocab=151936, sequence=32768)
+    assert QWEN2_7B.differences(other) == ["width is 1792, expected 3584", "vocab is 151936, expected 152064"]
+    assert QWEN2_7B.differences(replace(QWEN2_7B, sequence=1)) == []
+    for wrong in ({"layers": 0}, {"heads": 27}, {"key_heads": 3}, {"width": 28 * 127}):
         with pytest.raises(ValueError, match=r"must be"):
             replace(QWEN2_7B, **wrong)
 
@@ -211,6 +211,6 @@ def test_every_field_of_the_configuration_is_given():
 
 
 def test_the_sizes_of_the_rehearsal_s_model_are_these():
-    sizes = {"hidden": 128, "intermediate": 384, "layers": 2, "heads": 4, "kv_heads": 2, "positions": 4096}
+    sizes = {"width": 128, "inner": 384, "layers": 2, "heads": 4, "key_heads": 2, "sequence": 4096}
     assert tiny_base(64).geometry == Geometry(vocab=64, **sizes)
     assert (QWEN2_7B.rms_epsilon, QWEN2_7B.rope_base) == (1e-6, 1e6)  # Source: config.json of Qwen/Qwen2-7B

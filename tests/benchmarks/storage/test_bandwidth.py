@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from each import of_each
 
 from pytest_gpucluster.benchmarks.storage import bandwidth
@@ -29,16 +28,11 @@ SIZE = 4 * PAGE_BYTES
 
 
 @pytest.fixture
-def measure(tmp_path):
+def measure(group, tmp_path):
     """The measurement over a group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-    def run(**more):
-        given = {"hosts": ["a"], "file_bytes": SIZE, "passes": 2} | more
-        return storage_bandwidth(dist.group.WORLD, tmp_path, **given)
-
-    yield run
-    dist.destroy_process_group()
+    return lambda **more: storage_bandwidth(
+        group, tmp_path, **{"hosts": ["a"], "file_bytes": SIZE, "passes": 2, **more}
+    )
 
 
 @of_each("case", [("aabb", 2), ("abab", 1), ("aaab", 1), ("aabbcc", 2), ("ab", 1), ("aa", 1), ("a", 0)])

@@ -4,7 +4,6 @@ tests/acceptance/test_acceptance_checkpoint.py."""
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 import threading
@@ -32,15 +31,6 @@ from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
 DATA = PackedTokens(rows=64, sequence=16, vocab=64, seed=0)
-
-
-@pytest.fixture
-def group():
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    gc.collect()
-    dist.destroy_process_group()
 
 
 def wrapped(model, kind, group):

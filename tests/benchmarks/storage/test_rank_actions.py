@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.group import on_all_ranks, on_first_rank
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
-
-
-@pytest.fixture
-def group():
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def failing(error):

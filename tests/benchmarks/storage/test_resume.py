@@ -19,17 +19,10 @@ GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
 
 
 @pytest.fixture
-def check(tmp_path):
+def check(group, tmp_path):
     """The check over a group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-    def run(**more):
-        given = {"fewer": None, "batch": 2, "steps": 2} | more
-        return check_resume(dist.group.WORLD, torch.device("cpu"), GEOMETRY, tmp_path, **given)
-
-    yield run
-    gc.collect()
-    dist.destroy_process_group()
+    sizes = {"fewer": None, "batch": 2, "steps": 2}
+    return lambda **more: check_resume(group, torch.device("cpu"), GEOMETRY, tmp_path, **sizes | more)
 
 
 def test_one_rank_goes_on_as_if_nothing_had_happened(check, tmp_path):
