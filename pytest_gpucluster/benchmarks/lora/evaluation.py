@@ -91,12 +91,6 @@ class CallScore:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Question:
-    prompt: list[int]
-    expected: FunctionCall
-
-
 @releases_memory()
 def evaluate(
     model: Any,
@@ -140,13 +134,12 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            prompts = [question.prompt for question in questions]
-            texts = _write(model, tokenizer, prompts, device, max_new_tokens, batch)
+            texts = _write(model, tokenizer, [prompt for prompt, _ in questions], device, max_new_tokens, batch)
     finally:
         model.train(was_training)
     answers = tuple(
-        Answer(expected=question.expected, text=text, found=parse(text))
-        for question, text in zip(questions, texts, strict=True)
+        Answer(expected=expected, text=text, found=parse(text))
+        for (_, expected), text in zip(questions, texts, strict=True)
     )
     return CallScore(
         asked=len(answers),
@@ -158,7 +151,9 @@ def evaluate(
     )
 
 
-def _questions(rows: Iterable[Row], tokenizer: Any, room: float, skipped: Counter[str]) -> Iterable[_Question]:
+def _questions(
+    rows: Iterable[Row], tokenizer: Any, room: float, skipped: Counter[str]
+) -> Iterator[tuple[list[int], FunctionCall]]:
     for row in rows:
         before: list[Segment] = []
         for segment in segments(row):
@@ -178,7 +173,7 @@ def _questions(rows: Iterable[Row], tokenizer: Any, room: float, skipped: Counte
         if len(prompt) > room:
             skipped["the prompt is too long for the model"] += 1
             continue
-        yield _Question(prompt=prompt, expected=expected)
+        yield prompt, expected
 
 
 def _write(

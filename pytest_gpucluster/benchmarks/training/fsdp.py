@@ -79,7 +79,6 @@ class FullySharded:
         bf16: steps in bf16, compared with one process's with the same precisions.
         ddp_loss_error: of this rank's losses in fp32 from those of DistributedDataParallel on the same ranks, a ratio.
         share: bytes of weights and moments on this rank, over those of 1/N of each weight.
-        parameter_bytes: of the weights on this rank.
         losses: of this rank in fp32.
         steps: number of steps of all ranks.
         global_batch: rows of a step, of all ranks together.
@@ -90,7 +89,6 @@ class FullySharded:
     bf16: Parity
     ddp_loss_error: float
     share: float
-    parameter_bytes: int
     losses: tuple[float, ...]
     steps: int
     global_batch: int
@@ -188,7 +186,7 @@ class _Check:
         self._data = PackedTokens(rows=rows, sequence=sizes.sequence, vocab=sizes.vocab, seed=0)
         self._shares = [share(self._data, rank=rank, world_size=count, seed=0)[0] for rank in range(count)]
         self._defects: dict[int, str] = {}
-        self._share, self._parameter_bytes, self._ddp_loss_error = math.nan, 0, math.nan
+        self._share, self._ddp_loss_error = math.nan, math.nan
 
     def run(self) -> FullySharded:
         require_free(
@@ -215,7 +213,6 @@ class _Check:
             bf16=bf16.parity,
             ddp_loss_error=self._ddp_loss_error,
             share=self._share,
-            parameter_bytes=self._parameter_bytes,
             losses=tuple(first.losses),
             steps=len(first.losses),
             global_batch=self._ranks.count * self._batch,
@@ -325,9 +322,8 @@ class _Check:
         part = bytes_of(
             part_of(weight, ranks=self._ranks.count, rank=self._rank) for weight in on_meta(self._geometry).parameters()
         )
-        self._parameter_bytes = bytes_of(training.model.parameters())
-        # AdamW keeps two moments of each weight.
-        self._share = (self._parameter_bytes + bytes_of(training.moments())) / (3 * part) if part else 1.0
+        held = bytes_of([*training.model.parameters(), *training.moments()])
+        self._share = held / (3 * part) if part else 1.0  # AdamW keeps two moments of each weight
 
     def _step(
         self, training: Training, copy: Training | None, series: _TrainingSeries, due: _ReferenceStep, where: str

@@ -31,12 +31,10 @@ class StepCheck:
     Attributes:
         fp32: the device's steps in fp32 compared with the CPU's.
         bf16: the device's steps in bf16 compared with its own in fp32.
-        losses: of the device's steps in fp32.
     """
 
     fp32: Errors
     bf16: Errors
-    losses: tuple[float, ...]
 
 
 @releases_memory()
@@ -92,7 +90,6 @@ def check_step(
         return StepCheck(
             fp32=errors(fp32, reference),
             bf16=errors(bf16, fp32),
-            losses=tuple(step.loss for step in fp32.steps),
         )
 
 

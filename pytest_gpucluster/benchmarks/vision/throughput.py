@@ -217,7 +217,6 @@ class ImageRate:
         data_wait: part of the time spent waiting for the next batch; a number for each block.
         losses: of this rank, step by step.
         data: name of the images.
-        rows: number of images.
         parameters: of the network.
     """
 
@@ -225,7 +224,6 @@ class ImageRate:
     data_wait: tuple[float, ...]
     losses: tuple[float, ...]
     data: str
-    rows: int
     parameters: int
 
     @property
@@ -367,7 +365,6 @@ class _Training:
             data_wait=waits,
             losses=tuple(self._losses),
             data=opened.name,
-            rows=len(opened),
             parameters=parameters,
         )
 

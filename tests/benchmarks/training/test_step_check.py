@@ -46,7 +46,6 @@ def test_a_right_device_agrees_with_itself_and_in_bf16_nearly(check, tmp_path):
     assert 0 < found.bf16.loss < 5e-3
     assert 0 < found.bf16.gradient < 0.1
     assert 0 < found.bf16.weight < 0.5
-    assert len(found.losses) == 3
     assert list(tmp_path.iterdir()) == [], "the checkpoint is removed"
 
 
