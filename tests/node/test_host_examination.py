@@ -1,7 +1,11 @@
-"""Settings of a host that slow GPUs down are named, with what was found, what is needed, and the way out."""
+"""Settings of a host that slow GPUs down are named with the way out; its figures are in the metrics' units and never a
+guess; docs/discovery.md lists both."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +14,11 @@ from complaints import in_order
 from fake_host import HEALTHY, MOUNTS, facts
 
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.finding import Finding, Identity, require_nothing
+from pytest_gpucluster.node import host_checks
 from pytest_gpucluster.node.host import GpuPath, NodeSnapshot
-from pytest_gpucluster.node.host_checks import ANY, Wanted, examine_host
+from pytest_gpucluster.node.host_checks import ANY, Reading, Wanted, examine_host, readings
 from pytest_gpucluster.node.pci import PciPath
 
 SMALL = {"/sys/devices/system/node/online": "0\n"}
@@ -135,3 +141,61 @@ def test_all_that_is_more_than_a_note_is_raised_at_once(tmp_path: Path) -> None:
     first, *lines = str(caught.value).splitlines()
     assert first.startswith("shm_is_no_memory, governor, iommu: gpu-07, ")
     assert all("; allowed: " in line and "; what to do: " in line for line in lines)
+
+
+def of(root: Path, files: dict[str, str | None] | None = None, **others: object) -> dict[str, Reading]:
+    return {one.metric: one for one in readings(facts(root, files, **others))}  # type: ignore[arg-type]
+
+
+def test_every_figure_of_a_host_is_in_its_metric_s_unit(tmp_path: Path) -> None:
+    found = of(tmp_path, ranks=8)
+    declared = {name for name in measurement.METRICS if name.startswith("host.")}
+    assert set(found) == declared
+    for one in found.values():
+        assert measurement.known(one.metric).unit == one.unit
+        assert measurement.known(one.metric).scope == "node"
+    values = {name: round(one.value, 3) for name, one in found.items() if name != "host.cpus"}
+    assert values == {
+        "host.nofile": 1048576,
+        "host.memlock": 100,
+        "host.shm": 125,
+        "host.tasks": 524288,
+        "host.memory": round(2113568112 * 1024 / 8e9, 3),
+    }
+
+
+def test_a_figure_that_is_not_known_is_an_error_and_never_a_pass(tmp_path: Path) -> None:
+    def refuse(path: Path) -> tuple[int, int]:
+        raise FileNotFoundError(path)
+
+    for metric, missing in {
+        "host.nofile": ["/proc/self/limits"],
+        "host.memlock": ["/proc/meminfo"],
+        "host.cpus": [name for name in HEALTHY if "cpu" in name],
+    }.items():
+        with pytest.raises(EnvironmentBroken, match=f"^gpu-07: {metric} "):
+            of(tmp_path / metric, dict.fromkeys(missing))
+    with pytest.raises(EnvironmentBroken, match=r"host\.shm .*/dev/shm"):
+        of(tmp_path / "shm", space=refuse)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "discovery.md").read_text(encoding="utf-8")
+
+
+def first_cells(header: str) -> set[str]:
+    """The names in the first column of the table whose header begins so."""
+    rows = PAGE[PAGE.index(f"| {header} |") :].split("\n\n")[0].splitlines()[2:]
+    return {name for row in rows for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
+
+
+def test_every_finding_is_documented() -> None:
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(host_checks))) if isinstance(node, ast.Call)]
+    named = {call: getattr(call.func, "id", "") for call in calls}
+    kinds = ("finding", "note", "environment")
+    codes = {call.args[name == "finding"].value for call, name in named.items() if name in kinds}
+    assert len(codes) >= 6
+    assert first_cells("host finding") | {"affinity"} == codes
+
+
+def test_every_figure_is_documented() -> None:
+    assert first_cells("metric") == {name for name in measurement.METRICS if name.startswith("host.")}
