@@ -23,7 +23,8 @@ from pytest_gpucluster.metrics import datasheets, measurement, units
 from pytest_gpucluster.node.fabric.nccl_rules import RULES
 from pytest_gpucluster.node.health.xid_table import Entry
 from pytest_gpucluster.node.health.xid_table import table as xid_table
-from pytest_gpucluster.session import hookspecs, options
+from pytest_gpucluster.plugin import HookSpecs
+from pytest_gpucluster.session import options
 
 PAGE = Path(__file__).with_name("reference.md")
 PACKAGE = Path(plugin.__file__).parent
@@ -191,7 +192,9 @@ def _fixtures() -> Iterator[str]:
 def _hooks() -> Iterator[str]:
     yield "## Hooks\n"
     yield "Functions of a `conftest.py` or a plugin, with which a site adds to the suite.\n"
-    for node in ast.parse(inspect.getsource(hookspecs)).body:
+    [hooks] = ast.parse(inspect.getsource(HookSpecs)).body
+    assert isinstance(hooks, ast.ClassDef)
+    for node in hooks.body:
         if isinstance(node, ast.FunctionDef):
             yield f"### `{node.name}({', '.join(argument.arg for argument in node.args.args)})`\n"
             text, _, example = (ast.get_docstring(node) or "").partition("::\n")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         WrongResult,
     )
     from pytest_gpucluster.fixtures import Gpu, Measure, Telemetry
-    from pytest_gpucluster.journal.verdict_record import VerdictRecord
+    from pytest_gpucluster.journal.run_directory import VerdictRecord
     from pytest_gpucluster.judge.limits import Thresholds as Limits
     from pytest_gpucluster.launch.hostlist import compress_hostlist
     from pytest_gpucluster.metrics.catalogue import Metric
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.metrics.time_budget import counted
     from pytest_gpucluster.session.cluster import Cluster
     from pytest_gpucluster.session.progress import ReportProgress
-    from pytest_gpucluster.session.training_inputs import TrainingInputs
+    from pytest_gpucluster.session.selection import TrainingInputs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -64,8 +64,8 @@ _HOMES = {
     "ReportProgress": "session.progress:ReportProgress",
     "Series": "metrics.sampling:Series",
     "Telemetry": "fixtures:Telemetry",
-    "TrainingInputs": "session.training_inputs:TrainingInputs",
-    "VerdictRecord": "journal.verdict_record:VerdictRecord",
+    "TrainingInputs": "session.selection:TrainingInputs",
+    "VerdictRecord": "journal.run_directory:VerdictRecord",
     "checkpoint": "benchmarks.storage.checkpoint",
     "compress_hostlist": "launch.hostlist:compress_hostlist",
     "counted": "metrics.time_budget:counted",

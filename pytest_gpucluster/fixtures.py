@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.session.cluster import Cluster
     from pytest_gpucluster.session.progress import ReportProgress
     from pytest_gpucluster.session.run import Run
-    from pytest_gpucluster.session.training_inputs import TrainingInputs
+    from pytest_gpucluster.session.selection import TrainingInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,7 @@ def _run(request: pytest.FixtureRequest) -> Run:
 def cluster(request: pytest.FixtureRequest) -> Cluster:
     """The launched ranks: rank, local_rank, world_size, local_world_size, node_rank, nnodes, hostname, hosts, device,
     backend, group (the process group, made on first use), barrier(), all_gather_object(x), subgroups(size)."""
-    found = _run(request).cluster
-    assert found is not None
-    return found
+    return _run(request).cluster
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +142,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
                 value,
                 unit=unit,
                 samples=samples,
-                labels={**{key: str(label) for key, label in labels.items()}, **(cluster.labels if cluster else {})},
+                labels={**{key: str(label) for key, label in labels.items()}, **cluster.labels},
                 telemetry=telemetry,
                 record_only=record_only,
             )
@@ -223,10 +221,7 @@ def gpucluster_board(request: pytest.FixtureRequest) -> Board:
     from pytest_gpucluster.agreement.store import Board
 
     run = _run(request)
-    stores, exchange = run.stores, run.exchange
-    assert stores is not None
-    assert exchange is not None
-    return Board(stores.main, run.rank, lambda: exchange.number)
+    return Board(run.stores.main, run.rank, lambda: run.exchange.number)
 
 
 @pytest.fixture(scope="session")
@@ -234,11 +229,9 @@ def gpucluster_settings(request: pytest.FixtureRequest) -> TrainingInputs:
     """What training takes from outside, as the options say: data ("images", "function_calls" -> name, path, revision,
     sha256), model (name, path, revision), resume, scratch, reference_curve. What was not given is None, data are empty
     then; paths were there, on every rank, before the first test."""
-    from pytest_gpucluster.session.training_inputs import TrainingInputs
+    from pytest_gpucluster.session.selection import TrainingInputs
 
-    found = _run(request).settings
-    assert found is not None
-    return TrainingInputs.of(found)
+    return TrainingInputs.of(_run(request).settings)
 
 
 @pytest.fixture
@@ -254,8 +247,8 @@ def artifacts(request: pytest.FixtureRequest) -> Path:
 def gpucluster_progress(request: pytest.FixtureRequest) -> ReportProgress:
     """Show how far a long test is: ``progress(step, of, loss=..., tokens_per_second=...)`` on every rank. Rank 0's
     terminal shows it with the remaining time: in the live line, else as a plain line every 10 s; the last step is a
-    plain line everywhere. Of local workers the first one shows it, without a live line on standard error. A figure may
-    be a function, called only where it is shown. No report holds it; ``-q`` is silent."""
+    plain line everywhere. Of local workers the first one shows it, on standard error. A figure may be a function,
+    called only where it is shown. No report holds it; ``-q`` is silent."""
     from pytest_gpucluster.session.progress import progress_of
 
     return progress_of(request.config, request.node.name, rank=_run(request).rank)

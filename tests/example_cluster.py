@@ -22,15 +22,15 @@ from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.records import CollectedTest
+from pytest_gpucluster.journal.records import CollectedTest, TestResult
 from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics.measurement import Measurement, measurement
 from pytest_gpucluster.metrics.sampling import Sampling, is_settled, series
 from pytest_gpucluster.node.health.telemetry import summary
 from pytest_gpucluster.session import isolation
+from pytest_gpucluster.session.judging import judge_merged
 from pytest_gpucluster.session.run import environment_line, limits_line
-from pytest_gpucluster.session.verdict import judge_merged
 from pytest_gpucluster.text import first_line
 
 LIMITS_FILE = Path(__file__).with_name("example_limits.yaml")
@@ -67,7 +67,7 @@ class ExampleRun:
     has_gpus: bool = True
     seed: int = 1
     lines: list[dict[str, Any]] = field(default_factory=list)
-    results: list[verdict.TestResult] = field(default_factory=list)
+    results: list[TestResult] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     tests: list[CollectedTest] = field(default_factory=list)
     _at: datetime = _BEGIN
@@ -362,7 +362,7 @@ class ExampleRun:
 
     def _finish(self, record: TestRecord, seconds: float) -> dict[str, Any]:
         self._at += timedelta(seconds=seconds)
-        self.results.append(record.result().for_verdict)
+        self.results.append(record.result())
         line = record.line()
         for judged in line["measurements"]:
             if judged["limit"] is not None:  # the run read the file where its site keeps it
@@ -379,8 +379,7 @@ class ExampleRun:
             names=self.names,
             rehearsal=not self.has_gpus,
             baseline=None,
-            settings=None,
-            launched=None,
+            settings=SimpleNamespace(thresholds=None),
             limits=_LIMITS,
             roll=SimpleNamespace(hosts=[who["host"] for who in self.who]),
             gpu_name=lambda: gpu,

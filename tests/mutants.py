@@ -206,7 +206,7 @@ PLANTED: Mapping[str, Planted] = {
         "analysis/test_floor",
     ),
     "rank 0 is never missing at a deadline": _bug(
-        "agreement/deadline.py", "(phase.in_body if rank == 0 else", "(False if rank == 0 else", "agreement/test_watch"
+        "agreement/liveness.py", "(phase.in_body if rank == 0 else", "(False if rank == 0 else", "agreement/test_watch"
     ),
     "a byte is written again after a torn write": _bug(
         "journal/journal.py",

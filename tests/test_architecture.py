@@ -46,7 +46,7 @@ analysis: launch metrics config isolation judge journal reports
 session: short_fixtures launch metrics config isolation benchmarks judge node agreement journal reports recorder
  analysis
 fixtures: metrics config judge node agreement journal session
-plugin: journal session fixtures
+plugin: journal metrics session fixtures
 runners: launch isolation judge agreement journal
 cli: launch metrics benchmarks judge node agreement journal reports recorder analysis runners
 __main__: cli
@@ -61,7 +61,7 @@ junit_xml: reports
 jinja2: reports
 markupsafe: reports
 prometheus_client: reports
-rich: cli session
+rich: cli
 pytest: plugin fixtures short_fixtures session agreement
 _pytest: session agreement
 xdist:

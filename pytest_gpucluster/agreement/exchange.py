@@ -1,12 +1,11 @@
-"""The numbered exchange that ends each phase, the merge of all ranks' outcomes, and the run's event log.
+"""The numbered exchange that ends each phase, and the merge of all ranks' outcomes.
 
 Every rank posts its outcome, rank 0 merges them into one verdict (:func:`merge`, pure), and all ranks read it. The
 numbers count exchanges, not tests: a test that is run again is another exchange, on every rank. Each outcome names the
 point of the session at which its rank is: where ranks are at different points, the exchange ends in an error on all of
 them. An exchange never waits for a rank that is known to be gone, because the watcher then posts in its place.
 
-The event log is one ordered list of failures in the store, for all ranks. Events are level-triggered: they stay, so a
-rank that reads late still sees them. Nothing is posted while all is well. :class:`AbortReason` is why a run ends early.
+:class:`AbortReason` is why a run ends early.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -166,6 +164,10 @@ def arrived(store: Store, number: int, rank: int) -> bool:
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
 
+_KEYS = {"o": "outcome", "msg": "message", "text": "text", "m": "measurements", "s": "sections", "t": "telemetry"}
+"""Key of a posted outcome -> attribute of :class:`RankOutcome`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
     """How a phase ended on one rank.
@@ -186,31 +188,12 @@ class RankOutcome:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types; a bare pass is small."""
-        body: dict[str, Any] = {"o": self.outcome}
-        if self.message:
-            body["msg"] = self.message
-        if self.text:
-            body["text"] = self.text
-        if self.measurements:
-            body["m"] = list(self.measurements)
-        if self.sections:
-            body["s"] = [list(section) for section in self.sections]
-        if self.telemetry:
-            body["t"] = dict(self.telemetry)
-        return body
+        return {key: value for key, name in _KEYS.items() if (value := getattr(self, name))}
 
     @classmethod
     def from_json(cls, rank: int, body: Mapping[str, Any]) -> RankOutcome:
-        """Read what :meth:`to_json` wrote."""
-        return cls(
-            rank=rank,
-            outcome=body["o"],
-            message=body.get("msg", ""),
-            text=body.get("text", ""),
-            measurements=body.get("m", ()),
-            sections=[(title, content) for title, content in body.get("s", ())],
-            telemetry=body.get("t", {}),
-        )
+        """Read what :meth:`to_json` wrote; other keys are left alone."""
+        return cls(rank=rank, **{name: body[key] for key, name in _KEYS.items() if key in body})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,43 +351,6 @@ def _folded(bad: Sequence[RankOutcome], names: Mapping[int, str]) -> list[str]:
     return sections
 
 
-_COUNT = "ev/count"
-_ABANDONED_AFTER_SECONDS = 2.0
-"""A ticket whose text has not come by then belongs to a rank that died between the two."""
-
-
-def post_event(store: Store, kind: str, **body: Any) -> None:
-    """Append an event. Any rank may call this, from any connection."""
-    ticket = store.add(_COUNT, 1)
-    store.set(f"ev/{ticket}", json.dumps({"kind": kind, **body}))
-
-
-class EventLog:
-    """A reader's place in the log."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._seen = 0
-        self._stalled_since: float | None = None
-
-    def unread(self) -> list[dict[str, Any]]:
-        """Return the events that came since the last call, in the order of the log, without ever blocking."""
-        events: list[dict[str, Any]] = []
-        total = self._store.add(_COUNT, 0)
-        while self._seen < total:
-            key = f"ev/{self._seen + 1}"
-            if not self._store.check([key]):
-                now = time.monotonic()
-                self._stalled_since = self._stalled_since or now
-                if now - self._stalled_since < _ABANDONED_AFTER_SECONDS:
-                    break
-            else:
-                events.append(json.loads(self._store.get(key)))
-            self._seen += 1
-            self._stalled_since = None
-        return events
-
-
 @dataclass(frozen=True, kw_only=True)
 class AbortReason:
     """Why the run ends before its last test, and with which exit code."""
@@ -417,16 +363,9 @@ class AbortReason:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {
-            "name": self.name,
-            "message": self.message,
-            "exit": self.exit,
-            "culprits": list(self.culprits),
-            "text": self.text,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> AbortReason:
         """Read what :meth:`to_json` wrote; other keys are left alone."""
-        known = {name: body[name] for name in ("name", "message", "exit", "culprits", "text") if name in body}
-        return cls(**known)
+        return cls(**{each.name: body[each.name] for each in fields(cls) if each.name in body})

@@ -2,7 +2,7 @@
 
 :func:`culprits` names the ranks at fault from the Python stacks and the collectives of all ranks. faulthandler writes
 the last stacks of a process to its :class:`FaultFile`, so that other processes on the host can read them once it is
-dead; next to it is a folder for what else a rank keeps on disk while it lives. A surviving process removes both.
+dead. A surviving process removes it.
 :func:`fatal_error` and :func:`stack_location` shorten the text of a process that died or holds the GIL. Both are pure.
 """
 
@@ -15,13 +15,12 @@ import json
 import os
 import re
 import secrets
-import shutil
 import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,10 +29,7 @@ from pytest_gpucluster.text import rank_ranges
 _UNRECORDED = "unrecorded"
 _SHOWN_OPERATIONS = 5
 _SHOWN_OTHERS = 3
-_OWN_FILES = (
-    *("/pytest_gpucluster/plugin.py", "/pytest_gpucluster/session/run.py", "/pytest_gpucluster/session/shutdown.py"),
-    *("/_pytest/", "/pluggy/"),
-)
+_OWN_FILES = ("/pytest_gpucluster/session/run.py", "/pytest_gpucluster/session/shutdown.py", "/_pytest/", "/pluggy/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +41,7 @@ class Operation:
     name: str
     pending: bool
     since_ns: int | None = field(default=None, compare=False)
-    """When this rank has entered it, in ns by its wall clock; None where no recorder has it, and on another rank."""
+    """When its rank has entered it, in ns by that host's wall clock; None where no recorder has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,29 +70,12 @@ class Where:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {
-            "arrived": self.arrived,
-            "stack": self.stack,
-            "operations": [[o.group, o.sequence, o.name, o.pending] for o in self.operations],
-            "computes": self.computes,
-            "waits_seconds": self.waits_seconds,
-        }
+        return asdict(self)
 
     @classmethod
-    def from_json(cls, rank: int, body: Mapping[str, Any]) -> Where:
+    def from_json(cls, body: Mapping[str, Any]) -> Where:
         """Read what :meth:`to_json` wrote."""
-        operations = [
-            Operation(group=group, sequence=sequence, name=name, pending=pending)
-            for group, sequence, name, pending in body["operations"]
-        ]
-        return cls(
-            rank=rank,
-            arrived=body["arrived"],
-            stack=body["stack"],
-            operations=operations,
-            computes=body.get("computes", False),
-            waits_seconds=body.get("waits_seconds"),
-        )
+        return cls(**{**body, "operations": [Operation(**operation) for operation in body["operations"]]})
 
     def describe(self) -> str:
         """Return the collectives and the stack as text for a report."""
@@ -367,18 +346,12 @@ _PREFIX = "gpucluster-fault-"
 
 
 class FaultFile:
-    """The file of this process, and a folder next to it. Both are removed at an orderly end.
-
-    Attributes:
-        path: of the file.
-        cache: of the folder, for pytest's cache of ranks above 0. The first writer makes it.
-    """
+    """The file of this process, at ``path``. It is removed at an orderly end."""
 
     def __init__(self) -> None:
         # Numbers of processes come again, also for other users: a file that somebody left must not be in the way.
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.txt"
         self.path = Path(tempfile.gettempdir()) / name
-        self.cache = cache_folder(self.path)
         self._file: IO[str] | None = None
 
     def open(self) -> IO[str]:
@@ -389,27 +362,20 @@ class FaultFile:
         return self._file
 
     def close(self) -> None:
-        """Stop faulthandler, and remove file and folder."""
+        """Stop faulthandler, and remove the file."""
         if self._file is not None:
             faulthandler.disable()
             self._file.close()
             self._file = None
             self.path.unlink(missing_ok=True)
-        shutil.rmtree(self.cache, ignore_errors=True)
-
-
-def cache_folder(path: Path) -> Path:
-    """Return the folder of the process whose file this is."""
-    return path.with_suffix(".cache")
 
 
 def remove_left(path: str) -> None:
-    """Remove what a process of this host has left that can do so no more. What is not there any more may be so."""
+    """Remove the file of a process of this host that can do so no more. It may be gone already."""
     left = Path(path)
     if left.name.startswith(_PREFIX):
         with contextlib.suppress(OSError):  # of another user, or on a file system that is gone: it does no harm there
             left.unlink(missing_ok=True)
-        shutil.rmtree(cache_folder(left), ignore_errors=True)
 
 
 def fatal_error(text: str) -> str:

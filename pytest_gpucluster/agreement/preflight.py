@@ -158,9 +158,6 @@ def _strangers(who: Mapping[int, Who], facts: RankFacts) -> Iterator[Problem]:
             [],
             "another run uses the same store: give each its own MASTER_PORT",
         )
-    processes: dict[Any, list[int]] = defaultdict(list)
-    places: dict[Any, list[int]] = defaultdict(list)
-    hosts: dict[Any, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, they in sorted(who.items()):
         if they.get("rank") != rank:
             yield _problem(
@@ -169,11 +166,11 @@ def _strangers(who: Mapping[int, Who], facts: RankFacts) -> Iterator[Problem]:
                 [],
                 "start again; if it stays so, report a bug",
             )
-        processes[they.get("host"), they.get("pid"), they.get("start_time")].append(rank)
-        places[they.get("node_rank"), they.get("local_rank")].append(rank)
-        hosts[they.get("node_rank")][_host(they)].append(rank)
-    for same, meaning in ((processes, "one process"), (places, "one place (node_rank and local_rank)")):
-        for ranks in same.values():
+    for keys, meaning in (
+        (("host", "pid", "start_time"), "one process"),
+        (("node_rank", "local_rank"), "one place (node_rank and local_rank)"),
+    ):
+        for ranks in by_value({rank: tuple(map(they.get, keys)) for rank, they in who.items()}).values():
             if len(ranks) > 1:
                 yield _problem(
                     ranks,
@@ -181,10 +178,11 @@ def _strangers(who: Mapping[int, Who], facts: RankFacts) -> Iterator[Problem]:
                     [],
                     "each rank is a process of its own: see how the launcher sets its variables",
                 )
-    for node, names in hosts.items():
+    for node, members in by_value({rank: they.get("node_rank") for rank, they in who.items()}).items():
+        names = by_value({rank: _host(who[rank]) for rank in members})
         if len(names) > 1:
             yield _problem(
-                [rank for ranks in names.values() for rank in ranks],
+                members,
                 f"node_rank {node} is {len(names)} hosts: {', '.join(names)}",
                 [f"{host}: {rank_ranges(ranks)}" for host, ranks in names.items()],
                 "number the ranks node after node (mpirun --rank-by slot --map-by ppr:GPUS:node), or use torchrun",
@@ -219,11 +217,9 @@ def _shape(who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | 
 
 
 def _shared_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
-    users: dict[str, list[int]] = defaultdict(list)
-    for rank, they in sorted(who.items()):
-        if they.get("gpu"):
-            users[str(they["gpu"].get("uuid"))].append(rank)
-    for uuid, ranks in users.items():
+    for uuid, ranks in by_value(
+        {rank: str(they["gpu"].get("uuid")) for rank, they in who.items() if they.get("gpu")}
+    ).items():
         if len(ranks) > 1:
             yield _problem(
                 ranks,
@@ -244,11 +240,9 @@ def _unknown_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
             [],
             "see nvidia-smi on that host; all ranks must run with the same --gpucluster-device",
         )
-    reasons: dict[str, list[int]] = defaultdict(list)
-    for rank, they in sorted(who.items()):
-        if they.get("nvml"):
-            reasons[_plain(str(they["nvml"]))].append(rank)
-    for reason, ranks in reasons.items():
+    for reason, ranks in by_value(
+        {rank: _plain(str(they["nvml"])) for rank, they in who.items() if they.get("nvml")}
+    ).items():
         yield _problem(
             ranks,
             f"{rank_ranges(ranks)} ({_host(who[ranks[0]])}): {reason}",
@@ -310,10 +304,7 @@ def _gpus_of_nodes(
         declared, by = facts.scheduler.gpus_per_node, f"{facts.scheduler.name} allocated"
     else:
         return
-    nodes: dict[Any, list[int]] = defaultdict(list)
-    for rank, they in sorted(who.items()):
-        nodes[they.get("node_rank")].append(rank)
-    for node, ranks in nodes.items():
+    for node, ranks in by_value({rank: they.get("node_rank") for rank, they in who.items()}).items():
         used = {they["gpu"]["uuid"] for they in map(who.__getitem__, ranks) if they.get("gpu")}
         counted = max(int(who[rank].get("node_gpus") or 0) for rank in ranks)
         if not complete and counted <= 1:
@@ -341,10 +332,7 @@ def _gpus_of_nodes(
 def _skus(
     who: Mapping[int, Who], expectation: Expectation | None, sku_of: Callable[[str], str | None]
 ) -> Iterator[Problem]:
-    names: dict[str, list[int]] = defaultdict(list)
-    for rank, they in sorted(who.items()):
-        if they.get("gpu"):
-            names[str(they["gpu"].get("name"))].append(rank)
+    names = by_value({rank: str(they["gpu"].get("name")) for rank, they in who.items() if they.get("gpu")})
     wanted = expectation.sku if expectation else None
     if wanted is not None:
         for name, ranks in names.items():
@@ -362,16 +350,11 @@ def _skus(
 
 def _versions(who: Mapping[int, Who]) -> Iterator[Problem]:
     for component in COMPARED_VERSIONS:
-        values: dict[str, list[int]] = defaultdict(list)
-        for rank, they in sorted(who.items()):
-            values[str((they.get("versions") or {}).get(component, "not reported"))].append(rank)
+        versions = {rank: they.get("versions") or {} for rank, they in who.items()}
+        values = by_value({rank: str(found.get(component, "not reported")) for rank, found in versions.items()})
         if len(values) > 1:
-            yield _deviation(
-                component,
-                values,
-                who,
-                "give every node the same driver, image and environment, then start again",
-            )
+            remedy = "give every node the same driver, image and environment, then start again"
+            yield _deviation(component, values, who, remedy)
 
 
 def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
@@ -379,9 +362,7 @@ def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
     ``values`` (option -> value) and ``problems``."""
     inputs = {rank: (they.get("inputs") or {}).get("values", {}) for rank, they in sorted(who.items())}
     for option in dict.fromkeys(option for options in inputs.values() for option in options):
-        values: dict[str, list[int]] = defaultdict(list)
-        for rank, options in inputs.items():
-            values[options.get(option, "not given")].append(rank)
+        values = by_value({rank: options.get(option, "not given") for rank, options in inputs.items()})
         if len(values) > 1:
             yield _deviation(option, values, who, "start every rank with the same options, environment and ini file")
     wrong: dict[str, list[int]] = defaultdict(list)
@@ -400,6 +381,14 @@ def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
             ranks=tuple(ranks),
             exit=4 if everywhere else 11,
         )
+
+
+def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """Return value -> its ranks, from rank -> value. Ranks come in ascending order."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def _deviation(what: str, values: Mapping[str, list[int]], who: Mapping[int, Who], remedy: str) -> Problem:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_gpucluster.agreement.exchange import AbortReason
+from pytest_gpucluster.agreement.preflight import by_value
 from pytest_gpucluster.agreement.store import Store
 from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
 from pytest_gpucluster.launch.launchers import RankFacts
@@ -28,15 +30,6 @@ _VERDICT_MARGIN_SECONDS = 60.0
 SLOW_CONNECT_SECONDS = 5.0
 """From here on it is reported. Source: this suite's rule; a resolver asks again after 5 s (resolv.conf(5), timeout)."""
 Who = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """Why the run does not start: one line, the whole text, and the exit code."""
-
-    message: str
-    text: str
-    exit: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +57,7 @@ def join(
     me: Who,
     *,
     timeout_seconds: float,
-    check: Callable[[Mapping[int, Who]], Refusal | None],
+    check: Callable[[Mapping[int, Who]], AbortReason | None],
     shared: Mapping[str, Any],
     is_hopeless: Callable[[], bool] = lambda: False,
 ) -> RollCall:
@@ -89,7 +82,7 @@ def _report(
     facts: RankFacts,
     me: Who,
     timeout_seconds: float,
-    check: Callable[[Mapping[int, Who]], Refusal | None],
+    check: Callable[[Mapping[int, Who]], AbortReason | None],
     shared: Mapping[str, Any],
     is_hopeless: Callable[[], bool],
 ) -> RollCall:
@@ -108,9 +101,7 @@ def _report(
         answer = {
             "hosts": hosts,
             "shared": dict(shared),
-            "refusal": None
-            if refusal is None
-            else {"message": refusal.message, "text": refusal.text, "exit": refusal.exit},
+            "refusal": None if refusal is None else refusal.to_json(),
         }
         store.set("join", json.dumps(answer))
         if refusal is not None:
@@ -133,7 +124,7 @@ def _report(
     answer = json.loads(store.get("join"))
     if answer["refusal"] is not None:
         store.set(f"bye/{facts.rank}", "refused")
-        raise Refused(Refusal(**answer["refusal"]))
+        raise Refused(AbortReason.from_json(answer["refusal"]))
     here = [rank for rank, host in enumerate(answer["hosts"]) if host == me["host"] or rank == 0]
     return RollCall(hosts=answer["hosts"], who=fetch_reports(store, here), shared=answer["shared"])
 
@@ -160,9 +151,9 @@ def slow_connection(who: Mapping[int, Who]) -> str:
 
 
 class Refused(PreflightError):
-    """The run does not start. Carries the :class:`Refusal`."""
+    """The run does not start. Carries the reason."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: AbortReason) -> None:
         super().__init__(refusal.text)
         self.refusal = refusal
 
@@ -210,12 +201,10 @@ def collection_difference(
     Returns:
         None if they agree, else one line for the report and a diff of every group of deviating ranks.
     """
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = {}
-    for rank, node_ids in found.items():
-        missing = _without(expected, node_ids)
-        extra = () if subset else _without(node_ids, expected)
-        if missing or extra:
-            groups.setdefault((missing, extra), []).append(rank)
+    groups = by_value(
+        {rank: (_without(expected, ids), () if subset else _without(ids, expected)) for rank, ids in found.items()}
+    )
+    groups.pop(((), ()), None)
     if not groups:
         return None
     (missing, extra), ranks = next(iter(groups.items()))
@@ -245,16 +234,17 @@ def workload_disagreement(
     first, expected = next(iter(workloads.items()))
     if subset and not expected:
         return None
-    groups: dict[tuple[tuple[str, str, str], ...], list[int]] = {}
-    for rank, values in workloads.items():
-        keys = dict.fromkeys([*expected, *values])
-        differences = tuple(
-            (key, values.get(key, "nothing"), expected.get(key, "nothing"))
-            for key in keys
-            if values.get(key) != expected.get(key)
-        )
-        if differences:
-            groups.setdefault(differences, []).append(rank)
+    groups = by_value(
+        {
+            rank: tuple(
+                (key, values.get(key, "nothing"), expected.get(key, "nothing"))
+                for key in dict.fromkeys([*expected, *values])
+                if values.get(key) != expected.get(key)
+            )
+            for rank, values in workloads.items()
+        }
+    )
+    groups.pop((), None)
     if not groups:
         return None
     differences, ranks = next(iter(groups.items()))

@@ -1,10 +1,15 @@
-"""The rendezvous store, the control plane of a run outside any rank that may die, and the board of notices on it.
+"""The rendezvous store, the control plane of a run outside any rank that may die; event log and board of notices on it.
 
-Under torchrun it is the agent's TCPStore, which outlives every rank. Without torchrun rank 0 first starts a store in a
-process of its own (``agreement.store_process``). A single process keeps its store in memory.
+Under torchrun it is the agent's TCPStore, which outlives every rank. For launchers that bring none (srun, mpirun, a
+bare Kubernetes Job) rank 0 first starts a store in a process in a session of its own (this module): the other ranks may
+still have to read why the run ended. It notifies them at once when rank 0 exits without a message, and it exits by
+itself when every rank has left, or some time after rank 0. A single process has torch's HashStore, in its memory.
 
 A TCPStore client is one connection behind one mutex: a blocking call blocks every other thread on it. So each rank has
 two: ``main`` for the main thread's exchanges, which block, and ``side`` for the watcher, which never does.
+
+The event log is one ordered list of failures, for all ranks. Events are level-triggered: they stay, so a rank that
+reads late still sees them. Nothing is posted while all is well.
 
 On a :class:`Board` ranks leave notices for each other without a process group: before any is made, and also where none
 can be made.
@@ -12,8 +17,12 @@ can be made.
 
 from __future__ import annotations
 
+import argparse
 import json
-import threading
+import os
+import select
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,60 +63,6 @@ class Stores:
     """How long it took to connect to a store that was up already; waiting for one to come up is left out."""
 
 
-class MemoryStore:
-    """A store for a run of one process: the same calls, in a dictionary."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-        self._timeout = 300.0
-
-    def set(self, key: str, value: str) -> None:
-        with self._changed:
-            self._values[key] = value.encode()
-            self._changed.notify_all()
-
-    def get(self, key: str) -> bytes:
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        with self._changed:
-            self.wait(keys, timedelta(seconds=self._timeout))
-            return [self._values[key] for key in keys]
-
-    def add(self, key: str, amount: int) -> int:
-        with self._changed:
-            total = int(self._values.get(key, b"0")) + amount
-            self._values[key] = str(total).encode()
-            self._changed.notify_all()
-            return total
-
-    def check(self, keys: Sequence[str]) -> bool:
-        with self._changed:
-            return all(key in self._values for key in keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        with self._changed:
-            if self._values.get(key, b"") == expected.encode():
-                self._values[key] = desired.encode()
-                self._changed.notify_all()
-            return self._values.get(key, expected.encode())
-
-    def delete_key(self, key: str) -> bool:
-        with self._changed:
-            return self._values.pop(key, None) is not None
-
-    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout.total_seconds()):
-                missing = [key for key in keys if key not in self._values]
-                # A RuntimeError, as torch's DistStoreError is one: callers catch that.
-                raise RuntimeError(f"{', '.join(missing)} did not come within {timeout.total_seconds():g} s")
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout.total_seconds()
-
-
 def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
     """Connect to the run's store.
 
@@ -116,11 +71,12 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
     Raises:
         StoreError: nothing answers at the store's address within the time.
     """
-    if facts.world_size == 1:
-        memory = MemoryStore()
-        return Stores(main=memory, side=memory, for_group=_store_in_memory)
+    import torch.distributed
 
-    dist = _torch_distributed()
+    dist: Any = torch.distributed  # re-exports its stores, which are C++ classes, without declaring them
+    if facts.world_size == 1:
+        memory = dist.HashStore()
+        return Stores(main=memory, side=memory, for_group=lambda name: dist.HashStore())
     address = f"{facts.master_addr}:{facts.master_port}"
     timeout = timedelta(seconds=timeout_seconds)
     begin = time.monotonic()
@@ -159,17 +115,6 @@ def _what_to_check(facts: RankFacts) -> str:
 def prefix_of(facts: RankFacts) -> str:
     """Return what every key of a run begins with."""
     return f"gpucluster/{facts.run_id}/{facts.restart_count}"
-
-
-def _store_in_memory(name: str) -> Any:
-    return _torch_distributed().HashStore()
-
-
-def _torch_distributed() -> Any:
-    """Import torch late. Its stores are C++ classes, which it re-exports without declaring them."""
-    import torch.distributed
-
-    return torch.distributed
 
 
 _FIRST_POLL_SECONDS = 0.02
@@ -277,3 +222,136 @@ def _present(check: Callable[[Sequence[int]], bool], ranks: Sequence[int]) -> in
         else:
             unknown = middle
     return known
+
+
+_COUNT = "ev/count"
+_ABANDONED_AFTER_SECONDS = 2.0
+"""A ticket whose text has not come by then belongs to a rank that died between the two."""
+
+
+def post_event(store: Store, kind: str, **body: Any) -> None:
+    """Append an event. Any rank may call this, from any connection."""
+    ticket = store.add(_COUNT, 1)
+    store.set(f"ev/{ticket}", json.dumps({"kind": kind, **body}))
+
+
+class EventLog:
+    """A reader's place in the log."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen = 0
+        self._stalled_since: float | None = None
+
+    def unread(self) -> list[dict[str, Any]]:
+        """Return the events that came since the last call, in the order of the log, without ever blocking."""
+        events: list[dict[str, Any]] = []
+        total = self._store.add(_COUNT, 0)
+        while self._seen < total:
+            key = f"ev/{self._seen + 1}"
+            if not self._store.check([key]):
+                now = time.monotonic()
+                self._stalled_since = self._stalled_since or now
+                if now - self._stalled_since < _ABANDONED_AFTER_SECONDS:
+                    break
+            else:
+                events.append(json.loads(self._store.get(key)))
+            self._seen += 1
+            self._stalled_since = None
+        return events
+
+
+_LINGER_SECONDS = 20.0
+_LAST_WORDS_SECONDS = 0.2
+"""A rank says goodbye before its last look at the store."""
+_POLL_SECONDS = 0.1
+_NO_LOOKUPS = "attempts:0"
+"""For RES_OPTIONS: DNS is not asked at all. The store's only thread looks up the name of each address that connects,
+for torch's logs, one after the other, and answers no rank during the look-up. This process looks up nothing else.
+
+Source: resolv.conf(5), which RES_OPTIONS amends; torch/csrc/distributed/c10d/socket.cpp, formatSockAddr.
+"""
+
+
+def start_store(facts: RankFacts, *, timeout_seconds: float = 120.0) -> None:
+    """Start the store's process on this host and return once it listens. Rank 0 only.
+
+    Raises:
+        StoreError: the port is taken, or the process did not come up in time.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pytest_gpucluster.agreement.store",
+        "--port",
+        str(facts.master_port),
+        "--pid",
+        str(os.getpid()),
+    ]
+    command += ["--prefix", prefix_of(facts), "--world-size", str(facts.world_size)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "RES_OPTIONS": f"{os.environ.get('RES_OPTIONS', '')} {_NO_LOOKUPS}".strip()},
+    )
+    assert process.stdout is not None
+    import torch.distributed  # noqa: F401  # needed next in any case, and the new process is busy with the same
+
+    ready, _, _ = select.select([process.stdout], [], [], timeout_seconds)
+    line = process.stdout.readline().decode("utf-8", "backslashreplace").strip() if ready else ""
+    process.stdout.close()
+    if line != "listening":
+        process.kill()
+        process.wait()
+        raise StoreError(
+            f"no store could be started on port {facts.master_port} of {facts.hostname} "
+            f"({line or f'no answer within {timeout_seconds:g} s'}). Another job may use the port: "
+            "set MASTER_PORT to a free one on every rank"
+        )
+    process.returncode = 0  # it outlives this process on purpose, which is no reason for a warning
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Host the store for as long as a rank may need it."""
+    parser = argparse.ArgumentParser(description="The store of a run. Rank 0 starts it; not for manual use.")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--pid", type=int, required=True, help="the process of rank 0")
+    parser.add_argument("--prefix", required=True, help="what the run's keys begin with")
+    parser.add_argument("--world-size", type=int, required=True)
+    arguments = parser.parse_args(argv)
+    pidfd = os.pidfd_open(arguments.pid)
+
+    import torch.distributed
+
+    dist: Any = torch.distributed  # re-exports its C++ classes without declaring them
+
+    try:
+        tcp = dist.TCPStore("0.0.0.0", arguments.port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        print(next(iter(str(error).splitlines()), "no reason given"), flush=True)
+        return 1
+    print("listening", flush=True)
+    sys.stdout.close()
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # replaces the closed stream until the process ends
+    select.select([pidfd], [], [])
+    _outlive_rank_0(dist.PrefixStore(arguments.prefix, tcp), arguments.world_size)
+    return 0
+
+
+def _outlive_rank_0(store: Store, world_size: int) -> None:
+    if not store.check(["bye/0"]):
+        post_event(
+            store, "lost", rank=0, message="its process has exited without a message (killed, or ended by os._exit)"
+        )
+    others = [f"bye/{rank}" for rank in range(1, world_size)]
+    until = time.monotonic() + _LINGER_SECONDS
+    while not store.check(others) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+    time.sleep(_LAST_WORDS_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -20,15 +20,15 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import IO, Any
 
 from pytest_gpucluster.agreement import exchange, hang_diagnosis
-from pytest_gpucluster.agreement.deadline import ANSWER_SECONDS, Deadline, WatchedPhase
-from pytest_gpucluster.agreement.exchange import AbortReason, EventLog, post_event
+from pytest_gpucluster.agreement.exchange import AbortReason
 from pytest_gpucluster.agreement.hang_diagnosis import remove_left
-from pytest_gpucluster.agreement.liveness import Liveness, computes
+from pytest_gpucluster.agreement.liveness import ANSWER_SECONDS, Deadline, Liveness, WatchedPhase, computes
 from pytest_gpucluster.agreement.release import PythonReleaser, Releaser
-from pytest_gpucluster.agreement.store import Store
+from pytest_gpucluster.agreement.store import EventLog, Store, post_event
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.launch.launchers import RankFacts
 
@@ -219,25 +219,15 @@ class Watch:
                 return reason or None
             time.sleep(_LOOK_SECONDS)
 
-    def culprits(self, number: int) -> dict[int, hang_diagnosis.Culprit]:
-        """Return the ranks found to hold the others up in a phase (rank 0's watcher knows)."""
-        with self._lock:
-            return dict(self._phase.culprits) if self._phase.number == number else {}
+    def diagnosis(self, number: int) -> WatchedPhase:
+        """Return what is known of a phase: its culprits, and whether it is slow, late or stuck. Rank 0's watcher knows.
 
-    def too_slow(self, number: int) -> str:
-        """Return why a phase is only slow, in a rehearsal on cpu; else nothing (rank 0's watcher knows)."""
+        Nothing is known of any but the last one.
+        """
         with self._lock:
-            return self._phase.too_slow if self._phase.number == number else ""
-
-    def late(self, number: int) -> str:
-        """Return which deadline a phase has missed, in words; else nothing (rank 0's watcher knows)."""
-        with self._lock:
-            return self._phase.late if self._phase.number == number else ""
-
-    def unreleasable(self, number: int) -> bool:
-        """Return whether a rank could not be released in a phase: the run cannot go on."""
-        with self._lock:
-            return self._phase.number == number and self._phase.stuck
+            if self._phase.number == number:
+                return replace(self._phase, culprits=dict(self._phase.culprits))
+        return WatchedPhase(number=number, label="", deadline_seconds=0.0)
 
     def report_absence(self, store: Store, number: int, message: str) -> None:
         """Report to the peers that this rank has failed or skipped, so that those who wait for it are released.

@@ -198,7 +198,7 @@ class Journal:
             abort: exit code and reason if the run was ended before its last test.
         """
         return verdict.decide(
-            [result.for_verdict for result in self.results],
+            self.results,
             pytest_exit=0,
             abort=abort,
             problems=[problem.message or problem.name for problem in self.problems],

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.metrics.codec import AnyText, converter, read
@@ -278,23 +277,6 @@ class TestResult:
     """Why no limit judged its values, or its hardware rates, although the test requested it."""
     too_slow: bool = False
     """Skipped in a rehearsal because this machine is too slow for it."""
-
-    @property
-    def for_verdict(self) -> verdict.TestResult:
-        """Return the fields that the verdict depends on."""
-        return verdict.TestResult(
-            nodeid=self.nodeid,
-            criterion=self.criterion,
-            outcome=self.outcome,
-            message=self.message,
-            applicable=self.applicable,
-            unjudged=self.unjudged,
-            too_slow=self.too_slow,
-            values=len(self.measurements),
-            judged=sum(judged.status == "passed" for judged in self.measurements),
-            attempts=self.attempts,
-            failed_before=failed_before(self.properties),
-        )
 
 
 def failed_before(properties: Sequence[tuple[str, str]]) -> bool:

@@ -13,9 +13,10 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.journal.records import TestResult, failed_before
 from pytest_gpucluster.metrics.catalogue import declared
 from pytest_gpucluster.metrics.codec import read
 
@@ -58,31 +59,6 @@ class Verdict:
     word: str
     exit: int
     reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class TestResult:
-    """A test's fields that the verdict depends on. ``criterion`` is None for a test that is no acceptance criterion."""
-
-    __test__ = False
-
-    nodeid: str
-    criterion: str | None
-    outcome: str
-    message: str = ""
-    applicable: bool = True
-    """False where the declared topology has too few ranks or nodes for it."""
-    unjudged: str = ""
-    """Why no limit judged its values, or its hardware rates, although the test requested it."""
-    values: int = 0
-    """Number of its measurements: one for each metric and label, over all ranks."""
-    judged: int = 0
-    """Number of measurements that passed a limit."""
-    too_slow: bool = False
-    """Skipped in a rehearsal because this machine is too slow for it."""
-    attempts: int = 1
-    failed_before: bool = False
-    """An earlier attempt missed a limit or found a wrong result."""
 
 
 def decide(
@@ -132,15 +108,19 @@ def decide(
     gaps = _listed("did not run", _missing(results, not_run, required, excused=slow))
     gaps += _listed("too slow to rehearse here", _not_rehearsed(results, slow))
     criteria = [r for r in results if r.criterion and r.outcome == "passed"]
-    gaps += _listed("measured nothing", {str(r.criterion): r.nodeid for r in criteria if not r.values})
+    gaps += _listed("measured nothing", {str(r.criterion): r.nodeid for r in criteria if not r.measurements})
     gaps += _listed("not judged", {str(r.criterion): r.unjudged for r in results if r.criterion and r.unjudged})
-    if criteria and not (selection or rehearsal or gaps) and not any(r.judged for r in criteria):
+    if (
+        criteria
+        and not (selection or rehearsal or gaps)
+        and not any(judged.status == "passed" for r in criteria for judged in r.measurements)
+    ):
         gaps.append("no value was compared with a limit")
     if gaps:
         return Verdict(word=INCOMPLETE, exit=10, reason="; ".join(gaps))
     passed = [r for r in results if r.outcome == "passed"]
     reason = f"{len(passed)} passed{f', {len(slow)} too slow to rehearse here' if slow else ''}; {topology}"
-    failed_before = [r for r in passed if r.failed_before]
+    missed_before = [r for r in passed if failed_before(r.properties)]
     again = list(dict.fromkeys(str(r.criterion or r.nodeid) for r in passed if r.attempts > 1))
     if again:
         reason += f"; passed only when run again: {', '.join(again[:5])}"
@@ -148,7 +128,7 @@ def decide(
         reason += "; only a selection ran"
     if rehearsal:
         return Verdict(word=REHEARSED, exit=0, reason=reason)
-    deviations = [*deviations, *(f"{r.criterion or r.nodeid} failed, and passed when run again" for r in failed_before)]
+    deviations = [*deviations, *(f"{r.criterion or r.nodeid} failed, and passed when run again" for r in missed_before)]
     if deviations:
         reason = f"{'; '.join(deviations)}; {reason}"
         return Verdict(word=PASSED_WITH_DEVIATIONS, exit=12, reason=reason)
@@ -270,24 +250,15 @@ def keep_exit_code(code: int) -> None:
     atexit.register(_kept.__setitem__, os.getpid(), code)
 
 
-def write_exit_note(environ: Mapping[str, str], note: ExitNote) -> str | None:
-    """Write the note of a rank where a folder is set; return the error message where that fails."""
-    return _write(environ, f"rank-{note.rank}.json", asdict(note))
-
-
-def write_begin_note(environ: Mapping[str, str], note: BeginNote) -> str | None:
-    """Write where the journal is, where a folder is set; return the error message where that fails."""
-    return _write(environ, _BEGUN, asdict(note))
-
-
-def _write(environ: Mapping[str, str], name: str, note: Mapping[str, Any]) -> str | None:
+def write_note(environ: Mapping[str, str], note: ExitNote | BeginNote) -> str | None:
+    """Write a note where a folder is set; return the error message where that fails."""
     folder = environ.get(VARIABLE)
     if not folder:
         return None
-    path = Path(folder) / name
-    temporary = path.with_name(f".{name}.{os.getpid()}")
+    path = Path(folder) / (_BEGUN if isinstance(note, BeginNote) else f"rank-{note.rank}.json")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(note), encoding="ascii")
+        temporary.write_text(json.dumps(asdict(note)), encoding="ascii")
         temporary.replace(path)
     except OSError as error:
         return f"cannot write {path} ({VARIABLE}): {error.strerror or error}"

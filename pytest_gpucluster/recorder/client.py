@@ -23,7 +23,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,11 +160,7 @@ class Recorder:
             if not self._is_gone:
                 self._waiting.extend(_packets(RETRY))
                 self._flush(timeout)
-            while not (self._has_retried or self._is_gone or self._stuck):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._receive(left)
+            self._receive_until(lambda: self._has_retried or bool(self._stuck), deadline)
         # Without an answer the old failure stands, even if the recorder accepts lines again.
         return self.failure or (None if self._has_retried else before)
 
@@ -206,11 +202,7 @@ class Recorder:
         with self._lock:
             self._waiting.extend(_packets(END + encode(end_line)))
             self._flush(timeout)
-            while not self._knows_reports and not self._is_gone:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._receive(left)
+            self._receive_until(lambda: self._knows_reports, deadline)
             if self._acknowledged:
                 self._leave(deadline)
                 return self._acknowledged[0]
@@ -270,6 +262,10 @@ class Recorder:
                 raise  # a signal handler's
             else:
                 self._mark_gone()
+
+    def _receive_until(self, is_there: Callable[[], bool], deadline: float) -> None:
+        while not (is_there() or self._is_gone) and (left := deadline - time.monotonic()) > 0:
+            self._receive(left)
 
     def _receive(self, timeout: float) -> None:
         """Receive the answers of the recorder, waiting for the first one."""

@@ -65,7 +65,7 @@ class Session:
         self._fault_offset = 0
 
     def serve(self) -> None:
-        """RunWriter until the closing line was received or rank 0 has exited, and everything is on disk."""
+        """Record until the closing line was received or rank 0 has exited, and everything is on disk."""
         self._channel.setblocking(False)
         # A child that renders must not keep it open: rank 0 would not notice the death of this process.
         os.register_at_fork(after_in_child=self._channel.close)
@@ -161,7 +161,7 @@ class Session:
                     self._close_for_rank_0(journal, "rank 0's closing line was rejected")
 
     def _watch_rank_0(self) -> None:
-        """RunWriter when rank 0 is silent after the deadline of its test."""
+        """Record when rank 0 is silent after the deadline of its test."""
         running = self._writer.builder.running
         if running is None or self._silence:
             return

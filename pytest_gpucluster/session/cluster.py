@@ -20,12 +20,14 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpucluster.agreement.release import NcclReleaser, Releaser, SocketReleaser
+from pytest_gpucluster.agreement.release import ENVIRONMENT, NcclReleaser, Releaser, SocketReleaser
+from pytest_gpucluster.benchmarks import cublas
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, translate_nvls
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS
+from pytest_gpucluster.node.fabric.nccl_environment import prepare_environment as prepare_nccl
 from pytest_gpucluster.node.fabric.nccl_environment import switch_nvls_off
-from pytest_gpucluster.node.fabric.nccl_log import GroupTransport, NcclLog, group_transport
+from pytest_gpucluster.node.fabric.nccl_log import GroupTransport, NcclLog, group_transport, prepare_log
 from pytest_gpucluster.node.fabric.ports import network_cards
 from pytest_gpucluster.text import first_line
 
@@ -36,6 +38,14 @@ if TYPE_CHECKING:
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 _BEYOND_DEADLINE_SECONDS = 60.0
 """How much later than a test's deadline the group's own timeout fires: our own release comes first."""
+
+
+def prepare_environment() -> None:
+    """Set what torch reads once, at its import and its first product, and NCCL when it writes its first message."""
+    os.environ.update(ENVIRONMENT)
+    prepare_log(os.environ)
+    prepare_nccl(os.environ)
+    cublas.prepare(os.environ)
 
 
 class Cluster:
@@ -131,11 +141,6 @@ class Cluster:
         """Let later groups do without NVLS. Every rank must call this, after :meth:`discard`."""
         switch_nvls_off(os.environ)
         self.nvls_off = True
-
-    @property
-    def has_group(self) -> bool:
-        """Return whether a group has been made and not been thrown away."""
-        return self._group is not None
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective: every rank must call this."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.isolation.finding import Culprit, IsolationResult
     from pytest_gpucluster.journal.test_record import TestRecord
     from pytest_gpucluster.session.cluster import Cluster
-    from pytest_gpucluster.session.failure import MergedRepr
+    from pytest_gpucluster.session.reporting import MergedRepr
     from pytest_gpucluster.session.run import Run
 
 METRIC = "nccl.all_reduce.busbw"

@@ -9,6 +9,7 @@ command line asks for it. An environment variable alone never turns it on: it ma
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,59 +108,15 @@ def names_value(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
 
 
-def shape_value(text: str) -> Any:
-    """Read the declared shape of the cluster (``agreement.preflight.Expectation``).
-
-    Raises:
-        OptionError: it is no shape.
-    """
-    from pytest_gpucluster.agreement.preflight import Expectation  # a session without the option pays nothing
-
-    return Expectation.parse(text)
-
-
-def override_value(text: str, origin: str) -> Any:
-    """Read one changed value of the workload (``workload_file.Override``).
-
-    Raises:
-        OptionError: no such key, or a value that it cannot have.
-    """
-    from pytest_gpucluster.config.workload_loader import (
-        Override,  # it reads YAML: a session without the option pays nothing
-    )
-
-    return Override.parse(text, origin=origin)
-
-
 def soak_value(text: str, origin: str) -> Any:
-    """Read how long the burn-in lasts: one changed value of the workload (``workload_file.Override``).
+    """Read how long the burn-in lasts: one changed value of the workload (``workload_loader.Override``).
 
     Raises:
         OptionError: no time, or one that the burn-in cannot have.
     """
-    return override_value(f"burn_in.duration={text}", origin)
+    from pytest_gpucluster.config.workload_loader import Override  # it reads YAML: other sessions pay nothing
 
-
-def sizes_value(text: str, origin: str) -> Any:
-    """Read the sizes of all collectives: changed values of the workload (a tuple of ``workload_file.Override``).
-
-    Raises:
-        OptionError: as ``collective_sizes.read``.
-    """
-    from pytest_gpucluster.config.workload_loader import read_sizes  # as above
-
-    return read_sizes(text, origin=origin)
-
-
-def data_value(text: str, base: Path) -> Any:
-    """Read what to train with (``training_inputs.Data``).
-
-    Raises:
-        OptionError: as ``training_inputs.read_data``.
-    """
-    from pytest_gpucluster.session.training_inputs import read_data  # as above
-
-    return read_data(text, base)
+    return Override.parse(f"burn_in.duration={text}", origin=origin)
 
 
 def journal_value(text: str, base: Path) -> Path:
@@ -201,17 +158,6 @@ def percentage_value(text: str) -> Percentage:
     return Percentage(allowance(text))
 
 
-def model_value(text: str, base: Path) -> Any:
-    """Read a pretrained model's place (``training_inputs.Source``).
-
-    Raises:
-        OptionError: as ``training_inputs.read_model``.
-    """
-    from pytest_gpucluster.session.training_inputs import read_model  # as above
-
-    return read_model(text, base)
-
-
 DEVICES = ("cuda", "cpu")
 PROFILES = ("quick", "full", "soak")
 
@@ -233,12 +179,19 @@ class _Option:
     metavar: str
     help: str
     default: str | None = None
-    parse: Callable[..., Any] = str
-    takes: Literal["text", "place", "base"] = "text"
-    """What ``parse`` takes: the text alone; also where it was written; also what a relative path is relative to."""
+    parse: Callable[..., Any] | str = str
+    """A function, or the name of one in this package, so that a session without the option need not import it."""
+    takes: Literal["", "origin", "base"] = ""
+    """What ``parse`` takes with the text: where it was written, or what a relative path is relative to."""
     repeatable: bool = False
     bare: str | None = None
     """The value of the option where the command line gives it none; None: it must have one."""
+
+    def read(self, text: str, **context: Any) -> Any:
+        """Parse a text. Raises: OptionError: with what is allowed."""
+        name = f"pytest_gpucluster.{self.parse}"
+        parse = pkgutil.resolve_name(name) if isinstance(self.parse, str) else self.parse
+        return parse(text, **({self.takes: context[self.takes]} if self.takes else {}))
 
     @property
     def flag(self) -> str:
@@ -270,7 +223,7 @@ OPTIONS = (
     _Option(
         name="expect",
         metavar="NODESxGPUS[xSKU]",
-        parse=shape_value,
+        parse="agreement.preflight:Expectation.parse",
         help="the cluster that was ordered, such as 2x8xH100; anything else is an error before the first test",
     ),
     _Option(
@@ -292,8 +245,8 @@ OPTIONS = (
     _Option(
         name="workload",
         metavar="KEY=VALUE",
-        parse=override_value,
-        takes="place",
+        parse="config.workload_loader:Override.parse",
+        takes="origin",
         repeatable=True,
         help="change one value of the profile, such as matmul.sizes=8192,16384 or matmul.window=5s; as often as "
         "needed, in the ini file one a line, in the environment separated by ;",
@@ -301,8 +254,8 @@ OPTIONS = (
     _Option(
         name="sizes",
         metavar="SIZE|BEGIN:END:FACTOR,...",
-        parse=sizes_value,
-        takes="place",
+        parse="config.workload_loader:read_sizes",
+        takes="origin",
         help="measure every collective with these sizes, as for nccl-tests (K, M, G are binary; 1 GB is decimal), such "
         "as 8,512M:8G:2",
     ),
@@ -310,7 +263,7 @@ OPTIONS = (
         name="soak",
         metavar="TIME",
         parse=soak_value,
-        takes="place",
+        takes="origin",
         help="how long the burn-in lasts, such as 2h or 90min; the profile is soak then, unless another is named",
     ),
     _Option(
@@ -345,7 +298,7 @@ OPTIONS = (
     _Option(
         name="data",
         metavar="[NAME=]PATH",
-        parse=data_value,
+        parse="session.selection:read_data",
         takes="base",
         repeatable=True,
         help="data to train with: images=FOLDER, function_calls=FILE[@sha256:HEX] or function_calls=ORG/NAME[@REVISION]"
@@ -355,7 +308,7 @@ OPTIONS = (
     _Option(
         name="model",
         metavar="PATH|NAME[@REVISION]",
-        parse=model_value,
+        parse="session.selection:read_model",
         takes="base",
         help="the pretrained model to fine-tune: a folder with its config.json, or a name on the hub",
     ),
@@ -396,14 +349,6 @@ OPTIONS = (
         default="3%",
         parse=percentage_value,
         help="by how much a value may be worse than in the baseline, in percent of that (default: 3 percent)",
-    ),
-    _Option(
-        name="live",
-        metavar="auto|never",
-        default="auto",
-        parse=one_of("auto", "never"),
-        help="a live line on the terminal of rank 0 while a test runs; auto: where there is one, and neither a CI "
-        "system nor -q, -s or --pdb (default: auto)",
     ),
 )
 
@@ -492,7 +437,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
         values: list[Any] = []
         for raw in raws:
             try:
-                values.append(option.parse(raw, *_context(config, option, origin, shown(raw))))
+                values.append(option.read(raw, origin=f"{origin}: {shown(raw)}", base=_base(config, origin)))
             except OptionError as error:
                 complaints.append(f"{shown(raw)}: {error}")
         value: Any = next(iter(values), None)
@@ -510,6 +455,18 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
     return Settings(settings=found)
 
 
+def defaults() -> Settings:
+    """Return the settings of a run whose options have not been read, or are wrong."""
+    found: dict[str, Setting] = {}
+    for option in OPTIONS:
+        text = option.default
+        value: Any = () if option.repeatable else None
+        if text is not None:
+            value = option.read(text, origin="default", base=Path())
+        found[option.name.replace("-", "_")] = Setting(value=value, origin="default")
+    return Settings(settings=found)
+
+
 def report_directory(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> Path:
     """Return where reports go, also where another setting is wrong."""
     option = next(option for option in OPTIONS if option.name == "report-dir")
@@ -520,12 +477,6 @@ def report_directory(config: pytest.Config, environ: Mapping[str, str] = os.envi
 def _base(config: pytest.Config, origin: str) -> Path:
     """Return what a path is relative to: as everywhere in pytest, the ini file for what the ini file says."""
     return config.inipath.parent if origin == "ini" and config.inipath is not None else Path()
-
-
-def _context(config: pytest.Config, option: _Option, origin: str, shown: str) -> list[Any]:
-    """Return what the parser of an option takes in addition to the text."""
-    context: dict[str, list[Any]] = {"text": [], "place": [f"{origin}: {shown}"], "base": [_base(config, origin)]}
-    return context[option.takes]
 
 
 def _nothing_to_resume(found: Mapping[str, Setting]) -> list[str]:

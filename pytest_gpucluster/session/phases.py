@@ -8,7 +8,7 @@ codes act on the same outcome on every rank, by construction.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from _pytest.outcomes import Failed, Skipped  # pytest.fail.Exception and pytest
 from _pytest.skipping import xfailed_key
 
 from pytest_gpucluster import errors
-from pytest_gpucluster.agreement.exchange import AbortReason, Merged, RankOutcome
+from pytest_gpucluster.agreement.exchange import AbortReason, Merged, RankOutcome, merge
 from pytest_gpucluster.agreement.release import Released
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault, InconclusiveMeasurement, NvlsFailed
 from pytest_gpucluster.journal.records import CollectedTest
@@ -25,8 +25,12 @@ from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.metrics.measurement import Measurement
 from pytest_gpucluster.metrics.time_budget import LEDGER, SET_UP, counted
 from pytest_gpucluster.node.health.monitor import TestMonitor
-from pytest_gpucluster.session.failure import (
+from pytest_gpucluster.session.isolation import Isolator
+from pytest_gpucluster.session.judging import judge_merged, keep_interrupted
+from pytest_gpucluster.session.reporting import (
     LONGEST_TEXT,
+    FailedSubtests,
+    TestReports,
     clip,
     let_go,
     sections_of,
@@ -35,10 +39,7 @@ from pytest_gpucluster.session.failure import (
     traceback_of,
     where_released,
 )
-from pytest_gpucluster.session.isolation import Isolator
-from pytest_gpucluster.session.reporting import FailedSubtests, TestReports
 from pytest_gpucluster.session.selection import criterion_of, deadline_of, why_not_applicable
-from pytest_gpucluster.session.verdict import PhaseVerdict, keep_interrupted, label_of
 from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
@@ -65,37 +66,30 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
         number: of the phase's exchange, under which the watcher knows the phase.
         error: what the body has raised; None if it came to its end.
     """
-    rank = run.rank
     measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []
+
+    def ended(outcome: str, message: str, text: str = "", **more: Any) -> RankOutcome:
+        line = first_line(message)
+        return RankOutcome(rank=run.rank, outcome=outcome, message=line, text=text, measurements=measurements, **more)
+
     if error is None:
         # A body that was released may still come back as if nothing had been: an aborted wait returns without an
         # exception. What it measured or computed since then means nothing.
         why = run.watch.released(number)
-        if why is None:
-            return RankOutcome(rank=rank, outcome="passed", measurements=measurements)
-        return RankOutcome(rank=rank, outcome="released", message=first_line(why), text=why, measurements=measurements)
-    if isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception)):
-        return RankOutcome(rank=rank, outcome="skipped", message=first_line(str(error.msg)), text=str(error.msg))
+        return ended("passed", "") if why is None else ended("released", why, why)
+    if isinstance(error, _MILD):
+        return replace(ended("skipped", str(error.msg), str(error.msg)), measurements=())
     released = run.watch.released(number)
     cut = released is None and errors.connection_cut(error)
     if cut:
         released = run.watch.explanation(number, _EXPLAINED_SECONDS)
     if isinstance(error, Released) or released is not None:
-        message, text = str(released or error), where_released(error)
-        return RankOutcome(
-            rank=rank, outcome="released", message=first_line(message), text=text, measurements=measurements
-        )
-    text = clip(traceback_of(item, when, error), LONGEST_TEXT)
+        return ended("released", str(released or error), where_released(error))
     if run.rehearsal and isinstance(error, InconclusiveMeasurement):
-        return RankOutcome(rank=rank, outcome="slow", message=first_line(str(error)), measurements=measurements)
-    return RankOutcome(
-        rank=rank,
-        outcome="cut" if cut else errors.kind_of(error, when),
-        message=first_line(summary_of(error)),
-        text=text,
-        measurements=measurements,
-        sections=sections_of(item) if rank != 0 else (),
-    )
+        return ended("slow", str(error))
+    text = clip(traceback_of(item, when, error), LONGEST_TEXT)
+    kind = "cut" if cut else errors.kind_of(error, when)
+    return ended(kind, summary_of(error), text, sections=sections_of(item) if run.rank != 0 else ())
 
 
 def attached_failure(item: pytest.Item, when: str) -> BaseException | None:
@@ -150,10 +144,6 @@ def expects_failure(item: pytest.Item, error: BaseException | None) -> bool:
     return raises is None or (raises.matches(error) if hasattr(raises, "matches") else isinstance(error, raises))
 
 
-Keep = Callable[[pytest.Item, str, Sequence[Measurement]], None]
-"""``keep(item, message, measured)``: what to do with what was measured in a body that was interrupted."""
-
-
 class AgreedFailure(Failed):
     """The ranks' common verdict, raised on a rank whose own body came to another end."""
 
@@ -167,13 +157,11 @@ class Phases:
     Args:
         run: what this process holds.
         judges: this process holds measurements against limits; a local worker leaves that to its controller.
-        keep: takes what was measured until an interruption, where this process does not judge.
     """
 
-    def __init__(self, run: Run, *, judges: bool = True, keep: Keep | None = None) -> None:
+    def __init__(self, run: Run, *, judges: bool = True) -> None:
         self._run = run
         self._judges = judges
-        self._keep = keep
         self.last_outcome: RankOutcome | None = None
         """How the last phase ended on rank 0, which is all there is in a worker."""
         self._last: Merged | None = None
@@ -185,10 +173,9 @@ class Phases:
         self._is_escalated = False
         """This rank's failure says more than its exception: what the counters have counted as well."""
         self._isolator = Isolator(run)
-        self._decides = PhaseVerdict(run, judges=judges, isolator=self._isolator)
         self._isolates = False
         """All ranks have agreed to search for the culprit of the failure of the test in progress."""
-        self.reports = TestReports(run, self._isolator)
+        self.reports = TestReports(run, self._isolator.report)
 
     def let_go(self) -> None:
         """Free what the failures hold that have been reported."""
@@ -225,7 +212,7 @@ class Phases:
     def run_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
         """Wrap one of pytest's ``runtest`` hooks: everything inside is the body."""
         self.let_go()  # the phase before has been reported by now
-        if self._run.joined is None:
+        if not self._run.has_joined:
             return (yield)
         if when == "setup":
             LEDGER.open()
@@ -300,7 +287,7 @@ class Phases:
 
     def _close_subgroups(self, number: int) -> None:
         run = self._run
-        if run.joined is not None and run.watch.abort_reason is None and run.watch.released(number) is None:
+        if run.has_joined and run.watch.abort_reason is None and run.watch.released(number) is None:
             run.cluster.close_subgroups()
 
     def _monitored(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -344,17 +331,10 @@ class Phases:
         why = first_line(str(stop))
         code = getattr(stop, "returncode", None)
         message = f"interrupted ({how}) on {who} during {when} of {item.nodeid}" + (f": {why}" if why else "")
-        measured = item.stash.get(MEASUREMENTS, [])
-        if when == "call" and self._keep is not None:
-            self._keep(item, message, measured)
-        elif when == "call" and self._judges:
-            keep_interrupted(
-                self._run,
-                self._run.records[item.nodeid],
-                message=message,
-                measured=measured,
-                properties=item.user_properties,
-            )
+        if when == "call" and self._judges:
+            measured = item.stash.get(MEASUREMENTS, [])
+            record = self._run.records[item.nodeid]
+            keep_interrupted(self._run, record, message=message, measured=measured, properties=item.user_properties)
         self._run.watch.end(
             AbortReason(
                 name="interrupted",
@@ -388,9 +368,7 @@ class Phases:
             body["spent"] = LEDGER.seconds()
 
         def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-            decided = self._decides.of(item, when, number, bodies, escalated=self._is_escalated)
-            self._last, self.last_outcome = decided.merged, decided.first
-            return decided.verdict
+            return self._decide(item, when, number, bodies)
 
         verdict = run.agree(body, decide, deadline_seconds=self._deadline(item) + run.timeouts.stuck)
         if verdict is None:
@@ -422,6 +400,96 @@ class Phases:
         verdict: Mapping[str, Any] = decide(bodies)
         return verdict
 
+    # ---- the decision of rank 0 ------------------------------------------------------------------------------
+
+    def _decide(
+        self, item: pytest.Item, when: str, number: int, bodies: Mapping[int, Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """Merge what all ranks have posted, judge it, and say whether the run can go on: the verdict for all ranks."""
+        run, found = self._run, self._run.watch.diagnosis(number)
+        record = run.records[item.nodeid]
+        outcomes = []
+        for rank, body in sorted(bodies.items()):
+            outcome = RankOutcome.from_json(rank, body)
+            if outcome.outcome in ("released", "passed", "cut") and rank in found.culprits:
+                culprit = found.culprits[rank]
+                outcome = replace(outcome, outcome="hung", message=culprit.message, text=culprit.text, sections=())
+            elif outcome.outcome == "released" and found.too_slow:
+                outcome = replace(outcome, outcome="slow", message=found.too_slow, text="", sections=())
+            outcomes.append(outcome)
+        if when == "teardown":
+            record.spent |= {rank: body["spent"] for rank, body in bodies.items() if "spent" in body}
+        released = next((o.message for o in outcomes if o.outcome == "released"), "")
+        merged = merge(outcomes, run.names, unfinished=released)
+        if found.late and any(outcome.outcome == "hung" for outcome in outcomes):  # once, for all pairs of ranks
+            merged = replace(merged, text=f"{merged.text}\n\n{found.late}")
+        if (merged.outcome in ("passed", "failed", "error") or merged.too_slow) and when == "call" and self._judges:
+            merged = judge_merged(run, record, merged, outcomes)
+        if self._is_escalated:
+            merged = replace(merged, judged=True)
+        self._last, self.last_outcome = merged, outcomes[0]
+        stop = self._stop(bodies, outcomes, merged, unreleasable=found.stuck)
+        verdict: dict[str, Any] = {"o": merged.outcome}
+        if merged.message:
+            verdict["msg"] = merged.message
+        if merged.group_invalid:
+            verdict["group_invalid"] = True
+        if any(body.get("nvls") for body in bodies.values()):
+            verdict |= {"group_invalid": True, "nvls": True}
+        blamed = bodies if merged.shared else merged.culprits
+        if blamed and all(bodies[rank].get("expected") for rank in blamed):
+            verdict["expected"] = True
+        if stop is not None:
+            verdict["stop"] = stop.to_json()
+        elif when == "call" and not verdict.keys() & {"expected", "nvls"}:
+            verdict |= self._search_after(item, merged, bodies, outcomes)
+        return verdict
+
+    def _search_after(
+        self,
+        item: pytest.Item,
+        merged: Merged,
+        bodies: Mapping[int, Mapping[str, Any]],
+        outcomes: Sequence[RankOutcome],
+    ) -> Mapping[str, bool]:
+        """Decide whether all ranks search for the culprit: after what GPUs, nodes or links may have done."""
+        if item.get_closest_marker("isolate") is None or len(self._run.names) < 2 or not self._judges:
+            return {}
+        unreached = any(body.get("unreached") for body in bodies.values())
+        if merged.outcome != "failed" and not unreached and not any(o.outcome in ("hung", "cut") for o in outcomes):
+            return {}
+        why_not = self._isolator.why_not()
+        if why_not is None:
+            return {"isolate": True}
+        self._run.records[item.nodeid].properties.append(("isolation", f"no search: {why_not}"))
+        return {}
+
+    def _stop(
+        self,
+        bodies: Mapping[int, Mapping[str, Any]],
+        outcomes: Sequence[RankOutcome],
+        merged: Merged,
+        *,
+        unreleasable: bool,
+    ) -> AbortReason | None:
+        dead = {rank: body["died"] for rank, body in bodies.items() if body.get("died")}
+        if dead:
+            rank = min(dead)
+            return AbortReason(
+                name="GPU lost",
+                message=first_line(f"the GPU of {self._run.names[rank]} works no more: {merged.message}"),
+                exit=1 if "hardware" in dead.values() else 11,
+                culprits=sorted(dead),
+            )
+        without = [rank for rank, body in bodies.items() if body.get("nvls")]
+        if without and self._run.has_joined and self._run.cluster.nvls_off:
+            message = first_line(f"NVLS fails also where it was switched off: {merged.message}")
+            return AbortReason(name="NVLS", message=message, exit=11, culprits=without)
+        if unreleasable:
+            stuck = [o.rank for o in outcomes if o.outcome == "hung"]
+            return AbortReason(name="rank stuck", message=merged.message, exit=11, culprits=stuck)
+        return None
+
     # ---- the agreed end --------------------------------------------------------------------------------------
 
     def _end_as_agreed(
@@ -433,7 +501,7 @@ class Phases:
         number: int,
     ) -> None:
         run = self._run
-        if verdict.get("group_invalid") and run.joined is not None:
+        if verdict.get("group_invalid") and run.has_joined:
             self._group_invalid = True
             self._discard(number)
             if verdict.get("nvls"):
@@ -503,6 +571,11 @@ class Phases:
 
     def _deadline(self, item: pytest.Item) -> float:
         return deadline_of(item, float(self._run.settings.deadline))
+
+
+def label_of(item: pytest.Item, when: str) -> str:
+    """Return how a phase is called among the ranks: all must be in the same one."""
+    return f"{when} of {item.nodeid}"
 
 
 def name_of(item: pytest.Item) -> CollectedTest:

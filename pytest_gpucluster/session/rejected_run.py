@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pytest_gpucluster.agreement.exchange import AbortReason
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.journal import SCHEMA_VERSION, JournalBuilder
@@ -33,7 +34,8 @@ def require_file(path: Path) -> None:
     """Make sure that a JUnit file can be kept at a path.
 
     Raises:
-        OptionError: it is a directory, a stream of this process, or in a directory that cannot be written to.
+        OptionError: it is a directory, another file than a JUnit report, a stream of this process, or in a directory
+            that cannot be written to.
     """
     what = f"--junitxml {path}"
     if any(str(path) == stream or str(path).startswith(f"{stream}/") for stream in _STREAMS):
@@ -44,22 +46,27 @@ def require_file(path: Path) -> None:
         )
     if path.is_dir():
         raise OptionError(f"{what}: is a directory; name a file in it")
+    if path.is_file() and path.stat().st_size and not _is_report(path):
+        raise OptionError(f"{what}: is a file that is no JUnit report, and would be replaced; name another one")
     require_writable(path.parent, "the directory of --junitxml")
 
 
-def problem_line(*, message: str, text: str, exit: int, name: str = "") -> dict[str, Any]:
-    """Return the journal's line on why the run does not start."""
-    name = name or ("usage" if exit == 4 else "preflight")
-    return {"type": "problem", "name": name, "outcome": "error", "message": message, "text": text}
+NAMES = {4: "usage", 11: "preflight"}
+"""Exit code -> how reports call the problem by which a run does not start."""
 
 
-def write_junit(path: Path, run_line: Mapping[str, Any], problem: Mapping[str, Any], exit: int) -> str | None:
-    """Put the refusal in place of whatever the file says. Return why that was impossible, or None."""
+def problem_line(reason: AbortReason) -> dict[str, Any]:
+    """Return the journal's line on why a run ends early, or does not start."""
+    text = reason.text or reason.message
+    return {"type": "problem", "name": reason.name, "outcome": "error", "message": reason.message, "text": text}
+
+
+def write_junit(path: Path, run_line: Mapping[str, Any], reason: AbortReason) -> str | None:
+    """Put the reason why there is no run into the file. Return why that was impossible, or None."""
+    end = {"type": "end", "at": now(), "verdict": BROKEN, "exit": reason.exit, "reason": reason.message, "by": "rank 0"}
     builder = JournalBuilder()
-    builder.add(run_line)
-    builder.add(problem)
-    end = {"type": "end", "at": now(), "verdict": BROKEN, "exit": exit, "reason": problem["message"], "by": "rank 0"}
-    builder.add(end)
+    for line in (run_line, problem_line(reason), end):
+        builder.add(line)
     try:
         require_file(path)
         atomic_write(path, junit.render(builder.journal()))
@@ -98,14 +105,13 @@ def replace_earlier(asked: argparse.Namespace, environ: Mapping[str, str] = os.e
         return
     text = "rank 0 ended before the run began, by a conftest, an option or a signal; its output says why"
     is_launched = "TORCHELASTIC_ERROR_FILE" in environ
-    problem = problem_line(message=text, text=text, exit=4)
-    replace_report(asked, problem, 4, only_earlier=not is_launched, environ=environ)
+    reason = AbortReason(name=NAMES[4], message=text, exit=4)
+    replace_report(asked, reason, only_earlier=not is_launched, environ=environ)
 
 
 def replace_report(
     asked: argparse.Namespace,
-    problem: Mapping[str, Any],
-    exit: int,
+    reason: AbortReason,
     *,
     only_earlier: bool,
     environ: Mapping[str, str] = os.environ,
@@ -117,8 +123,7 @@ def replace_report(
 
     Args:
         asked: the options that are known before any conftest is loaded.
-        problem: the journal's line on the reason.
-        exit: the exit code.
+        reason: why there is no run.
         only_earlier: leave no file where there was none.
         environ: this process's variables.
     """
@@ -132,7 +137,7 @@ def replace_report(
         return
     with claimed:
         line = {"type": "run", "schema_version": SCHEMA_VERSION, "started_at": now(), "hostname": socket.gethostname()}
-        lost = write_junit(file, line, problem, exit)
+        lost = write_junit(file, line, reason)
     if lost is not None:
         print(f"ERROR: {lost}", file=sys.stderr)
 

@@ -1,38 +1,196 @@
-"""Reporting through pytest on rank 0: test reports that all ranks agreed on, terminal lines, and testsuite properties.
+"""Reporting through pytest on rank 0: failures and test reports of all ranks, terminal lines, testsuite properties.
 
-Rank 0's reports go into the journal. Its terminal shows the header, a line for each criterion and the closing summary,
-all made from what is recorded, so that they match any later report. pytest's own words stay as they are: PASSED or
-FAILED, and the measurements after it. ``record_testsuite_property`` works without pytest's own JUnit writer, which this
-plugin has replaced.
+A rank's traceback travels as text. Rank 0's reports go into the journal. Its terminal shows the header, a line for each
+criterion and the closing summary, all made from what is recorded, so that they match any later report. pytest's own
+words stay as they are: PASSED or FAILED, and the measurements after it. ``record_testsuite_property`` works without
+pytest's own JUnit writer, which this plugin has replaced.
 """
 
 from __future__ import annotations
 
+import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.outcomes import Failed  # pytest.fail.Exception, under the name that type checkers know
 
+from pytest_gpucluster import short_fixtures
 from pytest_gpucluster.agreement.exchange import Merged
 from pytest_gpucluster.agreement.rendezvous import slow_connection
 from pytest_gpucluster.config.workload import predict
-from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.errors import JournalError, text_of
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.reports.criterion_text import headline_text, summary_text
 from pytest_gpucluster.reports.registry import existing_files
 from pytest_gpucluster.reports.summary import Row, outline, row_of
 from pytest_gpucluster.reports.tables import rank_name
-from pytest_gpucluster.reports.terminal import cluster_lines, fact, header_lines, report_lines, summary
-from pytest_gpucluster.session.failure import MergedRepr, line_of, skip_reason
-from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, one_line, padded, paragraph
+from pytest_gpucluster.reports.terminal import (
+    cluster_lines,
+    fact,
+    header_lines,
+    measurement_table,
+    report_lines,
+    summary,
+)
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, first_line, one_line, padded, paragraph
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.session.isolation import Isolator
     from pytest_gpucluster.session.run import Run
+
+
+LONGEST_TEXT = 32_000
+"""Characters of one rank's failure that travel; the beginning and the end are kept."""
+_LONGEST_SECTION = 8_000
+_MISSED = ("failed", "error")
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python")
+
+
+class MergedRepr:
+    """What pytest prints of a failure: rank 0's own traceback if it has one, and every culprit's; where measurements
+    decided, the table of all of them, too."""
+
+    def __init__(self, merged: Merged, report: pytest.TestReport, record: TestRecord | None = None) -> None:
+        self.reprcrash = _Crash(merged.message)
+        self._text, self._table = merged.text, ""
+        if record is not None and merged.judged and any(one["status"] in _MISSED for one in record.measurements):
+            self._table = measurement_table(record.result().measurements)
+        own = report.longrepr
+        # Of a hang the stack from before the release is shown, not the traceback of the release.
+        hung = any(rank.get("outcome") == "hung" for rank in merged.ranks)
+        alone = list(merged.culprits) == [0] and not (merged.released or merged.judged or hung)
+        self._own = own if alone and hasattr(own, "toterminal") else None
+        self._later = ""
+
+    def explain(self, message: str, text: str) -> None:
+        """Replace the one line, and add a text at the end: what is known only after the failure."""
+        self.reprcrash.message = message
+        self._later = text
+
+    def toterminal(self, tw: Any) -> None:
+        """Write to pytest's terminal writer."""
+        self._write(tw)
+        if self._later:
+            tw.line()
+            tw.line(self._later)
+
+    def _write(self, tw: Any) -> None:
+        if self._own is not None:
+            self._own.toterminal(tw)  # type: ignore[union-attr]  # checked in __init__
+            tw.line(self.reprcrash.message, red=True)
+            return
+        for line in self._text.splitlines():
+            tw.line(line, red=line.startswith("E  "))
+        if self._table:
+            tw.line()
+            tw.line(self._table)
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class _Crash:
+    """What pytest's short summary reads of a failure."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.path, self.lineno = "", 0
+
+    def __str__(self) -> str:  # what --tb=line prints
+        return self.message
+
+
+def clip(text: str, longest: int) -> str:
+    """Keep the beginning and the end of a text that is too long to travel."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+def traceback_of(item: pytest.Item, when: str, error: BaseException) -> str:
+    try:
+        excinfo = pytest.ExceptionInfo.from_exception(error)
+        if when == "call":
+            return str(item.repr_failure(excinfo))
+        return str(item._repr_failure_py(excinfo, style=item.config.getoption("tbstyle", "auto")))
+    except Exception as broken:  # an exception whose own repr raises must not hide the failure
+        return f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})"
+
+
+def where_released(error: BaseException) -> str:
+    """Return where a rank was that was released from a wait, without what installed packages do there.
+
+    With what was raised on the way, such as how far a long test had come.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(part in frame.filename for part in _INSTALLED)]
+    lines, seen = traceback.format_list(own), set()
+    raised: BaseException | None = error
+    while raised is not None and id(raised) not in seen:
+        seen.add(id(raised))
+        lines += traceback.format_exception_only(raised)
+        raised = raised.__cause__ or raised.__context__
+    return clip("".join(lines).rstrip(), LONGEST_TEXT)
+
+
+def let_go(error: BaseException) -> None:
+    """Free what the frames of a failure hold, once it has been reported.
+
+    A plugin may keep the exceptions of failed tests until the session ends, as pytest-rerunfailures does. With them
+    would stay the process group that was thrown away, with its threads and its sockets.
+    """
+    waiting: list[BaseException | None] = [error]
+    known: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in known:
+            continue
+        known.add(id(one))
+        traceback.clear_frames(one.__traceback__)  # all but those that still run
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            _ = frame.f_locals  # until Python 3.12 a copy, kept from when pytest has looked at it, and taken anew here
+        waiting += [one.__cause__, one.__context__]
+        # Of a group of exceptions, such as pytest's of fixtures that all fail when they are torn down.
+        parts = getattr(one, "exceptions", ())
+        waiting += [part for part in parts if isinstance(part, BaseException)] if isinstance(parts, tuple) else []
+
+
+def summary_of(error: BaseException) -> str:
+    """Return the type and the text of what a test has raised, in place of a text that only pytest can format."""
+    if isinstance(error, pytest.FixtureLookupError):
+        name = error.argname
+        text = f"fixture {name!r} not found"
+        if name in short_fixtures.__all__:
+            text += f": the plugin's is gpucluster_{name}; pytest_gpucluster.short_fixtures has it as {name}"
+    else:
+        text = text_of(error)
+    return text if isinstance(error, pytest.fail.Exception) else f"{type(error).__name__}: {text}"
+
+
+def sections_of(item: pytest.Item) -> list[tuple[str, str]]:
+    """Return what the failed test printed on this rank."""
+    return [
+        (f"Captured {key} {when}", clip(content, _LONGEST_SECTION))
+        for when, key, content in item._report_sections
+        if content
+    ]
+
+
+def line_of(report: pytest.TestReport) -> str:
+    if report.skipped:
+        return first_line(skip_reason(report))
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return first_line(crash.message if crash is not None else report.longreprtext)
+
+
+def skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    return getattr(report, "wasxfail", "") or report.longreprtext
 
 
 class FailedSubtests(Failed):
@@ -48,9 +206,9 @@ class FailedSubtests(Failed):
 class TestReports:
     """The reports of one rank's tests, as they pass by. Main thread only."""
 
-    def __init__(self, run: Run, isolator: Isolator) -> None:
+    def __init__(self, run: Run, report_isolation: Callable[[TestRecord, MergedRepr | None], None]) -> None:
         self._run = run
-        self._isolator = isolator
+        self._report_isolation = report_isolation
         self._merged: weakref.WeakKeyDictionary[pytest.TestReport, Merged] = weakref.WeakKeyDictionary()
         self.failed_subtests: list[pytest.TestReport] = []
         """Of the test in progress."""
@@ -80,7 +238,7 @@ class TestReports:
         """Rank 0: let pytest's report show what all ranks agreed on, and record it."""
         if self.take_subtest(report):
             return
-        if self._run.rank != 0 or self._run.joined is None:
+        if self._run.rank != 0 or not self._run.has_joined:
             return
         merged = self._merged.get(report)
         if merged is not None and report.failed and merged.outcome in ("failed", "error"):
@@ -98,7 +256,7 @@ class TestReports:
         if report.when == "call" and self.failure is not None and shown is self.failure:
             self._name_culprit(self.failure, record)
         if report.when == "teardown":
-            self._isolator.report(record, self.failure)
+            self._report_isolation(record, self.failure)
             if record.isolation is not None and self.failure is not None:
                 self._name_culprit(self.failure, record)
         if report.when == "call" and record.measurements:
@@ -160,7 +318,7 @@ BROKE: Status = ("error", "E", "ERROR")
 
 
 class Console:
-    """One session's terminal. Without one, and above rank 0, it says nothing."""
+    """One session's terminal, as a plugin. Without one, and above rank 0, it prints nothing."""
 
     def __init__(self, config: pytest.Config, run: Run) -> None:
         self._config = config
@@ -184,10 +342,10 @@ class Console:
 
     # ---- before the first test -------------------------------------------------------------------------------
 
-    def header(self) -> list[str]:
-        """Return the lines under pytest's own header, once the ranks have joined."""
+    def pytest_report_header(self) -> list[str]:
+        """Return the lines under pytest's own header, once the ranks have joined: cluster and settings in force."""
         reporter, journal = self._reporter, self._run.journal_copy.journal()
-        if reporter is None or journal is None or self._run.launched is None or not self._run.roll.hosts:
+        if reporter is None or journal is None or not self._run.roll.hosts:
             return []
         width = reporter._tw.fullwidth
         slow = slow_connection(self._run.roll.who)
@@ -228,7 +386,7 @@ class Console:
     # ---- a line for each criterion ---------------------------------------------------------------------------
 
     def status(self, report: pytest.TestReport, status: Status) -> Status:
-        """Return what pytest prints of a report: a criterion's word begins a line, which ``print_result`` ends."""
+        """Return what pytest prints of a report: a criterion's word begins a line, which is ended when it is logged."""
         reporter = self._reporter
         category, letter, word = status
         if hasattr(report, "context"):  # of a subtest, which pytest says something of, and which has no hash
@@ -254,8 +412,10 @@ class Console:
         new = "\n" if reporter._tw.width_of_current_line else ""
         return category, f"{new}  {shown.ljust(_WORD_COLUMNS)}", word
 
-    def print_result(self, report: pytest.TestReport) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
         """Print what was measured, once pytest has printed how the test ended."""
+        yield
         row, reporter = self._begun.pop(report, None), self._reporter
         if row is None or reporter is None or self._verbosity < 0:
             return

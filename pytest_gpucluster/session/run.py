@@ -1,7 +1,6 @@
-"""The run as one process knows it: who it is, and the three states Launched, Joined and Running.
+"""The run as one process knows it: who it is, what it was asked for, what connects it to the other ranks, its tests.
 
-A process is *launched* once its options have been read, *joined* once all ranks have reported to each other, and
-*running* once the tests have been collected. Rank 0 alone writes to the terminal and to the recorder.
+Rank 0 alone writes to the terminal and to the recorder.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -110,29 +109,6 @@ class WorkerPlace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched:
-    """What this process has been asked to do. It knows of no other rank yet.
-
-    Attributes:
-        settings: the options of this project, resolved.
-        baseline: the earlier run that this one is compared with. Rank 0 only.
-    """
-
-    settings: options.Settings
-    baseline: Baseline | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Joined:
-    """What connects this rank to the others, once all have reported."""
-
-    stores: Stores
-    exchange: Exchange
-    watch: Watch
-    cluster: Cluster
-
-
-@dataclass(frozen=True, kw_only=True)
 class Running:
     """What is going to be run, once the tests have been collected.
 
@@ -152,9 +128,16 @@ class Running:
 class Run:
     """What one process holds for the whole session.
 
-    ``launched`` and ``joined`` are None until the process has come so far; :attr:`settings` and the properties named
-    after parts of :class:`Joined` are for code that runs later only.
+    Attributes:
+        settings: the options of this project; the default ones until they have been read, and where they are wrong.
+        stores, exchange, watch, cluster: what connects this rank to the others. They are there once all ranks have
+            reported to each other (``has_joined``).
     """
+
+    stores: Stores
+    exchange: Exchange
+    watch: Watch
+    cluster: Cluster
 
     def __init__(self, config: pytest.Config, *, place: WorkerPlace | None = None) -> None:
         self.config = config
@@ -162,8 +145,11 @@ class Run:
         self.environ = os.environ
         self.launcher = os.getppid()
         self.facts: RankFacts = detect(self.environ, self.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname())
-        self.launched: Launched | None = None
-        self.joined: Joined | None = None
+        self.settings = options.defaults()
+        self.has_settings = False
+        self.has_joined = False
+        self.baseline: Baseline | None = None
+        """The earlier run that this one is compared with. Rank 0 only."""
         self.running = Running()
         self.roll = RollCall()
         """What the ranks have reported of themselves: none before they have joined, or of local workers reported."""
@@ -201,49 +187,22 @@ class Run:
     # ---- the state that the run has reached ------------------------------------------------------------------
 
     @property
-    def settings(self) -> options.Settings:
-        """The options. Raises: RuntimeError: they have not been read, or were wrong."""
-        return _reached(self.launched, "the options have been read").settings
-
-    @property
     def timeouts(self) -> Timeouts:
-        """The options' timeouts; the default ones before they have been read, or where they are wrong."""
-        return self.launched.settings.timeouts if self.launched is not None else Timeouts()
-
-    @property
-    def watch(self) -> Watch:
-        """The watchdog. Raises: RuntimeError: the ranks have not joined."""
-        return _reached(self.joined, _ALL_JOINED).watch
-
-    @property
-    def exchange(self) -> Exchange:
-        """The exchange between the ranks. Raises: RuntimeError: the ranks have not joined."""
-        return _reached(self.joined, _ALL_JOINED).exchange
-
-    @property
-    def stores(self) -> Stores:
-        """The store of the rendezvous. Raises: RuntimeError: the ranks have not joined."""
-        return _reached(self.joined, _ALL_JOINED).stores
-
-    @property
-    def cluster(self) -> Cluster:
-        """What the ``cluster`` fixture returns. Raises: RuntimeError: the ranks have not joined."""
-        return _reached(self.joined, _ALL_JOINED).cluster
+        """How long to wait."""
+        found: Timeouts = self.settings.timeouts
+        return found
 
     @property
     def workload(self) -> Workload:
         """The sizes to measure with. Raises: RuntimeError: no collected test asks for any."""
-        return _reached(self.running.workload, "tests that use a workload have been collected")
-
-    @property
-    def baseline(self) -> Baseline | None:
-        """The earlier run that this one is compared with. Rank 0 only."""
-        return self.launched.baseline if self.launched is not None else None
+        if self.running.workload is None:
+            raise RuntimeError("this is known only once tests that use a workload have been collected")
+        return self.running.workload
 
     @property
     def abort_reason(self) -> AbortReason | None:
         """Why the run ends before its last test; None if it goes on, or has not begun."""
-        return self.joined.watch.abort_reason if self.joined is not None else None
+        return self.watch.abort_reason if self.has_joined else None
 
     # ---- what kind of run it is ------------------------------------------------------------------------------
 
@@ -255,7 +214,7 @@ class Run:
     @property
     def device(self) -> str:
         """ "cuda" or "cpu"."""
-        return str(self.launched.settings.device) if self.launched is not None else "cuda"
+        return str(self.settings.device)
 
     @property
     def rehearsal(self) -> bool:
@@ -322,7 +281,7 @@ class Run:
     def _limit_files(self) -> list[Path]:
         from pytest_gpucluster.judge import loader
 
-        overlay = self.launched.settings.thresholds if self.launched is not None else None
+        overlay = self.settings.thresholds
         return [loader.shipped_path(), *([overlay] if overlay is not None else [])]
 
     def shipped_limit(self, metric: str, labels: Mapping[str, str]) -> Limit | None:
@@ -369,8 +328,8 @@ class Run:
 
     def sku(self, gpu_name: str | None) -> str | None:
         """Return the SKU whose limits apply, or None for an unknown GPU."""
-        if self.launched is not None and self.launched.settings.sku is not None:
-            return str(self.launched.settings.sku)
+        if self.settings.sku is not None:
+            return str(self.settings.sku)
         if self.rehearsal:
             return "cpu-rehearsal"
         return None if gpu_name is None else self.limits.sku_for(gpu_name)
@@ -551,16 +510,6 @@ class Run:
     def not_run(self) -> list[str]:
         """Return the tests that were collected and have not begun."""
         return [test.nodeid for test in self.running.tests if test.nodeid not in self.records]
-
-
-_State = TypeVar("_State")
-_ALL_JOINED = "all ranks have joined"
-
-
-def _reached(state: _State | None, when: str) -> _State:
-    if state is None:
-        raise RuntimeError(f"this is known only once {when}")
-    return state
 
 
 def name_of_rank(who: Mapping[str, Any]) -> str:

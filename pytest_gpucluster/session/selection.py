@@ -1,26 +1,32 @@
-"""Which tests run and with which workload: the workload file, the part of the suite asked for, and marker values.
+"""Which tests run and with what: the workload file, the inputs of training, the part of the suite asked for, markers.
 
 The workload is read from the file next to the collected tests before the first one runs. A test runs only where there
 is room for it: ranks, nodes, a GPU, its dtypes, data. A marker of this plugin without a usable value is a usage error:
 it must not be overlooked.
+
+Inputs of training are data, a model, a scratch folder for checkpoints, a reference curve. An option only says where
+each of them is. Whether it is there is looked up on every rank before the first test, since a path may be missing on
+one node alone. ``os.path`` is asked, for which a path that cannot be looked at is not there.
 """
 
 from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import pytest
 
 from pytest_gpucluster.config.workload_loader import FILE_NAME, Loaded, Override, find, load
-from pytest_gpucluster.errors import ThresholdsError
+from pytest_gpucluster.errors import CurveError, OptionError, ThresholdsError
 from pytest_gpucluster.metrics.datasheets import PEAK_UNITS, Sku
 from pytest_gpucluster.metrics.units import did_you_mean
-from pytest_gpucluster.session.training_inputs import DATA_NAMES
 
 FIXTURE = "gpucluster_workload"
 
@@ -69,6 +75,202 @@ def _uses_fixture(item: pytest.Item) -> bool:
 
 def _shown(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+DataName = Literal["images", "function_calls"]
+DATA_NAMES: tuple[DataName, ...] = ("images", "function_calls")
+_FILES = (".json", ".jsonl", ".safetensors")
+_DATA_FORMS = (
+    "images=FOLDER, function_calls=FILE[@sha256:HEX], function_calls=ORG/NAME[@REVISION] of the hub, or a bare path: a "
+    "folder is images, a file is function_calls"
+)
+# Letters, digits, "-", "_" and "." in each part: https://huggingface.co/docs/huggingface_hub/package_reference/utilities
+# (validate_repo_id). A revision is a branch, a tag or a commit.
+_HUB = re.compile(r"(?P<name>(?:\w[\w.-]*/)?\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+_SHA256 = re.compile(r"(?P<path>.+)@sha256:(?P<digest>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where data or a model comes from: a local path, or a name on the Hugging Face hub."""
+
+    name: str
+    """As it was written, without revision or sha256."""
+    path: Path | None
+    """The local file or folder; None for a name on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; None where none was written, and for a local path."""
+    sha256: str | None = None
+    """What the local file must hash to, in hexadecimal; None where nothing is demanded."""
+
+    def __str__(self) -> str:
+        suffix = f"@{self.revision}" if self.revision else f"@sha256:{self.sha256}" if self.sha256 else ""
+        return f"{self.path}{suffix}" if self.path is not None else f"{self.name}{suffix} on the hub"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """One value of ``--gpucluster-data``."""
+
+    key: DataName
+    source: Source
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.source}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingInputs:
+    """The type of the ``settings`` fixture."""
+
+    data: Mapping[str, Source] = field(default_factory=lambda: MappingProxyType({}))
+    """"images" and "function_calls", as far as they were given."""
+    model: Source | None = None
+    """The pretrained model; None: none was given."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the scratch folder."""
+    scratch: Path | None = None
+    """Where checkpoints go, on a file system that all ranks share; None: the test's artifacts folder."""
+    reference_curve: Path | None = None
+    """The reference curve to compare with; None: none."""
+
+    @classmethod
+    def of(cls, settings: Any) -> TrainingInputs:
+        """Take them from the resolved options (``options.Settings``)."""
+        return cls(
+            data=MappingProxyType({data.key: data.source for data in settings.data}),
+            model=settings.model,
+            resume=settings.resume,
+            scratch=settings.scratch,
+            reference_curve=settings.reference_curve,
+        )
+
+    def values(self) -> dict[str, str]:
+        """Return option -> value as text, of what was given. It must be the same on all ranks."""
+        found = {f"--gpucluster-data {key}": str(source) for key, source in self.data.items()}
+        found |= {
+            f"--gpucluster-{name}": str(value)
+            for name, value in (
+                ("model", self.model),
+                ("scratch", self.scratch),
+                ("reference-curve", self.reference_curve),
+            )
+            if value is not None
+        }
+        return found | ({"--gpucluster-resume": "yes"} if self.resume else {})
+
+    def problems(self) -> list[str]:
+        """Look up what was given on this host. Return what is wrong, a line each; empty if nothing is."""
+        found = []
+        for key, source in self.data.items():
+            if source.path is not None:
+                found.append(_problem(f"--gpucluster-data {key}={source.name}", source.path, key == "images"))
+        if self.model is not None and self.model.path is not None:
+            option, path = f"--gpucluster-model {self.model.name}", self.model.path
+            wrong = _problem(option, path, True)
+            if wrong and not os.path.exists(path):
+                wrong += ", and that is no name on the hub (ORG/NAME[@REVISION])"
+            elif not wrong and not os.path.isfile(path / "config.json"):
+                wrong = f"{option}: the folder has no config.json; name one that save_pretrained or the hub has made"
+            found.append(wrong)
+        if self.scratch is not None:
+            option = f"--gpucluster-scratch {self.scratch}"
+            wrong = _problem(option, self.scratch, True)
+            if not wrong and not os.access(self.scratch, os.W_OK | os.X_OK):
+                wrong = f"{option}: nothing can be written into it"
+            found.append(wrong)
+        if self.reference_curve is not None:
+            option = f"--gpucluster-reference-curve {self.reference_curve}"
+            found.append(
+                _problem(option, self.reference_curve, False) or _no_reference_curve(option, self.reference_curve)
+            )
+        return [problem for problem in found if problem]
+
+
+def read_data(text: str, base: Path = Path()) -> Data:
+    """Read one value of ``--gpucluster-data``. A relative path is relative to ``base``.
+
+    Raises:
+        OptionError: an unknown name, no path, or a sha256 that is none.
+    """
+    before, equals, after = text.strip().partition("=")
+    named = bool(equals) and re.fullmatch(r"\w+", before, re.ASCII) is not None
+    if named and before not in DATA_NAMES:
+        raise OptionError(f"unknown data {before!r}; allowed: {_DATA_FORMS}")
+    written = after.strip() if named else text.strip()
+    if not written:
+        raise OptionError(f"no path; allowed: {_DATA_FORMS}")
+    written, sha256 = _without_sha256(written)
+    path = base / os.path.expanduser(written)
+    if named:
+        key: DataName = "images" if before == "images" else "function_calls"
+    else:
+        key = "function_calls" if _is_file(path) else "images"
+    if sha256 is not None and key == "images":
+        raise OptionError(f"@sha256 is for a file, and images are a folder; allowed: {_DATA_FORMS}")
+    if named and key == "function_calls" and sha256 is None:
+        found = _HUB.fullmatch(written)
+        if found and "/" in found["name"] and not _is_path(found["name"], path) and path.suffix not in _FILES:
+            return Data(key=key, source=Source(name=found["name"], path=None, revision=found["revision"]))
+    return Data(key=key, source=Source(name=written, path=path, sha256=sha256))
+
+
+def read_model(text: str, base: Path = Path()) -> Source:
+    """Read ``--gpucluster-model``: a folder, or else a name on the hub. A relative path is relative to ``base``.
+
+    Raises:
+        OptionError: nothing was written.
+    """
+    written = text.strip()
+    if not written:
+        raise OptionError("no model; write a folder, or ORG/NAME[@REVISION] of the hub")
+    path = base / os.path.expanduser(written)
+    found = _HUB.fullmatch(written)
+    if found and not _is_path(written, path):
+        return Source(name=found["name"], path=None, revision=found["revision"])
+    return Source(name=written, path=path)
+
+
+def _is_file(path: Path) -> bool:
+    # A path that is missing on this host still needs a name for the report: the suffix decides then.
+    return os.path.isfile(path) if os.path.exists(path) else path.suffix in _FILES
+
+
+def _is_path(written: str, path: Path) -> bool:
+    return os.path.exists(path) or written.startswith((".", "/", "~"))
+
+
+def _without_sha256(written: str) -> tuple[str, str | None]:
+    found = _SHA256.fullmatch(written)
+    if found is None:
+        return written, None
+    if not re.fullmatch(r"[0-9a-f]{64}", found["digest"]):
+        raise OptionError(f"{found['digest']!r} is no sha256: write its 64 digits in lower case, as sha256sum does")
+    return found["path"], found["digest"]
+
+
+def _problem(option: str, path: Path, is_folder: bool) -> str:
+    """Return why a path cannot be read as a folder or as a file; "" if it can."""
+    if not os.path.exists(path):
+        return f"{option}: no such {'folder' if is_folder else 'file'}"
+    if is_folder and not os.path.isdir(path):
+        return f"{option}: is a file, and must be a folder"
+    if not is_folder and os.path.isdir(path):
+        return f"{option}: is a folder, and must be a file"
+    if not is_folder and not os.path.isfile(path):
+        # Each rank reads it, and reading a pipe would wait for its writer.
+        return f"{option}: is a pipe or a device, and must be a file"
+    return "" if os.access(path, os.R_OK | (os.X_OK if is_folder else 0)) else f"{option}: cannot be read"
+
+
+def _no_reference_curve(option: str, path: Path) -> str:
+    from pytest_gpucluster.benchmarks.lora import reference_curve  # a run without one pays nothing
+
+    try:
+        reference_curve.read(path)
+    except CurveError as error:
+        return f"{option}: {str(error).removeprefix(f'{path}: ')}"
+    return ""
 
 
 SCHEDULERS = ("slurm", "kubernetes")
@@ -122,6 +324,10 @@ class Room:
     """Whose job this is: "slurm", "kubernetes", or None."""
 
 
+_NAMES = {"needs_peak": tuple(PEAK_UNITS), "needs_data": DATA_NAMES, "needs_scheduler": SCHEDULERS}
+"""Marker -> the names that it can have."""
+
+
 def why_not_applicable(item: pytest.Item, room: Room) -> str | None:
     """Return why a test cannot run here, or None if it can.
 
@@ -129,77 +335,44 @@ def why_not_applicable(item: pytest.Item, room: Room) -> str | None:
         pytest.UsageError: a marker that says nothing usable, such as one without a number, must not be taken for
             "always".
     """
-    for name, have, what in (
+    for marker, have, what in (
         ("needs_ranks", room.ranks, "ranks"),
         ("needs_nodes", room.nodes, "nodes"),
         ("needs_local_ranks", room.ranks_per_node, "ranks on each node"),
     ):
-        need = _value_of(item, name, "n")
-        if need is _NO_MARKER:
-            continue
-        if isinstance(need, bool) or not isinstance(need, int):
-            raise pytest.UsageError(f"{item.nodeid}: the marker {name}(n) needs a whole number, not {need!r}")
-        if have < need:
+        found, need = _value(item, marker, "n")
+        if found and (isinstance(need, bool) or not isinstance(need, int)):
+            raise pytest.UsageError(f"{item.nodeid}: the marker {marker}(n) needs a whole number, not {need!r}")
+        if found and have < need:
             return f"needs {need} {what}, and there {'is' if have == 1 else 'are'} {have}"
-    reasons = (_without_gpu, _without_peak, _without_data, _without_scheduler)
-    return next((why for reason in reasons if (why := reason(item, room)) is not None), None)
-
-
-def _without_gpu(item: pytest.Item, room: Room) -> str | None:
-    value = _value_of(item, "needs_gpu", "")
-    if value is not _NO_MARKER and value is not None:
+    found, value = _value(item, "needs_gpu", "")
+    if value is not None:
         raise pytest.UsageError(f"{item.nodeid}: the marker needs_gpu takes no value, and has {value!r}")
-    return "needs a GPU, and this is a rehearsal on cpu" if room.on_cpu and value is None else None
+    if found and room.on_cpu:
+        return "needs a GPU, and this is a rehearsal on cpu"
+    for marker, allowed in _NAMES.items():
+        found, name = _value(item, marker, "name")
+        if found and name not in allowed:
+            hint = did_you_mean(name, allowed) if isinstance(name, str) else ""
+            raise pytest.UsageError(
+                f"{item.nodeid}: the marker {marker}(name) needs one of {', '.join(allowed)}, not {name!r}{hint}"
+            )
+        why = _lack(marker, name, room) if found else None
+        if why is not None:
+            return why
+    return None
 
 
-def _without_peak(item: pytest.Item, room: Room) -> str | None:
-    name = _value_of(item, "needs_peak", "name")
-    if name is _NO_MARKER:
-        return None
-    if name not in PEAK_UNITS:
-        hint = did_you_mean(name, PEAK_UNITS) if isinstance(name, str) else ""
-        raise pytest.UsageError(
-            f"{item.nodeid}: the marker needs_peak(name) needs one of {', '.join(PEAK_UNITS)}, not {name!r}{hint}"
-        )
+def _lack(marker: str, name: str, room: Room) -> str | None:
+    """Return what is missing of what a marker names."""
+    if marker == "needs_data":
+        return None if name in room.data else f"needs --gpucluster-data {name}=PATH, and it was not given"
+    if marker == "needs_scheduler":
+        return None if room.scheduler == name else f"needs a job of {name}, and this is none"
     sku = room.data_sheet()
     if sku is None or sku.peaks is None or getattr(sku.peaks, name) is not None:
         return None
     return f"needs {name}, and the data sheet of {sku.name} has none"
-
-
-def _without_data(item: pytest.Item, room: Room) -> str | None:
-    name = _value_of(item, "needs_data", "name")
-    if name is _NO_MARKER:
-        return None
-    if name not in DATA_NAMES:
-        hint = did_you_mean(name, DATA_NAMES) if isinstance(name, str) else ""
-        raise pytest.UsageError(
-            f"{item.nodeid}: the marker needs_data(name) needs one of {', '.join(DATA_NAMES)}, not {name!r}{hint}"
-        )
-    return None if name in room.data else f"needs --gpucluster-data {name}=PATH, and it was not given"
-
-
-def _without_scheduler(item: pytest.Item, room: Room) -> str | None:
-    name = _value_of(item, "needs_scheduler", "name")
-    if name is _NO_MARKER:
-        return None
-    if name not in SCHEDULERS:
-        hint = did_you_mean(name, SCHEDULERS) if isinstance(name, str) else ""
-        raise pytest.UsageError(
-            f"{item.nodeid}: the marker needs_scheduler(name) needs one of {', '.join(SCHEDULERS)}, not {name!r}{hint}"
-        )
-    return None if room.scheduler == name else f"needs a job of {name}, and this is none"
-
-
-_NO_MARKER = object()
-
-
-def _value_of(item: pytest.Item, marker_name: str, parameter: str) -> Any:
-    """Return the marker's one value, None where it has none, or _NO_MARKER."""
-    marker = item.get_closest_marker(marker_name)
-    if marker is None:
-        return _NO_MARKER
-    return marker.args[0] if marker.args else marker.kwargs.get(parameter)
 
 
 def criterion_of(item: pytest.Item) -> str | None:
@@ -264,6 +437,7 @@ def require_usable(items: list[pytest.Item]) -> None:
 
 
 def _value(item: pytest.Item, marker_name: str, parameter: str) -> tuple[bool, Any]:
+    """Return whether a test has a marker, and its one value; None where it has none."""
     marker = item.get_closest_marker(marker_name)
     if marker is None:
         return False, None

@@ -1,4 +1,4 @@
-"""A pytest session in which this process is one rank: what happens at each of pytest's hooks."""
+"""A pytest session in which this process is one rank: the plugin with its hooks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pytest_gpucluster.config.criteria_file import read_manifest
 from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.session import reporting, shutdown
-from pytest_gpucluster.session.failure import skip_reason
-from pytest_gpucluster.session.phases import Phases, name_of
+from pytest_gpucluster.session.phases import ON_TRIAL, Phases, name_of
+from pytest_gpucluster.session.progress import begin_live
 from pytest_gpucluster.session.rejected_run import asked_path
-from pytest_gpucluster.session.reporting import BROKE, Console, Status
+from pytest_gpucluster.session.reporting import BROKE, Console, Status, skip_reason
 from pytest_gpucluster.session.run import Run, Running
 from pytest_gpucluster.session.selection import (
     criterion_of,
@@ -28,11 +28,11 @@ from pytest_gpucluster.session.selection import (
     only_lists,
     read_workload,
     require_usable,
+    turn_of,
     why_not_applicable,
 )
 from pytest_gpucluster.session.shutdown import call_verdict_hooks
 from pytest_gpucluster.session.startup import Startup
-from pytest_gpucluster.session.status_line import begin_live
 from pytest_gpucluster.text import first_line, rank_ranges
 
 if TYPE_CHECKING:
@@ -60,13 +60,14 @@ def take_junit(config: pytest.Config, run: Run) -> None:
 
 
 class Session:
-    """One rank's session."""
+    """One rank's session, as a plugin."""
 
     def __init__(self, config: pytest.Config, run: Run) -> None:
         self._config = config
         self._run = run
         self._phases = Phases(run)
         self._console = Console(config, run)
+        config.pluginmanager.register(self._console, "gpucluster-console")
         self._to_run: list[tuple[str, str | None]] = []
         """Name and criterion of the tests that there is room for."""
         self._collection_errors: list[tuple[str, str]] = []
@@ -84,8 +85,9 @@ class Session:
 
     # ---- before the first test -------------------------------------------------------------------------------
 
-    def start(self, session: pytest.Session) -> None:
-        """Open the run; ranks above 0 fall silent."""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Open the run on every rank, or end the session here; ranks above 0 fall silent."""
         if self._run.rank != 0:
             self._silence()
         if only_lists(self._config):
@@ -103,27 +105,27 @@ class Session:
             writer._file = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
         cache = getattr(self._config, "cache", None)
         if cache is not None:  # never written by this rank, which has only its own half of the results
-            cache._cachedir = self._run.fault_file.cache
+            cache.set = lambda key, value: None
 
-    def header(self) -> list[str]:
-        """Return the lines under pytest's own header."""
-        return self._console.header()
-
-    def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        """Nothing: :meth:`starts` knows more of the test."""
-
-    def collect_report(self, report: pytest.CollectReport) -> None:
-        """Keep the errors of collection, and why a module was skipped."""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep the errors of collection, to be shown by rank 0, and why a module was skipped."""
         if report.failed:
             self._collection_errors.append((report.nodeid, report.longreprtext))
         elif report.skipped:
             self._left_out[report.nodeid] = f"skipped: {skip_reason(report)}"
 
-    def deselected(self) -> None:
-        """Some tests are left out."""
+    def pytest_deselected(self) -> None:
+        """A deselected test makes this run a selection."""
         self._run.selection = True
 
-    def check_items(self, session: pytest.Session) -> None:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Let what must come first run before all else, and what takes long after it; the rest stays in its order."""
+        items.sort(key=turn_of)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Refuse what the collected tests cannot run with, before the first one: markers, and their workload.
 
         Raises:
@@ -133,7 +135,7 @@ class Session:
         try:
             require_usable(session.items)
             manifest = read_manifest([item.nodeid for item in session.items], self._config.rootpath)
-            if run.launched is None or run.joined is None:  # tests are listed only
+            if not run.has_joined:  # tests are listed only
                 return
             room = run.room()
             self._to_run = [
@@ -150,29 +152,37 @@ class Session:
             run.take_workload(loaded.record)
         _freeze_loaded_objects()
 
-    def after_collection(self) -> list[str]:
-        """Return what is shown under the number of tests."""
+    def pytest_report_collectionfinish(self) -> list[str]:
+        """Return what is shown under the number of tests: what will be measured with."""
         return self._console.workload(self._to_run)
 
-    def collected(self, session: pytest.Session) -> None:
-        """Agree with all ranks on the tests to run. Every rank must call this."""
-        if self._run.joined is None:
-            return
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> Generator[None, Any, Any]:
+        """Agree on the tests to run, in rank 0's order."""
+        try:
+            result = yield
+        except (pytest.UsageError, pytest.exit.Exception) as error:
+            self._not_collected(session, error)
+            return True
+        if self._run.has_joined:
+            self._collected(session)
+        return result
+
+    def _collected(self, session: pytest.Session) -> None:
         self._node_ids = [item.nodeid for item in session.items]
-        if self._run.joined is not None:
-            self._run.cluster.allow(max((deadline_of(item, 0.0) for item in session.items), default=0.0))
+        self._run.cluster.allow(max((deadline_of(item, 0.0) for item in session.items), default=0.0))
         if self._run.facts.world_size > 1:
             self._agree_on_collection(session)
         self._run.take_collected([name_of(item) for item in session.items], left_out=self._left_out)
-        if self.refuses_to_run():
+        if self._run.abort_reason is not None:
             session.items[:] = []
         elif self._collection_errors and self._run.rank == 0:
             self._run.problem("collection", *self._why_not_collected())
 
-    def not_collected(self, session: pytest.Session, error: BaseException) -> None:
+    def _not_collected(self, session: pytest.Session, error: BaseException) -> None:
         """Report to all ranks that this one cannot collect anything; raise the error again if none of them can."""
         run = self._run
-        if run.joined is None:
+        if not run.has_joined:
             raise error
         if run.facts.world_size > 1:
             what = _ALL if self._unusable else " ".join(map(str, self._config.args))
@@ -264,54 +274,96 @@ class Session:
             different = rendezvous.workload_disagreement(workloads, names, subset=self._subset)
         return {"ids": expected} if different is None else {"disagreement": list(different)}
 
-    def refuses_to_run(self) -> bool:
-        """Return whether no test must be started at all."""
-        return self._run.abort_reason is not None
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self) -> bool | None:
+        """Run nothing when the ranks have not agreed on what to run."""
+        return self._run.abort_reason is not None or None
 
     # ---- the tests -------------------------------------------------------------------------------------------
 
-    def starts(self, item: pytest.Item) -> bool | None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """Record the start of a test, or return True to leave it out because the run has ended."""
         if self._phases.refuses(item):
             return True
-        if self._run.joined is not None:
+        if self._run.has_joined:
             self._phases.started(item)
         return None
 
-    def phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
-        """Wrap a phase of a test."""
-        return (yield from self._phases.run_phase(item, when))
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Set up on every rank, or on none."""
+        return (yield from self._phases.run_phase(item, "setup"))
 
-    def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
-        """Keep the agreed outcome with its report."""
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, Any, Any]:
+        """Let a fixture that calls ``sys.exit`` cost its own test only.
+
+        pytest 9.2 takes note of an exception that ends a fixture, but not of this one. So it never finishes the
+        fixture, and all later tests that use it fail.
+        """
+        try:
+            return (yield)
+        except SystemExit as error:
+            fixturedef.cached_result = (None, fixturedef.cache_key(request), (error, error.__traceback__))  # type: ignore[arg-type]
+            raise
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Run the body on every rank, then judge all measurements at once."""
+        return (yield from self._phases.run_phase(item, "call"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Tear down on every rank."""
+        return (yield from self._phases.run_phase(item, "teardown"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Keep what the ranks agreed on with the report."""
+        report = yield
+        if ON_TRIAL not in item.stash:
+            self._made(report, item)
+        return report
+
+    def _made(self, report: pytest.TestReport, item: pytest.Item) -> None:
         self._phases.remember(report)
 
-    def show(self, report: pytest.TestReport) -> None:
-        """Let the report say what all ranks agreed on."""
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
+        """Let rank 0's report say what all ranks agreed on, before anything reads it."""
         self._phases.reports.show(report)
+        yield
 
-    def status(self, report: pytest.TestReport, status: Status) -> Status:
-        """Return pytest's words for a report, with its own changed where a call broke, or where a line is begun."""
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> Generator[None, Status, Status]:
+        """Show what broke the run as an error, not as a failure of the hardware; begin a criterion's line."""
+        status = yield
         if self._phases.reports.is_folded(report):
             return "", "", ""
         return self._console.status(report, BROKE if self._phases.reports.is_error(report) else status)
 
-    def shown(self, report: pytest.TestReport) -> None:
-        """Print what was measured, below or after what pytest has printed."""
-        self._console.print_result(report)
-
-    def internal_error(self, error: BaseException) -> None:
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """End the run on every rank: pytest itself, or a plugin, has failed on this one."""
-        if self._run.joined is not None:
+        if self._run.has_joined:
+            error = excinfo.value
             message = f"internal error on {self._run.names[self._run.rank]}: {type(error).__name__}: {error}"
             text = "".join(traceback.format_exception(error))
             self._run.watch.end(AbortReason(name="internal error", message=first_line(message), exit=3, text=text))
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
-    def finish(self, session: pytest.Session) -> None:
-        """Agree on the exit code. Every rank must call this."""
-        if self._run.joined is None or self._finished:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """Agree on the verdict and the exit code; say it in the last line. Every rank must call this."""
+        self._finish(session)
+        yield
+        self._last_words(session)
+
+    def _finish(self, session: pytest.Session) -> None:
+        if not self._run.has_joined or self._finished:
             return
         self._finished = True
         self._phases.let_go()
@@ -321,7 +373,7 @@ class Session:
             why = f"interrupted on {self._run.names[self._run.rank]}: {session.shouldstop}"
         session.exitstatus = shutdown.finish(self._run, int(session.exitstatus), why=why)
 
-    def last_words(self, session: pytest.Session) -> None:
+    def _last_words(self, session: pytest.Session) -> None:
         """Print the verdict under everything else, and let no plugin change its exit code."""
         if self._finished and self._run.verdict is not None:
             session.exitstatus = self._run.verdict.exit
@@ -336,7 +388,7 @@ class Session:
         if self._finished:
             verdict.keep_exit_code(int(session.exitstatus))
 
-    def close(self) -> None:
+    def pytest_unconfigure(self) -> None:
         """Leave the run, once everything is printed."""
         shutdown.close(self._run)
         self._run.fault_file.close()

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from pytest_gpucluster.agreement.exchange import AbortReason
 from pytest_gpucluster.agreement.hang_diagnosis import remove_left
 from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.records import failed_before
+from pytest_gpucluster.journal.run_directory import VerdictRecord
 from pytest_gpucluster.journal.test_record import now
-from pytest_gpucluster.journal.verdict import ExitNote, write_exit_note
-from pytest_gpucluster.journal.verdict_record import VerdictRecord
+from pytest_gpucluster.journal.verdict import ExitNote, write_note
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.recorder.client import wait_for_end
 from pytest_gpucluster.session.run import Run
@@ -47,11 +46,9 @@ def call_verdict_hooks(run: Run) -> None:
         return
     if run.recorder.missing:
         _say(run, f"reports are missing: {run.recorder.missing}")
-    if not _implementations(run):
-        return
+    plugins = [one.plugin for one in reversed(run.config.hook.pytest_gpucluster_verdict.get_hookimpls())]
     journal = run.journal_copy.journal()
-    if journal is None:
-        _say(run, f"{HOOK} is not called: nothing is recorded")
+    if not plugins or journal is None:
         return
     decided = run.verdict
     # A ticket or a drained node is read elsewhere, where a path from here says nothing.
@@ -59,32 +56,20 @@ def call_verdict_hooks(run: Run) -> None:
     record = VerdictRecord.of(journal, place, verdict=decided.word, exit=decided.exit, reason=decided.reason)
     for problem in record.problems:
         _say(run, problem)
-    _call(run, record)
-
-
-def _implementations(run: Run) -> list[object]:
-    return [one.plugin for one in reversed(run.config.hook.pytest_gpucluster_verdict.get_hookimpls())]
-
-
-def _call(run: Run, record: VerdictRecord) -> None:
-    plugins = _implementations(run)
     failures = []
     for plugin in plugins:
         others = [other for other in plugins if other is not plugin]
-        caller = run.config.pluginmanager.subset_hook_caller(HOOK, remove_plugins=others)
         try:
-            caller(record=record)
+            run.config.pluginmanager.subset_hook_caller(HOOK, remove_plugins=others)(record=record)
         except BaseException as error:  # also SystemExit and Ctrl-C: no hook ends this run with another exit code
             where = run.config.pluginmanager.get_name(plugin) or repr(plugin)
             _say(run, f"{HOOK} of {where} has failed: {type(error).__name__}: {error}; the verdict stays as it is")
             failures.append(f"{HOOK} of {where}:\n{''.join(traceback.format_exception(error))}")
-    if not failures:
-        return
-    path = record.directory / ERRORS
-    try:
-        path.write_text("\n".join(failures), encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        _say(run, f"{path}: not written: {error.strerror or error}")
+    if failures:
+        try:
+            (place / ERRORS).write_text("\n".join(failures), encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            _say(run, f"{place / ERRORS}: not written: {error.strerror or error}")
 
 
 def _say(run: Run, text: str) -> None:
@@ -105,29 +90,13 @@ _TRY_AGAIN_SECONDS = 2.0
 
 def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.Verdict:
     """Return the verdict on what is recorded. Rank 0 has everything; other ranks know only the reason of an abort."""
-    results = [
-        verdict.TestResult(
-            nodeid=record.test.nodeid,
-            criterion=record.test.criterion,
-            outcome=record.outcome,
-            message=record.message,
-            applicable=record.applicable,
-            unjudged=record.unjudged,
-            too_slow=record.too_slow and record.outcome == "skipped",
-            values=len(record.measurements),
-            judged=sum(measured["status"] == "passed" for measured in record.measurements),
-            attempts=record.attempts,
-            failed_before=failed_before(record.properties),
-        )
-        for record in run.records.values()
-    ]
     return verdict.decide(
-        results,
+        [record.result() for record in run.records.values()],
         pytest_exit=pytest_exit,
         abort=None if abort is None else (abort.exit, abort.message),
         problems=run.problems if abort is None else (),
         not_run=run.not_run() if pytest_exit == 0 else (),
-        required=run.settings.require if run.settings else (),
+        required=run.settings.require,
         rehearsal=run.rehearsal,
         selection=run.selection,
         manifest=run.running.manifest is not None,
@@ -139,7 +108,7 @@ def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.
 def _topology(run: Run) -> str:
     shape = f"{run.facts.nnodes} node{'s' * (run.facts.nnodes != 1)}, {run.facts.world_size} rank"
     shape += "s" * (run.facts.world_size != 1)
-    if run.launched is not None and run.settings.expect is not None:
+    if run.settings.expect is not None:
         return f"{shape}, as expected ({run.settings.expect})"
     if run.facts.scheduler.nnodes is not None:
         return f"{shape}, as allocated by {run.facts.scheduler.name}"
@@ -154,8 +123,6 @@ def _remarks(run: Run) -> list[str]:
         remarks.append(
             f"attempt {int(requeued) + 1} of Slurm job {run.environ.get('SLURM_JOB_ID')}, which was requeued"
         )
-    if run.launched is None:
-        return remarks
     if run.settings.sku is not None:
         remarks = [*remarks, f"judged as {run.settings.sku} (--gpucluster-sku)"]
     if run.settings.thresholds is not None:
@@ -165,13 +132,11 @@ def _remarks(run: Run) -> list[str]:
     return remarks
 
 
-def finish_for_workers(
-    run: Run, pytest_exit: int, *, why: str | None = None, refused: str | None = None, cut_short: Collection[str] = ()
-) -> int:
+def finish_for_workers(run: Run, pytest_exit: int, *, why: str | None = None, refused: str | None = None) -> int:
     """Close the record of a run whose ranks are local workers; returns the exit code.
 
     ``why`` no test has run, if what was to be collected could not be collected by any worker; ``refused`` if they
-    were, and could not be run; ``cut_short`` the tests whose error is the interruption itself.
+    were, and could not be run.
     """
     who = run.roll.who
     if len(who) < run.facts.world_size:  # else it was recorded with the last report
@@ -181,7 +146,9 @@ def finish_for_workers(
         abort = AbortReason(name="usage", message=first_line(refused), exit=4, text=refused)
     elif why is not None:
         abort = AbortReason(name="collection", message=first_line(why), exit=2)
-    elif pytest_exit == pytest.ExitCode.INTERRUPTED and not _has_gone_wrong(run, cut_short):
+    elif pytest_exit == pytest.ExitCode.INTERRUPTED and not (
+        run.problems or any(record.outcome in ("failed", "error") for record in run.records.values())
+    ):  # else that explains why pytest has stopped
         abort = AbortReason(name="interrupted", message="interrupted before every worker had run every test", exit=2)
         run.record_abort(abort)
     run.verdict = decide(run, pytest_exit=pytest_exit, abort=abort)
@@ -189,20 +156,12 @@ def finish_for_workers(
     return run.verdict.exit
 
 
-def _has_gone_wrong(run: Run, cut_short: Collection[str]) -> bool:
-    """Return whether something is recorded that explains why pytest has stopped."""
-    return bool(run.problems) or any(
-        record.outcome == "failed" or (record.outcome == "error" and nodeid not in cut_short)
-        for nodeid, record in run.records.items()
-    )
-
-
 def finish(run: Run, pytest_exit: int, *, why: str | None = None) -> int:
     """Agree on the verdict and close the record. Every rank must call this; returns the exit code.
 
     ``why`` pytest has interrupted itself, if it has and that is known.
     """
-    if run.joined is None:
+    if not run.has_joined:
         return pytest_exit
     watch = run.watch
     if watch.abort_reason is None and pytest_exit in (2, 3):
@@ -271,7 +230,7 @@ def overtime(run: Run, abort: AbortReason) -> None:
         run.cry(text)
     _leave_note(run, run.verdict)
     _wait_for_reports(run)
-    if run.joined is not None:
+    if run.has_joined:
         run.watch.remove_left()
     detached_process.end_stale_processes([str(run.fault_file.path)])
     remove_left(str(run.fault_file.path))
@@ -281,7 +240,7 @@ def overtime(run: Run, abort: AbortReason) -> None:
 def close(run: Run) -> None:
     """Leave: no rank is called lost after this."""
     run.monitor.close()
-    if run.joined is None:
+    if not run.has_joined:
         return
     watch = run.watch
     watch.goodbye("finished")
@@ -292,7 +251,7 @@ def close(run: Run) -> None:
     _wait_for_reports(run)
     watch.remove_left()
     watch.close()
-    if run.joined is not None and abort is None:
+    if abort is None:
         run.cluster.close()
     report_to_launcher(run)
 
@@ -328,7 +287,7 @@ def report_to_launcher(run: Run) -> None:
 def _leave_note(run: Run, result: verdict.Verdict) -> None:
     shared = run.roll.shared.get("directory")
     directory = shared or (run.directory.resolve() if run.directory else "")
-    wrong = write_exit_note(
+    wrong = write_note(
         run.environ,
         ExitNote(
             rank=run.rank,

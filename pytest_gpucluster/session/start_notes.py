@@ -205,12 +205,13 @@ def begun(config: pytest.Config) -> Iterator[None]:
     rank, pid = int(os.environ["RANK"]), os.getpid()
 
     def report(message: str, text: str) -> None:
+        from pytest_gpucluster.agreement.exchange import AbortReason
         from pytest_gpucluster.journal import verdict
-        from pytest_gpucluster.journal.verdict import ExitNote, write_exit_note
+        from pytest_gpucluster.journal.verdict import ExitNote, write_note
         from pytest_gpucluster.session import rejected_run
 
-        problem = rejected_run.problem_line(message=message, text=text, exit=11, name=LOST)
-        rejected_run.replace_report(config.known_args_namespace, problem, 11, only_earlier=False)
+        reason = AbortReason(name=LOST, message=message, text=text, exit=11)
+        rejected_run.replace_report(config.known_args_namespace, reason, only_earlier=False)
         last = ExitNote(
             rank=rank,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
@@ -221,7 +222,7 @@ def begun(config: pytest.Config) -> Iterator[None]:
             rehearsal=False,
             host=host,
         )
-        if wrong := write_exit_note(os.environ, last):
+        if wrong := write_note(os.environ, last):
             print(f"ERROR: {wrong}", file=sys.stderr)
 
     start = Start(file, StartNote(rank=rank, host=host, pid=pid, started=start_time(pid)), report)

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.agreement import liveness, preflight, store_process
-from pytest_gpucluster.agreement.exchange import Exchange
-from pytest_gpucluster.agreement.rendezvous import Refusal, Refused, RollCall, join
-from pytest_gpucluster.agreement.store import Stores, connect
+from pytest_gpucluster.agreement import liveness, preflight
+from pytest_gpucluster.agreement.exchange import AbortReason, Exchange
+from pytest_gpucluster.agreement.rendezvous import Refused, RollCall, join
+from pytest_gpucluster.agreement.store import Stores, connect, start_store
 from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.journal import next_in_series
 from pytest_gpucluster.journal.run_directory import new_run_directory
 from pytest_gpucluster.journal.test_record import now
-from pytest_gpucluster.journal.verdict import BeginNote, write_begin_note
+from pytest_gpucluster.journal.verdict import BeginNote, write_note
 from pytest_gpucluster.launch import detached_process, master_address
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import register
@@ -35,10 +35,10 @@ from pytest_gpucluster.node.health.telemetry import INTERVAL_SECONDS
 from pytest_gpucluster.recorder.client import Recorder
 from pytest_gpucluster.session import options, rejected_run, shutdown
 from pytest_gpucluster.session.cluster import Cluster
-from pytest_gpucluster.session.run import Joined, Launched, Run, name_of_rank
+from pytest_gpucluster.session.run import Run, name_of_rank
+from pytest_gpucluster.session.selection import TrainingInputs
 from pytest_gpucluster.session.shutdown import call_verdict_hooks
 from pytest_gpucluster.session.start_notes import JOINING, LOST, START, Start
-from pytest_gpucluster.session.training_inputs import TrainingInputs
 from pytest_gpucluster.text import first_line, rank_ranges
 
 _WITHOUT_A_CALL = {"setupplan": "--setup-plan", "setuponly": "--setup-only", "forked": "--forked", "boxed": "--boxed"}
@@ -90,7 +90,7 @@ class Startup:
             self._silence_stderr()
         pytest.exit(message, returncode=11)
 
-    def _prepare(self) -> Refusal | None:
+    def _prepare(self) -> AbortReason | None:
         """Do what needs no other rank. Return what went wrong instead of raising, so that all ranks can report it."""
         run = self._run
         problem = None
@@ -98,7 +98,7 @@ class Startup:
             for found in run.config.hook.pytest_gpucluster_metrics():
                 for metric in found:
                     register(metric)
-            run.launched = Launched(settings=options.resolve(run.config, run.environ))
+            run.settings, run.has_settings = options.resolve(run.config, run.environ), True
             _refuse_conflicts(run.config, run.facts)
             _refuse_unasked_rehearsal(run.settings, run.facts.hostname)
         except GpuClusterError as error:
@@ -111,7 +111,7 @@ class Startup:
                     problem = problem or _refusal(error)
                 except OSError as error:  # no further process can be started
                     problem = problem or _refusal(EnvironmentBroken(f"the recorder cannot be started: {error}"))
-        if run.launched is None:
+        if not run.has_settings:
             return problem
         try:
             if run.settings.sku == "cpu-rehearsal" and not run.rehearsal:
@@ -138,7 +138,7 @@ class Startup:
         from pytest_gpucluster.analysis.baseline import Baseline
 
         baseline = Baseline.read(settings.baseline, allowed=settings.baseline_fail, rehearsal=self._run.rehearsal)
-        self._run.launched = Launched(settings=settings, baseline=baseline)
+        self._run.baseline = baseline
         self._run.send(baseline.line())
 
     def _require_junit(self) -> None:
@@ -147,7 +147,6 @@ class Startup:
             return
         try:
             rejected_run.require_file(path)
-            self._require_no_input(path)
             self._run.claimed = rejected_run.claim(path)
             if self._run.claimed is None:
                 raise OptionError(
@@ -156,19 +155,6 @@ class Startup:
         except OptionError:
             self._run.junit_path = None  # the one in the report directory must do
             raise
-
-    def _require_no_input(self, path: Path) -> None:
-        """Keep the report from replacing what the run reads."""
-        if self._run.launched is None:
-            return
-        settings = self._run.settings
-        read = {"thresholds": settings.thresholds, "reference-curve": settings.reference_curve}
-        if settings.baseline is not None:
-            read["baseline"] = settings.baseline
-        read |= {f"data {data.key}": data.source.path for data in settings.data}
-        for option, file in read.items():
-            if file is not None and os.path.realpath(file) == os.path.realpath(path):
-                raise OptionError(f"--junitxml {path}: is the file of --gpucluster-{option}; name another one")
 
     def _start_recorder(self) -> None:
         report_dir = options.report_directory(self._run.config, self._run.environ)
@@ -180,7 +166,7 @@ class Startup:
         begun = BeginNote(
             launcher=self._run.launcher, directory=str(self._run.directory.resolve()), recorder=self._run.recorder.pid
         )
-        wrong = write_begin_note(self._run.environ, begun)
+        wrong = write_note(self._run.environ, begun)
         if wrong is not None:
             print(wrong, file=sys.stderr)
 
@@ -194,14 +180,14 @@ class Startup:
             "launcher": self._run.facts.launcher,
             "world_size": self._run.facts.world_size,
             "nnodes": self._run.facts.nnodes,
-            "options": self._run.settings.to_json() if self._run.launched is not None else {},
+            "options": self._run.settings.to_json() if self._run.has_settings else {},
         }
 
-    def _join(self, problem: Refusal | None) -> None:
+    def _join(self, problem: AbortReason | None) -> None:
         run, facts = self._run, self._run.facts
         master_address.require_known(facts)
         if facts.world_size > 1 and not facts.agent_store and facts.rank == 0:
-            store_process.start(facts)
+            start_store(facts)
         stores = connect(facts, timeout_seconds=run.timeouts.join)
         me = self._describe_me(problem)
         me["connect_seconds"] = round(stores.connect_seconds, 3)
@@ -232,8 +218,8 @@ class Startup:
     def _connect(self, stores: Stores, *, cuda_index: int) -> None:
         """Start the watchdog, and make what the tests communicate with."""
         run, facts = self._run, self._run.facts
-        exchange = Exchange(stores, facts.rank, facts.world_size)
-        watch = Watch(
+        exchange = run.exchange = Exchange(stores, facts.rank, facts.world_size)
+        watch = run.watch = Watch(
             facts=facts,
             side=stores.side,
             numbers=exchange,
@@ -246,7 +232,7 @@ class Startup:
             on_overtime=partial(shutdown.overtime, run),
             rehearsal=run.rehearsal,
         )
-        cluster = Cluster(
+        cluster = run.cluster = Cluster(
             facts,
             hosts=list(run.roll.hosts),
             device_type=run.device,
@@ -256,13 +242,13 @@ class Startup:
             guard=watch.guard,
             deadline_seconds=float(run.settings.deadline),
         )
-        run.joined = Joined(stores=stores, exchange=exchange, watch=watch, cluster=cluster)
+        run.stores, run.has_joined = stores, True
         cluster.take_device()
         if run.recorder is not None:
             run.recorder.fault_file(str(run.fault_file.path))
         watch.start()
 
-    def _describe_me(self, problem: Refusal | None) -> dict[str, Any]:
+    def _describe_me(self, problem: AbortReason | None) -> dict[str, Any]:
         from pytest_gpucluster.node.inventory import identify
 
         plain = {
@@ -309,10 +295,8 @@ class Startup:
             )
         )
 
-    def _inputs(self) -> dict[str, Any] | None:
+    def _inputs(self) -> dict[str, Any]:
         """Return what this rank was given to train with, and what of it is not there."""
-        if self._run.launched is None:
-            return None
         inputs = TrainingInputs.of(self._run.settings)
         return {"values": inputs.values(), "problems": inputs.problems()}
 
@@ -336,14 +320,14 @@ class Startup:
             hosts=[self._run.facts.hostname] * workers, who={}, shared={"directory": str(self._run.directory)}
         )
 
-    def _missing_inputs(self) -> Refusal | None:
-        problems = (self._inputs() or {}).get("problems", [])
+    def _missing_inputs(self) -> AbortReason | None:
+        problems = self._inputs()["problems"]
         return _refusal(OptionError("\n".join(problems))) if problems else None
 
-    def _too_few_gpus(self, workers: int) -> Refusal | None:
+    def _too_few_gpus(self, workers: int) -> AbortReason | None:
         me = self._describe_me(None)
         if "problem" in me:
-            return Refusal(message=first_line(me["problem"]), text=me["problem"], exit=me["exit"])
+            return _reason(me["problem"], me["exit"])
         visible = int(me["visible_gpus"])
         if workers <= visible:
             whole_node = dict.fromkeys(range(workers), me)
@@ -356,7 +340,7 @@ class Startup:
             )
         )
 
-    def _check(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
+    def _check(self, who: Mapping[int, Mapping[str, Any]]) -> AbortReason | None:
         """Rank 0: compare the reports with what was declared, and record both."""
         unable: dict[tuple[str, int], list[int]] = {}
         for rank, facts in who.items():
@@ -368,10 +352,10 @@ class Startup:
             rest = [rank for ranks in list(unable.values())[_TEXTS_SHOWN:] for rank in ranks]
             if rest:
                 texts.append(f"and {len(rest)} more ranks: {rank_ranges(rest)}")
-            return Refusal(message=first_line(text), text="\n".join(texts), exit=exit_code)
+            return _reason("\n".join(texts), exit_code)
         message, text = self._lost() if len(who) < self._run.facts.world_size else ("", "")
         if message:
-            return Refusal(message=message, text=text, exit=11)
+            return AbortReason(name=LOST, message=message, text=text, exit=11)
         found = preflight.problems(
             who,
             self._run.facts,
@@ -383,8 +367,7 @@ class Startup:
         self._run.uncovered = preflight.gpus_without_a_rank(who, self._run.facts, self._run.settings.expect)
         if not found:
             return self._foreign_baseline(who)
-        text = "\n".join(problem.text for problem in found)
-        return Refusal(message=first_line(found[0].text), text=text, exit=max(problem.exit for problem in found))
+        return _reason("\n".join(problem.text for problem in found), max(problem.exit for problem in found))
 
     def _is_hopeless(self) -> bool:
         """Return whether a rank whose report or answer is awaited has ended before it could give it."""
@@ -396,7 +379,7 @@ class Startup:
         """Return which ranks of this node have failed before they reported: in one line, and in full."""
         return self._start.failures() if self._start is not None else ("", "")
 
-    def _foreign_baseline(self, who: Mapping[int, Mapping[str, Any]]) -> Refusal | None:
+    def _foreign_baseline(self, who: Mapping[int, Mapping[str, Any]]) -> AbortReason | None:
         baseline = self._run.baseline
         why = baseline.incompatibility(self._run.conditions(who)) if baseline is not None else ""
         if not why:
@@ -406,24 +389,24 @@ class Startup:
     def _report_lost(self, message: str, text: str) -> None:
         """Rank 0 ends, because a rank has failed before the roll call."""
         if self._run.verdict is None:
-            self._put_on_record(Refusal(message=message, text=text, exit=11))
+            self._put_on_record(AbortReason(name=LOST, message=message, text=text, exit=11))
 
-    def _put_on_record(self, refusal: Refusal) -> None:
+    def _put_on_record(self, refusal: AbortReason) -> None:
         if self._start is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, while the report is being written
-        name = LOST if self._lost()[0] else ""
-        problem = rejected_run.problem_line(message=refusal.message, text=refusal.text, exit=refusal.exit, name=name)
-        self._run.send(problem)
+        if self._lost()[0]:
+            refusal = replace(refusal, name=LOST)
+        self._run.record_abort(refusal)
         self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
         shutdown.write_end(self._run)
         if self._run.recorder is None and self._run.rank == 0 and self._run.junit_path is not None:
-            lost = rejected_run.write_junit(self._run.junit_path, self._first_line(), problem, refusal.exit)
+            lost = rejected_run.write_junit(self._run.junit_path, self._first_line(), refusal)
             if lost is not None:
                 print(f"ERROR: {lost}", file=sys.stderr)
         call_verdict_hooks(self._run)
         shutdown.report_to_launcher(self._run)
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: AbortReason) -> None:
         """End the session before its first test, with a report."""
         self._put_on_record(refusal)
         text = refusal.text
@@ -434,7 +417,7 @@ class Startup:
         print(f"ERROR: {text}", file=sys.stderr)
         pytest.exit(f"{verdict.BROKEN}, exit code {refusal.exit}: the run was not started", returncode=refusal.exit)
 
-    def _leave(self, refusal: Refusal) -> None:
+    def _leave(self, refusal: AbortReason) -> None:
         """End the session of a rank above 0 silently: rank 0 reports for all."""
         self._run.verdict = verdict.Verdict(word=verdict.BROKEN, exit=refusal.exit, reason=refusal.message)
         shutdown.report_to_launcher(self._run)
@@ -447,8 +430,12 @@ class Startup:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
 
 
-def _refusal(error: GpuClusterError) -> Refusal:
-    return Refusal(message=first_line(str(error)), text=str(error), exit=4 if isinstance(error, UsageProblem) else 11)
+def _refusal(error: GpuClusterError) -> AbortReason:
+    return _reason(str(error), 4 if isinstance(error, UsageProblem) else 11)
+
+
+def _reason(text: str, exit: int) -> AbortReason:
+    return AbortReason(name=rejected_run.NAMES[exit], message=first_line(text), text=text, exit=exit)
 
 
 def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:

@@ -2,95 +2,44 @@
 
 Every worker runs every test on its own GPU, judges nothing, and sends the controller what it measured. The controller
 merges the N reports of a test into one, judges it, and lets pytest see that one only: the same testcases as under
-torchrun. For tests that Ctrl-C interrupts no report comes from the workers: each leaves its measurements in a file.
+torchrun.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import socket
+import sys
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_gpucluster.agreement import rendezvous
-from pytest_gpucluster.agreement.exchange import Merged, RankOutcome, merge
+from pytest_gpucluster.agreement.exchange import AbortReason, Merged, RankOutcome, merge
 from pytest_gpucluster.config.criteria_file import read_manifest
 from pytest_gpucluster.config.workload import WorkloadRecord
-from pytest_gpucluster.errors import LaunchError, ThresholdsError
+from pytest_gpucluster.errors import LaunchError, ThresholdsError, UsageProblem
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.records import CollectedTest
-from pytest_gpucluster.journal.run_directory import ARTIFACTS
 from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.metrics.codec import read
-from pytest_gpucluster.metrics.measurement import Measurement
 from pytest_gpucluster.metrics.time_budget import LEDGER
 from pytest_gpucluster.reports.criterion_text import summary_text
 from pytest_gpucluster.reports.summary import row_of
-from pytest_gpucluster.session import shutdown
-from pytest_gpucluster.session.failure import MergedRepr, line_of, skip_reason
+from pytest_gpucluster.session import rejected_run, shutdown
+from pytest_gpucluster.session.cluster import prepare_environment
+from pytest_gpucluster.session.judging import judge_merged
 from pytest_gpucluster.session.phases import Phases
-from pytest_gpucluster.session.progress import STEPS
-from pytest_gpucluster.session.reporting import BROKE, Console, Status
-from pytest_gpucluster.session.run import Run
+from pytest_gpucluster.session.reporting import BROKE, Console, MergedRepr, Status, line_of, skip_reason
+from pytest_gpucluster.session.run import RUN, Run, WorkerPlace
 from pytest_gpucluster.session.selection import criterion_of, is_selection, only_lists
 from pytest_gpucluster.session.session import Session, last_error, take_junit
 from pytest_gpucluster.session.shutdown import call_verdict_hooks
-from pytest_gpucluster.session.startup import Startup
-from pytest_gpucluster.session.status_line import begin_for_workers
-from pytest_gpucluster.session.verdict import judge_merged
+from pytest_gpucluster.session.startup import Startup, run_line
 from pytest_gpucluster.text import first_line
-
-NAME = "interrupted.json"
-"""In the folder of this worker's artifacts. A worker is interrupted in one test at most."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InterruptedResult:
-    """How far one worker came in the test that it was in. ``properties`` are of pytest's ``record_property``."""
-
-    nodeid: str
-    outcome: RankOutcome
-    properties: Sequence[tuple[str, Any]] = ()
-
-    def write(self, folder: Path) -> None:
-        """Put it there, whole or not at all. Raises: OSError."""
-        folder.mkdir(parents=True, exist_ok=True)
-        body = {
-            "nodeid": self.nodeid,
-            "rank": self.outcome.rank,
-            "outcome": self.outcome.to_json(),
-            # A property may be anything.
-            "properties": [[name, str(value)] for name, value in self.properties],
-        }
-        path = folder / f".{NAME}"
-        path.write_text(json.dumps(body), encoding="utf-8")
-        os.replace(path, folder / NAME)
-
-
-def interrupted_results(artifacts: Path) -> list[InterruptedResult]:
-    """Return what is below the folder of all workers' artifacts, by rank. A file that cannot be read is not there: then
-    nothing is known of that worker, which is no pass."""
-    left = []
-    for path in artifacts.glob(f"rank-*/{NAME}"):
-        try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-            left.append(
-                InterruptedResult(
-                    nodeid=body["nodeid"],
-                    outcome=RankOutcome.from_json(body["rank"], body["outcome"]),
-                    properties=[(name, value) for name, value in body["properties"]],
-                )
-            )
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return sorted(left, key=lambda one: one.outcome.rank)
-
 
 SAMPLER = "gpucluster_sampler"
 """The key of ``workerinput`` that names the node's sampler to a worker."""
@@ -105,21 +54,22 @@ class Worker(Session):
 
     def __init__(self, config: pytest.Config, run: Run) -> None:
         super().__init__(config, run)
-        self._phases = Phases(run, judges=False, keep=self._keep_interrupted)
+        self._phases = Phases(run, judges=False)
         self._has_sent_workload = False
 
-    def check_items(self, session: pytest.Session) -> None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Leave it to the controller to say that the tests cannot be run: nothing is left to run here."""
         try:
-            super().check_items(session)
+            super().pytest_collection_finish(session)
         except pytest.UsageError as error:
             session.items[:] = []
             self._config.workeroutput[PROPERTY] = str(error)  # type: ignore[attr-defined]  # by xdist, for its workers
 
-    def collected(self, session: pytest.Session) -> None:
+    def _collected(self, session: pytest.Session) -> None:
         """Leave the comparison of collections to the controller."""
 
-    def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
+    def _made(self, report: pytest.TestReport, item: pytest.Item) -> None:
         """Put this rank's outcome into the report, which travels to the controller."""
         outcome = self._phases.last_outcome
         run = self._run
@@ -140,27 +90,13 @@ class Worker(Session):
             )
         )
 
-    def _keep_interrupted(self, item: pytest.Item, message: str, measured: Sequence[Measurement]) -> None:
-        """Keep what an interrupted body has measured where the controller looks for it: no report is sent any more."""
-        place = self._run.place
-        if place is None or not place.directory or not measured:
-            return
-        outcome = RankOutcome(
-            rank=place.index,
-            outcome="error",
-            message=message,
-            text=message,
-            measurements=[each.to_json() for each in measured],
-        )
-        left = InterruptedResult(nodeid=item.nodeid, outcome=outcome, properties=list(item.user_properties))
-        with suppress(OSError):  # then nothing is known of this worker, which is no pass, and Ctrl-C goes on
-            left.write(self._run.artifacts_directory())
-
-    def show(self, report: pytest.TestReport) -> None:
-        """Say nothing: the controller does."""
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
+        """Report nothing: the controller does."""
         self._phases.reports.take_subtest(report)
+        yield
 
-    def finish(self, session: pytest.Session) -> None:
+    def _finish(self, session: pytest.Session) -> None:
         """Keep pytest's own exit status: the verdict is the controller's."""
 
 
@@ -207,6 +143,7 @@ class Controller:
         self._config = config
         self._run = run
         self._console = Console(config, run)
+        config.pluginmanager.register(self._console, "gpucluster-console")
         self._workers = workers
         self._tests: dict[str, _Parts] = {}
         self._collections: dict[int, Sequence[str]] = {}
@@ -217,20 +154,15 @@ class Controller:
         self._cannot_collect: str | None = None
         self._cannot_run: str | None = None
         self._finished = False
-        self._is_interrupted = False
-        self._to_finish: pytest.Session | None = None
         self._sampler: Mapping[str, Any] = {}
         """How the workers reach the sampler of this node; nothing on cpu."""
-        self._steps: str | None = None
-        """Where the first worker says how far it is, if the live line shows it."""
         self._workload_rank = 0
         """The worker that sent its workload first."""
         take_junit(config, run)
         run.names = {rank: f"rank {rank} (gw{rank})" for rank in range(workers)}
 
-    # ---- hooks that both kinds of session have ---------------------------------------------------------------
-
-    def start(self, session: pytest.Session) -> None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Start the record. The workers see to their own GPUs."""
         if only_lists(self._config):
             return
@@ -238,75 +170,37 @@ class Controller:
         Startup(self._run).open_for_workers(self._workers)
         if not self._run.rehearsal:
             self._sampler = self._run.monitor.start()
-        self._steps = begin_for_workers(self._config, self._run)
 
-    def header(self) -> list[str]:
-        """Return the lines under pytest's own header."""
-        return self._console.header()
-
-    def collect_report(self, report: pytest.CollectReport) -> None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Record what a worker cannot collect."""
         if report.failed and self._run.recorder is not None:
             message = first_line(f"cannot collect {report.nodeid}: {last_error(report.longreprtext)}")
             self._cannot_collect = self._cannot_collect or message
             self._run.problem("collection", message, report.longreprtext)
 
-    def deselected(self) -> None:
-        """Only workers deselect."""
-
-    def check_items(self, session: pytest.Session) -> None:
-        """Only workers collect."""
-
-    def after_collection(self) -> list[str]:
-        """Only workers collect."""
-        return []
-
-    def collected(self, session: pytest.Session) -> None:
-        """The controller itself collects nothing."""
-
-    def not_collected(self, session: pytest.Session, error: BaseException) -> None:
-        """Let pytest report it."""
-        raise error
-
-    def refuses_to_run(self) -> bool:
-        """xdist's loop always runs."""
-        return False
-
-    def starts(self, item: pytest.Item) -> bool | None:
-        """No test runs in this process."""
-        return None
-
-    def phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
-        """No test runs in this process."""
-        return (yield)
-
-    def made(self, report: pytest.TestReport, item: pytest.Item) -> None:
-        """No test runs in this process."""
-
-    def status(self, report: pytest.TestReport, status: Status) -> Status:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> Generator[None, Status, Status]:
         """Hide the parts of a test; show a broken one as an error; begin a criterion's line."""
+        status = yield
         if hasattr(report, "context") or report in self._hidden:  # a subtest is reported with its test
             return "", "", ""
         return self._console.status(report, BROKE if report in self._errors else status)
 
-    def shown(self, report: pytest.TestReport) -> None:
-        """Print what was measured, below or after what pytest has printed."""
-        self._console.print_result(report)
-
     # ---- what comes from the workers -------------------------------------------------------------------------
 
-    def worker_input(self) -> dict[str, Any]:
-        """Return what a worker must know before it starts."""
-        values: dict[str, Any] = {SAMPLER: dict(self._sampler)} if self._sampler else {}
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Pass to a worker, before it is started, what the controller has started for all of them."""
+        if self._sampler:
+            node.workerinput[SAMPLER] = dict(self._sampler)
         if self._run.directory is not None:
-            values[DIRECTORY] = str(self._run.directory.resolve())
-        if self._steps is not None:
-            values[STEPS] = self._steps
-        return values
+            node.workerinput[DIRECTORY] = str(self._run.directory.resolve())
 
-    def worker_collected(self, worker: str, node_ids: Sequence[str]) -> None:
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
         """Compare what each worker found with the first one."""
-        self._collections[_index(worker)] = list(node_ids)
+        self._collections[_index(node.gateway.id)] = list(ids)
         if len(self._collections) < self._workers:
             return
         expected = self._collections[min(self._collections)]
@@ -320,7 +214,18 @@ class Controller:
         if different is not None:
             self._run.problem("collection", *different)
 
-    def worker_lost(self, worker: str, error: object) -> None:
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object | None) -> None:
+        """Note a worker that has crashed, or that could not run the tests."""
+        if error:
+            self._worker_lost(node.gateway.id, error)
+            return
+        output = getattr(node, "workeroutput", None) or {}
+        if PROPERTY in output and self._cannot_run is None:
+            self._cannot_run = str(output[PROPERTY])
+            self._run.problem("usage", self._cannot_run, self._cannot_run)
+
+    def _worker_lost(self, worker: str, error: object) -> None:
         """Remember a worker that ended before its tests did, and in which test."""
         rank = _index(worker)
         done = {nodeid for nodeid, parts in self._tests.items() if rank in parts.ended}
@@ -331,13 +236,8 @@ class Controller:
         self._lost[rank] = first_line(f"lost{during}: worker {worker} crashed ({why})")
         self._run.problem("rank lost", f"{self._run.names[rank]} is {self._lost[rank]}", str(error))
 
-    def worker_finished(self, worker: str, output: Mapping[str, Any]) -> None:
-        """Take a worker's last words: why it could not run the tests, if it could not."""
-        if PROPERTY in output and self._cannot_run is None:
-            self._cannot_run = str(output[PROPERTY])
-            self._run.problem("usage", self._cannot_run, self._cannot_run)
-
-    def started(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
         """Record the first start of a test."""
         if nodeid not in self._tests:
             record = TestRecord(test=CollectedTest.of(nodeid, location))
@@ -345,15 +245,20 @@ class Controller:
             line = {"type": "start", "nodeid": nodeid, "at": record.started_at}
             self._run.send({**line, "deadline_seconds": float(self._run.settings.deadline)})
 
-    def show(self, report: pytest.TestReport) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
         """Hide every part but the last, which becomes the merged report of the test."""
+        self._show(report)
+        yield
+
+    def _show(self, report: pytest.TestReport) -> None:
         worker = getattr(report, "node", None)
         if worker is None or hasattr(report, "context"):
             return
         rank = _index(worker.gateway.id)
-        self.started(report.nodeid, report.location)
+        self.pytest_runtest_logstart(report.nodeid, report.location)
         parts = self._tests[report.nodeid]
-        if str(report.when) != "???":  # xdist's own report of a crash, which worker_lost has reported before
+        if str(report.when) != "???":  # xdist's own report of a crash, which was reported before
             self._take(parts, rank, report)
         if self._complete(parts) and not parts.merged:
             self._merge(parts, report)
@@ -397,16 +302,10 @@ class Controller:
         if report.failed and (outcome is None or outcome.outcome == "passed"):
             outcome = _from_pytest(rank, [report])  # such as a strict xfail that passes: pytest says so afterwards
         if outcome is not None and (known is None or known.outcome == "passed"):
-            measured = outcome.measurements or (known.measurements if known else ())
-            parts.outcomes[rank] = RankOutcome(
-                rank=rank,
-                outcome=outcome.outcome,
-                message=outcome.message,
-                text=outcome.text,
-                measurements=measured,
-                sections=outcome.sections,
-                telemetry=outcome.telemetry or (known.telemetry if known else {}),
-            )
+            if known is not None:
+                measured, telemetry = outcome.measurements or known.measurements, outcome.telemetry or known.telemetry
+                outcome = replace(outcome, measurements=measured, telemetry=telemetry)
+            parts.outcomes[rank] = outcome
 
     def _take_workload(self, rank: int, workload: WorkloadRecord) -> None:
         known = self._run.running.workload_record
@@ -494,32 +393,22 @@ class Controller:
 
     # ---- the end ---------------------------------------------------------------------------------------------
 
-    def internal_error(self, error: BaseException) -> None:
-        """Nothing: no other rank waits for this process."""
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """Close the record, and print the verdict under everything else."""
+        self._finish(session)
+        yield
+        if self._finished:
+            self._last_words(session)
 
-    def interrupted(self) -> None:
-        """Note that the operator has ended the run."""
-        self._is_interrupted = True
-
-    def finish(self, session: pytest.Session) -> None:
-        """Close the record, after Ctrl-C only once the workers have ended: until then they leave what they have."""
-        self._to_finish = session
-        if not self._is_interrupted:
-            self._finish()
-
-    def _finish(self) -> None:
+    def _finish(self, session: pytest.Session) -> None:
         """Close the record: a test that did not come from every worker is an error."""
-        session = self._to_finish
-        if session is None or self._finished or self._run.recorder is None:
+        if self._finished or self._run.recorder is None:
             return
         self._finished = True
-        cut_short = self._take_interrupted() if self._is_interrupted else set()
         stopped = int(session.exitstatus) == pytest.ExitCode.INTERRUPTED
         for parts in self._tests.values():
             if parts.merged:
-                continue
-            if stopped and parts.record.test.nodeid in cut_short:
-                self._merge(parts, None)
                 continue
             if stopped and not any(outcome.outcome in _BAD for outcome in parts.outcomes.values()):
                 self._leave_out(parts)
@@ -531,30 +420,7 @@ class Controller:
         alike = len(self._collections) == self._workers and len(set(map(tuple, self._collections.values()))) == 1
         why = self._cannot_collect if alike and not self._tests else None
         refused = self._cannot_run if not self._tests else None
-        session.exitstatus = shutdown.finish_for_workers(
-            self._run, int(session.exitstatus), why=why, refused=refused, cut_short=cut_short
-        )
-
-    def _take_interrupted(self) -> set[str]:
-        """Take what interrupted workers have left of the tests that they were in; return these tests."""
-        assert self._run.directory is not None
-        cut_short = set()
-        for left in interrupted_results(self._run.directory / ARTIFACTS):
-            # Ctrl-C may come before the message of any worker that it has begun this test.
-            self.started(left.nodeid, (left.nodeid.partition("::")[0], None, left.nodeid.rpartition("::")[2]))
-            parts = self._tests[left.nodeid]
-            if not parts.merged and left.outcome.rank not in parts.ended:
-                parts.outcomes[left.outcome.rank] = left.outcome
-                parts.ended.add(left.outcome.rank)
-                parts.record.properties = unique([*left.properties, *parts.record.properties])
-                cut_short.add(left.nodeid)
-        for nodeid in cut_short:
-            parts = self._tests[nodeid]
-            for rank in set(range(self._workers)) - parts.ended - set(self._lost):
-                text = f"interrupted on {self._run.names[rank]}, which has left no measurements"
-                parts.outcomes[rank] = RankOutcome(rank=rank, outcome="error", message=text, text=text)
-                parts.ended.add(rank)
-        return cut_short
+        session.exitstatus = shutdown.finish_for_workers(self._run, int(session.exitstatus), why=why, refused=refused)
 
     def _leave_out(self, parts: _Parts) -> None:
         """Record that a test did not come to its end on every worker, because the run was stopped."""
@@ -564,11 +430,7 @@ class Controller:
         self._run.records[parts.record.test.nodeid] = parts.record
         self._run.send(parts.record.line())
 
-    def last_words(self, session: pytest.Session) -> None:
-        """Print the verdict under everything else."""
-        self._finish()
-        if not self._finished:
-            return
+    def _last_words(self, session: pytest.Session) -> None:
         if self._run.verdict is not None:
             session.exitstatus = self._run.verdict.exit
             verdict.keep_exit_code(self._run.verdict.exit)
@@ -581,9 +443,8 @@ class Controller:
                 reporter.write_line(line, red=True)
         self._console.close()
 
-    def close(self) -> None:
+    def pytest_unconfigure(self) -> None:
         """End what was started for the workers."""
-        self._finish()  # Ctrl-C again, while the workers were ending
         self._run.monitor.close()
         self._run.close()
 
@@ -602,3 +463,48 @@ def _from_pytest(rank: int, reports: Sequence[pytest.TestReport]) -> RankOutcome
             return RankOutcome(rank=rank, outcome="skipped", message=skip_reason(report))
     text = "its worker sent no outcome"
     return RankOutcome(rank=rank, outcome="error", message=text, text=text)
+
+
+def make_session(config: pytest.Config) -> Session | Controller:
+    """Make the session of this process, before other plugins are configured.
+
+    Raises:
+        pytest.UsageError: the launcher's variables contradict each other, or xdist would not use every GPU.
+    """
+    prepare_environment()
+    worker = getattr(config, "workerinput", None)
+    session: Session | Controller
+    try:
+        if worker is not None:
+            index, count = int(worker["workerid"].removeprefix("gw")), int(worker["workercount"])
+            place = WorkerPlace(index=index, count=count, directory=str(worker.get(DIRECTORY, "")))
+            run = Run(config, place=place)
+            run.monitor.use_sampler(worker.get(SAMPLER))
+            session = Worker(config, run)
+        else:
+            run = Run(config)
+            workers = worker_count(config) if run.facts.launcher == "single" else 0
+            if workers:
+                session = Controller(config, run, workers)
+            else:
+                take_junit(config, run)
+                session = Session(config, run)
+    except UsageProblem as error:
+        if worker is None:
+            _replace_junit(config, str(error))
+        raise pytest.UsageError(str(error)) from None
+    config.stash[RUN] = run
+    return session
+
+
+def _replace_junit(config: pytest.Config, text: str) -> None:
+    """Let no file of an earlier run pass for this one's. Which rank this is may be unknown: any rank says so."""
+    path = getattr(config.option, "xmlpath", None)
+    if not path:
+        return
+    junit_path = rejected_run.asked_path(path)
+    first = run_line(config, os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname(), junit_path)
+    reason = AbortReason(name=rejected_run.NAMES[4], message=first_line(text), text=text, exit=4)
+    lost = rejected_run.write_junit(junit_path, first, reason)
+    if lost is not None:
+        print(f"ERROR: {lost}", file=sys.stderr)

@@ -7,12 +7,13 @@ import time
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
-from pytest_gpucluster.agreement.store import Board, MemoryStore
+from pytest_gpucluster.agreement.store import Board
 from pytest_gpucluster.errors import StoreError
 
 
-class Broken(MemoryStore):
+class Broken(HashStore):
     """A store that has gone."""
 
     def set(self, key: str, value: str) -> None:
@@ -23,7 +24,7 @@ class Broken(MemoryStore):
 
 
 def boards(count: int = 3, number: int = 1) -> list[Board]:
-    store = MemoryStore()
+    store = HashStore()
     return [Board(store, rank, lambda: number) for rank in range(count)]
 
 
@@ -48,7 +49,7 @@ def test_a_rank_is_waited_for_and_not_longer_than_asked() -> None:
 
 
 def test_a_later_phase_does_not_see_an_earlier_one_s_notices() -> None:
-    store, number = MemoryStore(), [1]
+    store, number = HashStore(), [1]
     mine, other = (Board(store, rank, lambda: number[0]) for rank in range(2))
     other.post("x", "old")
     number[0] = 2
@@ -66,14 +67,16 @@ def test_a_rank_that_is_silent_hides_no_notice_of_a_later_one() -> None:
 
 
 def test_notices_of_earlier_phases_are_removed() -> None:
-    store, number = MemoryStore(), [1]
+    store, number = HashStore(), [1]
     board = Board(store, 0, lambda: number[0])
     board.post("x", 1)
     board.post("y", 1)
-    assert len(store._values) == 2
+    assert store.check(["board/1/x/0", "board/1/y/0"])
     number[0] = 4
     board.post("x", 2)
-    assert list(store._values) == ["board/4/x/0"]
+    assert store.check(["board/4/x/0"])
+    assert not store.check(["board/1/x/0"])
+    assert not store.check(["board/1/y/0"])
 
 
 def test_a_store_that_is_gone_is_an_error_of_the_run() -> None:

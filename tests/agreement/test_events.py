@@ -3,10 +3,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+from torch.distributed import HashStore
 
-from pytest_gpucluster.agreement import exchange
-from pytest_gpucluster.agreement.exchange import EventLog, post_event
-from pytest_gpucluster.agreement.store import MemoryStore
+from pytest_gpucluster.agreement import store as module
+from pytest_gpucluster.agreement.store import EventLog, post_event
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
-    monkeypatch.setattr(exchange, "time", fake)
+    monkeypatch.setattr(module, "time", fake)
     return fake
 
 
@@ -31,7 +31,7 @@ def kinds(log: EventLog) -> list[str]:
 
 
 def test_events_are_read_once_and_in_the_order_in_which_they_were_posted() -> None:
-    store = MemoryStore()
+    store = HashStore()
     log = EventLog(store)
     assert log.unread() == []
     post_event(store, "absent", rank=1, number=4, message="m\nwith \x00 bytes")
@@ -45,7 +45,7 @@ def test_events_are_read_once_and_in_the_order_in_which_they_were_posted() -> No
 
 
 def test_no_event_is_lost_where_many_ranks_post_at_once() -> None:
-    store = MemoryStore()
+    store = HashStore()
 
     def rank(number: int) -> None:
         for _ in range(50):
@@ -61,7 +61,7 @@ def test_no_event_is_lost_where_many_ranks_post_at_once() -> None:
 
 
 def test_an_event_that_is_being_posted_is_waited_for_so_that_the_order_holds(clock: Clock) -> None:
-    store = MemoryStore()
+    store = HashStore()
     log = EventLog(store)
     ticket = store.add("ev/count", 1)  # a rank has drawn a ticket, and its text is under way
     post_event(store, "later")
@@ -73,7 +73,7 @@ def test_an_event_that_is_being_posted_is_waited_for_so_that_the_order_holds(clo
 
 
 def test_a_rank_that_died_between_ticket_and_text_holds_nobody_up_for_long(clock: Clock) -> None:
-    store = MemoryStore()
+    store = HashStore()
     log = EventLog(store)
     store.add("ev/count", 1)
     post_event(store, "lost")

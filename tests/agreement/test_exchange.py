@@ -8,10 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement import exchange
 from pytest_gpucluster.agreement.exchange import Exchange, answer_for, answer_verdict, arrived, key_of, verdict_key
-from pytest_gpucluster.agreement.store import MemoryStore, Store, Stores
+from pytest_gpucluster.agreement.store import Store, Stores
 from pytest_gpucluster.errors import StoreError
 
 Bodies = dict[int, Mapping[str, Any]]
@@ -39,7 +40,7 @@ def one_round(numbers: Exchange, body: Mapping[str, Any], decide: Any = echo) ->
 
 
 def memory(world_size: int) -> Callable[[int], Store]:
-    shared = MemoryStore()
+    shared = HashStore()
     return lambda rank: shared
 
 
@@ -72,7 +73,7 @@ def test_every_rank_gets_the_verdict_that_rank_0_made_of_what_all_said(kind: Any
 
 
 def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
-    store = MemoryStore()
+    store = HashStore()
     go = threading.Event()
 
     def rank(number: int) -> tuple[Mapping[str, Any], bool]:
@@ -87,37 +88,37 @@ def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
 
 
 def test_a_single_rank_decides_alone_and_leaves_nothing_in_the_store() -> None:
-    store = MemoryStore()
+    store = HashStore()
     numbers = Exchange(over(store), 0, 1)
     assert one_round(numbers, {"x": "me"}) == {"said": ["me"]}
-    assert not store._values
+    assert store.num_keys() == 0
     assert numbers.take_garbage() == []
 
 
 def test_a_rank_that_cannot_post_is_answered_for_which_never_replaces_its_own_answer() -> None:
-    store = MemoryStore()
+    store = HashStore()
     assert not arrived(store, 1, 1)
     answer_for(store, 1, 1, {"x": "lost"})
     assert [arrived(store, *place) for place in ((1, 1), (2, 1), (1, 0))] == [True, False, False]
     assert one_round(Exchange(over(store), 0, 2), {"x": "me"}) == {"said": ["me", "lost"]}
-    store = MemoryStore()
+    store = HashStore()
     store.set(key_of(1, 1), json.dumps({"x": "its own"}))
     answer_for(store, 1, 1, {"x": "lost"})
     assert one_round(Exchange(over(store), 0, 2), {"x": "me"}) == {"said": ["me", "its own"]}
 
 
 def test_a_rank_whose_rank_0_is_gone_gets_a_verdict_from_its_own_watcher_if_there_is_no_other() -> None:
-    store = MemoryStore()
+    store = HashStore()
     store.set(verdict_key(1), json.dumps({"o": "passed"}))
     answer_verdict(store, 1, {"ended": True})
     assert one_round(Exchange(over(store), 1, 2), {"x": "me"}) == {"o": "passed"}
-    store = MemoryStore()
+    store = HashStore()
     answer_verdict(store, 1, {"ended": True})
     assert one_round(Exchange(over(store), 1, 2), {"x": "me"}) == {"ended": True}
 
 
 def test_what_is_large_and_only_that_is_thrown_away_but_only_after_rank_0_is_done_with_it() -> None:
-    store = MemoryStore()
+    store = HashStore()
     turns = 6
 
     def rank(number: int) -> int:
@@ -133,7 +134,8 @@ def test_what_is_large_and_only_that_is_thrown_away_but_only_after_rank_0_is_don
         return numbers.number
 
     assert together(3, rank) == [3 + turns] * 3
-    large = {key for key, value in store._values.items() if key.startswith("ag/") and len(value) > 500}
+    keys = [key_of(number, each) for number in range(4 + turns) for each in (1, 2)]
+    large = {key for key in keys if store.check([key]) and len(store.get(key)) > 500}
     assert large == {key_of(3 + turns, 1), key_of(3 + turns, 2)}, (
         "large outcomes must not pile up with the number of tests"
     )
@@ -142,13 +144,13 @@ def test_what_is_large_and_only_that_is_thrown_away_but_only_after_rank_0_is_don
 def test_the_wait_ends_by_itself_long_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_ANSWER_MARGIN_SECONDS", 0.05)
     for rank in (0, 1):
-        numbers = Exchange(over(MemoryStore()), rank, 2)
+        numbers = Exchange(over(HashStore()), rank, 2)
         numbers.begin()
         with pytest.raises(StoreError, match="stopped answering"):
             numbers.run({"x": 0}, echo, deadline_seconds=0.01)
 
 
-class Gone(MemoryStore):
+class Gone(HashStore):
     """A store whose connection is gone."""
 
     def __init__(self, text: str) -> None:

@@ -51,7 +51,6 @@ def test_it_is_opened_once_where_the_other_ranks_were_told_and_an_orderly_end_le
     assert list(tmp_path.iterdir()) == [announced]
     assert f"-{os.getpid()}-" in announced.name
     assert faulthandler.is_enabled()
-    (file.cache / "v").mkdir(parents=True)
     file.close()
     assert list(tmp_path.iterdir()) == []
     assert not faulthandler.is_enabled()
@@ -83,7 +82,6 @@ def test_a_link_that_somebody_laid_there_is_not_followed(tmp_path: Path) -> None
 def test_what_a_dead_process_left_is_taken_away_and_nothing_else(tmp_path: Path) -> None:
     left = FaultFile()
     left.open().write("Fatal Python error\n")
-    (left.cache / "v").mkdir(parents=True)
     precious = tmp_path / "notes.txt"
     precious.write_text("kept")
     remove_left(str(left.path))

@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 from ranks import facts_of
+from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement import rendezvous as module
-from pytest_gpucluster.agreement.rendezvous import Refusal, Refused, RollCall, fetch_reports, join, slow_connection
-from pytest_gpucluster.agreement.store import MemoryStore
+from pytest_gpucluster.agreement.exchange import AbortReason
+from pytest_gpucluster.agreement.rendezvous import Refused, RollCall, fetch_reports, join, slow_connection
 from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
 from pytest_gpucluster.launch.launchers import RankFacts
 
-REFUSAL = Refusal(message="rank 2 never reported", text="rank 2 never reported\nwhat to do: look", exit=11)
+REFUSAL = AbortReason(
+    name="preflight",
+    message="rank 2 never reported",
+    text="rank 2 never reported\nwhat to do: look",
+    exit=11,
+    culprits=[],
+)
 HOSTS = ("gpu-06", "gpu-06", "gpu-07", "gpu-07")
 
 
@@ -27,10 +34,10 @@ def facts(rank: int) -> RankFacts:
 
 
 def call(
-    store: MemoryStore,
+    store: HashStore,
     rank: int,
     *,
-    check: Callable[[Mapping[int, Any]], Refusal | None] = lambda who: None,
+    check: Callable[[Mapping[int, Any]], AbortReason | None] = lambda who: None,
     timeout_seconds: float = 20.0,
     **more: Any,
 ) -> RollCall:
@@ -39,7 +46,7 @@ def call(
     return join(store, facts(rank), me, timeout_seconds=timeout_seconds, check=check, shared=shared)
 
 
-def all_of(store: MemoryStore, ranks: list[int], **settings: Any) -> dict[int, RollCall | Exception]:
+def all_of(store: HashStore, ranks: list[int], **settings: Any) -> dict[int, RollCall | Exception]:
     """Let these ranks report at once, each in a thread; return what each came to."""
 
     def one(rank: int) -> RollCall | Exception:
@@ -58,7 +65,7 @@ def test_when_all_have_come_every_rank_knows_the_hosts_and_what_rank_0_shares() 
     def check(who: Mapping[int, Any]) -> None:
         seen.append(sorted(who))
 
-    found = all_of(MemoryStore(), [3, 2, 1, 0], check=check)
+    found = all_of(HashStore(), [3, 2, 1, 0], check=check)
     for rank, joined in found.items():
         assert isinstance(joined, RollCall), (rank, joined)
         assert list(joined.hosts) == list(HOSTS)
@@ -69,7 +76,7 @@ def test_when_all_have_come_every_rank_knows_the_hosts_and_what_rank_0_shares() 
 
 
 def test_a_second_process_of_a_rank_is_refused_and_changes_nothing() -> None:
-    store = MemoryStore()
+    store = HashStore()
     found = all_of(store, [0, 1, 2, 3])
     with pytest.raises(LaunchError, match="rank 1 on gpu-06"):
         call(store, 1, pid="another")
@@ -78,7 +85,7 @@ def test_a_second_process_of_a_rank_is_refused_and_changes_nothing() -> None:
 
 
 def test_what_a_rank_says_of_itself_arrives_unchanged_and_can_be_fetched_later() -> None:
-    store = MemoryStore()
+    store = HashStore()
     found = all_of(store, [0, 1, 2, 3], gpu=None, versions={"torch": "2.13", "driver": None}, name="g\udcffpu")
     expected = {"gpu": None, "versions": {"torch": "2.13", "driver": None}, "name": "g\udcffpu"}
     joined = found[0]
@@ -88,7 +95,7 @@ def test_what_a_rank_says_of_itself_arrives_unchanged_and_can_be_fetched_later()
 
 
 def test_a_refusal_is_told_to_every_rank_alike_and_none_is_called_lost_later() -> None:
-    store = MemoryStore()
+    store = HashStore()
     found = all_of(store, [0, 1, 2, 3], check=lambda who: REFUSAL)
     for rank, error in found.items():
         assert isinstance(error, Refused), (rank, error)
@@ -101,19 +108,19 @@ def test_a_refusal_is_told_to_every_rank_alike_and_none_is_called_lost_later() -
 def test_a_rank_that_never_comes_is_missing_from_the_roll_at_the_deadline_and_no_earlier() -> None:
     seen: list[list[int]] = []
 
-    def check(who: Mapping[int, Any]) -> Refusal:
+    def check(who: Mapping[int, Any]) -> AbortReason:
         seen.append(sorted(who))
         return REFUSAL
 
     begin = time.perf_counter()
-    found = all_of(MemoryStore(), [0, 1, 3], check=check, timeout_seconds=0.2)
+    found = all_of(HashStore(), [0, 1, 3], check=check, timeout_seconds=0.2)
     assert 0.2 <= time.perf_counter() - begin < 10
     assert seen == [[0, 1, 3]]
     assert all(isinstance(error, Refused) for error in found.values())
 
 
 def test_nobody_waits_longer_than_the_last_rank_needs() -> None:
-    store = MemoryStore()
+    store = HashStore()
     begin = time.perf_counter()
     late = threading.Timer(0.1, call, (store, 3))
     late.start()
@@ -126,12 +133,12 @@ def test_nobody_waits_longer_than_the_last_rank_needs() -> None:
 def test_without_a_word_of_rank_0_the_others_give_up_and_say_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_VERDICT_MARGIN_SECONDS", 0.05)
     with pytest.raises(StoreError) as caught:
-        call(MemoryStore(), 2, timeout_seconds=0.01)
+        call(HashStore(), 2, timeout_seconds=0.01)
     message = str(caught.value)
     assert re.match(r"rank 2 on gpu-07: rank 0 .* 0\.01 s", message)
 
 
-class Gone(MemoryStore):
+class Gone(HashStore):
     """A store whose connection breaks at one of its calls."""
 
     def __init__(self, at: str) -> None:

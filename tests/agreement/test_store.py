@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from ranks import facts_of
+from torch.distributed import HashStore
 
-from pytest_gpucluster.agreement.store import MemoryStore, connect
+from pytest_gpucluster.agreement.store import connect
 from pytest_gpucluster.errors import StoreError
 from pytest_gpucluster.launch.launchers import RankFacts
 
@@ -33,7 +34,7 @@ def prefix_store() -> Any:
 
 @pytest.fixture(
     params=[
-        pytest.param(MemoryStore, id="memory"),
+        pytest.param(HashStore, id="memory"),
         pytest.param(tcp_store, id="torch's tcp store"),
         pytest.param(prefix_store, id="torch's tcp store with a prefix"),
     ]
@@ -109,28 +110,6 @@ def test_a_key_that_never_comes_is_a_runtime_error_in_time(store: Any, ask: Call
     with pytest.raises(RuntimeError):
         ask(store)
     assert SHORT.total_seconds() * 0.9 < time.perf_counter() - begin < GENEROUS.total_seconds()
-
-
-@pytest.mark.parametrize(
-    "come",
-    [
-        pytest.param(lambda store: store.set("late", "1"), id="set"),
-        pytest.param(lambda store: store.add("late", 1), id="add"),
-        pytest.param(lambda store: store.compare_set("late", "", "1"), id="compare_set"),
-    ],
-)
-def test_a_waiting_rank_is_woken_by_whatever_brings_the_key(come: Callable[[Any], object]) -> None:
-    store = MemoryStore()
-    store.set_timeout(timedelta(seconds=20))
-    woken: list[bytes] = []
-    thread = threading.Thread(target=lambda: woken.append(store.get("late")), daemon=True)
-    thread.start()
-    time.sleep(0.02)  # so that it is waiting in most rounds; the result does not depend on it
-    begin = time.perf_counter()
-    come(store)
-    thread.join(10)
-    assert woken == [b"1"]
-    assert time.perf_counter() - begin < 5.0
 
 
 # ---- connecting ----------------------------------------------------------------------------------------------------

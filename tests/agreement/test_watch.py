@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 from ranks import facts_of
+from torch.distributed import HashStore
 
-from pytest_gpucluster.agreement import deadline, exchange, watchdog
+from pytest_gpucluster.agreement import liveness, watchdog
 from pytest_gpucluster.agreement.exchange import AbortReason, Exchange, key_of, verdict_key
 from pytest_gpucluster.agreement.hang_diagnosis import Operation, Where, making_group
 from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.agreement.release import RELEASE_SIGNAL, Released
-from pytest_gpucluster.agreement.store import MemoryStore, Stores
+from pytest_gpucluster.agreement.store import EventLog, Stores, post_event
 from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.session.options import Timeouts
 
@@ -60,7 +61,7 @@ class Place:
     """One rank's watch over a store in memory. What the other rank does, the test does in its place."""
 
     def __init__(
-        self, rank: int, fault_file: Any, *, timeouts: Timeouts, store: MemoryStore, peer: dict[str, Any]
+        self, rank: int, fault_file: Any, *, timeouts: Timeouts, store: HashStore, peer: dict[str, Any]
     ) -> None:
         self.store = store
         self.endings: list[AbortReason] = []
@@ -92,7 +93,7 @@ class Place:
 
     def posted(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind, whoever posted them."""
-        return [event for event in exchange.EventLog(self.store).unread() if event["kind"] == kind]
+        return [event for event in EventLog(self.store).unread() if event["kind"] == kind]
 
     def enter(self, seconds: float = DEADLINE_SECONDS, phase: str = "call of t", *, leave: bool = False) -> int:
         """Enter a phase, and leave its body at once."""
@@ -111,7 +112,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """Make and start a watch, and take back what it does to this process."""
     monkeypatch.setattr(watchdog, "_TICK_SECONDS", TICK)
     monkeypatch.setattr(watchdog, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(deadline, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(watchdog, "_SILENT_SECONDS", 0.2)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, RELEASE_SIGNAL)}
@@ -120,10 +121,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     with (tmp_path / "fault").open("w") as fault_file:
 
         def make(
-            rank: int, store: MemoryStore | None = None, peer: dict[str, Any] | None = None, **timeouts: float
+            rank: int, store: HashStore | None = None, peer: dict[str, Any] | None = None, **timeouts: float
         ) -> Place:
             chosen = Timeouts(**{"grace": 0.05, "stuck": 0.2, "terminate": 10.0, **timeouts})
-            made.append(Place(rank, fault_file, timeouts=chosen, store=store or MemoryStore(), peer=peer or {}))
+            made.append(Place(rank, fault_file, timeouts=chosen, store=store or HashStore(), peer=peer or {}))
             made[-1].watch.start()
             return made[-1]
 
@@ -167,11 +168,11 @@ def test_a_rank_0_that_hangs_is_found_named_and_released(place: Callable[..., Pl
     here.watch.leave()
     reason = str(caught.value)
     assert re.fullmatch(r"rank 0 \(gpu-06\) hangs at test_watch\.py:\d+ in hang", reason)
-    assert here.watch.late(number) == "not finished within 0.1 s"
+    assert here.watch.diagnosis(number).late == "not finished within 0.1 s"
     assert here.watch.released(number) == reason
-    assert list(here.watch.culprits(number)) == [0]
-    assert "time.sleep(DEADLINE_SECONDS)" in here.watch.culprits(number)[0].text
-    assert not here.watch.unreleasable(number)
+    assert list(here.watch.diagnosis(number).culprits) == [0]
+    assert "time.sleep(DEADLINE_SECONDS)" in here.watch.diagnosis(number).culprits[0].text
+    assert not here.watch.diagnosis(number).stuck
     assert here.endings == []
 
 
@@ -184,11 +185,11 @@ def test_a_peer_that_hangs_is_named_and_every_rank_is_told_to_release(place: Cal
     assert event["number"] == number
     assert event["reason"] == "rank 1 (gpu-07) hangs at test_x.py:3 in test_it"
     assert list(event["culprits"]) == ["1"]
-    assert list(here.watch.culprits(number)) == [1]
+    assert list(here.watch.diagnosis(number).culprits) == [1]
     assert here.watch.released(number) is None, "this rank came back by itself"
     here.store.set(key_of(number, 1), "{}")
     following = here.enter(phase="teardown of t")
-    assert here.watch.culprits(following) == here.watch.culprits(number) == {}
+    assert here.watch.diagnosis(following).culprits == here.watch.diagnosis(number).culprits == {}
     assert here.watch.released(following) is None
 
 
@@ -210,7 +211,7 @@ def test_a_peer_that_neither_answers_nor_comes_back_ends_the_run_and_is_answered
     here = place(0)
     number = here.enter(0.05, leave=True)
     until(lambda: here.endings)
-    assert here.watch.unreleasable(number)
+    assert here.watch.diagnosis(number).stuck
     (ending,) = here.endings
     assert (ending.name, ending.exit, list(ending.culprits)) == ("rank stuck", 11, [1])
     assert re.match(r"rank 1 \(gpu-07\) .* call of t: .* \(on gpu-07, no heartbeat for ", ending.message)
@@ -223,9 +224,9 @@ def test_a_rank_says_where_it_is_when_rank_0_asks(place: Callable[..., Place]) -
     here = place(1)
     here.watch.guard(Blocked(making_group=True))
     number = here.enter()
-    exchange.post_event(here.store, "overdue", number=number)
+    post_event(here.store, "overdue", number=number)
     until(lambda: here.store.check([f"where/{number}/1"]))
-    where = Where.from_json(1, json.loads(here.store.get(f"where/{number}/1")))
+    where = Where.from_json(json.loads(here.store.get(f"where/{number}/1")))
     assert not where.arrived
     assert "in test_a_rank_says_where_it_is_when_rank_0_asks" in where.stack
     assert list(where.pending) == [making_group()]
@@ -240,11 +241,7 @@ def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(
     here.watch.guard(blocked)
     number = here.enter()
     with pytest.raises(Released, match=r"^not finished within 3 s$"):
-        hang(
-            lambda: exchange.post_event(
-                here.store, "release", number=number, reason="not finished within 3 s", culprits={}
-            )
-        )
+        hang(lambda: post_event(here.store, "release", number=number, reason="not finished within 3 s", culprits={}))
     # Its groups come second: a gloo collective that begins while its connections are shut down may never return.
     assert blocked.releases == 0
     here.watch.leave()
@@ -254,12 +251,12 @@ def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(
 def test_no_release_comes_for_another_phase_or_after_the_body_has_been_left(place: Callable[..., Place]) -> None:
     here = place(1)
     number = here.enter()
-    exchange.post_event(here.store, "release", number=number - 1, reason="old", culprits={})
-    exchange.post_event(here.store, "release", number=number + 1, reason="early", culprits={})
+    post_event(here.store, "release", number=number - 1, reason="old", culprits={})
+    post_event(here.store, "release", number=number + 1, reason="early", culprits={})
     here.settle()
     assert here.watch.released(number) is None
     here.watch.leave()
-    exchange.post_event(here.store, "release", number=number, reason="late", culprits={})
+    post_event(here.store, "release", number=number, reason="late", culprits={})
     here.settle()
     assert here.watch.released(number) is None
 
@@ -275,9 +272,7 @@ def test_a_rank_that_waits_in_a_collective_for_a_failed_peer_is_released_after_a
     number = here.enter()
     begin = time.monotonic()
     with pytest.raises(Released, match=r"^rank 0 \(gpu-06\) failed: ValueError: boom$"):
-        hang(
-            lambda: exchange.post_event(here.store, "absent", rank=0, number=number, message="failed: ValueError: boom")
-        )
+        hang(lambda: post_event(here.store, "absent", rank=0, number=number, message="failed: ValueError: boom"))
     assert time.monotonic() - begin >= 0.15
     here.watch.leave()
     assert here.watch.explanation(number, 0) == "rank 0 (gpu-06) failed: ValueError: boom"
@@ -288,7 +283,7 @@ def test_a_failure_in_a_phase_that_this_rank_has_not_entered_yet_is_not_forgotte
     here.watch.guard(Blocked(making_group=True))
     number = here.watch.enter("setup of t", DEADLINE_SECONDS)
     here.watch.leave()
-    exchange.post_event(here.store, "absent", rank=0, number=number + 1, message="failed: ValueError: boom")
+    post_event(here.store, "absent", rank=0, number=number + 1, message="failed: ValueError: boom")
     here.settle()
     here.enter()
     with pytest.raises(Released, match="boom"):
@@ -300,7 +295,7 @@ def test_a_rank_that_is_still_busy_is_left_alone_after_a_peers_failure(place: Ca
     here = place(1, grace=0.02)
     here.watch.guard(Blocked(making_group=False))
     number = here.enter()
-    exchange.post_event(here.store, "absent", rank=0, number=number, message="failed: boom")
+    post_event(here.store, "absent", rank=0, number=number, message="failed: boom")
     until(lambda: here.watch.explanation(number, 0))
     here.settle()
     assert here.watch.released(number) is None
@@ -320,9 +315,7 @@ def test_what_explains_a_cut_connection_is_waited_for_but_not_for_ever(place: Ca
     here = place(1)
     number = here.enter(leave=True)
     assert here.watch.explanation(number, 0.02) is None
-    timer = threading.Timer(
-        0.05, exchange.post_event, (here.store, "absent"), {"rank": 0, "number": number, "message": "died"}
-    )
+    timer = threading.Timer(0.05, post_event, (here.store, "absent"), {"rank": 0, "number": number, "message": "died"})
     timer.start()
     assert here.watch.explanation(number, DEADLINE_SECONDS) == "rank 0 (gpu-06) died"
     timer.join()
@@ -335,7 +328,7 @@ def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(plac
     here = place(1)
     number = here.enter()
     with pytest.raises(Released):
-        hang(lambda: exchange.post_event(here.store, "lost", rank=0, message="process 7"))
+        hang(lambda: post_event(here.store, "lost", rank=0, message="process 7"))
     here.watch.leave()
     ending = here.watch.abort_reason
     assert ending is not None
@@ -349,7 +342,7 @@ def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(plac
 def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place: Callable[..., Place]) -> None:
     here = place(0)
     number = here.enter(leave=True)
-    exchange.post_event(here.store, "lost", rank=1, message="gone")
+    post_event(here.store, "lost", rank=1, message="gone")
     until(lambda: here.store.check([key_of(number, 1)]))
     assert json.loads(here.store.get(key_of(number, 1)))["o"] == "lost"
 
@@ -360,7 +353,7 @@ def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place: C
 def test_a_frozen_heartbeat_on_another_host_is_a_loss_unless_the_rank_said_goodbye(
     place: Callable[..., Place], says_bye: bool
 ) -> None:
-    store = MemoryStore()
+    store = HashStore()
     if says_bye:
         store.set("bye/1", "finished")
     here = place(0, store, dead=0.2)
@@ -459,7 +452,7 @@ def test_an_ending_is_told_once_however_often_it_is_found(place: Callable[..., P
     here = place(0)
     here.watch.end(ENDING)
     here.watch.end(AbortReason(name="other", message="later", exit=2))
-    exchange.post_event(here.store, "lost", rank=1, message="later")
+    post_event(here.store, "lost", rank=1, message="later")
     here.settle()
     assert here.watch.abort_reason == ENDING
     assert here.endings == [ENDING]
@@ -469,7 +462,7 @@ def test_an_ending_is_told_once_however_often_it_is_found(place: Callable[..., P
 def test_an_ending_that_a_peer_told_is_taken_over_and_not_told_again(place: Callable[..., Place]) -> None:
     here = place(1)
     body = {"name": "interrupted", "message": "interrupted (Ctrl-C) on rank 0", "exit": 2, "culprits": [], "text": ""}
-    exchange.post_event(here.store, "end", **body)
+    post_event(here.store, "end", **body)
     until(lambda: here.endings)
     here.settle()
     assert here.endings == [AbortReason(**body)]
@@ -543,7 +536,7 @@ def test_a_death_that_explains_a_sigterm_is_what_is_told(
     assert here.endings[0].name == "rank lost"
 
 
-class Breaking(MemoryStore):
+class Breaking(HashStore):
     """A store whose connection can break."""
 
     broken = False

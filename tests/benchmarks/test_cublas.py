@@ -5,13 +5,13 @@ import os
 import pytest
 
 from pytest_gpucluster.benchmarks import cublas
-from pytest_gpucluster.session import activation
+from pytest_gpucluster.session import cluster
 
 
 def test_a_session_chooses_the_workspace_before_anybody_can_multiply_on_a_gpu(monkeypatch):
     environment = {}
     monkeypatch.setattr(os, "environ", environment)
-    activation.prepare_environment()
+    cluster.prepare_environment()
     assert environment[cublas.NAME] == ":4096:8"
     assert cublas.not_reproducible(environment) == ""
     assert environment["NCCL_DEBUG"] == "INFO", "and NCCL's log"

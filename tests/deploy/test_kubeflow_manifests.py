@@ -14,7 +14,7 @@ import pytest
 from kubectl import require_kubectl
 
 from pytest_gpucluster.session import options
-from pytest_gpucluster.session.training_inputs import TrainingInputs
+from pytest_gpucluster.session.selection import TrainingInputs
 
 HERE = manifests.KUBERNETES
 OVERLAYS = [

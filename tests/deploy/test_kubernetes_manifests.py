@@ -20,7 +20,7 @@ from pytest_gpucluster.node.fabric import nccl_rules
 from pytest_gpucluster.runners import kubernetes_manifest
 from pytest_gpucluster.runners.torchrun import command_line
 from pytest_gpucluster.session import options
-from pytest_gpucluster.session.training_inputs import TrainingInputs
+from pytest_gpucluster.session.selection import TrainingInputs
 
 OVERLAYS = ("cpu-rehearsal", "discovery", "production", "single-node", "standard")
 OURS = ("base", "components", "overlays", "sweep", "transformers")

@@ -15,7 +15,8 @@ from pytest_gpucluster import fixtures, plugin
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.metrics import measurement
-from pytest_gpucluster.session import hookspecs, options
+from pytest_gpucluster.plugin import HookSpecs
+from pytest_gpucluster.session import options
 from pytest_gpucluster.session import options as option_values
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -82,7 +83,7 @@ def test_every_variable_of_this_project_is_on_the_page() -> None:
 
 def test_every_hook_is_on_the_page_with_its_example() -> None:
     hooks = [
-        name for name, value in vars(hookspecs).items() if name.startswith("pytest_gpucluster_") and callable(value)
+        name for name, value in vars(HookSpecs).items() if name.startswith("pytest_gpucluster_") and callable(value)
     ]
     body = page().partition("## Hooks\n")[2].partition("\n## ")[0]
     assert re.findall(r"^### `(\w+)\(", body, re.MULTILINE) == hooks

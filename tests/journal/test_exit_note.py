@@ -19,24 +19,24 @@ BEGUN = BeginNote(launcher=7, directory="/reports/1", recorder=99)
 def test_what_is_left_is_read_in_the_order_of_ranks(tmp_path):
     environ = {VARIABLE: str(tmp_path)}
     notes = [replace(NOTE, rank=rank) for rank in (10, 2, 0)]
-    assert [verdict.write_exit_note(environ, note) for note in notes] == [None] * 3
-    assert verdict.write_begin_note(environ, BEGUN) is None
+    assert [verdict.write_note(environ, note) for note in notes] == [None] * 3
+    assert verdict.write_note(environ, BEGUN) is None
     assert verdict.read_exit_notes(tmp_path, 7) == tuple(reversed(notes))
     assert verdict.read_begin_note(tmp_path, 7) == BEGUN
     assert sorted(path.name for path in tmp_path.iterdir()) == ["begun.json", *(f"rank-{n}.json" for n in (0, 10, 2))]
 
 
 def test_a_job_inside_of_a_test_is_not_taken_for_the_run(tmp_path):
-    verdict.write_exit_note({VARIABLE: str(tmp_path)}, replace(NOTE, launcher=8))
-    verdict.write_begin_note({VARIABLE: str(tmp_path)}, replace(BEGUN, launcher=8))
+    verdict.write_note({VARIABLE: str(tmp_path)}, replace(NOTE, launcher=8))
+    verdict.write_note({VARIABLE: str(tmp_path)}, replace(BEGUN, launcher=8))
     assert verdict.read_exit_notes(tmp_path, 7) == ()
     assert verdict.read_begin_note(tmp_path, 7) is None
 
 
 def test_nothing_is_written_without_a_folder_and_a_full_disk_is_an_error(tmp_path):
-    assert verdict.write_exit_note({}, NOTE) is None
+    assert verdict.write_note({}, NOTE) is None
     missing = tmp_path / "gone"
-    wrong = verdict.write_exit_note({VARIABLE: str(missing)}, NOTE)
+    wrong = verdict.write_note({VARIABLE: str(missing)}, NOTE)
     assert f"{missing}/rank-1.json (GPUCLUSTER_EXIT_NOTES)" in wrong
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from each import of_each
 
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.verdict import (
     ACCEPTED,
     BROKEN,
@@ -14,13 +16,13 @@ from pytest_gpucluster.journal.verdict import (
     REHEARSED,
     REJECTED,
     SELECTION_PASSED,
-    TestResult,
     Verdict,
     decide,
 )
 
 TOPOLOGY = "2 nodes, 16 ranks, as expected (2x8xH100)"
 LOST = (11, "rank 3 is lost")
+RECORDED = JudgedMetric(metric="m", status="recorded")
 
 
 def result(name: str, outcome: str, message: str = "", *, criterion: bool = True, **more: Any) -> TestResult:
@@ -29,7 +31,7 @@ def result(name: str, outcome: str, message: str = "", *, criterion: bool = True
         criterion=name if criterion else None,
         outcome=outcome,
         message=message,
-        **{"values": 1, "judged": 1, **more},
+        **{"measurements": (JudgedMetric(metric="m", status="passed"),), **more},
     )
 
 
@@ -58,8 +60,8 @@ TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
     "a selection": ([PASSED], {"selection": True}, SELECTION_PASSED, 0),
     "a suite without a criterion": ([HELPER], {}, SELECTION_PASSED, 0),
     "a suite without a list of criteria": ([PASSED], {"manifest": False}, SELECTION_PASSED, 0),
-    "a criterion without a value": ([PASSED, result("x", "passed", values=0)], {}, INCOMPLETE, 10),
-    "nothing compared with a limit": ([result("x", "passed", judged=0)], {}, INCOMPLETE, 10),
+    "a criterion without a value": ([PASSED, result("x", "passed", measurements=())], {}, INCOMPLETE, 10),
+    "nothing compared with a limit": ([result("x", "passed", measurements=(RECORDED,))], {}, INCOMPLETE, 10),
     "a rehearsal": ([PASSED], {"rehearsal": True}, REHEARSED, 0),
     "a selection of a rehearsal": ([PASSED], {"rehearsal": True, "selection": True}, REHEARSED, 0),
     # A verdict about the hardware.
@@ -222,8 +224,3 @@ def test_what_was_too_slow_is_counted_and_missed_where_it_is_required_or_on_a_gp
     for changes in ({"rehearsal": True, "required": ["lora_tiny"]}, {}):
         found = verdict(INVENTORY, COMPUTES, FSDP, TINY, **changes)
         assert (found.word, found.exit) == (INCOMPLETE, 10)
-
-
-def test_a_value_counts_as_compared_with_a_limit_only_where_that_is_known() -> None:
-    assert verdict(TestResult(nodeid="t", criterion="x", outcome="passed", values=1)).exit == 10
-    assert verdict(TestResult(nodeid="t", criterion="x", outcome="passed")).exit == 10

@@ -9,7 +9,7 @@ from each import of_each
 
 from pytest_gpucluster.isolation.finding import EXCLUDE_FILE
 from pytest_gpucluster.journal import journal
-from pytest_gpucluster.journal.verdict_record import VerdictRecord
+from pytest_gpucluster.journal.run_directory import VerdictRecord
 
 
 def record_of(folder: Path, name: str) -> VerdictRecord:

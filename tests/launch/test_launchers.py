@@ -38,7 +38,7 @@ SUITE = """
         assert len(inventory) == 2
 """
 PYTEST = ("-m", "pytest", *PLUGINS, "--junitxml=report.xml")
-_HOST = "pytest_gpucluster.agreement.store_process"
+_HOST = "pytest_gpucluster.agreement.store"
 UNKNOWN = "no-such-host.invalid"
 """Never a name of a host. Source: RFC 2606, 2."""
 ASKS_NO_DNS = """
@@ -56,7 +56,7 @@ ASKS_NO_DNS = """
         hosts = [
             entry
             for entry in Path("/proc").iterdir()
-            if {b"pytest_gpucluster.agreement.store_process", port} <= set(read(entry, "cmdline"))
+            if {b"pytest_gpucluster.agreement.store", port} <= set(read(entry, "cmdline"))
         ]
         assert [[word for word in read(host, "environ") if b"RES_" in word] for host in hosts] == [
             [b"RES_OPTIONS=rotate attempts:0"]

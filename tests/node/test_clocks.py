@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from complaints import in_order
 from each import of_each
+from torch.distributed import HashStore
 
-from pytest_gpucluster.agreement.store import Board, MemoryStore
+from pytest_gpucluster.agreement.store import Board
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import sampling
 from pytest_gpucluster.node import network
@@ -60,7 +61,7 @@ def test_each_clock_is_held_against_the_median_of_the_others(case: tuple[tuple[f
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, choose: object = None) -> list[object]:
-    store = MemoryStore()
+    store = HashStore()
 
     def loopback() -> Chosen:
         return Chosen(interface="lo", address="127.0.0.1", why="a test")

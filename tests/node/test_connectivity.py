@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from complaints import in_order
+from torch.distributed import HashStore
 
-from pytest_gpucluster.agreement.store import Board, MemoryStore
+from pytest_gpucluster.agreement.store import Board
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.node import network
 from pytest_gpucluster.node.interfaces import Chosen, Nodes
@@ -183,7 +184,7 @@ def connect(
     done: Callable[[int], object] = lambda node: None,
 ) -> list[Reachability]:
     """Let nodes, each a thread, connect to each other; each calls ``done`` at its end."""
-    store = MemoryStore()
+    store = HashStore()
 
     def loopback() -> Chosen:
         return Chosen(interface="lo", address="127.0.0.1", why="a test")

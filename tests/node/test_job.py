@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from complaints import in_order
 from fake_nvml import FakeNvml
+from torch.distributed import HashStore
 
-from pytest_gpucluster.agreement.store import Board, MemoryStore
+from pytest_gpucluster.agreement.store import Board
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.node import host, processes, slurm
@@ -58,7 +59,7 @@ def clean_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examined(asked: FakeNvml | None, *, silent: bool = False, environ: Mapping[str, str] = ENVIRON) -> list[Finding]:
-    store = MemoryStore()
+    store = HashStore()
     sources = (
         None if asked is None else SimpleNamespace(nvml=asked, find_process=lambda pid: Process(pid=pid, user="ann"))
     )

@@ -20,7 +20,7 @@ from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, fully_sharded,
 from pytest_gpucluster.benchmarks.lora.training_plan import cosine
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.metrics.loss_curve import read_csv
-from pytest_gpucluster.session.training_inputs import Source
+from pytest_gpucluster.session.selection import Source
 
 HERE = Path(__file__).parent.parent
 ON_RANK_1 = os.environ["RANK"] == "1"

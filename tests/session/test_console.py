@@ -104,9 +104,8 @@ def test_the_summary_tells_what_the_journal_cannot(project: Project) -> None:
 
         @pytest.mark.criterion("last")
         def test_last(measure, request):
-            from pytest_gpucluster.plugin import Hooks
-            hooks = request.config.pluginmanager.get_plugin("gpucluster-hooks")
-            os.kill(hooks._session._run.recorder.pid, signal.SIGKILL)
+            from pytest_gpucluster.session.run import RUN
+            os.kill(request.config.stash[RUN].recorder.pid, signal.SIGKILL)
             measure("matmul.fp32.tflops", 2, unit="GFLOPS", samples=[2] * 8)
         """
     )

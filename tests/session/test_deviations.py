@@ -12,16 +12,24 @@ import pytest
 from sessions import Project
 
 from pytest_gpucluster.config.workload_loader import Override, load
-from pytest_gpucluster.journal.verdict import PASSED_WITH_DEVIATIONS, TestResult, decide
+from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.journal.records import TestResult
+from pytest_gpucluster.journal.verdict import PASSED_WITH_DEVIATIONS, decide
 from pytest_gpucluster.reports.results_json import results_schema
 
 WORKLOADS = Path(__file__).parents[2] / "acceptance" / "workloads.yaml"
-PASSED = TestResult(nodeid="test_a.py::test_a", criterion="a", outcome="passed", values=1, judged=1)
+JUDGED = (JudgedMetric(metric="m", status="passed"),)
+PASSED = TestResult(nodeid="test_a.py::test_a", criterion="a", outcome="passed", measurements=JUDGED)
 FAILED = TestResult(nodeid="test_b.py::test_b", criterion="b", outcome="failed", message="too slow")
 ERROR = TestResult(nodeid="test_b.py::test_b", criterion="b", outcome="error", message="no memory")
 SKIPPED = TestResult(nodeid="test_b.py::test_b", criterion="b", outcome="skipped", message="no disk")
 AGAIN = TestResult(
-    nodeid="test_c.py::test_c", criterion="c", outcome="passed", values=1, judged=1, attempts=2, failed_before=True
+    nodeid="test_c.py::test_c",
+    criterion="c",
+    outcome="passed",
+    measurements=JUDGED,
+    attempts=2,
+    properties=(("attempt 1", "failed: too slow"),),
 )
 # From the first test on the run counts as one on GPUs, of the SKU that the option names.
 AS_ON_GPUS = """

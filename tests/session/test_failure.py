@@ -9,13 +9,21 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.session.failure import LONGEST_TEXT, clip, let_go, line_of, skip_reason, summary_of, traceback_of
+from pytest_gpucluster.session.reporting import (
+    LONGEST_TEXT,
+    clip,
+    let_go,
+    line_of,
+    skip_reason,
+    summary_of,
+    traceback_of,
+)
 
 # Rank 0's report of a failed call, replaced as the plugin replaces it. What the ranks agreed on comes from the test.
 CONFTEST = """
 import pytest
 from pytest_gpucluster.agreement.exchange import Merged
-from pytest_gpucluster.session.failure import MergedRepr, line_of, sections_of, summary_of, traceback_of
+from pytest_gpucluster.session.reporting import MergedRepr, line_of, sections_of, summary_of, traceback_of
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report):
@@ -154,7 +162,7 @@ def test_failures_of_every_kind_have_a_traceback_as_text(pytester: pytest.Pytest
     pytester.makeconftest(
         """
         import pytest
-        from pytest_gpucluster.session.failure import sections_of, summary_of, traceback_of
+        from pytest_gpucluster.session.reporting import sections_of, summary_of, traceback_of
 
         @pytest.hookimpl(wrapper=True)
         def pytest_runtest_makereport(item, call):

@@ -14,8 +14,8 @@ from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.journal.verdict import ACCEPTED, INCOMPLETE, decide
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
-from pytest_gpucluster.session.failure import MergedRepr
-from pytest_gpucluster.session.verdict import judge_merged
+from pytest_gpucluster.session.judging import judge_merged
+from pytest_gpucluster.session.reporting import MergedRepr
 
 H100 = "NVIDIA H100 80GB HBM3"
 BF16 = "matmul.bf16.tflops"
@@ -33,7 +33,7 @@ def run(*, sku: str | None = "H100 SXM", rehearsal: bool = False) -> Any:
         sku=lambda gpu: sku,
         roll=SimpleNamespace(hosts=("gpu-06", "gpu-06")),
         baseline=None,
-        launched=None,
+        settings=SimpleNamespace(thresholds=None),
     )
 
 
@@ -228,7 +228,7 @@ def test_a_ratio_to_the_other_links_does_not_stand_for_their_rate(sku: str, rehe
     test = record("links")
     assert judge_merged(run(sku=sku, rehearsal=rehearsal), test, merge(outcomes, NAMES), outcomes).outcome == "passed"
     assert (test.unjudged == "") == is_judged
-    passed = replace(test.result().for_verdict, outcome="passed")
+    passed = replace(test.result(), outcome="passed")
     found = decide([passed], pytest_exit=0, rehearsal=False, selection=False, manifest=True, topology="")
     assert (found.word, found.exit) == ((ACCEPTED, 0) if is_judged else (INCOMPLETE, 10))
     assert is_judged or all(words in found.reason for words in ("links", "link.bandwidth", sku, "calibrate"))

@@ -1,199 +1,212 @@
-"""What the live line says, and that the thread which draws it ends."""
+"""The live line: what reaches the terminal byte by byte, and on a real one that nothing of it is left."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from _pytest.terminal import TerminalReporter
+from sessions import CPU, PLUGINS, Project, environment
+from tmux import Terminal, terminal
 
-from pytest_gpucluster.node.health.node_state import NodeState
-from pytest_gpucluster.session import status_line as module
-from pytest_gpucluster.session.status_line import Live, StepFile, describe_gpus
+from pytest_gpucluster.session import progress as module
+from pytest_gpucluster.session.progress import ERASE_BELOW, INDEX, LIVE, RESTORE, SAVE, StatusLine, begin_live
 
-
-class FakeFooter:
-    """Keeps what was shown."""
-
-    def __init__(self) -> None:
-        self.shown: list[Sequence[str]] = []
-        self.is_shown = self.is_closed = self.is_held = False
-
-    def show(self, lines: Sequence[str]) -> None:
-        self.shown.append(lines)
-        self.is_shown = bool(lines)
-
-    def erase(self) -> None:
-        self.is_shown = False
-
-    def hold(self) -> None:
-        self.is_held = True
-
-    def close(self) -> None:
-        self.is_closed = True
+SHOWN = f"{INDEX}\x1b[1A{SAVE}\x1b[?7l{INDEX}\r\x1b[2K\x1b[2mtest_it: 0:00 so far\x1b[m\x1b[?7h{RESTORE}"
 
 
-class Clock:
-    """Stands still until it is moved."""
+class Screen:
+    """A terminal that keeps every byte, before a clock that stands still until it is moved."""
 
-    time = 100.0
+    def __init__(self, columns: int = 80, rows: int = 24) -> None:
+        self.reads, self._writes = os.pipe()
+        self.columns, self.rows, self.time = columns, rows, 100.0
+        self.writer = SimpleNamespace(_file=io.TextIOWrapper(io.FileIO(self._writes, "w")), width_of_current_line=0)
+        self.live = StatusLine(self.writer, size=self.size, now=lambda: self.time)
 
-    def __call__(self) -> float:
-        return self.time
+    def size(self, descriptor: int) -> os.terminal_size:
+        assert os.path.sameopenfile(descriptor, self._writes)
+        return os.terminal_size((self.columns, self.rows))
+
+    def received(self) -> str:
+        os.set_blocking(self.reads, False)
+        try:
+            return os.read(self.reads, 65536).decode()
+        except BlockingIOError:
+            return ""
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def screen() -> Iterator[Screen]:
+    made = Screen()
+    yield made
+    made.live.close()
+    made.writer._file.close()
+    os.close(made.reads)
 
 
-@pytest.fixture
-def live(clock: Clock) -> Live:
-    return Live(FakeFooter(), now=clock)  # type: ignore[arg-type]  # what is needed of it
+def test_the_line_is_shown_below_and_erased_before_anything_is_written(screen: Screen) -> None:
+    screen.live.pytest_runtest_logstart("t.py::test_it")
+    screen.writer._file.write("tests ..")
+    assert screen.received() == "tests .."
+    screen.live.show()
+    assert screen.received() == SHOWN
+    screen.live.show()
+    assert screen.received() == ERASE_BELOW + SHOWN, "the line is drawn anew, not one below the other"
+    assert screen.writer._file.write(".") == 1
+    assert screen.received() == f"{ERASE_BELOW}."
+    screen.writer._file.write(".")
+    assert screen.received() == ".", "there is nothing to erase any more"
+    screen.live.show()
+    screen.received()
+    screen.live.pytest_runtest_logfinish()
+    assert screen.received() == ERASE_BELOW
+    screen.live.show()
+    assert screen.received() == "", "between tests nothing is shown"
 
 
-def test_between_tests_nothing_is_shown_and_nothing_said_is_kept(live: Live) -> None:
-    assert live.lines() == []
-    live.phase(300.0)
-    live.rewrite("test_it: step 1 of 2", ends=False)
-    live.begin("test_it")
-    assert live.lines() == ["test_it: 0:00 so far"]
-    live.end()
-    assert live.lines() == []
-
-
-def test_without_steps_the_deadline_of_the_phase_says_how_long_it_may_still_take(live: Live, clock: Clock) -> None:
-    live.begin("test_it")
-    clock.time += 10
-    live.phase(300.0)
-    clock.time += 65
-    assert live.lines() == ["test_it: 1:15 so far, at most 3:55 left"]
-    clock.time += 1000
-    assert live.lines() == ["test_it: 17:55 so far, at most 0:00 left"]
-    live.begin("test_next")
-    assert live.lines() == ["test_next: 0:00 so far"], "nothing of the test before is left"
-
-
-def test_a_step_is_shown_until_the_last_one_which_is_a_line_of_its_own(live: Live, clock: Clock) -> None:
-    live.begin("test_it")
-    live.phase(300.0)
-    live.rewrite("test_it: step 3 of 9, loss 1, 0:12 left", ends=False)
-    clock.time += 5
-    assert live.lines() == ["test_it: step 3 of 9, loss 1, 0:12 left (0:05 so far)"]
-    live.rewrite("test_it: step 9 of 9", ends=True)
-    assert live.lines() == ["test_it: 0:05 so far, at most 4:55 left"]
-
-
-def test_the_step_of_a_worker_is_shown_if_it_is_of_this_test(live: Live, tmp_path: Path) -> None:
-    file = StepFile(tmp_path / "step")
-    live.follow(file)
-    live.begin("test_it")
-    file.rewrite("test_other: step 1 of 2", ends=False)
-    assert live.lines() == ["test_it: 0:00 so far"]
-    file.rewrite("test_it: step 1 of 2 \x1b[31m", ends=False)
-    assert live.lines() == ["test_it: step 1 of 2 \N{REPLACEMENT CHARACTER}[31m (0:00 so far)"]
-    live.close()
-    assert not (tmp_path / "step").exists()
-
-
-def test_a_hostile_name_moves_no_cursor(live: Live) -> None:
-    live.begin("test_it[\x1b[2J\n\u202e]")
-    [line] = live.lines()
-    assert line.isprintable()
-
-
-GIB = 2**30
-
-
-def node_of(*gpus: dict[str, Any], age: float = 0.0) -> Any:
-    """Return a node with these GPUs, each read so long ago."""
-    state = NodeState(2.0, now=lambda: 10.0 + age)
-    named = [{"index": index, "uuid": f"GPU-{index}", "name": "H100"} for index in range(len(gpus))]
-    state.take({"nvml": {"driver": "580", "gpus": named}, "at": 1.0})
-    for index, told in enumerate(gpus):
-        state.take({"gpu": {"uuid": f"GPU-{index}", "not_available": {}, "lost": "", **told}, "at": 10.0})
-    return state.node()
-
-
-def gpu(utilization: int | None = 98, memory: int = 71, temperature: int = 61, power: int = 690) -> dict[str, Any]:
-    figures = {
-        "utilization_percent": utilization,
-        "memory_used_bytes": memory * GIB,
-        "temperature_celsius": temperature,
-        "power_watts": power,
-    }
-    return {key: value for key, value in figures.items() if value is not None}
+def test_the_step_is_that_of_the_test_that_runs(screen: Screen) -> None:
+    live = screen.live
+    assert live.text() == ""
+    live.pytest_runtest_logstart("t.py::test_it[\x1b[2J\n\u202e]")
+    assert live.text().isprintable(), "a name moves no cursor"
+    live.step = "step 3 of 9"
+    screen.time += 75
+    assert live.text().endswith(": step 3 of 9 (1:15 so far)")
+    live.pytest_runtest_logstart("t.py::test_next")
+    assert live.text() == "test_next: 0:00 so far"
 
 
 @pytest.mark.parametrize(
-    ("node", "text"),
-    [
-        (node_of(gpu()), "GPU 0: 98 %, 71 GiB, 61 °C, 690 W"),
-        (node_of(gpu(), gpu()), "2 GPUs: 98 %, 71 GiB, 61 °C, 690 W"),
-        (
-            node_of(gpu(), gpu(40, 60, 64, 500), gpu(99)),
-            "3 GPUs: 40 (GPU 1)-99 %, 60-71 GiB, 61-64 °C (GPU 1), 500-690 W",
-        ),
-        (node_of(gpu(None), gpu(None)), "2 GPUs: 71 GiB, 61 °C, 690 W"),
-        (node_of(gpu(), {"lost": "fell off the bus"}), "2 GPUs: 98 %, 71 GiB, 61 °C, 690 W, LOST: 1"),
-        (node_of({"lost": "fell off the bus"}), "GPU 0: LOST"),
-        (node_of(gpu(), gpu(), age=60.0), "GPUs: NVML has not answered for 60 s"),
-        (node_of(), ""),
-        (NodeState(2.0).node(), ""),
-    ],
-    ids=["one", "alike", "apart", "untold", "lost", "all lost", "stale", "none", "not yet"],
+    ("columns", "rows", "written", "is_shown"),
+    [(19, 24, 0, False), (80, 4, 0, False), (80, 5, 0, True), (0, 0, 3, False), (80, 24, 80, False)],
+    ids=["narrow", "low", "fits", "of unknown size", "after a full line"],
 )
-def test_gpus_are_told_by_the_least_and_the_most_with_who_stands_out(node: Any, text: str) -> None:
-    assert describe_gpus(node) == text
+def test_only_where_there_is_room_for_it(screen: Screen, columns: int, rows: int, written: int, is_shown: bool) -> None:
+    screen.columns, screen.rows, screen.writer.width_of_current_line = columns, rows, written
+    screen.live.pytest_runtest_logstart("t.py::test_it")
+    screen.live.show()
+    assert ("so far" in screen.received()) == is_shown
 
 
-def test_the_thread_draws_until_it_is_closed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SOON_SECONDS", 0.01)
-    monkeypatch.setattr(module, "TICK_SECONDS", 0.01)
-    live.begin("test_it")
-    live.start(gpus=None, reads_gpus=False)
-    status_line: Any = live.status_line
-    thread = live._thread
-    assert thread is not None
-    for _ in range(1000):
-        if status_line.shown:
-            break
-        thread.join(0.01)
-    assert status_line.shown[0] == ["test_it: 0:00 so far"]
-    live.close()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert status_line.is_closed
-    live.close()
+def test_the_thread_draws_until_it_is_closed(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SOON_SECONDS", 0.01)
+    screen.live.pytest_runtest_logstart("t.py::test_it")
+    screen.live.start()
+    os.set_blocking(screen.reads, True)
+    assert os.read(screen.reads, 65536).decode().startswith(SHOWN)
+    screen.live.close()
+    screen.live._thread.join(60)
+    assert not screen.live._thread.is_alive()
+    assert screen.received().endswith(ERASE_BELOW)
+    assert isinstance(screen.writer._file, io.TextIOWrapper), "pytest writes without it again"
 
 
-def test_a_line_that_cannot_be_drawn_ends_and_is_no_error_of_the_thread(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+SUITE = """
+import os, time
+
+def test_first(progress):
+    progress(1, 4, loss=1.0)
+    time.sleep(0.5)
+    progress(4, 4, loss=1.0)
+
+def test_second():
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+    print("captured words", flush=True)
+    assert False, "x" * 200
+
+def test_third(): pass
+"""
+CHANGING = r"\d+\.\d+s\b|\d{8}-\d{6}(?:-\d+)?"
+"""What differs between two runs anyway: times, and the run's folder."""
+
+
+def run_on(window: Terminal, project: Project, *options: str) -> None:
+    """Start a session on the terminal."""
+    command = [sys.executable, "-m", "pytest", *PLUGINS, CPU, *options]
+    environ = {name: value for name, value in environment().items() if name != "COLUMNS"}
+    window.run(command, {**environ, "TERM": "screen", "CI": "", "TMPDIR": str(project.path)})
+
+
+def left_on(window: Terminal) -> list[str]:
+    """Return what a session has left on the terminal, at its end."""
+    window.wait_for("ended with")
+    text = re.sub(CHANGING, "", window.everything().partition("ended with")[0])
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def test_it_is_seen_while_tests_run_and_leaves_the_terminal_as_it_is_without_it(project: Project) -> None:
+    project.suite(SUITE)
+    # Low windows: what is shown at their end makes them scroll.
+    with terminal(90, 12, project.path) as window, terminal(90, 12, project.path) as other:
+        run_on(window, project)
+        run_on(other, project, "--capture=sys")
+        screen = window.wait_for("test_second: ")
+        assert re.search(r"^test_second: \d+:\d\d so far$", screen, re.MULTILINE), screen
+        assert "captured words" not in screen
+        window.resize(60, 12)
+        window.resize(90, 12)
+        (project.path / "go").touch()
+        left, without = left_on(window), left_on(other)
+    assert left == without
+    assert "test_first: step 4 of 4, loss 1" in left, "the last step stays"
+    assert any("REJECTED" in line for line in left)
+
+
+def test_ctrl_c_leaves_nothing_of_it(project: Project) -> None:
+    project.suite("import time\n\ndef test_it():\n    time.sleep(60)\n")
+    with terminal(90, 30, project.path) as window:
+        run_on(window, project)
+        window.wait_for("so far")
+        window.keys("C-c")
+        window.wait_for("ended with 2")
+        assert "so far" not in window.everything()
+
+
+@pytest.mark.parametrize(
+    ("changes", "environ", "is_shown"),
+    [
+        ({}, {}, True),
+        ({}, {"CI": ""}, True),
+        ({}, {"CI": "false"}, True),
+        ({"verbose": 2}, {}, True),
+        ({"rank": 1}, {}, False),
+        ({"has_joined": False}, {}, False),
+        ({"reporter": None}, {}, False),
+        ({"reporter": SimpleNamespace(isatty=True, verbosity=0)}, {}, False),
+        ({"isatty": False}, {}, False),
+        ({}, {"TERM": "dumb"}, False),
+        ({}, {"TERM": ""}, False),
+        ({}, {"CI": "true"}, False),
+        ({"verbose": -1}, {}, False),
+        ({"capture": "no"}, {}, False),
+        ({"capture": "tee-sys"}, {}, False),
+        ({"usepdb": True}, {}, False),
+        ({"trace": True}, {}, False),
+    ],
+)
+def test_it_is_shown_only_where_it_disturbs_nothing(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], environ: dict[str, str], is_shown: bool
 ) -> None:
-    """pytest would make a warning of an error in a thread, which fails a test where warnings do."""
-
-    def fail(lines: Sequence[str]) -> None:
-        raise ValueError("no such\ncolour")
-
-    status_line: Any = live.status_line
-    monkeypatch.setattr(status_line, "show", fail)
-    monkeypatch.setattr(module, "SOON_SECONDS", 0.0)
-    live.begin("test_it")
-    live.start(gpus=None, reads_gpus=False)
-    assert live._thread is not None
-    live._thread.join(60)
-    assert live.problem == "ValueError: no such colour"
-    assert status_line.is_held
-    live.close()
-
-
-def test_without_a_process_for_the_gpus_the_line_tells_of_the_test(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("no more processes")
-
-    monkeypatch.setattr(module, "NodeReader", refuse)
-    live.start(gpus=None, reads_gpus=True)
-    live.begin("test_it")
-    assert live.lines() == ["test_it: 0:00 so far"]
-    live.close()
+    found = {"verbose": 0, "capture": "fd", "usepdb": False, "trace": False, "isatty": True, **changes}
+    reporter: Any = TerminalReporter.__new__(TerminalReporter)
+    option = SimpleNamespace(**found)
+    reporter.isatty, reporter.config, reporter._tw = found["isatty"], SimpleNamespace(option=option), object()
+    shown: list[Any] = []
+    monkeypatch.setattr(
+        module, "StatusLine", lambda writer: shown.append(writer) or SimpleNamespace(close=print, start=print)
+    )
+    plugins = SimpleNamespace(get_plugin=lambda name: found.get("reporter", reporter), register=lambda *_: None)
+    config: Any = SimpleNamespace(option=option, pluginmanager=plugins, stash={})
+    run: Any = SimpleNamespace(
+        rank=found.get("rank", 0), has_joined=found.get("has_joined", True), environ={"TERM": "xterm", **environ}
+    )
+    begin_live(config, run)
+    assert (bool(shown), LIVE in config.stash) == (is_shown, is_shown)

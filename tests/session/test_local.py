@@ -270,7 +270,7 @@ def test_a_rerun_on_one_worker_counts_once(project: Project) -> None:
     assert flaky.measurements[0].values == {0: 1, 1: 2}
 
 
-def interrupted(project: Project, *, everybody: bool = False) -> Left:
+def interrupted(project: Project, *, everybody: bool) -> Left:
     """Press Ctrl-C once all workers are in their long test, and the one before is in the journal.
 
     It reaches the controller, or all of its group.
@@ -291,77 +291,15 @@ def interrupted(project: Project, *, everybody: bool = False) -> Left:
         return process.wait()
 
 
-def test_ctrl_c_leaves_a_report(project: Project) -> None:
+@pytest.mark.parametrize("everybody", [False, True], ids=["controller", "terminal"])
+def test_ctrl_c_leaves_a_report(project: Project, everybody: bool) -> None:
     project.suite(HEAD + "def test_before(): pass\ndef test_long():\n    open(f'at{RANK}', 'w')\n    time.sleep(30)\n")
-    left = interrupted(project)
+    left = interrupted(project, everybody=everybody)
     assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
     assert left.verdicts["test_before"] == "passed"
     # "to its end on every worker" only where a worker's word that it has begun came before Ctrl-C.
     assert left.verdicts["test_long"].startswith("skipped: not run")
     assert left.verdicts["interrupted"].startswith("error: interrupted")
-
-
-MEASURED = """
-@pytest.mark.criterion("speed")
-def test_before(measure):
-    measure("matmul.bf16.tflops", 2, unit="TFLOPS", n=256)
-
-@pytest.mark.criterion("long")
-def test_long(measure, record_property):
-    try:
-        open(f"at{RANK}", "w")
-        time.sleep(30)
-    finally:
-        record_property("reached", f"as far as {RANK}")
-        if RANK in {who}:
-            measure("matmul.bf16.tflops", 1 + RANK, unit="TFLOPS", record_only=True, n=256)
-"""
-
-
-@pytest.mark.parametrize("everybody", [False, True], ids=["controller", "terminal"])
-def test_ctrl_c_keeps_what_the_workers_had_measured(project: Project, everybody: bool) -> None:
-    project.suite(HEAD + MEASURED.replace("{who}", "{0, 1}"))
-    left = interrupted(project, everybody=everybody)
-    assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
-    assert left.last_line[2].startswith("interrupted"), left.output
-    before, long = left.journal.results
-    assert (before.outcome, long.outcome) == ("passed", "error")
-    assert "interrupted (Ctrl-C) on rank 0" in left.verdicts["test_long"]
-    assert "call of test_it.py::test_long" in left.verdicts["test_long"]
-    (kept,) = long.measurements
-    assert (kept.values, kept.status) == ({0: 1.0, 1: 2.0}, "recorded")
-    assert dict(long.properties)["reached"].startswith("as far as ")
-
-
-def test_ctrl_c_keeps_them_also_where_no_message_had_come_that_the_test_had_begun(project: Project) -> None:
-    project.suite(
-        HEAD + MEASURED.replace("{who}", "{0, 1}"),
-        conftest="""
-        from pytest_gpucluster.session.xdist import Controller
-
-        started, show = Controller.started, Controller.show
-
-        def unless_late(method, self, nodeid, *rest):
-            if self._is_interrupted or "test_long" not in nodeid:
-                method(self, *rest)
-
-        Controller.started = lambda self, nodeid, at: unless_late(started, self, nodeid, nodeid, at)
-        Controller.show = lambda self, report: unless_late(show, self, report.nodeid, report)
-        """,
-    )
-    left = interrupted(project)
-    assert [one.outcome for one in left.journal.results] == ["passed", "error"]
-    assert [one.values for one in left.journal.results[1].measurements] == [{0: 1.0, 1: 2.0}]
-
-
-def test_of_a_worker_that_leaves_nothing_after_ctrl_c_that_is_said(project: Project) -> None:
-    project.suite(HEAD + MEASURED.replace("{who}", "{1}"))
-    left = interrupted(project)
-    assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
-    _, long = left.journal.results
-    assert long.outcome == "error"
-    assert [one.values for one in long.measurements] == [{1: 2.0}]
-    assert "no measurements" in left.body("test_long")
 
 
 SHOWN_GPUS = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.session import activation, options
+from pytest_gpucluster.session import options, xdist
 from pytest_gpucluster.session.options import OPTIONS, Timeouts, active, asked_for, resolve
 
 INI = "gpucluster_deadline = 30\ngpucluster_sku = from-ini\n"
@@ -19,7 +19,7 @@ def configure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any
     """Make pytest's configuration of an empty project, from command line and ini; nothing is started."""
     for name in [name for name in os.environ if name.startswith("GPUCLUSTER_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(activation, "prepare_environment", lambda: None)
+    monkeypatch.setattr(xdist, "prepare_environment", lambda: None)
 
     def make(*arguments: str, ini: str = "") -> pytest.Config:
         pytester.makeini(f"[pytest]\n{ini}")
@@ -50,7 +50,6 @@ def test_the_options_are_these_and_no_others() -> None:
         ("--gpucluster-reference-curve", "gpucluster_reference_curve", "GPUCLUSTER_REFERENCE_CURVE", "FILE", None),
         ("--gpucluster-baseline", "gpucluster_baseline", "GPUCLUSTER_BASELINE", "JOURNAL", None),
         ("--gpucluster-baseline-fail", "gpucluster_baseline_fail", "GPUCLUSTER_BASELINE_FAIL", "PERCENT", "3%"),
-        ("--gpucluster-live", "gpucluster_live", "GPUCLUSTER_LIVE", "auto|never", "auto"),
     ]
     assert [option.flag for option in OPTIONS if option.repeatable] == ["--gpucluster-workload", "--gpucluster-data"]
     assert [option.flag for option in OPTIONS if option.bare] == ["--gpucluster-resume"]

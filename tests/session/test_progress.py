@@ -1,51 +1,34 @@
 """The fixture ``progress``: what rank 0's terminal shows of a long test, and that nothing else shows it.
 
-test_live_hooks.py has the live line on a terminal, test_local.py the steps of local workers, and
+test_live.py has the live line, test_local.py the steps of local workers, and
 tests/acceptance/test_acceptance_links.py those of the ranks of torchrun.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sessions import Project
 
-from pytest_gpucluster.session.progress import PLAIN_SECONDS, STEPS, Progress, progress_of, silent
-from pytest_gpucluster.session.status_line import StepFile
-
-
-class FakeScreen:
-    """Keeps what was shown; a line that was written over stands beside those that stay."""
-
-    def __init__(self, live: bool) -> None:
-        self.live = live
-        self.shown: list[str] = []
-
-    def rewrite(self, text: str, *, ends: bool) -> None:
-        assert self.live
-        self.shown.append(text + "!" * ends)
-
-    def line(self, text: str) -> None:
-        assert not self.live
-        self.shown.append(text)
+from pytest_gpucluster.session.progress import LIVE_SECONDS, PLAIN_SECONDS, Progress, progress_of, silent
 
 
 class Steps:
-    """A progress whose clock stands still until it is moved."""
+    """A progress whose clock stands still until it is moved. Its lines that stay are kept."""
 
     def __init__(self, live: bool) -> None:
         self.time = 0.0
-        self.screen = FakeScreen(live)
-        self.progress = Progress(self.screen, "test_it", now=lambda: self.time)
+        self.shown: list[str] = []
+        self.live = SimpleNamespace(step="") if live else None
+        self.progress = Progress(self.shown.append, "test_it", live=self.live, now=lambda: self.time)  # type: ignore[arg-type]  # what is needed of it
 
     def after(self, seconds: float, step: int, of: int = 100, **figures: object) -> list[str]:
         """Take a step, and return all that was shown by then."""
         self.time += seconds
         self.progress(step, of, **figures)  # type: ignore[arg-type]  # figures of any kind
-        return self.screen.shown
+        return self.shown
 
 
 def test_a_plain_line_comes_now_and_then_and_for_the_last_step() -> None:
@@ -55,6 +38,19 @@ def test_a_plain_line_comes_now_and_then_and_for_the_last_step() -> None:
     assert steps.after(0.1, 11, loss=2.0) == ["test_it: step 11 of 100, loss 2, 1:29 left"]
     assert len(steps.after(PLAIN_SECONDS / 2, 20)) == 1
     assert steps.after(0.1, 100)[1:] == ["test_it: step 100 of 100"]
+
+
+def test_a_live_line_shows_at_once_and_ends_with_a_line_that_stays() -> None:
+    steps = Steps(live=True)
+    assert steps.after(0, 1, loss=2.0) == []
+    assert steps.live is not None
+    assert steps.live.step == "step 1 of 100, loss 2"
+    steps.after(LIVE_SECONDS / 2, 2)
+    assert steps.live.step == "step 1 of 100, loss 2"
+    steps.after(LIVE_SECONDS, 3)
+    assert steps.live.step == "step 3 of 100, 1:13 left"
+    assert steps.after(0, 100) == ["test_it: step 100 of 100"]
+    assert steps.live.step == ""
 
 
 @pytest.mark.parametrize("odd", [(0, 0), (12, 10), (-3, 10)])
@@ -121,23 +117,17 @@ def test_quiet_is_silent_and_without_a_terminal_reporter_the_test_goes_on(projec
     assert project.run("-p", "no:terminal").exit == 0
 
 
-def worker(name: str, *, verbosity: int = 0, **told: str) -> Any:
+def worker(name: str, *, verbosity: int = 0) -> Any:
     """What pytest knows in a local worker whose output is not captured."""
     return SimpleNamespace(
-        workerinput={"workerid": name, **told},
+        workerinput={"workerid": name},
         get_verbosity=lambda: verbosity,
         pluginmanager=SimpleNamespace(get_plugin=lambda name: None),
     )
 
 
-def test_a_local_worker_says_it_on_standard_error_or_to_its_controller(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_local_worker_says_it_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     progress_of(worker("gw0"), "test_it", rank=0)(1, 1)
     assert capsys.readouterr().err == "\ntest_it: step 1 of 1\n"
-    steps = str(tmp_path / "step")
-    progress_of(worker("gw0", **{STEPS: steps}), "test_it", rank=0)(1, 2)
-    assert StepFile(Path(steps)).read() == "test_it: step 1 of 2"
-    assert progress_of(worker("gw1", **{STEPS: steps}), "test_it", rank=1) is silent
-    assert progress_of(worker("gw0", verbosity=-1, **{STEPS: steps}), "test_it", rank=0) is silent
-    assert capsys.readouterr().err == ""
+    assert progress_of(worker("gw1"), "test_it", rank=1) is silent
+    assert progress_of(worker("gw0", verbosity=-1), "test_it", rank=0) is silent

@@ -11,7 +11,7 @@ from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.session.run import Launched, Run, Running
+from pytest_gpucluster.session.run import Run, Running
 from pytest_gpucluster.session.shutdown import decide
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -30,25 +30,24 @@ def run_on(
     scheduler = SimpleNamespace(name=None, nnodes=allocated[0], gpus_per_node=allocated[1])
     made: dict[str, Any] = {
         "facts": SimpleNamespace(world_size=8, nnodes=2, local_world_size=4, scheduler=scheduler),
-        "launched": Launched(
-            settings=SimpleNamespace(  # type: ignore[arg-type]
-                device="cpu" if gpu is None else "cuda",
-                sku=sku,
-                profile="quick",
-                thresholds=overlay,
-                require=(),
-                data=(),
-                expect=None if expect is None else Expectation.parse(expect),
-            )
+        "settings": SimpleNamespace(
+            device="cpu" if gpu is None else "cuda",
+            sku=sku,
+            profile="quick",
+            thresholds=overlay,
+            require=(),
+            data=(),
+            expect=None if expect is None else Expectation.parse(expect),
         ),
-        "joined": None,
+        "has_joined": False,
+        "baseline": None,
         "roll": SimpleNamespace(who={rank: {"gpu": None if gpu is None else {"name": gpu}} for rank in range(4)}),
         "_limits": loader.load(loader.shipped_path()),
         "records": {
             "test_a": TestRecord(
                 test=CollectedTest.of("test_a", ("a.py", 1, "test_a"), "matmul"),
                 outcome="passed",
-                measurements=[{"status": "passed"}],
+                measurements=[{"metric": "matmul.bf16.tflops", "status": "passed"}],
             )
         },
         "problems": [],

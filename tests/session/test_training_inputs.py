@@ -10,7 +10,7 @@ from complaints import in_order
 from each import of_each
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.session.training_inputs import Source, TrainingInputs, read_data, read_model
+from pytest_gpucluster.session.selection import Source, TrainingInputs, read_data, read_model
 
 HASH = "e9b5d671812b5ca2fbd7b625a37d5c99a19576c37252cdc806defe256aea6dad"
 

@@ -52,16 +52,15 @@ class NodeReader:
     Args:
         take: called with each line, and with ``{"ended": exit code}`` when the process has ended on its own.
         interval_seconds: from one sample to the next.
-        few: only the keys ``FEW`` of GPUs, for use during a measurement.
 
     Raises:
         OSError: no process or thread can be started.
     """
 
-    def __init__(self, take: Take, interval_seconds: float, *, few: bool = False) -> None:
+    def __init__(self, take: Take, interval_seconds: float) -> None:
         self._take = take
         self._is_closing = False
-        command = [*COMMAND, "--interval", str(interval_seconds), "--parent", str(os.getpid()), *["--few"] * few]
+        command = [*COMMAND, "--interval", str(interval_seconds), "--parent", str(os.getpid())]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -104,9 +103,6 @@ QUERIES = keys(
     *("clock.memory", "throttle.reasons", "nvlink.bytes", "processes"),
 )
 """Key of a sample -> NVML query. The key has the unit."""
-
-FEW = ("utilization_percent", "memory_used_bytes", "memory_total_bytes", "temperature_celsius", "power_watts")
-"""Keys that are read during a measurement, where each query costs."""
 
 
 def sample_gpu(
@@ -241,14 +237,12 @@ def main(open_nvml: Callable[[], Nvml] = PyNvml, tree: Tree | None = None) -> No
     parser = argparse.ArgumentParser(description="The reader of a node, started by gpucluster node watch, not by hand.")
     parser.add_argument("--interval", type=float, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--few", action="store_true")
     options = parser.parse_args()
     write = line_writer(sys.stdout.fileno())
-    keys = FEW if options.few else tuple(QUERIES)
+    keys = tuple(QUERIES)
     # The main thread only waits: NVML may hang in any other one, and the process still ends with its parent.
     threading.Thread(target=read_gpus, args=(open_nvml, write, options.interval, keys), daemon=True).start()
-    if not options.few:
-        threading.Thread(target=read_host, args=(tree or Tree(), write, options.interval), daemon=True).start()
+    threading.Thread(target=read_host, args=(tree or Tree(), write, options.interval), daemon=True).start()
     wait_for_end(options.parent)
     os._exit(0)
 
