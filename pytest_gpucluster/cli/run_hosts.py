@@ -35,7 +35,7 @@ from pytest_gpucluster.runners import preflight, ssh
 from pytest_gpucluster.runners.hosts import Host, read_hosts, require_slots, select_hosts
 from pytest_gpucluster.runners.plan import SshPlan, forwarded_environment, parse_per_node, require_unreserved
 from pytest_gpucluster.runners.preflight import NodeCheck, check_nodes, preflight_table, readiness_text
-from pytest_gpucluster.runners.run_result import Conclusion, RunResult, read_result
+from pytest_gpucluster.runners.run_result import Conclusion
 from pytest_gpucluster.runners.ssh import Access, Reply, query_nodes, raise_open_files_limit, require_ssh
 from pytest_gpucluster.runners.ssh_job import OTHERS_SECONDS, NodeResult, Signals, conclude, handling, run_plan
 from pytest_gpucluster.text import one_line, printable
@@ -284,11 +284,11 @@ def _run_on(
         signals=signals,
         show=show,
     )
-    journal, journal_problem = _journal(results[first.host.name])
+    journal, journal_problem = results[first.host.name].journal()
     found = conclude(
         [results[host.name] for host in plan.hosts],
         journal,
-        journal_problem=journal_problem,
+        journal_problem=journal_problem or "the node of rank 0 has left none",
         interrupted=signals.name,
     )
     _write_json(directory, plan, results, found)
@@ -300,14 +300,6 @@ def _run_on(
     show(f"reports: {directory}", True)
     show(found.line, True)
     return found.exit
-
-
-def _journal(result: NodeResult) -> tuple[RunResult | None, str]:
-    """Return the result in the journal of rank 0's node; or None, and why."""
-    if result.folder is None:
-        return None, result.copy_problem or result.problem
-    found, problem = read_result(result.folder)
-    return found, problem or ("" if found is not None else "the node of rank 0 has left none")
 
 
 def _write_json(

@@ -19,7 +19,7 @@ from pytest_gpucluster.runners import ssh
 from pytest_gpucluster.runners.hosts import Host
 from pytest_gpucluster.runners.node_agent import GRACE_SECONDS, exit_of, unpack
 from pytest_gpucluster.runners.plan import SshPlan
-from pytest_gpucluster.runners.run_result import Conclusion, RunResult, conclusion, listed
+from pytest_gpucluster.runners.run_result import Conclusion, RunResult, conclusion, listed, read_result
 from pytest_gpucluster.runners.ssh import Access, Channel, ssh_command
 from pytest_gpucluster.text import printable
 
@@ -53,6 +53,10 @@ class NodeResult:
     problem: str = ""
     folder: Path | None = None
     copy_problem: str = ""
+
+    def journal(self) -> tuple[RunResult | None, str]:
+        """Return the result in the journal among its reports; or None, and why."""
+        return read_result(self.folder) if self.folder is not None else (None, self.copy_problem or self.problem)
 
 
 class RemoteJob:

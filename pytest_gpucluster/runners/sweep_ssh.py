@@ -9,7 +9,6 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.runners import ssh
 from pytest_gpucluster.runners.hosts import Host
 from pytest_gpucluster.runners.plan import SshPlan, SweepPlan
-from pytest_gpucluster.runners.run_result import RunResult, read_result
 from pytest_gpucluster.runners.ssh import Access, query_nodes
 from pytest_gpucluster.runners.ssh_job import OTHERS_SECONDS, STOP_SECONDS, NodeResult, RemoteJob, Signals, await_jobs
 from pytest_gpucluster.runners.sweep import Job, run_each, stop_all
@@ -67,7 +66,7 @@ class Ssh:
             self._start(plan, plan.hosts[0], folder, self._plan.node_seconds)
 
         for name, result in run_each(nodes, start, self._running, self._plan.at_once):
-            journal, hint = _journal(result)
+            journal, hint = result.journal()
             launcher = _launcher_exit(result, folder / f"{name}.log", hint)
             yield judge_run(name, journal, launcher, nnodes=1, world_size=self._plan.world_size(1))
 
@@ -79,7 +78,7 @@ class Ssh:
         jobs = [self._start(plan, host, folder, self._plan.joint_seconds) for host in plan.hosts]
         results = await_jobs(jobs, OTHERS_SECONDS, Signals())
         self._running.clear()
-        journal, hint = _journal(results[nodes[0]])
+        journal, hint = results[nodes[0]].journal()
         # A node that was stopped from here may still end with 0, but its result is unknown.
         bad = [name for name in nodes if results[name].exit != 0 or results[name].stop_reason]
         worst = results[bad[0] if bad else nodes[0]]
@@ -137,10 +136,6 @@ class Ssh:
                 f"{name}, the first node of the joint run, has no free port: {reply.problem or 'none'}"
             )
         return port
-
-
-def _journal(result: NodeResult) -> tuple[RunResult | None, str]:
-    return read_result(result.folder) if result.folder is not None else (None, result.copy_problem or result.problem)
 
 
 def _launcher_exit(result: NodeResult, log: Path, hint: str) -> LauncherExit:
