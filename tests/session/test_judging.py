@@ -179,8 +179,10 @@ def test_a_gpu_without_limits_is_never_a_pass() -> None:
     ("bad", "message"),
     [
         pytest.param({**bf16(GOOD), "metric": "site.speed"}, "unknown metric 'site.speed'", id="an unknown metric"),
-        pytest.param({"metric": BF16}, "this is no measurement in transit", id="half a measurement"),
-        pytest.param({**bf16(GOOD), "value": "fast"}, "this is no measurement in transit", id="no number"),
+        pytest.param({"metric": BF16}, "a measurement in transit: value must be a number", id="half a measurement"),
+        pytest.param(
+            {**bf16(GOOD), "value": "fast"}, "a measurement in transit: value must be a number", id="no number"
+        ),
     ],
 )
 def test_a_measurement_that_cannot_be_read_is_an_error_and_not_the_end_of_rank_0(
