@@ -163,10 +163,11 @@ def _verdict(outcome: Outcome, usual: UsualRate | None) -> Verdict:
 
 CONFIRMED = 3
 """Number of failed probes that only this unit, or this link, explains: the first and two more."""
-_CHANCE = 0.015
+_CHANCE = 0.001
 _RARE_CHANCE = 0.0005
 """A link is not accused while an intermittent end would have spared all its other partners with at least this
-probability: the first if the pair has always failed, the second if it has passed too."""
+probability: the first if the pair has always failed, the second if it has passed too. The second also holds for a unit
+of larger groups, and an intermittent one that would have failed with it only."""
 _FALSE_ALARM = 0.0002
 """A unit is not accused while one of all units would collect as many failures with at least this probability, if each
 unit failed as often as the others do."""
@@ -189,7 +190,7 @@ class Evidence:
     A unit is a culprit if three probes implicate it, more than chance explains where any probe may fail. Where it
     failed alone, another must have passed alone. Else they are with three different groups of others, or with two where
     no more have passed at all. Where they are groups of three or more, no such group may have passed with it or failed
-    without it, and three have passed without it.
+    without it, and so many have that chance is ruled out (Fisher's exact test).
 
     A link between two units is a culprit if the pair has failed three times, if neither of the two has failed without
     the other, and if since the first failure each has passed so often with others that chance is ruled out (Fisher's
@@ -338,11 +339,12 @@ class Evidence:
             return self._exceeds_chance(unit, {2})
         # In larger groups any intermittent unit may be at fault: with this one all fail, without it all pass.
         large = [probe for probe in self.probes if len(probe.members) >= min(sizes)]
+        with_it = [probe for probe in large if unit in probe.members]
         without = [probe for probe in large if unit not in probe.members]
         return (
-            all(probe.failed for probe in large if unit in probe.members)
-            and len(without) >= CONFIRMED
+            all(probe.failed for probe in with_it)
             and not any(probe.failed for probe in without)
+            and _RARE_CHANCE * math.comb(len(large), len(with_it)) >= 1
         )
 
     def _exceeds_chance(self, unit: int, sizes: set[int]) -> bool:

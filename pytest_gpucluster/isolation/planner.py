@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
 from pytest_gpucluster.isolation.inference import CONFIRMED, MIN_RATIO, Evidence, Probe, below_floor, judge_probes
@@ -111,7 +111,7 @@ def _retried_partner(evidence: Evidence, unit: int, left: Collection[int]) -> in
 
 Group = tuple[int, ...]
 Round = Sequence[Group]
-Work = Generator[Round, None, None]
+Work = Iterator[Round]
 
 _TOURNAMENT_UNITS = 6
 """Up to this number of units each meets every other one first: that costs no more than halving."""
@@ -123,8 +123,13 @@ _NO_PASS_ROUNDS = 4
 """If no pair has passed in this number of rounds of pairs, there is no unit to compare with."""
 _ISLAND_ROUNDS = 8
 """Rounds of pairs that are tried where some pass among themselves, and fail with all others."""
-MAX_ROUNDS = 60
+_INTERMITTENT_ROUNDS = 72
+"""Rounds of pairs without a culprit after which a unit that fails in one probe of eight would have been named with a
+probability of 90 % or more (simulated: docs/simulations.md)."""
+MAX_ROUNDS = 120
 """The budget where none is given. Random failures of any unit would else keep the search going."""
+_SURE_ROUNDS = 9
+"""How often a group is probed without a unit, and without another one, until that unit is sure to be the culprit."""
 _TRIES = 4
 """How often all are probed at once, if nothing fails."""
 _RETRY_ROUNDS = 3
@@ -138,7 +143,7 @@ class Planner:
     the fault is confirmed to be one unit's or one link's; then the rest at once. If that fails although all pairs pass,
     only larger groups show the fault: groups are halved while a half fails; if neither does, the two ends of a link are
     searched crosswise, and then the unit without which the group passes. If nothing fails at all it is tried again with
-    new partners, a few times.
+    new partners, a few times. Last, while no culprit is known, pairs go on until an intermittent one is excluded.
 
     >>> planner = Planner([0, 1, 2])
     >>> planner.next_round()
@@ -179,7 +184,7 @@ class Planner:
         self._requested: tuple[Group, ...] | None = None
         self._halved: set[Group] = set()
         self._inspected: set[Group] = set()
-        self._work = self._plan()
+        self._work = itertools.chain(self._plan(), self._exclude_intermittent())
         self._done = False
 
     def next_round(self) -> tuple[Group, ...] | None:
@@ -256,6 +261,20 @@ class Planner:
             if self._evidence.suspects or (self._evidence.culprits and not self._evidence.unexplained):
                 return
             yield from self._settle(_RETRY_ROUNDS)
+
+    def _exclude_intermittent(self) -> Work:
+        """Probe in pairs while there is no culprit, until a fault that shows now and then would have been found.
+
+        Among two units no pair can name one of them.
+        """
+        for number in itertools.count() if len(self._units) > 2 else ():
+            now = self._evidence
+            paired = sum(len(outcomes[0].members) == 2 for outcomes in self._rounds)
+            hopeless = self._is_fleet() or not any(map(now.has_passed, self._units)) or now.islands()
+            groups = pairing(now, number)
+            if hopeless or not groups or paired >= _INTERMITTENT_ROUNDS or (now.culprits and not now.suspects):
+                return
+            yield groups
 
     def _is_fleet(self) -> bool:
         """Return whether every pair is too slow by the limits: then larger groups would show nothing more."""
@@ -361,7 +380,7 @@ class Planner:
                 size = size if sure else len(out) // 2
             left = out if sure else left
         others = itertools.cycle((unit,) for unit in group if unit not in left)
-        for other in itertools.islice(others, CONFIRMED):
+        for other in itertools.islice(others, _SURE_ROUNDS):
             for out in (left, other):  # it passes each time without the one, and never without another
                 if self._evidence.guilty.issuperset(left):
                     return

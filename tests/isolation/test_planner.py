@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpucluster.isolation import inference
@@ -226,6 +226,7 @@ def test_without_a_limit_a_slow_unit_is_still_found_by_comparison() -> None:
     assert units_of(search(8, bad(6), floor=None)) == [(6,)]
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(0, 2**32 - 1), st.sampled_from([0.05, 0.3, 0.7]))
 def test_any_outcomes_end_the_search_with_disjoint_groups(units: int, seed: int, share: float) -> None:
     random = Random(seed)
@@ -301,7 +302,8 @@ def test_the_page_has_the_numbers_of_the_code() -> None:
     for text in (
         f"`isolation.min_ratio` ({100 * inference.MIN_RATIO:g} %)",
         f"fewer than {inference._LARGE_SAMPLE}",
-        f"for {planner_module._QUIET_ROUNDS} rounds of pairs, after {MAX_ROUNDS} rounds",
+        f"for {planner_module._QUIET_ROUNDS} rounds of pairs and those {planner_module._INTERMITTENT_ROUNDS}",
+        f"after {MAX_ROUNDS} rounds",
     ):
         assert text in page
     assert (planner_module._TOURNAMENT_UNITS, inference.CONFIRMED) == (6, 3)
