@@ -24,7 +24,8 @@ _SIGMAS = 6.0
 _LARGE_SAMPLE = 16
 """From this number of different groups of a size on, their scatter is known well enough to widen the tolerance."""
 _FLEET_GROUPS = 4
-"""If at least this number of different groups of a size, and all of them, miss the floor, the cause is shared."""
+"""If at least this number of different groups of a size, with no unit in all of them, miss the floor, and no other one
+reaches it, the cause is shared."""
 _MAD_TO_SIGMA = 1.4826
 """Times the median absolute deviation: the standard deviation of normal samples (see ``stats.mad``)."""
 
@@ -98,8 +99,9 @@ def judge_probes(rounds: Sequence[Sequence[Outcome]], *, floor: Floor, min_ratio
     or the best of them while they are fewer than 16. A high one, because among few units most groups may contain a bad
     one. From 16 groups on it must also be six standard deviations below the healthy ones.
 
-    If at least four different groups of a size have been probed and none reaches the floor, the floor shows nothing
-    about a single one: they are only compared with each other, and ``below_floor`` names the size.
+    If at least four different groups of a size with no unit in all of them have been probed and none reaches the floor,
+    the floor shows nothing about a single one: they are only compared with each other, and ``below_floor`` names the
+    size.
 
     A value with no floor and no other group of its size is "unjudged": neither good nor bad.
 
@@ -145,7 +147,8 @@ def _usual_rate(groups: Mapping[tuple[int, ...], Sequence[float]], floor: float 
         if len(medians) >= _LARGE_SAMPLE:
             healthy = [value for value in medians if value >= threshold]
             threshold = min(threshold, stats.median(healthy) - _SIGMAS * _MAD_TO_SIGMA * stats.mad(healthy))
-    below = floor is not None and len(medians) >= _FLEET_GROUPS and all(value < floor for value in medians)
+    shared = len(medians) >= _FLEET_GROUPS and not frozenset(min(groups)).intersection(*groups)
+    below = floor is not None and shared and all(value < floor for value in medians)
     return UsualRate(value=usual, threshold=threshold, floor=floor, all_below_floor=below)
 
 
@@ -190,7 +193,7 @@ class Evidence:
     A unit is a culprit if three probes implicate it, more than chance explains where any probe may fail. Where it
     failed alone, another must have passed alone. Else they are with three different groups of others, or with two where
     no more have passed at all. Where they are groups of three or more, no such group may have passed with it or failed
-    without it, and so many have that chance is ruled out (Fisher's exact test).
+    without it, and enough of both have that chance is ruled out (Fisher's exact test).
 
     A link between two units is a culprit if the pair has failed three times, if neither of the two has failed without
     the other, and if since the first failure each has passed so often with others that chance is ruled out (Fisher's
@@ -337,14 +340,16 @@ class Evidence:
             return False
         if 2 in sizes:
             return self._exceeds_chance(unit, {2})
-        # In larger groups any intermittent unit may be at fault: with this one all fail, without it all pass.
+        # In larger groups an intermittent unit of all that failed may be at fault: with this one all fail, and without
+        # it, but with all those, all pass.
         large = [probe for probe in self.probes if len(probe.members) >= min(sizes)]
-        with_it = [probe for probe in large if unit in probe.members]
-        without = [probe for probe in large if unit not in probe.members]
+        with_it = [probe.members for probe in large if unit in probe.members]
+        common = frozenset.intersection(*with_it) - {unit}
+        passed = sum(unit not in probe.members and probe.members >= common for probe in large)
         return (
-            all(probe.failed for probe in with_it)
-            and not any(probe.failed for probe in without)
-            and _RARE_CHANCE * math.comb(len(large), len(with_it)) >= 1
+            all(probe.failed == (unit in probe.members) for probe in large)
+            and passed >= CONFIRMED
+            and (not common or _RARE_CHANCE * math.comb(len(with_it) + passed, passed) >= 1)
         )
 
     def _exceeds_chance(self, unit: int, sizes: set[int]) -> bool:

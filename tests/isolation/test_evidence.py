@@ -151,14 +151,22 @@ def test_a_fault_of_larger_groups_is_the_unit_without_which_all_pass() -> None:
 
     pairs: list[Probed] = [((0, 1), True), ((2, 3), True)]
     whole: list[Probed] = [((0, 1, 2, 3), False)]
-    with_it, without = (0, 1, 3, 0), (2,) * 9
-    # One that fails half of the time does the same now and then in fewer groups.
-    assert accused(evidence(4, pairs, whole, *map(large, with_it + without[:6]))) == []
-    found = evidence(4, pairs, whole, *map(large, with_it + without))
+    assert accused(evidence(4, pairs, whole, *map(large, (0, 1, 3, 2)))) == []
+    found = evidence(4, pairs, whole, *map(large, (0, 1, 3, 2, 2, 2)))
     assert accused(found) == [(2,)]
-    assert (found.culprits[0].failed, found.culprits[0].probes) == (5, 5)
+    assert (found.culprits[0].failed, found.culprits[0].probes) == (4, 4)
     # One failure without it, and any intermittent unit may be the cause.
-    assert accused(evidence(4, pairs, whole, *map(large, with_it + without), [((0, 1, 3), False)])) == []
+    assert accused(evidence(4, pairs, whole, *map(large, (0, 1, 3, 2, 2, 2)), [((0, 1, 3), False)])) == []
+
+
+def test_a_unit_of_large_groups_is_not_accused_while_another_one_in_all_of_them_may_fail_now_and_then() -> None:
+    def large(*out: int) -> list[Probed]:
+        return [(tuple(unit for unit in range(5) if unit not in out), 2 in out)]
+
+    pairs: list[Probed] = [((0, 1), True), ((2, 3), True), ((0, 4), True)]
+    failed = [large(0), large(1), large(0, 1), large(0), large(1)]  # 3 and 4 are in all of them
+    assert accused(evidence(5, pairs, *failed, *8 * [large(2)])) == []
+    assert accused(evidence(5, pairs, *failed, *9 * [large(2)])) == [(2,)]
 
 
 def test_both_ends_of_a_link_are_in_each_large_group_that_fails_and_neither_is_accused() -> None:
