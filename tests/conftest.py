@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import fork_server
 import hypothesis
-import light_server
 import programs
 import pytest
 
@@ -75,8 +74,9 @@ def pytest_unconfigure() -> None:
     Once pytest has put modules back that a test had changed, torch's own references to them complain at the end of the
     interpreter, each in five lines, behind pytest's summary.
     """
-    fork_server.turn_off()
-    light_server.turn_off()
+    for server in ("fork_server", "light_server", "fake_ssh"):
+        if server in sys.modules:
+            sys.modules[server].turn_off()
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     print(f"CPU: {sum(each.ru_utime + each.ru_stime for each in used):.0f} s, of all processes but orphans")
     reductions = sys.modules.get("torch.multiprocessing.reductions")

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -303,6 +304,13 @@ def _become(request: Mapping[str, Any], output: int, errors: int, _marker: int) 
     ranks = next((int(word.removeprefix(_RANKS)) for word in command if word.startswith(_RANKS)), 0)
     if "torch.distributed.run" in command:
         _fork_spares(ranks, _become_rank)
+    elif "pytest_gpucluster" in command:  # gpucluster run, whose agent has the ranks
+        from pytest_gpucluster.cli import run
+
+        _fork_spares(1, functools.partial(_become_agent, ranks))
+        run.subprocess = types.SimpleNamespace(
+            DEVNULL=subprocess.DEVNULL, Popen=lambda args, *, env, **more: _start_spare(args, env)
+        )
     else:
         _fork_spares(int(command[command.index("-n") + 1]) if "-n" in command else 0, _become_worker)
         light_server.fork_recorder()
@@ -324,6 +332,15 @@ def _run(command: Sequence[str]) -> NoReturn:
 
 
 def _as_python(call: Callable[[], object]) -> NoReturn:
+    code = 1
+    try:
+        code = as_python(call)
+    finally:
+        os._exit(code)
+
+
+def as_python(call: Callable[[], object]) -> int:
+    """Call something as a Python of its own would, with its streams anew; return its exit code at its end."""
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  # until the process ends
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
@@ -341,13 +358,11 @@ def _as_python(call: Callable[[], object]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]  # as Python waits for its threads
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    finally:
-        os._exit(code & 0xFF)
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python waits for its threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return code & 0xFF
 
 
 # ---- the ranks of an agent, and the workers of pytest-xdist ----------------------------------------------------------
@@ -380,6 +395,12 @@ def _become_rank(command: Sequence[str]) -> NoReturn:
     os.setsid()
     if os.environ.get("RANK") == "0":
         light_server.fork_recorder()
+    _run(command)
+
+
+def _become_agent(ranks: int, command: Sequence[str]) -> NoReturn:
+    os.setsid()
+    _fork_spares(ranks, _become_rank)
     _run(command)
 
 

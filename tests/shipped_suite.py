@@ -1,11 +1,11 @@
-"""The acceptance suite as pytest collects it: its tests, and what options select of them. One process for all of it."""
+"""The acceptance suite as pytest collects it: its tests, and what options select of them. One session for all of it."""
 
 from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,41 +25,46 @@ OPTIONS = (
     "-m nccl",
     "-m single_gpu",
 )
-_COLLECT = """
-import json, sys
-import pytest
+_PLUGIN = """
+import json
+import os
+from pathlib import Path
 
-class Collected:
-    def pytest_collection_finish(self, session):
-        self.items = [
+import pytest
+from _pytest.mark import deselect_by_keyword, deselect_by_mark
+
+OPTIONS = json.loads(os.environ["SHIPPED_OPTIONS"])
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    found = {}
+    for options in OPTIONS:
+        items = list(session.items)
+        option, _, expression = options.partition(" ")
+        session.config.option.keyword = session.config.option.markexpr = expression
+        {"": lambda *_: None, "-k": deselect_by_keyword, "-m": deselect_by_mark}[option](items, session.config)
+        found[options] = [
             {"id": item.nodeid, "file": item.nodeid.partition("::")[0], "name": item.name,
              "markers": sorted({mark.name for mark in item.iter_markers()}),
-             "criteria": [str(mark.args[0]) for mark in item.iter_markers("criterion")]} for item in session.items
+             "criteria": [str(mark.args[0]) for mark in item.iter_markers("criterion")]} for item in items
         ]
-
-found = {}
-for options in sys.argv[1:]:
-    collected = Collected()
-    given = ["acceptance", "--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    pytest.main([*given, *options.split()], plugins=[collected])
-    found[options] = collected.items
-print("\\n" + json.dumps(found))
+    Path(__file__).with_name("found.json").write_text(json.dumps(found))
 """
 
 
 @functools.cache
 def _collected() -> dict[str, list[dict[str, Any]]]:
-    """Collect with each of the options; torch is loaded once for all of them."""
-    done = subprocess.run(
-        [sys.executable, "-c", _COLLECT, *OPTIONS],
-        cwd=ROOT,
-        env=sessions.environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "shipped_plugin.py").write_text(_PLUGIN)
+        command = [sys.executable, "-m", "pytest", str(ROOT / "acceptance"), f"--rootdir={ROOT}", "--collect-only"]
+        command += ["-c", str(ROOT / "pyproject.toml"), "-qq", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+        command += ["-p", "shipped_plugin"]
+        environ = sessions.environment({"SHIPPED_OPTIONS": json.dumps(OPTIONS)})
+        with sessions.Process(command, folder, environ, forked=True) as process:
+            left = process.wait()
+        assert left.exit == 0, left.output
+        found: dict[str, list[dict[str, Any]]] = json.loads((folder / "found.json").read_text())
     return found
 
 

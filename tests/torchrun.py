@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import junitparser
 from fork_server import Forked, holders, server_for
@@ -262,9 +263,9 @@ def start(
     hosts: Sequence[str] = ("node-a",),
     timeouts: str = "stuck=2",
     deadline: float = 2.0,
-    environment: Mapping[str, str | bytes] | None = None,
+    environment: Mapping[str, str | bytes] | Callable[[str], Mapping[str, str]] | None = None,
     launcher: Sequence[str] = (),
-    before: Sequence[str] = (),
+    other_folders: Mapping[str, Path] = MappingProxyType({}),
     by_command: bool = False,
     ini: str = "",
     forked: bool = True,
@@ -280,8 +281,9 @@ def start(
         hosts: what the nodes call themselves. Each has a launcher of its own, on this host.
         timeouts: for --gpucluster-timeouts.
         deadline: in seconds, for a phase of a test.
+        environment: more variables, of all nodes or on call of one of the hosts.
         launcher: more options of torchrun.
-        before: a command that runs the launcher.
+        other_folders: host -> where it is started, if not in the suite.
         by_command: whether ``gpucluster run`` starts torchrun.
         ini: more lines of the suite's ini file.
         forked: the launcher and its ranks may be forks of one process that has torch loaded; else they start as ever.
@@ -295,7 +297,7 @@ def start(
     agents: list[subprocess.Popen[bytes] | Forked] = []
     for node, host in enumerate(hosts):
         module = ["pytest_gpucluster", "run"] if by_command else ["torch.distributed.run"]
-        command = [*before, sys.executable, "-m", *module, f"--nproc-per-node={ranks}"]
+        command = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}"]
         command += [f"--nnodes={len(hosts)}", f"--node-rank={node}"]
         command += ["--master-addr=127.0.0.1", f"--master-port={port}", *launcher]
         # hypothesis, where it is installed, loads itself at the end of every session: half a second here.
@@ -303,18 +305,19 @@ def start(
         command += [".", "-p", "no:hypothesispytest", "-p", SHORT_FIXTURES, "--gpucluster-device=cpu"]
         command += [f"--junitxml={directory / 'report.xml'}", f"--gpucluster-report-dir={directory / 'reports'}"]
         command += [f"--gpucluster-timeouts={timeouts}", f"--gpucluster-deadline={deadline}", *options]
-        environ = {**_environment(directory, token), "GPUCLUSTER_HOSTNAME": host, **(environment or {})}
-        server = server_for(environ, extras=extras) if forked and not (before or by_command) else None
+        more = environment(host) if callable(environment) else environment or {}
+        environ = {**_environment(directory, token), "GPUCLUSTER_HOSTNAME": host, **more}
+        server = server_for(environ, extras=extras) if forked else None
+        where = other_folders.get(host, directory / "suite")
         with (directory / f"output{node}.txt").open("ab") as output:
             if server is not None:
-                where = directory / "suite"
                 file = output.fileno()
                 agents.append(server.start(command, cwd=where, env=environ, output=file, errors=file, token=token))
                 continue
             agents.append(
                 subprocess.Popen(
                     command,
-                    cwd=directory / "suite",
+                    cwd=where,
                     env=environ,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

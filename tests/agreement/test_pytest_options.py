@@ -7,12 +7,11 @@ which order, and pytest's own summary must be the same, on both ranks.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
+from sessions import Process, environment
 from torchrun import start, torchrun, write_suite
 
 SUITE = {
@@ -96,19 +95,11 @@ class Plain:
     def __init__(self, directory, options):
         (directory / "stamps").mkdir(exist_ok=True)
         (directory / "stamps" / "rank0.txt").unlink(missing_ok=True)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GPUCLUSTER_"))}
         command = [sys.executable, "-m", "pytest", ".", "-p", "no:gpucluster", "-p", "no:hypothesispytest"]
-        command += QUIET
-        done = subprocess.run(
-            [*command, *options, f"--junitxml={directory / 'report.xml'}"],
-            cwd=directory / "suite",
-            env={**kept, "PLAIN": "1", "RANK": "0", "STAMPS": str(directory / "stamps"), "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        self.output = done.stdout
+        command += [*QUIET, *options, f"--junitxml={directory / 'report.xml'}"]
+        environ = environment({"PLAIN": "1", "RANK": "0", "STAMPS": str(directory / "stamps")})
+        with Process(command, directory / "suite", environ, forked=True) as process:
+            self.output = process.wait().stdout
         stamps = directory / "stamps" / "rank0.txt"
         self.ran = [line.split()[0] for line in stamps.read_text().splitlines()] if stamps.exists() else []
 

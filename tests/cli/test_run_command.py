@@ -59,7 +59,7 @@ def test_every_node_ends_with_the_exit_code_of_the_run_and_names_the_reports(tmp
 
 
 def test_what_pytest_refuses_before_the_plugin_is_there_is_4(tmp_path):
-    run = start(tmp_path, PLAIN, "--no-such-option", ranks=1).wait()
+    run = start(tmp_path, PLAIN, "--no-such-option", ranks=1, forked=False).wait()  # a real one
     assert run.exits == [4], run.output
     assert "--no-such-option" in run.output
     assert last_lines(run)[0].startswith("gpucluster: BROKEN, exit code 4: ")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from fork_server import server_for
 from ports import free_port
 from sessions import CPU, PLUGINS, Left, Process, Project, environment
 
@@ -114,22 +113,6 @@ LAUNCHERS = {"slurm": slurm_without_a_name, "kubernetes": kubernetes}
 Variables = Callable[[int, int], dict[str, str]]
 
 
-class Fork(Process):
-    """A process of ``python -m MODULE ...`` that is a fork of the one that has torch loaded."""
-
-    def __init__(self, command: Sequence[str], directory: Path, environ: Mapping[str, str]) -> None:
-        Process._count += 1
-        self.directory = directory
-        self._paths = [directory / f".{name}-{Process._count}" for name in ("stdout", "stderr")]
-        self._started = time.monotonic()
-        server = server_for(environ)
-        assert server is not None
-        with self._paths[0].open("wb") as output, self._paths[1].open("wb") as errors:
-            self.popen = server.start(  # type: ignore[assignment]  # it has what is used here
-                command, cwd=directory, env=environ, output=output.fileno(), errors=errors.fileno(), token="launchers"
-            )
-
-
 @contextlib.contextmanager
 def started(
     project: Project, variables: Variables, port: int, *options: str, ranks: int = 2, inside: Sequence[str] = ()
@@ -143,8 +126,8 @@ def started(
             environ = variables(rank, port)
             if environ.get("MASTER_ADDR") == "pod-0.localhost" and not resolves("pod-0.localhost"):
                 environ["MASTER_ADDR"] = socket.gethostname()
-            start = Process if inside else Fork
-            processes.append(stack.enter_context(start(command, project.path, environment(environ))))
+            process = Process(command, project.path, environment(environ), forked=not inside)
+            processes.append(stack.enter_context(process))
         yield processes
 
 
@@ -368,7 +351,7 @@ def torchrun(project: Project, *options: str, more: Mapping[str, str] | None = N
     """Run two ranks under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     command += [f"--master-port={free_port()}", *PYTEST]
-    with Fork([*command, *options], project.path, environment(more)) as process:
+    with Process([*command, *options], project.path, environment(more), forked=True) as process:
         return process.wait()
 
 

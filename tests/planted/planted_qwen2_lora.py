@@ -1,6 +1,5 @@
 """The faults that a training with LoRA can have."""
 
-import functools
 import importlib.util
 import math
 import os
@@ -24,14 +23,13 @@ from pytest_gpucluster.session.selection import Source
 
 HERE = Path(__file__).parent.parent
 ON_RANK_1 = os.environ["RANK"] == "1"
-COMPARED = 2  # steps before the training
-calls = {}
+steps_taken = [0]
 
 
-def in_training(what, step=1):
-    # A reference of one rank is made of the product's own pieces, and the steps taken again come after these.
-    calls[what] = calls.get(what, 0) + 1
-    return calls[what] == COMPARED + step
+def in_training(step):
+    # Of faults beside which nothing is compared with one rank. The steps taken again come after these.
+    steps_taken[0] += 1
+    return steps_taken[0] == step
 
 
 def unsynchronized(model, group, device, precision):
@@ -50,13 +48,13 @@ def flip(weight):
 
 def flipped(model, optimizer):
     optimizer.step()
-    if in_training("bit", 10) and ON_RANK_1:
+    if in_training(4) and ON_RANK_1:
         flip(next(weight for weight in model.parameters() if weight.requires_grad))
 
 
 def based(model, optimizer):
     optimizer.step()
-    if in_training("base", 3) and ON_RANK_1:
+    if in_training(1) and ON_RANK_1:
         flip(next(weight for weight in model.parameters() if not weight.requires_grad))
 
 
@@ -87,7 +85,7 @@ def other(*given, seed, **more):
 
 def poisoned(model, optimizer):
     optimizer.step()
-    if in_training("late", 6) and ON_RANK_1:
+    if in_training(2) and ON_RANK_1:
         weight = next(weight for weight in model.parameters() if weight.requires_grad)
         weight.to_local().detach().fill_(math.nan)
 
@@ -104,7 +102,7 @@ def truncated(folder, step, *given, group, **more):
 
 def drifting(model, optimizer):
     optimizer.step()
-    if in_training("drift", 5) and ON_RANK_1:
+    if in_training(2) and ON_RANK_1:
         for weight in model.parameters():
             if weight.requires_grad:
                 weight.to_local().detach().mul_(1.5)
@@ -112,7 +110,7 @@ def drifting(model, optimizer):
 
 def interrupted(model, optimizer):
     optimizer.step()
-    if in_training("interrupted", 10):
+    if in_training(10):
         raise RuntimeError("the training is interrupted here")
 
 
@@ -131,7 +129,6 @@ COMPONENTS_OF = {
     "other": {"make": other},
     "groups": {},
     "drift": {"update": drifting},
-    "astray": {"learning_rate": lambda step, recipe: cosine(step, recipe) / 2},
     "foreign": {},
     "weights": {},
     "model": {},
@@ -141,7 +138,17 @@ COMPONENTS_OF = {
     "resumed": {},
 }
 
-experiment.tiny_experiment = functools.cache(experiment.tiny_experiment)  # the same for each fault
+make_tiny, tiny = experiment.tiny_experiment, []
+
+
+def tiny_experiment(sizes):
+    """The base and the data of the first fault, for all of them."""
+    if not tiny:
+        tiny.append(make_tiny(sizes))
+    return tiny[0]
+
+
+experiment.tiny_experiment = tiny_experiment
 
 # What the reference curve that is read is of.
 CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
@@ -154,8 +161,20 @@ CASES = {
         "test_qwen2_lora_throughput": ("model", "nomemory"),
     }
 }
-# Not to be divided among two ranks: each trains by itself.
-WORKLOADS = {fault: {"lora_tiny": {"global_batch": 3}} for fault in ("groups", "drift")}
+COMPARED_ONLY = {"steps": 2, "checkpoint_every": 1, "calls": 0}
+TRAINED_ONLY = {"parity_precisions": (), "calls": 0}
+FEW = {**TRAINED_ONLY, "steps": 4, "checkpoint_every": 2}
+ALONE = {"global_batch": 3}  # not to be divided among two ranks: each trains by itself
+LORA_TINY = {
+    **dict.fromkeys(("nosync", "samedata", "scaled", "frozen"), COMPARED_ONLY),
+    **dict.fromkeys(("bit", "late", "truncated", "base"), FEW),
+    **dict.fromkeys(("interrupted", "resumed", "foreign", "weights"), TRAINED_ONLY),
+    "rate": {"calls": 0},
+    "groups": {**TRAINED_ONLY, **ALONE},
+    "drift": {**FEW, **ALONE},
+}
+WORKLOADS = {fault: {"lora_tiny": sizes} for fault, sizes in LORA_TINY.items()}
+WORKLOADS["model"] = {"qwen2_lora": {"steps": 10, "checkpoint_every": 8, "parity_steps": 2}}
 
 
 def reference_file():
@@ -176,7 +195,7 @@ def small_model():
     """A model and data of its own, which the first rank makes."""
     folder, blocks = HERE / "small-qwen2", HERE / "blocks.safetensors"
     if not ON_RANK_1:
-        rows = synthetic_rows(600, seed=5)
+        rows = synthetic_rows(300, seed=5)
         tokenizer, made = tiny_tokenizer(rows), HERE / "made"
         make_base(tiny_base(len(tokenizer)), torch.device("cpu"), precision="bf16", seed=3).save_pretrained(made)
         tokenizer.save_pretrained(made)
@@ -194,7 +213,7 @@ def small_model():
 
 
 SETTINGS = {
-    **dict.fromkeys(("astray", "foreign", "weights"), reference_file),
+    **dict.fromkeys(("rate", "foreign", "weights"), reference_file),
     "interrupted": going_on,
     "resumed": lambda: going_on() | reference_file(),
     "model": small_model,
@@ -208,7 +227,7 @@ def prepare(item):
 
 
 def plant(fault, request):
-    calls.clear()
+    steps_taken[0] = 0
     missing = fault == "noextra"
     importlib.util.find_spec = lambda name, *more: None if missing and name == "peft" else FIND(name, *more)
     trainer.COMPONENTS = replace(COMPONENTS, **COMPONENTS_OF[fault])

@@ -87,6 +87,7 @@ planted = []
 def plant(fault, request):
     throughput.COMPONENTS = FOUND[fault]
     memory_budget.free_bytes = (lambda device: 1000) if (fault, RANK) == ("full", 1) else FREE_BYTES
+    request.addfinalizer(lambda: setattr(memory_budget, "free_bytes", FREE_BYTES))
     collectives.clock_for = clock_for
     collectives.CALLS["all_reduce"] = slow_sum if fault == "fabric" else SUM
     if "known" in request.fixturenames and fault not in planted[-1:]:

@@ -27,7 +27,6 @@ NOTHING = """
         assert not settings.resume and not settings.data
 """
 MUST_NOT_RUN = "def test_it(settings): raise AssertionError('must not run')"
-ON_NODE_B = 'if [ "$GPUCLUSTER_HOSTNAME" = node-b ]; then cd ../other; export GPUCLUSTER_MODEL=org/b; fi; exec "$@"'
 
 
 def test_a_test_gets_what_the_options_say(project: Project) -> None:
@@ -62,8 +61,8 @@ def test_ranks_that_were_given_other_things_do_not_start(tmp_path: Path) -> None
         "--gpucluster-data=images=pictures",
         ranks=1,
         hosts=("node-a", "node-b"),
-        environment={"GPUCLUSTER_MODEL": "org/a"},
-        before=("sh", "-c", ON_NODE_B, "sh"),
+        environment=lambda host: {"GPUCLUSTER_MODEL": f"org/{host[-1]}"},
+        other_folders={"node-b": tmp_path / "other"},
     ).wait()
     assert "must not run" not in run.output
     body = run.body("preflight")
