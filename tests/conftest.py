@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-
+# Before torch is loaded: several threads that wait for each other take far more CPU time for such small products.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 fork_server.turn_on()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background

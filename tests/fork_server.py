@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -42,6 +43,7 @@ _READ_AT_START = ("PYTHON", "LD_", "HF_", "TRANSFORMERS_")
 """What Python, the dynamic linker and the libraries read only once, when they are started or loaded."""
 _OF_THIS_PROCESS = frozenset(name for name in os.environ if name.startswith(_READ_AT_START))
 _RANKS = "--nproc-per-node="
+_EXTRAS = "extras"
 
 
 class Forked:
@@ -105,20 +107,25 @@ class ForkServer:
     """The server, as the tests see it. It ends with the process that has started it.
 
     Args:
-        extras: load transformers and peft as well.
+        plain: another one, whose fork loads transformers and peft as well.
     """
 
-    def __init__(self, *, extras: bool = False) -> None:
+    def __init__(self, plain: ForkServer | None = None) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | Forked
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *(["extras"] if extras else [])],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for pytest, which ends its sessions itself
-            )
+            if plain is not None:
+                where = {"cwd": Path.cwd(), "env": {}, "errors": 2, "token": "extras"}
+                self._process = plain.start([_EXTRAS], output=theirs.fileno(), **where)  # type: ignore[arg-type]
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for pytest, which ends its sessions itself
+                )
         if not _can_be_read(self._socket, _READY_SECONDS) or self._socket.recv(64) != b"ready":
             raise RuntimeError("the fork server has not started")
 
@@ -182,8 +189,10 @@ def server_for(env: Mapping[str, str | bytes], *, extras: bool = False) -> ForkS
     if not _turned_on or any(name.startswith(_READ_AT_START) for name in env if name not in _OF_THIS_PROCESS):
         return None
     with _starting:
+        if False not in _servers:
+            _servers[False] = ForkServer()
         if extras not in _servers:
-            _servers[extras] = ForkServer(extras=extras)
+            _servers[True] = ForkServer(_servers[False])
     return _servers[extras]
 
 
@@ -202,10 +211,10 @@ def holders(token: str) -> set[int]:
 # ---- the server's own side -------------------------------------------------------------------------------------------
 
 
-def _serve(requests: socket.socket, *, extras: bool) -> None:
-    _load()
-    if extras:
-        _load_extras()
+def _serve(requests: socket.socket, load: Callable[[], None]) -> None:
+    load()
+    gc.collect()
+    gc.freeze()  # else each fork looks through all of torch
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there in a fork, nor let go of its locks"
     replies: dict[int, socket.socket] = {}
     ended, woken = os.pipe()
@@ -292,6 +301,9 @@ def _reap(replies: dict[int, socket.socket]) -> None:
 
 def _become(request: Mapping[str, Any], output: int, errors: int, _marker: int) -> NoReturn:
     os.setsid()
+    if request["command"] == [_EXTRAS]:
+        _serve(socket.socket(fileno=output), _load_extras)
+        os._exit(0)
     os.chdir(request["cwd"])
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, descriptor in enumerate((nothing, output, errors)):
@@ -450,4 +462,4 @@ _new_worker = Popen2IOMaster.__init__
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])), extras="extras" in sys.argv)
+    _serve(socket.socket(fileno=int(sys.argv[1])), _load)

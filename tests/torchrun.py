@@ -132,11 +132,13 @@ class Run:
                     self.settled[name] = changed / 1e9
 
     def _let_end(self) -> None:
-        # A process that is just ending is no fault; what would stay is.
+        # A process that is just ending is no fault; what would stay is. To look through all of them takes CPU time.
         until = time.monotonic() + self.let_end
-        while (left := processes(self.token)) and time.monotonic() < until:
+        left = processes(self.token)
+        while left and time.monotonic() < until:
             self._look()
             time.sleep(_POLL_SECONDS)
+            left = [pid for pid in left if _lives(pid)] or processes(self.token)
         self._look()
         self.left_over = [_command(pid) for pid in left]
         self.files_left = sorted(path.name for path in (self.directory / "tmp").glob("gpucluster-*"))
@@ -224,14 +226,19 @@ def processes(token: str) -> list[int]:
     needle = f"{_TOKEN}={token}".encode()
     forks = holders(token)
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                state = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                here = int(entry.name) in forks or needle in (entry / "environ").read_bytes()
-                if state not in "ZX" and here:
-                    found.append(int(entry.name))
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if (pid in forks or needle in Path(f"/proc/{pid}/environ").read_bytes()) and _lives(pid):
+                found.append(pid)
     return found
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 def _command(pid: int) -> str:

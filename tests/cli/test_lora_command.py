@@ -88,13 +88,10 @@ def adapter(base, tmp_path_factory):
     ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in encoded])
     loss_mask = torch.tensor([counts + [False] * (longest - len(counts)) for _, counts in encoded])
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other next to other work, and such small products need none
     for _ in range(100):
         model(input_ids=ids, labels=ids.masked_fill(~loss_mask, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.set_num_threads(threads)
     model.save_pretrained(folder)
     return folder
 
@@ -180,23 +177,23 @@ def test_an_adapter_is_asked_for_the_calls_of_held_out_conversations(questions, 
         "wrong": [],
     }
     # The same conversations are held out of the rows themselves, by the same part and seed.
-    code, output, _ = run(capsys, *words, "--data", questions, *held_out, "--base", base, "--limit", 5, "--batch", 2)
+    code, output, _ = run(capsys, *words, "--data", questions, *held_out, "--base", base, "--limit", 3, "--batch", 2)
     assert code == 0
-    assert json.loads(output)["right_arguments"] == json.loads(output)["asked"] == 5
+    assert json.loads(output)["right_arguments"] == json.loads(output)["asked"] == 3
 
 
 def test_answers_that_are_wrong_are_counted_and_shown(adapter, tmp_path, capsys):
     path = tmp_path / "other.json"
     # It answers as it has learned: of these, with the right function and city; the right city; the right function.
-    other = [question("Weather in", city, "get_rain") for city in CITIES[:3]]
-    other += [{**row, "chat": row["chat"].replace('city": "', 'city": "New ')} for row in QUESTIONS[:8]]
-    path.write_text(json.dumps([*QUESTIONS, *other]))
-    words = ["evaluate", adapter, "--data", path, "--device", "cpu", "--max-new-tokens", 40, "--held-out", "95%"]
+    other = [question("Weather in", city, "get_rain") for city in CITIES[:2]]
+    other += [{**row, "chat": row["chat"].replace('city": "', 'city": "New ')} for row in QUESTIONS[:4]]
+    path.write_text(json.dumps([*QUESTIONS[:6], *other]))
+    words = ["evaluate", adapter, "--data", path, "--device", "cpu", "--max-new-tokens", 40, "--held-out", "90%"]
     code, output, _ = run(capsys, *words)
     assert code == 0
     table = dict(re.split(r"  +", line, maxsplit=1) for line in output.splitlines())
     asked = int(table["calls asked for"])
-    assert asked >= 26
+    assert asked >= 10
     code, output, _ = run(capsys, *words, "--json")
     found = json.loads(output)
     right = [found[name] for name in ("well_formed", "right_function", "right_arguments")]

@@ -48,12 +48,12 @@ SUITE = {
             meet(cluster, "collectives")
 
         @pytest.mark.criterion("hbm")
-        @pytest.mark.deadline(1)
+        @pytest.mark.deadline(0.5)
         def test_computes(cluster):
             spin(600)
 
         @pytest.mark.criterion("burn_in")
-        @pytest.mark.deadline(1)
+        @pytest.mark.deadline(0.5)
         def test_slow_setup(slow_setup):
             pass
 
@@ -83,7 +83,7 @@ SUITE = {
             yield
             spin(600)
 
-        @pytest.mark.deadline(1)
+        @pytest.mark.deadline(0.5)
         def test_slow_teardown(slow_teardown):
             pass
 
