@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
 import importlib
 import json
 import os
@@ -196,6 +195,15 @@ def server_for(env: Mapping[str, str | bytes], *, extras: bool = False) -> ForkS
     return _servers[extras]
 
 
+def keep_shipped_limits() -> None:
+    """Read the shipped limits once: it takes as long as all else that a short session does."""
+    from pytest_gpucluster.judge import loader
+
+    read, shipped = loader.load, loader.shipped_path()
+    read_shipped = functools.cache(read)
+    loader.load = lambda *paths: read_shipped() if paths in ((), (shipped,)) else read(*paths)
+
+
 def holders(token: str) -> set[int]:
     """Return the processes that hold the descriptor of a session."""
     found = set()
@@ -213,8 +221,6 @@ def holders(token: str) -> set[int]:
 
 def _serve(requests: socket.socket, load: Callable[[], None]) -> None:
     load()
-    gc.collect()
-    gc.freeze()  # else each fork looks through all of torch
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there in a fork, nor let go of its locks"
     replies: dict[int, socket.socket] = {}
     ended, woken = os.pipe()
@@ -270,6 +276,7 @@ def _load() -> None:
             importlib.import_module(module.name)
     light_server.load()
     yaml.compose = functools.lru_cache(maxsize=16)(yaml.compose)
+    keep_shipped_limits()
     pytest_gpucluster.judge.loader.load()
     for name in _REWRITTEN:
         loaded = sys.modules[name]

@@ -24,7 +24,7 @@ from types import ModuleType
 import pytest
 import torch.distributed.fsdp  # noqa: F401  # sessions in this process must find it loaded: it cannot be imported twice
 import yaml
-from fork_server import Forked, server_for
+from fork_server import Forked, keep_shipped_limits, server_for
 from junit_files import require_junit
 from light_server import recorders_are_forks
 
@@ -35,11 +35,12 @@ DEADLINE_SECONDS = 120.0
 """Generous: nothing here should take a third of it."""
 
 yaml.compose = lru_cache(maxsize=16)(yaml.compose)
-"""Each session reads the shipped limits, which takes as long as all else that it does."""
+keep_shipped_limits()
 
 CPU = "--gpucluster-device=cpu"
 SHORT_FIXTURES = "pytest_gpucluster.short_fixtures"
-PLUGINS = ("-p", "no:hypothesispytest", "-p", SHORT_FIXTURES)
+PLUGINS = ("-p", "no:hypothesispytest", "-p", "no:anyio", "-p", SHORT_FIXTURES)
+"""Others that are installed load half of a framework, in each session."""
 _OF_A_LAUNCHER = (
     "TORCH",
     "PYTEST_",

@@ -27,7 +27,7 @@ import junitparser
 from fork_server import Forked, holders, server_for
 from junit_files import require_junit
 from ports import free_port
-from sessions import SHORT_FIXTURES, environment
+from sessions import PLUGINS, environment
 
 from pytest_gpucluster.journal import journal
 
@@ -272,6 +272,7 @@ def start(
     deadline: float = 2.0,
     environment: Mapping[str, str | bytes] | Callable[[str], Mapping[str, str]] | None = None,
     launcher: Sequence[str] = (),
+    before: Sequence[str] = (),
     other_folders: Mapping[str, Path] = MappingProxyType({}),
     by_command: bool = False,
     ini: str = "",
@@ -290,6 +291,7 @@ def start(
         deadline: in seconds, for a phase of a test.
         environment: more variables, of all nodes or on call of one of the hosts.
         launcher: more options of torchrun.
+        before: a command that runs the launcher.
         other_folders: host -> where it is started, if not in the suite.
         by_command: whether ``gpucluster run`` starts torchrun.
         ini: more lines of the suite's ini file.
@@ -304,17 +306,16 @@ def start(
     agents: list[subprocess.Popen[bytes] | Forked] = []
     for node, host in enumerate(hosts):
         module = ["pytest_gpucluster", "run"] if by_command else ["torch.distributed.run"]
-        command = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}"]
+        command = [*before, sys.executable, "-m", *module, f"--nproc-per-node={ranks}"]
         command += [f"--nnodes={len(hosts)}", f"--node-rank={node}"]
         command += ["--master-addr=127.0.0.1", f"--master-port={port}", *launcher]
-        # hypothesis, where it is installed, loads itself at the end of every session: half a second here.
         command += ["--"] if by_command else ["-m", "pytest"]
-        command += [".", "-p", "no:hypothesispytest", "-p", SHORT_FIXTURES, "--gpucluster-device=cpu"]
+        command += [".", *PLUGINS, "--gpucluster-device=cpu"]
         command += [f"--junitxml={directory / 'report.xml'}", f"--gpucluster-report-dir={directory / 'reports'}"]
         command += [f"--gpucluster-timeouts={timeouts}", f"--gpucluster-deadline={deadline}", *options]
         more = environment(host) if callable(environment) else environment or {}
         environ = {**_environment(directory, token), "GPUCLUSTER_HOSTNAME": host, **more}
-        server = server_for(environ, extras=extras) if forked else None
+        server = server_for(environ, extras=extras) if forked and not before else None
         where = other_folders.get(host, directory / "suite")
         with (directory / f"output{node}.txt").open("ab") as output:
             if server is not None:

@@ -95,7 +95,18 @@ class Plain:
     def __init__(self, directory, options):
         (directory / "stamps").mkdir(exist_ok=True)
         (directory / "stamps" / "rank0.txt").unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", ".", "-p", "no:gpucluster", "-p", "no:hypothesispytest"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            ".",
+            "-p",
+            "no:gpucluster",
+            "-p",
+            "no:hypothesispytest",
+            "-p",
+            "no:anyio",
+        ]
         command += [*QUIET, *options, f"--junitxml={directory / 'report.xml'}"]
         environ = environment({"PLAIN": "1", "RANK": "0", "STAMPS": str(directory / "stamps")})
         with Process(command, directory / "suite", environ, forked=True) as process:
