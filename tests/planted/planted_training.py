@@ -22,7 +22,7 @@ CASES = {
         "test_throughput[fsdp-large]": ("compiled", "nocompiler"),
     }
 }
-COMPILED = {"throughput": {"compiled": "on"}}
+COMPILED = {"throughput": {"compiled": "on"}, "throughput_sharded": {"layers": 1}}
 WORKLOADS = {
     "compiled": COMPILED,
     "nocompiler": COMPILED,
