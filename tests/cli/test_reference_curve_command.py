@@ -43,7 +43,7 @@ def test_runs_of_different_experiments_are_named(tmp_path: Path, csv: Path, caps
     other = tmp_path / "other.csv"
     curve(2.0, seed="8").write_csv(other)
     assert main(["lora", "reference-curve", str(csv), str(other), "--out", str(tmp_path / "reference.json")]) == 3
-    assert re.search(rf"seed is '8' in run 2.*'x' in run 1.*1 is {csv}; run 2 is {other}\b", capsys.readouterr().err)
+    assert re.search(rf"seed is 8 in run 2.* x in run 1.*1 is {csv}; run 2 is {other}\b", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

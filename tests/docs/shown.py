@@ -150,7 +150,7 @@ def _pytest(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
         given = getattr(parsed, option.dest, None)
         for text in given if isinstance(given, list) else [] if given is None else [given]:
             if option.takes != "base":
-                yield from _parsed(option.parse, str(text), *([option.flag] if option.takes == "place" else []))[1]
+                yield from _parsed(functools.partial(option.read, origin=option.flag, base=Path()), str(text))[1]
     for word in set(re.findall(r"\w+", parsed.markexpr if parsed is not None else "")) - {"and", "or", "not"} - MARKERS:
         yield f"there is no marker {word}"
 

@@ -11,6 +11,7 @@ import time
 import pytest
 from sessions import DEADLINE_SECONDS, Left, Project
 
+from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import journal
 
 WORKERS = ("-n", "2", "--dist", "each", "--max-worker-restart=0")
@@ -279,7 +280,10 @@ def interrupted(project: Project, *, everybody: bool) -> Left:
     def is_there() -> bool:
         if not all((project.path / f"at{rank}").exists() for rank in (0, 1)):
             return False
-        return bool(journal.read(project.path / "gpucluster-report" / "latest" / "journal.jsonl").results)
+        try:
+            return bool(journal.read(project.path / "gpucluster-report" / "latest" / "journal.jsonl").results)
+        except JournalError:  # its first line has not come yet
+            return False
 
     with project.spawn(*WORKERS) as process:
         until = time.monotonic() + DEADLINE_SECONDS
