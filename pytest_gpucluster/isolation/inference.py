@@ -245,7 +245,7 @@ class Evidence:
     def islands(self) -> list[list[int]]:
         """Return sets of units that pass among themselves and in no group with others, though that was tried.
 
-        The largest set is the main part of the cluster, and not among them.
+        The largest set is the main part of the cluster, and not among them. A group with a failed pair shows nothing.
         """
         island_of = {unit: frozenset({unit}) for unit in self.units}
         for probe in self.probes:
@@ -254,8 +254,10 @@ class Evidence:
                 island_of.update(dict.fromkeys(joined, joined))
         sets = {island for island in island_of.values() if len(island) > 1}
         islands = sorted(sets, key=lambda island: -len(island))[1:]
+        small = {probe.members for probe in self.unexplained if len(probe.members) <= 2}
+        between = [probe for probe in self.probes if not any(pair < probe.members for pair in small)]
         tried = {
-            island: sum(1 for probe in self.probes if probe.members & island and probe.members - island)
+            island: sum(1 for probe in between if probe.members & island and probe.members - island)
             for island in islands
         }
         return [sorted(island) for island in islands if tried[island] >= CONFIRMED]

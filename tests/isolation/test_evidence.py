@@ -221,3 +221,6 @@ def test_units_that_pass_among_themselves_only_are_an_island() -> None:
     assert evidence(6, *rounds[:1]).islands() == []  # nothing was tried between them
     assert evidence(6, *rounds).islands() == [[0, 1]]
     assert evidence(6, *rounds, [((0, 3), True)]).islands() == []
+    # Large groups that fail with a bad link in them are no attempt to pass with others.
+    linked: list[list[Probed]] = [[((0, 1, 2, 3, 4, 5), False)]] * 3 + [[((2, 3), False)]]
+    assert evidence(6, rounds[0][:1] + rounds[2][:2], *linked).islands() == []
