@@ -77,7 +77,7 @@ class Ranks:
         first = everyone[0]
         for index, mine in enumerate(everyone):
             if mine != first:
-                other = " for other times" if mine[0] == first[0] else ""
+                other = " with other settings or times" if mine[0] == first[0] else ""
                 raise EnvironmentBroken(
                     f"the ranks do not measure the same: {self.name(index)} {mine[0]}{other}, {self.name(0)} {first[0]}"
                     ". Give all nodes the same suite, profile and workload"

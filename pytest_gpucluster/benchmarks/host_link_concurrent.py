@@ -176,7 +176,10 @@ class _ConcurrentCopies:
         self, direction: str, payload_bytes: int, copies: int, failure: EnvironmentBroken | ValueError | None
     ) -> None:
         failed = self._ranks.gather([failure is not None])
-        self._ranks.require_same(f"copies {direction} {copies} x {show_bytes(payload_bytes)}", self._sampling)
+        try:
+            self._ranks.require_same(f"copies {direction} {copies} x {show_bytes(payload_bytes)}", self._sampling)
+        except EnvironmentBroken as error:
+            raise failure or error from error
         if failure is not None:
             raise failure
         lacking = [self._ranks.name(index) for index, [its] in enumerate(failed) if its]

@@ -345,9 +345,10 @@ class Evidence:
         # In larger groups an intermittent unit of all that failed may be at fault: with this one all fail, and without
         # it, but with all those, all pass.
         large = [probe for probe in self.probes if len(probe.members) >= min(sizes)]
-        with_it = [probe.members for probe in large if unit in probe.members]
-        common = frozenset.intersection(*with_it) - {unit}
-        passed = sum(unit not in probe.members and probe.members >= common for probe in large)
+        with_it = [probe for probe in large if unit in probe.members]
+        common = frozenset.intersection(*(probe.members for probe in with_it)) - {unit}
+        without = [probe for probe in large if unit not in probe.members and probe.members >= common]
+        passed = sum(all(map(probe.clears, with_it)) for probe in without)
         return (
             all(probe.failed == (unit in probe.members) for probe in large)
             and passed >= CONFIRMED

@@ -186,6 +186,8 @@ class Planner:
         self._inspected: set[Group] = set()
         self._work = itertools.chain(self._plan(), self._exclude_intermittent())
         self._done = False
+        self.repeats = False
+        """Whether all else is done, and pairs are only repeated to exclude an intermittent fault."""
 
     def next_round(self) -> tuple[Group, ...] | None:
         """Return the disjoint groups to probe at once, or None when nothing is left to do.
@@ -269,11 +271,12 @@ class Planner:
         """
         for number in itertools.count() if len(self._units) > 2 else ():
             now = self._evidence
-            paired = sum(len(outcomes[0].members) == 2 for outcomes in self._rounds)
-            hopeless = self._is_fleet() or not any(map(now.has_passed, self._units)) or now.islands()
+            paired = sum(any(len(outcome.members) == 2 for outcome in outcomes) for outcomes in self._rounds)
+            hopeless = self._is_fleet() or not any(map(now.has_passed, self._units)) or bool(now.islands())
             groups = pairing(now, number)
             if hopeless or not groups or paired >= _INTERMITTENT_ROUNDS or (now.culprits and not now.suspects):
                 return
+            self.repeats = True
             yield groups
 
     def _is_fleet(self) -> bool:

@@ -131,6 +131,9 @@ class Measurement:
 
         Raises: MeasurementError if it is not of that form, names an unknown metric, or is in another unit.
         """
+        missing = {field.name for field in fields(cls)} - data.keys()
+        if missing:  # a default in its place could change what is judged
+            raise MeasurementError(f"a measurement in transit lacks {', '.join(sorted(missing))}")
         try:
             found = read(cls, data, "a measurement in transit")
         except JournalError as error:

@@ -56,7 +56,8 @@ class Plan:
 
     def __init__(self, run: Run, *, seconds: float) -> None:
         self._run = run
-        self._until = time.monotonic() + seconds
+        begin = time.monotonic()
+        self._until, self._repeat_until = begin + seconds, begin + seconds / 2
         node_of = run.node_of()
         self.by_nodes = len(set(node_of.values())) > 1
         self.ranks: dict[int, list[int]] = {}
@@ -81,8 +82,11 @@ class Plan:
         if not self.cut_short and self._round:
             self._planner.take([self._outcome(members, bodies) for members in self._round])
         self._round = () if self.cut_short else self._planner.next_round() or ()
-        if self._round and time.monotonic() >= self._until:
+        now = time.monotonic()
+        if self._round and now >= self._until:
             self._round, self.cut_short = (), "the time for it is up (isolation.budget)"
+        elif self._planner.repeats and now >= self._repeat_until:
+            self._round = ()  # the rest is for a later search
         return {"groups": [self._ranks_of(members) for members in self._round]}
 
     def _why_not_taken(self, bodies: Mapping[int, Mapping[str, Any]]) -> str:

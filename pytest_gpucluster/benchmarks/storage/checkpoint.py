@@ -151,14 +151,14 @@ def read_manifest(folder: Path) -> Manifest:
         if stated != _digest(body):
             raise ValueError(f"they have the sha256 {_digest(body)} and state {stated}")
         is_ours = body.pop("format") == FORMAT
-        files = {name: FileDigest(**one) for name, one in body.pop("files").items()}
-        manifest = Manifest(files=files, **body)
+        files = {name: FileDigest(**one) for name, one in body.pop("files").items()} if is_ours else {}
+        manifest = Manifest(files=files, **body) if is_ours else None
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise WrongResult(
             f"{path} is truncated or changed: {len(text)} bytes found, and they are no whole manifest "
             f"({type(error).__name__}: {error}). {_WHAT_TO_DO}"
         ) from error
-    if not is_ours:
+    if manifest is None:
         raise ValueError(f"{path} is of another format than {FORMAT}; use the version that has written it")
     return manifest
 
