@@ -20,7 +20,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,7 +75,8 @@ class Where:
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Where:
         """Read what :meth:`to_json` wrote."""
-        return cls(**{**body, "operations": [Operation(**operation) for operation in body["operations"]]})
+        known = {each.name: body[each.name] for each in fields(cls) if each.name in body}
+        return cls(**{**known, "operations": [Operation(**operation) for operation in body["operations"]]})
 
     def describe(self) -> str:
         """Return the collectives and the stack as text for a report."""

@@ -367,7 +367,7 @@ def read_sizes(text: str, *, origin: str = "") -> tuple[Override, ...]:
     if not all(items):
         missing = "there is no size" if not any(items) else f"{text!r} has a comma without a size"
         raise OptionError(f"{missing}; write sizes and ranges begin:end:factor, {EXAMPLE}")
-    texts = tuple(units.show_bytes(size) for item in items for size in _sizes(item))
+    texts = tuple(size for item in items for size in _sizes(item))
     if len(texts) > MOST_SIZES:
         raise OptionError(f"{text!r} is {len(texts)} sizes; at most {MOST_SIZES} are measured in one run")
     complaints = dict.fromkeys(complaint for key in KEYS_OF_SIZES for _, complaint in KEYS[key].read(texts)[1])
@@ -376,10 +376,11 @@ def read_sizes(text: str, *, origin: str = "") -> tuple[Override, ...]:
     return tuple(Override(key=key, texts=texts, origin=origin or f"sizes {text}") for key in KEYS_OF_SIZES)
 
 
-def _sizes(item: str) -> list[int]:
-    """Return the bytes of a size, or of all sizes of a range."""
+def _sizes(item: str) -> list[str]:
+    """Return a size as it is written, a bare number with its unit; or all sizes of a range."""
     if ":" not in item:
-        return [_bytes(item, item)]
+        size = _bytes(item, item)
+        return [units.show_bytes(size) if _BARE.fullmatch(item) else " ".join(item.split())]
     parts = [part.strip() for part in item.split(":")]
     if len(parts) != 3:
         raise OptionError(f"{item!r} is no range; write begin:end:factor, {EXAMPLE}")
@@ -391,7 +392,7 @@ def _sizes(item: str) -> list[int]:
         raise OptionError(f"{item!r}: a range begins above 0 and not above its end, which is {units.show_bytes(last)}")
     sizes = []
     while size <= last:
-        sizes.append(size)
+        sizes.append(units.show_bytes(size))
         size *= factor
     return sizes
 

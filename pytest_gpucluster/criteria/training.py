@@ -416,8 +416,8 @@ METRICS = (
 
 
 SECTIONS = (
-    Section("training", Training, metrics=("training.*", "ddp.*")),
-    Section("fsdp", Fsdp, metrics=("fsdp.*",)),
+    Section("training", Training, metrics=("training.*", "ddp.*", "failure_propagation.*")),
+    Section("fsdp", Fsdp, metrics=("fsdp.*", "checkpoint.*")),
     Section("checkpoint", Checkpoint, metrics=("checkpoint.*",)),
     Section("training.throughput", TrainingThroughput, attribute="throughput", metrics=("training.*",)),
     Section("training.throughput.contract", TrainingModel, attribute="throughput_contract", metrics=("training.*",)),

@@ -340,7 +340,7 @@ def read_test_result(line: Mapping[str, Any], where: str, *, keep_samples: bool)
     telemetry of one rank, the worst or the most throttled one. There may be thousands of ranks.
 
     Raises:
-        JournalError: as of ``fields.read``.
+        JournalError: as of ``codec.read``.
     """
     if keep_samples:
         return read(TestResult, line, where)

@@ -39,6 +39,8 @@ GRACE_SECONDS = 90.0
 """From the request to stop until everything is killed: torchrun gives its ranks 30 s, and reports are written."""
 _ORPHAN_SECONDS = 30.0
 """How long processes may outlive the program, such as the recorder that renders the last reports."""
+_LEFT_SECONDS = 5.0
+"""For output that is left, once nobody reads it."""
 _POLL_SECONDS = 0.1
 _PR_SET_CHILD_SUBREAPER = 36
 """Source: prctl(2), linux/prctl.h."""
@@ -75,8 +77,8 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         os.set_blocking(1, False)
-        with (folder / OUTPUT_FILE).open("ab", buffering=0) as self._log:
-            code = self._follow(_start(command, environ))
+        self._log = (folder / OUTPUT_FILE).open("ab", buffering=0)  # a thread that is left behind may still write
+        code = self._follow(_start(command, environ))
         try:
             atomic_write(folder / EXIT_FILE, json.dumps({"exit": code}))
         except OSError as error:
@@ -108,13 +110,14 @@ class Supervisor:
                 note = "" if killed else f"{len(descendants())} processes that outlived the program were killed\n"
                 kill_descendants()
                 break
-        child.wait()
+        # No wait without a limit: a process that hangs in the kernel cannot be killed, and holds its output open.
         output.join(self._heartbeat_timeout)  # as long as the other side reads
         if output.is_alive():
             self._lost = True
-            output.join()
+            output.join(_LEFT_SECONDS)
         self._forward(note.encode())
-        return None if killed else child.returncode if child.returncode >= 0 else 128 - child.returncode
+        code = child.poll()
+        return None if killed or code is None else code if code >= 0 else 128 - code
 
     def _read_commands(self) -> None:
         """Wait a short time for the other side, and note what it wants."""
@@ -312,6 +315,7 @@ def _safe_path(name: str) -> str:
 # ---- requests
 
 _LONGEST_REQUEST = 1 << 22
+_INFO_SECONDS = 120.0
 
 
 def main() -> int:
@@ -336,7 +340,8 @@ def main() -> int:
     except Exception as error:  # Python's own exit code 1 would be read as a rejection
         traceback.print_exc()
         problem = repr(error)
-    print(" ".join(problem.split()), file=sys.stderr)
+    with contextlib.suppress(OSError):  # the other side may be gone
+        print(" ".join(problem.split()), file=sys.stderr)
     return ssh.FAILED
 
 
@@ -347,7 +352,13 @@ def _probe(request: Mapping[str, Any]) -> int:
 
 def _info(request: Mapping[str, Any]) -> int:
     words = [sys.executable, "-m", "pytest_gpucluster", "node", "info", "all", "--json"]
-    return subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
+    try:
+        code = subprocess.run(
+            words, stdin=subprocess.DEVNULL, check=False, timeout=_INFO_SECONDS, preexec_fn=end_with_parent
+        ).returncode
+    except subprocess.TimeoutExpired:
+        raise EnvironmentBroken(f"node info took more than {_INFO_SECONDS:g} s and was killed") from None
+    return code if code >= 0 else 128 - code
 
 
 def _run(request: Mapping[str, Any]) -> int:

@@ -354,7 +354,7 @@ OPTIONS = (
 
 
 OVERRIDING = ("workload", "sizes", "soak")
-"""Settings whose values are laid over the profile (``workload_file.Override``)."""
+"""Settings whose values are laid over the profile (``workload_loader.Override``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,7 +371,7 @@ class Settings:
 
     @property
     def overrides(self) -> tuple[Any, ...]:
-        """What is laid over the profile (``workload_file.Override``), by whichever option."""
+        """What is laid over the profile (``workload_loader.Override``), by whichever option."""
         return _overrides(self.settings)
 
     def to_json(self) -> dict[str, dict[str, str | None]]:

@@ -187,7 +187,7 @@ class Phases:
     def refuses(self, item: pytest.Item) -> bool:
         """Return whether the run has ended, so that this test must not start."""
         watch = self._run.watch
-        if watch is None or watch.abort_reason is None:
+        if watch.abort_reason is None:
             return False
         item.session.shouldstop = watch.abort_reason.message
         return True

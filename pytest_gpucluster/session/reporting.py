@@ -12,6 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -270,7 +271,8 @@ class TestReports:
     def _name_culprit(self, failure: MergedRepr, record: TestRecord) -> None:
         """Let pytest's short summary begin with the culprit, for it has room for little more; the journal has the
         missed limit, as it was judged."""
-        failure.reprcrash.message = summary_text(row_of(record.result()), self._run.journal_copy.journal())
+        with suppress(JournalError):  # none is expected, and pytest's own word is there
+            failure.reprcrash.message = summary_text(row_of(record.result()), self._run.journal_copy.journal())
 
     def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
         record.add(

@@ -21,7 +21,9 @@ import pytest
 from pytest_gpucluster.agreement.exchange import AbortReason
 from pytest_gpucluster.agreement.hang_diagnosis import remove_left
 from pytest_gpucluster.agreement.liveness import start_time
+from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import verdict
+from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import VerdictRecord
 from pytest_gpucluster.journal.test_record import now
 from pytest_gpucluster.journal.verdict import ExitNote, write_note
@@ -48,6 +50,8 @@ def call_verdict_hooks(run: Run) -> None:
         _say(run, f"reports are missing: {run.recorder.missing}")
     plugins = [one.plugin for one in reversed(run.config.hook.pytest_gpucluster_verdict.get_hookimpls())]
     journal = run.journal_copy.journal()
+    if plugins and journal is None:
+        _say(run, "pytest_gpucluster_verdict is not called: there is no journal to read")
     if not plugins or journal is None:
         return
     decided = run.verdict
@@ -90,11 +94,18 @@ _TRY_AGAIN_SECONDS = 2.0
 
 def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.Verdict:
     """Return the verdict on what is recorded. Rank 0 has everything; other ranks know only the reason of an abort."""
+    results, problems = [], list(run.problems)
+    for record in run.records.values():
+        try:
+            results.append(record.result())
+        except JournalError as error:  # none is expected, and the process must end with a verdict
+            results.append(TestResult(nodeid=record.test.nodeid, outcome=record.outcome))
+            problems.append(f"{record.test.nodeid} is recorded in part only: {error}")
     return verdict.decide(
-        [record.result() for record in run.records.values()],
+        results,
         pytest_exit=pytest_exit,
         abort=None if abort is None else (abort.exit, abort.message),
-        problems=run.problems if abort is None else (),
+        problems=problems if abort is None else (),
         not_run=run.not_run() if pytest_exit == 0 else (),
         required=run.settings.require,
         rehearsal=run.rehearsal,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -250,3 +251,24 @@ def test_a_node_reports_what_would_stop_a_run(tmp_path):
         [problem] = probed(tmp_path, port=port)["problems"]
         assert f" port {port}: " in problem
         assert "(--port)" in problem
+
+
+def test_a_process_that_cannot_be_killed_does_not_keep_the_exit_code_back(tmp_path):
+    patched = """\
+from pytest_gpucluster.runners import node_agent
+node_agent.kill_descendants = lambda: None  # as for a process that hangs in the kernel
+node_agent._ORPHAN_SECONDS = node_agent._LEFT_SECONDS = 0.2
+"""
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '300']).pid, flush=True); sys.exit(1)"
+    command = [sys.executable, "-c", patched + _SUPERVISE, "0.5", "60", script]
+    agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path)
+    assert agent.stdin is not None
+    assert agent.stdout is not None
+    pid = int(agent.stdout.readline())
+    try:
+        assert agent.wait(_DEADLINE) == 1
+        assert exit_of(tmp_path / "run") == 1
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        agent.stdin.close()
+        agent.stdout.close()
