@@ -69,11 +69,12 @@ def _open_nvml(gpus: Mapping[str, Mapping[str, Any]] | None) -> Any:
 
 
 if __name__ == "__main__":
-    from pytest_gpucluster.node.health import sampler_process
+    from pytest_gpucluster.node.health import gpu_sampler
+    from pytest_gpucluster.node.health.sampler_process import main
 
     sys.path.insert(0, str(Path(__file__).parent))
     text = Path(sys.argv.pop(1)).read_text()
     planted_gpus = json.loads(text)
     # A busy machine is no NVML that hangs.
-    sampler_process.CLOSE_SECONDS = 1.0 if '"hang"' in text else 30.0
-    sampler_process.main(lambda: _open_nvml(planted_gpus))
+    gpu_sampler.CLOSE_SECONDS = 1.0 if '"hang"' in text else 30.0
+    main(lambda: _open_nvml(planted_gpus))

@@ -125,7 +125,7 @@ _ISLAND_ROUNDS = 8
 """Rounds of pairs that are tried where some pass among themselves, and fail with all others."""
 _INTERMITTENT_ROUNDS = 72
 """Rounds of pairs without a culprit after which a unit that fails in one probe of eight would have been named with a
-probability of 90 % or more (simulated: docs/simulations.md)."""
+probability of 97 % or more (simulated: docs/simulations.md)."""
 MAX_ROUNDS = 120
 """The budget where none is given. Random failures of any unit would else keep the search going."""
 _SURE_ROUNDS = 9

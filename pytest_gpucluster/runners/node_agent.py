@@ -40,7 +40,7 @@ GRACE_SECONDS = 90.0
 _ORPHAN_SECONDS = 30.0
 """How long processes may outlive the program, such as the recorder that renders the last reports."""
 _LEFT_SECONDS = 5.0
-"""For output that is left, once nobody reads it."""
+"""For output that is left, once the other side no longer reads."""
 _POLL_SECONDS = 0.1
 _PR_SET_CHILD_SUBREAPER = 36
 """Source: prctl(2), linux/prctl.h."""

@@ -25,7 +25,7 @@ LOST_REMEDY = "take the node out of service, power it off and on, and have the G
 
 
 def check_answers(snapshot: HealthSnapshot) -> Iterator[Finding]:
-    """Report a lost GPU, and each required query without a value."""
+    """Report a lost GPU, each required query without a value, and in one note the others that failed."""
     lost = _lost(snapshot)
     if lost:
         yield hardware(
@@ -47,6 +47,11 @@ def check_answers(snapshot: HealthSnapshot) -> Iterator[Finding]:
                 allowed=f"a value, without which the health of a {snapshot.sku or 'GPU'} cannot be judged",
                 remedy=_remedy(absent[query]),
             )
+    others = {query: missing for query, missing in absent.items() if query not in required}
+    failed = [f"{query} ({missing.reason})" for query, missing in others.items() if missing.kind != "not supported"]
+    if failed:
+        found = f"not available: {'; '.join(failed)}"
+        yield note("not_available", snapshot.gpu, found, remedy="look at `nvidia-smi -q`")
     if snapshot.promise is None:
         yield note(
             "sku_unknown",

@@ -25,7 +25,6 @@ random, and the process serves its own user only. Source: unix(7).
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -36,6 +35,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -120,7 +120,7 @@ def empty_summary(why: str, *, seconds: float = 0.0) -> dict[str, Any]:
 
 
 def validated(key: str, value: Any) -> Any:
-    """Return a valid reading: a finite number, or for ``throttle`` a tuple of names.
+    """Return a valid reading: a finite float, or for ``throttle`` a tuple of names.
 
     Raises:
         ValueError: NVML returned another type or a value that is not finite.
@@ -129,7 +129,7 @@ def validated(key: str, value: Any) -> Any:
         if isinstance(value, (tuple, list, set, frozenset)) and all(isinstance(name, str) for name in value):
             return tuple(value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return value
+        return float(value)
     raise ValueError(f"NVML gave {value!r:.60}")
 
 
@@ -141,14 +141,17 @@ MESSAGE_BYTES = 64 * 1024
 _BACKLOG = 64
 ANSWER_SECONDS = 0.5
 """The longest wait of closing a window. The process waits less for NVML, so that its answer comes in time."""
+_AGAIN_SECONDS = 0.05
+"""The longest wait after a request that was not answered."""
 
 
 class NodeSampler:
-    """The sampler process, for the rank that started it. ``address``: that ranks of this node connect to."""
+    """The sampler process, for the rank that started it."""
 
     def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
         self._process = process
         self.address = address
+        """The address that ranks of this node connect to."""
 
     @property
     def pid(self) -> int:
@@ -168,7 +171,7 @@ def start_sampler() -> NodeSampler:
     """
     address = f"gpucluster-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0{address}")
+        listener.bind(_abstract(address))
         listener.listen(_BACKLOG)
         command = [*COMMAND, "--listener", str(listener.fileno()), "--parent", str(os.getpid())]
         # The child inherits the mask, so these signals cannot end it before it handles them.
@@ -195,7 +198,6 @@ class Window:
         self._link = link
         self._number = number
         self._is_open = False
-        self._why_not = "the window was never opened"
         self._seconds = 0.0
         self._entered_at = 0.0
         self._summary: dict[str, Any] | None = None
@@ -205,7 +207,7 @@ class Window:
             raise RuntimeError("this window is open already; make another one")
         self._is_open = True
         self._entered_at = time.monotonic()
-        self._why_not = self._link.open(self._number, self._entered_at)
+        self._link._open(self._number, self._entered_at)
         return self
 
     def __exit__(
@@ -214,26 +216,29 @@ class Window:
         end = time.monotonic()
         self._seconds += end - self._entered_at
         self._is_open = False
-        answer = self._why_not or self._link.close_window(self._number, end)
-        if not isinstance(answer, str):
+        answer = self._link._close(self._number, end)
+        if isinstance(answer, str):
+            self._miss(answer)
+        else:
             self._summary = answer
-        elif self._summary is None or not self._summary["samples"]:
-            self._summary = empty_summary(answer, seconds=self._seconds)
-        else:  # the earlier readings stay
-            missing = {**dict.fromkeys(QUERIES, answer), **self._summary["not_available"]}
-            self._summary = {**self._summary, "seconds": round(self._seconds, 3), "not_available": missing}
 
     def summary(self) -> dict[str, Any]:
         """Return the summary (:func:`summary`); empty on cpu."""
         if not self._link.has_gpu:
             return {}
-        return dict(self._summary) if self._summary is not None else empty_summary(self._why_not)
+        return dict(self._summary) if self._summary is not None else empty_summary("the window was never opened")
+
+    def _miss(self, why: str) -> None:
+        """Keep an earlier summary, if there is one, and add why the newest readings are missing."""
+        if self._summary is None or not self._summary["samples"]:
+            self._summary = empty_summary(why, seconds=self._seconds)
+        else:
+            missing = {**dict.fromkeys(QUERIES, why), **self._summary["not_available"]}
+            self._summary = {**self._summary, "seconds": round(self._seconds, 3), "not_available": missing}
 
 
 class Link:
-    """A rank's connection to its node's sampler, made when a window opens. Usable from any thread.
-
-    A sampler that does not answer in time is disconnected from, and the next window tries again.
+    """A rank's connection to its node's sampler, made when the first window opens. Usable from any thread.
 
     Args:
         address: of the sampler; None if there is none.
@@ -258,8 +263,16 @@ class Link:
         self._why_not = why_not
         self._answer_seconds = ANSWER_SECONDS if answer_seconds is None else answer_seconds
         self._lock = threading.Lock()
+        self._owner = os.getpid()
         self._channel: socket.socket | None = None
-        self._windows = itertools.count(1)
+        self._numbers = 0
+        self._requests = 0
+        self._unopened: dict[int, str] = {}
+        """Windows that could not be opened, and why."""
+        self._collected: list[int] = []
+        """Windows that were collected, which the process may delete."""
+        self._is_silent = False
+        """An answer is overdue: later waits are shorter."""
         self.is_unseen = False
         """The sampler reported that NVML does not list this rank's GPU there."""
 
@@ -270,7 +283,11 @@ class Link:
 
     def window(self) -> Window:
         """Return a new window, not yet open."""
-        return Window(self, next(self._windows))
+        with self._lock:
+            self._numbers += 1
+            window = Window(self, self._numbers)
+        weakref.finalize(window, self._collected.append, self._numbers).atexit = False
+        return window
 
     def close(self) -> None:
         """Disconnect. Windows can still be opened, and their summaries are empty."""
@@ -278,22 +295,50 @@ class Link:
             self._address, self._why_not = None, "the sampler is closed"
             self._hang_up()
 
-    def open(self, number: int, at: float) -> str:
-        """Send that a window opens, without waiting for the process; return the problem, or ""."""
-        if not self.has_gpu:
-            return ""
-        with self._lock:
-            return self._connect() or self._send({"open": number, "at": at})
+    # ---- for windows ---------------------------------------------------------------------------------------------
 
-    def close_window(self, number: int, at: float) -> dict[str, Any] | str:
+    def _open(self, number: int, at: float) -> None:
+        """Send that a window opens. Never waits for the process."""
+        if not self.has_gpu:
+            return
+        if not self._lock.acquire(timeout=self._patience):
+            self._unopened[number] = "another window still waits for the sampler's answer"
+            return
+        try:
+            self._unopened.pop(number, None)
+            forget = []
+            while self._collected:  # garbage collection may append at any moment
+                forget.append(self._collected.pop())
+            why = self._connect() or self._send({"open": number, "at": at, "forget": forget})
+            if why:
+                self._unopened[number] = why
+        finally:
+            self._lock.release()
+
+    def _close(self, number: int, at: float) -> dict[str, Any] | str:
         """Send that a window closes; return its summary, or why there is none."""
         if not self.has_gpu:
             return {}
-        with self._lock:
-            return self._send({"close": number, "at": at}) or self._answer()
+        if number in self._unopened:
+            return self._unopened[number]
+        deadline = time.monotonic() + self._patience
+        if not self._lock.acquire(timeout=self._patience):
+            return self._no_answer("another window waits for it")
+        try:
+            self._requests += 1
+            why = self._send({"close": number, "at": at, "request": self._requests})
+            return why or self._answer(self._requests, deadline)
+        finally:
+            self._lock.release()
+
+    @property
+    def _patience(self) -> float:
+        return min(self._answer_seconds, _AGAIN_SECONDS) if self._is_silent else self._answer_seconds
 
     def _connect(self) -> str:
         """Connect if not connected; return the problem, or ""."""
+        if os.getpid() != self._owner:
+            return "this process was forked from the rank, and only the rank is sampled"
         if self._channel is not None:
             return ""
         if self._address is None:
@@ -301,7 +346,7 @@ class Link:
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             channel.setblocking(False)  # it has been listening since before it started; a full queue fails at once
-            channel.connect(f"\0{self._address}")
+            channel.connect(_abstract(self._address))
         except OSError as error:
             channel.close()
             return f"the node's sampler cannot be reached: {error.strerror or error}"
@@ -310,39 +355,54 @@ class Link:
 
     def _send(self, message: Mapping[str, Any]) -> str:
         """Send a message without waiting; return the problem, or ""."""
-        if self._channel is None:
+        if self._channel is None or os.getpid() != self._owner:
             return "there is no connection to the node's sampler"
         try:
             self._channel.setblocking(False)
             self._channel.send(json.dumps(message).encode(), socket.MSG_NOSIGNAL)
         except BlockingIOError:
-            return self._hang_up("the node's sampler takes no messages")
+            self._is_silent = True
+            return "the node's sampler takes no messages"
         except OSError as error:
-            return self._hang_up(f"the node's sampler exited: {error.strerror or error}")
+            self._hang_up()
+            return f"the node's sampler exited: {error.strerror or error}"
         return ""
 
-    def _answer(self) -> dict[str, Any] | str:
-        """Wait for an answer; return the summary, or why there is none."""
-        assert self._channel is not None
-        try:
-            self._channel.settimeout(self._answer_seconds)
-            packet = self._channel.recv(MESSAGE_BYTES)
-            answer = json.loads(packet) if packet else None
-        except (BlockingIOError, TimeoutError):
-            return self._hang_up(f"the node's sampler does not answer: no answer within {self._answer_seconds:g} s")
-        except (OSError, ValueError) as error:
-            return self._hang_up(f"the node's sampler has failed: {error}")
-        if answer is None:
-            return self._hang_up("the node's sampler exited")
-        if "failure" in answer:
-            return self._hang_up(f"the node's sampler rejected a message: {answer['failure']}")
-        self.is_unseen = bool(answer["unseen"])
-        summary: dict[str, Any] = answer["summary"]
-        return summary
+    def _answer(self, request: int, deadline: float) -> dict[str, Any] | str:
+        """Wait for the answer to a request; late answers to earlier ones are dropped."""
+        while self._channel is not None:
+            left = deadline - time.monotonic()
+            try:
+                self._channel.settimeout(max(0.0, left))
+                packet = self._channel.recv(MESSAGE_BYTES)
+                answer = json.loads(packet) if packet else None
+            except (BlockingIOError, TimeoutError):
+                return self._no_answer(f"no answer within {self._patience:g} s")
+            except (OSError, ValueError) as error:
+                self._hang_up()
+                return f"the node's sampler has failed: {error}"
+            if answer is None:
+                self._hang_up()
+                return "the node's sampler exited"
+            if "failure" in answer:
+                self._hang_up()
+                return f"the node's sampler rejected a message: {answer['failure']}"
+            self._is_silent = False
+            self.is_unseen = bool(answer.get("unseen"))
+            if answer["request"] == request:
+                summary: dict[str, Any] = answer["summary"]
+                return summary
+        return "the node's sampler exited"
 
-    def _hang_up(self, why: str = "") -> str:
-        """Disconnect; return the reason."""
-        if self._channel is not None:
+    def _no_answer(self, how: str) -> str:
+        self._is_silent = True
+        return f"the node's sampler does not answer: {how}"
+
+    def _hang_up(self) -> None:
+        if self._channel is not None and os.getpid() == self._owner:
             self._channel.close()
             self._channel = None
-        return why
+
+
+def _abstract(address: str) -> str:
+    return f"\0{address}"

@@ -479,3 +479,10 @@ def test_an_unknown_gpu_is_still_judged_by_its_own_word() -> None:
     assert codes(found.of_kind("hardware")) == {"pcie_width", "ecc_uncorrected", "power_limit"}
     found = examined(without=["temperature.gpu"], sku=None)
     assert codes(found.of_kind("environment")) == {"query_missing"}
+
+
+def test_an_optional_query_that_fails_is_noted_and_one_that_is_not_supported_is_not() -> None:
+    denied = NotAvailable("no permission for this user or container", "no permission")
+    for planted, noted in (({"pcie.replays": denied}, True), ({}, False)):
+        notes = [one for one in examined(planted, without=("pages.pending",)).findings if one.code == "not_available"]
+        assert ["pcie.replays" in note.found and "pages" not in note.found for note in notes] == [True] * noted

@@ -1,11 +1,10 @@
-"""The sampler: the summary of a window, and that a misbehaving NVML delays no caller."""
+"""One GPU's sampler: the summary of a window, and that a misbehaving NVML delays no caller."""
 
 from __future__ import annotations
 
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 import pytest
 from fake_nvml import FakeNvml
 
-from pytest_gpucluster.node.health.sampler_process import IN_TURN, GpuWindow, Sampler
+from pytest_gpucluster.node.health.gpu_sampler import IN_TURN, GpuSampler, GpuWindow, Pace
 from pytest_gpucluster.node.health.telemetry import QUERIES
 from pytest_gpucluster.node.nvml import NotAvailable
 
-GPU, OTHER = "GPU-1f2e3d4c", "GPU-5a6b7c8d"
+GPU = "GPU-1f2e3d4c"
 DEADLINE = 30.0
 """Seconds after which a test gives up. Nothing here depends on how long it takes."""
 NEVER = 3600.0
@@ -71,59 +70,40 @@ class Hang:
         return 1000
 
 
-class Watched:
-    """A sampler of planted GPUs, and windows on one of them, opened and closed as the process does it for a rank."""
-
-    def __init__(self, sampler: Sampler, uuid: str = GPU) -> None:
-        self.sampler, self.uuid = sampler, uuid
-
-    @contextmanager
-    def window(self, window: GpuWindow | None = None) -> Iterator[GpuWindow]:
-        window = window or GpuWindow()
-        self.sampler.open(self.uuid, window, time.monotonic())
-        try:
-            yield window
-        finally:
-            self.sampler.close(self.uuid, window, time.monotonic())
-
-    def summary(self, window: GpuWindow) -> dict[str, Any]:
-        return self.sampler.summary(self.uuid, window)
-
-    def closed(self) -> dict[str, Any]:
-        """Return the summary of a window that is closed at once."""
-        with self.window() as window:
-            pass
-        return self.summary(window)
-
-
-Make = Callable[..., Watched]
+@contextmanager
+def watched_by(window: GpuWindow) -> Iterator[GpuWindow]:
+    """Open a window and close it, as the process does for a rank."""
+    window.open()
+    try:
+        yield window
+    finally:
+        window.close()
 
 
 @pytest.fixture
-def sampler() -> Iterator[Make]:
-    made: list[Sampler] = []
+def sampler() -> Iterator[Callable[..., GpuSampler]]:
+    made: list[Pace] = []
 
-    def make(
-        values: dict[str, Any] | None, interval_seconds: float = 0.001, close_seconds: float = DEADLINE, **other: Any
-    ) -> Watched:
-        nvml = None if values is None else FakeNvml({GPU: values, **other})
-        made.append(Sampler(nvml, interval_seconds, close_seconds=close_seconds, why_not="no driver library"))
-        return Watched(made[-1])
+    def make(values: dict[str, Any], interval_seconds: float = 0.001, close_seconds: float = DEADLINE) -> GpuSampler:
+        made.append(Pace(interval_seconds, close_seconds=close_seconds))
+        return GpuSampler(FakeNvml({GPU: values}), GPU, made[-1])
 
     yield make
-    for each in made:
-        each.stop()
+    for pace in made:
+        pace.close_seconds = DEADLINE
+        pace.close()
+        assert pace._thread is None or not pace._thread.is_alive()
 
 
 # ---- windows
 
 
-def test_a_window_summarises_the_gpu(sampler: Make) -> None:
+def test_a_window_summarises_the_gpu(sampler: Callable[..., GpuSampler]) -> None:
     passes = Passes(VALUES["throttle.reasons"])
-    watched = sampler({**VALUES, "clock.sm": turns(1740, 1980, then=1755), "throttle.reasons": passes})
-    with watched.window() as window:
+    clock = turns(1740, 1980, then=1755)
+    with watched_by(sampler({**VALUES, "clock.sm": clock, "throttle.reasons": passes}).window()) as window:
         passes.wait_for(5)
-    summary = watched.summary(window)
+    summary = window.summary()
     assert summary["samples"] >= 5
     assert summary["sm_clock_mhz"] == [1740, 1755, 1980]
     assert summary["power_watts"] == [698.2, 698.2, 698.2]
@@ -136,39 +116,61 @@ def test_a_window_summarises_the_gpu(sampler: Make) -> None:
     assert json.loads(json.dumps(summary)) == summary
 
 
-def test_a_short_window_costs_one_pass_and_none_is_made_outside_of_it(sampler: Make) -> None:
+def test_a_short_window_costs_one_pass_and_none_is_made_outside_of_it(
+    sampler: Callable[..., GpuSampler],
+) -> None:
     passes = Passes()
     rare = sampler({**VALUES, "throttle.reasons": passes}, NEVER)
     for _ in range(50):
-        assert rare.closed()["sm_clock_mhz"] == [1755, 1755, 1755]
+        with watched_by(rare.window()) as window:
+            pass
+        assert window.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
     assert passes.count == 50
     watched = sampler({**VALUES, "throttle.reasons": passes})
-    with watched.window():
+    with watched_by(watched.window()):
         passes.wait_for(51)
     before = passes.count
-    time.sleep(0.05)  # for many passes
+    with watched._condition:
+        watched._condition.wait_for(lambda: False, 0.05)  # time for many passes
     assert passes.count <= before + 1, "at most the pass that was under way"
 
 
-def test_windows_can_follow_overlap_and_be_entered_again(sampler: Make) -> None:
+def test_a_window_that_was_never_opened_says_so() -> None:
+    summary = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace()).window().summary()
+    assert summary["samples"] == 0
+    assert set(summary["not_available"]) == set(QUERIES)
+
+
+def test_windows_can_follow_and_overlap(sampler: Callable[..., GpuSampler]) -> None:
     watched = sampler(VALUES, NEVER)
-    with watched.window() as outer:
-        with watched.window() as first:
+    with watched_by(watched.window()) as outer:
+        with watched_by(watched.window()) as first:
             pass
-        with watched.window() as second:
+        with watched_by(watched.window()) as second:
             pass
-    assert [watched.summary(window)["samples"] for window in (first, second, outer)] == [1, 1, 2]
-    with watched.window(first):
+    assert [window.summary()["samples"] for window in (first, second)] == [1, 1]
+    assert outer.summary()["samples"] == 2
+    with watched_by(first):
         pass
-    assert watched.summary(first)["samples"] == 2, "one that is entered again adds up"
-    with watched.window() as window, pytest.raises(RuntimeError, match="open already"), watched.window(window):
-        pass
+    assert first.summary()["samples"] == 2, "one that is entered again adds up"
 
 
-def test_windows_of_many_threads_each_have_their_readings(sampler: Make) -> None:
+def test_a_window_is_not_entered_while_it_is_open(sampler: Callable[..., GpuSampler]) -> None:
+    with watched_by(sampler(VALUES).window()) as window, pytest.raises(RuntimeError, match="open already"):
+        window.open()
+
+
+def test_windows_of_many_threads_each_have_their_readings(sampler: Callable[..., GpuSampler]) -> None:
     watched = sampler(VALUES)
     summaries: list[dict[str, Any]] = []
-    threads = [threading.Thread(target=lambda: summaries.extend(watched.closed() for _ in range(20))) for _ in range(8)]
+
+    def measure() -> None:
+        for _ in range(20):
+            with watched_by(watched.window()) as window:
+                pass
+            summaries.append(window.summary())
+
+    threads = [threading.Thread(target=measure) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -180,13 +182,22 @@ def test_windows_of_many_threads_each_have_their_readings(sampler: Make) -> None
 # ---- NVML at its worst
 
 
-def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Make) -> None:
+def test_without_nvml_a_window_says_why() -> None:
+    watched = GpuSampler(None, GPU, Pace(), why_not="no driver library")
+    with watched_by(watched.window()) as window:
+        pass
+    summary = window.summary()
+    assert summary["samples"] == 0
+    assert summary["not_available"] == dict.fromkeys(QUERIES, "no driver library")
+
+
+def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Callable[..., GpuSampler]) -> None:
     asked, passes = Passes(NotAvailable("no sensor")), Passes()
     watched = sampler({**VALUES, "power.draw": asked, "throttle.reasons": passes})
-    for _ in range(2):
-        with watched.window() as window:
+    for window in (watched.window(), watched.window()):
+        with watched_by(window):
             passes.wait_for(passes.count + 3)
-        summary = watched.summary(window)
+        summary = window.summary()
         assert summary["not_available"] == {"power_watts": "no sensor"}
         assert "power_watts" not in summary
         assert summary["samples"] >= 3
@@ -204,67 +215,105 @@ def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Make) -
         pytest.param(None, "ValueError: NVML gave None", id="nothing"),
     ],
 )
-def test_a_failure_costs_only_its_own_key_and_only_in_this_window(sampler: Make, answer: Any, why: str) -> None:
+def test_a_failure_costs_only_its_own_key_and_only_in_this_window(
+    sampler: Callable[..., GpuSampler], answer: Any, why: str
+) -> None:
     watched = sampler({**VALUES, "clock.sm": turns(answer, then=1755)}, NEVER)
-    first, second = watched.closed(), watched.closed()
-    assert first["not_available"] == {"sm_clock_mhz": why}
-    assert first["power_watts"] == [698.2, 698.2, 698.2]
-    assert second["sm_clock_mhz"] == [1755, 1755, 1755]
-    assert second["not_available"] == {}
+    with watched_by(watched.window()) as first:
+        pass
+    with watched_by(watched.window()) as second:
+        pass
+    assert first.summary()["not_available"] == {"sm_clock_mhz": why}
+    assert first.summary()["power_watts"] == [698.2, 698.2, 698.2]
+    assert second.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert second.summary()["not_available"] == {}
 
 
-def test_a_lost_gpu_is_reported_with_what_was_read_before(sampler: Make) -> None:
+def test_a_lost_gpu_is_on_record_with_what_was_read_before(sampler: Callable[..., GpuSampler]) -> None:
     temperature = Passes(67)
     watched = sampler({**VALUES, "temperature.gpu": temperature, "power.draw": turns(700, 700, then=LOST)})
-    with watched.window() as window:
-        until = time.monotonic() + DEADLINE
-        while not window.lost:
-            assert time.monotonic() < until
-            time.sleep(0.001)
-    summary = watched.summary(window)
+    with watched_by(watched.window()) as window, watched._condition:
+        assert watched._condition.wait_for(lambda: window.lost, DEADLINE)
+    summary = window.summary()
     assert summary["lost"] == "the GPU is lost"
     assert summary["not_available"] == dict.fromkeys(QUERIES, "the GPU is lost")
     assert summary["power_watts"] == [700, 700, 700]
     assert temperature.count == 2  # nothing more is asked of a lost GPU
-    assert watched.closed()["lost"] == "the GPU is lost"
+    with watched_by(watched.window()) as after:
+        pass
+    assert after.summary()["lost"] == "the GPU is lost"
 
 
-def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Make) -> None:
+def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Callable[..., GpuSampler]) -> None:
     hang = Hang()
     watched = sampler({**VALUES, "power.draw": hang}, close_seconds=0.01)
-    with watched.window() as window:
+    with watched_by(watched.window()) as window:
         assert hang.asked.wait(DEADLINE)
-    summary = watched.summary(window)
-    assert (summary["samples"], set(summary["not_available"])) == (0, set(QUERIES))
-    assert re.match(f"NVML has not answered about {GPU} ", summary["not_available"]["power_watts"])
+    summary = window.summary()
+    assert summary["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert summary["not_available"]["power_watts"].startswith("NVML ")
+    assert re.match("not read: .* power_watts$", summary["not_available"]["temperature_celsius"])
     # A window that opens while NVML still hangs neither waits nor starts a second thread to hang.
-    assert watched.closed()["samples"] == 0
+    with watched_by(watched.window()) as next_window:
+        pass
+    assert next_window.summary()["samples"] == 0
+    assert "sm_clock_mhz" in next_window.summary()["not_available"]
+    assert [thread.name for thread in threading.enumerate()].count("gpucluster-telemetry") == 1
     hang.let_go.set()
-    until = time.monotonic() + DEADLINE
-    while watched.sampler._asked is not None:
-        assert time.monotonic() < until
-    assert watched.summary(window) == summary, "what came after it was closed is not its own"
+    with watched._condition:
+        assert watched._condition.wait_for(lambda: watched._pace.current is None, DEADLINE)
+    assert window.summary() == summary, "what came after it was left is not its own"
 
 
-def test_a_hang_after_some_readings_is_named_too(sampler: Make) -> None:
+def test_a_hang_after_some_readings_is_named_too(sampler: Callable[..., GpuSampler]) -> None:
     hang = Hang()
     answers = turns(lambda: 700, lambda: 701, then=hang)
     watched = sampler({**VALUES, "power.draw": lambda: answers()()}, close_seconds=0.01)
-    with watched.window() as window:
+    with watched_by(watched.window()) as window:
         assert hang.asked.wait(DEADLINE)
-        time.sleep(0.02)
-    summary = watched.summary(window)
+        with watched._condition:
+            assert not watched._condition.wait_for(lambda: False, 0.02)
+    summary = window.summary()
     assert summary["power_watts"] == [700, 700.5, 701]
-    assert summary["not_available"]["power_watts"].startswith("NVML has not answered about ")
+    assert set(summary["not_available"]) == {"power_watts"}
     hang.let_go.set()
+
+
+def test_without_a_thread_the_measurement_goes_on(
+    sampler: Callable[..., GpuSampler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("no threads left")
+
+    watched = sampler(VALUES)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with watched_by(watched.window()) as window:
+            pass
+    [why] = set(window.summary()["not_available"].values())
+    assert why.endswith(": no threads left")
+    with watched_by(watched.window()) as again:
+        pass
+    assert again.summary()["samples"] >= 1
+
+
+def test_a_closed_sampler_asks_nothing_and_says_so(sampler: Callable[..., GpuSampler]) -> None:
+    watched = sampler(VALUES, NEVER)
+    with watched_by(watched.window()):
+        pass
+    watched._pace.close()
+    with watched_by(watched.window()) as window:
+        pass
+    [why] = set(window.summary()["not_available"].values())
+    assert why.endswith(" closed")
 
 
 # ---- what is asked when, and what a reading stands for
 
 
-def test_slow_figures_are_read_in_turn_and_all_of_them_first(sampler: Make) -> None:
+def test_slow_figures_are_read_in_turn_and_all_of_them_first(sampler: Callable[..., GpuSampler]) -> None:
     counts = {query: Passes(value) for query, value in VALUES.items()}
-    with sampler(dict(counts)).window():
+    with watched_by(sampler(dict(counts)).window()):
         counts["throttle.reasons"].wait_for(1 + 4 * len(IN_TURN))
     clock, throttle = counts["clock.sm"].count, counts["throttle.reasons"].count
     assert abs(clock - throttle) <= 1
@@ -273,47 +322,84 @@ def test_slow_figures_are_read_in_turn_and_all_of_them_first(sampler: Make) -> N
 
 
 def test_a_reason_has_the_time_from_its_reading_to_the_next_one() -> None:
-    window = GpuWindow()
-    window.begin(10.0)
+    window = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace()).window()
+    window._opened_at = 10.0
     for at, reasons in ((11.0, ("hw_thermal",)), (13.0, ("sw_power_cap",)), (14.0, ("hw_thermal", "sw_power_cap"))):
         window.take({"throttle": reasons}, at)
-    window.end(20.0)
+    window.finish(20.0)
     # The first one stands for the time before it, too.
-    assert window.summary({})["throttle_share"] == {"hw_thermal": (3.0 + 6.0) / 10, "sw_power_cap": (1.0 + 6.0) / 10}
+    assert window._throttle_seconds == {"hw_thermal": 3.0 + 6.0, "sw_power_cap": 1.0 + 6.0}
 
 
-def test_shares_are_of_the_time_in_which_the_window_was_open(sampler: Make) -> None:
-    watched, window = sampler({**VALUES, "throttle.reasons": ("hw_thermal",)}, NEVER), GpuWindow()
-    for begin, end in ((100.0, 104.0), (200.0, 206.0)):
-        watched.sampler.open(GPU, window, begin)
-        watched.sampler.close(GPU, window, end)
-    summary = watched.summary(window)
+def test_shares_are_of_the_time_in_which_the_window_was_open(sampler: Callable[..., GpuSampler]) -> None:
+    window = sampler({**VALUES, "throttle.reasons": ("hw_thermal",)}, NEVER).window()
+    window.open(at=100.0)
+    window.close(at=104.0)
+    window.open(at=200.0)
+    window.close(at=206.0)
+    summary = window.summary()
     assert (summary["seconds"], summary["samples"]) == (10.0, 2)
     assert summary["throttle_share"] == {"hw_thermal": 1.0}
 
 
-def test_constants_of_the_card_are_read_once_and_are_optional(sampler: Make) -> None:
+def test_constants_of_the_card_are_read_once_and_are_optional(
+    sampler: Callable[..., GpuSampler],
+) -> None:
     asked, passes = Passes(1980), Passes()
     watched = sampler({**VALUES, "clock.sm.max": asked, "throttle.reasons": passes})
     for _ in range(2):
-        with watched.window() as window:
+        with watched_by(watched.window()) as window:
             passes.wait_for(passes.count + 3)
-    assert (watched.summary(window)["sm_clock_max_mhz"], asked.count) == (1980, 1)
-    summary = sampler({**VALUES, "temperature.slowdown": 0}, NEVER).closed()
+    assert (window.summary()["sm_clock_max_mhz"], asked.count) == (1980, 1)
+    silent = {**VALUES, "temperature.slowdown": 0}
+    with watched_by(sampler(silent, NEVER).window()) as window:
+        pass
+    summary = window.summary()
     assert summary["not_available"] == {}
     assert "sm_clock_max_mhz" not in summary
     assert "slowdown_celsius" not in summary
 
 
-# ---- several GPUs
+def test_a_card_that_hangs_over_its_own_data_costs_no_reading(sampler: Callable[..., GpuSampler]) -> None:
+    hang = Hang()
+    watched = sampler({**VALUES, "clock.sm.max": hang}, 0.001, close_seconds=0.01)
+    with watched_by(watched.window()) as window:
+        assert hang.asked.wait(DEADLINE)
+    assert window.summary()["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert window.summary()["not_available"] == {}
+    hang.let_go.set()
 
 
-def test_gpus_are_asked_only_in_their_own_windows_and_in_time(sampler: Make) -> None:
+# ---- several GPUs at one pace
+
+
+def test_gpus_at_one_pace_are_asked_only_in_their_own_windows_and_in_time() -> None:
+    other = "GPU-5a6b7c8d"
     asked, passes = Passes(), Passes()
-    mine = sampler({**VALUES, "throttle.reasons": asked}, 0.05, **{OTHER: {**VALUES, "throttle.reasons": passes}})
-    with Watched(mine.sampler, OTHER).window():
+    nvml = FakeNvml({GPU: {**VALUES, "throttle.reasons": asked}, other: {**VALUES, "throttle.reasons": passes}})
+    pace = Pace(0.05, close_seconds=DEADLINE)
+    mine, its = GpuSampler(nvml, GPU, pace), GpuSampler(nvml, other, pace)
+    with watched_by(its.window()):
         while passes.count < 3:  # far more often than a round is due
-            mine.closed()
+            with watched_by(mine.window()):
+                pass
         before = asked.count
         passes.wait_for(passes.count + 3)
     assert asked.count == before
+    pace.close()
+
+
+def test_a_hang_over_another_gpu_is_named() -> None:
+    other, hang = "GPU-5a6b7c8d", Hang()
+    nvml = FakeNvml({GPU: {**VALUES, "clock.sm": hang}, other: VALUES})
+    pace = Pace(0.001, close_seconds=0.01)
+    with watched_by(GpuSampler(nvml, GPU, pace).window()):
+        assert hang.asked.wait(DEADLINE)
+        with watched_by(GpuSampler(nvml, other, pace).window()) as window:
+            pass
+    summary = window.summary()
+    assert summary["samples"] == 0
+    assert re.match(f"not read: .* sm_clock_mhz of {GPU}$", summary["not_available"]["sm_clock_mhz"])
+    hang.let_go.set()
+    pace.close_seconds = DEADLINE
+    pace.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -65,7 +67,9 @@ def patient(sampler: NodeSampler, uuid: str = GPU, interval_seconds: float = 0.0
 def links_are_closed() -> Iterator[None]:
     yield
     while _made:
-        _made.pop().close()
+        link = _made.pop()
+        link._owner = os.getpid()
+        link.close()
 
 
 def missing(summary: dict[str, Any]) -> set[str]:
@@ -131,6 +135,27 @@ def test_windows_can_lie_inside_each_other(start: Start) -> None:
     assert inner.summary()["samples"] == 2, "one that is entered again adds up, and hides no error"
 
 
+def test_a_window_is_not_entered_while_it_is_open(start: Start) -> None:
+    with patient(start({GPU: VALUES})).window() as window, pytest.raises(RuntimeError, match="open already"):
+        window.__enter__()
+
+
+def test_windows_without_a_reference_are_forgotten(mute: Mute) -> None:
+    link = linked(mute.address, GPU, answer_seconds=0.0)
+    with link.window() as window:
+        pass
+    number = window._number
+    del window
+    gc.collect()
+    with link.window():
+        hello, first = mute.accept()
+    assert hello == {"gpu": GPU, "interval": 0.1}
+    assert (first["open"], first["forget"]) == (number, [])
+    assert mute.channel is not None
+    assert json.loads(mute.channel.recv(65536))["close"] == number
+    assert json.loads(mute.channel.recv(65536))["forget"] == [number]
+
+
 def test_on_cpu_windows_do_nothing() -> None:
     link = linked(None, None)
     with link.window() as window:
@@ -159,11 +184,13 @@ def test_nvml_that_hangs_is_named_on_every_rank_and_keeps_none_waiting(start: St
     sampler = start({GPU: hanging, OTHER: VALUES})
     with patient(sampler).window() as window:
         pass
+    summary = window.summary()
+    assert summary["sm_clock_mhz"] == [1755, 1755, 1755]
+    assert summary["not_available"]["power_watts"].startswith("NVML ")
     with patient(sampler, OTHER).window() as second:
         pass
-    for each in (window, second):
-        (why,) = missing(each.summary())
-        assert why.startswith(f"NVML has not answered about {GPU} ")
+    (why,) = missing(second.summary())
+    assert re.match(f"not read: .* power_watts of {GPU}$", why)
 
 
 def test_without_a_sampler_or_an_opened_window_or_after_the_end_it_says_why(start: Start) -> None:
@@ -213,11 +240,22 @@ def test_a_sampler_that_is_stopped_delays_no_caller(start: Start) -> None:
         pass
     assert [why.endswith("0.01 s") for why in missing(window.summary())] == [True]
     os.kill(sampler.pid, signal.SIGCONT)
-    link._answer_seconds = DEADLINE
+    link._answer_seconds, link._is_silent = DEADLINE, False
     with link.window() as after:
         pass
     # The answer that came too late was another window's.
     assert after.summary()["not_available"] == {}
+    assert not link._is_silent
+
+
+def test_who_has_not_answered_is_not_waited_for_as_long_again(mute: Mute) -> None:
+    link = linked(mute.address, GPU, answer_seconds=0.2)
+    begin = time.monotonic()
+    with link.window():
+        pass
+    first = time.monotonic() - begin
+    assert first >= 0.2
+    assert link._patience == 0.05
 
 
 def test_a_sampler_that_takes_nothing_is_not_waited_for(mute: Mute) -> None:
@@ -225,8 +263,9 @@ def test_a_sampler_that_takes_nothing_is_not_waited_for(mute: Mute) -> None:
     windows = [link.window() for _ in range(100_000)]
     for window in windows:  # until the socket's buffer is full
         window.__enter__()
-        if link._channel is None:
+        if link._unopened:
             break
+    assert [why.endswith("takes no messages") for why in set(link._unopened.values())] == [True]
     window.__exit__(None, None, None)
     assert [why.endswith("takes no messages") for why in missing(window.summary())] == [True]
 
@@ -249,6 +288,16 @@ def test_a_sampler_that_makes_no_sense_is_left(mute: Mute, answer: bytes, why: s
     (summary,) = missing(window.summary())
     assert summary.startswith(why)
     assert link._channel is None
+
+
+def test_a_process_that_was_forked_from_the_rank_says_nothing_in_its_name(start: Start) -> None:
+    link = patient(start({GPU: VALUES}))
+    with link.window():
+        pass
+    link._owner = -1  # as in a forked child, which has the same objects and another process id
+    with link.window() as window:
+        pass
+    assert ["forked" in why for why in missing(window.summary())] == [True]
 
 
 # ---- the process, for who has started it

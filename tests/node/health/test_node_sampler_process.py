@@ -95,8 +95,8 @@ NO_MESSAGES = {
     "an interval that is none, of the first rank": b'{"gpu": "GPU-2", "interval": -1}',
     "no JSON": b"no JSON",
     "no object": b"[1]",
-    "a window of no GPU": b'{"open": 1, "at": 0}',
-    "a window that was never opened": b'{"close": 7, "at": 0}',
+    "a window of no GPU": b'{"open": 1, "at": 0, "forget": []}',
+    "a window that was never opened": b'{"close": 7, "at": 0, "request": 1}',
 }
 
 
