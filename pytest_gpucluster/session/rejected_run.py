@@ -100,7 +100,9 @@ def replace_earlier(asked: argparse.Namespace, environ: Mapping[str, str] = os.e
     rank may be killed at any time. Arguments as of :func:`replace_report`.
     """
     # A run that torchrun starts again has its verdict, and its report stands.
-    not_the_first = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RESTART_COUNT")
+    not_the_first = ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RESTART_COUNT"]
+    if "RANK" not in environ:  # else torchrun has started this rank in the pod
+        not_the_first.append("JOB_COMPLETION_INDEX")
     if any(environ.get(name, "0") != "0" for name in not_the_first):
         return
     text = "rank 0 ended before the run began, by a conftest, an option or a signal; its output says why"

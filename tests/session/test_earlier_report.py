@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 from sessions import Project
 
@@ -33,6 +35,23 @@ def test_a_rank_0_that_is_killed_in_its_conftest_leaves_a_report_under_torchrun(
     assert left.exit == -9
     assert left.properties["verdict"] == "BROKEN"
     assert "rank 0" in left.verdicts["usage"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_replaced"),
+    [
+        ({}, True),
+        ({"RANK": "1"}, False),
+        ({"SLURM_PROCID": "1"}, False),
+        ({"JOB_COMPLETION_INDEX": "1"}, False),
+        ({"JOB_COMPLETION_INDEX": "1", "RANK": "0"}, True),  # rank 0 of torchrun in the second pod
+    ],
+)
+def test_rank_0_alone_replaces_the_report(tmp_path, variables, is_replaced):
+    file = tmp_path / "report.xml"
+    file.write_text(EARLIER)
+    rejected_run.replace_earlier(argparse.Namespace(xmlpath=str(file)), variables)
+    assert (file.read_text() != EARLIER) == is_replaced
 
 
 @pytest.mark.parametrize("options", [("--collect-only",), ("--version",)])
