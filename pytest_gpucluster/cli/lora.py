@@ -25,7 +25,10 @@ from pytest_gpucluster.cli.command import (
     require_other_file,
     whole_number,
 )
-from pytest_gpucluster.errors import CurveError, EnvironmentBroken, UnitError, WrongResult
+from pytest_gpucluster.errors import CurveError, EnvironmentBroken, JournalError, UnitError, WrongResult
+from pytest_gpucluster.journal import journal
+from pytest_gpucluster.journal.journal import JOURNAL_FILE
+from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.loss_curve import read_csv
 from pytest_gpucluster.text import one_line, plural
@@ -250,7 +253,7 @@ def _reference_curve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CURVE.csv",
         type=Path,
         nargs="+",
-        help="a curve among the artifacts of a run",
+        help="a curve among the artifacts of a run, of a test that passed",
     )
     add_option(parser, "--out FILE", "write the reference curve here", type=Path, required=True)
 
@@ -265,6 +268,8 @@ def _reference_curve(options: argparse.Namespace) -> int:
     require_other_file("--out", out, paths, "one of the curves")
     try:
         curves = [read_csv(path) for path in paths]
+        for path in paths:
+            _require_passed(path)
         with file_errors(NO_OUTPUT, f"--out {out}"):
             made = reference_curve.write(out, curves)
     except CurveError as error:
@@ -273,6 +278,23 @@ def _reference_curve(options: argparse.Namespace) -> int:
     losses = f"loss {made.loss[0]:.4g} to {made.loss[-1]:.4g}, band at most {max(made.band):.2g}"
     what = f"reference curve of {plural(made.runs, 'run')}, {len(made.steps)} steps"
     return complain(f"{what}, {losses}: {out}", DONE)
+
+
+def _require_passed(curve: Path) -> None:
+    """Refuse the curve of a test that did not pass, as the journal has it in whose run's folder the curve lies.
+
+    Raises: CurveError.
+    """
+    folder = next((parent for parent in curve.resolve().parents if parent.name == ARTIFACTS), None)
+    if folder is None or not (folder.parent / JOURNAL_FILE).is_file():
+        return  # a copy, which states no outcome
+    try:
+        results = journal.read(folder.parent / JOURNAL_FILE, keep_samples=False).results
+    except (JournalError, OSError) as error:
+        raise CurveError(f"{curve}: whether its test passed cannot be read: {error}") from None
+    name = curve.resolve().relative_to(folder).parts[0]
+    if not any(artifacts_name(result.nodeid) == name and result.outcome == "passed" for result in results):
+        raise CurveError(f"{curve}: its test did not pass; make the reference of a training that was accepted")
 
 
 _EXAMPLES = """\

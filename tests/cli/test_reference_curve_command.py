@@ -9,6 +9,8 @@ import pytest
 
 from pytest_gpucluster.benchmarks.lora import reference_curve
 from pytest_gpucluster.cli.main import main
+from pytest_gpucluster.journal import journal
+from pytest_gpucluster.journal.run_directory import artifacts_name
 from pytest_gpucluster.metrics.loss_curve import Curve, Point
 
 NODEID = "acceptance/test_qwen2_lora.py::test_lora_tiny"
@@ -37,6 +39,19 @@ def test_a_reference_curve_of_two_runs(tmp_path: Path, csv: Path, capsys: pytest
     assert (found.runs, found.steps, found.loss) == (2, (1, 2), (2.5, 1.25))
     printed = capsys.readouterr().err
     assert re.findall(r"[\d.]+\d|\d", printed.removesuffix(f"{out}\n")) == ["2", "2", "2.5", "1.25", "2.1"]
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("passed", 0), ("failed", 3), ("error", 3), ("skipped", 3), (None, 3)])
+def test_a_curve_in_a_runs_folder_is_of_a_test_that_passed(tmp_path: Path, outcome: str | None, code: int) -> None:
+    lines = [{"type": "run", "schema_version": 1, "run_id": "r", "started_at": "2026-01-02T03:04:05Z"}]
+    lines += [{"type": "test", "nodeid": NODEID, "outcome": outcome}] if outcome else []
+    (tmp_path / "journal.jsonl").write_bytes(b"".join(map(journal.encode, lines)))
+    artifacts = tmp_path / "artifacts" / artifacts_name(NODEID)
+    artifacts.mkdir(parents=True)
+    curve(3.0).write_csv(artifacts / "curve.csv")
+    out = tmp_path / "reference.json"
+    assert main(["lora", "reference-curve", str(artifacts / "curve.csv"), "--out", str(out)]) == code
+    assert out.exists() == (code == 0)
 
 
 def test_runs_of_different_experiments_are_named(tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
