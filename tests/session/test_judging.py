@@ -179,7 +179,12 @@ def test_a_gpu_without_limits_is_never_a_pass() -> None:
     ("bad", "message"),
     [
         pytest.param({**bf16(GOOD), "metric": "site.speed"}, "unknown metric 'site.speed'", id="an unknown metric"),
-        pytest.param({"metric": BF16}, "a measurement in transit: value must be a number", id="half a measurement"),
+        pytest.param({"metric": BF16}, "a measurement in transit lacks inconclusive, ", id="half a measurement"),
+        pytest.param(
+            {key: value for key, value in bf16(GOOD).items() if key != "inconclusive"},
+            "a measurement in transit lacks inconclusive",
+            id="without whether it is inconclusive",
+        ),
         pytest.param(
             {**bf16(GOOD), "value": "fast"}, "a measurement in transit: value must be a number", id="no number"
         ),
