@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -44,6 +45,7 @@ from pytest_gpucluster.text import first_line, rank_ranges
 _WITHOUT_A_CALL = {"setupplan": "--setup-plan", "setuponly": "--setup-only", "forked": "--forked", "boxed": "--boxed"}
 """Options of pytest and pytest-forked (--boxed: its older name) by which no test body runs in this process."""
 _TEXTS_SHOWN = 4
+_RANK_0_SECONDS = 5.0
 """Of many ranks' different problems this number is reported in full."""
 
 
@@ -88,6 +90,7 @@ class Startup:
         )
         if self._run.rank != 0:
             self._silence_stderr()
+            time.sleep(_RANK_0_SECONDS)  # torchrun ends all ranks once one has left, and rank 0 has something to report
         pytest.exit(message, returncode=11)
 
     def _prepare(self) -> AbortReason | None:
