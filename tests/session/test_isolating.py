@@ -288,6 +288,16 @@ def test_a_round_that_the_end_of_the_run_has_cut_off_counts_for_nothing():
     assert (made.cut_short, made.isolated().rounds) == ("ended by SIGTERM", ())
 
 
+def test_half_of_the_time_is_left_to_a_later_search_where_pairs_are_only_repeated():
+    made = plan(nodes(4, ranks=2), seconds=3600.0)
+    verdict = made.decide({})
+    while not made._planner.repeats:
+        assert verdict["groups"]
+        made._repeat_until = 0.0  # it is past the half all the time, and only repeated pairs mind
+        verdict = made.decide(all_well(made))
+    assert (verdict, made.cut_short) == ({"groups": []}, "")
+
+
 def test_no_round_begins_when_the_time_is_up():
     made = plan(nodes(2, ranks=2), seconds=0.0)
     assert made.decide({}) == {"groups": []}

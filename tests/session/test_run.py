@@ -123,6 +123,17 @@ def test_a_verdict_tells_by_which_limits_it_was_reached(sku: str | None, overlay
     assert reached.reason.endswith(told)
 
 
+@pytest.mark.parametrize(("outcome", "end"), [("passed", ("BROKEN", 11)), ("failed", ("REJECTED", 1))])
+def test_a_record_that_cannot_be_read_is_never_a_pass_and_does_not_hide_a_failure(
+    outcome: str, end: tuple[str, int]
+) -> None:
+    run = run_on(A100)
+    run.records["test_a"].outcome = outcome
+    run.records["test_a"].ranks = [{"rank": "not a number"}]
+    reached = decide(run, pytest_exit=int(outcome == "failed"), abort=None)
+    assert (reached.word, reached.exit) == end
+
+
 def test_on_cpu_the_profile_is_always_that_of_a_rehearsal() -> None:
     assert run_on(None).profile == "cpu"
     assert run_on(A100).profile == "quick"

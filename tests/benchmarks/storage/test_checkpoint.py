@@ -4,6 +4,7 @@ tests/acceptance/test_acceptance_checkpoint.py."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import threading
@@ -283,8 +284,12 @@ def test_a_checkpoint_of_another_model_or_format_is_refused(group, tmp_path, mon
     monkeypatch.setattr(manifest, "FORMAT", 2)
     manifest.write_manifest(checkpoint, whole)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"another format.* 1"):
-        loaded(made("plain", group), checkpoint, group)
+    body = {"format": 2, "files": {"a": {"bytes": 1, "sha512": "0"}}, "of a later version": True}
+    later = json.dumps({**body, "sha256": manifest._digest(body)})
+    for text in ((checkpoint / manifest.NAME).read_text(), later):
+        (checkpoint / manifest.NAME).write_text(text)
+        with pytest.raises(ValueError, match=r"another format.* 1"):
+            loaded(made("plain", group), checkpoint, group)
 
 
 def test_a_shard_that_is_gone_right_after_it_was_written_is_no_checkpoint(group, tmp_path):
