@@ -119,7 +119,7 @@ def read_csv(path: Path) -> Curve:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CurveError(f"{path}: cannot be read: {error}") from None
+        raise CurveError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     lines = text.splitlines()
     if not lines or lines[0] != FIRST_LINE:
         found = repr(lines[0][:80]) if lines else "nothing"
