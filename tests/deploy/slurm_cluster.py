@@ -140,10 +140,10 @@ class SlurmCluster:
             until = time.monotonic() + END_SECONDS / 2
             while self._processes() and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
-        for daemon in self.daemons.values():
-            daemon.poll()
         if left := self._processes():
             raise SlurmError(f"processes that do not end: {left}")
+        for daemon in self.daemons.values():
+            daemon.wait(END_SECONDS / 2)  # one that is ending has given up its environment before it can be waited for
 
     def ask(self, *command: str) -> str:
         """Run one of Slurm's commands and return what it says; it must not fail."""
