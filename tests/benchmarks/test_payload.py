@@ -94,6 +94,12 @@ def test_of_a_reduce_scatter_each_rank_has_its_own_part_of_the_sums(monkeypatch)
     assert re.search(r"1 of 600 .*are wrong.* 5: found ", made[2].defect())
     # Element 5 of the third part is number 1205 of the whole, and the second filling begins one rank further.
     assert made[2].defect().endswith(f"which rank {(1205 + 2) % ranks + 10} contributed")
+    for one in made:
+        one.ready(3)
+    total = sum(one.sent.double() for one in made)
+    for one, part in zip(made, total.chunk(ranks), strict=True):
+        one.received.copy_(part)
+        assert one.defect() is None  # beside their addends, three calls give the sums of one
 
 
 def test_sums_beside_their_addends_never_grow(alone):

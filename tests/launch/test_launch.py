@@ -121,6 +121,11 @@ A_TASK_A_NODE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
 SOURCES = {
     "slurm step": (STEP, "slurm", NINTH),
     "mpirun": (OPENMPI, "openmpi", NINTH),
+    "torchrun, a rank a node": (
+        TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        "torchrun",
+        SECOND_POD,
+    ),
     "indexed job": (KUBERNETES, "kubernetes", SECOND_POD),
     "trainjob of one rank a pod": (TRAINJOB, "kubernetes", SECOND_POD),
     "pytorchjob of one rank a pod": (PYTORCHJOB, "kubernetes", SECOND_POD),

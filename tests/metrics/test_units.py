@@ -107,6 +107,7 @@ def test_what_is_no_quantity_is_refused_with_what_was_probably_meant(text: str, 
     found = text.split()[-1] if message.startswith("unknown unit") else text
     assert repr(found) in message
     assert all(re.search(rf"(?<![\w/]){re.escape(name)}(?![\w/])", message) for name in named), message
+    assert ("B is bytes, b is bits" in message) == ("GB/s" in named and "Gb/s" in named)
     assert message.count("did you mean") == (text != "3 parsec" and message.startswith("unknown unit"))
 
 

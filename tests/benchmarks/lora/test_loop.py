@@ -123,6 +123,12 @@ def test_the_same_seed_gives_the_same_weights_after_each_step_and_another_one_ot
     assert not {step.weights for step in one} & {step.weights for step in other}
 
 
+def test_each_step_learns_at_the_rate_of_the_plan(make):
+    plan = replace(COMPONENTS, learning_rate=lambda number, recipe: 1e-3 if number == 2 else 0.0)
+    first, second, third = (step.weights for step in steps(make(components=plan)))
+    assert first != second == third
+
+
 def test_a_frozen_weight_that_changes_and_adapters_that_do_not_are_seen(make):
     trainer = make()
     frozen = [weight for weight in trainer.model.parameters() if not weight.requires_grad]
