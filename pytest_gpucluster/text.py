@@ -53,6 +53,18 @@ def _cut(line: str, characters: int) -> str:
     return line if len(line) <= characters else line[: characters - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
+def clip(text: str, characters: int) -> str:
+    """Return a text of several lines; of a long one the beginning and the end, and how much is left out.
+
+    >>> clip("abcdefg", 5)
+    'ab\\n[... 3 characters left out ...]\\nfg'
+    """
+    if len(text) <= characters:
+        return text
+    half = characters // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
 def duration(seconds: float) -> str:
     """Return a time as minutes and seconds, from an hour on with hours.
 

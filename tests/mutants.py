@@ -125,8 +125,8 @@ PLANTED: Mapping[str, Planted] = {
     ),
     "control characters stay in the body of a testcase": _bug(
         "reports/junit.py",
-        "visible(_bounded(case.body))",
-        "_bounded(case.body)",
+        "element.text = visible(text) or None",
+        "element.text = text or None",
         "reports/test_junit reports/test_junit_escaping",
     ),
     "the page escapes nothing": _bug(

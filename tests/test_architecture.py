@@ -57,7 +57,6 @@ ONLY_IN = _table("""
 torch: benchmarks criteria session node agreement runners
 pynvml: node
 yaml: config
-junit_xml: reports
 jinja2: reports
 markupsafe: reports
 prometheus_client: reports

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pytest_gpucluster.text import one_line, visible
+from pytest_gpucluster.text import clip, one_line, visible
 
 WORD_CHARACTERS = 160
 """Host names, labels, UUIDs and the like; longer ones are cut with an ellipsis."""
@@ -45,12 +45,7 @@ def line(text: str) -> str:
 
 def passage(text: str, characters: int = TEXT_CHARACTERS) -> str:
     """Return a text of several lines; of a long one the beginning and the end, and what is left out."""
-    text = text.strip("\n")
-    if len(text) <= characters:
-        return text
-    half = characters // 2
-    left_out = len(text) - 2 * half
-    return f"{text[:half]}\n[... {left_out} characters left out; see the journal ...]\n{text[-half:]}"
+    return clip(text.strip("\n"), characters)
 
 
 _SHORT = 16

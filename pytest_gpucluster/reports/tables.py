@@ -8,6 +8,7 @@ form that ``node.health.telemetry.summary`` gives is shown unchanged.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -18,40 +19,38 @@ from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.metrics.time_budget import PARTS, in_words
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.reports.summary import display_name, duration, run_seconds, short_name, worst_first
-from pytest_gpucluster.text import clean, one_line, paragraph, rank_ranges, shortened
+from pytest_gpucluster.reports.summary import Row, margin_ratio, worst_first
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, rank_ranges
 
-_REASON_CHARACTERS = 80
-_OTHER_CHARACTERS = 400
 _CLOCK, _HIGHEST = "sm_clock_mhz", "sm_clock_max_mhz"
-# key: (label, unit, name where it is not available)
 _FIGURES = {
-    _CLOCK: ("sm clock ", "MHz", "sm clock"),
-    "memory_clock_mhz": ("memory clock ", "MHz", "memory clock"),
-    "power_watts": ("", "W", "power"),
-    "temperature_celsius": ("", "degC", "temperature"),
-    "utilization_percent": ("utilisation ", "%", "utilisation"),
+    _CLOCK: ("sm clock ", "MHz"),
+    "memory_clock_mhz": ("memory clock ", "MHz"),
+    "power_watts": ("", "W"),
+    "temperature_celsius": ("", "degC"),
+    "utilization_percent": ("utilisation ", "%"),
 }
-
-
-# How much was read, and what is shown next to another figure.
-_ABOUT_READING = ("seconds", "samples", "lost", "throttle_share", _HIGHEST, "slowdown_celsius")
-_FOR_MACHINES = ("adapters",)
-"""Shown in words under other keys."""
-_COUNTERS = ("counters", "counter_notes", "counters_not_available")
+"""Key of telemetry -> label and unit."""
+_NOT_LISTED = ("seconds", "samples", "lost", "throttle", "throttle_share", _HIGHEST, "slowdown_celsius", "adapters")
+"""How much was read, what is next to another figure, and what is shown in words under other keys."""
 
 
 def telemetry_text(telemetry: Mapping[str, Any]) -> str:
     """Return the telemetry of one GPU during one measurement; an empty text if there is none.
 
-    Throttle reasons have their share of the time, counters their change. Other keys, such as notes, follow by name.
+    Throttle reasons have their share of the time. Other keys, such as counters and notes, follow by name.
 
     >>> telemetry_text({"sm_clock_mhz": [1740, 1755, 1980], "power_watts": [698, 698, 698], "throttle": []})
     'sm clock 1755 MHz (1740 to 1980), 698 W, no throttle'
     """
-    parts = [_figure(key, telemetry) for key in _FIGURES if key in telemetry]
-    rest = (*_throttle(telemetry), *_counters(telemetry), *_others(telemetry), *_not_available(telemetry))
-    return ", ".join([*parts, *rest])
+    parts = [_figure(key, telemetry) for key in _FIGURES if key in telemetry] + _throttle(telemetry)
+    for key, value in telemetry.items():
+        if key not in _FIGURES and key not in _NOT_LISTED and value not in (None, "", [], {}):
+            if isinstance(value, Mapping):
+                value = [f"{name} {each:+g}" if is_number(each) else f"{name} {each}" for name, each in value.items()]
+            listed = "; ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            parts.append(one_line(f"{key.replace('_', ' ')}: {listed}", 400))
+    return ", ".join(parts)
 
 
 def telemetry_of_test(by_rank: Mapping[int, Mapping[str, Any]], culprits: Sequence[int] = ()) -> str:
@@ -60,6 +59,13 @@ def telemetry_of_test(by_rank: Mapping[int, Mapping[str, Any]], culprits: Sequen
     rank = most_throttled(by_rank) if rank is None else rank
     text = telemetry_text(by_rank[rank]) if rank is not None else ""
     return f"rank {rank}: {text}" if text else ""
+
+
+def worst_telemetry(judged: JudgedMetric) -> str:
+    """Return the telemetry of the worst rank's GPU, or an empty text."""
+    telemetry = judged.telemetry.get(judged.worst_rank) if judged.worst_rank is not None else None
+    text = telemetry_text(telemetry) if telemetry else ""
+    return f"rank {judged.worst_rank}: {text}" if text else ""
 
 
 def clock_text(telemetry: Mapping[str, Any]) -> str:
@@ -73,16 +79,16 @@ def clock_text(telemetry: Mapping[str, Any]) -> str:
 
 
 def _figure(key: str, telemetry: Mapping[str, Any]) -> str:
-    label, unit, _ = _FIGURES[key]
-    median, spread = telemetry_figure(key, telemetry)
+    label, unit = _FIGURES[key]
+    median, spread = _spread(key, telemetry)
     return f"{label}{median} {unit}{spread}"
 
 
-def telemetry_figure(key: str, telemetry: Mapping[str, Any]) -> tuple[str, str]:
+def _spread(key: str, telemetry: Mapping[str, Any]) -> tuple[str, str]:
     """Return median and range of one key, such as ("1755 of 1980", " (1740 to 1980)")."""
     value, highest = telemetry[key], telemetry.get(_HIGHEST)
     if not isinstance(value, (list, tuple)) or len(value) != 3 or not all(map(is_number, value)):
-        return one_line(repr(value), _REASON_CHARACTERS), ""
+        return one_line(repr(value), 80), ""
     low, median, high = (f"{each:.0f}" for each in value)
     of_highest = f" of {highest:.0f}" if key == _CLOCK and is_number(highest) else ""
     return f"{median}{of_highest}", f" ({low} to {high})" if low != high else ""
@@ -94,92 +100,23 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def _throttle(telemetry: Mapping[str, Any]) -> list[str]:
-    reasons = telemetry.get("throttle")
+    reasons, shares = telemetry.get("throttle"), telemetry.get("throttle_share")
     if reasons is None:
         return []
-    if not isinstance(reasons, (list, tuple)):
-        reasons = [reasons]
-    shares = telemetry.get("throttle_share")
-    shares = shares if isinstance(shares, Mapping) else {}
-    names = [one_line(str(reason), _REASON_CHARACTERS) + _share(shares.get(str(reason))) for reason in reasons]
+    names = []
+    for reason in reasons if isinstance(reasons, (list, tuple)) else [reasons]:
+        share = shares.get(str(reason)) if isinstance(shares, Mapping) else None
+        names.append(one_line(str(reason), 80) + (f" {100 * share:.0f} %" if is_number(share) else ""))
     return [f"throttle: {', '.join(names)}" if names else "no throttle"]
 
 
-def _share(share: Any) -> str:
-    return f" {100 * share:.0f} %" if is_number(share) else ""
-
-
-def _counters(telemetry: Mapping[str, Any]) -> list[str]:
-    """Return the changes of counters, errors before amounts of data, and which were not available."""
-    changed, notes, missing = (telemetry.get(key) for key in _COUNTERS)
-    parts = []
-    if isinstance(changed, Mapping) and changed:
-        names = sorted(changed, key=lambda name: str(name).endswith("_bytes"))
-        listed = [f"{name} {changed[name]:+g}" if is_number(changed[name]) else str(name) for name in names]
-        parts.append(f"counters: {'; '.join(listed)}")
-    if notes:
-        parts.append(f"counters: {_listed(notes)}")
-    if isinstance(missing, Mapping) and missing:
-        parts.append(f"not counted: {', '.join(f'{name} ({why})' for name, why in missing.items())}")
-    return [one_line(part, _OTHER_CHARACTERS) for part in parts]
-
-
-def _others(telemetry: Mapping[str, Any]) -> list[str]:
-    known = {*_FIGURES, *_ABOUT_READING, *_COUNTERS, *_FOR_MACHINES, "throttle", "not_available"}
-    others = {key: value for key, value in telemetry.items() if key not in known and value not in (None, "", [], {})}
-    return [one_line(f"{key}: {_listed(value)}", _OTHER_CHARACTERS) for key, value in others.items()]
-
-
-def _listed(value: Any) -> str:
-    return "; ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _not_available(telemetry: Mapping[str, Any]) -> list[str]:
-    missing = telemetry.get("not_available")
-    if not isinstance(missing, Mapping):
-        return []
-    by_reason: dict[str, list[str]] = {}
-    for key, reason in missing.items():
-        name = _FIGURES[key][2] if key in _FIGURES else one_line(str(key), _REASON_CHARACTERS)
-        by_reason.setdefault(one_line(str(reason), _REASON_CHARACTERS), []).append(name)
-    return [f"not available: {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
-
-
-TIME_ROWS = 5
-"""Tests that are named."""
-_LEAST_SECONDS = 0.05
-"""Less is not shown."""
-
-
-def seconds_in_tests(journal: Journal) -> float:
-    """Return the duration of all tests whose parts are recorded, in seconds of the first rank."""
-    return sum(map(_seconds_of, journal.results))
-
-
-def time_lines(journal: Journal, *, width: int) -> list[str]:
-    """Return the longest tests with the parts of their time; empty if nothing is recorded."""
-    longest = sorted(filter(_seconds_of, journal.results), key=_seconds_of, reverse=True)[:TIME_ROWS]
-    spent = f"{duration(seconds_in_tests(journal))} of {duration(run_seconds(journal))} in tests"
-    lines = paragraph(f"Where the time went (rank 0's seconds; {spent}):", width) if longest else []
-    for result in longest:
-        name = clean(display_name(result.name or short_name(result.nodeid)))
-        first = f"  {duration(_seconds_of(result)):>11}  "
-        lines += paragraph(f"{shortened(name, 100)}: {time_text(result)}", width, first=first, rest=" " * 15)
-    return lines
-
-
 def time_text(result: TestResult) -> str:
-    """Return "measuring 6.1, verifying 0.4": the parts of a test that took 0.1 s or more."""
-    if not _seconds_of(result):
+    """Return "measuring 6.1, verifying 0.4": the parts of a test that took 0.1 s or more; empty where they are not
+    recorded, as valid times."""
+    seconds = {part: result.spent[part].seconds if part in result.spent else math.nan for part in PARTS}
+    if not all(math.isfinite(each) and each >= 0 for each in seconds.values()):
         return ""
-    parts = ((part, result.spent[part].seconds) for part in PARTS)
-    return ", ".join(f"{in_words(part)} {seconds:.1f}" for part, seconds in parts if seconds >= _LEAST_SECONDS)
-
-
-def _seconds_of(result: TestResult) -> float:
-    """Return the sum of the parts of a test's time; 0 if not all are recorded, as valid times."""
-    seconds = [result.spent[part].seconds if part in result.spent else math.nan for part in PARTS]
-    return sum(seconds) if all(math.isfinite(each) and each >= 0 for each in seconds) else 0.0
+    return ", ".join(f"{in_words(part)} {each:.1f}" for part, each in seconds.items() if each >= 0.05)
 
 
 ROWS = 16
@@ -231,14 +168,17 @@ def metric_name(judged: JudgedMetric) -> str:
     return f"{judged.metric}{{{labels}}}" if labels else judged.metric
 
 
-def limit_text(judged: JudgedMetric) -> str:
+def limit_text(judged: JudgedMetric, *, first_only: bool = False) -> str:
     """Return ">= 400 GB/s", "<= 20 us", "3 to 5 us", ">= 46 TFLOPS (expected 60 TFLOPS)" or "no limit", then what else
     the limit demands; where the site's limit is weaker, ">= 350 GB/s (shipped: >= 400 GB/s)"."""
     if judged.limit is None:
-        return "no limit"
-    first, *rest = _demands(judged.limit, judged.unit)
-    text = ", ".join([first + expected_text(judged, judged.unit), *rest])
-    return text if judged.shipped is None else f"{text} (shipped: {', '.join(_demands(judged.shipped, judged.unit))})"
+        return "recorded only" if first_only and judged.status == "recorded" else "no limit"
+    most = 1 if first_only else None
+    first, *rest = _demands(judged.limit, judged.unit)[:most]
+    if judged.limit.expected is not None:
+        first += f" (expected {quantity(judged.limit.expected, judged.unit)})"
+    shipped = judged.shipped and f" (shipped: {', '.join(_demands(judged.shipped, judged.unit)[:most])})"
+    return ", ".join([first, *rest]) + (shipped or "")
 
 
 def _demands(limit: JudgedLimit, unit: str) -> list[str]:
@@ -256,10 +196,31 @@ def _demands(limit: JudgedLimit, unit: str) -> list[str]:
     return parts or ["no limit"]
 
 
-def expected_text(judged: JudgedMetric, unit: str) -> str:
-    """Return " (expected 60 TFLOPS)", which is never judged, or an empty text."""
-    expected = None if judged.limit is None else judged.limit.expected
-    return "" if expected is None else f" (expected {quantity(expected, unit)})"
+def value_text(judged: JudgedMetric) -> str:
+    """Return the deciding value, with enough digits to distinguish it from its limit."""
+    return quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
+
+
+LARGEST_MARGIN = 9.995
+"""A larger margin is shown as "> +999 %": such a limit decides nothing."""
+
+
+def margin_text(judged: JudgedMetric) -> str:
+    """Return "+9.5 %"; "inconclusive" of a value that allows no verdict; an empty text if it is no ratio."""
+    if judged.inconclusive:
+        return "inconclusive"
+    share = margin_ratio(judged)
+    if share is None:
+        return ""
+    return percent(share) if share < LARGEST_MARGIN else "> +999 %"
+
+
+def headline_text(judged: JudgedMetric) -> str:
+    """Return "482.1 GB/s, >= 440 GB/s, +9.5 %": value, limit and margin; or "482.1 GB/s, recorded only".
+
+    The sign is the limit's, also of a value that misses it.
+    """
+    return ", ".join(filter(None, (value_text(judged), limit_text(judged, first_only=True), margin_text(judged))))
 
 
 def share(ratio: float) -> str:
@@ -293,8 +254,7 @@ def measurement_text(judged: JudgedMetric) -> str:
         details.append(f"inconclusive: {judged.inconclusive}")
     if judged.status == "error" and judged.reason:
         details.append(judged.reason)
-    text = quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
-    text += interval_text(judged, judged.interval)
+    text = value_text(judged) + interval_text(judged, judged.interval)
     return f"{text} ({', '.join(details)})" if details else text
 
 
@@ -318,13 +278,6 @@ def stopped_text(judged: JudgedMetric) -> str:
     extended = ", extended" if stopped.extended else ""
     width, allowed = (quantity(100 * ratio, "%", digits=2) for ratio in (stopped.width_ratio, stopped.allowed_ratio))
     return f"{why[stopped.by]} after {stopped.samples} samples{took}{extended}: interval {width}, allowed {allowed}"
-
-
-def worst_telemetry(judged: JudgedMetric) -> str:
-    """Return the telemetry of the worst rank's GPU, or an empty text."""
-    telemetry = judged.telemetry.get(judged.worst_rank) if judged.worst_rank is not None else None
-    text = telemetry_text(telemetry) if telemetry else ""
-    return f"rank {judged.worst_rank}: {text}" if text else ""
 
 
 def measured_pairs(measurements: Iterable[JudgedMetric]) -> Iterator[tuple[str, str]]:
@@ -381,6 +334,42 @@ def _distance(judged: JudgedMetric, value: float, interval: tuple[float, float] 
 def _has_ratio(judged: JudgedMetric) -> bool:
     """Whether a margin is a ratio of the limit: for a limit of zero it is a distance."""
     return judged.limit is None or 0 not in (judged.limit.min, judged.limit.max)
+
+
+_MORE_RANKS = r"(, and (\d+ more ranks|rank \d+( \([^()]*\))?))?"
+
+
+def culprit_text(row: Row, journal: Journal | None, characters: int = MESSAGE_CHARACTERS) -> str:
+    """Return why a test did not pass in one line, the culprit first: "rank 11 (gpu-02, GPU 3 GPU-6e9fb788): matmul 585
+    < 700 ..."
+
+    A reason from isolation or from a rank itself already begins with the culprit.
+    """
+    result, judged, why = row.result, row.headline, row.why
+    if (
+        result is not None
+        and judged is not None
+        and judged.worst_rank is not None
+        and why.startswith(judged.metric)
+        and (judged.status == "error" or (judged.status == "failed" and result.culprits))
+    ):
+        worst, others = judged.worst_rank, [rank for rank in result.culprits if rank != judged.worst_rank]
+        culprit = f"rank {worst}" if journal is None else rank_name(journal, worst)
+        if others:
+            culprit += f" and {len(others)} more" if len(others) > 8 else f", and {rank_ranges(others)}"
+        why = f"{culprit}: {_without_place(judged.reason or why, worst, journal)}"
+    return one_line(why, characters)
+
+
+def _without_place(reason: str, rank: int, journal: Journal | None) -> str:
+    """Remove the rank from a reason, because it is named first already."""
+    place = journal.place(rank) if journal is not None else None
+    if place is None:
+        return reason
+    gpu = place.gpu
+    gpu_name = f", GPU {gpu.get('index', '?')} {gpu.get('uuid', '')[:12]}\N{HORIZONTAL ELLIPSIS}" if gpu else ""
+    named = re.escape(f" on rank {rank} ({place.host}{gpu_name})")
+    return re.sub(rf"(?<!,){named}{_MORE_RANKS}(?=$|: |; )", "", reason, count=1)
 
 
 def rank_tables(result: TestResult, journal: Journal) -> str:

@@ -8,26 +8,35 @@ repeats the words.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import Cluster, Run
 from pytest_gpucluster.journal.verdict import RUNNING
-from pytest_gpucluster.reports.criterion_text import (
+from pytest_gpucluster.reports.facts import header_lines
+from pytest_gpucluster.reports.summary import (
+    IN_PROGRESS,
+    NOT_RUN,
+    Outline,
+    Row,
+    display_name,
+    margin_ratio,
+    outline,
+    worst_first,
+)
+from pytest_gpucluster.reports.summary import RUNNING as ENDED_IN
+from pytest_gpucluster.reports.tables import (
     LARGEST_MARGIN,
-    STYLES,
-    WORDS,
-    bound_text,
-    comparison_text,
     culprit_text,
+    headline_text,
+    limit_text,
     margin_text,
+    measured_pairs,
+    metric_name,
+    rank_name,
     value_text,
 )
-from pytest_gpucluster.reports.summary import Outline, Row, display_name, margin_ratio, outline, worst_first
-from pytest_gpucluster.reports.tables import measured_pairs, metric_name, rank_name, seconds_in_tests, time_lines
 from pytest_gpucluster.text import (
     Column,
     clean,
@@ -42,117 +51,8 @@ from pytest_gpucluster.text import (
     widths,
 )
 
-NAME = "gpucluster"
-_SOFTWARE = {"driver": "driver", "cuda": "CUDA", "nccl": "NCCL", "torch": "torch"}
-_INDENT = " " * 4
-_CPU = "CPU rank"
-
-
-def header_lines(journal: Journal, *, width: int = 80) -> list[str]:
-    """Return the header of a run as lines no wider than ``width``, as far as it is known yet."""
-    lines: list[str] = []
-    for what, text in _facts(journal):
-        lines += fact(what, text, width=width)
-    return lines
-
-
-def cluster_lines(journal: Journal, *, width: int = 80) -> list[str]:
-    """Return the lines of the header that need the ranks' facts: the cluster, and the limits for its GPUs."""
-    return [line for what, text in _cluster_facts(journal) for line in fact(what, text, width=width)]
-
-
-def fact(what: str, text: str, *, width: int) -> list[str]:
-    """Return one fact of the header as lines: "gpucluster limits: H100 SXM, from thresholds.yaml"."""
-    return paragraph(f"{NAME} {what}: {text}" if what else f"{NAME}: {text}", width, rest=_INDENT)
-
-
-def cluster_text(journal: Journal) -> str:
-    """Return "2 nodes x 8 NVIDIA H100 80GB HBM3 (H100 SXM), driver 580.95.05, CUDA 13.0, ..."; an empty
-    text before the ranks are known."""
-    cluster = journal.cluster
-    if cluster is None or not cluster.ranks:
-        return ""
-    sku = journal.limits.sku if journal.limits is not None else None
-    is_named = sku is not None and not journal.run.rehearsal
-    return ", ".join([f"{shape_text(cluster)}{f' ({sku})' if is_named else ''}", *_software(cluster)])
-
-
-def limits_text(journal: Journal) -> str:
-    """Return "H100 SXM, from thresholds.yaml, overlaid by site.yaml", or that there are none for this GPU."""
-    limits = journal.limits
-    if limits is None:
-        return ""
-    files = [path for path, _ in limits.files]
-    source = f"from {files[0]}" if files else "from no file"
-    over = f", overlaid by {' and '.join(files[1:])}" if len(files) > 1 else ""
-    if limits.sku is None:
-        gpu = f"the GPU {limits.gpu_name!r}" if limits.gpu_name else "this GPU"
-        return f"none: {gpu} matches no SKU {source}{over}, so nothing can be judged"
-    return f"{limits.sku}, {source}{over}"
-
-
-def _facts(journal: Journal) -> Iterator[tuple[str, str]]:
-    run = journal.run
-    shape = f"{plural(run.world_size, 'rank')} on {plural(run.nnodes, 'node')} ({launcher_text(run)})"
-    remark = ", REHEARSAL: no statement about hardware" if run.rehearsal else ""
-    yield "", f"{shape}, device {run.device or 'unknown'}{remark}"
-    if run.merged_from:
-        yield "merged", ", ".join(f"{each.run_id} of {each.started_at} ({each.verdict})" for each in run.merged_from)
-    if run.merged_despite:
-        yield "DIFFERENT CLUSTERS", "; ".join(run.merged_despite)
-    yield from _cluster_facts(journal)
-    chosen = [f"{name}={value} ({origin})" for name, (value, origin) in run.options.items() if origin != "default"]
-    if chosen:
-        yield "settings", ", ".join(chosen)
-    profile, origin = run.options.get("profile", ("", ""))
-    if run.rehearsal and origin != "default" and profile:
-        yield "profile", f"cpu instead of {profile}: a rehearsal on cpu has no other profile"
-    elif profile:
-        yield "profile", "cpu" if run.rehearsal else profile
-
-
-def launcher_text(run: Run) -> str:
-    """Return the launcher: torchrun, slurm, ...; pytest where there is none."""
-    if run.launcher == "single":
-        return "pytest" if run.world_size == 1 else "pytest -n"
-    return run.launcher or "unknown"
-
-
-def _cluster_facts(journal: Journal) -> Iterator[tuple[str, str]]:
-    for what, text in (("cluster", cluster_text(journal)), ("limits", limits_text(journal))):
-        if text:
-            yield what, text
-
-
-def shape_text(cluster: Cluster) -> str:
-    """Return "2 nodes x 8 NVIDIA H100", or the number of each kind where the nodes differ."""
-    per_node = Counter((place.node_rank, place.host) for place in cluster.ranks)
-    kinds = Counter(place.gpu.get("name", "GPU") if place.gpu else _CPU for place in cluster.ranks)
-    sizes = set(per_node.values())
-    nodes = plural(len(per_node), "node")
-    if len(sizes) == 1 and len(kinds) == 1:
-        size, kind = sizes.pop(), next(iter(kinds))
-        return f"{nodes} x {size} {kind}{'s' * (size != 1 and kind == _CPU)}"
-    return f"{nodes}, {len(cluster.ranks)} ranks: {' and '.join(f'{count} {kind}' for kind, count in kinds.items())}"
-
-
-def _software(cluster: Cluster) -> list[str]:
-    return [
-        f"{name} {' and '.join(found)}"
-        for key, name in _SOFTWARE.items()
-        if (found := _distinct(place.versions.get(key, "") for place in cluster.ranks))
-    ]
-
-
-def _distinct(versions: Iterable[str]) -> list[str]:
-    return [version for version in dict.fromkeys(versions) if version and version != "None"]
-
-
-LEAST_WIDTH = 60
+LEAST_WIDTH = 80
 """Narrower terminals break the lines themselves."""
-QUIET, VERBOSE = -1, 1
-LONG_SECONDS = 5.0
-"""If all tests took less, the time table is left out."""
 _MOST_NAMES = 6
 _MOST_PROBLEMS = 20
 _WHY_CHARACTERS = 400
@@ -160,16 +60,17 @@ _LONGEST_NAME = 100
 _LONGEST_METRIC = 200
 _LONGEST_PLACE = 40
 _DETAIL = " " * 8
+_WORDS = {ENDED_IN: "BROKEN", IN_PROGRESS: "RUNNING"}
+"""Outcome -> its word, where it is another one."""
 _HEADS = (
     Column(title=""),
     Column(title="test"),
     Column(title="value", is_right=True),
     Column(title="limit"),
-    Column(title="unit"),
     Column(title="margin", is_right=True),
     Column(title="worst rank"),
 )
-_NAME, _RANK = 1, 6
+_NAME, _RANK = 1, 5
 
 
 def render(
@@ -207,7 +108,6 @@ def summary(journal: Journal, overview: Outline, *, width: int, verbosity: int, 
     if not quiet:
         yield _did_not_run(overview, width=width, verbose=verbose)
         yield _tightest(journal, overview, width=width)
-        yield time_lines(journal, width=width) if verbose or seconds_in_tests(journal) >= LONG_SECONDS else []
     yield _problems(journal, width=width, colour=colour)
 
 
@@ -237,7 +137,7 @@ def _criteria(
     journal: Journal, overview: Outline, *, width: int, quiet: bool, verbose: bool, colour: bool
 ) -> list[str]:
     """Return a row for each test that is a criterion, measured something or failed; failures first."""
-    ran = [row for row in overview.worst_first if row.outcome in WORDS and row.outcome not in ("not run", "skipped")]
+    ran = [row for row in overview.worst_first if row.outcome not in (NOT_RUN, "skipped")]
     rows = [row for row in ran if not row.is_good or _is_unjudged(row) or (not quiet and _has_content(row))]
     plain = len([row for row in ran if row.is_good and not _has_content(row)])
     if not rows:
@@ -250,8 +150,8 @@ def _criteria(
     for row, row_lines in zip(rows, table, strict=True):
         lines += [_coloured(line, row, colour) for line in row_lines]
         if not row.is_good:
-            why = clean(culprit_text(row, journal))
-            lines += _detail(why if verbose else one_line(why, _WHY_CHARACTERS), width) if why else []
+            why = culprit_text(row, journal, 10_000 if verbose else _WHY_CHARACTERS)
+            lines += _detail(why, width) if why else []
         if row.result is None:
             continue
         if row.is_good and _is_unjudged(row):
@@ -285,16 +185,20 @@ def _is_unjudged(row: Row) -> bool:
 
 
 def _cells(journal: Journal, row: Row) -> list[str]:
-    judged, word = row.headline, WORDS[row.outcome].ljust(6)
+    judged, word = row.headline, _word(row).ljust(6)
     name = shortened(clean(display_name(row.name)), _LONGEST_NAME)
     if judged is None:
-        return [word, name, "", "", "", "", ""]
+        return [word, name, "", "", "", ""]
     return [word, name, *_judged_cells(judged), _worst(journal, judged)]
 
 
+def _word(row: Row) -> str:
+    return _WORDS.get(row.outcome, row.outcome.upper())
+
+
 def _judged_cells(judged: JudgedMetric) -> list[str]:
-    unit = shortened(clean(judged.unit), 12)
-    return [value_text(judged), shortened(bound_text(judged), 26), unit, margin_text(judged)]
+    value, limit = clean(value_text(judged)), clean(limit_text(judged, first_only=True))
+    return [shortened(value, 20), shortened(limit, 26), margin_text(judged)]
 
 
 def _worst(journal: Journal, judged: JudgedMetric) -> str:
@@ -317,10 +221,11 @@ def _fitted(rows: list[list[str]], width: int, *, title: str = "test") -> tuple[
 
 
 def _coloured(line: str, row: Row, colour: bool) -> str:
-    word = WORDS[row.outcome]
+    word = _word(row)
     if not line.startswith(word):
         return line
-    return styled(word, STYLES.get(row.outcome, "yellow"), colour=colour) + line[len(word) :]
+    style = "green" if row.is_good else "red" if row.outcome in ("failed", "error", ENDED_IN) else "yellow"
+    return styled(word, style, colour=colour) + line[len(word) :]
 
 
 def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) -> str:
@@ -392,13 +297,12 @@ def _tightest(journal: Journal, overview: Outline, *, width: int) -> list[str]:
     if not found:
         return []
     lines = ["Tightest margins of passed values:"]
-    wide = max(len(margin_text(judged)) for _, judged in found)
     for row, judged in found:
         rank = "" if judged.worst_rank is None else f", {rank_name(journal, judged.worst_rank)}"
         text = one_line(
-            f"{display_name(row.name)}: {metric_name(judged)} {comparison_text(judged)}{rank}", _WHY_CHARACTERS
+            f"{display_name(row.name)}: {metric_name(judged)} {headline_text(judged)}{rank}", _WHY_CHARACTERS
         )
-        lines += paragraph(text, width, first=f"  {margin_text(judged).rjust(wide)}  ", rest=" " * (wide + 4))
+        lines += paragraph(text, width, first="  ", rest="    ")
     return lines
 
 

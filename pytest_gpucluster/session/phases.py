@@ -31,7 +31,6 @@ from pytest_gpucluster.session.reporting import (
     LONGEST_TEXT,
     FailedSubtests,
     TestReports,
-    clip,
     let_go,
     sections_of,
     skip_reason,
@@ -40,7 +39,7 @@ from pytest_gpucluster.session.reporting import (
     where_released,
 )
 from pytest_gpucluster.session.selection import criterion_of, deadline_of, why_not_applicable
-from pytest_gpucluster.text import first_line
+from pytest_gpucluster.text import clip, first_line
 
 if TYPE_CHECKING:
     from pytest_gpucluster.session.run import Run

@@ -25,19 +25,12 @@ from pytest_gpucluster.config.workload import predict
 from pytest_gpucluster.errors import JournalError, text_of
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.test_record import TestRecord, unique
-from pytest_gpucluster.reports.criterion_text import headline_text, summary_text
+from pytest_gpucluster.reports.facts import cluster_lines, fact, header_lines
 from pytest_gpucluster.reports.registry import existing_files
 from pytest_gpucluster.reports.summary import Row, outline, row_of
-from pytest_gpucluster.reports.tables import rank_name
-from pytest_gpucluster.reports.terminal import (
-    cluster_lines,
-    fact,
-    header_lines,
-    measurement_table,
-    report_lines,
-    summary,
-)
-from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, first_line, one_line, padded, paragraph
+from pytest_gpucluster.reports.tables import culprit_text, headline_text, rank_name
+from pytest_gpucluster.reports.terminal import measurement_table, report_lines, summary
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, clip, first_line, one_line, padded, paragraph
 
 if TYPE_CHECKING:
     from pytest_gpucluster.session.run import Run
@@ -102,14 +95,6 @@ class _Crash:
 
     def __str__(self) -> str:  # what --tb=line prints
         return self.message
-
-
-def clip(text: str, longest: int) -> str:
-    """Keep the beginning and the end of a text that is too long to travel."""
-    if len(text) <= longest:
-        return text
-    half = longest // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
 
 
 def traceback_of(item: pytest.Item, when: str, error: BaseException) -> str:
@@ -272,7 +257,7 @@ class TestReports:
         """Let pytest's short summary begin with the culprit, for it has room for little more; the journal has the
         missed limit, as it was judged."""
         with suppress(JournalError):  # none is expected, and pytest's own word is there
-            failure.reprcrash.message = summary_text(row_of(record.result()), self._run.journal_copy.journal())
+            failure.reprcrash.message = culprit_text(row_of(record.result()), self._run.journal_copy.journal())
 
     def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
         record.add(
@@ -493,7 +478,7 @@ class Console:
 
 def _result_text(row: Row, journal: Journal | None) -> str:
     if not row.is_good:
-        return summary_text(row, journal)
+        return culprit_text(row, journal)
     return "" if row.headline is None else headline_text(row.headline)
 
 

@@ -1,9 +1,8 @@
-"""Where the time of a test goes: what counts for which part, and what is recorded and shown in the terminal."""
+"""Where the time of a test goes: what counts for which part, and what is recorded."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from pathlib import Path
 
@@ -243,13 +242,6 @@ def require_parts(result: TestResult, *, ranks: int) -> None:
         assert spent["measuring"].most_seconds - seconds["measuring"] > 1.0
 
 
-def table_of(text: str) -> list[str]:
-    """The table of where the time went."""
-    lines = text.splitlines()
-    begin = next(index for index, line in enumerate(lines) if line.startswith("Where the time went"))
-    return lines[begin : lines.index("", begin)]
-
-
 def test_ranks_exchange_their_parts_and_the_first_waits_for_the_other(tmp_path: Path) -> None:
     files = {"test_it.py": SUITE + OF_TORCHRUN}
     run = torchrun.torchrun(
@@ -262,10 +254,6 @@ def test_ranks_exchange_their_parts_and_the_first_waits_for_the_other(tmp_path: 
     assert parts.spent["agreeing"].seconds > 1.0
     assert parts.spent["agreeing"].most_rank == 0
     assert quick.spent["measuring"].seconds == 0
-    head, *rows = table_of(run.output)
-    assert "rank 0" in head
-    assert re.match(r"  +[0-9.]+ s  parts: set-up [0-9.]+, warm-up [0-9.]+, measuring", rows[0])
-    assert max(map(len, [head, *rows])) <= 80
 
 
 def test_one_process_reports_its_parts_also_of_a_test_that_fails(project: Project) -> None:
@@ -275,6 +263,5 @@ def test_one_process_reports_its_parts_also_of_a_test_that_fails(project: Projec
     by_name = {result.name: result for result in left.journal.results}
     require_parts(by_name["test_parts"], ranks=1)
     assert by_name["test_bad"].spent["set_up"].seconds >= 0.3
-    assert "test_bad" not in table_of(left.stdout)[0]
     [text] = [value for name, value in left.properties.items() if name == "test_it.test_parts[seconds]"]
     assert "warm-up 0.6, measuring 1.2, verifying 0.9" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 from each import of_each
@@ -13,10 +14,11 @@ from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, Outcom
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import MergedFrom, Run, TestResult
+from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.metrics.finding import Finding, Identity
 from pytest_gpucluster.reports.findings import isolation_of
 from pytest_gpucluster.reports.html import page
-from pytest_gpucluster.reports.html.criterion import advice_in, search_values
+from pytest_gpucluster.reports.html.criterion import RunFiles, advice_in, search_values
 from pytest_gpucluster.session import isolation
 
 BASELINE = {"kind": "regressed", "rank": 3, "old": {"value": 781.0}, "change_ratio": -0.052, "why": "beyond noise"}
@@ -139,18 +141,15 @@ def finding(**changes: str) -> Finding:
     return Finding(kind="hardware", gpu=GPU, **{**fields, **changes})
 
 
-def test_a_finding_of_the_health_criterion_is_taken_apart_as_it_writes_it() -> None:
-    (found,) = advice_in([f"1 finding\n  {finding()}\nE   assert not findings"])
-    assert found.where == str(GPU)
-    assert (found.code, found.kind, found.allowed) == ("ecc.uncorrected", "hardware", "0")
-    assert found.found == "2 errors: since reboot"
-    assert found.remedy == "drain; reset"
+def test_a_finding_of_the_health_criterion_is_split_as_it_writes_it() -> None:
+    text = f"{GPU}: ecc.uncorrected (hardware): 2 errors: since reboot; allowed: 0"
+    assert advice_in([f"1 finding\n  {finding()}\nE   assert not findings"]) == [(text, "drain; reset")]
 
 
 def test_the_same_advice_stands_once_and_lines_of_source_code_are_none() -> None:
     text = f"{finding()}\nE       what to do: reboot\n>       raise Error('what to do: nothing')\nwhat to do: reboot"
-    assert [each.remedy for each in advice_in([text, text])] == ["drain; reset", "reboot"]
-    assert advice_in(["585 TFLOPS < 700 TFLOPS", "", "what to do:", "someone: x (hardware): half a finding"]) == ()
+    assert [remedy for _, remedy in advice_in([text, text])] == ["drain; reset", "reboot"]
+    assert advice_in(["585 TFLOPS < 700 TFLOPS", "", "what to do:", "someone: x (hardware): half a finding"]) == []
 
 
 def test_a_hostile_text_takes_no_long_time_and_stays_bounded() -> None:
@@ -159,4 +158,41 @@ def test_a_hostile_text_takes_no_long_time_and_stays_bounded() -> None:
     )
     found = advice_in([text])
     assert len(found) == 64
-    assert max(len(each.remedy) for each in found) <= 600
+    assert max(len(text) for each in found for text in each) <= 600
+
+
+# ---- links to the files of the run
+
+NODEID = "acceptance/test_links.py::test_links[node]"
+
+
+def leave(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / ARTIFACTS / artifacts_name(NODEID) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("1234567890" * 200)
+
+
+def test_files_of_a_test_are_linked_relative_to_the_page(tmp_path: Path) -> None:
+    leave(tmp_path, "matrix.json", "deeper/curve.csv")
+    links, more = RunFiles(folder=tmp_path, page_folder=None).of_test(NODEID)
+    name = artifacts_name(NODEID)
+    assert [name for name, _ in links] == ["matrix.json", "deeper/curve.csv"]
+    assert links[0][1] == f"./{ARTIFACTS}/{name}/matrix.json"
+    assert more == ""
+    links, _ = RunFiles(folder=tmp_path, page_folder=tmp_path / "pages").of_test(NODEID)
+    assert (tmp_path / "pages" / links[0][1]).resolve() == tmp_path / ARTIFACTS / name / "matrix.json"
+
+
+def test_only_what_is_there_is_linked_and_links_out_of_the_run_are_not(tmp_path: Path) -> None:
+    for folder in (None, tmp_path):
+        files = RunFiles(folder=folder, page_folder=None)
+        assert (files.of_test(NODEID), files.of_the_run()) == (([], ""), [])
+    (tmp_path / "secret").write_text("x")
+    leave(tmp_path, "own.csv")
+    place = tmp_path / ARTIFACTS / artifacts_name(NODEID)
+    (place / "away").symlink_to(tmp_path / "secret")
+    (place / "up").symlink_to(tmp_path, target_is_directory=True)
+    assert [name for name, _ in files.of_test(NODEID)[0]] == ["own.csv"]
+    (tmp_path / "journal.jsonl").write_text("{}\n")
+    assert files.of_the_run() == [("journal.jsonl", "./journal.jsonl")]

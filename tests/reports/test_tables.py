@@ -1,4 +1,4 @@
-"""Values, limits and ranks as text: how sure a value is, and what explains it."""
+"""Values, limits, ranks, telemetry and culprits as text: how sure a value is, and what explains it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import Run, TestResult
+from pytest_gpucluster.journal.records import Cluster, RankPlace, Run, TestResult
 from pytest_gpucluster.metrics.sampling import Stopped
+from pytest_gpucluster.node.health import telemetry
 from pytest_gpucluster.reports import tables
-from pytest_gpucluster.reports.tables import stopped_text
+from pytest_gpucluster.reports.summary import row_of
+from pytest_gpucluster.reports.tables import (
+    clock_text,
+    culprit_text,
+    headline_text,
+    stopped_text,
+    telemetry_of_test,
+    telemetry_text,
+)
 
 LIMIT = JudgedLimit(min=400.0, source="vendor", origin="thresholds.yaml:14:7")
 SLOW = {"sm_clock_mhz": [1200, 1200, 1980], "power_watts": [500, 500, 500], "throttle": ["hw_thermal"]}
@@ -145,3 +157,145 @@ def test_why_sampling_stopped_is_shown() -> None:
     }
     assert found == {name: text for name, (_, text) in STOPPED.items()}
     assert stopped_text(JudgedMetric(metric="m")) == ""
+
+
+# ---- the headline and the culprit
+
+MEASURED = JudgedMetric(
+    metric="nccl.all_reduce.busbw",
+    unit="GB/s",
+    status="passed",
+    value=482.12,
+    worst_rank=3,
+    limit=JudgedLimit(min=440.0),
+    margin=0.0957,
+)
+PLACE = RankPlace(rank=3, host="gpu-07", gpu={"index": "3", "uuid": "GPU-1f2e3d4c-0000", "name": "NVIDIA H100"})
+JOURNAL = Journal(
+    run=Run(run_id="1", started_at="", world_size=8), cluster=Cluster(ranks=(PLACE, RankPlace(rank=4, host="gpu-07")))
+)
+
+
+UNLIMITED = {"limit": None, "margin": None}
+HEADLINES: dict[str, dict[str, Any]] = {
+    "482.1 GB/s, >= 440 GB/s, +9.6 %": {},
+    "439.9996 GB/s, >= 440 GB/s, -0.0 %": {"value": 439.9996, "status": "failed", "margin": -1e-6},
+    "no value, >= 440 GB/s": {"value": None, "status": "error", "margin": None},
+    "NaN GB/s, >= 440 GB/s": {"value": float("nan"), "status": "error", "margin": None},
+    "482.1 GB/s, recorded only": {**UNLIMITED, "status": "recorded"},
+    "482.1 GB/s, 1 to 500 GB/s, +9.6 %": {"limit": JudgedLimit(min=1.0, max=500.0)},
+    "482.1 GB/s, >= 440 GB/s, > +999 %": {"margin": 1812.3},
+    "482.1 GB/s, >= 440 GB/s, inconclusive": {"inconclusive": "12 % wide"},
+    "482.1 GB/s, each rank >= 90 % of the others' median, +9.6 %": {"limit": JudgedLimit(min_ratio_to_median=0.9)},
+    "482.1 GB/s, over NET/IB, +9.6 %": {"limit": JudgedLimit(expect_transport=("NET/IB",))},
+}
+
+
+def test_the_headline_is_value_limit_and_margin() -> None:
+    assert {headline_text(replace(MEASURED, **changes)): changes for changes in HEADLINES.values()} == HEADLINES
+
+
+def failed(reason: str, *, why: str = "", culprits: tuple[int, ...] = (3,)) -> TestResult:
+    judged = replace(MEASURED, status="failed", value=301.0, margin=-0.31, reason=reason)
+    return TestResult(
+        nodeid="t.py::test_it", outcome="failed", message=why or reason, measurements=(judged,), culprits=culprits
+    )
+
+
+MISSED = "nccl.all_reduce.busbw 301 GB/s < 440 GB/s (size=1 GB)"
+
+
+ON_3 = "on rank 3 (gpu-07, GPU 3 GPU-1f2e3d4c…)"
+RANK_3 = "rank 3 (gpu-07, GPU 3 GPU-1f2e3d4c)"
+ALL = tuple(range(16))
+CULPRITS = {
+    f"{RANK_3}: {MISSED}": failed(f"{MISSED} {ON_3}"),
+    f"{RANK_3}, and ranks 0, 4: {MISSED} on all 8 GPUs of gpu-07": failed(
+        f"{MISSED} on all 8 GPUs of gpu-07", culprits=(0, 3, 4)
+    ),
+    f"{RANK_3}, and rank 4: {MISSED}": failed(f"{MISSED} {ON_3}, and rank 4 (gpu-07)", culprits=(3, 4)),
+    # What they share is kept, and so is a sentence that needs its end.
+    f"{RANK_3} and 15 more: {MISSED}: all": failed(f"{MISSED} {ON_3}, and 15 more ranks: all", culprits=ALL),
+    f"{RANK_3}: {MISSED}: too fast, {ON_3}": failed(f"{MISSED}: too fast, {ON_3}"),
+    f"{RANK_3} and 15 more: {MISSED}": failed(f"{MISSED} {ON_3}, and 15 more ranks", culprits=ALL),
+    f"isolated: gpu-07; {MISSED}": failed(MISSED, why=f"isolated: gpu-07; {MISSED}"),
+    # Nothing was measured, or the measurement is not the cause.
+    "rank 3 (gpu-07) is lost": TestResult(nodeid="a", outcome="error", message="rank 3 (gpu-07) is lost"),
+    "rank 1: boom": TestResult(nodeid="a", outcome="failed", message="rank 1: boom", measurements=(MEASURED,)),
+}
+
+
+def test_the_culprit_comes_first() -> None:
+    assert {culprit_text(row_of(result), JOURNAL): result for result in CULPRITS.values()} == CULPRITS
+    # A rank is named though nothing is known of the cluster.
+    assert culprit_text(row_of(failed(MISSED)), None) == f"rank 3: {MISSED}"
+
+
+# ---- telemetry
+
+READINGS = {
+    "sm_clock_mhz": (1740, 1755, 1980),
+    "memory_clock_mhz": (2619, 2619, 2619),
+    "power_watts": (698.2, 698.3, 698.4),
+    "temperature_celsius": (61, 67, 70),
+    "utilization_percent": (99, 99, 100),
+    "throttle": (("sw_power_cap",), ("hw_thermal",)),
+}
+SEEN = telemetry.summary(READINGS, seconds=3.0, not_available={})
+
+
+CLOCK = "sm clock 1755 MHz (1740 to 1980)"
+HELD = {"hw_thermal": 0.62, "sw_power_cap": 1.0}
+LINES: dict[str, dict[str, Any]] = {
+    f"{CLOCK}, memory clock 2619 MHz, 698 W, 67 degC (61 to 70), utilisation 99 % (99 to 100), "
+    "throttle: sw_power_cap, hw_thermal": SEEN,
+    "sm clock 1200 of 1980 MHz": {"sm_clock_mhz": [1200] * 3, "sm_clock_max_mhz": 1980, "samples": 3},
+    "throttle: hw_thermal 62 %, sw_power_cap 100 %": {"throttle": [*HELD], "throttle_share": HELD},
+    "counters: pcie.replays +3; ib.port_xmit_bytes +4000, counter notes: reset, "
+    "counters not available: xid no permission": {
+        "counters": {"pcie.replays": 3, "ib.port_xmit_bytes": 4000},
+        "counter_notes": ["reset"],
+        "counters_not_available": {"xid": "no permission"},
+    },
+    "": {},
+    "no throttle": {"throttle": []},
+    f"{CLOCK}, not available: sm_clock_mhz lost": {  # read, then lost
+        "sm_clock_mhz": [1740, 1755, 1980],
+        "not_available": {"sm_clock_mhz": "lost"},
+    },
+    "no throttle, notes: persistence off; VBIOS 96": {
+        "throttle": [],
+        "notes": ["persistence off", "VBIOS 96"],
+        "adapters": [{"name": "mlx5_0", "guid": "a088"}],
+    },
+}
+
+
+def test_what_was_seen_is_one_line() -> None:
+    assert {telemetry_text(telemetry): telemetry for telemetry in LINES.values()} == LINES
+
+
+def test_of_a_whole_test_a_culprit_is_shown_or_else_the_most_conspicuous_rank() -> None:
+    by_rank = {rank: {"temperature_celsius": [50, 50, 50 + rank], "throttle": []} for rank in range(4)}
+    assert telemetry_of_test(by_rank) == "rank 3: 50 degC (50 to 53), no throttle"
+    assert telemetry_of_test(by_rank, culprits=[9, 1]) == "rank 1: 50 degC (50 to 51), no throttle"
+    assert telemetry_of_test({}) == ""
+    assert telemetry_of_test({2: {}}, culprits=[2]) == ""
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+KEYS = [*telemetry.QUERIES, *telemetry.CARD_QUERIES, "not_available", "seconds", "notes", "throttle_share", "counters"]
+KEYS += ["counter_notes", "counters_not_available"]
+
+
+@given(st.dictionaries(st.sampled_from(KEYS) | st.text(), JSON))
+def test_whatever_another_version_sends_is_shown_on_one_line(telemetry: dict[str, Any]) -> None:
+    text = telemetry_text(telemetry)
+    assert len(text.splitlines()) <= 1
+    assert len(clock_text(telemetry).splitlines()) <= 1

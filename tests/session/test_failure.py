@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.session.reporting import (
-    LONGEST_TEXT,
-    clip,
     let_go,
     line_of,
     skip_reason,
@@ -110,20 +108,6 @@ def test_every_style_of_traceback_names_the_rank(printed: Any, style: str) -> No
 
 
 # ---- what a rank says of its failure -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "longest", "expected"),
-    [
-        pytest.param("", 4, "", id="nothing"),
-        pytest.param("abcd", 4, "abcd", id="just fits"),
-        pytest.param("abcde", 4, "ab\n… 1 characters left out …\nde", id="just too long"),
-        pytest.param("abcdefg", 5, "ab\n… 3 characters left out …\nfg", id="an odd length"),
-    ],
-)
-def test_a_long_text_keeps_its_beginning_and_its_end(text: str, longest: int, expected: str) -> None:
-    assert clip(text, longest) == expected
-    assert len(clip("x" * 10_000_000, LONGEST_TEXT)) < LONGEST_TEXT + 100
 
 
 class BadText(Exception):

@@ -127,7 +127,7 @@ def test_nothing_heavy_is_loaded(plain: Project, options: list[str]) -> None:
     assert ("--gpucluster-device" in left.stdout) == (options == ["--help"])
     loaded = (plain.path / "loaded.txt").read_text().split()
     assert "pytest_gpucluster.plugin" in loaded
-    assert {name.partition(".")[0] for name in loaded} & {"torch", "numpy", "pynvml", "yaml", "junit_xml"} == set()
+    assert {name.partition(".")[0] for name in loaded} & {"torch", "numpy", "pynvml", "yaml", "jinja2"} == set()
     own = {name.partition(".")[2] for name in loaded if name.startswith("pytest_gpucluster.")}
     assert own <= {"plugin", "errors", "session", "session.options"}
 

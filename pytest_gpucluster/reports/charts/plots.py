@@ -284,15 +284,6 @@ def rank_dots(judged: JudgedMetric, journal: Journal) -> Markup:
     return drawing.done()
 
 
-def rank_dots_key(judged: JudgedMetric) -> str:
-    """Return the legend of ``rank_dots``."""
-    has_crosses = bool(_missing(judged, {rank: value for rank, value in judged.values.items() if math.isfinite(value)}))
-    parts = ["A circle is within the limit, a cross misses it."] if has_crosses else []
-    has_intervals = judged.intervals and len(judged.values) <= _FEW_RANKS
-    parts += ["The line through a mark is the 95 % interval."] if has_intervals else []
-    return " ".join(parts)
-
-
 def _missing(judged: JudgedMetric, values: Mapping[int, float]) -> dict[int, str]:
     """Return the ranks that miss the limit -> how."""
     limit = judged.limit

@@ -1,18 +1,19 @@
 """One test of a run in the page: a row, and the details below it.
 
-The details have the advice found in failure texts, the search for culprits with its evidence, telemetry,
-and links to the test's files. Checks of GPUs and nodes write a line for each finding (``metrics.finding``); other
-failures end with "what to do: ...". Telemetry has the form of ``node.health.telemetry.summary``, possibly of another
-version. Only existing files are linked, with paths relative to the page.
+The details have the advice found in failure texts, the search for culprits with its evidence, all measurements, for the
+deciding ones the values of each rank, telemetry, and links to the test's files. Only existing files are linked, with
+paths relative to the page.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.parse import quote
 
@@ -24,41 +25,37 @@ from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.reports.charts.figures import artifact_folders, by_number, figures_of
-from pytest_gpucluster.reports.charts.plots import limit_bar
-from pytest_gpucluster.reports.criterion_text import margin_text, value_text
-from pytest_gpucluster.reports.findings import Isolation, Probe, isolation_of
-from pytest_gpucluster.reports.html.measured import (
-    EMBEDDED_RANKS,
-    by_rank,
-    measurements_table,
-    place_cells,
-    shared_labels,
-    short_name,
-)
+from pytest_gpucluster.reports.charts.plots import limit_bar, rank_dots
+from pytest_gpucluster.reports.findings import Isolation, Probe, baseline_of, isolation_of
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, word
-from pytest_gpucluster.reports.summary import Row, duration, worst_first
+from pytest_gpucluster.reports.summary import Row, duration, headline, worst_first
 from pytest_gpucluster.reports.tables import (
+    clock_text,
+    interval_text,
+    is_number,
     limit_text,
+    margin,
+    margin_text,
     metric_name,
+    nearest_limit,
+    percent,
+    quantity,
     rank_name,
     rank_reports,
-    telemetry_figure,
+    share,
+    stopped_text,
     telemetry_text,
     time_text,
+    value_text,
+    worst_ranks_first,
 )
 from pytest_gpucluster.text import plural, some_of
 
 _OF_THE_RUN = (JOURNAL_FILE, "junit.xml", "results.json", "metrics.prom", "exclude.txt")
 _MOST_LINKS = 40
 _MOST_VISITED = 2000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """A link to a file. ``href`` is a quoted relative path."""
-
-    name: str
-    href: str
+Link = tuple[str, str]
+"""Name of a file, and its quoted relative path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,41 +65,33 @@ class RunFiles:
     folder: Path | None
     page_folder: Path | None
 
-    @property
-    def journal(self) -> Link | None:
-        """Return the journal, which has every sample."""
-        return next((link for link in self.of_the_run() if link.name == JOURNAL_FILE), None)
-
-    def of_the_run(self) -> tuple[Link, ...]:
+    def of_the_run(self) -> list[Link]:
         """Return the journal and the reports next to it."""
-        if self.folder is None:
-            return ()
-        paths = (self.folder / name for name in _OF_THE_RUN)
-        return tuple(self._link(path, path.name) for path in paths if path.is_file())
+        paths = [] if self.folder is None else [self.folder / name for name in _OF_THE_RUN]
+        return [self._link(path, path.name) for path in paths if path.is_file()]
 
-    def of_test(self, nodeid: str) -> tuple[tuple[Link, ...], str]:
+    def of_test(self, nodeid: str) -> tuple[list[Link], str]:
         """Return the files of a test, and a remark about those not listed. Symbolic links are not followed."""
-        if self.folder is None:
-            return (), ""
-        found: list[tuple[Path, str]] = []
+        found: list[Link] = []
+        count = 0
         for place in artifact_folders(self.folder, nodeid):
             rank = "" if place.parent.name == ARTIFACTS else f"{place.parent.name}/"
             for path in _files(place):
-                found.append((path, f"{rank}{path.relative_to(place)}"))
-                if len(found) > _MOST_VISITED:
+                count += 1
+                if count > _MOST_VISITED:
                     break
-        links = tuple(self._link(path, label) for path, label in found[:_MOST_LINKS])
-        more = len(found) - len(links)
-        amount = "more than " if len(found) > _MOST_VISITED else ""
-        return links, f"and {amount}{more} more in {ARTIFACTS}/{artifacts_name(nodeid)}" if more else ""
+                if count <= _MOST_LINKS:
+                    found.append(self._link(path, f"{rank}{path.relative_to(place)}"))
+        amount = "more than " if count > _MOST_VISITED else ""
+        more = f"and {amount}{count - len(found)} more in {ARTIFACTS}/{artifacts_name(nodeid)}"
+        return found, more if count > len(found) else ""
 
     def _link(self, path: Path, name: str) -> Link:
         base = self.page_folder or self.folder
         assert base is not None
         relative = os.path.relpath(os.path.abspath(path), os.path.abspath(base))
         # The dot keeps a first part with a colon from being taken for a scheme.
-        href = "./" + quote(Path(relative).as_posix().encode("utf-8", "surrogateescape"), safe="/")
-        return Link(name=name, href=href)
+        return name, "./" + quote(Path(relative).as_posix().encode("utf-8", "surrogateescape"), safe="/")
 
 
 def _files(place: Path) -> Iterator[Path]:
@@ -115,6 +104,8 @@ def _files(place: Path) -> Iterator[Path]:
             if path.is_file() and not path.is_symlink():
                 yield path
 
+
+# ---- the search for culprits, and advice -------------------------------------------------------------------------
 
 _PROBES = 64
 _MOST_NAMES = 16
@@ -167,87 +158,174 @@ def _probe_result(probe: Probe) -> str:
         return probe.busbw
 
 
-_MOST = 64
-_FINDING = re.compile(
-    r"(?P<where>.{1,400}?): (?P<code>[a-z][\w.-]{0,60}) \((?P<kind>hardware|environment|note)\): (?P<found>.+?)"
-    r"; allowed: (?P<allowed>.+?); what to do: (?P<remedy>.+)"
-)
-_REMEDY = re.compile(r"what to do: *(?P<remedy>.+)")
+_MOST_ADVICE = 64
+_ADVICE = re.compile(r"(?:(?P<found>.{1,2000}?); )?what to do: *(?P<remedy>.+)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Advice:
-    """A finding and its remedy. All but ``remedy`` may be empty."""
+def advice_in(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Return (finding or "", what to do) for each advice in some texts, each once, in their order.
 
-    where: str = ""
-    code: str = ""
-    kind: str = ""
-    found: str = ""
-    allowed: str = ""
-    remedy: str
-
-
-def advice_in(texts: Iterable[str]) -> tuple[Advice, ...]:
-    """Return the advice in some texts, each once, in their order."""
-    found: dict[Advice, None] = {}
+    Checks of GPUs and nodes write a line for each finding (``metrics.finding``); other failures end with "what to do".
+    """
+    found: dict[tuple[str, str], None] = {}
     for text in texts:
         for raw in text.splitlines():
             stripped = raw.strip()
             # A line that quotes source code or a pytest marker is no advice.
             if stripped.startswith((">", "raise ", "E  ")):
                 stripped = stripped.lstrip("E ") if stripped.startswith("E  ") else ""
-            match = _FINDING.fullmatch(stripped) or _REMEDY.fullmatch(stripped)
-            if match is not None and len(found) < _MOST:
-                found.setdefault(Advice(**{name: line(text) for name, text in match.groupdict().items()}))
-    return tuple(found)
+            match = _ADVICE.fullmatch(stripped)
+            if match is not None and len(found) < _MOST_ADVICE:
+                found.setdefault((line(match["found"] or ""), line(match["remedy"])))
+    return list(found)
 
 
-_FIGURES = {
-    "sm_clock_mhz": "SM clock, MHz",
-    "memory_clock_mhz": "Memory clock, MHz",
-    "power_watts": "Power, W",
-    "temperature_celsius": "Temperature, degC",
-    "utilization_percent": "Utilisation, %",
-}
-_ROWS = 24
+# ---- measurements ------------------------------------------------------------------------------------------------
+
+EMBEDDED_RANKS = 64
+"""Up to this number of ranks the page has every value; above, the median and the worst."""
+_WORST = 8
+_DETAILED = 6
+_MEASUREMENTS = 200
+_TELEMETRY = 24
 
 
-def telemetry_table(result: TestResult, journal: Journal) -> Table | None:
+def _shared_labels(result: TestResult) -> Mapping[str, str]:
+    """Return the labels with the same value in all measurements of a test, if there are several."""
+    judged = result.measurements
+    first = judged[0].labels if len(judged) > 1 else {}
+    return {key: value for key, value in first.items() if all(each.labels.get(key) == value for each in judged)}
+
+
+def _short_name(judged: JudgedMetric, shared: Mapping[str, str]) -> str:
+    """Return a measurement's name without the shared labels."""
+    own = {key: value for key, value in judged.labels.items() if key not in shared}
+    return word(metric_name(replace(judged, labels=own)))
+
+
+def _measurements_table(result: TestResult) -> Table | None:
+    """Return one row per measurement, failures first; None if there is none.
+
+    Labels that all of them share are in the caption only.
+    """
+    judged, shared, rows = worst_first(result.measurements), _shared_labels(result), []
+    for each in judged:
+        # The failure's own text is not repeated at each value.
+        is_known = each.status == "failed" and each.reason in f"{result.message}\n{result.text}"
+        inconclusive = "" if each.inconclusive in each.reason else f"inconclusive: {each.inconclusive}"
+        of_median = each.ratio_to_median if len(each.values) > 1 else None
+        rows.append(
+            (
+                _short_name(each, shared),
+                "recorded only" if each.status == "recorded" else each.status,
+                value_text(each),
+                interval_text(each, each.interval).removeprefix(", 95 % interval "),
+                limit_text(each),
+                margin_text(each),
+                "" if each.peak_ratio is None else share(each.peak_ratio),
+                "" if of_median is None else quantity(100 * of_median, "%"),
+                baseline_text(each),
+                "" if each.worst_rank is None else str(each.worst_rank),
+                stopped_text(each),
+                "; ".join(filter(None, ("" if is_known else each.reason, each.evidence, inconclusive))),
+            )
+        )
+    labels = ", ".join(f"{key}={value}" for key, value in shared.items())
+    head = ("Measurement", "Status", "Value", "95 % interval", "Limit", "Margin", "Of peak", "Lowest rank of median")
+    return html_table(
+        f"The worst rank's value of each{word(f'; all with {labels}') if labels else ''}",
+        (*head, "Compared with the baseline", "Worst rank", "Sampling", "Remark"),
+        rows,
+        numbers=(*head[2:4], *head[5:]),
+        tones=[each.status if each.status in ("failed", "error") else "" for each in judged],
+        most=_MEASUREMENTS,
+    )
+
+
+def baseline_text(judged: JudgedMetric) -> str:
+    """Return "regressed: 781 TFLOPS before (-5.2 %)" for the rank with the largest regression."""
+    found = baseline_of(judged.baseline)
+    if found is None:
+        return ""
+    before = found.old.value if found.old is not None else None
+    parts = [f"{quantity(before, judged.unit)} before"] if is_number(before) else []
+    parts += [f"({percent(found.change_ratio)})"] if is_number(found.change_ratio) else []
+    parts += [f"on rank {found.rank}"] if found.rank not in (None, judged.worst_rank) else []
+    kind = found.kind or "unknown"
+    return line("; ".join(filter(None, (f"{kind}: {' '.join(parts)}" if parts else kind, found.why))))
+
+
+def _by_rank(result: TestResult, journal: Journal) -> list[dict[str, Any]]:
+    """Return the values of each rank for the failed measurements, else for the deciding one."""
+    chosen = [each for each in result.measurements if each.status in ("failed", "error")]
+    deciding = headline(result.measurements)
+    found = []
+    for judged in (chosen or ([] if deciding is None else [deciding]))[:_DETAILED]:
+        limit = ""
+        if judged.limit is not None:
+            source = f" ({judged.limit.source})" if judged.limit.source else ""
+            limit = line(f"{limit_text(judged)}, from {judged.limit.origin or 'an unknown place'}{source}")
+        values = {"chart": rank_dots(judged, journal), "limit_from": limit, "table": _values(judged, journal)}
+        found += [{"name": word(metric_name(judged)), **values}] if len(judged.values) > 1 else []
+    return found
+
+
+def _values(judged: JudgedMetric, journal: Journal) -> Table | None:
+    worst, rows = worst_ranks_first(judged), []
+    caption, left_out = "Values, worst rank first", ""
+    if len(worst) > EMBEDDED_RANKS:
+        middle = median([value for value in judged.values.values() if math.isfinite(value)] or [math.nan])
+        rows = [("median", "", "", quantity(middle, judged.unit), "", "", "")]
+        caption = f"Median of {len(worst)} ranks, and the {_WORST} worst"
+        left_out = f"the journal has the values of all {len(worst)} ranks"
+        worst = worst[:_WORST]
+    for rank in worst:
+        value, interval = judged.values[rank], judged.intervals.get(rank)
+        distance = margin(judged, value, interval)
+        cells = (
+            quantity(value, judged.unit, compared_with=nearest_limit(judged, value)),
+            interval_text(judged, interval).removeprefix(", 95 % interval "),
+            "" if distance is None else percent(distance),
+            clock_text(judged.telemetry.get(rank, {})),
+        )
+        rows.append((*_place_cells(rank, journal), *cells))
+    head = ("Rank", "Host", "GPU", "Value", "95 % interval", "Margin", "Clock and throttle")
+    return html_table(caption, head, rows, numbers=head[3:6], left_out=left_out)
+
+
+def _place_cells(rank: int, journal: Journal) -> tuple[str, str, str]:
+    """Return rank, host and GPU, such as ("11", "gpu-02", "3 GPU-1f2e3d4c"), as far as they are known."""
+    place = journal.place(rank)
+    gpu = place.gpu if place is not None else None
+    name = f"{gpu.get('index', '?')} {gpu.get('uuid', '')[:12]}".rstrip() if gpu else ""
+    return str(rank), word(place.host) if place is not None else "", word(name)
+
+
+def _telemetry_table(result: TestResult, journal: Journal) -> Table | None:
     """Return the telemetry of the worst rank in each measurement, then of the ranks in the whole test.
 
     Culprits come first, then the most throttled rank; of many ranks only these. None if nothing was read.
     """
-    rows: dict[tuple[str, ...], tuple[str, ...]] = {}
-    shared = shared_labels(result)
+    rows: dict[tuple[int, str], tuple[str, ...]] = {}
+    shared = _shared_labels(result)
     for judged in worst_first(result.measurements):
         rank = judged.worst_rank
-        telemetry = judged.telemetry.get(rank) if rank is not None else None
-        if telemetry and rank is not None:
-            cells = _cells(telemetry)
-            # Values of the same window share their telemetry, which is listed once.
-            rows.setdefault((str(rank), *cells), (*place_cells(rank, journal), short_name(judged, shared), *cells))
-    listed = list(rows.values())
-    throttled = most_throttled(result.telemetry)
-    first = [*result.culprits, *([] if throttled is None else [throttled])]
+        text = telemetry_text(judged.telemetry.get(rank, {})) if rank is not None else ""
+        if text and rank is not None:  # values of the same window share their telemetry, which is listed once
+            rows.setdefault((rank, text), (*_place_cells(rank, journal), _short_name(judged, shared), text))
+    listed, throttled = list(rows.values()), most_throttled(result.telemetry)
     is_small = len(result.telemetry) <= EMBEDDED_RANKS
+    first = [*result.culprits, *([] if throttled is None else [throttled])]
     for rank in dict.fromkeys((*first, *(sorted(result.telemetry) if is_small else ()))):
         if result.telemetry.get(rank):
-            listed.append((*place_cells(rank, journal), "the whole test", *_cells(result.telemetry[rank])))
-    numbers = tuple(_FIGURES.values())
-    head = ("Rank", "Host", "GPU", "During", *numbers, "Throttle, counters and notes")
+            listed.append((*_place_cells(rank, journal), "the whole test", telemetry_text(result.telemetry[rank])))
     left_out = "" if is_small else f"the journal has the telemetry of all {len(result.telemetry)} ranks"
-    caption = "Telemetry of the GPUs: median (lowest to highest)"
-    return html_table(caption, head, listed, numbers=numbers, most=_ROWS, left_out=left_out)
+    head = ("Rank", "Host", "GPU", "During", "Median (lowest to highest)")
+    return html_table("Telemetry of the GPUs", head, listed, most=_TELEMETRY, left_out=left_out)
 
 
-def _cells(telemetry: Mapping[str, Any]) -> tuple[str, ...]:
-    rest = {key: value for key, value in telemetry.items() if key not in _FIGURES}
-    figures = ("".join(telemetry_figure(key, telemetry)) if key in telemetry else "" for key in _FIGURES)
-    return (*figures, telemetry_text(rest))
+# ---- the row and its details -------------------------------------------------------------------------------------
 
-
-_ATTEMPT = re.compile("attempt [0-9]+")
-_COUNTS = ", which counts: "
 _SECTIONS = 8
 _SECTION_CHARACTERS = 4096
 
@@ -258,7 +336,7 @@ def headline_values(judged: JudgedMetric, journal: Journal, *, outcome: str = "p
     rank = judged.worst_rank
     return {
         "metric": word(metric_name(judged)),
-        "value": value_text(judged, with_unit=True),
+        "value": value_text(judged),
         "limit": limit_text(judged),
         "margin": margin_text(judged),
         "margin_key": judged.margin,
@@ -269,32 +347,22 @@ def headline_values(judged: JudgedMetric, journal: Journal, *, outcome: str = "p
 
 def row_values(row: Row, number: int, journal: Journal) -> dict[str, Any]:
     """Return the row of a test for the template; ``number`` is its place in the page, from 1."""
-    result = row.result
+    result, why = row.result, row.why
+    if not why and result is not None:  # a test that passed when run again, or that no limit judged
+        remarks = [f"not judged: {result.unjudged}"] if result.unjudged else []
+        attempts = (pair for pair in result.properties if re.fullmatch("attempt [0-9]+", pair[0]))
+        why = "; ".join([*remarks, *(f"{name}: {end}" for name, end in attempts if not end.endswith(": passed"))])
     return {
         "number": number,
         "outcome": row.outcome,
         "name": word(row.name),
         "criterion": word(row.criterion or ""),
-        "why": line(row.why or _remark(result)),
+        "why": line(why),
         "headline": None if row.headline is None else headline_values(row.headline, journal, outcome=row.outcome),
         "seconds": "" if result is None else duration(result.duration_seconds),
         "seconds_key": -1.0 if result is None else result.duration_seconds,
         "attempts": 1 if result is None else result.attempts,
     }
-
-
-def _remark(result: TestResult | None) -> str:
-    """Return the remark at a passed test: nothing was judged, or it passed only when run again."""
-    if result is None:
-        return ""
-    remarks = [f"not judged: {result.unjudged}"] if result.unjudged else []
-    # The names and endings that ``gpucluster runs merge`` writes.
-    remarks += [
-        f"{name}: {value}"
-        for name, value in result.properties
-        if _ATTEMPT.fullmatch(name) and _COUNTS not in value and not value.endswith(": passed")
-    ]
-    return "; ".join(remarks)
 
 
 def details_values(row: Row, journal: Journal, *, files: RunFiles) -> dict[str, Any] | None:
@@ -323,12 +391,11 @@ def details_values(row: Row, journal: Journal, *, files: RunFiles) -> dict[str, 
         "text": "" if result.text.strip() == row.why else passage(result.text),
         "advice": advice_in((result.message, result.text, *(value for _, value in result.properties))),
         "search": search_values(isolation_of(result.isolation)),
-        "measurements": measurements_table(result),
-        "journal": files.journal if result.measurements else None,
+        "measurements": _measurements_table(result),
         "ranks": None if is_redundant else ranks,
-        "by_rank": by_rank(result, journal),
+        "by_rank": _by_rank(result, journal),
         "figures": figures_of(result, files.folder),
-        "telemetry": telemetry_table(result, journal),
+        "telemetry": _telemetry_table(result, journal),
         "properties": [(word(name), line(value)) for name, value in result.properties],
         "output": [(word(title), passage(text, _SECTION_CHARACTERS)) for title, text in sections],
         "links": links,

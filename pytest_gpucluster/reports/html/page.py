@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,11 +20,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.reports.html import facts
+from pytest_gpucluster.journal.records import RankPlace
+from pytest_gpucluster.reports.facts import facts, run_properties
 from pytest_gpucluster.reports.html.criterion import RunFiles, details_values, headline_values, row_values
-from pytest_gpucluster.reports.html.facts import inventory
-from pytest_gpucluster.reports.markup import line, passage, readable, word
-from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Outline, Row, outline
+from pytest_gpucluster.reports.markup import Table, html_table, line, passage, readable, word
+from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Outline, Row, duration, outline, run_seconds
+from pytest_gpucluster.reports.tables import limit_text
 
 DETAILS_BYTES = 1_100_000
 """Limit for all details together, so that a page stays under 2 MB at 1,024 ranks."""
@@ -43,6 +45,9 @@ _WORDS = {"not run": "not run", "running": "running when the run ended"}
 # Only this verdict accepts a cluster: nothing else has its colour.
 _ACCEPTED = "ACCEPTED"
 _TIGHTEST = 8
+_RANKS = 4096
+# They identify a rank, so they are in its row even if there is only one rank.
+_OF_EACH = ("rank", "host", "GPU index", "GPU uuid", "GPU serial", "GPU pci bus id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +68,26 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
     """
     overview = outline(journal)
     files = RunFiles(folder=folder, page_folder=page_folder)
-    environment = _environment()
+    templates = _environment()
     rows = overview.worst_first
-    details_of_rows = _details(environment, rows, journal, files)
-    system, variables = facts.environment(journal)
-    document = environment.get_template("page.html.j2").render(
-        style=_asset(environment, "page.css"),
-        script=_asset(environment, "page.js"),
-        style_hash=_digest(_asset(environment, "page.css")),
-        script_hash=_digest(_asset(environment, "page.js")),
+    details_of_rows = _details(templates, rows, journal, files)
+    environment, cluster = journal.environment, journal.cluster
+    same, ranks = _inventory(journal)
+    document = templates.get_template("page.html.j2").render(
+        style=_asset(templates, "page.css"),
+        script=_asset(templates, "page.js"),
+        style_hash=_digest(_asset(templates, "page.css")),
+        script_hash=_digest(_asset(templates, "page.js")),
         overview=overview,
         tone=_tone(overview),
         heading=overview.word,
         reason=line(overview.reason),
         differences=[line(each) for each in journal.run.merged_despite],
-        merged=facts.merged_table(journal),
+        merged=_merged_table(journal),
         is_selection=journal.run.selection,
         counts=tuple(overview.counts.items()),
         words=_WORDS,
-        run_facts=facts.run_facts(journal),
+        run_facts=_run_facts(journal),
         problems=_problems(journal),
         rows=[
             (row_values(row, number, journal), below)
@@ -92,21 +98,75 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         not_run=NOT_RUN,
         running=RUNNING,
         tightest=[(word(row.name), headline_values(judged, journal)) for row, judged in overview.tightest(_TIGHTEST)],
-        inventory=inventory(journal),
-        limits=facts.limits_table(journal),
-        limit_files=facts.limit_files(journal),
-        workload=facts.workload_table(journal),
-        options=facts.options_table(journal),
-        environment=system,
-        variables=variables,
-        versions=facts.versions(journal),
-        properties=facts.properties(journal),
+        cluster_problems=[line(each) for each in cluster.problems] if cluster is not None else [],
+        same=same,
+        ranks=ranks,
+        limits=_limits_table(journal),
+        limit_files=_pairs((path, f"SHA-256 {digest or 'unknown'}") for path, digest in journal.limit_files),
+        properties=_pairs(dict.fromkeys((*run_properties(journal).items(), *journal.properties))),
+        variables=html_table("Environment variables", ("Variable", "Value"), tuple(environment.variables.items()))
+        if environment is not None
+        else None,
         links=files.of_the_run(),
         run_id=line(journal.run.run_id),
         plugin_version=word(journal.run.plugin_version),
     )
     # The whole document, charts too.
     return readable(document)
+
+
+def _pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(word(name), line(value)) for name, value in pairs if value]
+
+
+def _run_facts(journal: Journal) -> list[tuple[str, str]]:
+    found = {name or "launched": value for name, value in facts(journal).items()}
+    found |= {"started": journal.run.started_at, "duration": duration(run_seconds(journal))}
+    environment = journal.environment
+    if environment is not None:
+        cpus = f", {environment.cpus} CPUs" if environment.cpus is not None else ""
+        found["first host"] = f"{environment.host}, {environment.system}{cpus}"
+    return _pairs((found | {"command line": " ".join(journal.run.argv)}).items())
+
+
+def _limits_table(journal: Journal) -> Table | None:
+    """Return each limit that a value was compared with, with its place and its source."""
+    uses = Counter(
+        (judged.metric, limit_text(judged), judged.limit.source or "not named", judged.limit.origin or "unknown")
+        for result in journal.results
+        for judged in result.measurements
+        if judged.limit is not None
+    )
+    rows = [(*limit, str(number)) for limit, number in sorted(uses.items())]
+    head = ("Metric", "Limit", "Source", "Defined in", "Values")
+    return html_table("Limits that values were compared with", head, rows, numbers=("Values",))
+
+
+def _merged_table(journal: Journal) -> Table | None:
+    """Return the runs that were merged into this one; None if it was not merged."""
+    rows = [
+        (str(number), each.run_id, each.started_at, f"{each.verdict}, exit code {each.exit}", each.journal, each.sha256)
+        for number, each in enumerate(journal.run.merged_from, start=1)
+    ]
+    head = ("No.", "Run", "Started", "Verdict", "Journal", "SHA-256 of the journal")
+    return html_table("The runs that were merged, the oldest first", head, rows)
+
+
+def _inventory(journal: Journal) -> tuple[list[tuple[str, str]], Table | None]:
+    """Return what is the same on every rank, and a row per rank with what differs or identifies it."""
+    found = [_facts_of(place) for place in sorted(journal.ranks, key=lambda place: place.rank)]
+    keys = dict.fromkeys(key for each in found for key in each)
+    same = [key for key in keys if key not in _OF_EACH and len({each.get(key, "") for each in found}) == 1]
+    differ = [key for key in keys if key not in same]
+    rows = [tuple(each.get(key, "") for key in differ) for each in found]
+    table = html_table("Ranks", tuple(map(word, differ)), rows, numbers=("GPU index",), most=_RANKS)
+    return _pairs((key, found[0][key]) for key in same), table
+
+
+def _facts_of(place: RankPlace) -> dict[str, str]:
+    known = {"rank": str(place.rank), "host": place.host, "local rank": str(place.local_rank)}
+    known |= {f"GPU {key.replace('_', ' ')}": value for key, value in (place.gpu or {}).items()}
+    return known | {f"{name} version": version for name, version in place.versions.items()}
 
 
 def _not_run(row: Row) -> tuple[str, str, str, str]:
