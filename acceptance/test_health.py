@@ -7,7 +7,8 @@ import pytest
 from pytest_gpucluster.benchmarks.burn_in import keep_busy, reserved_bytes
 from pytest_gpucluster.benchmarks.dtypes import check_product, dtypes_of
 from pytest_gpucluster.metrics.finding import identity
-from pytest_gpucluster.node.health.examination import examine_gpu, readings, require_healthy, require_uniform
+from pytest_gpucluster.node.health.checks import examine_gpu
+from pytest_gpucluster.node.health.examination import readings, require_healthy, require_uniform
 from pytest_gpucluster.node.health.snapshot import collect
 
 

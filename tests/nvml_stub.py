@@ -18,7 +18,7 @@ from typing import Any
 from programs import require_program
 
 from pytest_gpucluster.metrics.finding import decisive
-from pytest_gpucluster.node.health.examination import examine_gpu
+from pytest_gpucluster.node.health.checks import examine_gpu
 from pytest_gpucluster.node.health.snapshot import Sources, collect
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import NvmlGpu, PyNvml

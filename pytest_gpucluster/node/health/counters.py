@@ -20,10 +20,9 @@ from typing import Any
 from pytest_gpucluster.errors import HardwareFault
 from pytest_gpucluster.metrics.finding import Finding, Identity, hardware, identity
 from pytest_gpucluster.node import infiniband, kernel_log
-from pytest_gpucluster.node.health.checks import LOST_REMEDY, MEMORY_FAULTS
-from pytest_gpucluster.node.health.interconnect_checks import MUST_NOT_GROW, ZERO_TOLERANCE
+from pytest_gpucluster.node.health.checks import DIAGNOSE, FINDINGS, MEMORY_FAULTS, MUST_NOT_GROW, ZERO_TOLERANCE
 from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
-from pytest_gpucluster.node.infiniband import BYTES, CARRIER_DOWN, ETHERNET, LINK_DOWNED, Adapters
+from pytest_gpucluster.node.infiniband import BYTES, CARRIER_DOWN, ETHERNET, LINK_DOWNED, Adapters, Port
 from pytest_gpucluster.node.infiniband import INFINIBAND as LAYER_OF_FABRIC
 from pytest_gpucluster.node.kernel_log import KernelLog, Xid
 from pytest_gpucluster.node.nvml import Nvml, read_values
@@ -141,8 +140,7 @@ class Counters:
     missing: Mapping[str, str] = field(default_factory=dict)
     lost: str = ""
     gpus_of_node: Mapping[str, Identity] = field(default_factory=dict)
-    secondary_ports: frozenset[str] = frozenset()
-    """Ethernet ports of a node whose fabric is InfiniBand, such as those of a storage or management card."""
+    ports: tuple[Port, ...] = ()
 
 
 def read(sources: Sources) -> Counters:
@@ -154,7 +152,7 @@ def read(sources: Sources) -> Counters:
     values: dict[str, float] = {}
     missing: dict[str, str] = {}
     lost, log = "", None
-    secondary: frozenset[str] = frozenset()
+    adapters = sources.adapters() if sources.of_node else Adapters()
     if sources.has_gpu and sources.nvml is None:
         missing.update(dict.fromkeys(QUERIES, sources.why_no_nvml))
     elif sources.nvml is not None and sources.gpu.uuid is not None:
@@ -162,14 +160,20 @@ def read(sources: Sources) -> Counters:
         values.update(_gpu_counters(gpu.values))
         missing.update({query: why.reason for query, why in gpu.missing.items()})
         lost = gpu.lost
-    if sources.of_node:
-        if sources.has_gpu:
-            log, why = _log(sources.kernel_log(), switches=sources.of_switches)
-            missing.update({XID: why} if why else {})
-        adapters = sources.adapters()
-        values.update(_port_counters(adapters))
-        secondary = _secondary_ports(adapters)
-        missing.update({INFINIBAND: adapters.why_not} if adapters.why_not else {})
+    if sources.of_node and sources.has_gpu:
+        found = sources.kernel_log()
+        if found.why_not:
+            missing[XID] = found.why_not
+        else:
+            log = _log(found, switches=sources.of_switches)
+    if adapters.why_not:
+        missing[INFINIBAND] = adapters.why_not
+    for port in adapters.ports:
+        prefix = f"{INFINIBAND}.{port.name}"
+        values.update({f"{prefix}.{name}": count for name, count in port.counters.items()})
+        values[f"{prefix}.{ACTIVE}"] = int(port.is_active)
+        if port.rate_gbps is not None:
+            values[f"{prefix}.{RATE}"] = port.rate_gbps
     return Counters(
         gpu=sources.gpu,
         values=values,
@@ -177,7 +181,7 @@ def read(sources: Sources) -> Counters:
         missing=missing,
         lost=lost,
         gpus_of_node=sources.gpus_of_node,
-        secondary_ports=secondary,
+        ports=adapters.ports,
     )
 
 
@@ -192,44 +196,22 @@ def _gpu_counters(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield query, int(value)
 
 
-def _port_counters(adapters: Adapters) -> Iterator[tuple[str, float]]:
-    for port in adapters.ports:
-        prefix = f"{INFINIBAND}.{port.name}"
-        yield from ((f"{prefix}.{name}", count) for name, count in port.counters.items())
-        yield f"{prefix}.{ACTIVE}", int(port.is_active)
-        if port.rate_gbps is not None:
-            yield f"{prefix}.{RATE}", port.rate_gbps
-
-
-def _secondary_ports(adapters: Adapters) -> frozenset[str]:
-    """Return the Ethernet ports where an InfiniBand port is active: then NCCL uses that."""
-    fabric = any(port.is_active and port.link_layer == LAYER_OF_FABRIC for port in adapters.ports)
-    return frozenset(port.name for port in adapters.ports if fabric and port.link_layer == ETHERNET)
-
-
-def _log(log: KernelLog, *, switches: bool) -> tuple[Log | None, str]:
-    if log.why_not:
-        return None, log.why_not
+def _log(log: KernelLog, *, switches: bool) -> Log:
     found: dict[str, Xid] = {}
     times: Counter[str] = Counter()
     for index, line in enumerate(log.lines):
         for xid in kernel_log.parse([line]):
-            if xid.is_switch and not switches:
-                continue
-            # Equal lines without a record number are distinguished by their count so far, and so are several reports in
-            # one line.
-            record = str(log.numbers[index]) if log.numbers else line
-            times[record] += 1
-            found[record if log.numbers and times[record] == 1 else f"{record} #{times[record]}"] = xid
-    ends = (log.numbers[0], log.numbers[-1]) if log.numbers else None
-    return Log(source=log.source, xids=found, numbers=ends), ""
+            if switches or not xid.is_switch:
+                # Equal lines without a record number, and several reports in one line, differ by their count so far.
+                record = str(log.numbers[index]) if log.numbers else line
+                times[record] += 1
+                found[f"{record} #{times[record]}"] = xid
+    return Log(source=log.source, xids=found, numbers=(log.numbers[0], log.numbers[-1]) if log.numbers else None)
 
 
-_PORT = re.compile(rf"{INFINIBAND}\.(?P<port>.+)\.(?P<counter>\w+)")
 _LINK = re.compile(r"nvlink\.(?P<counter>\w+)\[(?P<link>\d+)\]")
 
 _CABLE = "look at the cable, the transceiver and the switch's port (`mlxlink -d DEVICE`, `ibdiagnet`), then run again"
-_LINKS = "look at `nvidia-smi nvlink -e` and the Fabric Manager's log, then reset the GPUs of this node"
 
 
 @dataclass(kw_only=True)
@@ -258,9 +240,8 @@ class Changes:
         if self.faults:
             codes = ", ".join(dict.fromkeys(fault.code for fault in self.faults))
             places = ", ".join(dict.fromkeys(str(fault.gpu) for fault in self.faults))
-            raise HardwareFault(
-                "\n".join([f"{codes} during this test: {places}", *(f"- {one}" for one in self.faults)])
-            )
+            text = [f"{codes} during this test: {places}", *(f"- {one}" for one in self.faults)]
+            raise HardwareFault("\n".join(text))
 
     def _fault(self, gpu: Identity, code: str, found: str, remedy: str) -> None:
         self.faults.append(hardware(code, gpu, found, allowed="none during a test", remedy=remedy))
@@ -273,7 +254,7 @@ def changes(before: Counters, after: Counters) -> Changes:
     """
     found = Changes(missing={**before.missing, **after.missing})
     if after.lost and not before.lost:
-        found._fault(after.gpu, "gpu_lost", f"the GPU no longer answers: {after.lost}", LOST_REMEDY)
+        found._fault(after.gpu, "gpu_lost", f"the GPU no longer answers: {after.lost}", FINDINGS["gpu_lost"][2])
     for name, value in after.values.items():
         if name not in before.values or value == before.values[name]:
             continue
@@ -301,55 +282,56 @@ def _compare_gpu(before: Counters, after: Counters, found: Changes) -> None:
         # A link that is no longer reported is down.
         gone = (name for name, up in before.values.items() if name.startswith("nvlink.up[") and up)
         found.changed |= {name: -1 for name in gone if name not in after.values}
-    reported: set[str] = set()
     links: dict[tuple[str, str], list[str]] = {}
     for name, change in found.changed.items():
+        link = _LINK.fullmatch(name)
         if name in MEMORY_FAULTS and change > 0:
-            code, what, remedy = MEMORY_FAULTS[name]
-            if code not in reported:  # volatile errors are counted in the aggregate, too
-                reported.add(code)
+            code, what = MEMORY_FAULTS[name]
+            if all(fault.code != code for fault in found.faults):  # volatile errors are counted in the aggregate, too
+                remedy = FINDINGS[code][2] if code in FINDINGS else DIAGNOSE
                 found._fault(after.gpu, code, f"{_whole(change)} new: {what}", remedy)
         elif name == RECOVERY and (value := int(after.values[name])):
             entry = recovery_action(value)
             wanted = f"NVML's recovery action of this GPU changed to {value:#x}: {entry.meaning}"
             found._fault(after.gpu, "recovery_action", wanted, entry.advice)
-        elif (link := _LINK.fullmatch(name)) is not None:
-            counter, number = link["counter"], link["link"]
-            if counter == "up" and change < 0:
-                links.setdefault(("nvlink_down", "NVLinks that went down"), []).append(f"link {number}")
-            elif counter in (*ZERO_TOLERANCE, *MUST_NOT_GROW) and change > 0:
-                key = "nvlink_errors", f"NVLink counter {counter} has grown"
-                links.setdefault(key, []).append(f"link {number}: {_whole(change)}")
+        elif link and link["counter"] == "up" and change < 0:
+            links.setdefault(("nvlink_down", "NVLinks that went down"), []).append(f"link {link['link']}")
+        elif link and link["counter"] in (*ZERO_TOLERANCE, *MUST_NOT_GROW) and change > 0:
+            key = "nvlink_errors", f"NVLink counter {link['counter']} has grown"
+            links.setdefault(key, []).append(f"link {link['link']}: {_whole(change)}")
     for (code, what), where in links.items():
-        found._fault(after.gpu, code, f"{what}: {', '.join(where)}", _LINKS)
+        remedy = FINDINGS[code][2].format(excuse="")
+        found._fault(after.gpu, code, f"{what}: {', '.join(where)}", remedy)
 
 
 def _compare_ports(before: Counters, after: Counters, found: Changes) -> None:
     """Add the faults of ports; notes of those that carried no data."""
-
-    def add(port: str, code: str, what: str, remedy: str = _CABLE) -> None:
-        if port in before.secondary_ports:
-            found.notes.append(f"{what}; it is an Ethernet port of a node whose fabric is InfiniBand")
-        elif not before.values.get(f"{INFINIBAND}.{port}.{ACTIVE}"):
-            found.notes.append(f"{what}; it was not Active before the test either")
-        else:
-            found._fault(Identity(host=after.gpu.host), code, what, remedy)
-
-    for name, value in before.values.items():
-        match = _PORT.fullmatch(name)
-        if match is None:
-            continue
-        port, counter, change = match["port"], match["counter"], found.changed.get(name, 0)
-        if counter in (LINK_DOWNED, CARRIER_DOWN) and change > 0:
-            add(port, "link_down", f"port {port} has lost its link {_whole(change)} times ({counter})")
-        elif counter == ACTIVE and change < 0:
-            add(port, "port_down", f"port {port} was Active before, and no longer is")
-        elif counter == RATE and change < 0:
-            add(port, "port_rate", f"port {port} has fallen from {value:g} to {after.values[name]:g} Gb/s")
-        elif counter == ACTIVE and value and name not in after.values:
+    now = {port.name: port for port in after.ports}
+    # Where an InfiniBand port is active NCCL uses that, and Ethernet is of a card for storage or management.
+    has_fabric = any(port.is_active and port.link_layer == LAYER_OF_FABRIC for port in before.ports)
+    for old in before.ports:
+        port, new = old.name, now.get(old.name)
+        wrong: list[tuple[str, str, str]] = []
+        for counter in (LINK_DOWNED, CARRIER_DOWN):
+            times = found.changed.get(f"{INFINIBAND}.{port}.{counter}", 0)
+            if times > 0:
+                wrong.append(("link_down", f"port {port} has lost its link {_whole(times)} times ({counter})", _CABLE))
+        if old.is_active and new is None:
             why = after.missing.get(INFINIBAND)
             gone = f"port {port} was Active before, and its HCA is gone" + (f": {why}" if why else "")
-            add(port, "port_down", gone, "look at `lspci` and the kernel log")
+            wrong.append(("port_down", gone, "look at `lspci` and the kernel log"))
+        elif old.is_active and new is not None and not new.is_active:
+            wrong.append(("port_down", f"port {port} was Active before, and no longer is", _CABLE))
+        if found.changed.get(f"{INFINIBAND}.{port}.{RATE}", 0) < 0 and new is not None:
+            what = f"port {port} has fallen from {old.rate_gbps:g} to {new.rate_gbps:g} Gb/s"
+            wrong.append(("port_rate", what, _CABLE))
+        for code, what, remedy in wrong:
+            if has_fabric and old.link_layer == ETHERNET:
+                found.notes.append(f"{what}; it is an Ethernet port of a node whose fabric is InfiniBand")
+            elif not old.is_active:
+                found.notes.append(f"{what}; it was not Active before the test either")
+            else:
+                found._fault(Identity(host=after.gpu.host), code, what, remedy)
 
 
 def _compare_xids(before: Counters, after: Counters, found: Changes) -> None:

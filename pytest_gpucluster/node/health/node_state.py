@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ STALE_INTERVALS, STALE_SECONDS = 3.0, 3.0
 
 _Sample = tuple[float, Mapping[str, Any]]
 """When it was read, and its values."""
-_Rates = Callable[[float, Mapping[str, Any], Mapping[str, Any]], Mapping[str, float | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +58,12 @@ class NodeState:
 
     Args:
         interval_seconds: of the reader.
-        uuids: of the GPUs to include; None: all.
         now: seconds of the monotonic clock, which the reader uses too.
     """
 
-    def __init__(
-        self,
-        interval_seconds: float,
-        *,
-        uuids: Collection[str] | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, interval_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
         self._stale_after = max(STALE_SECONDS, STALE_INTERVALS * interval_seconds)
-        self._uuids, self._now = uuids, now
+        self._now = now
         self._condition = threading.Condition()
         self._began = now()
         self._nvml: Mapping[str, Any] | None = None
@@ -123,35 +115,31 @@ class NodeState:
             nvml = self._nvml or {}
             is_empty = self._nvml is not None and not nvml.get("gpus")
             return Node(
-                gpus=tuple(self._gpu(gpu, now) for gpu in nvml.get("gpus", ()) if self._is_wanted(gpu)),
+                gpus=tuple(self._gpu(gpu, now) for gpu in nvml.get("gpus", ())),
                 driver=nvml.get("driver"),
                 why_no_gpus=str(nvml.get("why_not", "NVML shows no GPU to this user")) if is_empty else "",
                 silent_seconds=now - self._began if self._nvml is None else None,
-                host=self._part("host", {}, now, _host_rates),
-                ports=tuple(self._part(name, {}, now, _port_rates) for name in self._ports),
+                host=self._part("host", now),
+                ports=tuple(self._part(name, now) for name in self._ports),
                 why_no_ports=self._why_no_ports,
                 problem=self._problem,
             )
 
-    def _is_wanted(self, gpu: Mapping[str, Any]) -> bool:
-        return self._uuids is None or gpu["uuid"] in self._uuids
-
     def _gpu(self, gpu: Mapping[str, Any], now: float) -> Part:
         if gpu["uuid"] is None:
             return Part(values={**gpu, "not_available": {}, "lost": "NVML counts it, and it does not answer"})
-        return self._part(gpu["uuid"], gpu, now, _gpu_rates)
+        return self._part(gpu["uuid"], now, gpu)
 
-    def _part(self, name: str, known: Mapping[str, Any], now: float, rates: _Rates) -> Part:
-        samples = self._samples.get(name, ())
+    def _part(self, name: str, now: float, known: Mapping[str, Any] | None = None) -> Part:
+        samples, known = self._samples.get(name, ()), known or {}
         if not samples:
             is_stale = now - self._began > self._stale_after
             return Part(values={"not_available": {}, "lost": "", **known}, is_stale=is_stale)
         (before, old), (at, new) = samples[0], samples[-1]
-        found = rates(at - before, old, new) if at > before else {}
         age = max(0.0, now - at)
         return Part(
             values={**new, **known},
-            rates={name: rate for name, rate in found.items() if rate is not None},
+            rates=_rates(at - before, old, new),
             age_seconds=age,
             is_stale=age > self._stale_after,
         )
@@ -164,19 +152,16 @@ def growth(seconds: float, before: Any, after: Any) -> float | None:
     return (after - before) / seconds
 
 
-def _gpu_rates(seconds: float, before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, float | None]:
-    old, new = before.get(NVLINK) or {}, after.get(NVLINK) or {}
-    return {
-        f"nvlink_{way}_bytes_per_second": growth(seconds, old.get(way), new.get(way)) for way in ("sent", "received")
+def _rates(seconds: float, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rates of those counters that both samples of a part have."""
+    old, new = ({**sample, **(sample.get(NVLINK) or {})} for sample in (old, new))
+    counters = {
+        "nvlink_sent_bytes_per_second": "sent",
+        "nvlink_received_bytes_per_second": "received",
+        "sent_bytes_per_second": "port_xmit_bytes",
+        "received_bytes_per_second": "port_rcv_bytes",
     }
-
-
-def _port_rates(seconds: float, before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, float | None]:
-    names = {"sent_bytes_per_second": "port_xmit_bytes", "received_bytes_per_second": "port_rcv_bytes"}
-    return {rate: growth(seconds, before.get(name), after.get(name)) for rate, name in names.items()}
-
-
-def _host_rates(seconds: float, before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, float | None]:
-    busy = growth(seconds, before.get("busy_ticks"), after.get("busy_ticks"))
-    spent = growth(seconds, before.get("all_ticks"), after.get("all_ticks"))
-    return {"busy_ratio": None if busy is None or not spent else min(1.0, busy / spent)}
+    found = {rate: growth(seconds, old.get(counter), new.get(counter)) for rate, counter in counters.items()}
+    busy, spent = (growth(seconds, old.get(name), new.get(name)) for name in ("busy_ticks", "all_ticks"))
+    found["busy_ratio"] = min(1.0, busy / spent) if busy is not None and spent else None
+    return {rate: value for rate, value in found.items() if value is not None}

@@ -85,6 +85,11 @@ class HealthSnapshot:
         """Whether the GPU is partitioned into MIG slices, which have no NVLinks."""
         return self.is_slice or bool(self.before.get("mig.mode"))
 
+    @property
+    def processes(self) -> dict[int, int | None]:
+        """The processes that NVML lists: pid -> bytes of memory, None where unknown."""
+        return dict(self.before.get("processes") or ())
+
     def loaded(self, query: str) -> list[Any]:
         """Return all values of a query that were read under load."""
         return [values.values[query] for values in self.under_load if query in values.values]
@@ -132,28 +137,34 @@ def collect(
     Returns: the snapshot, also where the load has failed: ``load_failure`` has the reason, if the GPU still answers.
     """
     me = next(who for who in inventory if who["rank"] == rank)
-    uuid = str(me["gpu"]["uuid"])
-    before = read_values(sources.nvml, uuid)
+    own, nvml = identity(me), sources.nvml
+    uuid = str(own.uuid)
+    before = read_values(nvml, uuid)
     under_load: list[NvmlValues] = []
     load_error, load_failure = "", None
     try:
-        load(lambda: under_load.append(read_values(sources.nvml, uuid, UNDER_LOAD)))
+        load(lambda: under_load.append(read_values(nvml, uuid, UNDER_LOAD)))
     except RuntimeError as error:
-        if read_values(sources.nvml, uuid, ("temperature.gpu",)).lost:
+        if read_values(nvml, uuid, ("temperature.gpu",)).lost:
             load_error = f"the load ended with {error}"
         else:
             load_failure = error
-    after = read_values(sources.nvml, uuid)
-    ranks = [who for who in inventory if (who["host"], who["node_rank"]) == (me["host"], me["node_rank"])]
+    after = read_values(nvml, uuid)
+    # A GPU that is lost by now keeps the identity of the inventory.
+    own = replace(own, serial=before.get("serial") or own.serial)
+    if known := nvml.find(uuid):
+        own = replace(own, index=known.index, pci=known.pci_bus_id)
     return HealthSnapshot(
-        gpu=_identity(sources.nvml, me, before),
+        gpu=own,
         sku=sku,
         promise=promise_of(sku),
         is_slice=uuid.startswith("MIG-"),
         before=before,
         under_load=tuple(under_load),
         after=after,
-        own_pids=frozenset(int(who["pid"]) for who in ranks),
+        own_pids=frozenset(
+            int(who["pid"]) for who in inventory if all(who[key] == me[key] for key in ("host", "node_rank"))
+        ),
         held_bytes=held_bytes,
         who={pid: sources.find_process(pid) for pid, _ in before.get("processes") or ()},
         mig=mig,
@@ -164,31 +175,11 @@ def collect(
     )
 
 
-def _identity(nvml: Nvml, me: Mapping[str, Any], before: NvmlValues) -> Identity:
-    """Return the current identity; a GPU that is lost by now keeps that of the inventory."""
-    own = identity(me)
-    known = nvml.find(str(own.uuid))
-    return replace(
-        own,
-        index=known.index if known else own.index,
-        serial=before.get("serial") or own.serial,
-        pci=known.pci_bus_id if known else own.pci,
-    )
-
-
 def _node(sources: Sources, ranks: int) -> Node:
     gpus = sources.nvml.gpus()
     answering = [gpu.pci_bus_id for gpu in gpus if gpu is not None]
-    found: tuple[PciGpu, ...] = ()
-    unreadable = ""
+    found = Node(nvml_gpus=len(gpus), answering=len(answering), ranks=ranks)
     try:
-        found = sources.unlisted(answering)
+        return replace(found, unlisted=sources.unlisted(answering))
     except OSError as error:  # a note reports it
-        unreadable = str(error)
-    return Node(
-        nvml_gpus=len(gpus),
-        answering=len(answering),
-        ranks=ranks,
-        unlisted=found,
-        bus_unreadable=unreadable,
-    )
+        return replace(found, bus_unreadable=str(error))

@@ -19,9 +19,9 @@ HOST = {"load": [1.0, 1.0, 1.0], "busy_ticks": 100, "all_ticks": 1000}
 class Watched:
     """A state, and the lines that the reader would say."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self) -> None:
         self.time = 100.0  # stands still until it is moved
-        self.state = NodeState(1.0, now=lambda: self.time, **settings)
+        self.state = NodeState(1.0, now=lambda: self.time)
 
     def nvml(self, gpus: list[dict[str, Any]] | None = None) -> None:
         self.state.take({"nvml": {"driver": "580", "gpus": LISTED if gpus is None else gpus}, "at": self.time})
@@ -91,12 +91,6 @@ def test_a_counter_that_was_reset_or_is_missing_has_no_rate() -> None:
     none: list[tuple[float, Any, Any]] = [(2.0, 30, 10), (0.0, 10, 30), (-1.0, 10, 30)]
     none += [(2.0, None, 30), (2.0, 10, None), (2.0, "10", 30)]
     assert [growth(*each) for each in none] == [None] * len(none)
-
-
-def test_only_the_wanted_gpus_are_included() -> None:
-    watched = Watched(uuids=["GPU-1"])
-    watched.nvml()
-    assert [gpu.values["index"] for gpu in watched.state.node().gpus] == [1]
 
 
 def test_a_problem_of_the_reader_is_reported(watched: Watched) -> None:
