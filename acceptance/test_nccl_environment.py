@@ -8,7 +8,7 @@ import pytest
 from pytest_gpucluster.metrics.datasheets import promise_of
 from pytest_gpucluster.metrics.finding import require_nothing
 from pytest_gpucluster.node.fabric.nccl_advice import advise
-from pytest_gpucluster.node.fabric.nccl_probe import Sources, collect_facts, gpus_of_ranks
+from pytest_gpucluster.node.fabric.nccl_facts import Sources, collect_facts, gpus_of_ranks
 from pytest_gpucluster.node.fabric.nccl_rules import judge_environment
 from pytest_gpucluster.node.fabric.port_exchange import settings_of_all
 
@@ -36,24 +36,16 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     On cpu nothing uses NCCL; the variables are checked all the same.
     """
     mine = fabric_sources.settings()
-    promise = promise_of(gpu.sku)
     node = Sources(
         fabric=fabric_sources,
         hostname=lambda: cluster.hostname,
-        gpus=lambda: gpus_of_ranks(inventory, cluster.node_rank),
+        gpus=lambda: gpus_of_ranks(inventory, cluster.node_rank, promise_of(gpu.sku)),
         nccl=lambda tree: inventory[cluster.rank]["versions"]["nccl"],
     )
-    facts = collect_facts(node)
-    node_facts = dataclasses.replace(
-        facts,
-        nnodes=cluster.nnodes,
-        local_ranks=cluster.local_world_size,
-        nvlink=promise is not None and bool(promise.nvlinks),
-        nvls=promise is not None and promise.nvswitch and promise.fabric_state,
-    )
+    facts = dataclasses.replace(collect_facts(node), nnodes=cluster.nnodes, local_ranks=cluster.local_world_size)
     for setting in mine:
         record_property(f"environment.{setting.name}", f"{setting.value} ({setting.origin})")
-    findings = [finding for setting in mine if (finding := judge_environment(setting, node_facts)) is not None]
+    findings = [finding for setting in mine if (finding := judge_environment(setting, facts)) is not None]
     of_all = settings_of_all(board, mine, inventory, cluster.rank)
     if of_all is not None:
         (artifacts / "environment.json").write_text(json.dumps(of_all.distinct(), indent=1), encoding="utf-8")

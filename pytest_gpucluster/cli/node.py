@@ -132,7 +132,7 @@ def _nccl_env(options: argparse.Namespace) -> int:
     Run it where the job will run: on a compute node, in the job's container.
     """
     from pytest_gpucluster.node.fabric.nccl_advice import advise, render_advice, shell_lines
-    from pytest_gpucluster.node.fabric.nccl_probe import Sources, collect_facts
+    from pytest_gpucluster.node.fabric.nccl_facts import Sources, collect_facts
 
     facts = collect_facts(Sources())
     advice = advise(facts)
@@ -157,9 +157,9 @@ def _advice_document(facts: Facts, advice: NcclAdvice) -> dict[str, object]:
         "container": facts.container,
         "provider": facts.provider,
         "nccl": facts.nccl,
-        "gpus": [{"name": gpu.name, "pci": gpu.pci} for gpu in facts.gpus],
-        "nvlink": facts.nvlink,
-        "nvls": facts.nvls,
+        "gpus": [{"name": gpu.name, "pci": gpu.pci} for gpu in facts.visible.gpus],
+        "nvlink": facts.visible.nvlink,
+        "nvls": facts.visible.nvls,
         **advice.to_json(),
     }
 

@@ -76,10 +76,10 @@ def plant_nodes(root: Path) -> None:
     for host in HOSTS:
         for fabric, cards in (("fabric", 2), ("down", 2), ("mixed", 1)):
             for index in range(cards):
-                add_port(root / host / fabric, f"mlx5_{index}", pci=f"0000:{index + 16}:00.0")
-            (root / host / fabric / "module" / "nvidia_peermem").mkdir(parents=True)
-        (root / host / "down" / "class/infiniband/mlx5_1/ports/1/state").write_text("1: DOWN\n")
-        add_roce(root / host / "mixed", "mlx5_1", pci="0000:19:00.0", rate="100 Gb/sec (4X EDR)")
+                add_port(root / host / fabric / "sys", f"mlx5_{index}", pci=f"0000:{index + 16}:00.0")
+            (root / host / fabric / "sys/module/nvidia_peermem").mkdir(parents=True)
+        (root / host / "down/sys/class/infiniband/mlx5_1/ports/1/state").write_text("1: DOWN\n")
+        add_roce(root / host / "mixed/sys", "mlx5_1", pci="0000:19:00.0", rate="100 Gb/sec (4X EDR)")
         for fault, files in HOST_FILES.items():
             (root / host / "host" / fault / "dev" / ("" if fault == "no_shm" else "shm")).mkdir(parents=True)
             plant(root / host / "host" / fault, files if host == "node-b" else {})

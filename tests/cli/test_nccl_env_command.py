@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pytest_gpucluster.cli import main
-from pytest_gpucluster.node.fabric import nccl_probe
+from pytest_gpucluster.node.fabric import nccl_facts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "node" / "fabric"))
 
@@ -25,7 +25,7 @@ FORMATS = ("text", "shell", "json")
 def planted(monkeypatch: pytest.MonkeyPatch) -> Any:
     def plant(node: Node) -> None:
         sources = node.sources()
-        monkeypatch.setattr(nccl_probe, "Sources", lambda: sources)
+        monkeypatch.setattr(nccl_facts, "Sources", lambda: sources)
 
     return plant
 

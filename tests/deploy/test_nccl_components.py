@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pytest_gpucluster.node.fabric.nccl_advice import GOOGLE_SCRIPT, NcclAdvice, advise
-from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
+from pytest_gpucluster.node.fabric.nccl_facts import collect_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "node" / "fabric"))

@@ -177,10 +177,7 @@ def fabric_sources(request):
         fabric = "down"
     elif FAULT == "no_ports" or planted == "none_anywhere":
         fabric = "none"
-    sysfs = ROOT / fabric
-    return FabricSources(
-        sysfs=sysfs, proc=sysfs / "proc", environ=environ, home=lambda: home, system_file=ROOT / "etc.conf"
-    )
+    return FabricSources(tree=Tree(root=ROOT / fabric), environ=environ, home=lambda: home)
 
 
 honest_expects = ports.expects_infiniband

@@ -10,8 +10,8 @@ from sessions import Project
 SUITE = """
 def test_it():
     from pytest_gpucluster.node.fabric import nccl_advice
-    from pytest_gpucluster.node.fabric.nccl_facts import Fabric
-    assert nccl_advice.Fabric is Fabric
+    from pytest_gpucluster.node.fabric.nccl_facts import Facts
+    assert nccl_advice.Facts is Facts
 """
 
 

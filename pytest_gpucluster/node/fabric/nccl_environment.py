@@ -12,7 +12,6 @@ import pwd
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pytest_gpucluster.node.fabric import nccl_log
 
@@ -37,11 +36,6 @@ class Setting:
     def __str__(self) -> str:
         over = f", instead of {' and '.join(self.instead_of)}" if self.instead_of else ""
         return f"{self.name}={self.value} ({self.origin}{over})"
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Setting:
-        """Read the result of ``dataclasses.asdict``, as JSON has it."""
-        return cls(**{**plain, "instead_of": tuple(plain["instead_of"])})
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
@@ -80,14 +74,15 @@ def read_environment(
     own = set(nccl_log.own_settings(environ))  # this suite's, as those of the next two lines
     own |= {_NO_CACHE} if environ.get(_NO_CACHE) == _NVLS else set()
     own |= {_NVLS} if environ.get(_NVLS_OFF_BY_SUITE) else set()
+    user = home_of_user()
+    named = environ.get("NCCL_CONF_FILE")
+    files = [Path(named)] if named else [user / USER_FILE] if user is not None else []
+    lines = [(name, value, ENVIRONMENT) for name, value in environ.items()]
+    lines += [(name, value, str(file)) for file in (*files, system_file) for name, value in _lines(file)]
     found: dict[str, list[tuple[str, str]]] = {}
-    for name, value in environ.items():
-        if _is_of_interest(name) and name not in own:
-            found.setdefault(name, []).append((value, ENVIRONMENT))
-    for file in _files(environ, home_of_user(), system_file):
-        for name, value in _lines(file):
-            if _is_of_interest(name) and name not in own:
-                found.setdefault(name, []).append((value, str(file)))
+    for name, value, origin in lines:
+        if (name.startswith(PREFIXES) or name in ALSO) and name not in own:
+            found.setdefault(name, []).append((value, origin))
     return tuple(
         Setting(
             name=name,
@@ -102,19 +97,6 @@ def read_environment(
 def effective(settings: Sequence[Setting]) -> dict[str, str]:
     """Return name -> value."""
     return {setting.name: setting.value for setting in settings}
-
-
-def _is_of_interest(name: str) -> bool:
-    return name.startswith(PREFIXES) or name in ALSO
-
-
-def _files(environ: Mapping[str, str], home_of_user: Path | None, system_file: Path) -> Iterator[Path]:
-    named = environ.get("NCCL_CONF_FILE")
-    if named:
-        yield Path(named)
-    elif home_of_user is not None:
-        yield home_of_user / USER_FILE
-    yield system_file
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:

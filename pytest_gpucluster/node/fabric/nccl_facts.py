@@ -1,35 +1,59 @@
-"""The facts of one node that matter to NCCL, as kernel, NVML and launcher report them, and the fabric they show. Pure.
+"""The facts of one node that matter to NCCL: from sysfs, procfs, the firmware's tables, NVML and the environment.
 
-The fabric is the network that carries a node's data, with the cards that belong to it. NCCL itself uses every active
-port, InfiniBand and Ethernet alike: also that of a card for storage. Source: NCCL, src/transport/net_ib.cc,
-ncclIbInitDevices. Which ports belong to the fabric is this suite's own judgement; where the facts are ambiguous it is
-left open, and nothing is advised.
+Nothing here needs root, and nothing is changed. What is unreadable is left out and never guessed.
+
+Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net, sysfs-class-dmi-id and sysfs-bus-pci; proc_net(5),
+/proc/net/route.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.launch.launchers import allocation, detect
+from pytest_gpucluster.metrics.datasheets import SKUS, Promise, promise_of
+from pytest_gpucluster.node import infiniband, info, info_gpus, pci
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
-from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND, Adapters, Port
+from pytest_gpucluster.node.fabric.ports import FabricSources
+from pytest_gpucluster.node.infiniband import ETHERNET, Device, Port
 from pytest_gpucluster.node.interfaces import Interface
+from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
 from pytest_gpucluster.node.pci import PeerMemory
+from pytest_gpucluster.node.processes import Output
+from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree, pci_address
 
 Provider = Literal["AWS", "Azure", "Google Cloud"]
-_GOOGLE_PLUGINS = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
-"""Prefixes of the variables of GPUDirect-TCPXO and -TCPX."""
-
 SEVERAL_NODES = 2
 """The assumed number of nodes of a job where it is unknown: the advice is for jobs over several."""
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """Between a card and a GPU, as in ``nvidia-smi topo -m``, the nearest first."""
-_OVER_SWITCHES = ("PIX", "PXB")
-"""Over PCIe switches only: NCCL uses GPUDirect RDMA by itself. Source: NCCL user guide, Environment Variables,
-NCCL_NET_GDR_LEVEL."""
+
+_GOOGLE_PLUGINS = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
+"""Prefixes of the variables of GPUDirect-TCPXO and -TCPX."""
+_NET = "/sys/class/net"
+_ROUTE_IS_UP = 0x1  # RTF_UP in linux/route.h
+_INFINIBAND_CLASS, _ETHERNET_CLASS, _MELLANOX = "0x0207", "0x0200", "0x15b3"
+"""PCI class of an InfiniBand controller; of an Ethernet controller of NVIDIA's (Mellanox), which can do RoCE. Source:
+linux/pci_ids.h, PCI_CLASS_NETWORK_INFINIBAND, PCI_CLASS_NETWORK_ETHERNET and PCI_VENDOR_ID_MELLANOX."""
+_GPU_CLASS, _NVIDIA = "0x0302", "0x10de"
+"""A GPU without display output. Source: linux/pci_ids.h, PCI_CLASS_DISPLAY_3D and PCI_VENDOR_ID_NVIDIA."""
+_AMAZON, _EFA_DEVICES = "0x1d0f", "0xefa"
+"""Amazon's PCI vendor, and the prefix of the numbers of its EFA devices. Source: Linux kernel,
+drivers/infiniband/hw/efa/efa_main.c."""
+_EFA_MODULE = "efa_nv_peermem"
+"""Amazon's own module for GPU memory; an older EFA driver shows by an attribute ``gdr`` that it can access it. Source:
+openucx/ucx issue 10966; awslabs/libfabric-ci-scripts pull request 176."""
+_CLOUDS: Mapping[tuple[str, str], Provider] = {
+    ("sys_vendor", "Amazon EC2"): "AWS",
+    ("product_name", "Google Compute Engine"): "Google Cloud",
+    ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77"): "Azure",  # and of no other Hyper-V
+}
+"""Entry of the firmware's tables, which any user may read -> the cloud. Source: cloud-init, tools/ds-identify."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +62,22 @@ class Gpu:
 
     name: str
     pci: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisibleGpus:
+    """The GPUs that this process or job was given.
+
+    Attributes:
+        gpus: each of them.
+        why_not: why some facts are unknown; "" where none is.
+        nvlink, nvls: the GPUs of a node reach each other over NVLink, and through a switch that can reduce.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    why_not: str = ""
+    nvlink: bool = False
+    nvls: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +104,6 @@ class Card:
     def name(self) -> str:
         """Device and port as in ``NCCL_IB_HCA``, such as ``mlx5_0:1``."""
         return f"{self.port.device}:{self.port.number}"
-
-    @property
-    def rate(self) -> float:
-        """Gb/s; 0 where it is unknown."""
-        return self.port.rate_gbps or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +147,11 @@ class Facts:
         local_ranks: of this node.
         container: kind of the container of this process; None for none that is known.
         provider: of this virtual machine; None for an unknown one.
-        gpus: those visible; ``gpus_unknown`` is why they are unknown, "" where they are known.
+        visible: the GPUs that this process or job was given.
         gpus_of_node: PCI addresses of all GPUs of the node, also of those that a job or container was not given.
-        nvlink, nvls: the GPUs of a node reach each other over NVLink, and through a switch that can reduce.
-        adapters: the RDMA devices; ``cards``: their ports, one by one.
+        cards: the ports of the RDMA devices, one by one.
         rdma_on_bus: addresses of PCI devices that can do RDMA, for a node that shows no RDMA device.
-        verbs: device files of RDMA that this process can access, such as uverbs0.
+        has_verbs: this process can access a device file of RDMA, such as uverbs0.
         peer_memory: how network cards access GPU memory.
         networks: interfaces that are up and have an address, without the loopback, in the kernel's order.
         interfaces: names of all interfaces, also of those that are down; empty where they are unknown.
@@ -132,15 +166,11 @@ class Facts:
     local_ranks: int = 1
     container: str | None = None
     provider: Provider | None = None
-    gpus: tuple[Gpu, ...] = ()
-    gpus_unknown: str = ""
+    visible: VisibleGpus = field(default_factory=VisibleGpus)
     gpus_of_node: tuple[str, ...] = ()
-    nvlink: bool = False
-    nvls: bool = False
-    adapters: Adapters = field(default_factory=Adapters)
     cards: tuple[Card, ...] = ()
     rdma_on_bus: tuple[str, ...] = ()
-    verbs: tuple[str, ...] = ()
+    has_verbs: bool = False
     peer_memory: PeerMemory
     networks: tuple[Network, ...] = ()
     interfaces: tuple[str, ...] = ()
@@ -152,19 +182,24 @@ class Facts:
         return next((setting for setting in self.settings if setting.name == name), None)
 
     @property
-    def planned_nodes(self) -> int:
-        """Number of nodes, or ``SEVERAL_NODES`` where it is unknown."""
-        return SEVERAL_NODES if self.nnodes is None else self.nnodes
+    def has_peers(self) -> bool:
+        """Whether other ranks of this job are on the node."""
+        return self.local_ranks > 1
 
     @property
-    def link_layers(self) -> set[str]:
-        """The kinds of active ports."""
-        return {port.link_layer for port in self.adapters.ports if port.is_active}
+    def has_other_nodes(self) -> bool:
+        """Whether the job has several nodes; also where their number is unknown."""
+        return self.nnodes is None or self.nnodes > 1
+
+    @property
+    def active(self) -> tuple[Port, ...]:
+        """The active ports."""
+        return tuple(card.port for card in self.cards if card.port.is_active)
 
     @property
     def has_fabric(self) -> bool:
         """Whether there are other nodes, and active ports to reach them."""
-        return self.planned_nodes > 1 and bool(self.link_layers)
+        return self.has_other_nodes and bool(self.active)
 
     @property
     def required_by_plugin(self) -> frozenset[str]:
@@ -177,151 +212,163 @@ class Facts:
         return frozenset(("NCCL_ALGO", "NCCL_NVLS_ENABLE") if self.provider == "Google Cloud" and in_use else ())
 
 
-FabricKind = Literal["InfiniBand", "RoCE", "EFA", "Ethernet"]
-"""What carries the data: InfiniBand verbs, the same over Ethernet, AWS' Elastic Fabric Adapter, or TCP."""
-IB: FabricKind = "InfiniBand"
-ROCE: FabricKind = "RoCE"
-EFA: FabricKind = "EFA"
-TCP: FabricKind = "Ethernet"
-
-_LAYERS = (INFINIBAND, ETHERNET)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Fabric:
-    """The network of a node's data.
+class Sources:
+    """Sources of a node's facts. Tests put their own here."""
 
-    Attributes:
-        kind: None where it is unknown.
-        why: the reason for this kind, or why it is unknown.
-        cards: the ports that carry data.
-        outside: active ports that do not, each with the reason.
-        unclear: why the ports of the fabric cannot be identified; then ``outside`` is empty. "" where they can.
-    """
-
-    kind: FabricKind | None
-    why: str
-    cards: tuple[Card, ...] = ()
-    outside: tuple[tuple[Card, str], ...] = ()
-    unclear: str = ""
+    fabric: FabricSources = field(default_factory=FabricSources)
+    hostname: Callable[[], str] = socket.gethostname
+    interfaces: Callable[[], Sequence[Interface]] = own_interfaces
+    names: Callable[[], Sequence[str]] = lambda: [name for _, name in socket.if_nameindex()]
+    gpus: Callable[[], VisibleGpus] = lambda: gpus_by_nvml(info_gpus.run_child)
+    nccl: Callable[[Tree], str | None] = lambda tree: info.installed_nccl() or info.installed_library(tree)
 
 
-def find_fabric(facts: Facts) -> Fabric:
-    """Find the fabric of a node."""
-    active = [card for card in facts.cards if card.port.is_active]
-    efa = [card for card in active if card.driver == "efa"]
-    carrying = [card for card in active if card.port.link_layer in _LAYERS]
-    cards = [card for card in carrying if card.pci is not None]
-    real = [network.name for network in facts.networks if network.is_real]
-    if efa:
-        return Fabric(kind=EFA, why=f"{_ports(efa)} of the driver efa", cards=tuple(efa))
-    if cards:
-        soft = [(card, "it is RDMA in software, with no card behind it") for card in carrying if card.pci is None]
-        return _of_cards(cards, soft, len(facts.gpus_of_node))
-    kind: FabricKind | None = None
-    if facts.cards:
-        listed = ", ".join(f"{card.name} {card.port.state or 'state unknown'}" for card in facts.cards)
-        why = f"there are RDMA devices, and no card of them carries data: {listed}"
-    elif facts.rdma_on_bus:
-        where = f"in this container ({facts.container})" if facts.container else "here"
-        why = f"cards for RDMA are on the PCI bus ({', '.join(facts.rdma_on_bus)}), and there is no RDMA device {where}"
-    elif real:
-        kind, why = TCP, f"no RDMA device, and the network interfaces {', '.join(real)}"
-    else:
-        of = f" of this container ({facts.container})" if facts.container else ""
-        names = ", ".join(network.name for network in facts.networks) or "none"
-        why = f"there is no RDMA device, and the cards behind the interfaces{of} are not visible ({names})"
-    return Fabric(kind=kind, why=why)
-
-
-def _of_cards(cards: Sequence[Card], soft: Sequence[tuple[Card, str]], gpus: int) -> Fabric:
-    ib, ethernet = ([card for card in cards if card.port.link_layer == layer] for layer in (INFINIBAND, ETHERNET))
-    # Of equals InfiniBand is the fabric: it is built for nothing else, and Ethernet is everywhere.
-    if not ethernet or (ib and len(ib) >= len(ethernet) and _slowest(ib) >= _fastest(ethernet)):
-        kind, of_layer, others = IB, ib, ethernet
-    elif not ib or (len(ethernet) > len(ib) and _slowest(ethernet) > _fastest(ib)):
-        kind, of_layer, others = ROCE, ethernet, ib
-    else:
-        why = f"both InfiniBand ({_ports(ib)}) and Ethernet ({_ports(ethernet)}) carry data, and neither has clearly "
-        return Fabric(kind=None, why=f"{why}more ports and faster ones")
+def collect_facts(sources: Sources) -> Facts:
+    """Return the facts of this node."""
+    tree, environ, host = sources.fabric.tree, sources.fabric.environ, sources.hostname()
+    job = allocation(environ)
+    launcher, nnodes = "", job.nnodes
     try:
-        reasons = _foreign(of_layer, gpus)
-    except _UnclearError as unclear:
-        return Fabric(kind=kind, why=_ports(of_layer), cards=tuple(of_layer), unclear=str(unclear))
-    kept = tuple(card for card in of_layer if card.name not in reasons)
-    outside = [*soft, *((card, f"it is {card.port.link_layer}, and the fabric is {kind}") for card in others)]
-    outside += [(card, reasons[card.name]) for card in of_layer if card.name in reasons]
-    return Fabric(kind=kind, why=_ports(kept), cards=kept, outside=tuple(outside))
-
-
-def _slowest(cards: Sequence[Card]) -> float:
-    return min(card.rate for card in cards)
-
-
-def _fastest(cards: Sequence[Card]) -> float:
-    """An unknown rate may be any."""
-    return max(math.inf if card.port.rate_gbps is None else card.rate for card in cards)
-
-
-class _UnclearError(Exception):
-    """Which ports belong to the fabric is unknown, for this reason."""
-
-
-def _foreign(cards: Sequence[Card], gpus: int) -> dict[str, str]:
-    """Return the ports of one link layer that do not belong to the fabric, with the reason.
-
-    Args:
-        gpus: of the node; 0 where they are unknown.
-
-    Raises:
-        _UnclearError: the facts are ambiguous.
-    """
-    reasons: dict[str, str] = {}
-    for rule in (_by_rate, _by_distance) if len(cards) > 1 else ():
-        reasons |= rule([card for card in cards if card.name not in reasons], gpus)
-    return reasons
-
-
-def _by_rate(cards: Sequence[Card], gpus: int) -> dict[str, str]:
-    """Slower ports on another kind of card have another purpose; on the same kind they are a fault of the fabric."""
-    unknown = [card.name for card in cards if card.port.rate_gbps is None]
-    if unknown:
-        raise _UnclearError(f"the rate of {', '.join(unknown)} is unknown")
-    top = _fastest(cards)
-    fast = [card for card in cards if card.rate == top]
-    boards = {card.board for card in fast}
-    other = [card for card in cards if card not in fast and card.board and not {"", card.board} & boards]
-    if other and len(fast) <= len(other) and not 0 < gpus <= len(fast):
-        raise _UnclearError(
-            f"{_ports(fast)} and {_ports(other)} are of different cards, and it is unknown which are for storage"
+        rank = detect(environ, host)
+    except LaunchError:
+        pass  # variables that contradict each other are for the preflight
+    else:
+        if rank.launcher != "single":
+            launcher, nnodes = rank.launcher, rank.nnodes
+    visible = sources.gpus()
+    # A job or a container may have some GPUs only, and cards close to the others belong to the fabric, too.
+    gpus = {address for gpu in visible.gpus if (address := pci_address(gpu.pci)) is not None}
+    rdma_on_bus = []
+    for address in tree.entries(PCI_DEVICES):
+        kind, vendor, device = (
+            tree.text(f"{PCI_DEVICES}/{address}/{name}") or "" for name in ("class", "vendor", "device")
         )
-    reason = f"and is of another kind than the {len(fast)} of {top:g} Gb/s"
-    return {card.name: f"it has {_rate(card)} {reason}" for card in other}
+        is_virtual_function = tree.has(f"{PCI_DEVICES}/{address}/physfn")
+        if kind.startswith(_GPU_CLASS) and vendor == _NVIDIA and not is_virtual_function:
+            gpus.add(address)
+        can_roce = kind.startswith(_ETHERNET_CLASS) and vendor == _MELLANOX
+        is_efa = vendor == _AMAZON and device.startswith(_EFA_DEVICES)
+        if kind.startswith(_INFINIBAND_CLASS) or can_roce or is_efa:
+            rdma_on_bus.append(address)
+    adapters = infiniband.read(tree.path("/sys"))
+    provider = (name for (file, text), name in _CLOUDS.items() if tree.text(f"/sys/class/dmi/id/{file}") == text)
+    return Facts(
+        host=host,
+        launcher=launcher,
+        scheduler=job.name,
+        nnodes=nnodes,
+        local_ranks=max(1, len(visible.gpus)),
+        container=info.container(tree, environ),
+        provider=next(provider, None),
+        visible=visible,
+        gpus_of_node=tuple(sorted(gpus)),
+        cards=tuple(card for device in adapters.devices for card in _cards(tree, device, gpus)),
+        rdma_on_bus=tuple(rdma_on_bus) if adapters.why_not else (),
+        has_verbs=any(name.startswith("uverbs") for name in tree.entries("/dev/infiniband")),
+        peer_memory=_peer_memory(tree, adapters.devices),
+        networks=tuple(_networks(tree, sources.interfaces())),
+        interfaces=tuple(sources.names()),
+        nccl=sources.nccl(tree),
+        settings=sources.fabric.settings(),
+    )
 
 
-def _by_distance(cards: Sequence[Card], gpus: int) -> dict[str, str]:
-    """Where the GPUs have cards behind their own PCIe switches, cards elsewhere have another purpose."""
-    near = [card for card in cards if card.distance in _OVER_SWITCHES]
-    far = [card for card in cards if card.distance and card.distance not in _OVER_SWITCHES]
-    if not gpus or not near or not far or len(near) + len(far) != len(cards):
-        return {}
-    if len(near) < gpus and (not _fits(len(near), gpus) or _fits(len(cards), gpus)):
-        return {}
-    others = f"and {len(near)} others are ({near[0].distance})"
-    return {card.name: f"it is close to no GPU ({card.distance}), {others}" for card in far}
+def gpus_by_nvml(query: Callable[[], Output]) -> VisibleGpus:
+    """Query NVML for the GPUs of this node, in a process of its own."""
+    found = info_gpus.read_gpus(query())
+    gpus = tuple(Gpu(name=str(gpu["name"]), pci=str(gpu["pci"])) for gpu in found["gpus"])
+    ends = [kind for gpu in found["gpus"] for kind, _ in (gpu["nvlink_ends"] or {}).values()]
+    names = {gpu.name for gpu in gpus}
+    skus = [sku.name for sku in SKUS.values() if len(names) == 1 and sku.matches(next(iter(names)))]
+    promise = promise_of(skus[0]) if len(skus) == 1 else None
+    return VisibleGpus(
+        gpus=gpus,
+        why_not=found["why_not"] or ("" if gpus else "NVML shows none to this process"),
+        nvlink=bool(ends),
+        nvls="switch" in ends and promise is not None and promise.fabric_state,
+    )
 
 
-def _fits(ports: int, gpus: int) -> bool:
-    """Whether each GPU has the same number of ports, or each port the same number of GPUs."""
-    return ports % gpus == 0 or gpus % ports == 0
+def gpus_of_ranks(inventory: Sequence[Mapping[str, Any]], node_rank: int, promise: Promise | None) -> VisibleGpus:
+    """Return the GPUs of a node's ranks, of a SKU with this promise; a rank on cpu has none."""
+    own = [entry["gpu"] for entry in inventory if entry["node_rank"] == node_rank and entry["gpu"]]
+    return VisibleGpus(
+        gpus=tuple(Gpu(name=str(gpu["name"]), pci=str(gpu["pci_bus_id"])) for gpu in own),
+        nvlink=promise is not None and bool(promise.nvlinks),
+        nvls=promise is not None and promise.nvswitch and promise.fabric_state,
+    )
 
 
-def _ports(cards: Sequence[Card]) -> str:
-    """Return "8 active ports of 400 Gb/s: mlx5_0:1, ..." ."""
-    rates = " and ".join(dict.fromkeys(_rate(card) for card in cards))
-    number = "1 active port" if len(cards) == 1 else f"{len(cards)} active ports"
-    return f"{number} of {rates} ({', '.join(card.name for card in cards)})"
+def _peer_memory(tree: Tree, devices: Sequence[Device]) -> PeerMemory:
+    """Return how cards access GPU memory. EFA has ways of its own."""
+    found = pci.read_peer_memory(tree.path("/sys"), tree.path("/proc"), tree.text("/proc/sys/kernel/osrelease"))
+    if not found.module and tree.has(f"/sys/module/{_EFA_MODULE}"):
+        return replace(found, module=_EFA_MODULE)
+    if not found.module and any(tree.text(f"/sys/class/infiniband/{one.name}/gdr") == "1" for one in devices):
+        return replace(found, module="efa, with gdr")
+    return found
 
 
-def _rate(card: Card) -> str:
-    return "an unknown rate" if card.port.rate_gbps is None else f"{card.rate:g} Gb/s"
+def _cards(tree: Tree, device: Device, gpus: set[str]) -> Iterator[Card]:
+    folder = f"/sys/class/infiniband/{device.name}"
+    distances = {info_gpus.by_kernel(tree, device.pci, gpu) for gpu in gpus}
+    networks = tree.entries(f"{folder}/device/net")
+    for port in device.ports:
+        interface = ""
+        if port.link_layer == ETHERNET:  # that of its first address, or the only one of its card
+            interface = tree.text(f"{folder}/ports/{port.number}/gid_attrs/ndevs/0") or ""
+            interface = interface or (networks[0] if len(networks) == 1 else "")
+        yield Card(
+            port=port,
+            board=device.board,
+            driver=tree.target(f"{folder}/device/driver") or "",
+            pci=device.pci,
+            interface=interface,
+            distance=next((distance for distance in DISTANCES if distance in distances), ""),
+        )
+
+
+def _networks(tree: Tree, found: Sequence[Interface]) -> Iterator[Network]:
+    default = _default_interfaces(tree)
+    for one in found:
+        if one.name == "lo" or not one.running or not one.addresses:
+            continue
+        folder = f"{_NET}/{one.name}"
+        speed = tree.number(f"{folder}/speed")  # -1, or unreadable, where it is unknown
+        yield Network(
+            interface=one,
+            is_real=not tree.has(f"{folder}/bridge")
+            and any(tree.has(f"{_NET}/{name}/device") for name in _with_lower(tree, one.name)),
+            driver=tree.target(f"{folder}/device/driver") or "",
+            speed_mbps=speed if speed is not None and speed > 0 else None,
+            is_default=one.name in default,
+        )
+
+
+def _with_lower(tree: Tree, name: str) -> set[str]:
+    """Return an interface and its lower ones: a VLAN's, a bond's, a bridge's."""
+    known: set[str] = set()
+    left = [name]
+    while left:
+        one = left.pop()
+        if one not in known:
+            known.add(one)
+            entries = tree.entries(f"{_NET}/{one}")
+            left += [entry.removeprefix("lower_") for entry in entries if entry.startswith("lower_")]
+    return known
+
+
+def _default_interfaces(tree: Tree) -> set[str]:
+    """Return the interface of the preferred default route, and its lower ones; none where there is no such route."""
+    anywhere, anywhere_6 = "0" * 8, "0" * 32
+    routes: list[tuple[int, str]] = []
+    for line in (tree.text("/proc/net/route") or "").splitlines()[1:]:
+        parts = line.split()
+        if len(parts) > 7 and parts[1] == parts[7] == anywhere and int(parts[3], 16) & _ROUTE_IS_UP:
+            routes.append((int(parts[6]), parts[0]))
+    for line in (tree.text("/proc/net/ipv6_route") or "").splitlines() if not routes else ():
+        parts = line.split()
+        if len(parts) == 10 and parts[0] == anywhere_6 and parts[1] == "00" and parts[9] != "lo":
+            routes.append((int(parts[5], 16), parts[9]))
+    return _with_lower(tree, min(routes)[1]) if routes else set()

@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import codec
-from pytest_gpucluster.metrics.finding import Finding, Identity, environment, finding, note
+from pytest_gpucluster.metrics.finding import Finding, environment, finding, note
 from pytest_gpucluster.node.fabric import port_checks
 from pytest_gpucluster.node.fabric.nccl_environment import Setting, effective
 from pytest_gpucluster.node.fabric.nccl_rules import number
@@ -25,10 +25,14 @@ WITHIN_SECONDS = 60.0
 _JUDGED_WITHIN_SECONDS = 2 * WITHIN_SECONDS
 """The rank that compares has waited for the others before."""
 
-OF_A_RANK = ("NCCL_IB_HCA", "UCX_NET_DEVICES", "OMP_NUM_THREADS")
-"""A launcher may set these for each rank of a node, so that each uses the card closest to its GPU."""
-OF_A_NODE = ("NCCL_SOCKET_IFNAME",)
-"""These may differ between nodes: interface names depend on the kind of host."""
+MAY_DIFFER = {
+    "NCCL_IB_HCA": "local_rank",
+    "UCX_NET_DEVICES": "local_rank",
+    "OMP_NUM_THREADS": "local_rank",
+    "NCCL_SOCKET_IFNAME": "node_rank",
+}
+"""Variables that may differ between the ranks of a node, for a launcher may give each the card closest to its GPU; or
+between nodes, as interface names depend on the kind of host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,7 @@ def ports_of_all(
         return None
     local = [int(entry["rank"]) for entry in inventory if entry["node_rank"] == nodes.me]
     hcas = board.read("hca", local, within_seconds=within_seconds)
-    index = number(settings["NCCL_IB_GID_INDEX"]) if "NCCL_IB_GID_INDEX" in settings else -1
+    index = number(settings.get("NCCL_IB_GID_INDEX", "-1"))
     mine = read_ports(
         sources,
         host=str(own["host"]),
@@ -96,8 +100,7 @@ def ports_of_all(
             f"rank {judge}, which compares the ports of all nodes, has not answered within "
             f"{_JUDGED_WITHIN_SECONDS:g} s; see its output"
         )
-    plain = answer["of_node"].get(str(nodes.me), ())
-    findings = [Finding(**{**one, "gpu": Identity(**one["gpu"])}) for one in plain]
+    findings = [codec.read(Finding, one, "port findings") for one in answer["of_node"].get(str(nodes.me), ())]
     if any(finding.kind != "note" for finding in findings):
         for line in answer["shared"]:
             remedy = "look at that switch before the nodes"
@@ -112,17 +115,15 @@ def _compare_nodes(board: Board, nodes: Nodes, *, expected: bool, within_seconds
         one: codec.read(NodePorts, reports[at], "ports") for one, at in nodes.representatives.items() if at in reports
     }
     found = port_checks.examine_ports(ports, expected=expected)
-    of_node = {str(one): [asdict(finding) for finding in some] for one, some in found.of_node.items()}
     for node in sorted(nodes.representatives.keys() - ports.keys()):
-        silent = environment(
-            "silent",
-            nodes.hosts[node],
-            f"it has not reported its ports within {within_seconds:g} s",
-            allowed="a report of every node",
-            remedy="see the output of this host's ranks",
-        )
-        of_node.setdefault(str(nodes.me), []).append(asdict(silent))
+        what = f"it has not reported its ports within {within_seconds:g} s"
+        found.of_node.setdefault(nodes.me, []).append(_silent(nodes.hosts[node], what))
+    of_node = {str(one): [asdict(finding) for finding in some] for one, some in found.of_node.items()}
     return {"of_node": of_node, "shared": found.shared, "anywhere": any(one.used for one in ports.values())}
+
+
+def _silent(host: str, found: str) -> Finding:
+    return environment("silent", host, found, allowed="a report of each", remedy="see the output of this host's ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,30 +160,24 @@ def settings_of_all(
     Every rank must call this. Arguments as of :func:`ports_of_all`.
     """
     board.post("settings", [asdict(setting) for setting in mine])
-    ranks = [int(entry["rank"]) for entry in inventory]
-    if rank != min(ranks):
+    hosts = {int(entry["rank"]): str(entry["host"]) for entry in inventory}
+    if rank != min(hosts):
         return None
-    reports = board.read("settings", ranks, within_seconds=within_seconds)
-    of_rank = {one: tuple(map(Setting.from_json, reports[one])) for one in ranks if one in reports}
+    reports = board.read("settings", list(hosts), within_seconds=within_seconds)
+    of_rank = {
+        one: tuple(codec.read(Setting, each, "settings") for each in reports[one]) for one in hosts if one in reports
+    }
     findings = list(differences({one: effective(some) for one, some in of_rank.items()}, inventory))
-    if silent := [one for one in ranks if one not in reports]:
-        findings.append(
-            environment(
-                "silent",
-                next(str(entry["host"]) for entry in inventory if entry["rank"] == silent[0]),
-                f"{rank_ranges(silent)} reported no settings within {within_seconds:g} s",
-                allowed="every rank",
-                remedy="see the output of the named ranks",
-            )
-        )
+    if silent := [one for one in hosts if one not in reports]:
+        what = f"{rank_ranges(silent)} reported no settings within {within_seconds:g} s"
+        findings.append(_silent(hosts[silent[0]], what))
     return SettingsReport(of_rank=of_rank, findings=tuple(findings))
 
 
 def differences(settings: Mapping[int, Mapping[str, str]], inventory: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Yield each variable that is not the same on all ranks, on the host of its first unusual rank.
 
-    It is a note where that is meant: each node has the same values on the same local ranks, as set by a launcher that
-    gives each rank a card of its own; or the variable may differ between nodes, and each node has one value.
+    It is a note where that is meant (:data:`MAY_DIFFER`), and each local rank, or each node, has one value.
 
     Args:
         settings: rank -> name -> value.
@@ -197,21 +192,18 @@ def differences(settings: Mapping[int, Mapping[str, str]], inventory: Sequence[M
         }
         if len(ranks) < 2:
             continue
-        by = "local_rank" if name in OF_A_RANK else "node_rank" if name in OF_A_NODE else ""
-        # Each local rank, or node, has one value.
-        is_meant = bool(by) and len({(of_rank[rank][by], value) for rank, value in values.items()}) == len(
-            {of_rank[rank][by] for rank in values}
-        )
+        by = MAY_DIFFER.get(name)
+        places = {(of_rank[rank][by], value) for rank, value in values.items()} if by else set()
+        is_meant = bool(by) and len(places) == len({place for place, _ in places})
         parts = [f"{'not set' if value is None else value} on {rank_ranges(on)}" for value, on in ranks.items()]
         odd = list(ranks.values())[-1]
-        places = ", ".join(dict.fromkeys(str(of_rank[rank]["host"]) for rank in odd))
+        hosts = list(dict.fromkeys(str(of_rank[rank]["host"]) for rank in odd))
         yield finding(
             "note" if is_meant else "environment",
             "differs",
-            str(of_rank[odd[0]]["host"]),
-            f"{name} is {'; '.join(parts)} ({places})",
-            allowed="one value on all ranks"
-            + (", or one for each local rank, or each node, where that is meant" if is_meant else ""),
+            hosts[0],
+            f"{name} is {'; '.join(parts)} ({', '.join(hosts)})",
+            allowed="one value on all ranks" + (f", or one for each {by}, where that is meant" if is_meant else ""),
             remedy="compare the shells' start files, /etc/nccl.conf and images of the hosts, and check how the "
             "launcher passes the environment on",
         )

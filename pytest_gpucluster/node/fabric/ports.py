@@ -1,6 +1,6 @@
-"""The ports that a node reports to the others, which of them NCCL may use, and faults grouped by rail and leaf switch.
+"""The ports that a node reports to the others, and which of them NCCL may use.
 
-A rail has one port of each node. Pure, but for :func:`read_ports` and :func:`network_cards`, which read sysfs.
+Pure, but for :func:`read_ports` and :func:`network_cards`, which read sysfs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pytest_gpucluster.node.fabric import nccl_environment
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
 from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND, ROCE_V2, Adapters, Device, Gid, Port
 from pytest_gpucluster.node.pci import PeerMemory
-
-_MAX_HOSTS = 8
+from pytest_gpucluster.node.sysfs import Tree
 
 
 def leaf_of(environ: Mapping[str, str]) -> str:
@@ -37,30 +36,6 @@ def leaf_of(environ: Mapping[str, str]) -> str:
     return switches[-1] if switches and len(parts) == len(kinds) else ""
 
 
-def shared_rails(faults: Iterable[tuple[str, str]], leaves: Mapping[str, str]) -> list[str]:
-    """Return a line for each rail and leaf switch that several faulty nodes share, the most faults first.
-
-    Args:
-        faults: node and port of each.
-        leaves: all nodes of the run, each with its leaf switch; "" where it is not known.
-    """
-    groups: dict[tuple[str, str], dict[str, None]] = {}
-    for host, rail in faults:
-        groups.setdefault(("rail", rail), {})[host] = None
-        if leaves[host]:
-            groups.setdefault(("leaf switch", leaves[host]), {})[host] = None
-    lines = []
-    for (what, name), found in sorted(
-        groups.items(), key=lambda group: (group[0][0] != "rail", -len(group[1]), group[0][1])
-    ):
-        if len(found) > 1:
-            count = len(leaves) if what == "rail" else sum(leaf == name for leaf in leaves.values())
-            more = f" and {len(found) - _MAX_HOSTS} more" if len(found) > _MAX_HOSTS else ""
-            listed = ", ".join(list(found)[:_MAX_HOSTS]) + more
-            lines.append(f"{what} {name}: faults on {len(found)} of its {count} nodes ({listed})")
-    return lines
-
-
 BUSBW = "nccl.all_reduce.busbw"
 NET_IB = "NET/IB"
 
@@ -69,15 +44,14 @@ NET_IB = "NET/IB"
 class FabricSources:
     """Sources of the fabric's facts. Tests put their own here."""
 
-    sysfs: Path = infiniband.SYSFS
-    proc: Path = Path("/proc")
+    tree: Tree = field(default_factory=Tree)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     home: Callable[[], Path | None] = nccl_environment.home
-    system_file: Path = nccl_environment.SYSTEM_FILE
 
     def settings(self) -> tuple[Setting, ...]:
         """Return the variables that change what NCCL does, from the environment and from NCCL's files."""
-        return nccl_environment.read_environment(self.environ, home_of_user=self.home, system_file=self.system_file)
+        file = self.tree.path(str(nccl_environment.SYSTEM_FILE))
+        return nccl_environment.read_environment(self.environ, home_of_user=self.home, system_file=file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +125,8 @@ def read_ports(sources: FabricSources, *, host: str, hcas: Iterable[str], gid_in
     """Read this node's ports. Arguments as the attributes of :class:`NodePorts`."""
     return NodePorts(
         host=host,
-        adapters=infiniband.read(sources.sysfs),
-        peer_memory=pci.read_peer_memory(sources.sysfs, sources.proc),
+        adapters=infiniband.read(sources.tree.path("/sys")),
+        peer_memory=pci.read_peer_memory(sources.tree.path("/sys"), sources.tree.path("/proc")),
         leaf=leaf_of(sources.environ),
         hcas=tuple(dict.fromkeys(hcas)),
         gid_index=gid_index,
@@ -208,7 +182,7 @@ def network_cards(sources: FabricSources | None = None) -> int | None:
     bus: they share its lanes.
     """
     sources = sources or FabricSources()
-    adapters = infiniband.read(sources.sysfs, gids=False, only_bytes=True)
+    adapters = infiniband.read(sources.tree.path("/sys"), gids=False, only_bytes=True)
     fastest = max(used_ports(adapters), key=lambda port: (port.is_active, port.rate_gbps or 0.0), default=None)
     if fastest is None:
         return None

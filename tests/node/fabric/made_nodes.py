@@ -9,10 +9,10 @@ from typing import Any
 
 from sysfs_ports import ROCE_GIDS, add_port, write
 
-from pytest_gpucluster.node.fabric.nccl_facts import Gpu
-from pytest_gpucluster.node.fabric.nccl_probe import Sources, VisibleGpus
+from pytest_gpucluster.node.fabric.nccl_facts import Gpu, Sources, VisibleGpus
 from pytest_gpucluster.node.fabric.ports import FabricSources
 from pytest_gpucluster.node.interfaces import Interface
+from pytest_gpucluster.node.sysfs import Tree
 
 H100 = "NVIDIA H100 80GB HBM3"
 AZURE = "7783-7084-3265-9085-8269-3286-77"
@@ -122,17 +122,11 @@ class Node:
 
     def sources(self) -> Sources:
         """Return the sources of this node's facts."""
-        fabric = FabricSources(
-            sysfs=self.sysfs,
-            proc=self.proc,
-            environ=self.environ,
-            home=lambda: self.root / "home",
-            system_file=self.root / "etc/nccl.conf",
-        )
+        home = self.root / "home"
+        fabric = FabricSources(tree=Tree(root=self.root), environ=self.environ, home=lambda: home)
         names = ["lo", *(one.name for one in self.found)]
         return Sources(
             fabric=fabric,
-            root=self.root,
             hostname=lambda: "gpu-001",
             interfaces=lambda: list(self.found),
             names=lambda: names,

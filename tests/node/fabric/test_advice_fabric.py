@@ -8,8 +8,8 @@ import pytest
 from made_nodes import Node, azure, efa, eight_gpus, ethernet, google, infiniband, laptop, pod, roce
 from sysfs_ports import ROCE_GIDS
 
-from pytest_gpucluster.node.fabric.nccl_facts import Fabric, find_fabric
-from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
+from pytest_gpucluster.node.fabric.nccl_advice import Fabric, find_fabric
+from pytest_gpucluster.node.fabric.nccl_facts import collect_facts
 
 STORAGE = {"rate": "100 Gb/sec (4X EDR)", "board": "MT_0000000359"}
 

@@ -12,7 +12,7 @@ from made_nodes import MAKERS, Node, azure, infiniband
 from sysfs_ports import write
 
 from pytest_gpucluster.node.fabric.nccl_advice import advise, render_advice, shell_lines
-from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
+from pytest_gpucluster.node.fabric.nccl_facts import collect_facts
 
 HOSTILE = ("$(touch${IFS}x)", "`touch${IFS}x`", "a';touch${IFS}x;'", 'a"b\\n', "a&touch<x", "--x", "*", "~", "#a", "!!")
 """Names that Linux takes for an interface or an RDMA device: no blank, no slash."""

@@ -11,7 +11,7 @@ from made_nodes import MAKERS, Node, azure, efa, eight_gpus, ethernet, google, i
 from sysfs_ports import ROCE_GIDS, write
 
 from pytest_gpucluster.node.fabric.nccl_advice import Advice, NcclAdvice, advise
-from pytest_gpucluster.node.fabric.nccl_probe import collect_facts
+from pytest_gpucluster.node.fabric.nccl_facts import collect_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES, judge_environment
 
 GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"

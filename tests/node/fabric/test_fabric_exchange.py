@@ -21,6 +21,7 @@ from pytest_gpucluster.node.fabric.port_exchange import (
     settings_of_all,
 )
 from pytest_gpucluster.node.fabric.ports import FabricSources
+from pytest_gpucluster.node.sysfs import Tree
 
 
 def inventory(nodes: int, local_ranks: int = 2) -> list[dict[str, Any]]:
@@ -44,7 +45,7 @@ class Nodes:
             (self.sysfs(index) / "module" / "nvidia_peermem").mkdir(parents=True)
 
     def sysfs(self, index: int) -> Path:
-        return self.folder / f"node-{index}"
+        return self.folder / f"node-{index}" / "sys"
 
     def port(self, index: int, device: int = 0) -> Path:
         return self.sysfs(index) / "class" / "infiniband" / f"mlx5_{device}" / "ports" / "1"
@@ -53,7 +54,7 @@ class Nodes:
         everyone = inventory(self.count)
 
         def one(rank: int) -> PortsReport | None:
-            sources = FabricSources(sysfs=self.sysfs(rank // 2), proc=self.folder / "proc", environ={})
+            sources = FabricSources(tree=Tree(root=self.sysfs(rank // 2).parent), environ={})
             settings = self.settings.get(rank, {})
             board = self.board.of(rank)
             return ports_of_all(board, sources, settings, everyone, rank, expected=expected, within_seconds=within)

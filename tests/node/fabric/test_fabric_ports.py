@@ -20,10 +20,11 @@ from pytest_gpucluster.node.fabric.ports import (
     selects,
     used_ports,
 )
+from pytest_gpucluster.node.sysfs import Tree
 
 
-def node(sysfs: Path, **changes: object) -> NodePorts:
-    sources = FabricSources(sysfs=sysfs, proc=sysfs / "proc", environ={})
+def node(root: Path, **changes: object) -> NodePorts:
+    sources = FabricSources(tree=Tree(root=root), environ={})
     settings = {"host": "gpu-00", "hcas": [""], "gid_index": None, **changes}
     return read_ports(sources, **settings)  # type: ignore[arg-type]
 
@@ -44,17 +45,17 @@ def node(sysfs: Path, **changes: object) -> NodePorts:
 )
 def test_a_choice_of_cards_means_what_it_means_to_nccl(case: tuple[Any, ...], tmp_path: Path) -> None:
     wanted, chosen = case
-    add_port(tmp_path, "mlx5_1")
-    add_port(tmp_path, "mlx5_10", 1, pci="0000:19:00.0")
-    add_port(tmp_path, "mlx5_10", 2, pci="0000:19:00.0")
-    ports = infiniband.read(tmp_path).ports
+    add_port(tmp_path / "sys", "mlx5_1")
+    add_port(tmp_path / "sys", "mlx5_10", 1, pci="0000:19:00.0")
+    add_port(tmp_path / "sys", "mlx5_10", 2, pci="0000:19:00.0")
+    ports = infiniband.read(tmp_path / "sys").ports
     assert [port.name for port in ports if selects(wanted, port)] == chosen
 
 
 def test_a_slow_card_for_storage_is_not_the_slowest_port_of_the_fabric(tmp_path: Path) -> None:
     for index in range(3):
         slow = {"rate": "200 Gb/sec (4X HDR)"} if index == 2 else {}
-        add_port(tmp_path, f"mlx5_{index}", pci=f"0000:{index + 16}:00.0", **slow)
+        add_port(tmp_path / "sys", f"mlx5_{index}", pci=f"0000:{index + 16}:00.0", **slow)
     assert [node(tmp_path).slowest_rate(gpus) for gpus in (1, 2, 3, 8)] == [400, 400, 200, 200]
     assert node(tmp_path / "none").slowest_rate(8) == 0
 
@@ -85,27 +86,25 @@ STORAGE = {"kind": "MT4123", "board": "MT_0000000223", "rate": "200 Gb/sec (4X H
 )
 def test_the_cards_of_a_node_are_those_that_are_plugged_in_for_data(case: tuple[Any, ...], tmp_path: Path) -> None:
     name, ports, environ, count = case
-    sysfs = tmp_path / name
     for index, changes in enumerate(ports):
-        add_port(sysfs, f"mlx5_{index}", **{"pci": f"0000:{index + 16:02x}:00.0", **changes})
-    home = {"home": lambda: None, "system_file": tmp_path / "nccl.conf"}
-    assert network_cards(FabricSources(sysfs=sysfs, environ=environ, **home)) == count
+        add_port(tmp_path / name / "sys", f"mlx5_{index}", **{"pci": f"0000:{index + 16:02x}:00.0", **changes})
+    assert network_cards(FabricSources(tree=Tree(root=tmp_path / name), environ=environ, home=lambda: None)) == count
 
 
 def test_a_card_that_shows_no_port_is_plugged_in_still(tmp_path: Path) -> None:
     for index in range(2):
-        port = add_port(tmp_path, f"mlx5_{index}", pci=f"0000:{index + 16:02x}:00.0")
+        port = add_port(tmp_path / "sys", f"mlx5_{index}", pci=f"0000:{index + 16:02x}:00.0")
     port.rename(tmp_path / "port")
-    assert network_cards(FabricSources(sysfs=tmp_path, environ={}, home=lambda: None)) == 2
+    assert network_cards(FabricSources(tree=Tree(root=tmp_path), environ={}, home=lambda: None)) == 2
 
 
 def test_of_two_kinds_of_ports_those_of_infiniband_are_the_fabric_where_any_is_active(tmp_path: Path) -> None:
     both, without, nothing = (tmp_path / name for name in ("both", "without", "nothing"))
-    add_port(both, "mlx5_0")
-    for sysfs in (both, without, nothing):
-        add_port(sysfs, "mlx5_1", pci="0000:19:00.0", state="1: DOWN")
-    for sysfs in (both, without):
-        add_roce(sysfs, "mlx5_2", pci="0000:1a:00.0", interface="eth2")
+    add_port(both / "sys", "mlx5_0")
+    for root in (both, without, nothing):
+        add_port(root / "sys", "mlx5_1", pci="0000:19:00.0", state="1: DOWN")
+    for root in (both, without):
+        add_roce(root / "sys", "mlx5_2", pci="0000:1a:00.0", interface="eth2")
     found = node(both)
     assert [port.name for port in found.used] == ["mlx5_0/1", "mlx5_1/1"]
     assert [port.name for port in found.active] == ["mlx5_0/1"]
@@ -117,14 +116,14 @@ def test_of_two_kinds_of_ports_those_of_infiniband_are_the_fabric_where_any_is_a
 
 def test_ranks_that_use_a_card_each_use_all_of_them_together(tmp_path: Path) -> None:
     for index in range(3):
-        add_port(tmp_path, f"mlx5_{index}", pci=f"0000:{index + 16}:00.0")
-    adapters = infiniband.read(tmp_path)
+        add_port(tmp_path / "sys", f"mlx5_{index}", pci=f"0000:{index + 16}:00.0")
+    adapters = infiniband.read(tmp_path / "sys")
     assert [p.device for p in used_ports(adapters, ("=mlx5_0", "=mlx5_2"))] == ["mlx5_0", "mlx5_2"]
     assert len(used_ports(adapters, ("=mlx5_0", ""))) == 3, "a rank without a choice uses all"
 
 
 def test_roce_needs_a_gid_that_can_be_routed(tmp_path: Path) -> None:
-    add_roce(tmp_path)
+    add_roce(tmp_path / "sys")
     [port] = node(tmp_path).used
     assert [roce_gid(port, index) and roce_gid(port, index).index for index in (None, 3, 1, 7)] == [3, 3, 1, None]
     without_ipv4 = dataclasses.replace(port, gids=tuple(gid for gid in port.gids if not gid.is_ipv4))

@@ -9,22 +9,24 @@ from each import of_each
 from fabric_nodes import DOWN, node, roce
 
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
-from pytest_gpucluster.node.fabric.nccl_facts import Facts
+from pytest_gpucluster.node.fabric.nccl_facts import Card, Facts, VisibleGpus
 from pytest_gpucluster.node.fabric.nccl_rules import RULES, judge_environment
-from pytest_gpucluster.node.infiniband import Adapters
 from pytest_gpucluster.node.pci import PeerMemory
 
-IB = node().adapters
-ROCE = node(make=roce).adapters
+
+def cards(**changes: Any) -> tuple[Card, ...]:
+    return tuple(Card(port=port) for port in node(**changes).adapters.ports)
+
+
+IB, ROCE = cards(), cards(make=roce)
 PEERMEM, NO_PEERMEM = (PeerMemory(module=name, why_no_dma_buf="") for name in ("nvidia_peermem", ""))
 ONE_GPU = Facts(host="gpu-00", peer_memory=NO_PEERMEM, nnodes=1)
 TWO_NODES = dataclasses.replace(
     ONE_GPU,
     nnodes=2,
     local_ranks=8,
-    nvlink=True,
-    nvls=True,
-    adapters=IB,
+    visible=VisibleGpus(nvlink=True, nvls=True),
+    cards=IB,
     peer_memory=PEERMEM,
     interfaces=("lo", "eth0", "ib0"),
 )
@@ -90,26 +92,26 @@ UCX_TLS=ud,self,sm UCX_NET_DEVICES=mlx5_0:1 OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CO
 @of_each(
     "case",
     [
-        ("NCCL_ALGO", "Ring", {"nnodes": 1, "nvls": False}, "note"),
+        ("NCCL_ALGO", "Ring", {"nnodes": 1, "visible": VisibleGpus(nvlink=True)}, "note"),
         ("NCCL_ALGO", "Ring", {"nnodes": 1}, "environment"),
         ("NCCL_ALGO", "NVLS,Tree", {}, "note"),
         ("NCCL_PROTO", "Simple,LL128", {}, "note"),
-        ("NCCL_PROTO", "Simple,LL128", {"nvlink": False}, "environment"),
+        ("NCCL_PROTO", "Simple,LL128", {"visible": VisibleGpus(nvls=True)}, "environment"),
         ("NCCL_PROTO", "LL", {}, "environment"),
-        ("NCCL_IB_DISABLE", "1", {"adapters": Adapters(why_not="none")}, "note"),
-        ("NCCL_IB_DISABLE", "1", {"adapters": node(ports=1, changed={0: DOWN}).adapters}, "note"),
+        ("NCCL_IB_DISABLE", "1", {"cards": ()}, "note"),
+        ("NCCL_IB_DISABLE", "1", {"cards": cards(ports=1, changed={0: DOWN})}, "note"),
         ("NCCL_IB_DISABLE", "true", {}, None),
         ("NCCL_DMABUF_ENABLE", "0", {"peer_memory": NO_PEERMEM}, "environment"),
-        ("NCCL_IB_GID_INDEX", "3", {"adapters": ROCE}, "note"),
-        ("NCCL_IB_GID_INDEX", "7", {"adapters": ROCE}, "environment"),
+        ("NCCL_IB_GID_INDEX", "3", {"cards": ROCE}, "note"),
+        ("NCCL_IB_GID_INDEX", "7", {"cards": ROCE}, "environment"),
         ("NCCL_IB_GID_INDEX", "0", {}, "note"),
         ("NCCL_SOCKET_IFNAME", "lo", {}, "environment"),
         ("NCCL_SOCKET_IFNAME", "lo", {"nnodes": 1}, None),
         ("NCCL_SOCKET_IFNAME", "^lo", {}, None),
         ("NCCL_SOCKET_IFNAME", "enp9", {"interfaces": ()}, None),
         ("NCCL_P2P_LEVEL", "NVL", {}, "note"),
-        ("NCCL_P2P_LEVEL", "NVL", {"nvlink": False}, "environment"),
-        ("NCCL_NET", "Socket", {"adapters": Adapters(why_not="none")}, None),
+        ("NCCL_P2P_LEVEL", "NVL", {"visible": VisibleGpus(nvls=True)}, "environment"),
+        ("NCCL_NET", "Socket", {"cards": ()}, None),
         ("UCX_NET_DEVICES", "eth0", {}, None),
         ("UCX_NET_DEVICES", "all", {}, None),
     ],

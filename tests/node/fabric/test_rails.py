@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpucluster.node.fabric.ports import leaf_of, shared_rails
+from pytest_gpucluster.node.fabric.port_checks import shared_rails
+from pytest_gpucluster.node.fabric.ports import leaf_of
 
 HOSTS = [f"gpu-{index:02d}" for index in range(12)]
 LEAVES = {host: "leaf-a" if index < 6 else "leaf-b" for index, host in enumerate(HOSTS)}

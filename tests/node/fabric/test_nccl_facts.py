@@ -10,7 +10,8 @@ import pytest
 from made_nodes import H100, Node, azure, efa, google, infiniband, laptop
 from sysfs_ports import write
 
-from pytest_gpucluster.node.fabric.nccl_probe import collect_facts, gpus_by_nvml, gpus_of_ranks
+from pytest_gpucluster.metrics.datasheets import promise_of
+from pytest_gpucluster.node.fabric.nccl_facts import collect_facts, gpus_by_nvml, gpus_of_ranks
 from pytest_gpucluster.node.processes import Output
 
 
@@ -58,7 +59,7 @@ def test_the_default_route_is_that_of_the_lowest_metric_and_of_what_it_is_made_o
 def test_a_node_with_nothing_has_empty_facts(tmp_path: Path) -> None:
     found = collect_facts(Node(tmp_path).sources())
     assert (found.cards, found.networks, found.settings) == ((), (), ())
-    assert "No such file" in found.adapters.why_not
+    assert (found.rdma_on_bus, found.has_verbs) == ((), False)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,8 @@ def test_in_a_run_the_gpus_are_those_of_the_node_s_ranks() -> None:
         return {"node_rank": node, "gpu": gpu}
 
     one, other = {"name": H100, "pci_bus_id": "0000:20:00.0"}, {"name": "NVIDIA L4", "pci_bus_id": "0000:21:00.0"}
-    assert [gpu.pci for gpu in gpus_of_ranks([rank(0, one), rank(1, other)], 0).gpus] == ["0000:20:00.0"]
-    assert gpus_of_ranks([rank(0, one)], 0).nvls
-    assert not gpus_of_ranks([rank(0, other)], 0).nvls
-    assert not gpus_of_ranks([rank(0, one), rank(0, other)], 0).nvls, "unequal GPUs have no common data sheet"
-    assert gpus_of_ranks([rank(0, None)], 0).gpus == ()
+    ranks = [rank(0, one), rank(1, other), rank(0, None)]
+    found = gpus_of_ranks(ranks, 0, promise_of("H100 SXM"))
+    assert ([gpu.pci for gpu in found.gpus], found.nvlink, found.nvls) == (["0000:20:00.0"], True, True)
+    assert not gpus_of_ranks(ranks, 0, None).nvls
+    assert not gpus_of_ranks(ranks, 1, promise_of("L40S")).nvls
