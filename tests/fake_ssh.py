@@ -182,8 +182,8 @@ def _be_node(root: Path, words: list[str]) -> NoReturn:
     real_collect = node_agent.REQUESTS["collect"]
 
     def probe(request: Mapping[str, Any]) -> int:
-        print(json.dumps({**node_agent.collect_facts(request), **act.get("facts", {})}))
-        return 0
+        print(act.get("answers") or json.dumps({**node_agent.collect_facts(request), **act.get("facts", {})}))
+        return int(act.get("probe exit", 0))
 
     def run(request: Mapping[str, Any]) -> int:
         with (root / "log.jsonl").open("a") as log:

@@ -9,12 +9,11 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_gpucluster import __version__, files
-from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.cli.command import (
     BROKEN_EXIT,
     DONE,
@@ -33,11 +32,17 @@ from pytest_gpucluster.errors import EnvironmentBroken, OptionError
 from pytest_gpucluster.journal.run_directory import new_run_directory
 from pytest_gpucluster.runners import preflight, ssh
 from pytest_gpucluster.runners.hosts import Host, read_hosts, require_slots, select_hosts
-from pytest_gpucluster.runners.plan import SshPlan, forwarded_environment, parse_per_node, require_unreserved
+from pytest_gpucluster.runners.plan import (
+    SshPlan,
+    forwarded_environment,
+    parse_per_node,
+    random_port,
+    require_unreserved,
+)
 from pytest_gpucluster.runners.preflight import NodeCheck, check_nodes, preflight_table, readiness_text
-from pytest_gpucluster.runners.run_result import Conclusion
-from pytest_gpucluster.runners.ssh import Access, Reply, query_nodes, raise_open_files_limit, require_ssh
-from pytest_gpucluster.runners.ssh_job import OTHERS_SECONDS, NodeResult, Signals, conclude, handling, run_plan
+from pytest_gpucluster.runners.run_result import read_result
+from pytest_gpucluster.runners.ssh import Access, query_nodes, require_ssh
+from pytest_gpucluster.runners.ssh_job import RemoteRun, Signals, conclude, handling
 from pytest_gpucluster.text import one_line, printable
 
 NOT_READY, UNREACHABLE = 11, 12
@@ -81,20 +86,8 @@ def add_expect(parser: argparse.ArgumentParser, *, required: bool = False) -> No
     add_option(parser, "--expect GPUSxSKU", "what each node has, such as 8xH100: one rank per GPU", required=required)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """The selected nodes, how they are reached, and the variables that are forwarded to them."""
-
-    hosts: tuple[Host, ...]
-    access: Access
-    environ: Mapping[str, str]
-    directory: str
-    """Working directory on the nodes."""
-    answer_seconds: float
-
-
-def select_nodes(options: argparse.Namespace, gpus: int | None) -> Nodes:
-    """Return the nodes that the options of :func:`add_access` select.
+def select_nodes(options: argparse.Namespace, gpus: int | None) -> tuple[tuple[Host, ...], Access]:
+    """Return the nodes that the options of :func:`add_access` select, and how they are reached.
 
     Raises:
         OptionError: a wrong hosts file, list of nodes or variable.
@@ -104,29 +97,25 @@ def select_nodes(options: argparse.Namespace, gpus: int | None) -> Nodes:
         if not option.startswith("-"):
             raise OptionError(f"--ssh {option}: not an option of ssh; write it as one word: --ssh=-oProxyJump=bastion")
     hosts = select_hosts(read_hosts(options.hosts), options.nodes, options.exclude)
-    raise_open_files_limit(len(hosts))
     require_slots(hosts, gpus)
     environ, kept = forwarded_environment(os.environ, options.env)
-    access = Access(
+    require_ssh(len(hosts))
+    if kept:
+        show(f"set here, and not forwarded (--env NAME does): {', '.join(kept)}", True)
+    return hosts, Access(
         python=options.python or sys.executable,
         options=tuple(options.ssh),
         connect_seconds=max(1, round(options.connect_within)),
-    )
-    require_ssh(access)
-    if kept:
-        show(f"set here, and not forwarded (--env NAME does): {', '.join(kept)}", True)
-    return Nodes(
-        hosts=hosts,
-        access=access,
-        environ=environ,
-        directory=str(options.directory or Path.cwd()),
         answer_seconds=options.connect_within + options.answer_within,
+        directory=str(options.directory or Path.cwd()),
+        report_dir=options.node_report_dir,
+        environ=environ,
     )
 
 
-def unique_run_id(directory: Path) -> str:
-    """Return a name that no other operator's run has, beginning like its folder here."""
-    return f"{directory.name}-{secrets.token_hex(3)}"
+def unique_run_id() -> str:
+    """Return a name that no other operator's run has."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,13 +163,24 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
     arguments = tuple(options.forwarded or PYTEST_DEFAULT)
     require_unreserved(arguments)
     per_node = parse_per_node(options.expect) if options.expect is not None else None
-    nodes = select_nodes(options, per_node.gpus_per_node if per_node is not None else None)
+    hosts, access = select_nodes(options, per_node.gpus_per_node if per_node is not None else None)
     if options.info:
-        return _info(options, nodes, signals)
-    checks = _check(options, nodes, arguments, signals)
+        return _info(options, hosts, access, signals)
+    plan = SshPlan(
+        hosts=hosts,
+        access=access,
+        per_node=per_node,
+        ranks=options.nproc_per_node,
+        arguments=arguments,
+        run_id=unique_run_id(),
+        master=options.master_addr or hosts[0].address,
+        port=options.port or random_port(),
+    )
+    checks = _check(plan, signals)
     if signals.numbers:
         raise CommandError(USAGE, f"interrupted ({signals.name}) before anything was started")
-    code = _readiness(checks)
+    states = {check.state for check in checks}
+    code = NOT_READY if preflight.NOT_READY in states else UNREACHABLE if preflight.NO_ANSWER in states else DONE
     if options.check or code:
         print(preflight_table(checks))
     if options.check:
@@ -189,126 +189,53 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
     if code:
         hint = "; --exclude runs without them" if code == UNREACHABLE else ""
         raise CommandError(code, f"nothing was run: {readiness_text(checks)}{hint}")
-    if nodes.environ:
-        show(f"forwarded to the nodes: {', '.join(sorted(nodes.environ))}", True)
-    return _run_on(checks, options, nodes, per_node, arguments, signals)
+    if access.environ:
+        show(f"forwarded to the nodes: {', '.join(sorted(access.environ))}", True)
+    return _run_plan(plan, options, signals)
 
 
-# ---- before the run
-
-
-def _query(nodes: Nodes, request: Mapping[str, bytes], signals: Signals) -> dict[str, Reply]:
-    return query_nodes(
-        nodes.hosts,
-        lambda host: request[host.name],
-        nodes.access,
-        within_seconds=nodes.answer_seconds,
-        stop=lambda: bool(signals.numbers),
-    )
-
-
-def _check(
-    options: argparse.Namespace, nodes: Nodes, arguments: Sequence[str], signals: Signals
-) -> Sequence[NodeCheck]:
-    first = nodes.hosts[0]
+def _check(plan: SshPlan, signals: Signals) -> Sequence[NodeCheck]:
     requests = {
         host.name: ssh.request(
             "probe",
-            directory=nodes.directory,
-            report_dir=options.node_report_dir,
-            arguments=list(arguments),
-            master=options.master_addr or first.address,
-            port=options.port if host is first else None,
+            directory=plan.access.directory,
+            report_dir=plan.access.report_dir,
+            arguments=list(plan.arguments),
+            master=plan.master,
+            port=plan.port if host is plan.hosts[0] else None,
         )
-        for host in nodes.hosts
+        for host in plan.hosts
     }
-    return check_nodes(nodes.hosts, _query(nodes, requests, signals), __version__)
+    replies = query_nodes(plan.hosts, requests, plan.access, stop=lambda: bool(signals.numbers))
+    return check_nodes(plan.hosts, replies, __version__)
 
 
-def _readiness(checks: Sequence[NodeCheck]) -> int:
-    states = {check.state for check in checks}
-    return NOT_READY if preflight.NOT_READY in states else UNREACHABLE if preflight.NO_ANSWER in states else DONE
-
-
-def _info(options: argparse.Namespace, nodes: Nodes, signals: Signals) -> int:
+def _info(options: argparse.Namespace, hosts: Sequence[Host], access: Access, signals: Signals) -> int:
     directory = new_run_directory(options.report_dir.absolute())
-    request = ssh.request("info")
-    replies = _query(nodes, {host.name: request for host in nodes.hosts}, signals)
+    requests = {host.name: ssh.request("info") for host in hosts}
+    replies = query_nodes(hosts, requests, access, stop=lambda: bool(signals.numbers))
     if signals.numbers:
         raise CommandError(USAGE, f"interrupted ({signals.name}) before all nodes had answered")
-    saved, code = 0, DONE
+    code = DONE
     for name, reply in replies.items():
         if reply.facts:
             files.atomic_write(directory / f"{name}.json", json.dumps(reply.facts, indent=2) + "\n")
-            saved += 1
             continue
         code = max(code, NOT_READY if reply.answered else UNREACHABLE)
-        problem = reply.problem or f"ended with exit code {reply.exit} and no JSON"
-        print(printable(f"{name}: {'' if reply.answered else 'no answer: '}{one_line(problem, 300)}"))
-    print(f"gpucluster: info of {saved} of {len(nodes.hosts)} nodes: {directory}")
+        print(printable(f"{name}: {'' if reply.answered else 'no answer: '}{one_line(reply.problem, 300)}"))
+    saved = sum(bool(reply.facts) for reply in replies.values())
+    print(f"gpucluster: info of {saved} of {len(hosts)} nodes: {directory}")
     return code
 
 
-# ---- the run
-
-
-def _run_on(
-    checks: Sequence[NodeCheck],
-    options: argparse.Namespace,
-    nodes: Nodes,
-    per_node: Expectation | None,
-    arguments: tuple[str, ...],
-    signals: Signals,
-) -> int:
+def _run_plan(plan: SshPlan, options: argparse.Namespace, signals: Signals) -> int:
     directory = new_run_directory(options.report_dir.absolute())
-    first = checks[0]
-    plan = SshPlan(
-        hosts=tuple(check.host for check in checks),
-        per_node=per_node,
-        ranks=options.nproc_per_node,
-        arguments=arguments,
-        directory=nodes.directory,
-        node_report_dir=options.node_report_dir,
-        run_id=unique_run_id(directory),
-        environ=nodes.environ,
-        master=options.master_addr or first.host.address,
-        port=first.port or options.port,
-    )
-    rendezvous = f"rank 0 on {first.host.name}, rendezvous at {plan.master}:{plan.port}"
-    show(f"{len(checks)} nodes, {rendezvous}; reports: {directory}", True)
-    results = run_plan(
-        *(plan, nodes.access, directory),
-        within_seconds=options.within,
-        answer_seconds=nodes.answer_seconds,
-        others_seconds=OTHERS_SECONDS,
-        signals=signals,
-        show=show,
-    )
-    journal, journal_problem = results[first.host.name].journal()
-    found = conclude(
-        [results[host.name] for host in plan.hosts],
-        journal,
-        journal_problem=journal_problem or "the node of rank 0 has left none",
-        interrupted=signals.name,
-    )
-    _write_json(directory, plan, results, found)
-    if journal is not None:
-        _render(directory, journal.journal)
-    for name, result in results.items():
-        if result.copy_problem:
-            show(f"{name}: reports not copied: {result.copy_problem}", True)
-    show(f"reports: {directory}", True)
-    show(found.line, True)
-    return found.exit
-
-
-def _write_json(
-    directory: Path,
-    plan: SshPlan,
-    results: Mapping[str, NodeResult],
-    found: Conclusion,
-) -> None:
-    """Write ``ssh.json``: the nodes and their results."""
+    rendezvous = f"rank 0 on {plan.hosts[0].name}, rendezvous at {plan.master}:{plan.port}"
+    show(f"{len(plan.hosts)} nodes, {rendezvous}; reports: {directory}", True)
+    results = RemoteRun(plan, directory, within_seconds=options.within, show=show).wait(signals)
+    journal, problem = read_result(directory / plan.hosts[0].name)
+    problem = problem or results[0].copy_problem or results[0].problem or "the node of rank 0 has left none"
+    found = conclude(results, journal, journal_problem=problem, interrupted=signals.name)
     content = {
         "schema_version": 1,
         "command": sys.argv,
@@ -319,16 +246,24 @@ def _write_json(
             {
                 "node": host.name,
                 "node_rank": node_rank,
-                "exit": results[host.name].exit,
-                "seconds": results[host.name].seconds,
-                "why": results[host.name].problem or results[host.name].stop_reason,
-                "not_brought": results[host.name].copy_problem,
+                "exit": result.exit,
+                "seconds": result.seconds,
+                "why": result.problem or result.stop_reason,
+                "not_brought": result.copy_problem,
                 "on_the_node": plan.folder(host),
             }
-            for node_rank, host in enumerate(plan.hosts)
+            for node_rank, (host, result) in enumerate(zip(plan.hosts, results, strict=True))
         ],
     }
     files.atomic_write(directory / "ssh.json", json.dumps(content, indent=1) + "\n")
+    if journal is not None:
+        _render(directory, journal.journal)
+    for result in results:
+        if result.copy_problem:
+            show(f"{result.name}: reports not copied: {result.copy_problem}", True)
+    show(f"reports: {directory}", True)
+    show(found.line, True)
+    return found.exit
 
 
 def _render(directory: Path, journal: str) -> None:

@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -28,14 +27,8 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.journal.verdict import EXIT_CODES
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.runners.plan import SweepPlan
     from pytest_gpucluster.runners.sweep import Scheduler
 
-    _Setup = tuple[tuple[str, ...], str, int, Callable[[SweepPlan, Path], Scheduler]]
-    """Nodes, default python, default port, and what makes the scheduler."""
-
-_PORT_IN_PODS = 29500
-"""torchrun's own. A pod has an address of its own, so that no other run can use it."""
 _AT_ONCE = "the most nodes that run alone at a time"
 
 
@@ -87,8 +80,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--port PORT", "rendezvous port of the joint run (default: one is chosen)", type=port_number)
 
 
-def _sweep(options: argparse.Namespace, set_up: Callable[[argparse.Namespace, int], _Setup]) -> int:
-    """Carry out a sweep and return its exit code."""
+def _sweep(options: argparse.Namespace) -> int:
     from pytest_gpucluster.runners.ssh_job import handling
     from pytest_gpucluster.runners.sweep import Stopped
 
@@ -98,7 +90,7 @@ def _sweep(options: argparse.Namespace, set_up: Callable[[argparse.Namespace, in
     try:
         # These signals end a sweep as Ctrl-C does: what was started is ended, and the table so far is written.
         with handling((signal.SIGTERM, signal.SIGHUP), stop):
-            return _carry_out(options, tuple(options.forwarded or PYTEST_DEFAULT), set_up)
+            return _carry_out(options)
     except EnvironmentBroken as error:
         return complain(str(error), BROKEN_EXIT)
     except OSError as error:
@@ -108,19 +100,17 @@ def _sweep(options: argparse.Namespace, set_up: Callable[[argparse.Namespace, in
         return complain("interrupted", USAGE)
 
 
-def _carry_out(
-    options: argparse.Namespace,
-    pytest_arguments: tuple[str, ...],
-    set_up: Callable[[argparse.Namespace, int], _Setup],
-) -> int:
+def _carry_out(options: argparse.Namespace) -> int:
     from pytest_gpucluster.journal.run_directory import new_run_directory
     from pytest_gpucluster.runners.plan import SweepPlan, parse_per_node, require_unreserved
     from pytest_gpucluster.runners.sweep import require_nodes, sweep
     from pytest_gpucluster.runners.sweep_outcome import SweepFiles
 
     per_node = parse_per_node(options.expect)
+    pytest_arguments = tuple(options.forwarded or PYTEST_DEFAULT)
     require_unreserved(pytest_arguments)
-    nodes, python, port, make_scheduler = set_up(options, per_node.gpus_per_node)
+    scheduler = _scheduler(options, per_node.gpus_per_node)
+    nodes = scheduler.nodes
     require_nodes(nodes)
     plan = SweepPlan(
         nodes=nodes,
@@ -130,63 +120,34 @@ def _carry_out(
         joint_seconds=options.together_within,
         at_once=getattr(options, "at_once", len(nodes)),
         min_nodes=options.min_nodes,
-        python=options.python or python,
-        port=options.port or port,
+        python=options.python or scheduler.python,
+        port=options.port or scheduler.port,
     )
     directory = new_run_directory(options.report_dir.absolute())
-    scheduler = make_scheduler(plan, directory)
     _print(f"{len(nodes)} nodes, each alone; reports: {directory}")
     written = SweepFiles(directory, scheduler=options.step, command=sys.argv, nodes=nodes)
     return sweep(plan, scheduler, written, _print).exit
 
 
-def _set_up_slurm(options: argparse.Namespace, gpus: int) -> _Setup:
-    from pytest_gpucluster.runners.sweep_slurm import Slurm, allocated_nodes, joint_port, require_programs
+def _scheduler(options: argparse.Namespace, gpus: int) -> Scheduler:
+    if options.step == "slurm":
+        from pytest_gpucluster.runners.sweep_slurm import Slurm
 
-    nodes = allocated_nodes(os.environ, options.nodes)
-    require_programs()
-    return (
-        *(nodes, sys.executable, joint_port(os.environ)),
-        lambda plan, directory: Slurm(plan, directory, environ=os.environ, options=options.srun),
-    )
+        return Slurm(os.environ, wanted=options.nodes, options=options.srun)
+    if options.step == "ssh":
+        from pytest_gpucluster.runners.sweep_ssh import Ssh
 
+        return Ssh(*select_nodes(options, gpus), unique_run_id())
+    from pytest_gpucluster.runners.sweep_kubernetes import Kubernetes
 
-def _set_up_ssh(options: argparse.Namespace, gpus: int) -> _Setup:
-    from pytest_gpucluster.runners.sweep_ssh import Ssh
-
-    nodes = select_nodes(options, gpus)
-    return (
-        *(tuple(host.name for host in nodes.hosts), nodes.access.python, _PORT_IN_PODS),
-        lambda plan, directory: Ssh(
-            *(plan, directory),
-            hosts=nodes.hosts,
-            access=nodes.access,
-            node_directory=nodes.directory,
-            node_report_dir=options.node_report_dir,
-            run_id=unique_run_id(directory),
-            environ=nodes.environ,
-            answer_seconds=nodes.answer_seconds,
-            port=options.port or 0,
-        ),
-    )
-
-
-def _set_up_kubernetes(options: argparse.Namespace, gpus: int) -> _Setup:
-    from pytest_gpucluster.runners.sweep_kubernetes import Kubectl, Kubernetes
-
-    kubectl = Kubectl(options.namespace)
-    template = kubectl.template(options.pod_template, gpus=gpus)
-    nodes = kubectl.nodes(options.nodes, options.selector)
-    return (
-        *(tuple(node.name for node in nodes), "python", _PORT_IN_PODS),
-        lambda plan, directory: Kubernetes(
-            *(plan, directory),
-            kubectl=kubectl,
-            template=template,
-            nodes=nodes,
-            report_dir=options.pod_report_dir,
-            keep=options.keep,
-        ),
+    return Kubernetes(
+        options.namespace,
+        template=options.pod_template,
+        gpus=gpus,
+        wanted=options.nodes,
+        selector=options.selector,
+        report_dir=options.pod_report_dir,
+        keep=options.keep,
     )
 
 
@@ -201,7 +162,7 @@ def _slurm(options: argparse.Namespace) -> int:
     The report directory and this folder must be on a shared file system. Request the allocation with --no-kill:
     otherwise a node that goes down ends the whole job.
     """
-    return _sweep(options, _set_up_slurm)
+    return _sweep(options)
 
 
 def _ssh(options: argparse.Namespace) -> int:
@@ -210,14 +171,14 @@ def _ssh(options: argparse.Namespace) -> int:
     Each node's reports are copied here. Nodes that do not answer are listed in the table, and the others go on. No
     shared file system is needed.
     """
-    return _sweep(options, _set_up_ssh)
+    return _sweep(options)
 
 
 def _kubernetes(options: argparse.Namespace) -> int:
     """Sweep nodes of a cluster with kubectl: an Indexed Job with one pod for each node, then an Indexed Job with a
     headless service over the survivors. The Jobs are deleted at the end.
     """
-    return _sweep(options, _set_up_kubernetes)
+    return _sweep(options)
 
 
 _EXAMPLES = """\

@@ -11,7 +11,7 @@ from pytest_gpucluster.errors import LaunchError, OptionError
 from pytest_gpucluster.isolation.finding import excluded_hosts
 from pytest_gpucluster.launch.hostlist import compress_hostlist, expand_hostlist
 
-_MOST_BYTES = 1 << 20
+_MOST_CHARACTERS = 1 << 20
 NODE_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
 """A name that files, shells and schedulers take without quotes."""
 NODE_NAME_RULE = "letters, digits, dots, dashes and underscores only"
@@ -40,15 +40,14 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         OptionError: it cannot be read, names no node, or has wrong lines: all of them, each with its number.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        text = content.decode("utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror or error}; name the file with the nodes, one a line") from None
     except UnicodeDecodeError:
-        raise OptionError(f"{path}: not a text file; it has one node a line: {_FORM}") from None
-    if len(content) > _MOST_BYTES:
-        raise OptionError(f"{path}: larger than 1 MiB, so not a hosts file; it has one node a line: {_FORM}")
+        text = "x" * (_MOST_CHARACTERS + 1)
+    if len(text) > _MOST_CHARACTERS:
+        raise OptionError(f"{path}: not a text file of at most 1 MiB; it has one node a line: {_FORM}")
     return parse_hosts(text, str(path))
 
 
@@ -58,28 +57,24 @@ def parse_hosts(text: str, where: str) -> tuple[Host, ...]:
     Raises:
         OptionError: as :func:`read_hosts`.
     """
-    found: dict[str, Host] = {}
-    lines: dict[str, int] = {}
+    found: dict[str, tuple[Host, int]] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
-        if not words:
-            continue
         try:
-            hosts = _parse_line(words)
+            hosts = _parse_line(words) if words else []
         except OptionError as error:
             problems.append(f"{where}:{number}: {error}")
             continue
         for host in hosts:
-            if host.name in found:
-                problems.append(f"{where}:{number}: {host.name} is in line {lines[host.name]} already; name it once")
-            found.setdefault(host.name, host)
-            lines.setdefault(host.name, number)
+            first, line_of_first = found.setdefault(host.name, (host, number))
+            if first is not host:
+                problems.append(f"{where}:{number}: {host.name} is in line {line_of_first} already; name it once")
     if problems:
         raise OptionError("\n".join(problems))
     if not found:
         raise OptionError(f"{where}: names no node; write one a line: {_FORM}")
-    return tuple(found.values())
+    return tuple(host for host, _ in found.values())
 
 
 def select_hosts(hosts: Sequence[Host], nodes: str | None, exclude: str | None) -> tuple[Host, ...]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.runners.plan import LAUNCHER, SweepPlan
+from pytest_gpucluster.runners.sweep_outcome import JOINT
 
 GPU = "nvidia.com/gpu"
 """The extended resource of NVIDIA's device plugin. Source:
@@ -34,23 +34,8 @@ _RESERVED_IN_CONTAINER = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PodTemplate:
-    """A Pod as plain JSON types, with one container."""
-
-    labels: Mapping[str, str]
-    annotations: Mapping[str, str]
-    spec: Mapping[str, Any]
-
-    @property
-    def container(self) -> Mapping[str, Any]:
-        """The only container."""
-        container: Mapping[str, Any] = self.spec["containers"][0]
-        return container
-
-
-def read_template(text: str, name: str, *, gpus: int) -> PodTemplate:
-    """Read a Pod, as JSON.
+def read_template(text: str, name: str, *, gpus: int) -> Mapping[str, Any]:
+    """Read a Pod with one container, as plain JSON types.
 
     Args:
         text: the operator's file as converted by kubectl.
@@ -67,7 +52,7 @@ def read_template(text: str, name: str, *, gpus: int) -> PodTemplate:
     if not isinstance(pod, dict) or pod.get("kind") != "Pod" or not isinstance(pod.get("spec"), dict):
         kind = pod.get("kind") if isinstance(pod, dict) else None
         raise OptionError(f"--pod-template {name}: a {kind or 'file without a kind'}, not a Pod with a spec")
-    spec, metadata = pod["spec"], pod.get("metadata") or {}
+    spec = pod["spec"]
     problems = [f"spec.{field}: not in a template: {why}" for field, why in _RESERVED_IN_POD.items() if field in spec]
     if spec.get("restartPolicy", "Never") != "Never":
         problems.append(f"spec.restartPolicy: {spec['restartPolicy']}; must be Never: a retry hides a fault")
@@ -78,9 +63,7 @@ def read_template(text: str, name: str, *, gpus: int) -> PodTemplate:
         problems += _container_problems(containers[0], gpus)
     if problems:
         raise OptionError("\n".join(f"--pod-template {name}: {problem}" for problem in problems))
-    return PodTemplate(
-        labels=dict(metadata.get("labels") or {}), annotations=dict(metadata.get("annotations") or {}), spec=spec
-    )
+    return pod
 
 
 def _container_problems(container: Mapping[str, Any], gpus: int) -> list[str]:
@@ -96,9 +79,10 @@ def _container_problems(container: Mapping[str, Any], gpus: int) -> list[str]:
     return problems
 
 
+ALONE = "alone"
 JOB_LABEL = "batch.kubernetes.io/job-name"
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
-"""Source of both: https://kubernetes.io/docs/reference/labels-annotations-taints/."""
+"""Source of these two: https://kubernetes.io/docs/reference/labels-annotations-taints/."""
 _SWEEP_LABEL = "gpucluster-sweep"
 _HOST_LABEL = "kubernetes.io/hostname"
 _RESULT_FILE = "/dev/termination-log"
@@ -137,66 +121,53 @@ set -- --node-rank="$rank" "$@"
 """
 
 
-def node_job(
-    sweep: str, template: PodTemplate, plan: SweepPlan, hosts: Sequence[str], report_dir: str
-) -> dict[str, Any]:
-    """Return the Job with one pod on each node, each on its own.
-
-    Args:
-        sweep: its name.
-        template: of the pods.
-        plan: what runs in them.
-        hosts: of the nodes, their labels ``kubernetes.io/hostname``.
-        report_dir: in the pod.
-    """
-    script = _NODE_SCRIPT.format(report=_quote(f"{report_dir}/{sweep}/alone")) + _RUN_SCRIPT
-    return _job(
-        f"{sweep}-alone",
-        sweep,
-        template,
-        hosts,
-        [script, *_launcher_arguments(plan.node_command())],
-        seconds=plan.node_seconds,
-    )
-
-
-def joint_job(
-    sweep: str, template: PodTemplate, plan: SweepPlan, hosts: Sequence[str], report_dir: str
-) -> dict[str, Any]:
-    """Return the Job with one pod on each survivor, with the rendezvous on the pod of index 0."""
-    name = f"{sweep}-together"
-    master = f"{name}-0.{name}"
-    script = _JOINT_SCRIPT.format(report=_quote(f"{report_dir}/{sweep}/together"), master=master) + _RUN_SCRIPT
-    command = [script, *_launcher_arguments(plan.joint_command(len(hosts), master))]
-    job = _job(name, sweep, template, hosts, command, seconds=plan.joint_seconds)
-    job["spec"]["template"]["spec"]["subdomain"] = name
-    return job
-
-
-def joint_service(sweep: str) -> dict[str, Any]:
-    """Return the headless service that gives the survivors' pods names, also before they are ready.
-
-    Source: https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/.
-    """
-    name = f"{sweep}-together"
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name, "labels": {_SWEEP_LABEL: sweep}},
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {JOB_LABEL: name}},
-    }
-
-
-def _job(
-    name: str, sweep: str, template: PodTemplate, hosts: Sequence[str], command: Sequence[str], *, seconds: float
+def sweep_job(
+    sweep: str, step: str, template: Mapping[str, Any], plan: SweepPlan, hosts: Sequence[str], report_dir: str
 ) -> dict[str, Any]:
     """Return an Indexed Job with one pod on each host, without retries.
 
     Without ``backoffLimitPerIndex`` the first pod that fails would end all others.
 
+    Args:
+        sweep: its name.
+        step: ``ALONE`` for runs of one node each, or ``JOINT`` for one run, whose rendezvous is on the pod of index 0.
+        template: the Pod of :func:`read_template`.
+        plan: what runs in them.
+        hosts: of the nodes, their labels ``kubernetes.io/hostname``.
+        report_dir: in the pod.
+
     Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/#backoff-limit-per-index (stable in 1.33),
     #pod-replacement-policy.
     """
+    name, metadata = f"{sweep}-{step}", template.get("metadata") or {}
+    nnodes = len(hosts) if step == JOINT else 1
+    master = f"{name}-0.{name}"
+    report = "'" + f"{report_dir}/{sweep}/{step}".replace("'", "'\\''") + "'"
+    script = (_JOINT_SCRIPT if step == JOINT else _NODE_SCRIPT).format(report=report, master=master) + _RUN_SCRIPT
+    command = ["sh", "-c", script, plan.python, *plan.arguments(nnodes, master)]
+    [container] = template["spec"]["containers"]
+    node = {"name": HOSTNAME, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    container = {
+        **container,
+        # Kubernetes itself replaces $(NAME); a doubled $ stays one. Source:
+        # https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/.
+        "command": [word.replace("$", "$$") for word in command],
+        "env": [*(container.get("env") or ()), node],
+        "terminationMessagePath": _RESULT_FILE,
+        "terminationMessagePolicy": "File",
+    }
+    terms = [{"matchExpressions": [{"key": _HOST_LABEL, "operator": "In", "values": list(hosts)}]}]
+    apart = {"labelSelector": {"matchLabels": {JOB_LABEL: name}}, "topologyKey": _HOST_LABEL}
+    spec = {
+        **template["spec"],
+        "restartPolicy": "Never",
+        "affinity": {
+            "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}},
+            "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]},
+        },
+        "containers": [container],
+        **({"subdomain": name} if step == JOINT else {}),
+    }
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -207,51 +178,28 @@ def _job(
             "parallelism": len(hosts),
             "backoffLimitPerIndex": 0,
             "podReplacementPolicy": "Failed",
-            "activeDeadlineSeconds": math.ceil(seconds),
+            "activeDeadlineSeconds": math.ceil(plan.seconds(nnodes)),
             "ttlSecondsAfterFinished": _JOB_TTL_SECONDS,
             "template": {
                 "metadata": {
-                    "labels": {**template.labels, _SWEEP_LABEL: sweep},
-                    "annotations": dict(template.annotations),
+                    "labels": {**(metadata.get("labels") or {}), _SWEEP_LABEL: sweep},
+                    "annotations": dict(metadata.get("annotations") or {}),
                 },
-                "spec": {
-                    **template.spec,
-                    "restartPolicy": "Never",
-                    "affinity": _one_per_node(name, hosts),
-                    "containers": [_container(template, command)],
-                },
+                "spec": spec,
             },
         },
     }
 
 
-def _container(template: PodTemplate, command: Sequence[str]) -> dict[str, Any]:
-    script, python, *rest = command
-    node = {"name": HOSTNAME, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+def joint_service(sweep: str) -> dict[str, Any]:
+    """Return the headless service that gives the survivors' pods names, also before they are ready.
+
+    Source: https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/.
+    """
+    name = f"{sweep}-{JOINT}"
     return {
-        **template.container,
-        # Kubernetes itself replaces $(NAME); a doubled $ stays one. Source:
-        # https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/.
-        "command": [word.replace("$", "$$") for word in ("sh", "-c", script, python, *rest)],
-        "env": [*(template.container.get("env") or ()), node],
-        "terminationMessagePath": _RESULT_FILE,
-        "terminationMessagePolicy": "File",
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name, "labels": {_SWEEP_LABEL: sweep}},
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {JOB_LABEL: name}},
     }
-
-
-def _one_per_node(job: str, hosts: Sequence[str]) -> dict[str, Any]:
-    terms = [{"matchExpressions": [{"key": _HOST_LABEL, "operator": "In", "values": list(hosts)}]}]
-    apart = {"labelSelector": {"matchLabels": {JOB_LABEL: job}}, "topologyKey": _HOST_LABEL}
-    return {
-        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}},
-        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]},
-    }
-
-
-def _launcher_arguments(command: Sequence[str]) -> list[str]:
-    """Return the interpreter of a command, and its arguments after the launcher."""
-    return [command[0], *command[command.index(LAUNCHER) + 1 :]]
-
-
-def _quote(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"

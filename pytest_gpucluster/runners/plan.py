@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.runners.hosts import Host
+from pytest_gpucluster.runners.ssh import Access
 
 LAUNCHER = "torch.distributed.run"
 """torchrun as a module: the interpreter in front of it selects the installation."""
@@ -69,6 +71,25 @@ def expect_argument(nnodes: int, per_node: Expectation) -> str:
     return f"--gpucluster-expect={nnodes}x{per_node.gpus_per_node}{sku}"
 
 
+def torchrun_options(nnodes: int, ranks: int | None, master: str, port: int) -> list[str]:
+    """Return torchrun's options without ``--node-rank``. One node meets no other, so that it needs no address.
+
+    Node rank 0 must be on the master: the static rendezvous keeps the first rank, and so the reports, there.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/run.html.
+    """
+    address = [f"--nnodes={nnodes}", f"--master-addr={master}", f"--master-port={port}"]
+    return [*(address if nnodes > 1 else ["--standalone"]), *([f"--nproc-per-node={ranks}"] if ranks else [])]
+
+
+def random_port() -> int:
+    """Return a port for a rendezvous, below Linux's ephemeral ports, that other runs are unlikely to have.
+
+    Source: Linux, Documentation/networking/ip-sysctl.rst (ip_local_port_range: 32768 to 60999).
+    """
+    return random.SystemRandom().randrange(20000, 30000)
+
+
 def forwarded_environment(environ: Mapping[str, str], requested: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables for the nodes, and the names of those that stay here although they could matter.
 
@@ -104,37 +125,32 @@ def forwarded_environment(environ: Mapping[str, str], requested: Sequence[str]) 
 
 @dataclass(frozen=True, kw_only=True)
 class SshPlan:
-    """One run over some nodes, started by ssh. Paths are paths on the nodes."""
+    """One run over some nodes, started by ssh."""
 
     hosts: tuple[Host, ...]
     """In node rank order: the first has rank 0, the rendezvous port and the reports."""
+    access: Access
     per_node: Expectation | None
     """What each node has, as declared; ``nodes`` is 1."""
-    ranks: int | None
+    ranks: int | None = None
     """Ranks on each node without ``slots`` in the hosts file; None for one per GPU."""
     arguments: tuple[str, ...]
-    directory: str
-    node_report_dir: str
     run_id: str
-    environ: Mapping[str, str]
+    """Unique on these nodes."""
     master: str
     port: int
-    standalone: bool = False
-    """Only for one node: torchrun chooses the port."""
 
     def folder(self, host: Host) -> str:
-        """Return the report folder of a node. Each has its own, because nodes may share a file system."""
-        return posixpath.join(self.node_report_dir, self.run_id, host.name)
+        """Return the report folder of a node, on it. Each has its own, because nodes may share a file system."""
+        return posixpath.join(self.access.report_dir, self.run_id, host.name)
 
     def node_command(self, node_rank: int) -> list[str]:
         """Return the arguments of ``gpucluster`` on a node."""
         host, nnodes = self.hosts[node_rank], len(self.hosts)
         ranks = self.per_node.gpus_per_node if self.per_node is not None else host.slots or self.ranks
-        rendezvous = [f"--nnodes={nnodes}", f"--node-rank={node_rank}", f"--master-addr={self.master}"]
-        rendezvous += [f"--master-port={self.port}"]
         return [
-            *("run", *(["--standalone"] if self.standalone else rendezvous)),
-            *([f"--nproc-per-node={ranks}"] if ranks else []),
+            *("run", *([f"--node-rank={node_rank}"] if nnodes > 1 else [])),
+            *torchrun_options(nnodes, ranks, self.master, self.port),
             *("--", *self.arguments),
             *([expect_argument(nnodes, self.per_node)] if self.per_node is not None else []),
             *report_arguments(self.folder(host), posixpath.join(self.folder(host), "report.xml")),
@@ -164,21 +180,11 @@ class SweepPlan:
         """Return the ranks on this number of nodes."""
         return nnodes * self.per_node.gpus_per_node
 
-    def node_command(self) -> list[str]:
-        """Return the command for one node on its own. Arguments of pytest may be appended."""
-        start = [self.python, "-m", LAUNCHER, "--standalone"]
-        return [*start, f"--nproc-per-node={self.per_node.gpus_per_node}", *self._pytest(1)]
+    def seconds(self, nnodes: int) -> float:
+        """Return the deadline of a run on this number of nodes."""
+        return self.node_seconds if nnodes == 1 else self.joint_seconds
 
-    def joint_command(self, nnodes: int, master: str) -> list[str]:
-        """Return the command for each node of the joint run, without ``--node-rank``, which goes after ``LAUNCHER``.
-
-        Node rank 0 must be on the master: the static rendezvous keeps the first rank, and so the reports, there.
-
-        Source: https://docs.pytorch.org/docs/stable/elastic/run.html.
-        """
-        start = [self.python, "-m", LAUNCHER, f"--nnodes={nnodes}"]
-        start += [f"--nproc-per-node={self.per_node.gpus_per_node}", f"--master-addr={master}"]
-        return [*start, f"--master-port={self.port}", *self._pytest(nnodes)]
-
-    def _pytest(self, nnodes: int) -> list[str]:
-        return ["-m", "pytest", *self.pytest_arguments, expect_argument(nnodes, self.per_node)]
+    def arguments(self, nnodes: int, master: str) -> list[str]:
+        """Return the launcher's arguments, without ``--node-rank`` and where the reports go, which may be appended."""
+        start = torchrun_options(nnodes, self.per_node.gpus_per_node, master, self.port)
+        return [*start, "-m", "pytest", *self.pytest_arguments, expect_argument(nnodes, self.per_node)]

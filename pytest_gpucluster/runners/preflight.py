@@ -6,7 +6,6 @@ import hashlib
 import ipaddress
 import os
 import platform
-import random
 import socket
 import sys
 from collections import Counter
@@ -20,9 +19,8 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.run_directory import require_writable
 from pytest_gpucluster.runners.hosts import Host
-from pytest_gpucluster.runners.run_result import listed
 from pytest_gpucluster.runners.ssh import Reply
-from pytest_gpucluster.text import one_line
+from pytest_gpucluster.text import Column, fitted_table, one_line, some_of
 
 READY, NOT_READY, NO_ANSWER = "ready", "not ready", "no answer"
 _COMPARED = {
@@ -35,7 +33,7 @@ _COMPARED = {
     "pytest": "pytest",
 }
 """Facts that must be equal on all nodes -> their names."""
-_CHARACTERS = 300
+_CHARACTERS, _WIDTH = 300, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +44,6 @@ class NodeCheck:
     state: str
     facts: Mapping[str, Any]
     problems: tuple[str, ...]
-
-    @property
-    def port(self) -> int | None:
-        """Its free rendezvous port."""
-        port = self.facts.get("port")
-        return port if isinstance(port, int) else None
 
 
 def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: str) -> tuple[NodeCheck, ...]:
@@ -76,7 +68,10 @@ def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: st
             # A node that reports an error is reachable, but missing all the same.
             found.append(NodeCheck(host=host, state=NO_ANSWER, facts={}, problems=(one_line(why, _CHARACTERS),)))
             continue
-        problems = [one_line(str(problem), _CHARACTERS) for problem in _list(mine.get("problems"))]
+        named_problems = mine.get("problems")
+        problems = [
+            one_line(str(each), _CHARACTERS) for each in (named_problems if isinstance(named_problems, list) else [])
+        ]
         for key, called in _COMPARED.items():
             has = str(mine.get(key, ""))
             if has != common[key]:
@@ -94,16 +89,14 @@ def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: st
 
 def preflight_table(nodes: Sequence[NodeCheck]) -> str:
     """Return the table of nodes, each problem on a line of its own below its node."""
-    rows = [["node", "state", "host", "suite", "python", "torch"]]
-    for node in nodes:
-        rows.append([node.host.name, node.state])
-        rows[-1] += [_cell(node.facts.get(key)) for key in ("host", "version", "python", "torch")]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for number, row in enumerate(rows):
-        lines.append("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-        lines += [f"  {problem}" for problem in (nodes[number - 1].problems if number else ())]
-    return "\n".join(lines)
+    titles, keys = ("node", "state", "host", "suite", "python", "torch"), ("host", "version", "python", "torch")
+    rows = [
+        [node.host.name, node.state, *(one_line(str(node.facts.get(key) or "-"), 40) for key in keys)] for node in nodes
+    ]
+    head, found = fitted_table([Column(title=title) for title in titles], rows, _WIDTH)
+    for lines, node in zip(found, nodes, strict=True):
+        lines += [f"  {problem}" for problem in node.problems]
+    return "\n".join([head, *(line for lines in found for line in lines)])
 
 
 def readiness_text(nodes: Sequence[NodeCheck]) -> str:
@@ -117,7 +110,7 @@ def readiness_text(nodes: Sequence[NodeCheck]) -> str:
     for state in (NOT_READY, NO_ANSWER):
         names = [node.host.name for node in nodes if node.state == state]
         if names:
-            texts.append(f"{state}: {listed(names)}")
+            texts.append(f"{state}: {some_of(names, 8)}")
     return "; ".join(texts)
 
 
@@ -130,18 +123,7 @@ def _value(value: str) -> str:
     return one_line(value, 60) or "none"
 
 
-def _cell(value: object) -> str:
-    return one_line(str(value), 40) if value else "-"
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
 _SUITE_SUFFIXES = (".py", ".yaml", ".yml", ".ini", ".toml")
-_FIRST_PORT, _PORTS, _TRIES = 20000, 10000, 50
-"""Below Linux's ephemeral ports. Source: Linux, Documentation/networking/ip-sysctl.rst
-(ip_local_port_range: 32768 to 60999)."""
 
 
 def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,7 +131,7 @@ def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         request: the working ``directory``, ``report_dir``, pytest's ``arguments``, the ``master`` whose name must
-            resolve, and ``port``: must be free, 0 for any, None if this is not the first node.
+            resolve, and ``port``: must be free; None if this is not the first node.
     """
     from pytest_gpucluster.judge.loader import shipped_path  # which loads yaml
 
@@ -178,7 +160,13 @@ def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
     }
     problems += [f"{name} is not installed for {sys.executable}" for name in ("torch", "pytest") if not facts[name]]
     if request["port"] is not None:
-        facts["port"] = _port(int(request["port"]), problems)
+        try:
+            with socket.socket() as candidate:
+                # As torch does: the port of a run that has just ended is free.
+                candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                candidate.bind(("", request["port"]))
+        except OSError as error:
+            problems.append(f"cannot listen on port {request['port']}: {error.strerror or error} (--port)")
     elif request["master"]:
         try:
             found = {str(entry[4][0]) for entry in socket.getaddrinfo(request["master"], None, type=socket.SOCK_STREAM)}
@@ -244,23 +232,3 @@ def _digest(places: Iterable[Path]) -> str:
             found.update(hashlib.sha256(path.read_bytes()).digest())
             count += 1
     return found.hexdigest()[:12] if count else ""
-
-
-def _port(requested: int, problems: list[str]) -> int:
-    """Return a port on which this node can listen: the requested one, or any where that is 0."""
-    # Random, not derived from the run's name: two operators in the same second must not get the same one.
-    tries = [requested] if requested else random.SystemRandom().sample(range(_FIRST_PORT, _FIRST_PORT + _PORTS), _TRIES)
-    why = ""
-    for port in tries:
-        try:
-            with socket.socket() as candidate:
-                # As torch does: the port of a run that has just ended is free.
-                candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                candidate.bind(("", port))
-        except OSError as error:
-            why = error.strerror or str(error)
-        else:
-            return port
-    ports = f"port {requested}" if requested else f"{_TRIES} ports of {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1}"
-    problems.append(f"cannot listen on {ports}: {why} (--port)")
-    return requested

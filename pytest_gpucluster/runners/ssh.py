@@ -4,7 +4,8 @@ Source of all options: ssh(1) and ssh_config(5) of OpenSSH.
 
 A request is one line, followed by heartbeats for as long as this process lives. The answer is the standard output of
 the node's side after its mark, for a login shell may print a greeting before it, and its exit code, which ssh passes
-on: if there is none, or it is ssh's own, the connection was lost.
+on: if there is none, or it is ssh's own, the connection was lost. ssh writes its output to files, so that it never
+waits for this process.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -44,23 +45,53 @@ _OPTIONS = (
     # A connection that is shared already may be used. Becoming a master would leave a process behind.
     "ControlMaster=no",
 )
+PROTOCOL = 3
+"""Increased with every change that the other side could misunderstand."""
+MARK = b"gpucluster-node: ready\n"
+"""Precedes the answer."""
+HEARTBEAT, INTERRUPT, TERMINATE = "beat", "interrupt", "terminate"
+"""Sent to the node after the request, each on a line."""
+HEARTBEAT_SECONDS = 5.0
+HEARTBEAT_TIMEOUT_SECONDS = 60.0
+"""Without a heartbeat for this long a node treats the connection as lost."""
+FAILED = 254
+"""Exit code: the node could not do it, and the last line of its standard error states why. A run on a node ends neither
+with it nor with 255, which is ssh's own."""
+_HINTS = (
+    ("host key verification failed", ": connect once by hand, or add its key to ~/.ssh/known_hosts"),
+    ("permission denied", ": install a key that needs no password (ssh-copy-id, or an agent)"),
+    ("no module named", ": install this version of pytest-gpucluster on the node, or name its python with --python"),
+    ("no such file or directory", ": name the python of the nodes with --python"),
+    ("not found", ": name the python of the nodes with --python"),
+)
+_READ_BYTES, _STDERR_BYTES, _CHARACTERS = 1 << 20, 4096, 300
+_POLL_SECONDS = 0.05
+_MOST_CONNECTIONS = 64
+_FILES_PER_NODE, _FILES_OF_THIS_PROCESS = 8, 64
+"""At most: ssh's input and its two files, and files that are being opened or closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How nodes are reached.
+    """How nodes are reached, and what is the same on all of them.
 
     Attributes:
         python: the interpreter on the nodes that has this package.
         options: more options of ssh, put first: ssh uses the first value of an option.
         connect_seconds: deadline for connecting, including the handshake.
-        program: ssh itself.
+        answer_seconds: deadline for a node's first line, from the start of the connection.
+        directory: the working directory on the nodes.
+        report_dir: where they store their reports until these are copied.
+        environ: variables for them.
     """
 
     python: str
     options: tuple[str, ...] = ()
     connect_seconds: int = 10
-    program: str = "ssh"
+    answer_seconds: float = 70.0
+    directory: str = "."
+    report_dir: str = "gpucluster-report"
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 def ssh_command(host: Host, access: Access) -> list[str]:
@@ -71,26 +102,12 @@ def ssh_command(host: Host, access: Access) -> list[str]:
     >>> ssh_command(Host(name="gpu-1", address="10.0.0.1", port=2222), Access(python="/opt/my env/python"))[-3:]
     ['--', '10.0.0.1', "exec '/opt/my env/python' -m pytest_gpucluster.runners.node_agent"]
     """
-    command = [access.program, "-a", "-x", *access.options]
+    command = ["ssh", "-a", "-x", *access.options]
     for option in (*_OPTIONS, f"ConnectTimeout={access.connect_seconds}"):
         command += ["-o", option]
     command += ["-p", str(host.port)] if host.port is not None else []
     command += ["-l", host.user] if host.user is not None else []
     return [*command, "--", host.address, f"exec {shlex.quote(access.python)} -m {MODULE}"]
-
-
-PROTOCOL = 3
-"""Increased with every change that the other side could misunderstand."""
-MARK = b"gpucluster-node: ready\n"
-"""Precedes the answer."""
-HEARTBEAT, INTERRUPT, TERMINATE = "beat", "interrupt", "terminate"
-"""Sent to the node after the request, each on a line."""
-HEARTBEAT_SECONDS = 5.0
-HEARTBEAT_TIMEOUT_SECONDS = 60.0
-"""Without a heartbeat for this long a node treats the connection as lost."""
-FAILED, _LOST = 254, 255
-"""Exit codes: the node could not do it, and the last line of its standard error states why; ssh failed. A run on a node
-ends with neither."""
 
 
 def request(do: str, **more: object) -> bytes:
@@ -120,18 +137,15 @@ def read_request(line: bytes) -> Mapping[str, Any]:
     return found
 
 
-_STDERR_LINES, _CHARACTERS = 8, 300
-_CLOSE_SECONDS = 5.0
-_FILES_PER_NODE, _FILES_OF_THIS_PROCESS = 8, 64
-"""At most: three pipes of ssh, a log, an archive, and files that are being opened or closed."""
-
-
-def raise_open_files_limit(nodes: int) -> None:
-    """Raise this process's limit of open files to what this number of nodes needs. The usual 1,024 serve 120 nodes.
+def require_ssh(nodes: int) -> None:
+    """Require ssh on the PATH, and raise this process's limit of open files to what this number of nodes needs: the
+    usual 1,024 serve 120.
 
     Raises:
-        EnvironmentBroken: the hard limit is lower.
+        EnvironmentBroken: there is no ssh, or the hard limit is lower.
     """
+    if shutil.which("ssh") is None:
+        raise EnvironmentBroken("ssh is not on the PATH: install OpenSSH's client")
     needed = _FILES_OF_THIS_PROCESS + nodes * _FILES_PER_NODE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -151,58 +165,59 @@ class Channel:
     had started. If even that is lost, the heartbeats stop, with the same effect.
     """
 
-    def __init__(self, command: Sequence[str], request: bytes) -> None:
-        """Start it and send the request.
+    def __init__(self, host: Host, access: Access, request: bytes, output: IO[bytes] | None = None) -> None:
+        """Start it and send the request. Its output goes to an open file, by default to a temporary one.
 
         Raises:
             EnvironmentBroken: ssh cannot be started.
         """
+        # Both are closed by close().
+        self._output = output or tempfile.TemporaryFile(prefix="gpucluster-")  # noqa: SIM115
+        self._stderr = tempfile.TemporaryFile(prefix="gpucluster-")  # noqa: SIM115
+        self._position = 0
         try:
             self._process = subprocess.Popen(
-                list(command),
+                ssh_command(host, access),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=self._output,
+                stderr=self._stderr,
                 start_new_session=True,
             )
         except OSError as error:
+            self._output.close()
+            self._stderr.close()
             raise EnvironmentBroken(
-                f"{command[0]} cannot be started: {error.strerror or error}; install OpenSSH's client"
+                f"ssh cannot be started: {error.strerror or error}; install OpenSSH's client"
             ) from None
-        self.answered = False
-        """The node's side has been started."""
-        self._output: SimpleQueue[bytes] = SimpleQueue()
-        self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._send(request)
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._readers = [
-            threading.Thread(target=self._read_output, args=(self._process.stdout,), daemon=True),
-            threading.Thread(target=self._read_stderr, args=(self._process.stderr,), daemon=True),
-        ]
-        for thread in [*self._readers, threading.Thread(target=self._send_heartbeats, daemon=True)]:
-            thread.start()
-
-    def drain(self) -> bytes:
-        """Return the node's output since the last call."""
-        found = []
-        with contextlib.suppress(Empty):
-            while True:
-                found.append(self._output.get_nowait())
-        return b"".join(found)
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     @property
     def closed(self) -> bool:
-        """Whether ssh has ended and all its output is in :meth:`drain`."""
-        if self._process.poll() is None:
-            return False
-        self._stop.set()
-        # A process of the user's own ssh configuration may keep the pipes open without writing to them.
-        for thread in self._readers:
-            thread.join(timeout=_CLOSE_SECONDS)
-        return True
+        """Whether ssh has ended, and has written all its output."""
+        return self._process.poll() is not None
+
+    @property
+    def answered(self) -> bool:
+        """Whether the node's side has been started."""
+        if not self._position:
+            before, mark, _ = os.pread(self._output.fileno(), _READ_BYTES, 0).partition(MARK)
+            self._position = len(before + mark) if mark else 0
+        return self._position > 0
+
+    def drain(self) -> bytes:
+        """Return the node's output since the last call."""
+        found = b""
+        while self.answered and (data := os.pread(self._output.fileno(), _READ_BYTES, self._position)):
+            self._position += len(data)
+            found += data
+        return found
+
+    def answer(self) -> IO[bytes]:
+        """Return the file of the output, at the beginning of the answer. Only once :attr:`closed`."""
+        self._output.seek(self._position if self.answered else 0)
+        return self._output
 
     @property
     def exit(self) -> int | None:
@@ -213,12 +228,14 @@ class Channel:
     @property
     def problem(self) -> str:
         """Why there is no complete answer: the last message of ssh or of the node, with what to do about it."""
-        lines = [line for line in self._stderr if line]
+        size = os.fstat(self._stderr.fileno()).st_size
+        tail = os.pread(self._stderr.fileno(), _STDERR_BYTES, max(0, size - _STDERR_BYTES))
+        lines = [line for line in tail.decode("utf-8", "backslashreplace").splitlines() if line.strip()]
         code = self._process.poll()
         message = one_line(lines[-1], _CHARACTERS) if lines else f"ssh ended with exit code {code} and no message"
-        hint = next((hint for words, hint in _HINTS if words in message.lower()), "")
-        lost = "the connection was lost: " if self.answered and code != FAILED else ""
-        return f"{lost}{message}{'' if self.answered else hint}"
+        if self.answered:
+            return message if code == FAILED else f"the connection was lost: {message}"
+        return message + next((hint for words, hint in _HINTS if words in message.lower()), "")
 
     def send(self, command: str) -> None:
         """Send HEARTBEAT, INTERRUPT or TERMINATE to the node."""
@@ -238,6 +255,13 @@ class Channel:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    def close(self) -> None:
+        """End ssh at once, and close its files."""
+        if not self._output.closed:
+            self.kill()
+            self._output.close()
+            self._stderr.close()
+
     def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None
         # ValueError: closed on our side. OSError: ssh has ended, which :attr:`closed` reports.
@@ -249,114 +273,62 @@ class Channel:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             self.send(HEARTBEAT)
 
-    def _read_output(self, pipe: IO[bytes]) -> None:
-        greeting = b""
-        with pipe:
-            while data := os.read(pipe.fileno(), 1 << 16):
-                if not self.answered:
-                    greeting += data
-                    _, mark, data = greeting.partition(MARK)
-                    self.answered = bool(mark)
-                self._output.put(data)
-
-    def _read_stderr(self, pipe: IO[bytes]) -> None:
-        with pipe:
-            for line in pipe:
-                self._stderr.append(line.decode("utf-8", "backslashreplace").strip())
-
-
-_HINTS = (
-    ("host key verification failed", ": connect once by hand, or add its key to ~/.ssh/known_hosts"),
-    ("permission denied", ": install a key that needs no password (ssh-copy-id, or an agent)"),
-    ("no module named", ": install this version of pytest-gpucluster on the node, or name its python with --python"),
-    ("no such file or directory", ": name the python of the nodes with --python"),
-    ("not found", ": name the python of the nodes with --python"),
-)
-_POLL_SECONDS = 0.05
-_MOST_CONNECTIONS = 64
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The answer of a node.
+    """The answer of a node: a JSON object, or why there is none. ``answered``: the node's side has been started."""
 
-    Attributes:
-        text: its output.
-        problem: why there is no answer, or the error that the node reports; empty if there is none.
-        exit: exit code of a program on it; None if there is no answer.
-        answered: the node's side has been started.
-    """
-
-    text: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
-    exit: int | None = None
     answered: bool = False
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """The answer as a JSON object; empty if it is none."""
-        try:
-            found = json.loads(self.text) if self.exit == 0 else {}
-        except ValueError:
-            found = {}
-        return found if isinstance(found, dict) else {}
 
 
 def query_nodes(
-    hosts: Sequence[Host],
-    request_of: Callable[[Host], bytes],
-    access: Access,
-    *,
-    within_seconds: float,
-    stop: Callable[[], bool] = lambda: False,
+    hosts: Sequence[Host], requests: Mapping[str, bytes], access: Access, *, stop: Callable[[], bool]
 ) -> dict[str, Reply]:
-    """Send every host a request, to at most 64 at a time, and return name -> reply in their order.
+    """Send every host its request, to at most 64 at a time, and return name -> reply in their order.
 
     Args:
         hosts: the nodes.
-        request_of: host -> its request.
+        requests: name -> request.
         access: how they are reached.
-        within_seconds: deadline for each.
         stop: whether to give up; the remaining nodes have no answer then.
 
     Raises:
         EnvironmentBroken: ssh cannot be started.
     """
     replies = {host.name: Reply() for host in hosts}
-    waiting, open_channels = deque(hosts), dict[str, tuple[Channel, list[bytes], float]]()
+    waiting, open_channels = deque(hosts), dict[str, tuple[Channel, float]]()
     try:
         while (waiting or open_channels) and not stop():
             while waiting and len(open_channels) < _MOST_CONNECTIONS:
                 host = waiting.popleft()
-                channel = Channel(ssh_command(host, access), request_of(host))
-                open_channels[host.name] = channel, [], time.monotonic() + within_seconds
-            for name, (channel, output, until) in list(open_channels.items()):
-                closed = channel.closed
-                output.append(channel.drain())
-                late = not closed and time.monotonic() > until
-                if closed or late:
-                    del open_channels[name]
-                    code = channel.exit if closed else None
-                    problem = f"no answer within {within_seconds:g} s" if late else channel.problem
-                    replies[name] = Reply(
-                        text=b"".join(output).decode("utf-8", "backslashreplace"),
-                        problem=problem if code is None else "",
-                        exit=code,
-                        answered=channel.answered,
-                    )
-                    channel.kill()
+                channel = Channel(host, access, requests[host.name])
+                open_channels[host.name] = channel, time.monotonic() + access.answer_seconds
+            for name, (channel, until) in list(open_channels.items()):
+                if channel.closed:
+                    replies[name] = _reply(channel)
+                elif time.monotonic() > until:
+                    problem = f"no answer within {access.answer_seconds:g} s"
+                    replies[name] = Reply(problem=problem, answered=channel.answered)
+                else:
+                    continue
+                del open_channels[name]
+                channel.close()
             time.sleep(_POLL_SECONDS)
     finally:
-        for channel, *_ in open_channels.values():
-            channel.kill()
+        for channel, _ in open_channels.values():
+            channel.close()
     return replies
 
 
-def require_ssh(access: Access) -> None:
-    """Require ssh on the PATH.
-
-    Raises:
-        EnvironmentBroken: it is not there.
-    """
-    if shutil.which(access.program) is None:
-        raise EnvironmentBroken(f"{access.program} is not on the PATH: install OpenSSH's client")
+def _reply(channel: Channel) -> Reply:
+    if channel.exit is None:
+        return Reply(problem=channel.problem, answered=channel.answered)
+    try:
+        facts = json.loads(channel.drain()) if channel.exit == 0 else None
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict) or not facts:
+        return Reply(problem=f"ended with exit code {channel.exit} and no JSON", answered=True)
+    return Reply(facts=facts, answered=True)

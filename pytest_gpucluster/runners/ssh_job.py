@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.journal.verdict import BROKEN, REJECTED
@@ -19,9 +16,9 @@ from pytest_gpucluster.runners import ssh
 from pytest_gpucluster.runners.hosts import Host
 from pytest_gpucluster.runners.node_agent import GRACE_SECONDS, exit_of, unpack
 from pytest_gpucluster.runners.plan import SshPlan
-from pytest_gpucluster.runners.run_result import Conclusion, RunResult, conclusion, listed, read_result
-from pytest_gpucluster.runners.ssh import Access, Channel, ssh_command
-from pytest_gpucluster.text import printable
+from pytest_gpucluster.runners.run_result import Conclusion, RunResult, conclusion
+from pytest_gpucluster.runners.ssh import Channel
+from pytest_gpucluster.text import printable, some_of
 
 STOP_SECONDS = GRACE_SECONDS + 15.0
 """From the request to stop until the connection is closed: the node kills what is left before that."""
@@ -29,6 +26,9 @@ _CLOSE_SECONDS = 15.0
 _COPY_SECONDS = 600.0
 _LOST_SECONDS = ssh.HEARTBEAT_TIMEOUT_SECONDS + GRACE_SECONDS
 """A node whose connection was lost may take this long to notice it and to end what runs there."""
+OTHERS_SECONDS = 360.0
+"""How long other nodes may go on when one has ended. Longer than torchrun's own wait for agents that have not ended,
+300 s. Source: torch, distributed/elastic/agent/server/api.py (``exit_barrier_timeout``)."""
 _POLL_SECONDS = 0.05
 
 
@@ -42,8 +42,7 @@ class NodeResult:
         seconds: its duration, without copying the reports.
         stop_reason: why it was stopped from here; empty if it was not.
         problem: why there is no exit code; empty if there is one.
-        folder: where its reports are now; None if they could not be copied.
-        copy_problem: why not.
+        copy_problem: why its reports could not be copied; empty if they are here.
     """
 
     name: str
@@ -51,85 +50,54 @@ class NodeResult:
     seconds: float = 0.0
     stop_reason: str = ""
     problem: str = ""
-    folder: Path | None = None
     copy_problem: str = ""
-
-    def journal(self) -> tuple[RunResult | None, str]:
-        """Return the result in the journal among its reports; or None, and why."""
-        return read_result(self.folder) if self.folder is not None else (None, self.copy_problem or self.problem)
 
 
 class RemoteJob:
     """A run on a node. No method waits: call :meth:`poll` repeatedly."""
 
     def __init__(
-        self,
-        plan: SshPlan,
-        host: Host,
-        access: Access,
-        directory: Path,
-        *,
-        within_seconds: float,
-        answer_seconds: float,
-        on_line: Callable[[str], None] = lambda line: None,
+        self, plan: SshPlan, host: Host, directory: Path, *, within_seconds: float, on_line: Callable[[str], None]
     ) -> None:
         """Start it.
 
         Args:
             plan: the run.
             host: the node, one of the plan's.
-            access: how it is reached.
             directory: here, for the output ``NAME.log`` and the reports ``NAME``, which must not exist yet.
             within_seconds: deadline, after which it is stopped.
-            answer_seconds: deadline for the node's first line.
             on_line: called with each line that it prints.
 
         Raises:
             EnvironmentBroken: ssh cannot be started.
             OSError: the log cannot be written.
         """
-        self.name = host.name
-        self._plan, self._host, self._access = plan, host, access
-        self._folder = directory / host.name
-        self._within, self._answer_within, self._on_line = within_seconds, answer_seconds, on_line
+        self.name, self.running = host.name, True
+        self._plan, self._host, self._folder = plan, host, directory / host.name
+        self._within, self._on_line = within_seconds, on_line
         self._started = time.monotonic()
-        self._seconds = 0.0
         self._stop_sent_at: float | None = None
         self._sent: set[str] = set()
-        self._hung_up_at: float | None = None
-        self._stop_reason = self._problem = ""
-        self._exit: int | None = None
-        self._partial_line = b""
+        self._stop_reason = self._skip_reason = ""
         self._result: NodeResult | None = None
-        self._copy: Channel | None = None
-        self._copy_until = 0.0
-        self._archive: IO[bytes] | None = None
-        self._log = (directory / f"{host.name}.log").open("wb", buffering=0)
+        self._steps = self._run()
         request = ssh.request(
             "run",
             words=plan.node_command(plan.hosts.index(host)),
-            directory=plan.directory,
-            env=dict(plan.environ),
+            directory=plan.access.directory,
+            env=dict(plan.access.environ),
             folder=plan.folder(host),
         )
-        try:
-            self._channel = Channel(ssh_command(host, access), request)
-        except EnvironmentBroken:
-            self._log.close()
-            raise
-
-    @property
-    def running(self) -> bool:
-        """Whether the run itself goes on; its reports are copied after that."""
-        return self._copy is None and self._result is None
+        self._log = directory / f"{host.name}.log"
+        self._channel = Channel(host, plan.access, request, self._log.open("w+b", buffering=0))
 
     def poll(self) -> NodeResult | None:
         """Make progress; return the result when its reports are here too."""
         if self._result is None:
-            if self._copy is None:
-                self._follow()
-            else:
-                self._receive(self._copy)
+            try:
+                next(self._steps)
+            except StopIteration as end:
+                self._result = end.value
         return self._result
 
     def stop(self, reason: str, command: str = ssh.TERMINATE) -> None:
@@ -143,123 +111,187 @@ class RemoteJob:
 
     def skip_reports(self, reason: str) -> None:
         """Stop waiting for the reports of a run that has ended: they stay on the node."""
-        if self._copy is not None and self._result is None:
-            self._copy.kill()
-            self._finish(None, reason)
+        self._skip_reason = "" if self.running else reason
 
     def abandon(self) -> str:
         """Give it up at once. Return what may still run; empty if nothing."""
-        was_running = self.running
-        self._channel.kill()
-        if self._copy is not None:
-            self._copy.kill()
-        self._close()
-        if not was_running or self._channel.exit is not None:
+        may_run = self.running and not self._channel.closed
+        self._channel.close()
+        if not may_run:
             return ""
         return f"{self.name}: its run was given up; the node ends it by itself within {_LOST_SECONDS:.0f} s"
 
-    # ---- the run
+    def _run(self) -> Generator[None, None, NodeResult]:
+        """Follow the run and copy its reports; yields wherever it has to wait."""
+        yield from self._follow()
+        seconds = round(time.monotonic() - self._started, 3)
+        self.running = False
+        code, answered = self._channel.exit, self._channel.answered
+        problem = self._channel.problem if code is None else ""
+        self._channel.close()
+        copy_problem = ""
+        if problem:
+            with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
+                log.write(f"{problem}\n")
+        if answered:
+            copy_problem = yield from self._copy(0.0 if code is not None else _LOST_SECONDS)
+            # After a lost connection the node's own file of the exit code is better than nothing.
+            if problem and not copy_problem and (remote_code := exit_of(self._folder)) is not None:
+                problem += f"; on the node it ended with exit code {remote_code}"
+        if copy_problem:
+            copy_problem += f"; its reports are in {self.name}:{self._plan.folder(self._host)}"
+        return NodeResult(
+            name=self.name,
+            exit=code,
+            seconds=seconds,
+            stop_reason=self._stop_reason,
+            problem=problem,
+            copy_problem=copy_problem,
+        )
 
-    def _follow(self) -> None:
-        closed = self._channel.closed
-        data = self._channel.drain()
-        self._log.write(data)
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        for line in lines:
-            self._on_line(_text(line))
-        now = time.monotonic()
-        if closed:
-            self._seconds = round(now - self._started, 3)
-            self._start_copy()
-        elif not self._channel.answered and now - self._started > self._answer_within:
-            self._stop_reason = self._stop_reason or f"no answer within {self._answer_within:g} s"
-            self._channel.kill()
-        elif self._stop_sent_at is None:
-            if now - self._started > self._within:
-                self.stop(f"did not end within {self._within:g} s")
-        elif self._hung_up_at is None:
-            if now - self._stop_sent_at > STOP_SECONDS:
-                self._hung_up_at = now
+    def _follow(self) -> Iterator[None]:
+        partial, answer_seconds = b"", self._plan.access.answer_seconds
+        while True:
+            closed = self._channel.closed  # before the output is read, which is complete then
+            *lines, partial = (partial + self._channel.drain()).split(b"\n")
+            lines += [partial] if closed and partial else []
+            for line in lines:
+                self._on_line(line.removesuffix(b"\r").decode("utf-8", "backslashreplace"))
+            if closed:
+                return
+            now = time.monotonic()
+            if not self._channel.answered and now - self._started > answer_seconds:
+                self._stop_reason = self._stop_reason or f"no answer within {answer_seconds:g} s"
+                self._channel.kill()
+            elif self._stop_sent_at is None:
+                if now - self._started > self._within:
+                    self.stop(f"did not end within {self._within:g} s")
+            elif now - self._stop_sent_at > STOP_SECONDS + _CLOSE_SECONDS:
+                self._channel.kill()
+            elif now - self._stop_sent_at > STOP_SECONDS:
                 self._channel.hang_up()
-        elif now - self._hung_up_at > _CLOSE_SECONDS:
-            self._channel.kill()
+            yield
 
-    def _start_copy(self) -> None:
-        if self._partial_line:
-            self._on_line(_text(self._partial_line))
-        self._exit = self._channel.exit
-        if self._exit is None:
-            self._problem = self._channel.problem
-            self._log.write(f"{self._problem}\n".encode("utf-8", "backslashreplace"))
-        self._channel.kill()
-        if not self._channel.answered:
-            self._finish(None, "")
-            return
+    def _copy(self, wait_seconds: float) -> Generator[None, None, str]:
+        """Copy the reports; return why that failed. ``wait_seconds``: for the end of the run on the node."""
         request = ssh.request(
             "collect",
-            directory=self._plan.directory,
+            directory=self._plan.access.directory,
             folder=self._plan.folder(self._host),
             first_folder=self._plan.folder(self._plan.hosts[0]),
-            wait_seconds=_LOST_SECONDS if self._exit is None else 0.0,
+            wait_seconds=wait_seconds,
         )
-        self._archive = tempfile.TemporaryFile(prefix="gpucluster-")  # noqa: SIM115  # closed when it is unpacked
-        self._copy_until = time.monotonic() + _COPY_SECONDS
-        self._copy = Channel(ssh_command(self._host, self._access), request)
-
-    # ---- its reports
-
-    def _receive(self, channel: Channel) -> None:
-        assert self._archive is not None
-        closed = channel.closed
-        self._archive.write(channel.drain())
-        if not closed and time.monotonic() < self._copy_until:
-            return
-        problem = "" if closed else f"not here within {_COPY_SECONDS:g} s"
-        if closed and channel.exit is None:
-            problem = channel.problem
-        channel.kill()
-        if not problem:
-            try:
-                self._folder.mkdir(parents=True)
-                self._archive.seek(0)
-                unpack(self._archive, self._folder)
-            except EnvironmentBroken as error:
-                problem = str(error)
-            except OSError as error:
-                problem = f"{error.filename or self._folder}: {error.strerror or error}"
-        # After a lost connection the node's own file of the exit code is better than nothing.
-        if self._exit is None and not problem and (code := exit_of(self._folder)) is not None:
-            self._problem = f"{self._problem}; on the node it ended with exit code {code}"
-        self._finish(None if problem else self._folder, problem)
-
-    def _finish(self, folder: Path | None, problem: str) -> None:
-        where = f"{self.name}:{self._plan.folder(self._host)}"
-        self._result = NodeResult(
-            name=self.name,
-            exit=self._exit,
-            seconds=self._seconds,
-            stop_reason=self._stop_reason,
-            problem=self._problem,
-            folder=folder,
-            copy_problem=f"{problem}; its reports are in {where}" if problem else "",
-        )
-        self._close()
-
-    def _close(self) -> None:
-        self._log.close()
-        if self._archive is not None:
-            with contextlib.suppress(OSError):  # a temporary file that is not needed any more
-                self._archive.close()
+        self._channel = Channel(self._host, self._plan.access, request)
+        until = time.monotonic() + _COPY_SECONDS
+        try:
+            while not self._channel.closed:
+                if self._skip_reason or time.monotonic() > until:
+                    return self._skip_reason or f"not here within {_COPY_SECONDS:g} s"
+                yield
+            if self._channel.exit is None:
+                return self._channel.problem
+            self._folder.mkdir(parents=True)
+            unpack(self._channel.answer(), self._folder)
+        except EnvironmentBroken as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.filename or self._folder}: {error.strerror or error}"
+        finally:
+            self._channel.close()
+        return ""
 
 
-OTHERS_SECONDS = 360.0
-"""How long other nodes may go on when one has ended. Longer than torchrun's own wait for agents that have not ended,
-300 s. Source: torch, distributed/elastic/agent/server/api.py (``exit_barrier_timeout``)."""
+class RemoteRun:
+    """A run on all nodes of a plan. When it has ended on one, the others get :data:`OTHERS_SECONDS`."""
+
+    def __init__(
+        self,
+        plan: SshPlan,
+        directory: Path,
+        *,
+        within_seconds: float,
+        show: Callable[[str, bool], None] = lambda line, is_error: None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            plan: what to run.
+            directory: for the output ``NAME.log`` and the reports ``NAME`` of each node.
+            within_seconds: deadline for each node.
+            show: prints a line; True for those of this command, which go to standard error.
+
+        Raises:
+            EnvironmentBroken: ssh cannot be started.
+            OSError: output or reports cannot be written.
+        """
+        self._show, self._first_end = show, 0.0
+        self._jobs: list[RemoteJob] = []
+        try:
+            for host in plan.hosts:
+                on_line = self._printer(host.name if self._jobs else "")
+                job = RemoteJob(plan, host, directory, within_seconds=within_seconds, on_line=on_line)
+                self._jobs.append(job)
+        except BaseException:  # nothing may go on unattended
+            self.abandon()
+            raise
+
+    def poll(self) -> Sequence[NodeResult] | None:
+        """Make progress; return the results in the order of the plan when all are here."""
+        results = [job.poll() for job in self._jobs]
+        if not self._first_end and any(not job.running for job in self._jobs):
+            self._first_end = time.monotonic()
+        elif self._first_end and time.monotonic() - self._first_end > OTHERS_SECONDS:
+            self.stop(f"did not end within {OTHERS_SECONDS:g} s after another node")
+        found = [result for result in results if result is not None]
+        return found if len(found) == len(results) else None
+
+    def wait(self, signals: Signals) -> Sequence[NodeResult]:
+        """Wait for the end, or for a signal that ends it.
+
+        The first one ends the run in order. After a second one reports of runs that have ended are not waited for.
+        """
+        handled = 0
+        try:
+            while (results := self.poll()) is None:
+                if len(signals.numbers) > handled:
+                    number, handled = signals.numbers[handled], handled + 1
+                    running = sum(job.running for job in self._jobs)
+                    if handled == 1:
+                        self._show(
+                            f"{signals.name}: stopping {running} nodes; their reports are written and copied", True
+                        )
+                    else:
+                        for job in self._jobs:
+                            job.skip_reports(f"interrupted by {signals.name} again")
+                    # Ctrl-C first, as on a terminal; a second one is urgent.
+                    is_ctrl_c = number == signal.SIGINT and handled == 1
+                    self.stop(f"interrupted by {signals.name}", ssh.INTERRUPT if is_ctrl_c else ssh.TERMINATE)
+                time.sleep(_POLL_SECONDS)
+        except BaseException:  # nothing may go on unattended
+            self.abandon()
+            raise
+        return results
+
+    def stop(self, reason: str, command: str = ssh.TERMINATE) -> None:
+        """Ask all nodes to end the run; the reports are written and copied."""
+        for job in self._jobs:
+            job.stop(reason, command)
+
+    def abandon(self) -> str:
+        """Give it up at once. Return what may still run; empty if nothing."""
+        problems = [problem for job in self._jobs if (problem := job.abandon())]
+        for problem in problems:
+            self._show(problem, True)
+        return "; ".join(problems)
+
+    def _printer(self, name: str) -> Callable[[str], None]:
+        """Return what prints a node's lines, with its name in front except for rank 0's node."""
+        prefix = f"[{name}] " if name else ""
+        return lambda line: self._show(f"{prefix}{printable(line)}", False)
 
 
 class Signals:
-    """The signals that have come. The first one ends the run in order. A second one is sent on as SIGTERM, and reports
-    of runs that have ended are not waited for any longer."""
+    """The signals that have come."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -284,101 +316,6 @@ def handling(numbers: Sequence[int], handler: Callable[[int, FrameType | None], 
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
-
-
-def run_plan(
-    plan: SshPlan,
-    access: Access,
-    directory: Path,
-    *,
-    within_seconds: float,
-    answer_seconds: float,
-    others_seconds: float,
-    signals: Signals,
-    show: Callable[[str, bool], None],
-) -> Mapping[str, NodeResult]:
-    """Run a plan on its nodes and return name -> result.
-
-    Args:
-        plan: what to run.
-        access: how nodes are reached.
-        directory: for the output ``NAME.log`` and the reports ``NAME`` of each node.
-        within_seconds: deadline for each node.
-        answer_seconds: deadline for a node's first line.
-        others_seconds: how long the others may go on when one node has ended.
-        signals: that have come so far.
-        show: prints a line; True for those of this command, which go to standard error.
-
-    Raises:
-        EnvironmentBroken: ssh cannot be started.
-        OSError: output or reports cannot be written.
-    """
-    jobs: list[RemoteJob] = []
-    try:
-        for host in plan.hosts:
-            job = RemoteJob(
-                *(plan, host, access, directory),
-                within_seconds=within_seconds,
-                answer_seconds=answer_seconds,
-                on_line=_printer(host.name if jobs else "", show),
-            )
-            jobs.append(job)
-        return await_jobs(jobs, others_seconds, signals, show)
-    except BaseException:  # nothing may go on unattended
-        for job in jobs:
-            problem = job.abandon()
-            if problem:
-                show(problem, True)
-        raise
-
-
-def await_jobs(
-    jobs: Sequence[RemoteJob],
-    others_seconds: float,
-    signals: Signals,
-    show: Callable[[str, bool], None] = lambda line, is_error: None,
-) -> Mapping[str, NodeResult]:
-    """Wait for the jobs of one run and return name -> result. When one has ended, the others get ``others_seconds``."""
-    results: dict[str, NodeResult] = {}
-    first_end: float | None = None
-    handled = 0
-    while len(results) < len(jobs):
-        for job in jobs:
-            if job.name not in results and (result := job.poll()) is not None:
-                results[job.name] = result
-        if first_end is None and any(not job.running for job in jobs):
-            first_end = time.monotonic()
-        if len(signals.numbers) > handled:
-            handled += 1
-            _interrupt(jobs, signals, handled, show)
-        elif first_end is not None and time.monotonic() - first_end > others_seconds:
-            for job in jobs:
-                job.stop(f"did not end within {others_seconds:g} s after another node")
-        time.sleep(_POLL_SECONDS)
-    return results
-
-
-def _interrupt(jobs: Sequence[RemoteJob], signals: Signals, count: int, show: Callable[[str, bool], None]) -> None:
-    running = [job for job in jobs if job.running]
-    if count == 1:
-        show(f"{signals.name}: stopping {len(running)} nodes; their reports are written and copied", True)
-    else:
-        for job in jobs:
-            job.skip_reports(f"interrupted by {signals.name} again")
-    # Ctrl-C first, as on a terminal; a second one is urgent.
-    is_ctrl_c = signals.numbers[count - 1] == signal.SIGINT and count == 1
-    for job in running:
-        job.stop(f"interrupted by {signals.name}", ssh.INTERRUPT if is_ctrl_c else ssh.TERMINATE)
-
-
-def _printer(name: str, show: Callable[[str, bool], None]) -> Callable[[str], None]:
-    """Return what prints a node's lines, with its name in front except for rank 0's node."""
-    prefix = f"[{name}] " if name else ""
-    return lambda line: show(f"{prefix}{printable(line)}", False)
-
-
-def _text(line: bytes) -> str:
-    return line.removesuffix(b"\r").decode("utf-8", "backslashreplace")
 
 
 REJECTED_EXIT, INTERRUPTED_EXIT, BROKEN_EXIT = 1, 2, 11
@@ -439,4 +376,4 @@ def conclude(
 
 
 def _exits(nodes: Sequence[NodeResult], codes: set[int]) -> str:
-    return listed([f"{node.name} ended with {node.exit}" for node in nodes if node.exit in codes])
+    return some_of([f"{node.name} ended with {node.exit}" for node in nodes if node.exit in codes], 8)

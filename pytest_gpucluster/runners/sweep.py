@@ -8,9 +8,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Protocol
 
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
 from pytest_gpucluster.journal.verdict import (
@@ -24,34 +26,43 @@ from pytest_gpucluster.journal.verdict import (
 )
 from pytest_gpucluster.runners.hosts import NODE_NAME, NODE_NAME_RULE
 from pytest_gpucluster.runners.plan import SweepPlan
-from pytest_gpucluster.runners.run_result import listed
+from pytest_gpucluster.runners.run_result import read_result
 from pytest_gpucluster.runners.sweep_outcome import (
     BROKEN_EXIT,
+    JOINT,
     NO_ANSWER,
     PASSES,
+    LauncherExit,
     Outcome,
     SweepFiles,
+    judge_run,
     progress_line,
     sweep_table,
     verdict_line,
     worse,
 )
-from pytest_gpucluster.text import one_line
+from pytest_gpucluster.text import one_line, some_of
 
 _POLL_SECONDS = 0.05
-_Result = TypeVar("_Result", covariant=True)
 
 
 class Scheduler(Protocol):
     """Starts the runs of a sweep, and ends them. Every wait in it has a deadline."""
 
-    def run_nodes(self, nodes: Sequence[str]) -> Iterator[Outcome]:
+    nodes: tuple[str, ...]
+    """Of the sweep."""
+    python: str
+    """Default interpreter on them."""
+    port: int
+    """Default rendezvous port of the joint run."""
+
+    def run_nodes(self, plan: SweepPlan, directory: Path) -> Iterator[Outcome]:
         """Run every node on its own, and yield each outcome as it ends.
 
         A scheduler may run a node twice; the worse outcome counts.
         """
 
-    def run_joint(self, nodes: Sequence[str]) -> Outcome:
+    def run_joint(self, plan: SweepPlan, nodes: Sequence[str], directory: Path) -> Outcome:
         """Run these nodes as one cluster. The outcome's node is ``JOINT``."""
 
     def stop(self) -> Sequence[str]:
@@ -70,7 +81,7 @@ def sweep(plan: SweepPlan, scheduler: Scheduler, files: SweepFiles, show: Callab
     Args:
         plan: what to run.
         scheduler: starts the runs.
-        files: written again after each outcome.
+        files: written again after each outcome; their folder is also that of the runs.
         show: prints a line.
 
     Raises:
@@ -87,7 +98,7 @@ def sweep(plan: SweepPlan, scheduler: Scheduler, files: SweepFiles, show: Callab
     try:
         write_so_far()
         try:
-            for outcome in scheduler.run_nodes(plan.nodes):
+            for outcome in scheduler.run_nodes(plan, files.directory):
                 previous = outcomes.get(outcome.node, outcome)
                 outcomes[outcome.node] = worse(previous, outcome)
                 show(progress_line(len(outcomes), len(plan.nodes), outcome))
@@ -98,7 +109,7 @@ def sweep(plan: SweepPlan, scheduler: Scheduler, files: SweepFiles, show: Callab
                 show(f"no joint run: {skipped}")
             else:
                 show(f"joint run of {len(survivors)} of {len(plan.nodes)} nodes")
-                joint = scheduler.run_joint(survivors)
+                joint = scheduler.run_joint(plan, survivors, files.directory)
                 show(progress_line(1, 1, joint))
         except (KeyboardInterrupt, Stopped) as error:
             interrupted = str(error) or "Ctrl-C"
@@ -152,7 +163,7 @@ def conclude(
     if broken or failed or missing:
         reasons = [broken] if broken else []
         reasons += [_reason("without a verdict", failed)] if failed else []
-        reasons += [f"{NO_ANSWER}: {listed(missing)}"] if missing else []
+        reasons += [f"{NO_ANSWER}: {some_of(missing, 8)}"] if missing else []
         return Verdict(word=BROKEN, exit=BROKEN_EXIT, reason="; ".join(reasons))
     deviating = [outcome for outcome in everything if outcome.exit == 12]
     incomplete = [outcome for outcome in everything if not outcome.passed and outcome.exit != 12]
@@ -169,7 +180,7 @@ def conclude(
 
 
 def _reason(what: str, outcomes: Sequence[Outcome]) -> str:
-    return f"{what}: {listed([outcome.node for outcome in outcomes])}; {outcomes[0].node}: {outcomes[0].failure}"
+    return f"{what}: {some_of([outcome.node for outcome in outcomes], 8)}; {outcomes[0].node}: {outcomes[0].failure}"
 
 
 def require_nodes(nodes: Sequence[str]) -> None:
@@ -191,11 +202,14 @@ def require_nodes(nodes: Sequence[str]) -> None:
 # ---- what schedulers have in common
 
 
-class Job(Protocol[_Result]):
+class Job(Protocol):
     """A run that was started."""
 
-    def poll(self) -> _Result | None:
-        """Return its result; None while it runs."""
+    reports: Path
+    """Where its journal will be."""
+
+    def poll(self) -> LauncherExit | None:
+        """Return how it ended; None while it runs."""
 
     def stop(self, reason: str) -> None:
         """Ask it to end."""
@@ -204,38 +218,65 @@ class Job(Protocol[_Result]):
         """Give it up at once. Return what may still run; empty if nothing."""
 
 
-def run_each(
-    nodes: Sequence[str], start: Callable[[str], None], running: dict[str, Job[_Result]], at_once: int
-) -> Iterator[tuple[str, _Result]]:
-    """Start a job for each node, at most ``at_once`` at a time, and yield node and result as they end.
+class JobScheduler(ABC):
+    """A scheduler that starts a job for each node, and one for all survivors."""
 
-    Args:
-        nodes: in the order of their start.
-        start: adds a node's job to ``running``.
-        running: node -> job, for :func:`stop_all` when the sweep is interrupted.
-        at_once: the most that run at a time.
-    """
-    waiting = deque(nodes)
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            start(waiting.popleft())
-        ended = {node: result for node, job in running.items() if (result := job.poll()) is not None}
-        for node, result in ended.items():
-            del running[node]
-            yield node, result
-        if not ended:
+    grace_seconds: float
+    """From the request to stop until a job is given up."""
+
+    def __init__(self) -> None:
+        self._running: list[Job] = []
+        self.is_uncertain = False
+        """Whether something may run that is not among the jobs: the start of one was interrupted, or it was killed."""
+
+    @abstractmethod
+    def start(self, plan: SweepPlan, nodes: Sequence[str], folder: Path) -> Job:
+        """Start the job of these nodes, whose output and reports are named after ``folder``.
+
+        Raises:
+            EnvironmentBroken: it cannot be started.
+        """
+
+    def run_nodes(self, plan: SweepPlan, directory: Path) -> Iterator[Outcome]:
+        """Run every node on its own, at most ``at_once`` at a time."""
+        folder = directory / "nodes"
+        folder.mkdir(exist_ok=True)
+        return self._run(plan, [([node], folder / node) for node in plan.nodes])
+
+    def run_joint(self, plan: SweepPlan, nodes: Sequence[str], directory: Path) -> Outcome:
+        """Run these nodes as one cluster, with rank 0 on the first."""
+        [outcome] = self._run(plan, [(nodes, directory / JOINT)])
+        return outcome
+
+    def stop(self) -> Sequence[str]:
+        """Ask all jobs to end, wait for them, and abandon the rest; return what may still run, a line for each."""
+        for job in self._running:
+            job.stop("the sweep ended")
+        until = time.monotonic() + self.grace_seconds
+        # All of them are polled each time: their output is read, so that they can go on.
+        while (left := [job for job in self._running if job.poll() is None]) and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
+        self._running = []
+        return [problem for job in left if (problem := job.abandon())]
 
-
-def stop_all(running: dict[str, Job[_Result]], within_seconds: float) -> list[str]:
-    """Ask all jobs to end, wait for them, and abandon the rest; return what may still run, a line for each."""
-    for job in running.values():
-        job.stop("the sweep ended")
-    until = time.monotonic() + within_seconds
-    # All of them are polled each time: their output is read, so that they can go on.
-    while (left := [job for job in running.values() if job.poll() is None]) and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
-    return [problem for job in left if (problem := job.abandon())]
+    def _run(self, plan: SweepPlan, runs: Sequence[tuple[Sequence[str], Path]]) -> Iterator[Outcome]:
+        waiting, folders = deque(runs), dict[Job, tuple[Path, int]]()
+        while waiting or self._running:
+            while waiting and len(self._running) < plan.at_once:
+                nodes, folder = waiting.popleft()
+                was_uncertain, self.is_uncertain = self.is_uncertain, True
+                self._running.append(job := self.start(plan, nodes, folder))
+                self.is_uncertain = was_uncertain
+                folders[job] = folder, len(nodes)
+            ended = [(job, launcher) for job in self._running if (launcher := job.poll()) is not None]
+            for job, launcher in ended:
+                self._running.remove(job)
+                folder, nnodes = folders.pop(job)
+                result, problem = read_result(job.reports)
+                world_size = plan.world_size(nnodes)
+                yield judge_run(folder.name, result, launcher, problem, nnodes=nnodes, world_size=world_size)
+            if not ended:
+                time.sleep(_POLL_SECONDS)
 
 
 def require_tool(*names: str) -> None:

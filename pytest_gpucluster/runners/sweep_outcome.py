@@ -21,7 +21,7 @@ from pytest_gpucluster.journal.verdict import (
     Verdict,
 )
 from pytest_gpucluster.runners.run_result import RunResult
-from pytest_gpucluster.text import one_line
+from pytest_gpucluster.text import Column, fitted_table, one_line
 
 NO_ANSWER = "NO ANSWER"
 """The run left no journal, or did not end in time. Never a pass."""
@@ -30,7 +30,7 @@ _NOTHING_FAILED = ((INCOMPLETE, 10), (PASSED_WITH_DEVIATIONS, 12))
 BROKEN_EXIT = 11
 JOINT = "together"
 """Name of the joint run where a node's name would be."""
-_FAILURE_CHARACTERS, _ROW_CHARACTERS = 300, 160
+_FAILURE_CHARACTERS, _ROW_CHARACTERS, _WIDTH = 300, 160, 1000
 SCHEMA_VERSION = 1
 
 
@@ -78,13 +78,15 @@ def worse(one: Outcome, other: Outcome) -> Outcome:
     return max(one, other, key=lambda outcome: (outcome.verdict == REJECTED, not outcome.survived, not outcome.passed))
 
 
-def judge_run(node: str, result: RunResult | None, launcher: LauncherExit, *, nnodes: int, world_size: int) -> Outcome:
-    """Return the outcome of a run from its journal and from how its launcher ended.
+def judge_run(
+    node: str, result: RunResult | None, launcher: LauncherExit, problem: str = "", *, nnodes: int, world_size: int
+) -> Outcome:
+    """Return the outcome of a run from its journal, or why there is none, and from how its launcher ended.
 
     A failure counts however the launcher ended. A pass counts only if the launcher ended with 0, and if the run was of
     as many nodes and ranks as were launched.
     """
-    verdict, code, failure = _verdict(result, launcher, nnodes=nnodes, world_size=world_size)
+    verdict, code, failure = _verdict(result, launcher, problem, nnodes=nnodes, world_size=world_size)
     return Outcome(
         node=node,
         verdict=verdict,
@@ -96,11 +98,14 @@ def judge_run(node: str, result: RunResult | None, launcher: LauncherExit, *, nn
     )
 
 
-def _verdict(result: RunResult | None, launcher: LauncherExit, *, nnodes: int, world_size: int) -> tuple[str, int, str]:
+def _verdict(
+    result: RunResult | None, launcher: LauncherExit, problem: str, *, nnodes: int, world_size: int
+) -> tuple[str, int, str]:
     how = "did not end" if launcher.exit is None else f"ended with exit code {launcher.exit}"
     if result is None:
         why = launcher.stop_reason or (f"its launcher {how}" if launcher.exit is None else f"{how} and no journal")
-        return NO_ANSWER, BROKEN_EXIT, f"{why}: {launcher.hint}" if launcher.hint else why
+        hint = problem or launcher.hint
+        return NO_ANSWER, BROKEN_EXIT, f"{why}: {hint}" if hint else why
     failure = result.failure or result.reason
     if result.verdict == REJECTED or result.exit == 1:
         return REJECTED, 1, failure
@@ -134,26 +139,26 @@ def progress_line(ended: int, total: int, outcome: Outcome) -> str:
 
 def sweep_table(nodes: Sequence[str], outcomes: Sequence[Outcome], joint: Outcome | None, skipped: str = "") -> str:
     """Return the table of all nodes in their order, and of the joint run: verdict, seconds, first failure."""
-    by_node = {outcome.node: outcome for outcome in outcomes}
-    rows = [("node", "verdict", "seconds", "first failure")]
-    rows += [_row(node, by_node.get(node), "the sweep ended before it") for node in nodes]
-    rows.append(_row(JOINT, joint, skipped or "the sweep ended before it"))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
-    )
+    by_node = {**{outcome.node: outcome for outcome in outcomes}, JOINT: joint}
+    rows = []
+    for node in (*nodes, JOINT):
+        outcome = by_node.get(node)
+        if outcome is None:
+            why = skipped if node == JOINT and skipped else "the sweep ended before it"
+            rows.append([node, "not run", "-", one_line(why, _ROW_CHARACTERS)])
+        else:
+            seconds = "-" if outcome.seconds is None else f"{outcome.seconds:.0f}"
+            rows.append([node, outcome.verdict, seconds, one_line(outcome.failure, _ROW_CHARACTERS)])
+    heads = [
+        Column(title=title, is_right=title == "seconds") for title in ("node", "verdict", "seconds", "first failure")
+    ]
+    head, lines = fitted_table(heads, rows, _WIDTH)
+    return "\n".join([head, *(line for [line] in lines)])
 
 
 def verdict_line(verdict: Verdict) -> str:
     """Return the last line."""
     return one_line(f"{verdict.word}, exit code {verdict.exit}: {verdict.reason}", 4 * _ROW_CHARACTERS)
-
-
-def _row(node: str, outcome: Outcome | None, skipped: str) -> tuple[str, str, str, str]:
-    if outcome is None:
-        return node, "not run", "-", one_line(skipped, _ROW_CHARACTERS)
-    seconds = "-" if outcome.seconds is None else f"{outcome.seconds:.0f}"
-    return node, outcome.verdict, seconds, one_line(outcome.failure, _ROW_CHARACTERS)
 
 
 class SweepFiles:

@@ -7,17 +7,16 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.hostlist import compress_hostlist, expand_hostlist
-from pytest_gpucluster.runners.plan import LAUNCHER, SweepPlan, report_arguments
-from pytest_gpucluster.runners.run_result import read_result
-from pytest_gpucluster.runners.sweep import Job, require_tool, run_each, run_tool, stop_all
-from pytest_gpucluster.runners.sweep_outcome import JOINT, LauncherExit, Outcome, judge_run
+from pytest_gpucluster.runners.plan import LAUNCHER, SweepPlan, random_port, report_arguments
+from pytest_gpucluster.runners.sweep import JobScheduler, require_tool, run_tool
+from pytest_gpucluster.runners.sweep_outcome import LauncherExit
 
 _TAIL_BYTES = 65536
 
@@ -26,20 +25,27 @@ class Step:
     """A process of srun. It has a session of its own, so that Ctrl-C on the terminal reaches the sweep only."""
 
     def __init__(
-        self, command: Sequence[str], *, environ: Mapping[str, str], log: Path, within_seconds: float, grace: float
+        self,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        reports: Path,
+        within_seconds: float,
+        grace: float,
+        on_kill: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start it.
+        """Start it; its output goes to a file next to its reports. ``on_kill`` is called when srun had to be killed.
 
         Raises:
             EnvironmentBroken: it cannot be started.
         """
-        self.log = log
+        self.reports, self._log = reports, reports.with_name(f"{reports.name}.log")
+        self._within, self._grace, self._on_kill = within_seconds, grace, on_kill
         self._stop_reason = ""
-        self._within, self._grace = within_seconds, grace
         self._started = time.monotonic()
         self._stop_sent_at: float | None = None
         try:
-            with log.open("wb") as output:
+            with self._log.open("wb") as output:
                 self._process = subprocess.Popen(
                     list(command),
                     env=dict(environ),
@@ -53,17 +59,20 @@ class Step:
 
     def poll(self) -> LauncherExit | None:
         """Return how it ended; None while it runs. After its deadline it is asked to end, later killed."""
-        code = self._process.poll()
-        if code is not None:
-            return self._exit(code)
-        now = time.monotonic()
-        if self._stop_sent_at is None:
-            if now - self._started > self._within:
+        code, now = self._process.poll(), time.monotonic()
+        if code is None:
+            if self._stop_sent_at is None and now - self._started > self._within:
                 self.stop(f"no answer within {self._within:g} s")
-        elif now - self._stop_sent_at > self._grace:
+            if self._stop_sent_at is None or now - self._stop_sent_at <= self._grace:
+                return None
             self.abandon()
-            return self._exit(None)
-        return None
+        return LauncherExit(
+            exit=code,
+            seconds=round(now - self._started, 3),
+            stop_reason=self._stop_reason,
+            log=str(self._log),
+            hint=_error_line(self._log),
+        )
 
     def stop(self, reason: str) -> None:
         """Ask srun to end the step: on SIGTERM it ends all tasks.
@@ -80,16 +89,8 @@ class Step:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        return f"{self.log.stem}: srun was killed"
-
-    def _exit(self, code: int | None) -> LauncherExit:
-        return LauncherExit(
-            exit=code,
-            seconds=round(time.monotonic() - self._started, 3),
-            stop_reason=self._stop_reason,
-            log=str(self.log),
-            hint=_error_line(self.log),
-        )
+        self._on_kill()
+        return f"{self.reports.name}: srun was killed"
 
 
 def _error_line(log: Path) -> str:
@@ -156,88 +157,56 @@ def allocated_nodes(environ: Mapping[str, str], wanted: str | None) -> tuple[str
     return tuple(chosen)
 
 
-def require_programs() -> None:
-    """Require Slurm's programs.
-
-    Raises:
-        OptionError: one is missing.
-    """
-    require_tool("srun", "squeue", "scancel")
-
-
-class Slurm:
-    """The runs of a sweep as steps of the job that this process is in."""
+class Slurm(JobScheduler):
+    """The runs of a sweep as steps of the job that this process is in. All nodes share their report directory."""
 
     grace_seconds = 60.0
-    """From the request to stop until srun is killed. Slurm itself waits for KillWait in between, 30 s by default.
-    Source: https://slurm.schedmd.com/slurm.conf.html."""
+    """Slurm itself waits for KillWait in between, 30 s by default. Source: https://slurm.schedmd.com/slurm.conf.html."""
 
-    def __init__(
-        self,
-        plan: SweepPlan,
-        directory: Path,
-        *,
-        environ: Mapping[str, str],
-        options: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, environ: Mapping[str, str], *, wanted: str | None = None, options: Sequence[str] = ()) -> None:
         """Start nothing yet.
 
         Args:
-            plan: what to run.
-            directory: of the sweep, on a file system that all nodes share.
             environ: of this process.
+            wanted: the nodes, as of :func:`allocated_nodes`.
             options: more options for every srun.
+
+        Raises:
+            OptionError: there is no allocation, a wanted node is not in it, or a program of Slurm is missing.
         """
-        self._plan, self._directory, self._options = plan, directory, tuple(options)
-        self._job = environ["SLURM_JOB_ID"]
+        super().__init__()
+        self.nodes, self.python, self.port = allocated_nodes(environ, wanted), sys.executable, random_port()
+        require_tool("srun", "squeue", "scancel")
+        self._job, self._options = environ["SLURM_JOB_ID"], tuple(options)
         self._environ = {
             name: value
             for name, value in environ.items()
             if name not in _NOT_FORWARDED and not name.startswith(_TORCHRUN_PREFIXES)
         }
-        self._running: dict[str, Job[LauncherExit]] = {}
-        self._uncertain = False
 
-    def run_nodes(self, nodes: Sequence[str]) -> Iterator[Outcome]:
-        """Run every node on its own, at most ``at_once`` at a time."""
-        folder = self._directory / "nodes"
-        folder.mkdir(exist_ok=True)
-
-        def start(node: str) -> None:
-            self._start([node], self._plan.node_command(), folder / node, self._plan.node_seconds)
-
-        for node, launcher in run_each(nodes, start, self._running, self._plan.at_once):
-            yield self._outcome(launcher, folder / node, nnodes=1)
-
-    def run_joint(self, nodes: Sequence[str]) -> Outcome:
-        """Run these nodes as one cluster, with rank 0 on the first."""
-        folder = self._directory / JOINT
-        command = _with_node_rank(self._plan.joint_command(len(nodes), nodes[0]), nodes)
-
-        def start(name: str) -> None:
-            self._start(nodes, command, folder, self._plan.joint_seconds)
-
-        [(_, launcher)] = run_each([JOINT], start, self._running, 1)
-        return self._outcome(launcher, folder, nnodes=len(nodes))
+    def start(self, plan: SweepPlan, nodes: Sequence[str], folder: Path) -> Step:
+        """Start the step of these nodes."""
+        arguments = [*plan.arguments(len(nodes), nodes[0]), *report_arguments(str(folder), f"{folder}.xml")]
+        # require_nodes has checked the names, so they need no quotes.
+        script = ["sh", "-c", _NODE_RANK_SCRIPT.format(nodes=" ".join(nodes)), plan.python]
+        alone = [plan.python, "-m", LAUNCHER]
+        within_seconds = plan.seconds(len(nodes))
+        return Step(
+            self._srun(nodes, within_seconds, [*(script if len(nodes) > 1 else alone), *arguments]),
+            environ=self._environ,
+            reports=folder,
+            within_seconds=within_seconds,
+            grace=self.grace_seconds,
+            on_kill=self._on_kill,
+        )
 
     def stop(self) -> Sequence[str]:
         """End all steps that still run, and cancel those that remain."""
-        running, self._running = self._running, {}
-        left = stop_all(running, self.grace_seconds)
-        return self._cancel() if left or self._uncertain else []
+        super().stop()
+        return self._cancel() if self.is_uncertain else []
 
-    def _start(self, nodes: Sequence[str], command: Sequence[str], folder: Path, within_seconds: float) -> None:
-        command = [*command, *report_arguments(str(folder), f"{folder}.xml")]
-        # If this is interrupted, a step may exist that only Slurm knows.
-        before, self._uncertain = self._uncertain, True
-        self._running[folder.name] = Step(
-            self._srun(nodes, within_seconds, command),
-            environ=self._environ,
-            log=folder.with_name(f"{folder.name}.log"),
-            within_seconds=within_seconds,
-            grace=self.grace_seconds,
-        )
-        self._uncertain = before
+    def _on_kill(self) -> None:
+        self.is_uncertain = True  # its tasks may still run
 
     def _srun(self, nodes: Sequence[str], within_seconds: float, command: Sequence[str]) -> list[str]:
         """Return an srun of one task for each node.
@@ -259,15 +228,6 @@ class Slurm:
             *command,
         ]
 
-    def _outcome(self, launcher: LauncherExit, folder: Path, *, nnodes: int) -> Outcome:
-        if launcher.exit is None:  # srun was killed: its tasks may still run
-            self._uncertain = True
-        result, problem = read_result(folder)
-        if result is None:
-            launcher = replace(launcher, hint=problem or launcher.hint)
-        world_size = self._plan.world_size(nnodes)
-        return judge_run(folder.name, result, launcher, nnodes=nnodes, world_size=world_size)
-
     def _cancel(self) -> Sequence[str]:
         """Cancel this sweep's steps that Slurm still knows.
 
@@ -285,24 +245,3 @@ class Slurm:
         except EnvironmentBroken as error:
             return [f"steps of this sweep may still run in job {self._job}: {error}"]
         return []
-
-
-def _with_node_rank(command: Sequence[str], nodes: Sequence[str]) -> list[str]:
-    """Return a joint command that finds its node rank on each node."""
-    # require_nodes has checked the names, so they need no quotes.
-    return [
-        "sh",
-        "-c",
-        _NODE_RANK_SCRIPT.format(nodes=" ".join(nodes)),
-        command[0],
-        *command[command.index(LAUNCHER) + 1 :],
-    ]
-
-
-def joint_port(environ: Mapping[str, str]) -> int:
-    """Return the rendezvous port of the joint run: another for each job, below Linux's ephemeral ports.
-
-    Source: Linux, Documentation/networking/ip-sysctl.rst (ip_local_port_range: 32768 to 60999).
-    """
-    job = environ.get("SLURM_JOB_ID", "0")
-    return 20000 + (16 * int(job) if job.isdecimal() else os.getpid()) % 10000

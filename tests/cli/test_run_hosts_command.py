@@ -68,16 +68,17 @@ def test_a_run_that_passes_on_all_nodes_is_0_and_its_reports_are_here(ssh, fake,
     folder = tmp_path / "my work" / "gpucluster-ssh" / "latest"
     assert (folder / "localhost" / "20260102-000000" / "journal.jsonl").is_file()
     assert (folder / "report.html").is_file()
-    assert (folder / "gpu-2.log").read_text() == "a warning\x1b[31m\n\x1b[2Jother\n"
+    output = "a warning\x1b[31m\n\x1b[2Jother\n"
+    assert (folder / "gpu-2.log").read_text() == f"Welcome to gpu-2! gpucluster-node: ready\n{output}"
     assert [(node["node"], node["exit"], node["not_brought"]) for node in kept["nodes"]] == [
         *(("localhost", 0, ""), ("gpu-2", 0, "")),
     ]
     first, second = fake.started["localhost"], fake.started["gpu-2"]
     assert first["words"][:6] == [
-        *("run", "--nnodes=2", "--node-rank=0", "--master-addr=localhost", "--master-port=20001"),
+        *("run", "--node-rank=0", "--nnodes=2", "--master-addr=localhost", "--master-port=20001"),
         "--nproc-per-node=8",
     ]
-    assert second["words"][2] == "--node-rank=1"
+    assert second["words"][1] == "--node-rank=1"
     assert first["words"][7:11] == ["acceptance/", "-k", "it or that", "--gpucluster-expect=2x8xH100"]
     assert first["directory"] == str(tmp_path / "my work")
     assert first["ssh"][-1] == f"exec {sys.executable} -m pytest_gpucluster.runners.node_agent"
@@ -197,13 +198,19 @@ def test_without_any_answer_nothing_runs(ssh, fake):
         ({"calls itself": "localhost"}, "  reports the host name localhost like another node"),
         ({"facts": {"problems": ["cannot write"]}}, "  cannot write"),
         ({"reached": "10.0.0.1 5 10.0.0.2 22"}, "  resolves "),
+        ({"answers": "[]"}, "  ended with exit code 0 and no JSON"),
+        ({"answers": "{}"}, "  ended with exit code 0 and no JSON"),
+        ({"answers": '{"half'}, "  ended with exit code 0 and no JSON"),
+        ({"probe exit": 1}, "  ended with exit code 1 and no JSON"),
+        # Facts that came before the connection was lost: the rest is unknown.
+        ({"probe exit": 255}, "  the connection was lost: ssh ended with exit code 255"),
     ],
 )
 def test_a_node_that_is_not_ready_stops_the_run(act, message, ssh, fake):
     fake.acts({"localhost": PASSED, "gpu-2": act})
     for words in ([], ["--check"]):
         code, out, _, _ = ssh(*words)
-        assert (code, fake.started) == (11, {})
+        assert (code, fake.started) == (12 if "no JSON" in message or "lost" in message else 11, {})
         assert any(line.startswith(message) for line in out.splitlines()), out
 
 
@@ -257,7 +264,7 @@ def test_many_nodes_get_the_open_files_that_they_take(tmp_path, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
-        assert len(run_hosts.select_nodes(options, None).hosts) == 200
+        assert len(run_hosts.select_nodes(options, None)[0]) == 200
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1600
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

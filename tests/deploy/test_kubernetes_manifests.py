@@ -386,7 +386,7 @@ def test_the_template_of_sweeps_is_taken_by_the_sweep():
     [pod] = manifests.load(path.read_text())
     assert manifests.problems([pod]) == []
     template = kubernetes_manifest.read_template(json.dumps(pod), str(path), gpus=8)
-    assert template.container["name"] == "suite"
+    assert template["spec"]["containers"][0]["name"] == "suite"
     with pytest.raises(OptionError, match=r"8 nvidia\.com/gpu, .* 4"):
         kubernetes_manifest.read_template(json.dumps(pod), str(path), gpus=4)
 

@@ -11,7 +11,7 @@ from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.runners.hosts import parse_hosts, require_slots
-from pytest_gpucluster.runners.plan import SshPlan, forwarded_environment, require_unreserved
+from pytest_gpucluster.runners.plan import SshPlan, forwarded_environment, parse_per_node, require_unreserved
 from pytest_gpucluster.runners.ssh import Access, ssh_command
 from pytest_gpucluster.runners.torchrun import command_line
 
@@ -21,21 +21,14 @@ EIGHT = Expectation.parse("1x8xH100")
 
 def plan(**more):
     given = {"hosts": HOSTS, "per_node": None, "ranks": None, "arguments": ("acceptance/", "-k", "a b")}
-    given |= {
-        "directory": "/suite",
-        "node_report_dir": "out",
-        "run_id": "r1",
-        "environ": {},
-        "master": "10.0.0.1",
-        "port": 20001,
-    }
+    given |= {"access": Access(python="python", report_dir="out"), "run_id": "r1", "master": "10.0.0.1", "port": 20001}
     return SshPlan(**{**given, **more})
 
 
 def test_each_node_gets_its_own_rank_and_folder_and_the_same_rendezvous():
     words = [plan(per_node=EIGHT, hosts=HOSTS[:1] + parse_hosts("gpu-2", "h")).node_command(rank) for rank in (0, 1)]
     assert words[1] == [
-        *("run", "--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=20001", "--nproc-per-node=8"),
+        *("run", "--node-rank=1", "--nnodes=2", "--master-addr=10.0.0.1", "--master-port=20001", "--nproc-per-node=8"),
         *("--", "acceptance/", "-k", "a b", "--gpucluster-expect=2x8xH100"),
         *("--gpucluster-report-dir=out/r1/gpu-2", "--junitxml=out/r1/gpu-2/report.xml"),
     ]
@@ -52,12 +45,15 @@ def test_ranks_are_those_of_the_hosts_file_else_of_the_option_else_of_the_node()
 
 def test_the_command_is_understood_by_the_cli_and_by_torchrun():
     parser = pytest.importorskip("torch.distributed.run").get_args_parser()
-    options = main.parse(plan(per_node=EIGHT, hosts=HOSTS[:1]).node_command(0))
-    line = command_line(options.for_torchrun, options.forwarded, {})
-    parsed = parser.parse_args(line.arguments)
-    assert (parsed.nnodes, parsed.nproc_per_node, parsed.node_rank) == ("1", "8", 0)
-    assert (parsed.master_addr, parsed.master_port, parsed.training_script) == ("10.0.0.1", 20001, "pytest")
-    assert parsed.training_script_args[:3] == ["acceptance/", "-k", "a b"]
+    for hosts in (HOSTS, HOSTS[:1]):
+        options = main.parse(plan(per_node=EIGHT, hosts=hosts).node_command(len(hosts) - 1))
+        line = command_line(options.for_torchrun, options.forwarded, {})
+        parsed = parser.parse_args(line.arguments)
+        assert (parsed.standalone, parsed.nproc_per_node, parsed.training_script) == (len(hosts) == 1, "8", "pytest")
+        assert parsed.training_script_args[:3] == ["acceptance/", "-k", "a b"]
+        if len(hosts) > 1:
+            assert (parsed.nnodes, parsed.node_rank, parsed.rdzv_backend) == ("2", 1, "static")
+            assert (parsed.master_addr, parsed.master_port) == ("10.0.0.1", 20001)
 
 
 def test_a_contradiction_between_file_and_option_is_refused():
@@ -66,11 +62,18 @@ def test_a_contradiction_between_file_and_option_is_refused():
     require_slots(HOSTS, None)
 
 
+def test_what_a_node_has_begins_with_its_gpus():
+    for text in ("", "H100", "0", "8x", "8 GPUs", "2x8xH100", "-1"):
+        with pytest.raises(OptionError, match="8xH100"):
+            parse_per_node(text)
+
+
 def test_reserved_arguments_of_pytest_are_refused():
-    for word in ("--junitxml=x", "--gpucluster-report-dir", "--gpucluster-expect=2x8", "-n", "-n8", "-nlogical"):
+    reserved = ("--junitxml", "--junit-xml=x", "--gpucluster-report-dir", "--gpucluster-expect=2x8")
+    for word in (*reserved, "-n", "-n8", "-nauto", "-nlogical"):
         with pytest.raises(OptionError, match=word):
             require_unreserved(["acceptance/", word])
-    require_unreserved(["acceptance/", "-k", "n", "--gpucluster-profile=quick", "-no"])
+    require_unreserved(["acceptance/", "-k", "not n", "--gpucluster-profile=quick", "-no", "-m", "single_gpu"])
 
 
 def test_settings_of_the_suite_are_forwarded_and_what_could_matter_is_named():

@@ -26,14 +26,14 @@ class Script:
     def __init__(self, alone, together="ACCEPTED"):
         self.verdicts, self.joint, self.started, self.stopped = alone, together, [], 0
 
-    def run_nodes(self, nodes):
-        self.started.append(tuple(nodes))
+    def run_nodes(self, plan, directory):
+        self.started.append(plan.nodes)
         for node, verdict in self.verdicts:
             if isinstance(verdict, BaseException):
                 raise verdict
             yield of(node, verdict)
 
-    def run_joint(self, nodes):
+    def run_joint(self, plan, nodes, directory):
         self.started.append(tuple(nodes))
         if isinstance(self.joint, BaseException):
             raise self.joint

@@ -85,7 +85,6 @@ def test_every_node_has_a_pod_of_its_own_and_then_all_meet(fake, sweep, tmp_path
     assert code == 0, printed
     assert found(kept) == {"n1": ("ACCEPTED", 0, ""), "n2": ("ACCEPTED", 0, "")}
     assert kept["together"]["verdict"] == "ACCEPTED"
-    assert {each["seconds"] for each in kept["alone"]} == {61.0}
     alone, together = fake.created("Job")
     [service] = fake.created("Service")
     name = alone["metadata"]["labels"]["gpucluster-sweep"]
@@ -99,8 +98,8 @@ def test_every_node_has_a_pod_of_its_own_and_then_all_meet(fake, sweep, tmp_path
         seconds=7200,
     )
     script = together["spec"]["template"]["spec"]["containers"][0]["command"][2]
-    arguments = ["--nnodes=2", "--nproc-per-node=8", f"--master-addr={name}-together-0.{name}-together"]
-    arguments += ["--master-port=29500", "-m", "pytest", "acceptance/", "-k", "a$$b", "--gpucluster-expect=2x8xH100"]
+    arguments = ["--nnodes=2", f"--master-addr={name}-together-0.{name}-together", "--master-port=29500"]
+    arguments += ["--nproc-per-node=8", "-m", "pytest", "acceptance/", "-k", "a$$b", "--gpucluster-expect=2x8xH100"]
     expected = expected_job(f"{name}-together", name, ["sh", "-c", script, "python", *arguments], seconds=14400)
     expected["spec"]["template"]["spec"]["subdomain"] = f"{name}-together"
     assert together == expected

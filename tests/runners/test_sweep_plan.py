@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.runners.plan import SweepPlan, parse_per_node, report_arguments, require_unreserved
+from pytest_gpucluster.runners.plan import SweepPlan, parse_per_node
 from pytest_gpucluster.runners.sweep import require_nodes
 
 
@@ -15,7 +15,7 @@ def plan(expect="8xH100 SXM"):
         per_node=parse_per_node(expect),
         pytest_arguments=("acceptance/", "-k", "a b"),
         node_seconds=1.0,
-        joint_seconds=1.0,
+        joint_seconds=2.0,
         at_once=3,
         min_nodes=2,
         python="/py",
@@ -24,36 +24,13 @@ def plan(expect="8xH100 SXM"):
 
 
 def test_the_same_suite_runs_alone_and_together_each_with_its_own_expectation():
-    run, suite = ["/py", "-m", "torch.distributed.run"], ["-m", "pytest", "acceptance/", "-k", "a b"]
-    alone = [*run, "--standalone", "--nproc-per-node=8", *suite, "--gpucluster-expect=1x8xH100 SXM"]
-    assert plan().node_command() == alone
-    together = [*run, "--nnodes=3", "--nproc-per-node=8", "--master-addr=a", "--master-port=7", *suite]
-    assert plan().joint_command(3, "a") == [*together, "--gpucluster-expect=3x8xH100 SXM"]
-    assert plan("4").node_command()[-1] == "--gpucluster-expect=1x4"
-    assert plan().world_size(3) == 24
-
-
-def test_torchrun_understands_the_commands():
-    parser = pytest.importorskip("torch.distributed.run").get_args_parser()
-    found = parser.parse_args([*plan().node_command()[3:], *report_arguments("d", "x.xml")])
-    assert (found.standalone, found.nproc_per_node, found.module, found.training_script) == (True, "8", True, "pytest")
-    found = parser.parse_args(["--node-rank=2", *plan().joint_command(3, "a")[3:]])
-    assert (found.nnodes, found.node_rank, found.master_addr, found.master_port) == ("3", 2, "a", 7)
-    assert found.rdzv_backend == "static"
-    assert found.training_script_args[:3] == ["acceptance/", "-k", "a b"]
-
-
-def test_what_a_node_has_begins_with_its_gpus():
-    for text in ("", "H100", "0", "8x", "8 GPUs", "2x8xH100", "-1"):
-        with pytest.raises(OptionError, match="8xH100"):
-            parse_per_node(text)
-
-
-def test_what_the_sweep_sets_is_not_pytests():
-    for argument in ("--junitxml", "--junit-xml=x", "--gpucluster-report-dir=x", "-n", "-n4", "-nauto"):
-        with pytest.raises(OptionError, match=argument):
-            require_unreserved(["acceptance/", argument])
-    require_unreserved(["acceptance/", "-k", "not n", "--gpucluster-device=cpu", "-m", "single_gpu", "--no-header"])
+    suite = ["-m", "pytest", "acceptance/", "-k", "a b"]
+    alone = ["--standalone", "--nproc-per-node=8", *suite, "--gpucluster-expect=1x8xH100 SXM"]
+    assert plan().arguments(1, "a") == alone
+    together = ["--nnodes=3", "--master-addr=a", "--master-port=7", "--nproc-per-node=8", *suite]
+    assert plan().arguments(3, "a") == [*together, "--gpucluster-expect=3x8xH100 SXM"]
+    assert plan("4").arguments(1, "a")[-1] == "--gpucluster-expect=1x4"
+    assert (plan().world_size(3), plan().seconds(1), plan().seconds(3)) == (24, 1.0, 2.0)
 
 
 def test_nodes_have_names_that_files_and_shells_take():

@@ -18,7 +18,7 @@ def python(code):
 
 
 def step(tmp_path, code, *, within=60.0, grace=60.0):
-    return Step(python(code), environ=dict(os.environ), log=tmp_path / "log", within_seconds=within, grace=grace)
+    return Step(python(code), environ=dict(os.environ), reports=tmp_path / "n1", within_seconds=within, grace=grace)
 
 
 def end_of(started):
@@ -41,7 +41,7 @@ def end_of(started):
 )
 def test_the_end_of_its_output_is_the_hint(tmp_path, output, hint):
     ended = end_of(step(tmp_path, f"import sys; sys.stdout.write({output!r}); sys.exit(7)"))
-    assert (ended.exit, ended.stop_reason, ended.hint, ended.log) == (7, "", hint, str(tmp_path / "log"))
+    assert (ended.exit, ended.stop_reason, ended.hint, ended.log) == (7, "", hint, str(tmp_path / "n1.log"))
 
 
 def test_at_its_deadline_it_is_asked_to_end(tmp_path):
@@ -56,7 +56,7 @@ def test_one_that_is_deaf_is_killed_and_has_no_exit_code(tmp_path):
     )
     started = step(tmp_path, code, grace=0.2)
     until = time.monotonic() + 60
-    while (tmp_path / "log").read_text() != "deaf\n" and time.monotonic() < until:
+    while (tmp_path / "n1.log").read_text() != "deaf\n" and time.monotonic() < until:
         time.sleep(0.02)
     started.stop("the sweep ended")
     ended = end_of(started)
@@ -65,7 +65,7 @@ def test_one_that_is_deaf_is_killed_and_has_no_exit_code(tmp_path):
 
 def test_one_that_cannot_be_started_is_named(tmp_path):
     with pytest.raises(EnvironmentBroken, match="no-such-srun"):
-        Step(["no-such-srun"], environ={}, log=tmp_path / "log", within_seconds=1, grace=1)
+        Step(["no-such-srun"], environ={}, reports=tmp_path / "n1", within_seconds=1, grace=1)
 
 
 def test_what_it_prints_is_returned():

@@ -74,9 +74,11 @@ def test_every_node_runs_alone_and_then_all_together(fake, sweep, tmp_path):
     ]
     assert joint[6 : 6 + len(alike)] == alike
     script = joint[joint.index("sh") + 2]
+    [port] = [word for word in joint if word.startswith("--master-port=")]
+    assert 20000 <= int(port.partition("=")[2]) < 30000
     assert joint[joint.index("sh") :] == [
-        *("sh", "-c", script, sys.executable, "--nnodes=2", "--nproc-per-node=8", "--master-addr=gpu-1"),
-        *(f"--master-port={20000 + 16 * 77}", *pytest_words, "--gpucluster-expect=2x8xH100"),
+        *("sh", "-c", script, sys.executable, "--nnodes=2", "--master-addr=gpu-1", port, "--nproc-per-node=8"),
+        *(*pytest_words, "--gpucluster-expect=2x8xH100"),
         *(f"--gpucluster-report-dir={folder}/together", f"--junitxml={folder}/together.xml"),
     ]
     # A host's name that was set for this process would be that of every node.
@@ -231,9 +233,9 @@ def test_the_nodes_of_the_job_are_swept_where_none_are_named():
 
 
 def test_a_task_on_a_strange_node_does_not_take_part():
-    words = sweep_slurm._with_node_rank(["echo", "-m", "torch.distributed.run", "--nnodes=2"], ["a", "b"])
+    script = sweep_slurm._NODE_RANK_SCRIPT.format(nodes="a b")
     for node, code, output in (("b", 0, "-m torch.distributed.run --node-rank=1 --nnodes=2\n"), ("c", 64, "")):
-        done = subprocess.run(
-            words, env={**os.environ, "SLURMD_NODENAME": node}, capture_output=True, text=True, check=False, timeout=30
-        )
+        environ = {**os.environ, "SLURMD_NODENAME": node}
+        words = ["sh", "-c", script, "echo", "--nnodes=2"]
+        done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=30)
         assert (done.returncode, done.stdout) == (code, output)

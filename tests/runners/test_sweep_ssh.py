@@ -12,7 +12,7 @@ from fake_ssh import FakeSsh, journal_lines
 from sessions import Process, environment
 
 from pytest_gpucluster.cli import main
-from pytest_gpucluster.runners import sweep_ssh
+from pytest_gpucluster.runners import ssh_job
 
 PASSED = {"journals": [journal_lines()], "together": [journal_lines(nnodes=2)], "exit": 0}
 REJECTED = {"journals": [journal_lines(outcome="failed", message="slow", verdict="REJECTED", exit=1)], "exit": 1}
@@ -60,7 +60,7 @@ def test_every_node_runs_alone_and_then_those_that_passed_together(fake, sweep, 
     assert alone[:5] == ["run", "--standalone", "--nproc-per-node=8", "--", "acceptance/"]
     assert "--gpucluster-expect=1x8xH100" in alone
     joint = fake.started["gpu-2"]["words"]
-    assert joint[1:5] == ["--nnodes=2", "--node-rank=1", "--master-addr=localhost", "--master-port=20001"]
+    assert joint[1:5] == ["--node-rank=1", "--nnodes=2", "--master-addr=localhost", "--master-port=20001"]
     assert "--gpucluster-expect=2x8xH100" in joint
 
 
@@ -93,7 +93,7 @@ def test_a_joint_run_is_as_good_as_its_worst_node(fake, sweep):
 
 
 def test_a_node_that_had_to_be_ended_in_the_joint_run_is_no_pass(fake, sweep, monkeypatch):
-    monkeypatch.setattr(sweep_ssh, "OTHERS_SECONDS", 1.0)
+    monkeypatch.setattr(ssh_job, "OTHERS_SECONDS", 1.0)
     fake.acts({"localhost": PASSED, "gpu-2": {**PASSED, "together hangs": True}, "gpu-3": REJECTED})
     _, kept, _ = sweep()
     assert (kept["together"]["verdict"], kept["together"]["exit"]) == ("NO ANSWER", 11)
