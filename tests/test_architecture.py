@@ -48,7 +48,7 @@ session: short_fixtures launch metrics config isolation benchmarks judge node ag
 fixtures: metrics config judge node agreement journal session
 plugin: journal metrics session fixtures
 runners: launch metrics isolation judge agreement journal
-cli: launch metrics benchmarks judge node agreement journal reports recorder analysis runners
+cli: launch metrics benchmarks judge node journal reports recorder analysis runners
 __main__: cli
 """)
 

@@ -6,13 +6,13 @@ A journal is reduced to a few plain values, short enough for a container's termi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, read
+from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.text import one_line
 
 SCHEMA_VERSION = 1
@@ -21,7 +21,6 @@ MOST_BYTES = 4096
 https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/."""
 _REASON_CHARACTERS = 600
 _LINE_CHARACTERS = 2000
-_LISTED_NAMES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +80,10 @@ class RunResult:
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
-            raise JournalError(f"not the output of `gpucluster verdict`: {one_line(text, 80)!r}") from None
-        if not isinstance(found, dict) or found.pop("schema_version", None) != SCHEMA_VERSION:
+            found = None
+        if not isinstance(found, dict) or found.get("schema_version") != SCHEMA_VERSION:
             raise JournalError(f"not the output of this version's `gpucluster verdict`: {one_line(text, 80)!r}")
-        wrong = sorted(name for name, kind in _KINDS.items() if type(found.get(name)).__name__ != kind)
-        if wrong:
-            raise JournalError(f"output of `gpucluster verdict` with missing or wrong {', '.join(wrong)}")
-        return cls(**{name: found[name] for name in _KINDS})
-
-
-_KINDS: Mapping[str, str] = {name: str(field.type) for name, field in RunResult.__dataclass_fields__.items()}
+        return codec.read(cls, found, "output of `gpucluster verdict`")
 
 
 def read_result(report_dir: Path) -> tuple[RunResult | None, str]:
@@ -133,13 +126,3 @@ def conclusion(word: str, code: int, reason: str, *, rehearsal: bool = False, re
     line = f"{'REHEARSAL, ' if rehearsal else ''}{word}, exit code {code}: {reason}"
     line += f" (reports: {reports})" if reports else ""
     return Conclusion(exit=code, line=one_line(line, _LINE_CHARACTERS))
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names in a list that stays short.
-
-    >>> listed([f"gpu-{number}" for number in range(1, 11)])
-    'gpu-1, gpu-2, gpu-3, gpu-4, gpu-5, gpu-6, gpu-7, gpu-8 and 2 more'
-    """
-    more = f" and {len(names) - _LISTED_NAMES} more" if len(names) > _LISTED_NAMES else ""
-    return ", ".join(names[:_LISTED_NAMES]) + more

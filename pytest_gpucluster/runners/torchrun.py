@@ -25,10 +25,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.verdict import BROKEN, EXIT_CODES, VARIABLE, ExitNote
 from pytest_gpucluster.launch.detached_process import end_with_parent
+from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.runners.run_result import Conclusion, conclusion
 from pytest_gpucluster.text import one_line, rank_ranges
 
@@ -70,10 +71,8 @@ class AgentResult:
     def read(cls, folder: Path) -> AgentResult | None:
         """Read it back; None if the agent has left none, because it was killed."""
         try:
-            found: Mapping[str, Any] = json.loads((folder / FILE_NAME).read_bytes())
-            ranks = tuple(RankExit(rank=int(end["rank"]), code=int(end["code"])) for end in found["ranks"])
-            return cls(outcome=found["outcome"], message=str(found["message"]), ranks=ranks)
-        except (OSError, ValueError, KeyError, TypeError):
+            return codec.read(cls, json.loads((folder / FILE_NAME).read_bytes()), FILE_NAME)
+        except (OSError, ValueError, JournalError):
             return None
 
 

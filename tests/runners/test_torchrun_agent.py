@@ -101,6 +101,6 @@ def test_an_account_is_read_as_it_was_written_or_not_at_all(tmp_path):
     assert AgentResult.read(tmp_path) is None
     agent.write(tmp_path)
     assert AgentResult.read(tmp_path) == agent
-    for text in ("", "{", "[]", '{"outcome": "done"}', '{"outcome": "done", "message": "", "ranks": [{}]}'):
+    for text in ("", "{", "[]", '{"outcome": "odd"}', '{"outcome": "done", "ranks": [{}]}'):
         (tmp_path / "agent.json").write_text(text)
         assert AgentResult.read(tmp_path) is None
