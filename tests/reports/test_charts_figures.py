@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import example_runs
 import pytest
 from each import of_each
-from example_runs import ARTIFACTS, BURN_IN, LINKS, LORA, artifacts_name
+from example_runs import ARTIFACTS, LINKS, LORA, artifacts_name
 
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.records import TestResult
@@ -99,7 +99,7 @@ BAD_FILES = {
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "{name}: no regular file"),
     "a link to nowhere": (lambda path: (path.unlink(), path.symlink_to("gone")), "{name}: .*No such file"),
 }
-FILES = {LINKS: "links-node.json", LORA: "curve-group-0.csv", BURN_IN: "burn-in-rank-11.csv"}
+FILES = {LINKS: "links-node.json", LORA: "curve-group-0.csv"}
 
 
 @of_each("bad", list(BAD_FILES))

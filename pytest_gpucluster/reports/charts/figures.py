@@ -1,7 +1,7 @@
 """The figures of a test, made from its measurements and its artifacts.
 
-They are: metrics over sizes (busbw over the message size, as nccl-tests prints it), the maps of a link survey, loss
-over the steps of a training, and rates over the time of a burn-in.
+They are: metrics over sizes (busbw over the message size, as nccl-tests prints it), the maps of a link survey, and loss
+over the steps of a training.
 
 A run may have been killed while it wrote a file, so a missing, damaged or too large file is reported in place of the
 chart and is never an error.
@@ -13,7 +13,7 @@ import json
 import math
 import re
 import stat
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,13 +26,11 @@ from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.metrics.codec import AnyText, MismatchError, converter, read
 from pytest_gpucluster.metrics.loss_curve import mean_of_last, read_csv
-from pytest_gpucluster.metrics.stats import median
 from pytest_gpucluster.metrics.units import parse
-from pytest_gpucluster.reports.charts.plots import Cell, Level, Line, heat_map, line_chart
-from pytest_gpucluster.reports.charts.svg import finite
+from pytest_gpucluster.reports.charts.plots import MOST_CELLS, Level, Line, heat_map, line_chart
 from pytest_gpucluster.reports.markup import Table, html_table
 from pytest_gpucluster.reports.summary import peak_value
-from pytest_gpucluster.text import one_line, plural, rank_ranges
+from pytest_gpucluster.text import one_line, plural
 
 LARGEST_BYTES = 16_000_000
 """Of one file. The matrix of 1,024 GPUs on 128 nodes has some 130,000 readings, in 9 MB."""
@@ -61,7 +59,6 @@ def figures_of(result: TestResult, folder: Path | None) -> tuple[Figure, ...]:
         *_sweeps(result),
         *_link_maps(result, folder),
         *_loss_curves(result, folder),
-        *_burn_in(result, folder),
     )
 
 
@@ -303,14 +300,15 @@ def _link_map(survey: _Survey, title: str, ranks: Sequence[int], more: str) -> F
         host, gpu = survey.place(rank)
         part = (f"GPU {gpu}" if gpu else "") if survey.scope == "node" else host
         names.append(", ".join(filter(None, (survey.name(rank).partition(" (")[0], part))))
-    cells = {
-        (index[one], index[other]): Cell(value=rates[one, other], is_bad=(one, other) in bad) for one, other in rates
-    }
+    cells = {(index[one], index[other]): rate for (one, other), rate in rates.items()}
+    outlined = {(index[one], index[other]) for one, other in bad & rates.keys()}
     slowest_first = sorted(rates, key=lambda pair: -math.inf if math.isnan(rates[pair]) else rates[pair])
     return Figure(
         title=title,
-        svg=heat_map(names, cells, title=title, unit="GB/s", heads=[str(rank) for rank in ranks]),
-        caption=_survey_caption(survey, index) + more,
+        svg=heat_map(names, cells, outlined, title=title, unit="GB/s", heads=[str(rank) for rank in ranks])
+        if len(ranks) <= MOST_CELLS
+        else None,
+        caption=_survey_caption(survey, index) + more + (" Too many to be drawn." if len(ranks) > MOST_CELLS else ""),
         table=html_table(
             f"{title}: the slowest first",
             ("From", "To", "GB/s", "Finding"),
@@ -372,101 +370,3 @@ def _loss_curve(path: Path, title: str, limit: float | None, more: int) -> Figur
     levels = [] if limit is None else [Level(name="limit, last 10", value=limit)]
     svg = line_chart(lines, title=f"{title} over the steps", x_label="step", y_label="nats", levels=levels)
     return Figure(title=title, svg=svg, caption=caption)
-
-
-# ---- rates over the time of a burn-in ----------------------------------------------------------------------------
-
-_BURN_IN = "Rates during the burn-in"
-_BURN_IN_HEADER = "seconds,products,busy_seconds,tflops"
-_MOST_RANKS = 16
-"""Of more only the slowest have lines."""
-
-
-def _burn_in(result: TestResult, folder: Path | None) -> Iterator[Figure]:
-    """Yield the rates over the time of a burn-in, the slowest rank labelled."""
-    series: dict[int, list[tuple[float, float]]] = {}
-    problems: list[str] = []
-    left = LARGEST_BYTES
-    for path in _find(folder, result.nodeid, "burn-in-rank-*.csv"):
-        try:
-            left -= _size(path)
-            if left <= 0:
-                problems.append(f"{path.name} and what follows: more than {LARGEST_BYTES / 1e6:.0f} MB in all")
-                break
-            points, rank = _rates_over_time(path), _rank_of(path)
-        except _Unreadable as error:
-            problems.append(str(error))
-            continue
-        if rank is not None and any(math.isfinite(rate) for _, rate in points):
-            series[rank] = points
-    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-    note = f"Not shown: {'; '.join(problems[:3])}{more}." if problems else ""
-    if series:
-        yield _burn_in_chart(result, series, note)
-    elif problems:
-        yield Figure(title=_BURN_IN, caption=note)
-
-
-def _rank_of(path: Path) -> int | None:
-    """Return the rank in a file's name; a local worker is rank 0 of its own world, and its folder has its number."""
-    worker = path.parent.parent
-    is_local = worker.name.startswith("rank-") and worker.parent.name == ARTIFACTS
-    number = worker.name.removeprefix("rank-") if is_local else path.stem.rpartition("-")[2]
-    return int(number) if number.isascii() and number.isdigit() and len(number) < 10 else None
-
-
-def _rates_over_time(path: Path) -> list[tuple[float, float]]:
-    """Read (seconds, TFLOPS), at most 240: the lowest of each piece, so that no dip is lost. A last line that was cut
-    off is ignored.
-
-    Raises: _Unreadable
-    """
-    lines = _text(path).splitlines()
-    if not lines or lines[0] != _BURN_IN_HEADER:
-        raise _Unreadable(f"{path.name}: no rates of a burn-in: it does not begin with {_BURN_IN_HEADER}")
-    points = []
-    for number, line in enumerate(lines[1:], start=2):
-        cells = line.split(",")
-        try:
-            at, rate = float(cells[0]), float(cells[3])
-        except (ValueError, IndexError):
-            if number == len(lines):
-                break
-            raise _Unreadable(f"{path.name}:{number}: damaged: not four numbers") from None
-        if math.isfinite(at):
-            points.append((at, rate))
-    each = max(1, math.ceil(len(points) / 240))
-    pieces = (points[at : at + each] for at in range(0, len(points), each))
-    return [min(piece, key=lambda point: math.inf if math.isnan(point[1]) else point[1]) for piece in pieces]
-
-
-def _burn_in_chart(result: TestResult, series: Mapping[int, list[tuple[float, float]]], problems: str) -> Figure:
-    rates = {rank: finite(rate for _, rate in points) for rank, points in series.items()}
-    tenths = {rank: max(1, len(each) // 10) for rank, each in rates.items()}
-    first = {rank: median(each[: tenths[rank]]) for rank, each in rates.items()}
-    last = {rank: median(each[-tenths[rank] :]) for rank, each in rates.items()}
-    slowest, *others = sorted(last, key=lambda rank: (last[rank], rank))
-    limit = next((one.limit.min for one in result.measurements if one.metric.startswith("matmul.") and one.limit), None)
-    lines = [Line(name="", points=series[rank], tone="muted") for rank in others[: _MOST_RANKS - 1]]
-    tone = "bad" if result.outcome in ("failed", "error") else ""
-    lines.append(Line(name=f"rank {slowest}", points=series[slowest], tone=tone))
-    drawn = f", and the {_MOST_RANKS} slowest have lines" if len(series) > _MOST_RANKS else ""
-    head = ("Rank", "First tenth", "Last tenth", "Lowest", "Highest")
-    rows = [
-        (str(rank), *(f"{rate:.4g}" for rate in (first[rank], last[rank], min(rates[rank]), max(rates[rank]))))
-        for rank in (slowest, *others)
-    ]
-    caption = f"{rank_ranges(series)}; the slowest at its end is rank {slowest}{drawn}. {problems}"
-    return Figure(
-        title=_BURN_IN,
-        svg=line_chart(
-            lines,
-            title=f"Rate of {len(series)} ranks over the burn-in",
-            x_label="seconds",
-            y_label="TFLOPS",
-            levels=[] if limit is None else [Level(name="limit", value=limit)],
-            zero=False,
-        ),
-        caption=caption.strip(),
-        table=html_table("Rate in TFLOPS, the slowest at its end first", head, rows, numbers=head, most=64),
-    )

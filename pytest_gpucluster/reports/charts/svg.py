@@ -22,7 +22,6 @@ Point = tuple[float, float]
 SHAPES = ("circle", "square", "diamond", "cross")
 """Of marks."""
 _TITLE_CHARACTERS = 200
-_DESCRIPTION_CHARACTERS = 1000
 _TEXT_CHARACTERS = 60
 _CHARACTER_WIDTH = 0.56
 """Average ratio to the size of a sans-serif font; only for reserving space."""
@@ -34,15 +33,14 @@ class Drawing:
     Args:
         width: of the drawing.
         height: of the drawing.
-        title: what it shows, in a few words.
-        description: text alternative.
+        title: what it shows, in a few words: its text alternative.
         label: a class in addition to ``chart-svg``, for the page's stylesheet.
     """
 
-    def __init__(self, width: float, height: float, *, title: str, description: str = "", label: str = "") -> None:
+    def __init__(self, width: float, height: float, *, title: str, label: str = "") -> None:
         self.width, self.height = width, height
         self._parts: list[Markup] = []
-        self._title, self._description, self._label = title, description, label
+        self._title, self._label = title, label
 
     def _add(self, name: str, text: str | None = None, /, **attributes: object) -> None:
         attribute_text = Markup("").join(
@@ -96,51 +94,17 @@ class Drawing:
 
     def done(self) -> Markup:
         """Return the whole element."""
-        described = Markup("<desc>{}</desc>").format(_safe(self._description, _DESCRIPTION_CHARACTERS))
         return Markup(
             '<svg class="chart-svg {label}" role="img" viewBox="0 0 {width} {height}" width="{width}" '
             'height="{height}" font-size="11" xmlns="http://www.w3.org/2000/svg">'
-            "<title>{title}</title>{described}{parts}</svg>"
+            "<title>{title}</title>{parts}</svg>"
         ).format(
             label=self._label,
             width=_number(self.width),
             height=_number(self.height),
             title=_safe(self._title, _TITLE_CHARACTERS),
-            described=described if self._description else Markup(""),
             parts=Markup("").join(self._parts),
         )
-
-
-def vertical_axis(drawing: Drawing, scale: Scale, *, left: float, right: float, unit: str, most: int = 6) -> None:
-    """Draw up to ``most`` round values with their grid lines between ``left`` and ``right``, and the unit above."""
-    marks = ticks(scale.low, scale.high, most)
-    for value in marks:
-        drawing.line(left, scale(value), right, scale(value), GRID, width=0.7)
-        drawing.text(left - 5, scale(value) + 3.5, tick_text(value, marks), MUTED, anchor="end")
-    drawing.text(4, 10, unit, MUTED)
-
-
-def end_labels(
-    drawing: Drawing, labels: Sequence[tuple[float, str, str]], *, x: float, lowest: float, size: float = 11
-) -> None:
-    """Write names at the ends of lines, without overlap.
-
-    Args:
-        drawing: to write to.
-        labels: (place of the end, name, colour).
-        x: start of all names.
-        lowest: limit of the vertical place, if there is enough space above.
-        size: of the font.
-    """
-    ordered = sorted(labels, key=lambda label: label[0])
-    places: list[float] = []
-    for at, _, _ in ordered:
-        places.append(max(at + 3.5, places[-1] + 1.14 * size if places else -math.inf))
-    for index in range(len(places) - 1, -1, -1):
-        room = lowest - 1.14 * size * (len(places) - 1 - index)
-        places[index] = min(places[index], room)
-    for place, (_, name, colour) in zip(places, ordered, strict=True):
-        drawing.text(x, place, name, colour, size=0 if size == 11 else size)
 
 
 def text_width(text: str, size: float = 11) -> float:
