@@ -46,60 +46,49 @@ def render_in_child(journal: Journal, folder: Path, seconds: float, *, write: Wr
         write: renders and writes kinds of reports; returns file name -> why it is missing.
     """
     deadline = time.monotonic() + seconds
-    try:
-        reader, pid = _start(journal, folder, seconds, write)
-    except OSError as error:
-        why = f"no process can be started: {error.strerror or error}"
-        return _missing_text(dict.fromkeys(reports.FILES_OF_A_RUN, why), folder)
-    answers, in_time = _read(reader, deadline)
-    missing: dict[str, str] = {}
-    if not in_time:
-        _kill(pid, folder)
-        why = f"not rendered within {seconds:.3g} s"
-    else:
-        why = "the rendering process died"
-    missing.update(dict.fromkeys(reports.FILES_OF_A_RUN, why))
-    for line in answers.splitlines():
-        try:
-            name, problem = json.loads(line)
-        except ValueError:  # cut off
-            continue
-        missing.pop(name, None)
-        if problem:
-            missing[name] = str(problem)
-    _reap(pid, blocking=in_time)
-    return _missing_text(missing, folder)
-
-
-def _start(journal: Journal, folder: Path, seconds: float, write: Write) -> tuple[int, int]:
-    """Return the descriptor of the answers and the pid."""
     reader, writer = os.pipe()
     try:
         pid = os.fork()
-    except OSError:
+    except OSError as error:
         os.close(reader)
         os.close(writer)
-        raise
+        why = f"no process can be started: {error.strerror or error}"
+        return _missing_text(dict.fromkeys(FILES_OF_A_RUN, why), folder)
     if pid == 0:
         # Whatever happens, the child must not continue as a second recorder.
         try:
             os.close(reader)
-            _limit_time(seconds)
-            for kind in reports.OF_A_RUN:
-                missing = write(journal, folder, (kind,))
-                name = reports.FILES[kind]
-                os.write(writer, json.dumps([name, first_line(missing.get(name, ""))]).encode() + b"\n")
+            _write_all(journal, folder, seconds, write, writer)
         finally:
             os._exit(0)
     os.close(writer)
-    return reader, pid
+    answers, in_time = _read(reader, deadline)
+    why = "the rendering process died" if in_time else f"not rendered within {seconds:.3g} s"
+    if not in_time:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        for name in FILES_OF_A_RUN:
+            with contextlib.suppress(OSError):  # it does not exist, or the disk hangs
+                draft_of(folder / name, pid).unlink()
+    missing = dict.fromkeys(FILES_OF_A_RUN, why)
+    for line in answers.splitlines():
+        with contextlib.suppress(ValueError):  # cut off
+            name, missing[name] = json.loads(line)
+    # A killed process that hangs in a dead file system cannot be waited for: init reaps it later.
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0 if in_time else os.WNOHANG)
+    return _missing_text({name: problem for name, problem in missing.items() if problem}, folder)
 
 
-def _limit_time(seconds: float) -> None:
-    """End this process after a while, also if its parent is dead."""
+def _write_all(journal: Journal, folder: Path, seconds: float, write: Write, answers: int) -> None:
+    """Write each report, and a line for each. This process ends after a while, also if its parent is dead."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])  # blocked since its start
     signal.setitimer(signal.ITIMER_REAL, seconds + _SPARE_SECONDS)
+    for kind in reports.OF_A_RUN:
+        missing = write(journal, folder, (kind,))
+        name = reports.FILES[kind]
+        os.write(answers, json.dumps([name, first_line(missing.get(name, ""))]).encode() + b"\n")
 
 
 def _read(reader: int, deadline: float) -> tuple[bytes, bool]:
@@ -120,25 +109,9 @@ def _read(reader: int, deadline: float) -> tuple[bytes, bool]:
         os.close(reader)
 
 
-def _kill(pid: int, folder: Path) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    for name in reports.FILES_OF_A_RUN:
-        with contextlib.suppress(OSError):  # it does not exist, or the disk hangs
-            draft_of(folder / name, pid).unlink()
-
-
-def _reap(pid: int, *, blocking: bool) -> None:
-    # A killed process that hangs in a dead file system cannot be waited for: init reaps it later.
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0 if blocking else os.WNOHANG)
-
-
 def _missing_text(missing: Mapping[str, str], folder: Path) -> str | None:
-    if not missing:
-        return None
     each = "; ".join(f"{name}: {why}" for name, why in missing.items())
-    return f"{each}; {reports.RENDER_HINT.format(folder)}"
+    return f"{each}; {reports.RENDER_HINT.format(folder)}" if each else None
 
 
 OWN_PROBLEM = "recorder"

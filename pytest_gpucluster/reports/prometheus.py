@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -65,7 +65,7 @@ _BASE = {
 }
 # Ends of this suite's names with a unit that is not the base unit.
 _SCALED = ("tflops",)
-_OWN_LABELS = ("criterion", "test", "host", "gpu_uuid", "sku")
+_OWN_LABELS = ("criterion", "test", "host", "gpu_uuid", "sku", "others")
 _HELP = {
     "run_info": "The run; always 1.",
     "run_accepted": "1 only if the whole suite passed on GPUs: the verdict is ACCEPTED. 0 for anything else, such as a "
@@ -240,7 +240,9 @@ class _Names:
             stem = _snake(judged.metric) or "metric"
             for end in (unit, *_SCALED):
                 stem = (stem.removesuffix(f"_{end}") if end else stem) or stem
-            stem = _unused(stem, lambda stem: bool(self._taken & _names_of(stem, unit)))
+            numbered = (f"{stem}_{number}" for number in itertools.count(2))
+            while self._taken & _names_of(stem, unit):
+                stem = next(numbered)
             self._taken |= _names_of(stem, unit)
             self._given[key] = stem, unit
         return self._given[key]
@@ -281,23 +283,16 @@ def _where(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
 
 
 def _own_labels(labels: Labels) -> dict[str, str]:
-    """Return a measurement's labels under names that are valid for Prometheus and not used by this module."""
+    """Return a measurement's labels; those whose name is invalid for Prometheus or used here are in one label."""
     found: dict[str, str] = {}
-    for key, value in list(labels.items())[:_LABELS]:
+    others = []
+    for key, value in labels.items():
         name = _snake(key)
-        if not name or name in (*_OWN_LABELS, *found) or not name[0].isalpha():
-            name = _unused(f"label_{name}".rstrip("_"), found.__contains__)
-        found[name] = value
-    rest = list(labels.items())[_LABELS:]
-    if rest:
-        found[_unused("label_others", found.__contains__)] = ", ".join(f"{key}={value}" for key, value in rest)
-    return found
-
-
-def _unused(name: str, is_taken: Callable[[str], bool]) -> str:
-    """Return a name, with the first number that makes it unused if it is taken."""
-    numbered = (f"{name}_{number}" for number in itertools.count(2))
-    return next(each for each in itertools.chain([name], numbered) if not is_taken(each))
+        if name[:1].isalpha() and name not in (*_OWN_LABELS, *found) and len(found) < _LABELS:
+            found[name] = value
+        else:
+            others.append(f"{key}={value}")
+    return found | {"others": ", ".join(others)}
 
 
 def _label_value(text: str) -> str:

@@ -30,7 +30,7 @@ from pytest_gpucluster.metrics.units import parse
 from pytest_gpucluster.reports.charts.plots import MOST_CELLS, Level, Line, heat_map, line_chart
 from pytest_gpucluster.reports.markup import Table, html_table
 from pytest_gpucluster.reports.summary import peak_value
-from pytest_gpucluster.text import one_line, plural
+from pytest_gpucluster.text import one_line
 
 LARGEST_BYTES = 16_000_000
 """Of one file. The matrix of 1,024 GPUs on 128 nodes has some 130,000 readings, in 9 MB."""
@@ -166,6 +166,8 @@ def _sweep(metric: str, labels: str, points: Sequence[tuple[float, JudgedMetric]
         if bounds:
             lines.append(Line(name=name, points=bounds, tone="ink", dashed=True))
     peak = next((value for _, judged in points if (value := peak_value(judged)) is not None), None)
+    notes = [f"{labels}." if labels else "", "The slowest rank decides." if several else ""]
+    notes += ["Crosses miss their limit."] if missed else []
     title = f"{metric} by size"
     return Figure(
         title=title,
@@ -178,20 +180,8 @@ def _sweep(metric: str, labels: str, points: Sequence[tuple[float, JudgedMetric]
             x_ticks={size: judged.labels["size"] for size, judged in points},
             log_x=True,
         ),
-        caption=(f"{labels}. " if labels else "") + _limits_text([judged.status for _, judged in points], several),
+        caption=" ".join(filter(None, notes)),
     )
-
-
-def _limits_text(statuses: Sequence[str], several: bool) -> str:
-    """Return how the sizes compare with their limits."""
-    parts = ["The slowest rank decides."] if several else []
-    if "failed" in statuses:
-        parts.append("Crosses miss their limit.")
-    if "error" in statuses:
-        parts.append(f"{plural(statuses.count('error'), 'size')} could not be judged.")
-    if not {"failed", "error"} & {*statuses}:
-        parts.append("All sizes with a limit passed." if "passed" in statuses else "No size has a limit.")
-    return " ".join(parts)
 
 
 # ---- a link survey -----------------------------------------------------------------------------------------------
