@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
@@ -47,8 +46,6 @@ from pytest_gpucluster.text import (
     plural,
     shortened,
     styled,
-    total,
-    widths,
 )
 
 LEAST_WIDTH = 80
@@ -58,19 +55,16 @@ _MOST_PROBLEMS = 20
 _WHY_CHARACTERS = 400
 _LONGEST_NAME = 100
 _LONGEST_METRIC = 200
-_LONGEST_PLACE = 40
 _DETAIL = " " * 8
 _WORDS = {ENDED_IN: "BROKEN", IN_PROGRESS: "RUNNING"}
 """Outcome -> its word, where it is another one."""
-_HEADS = (
-    Column(title=""),
-    Column(title="test"),
-    Column(title="value", is_right=True),
-    Column(title="limit"),
-    Column(title="margin", is_right=True),
-    Column(title="worst rank"),
-)
-_NAME, _RANK = 1, 5
+_NAME = 1
+"""The column whose text is broken where a line is too long."""
+
+
+def _heads(name: str) -> list[Column]:
+    titles = ("", name, "value", "limit", "margin", "rank")
+    return [Column(title=title, is_right=title in ("value", "margin")) for title in titles]
 
 
 def render(
@@ -144,7 +138,7 @@ def _criteria(
         return []
     counts = ", ".join(f"{count} {outcome}" for outcome, count in overview.counts.items())
     lines = [] if quiet else [styled(f"Criteria: {counts}", "bold", colour=colour)]
-    head, table = _fitted([_cells(journal, row) for row in rows], width)
+    head, table = fitted_table(_heads("test"), [_cells(row) for row in rows], width, name=_NAME)
     if not quiet:
         lines.append(head)
     for row, row_lines in zip(rows, table, strict=True):
@@ -184,12 +178,12 @@ def _is_unjudged(row: Row) -> bool:
     return row.criterion is not None and row.result is not None and bool(row.result.unjudged)
 
 
-def _cells(journal: Journal, row: Row) -> list[str]:
+def _cells(row: Row) -> list[str]:
     judged, word = row.headline, _word(row).ljust(6)
     name = shortened(clean(display_name(row.name)), _LONGEST_NAME)
     if judged is None:
         return [word, name, "", "", "", ""]
-    return [word, name, *_judged_cells(judged), _worst(journal, judged)]
+    return [word, name, *_judged_cells(judged)]
 
 
 def _word(row: Row) -> str:
@@ -198,26 +192,8 @@ def _word(row: Row) -> str:
 
 def _judged_cells(judged: JudgedMetric) -> list[str]:
     value, limit = clean(value_text(judged)), clean(limit_text(judged, first_only=True))
-    return [shortened(value, 20), shortened(limit, 26), margin_text(judged)]
-
-
-def _worst(journal: Journal, judged: JudgedMetric) -> str:
-    if judged.worst_rank is None:
-        return ""
-    place = journal.place(judged.worst_rank)
-    if place is None or not place.host:
-        return str(judged.worst_rank)
-    gpu = f" GPU {place.gpu.get('index', '?')}" if place.gpu else ""
-    return f"{judged.worst_rank} {shortened(clean(place.host + gpu), _LONGEST_PLACE)}"
-
-
-def _fitted(rows: list[list[str]], width: int, *, title: str = "test") -> tuple[str, list[list[str]]]:
-    """Return head and rows of a table. If it is too wide, the places of the worst ranks are dropped first."""
-    heads = [replace(head, title=title) if index == _NAME else head for index, head in enumerate(_HEADS)]
-    if total(widths([[head.title for head in heads], *rows])) > width:
-        heads[_RANK] = replace(heads[_RANK], title="rank")
-        rows = [[*row[:_RANK], row[_RANK].partition(" ")[0]] for row in rows]
-    return fitted_table(heads, rows, width, name=_NAME)
+    rank = "" if judged.worst_rank is None else str(judged.worst_rank)
+    return [shortened(value, 20), shortened(limit, 26), margin_text(judged), rank]
 
 
 def _coloured(line: str, row: Row, colour: bool) -> str:
@@ -231,39 +207,19 @@ def _coloured(line: str, row: Row, colour: bool) -> str:
 def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) -> str:
     """Return the measurements of one test as a table, failures first.
 
-    A recorded value is left out if one of the same kind and labels is judged (algbw if busbw is); a last line has their
-    number.
+    Recorded values are left out; a last line has their number.
     """
-    ordered = worst_first(measurements)
-    visible = _without_siblings(ordered)
-    if not visible:
+    visible = [judged for judged in worst_first(measurements) if judged.status != "recorded"]
+    rows = []
+    for judged in visible:
+        name = shortened(clean(metric_name(judged)), _LONGEST_METRIC)
+        rows.append([judged.status.upper(), name, *_judged_cells(judged)])
+    if not rows:
         return ""
-    head, rows = _fitted([_metric_cells(judged) for judged in visible], width, title="metric")
-    lines = [head, *itertools.chain(*rows)]
-    hidden = len(ordered) - len(visible)
-    if hidden:
-        lines.append(f"{plural(hidden, 'recorded value')} of the same measurements left out here")
-    return "\n".join(lines)
-
-
-def _metric_cells(judged: JudgedMetric) -> list[str]:
-    name = shortened(clean(metric_name(judged)), _LONGEST_METRIC)
-    rank = "" if judged.worst_rank is None else str(judged.worst_rank)
-    return [judged.status.upper(), name, *_judged_cells(judged), rank]
-
-
-def _without_siblings(measurements: Sequence[JudgedMetric]) -> list[JudgedMetric]:
-    deciding = {each.metric for each in measurements if each.status != "recorded"}
-    judged_keys = {_sibling_key(each) for each in measurements if each.metric in deciding}
-    return [
-        each
-        for each in measurements
-        if each.status != "recorded" or each.metric in deciding or _sibling_key(each) not in judged_keys
-    ]
-
-
-def _sibling_key(judged: JudgedMetric) -> tuple[str, frozenset[tuple[str, str]]]:
-    return judged.metric.rpartition(".")[0], frozenset(judged.labels.items())
+    head, lines = fitted_table(_heads("metric"), rows, width, name=_NAME)
+    hidden = len(measurements) - len(visible)
+    more = [f"{plural(hidden, 'recorded value')} left out here"] if hidden else []
+    return "\n".join([head, *itertools.chain(*lines), *more])
 
 
 # ---- the rest ----------------------------------------------------------------------------------------------------
