@@ -133,7 +133,7 @@ def render(journal: Journal) -> str:
     """Return metrics.prom of a run, also of one that was cut off."""
     families = _Families()
     overview = outline(journal)
-    sku = (journal.limits.sku if journal.limits is not None else None) or ""
+    sku = journal.sku or ""
     _add_run(families, journal, overview, sku)
     _add_gpus(families, journal, overview, sku)
     for row in overview.rows:
@@ -152,9 +152,8 @@ def render(journal: Journal) -> str:
 
 def _add_run(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
     run = journal.run
-    profile = journal.workload.profile if journal.workload is not None else ""
     info = {"run_id": run.run_id, "host": run.hostname, "sku": sku, "device": run.device, "launcher": run.launcher}
-    families.add("run_info", 1, info | {"profile": profile, "version": run.plugin_version})
+    families.add("run_info", 1, info | {"profile": journal.profile, "version": run.plugin_version})
     families.add("run_accepted", overview.word == ACCEPTED and overview.exit == 0 and not overview.rehearsal)
     for word in dict.fromkeys((*VERDICTS, overview.word)):
         families.add("run_verdict", word == overview.word, {"verdict": word})

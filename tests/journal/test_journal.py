@@ -15,6 +15,7 @@ import pytest
 from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
+from journal_lines import COLLECTED, RUN, end, problem, result, start
 
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal import journal, run_directory
@@ -23,26 +24,6 @@ from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.sampling import Series, Stopped
-
-RUN = {"type": "run", "schema_version": 1, "run_id": "r1", "started_at": "2026-01-02T03:04:05+00:00"}
-TESTS = [{"nodeid": f"t.py::test_{name}", "classname": "t", "name": f"test_{name}"} for name in "abc"]
-COLLECTED = {"type": "collected", "tests": TESTS}
-
-
-def start(name):
-    return {"type": "start", "nodeid": f"t.py::test_{name}", "at": "", "deadline_seconds": 300.0}
-
-
-def result(name, outcome="passed", **more):
-    return {"type": "test", "nodeid": f"t.py::test_{name}", "outcome": outcome, **more}
-
-
-def problem(message, outcome="error"):
-    return {"type": "problem", "name": "preflight", "outcome": outcome, "message": message, "text": ""}
-
-
-def end(verdict="ACCEPTED", code=0):
-    return {"type": "end", "verdict": verdict, "exit": code, "reason": "all passed", "by": "rank 0"}
 
 
 def built(*lines):

@@ -18,6 +18,7 @@ import time
 import xml.etree.ElementTree as ET
 
 import pytest
+from journal_lines import COLLECTED, RUN, end, problem, result, start
 from junit_files import require_junit
 
 from pytest_gpucluster.journal import journal
@@ -28,39 +29,11 @@ from pytest_gpucluster.reports import junit
 # Generous: nothing here should take a tenth of it.
 DEADLINE = 60.0
 
-RUN = {
-    "type": "run",
-    "schema_version": 1,
-    "run_id": "r1",
-    "started_at": "2026-01-02T03:04:05Z",
-    "hostname": "gpu-01",
-    "plugin_version": "0.1",
-}
-COLLECTED = {
-    "type": "collected",
-    "tests": [{"nodeid": f"t.py::test_{name}", "classname": "t", "name": f"test_{name}"} for name in "abc"],
-}
-END = {"type": "end", "verdict": "ACCEPTED", "exit": 0, "reason": "fine", "at": "2026-01-02T03:05:05Z", "by": "rank 0"}
+END = end()
 
 
 class Released(BaseException):
     """What a signal handler raises to get a rank out of a hang."""
-
-
-def start(name, deadline=300.0):
-    return {"type": "start", "nodeid": f"t.py::test_{name}", "at": "", "deadline_seconds": deadline}
-
-
-def result(name, outcome="passed", **more):
-    return {
-        "type": "test",
-        "nodeid": f"t.py::test_{name}",
-        "classname": "t",
-        "name": f"test_{name}",
-        "outcome": outcome,
-        "message": f"{name} is {outcome}",
-        **more,
-    }
 
 
 def verdicts(path):
@@ -359,8 +332,7 @@ def test_a_rank_0_that_ends_without_a_word_is_named_with_its_test(place, ending)
 
 
 def test_what_rank_0_reported_of_its_end_is_the_reason_and_a_failure_before_it_rejects(place):
-    problem = {"type": "problem", "name": "terminated", "outcome": "error", "message": "SIGTERM", "text": ""}
-    lines = [RUN, COLLECTED, start("a"), result("a", "failed"), start("b"), problem]
+    lines = [RUN, COLLECTED, start("a"), result("a", "failed"), start("b"), problem("SIGTERM")]
     with rank_0(place, lines, "os._exit(1)") as process:
         process.wait(DEADLINE)
     found = verdicts(place / "report.xml")
@@ -368,7 +340,7 @@ def test_what_rank_0_reported_of_its_end_is_the_reason_and_a_failure_before_it_r
     assert "rank lost" not in found
     read = journal.read(place / "run" / "journal.jsonl")
     assert (read.verdict, read.exit) == ("REJECTED", 1)
-    assert [problem.message for problem in read.problems] == ["SIGTERM"]
+    assert [each.message for each in read.problems] == ["SIGTERM"]
 
 
 def test_the_faulthandlers_last_words_are_in_the_report(place):

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 
 import example_runs
 from each import of_each
+from journal_lines import COLLECTED, RUN, end, problem, result, start
 from junit_files import require_junit
 
 from pytest_gpucluster.journal.journal import JournalBuilder
@@ -14,22 +15,7 @@ from pytest_gpucluster.journal.records import JUnitOptions
 from pytest_gpucluster.reports import junit
 from pytest_gpucluster.reports.summary import outline
 
-RUN = {
-    "type": "run",
-    "schema_version": 1,
-    "run_id": "20260102-r1",
-    "started_at": "2026-01-02T03:04:05.678Z",
-    "device": "cuda",
-    "world_size": 4,
-}
-NAMES = ("test_a", "test_b[1 GB]", "test_c")
-COLLECTED = {
-    "type": "collected",
-    "tests": [
-        {"nodeid": f"acceptance/t.py::{name}", "classname": "acceptance.t", "name": name, "file": "acceptance/t.py"}
-        for name in NAMES
-    ],
-}
+RUN = {**RUN, "device": "cuda", "world_size": 4}
 CLUSTER = {
     "type": "cluster",
     "ranks": [
@@ -42,37 +28,7 @@ CLUSTER = {
         for rank in range(4)
     ],
 }
-END = {
-    "type": "end",
-    "verdict": "ACCEPTED",
-    "exit": 0,
-    "reason": "all criteria passed",
-    "at": "2026-01-02T03:05:05.678Z",
-    "by": "rank 0",
-}
-
-
-def start(name):
-    return {"type": "start", "nodeid": f"acceptance/t.py::{name}", "at": "2026-01-02T03:04:10Z"}
-
-
-def result(name, outcome="passed", **more):
-    return {
-        "type": "test",
-        "nodeid": f"acceptance/t.py::{name}",
-        "classname": "acceptance.t",
-        "name": name,
-        "file": "acceptance/t.py",
-        "line": 12,
-        "outcome": outcome,
-        "phase": "call",
-        "message": "" if outcome == "passed" else f"{name} is {outcome}",
-        "text": "",
-        "started_at": "2026-01-02T03:04:10Z",
-        "duration_seconds": 1.23456,
-        "call_seconds": 1.0,
-        **more,
-    }
+END = end()
 
 
 def busbw(status="passed", value=442.1, **more):
@@ -92,10 +48,6 @@ def busbw(status="passed", value=442.1, **more):
     }
 
 
-def problem(name, message, outcome="error", text="details"):
-    return {"type": "problem", "name": name, "outcome": outcome, "message": message, "text": text}
-
-
 def journal(*lines, run=RUN):
     builder = JournalBuilder(keep_samples=False)
     for line in (run, *lines):
@@ -106,24 +58,24 @@ def journal(*lines, run=RUN):
 ALL = [
     CLUSTER,
     COLLECTED,
-    *(line for name in NAMES for line in (start(name), result(name, measurements=[busbw()]))),
+    *(line for name in "abc" for line in (start(name), result(name, measurements=[busbw()]))),
     END,
 ]
 JOURNALS = {
     "only the first line": [],
-    "running": [CLUSTER, COLLECTED, start(NAMES[0])],
-    "running what was not collected": [start("test_x[a::b/c.py]")],
-    "between tests": [COLLECTED, start(NAMES[0]), result(NAMES[0])],
+    "running": [CLUSTER, COLLECTED, start("a")],
+    "running what was not collected": [start("x[a::b/c.py]")],
+    "between tests": [COLLECTED, start("a"), result("a")],
     "silent": [
         COLLECTED,
-        start(NAMES[0]),
+        start("a"),
         {"type": "silence", "message": "rank 0 does not answer, process state T", "text": "stack"},
     ],
     "failed": [
         CLUSTER,
         COLLECTED,
         result(
-            NAMES[0],
+            "a",
             "failed",
             measurements=[busbw("failed", 380.0)],
             ranks=[{"rank": 3, "outcome": "failed", "message": "too slow"}],
@@ -132,13 +84,13 @@ JOURNALS = {
         ),
         {**END, "verdict": "REJECTED", "exit": 1},
     ],
-    "error": [result(NAMES[0], "error", phase="setup", measurements=[busbw("error", "NaN", reason="NaN")])],
-    "skipped": [result(NAMES[0], "skipped"), {**END, "verdict": "INCOMPLETE", "exit": 10}],
-    "xfailed": [result(NAMES[0], "skipped", wasxfail="reason: known")],
+    "error": [result("a", "error", phase="setup", measurements=[busbw("error", "NaN", reason="NaN")])],
+    "skipped": [result("a", "skipped"), {**END, "verdict": "INCOMPLETE", "exit": 10}],
+    "xfailed": [result("a", "skipped", wasxfail="reason: known")],
     "problems": [
-        problem("rank lost", "rank 1 died"),
-        problem("rank lost", "rank 2 died"),
-        problem("gpu", "GPU 3: Xid 79", "failed"),
+        problem("rank 1 died", name="rank lost"),
+        problem("rank 2 died", name="rank lost"),
+        problem("GPU 3: Xid 79", "failed", name="gpu"),
         {**END, "verdict": "BROKEN", "exit": 11},
     ],
 }
@@ -186,20 +138,20 @@ def tags(*lines):
     return {name: tag for name, (tag, _) in verdicts(junit.render(journal(*lines))).items()}
 
 
-A, B, C = NAMES
+A, B, C = "test_a", "test_b", "test_c"
 PESSIMISM = {
     "nothing collected": ([], {"run": "error"}),
     "in a test": (
-        [COLLECTED, start(A), result(A), start(B)],
+        [COLLECTED, start("a"), result("a"), start("b")],
         {A: "passed", B: "error", C: "skipped"},
     ),
     "between two tests": (
-        [COLLECTED, start(A), result(A)],
+        [COLLECTED, start("a"), result("a")],
         {A: "passed", B: "skipped", C: "skipped", "run": "error"},
     ),
     "before the closing line": (ALL[:-1], {A: "passed", B: "passed", C: "passed", "run": "error"}),
     "in a test that began again": (
-        [COLLECTED, start(A), result(A), start(A), END],
+        [COLLECTED, start("a"), result("a"), start("a"), END],
         {A: "error", B: "skipped", C: "skipped"},
     ),
 }
@@ -212,8 +164,8 @@ def test_wherever_a_run_ends_it_is_an_error_and_what_did_not_run_is_no_pass():
 
 
 def test_the_reason_names_the_culprit_in_the_running_test():
-    lost = problem("rank lost", "rank 1 (gpu-02, pid 7) died of signal 9", text="its last words")
-    document = junit.render(journal(COLLECTED, start("test_a"), lost))
+    lost = problem("rank 1 (gpu-02, pid 7) died of signal 9", name="rank lost", text="its last words")
+    document = junit.render(journal(COLLECTED, start("a"), lost))
     for name in ("test_a", "rank lost"):
         tag, message = verdicts(document)[name]
         assert (tag, message.endswith("rank 1 (gpu-02, pid 7) died of signal 9")) == ("error", True)
@@ -223,10 +175,12 @@ def test_the_reason_names_the_culprit_in_the_running_test():
 def test_a_verdict_that_no_testcase_shows_has_its_own():
     bad = {"BROKEN": "error", "REJECTED": "failure", "INCOMPLETE": "skipped", "UNHEARD OF": "error"}
     for verdict, tag in bad.items():
-        found = verdicts(junit.render(journal(result(A), {**END, "verdict": verdict, "exit": 11, "reason": "because"})))
+        found = verdicts(
+            junit.render(journal(result("a"), {**END, "verdict": verdict, "exit": 11, "reason": "because"}))
+        )
         assert found == {A: ("passed", ""), "run": (tag, f"{verdict}: because")}
     for verdict in ("ACCEPTED", "SELECTION PASSED", "REHEARSED"):
-        assert tags(result(A), {**END, "verdict": verdict}) == {A: "passed"}, verdict
+        assert tags(result("a"), {**END, "verdict": verdict}) == {A: "passed"}, verdict
 
 
 def test_problems_outside_any_test_are_testcases():
@@ -242,15 +196,15 @@ def test_problems_outside_any_test_are_testcases():
 def test_neither_a_workload_nor_a_test_replaces_a_property_of_the_run():
     workload = {"type": "workload", "profile": "full", "file": "", "values": {"profile": "quick"}, "origins": {}}
     planted = {"type": "property", "name": "verdict", "value": "ACCEPTED"}
-    found = properties(junit.render(journal(workload, planted, result("test_a", "failed"))))
+    found = properties(junit.render(journal(workload, planted, result("a", "failed"))))
     assert (found["workload.profile"], found["verdict"], found["verdict (2)"]) == ("full", "REJECTED", "ACCEPTED")
 
 
 def test_xunit1_adds_properties_file_and_line():
-    lines = [result("test_a", measurements=[busbw()], properties=[["k", "v"]])]
+    lines = [result("a", measurements=[busbw()], properties=[["k", "v"]])]
     for family in ("xunit1", "legacy"):
         case = cases(junit.render(journal(*lines), JUnitOptions(family=family)))["test_a"]
-        assert (case.get("file"), case.get("line")) == ("acceptance/t.py", "12")
+        assert (case.get("file"), case.get("line")) == ("t.py", "12")
         assert [each.get("name") for each in case.find("properties")] == ["nccl.all_reduce.busbw{size=1 GB}", "k"]
     case = cases(junit.render(journal(*lines)))["test_a"]
     assert (case.get("file"), case.get("line"), case.find("properties")) == (None, None, None)
@@ -259,13 +213,13 @@ def test_xunit1_adds_properties_file_and_line():
 def test_xfail_skip_and_the_phase_of_a_failure_are_written_as_pytest_does():
     document = junit.render(
         journal(
-            result("test_a", "skipped", wasxfail="reason: known"),
-            result("test_c", "skipped", message="needs 2 nodes", text="t.py:3: needs 2 nodes"),
+            result("a", "skipped", wasxfail="reason: known"),
+            result("c", "skipped", message="needs 2 nodes", text="t.py:3: needs 2 nodes"),
         )
     )
     found = [(case.get("type"), case.get("message")) for [case] in cases(document).values()]
     assert found[:2] == [("pytest.xfail", "known"), ("pytest.skip", "needs 2 nodes")]
-    document = junit.render(journal(result("test_a", "error", phase="teardown", message="no GPU"), END))
+    document = junit.render(journal(result("a", "error", phase="teardown", message="no GPU"), END))
     assert verdicts(document)["test_a"] == ("error", "in teardown: no GPU")
 
 
@@ -287,7 +241,7 @@ def test_junit_logging_means_what_it_means_in_pytest(logging):
 
     captured = {"stdout setup": "OUT1\n", "stdout call": "OUT2\n", "stderr call": "ERR\n", "log call": "LOG\n"}
     sections = [[f"Captured {where}", text] for where, text in captured.items()]
-    lines = [result("test_a", "failed", sections=sections), result("test_c", sections=sections)]
+    lines = [result("a", "failed", sections=sections), result("c", sections=sections)]
     assert words(junit.render(journal(*lines), JUnitOptions(logging=logging))) == LOGGING[logging]
     quiet = junit.render(journal(*lines), JUnitOptions(logging=logging, log_passing=False))
     assert words(quiet) == LOGGING[logging]
@@ -296,15 +250,15 @@ def test_junit_logging_means_what_it_means_in_pytest(logging):
 
 def test_prefix_suite_name_and_duration_report_mean_what_they_mean_in_pytest():
     options = JUnitOptions(prefix="site.a", suite_name="acceptance", duration_report="call")
-    document = junit.render(journal(result("test_a")), options)
+    document = junit.render(journal(result("a")), options)
     assert suite(document).get("name") == "acceptance"
     case = cases(document)["test_a"]
-    assert (case.get("classname"), case.get("time")) == ("site.a.acceptance.t", "1.000")
-    assert cases(junit.render(journal(result("test_a"))))["test_a"].get("time") == "1.235"
+    assert (case.get("classname"), case.get("time")) == ("site.a.t", "1.000")
+    assert cases(junit.render(journal(result("a"))))["test_a"].get("time") == "1.235"
 
 
 def test_a_text_beyond_all_bounds_keeps_its_ends_and_says_so():
-    document = junit.render(journal(result("test_a", "failed", text="BEGIN" + "x" * 10_000_000 + "END")))
+    document = junit.render(journal(result("a", "failed", text="BEGIN" + "x" * 10_000_000 + "END")))
     text = cases(document)["test_a"].find("failure").text
     assert text.startswith("BEGIN")
     assert text.endswith("END")
@@ -317,7 +271,7 @@ def test_a_failure_on_1024_ranks_stays_small():
     values = {str(rank): 300.0 + rank / 7 for rank in range(1024)}
     lines = [
         result(
-            "test_a",
+            "a",
             "failed",
             ranks=ranks,
             culprits=[1000],

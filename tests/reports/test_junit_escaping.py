@@ -119,26 +119,3 @@ def test_a_measurement_is_one_line_whatever_its_labels_hold(
     assert len(lines) == 2
     assert all(line.startswith("[[PROPERTY|nccl") and line.endswith("]]") for line in lines)
     assert all(line.index("]]") == len(line) - 2 for line in lines), "a reader stops at the first pair"
-
-
-@given(key=TEXT, value=TEXT, origin=TEXT)
-@QUICK
-def test_what_was_run_is_read_with_where_it_was_set(key: str, value: str, origin: str) -> None:
-    line = {"type": "workload", "profile": value, "file": origin, "values": {key: value}, "origins": {key: origin}}
-    found = properties(read_back(line, finished()))
-    assert found["workload.profile"] == visible(value)
-    assert found["workload.file"] == visible(origin)
-    if key not in ("profile", "file"):
-        assert found[f"workload.{visible(key)}"] == visible(f"{value} ({origin})")
-
-
-@given(name=TEXT, message=ANY | NASTY, text=ANY | NASTY)
-@QUICK
-def test_what_goes_wrong_outside_of_tests_is_a_testcase(name: str, message: str, text: str) -> None:
-    line = {"type": "problem", "name": name, "outcome": "error", "message": message, "text": f"<{text}>"}
-    suite = read_back(line, {"type": "end", "verdict": "BROKEN", "exit": 11, "reason": message})
-    case = case_of(suite)
-    assert case.name == visible(name)
-    [verdict] = case.result
-    assert verdict.message == (one_line(message, MESSAGE_CHARACTERS) or "error")
-    assert verdict.text == f"<{visible(text)}>"
