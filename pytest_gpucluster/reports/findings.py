@@ -15,16 +15,6 @@ from pytest_gpucluster.metrics.codec import AnyText, read
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
-    """A smaller group that was tried. ``busbw`` is in GB/s."""
-
-    members: tuple[int, ...] = ()
-    wrong: str = ""
-    failure: str = ""
-    busbw: AnyText = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Suspect:
     """A culprit: a unit (node or GPU), or the link between two."""
 
@@ -43,7 +33,7 @@ class Isolation:
     names: Mapping[str, AnyText] = field(default_factory=dict)
     """Number of a unit -> its name."""
     culprits: tuple[Suspect, ...] = ()
-    rounds: tuple[tuple[Probe, ...], ...] = ()
+    rounds: tuple[Any, ...] = ()
     cleared: tuple[int, ...] = ()
     undecided: tuple[int, ...] = ()
     why_undecided: str = ""

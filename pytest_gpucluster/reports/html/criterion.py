@@ -26,7 +26,7 @@ from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.reports.charts.figures import artifact_folders, by_number, figures_of
 from pytest_gpucluster.reports.charts.plots import limit_bar, rank_dots
-from pytest_gpucluster.reports.findings import Isolation, Probe, baseline_of, isolation_of
+from pytest_gpucluster.reports.findings import Isolation, baseline_of, isolation_of
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, word
 from pytest_gpucluster.reports.summary import Row, duration, headline, worst_first
 from pytest_gpucluster.reports.tables import (
@@ -107,7 +107,7 @@ def _files(place: Path) -> Iterator[Path]:
 
 # ---- the search for culprits, and advice -------------------------------------------------------------------------
 
-_PROBES = 64
+_MOST_EVIDENCE = 64
 _MOST_NAMES = 16
 
 
@@ -123,16 +123,11 @@ def search_values(found: Isolation | None) -> dict[str, Any] | None:
             {
                 "name": f"the link between {names}" if suspect.kind == "link" else names,
                 "failed_probes": failed_probes + (": intermittent" if suspect.intermittent else ""),
-                "evidence": list(map(line, suspect.evidence[:_PROBES])),
+                "evidence": list(map(line, suspect.evidence[:_MOST_EVIDENCE])),
             }
         )
-    probes = [
-        (str(number), _listed(found, probe.members), _probe_result(probe))
-        for number, outcomes in enumerate(found.rounds, start=1)
-        for probe in outcomes
-    ]
     parts = [
-        f"{plural(len(found.rounds), 'round')}, {plural(len(probes), 'probe')}, {found.seconds:.1f} s",
+        f"{plural(len(found.rounds), 'round')}, {found.seconds:.1f} s",
         "" if found.reproduced or culprits else "the fault was not reproduced",
         f"ended early: {found.cut_short}" if found.cut_short else "",
     ]
@@ -141,21 +136,11 @@ def search_values(found: Isolation | None) -> dict[str, Any] | None:
         "culprits": culprits,
         "cleared": _listed(found, found.cleared),
         "undecided": line(": ".join(filter(None, (_listed(found, found.undecided), found.why_undecided)))),
-        "probes": html_table("Probes", ("Round", "Group", "Result"), probes, most=_PROBES),
     }
 
 
 def _listed(found: Isolation, units: Sequence[int]) -> str:
     return some_of(list(map(word, found.named(units))), _MOST_NAMES)
-
-
-def _probe_result(probe: Probe) -> str:
-    if probe.wrong or probe.failure:
-        return "; ".join(filter(None, (f"wrong data: {probe.wrong}" if probe.wrong else "", probe.failure)))
-    try:
-        return f"{float(probe.busbw):.4g} GB/s" if probe.busbw else "no value"
-    except ValueError:
-        return probe.busbw
 
 
 _MOST_ADVICE = 64
