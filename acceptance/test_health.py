@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 
-from pytest_gpucluster.benchmarks.burn_in import keep_busy, reserved_bytes
+from pytest_gpucluster.benchmarks.burn_in import keep_busy
 from pytest_gpucluster.benchmarks.dtypes import check_product, dtypes_of
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.metrics.finding import identity
 from pytest_gpucluster.node.health.checks import examine_gpu
 from pytest_gpucluster.node.health.examination import readings, require_healthy, require_uniform
@@ -53,7 +54,7 @@ def test_gpu_health(cluster, gpu, gpu_sources, inventory, workload, measure):
     """
     health = workload.health
     load = partial(keep_busy, cluster.device, seconds=health.load_seconds)
-    held = reserved_bytes(cluster.device)
+    held = accelerator(cluster.device).reserved_bytes()
     snapshot = collect(
         gpu_sources, inventory, rank=cluster.rank, sku=gpu.sku, mig=health.mig, load=load, held_bytes=held
     )

@@ -4,10 +4,11 @@ import pytest
 
 from pytest_gpucluster.benchmarks.collectives import measure_collective
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import require_free, total_bytes
+from pytest_gpucluster.benchmarks.memory_budget import require_free
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.scaling import efficiency, gather_series, rates, straggler_table
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.metrics.units import parse
 
 KINDS = {"node": ("node", "gpu"), "fabric": ("world", "node"), "total": ("world", "gpu")}
@@ -53,7 +54,7 @@ def setup(cluster, workload):
         workers=config.workers,
         prefetch=config.prefetch,
     )
-    needed, available = training.needed_bytes(cluster.world_size), total_bytes(cluster.device)
+    needed, available = training.needed_bytes(cluster.world_size), accelerator(cluster.device).total_bytes()
     if available is not None and needed > available:
         pytest.skip(
             f"{training.geometry.parameters / 1e6:.4g}M parameters with {training.tokens} tokens a step: needs about "

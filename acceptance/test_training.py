@@ -2,7 +2,6 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.memory_budget import total_bytes
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.step import DEFINITIONS
 from pytest_gpucluster.benchmarks.training.throughput import throughput
@@ -12,6 +11,7 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import (
     TOKENS_DEFINITION,
     Setup,
 )
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.errors import MeasurementError
 
 SETUP_SECONDS = 420.0  # making the model, compiling, the first steps, and the steps in which the parts are timed
@@ -104,7 +104,7 @@ def test_throughput(
 
     On cpu this rehearses tiny models with gloo, and nothing is compiled unless asked for.
     """
-    needed, available = setup.needed_bytes(cluster.world_size), total_bytes(cluster.device)
+    needed, available = setup.needed_bytes(cluster.world_size), accelerator(cluster.device).total_bytes()
     if available is not None and needed > available:
         # The remedy comes first: a report may shorten the reason.
         pytest.skip(

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from comparison import in_turn
 
-from pytest_gpucluster.benchmarks.dtypes import arithmetic, numerics
+from pytest_gpucluster.benchmarks.dtypes import arithmetic
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
-from pytest_gpucluster.benchmarks.matmul import Shape, measure_matmul, measure_shape, multiplier, prepare_shape
-from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, sets_beyond_cache
+from pytest_gpucluster.benchmarks.matmul import Shape, measure_matmul, measure_shape, prepare_shape
+from pytest_gpucluster.benchmarks.memory_budget import sets_beyond_cache
 from pytest_gpucluster.benchmarks.memory_passes import Copies
 from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import BETAS, LARGEST_NORM
 from pytest_gpucluster.benchmarks.training.throughput import LEARNING_RATE, throughput
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.device.backends import accelerator
+from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.metrics.stats import median
 
@@ -117,7 +119,7 @@ class Matmul:
         self._results = [
             torch.zeros(shape.m, shape.n, dtype=kind.result, device=device) for _ in range(buffers.results)
         ]
-        self._multiply = multiplier(device, kind)
+        self._multiply = accelerator(device).product(scaled=kind.is_scaled)
 
     def take(self, number: int) -> dict[str, float]:
         """Return the seconds of one product."""
@@ -152,7 +154,7 @@ class HbmCopy:
         words = payload_bytes // 8
         self.each = Copies.touched_bytes(words) / 1e9
         self._device, self._bytes, self._sampling = device, payload_bytes, sampling
-        count = sets_beyond_cache(Copies.touched_bytes(words), cache_bytes(device))
+        count = sets_beyond_cache(Copies.touched_bytes(words), accelerator(device).cache_bytes())
         self._sets = [(self._empty(words), self._empty(words)) for _ in range(count)]
         ways = self._ways()
         seconds = {way: BareLoop(device, call, sampling).seconds() for way, call in ways.items()}

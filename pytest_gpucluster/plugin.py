@@ -6,6 +6,7 @@ plugin only the four functions below are ever called, and they add nothing but o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING
 
@@ -55,12 +56,12 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     from pytest_gpucluster.session import start_notes
 
     with start_notes.begun(early_config):  # first: what is imported next takes seconds, in which a rank may die
+        from pytest_gpucluster.device import environment
         from pytest_gpucluster.journal import verdict
         from pytest_gpucluster.session import rejected_run
-        from pytest_gpucluster.session.cluster import prepare_environment
 
         verdict.guard_exit_code()
-        prepare_environment()
+        environment.prepare(os.environ)
         rejected_run.replace_earlier(early_config.known_args_namespace)
         return (yield)
 

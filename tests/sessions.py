@@ -28,7 +28,7 @@ from fork_server import Forked, keep_shipped_limits, server_for
 from junit_files import require_junit
 from light_server import recorders_are_forks
 
-from pytest_gpucluster.agreement import release
+from pytest_gpucluster.device.environment import VARIABLES
 from pytest_gpucluster.journal import journal
 
 DEADLINE_SECONDS = 120.0
@@ -283,5 +283,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in filter(is_left_over, list(os.environ)):
         if name != "PYTEST_CURRENT_TEST":
             monkeypatch.delenv(name)
-    for name, value in release.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+    for name, variable in VARIABLES.items():
+        if variable.given == "always":
+            monkeypatch.setenv(name, variable.value)

@@ -34,19 +34,20 @@ launch:
 metrics:
 config: metrics
 isolation: launch metrics
-benchmarks: isolation metrics
+device:
+benchmarks: isolation device metrics
 criteria: metrics config benchmarks
 judge: config metrics
-node: launch metrics judge
-agreement: launch metrics
+node: launch metrics device judge
+agreement: launch metrics device
 journal: metrics config isolation judge agreement
 reports: metrics judge journal
 recorder: launch agreement journal reports
 analysis: launch metrics config isolation judge journal reports
-session: short_fixtures launch metrics config isolation benchmarks judge node agreement journal reports recorder
+session: short_fixtures launch metrics config isolation device benchmarks judge node agreement journal reports recorder
  analysis
 fixtures: metrics config judge node agreement journal session
-plugin: journal metrics session fixtures
+plugin: journal metrics device session fixtures
 runners: launch metrics isolation judge agreement journal
 cli: launch metrics benchmarks judge node journal reports recorder analysis runners
 __main__: cli
@@ -54,7 +55,7 @@ __main__: cli
 
 # What only these may import, wherever in the file.
 ONLY_IN = _table("""
-torch: benchmarks criteria session node agreement runners
+torch: device benchmarks criteria session node agreement runners
 pynvml: node
 yaml: config
 jinja2: reports
@@ -65,6 +66,10 @@ pytest: plugin fixtures short_fixtures session agreement
 _pytest: session agreement
 xdist:
 """)
+OF_THE_DEVICE = re.compile(
+    r"torch\.cuda|backends\.cuda|ProcessGroupNCCL|exception_dump|_scaled_mm|from torch import [^\n]*\bcuda\b"
+)
+"""What only ``device`` may name, in comments too."""
 TORCH_IS_LATE = ("launch", "criteria", "node", "runners", "cli")
 """They are imported where no torch may be loaded: a function imports it."""
 LIGHT = ("launch", "isolation", "journal", "reports", "recorder", "analysis", "runners", "cli")
@@ -165,6 +170,17 @@ def test_heavy_and_foreign_packages_are_imported_only_where_they_belong(module: 
     assert wrong == []
 
 
+def test_only_the_package_device_names_cuda_and_nccls_part_of_torch() -> None:
+    wrong = [
+        f"{where(module, line)}: belongs to the package device: {text.strip()}"
+        for module, path in MODULES.items()
+        if package(module) != "device"
+        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if OF_THE_DEVICE.search(text)
+    ]
+    assert wrong == []
+
+
 def test_no_file_is_a_drawer_for_leftovers() -> None:
     vague = [str(path) for path in MODULES.values() if VAGUE_NAMES & {path.stem, path.parent.name}]
     assert vague == [], "name a file after the one thing it holds"
@@ -192,6 +208,9 @@ def test_what_a_rank_is_and_how_it_is_judged_can_be_known_without_torch() -> Non
     modules = (
         "launch.launchers",
         "node.inventory",
+        "device.environment",
+        "device.identity",
+        "device.process_group",
         "agreement.preflight",
         "judge.judge",
         "config.workload",

@@ -5,6 +5,7 @@ from planting import Struck, strike
 from stamps import meet, stamp
 
 from pytest_gpucluster.benchmarks import collectives, matmul
+from pytest_gpucluster.device.products import product
 from pytest_gpucluster.metrics.sampling import Sampling
 
 # As short as possible, with any spread: the values do not matter.
@@ -20,7 +21,7 @@ def test_plain(cluster):
 @pytest.mark.criterion("matmul")
 def test_matmul(cluster, measure):
     strike("test_matmul", "before", cluster)
-    multiply = Struck("test_matmul", lambda a, b, out: matmul._mm(a, b, out))
+    multiply = Struck("test_matmul", product)
     result = matmul.measure_matmul(cluster.device, n=128, dtype="fp32", sampling=SAMPLING, multiply=multiply)
     measure("matmul.fp32.tflops", result.tflops, unit="TFLOPS", n=128)
     strike("test_matmul", "after", cluster)

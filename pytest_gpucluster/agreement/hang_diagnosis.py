@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import itertools
-import json
 import os
 import re
 import secrets
@@ -19,11 +18,12 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any
 
+from pytest_gpucluster.device.process_group import flight_records
 from pytest_gpucluster.text import rank_ranges
 
 _UNRECORDED = "unrecorded"
@@ -110,17 +110,7 @@ def recorded_operations(since_ns: int) -> list[Operation]:
     """Return this process's collectives since a wall-clock time, from torch's flight recorders.
 
     Older entries are left out: one that was released in an earlier test stays unfinished in the recorder for ever.
-
-    Source: torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.hpp: NCCL has a recorder of its own, and
-    an entry is "retired" once its work has ended.
     """
-    c10d = sys.modules.get("torch._C._distributed_c10d")
-    if c10d is None:
-        torch_c = getattr(sys.modules.get("torch"), "_C", None)
-        c10d = getattr(torch_c, "_distributed_c10d", None)
-    entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo and others; NCCL, where torch has it
-        entries += _entries(getattr(c10d, name, None))
     return [
         Operation(
             group=_group_of(entry),
@@ -129,7 +119,7 @@ def recorded_operations(since_ns: int) -> list[Operation]:
             pending=not entry["retired"] and entry["state"] != "completed",
             since_ns=entry["time_created_ns"],
         )
-        for entry in entries
+        for entry in flight_records()
         if entry["time_created_ns"] >= since_ns
     ]
 
@@ -142,26 +132,6 @@ def _group_of(entry: Mapping[str, Any]) -> str:
     words: list[str] = [word for word in entry["process_group"] or () if word]
     described = [word for word in words[1:] if word != "undefined"]
     return (described or words or ["?"])[0]
-
-
-def _entries(dump: Callable[[], str | bytes] | None) -> list[dict[str, Any]]:
-    """Return the last entries of one recorder. If it cannot be read, it must not hide the other or stop the watcher."""
-    if dump is None:
-        return []
-    try:
-        found: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
-    except Exception as error:  # whatever torch raises here: the report then says that this recorder is unreadable
-        return [
-            {
-                "process_group": ["?", "unreadable"],
-                "collective_seq_id": 0,
-                "profiling_name": f"flight recorder ({type(error).__name__})",
-                "retired": True,
-                "state": "completed",
-                "time_created_ns": sys.maxsize,
-            }
-        ]
-    return found[-50:]
 
 
 def waits_seconds(operations: Sequence[Operation], now_ns: int) -> float | None:

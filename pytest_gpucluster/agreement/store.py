@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+from pytest_gpucluster.device.process_group import forget_abort
 from pytest_gpucluster.errors import StoreError
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.text import first_line
@@ -97,8 +98,7 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
         main=main,
         side=side,
         for_group=lambda name: dist.PrefixStore(f"{prefix}/torch/{name}", tcp.clone()),
-        # Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, kStoreDumpKey, on the store below all prefixes.
-        after_abort=lambda: tcp.delete_key("exception_dump"),
+        after_abort=lambda: forget_abort(tcp),
         connect_seconds=time.monotonic() - begin,
     )
 

@@ -7,7 +7,6 @@ Tables of versions without the column ``#wrong``, which do not state whether the
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,22 +35,19 @@ IN_PLACE, OUT_OF_PLACE = "in-place", "out-of-place"
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One half of a line.
+    """One half of a line: busbw in GB/s, and the elements that were not as expected.
 
-    Attributes:
-        busbw: in GB/s; NaN where the program wrote it.
-        resolution: in GB/s; the last printed digit may be off by half of it.
-        wrong: elements that were not as expected; None where the data were not checked.
+    ``resolution`` is the value of the last printed digit of busbw. ``wrong`` is None where the data were not checked.
     """
 
     busbw: float
-    resolution: float = 0.0
-    wrong: float | None = None
+    resolution: float
+    wrong: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One size in one dtype. ``figures`` has the halves that were measured, by ``IN_PLACE`` and ``OUT_OF_PLACE``."""
+    """One size in one dtype. ``figures`` has the two halves of the line, by ``IN_PLACE`` and ``OUT_OF_PLACE``."""
 
     size_bytes: int
     dtype: str
@@ -63,14 +59,14 @@ class Output:
     """The output of a complete run.
 
     Attributes:
-        origin: the file, or the command.
+        origin: the file.
         collective: our name; None where the output does not state it.
         ranks: GPUs that took part.
         processes: that used them.
         hosts: their short names.
         nccl: version of the library, or an empty text.
         rows: in their order.
-        out_of_bounds: the program's own count at its end.
+        wrong: wrong elements in all, or what the program counted at its end, whichever is more.
     """
 
     origin: str
@@ -80,13 +76,7 @@ class Output:
     hosts: tuple[str, ...]
     nccl: str
     rows: tuple[Row, ...]
-    out_of_bounds: int
-
-    @property
-    def wrong(self) -> float:
-        """Return how many wrong elements there were in all, or what the program counted, whichever is more."""
-        wrong = sum(figure.wrong or 0 for row in self.rows for figure in row.figures.values())
-        return max(wrong, self.out_of_bounds)
+    wrong: float
 
 
 def collective_of(program: str) -> str | None:
@@ -121,14 +111,15 @@ def short_name(host: str) -> str:
     return host.partition(".")[0]
 
 
-# Prefixes of launchers: `mpirun --tag-output` and `srun --label`.
 _TAG = re.compile(r"(\[\d+,\d+\]<std(?:out|err)>:\s?|\s*\d+: )")
+"""What `mpirun --tag-output` and `srun --label` put before each line."""
 _PROGRAM = re.compile(r"# Collective test starting: (\S+)")
 _CONFIG = re.compile(r"# nThreads? (\d+) nGpus (\d+) ")
 _DEVICE = re.compile(r"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+ on\s+(\S+) device")
 _NCCL = re.compile(r"\bnccl-library=(\d+)|\bNCCL version (\d+\.\d+\.\d+)")
 _BOUNDS = re.compile(r"# Out of bounds values\s*:\s*(\d+)")
 _DONE = re.compile(r"# Avg bus bandwidth\s*:")
+_HEAD = re.compile(r"#\s+size\s+count\s.*\btime\s.*\bbusbw\s+#wrong\s+time\s.*\bbusbw\s+#wrong\s*$")
 _ROW = re.compile(r"\s*\d+\s+\d+(\s|$)")
 _MOST_QUOTED = 120
 
@@ -144,108 +135,77 @@ def read_table(text: str, origin: str) -> Output:
         OutputError: no table of nccl-tests, one that is cut off, several of them, or a line of it that is damaged.
     """
     lines = [_TAG.sub("", line, count=1) if _TAG.match(line) else line for line in text.splitlines()]
-    heads = [number for number, line in enumerate(lines) if _is_head(line)]
+    heads = [number for number, line in enumerate(lines) if _HEAD.match(line)]
+    program, config, bounds, nccl, done = (
+        next(filter(None, map(pattern.search, lines)), None) for pattern in (_PROGRAM, _CONFIG, _BOUNDS, _NCCL, _DONE)
+    )
+    devices = [found for line in lines if (found := _DEVICE.match(line))]
+    problem = ""
     if not heads:
-        raise OutputError(f"{origin}: no table of nccl-tests in it: no line has the columns size, busbw and #wrong")
-    if len(heads) > 1:
-        raise OutputError(
-            f"{origin}: {len(heads)} tables in one output. Of programs that were built without MPI, each process "
-            "measures by itself: build nccl-tests with MPI=1. Give files of several runs one by one"
+        problem = "no table of nccl-tests in it: no line has the columns size, time, busbw and #wrong"
+    elif len(heads) > 1:
+        problem = (
+            f"{len(heads)} tables in one output. Of programs that were built without MPI, each process measures by "
+            "itself: build nccl-tests with MPI=1. Give files of several runs one by one"
         )
-    if not any(map(_DONE.match, lines)):
-        raise OutputError(f"{origin}: cut off: the line 'Avg bus bandwidth' at the end of the table is missing")
+    elif bounds is None or done is None:
+        problem = "cut off: the lines 'Out of bounds values' and 'Avg bus bandwidth' at the end are missing"
+    elif config is None or not devices:
+        problem = "the lines 'nThread' and 'Rank' with its GPUs are missing"
+    elif any(int(found[2] or 0) for found in devices):
+        problem = "several groups ran at once (NCCL_TESTS_SPLIT), which is not measured here"
+    elif int(config[1]) * int(config[2]) < 1:
+        problem = f"it ran on no GPU: {one_line(config[0], _MOST_QUOTED)}"
+    if problem or config is None or bounds is None:
+        raise OutputError(f"{origin}: {problem}")
+    per_process = int(config[1]) * int(config[2])
+    processes = max(int(found[1]) for found in devices) // per_process + 1
     columns = lines[heads[0]].lstrip("# ").split()
     rows = tuple(
         _row(line, columns, f"{origin}:{number + 1}")
         for number, line in enumerate(lines)
         if number > heads[0] and _ROW.match(line)
     )
-    ranks, processes, hosts = _places(lines, origin)
-    program, bounds, nccl = (next(filter(None, map(each.search, lines)), None) for each in (_PROGRAM, _BOUNDS, _NCCL))
-    if bounds is None:
-        raise OutputError(f"{origin}: cut off: the line 'Out of bounds values' at the end of the table is missing")
     return Output(
         origin=origin,
         collective=collective_of(program[1]) if program is not None else None,
-        ranks=ranks,
+        ranks=processes * per_process,
         processes=processes,
-        hosts=hosts,
+        hosts=tuple(dict.fromkeys(short_name(found[3]) for found in devices)),
         nccl="" if nccl is None else nccl[2] or nccl_version(int(nccl[1])),
         rows=rows,
-        out_of_bounds=int(bounds[1]),
+        wrong=max(sum(half.wrong or 0 for row in rows for half in row.figures.values()), int(bounds[1])),
     )
 
 
-def _is_head(line: str) -> bool:
-    words = line.lstrip("# ").split()
-    return line.startswith("#") and words[:2] == ["size", "count"] and {"busbw", "#wrong"} <= {*words}
-
-
-def _places(lines: Sequence[str], origin: str) -> tuple[int, int, tuple[str, ...]]:
-    config = next(filter(None, map(_CONFIG.match, lines)), None)
-    devices = [found for line in lines if (found := _DEVICE.match(line))]
-    if config is None or not devices:
-        raise OutputError(f"{origin}: the lines 'nThread' and 'Rank' with its GPUs are missing")
-    if any(int(found[2] or 0) for found in devices):
-        raise OutputError(f"{origin}: several groups ran at once (NCCL_TESTS_SPLIT), which is not measured here")
-    per_process = int(config[1]) * int(config[2])
-    if per_process < 1:
-        raise OutputError(f"{origin}: it ran on no GPU: {one_line(config[0], _MOST_QUOTED)}")
-    processes = max(int(found[1]) for found in devices) // per_process + 1
-    return processes * per_process, processes, tuple(dict.fromkeys(short_name(found[3]) for found in devices))
-
-
 def _row(line: str, columns: Sequence[str], where: str) -> Row:
-    """Return a line of the table; after the last column there may be a time of day, of two words."""
-    named = list(columns)
     words = line.split()
-    if named and named[-1] == "timestamp":
-        named, words = named[:-1], words[: len(named) - 1]
-    if len(words) != len(named):
+    if len(words) != len(columns):
         raise OutputError(
-            f"{where}: {len(words)} values for {len(named)} columns: {one_line(line, _MOST_QUOTED)!r}. If other "
+            f"{where}: {len(words)} values for {len(columns)} columns: {one_line(line, _MOST_QUOTED)!r}. If other "
             "output is mixed in, run it again without NCCL_DEBUG"
         )
-    halves: dict[str, dict[str, str]] = {OUT_OF_PLACE: {}, IN_PLACE: {}}
-    own: dict[str, str] = {}
-    for name, word in zip(named, words, strict=True):
-        # Each half begins with the time; columns before the first one are about both.
-        half = next((half for half in halves.values() if name not in half and (half or name in _TIMES)), None)
-        if name in _OWN:
-            own[name] = word
-        elif half is not None:
-            half[name] = word
+    # What precedes the first time is about both halves, each of which begins with its own.
+    first = columns.index("time")
+    second = columns.index("time", first + 1)
+    about, *halves = (
+        dict(zip(columns[begin:end], words[begin:end], strict=True))
+        for begin, end in ((0, first), (first, second), (second, len(columns)))
+    )
     try:
-        figures = {name: _figure(half) for name, half in halves.items() if half}
-        return Row(size_bytes=int(own["size"]), dtype=own["type"], figures=figures)
+        figures = {name: _figure(half) for name, half in zip((OUT_OF_PLACE, IN_PLACE), halves, strict=True)}
+        return Row(size_bytes=int(about["size"]), dtype=about["type"], figures=figures)
     except (KeyError, ValueError):
         raise OutputError(f"{where}: not a line of this table: {one_line(line, _MOST_QUOTED)!r}") from None
 
 
-_OWN = ("size", "count", "type", "redop", "root")
-_TIMES = ("time", "cputime")
-
-
 def _figure(half: Mapping[str, str]) -> Figure:
-    text, wrong = half["busbw"], half["#wrong"]
-    return Figure(busbw=float(text), resolution=_resolution(text), wrong=None if wrong == "N/A" else _count(wrong))
-
-
-def _count(text: str) -> float:
-    value = float(text)
-    if math.isnan(value) or value < 0:
-        raise ValueError(text)
-    return value
-
-
-def _resolution(text: str) -> float:
-    """Return the value of the last printed digit.
-
-    >>> _resolution("442.28"), _resolution("12345"), _resolution("1e+05")
-    (0.01, 1.0, 100000.0)
-    """
-    digits, _, exponent = text.partition("e")
-    return float(10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))
+    busbw, wrong = half["busbw"], None if half["#wrong"] == "N/A" else float(half["#wrong"])
+    if wrong is not None and not wrong >= 0:
+        raise ValueError(wrong)
+    digits, _, exponent = busbw.partition("e")
+    resolution = 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
+    return Figure(busbw=float(busbw), resolution=resolution, wrong=wrong)
 
 
 def ranges(sizes: Iterable[int]) -> list[tuple[int, ...]]:

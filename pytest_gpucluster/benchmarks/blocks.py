@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from pytest_gpucluster.benchmarks.clock import SHORT_REGION_SECONDS, Clock
+from pytest_gpucluster.device.clock import SHORT_REGION_SECONDS, Clock
 from pytest_gpucluster.errors import InconclusiveMeasurement
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Bursts
-from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.dtypes import numerics
-from pytest_gpucluster.benchmarks.matmul import Multiply, Products, multiplier, prepare_shape, square_shape
+from pytest_gpucluster.benchmarks.matmul import Products, prepare_shape, square_shape
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
+from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.products import Multiply, numerics
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.stats import median
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
@@ -259,7 +260,7 @@ def burn_in(
         progress: called about once a second, in a burn-in of ``PROGRESS_SECONDS`` or more, with the seconds so far,
             those requested, and the figure ``tflops``.
         clock: takes the time of the products; by default the device's own.
-        multiply: ``multiply(a, b, out)``; by default as ``matmul.multiplier``.
+        multiply: ``multiply(a, b, out)``; by default the device's own.
         now: the clock of ``series.seconds``; it only moves forward.
 
     Raises:
@@ -275,7 +276,8 @@ def burn_in(
             raise ValueError(f"{what} must be positive and finite, not {value}")
     instead = "choose smaller matrices, such as --gpucluster-workload burn_in.n=8192"
     buffers = prepare_shape(device, square_shape(n, dtype), dtype=dtype, instead=instead, what=f"n={n}")
-    name, by = f"{device}: burn-in {dtype} n={n}", multiply or multiplier(device, buffers.kind)
+    name = f"{device}: burn-in {dtype} n={n}"
+    by = multiply or accelerator(device).product(scaled=buffers.kind.is_scaled)
     try:
         with numerics(buffers.kind.float32_precision):
             products = Products(device, buffers, name=name, seed=seed, multiply=by)
@@ -372,11 +374,6 @@ def keep_busy(device: torch.device, sample: Callable[[], None], *, seconds: floa
         return samples
 
 
-def reserved_bytes(device: torch.device) -> int:
-    """Return the bytes that this process's allocator has reserved on a device; 0 on cpu, where there is none."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-
-
 def _seconds_of(step: _Step) -> float:
     """Measure one step from a growing number of them, which also loads the kernels and raises the clocks."""
     count = 1
@@ -402,20 +399,19 @@ class _Step:
             torch.randn(n, n, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
         )
         self._out = torch.empty_like(self._a)
-        self._device = device
-        self._streams = device.type == "cuda"
+        self._by = accelerator(device)
+        self._multiply = self._by.product(scaled=False)
         # Pinned, or the copy would go through a buffer of the driver at a fraction of the link's speed.
-        self._host = torch.empty(COPY_BYTES if self._streams else 2**16, dtype=torch.uint8, pin_memory=self._streams)
+        streams = self._by.asynchronous
+        self._host = torch.empty(COPY_BYTES if streams else 2**16, dtype=torch.uint8, pin_memory=streams)
         self._there = torch.empty_like(self._host, device=device, pin_memory=False)
-        # torch ships no types for it.
-        self._side = torch.cuda.Stream(device) if self._streams else None  # type: ignore[no-untyped-call]
+        self._side = self._by.side_stream()
 
     def enqueue(self) -> None:
         for _ in range(PRODUCTS_PER_COPY):
-            torch.mm(self._a, self._b, out=self._out)
-        with torch.cuda.stream(self._side):
-            self._there.copy_(self._host, non_blocking=True)
+            self._multiply(self._a, self._b, self._out)
+        with self._by.on(self._side):
+            self._by.copy_over_link("h2d", self._host, self._there)
 
     def wait(self) -> None:
-        if self._streams:
-            torch.cuda.synchronize(self._device)
+        self._by.synchronize()

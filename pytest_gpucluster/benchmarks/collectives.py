@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.blocks import WindowPlan
-from pytest_gpucluster.benchmarks.clock import RESOLUTION_SECONDS, Clock, clock_for
 from pytest_gpucluster.benchmarks.collective_payload import (
     COLLECTIVES,
     DTYPES,
@@ -39,6 +38,8 @@ from pytest_gpucluster.benchmarks.collective_payload import (
 )
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
+from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.clock import RESOLUTION_SECONDS, Clock
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted

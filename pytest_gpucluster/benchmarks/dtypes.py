@@ -1,6 +1,4 @@
-"""The dtypes of matrix products: operands, accuracy, torch's switches, fp8, and whether a device multiplies right.
-
-fp8 uses torch's scaled products, by whichever name the installed torch has for them.
+"""The dtypes of matrix products: operands, accuracy, fp8, and whether a device multiplies right.
 
 :func:`check_product` compares small products with exact answers, bit by bit. Operands are integers, so few and so small
 that every partial sum is exact in the accumulator and in the result. The answer then does not depend on the order of
@@ -10,14 +8,14 @@ summation, and a single wrong bit is seen.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
+from pytest_gpucluster.device.backends import accelerator
+from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, counted
 from pytest_gpucluster.metrics.units import require_one_of
@@ -73,7 +71,7 @@ class Arithmetic:
         accumulation: further error of an element, as a part of |row of a| |column of b|.
         float32_precision: torch's switch: ``highest`` is true fp32, ``high`` allows TF32.
         cleared_bits: the lowest bits of each operand that are set to 0.
-        is_scaled: multiplied by ``scaled_product``, whose second operand is column-major.
+        is_scaled: multiplied by torch's scaled product, whose second operand is column-major.
         multiple_of: rows and columns are multiples of this.
         largest: ``check_product`` multiplies integers up to this: K times its square is exact in the result.
     """
@@ -149,42 +147,8 @@ def require_switches(device: torch.device, kind: Arithmetic) -> None:
         )
 
 
-@contextmanager
-def numerics(float32_precision: str) -> Iterator[None]:
-    """Set torch's switches for the arithmetic of products, and restore them.
-
-    ``highest`` is true fp32, ``high`` allows TF32. Partial sums are kept in fp32: with less, the element by
-    element bound would not hold, and a result would depend on how a library divides the work.
-    """
-    cuda = torch.backends.cuda.matmul
-    cpu: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch makes it at run time
-    try:
-        old_precision = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        # Only the newer switches below were set, and torch does not report both by the older one.
-        old_precision = "highest"
-    precisions = cuda.fp32_precision, cpu.fp32_precision
-    reductions = [
-        (name, (getattr(cuda, name), getattr(cuda, f"{name}_split_k")))
-        for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
-    ]
-    fp16_accumulation = cuda.allow_fp16_accumulation
-    try:
-        torch.set_float32_matmul_precision(float32_precision)
-        for name, (_, split_k) in reductions:
-            setattr(cuda, name, (False, split_k))
-        cuda.allow_fp16_accumulation = False
-        yield
-    finally:
-        torch.set_float32_matmul_precision(old_precision)
-        cuda.fp32_precision, cpu.fp32_precision = precisions
-        for name, value in reductions:
-            setattr(cuda, name, value)
-        cuda.allow_fp16_accumulation = fp16_accumulation
-
-
 CAPABILITY = (8, 9)
-"""The first with fp8 tensor cores. Source: the message of torch._scaled_mm on older GPUs."""
+"""The first with fp8 tensor cores. Source: the message of torch's scaled product on older GPUs."""
 
 
 def require_fp8(device: torch.device) -> None:
@@ -192,52 +156,23 @@ def require_fp8(device: torch.device) -> None:
 
     Raises: EnvironmentBroken on a GPU that is too old: that is no fault of the GPU.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        needed, found = (".".join(map(str, each)) for each in (CAPABILITY, torch.cuda.get_device_capability(device)))
+    capability = accelerator(device).capability
+    if capability is not None and capability < CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (CAPABILITY, capability))
         raise EnvironmentBroken(
             f"{device}: fp8 products need compute capability {needed} or later, and this GPU has {found}; leave fp8 out"
             " (-k 'not fp8'), or name the SKU with --gpucluster-sku"
         )
 
 
-def scaled_product(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]:
-    """Return a function that multiplies two e4m3 matrices, unscaled, with fast accumulation: ``multiply(a, b, out)``.
-
-    ``b`` must be column-major, ``out`` bf16, and all dimensions multiples of 16.
-    Source: the doc of torch.nn.functional.scaled_mm; cuBLAS, 8-bit floating point data types.
-    """
-    one = torch.ones((), device=device)
-    older: Any = getattr(torch, "_scaled_mm", None)
-    if older is not None:
-        # Preferred although it is private: it writes to a given matrix, so that elements that are not written show.
-        def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
-            return older(a, b, one, one, out_dtype=out.dtype, use_fast_accum=True, out=out)
-
-        return multiply
-
-    public: Any = torch.nn.functional
-    by_tensor = public.ScalingType.TensorWise
-
-    def multiply_and_copy(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
-        # The copy counts as time of the product. derived: 5 % of it on an H100 at n = 16384, from 1.07 GB at
-        # 3.35 TB/s and a product at 1400 TFLOPS.
-        return out.copy_(
-            public.scaled_mm(a, b, one, by_tensor, one, by_tensor, output_dtype=out.dtype, use_fast_accum=True)
-        )
-
-    return multiply_and_copy
-
-
 K = 256
 """Terms of each sum: few enough for it to be exact in every dtype."""
-
-Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Return the product of two matrices."""
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
     """Return the dtypes that a device supports: fp8 from ``CAPABILITY`` on, all others anywhere."""
-    has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    capability = accelerator(device).capability
+    has_fp8 = capability is not None and capability >= CAPABILITY
     return tuple(name for name, kind in ARITHMETICS.items() if has_fp8 or not kind.is_scaled)
 
 
@@ -248,7 +183,7 @@ def check_product(
     n: int,
     where: str = "",
     seed: int = 0,
-    multiply: Multiply | None = None,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Multiply an n x K and a K x n matrix of random integers on the device, and compare with the CPU's fp64 product.
 
@@ -276,17 +211,16 @@ def check_product(
         expected = a @ b
     with counted(MEASURING), numerics(kind.float32_precision):
         left, right = (integers.to(torch.float32).to(kind.operands).to(device) for integers in (a, b))
-        product = (multiply or (_scaled_mm if kind.is_scaled else torch.mm))(left, right)
+        if multiply is None:
+            if kind.is_scaled:
+                right = right.t().contiguous().t()  # column-major, as it must be
+            product = left.new_empty((n, n), dtype=kind.result)
+            accelerator(device).product(scaled=kind.is_scaled)(left, right, product)
+        else:
+            product = multiply(left, right)
     what = f"the {dtype} product of {n} x {K} and {K} x {n} matrices on {where or device}"
     with counted(VERIFYING):
         _compare(product.cpu().double(), expected, what)
-
-
-def _scaled_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    product = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16)
-    # The second operand must be column-major: the transpose of a row-major matrix is.
-    scaled_product(a.device)(a, b.t().contiguous().t(), product)
-    return product
 
 
 def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from pytest_gpucluster.benchmarks.dtypes import arithmetic, dtypes_of, numerics, require_switches
-from pytest_gpucluster.benchmarks.matmul import multiplier
+from pytest_gpucluster.benchmarks.dtypes import arithmetic, dtypes_of, require_switches
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
-from pytest_gpucluster.benchmarks.verify import Comparison, deterministic
+from pytest_gpucluster.benchmarks.verify import Comparison
+from pytest_gpucluster.device.backends import accelerator
+from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
@@ -53,7 +54,7 @@ def _product(dtype: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         right = right.t().contiguous().t()  # the same matrix, column-major
     product = torch.empty(a.shape, dtype=kind.result, device=a.device)
     with numerics(kind.float32_precision):
-        multiplier(a.device, kind)(left, right, product)
+        accelerator(a.device).product(scaled=kind.is_scaled)(left, right, product)
     return product
 
 
@@ -178,19 +179,7 @@ def take_fingerprint(
             differ = [comparison.differ(stage(a, b).contiguous(), first) for _ in range(repeats - 1)]
             if any(differ):
                 changed[name] = sum(map(bool, differ))
-    return Fingerprint(kind=kind_of(device), digests=digests, repeats=repeats, changed=changed)
-
-
-def kind_of(device: torch.device) -> str:
-    """Return what must be the same for two devices to compute the same bits: the model, and the software."""
-    software = f"torch {torch.__version__}"
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return (
-            f"{properties.name} with {properties.multi_processor_count} multiprocessors, {software},"
-            f" CUDA {torch.version.cuda}"
-        )
-    return f"cpu ({torch.backends.cpu.get_cpu_capability()}) with {torch.get_num_threads()} threads, {software}"
+    return Fingerprint(kind=accelerator(device).kind, digests=digests, repeats=repeats, changed=changed)
 
 
 _LISTED = 8

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.clock import Clock
+from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 T = TypeVar("T")

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
-from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, releases_memory, require_free, sets_beyond_cache
-from pytest_gpucluster.benchmarks.memory_passes import KINDS, WORD_BYTES, Operations
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free, sets_beyond_cache
+from pytest_gpucluster.benchmarks.memory_passes import KINDS, WORD_BYTES
+from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.units import require_one_of, show_bytes
 
@@ -52,7 +54,7 @@ def measure_hbm(
     sampling: Sampling,
     during: AbstractContextManager[object] = NO_CONTEXT,
     clock: Clock | None = None,
-    operations: Operations | None = None,
+    operations: Accelerator | None = None,
     cache: int | None = None,
 ) -> HbmResult:
     """Measure passes over buffers of ``payload_bytes``, in bytes a second.
@@ -72,7 +74,7 @@ def measure_hbm(
         sampling: how long to warm up and to measure, and the required confidence.
         during: entered while samples are taken.
         clock: takes the time; by default the device's own.
-        operations: the copy, read and write; by default torch.
+        operations: the copy, read and write; by default the device's own.
         cache: bytes of the device's last cache; by default as the device reports them.
 
     Returns: the result; its series may be inconclusive, and states it.
@@ -90,7 +92,7 @@ def measure_hbm(
     if payload_bytes < WORD_BYTES or payload_bytes % WORD_BYTES:
         raise ValueError(f"payload_bytes is a positive multiple of {WORD_BYTES}, not {payload_bytes}")
     make, words = KINDS[kind], payload_bytes // WORD_BYTES
-    sets = sets_beyond_cache(make.touched_bytes(words), cache_bytes(device) if cache is None else cache)
+    sets = sets_beyond_cache(make.touched_bytes(words), accelerator(device).cache_bytes() if cache is None else cache)
     what = f"memory {kind} of {show_bytes(payload_bytes)}"
     require_free(
         device,
@@ -98,7 +100,7 @@ def measure_hbm(
         what,
         instead="choose smaller buffers, such as --gpucluster-workload hbm.sizes=8GiB",
     )
-    name, by = f"{device}: {what}", operations or Operations()
+    name, by = f"{device}: {what}", operations or accelerator(device)
     passes = make(device, words, sets, by, name=name)
     rate = measure_rate(passes, clock or clock_for(device), sampling=sampling, during=during)
     bytes_per_pass = make.touched_bytes(words)

@@ -18,27 +18,25 @@ from pathlib import Path
 import torch
 
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
-from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.host_link_copies import (
     D2H,
     DIRECTIONS,
     H2D,
     WORD_BYTES,
-    Copier,
     HostCopies,
     Turn,
     bytes_on_device,
     words_on_host,
 )
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
+from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.units import require_one_of, show_bytes
 
 NUMA_MAPS = Path("/proc/self/numa_maps")
-
-_PORTABLE = 1
-"""Pinned for every CUDA context. Source: CUDA Runtime API, cudaHostRegister, cudaHostRegisterPortable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,7 @@ def host_memory(device: torch.device, words: int, *, cpus: frozenset[int] | None
     with _running_on(cpus):
         # One thread: torch's own, which fill tensors in parallel, run where they were before.
         ctypes.memset(buffer.data_ptr(), 0, nbytes)
-    with _pinned(buffer, device):
+    with accelerator(device).pinned(buffer):
         yield HostMemory(words=buffer, nodes=nodes_of(buffer.data_ptr()))
 
 
@@ -120,27 +118,6 @@ def _running_on(cpus: frozenset[int] | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-@contextmanager
-def _pinned(buffer: torch.Tensor, device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch ships no types for it
-        failed = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, _PORTABLE))
-    if failed:
-        raise EnvironmentBroken(
-            f"{device}: CUDA cannot pin {buffer.nbytes / 1e9:.3g} GB of host memory: error {failed}; is that much "
-            "free, and within the limits of the job or container (host.limits)?"
-        )
-    try:
-        yield
-    finally:
-        # Also after an error: pages that are still being written must not be released.
-        torch.cuda.synchronize(device)
-        runtime.cudaHostUnregister(buffer.data_ptr())
 
 
 COMPARED_GB_PER_SECOND = 5.0
@@ -221,7 +198,7 @@ def measure_host_link(
     during: AbstractContextManager[object] = NO_CONTEXT,
     sample: Callable[[], object] | None = None,
     clock: Clock | None = None,
-    copier: Copier | None = None,
+    by: Accelerator | None = None,
     turn: Turn | None = None,
 ) -> HostLinkResult:
     """Measure copies from pinned host memory to the device, back, or both ways at once, in bytes a second.
@@ -240,7 +217,7 @@ def measure_host_link(
         during: entered while samples are taken.
         sample: called while copies are in progress, some times a second.
         clock: takes the time; by default the device's own.
-        copier: makes the copies; by default with torch.
+        by: makes the copies; by default the device's own back end.
         turn: lets one process of a node copy at a time; by default a lock that all of them know. While one compares,
             the next one copies.
 
@@ -258,12 +235,10 @@ def measure_host_link(
     directions = directions_of(way)
     words = check_sizes(device, directions, payload_bytes, copies)
     name = f"{device}: host link {way}, {show_bytes(payload_bytes)}"
-    clock, copier = clock or clock_for(device), copier or Copier()
+    clock, by = clock or clock_for(device), by or accelerator(device)
     host_words = words_on_host(words, copies, directions)
     with turn or Turn() as mine, host_memory(device, host_words, cpus=cpus) as host:
-        work = HostCopies(
-            device, host.words, words, copies, directions, name=name, copier=copier, sample=sample, turn=mine
-        )
+        work = HostCopies(by, host.words, words, copies, directions, name=name, sample=sample, turn=mine)
         rate = measure_rate(work, work.timed(clock), sampling=sampling, during=during)
     return HostLinkResult(
         bytes_per_second=rate.per_second.scaled(payload_bytes),

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.host_link import TOGETHER, HostLinkResult, HostMemory, check_sizes, host_memory
-from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS, Copier, HostCopies, words_on_host
+from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS, HostCopies, words_on_host
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
+from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, series, wants_more
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified
@@ -70,7 +72,7 @@ def measure_host_links_concurrently(
     during: AbstractContextManager[object] | None = None,
     sample: Callable[[], object] | None = None,
     clock: Clock | None = None,
-    copier: Copier | None = None,
+    by: Accelerator | None = None,
 ) -> HostLinkResult:
     """Measure copies in one direction on all ranks of a group at once, in bytes a second of this rank.
 
@@ -92,7 +94,7 @@ def measure_host_links_concurrently(
         during: entered while samples are taken.
         sample: called while copies are in progress, some times a second.
         clock: takes the time; by default the device's own.
-        copier: makes the copies; by default with torch.
+        by: makes the copies; by default the device's own back end.
 
     Returns: the result; its series is inconclusive on all ranks where the slowest rank's is.
 
@@ -106,7 +108,7 @@ def measure_host_links_concurrently(
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     work = _ConcurrentCopies(Ranks(group, device), clock or clock_for(device), sampling)
-    return work.measure(device, direction, payload_bytes, copies, cpus, copier or Copier(), sample, during)
+    return work.measure(device, direction, payload_bytes, copies, cpus, by or accelerator(device), sample, during)
 
 
 class _ConcurrentCopies:
@@ -124,7 +126,7 @@ class _ConcurrentCopies:
         payload_bytes: int,
         copies: int,
         cpus: frozenset[int] | None,
-        copier: Copier,
+        by: Accelerator,
         sample: Callable[[], object] | None,
         during: AbstractContextManager[object] | None,
     ) -> HostLinkResult:
@@ -134,7 +136,7 @@ class _ConcurrentCopies:
             self._agree(direction, payload_bytes, copies, failure)
             assert host is not None
             words = payload_bytes // 8
-            work = HostCopies(device, host.words, words, copies, (direction,), name=name, copier=copier, sample=sample)
+            work = HostCopies(by, host.words, words, copies, (direction,), name=name, sample=sample)
             try:
                 rates, spent = self._rates(work, payload_bytes, during or nullcontext())
             except InconclusiveMeasurement:

@@ -21,8 +21,9 @@ from types import TracebackType
 
 import torch
 
-from pytest_gpucluster.benchmarks.clock import Clock
 from pytest_gpucluster.benchmarks.verify import FACTOR, difference_seen
+from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 WAIT_SECONDS = 60.0
@@ -116,14 +117,6 @@ _NO_DATA = -FACTOR
 """A word that is in no pattern of any possible size."""
 
 
-class Copier:
-    """The timed operation: one call into torch; the seam at which tests inject faults."""
-
-    def copy(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Start to copy all words. For pinned memory torch uses cudaMemcpyAsync, and does not wait."""
-        target.copy_(source, non_blocking=True)
-
-
 def words_on_host(words: int, copies: int, directions: Sequence[str]) -> int:
     """Return the words of host memory needed: the pattern, and buffers for the copies from the device."""
     return words + (_SHIFTS - 1) * _STEP_WORDS + (copies * words if D2H in directions else 0)
@@ -139,13 +132,12 @@ class HostCopies:
     """Copies of ``words`` 8-byte words, numbered from 0; with two directions each number is one copy each way.
 
     Args:
-        device: where the device's side is.
+        by: the back end of the device; it makes the copies.
         host: memory for the host's side, of ``words_on_host`` words.
         words: of one copy.
         copies: buffers of a direction: this number of copies are started until all of them are verified.
         directions: "h2d", "d2h" or both.
         name: for messages.
-        copier: makes the copies.
         sample: called while copies are in progress, at most every ``SAMPLE_INTERVAL_SECONDS``.
         turn: begun before copies are started, and ended when they are done; None where all copy at once.
         now: the clock for the samples.
@@ -153,42 +145,36 @@ class HostCopies:
 
     def __init__(
         self,
-        device: torch.device,
+        by: Accelerator,
         host: torch.Tensor,
         words: int,
         copies: int,
         directions: Sequence[str],
         *,
         name: str,
-        copier: Copier,
         sample: Callable[[], object] | None = None,
         turn: Turn | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_in_flight = copies
-        self._device, self._words, self._name, self._copier = device, words, name, copier
+        self._by, self._words, self._name = by, words, name
         self._sample, self._turn, self._now, self._sampled_at = sample, turn, now, float("-inf")
         pattern = words + (_SHIFTS - 1) * _STEP_WORDS
-        there = torch.empty(pattern, dtype=torch.int64, device=device)
+        there = torch.empty(pattern, dtype=torch.int64, device=by.place)
         self._sides = {H2D: (_write_pattern(host[:pattern]), _write_pattern(there)), D2H: (there, host[:pattern])}
         """Direction -> the pattern to copy, and the one of the other side to compare with."""
         rest = {D2H: host[pattern:]}
         if H2D in directions:
-            rest[H2D] = torch.empty(copies * words, dtype=torch.int64, device=device)
+            rest[H2D] = torch.empty(copies * words, dtype=torch.int64, device=by.place)
         self._targets = {direction: rest[direction].fill_(_NO_DATA).view(copies, words) for direction in directions}
-        # torch ships no types for it.
-        self._side = (
-            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if device.type == "cuda" and len(self._targets) > 1
-            else None
-        )
+        self._side = by.side_stream() if len(self._targets) > 1 else None
 
     def start(self, index: int) -> None:
         """Start one copy in each direction. The second direction has a stream of its own, where there are streams."""
         for number, (direction, targets) in enumerate(self._targets.items()):
             source = self._place(self._sides[direction][0], index)
-            with torch.cuda.stream(self._side if number else None):
-                self._copier.copy(direction, source, targets[index % len(targets)])
+            with self._by.on(self._side if number else None):
+                self._by.copy_over_link(direction, source, targets[index % len(targets)])
 
     def verify(self, done: range) -> None:
         """Call ``sample`` if it is due, wait for these copies, and compare each of them.
@@ -198,8 +184,7 @@ class HostCopies:
         if self._sample is not None and self._now() - self._sampled_at >= SAMPLE_INTERVAL_SECONDS:
             self._sample()
             self._sampled_at = self._now()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what has arrived on the host is compared by the host
+        self._by.synchronize()  # what has arrived on the host is compared by the host
         if self._turn is not None:
             self._turn.end()  # comparing takes longer than copying, and needs no link
         for direction, targets in self._targets.items():
@@ -210,7 +195,7 @@ class HostCopies:
 
     def timed(self, clock: Clock) -> Clock:
         """Return a clock whose regions are in this rank's turn, and include the second direction's stream as well."""
-        return _CopyClock(clock, self._side, self._turn, self._device)
+        return _CopyClock(clock, self._side, self._turn, self._by)
 
     def _place(self, pattern: torch.Tensor, index: int) -> torch.Tensor:
         shift = index // self.max_in_flight % _SHIFTS * _STEP_WORDS
@@ -232,17 +217,15 @@ class _CopyClock:
     The measurement calls ``get_ahead`` before each region: there a turn begins, and ``verify`` ends it.
     """
 
-    def __init__(self, clock: Clock, side: torch.cuda.Stream | None, turn: Turn | None, device: torch.device) -> None:
-        self._clock, self._side, self._turn, self._device = clock, side, turn, device
+    def __init__(self, clock: Clock, side: torch.Stream | None, turn: Turn | None, by: Accelerator) -> None:
+        self._clock, self._side, self._turn, self._by = clock, side, turn, by
 
     @contextmanager
     def region(self) -> Iterator[None]:
         with self._clock.region():
-            if self._side is not None:
-                self._side.wait_stream(torch.cuda.current_stream(self._device))
+            self._by.fork(self._side)
             yield
-            if self._side is not None:
-                torch.cuda.current_stream(self._device).wait_stream(self._side)
+            self._by.join(self._side)
 
     def read(self) -> list[float]:
         return self._clock.read()

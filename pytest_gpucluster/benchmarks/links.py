@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks import links
-from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
+from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.errors import InconclusiveMeasurement
 from pytest_gpucluster.isolation.link_matrix import Matrix, Reading, Scope
 from pytest_gpucluster.isolation.link_survey import Survey, matrix_of

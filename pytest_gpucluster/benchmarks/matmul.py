@@ -10,24 +10,19 @@ power-limited GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
-from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.dtypes import (
-    Arithmetic,
-    arithmetic,
-    numerics,
-    require_fp8,
-    require_switches,
-    scaled_product,
-)
-from pytest_gpucluster.benchmarks.memory_budget import cache_bytes, releases_memory, require_free, sets_beyond_cache
+from pytest_gpucluster.benchmarks.dtypes import Arithmetic, arithmetic, require_fp8, require_switches
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free, sets_beyond_cache
 from pytest_gpucluster.benchmarks.verify import Comparison, bytes_to_compare, difference_seen, element_text
+from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.products import Multiply, numerics
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
@@ -151,9 +146,6 @@ def wrong_elements(
 def _rows_of_a_part(rows: int, columns: int) -> int:
     return min(rows, max(1, _PART_ELEMENTS // columns))
 
-
-Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
-"""Write the product of the first two matrices to the third."""
 
 RESULTS_AT_ONCE = 64
 RESULTS_BYTES = 4 * 2**30
@@ -451,7 +443,8 @@ def measure_shape(
     Raises: as ``measure_matmul``.
     """
     buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead, what=what)
-    name, by = f"{device}: matmul {dtype} {what or shape}", multiply or multiplier(device, buffers.kind)
+    name = f"{device}: matmul {dtype} {what or shape}"
+    by = multiply or accelerator(device).product(scaled=buffers.kind.is_scaled)
     with numerics(buffers.kind.float32_precision):
         products = Products(device, buffers, name=name, seed=seed, multiply=by)
         rate = measure_rate(products, clock or clock_for(device), sampling=sampling, during=during)
@@ -529,15 +522,6 @@ def prepare_shape(
     if kind.is_scaled:
         require_fp8(device)
     require_switches(device, kind)
-    buffers = Buffers(shape=shape, kind=kind, cache=cache_bytes(device) if cache is None else cache)
+    buffers = Buffers(shape=shape, kind=kind, cache=accelerator(device).cache_bytes() if cache is None else cache)
     require_free(device, buffers.needed_bytes, f"matmul {dtype} {what or shape}", instead=instead)
     return buffers
-
-
-def multiplier(device: torch.device, kind: Arithmetic) -> Multiply:
-    """Return a function that multiplies matrices of this kind: ``torch.mm``, and torch's scaled product for fp8."""
-    return scaled_product(device) if kind.is_scaled else _mm
-
-
-def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(a, b, out=out)

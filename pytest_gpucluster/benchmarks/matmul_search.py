@@ -20,20 +20,20 @@ from typing import Any, Protocol
 import torch
 
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Bursts
-from pytest_gpucluster.benchmarks.clock import Clock, clock_for
-from pytest_gpucluster.benchmarks.dtypes import arithmetic, numerics
+from pytest_gpucluster.benchmarks.dtypes import arithmetic
 from pytest_gpucluster.benchmarks.matmul import (
     Buffers,
     MatmulResult,
-    Multiply,
     Products,
     Shape,
     layouts_of,
     measure_shape,
-    multiplier,
     prepare_shape,
 )
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
+from pytest_gpucluster.device.backends import accelerator, clock_for
+from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.products import Multiply, numerics
 from pytest_gpucluster.errors import EnvironmentBroken, PeerGaveUp, StoreError
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.metrics.stats import median
@@ -199,7 +199,7 @@ def search_matmul(
         )
     kind = arithmetic(dtype)
     everything = [prepare_shape(device, shape, dtype=dtype, cache=cache, instead=_INSTEAD) for shape in shapes]
-    by, timed_by = multiply or multiplier(device, kind), clock or clock_for(device)
+    by, timed_by = multiply or accelerator(device).product(scaled=kind.is_scaled), clock or clock_for(device)
     trials, warmup_seconds = [], sampling.warmup_seconds
     for buffers in everything:
         name = f"{device}: trial of matmul {dtype} {buffers.shape}"

@@ -8,12 +8,12 @@ import math
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.device.backends import accelerator, return_memory
 from pytest_gpucluster.errors import EnvironmentBroken
 
 Parameters = ParamSpec("Parameters")
@@ -49,12 +49,11 @@ def memory_released(*, cycles: bool = False) -> Iterator[None]:
         if cycles:
             gc.collect()
         with suppress(RuntimeError):  # on a lost device this fails as well, and must not hide the cause
-            torch.cuda.empty_cache()
+            return_memory()
         raise
     if cycles:
         gc.collect()
-    # Does nothing where CUDA was never used.
-    torch.cuda.empty_cache()
+    return_memory()
 
 
 def releases_memory(*, cycles: bool = False) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
@@ -78,13 +77,6 @@ def releases_memory(*, cycles: bool = False) -> Callable[[Callable[Parameters, R
     return decorate
 
 
-def cache_bytes(device: torch.device) -> int:
-    """Return the size of the device's last cache; 0 where it does not matter, as on cpu."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    return 0
-
-
 def sets_beyond_cache(set_bytes: int, cache: int) -> int:
     """Return how many sets of buffers to use in turn, so that no set is in the cache when its turn comes.
 
@@ -94,21 +86,6 @@ def sets_beyond_cache(set_bytes: int, cache: int) -> int:
     (1, 1, 2, 1)
     """
     return max(1, math.ceil(CACHES * cache / set_bytes))
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return how much memory of the device is free; None if that is unknown."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the memory that torch's allocator keeps does not count as free
-        return int(torch.cuda.mem_get_info(device)[0])
-    return _host_bytes("MemAvailable:")
-
-
-def total_bytes(device: torch.device) -> int | None:
-    """Return how much memory the device has, used or not; None if that is unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return _host_bytes("MemTotal:")
 
 
 def require_free(device: torch.device, needed_bytes: int, what: str, *, instead: str) -> None:
@@ -122,7 +99,7 @@ def require_free(device: torch.device, needed_bytes: int, what: str, *, instead:
 
     Raises: EnvironmentBroken if less is free. It is no failure: another process may use the memory.
     """
-    free = free_bytes(device)
+    free = accelerator(device).free_bytes()
     _require(str(device), UNKNOWN_BYTES if free is None else free, needed_bytes, what, instead)
 
 
@@ -140,7 +117,7 @@ UNKNOWN_BYTES = 2**52
 
 def free_on_all(ranks: Ranks, device: torch.device) -> list[float]:
     """Return the free bytes on each rank; ``UNKNOWN_BYTES`` where unknown. Collective: every rank must call this."""
-    free = free_bytes(device)
+    free = accelerator(device).free_bytes()
     return [its for [its] in ranks.gather([UNKNOWN_BYTES if free is None else free])]
 
 
@@ -157,11 +134,3 @@ def require_free_on_all(ranks: Ranks, device: torch.device, needed_bytes: int, w
     free = free_on_all(ranks, device)
     least = min(range(len(free)), key=free.__getitem__)
     _require(ranks.name(least), free[least], needed_bytes, what, instead)
-
-
-def _host_bytes(name: str) -> int | None:
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024
-    return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from pytest_gpucluster.benchmarks.verify import PART_WORDS, Difference, Pattern, PatternWriter, signed
+from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import WrongResult
 
 WORD_BYTES = 8
@@ -28,33 +29,6 @@ _NO_DATA = _DATA.word(-1)
 """A word that no buffer has as data: the pattern reaches it after 2**64 words."""
 
 
-class Operations:
-    """The timed operations, each a single call into torch; the seam at which tests inject faults."""
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy all words. Between contiguous buffers of one dtype torch leaves it to the driver (cudaMemcpyAsync).
-
-        How close that comes to the memory's speed depends on the driver: an older one copied at 3.3 TB/s on an H200.
-        Source: https://github.com/NVIDIA/cccl/issues/1672.
-        """
-        target.copy_(source)
-
-    def read(self, source: torch.Tensor, total: torch.Tensor) -> None:
-        """Sum up all words, modulo 2**64, to ``total``, which has no dimension.
-
-        int64, because its sum is the same in any order of additions whatever the bits; torch would first copy int32 to
-        int64. torch's full reduction reads close to the memory's speed: 3.136 TB/s of an H100's 3.35 with 4 GiB of
-        fp32. That int64 does so too is derived, not measured: it takes the same kernel, loads as wide or wider, and has
-        half as many elements a byte to add. torch itself cuts what is beyond 32-bit indices into parts.
-        Source: https://github.com/pytorch/pytorch/issues/132964.
-        """
-        torch.sum(source, dim=0, out=total)
-
-    def write(self, target: torch.Tensor, value: int) -> None:
-        """Set all words to one value."""
-        target.fill_(value)
-
-
 class Copies:
     """Copies from one buffer to the other and back, each to the next place: read plus written bytes count.
 
@@ -62,7 +36,7 @@ class Copies:
     them was right and complete, and one check shows it. For the next copies the data are written again.
     """
 
-    def __init__(self, device: torch.device, words: int, sets: int, operations: Operations, *, name: str) -> None:
+    def __init__(self, device: torch.device, words: int, sets: int, operations: Accelerator, *, name: str) -> None:
         self.max_in_flight = PASSES_AT_ONCE
         self._words, self._operations, self._name = words, operations, name
         self._writer = PatternWriter(device, words)
@@ -117,7 +91,7 @@ class Copies:
 class Reads:
     """Sums of a known pattern, each over the next place. Every sum is compared with the expected one."""
 
-    def __init__(self, device: torch.device, words: int, sets: int, operations: Operations, *, name: str) -> None:
+    def __init__(self, device: torch.device, words: int, sets: int, operations: Accelerator, *, name: str) -> None:
         self.max_in_flight = PASSES_AT_ONCE
         self._words, self._operations, self._name = words, operations, name
         self._writer = PatternWriter(device, words)
@@ -175,7 +149,7 @@ class Writes:
     checked, and the last one from beginning to end.
     """
 
-    def __init__(self, device: torch.device, words: int, sets: int, operations: Operations, *, name: str) -> None:
+    def __init__(self, device: torch.device, words: int, sets: int, operations: Accelerator, *, name: str) -> None:
         self.max_in_flight = PASSES_AT_ONCE
         self._words, self._operations, self._name = words, operations, name
         self._sets = [_empty(device, words + PASSES_AT_ONCE * STEP_WORDS) for _ in range(sets)]

@@ -25,7 +25,8 @@ from types import MappingProxyType
 
 import torch
 
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes, releases_memory, total_bytes
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 from pytest_gpucluster.metrics.units import require_one_of
@@ -369,7 +370,7 @@ def run_pattern(
             f"share must be between 0 and 1, rounds, part_words and buffer_words at least 1: {share}, {rounds},"
             f" {part_words}, {buffer_words}"
         )
-    survey.device, survey.total_bytes = str(device), total_bytes(device)
+    survey.device, survey.total_bytes = str(device), accelerator(device).total_bytes()
     words = _words_to_write(device, share, most_bytes, part_words)
     passes = list(PATTERNS[survey.pattern](rounds, seed))
     survey.passes_wanted = len(passes)
@@ -392,7 +393,7 @@ def run_pattern(
 
 
 def _words_to_write(device: torch.device, share: float, most_bytes: int, part_words: int) -> int:
-    free = free_bytes(device)
+    free = accelerator(device).free_bytes()
     if free is None:
         raise EnvironmentBroken(f"{device}: the free memory is unknown, so it cannot be tested")
     check_bytes = comparison_bytes(min(part_words, most_bytes // WORD_BYTES))

@@ -1,4 +1,4 @@
-"""Verification: tensors compared bit by bit, patterns of known numbers, and torch's deterministic algorithms.
+"""Verification: tensors compared bit by bit, and patterns of known numbers.
 
 Comparing is cheap while nothing waits for the result, and exact once tensors differ. Bits are compared, not numbers:
 NaN equals itself then, and 0 is not -0.
@@ -17,15 +17,11 @@ section 6.4.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from pytest_gpucluster.benchmarks import cublas
-from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.errors import WrongResult
 
 _INTEGERS = {dtype.itemsize: dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)}
 
@@ -186,25 +182,3 @@ class PatternWriter:
 
     def _part(self, out: torch.Tensor, start: int, pattern: Pattern) -> None:
         torch.add(self._multiples[: len(out)], pattern.word(start), out=out)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Let torch choose only deterministic algorithms, and restore its switch.
-
-    "error", not "warn": with a mere warning the backward of flash and memory-efficient attention stay as they are
-    (Source: pytorch, aten/src/ATen/native/transformers/cuda/attention_backward.cu). Source of the switch:
-    https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html.
-
-    Raises: EnvironmentBroken where a GPU is in use and the environment keeps cuBLAS from it; see ``cublas.prepare``.
-    """
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    if in_use and (problem := cublas.not_reproducible(os.environ)):
-        raise EnvironmentBroken(problem)
-    before = torch.get_deterministic_debug_mode()
-    try:
-        # As torch.use_deterministic_algorithms, but for compiled code, whose compiler it would import.
-        torch.set_deterministic_debug_mode("error")
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)

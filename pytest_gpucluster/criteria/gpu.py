@@ -11,7 +11,7 @@ from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Ratio
 from pytest_gpucluster.metrics.catalogue import Metric, metrics
 from pytest_gpucluster.metrics.sampling import Sampling
 
-# torch._scaled_mm, which multiplies fp8, takes no other sizes.
+# torch's scaled product, which multiplies fp8, takes no other sizes.
 _SIDE = Whole(16, 65536, multiple_of=16)
 
 

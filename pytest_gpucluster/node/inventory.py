@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from pytest_gpucluster import __version__
+from pytest_gpucluster.device.identity import VisibleGpus
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.node.nvml import NOT_AVAILABLE, Nvml, NvmlGpu, PyNvml, read_values
@@ -29,7 +30,7 @@ def identify(
     facts: RankFacts,
     device: Device,
     *,
-    torch: Any = None,
+    gpus: VisibleGpus | None = None,
     open_nvml: Callable[[], Nvml] = PyNvml,
 ) -> dict[str, Any]:
     """Describe this rank in plain JSON types.
@@ -50,9 +51,7 @@ def identify(
         OptionError: the device is cuda, and this process has none.
         LaunchError: LOCAL_RANK is beyond the visible GPUs.
     """
-    torch = torch or _torch()
-    distributed = torch.distributed
-    has_nccl = distributed.is_available() and distributed.is_nccl_available()
+    gpus = gpus or VisibleGpus()
     who: dict[str, Any] = {
         "rank": facts.rank,
         "host": facts.hostname,
@@ -64,9 +63,7 @@ def identify(
         "cuda_index": None,
         "versions": {
             "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+            **gpus.software(),
             "driver": None,
             "pytest_gpucluster": __version__,
         },
@@ -76,14 +73,12 @@ def identify(
     }
     if device == "cpu":
         return who
-    # Counted without making a context; 0 where there is no usable driver.
-    visible = int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+    visible = gpus.count()
     if visible < 1:
         raise no_cuda(facts, torch_version=str(who["versions"]["torch"]), cuda_version=who["versions"]["cuda"])
     index = choose_cuda_index(facts, visible)
-    properties = torch.cuda.get_device_properties(index)
-    name = str(properties.name)
-    uuid = full_uuid(str(properties.uuid), name)
+    found = gpus[index]
+    uuid = full_uuid(found.uuid, found.name)
     known: NvmlGpu | None = None
     values: dict[str, Any] = dict.fromkeys(NVML_QUERIES)
     try:
@@ -104,18 +99,11 @@ def identify(
         "index": known.index if known else None,
         "uuid": uuid,
         "pci_bus_id": known.pci_bus_id if known else None,
-        "name": name,
-        "memory_bytes": int(properties.total_memory),
+        "name": found.name,
+        "memory_bytes": found.memory_bytes,
         **values,
     }
     return who
-
-
-def _torch() -> Any:
-    """Import torch, not with this module, for that takes seconds."""
-    import torch
-
-    return torch
 
 
 def choose_cuda_index(facts: RankFacts, visible: int) -> int:

@@ -20,14 +20,13 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpucluster.agreement.release import ENVIRONMENT, NcclReleaser, Releaser, SocketReleaser
-from pytest_gpucluster.benchmarks import cublas
+from pytest_gpucluster.agreement.release import Releaser, SocketReleaser
+from pytest_gpucluster.device.environment import switch_nvls_off
+from pytest_gpucluster.device.process_group import GROUP_BACKENDS, NcclReleaser, changes_algorithms, init_group
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, translate_nvls
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS
-from pytest_gpucluster.node.fabric.nccl_environment import prepare_environment as prepare_nccl
-from pytest_gpucluster.node.fabric.nccl_environment import switch_nvls_off
-from pytest_gpucluster.node.fabric.nccl_log import GroupTransport, NcclLog, group_transport, prepare_log
+from pytest_gpucluster.node.fabric.nccl_log import GroupTransport, NcclLog, group_transport
 from pytest_gpucluster.node.fabric.ports import network_cards
 from pytest_gpucluster.text import first_line
 
@@ -35,17 +34,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 _BEYOND_DEADLINE_SECONDS = 60.0
 """How much later than a test's deadline the group's own timeout fires: our own release comes first."""
-
-
-def prepare_environment() -> None:
-    """Set what torch reads once, at its import and its first product, and NCCL when it writes its first message."""
-    os.environ.update(ENVIRONMENT)
-    prepare_log(os.environ)
-    prepare_nccl(os.environ)
-    cublas.prepare(os.environ)
 
 
 class Cluster:
@@ -83,7 +73,7 @@ class Cluster:
         self.nnodes = facts.nnodes
         self.hostname = facts.hostname
         self.hosts = hosts
-        self.backend = BACKENDS[device_type]
+        self.backend = GROUP_BACKENDS[device_type]
         self._device_type, self._device_index = device_type, device_index
         self._store_for_group = store_for_group
         self._after_abort = after_abort
@@ -111,9 +101,9 @@ class Cluster:
     def take_device(self) -> None:
         """Make this rank's GPU the current one: what says "cuda" without a number must not mean GPU 0 on all ranks."""
         if self._device_type == "cuda":
-            import torch
+            from pytest_gpucluster.device.backends import accelerator
 
-            torch.cuda.set_device(self._device_index)
+            accelerator(self.device).make_current()
 
     def allow(self, deadline_seconds: float) -> None:
         """Let groups that are made from now on outlast the longest deadline of any test."""
@@ -146,10 +136,12 @@ class Cluster:
         """Wait for all ranks. Collective: every rank must call this."""
         import torch
 
+        from pytest_gpucluster.device.backends import accelerator
+
         if self._device_type == "cuda":
             flag = torch.zeros(1, device=self.device)
             torch.distributed.all_reduce(flag, group=self.group)
-            torch.cuda.synchronize(self.device)
+            accelerator(self.device).synchronize()
         else:
             torch.distributed.barrier(group=self.group)
 
@@ -338,12 +330,8 @@ class Cluster:
         logging.getLogger("c10d-NullHandler-default").setLevel(logging.INFO)
         # torch numbers its groups, and a making that was cut short has moved the count on this rank alone.
         dist.distributed_c10d._world.group_count = 0
-        options: dict[str, Any] = {}
         self.take_device()
         if self._device_type == "cuda":
-            # With device_id the communicator is connected now, under the test's deadline. Made lazily, at the first
-            # collective, it would be under no timeout at all.
-            options["device_id"] = self.device
             self._open_log()
         self._sockets = self._sockets_of_world = SocketReleaser()
         self._releaser = self._sockets
@@ -352,13 +340,8 @@ class Cluster:
             with self.nccl_log.reading(tuple(range(self.world_size))), self._sockets.taking():
                 store = self._store_for_group(f"group/{self._epoch}")
                 store.set_timeout(self._timeout)
-                dist.init_process_group(
-                    self.backend,
-                    store=store,
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    timeout=self._timeout,
-                    **options,
+                group = init_group(
+                    self.device, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
                 )
         except (RuntimeError, ValueError) as error:
             raise self._not_made(f"{self.world_size} ranks", error) from error
@@ -369,8 +352,6 @@ class Cluster:
             self._guard(self._releaser, self._sockets)
             if self.nvls_off:
                 self._require_without_nvls()
-        group = dist.group.WORLD
-        assert group is not None
         return group
 
     def _group_of(self, ranks: Iterable[int]) -> ProcessGroup:
@@ -420,14 +401,8 @@ class Cluster:
         )
 
     def _require_not_deterministic(self) -> None:
-        """Make sure that NCCL's choice of algorithms stays as it is.
-
-        Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, the constructor: with deterministic algorithms it sets
-        ``NCCL_ALGO=^NVLS`` where that is not set, for this process and for all groups that come later.
-        """
-        import torch
-
-        if self.backend == "nccl" and torch.are_deterministic_algorithms_enabled():
+        """Make sure that NCCL's choice of algorithms stays as it is."""
+        if self.backend == "nccl" and changes_algorithms():
             raise CommunicationError(
                 f"rank {self.rank} on {self.hostname}: a group of NCCL is to be made while torch uses deterministic "
                 "algorithms: torch would set NCCL_ALGO=^NVLS for the rest of this process, and later rates would be of "

@@ -21,6 +21,7 @@ from pytest_gpucluster.agreement import rendezvous
 from pytest_gpucluster.agreement.exchange import AbortReason, Merged, RankOutcome, merge
 from pytest_gpucluster.config.criteria_file import read_manifest
 from pytest_gpucluster.config.workload import WorkloadRecord
+from pytest_gpucluster.device import environment
 from pytest_gpucluster.errors import LaunchError, ThresholdsError, UsageProblem
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.records import CollectedTest
@@ -30,7 +31,6 @@ from pytest_gpucluster.metrics.time_budget import LEDGER
 from pytest_gpucluster.reports.summary import row_of
 from pytest_gpucluster.reports.tables import culprit_text
 from pytest_gpucluster.session import rejected_run, shutdown
-from pytest_gpucluster.session.cluster import prepare_environment
 from pytest_gpucluster.session.judging import judge_merged
 from pytest_gpucluster.session.phases import Phases
 from pytest_gpucluster.session.reporting import BROKE, Console, MergedRepr, Status, line_of, skip_reason
@@ -471,7 +471,7 @@ def make_session(config: pytest.Config) -> Session | Controller:
     Raises:
         pytest.UsageError: the launcher's variables contradict each other, or xdist would not use every GPU.
     """
-    prepare_environment()
+    environment.prepare(os.environ)
     worker = getattr(config, "workerinput", None)
     session: Session | Controller
     try:

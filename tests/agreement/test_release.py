@@ -7,15 +7,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import FrameType, SimpleNamespace
+from types import FrameType
 
 import pytest
-from torch.distributed import distributed_c10d
 
-from pytest_gpucluster.agreement import release
 from pytest_gpucluster.agreement.release import RELEASE_SIGNAL, PythonReleaser, Released, SocketReleaser
-from pytest_gpucluster.errors import EnvironmentBroken
 
 DEADLINE_SECONDS = 20.0
 
@@ -228,83 +224,3 @@ def test_a_group_in_the_making_is_released_in_the_middle_of_it(pairs: Callable[[
     with pytest.raises(RuntimeError), releaser.taking():
         raise RuntimeError("cannot be made")
     assert not releaser.making_group
-
-
-# ---- NCCL ----------------------------------------------------------------------------------------------------------
-
-
-class Group:
-    def __init__(self, abort: Callable[[], None]) -> None:
-        self.abort = abort
-
-
-class Communicators:
-    """torch's register of process groups, where what an abort does is written down; and where it is held up."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
-        self.calls: list[str] = []
-        self.held, self.let_go = 0, threading.Event()
-        self._all_in = threading.Barrier(groups) if groups else None
-        register = {Group(partial(self._abort, index)): str(index) for index in range(groups)}
-        monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names=register))
-        monkeypatch.setattr(distributed_c10d, "is_initialized", lambda: bool(groups))
-        for name in ("_abort_process_group", "destroy_process_group"):
-            monkeypatch.setattr(distributed_c10d, name, lambda name=name: self.calls.append(name))
-
-    def _abort(self, index: int) -> None:
-        assert self._all_in is not None
-        self.calls.append("abort")
-        if index < self.held:
-            self.let_go.wait(DEADLINE_SECONDS)
-        elif not self.held:
-            self._all_in.wait(DEADLINE_SECONDS)  # one after the other, the first would wait here for good
-
-
-def test_where_there_are_no_communicators_there_is_nothing_to_abort(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Communicators(monkeypatch, 0)
-    releaser = release.NcclReleaser()
-    assert not releaser.making_group
-    releaser.release()
-    releaser.finish()
-    assert found.calls == []
-
-
-def test_communicators_are_aborted_all_at_once_and_once_and_never_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Communicators(monkeypatch, 3)
-    releaser = release.NcclReleaser()
-    releaser.release()
-    releaser.release()
-    releaser.finish()
-    assert found.calls == ["abort", "abort", "abort", "_abort_process_group"]
-
-
-def test_all_aborts_have_one_budget_and_what_hangs_is_an_error_that_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Communicators(monkeypatch, 3)
-    found.held = 2
-    releaser = release.NcclReleaser(seconds=0.05)
-    for _ in range(2):
-        with pytest.raises(EnvironmentBroken, match=r"^2 of 3 .* 0\.05 s"):
-            releaser.finish()
-    assert found.calls.count("abort") <= 4, "one that hangs is not called again"
-    assert "_abort_process_group" not in found.calls, "it would wait for the hanging ones, one after the other"
-    found.let_go.set()
-    found.held = 0
-    while any(thread.name == "gpucluster-abort" for thread in threading.enumerate()):
-        time.sleep(0.001)
-
-
-def test_an_abort_that_is_under_way_is_waited_for_before_the_next_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Communicators(monkeypatch, 1)
-    found.held = 1
-    releaser = release.NcclReleaser()
-    by_watcher = threading.Thread(target=releaser.release)
-    by_watcher.start()
-    while not found.calls:
-        time.sleep(0.001)
-    releaser.release()
-    assert found.calls == ["abort"], "the watcher is not held up by its own abort"
-    timer = later(found.let_go.set)
-    releaser.finish()
-    assert found.calls == ["abort", "_abort_process_group"]
-    by_watcher.join()
-    timer.join()

@@ -36,7 +36,7 @@ def test_where_there_is_nothing_to_override_the_variable_does_not_matter(monkeyp
 
 def test_products_are_not_measured_where_a_variable_overrides_the_switch(monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    monkeypatch.setattr(matmul, "cache_bytes", lambda device: pytest.fail("it went on"))
+    monkeypatch.setattr(matmul, "accelerator", lambda device: pytest.fail("it went on"))
     with pytest.raises(EnvironmentBroken, match="NVIDIA_TF32_OVERRIDE"):
         matmul.measure_matmul(
             CUDA,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks.blocks import measure_rate
-from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.burn_in import TimeSeries, burn_in
-from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")

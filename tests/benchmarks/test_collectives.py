@@ -10,16 +10,16 @@ import forked_ranks
 import pytest
 import torch
 
-from pytest_gpucluster.benchmarks.clock import RESOLUTION_SECONDS, ManualClock
 from pytest_gpucluster.benchmarks.collectives import measure_collective
 from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.device.clock import RESOLUTION_SECONDS, ManualClock
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
 
 PREAMBLE = """
-from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.benchmarks.collectives import measure_collective
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -304,8 +304,8 @@ def test_ranks_that_do_not_measure_the_same_are_told_so_on_all_ranks():
 def test_one_rank_without_memory_is_named_on_all_ranks():
     said = run_ranks(
         """
-        from pytest_gpucluster.benchmarks import memory_budget
-        memory_budget.free_bytes = lambda device: 1000 if rank == 1 else 10**12
+        from pytest_gpucluster.device.backends import Cpu
+        Cpu.free_bytes = lambda device: 1000 if rank == 1 else 10**12
         say(outcome(lambda: measured(Clocked(0.1))))
         """,
     )

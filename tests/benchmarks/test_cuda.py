@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 import torchrun
 
-from pytest_gpucluster.agreement import release
 from pytest_gpucluster.benchmarks import dtypes
-from pytest_gpucluster.benchmarks.clock import EventClock
 from pytest_gpucluster.benchmarks.fingerprint import take_fingerprint
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.matmul import measure_matmul
+from pytest_gpucluster.device.clock import EventClock
+from pytest_gpucluster.device.environment import VARIABLES
+from pytest_gpucluster.device.process_group import NcclReleaser, init_group
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.launch.launchers import detect
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -107,13 +108,14 @@ def test_nvml_knows_the_gpu_that_torch_computes_on():
 
 
 def test_a_group_of_nccl_sums_and_can_be_aborted(monkeypatch):
-    for name, value in release.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=GPU)
+    for name, variable in VARIABLES.items():
+        if variable.given == "always":
+            monkeypatch.setenv(name, variable.value)
+    init_group(GPU, store=dist.HashStore(), rank=0, world_size=1)
     value = torch.full((1024,), 3.0, device=GPU)
     dist.all_reduce(value)
     assert value.unique().tolist() == [3.0]
-    release.NcclReleaser().release()
+    NcclReleaser().release()
     assert not dist.is_initialized()
 
 

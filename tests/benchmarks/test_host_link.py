@@ -11,10 +11,10 @@ from each import of_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks import host_link, host_link_copies, memory_budget
-from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.benchmarks import host_link, host_link_copies
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
-from pytest_gpucluster.benchmarks.host_link_copies import Copier
+from pytest_gpucluster.device.backends import Cpu
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -23,16 +23,17 @@ WORDS = 1000
 SAMPLING = Sampling(warmup_seconds=0.05, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)
 
 
-class Timed(Copier):
+class Timed(Cpu):
     """torch's own, each taking ``seconds`` of a manual clock. What copy ``at`` leaves is up to ``fault``."""
 
     def __init__(self, *, seconds=0.01, at=None, fault=None, direction=None):
+        super().__init__(CPU)
         self.clock, self.copies, self.targets = ManualClock(), [], []
         self._seconds, self._at, self._fault, self._direction = seconds, at, fault, direction
 
-    def copy(self, direction, source, target):
+    def copy_over_link(self, direction, source, target):
         before = target.clone()
-        super().copy(direction, source, target)
+        super().copy_over_link(direction, source, target)
         number = self.copies.count(direction)
         self.clock.advance(self._seconds(number) if callable(self._seconds) else self._seconds)
         if number == self._at and self._direction in (None, direction):
@@ -43,7 +44,7 @@ class Timed(Copier):
 
 def measure(way, copier, *, words=WORDS, copies=4, sampling=SAMPLING, **others):
     return measure_host_link(
-        CPU, way, payload_bytes=8 * words, copies=copies, sampling=sampling, clock=copier.clock, copier=copier, **others
+        CPU, way, payload_bytes=8 * words, copies=copies, sampling=sampling, clock=copier.clock, by=copier, **others
     )
 
 
@@ -135,7 +136,7 @@ def test_no_tensor_is_left_when_all_is_over():
 
 
 def test_too_little_memory_is_an_error_that_says_how_to_ask_for_less(monkeypatch):
-    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(Cpu, "free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"host link h2d, 4 copies of 8 kB needs .*host_link\.copies=8"):
         measure("h2d", Timed())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from pytest_gpucluster.benchmarks import host_link
 from pytest_gpucluster.benchmarks.host_link import host_memory, nodes_of
+from pytest_gpucluster.device.backends import Cuda
 from pytest_gpucluster.errors import EnvironmentBroken
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -80,53 +82,16 @@ def test_a_kernel_that_does_not_tell_leaves_it_open(tmp_path, text):
     assert nodes_of(0x7F10000000, maps) == {}
 
 
-class Runtime:
-    """CUDA's calls, as far as they are needed here."""
+def test_memory_for_a_gpu_is_pinned_while_it_is_in_use(monkeypatch):
+    pinned = []
 
-    def __init__(self, monkeypatch, *, fails=0):
-        self.calls, self._fails = [], fails
-        for name in ("cudart", "synchronize", "device"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+    @contextmanager
+    def pin(by, buffer):
+        pinned.append((by.place, buffer.data_ptr(), buffer.nbytes))
+        yield
+        pinned.clear()
 
-    def cudart(self):
-        return self
-
-    def device(self, device):
-        import contextlib
-
-        return contextlib.nullcontext()
-
-    def synchronize(self, device):
-        self.calls.append("synchronize")
-
-    def cudaHostRegister(self, pointer, size, flags):  # CUDA's own name
-        self.calls.append(("register", pointer, size, flags))
-        return self._fails
-
-    def cudaHostUnregister(self, pointer):  # CUDA's own name
-        self.calls.append(("unregister", pointer))
-
-
-def test_memory_for_a_gpu_is_pinned_where_it_is_and_let_go_when_no_copy_runs(monkeypatch):
-    runtime = Runtime(monkeypatch)
+    monkeypatch.setattr(Cuda, "pinned", pin)
     with host_memory(CUDA, WORDS) as memory:
-        pointer = memory.words.data_ptr()
-        assert runtime.calls == [("register", pointer, 8 * WORDS, 1)]
-    assert runtime.calls[1:] == ["synchronize", ("unregister", pointer)]
-
-
-def test_memory_is_let_go_also_when_something_fails(monkeypatch):
-    runtime = Runtime(monkeypatch)
-    with pytest.raises(KeyError), host_memory(CUDA, WORDS):
-        raise KeyError
-    assert [call[0] for call in runtime.calls] == ["register", "s", "unregister"]
-
-
-def test_memory_that_cannot_be_pinned_is_an_error_and_not_unpinned(monkeypatch):
-    runtime = Runtime(monkeypatch, fails=2)
-    with (
-        pytest.raises(EnvironmentBroken, match=r"cuda:0: CUDA cannot pin 0\.00105 GB .*memory: error 2"),
-        host_memory(CUDA, WORDS),
-    ):
-        pass
-    assert len(runtime.calls) == 1
+        assert pinned == [(CUDA, memory.words.data_ptr(), 8 * WORDS)]
+    assert pinned == []

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.host_link_concurrent import Plan, measure_host_links_concurrently
-from pytest_gpucluster.benchmarks.host_link_copies import Copier
+from pytest_gpucluster.device.backends import Cpu
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -21,18 +21,19 @@ SAMPLING = Sampling(warmup_seconds=0, window_seconds=0.8, longest_seconds=2, tol
 
 PREAMBLE = """
 from pytest_gpucluster.benchmarks import host_link_concurrent
-from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.host_link_copies import Copier
+from pytest_gpucluster.device.clock import ManualClock
+from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.benchmarks.host_link_concurrent import measure_host_links_concurrently
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError
 from pytest_gpucluster.metrics.sampling import Sampling
 
-class Timed(Copier):
+class Timed(Cpu):
     "torch's own, each taking ``seconds`` of a manual clock; copy ``at`` leaves a wrong bit."
     def __init__(self, seconds=0.01, at=None):
+        super().__init__(device)
         self.clock, self.seconds, self.at, self.calls = ManualClock(), seconds, at, 0
-    def copy(self, direction, source, target):
-        super().copy(direction, source, target)
+    def copy_over_link(self, direction, source, target):
+        super().copy_over_link(direction, source, target)
         self.clock.advance(self.seconds)
         if self.calls == self.at:
             target[3] ^= 1
@@ -42,7 +43,7 @@ def outcome(copier, **arguments):
     given = dict(payload_bytes=8000, copies=8, direction="h2d", sampling=Sampling(
         warmup_seconds=0, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)) | arguments
     try:
-        return measure_host_links_concurrently(group, device, given.pop("direction"), clock=copier.clock, copier=copier,
+        return measure_host_links_concurrently(group, device, given.pop("direction"), clock=copier.clock, by=copier,
                                            **given)
     except (GpuClusterError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
@@ -78,18 +79,19 @@ def told():
     return [of_rank for [of_rank] in said]
 
 
-class Timed(Copier):
+class Timed(Cpu):
     def __init__(self, seconds=0.01):
+        super().__init__(CPU)
         self.clock, self._seconds = ManualClock(), seconds
 
-    def copy(self, direction, source, target):
-        super().copy(direction, source, target)
+    def copy_over_link(self, direction, source, target):
+        super().copy_over_link(direction, source, target)
         self.clock.advance(self._seconds)
 
 
 def measure(group, copier, direction="h2d", **others):
     given = {"payload_bytes": 8000, "copies": 8, "sampling": SAMPLING} | others
-    return measure_host_links_concurrently(group, CPU, direction, clock=copier.clock, copier=copier, **given)
+    return measure_host_links_concurrently(group, CPU, direction, clock=copier.clock, by=copier, **given)
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
@@ -102,8 +104,8 @@ def test_one_rank_alone_is_a_common_window_too(alone, direction):
 
 def test_wrong_data_outweigh_a_clock_that_stands_still(alone):
     class Wrong(Timed):
-        def copy(self, direction, source, target):
-            super().copy(direction, source, target)
+        def copy_over_link(self, direction, source, target):
+            super().copy_over_link(direction, source, target)
             target[0] += 1
 
     with pytest.raises(WrongResult, match=r"h2d copy 0: 1 of 1000 8-byte words"):

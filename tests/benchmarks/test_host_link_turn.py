@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
-from pytest_gpucluster.benchmarks.host_link_copies import Copier, Turn
+from pytest_gpucluster.benchmarks.host_link_copies import Turn
+from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -74,9 +77,9 @@ def test_a_turn_is_begun_before_the_first_copy_and_ended_before_the_comparison(p
             super().end()
             done.append("end")
 
-    class Copying(Copier):
-        def copy(self, direction, source, target):
-            super().copy(direction, source, target)
+    class Copying(Cpu):
+        def copy_over_link(self, direction, source, target):
+            super().copy_over_link(direction, source, target)
             done.append("copy")
 
     equal = torch.equal
@@ -88,7 +91,13 @@ def test_a_turn_is_begun_before_the_first_copy_and_ended_before_the_comparison(p
     monkeypatch.setattr(torch, "equal", compared)
     quick = Sampling(warmup_seconds=0.001, window_seconds=0.01, longest_seconds=0.01, tolerance_ratio=10)
     measure_host_link(
-        torch.device("cpu"), "h2d", payload_bytes=8000, copies=4, sampling=quick, copier=Copying(), turn=Noted(path)
+        CPU,
+        "h2d",
+        payload_bytes=8000,
+        copies=4,
+        sampling=quick,
+        by=Copying(CPU),
+        turn=Noted(path),
     )
     assert {"-".join(step for step, _ in itertools.groupby(done))[: len("begin-copy-end-compare-") * 3]} == {
         "begin-copy-end-compare-" * 3

@@ -12,7 +12,7 @@ from pytest_gpucluster.isolation.round_robin import Places
 
 SCRIPT = """
 from pytest_gpucluster.benchmarks import links, links
-from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.isolation.round_robin import Places
 
 honest, clock, met = links._exchange, ManualClock(), []

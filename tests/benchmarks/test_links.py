@@ -15,8 +15,9 @@ from pytest_gpucluster.benchmarks.links import sweep
 
 SCRIPT = """
 import time
-from pytest_gpucluster.benchmarks import links, memory_budget
-from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.benchmarks import links
+from pytest_gpucluster.device.backends import Cpu
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.errors import GpuClusterError
 from pytest_gpucluster.isolation.round_robin import rounds
@@ -73,9 +74,9 @@ say([len(late.readings), [list(link) for link in late.left_out], late.seconds > 
 say(plain(swept(Timed(lambda peer: 0.0 if rank == 2 else 0.01))))
 say(plain(swept(Timed(), payload_bytes=65536 + 4 * rank)))
 say(plain(swept(Timed(), planned=ROUNDS if rank else ROUNDS[:1])))
-memory_budget.free_bytes = lambda device: 10 if rank == 2 else 10**12
+Cpu.free_bytes = lambda device: 10 if rank == 2 else 10**12
 say(plain(swept(Timed())))
-memory_budget.free_bytes = lambda device: None
+Cpu.free_bytes = lambda device: None
 
 heard = []
 swept(Timed(), progress=lambda step, of: heard.append([step, of]))

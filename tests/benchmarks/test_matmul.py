@@ -11,10 +11,11 @@ from each import of_each
 
 from pytest_gpucluster.benchmarks import matmul
 from pytest_gpucluster.benchmarks import matmul as matmul_products
-from pytest_gpucluster.benchmarks.clock import ManualClock
-from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic, scaled_product
+from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic
 from pytest_gpucluster.benchmarks.matmul import Buffers, Shape, best_square, measure_matmul, usual_layout
 from pytest_gpucluster.benchmarks.verify import bits_of
+from pytest_gpucluster.device.clock import ManualClock
+from pytest_gpucluster.device.products import scaled_product
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult, kind_of
 from pytest_gpucluster.judge.limits import condition
 from pytest_gpucluster.metrics.sampling import Sampling, Series

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks import memory_budget, memory_passes
-from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
-from pytest_gpucluster.benchmarks.memory_passes import KINDS, STEP_WORDS, Operations
+from pytest_gpucluster.benchmarks.memory_passes import KINDS, STEP_WORDS
+from pytest_gpucluster.device.backends import Cpu
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult, kind_of
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -21,11 +22,12 @@ WORDS = 1000
 SAMPLING = Sampling(warmup_seconds=0.05, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)
 
 
-class Passes(Operations):
+class Passes(Cpu):
     """torch's own, each taking ``seconds`` of a manual clock. Pass ``at`` leaves what ``fault(target, before)`` does:
     it is given what was written to, and what was there before."""
 
     def __init__(self, *, seconds=0.01, at=None, fault=None):
+        super().__init__(CPU)
         self.clock = ManualClock()
         self.calls = 0
         self.targets = []
@@ -129,7 +131,7 @@ def test_a_wrong_sum_is_found_and_the_memory_cleared_of_it():
 
 
 def test_a_bit_that_flips_in_memory_makes_the_sum_wrong_and_is_located():
-    class Decaying(Operations):
+    class Decaying(Cpu):
         clock = ManualClock()
         calls = 0
 
@@ -141,7 +143,7 @@ def test_a_bit_that_flips_in_memory_makes_the_sum_wrong_and_is_located():
             super().read(source, total)
 
     with pytest.raises(WrongResult) as caught:
-        measure("read", Decaying())
+        measure("read", Decaying(CPU))
     # Read 30 began at the first place, and the buffer is a little longer than what is read.
     assert re.search(
         r"; in memory 1 of 1128 8-.*wrong, first.* 984: found .* \(bits that differ: 1\)$",
@@ -173,7 +175,7 @@ def test_a_wrong_write_is_counted_and_located():
 def test_wrong_words_of_a_write_are_looked_for_in_parts(monkeypatch):
     monkeypatch.setattr(memory_passes, "PART_WORDS", 300)
 
-    class Short(Operations):
+    class Short(Cpu):
         clock = ManualClock()
 
         def write(self, target, value):
@@ -181,7 +183,7 @@ def test_wrong_words_of_a_write_are_looked_for_in_parts(monkeypatch):
             self.clock.advance(0.01)
 
     with pytest.raises(WrongResult, match=r": 20 of 1000 8-.*wrong, first.* 7840: found 0x"):
-        measure("write", Short())
+        measure("write", Short(CPU))
 
 
 def test_a_wrong_word_that_is_right_when_looked_at_again_is_still_a_wrong_result(monkeypatch):
@@ -230,7 +232,7 @@ def test_buffers_that_fit_the_cache_are_used_in_turn_with_others(kind, cache, se
 def test_what_is_allocated_is_what_was_asked_to_be_free(kind, words, cache):
     made = KINDS[kind]
     sets = memory_budget.sets_beyond_cache(made.touched_bytes(words), cache)
-    passes = made(CPU, words, sets, Operations(), name="here")
+    passes = made(CPU, words, sets, Cpu(CPU), name="here")
     held = sum(buffer.nbytes for entry in passes._sets for buffer in (entry if isinstance(entry, tuple) else [entry]))
     if kind != "write":
         held += passes._writer._multiples.nbytes + passes._writer._expected.nbytes

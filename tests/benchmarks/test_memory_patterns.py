@@ -13,6 +13,7 @@ from each import of_each
 from pytest_gpucluster.benchmarks import memory_patterns
 from pytest_gpucluster.benchmarks import memory_patterns as memory_survey
 from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Cells, Survey, comparison_bytes, run_pattern
+from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")
@@ -157,8 +158,8 @@ def test_the_progress_of_the_passes_is_shown_once_somebody_has_waited(monkeypatc
 
 def test_a_share_of_what_is_free_is_taken_less_what_comparing_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 10 * comparison_bytes(PART)
-    monkeypatch.setattr(memory_patterns, "free_bytes", lambda device: free)
-    monkeypatch.setattr(memory_patterns, "total_bytes", lambda device: 2 * free)
+    monkeypatch.setattr(Cpu, "free_bytes", lambda device: free)
+    monkeypatch.setattr(Cpu, "total_bytes", lambda device: 2 * free)
     survey = survey_of("random", most_bytes=10**9, share=0.9)
     assert survey.tested_bytes == pytest.approx(0.8 * free, abs=8)
     assert survey.share == pytest.approx(0.4, rel=0.01)
@@ -172,7 +173,7 @@ def test_a_share_of_what_is_free_is_taken_less_what_comparing_needs(monkeypatch:
 def test_without_free_memory_nothing_is_said_of_it(
     monkeypatch: pytest.MonkeyPatch, free: int | None, said: str
 ) -> None:
-    monkeypatch.setattr(memory_patterns, "free_bytes", lambda device: free)
+    monkeypatch.setattr(Cpu, "free_bytes", lambda device: free)
     with pytest.raises(EnvironmentBroken, match=said):
         survey_of("random")
 

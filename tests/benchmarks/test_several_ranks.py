@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from forked_ranks import CPU, on_ranks, outcome
 
-from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_rank
 from pytest_gpucluster.benchmarks.lora.trainer import require_same
 from pytest_gpucluster.benchmarks.storage import bandwidth
@@ -24,6 +23,7 @@ from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder, 
 from pytest_gpucluster.benchmarks.training.sharding import clip_shards, layout_defect, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import PARTS, Training, clip_gradients
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.metrics.sampling import Sampling
 
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)

@@ -4,7 +4,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.benchmarks.blocks import MOST_CALLS, MOST_WINDOWS, WindowPlan
-from pytest_gpucluster.benchmarks.clock import SHORT_REGION_SECONDS
+from pytest_gpucluster.device.clock import SHORT_REGION_SECONDS
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling
 
 

@@ -10,9 +10,9 @@ from random import Random
 import pytest
 
 from pytest_gpucluster.benchmarks.blocks import measure_rate
-from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.config.workload import Workload, predict
 from pytest_gpucluster.config.workload_loader import Override, load
+from pytest_gpucluster.device.clock import ManualClock
 
 ACCEPTANCE = Path(__file__).parents[2] / "acceptance"
 FULL = load(ACCEPTANCE / "workloads.yaml", profile="full").workload

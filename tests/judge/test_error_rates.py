@@ -15,8 +15,8 @@ import pytest
 from verdicts import SHIPPED, hold
 
 from pytest_gpucluster.benchmarks import blocks
-from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.config import workload_loader
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.judge.limits import Limit, Thresholds
 from pytest_gpucluster.metrics import sampling
 from pytest_gpucluster.metrics.measurement import Measurement, measurement

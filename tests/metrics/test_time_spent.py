@@ -12,7 +12,7 @@ from sessions import Project
 
 from pytest_gpucluster.benchmarks import blocks
 from pytest_gpucluster.benchmarks.blocks import measure_rate
-from pytest_gpucluster.benchmarks.clock import ManualClock
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.metrics import time_budget
 from pytest_gpucluster.metrics.sampling import Sampling

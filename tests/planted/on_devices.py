@@ -17,20 +17,14 @@ from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noq
 
 from pytest_gpucluster.benchmarks import (
     burn_in,
-    clock,
     collectives,
     fingerprint,
-    hbm,
     host_link,
-    host_link_concurrent,
     links,
-    matmul,
-    memory_budget,
-    memory_passes,
     memory_patterns,
 )
-from pytest_gpucluster.benchmarks.dtypes import scaled_product
-from pytest_gpucluster.benchmarks.host_link_copies import Copier
+from pytest_gpucluster.device.backends import BACKENDS, Cpu
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.node.fabric.nccl_log import NcclLog
 from pytest_gpucluster.node.host_checks import Place
 
@@ -42,7 +36,7 @@ FASTEST = {0: (32, 32), 1: (64, 16)}
 """Rank -> rows and columns of the product that its device takes least time for, in the search."""
 
 
-class Time(clock.ManualClock):
+class Time(ManualClock):
     """Time that goes on only where a device works."""
 
     regions = 0
@@ -57,16 +51,10 @@ class Time(clock.ManualClock):
 TIME = Time()
 
 
-def wall_clock():
-    TIME.read()  # what a work that failed has left
-    return TIME
-
-
-clock.WallClock = wall_clock
 for function in (burn_in.burn_in, collectives.measure_collective, links.sweep):
     inspect.unwrap(function).__kwdefaults__["now"] = lambda: TIME.now_seconds
 
-honest_free, honest_nodes = memory_budget.free_bytes, host_link.nodes_of
+honest_nodes = host_link.nodes_of
 FAULT, CRITERION, CALLS, MADE, SINCE = "", "", 0, 0, 0.0
 
 
@@ -75,7 +63,6 @@ def pytest_runtest_setup(item):
     fault, _, rank = fault_of(item).partition("@")
     FAULT = fault if ":" in fault or int(rank or 1) == RANK else ""
     CRITERION, CALLS, MADE, SINCE = criterion_of(item), 0, 0, TIME.now_seconds
-    memory_budget.free_bytes = (lambda device: 1000) if FAULT == "full" else honest_free
     if CRITERION == "test_host_link":
         far = FAULT == "far"  # the memory is on node 0, and the GPU is near node 7
         host_link.nodes_of = (lambda address: {0: 1.0}) if far else honest_nodes
@@ -106,7 +93,7 @@ def spoil(target, *, call=7, usual=USUAL_SECONDS):
         target[5] = float("nan")
 
 
-# ---- products, memory ------------------------------------------------------------------------------------------------
+# ---- products, memory, copies ----------------------------------------------------------------------------------------
 
 
 def multiplied(a, b, out, usual=USUAL_SECONDS):
@@ -118,22 +105,23 @@ def multiplied(a, b, out, usual=USUAL_SECONDS):
         out[3, 5] = float("nan")
 
 
-def mm(a, b, out):
-    torch.mm(a, b, out=out)
-    multiplied(a, b, out)
+class Faulty(Cpu):
+    def clock(self):
+        TIME.read()  # what a work that failed has left
+        return TIME
 
+    def free_bytes(self):
+        return 1000 if FAULT == "full" else super().free_bytes()
 
-def fp8(device):
-    multiply = scaled_product(device)
+    def product(self, *, scaled):
+        multiply = super().product(scaled=scaled)
 
-    def spoilt(a, b, out):
-        multiply(a, b, out)
-        multiplied(a, b, out, FP8_SECONDS)
+        def spoilt(a, b, out):
+            multiply(a, b, out)
+            multiplied(a, b, out, FP8_SECONDS if scaled else USUAL_SECONDS)
 
-    return spoilt
+        return spoilt
 
-
-class Operations(memory_passes.Operations):
     def copy(self, source, target):
         super().copy(source, target)
         spoil(target)
@@ -145,6 +133,17 @@ class Operations(memory_passes.Operations):
     def write(self, target, value):
         super().write(target, value)
         spoil(target)
+
+    def copy_over_link(self, direction, source, target):
+        global CALLS
+        super().copy_over_link(direction, source, target)
+        CALLS += 1
+        take_time()
+        if FAULT == "bit" and CALLS == 5:
+            target.view(torch.uint8)[40] ^= 16
+
+
+BACKENDS["cpu"] = Faulty
 
 
 class Cells(memory_patterns.Cells):
@@ -166,24 +165,10 @@ def softmax(a, b):
     return result
 
 
-matmul._mm, matmul.scaled_product, hbm.Operations = mm, fp8, Operations
 memory_patterns.Cells, fingerprint._softmax = Cells, softmax
 
 
-# ---- copies, collectives, links --------------------------------------------------------------------------------------
-
-
-class Faulty(Copier):
-    def copy(self, direction, source, target):
-        global CALLS
-        super().copy(direction, source, target)
-        CALLS += 1
-        take_time()
-        if FAULT == "bit" and CALLS == 5:
-            target.view(torch.uint8)[40] ^= 16
-
-
-host_link.Copier = host_link_concurrent.Copier = Faulty
+# ---- collectives, links ----------------------------------------------------------------------------------------------
 
 
 def faulty(call):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.lora import experiment, packed_file, reference_curve, trainer, training_plan
+from pytest_gpucluster.benchmarks.lora import experiment, packed_file, reference_curve, trainer
 from pytest_gpucluster.benchmarks.lora.dataset import Rows
 from pytest_gpucluster.benchmarks.lora.model import make_adapted, make_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import share, tiny_tokenizer, tokenizer_for
@@ -18,6 +18,7 @@ from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, fully_sharded, token_mean
 from pytest_gpucluster.benchmarks.lora.training_plan import cosine
 from pytest_gpucluster.benchmarks.storage import checkpoint
+from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.metrics.loss_curve import read_csv
 from pytest_gpucluster.session.selection import Source
 
@@ -152,7 +153,7 @@ experiment.tiny_experiment = tiny_experiment
 
 # What the reference curve that is read is of.
 CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
-FIND, FREE = importlib.util.find_spec, training_plan.free_bytes
+FIND, FREE = importlib.util.find_spec, Cpu.free_bytes
 CASES = {
     "1x2": {
         "test_lora_tiny": tuple(fault for fault in COMPONENTS_OF if fault not in ("model", "nomemory")),
@@ -231,7 +232,7 @@ def plant(fault, request):
     missing = fault == "noextra"
     importlib.util.find_spec = lambda name, *more: None if missing and name == "peft" else FIND(name, *more)
     trainer.COMPONENTS = replace(COMPONENTS, **COMPONENTS_OF[fault])
-    training_plan.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
+    Cpu.free_bytes = (lambda device: 10**9) if fault == "nomemory" else FREE
 
     def read(path):
         curve = reference_curve.read(path)

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from planted_clock import CLOCK, SLOW_SECONDS, clock_for, delayed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from pytest_gpucluster.benchmarks import collectives, memory_budget
+from pytest_gpucluster.benchmarks import collectives
 from pytest_gpucluster.benchmarks.training import throughput
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS
+from pytest_gpucluster.device.backends import Cpu
 
 NODE, FABRIC, TOTAL = ("test_scaling[node]", "test_scaling[fabric]", "test_scaling[total]")
 ALL = ("test_stragglers", NODE, FABRIC, TOTAL, "test_busbw_retention")
@@ -28,7 +29,7 @@ CASES = {
 }
 WORKLOADS = {"huge": {"scaling": {"layers": 1000, "width": 65536}}}
 RANK = int(os.environ["RANK"])
-SUM, FREE_BYTES = collectives.CALLS["all_reduce"], memory_budget.free_bytes
+SUM, FREE_BYTES = collectives.CALLS["all_reduce"], Cpu.free_bytes
 
 
 def waiting(group, bucket):
@@ -86,8 +87,8 @@ planted = []
 
 def plant(fault, request):
     throughput.COMPONENTS = FOUND[fault]
-    memory_budget.free_bytes = (lambda device: 1000) if (fault, RANK) == ("full", 1) else FREE_BYTES
-    request.addfinalizer(lambda: setattr(memory_budget, "free_bytes", FREE_BYTES))
+    Cpu.free_bytes = (lambda device: 1000) if (fault, RANK) == ("full", 1) else FREE_BYTES
+    request.addfinalizer(lambda: setattr(Cpu, "free_bytes", FREE_BYTES))
     collectives.clock_for = clock_for
     collectives.CALLS["all_reduce"] = slow_sum if fault == "fabric" else SUM
     if "known" in request.fixturenames and fault not in planted[-1:]:

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from test_cause import NO_NVLS
 from torchrun import torchrun
 
-from pytest_gpucluster.agreement.release import NcclReleaser, SocketReleaser
-from pytest_gpucluster.benchmarks.verify import deterministic
+from pytest_gpucluster.agreement.release import SocketReleaser
+from pytest_gpucluster.device import environment
+from pytest_gpucluster.device.process_group import NcclReleaser
+from pytest_gpucluster.device.products import deterministic
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, NvlsFailed, kind_of
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS
-from pytest_gpucluster.node.fabric import nccl_log
 from pytest_gpucluster.session.cluster import Cluster
 
 P2P = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
@@ -94,7 +95,7 @@ def nccl(monkeypatch, tmp_path):
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
         monkeypatch.setenv(name, "")  # so that it is put back afterwards
         monkeypatch.delenv(name)
-    nccl_log.prepare_log(os.environ)
+    environment.prepare(os.environ)
     yield Nccl(monkeypatch)
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
         os.environ.pop(name, None)

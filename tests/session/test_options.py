@@ -19,7 +19,7 @@ def configure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any
     """Make pytest's configuration of an empty project, from command line and ini; nothing is started."""
     for name in [name for name in os.environ if name.startswith("GPUCLUSTER_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(xdist, "prepare_environment", lambda: None)
+    monkeypatch.setattr(xdist.environment, "prepare", lambda environ: None)
 
     def make(*arguments: str, ini: str = "") -> pytest.Config:
         pytester.makeini(f"[pytest]\n{ini}")

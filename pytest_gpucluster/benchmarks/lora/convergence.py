@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.dtypes import numerics
 from pytest_gpucluster.benchmarks.group import Ranks, on_first_rank
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate, reload_adapter, reloaded_loss
 from pytest_gpucluster.benchmarks.lora.experiment import Sizes, context_of, require_same_context
@@ -33,7 +32,8 @@ from pytest_gpucluster.benchmarks.memory_budget import memory_released, releases
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.training.fingerprint import relative
 from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
-from pytest_gpucluster.benchmarks.verify import deterministic
+from pytest_gpucluster.device.backends import accelerator
+from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.loss_curve import Curve, Point, mean_of_last
 from pytest_gpucluster.metrics.sampling import Series
@@ -284,9 +284,8 @@ class _Run:
         return found
 
     def _train(self, folder: Path, final: Path, newest: Path | None, reference: ReferenceCurve | None) -> _Trained:
-        cuda = self._device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
+        memory = accelerator(self._device)
+        memory.reset_peak()
         trainer = self._trainer()
         self._context = self._context_of(trainer.start)
         if reference is not None:
@@ -317,7 +316,7 @@ class _Run:
             moved_adapters=trainer.moved_adapters(),
             unchanged_base=trainer.unchanged_base(),
             recomputes=trainer.recomputes,
-            peak_bytes=torch.cuda.max_memory_allocated(self._device) if cuda else None,
+            peak_bytes=memory.peak_bytes(),
         )
 
     def _go_on(self, trainer: Trainer, newest: Path) -> int:

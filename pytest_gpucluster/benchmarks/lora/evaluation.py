@@ -25,6 +25,7 @@ from pytest_gpucluster.benchmarks.lora.hub import first_line, local_only, not_in
 from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, make_base
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Segment, ids_of, segments, tokenizer_for
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
+from pytest_gpucluster.device.identity import VisibleGpus
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 
@@ -385,13 +386,13 @@ def choose_device(name: str | None) -> torch.device:
     Raises: ValueError if there is no such device.
     """
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if VisibleGpus().count() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError("no device of torch; allowed: cpu, cuda, cuda:0 and so on") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError("not a supported device; allowed: cpu, cuda, cuda:0 and so on")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"torch sees {torch.cuda.device_count()} GPUs; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+    if device.type == "cuda" and (device.index or 0) >= (count := VisibleGpus().count()):
+        raise ValueError(f"torch sees {count} GPUs; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
     return device

@@ -18,6 +18,7 @@ from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.benchmarks.training.throughput import SteadySteps
 from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted
@@ -82,9 +83,8 @@ def lora_throughput(
         EnvironmentBroken: too little memory is free.
     """
     with fresh_compiler() if recipe.compiled else nullcontext():
-        cuda = device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(device)
+        memory = accelerator(device)
+        memory.reset_peak()
         packed = random_blocks(4 * recipe.global_batch, sequence, base.geometry.vocab, recipe.seed)
         trainer = Trainer(group, device, base, recipe, packed, components=components)
         taken = 0
@@ -114,7 +114,7 @@ def lora_throughput(
         return LoraThroughput(
             tokens_per_second=steady.rate(trainer.tokens_of_rank),
             flops_per_token=base.flops_per_token(sequence),
-            peak_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
+            peak_bytes=memory.peak_bytes(),
             recomputes=trainer.recomputes,
             steps=taken,
             notes=tuple(trainer.notes),

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from pytest_gpucluster.benchmarks.clock import clock_for
 from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_outer_factor, make_adapted
@@ -31,6 +30,7 @@ from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.training.sharding import POLICIES, local, mesh_of
 from pytest_gpucluster.benchmarks.training.step import BETAS, clip_gradients, optimizer_step, without_gradient_sync
 from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler
+from pytest_gpucluster.device.backends import clock_for
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 

@@ -13,7 +13,7 @@ import torch
 
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base
-from pytest_gpucluster.benchmarks.memory_budget import free_bytes
+from pytest_gpucluster.device.backends import accelerator
 
 LARGEST_GROUP = 16
 """Ranks that train one model together, at most. More ranks train it several times at once, in groups that must agree.
@@ -177,7 +177,7 @@ class Plan:
 
         Collective: each of ``everyone`` must call this.
         """
-        free = int(min(free for [free] in everyone.gather([float(free_bytes(device) or 0)])))
+        free = int(min(free for [free] in everyone.gather([float(accelerator(device).free_bytes() or 0)])))
         needed = {recompute: self.needed_bytes(recompute=recompute) for recompute in (False, True)}
         how = self.recipe.recompute
         wanted = how == "on" or (how == "auto" and 0 < free < needed[False])
@@ -201,8 +201,8 @@ class Plan:
             during: the step or phase in which it happened.
         """
         allocated = ""
-        if device.type == "cuda":
-            most, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+        most, total = accelerator(device).peak_bytes(), accelerator(device).total_bytes()
+        if most is not None and total is not None:
             allocated = f", torch had allocated up to {most / 1e9:.3g} GB of {total / 1e9:.3g} GB"
         return (
             f"{device}: out of memory in {during} of {self.base.label}: {str(error).split('. ')[0]}. "

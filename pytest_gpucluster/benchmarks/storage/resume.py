@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from pytest_gpucluster.benchmarks.dtypes import numerics
 from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_rank
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.storage import checkpoint
@@ -26,7 +25,7 @@ from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.sharding import mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
-from pytest_gpucluster.benchmarks.verify import deterministic
+from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from pytest_gpucluster.benchmarks.dtypes import numerics
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.data import MakeSampler, PackedTokens, share, share_defects
@@ -33,6 +32,7 @@ from pytest_gpucluster.benchmarks.training.fingerprint import (
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import PARTS, Parts, Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
+from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 

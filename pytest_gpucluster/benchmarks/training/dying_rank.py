@@ -15,13 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.ddp import replicate
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import PARTS, Training
+from pytest_gpucluster.device.backends import accelerator
+from pytest_gpucluster.device.process_group import init_group
 
 EXIT_CODE = 43
 """Of a rank that exits: neither Python's own for an exception, nor one that a shell uses."""
@@ -123,15 +124,9 @@ def main(
     rank, count = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     stamps = Stamps(Path(job.folder), rank)
     stamps.write("started")
-    device = torch.device("cpu")
-    if job.device == "cuda":
-        device = torch.device("cuda", int(environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    cuda = job.device == "cuda"
-    # With a device_id NCCL connects at once, and not at the first collective.
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    group = dist.group.WORLD
-    assert group is not None
+    device = torch.device("cuda", int(environ["LOCAL_RANK"])) if job.device == "cuda" else torch.device("cpu")
+    accelerator(device).make_current()
+    group = init_group(device)
     training = Training(
         replicate(make_decoder(job.geometry, device, seed=0), device, group), device, precision="bf16", parts=PARTS
     )

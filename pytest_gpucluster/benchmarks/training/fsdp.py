@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.dtypes import numerics
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.data import PackedTokens, share
@@ -34,7 +33,7 @@ from pytest_gpucluster.benchmarks.training.sharding import (
 )
 from pytest_gpucluster.benchmarks.training.step import PARTS, Parts, Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
-from pytest_gpucluster.benchmarks.verify import deterministic
+from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 

@@ -21,6 +21,7 @@ from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, fill, on_meta
 from pytest_gpucluster.benchmarks.training.step import LARGEST_NORM, Clip, Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 # Inputs are not cast: the rotary angles stay fp32, and the tokens are no floats.
@@ -216,7 +217,8 @@ def measure_sharded_memory(
         instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
     )
     with counted(MEASURING):
-        before = _reset_peak(device)
+        memory = accelerator(device)
+        before = memory.reset_peak()
         rank = dist.get_rank(group)
         rows_of_all = batch * dist.get_world_size(group)
         data = PackedTokens(rows=rows_of_all, sequence=geometry.sequence, vocab=geometry.vocab, seed=0)
@@ -227,17 +229,9 @@ def measure_sharded_memory(
             training.step([rows])
         weights = list(training.model.parameters())
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        peak = None if before is None else int(torch.cuda.max_memory_allocated(device)) - before
+        peak = memory.peak_bytes()
         return ShardedMemory(
             ranks=dist.get_world_size(group),
             state_bytes=bytes_of([*weights, *training.moments(), *gradients]),
-            peak_bytes=peak,
+            peak_bytes=None if peak is None else peak - before,
         )
-
-
-def _reset_peak(device: torch.device) -> int | None:
-    """Reset torch's peak memory; return the memory in use, or None where torch does not count."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    return int(torch.cuda.memory_allocated(device))

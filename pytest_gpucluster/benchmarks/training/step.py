@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_gpucluster.benchmarks.clock import Clock
+from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.metrics.stats import median
 
 PRECISIONS = ("fp32", "bf16", "own")

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from pytest_gpucluster.benchmarks.dtypes import numerics
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.fingerprint import Errors, Trajectory, errors, fingerprint, record_trajectory
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import Training
+from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 

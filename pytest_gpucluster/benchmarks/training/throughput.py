@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS
-from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
@@ -39,6 +38,8 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import (
     fresh_compiler,
     missing_compiler,
 )
+from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
 from pytest_gpucluster.metrics.stats import median, percentile

@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn import functional
 
 from pytest_gpucluster.benchmarks.blocks import BLOCK_SECONDS
-from pytest_gpucluster.benchmarks.clock import Clock, clock_for
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.ddp import Replicate, replicate
@@ -33,6 +32,8 @@ from pytest_gpucluster.benchmarks.training.loader import (
 )
 from pytest_gpucluster.benchmarks.training.step import Update, optimizer_step
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, Images
+from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_gpucluster.device.environment import NO_CACHE, NVLS, NVLS_OFF_BY_SUITE
 from pytest_gpucluster.node.fabric import nccl_log
 
 ENVIRONMENT = "environment"
@@ -21,7 +22,6 @@ ALSO = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS"
 """Further variables of interest."""
 SYSTEM_FILE = Path("/etc/nccl.conf")
 USER_FILE = ".nccl.conf"
-_NVLS, _NO_CACHE, _NVLS_OFF_BY_SUITE = "NCCL_NVLS_ENABLE", "NCCL_NO_CACHE", "GPUCLUSTER_NVLS_SWITCHED_OFF"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,24 +36,6 @@ class Setting:
     def __str__(self) -> str:
         over = f", instead of {' and '.join(self.instead_of)}" if self.instead_of else ""
         return f"{self.name}={self.value} ({self.origin}{over})"
-
-
-def prepare_environment(environment: MutableMapping[str, str]) -> None:
-    """Let NCCL read for each communicator whether to use NVLS: by default it reads that once for a process.
-
-    It must be set before NCCL reads its first variable. A communicator's own configuration has no such field.
-    Source: NCCL 2.29, src/misc/param.cc, ncclGetEnvNoCacheOnce; src/transport/nvls.cc, ncclNvlsInit; nccl.h,
-    ncclConfig_t.
-    """
-    named = [name for name in environment.get(_NO_CACHE, "").split(",") if name]
-    if not {_NVLS, "ALL"} & set(named):
-        environment[_NO_CACHE] = ",".join([*named, _NVLS])
-
-
-def switch_nvls_off(environment: MutableMapping[str, str]) -> None:
-    """Disable NVLS for communicators that are made from now on."""
-    environment[_NVLS] = "0"
-    environment[_NVLS_OFF_BY_SUITE] = "1"
 
 
 def home() -> Path | None:
@@ -72,8 +54,8 @@ def read_environment(
 ) -> tuple[Setting, ...]:
     """Return every variable of interest that is set, by name, without those that this suite has set."""
     own = set(nccl_log.own_settings(environ))  # this suite's, as those of the next two lines
-    own |= {_NO_CACHE} if environ.get(_NO_CACHE) == _NVLS else set()
-    own |= {_NVLS} if environ.get(_NVLS_OFF_BY_SUITE) else set()
+    own |= {NO_CACHE} if environ.get(NO_CACHE) == NVLS else set()
+    own |= {NVLS} if environ.get(NVLS_OFF_BY_SUITE) else set()
     user = home_of_user()
     named = environ.get("NCCL_CONF_FILE")
     files = [Path(named)] if named else [user / USER_FILE] if user is not None else []

@@ -23,14 +23,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import socket
-import tempfile
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pytest_gpucluster.device.environment import PRIVATE_LOG, SUBSYSTEMS
 from pytest_gpucluster.node.fabric.nccl_fallback_reasons import (
     DIRECT,
     NETWORK,
@@ -312,33 +311,14 @@ def _named(found: str, names: Sequence[str]) -> str:
     return next((name for name in names if name.lower() == plain), found)
 
 
-SUBSYSTEMS = "INIT,ENV,GRAPH,NET,TUNING"
-"""INIT has the connections, their transports and NVLS; TUNING has a line for each collective on a group's first rank;
-ENV, GRAPH and NET have the reasons."""
-
 MAX_KEPT_BYTES = 2 * 2**20
 """Of a log that is kept with the report, on each rank."""
 
-_PRIVATE = "gpucluster-nccl-"
 _LOG_LEVELS = ("INFO", "ABORT", "TRACE")
 
 
-def prepare_log(environment: MutableMapping[str, str]) -> None:
-    """Let NCCL log to a file for each process in a private folder, unless the operator has configured its log.
-
-    Nothing is made on disk: :meth:`NcclLog.open` does that, before the first group.
-    """
-    if "NCCL_DEBUG" in environment or "NCCL_DEBUG_FILE" in environment:
-        return
-    # The name cannot be guessed: NCCL follows a link that another user has put there.
-    folder = Path(tempfile.gettempdir()) / f"{_PRIVATE}{secrets.token_hex(8)}"
-    environment["NCCL_DEBUG"] = "INFO"
-    environment["NCCL_DEBUG_FILE"] = str(folder / "%p.log")
-    environment.setdefault("NCCL_DEBUG_SUBSYS", SUBSYSTEMS)
-
-
 def own_settings(environment: Mapping[str, str]) -> frozenset[str]:
-    """Return the variables of NCCL that :func:`prepare_log` has set."""
+    """Return the variables of NCCL that ``device.environment.prepare`` has set for the log."""
     file = environment.get("NCCL_DEBUG_FILE", "")
     if not (file and NcclLog._is_private(Path(file))):
         return frozenset()
@@ -478,4 +458,4 @@ class NcclLog:
 
     @staticmethod
     def _is_private(path: Path) -> bool:
-        return path.parent.name.startswith(_PRIVATE)
+        return path.parent.name.startswith(PRIVATE_LOG)

@@ -13,13 +13,14 @@ from forked_ranks import on_ranks
 from torch.distributed.fsdp import FSDPModule
 
 from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.lora import convergence, training_plan
+from pytest_gpucluster.benchmarks.lora import convergence
 from pytest_gpucluster.benchmarks.lora import trainer as lora_loop
 from pytest_gpucluster.benchmarks.lora.model import MaskedLoss, make_adapted, random_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import global_batch
 from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, random_blocks
 from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, Trainer
 from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe
+from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -184,7 +185,7 @@ def test_running_out_of_memory_is_reported_with_its_figures(make):
 
 
 def test_too_little_memory_is_reported_with_its_figures_before_anything_is_made(make, monkeypatch):
-    monkeypatch.setattr(training_plan, "free_bytes", lambda device: 10**6)
+    monkeypatch.setattr(Cpu, "free_bytes", lambda device: 10**6)
     with pytest.raises(EnvironmentBroken, match=r"needs about .* GB of memory.* .* has 0.001 GB free"):
         make()
 
@@ -192,7 +193,7 @@ def test_too_little_memory_is_reported_with_its_figures_before_anything_is_made(
 @of_each("case", [(120, False, False), (60, True, False), (20, True, True)])
 def test_activations_of_qwen2_7b_are_recomputed_where_the_memory_demands_it(make, monkeypatch, case):
     free_gb, recompute, lacking = case
-    monkeypatch.setattr(training_plan, "free_bytes", lambda device: free_gb * 10**9)
+    monkeypatch.setattr(Cpu, "free_bytes", lambda device: free_gb * 10**9)
     recipe = replace(RECIPE, global_batch=2, micro_batch=2, precision="bf16")
     plan = Plan(base=random_base(), recipe=recipe, sequence=4096, ranks=1)
     found = plan.choose_recompute(Ranks(dist.group.WORLD, CPU), CPU)

@@ -59,6 +59,6 @@ def test_too_little_memory_is_the_environment_s_fault_and_no_rows_or_steps_are_r
     for sizes in ({"batch": 0}, {"steps": 0}):
         with pytest.raises(ValueError, match=r"steps must.* 1"):
             check(**sizes)
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.device.backends.Cpu.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
         check()

@@ -31,7 +31,7 @@ def test_a_group_of_other_ranks_than_the_launcher_s_is_wrong(check, facts):
 
 
 def test_too_little_memory_is_the_environment_s_fault(check, monkeypatch):
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.device.backends.Cpu.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"training\.width=256"):
         check()
 

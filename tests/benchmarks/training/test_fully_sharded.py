@@ -43,7 +43,7 @@ def test_an_algorithm_that_gives_other_bits_each_time_is_seen_in_the_replay(chec
 
 
 def test_too_little_memory_is_the_environment_s_fault(check, group, monkeypatch):
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.device.backends.Cpu.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
         check()
     with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.training import step
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.fingerprint import gradients_of, weights_of
@@ -26,6 +25,7 @@ from pytest_gpucluster.benchmarks.training.step import (
     time_without_exchange,
     token_mean,
 )
+from pytest_gpucluster.device.clock import ManualClock
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(layers=2, width=64, heads=4, vocab=96, sequence=16)

@@ -155,7 +155,7 @@ def test_another_loss_after_the_reload_is_seen(check, monkeypatch):
 
 
 def test_too_little_memory_is_the_environment_s_fault(tmp_path, monkeypatch):
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.device.backends.Cpu.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"training 0\.\d+M parameters needs .* training\.width=256"):
         check_step(DEVICE, GEOMETRY, checkpoint=tmp_path / "checkpoint.pt", **SIZES)
     assert needed_bytes(GEOMETRY, 2) > 32 * GEOMETRY.parameters

@@ -15,7 +15,6 @@ import pytest
 import torch
 from verdicts import world_of
 
-from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.training import throughput as module
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
@@ -28,6 +27,7 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import (
     fresh_compiler,
     missing_compiler,
 )
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.judge import judge
@@ -122,7 +122,7 @@ def test_weights_that_stop_moving_are_named():
 
 
 def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.device.backends.Cpu.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"rank 0: training 0\.06163M parameters by.* 1 ranks with 32 tokens"):
         alone(replace(COMPONENTS, make=None))
 
@@ -169,7 +169,7 @@ def test_ranks_that_would_train_something_else_are_reported_on_all_of_them():
 
 
 def test_without_memory_for_whole_weights_the_exchange_is_not_known(monkeypatch):
-    monkeypatch.setattr("pytest_gpucluster.benchmarks.memory_budget.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("pytest_gpucluster.device.backends.Cpu.free_bytes", lambda device: 1000)
     monkeypatch.setattr(module, "time_parts", lambda *given, steps: {"forward": 1.0})
     steps = SimpleNamespace(
         _ranks=SimpleNamespace(count=2, gather=lambda numbers: [numbers, numbers]),

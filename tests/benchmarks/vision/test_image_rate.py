@@ -12,12 +12,12 @@ import torch
 from each import of_each
 from torch import nn
 
-from pytest_gpucluster.benchmarks import memory_budget
-from pytest_gpucluster.benchmarks.clock import ManualClock
 from pytest_gpucluster.benchmarks.training.loader import SharedMemory
 from pytest_gpucluster.benchmarks.vision import throughput as module
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, StoredImages, SyntheticImages
 from pytest_gpucluster.benchmarks.vision.throughput import COMPONENTS, Setup, as_input, class_mean, image_rate
+from pytest_gpucluster.device.backends import Cpu
+from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -139,7 +139,7 @@ def test_a_folder_that_cannot_be_looked_at_is_an_error():
 
 
 def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
-    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 10**6)
+    monkeypatch.setattr(Cpu, "free_bytes", lambda device: 10**6)
     made = []
     message = r"cpu: .* 4 images of 28 x 28 needs 0\.18\d GB.*--gpucluster-workload vision\.batch=2"
     with pytest.raises(EnvironmentBroken, match=message):

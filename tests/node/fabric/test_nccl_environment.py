@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gpucluster.device import environment
 from pytest_gpucluster.node.fabric import nccl_environment
 from pytest_gpucluster.node.fabric.nccl_environment import Setting, effective, read_environment
 
@@ -63,10 +64,10 @@ def test_nvls_can_be_switched_off_later_and_what_the_suite_sets_for_it_is_nobody
     tmp_path: Path, before: str | None, after: str, shown: list[str]
 ) -> None:
     environ = {"NCCL_NO_CACHE": before} if before else {}
-    nccl_environment.prepare_environment(environ)
-    nccl_environment.prepare_environment(environ)
-    assert environ == {"NCCL_NO_CACHE": after}
-    nccl_environment.switch_nvls_off(environ)
+    environment.prepare(environ)
+    environment.prepare(environ)
+    assert environ["NCCL_NO_CACHE"] == after
+    environment.switch_nvls_off(environ)
     assert environ["NCCL_NVLS_ENABLE"] == "0"
     assert [setting.name for setting in settings(environ, tmp_path)] == shown
     operators = settings({"NCCL_NVLS_ENABLE": "0"}, tmp_path)

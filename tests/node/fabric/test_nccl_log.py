@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from complaints import in_order
 
+from pytest_gpucluster.device.environment import SUBSYSTEMS, prepare
 from pytest_gpucluster.node.fabric import nccl_log
-from pytest_gpucluster.node.fabric.nccl_log import SUBSYSTEMS, NcclLog, prepare_log
+from pytest_gpucluster.node.fabric.nccl_log import NcclLog
 
 P2P = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
 IB = "node-a:7:8 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via NET/IB/0/GDRDMA\n"
@@ -31,7 +32,7 @@ def write(log, text):
 def test_nccl_logs_to_a_private_file_for_each_process(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environment = {"PATH": "/bin"}
-    prepare_log(environment)
+    prepare(environment)
     assert environment["NCCL_DEBUG"] == "INFO"
     assert environment["NCCL_DEBUG_SUBSYS"] == SUBSYSTEMS
     assert list(tmp_path.iterdir()) == [], "nothing is made before NCCL is used"
@@ -52,11 +53,11 @@ def test_nccl_logs_to_a_private_file_for_each_process(monkeypatch, tmp_path):
 
 def test_two_runs_have_different_folders_and_what_an_operator_has_set_stays():
     one, other = {}, {}
-    prepare_log(one)
-    prepare_log(other)
+    prepare(one)
+    prepare(other)
     assert one["NCCL_DEBUG_FILE"] != other["NCCL_DEBUG_FILE"]
     before = dict(one)
-    prepare_log(one)
+    prepare(one)
     assert one == before
     for theirs in (
         {"NCCL_DEBUG": "WARN"},
@@ -64,17 +65,17 @@ def test_two_runs_have_different_folders_and_what_an_operator_has_set_stays():
         {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ALL"},
     ):
         environment = dict(theirs)
-        prepare_log(environment)
-        assert environment == theirs
+        prepare(environment)
+        assert {name: environment[name] for name in environment if name.startswith("NCCL_DEBUG")} == theirs
     environment = {"NCCL_DEBUG_SUBSYS": "INIT"}
-    prepare_log(environment)
+    prepare(environment)
     assert (environment["NCCL_DEBUG_SUBSYS"], environment["NCCL_DEBUG"]) == ("INIT", "INFO"), "the rest is added"
 
 
 def test_a_folder_of_another_user_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environment = {}
-    prepare_log(environment)
+    prepare(environment)
     log = NcclLog.of(environment, pid=1)
     (tmp_path / "elsewhere").mkdir()
     log.path.parent.symlink_to(tmp_path / "elsewhere")
@@ -187,7 +188,7 @@ def test_the_reason_against_a_network_is_found_for_every_group(log):
 
 def test_what_this_suite_has_set_is_known_from_what_an_operator_has_set():
     environment = {"NCCL_IB_HCA": "mlx5"}
-    prepare_log(environment)
+    prepare(environment)
     assert nccl_log.own_settings(environment) == {"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"}
     environment["NCCL_DEBUG_SUBSYS"] = "ALL"
     assert nccl_log.own_settings(environment) == {"NCCL_DEBUG", "NCCL_DEBUG_FILE"}

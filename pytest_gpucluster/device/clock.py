@@ -151,16 +151,3 @@ class ManualClock(WallClock):
     def get_ahead(self, launches: int, *, seconds: float) -> None:
         """Record the call."""
         self.prepared.append((launches, seconds))
-
-
-def clock_for(device: torch.device) -> Clock:
-    """Choose the clock of a device: CUDA events, or the host's clock for cpu.
-
-    Raises:
-        ValueError: no clock is known for this type of device.
-    """
-    if device.type == "cuda":
-        return EventClock(device)
-    if device.type == "cpu":
-        return WallClock()
-    raise ValueError(f"there is a clock for cuda and for cpu devices, not for {str(device)!r}")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from each import of_each
 
-from pytest_gpucluster.benchmarks.clock import EventClock, ManualClock, WallClock, clock_for
+from pytest_gpucluster.device.clock import EventClock, ManualClock, WallClock
 
 
 class FakeEvent:
@@ -94,13 +94,3 @@ def test_a_region_that_raises_is_not_counted(clock):
         1 / 0  # noqa: B018
     clock.synchronize()
     assert clock.read() == []
-
-
-def test_each_device_has_its_clock():
-    assert isinstance(clock_for(torch.device("cpu")), WallClock)
-    assert isinstance(clock_for(torch.device("cuda", 0)), EventClock)
-
-
-def test_a_device_without_a_clock_is_an_error():
-    with pytest.raises(ValueError, match=r"cpu devices.* 'meta'"):
-        clock_for(torch.device("meta"))

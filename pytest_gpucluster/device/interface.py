@@ -1,0 +1,144 @@
+"""What a benchmark asks of the device that it runs on.
+
+Each rank has one back end. Tensors are always torch's, and lie on ``place``; what takes time on them goes through the
+methods of :class:`Accelerator`, so that a back end may also time work that it only describes. Methods that are called
+inside a timed region are a single call into torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+import torch
+
+from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.products import Multiply, product, scaled_product
+
+Capability = tuple[int, int]
+
+
+class Accelerator(ABC):
+    """One device of this process.
+
+    Attributes:
+        place: where its tensors lie.
+        asynchronous: work that is started runs by itself, in streams, and copies need pinned host memory.
+    """
+
+    asynchronous: ClassVar[bool]
+
+    def __init__(self, place: torch.device) -> None:
+        self.place = place
+
+    # ---- time and streams
+
+    @abstractmethod
+    def clock(self) -> Clock:
+        """Make a stop watch for the work on this device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has done all work that was started so far."""
+
+    @abstractmethod
+    def side_stream(self) -> torch.Stream | None:
+        """Make a stream beside the current one; None where each call does its work before it returns."""
+
+    @abstractmethod
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        """Start work in a stream; None is the current one."""
+
+    @abstractmethod
+    def fork(self, side: torch.Stream | None) -> None:
+        """Let a side stream wait for what the current stream has to do."""
+
+    @abstractmethod
+    def join(self, side: torch.Stream | None) -> None:
+        """Let the current stream wait for what a side stream has to do."""
+
+    # ---- timed operations
+
+    def product(self, *, scaled: bool) -> Multiply:
+        """Return the function that multiplies matrices: ``torch.mm``, or for fp8 torch's scaled product."""
+        return scaled_product(self.place) if scaled else product
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy all words. Between contiguous buffers of one dtype torch leaves it to the driver (cudaMemcpyAsync).
+
+        How close that comes to the memory's speed depends on the driver: an older one copied at 3.3 TB/s on an H200.
+        Source: https://github.com/NVIDIA/cccl/issues/1672.
+        """
+        target.copy_(source)
+
+    def read(self, source: torch.Tensor, total: torch.Tensor) -> None:
+        """Sum up all words, modulo 2**64, to ``total``, which has no dimension.
+
+        int64, because its sum is the same in any order of additions whatever the bits; torch would first copy int32 to
+        int64. torch's full reduction reads close to the memory's speed: 3.136 TB/s of an H100's 3.35 with 4 GiB of
+        fp32. That int64 does so too is derived, not measured: it takes the same kernel, loads as wide or wider, and has
+        half as many elements a byte to add. torch itself cuts what is beyond 32-bit indices into parts.
+        Source: https://github.com/pytorch/pytorch/issues/132964.
+        """
+        torch.sum(source, dim=0, out=total)
+
+    def write(self, target: torch.Tensor, value: int) -> None:
+        """Set all words to one value."""
+        target.fill_(value)
+
+    def copy_over_link(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start to copy all words between host and device, "h2d" or "d2h".
+
+        For pinned memory torch uses cudaMemcpyAsync, and does not wait.
+        """
+        target.copy_(source, non_blocking=True)
+
+    # ---- memory
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Return how much memory is free, what torch's allocator keeps given back first; None if that is unknown."""
+
+    @abstractmethod
+    def total_bytes(self) -> int | None:
+        """Return how much memory there is, used or not; None if that is unknown."""
+
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Return the size of the last cache; 0 where it does not matter."""
+
+    @abstractmethod
+    def reserved_bytes(self) -> int:
+        """Return the bytes that this process's allocator has reserved; 0 where there is none."""
+
+    @abstractmethod
+    def reset_peak(self) -> int:
+        """Count the peak of memory anew; return the bytes in use now, 0 where they are not counted."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes in use since :meth:`reset_peak`; None where they are not counted."""
+
+    @abstractmethod
+    def pinned(self, buffer: torch.Tensor) -> AbstractContextManager[None]:
+        """Pin host memory where it is, for copies; at the end wait for the device, also after an error.
+
+        Raises: EnvironmentBroken if it cannot be pinned.
+        """
+
+    # ---- identity
+
+    @abstractmethod
+    def make_current(self) -> None:
+        """Let what names no number, as "cuda", mean this device on this rank."""
+
+    @property
+    @abstractmethod
+    def capability(self) -> Capability | None:
+        """CUDA's compute capability; None for what has none."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What must be the same for two devices to compute the same bits: the model, and the software."""
