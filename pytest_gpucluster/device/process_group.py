@@ -23,7 +23,7 @@ from pytest_gpucluster.errors import EnvironmentBroken
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup, TCPStore
+    from torch.distributed import ProcessGroup
 
 GROUP_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 """Type of device -> torch's backend of its groups."""
@@ -62,8 +62,8 @@ def changes_algorithms() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
-def forget_abort(store: TCPStore) -> None:
-    """Take back what an abort has left on the store below all prefixes, before groups are made anew.
+def forget_abort(store: Any) -> None:
+    """Take back what an abort has left on torch's store, below all prefixes, before groups are made anew.
 
     Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, kStoreDumpKey.
     """

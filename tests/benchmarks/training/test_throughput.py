@@ -174,7 +174,8 @@ def test_without_memory_for_whole_weights_the_exchange_is_not_known(monkeypatch)
     steps = SimpleNamespace(
         _ranks=SimpleNamespace(count=2, gather=lambda numbers: [numbers, numbers]),
         _setup=setup(strategy="fsdp"),
-        **dict.fromkeys(("_training", "_batches", "_clock", "_device")),
+        _device=torch.device("cpu"),
+        **dict.fromkeys(("_training", "_batches", "_clock")),
     )
     notes = []
     assert module._Steps._parts(steps, notes) == {"forward": 1.0}
