@@ -44,7 +44,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def side_stream(self) -> torch.Stream | None:
-        """Make a second stream, which works while the current one does; None where each call does its work before it returns."""
+        """Make a second stream; None where each call does its work before it returns."""
 
     @abstractmethod
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
