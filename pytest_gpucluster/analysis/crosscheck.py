@@ -7,9 +7,8 @@ docs/compare.md describes the keys of the JSON.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pytest_gpucluster.analysis.nccl_tests import (
     DTYPES,
@@ -22,14 +21,14 @@ from pytest_gpucluster.analysis.nccl_tests import (
     short_name,
     size_arguments,
 )
-from pytest_gpucluster.analysis.output import json_document, table
+from pytest_gpucluster.analysis.output import fields_of, json_document, table, wrapped
 from pytest_gpucluster.analysis.run_view import key_of
 from pytest_gpucluster.errors import JournalError, UnitError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.reports.tables import percent, quantity
-from pytest_gpucluster.text import Column, paragraph, plural, some_of
+from pytest_gpucluster.text import Column, plural, some_of
 
 AVERAGE, SLOWEST = "average_busbw", "busbw"
 """By the mean of all ranks' times, as nccl-tests prints it with a process for each GPU; or by the slowest rank's, as a
@@ -51,16 +50,20 @@ class Point:
     dtype: str
     size: str
     size_bytes: int
-    ranks: int
+    world_size: int
     nnodes: int
     values: Mapping[str, Mapping[int, float]]
     inconclusive: str = ""
 
     def busbw(self, kind: str, ranks: Iterable[int] | None) -> float | None:
         """Return the lowest of these ranks, in GB/s (None: of all ranks); None where one of them has no value."""
-        values = self.values.get(kind, {})
+        values = self.values[kind]
         found = [values.get(rank, math.nan) for rank in (values if ranks is None else ranks)]
         return min(found) if found and all(map(math.isfinite, found)) else None
+
+    def __str__(self) -> str:
+        shape = f"{plural(self.world_size, 'rank')} on {plural(self.nnodes, 'node')}"
+        return f"{self.collective} {self.dtype} by {shape}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +78,9 @@ class RunCollectives:
     """
 
     points: tuple[Point, ...]
-    ranks_of: Mapping[str, tuple[int, ...]]
-    nccl: str = ""
-    why_not: str = ""
+    ranks_of: Mapping[str, Sequence[int]]
+    nccl: str
+    why_not: str
 
 
 def collectives_of(journal: Journal) -> RunCollectives:
@@ -90,47 +93,43 @@ def collectives_of(journal: Journal) -> RunCollectives:
     for place in journal.ranks:
         by_host.setdefault(short_name(place.host), []).append(place.rank)
     nccl = {place.versions.get("nccl", "") for place in journal.ranks} | {journal.run.versions.get("nccl", "")}
-    why_not = ""
+    points = tuple(_points(journal))
+    why_not = "" if points else "no busbw of a collective was measured in this run"
     if journal.run.rehearsal or journal.run.device != "cuda":
-        why_not = (
-            f"the journal is of a rehearsal on {journal.run.device or 'an unknown device'}, where gloo replaces NCCL"
-        )
-    return RunCollectives(
-        points=tuple(_points(journal)),
-        ranks_of={host: tuple(ranks) for host, ranks in by_host.items()},
-        nccl=", ".join(sorted(filter(None, nccl))),
-        why_not=why_not,
-    )
+        device = journal.run.device or "an unknown device"
+        why_not = f"the journal is of a rehearsal on {device}, where gloo replaces NCCL"
+    return RunCollectives(points=points, ranks_of=by_host, nccl=", ".join(sorted(filter(None, nccl))), why_not=why_not)
 
 
 def _points(journal: Journal) -> Iterator[Point]:
     for result in journal.results:
         by_key = {key_of(judged): judged for judged in result.measurements}
-        for (metric, labels), judged in by_key.items():
+        for (metric, key), judged in by_key.items():
             collective, _, kind = metric.removeprefix("nccl.").partition(".")
-            if collective in PROGRAMS and kind == SLOWEST:
-                average = by_key.get((f"nccl.{collective}.{AVERAGE}", labels))
-                yield _point(collective, judged, average, result.nodeid)
+            if collective not in PROGRAMS or kind != SLOWEST:
+                continue
+            average = by_key.get((f"nccl.{collective}.{AVERAGE}", key))
+            labels = judged.labels
+            try:
+                yield Point(
+                    collective=collective,
+                    dtype=labels["dtype"],
+                    size=labels["size"],
+                    size_bytes=round(units.parse(labels["size"], like="B").to("B")),
+                    world_size=int(labels["world_size"]),
+                    nnodes=int(labels["nnodes"]),
+                    values={SLOWEST: _values(judged), AVERAGE: _values(average)},
+                    inconclusive=judged.inconclusive,
+                )
+            except (KeyError, ValueError, UnitError) as error:
+                raise JournalError(
+                    f"{result.nodeid}: {metric} has labels that this project does not write: {error}"
+                ) from None
 
 
-def _point(collective: str, judged: JudgedMetric, average: JudgedMetric | None, nodeid: str) -> Point:
-    labels = judged.labels
-    try:
-        return Point(
-            collective=collective,
-            dtype=labels["dtype"],
-            size=labels["size"],
-            size_bytes=round(units.parse(labels["size"], like="B").to("B")),
-            ranks=int(labels["world_size"]),
-            nnodes=int(labels["nnodes"]),
-            values={SLOWEST: _values(judged), AVERAGE: _values(average) if average is not None else {}},
-            inconclusive=judged.inconclusive,
-        )
-    except (KeyError, ValueError, UnitError) as error:
-        raise JournalError(f"{nodeid}: {judged.metric} has labels that this project does not write: {error}") from None
-
-
-def _values(judged: JudgedMetric) -> dict[int, float]:
+def _values(judged: JudgedMetric | None) -> dict[int, float]:
+    if judged is None:
+        return {}
     return {rank: units.convert(value, judged.unit, "GB/s") for rank, value in judged.values.items()}
 
 
@@ -139,7 +138,8 @@ BEYOND_RATIO = 0.05
 figures of nccl-tests itself scatter by a percent or two from run to run."""
 
 DIFFERS, WRONG, MISSING, NOT_COMPARABLE, AGREES = "differs", "wrong data", "missing", "not comparable", "agrees"
-FINDINGS = (DIFFERS, WRONG)
+KINDS = (WRONG, DIFFERS, NOT_COMPARABLE, MISSING, AGREES)
+"""The worst first."""
 
 AGREEMENT, FINDING, UNDECIDED, NOTHING = "agreement", "finding", "undecided", "nothing compared"
 
@@ -149,13 +149,13 @@ _ROUNDING_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class SizeComparison:
-    """One size. ``ours`` and ``theirs`` are busbw in GB/s; ``difference`` is ours over theirs, less 1."""
+    """One size: busbw of both, and ours over theirs, less 1."""
 
     point: Point
     kind: str
-    ours: float | None = None
-    theirs: float | None = None
-    difference: float | None = None
+    ours_gb_per_second: float | None = None
+    nccl_tests_gb_per_second: float | None = None
+    difference_ratio: float | None = None
     why: str = ""
 
 
@@ -174,29 +174,32 @@ class Crosscheck:
 
     beyond: float
     rows: tuple[SizeComparison, ...]
-    wrong: tuple[str, ...] = ()
-    unmatched: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    partial: bool = False
+    wrong: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    notes: tuple[str, ...]
+    partial: bool
 
-    def of_kind(self, *kinds: str) -> tuple[SizeComparison, ...]:
-        """Return the sizes of these kinds."""
-        return tuple(row for row in self.rows if row.kind in kinds)
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return kind -> number of sizes."""
+        kinds = [row.kind for row in self.rows]
+        return {kind: kinds.count(kind) for kind in KINDS if kind in kinds}
 
     @property
     def answer(self) -> str:
         """Return ``FINDING`` before ``NOTHING``, that before ``UNDECIDED``, and only then ``AGREEMENT``."""
-        if self.wrong or self.of_kind(*FINDINGS):
+        kinds = self.counts.keys()
+        if self.wrong or kinds & {WRONG, DIFFERS}:
             return FINDING
-        if not self.of_kind(AGREES):
+        if AGREES not in kinds:
             return NOTHING
-        if self.of_kind(NOT_COMPARABLE) or (not self.partial and (self.of_kind(MISSING) or self.unmatched)):
+        if NOT_COMPARABLE in kinds or (not self.partial and (MISSING in kinds or self.unmatched)):
             return UNDECIDED
         return AGREEMENT
 
 
 def compare_outputs(
-    collectives: RunCollectives,
+    run: RunCollectives,
     outputs: Sequence[Output],
     *,
     beyond: float = BEYOND_RATIO,
@@ -206,152 +209,114 @@ def compare_outputs(
     """Compare a run's collectives with outputs of nccl-tests.
 
     Args:
-        collectives: of the run.
+        run: its collectives.
         outputs: of nccl-tests, each with its collective.
         beyond: the ratio beyond which a difference is a finding.
         partial: sizes of one side only do not make the answer undecided.
         other_hosts: the hosts have other names in the journal, such as those of pods.
     """
-    rows = [
-        _compared(point, matching, collectives, beyond, other_hosts)
-        for point in collectives.points
-        if (matching := [output for output in outputs if _matches(point, output)])
+    rows: list[SizeComparison] = []
+    for point in run.points:
+        matching = [output for output in outputs if _matches(point, output)]
+        sizes = [(output, row) for output in matching for row in output.rows if _is_size(point, row)]
+        if sizes:
+            nearest = max(row.size_bytes for _, row in sizes)
+            # Of the same size several times, as with `-N`, the worst decides.
+            found = [
+                _compare(point, *each, run, beyond, other_hosts) for each in sizes if each[1].size_bytes == nearest
+            ]
+            rows.append(min(found, key=lambda each: KINDS.index(each.kind)))
+        elif matching:
+            rows.append(SizeComparison(point=point, kind=MISSING, why="nccl-tests has not measured this size"))
+    wrong = [
+        f"{output.collective or 'an unknown collective'}: {output.wrong:g} wrong elements ({output.origin})"
+        for output in outputs
+        if output.wrong
+    ]
+    unmatched = [
+        f"{output.origin}: {output.collective or 'an unknown collective'} in "
+        f"{', '.join(dict.fromkeys(row.dtype for row in output.rows)) or 'no dtype at all'} by "
+        f"{plural(output.ranks, 'rank')} on {plural(len(output.hosts), 'node')}: no counterpart in the journal"
+        for output in outputs
+        if not any(_matches(point, output) for point in run.points)
     ]
     return Crosscheck(
         beyond=beyond,
         rows=tuple(rows),
-        wrong=tuple(filter(None, map(_wrong_text, outputs))),
-        unmatched=tuple(_unmatched(collectives, outputs)),
-        notes=tuple(dict.fromkeys([*_notes(collectives, outputs, other_hosts), *_left_out(collectives, rows)])),
+        wrong=tuple(wrong),
+        unmatched=tuple(unmatched),
+        notes=tuple(dict.fromkeys(_notes(run, outputs, rows, other_hosts))),
         partial=partial,
     )
 
 
 def _matches(point: Point, output: Output) -> bool:
-    dtype = DTYPES.get(point.dtype, point.dtype)
-    same = (output.collective, output.ranks, len(output.hosts)) == (point.collective, point.ranks, point.nnodes)
-    return same and any(row.dtype == dtype for row in output.rows)
-
-
-def _compared(
-    point: Point, outputs: Sequence[Output], collectives: RunCollectives, beyond: float, other_hosts: bool
-) -> SizeComparison:
-    rows = [(output, row) for output in outputs for row in output.rows if _is_size(point, row)]
-    if not rows:
-        return SizeComparison(point=point, kind=MISSING, why="nccl-tests has not measured this size")
-    nearest = max(row.size_bytes for _, row in rows)
-    # Of the same size several times, as with `-N`, the worst decides.
-    compared = [
-        _compare(point, output, row, collectives, beyond, other_hosts)
-        for output, row in rows
-        if row.size_bytes == nearest
-    ]
-    return min(compared, key=lambda each: _ORDER.index(each.kind))
-
-
-_ORDER = (WRONG, DIFFERS, NOT_COMPARABLE, MISSING, AGREES)
+    same = (output.collective, output.ranks, len(output.hosts)) == (point.collective, point.world_size, point.nnodes)
+    return same and any(row.dtype == DTYPES.get(point.dtype, point.dtype) for row in output.rows)
 
 
 def _is_size(point: Point, row: Row) -> bool:
     """Return whether a line is of this size, or a little less, where ranks' parts were rounded down."""
     short = point.size_bytes - row.size_bytes
-    return row.dtype == DTYPES.get(point.dtype, point.dtype) and 0 <= short < point.ranks * _ROUNDING_BYTES
+    return row.dtype == DTYPES.get(point.dtype, point.dtype) and 0 <= short < point.world_size * _ROUNDING_BYTES
 
 
 def _compare(
-    point: Point, output: Output, row: Row, collectives: RunCollectives, beyond: float, other_hosts: bool
+    point: Point, output: Output, row: Row, run: RunCollectives, beyond: float, other_hosts: bool
 ) -> SizeComparison:
-    wrong = max((figure.wrong or 0 for figure in row.figures.values()), default=0)
+    wrong = max(figure.wrong or 0 for figure in row.figures.values())
     if wrong:
         return SizeComparison(point=point, kind=WRONG, why=f"{wrong:g} wrong elements")
+    unknown = [host for host in output.hosts if host not in run.ranks_of]
+    if unknown and not other_hosts:
+        known = some_of(list(run.ranks_of), 4) or "none"
+        why = f"it ran on {some_of(unknown, 4)}; the journal's hosts are {known}"
+        return SizeComparison(point=point, kind=NOT_COMPARABLE, why=why)
+    ranks = None if unknown else [rank for host in output.hosts for rank in run.ranks_of[host]]
+    ours = point.busbw(AVERAGE if output.ranks == output.processes else SLOWEST, ranks)
     # As we measure: all-reduce in place, all others out of place.
-    half = IN_PLACE if point.collective == "all_reduce" else OUT_OF_PLACE
-    figure = row.figures.get(half)
-    kind = AVERAGE if output.ranks == output.processes else SLOWEST
-    ranks, other_place = _ranks_of(output, collectives)
-    if other_place and not other_hosts:
-        return SizeComparison(point=point, kind=NOT_COMPARABLE, why=other_place)
-    mine = point.busbw(kind, ranks)
-    theirs = None if figure is None or not math.isfinite(figure.busbw) else figure.busbw
-    found = SizeComparison(point=point, kind=NOT_COMPARABLE, ours=mine, theirs=theirs)
-    why = ""
+    figure = row.figures[IN_PLACE if point.collective == "all_reduce" else OUT_OF_PLACE]
+    theirs = figure.busbw if math.isfinite(figure.busbw) else None
+    found = SizeComparison(point=point, kind=NOT_COMPARABLE, ours_gb_per_second=ours, nccl_tests_gb_per_second=theirs)
     if point.inconclusive:
-        why = f"ours is inconclusive: {point.inconclusive}"
-    elif mine is None or mine <= 0:
-        why = "ours has no value on these ranks"
-    elif figure is None:
-        why = f"nccl-tests has no {half} figure"
-    elif theirs is None or theirs <= 0:
-        why = f"nccl-tests reports {figure.busbw:g} GB/s"
-    elif figure.resolution > beyond * theirs:
-        why = f"{theirs:g} GB/s is printed with too few digits"
-    elif figure.wrong is None:
-        why = "nccl-tests has not checked the data; run it without -c 0"
-    else:
-        difference = mine / theirs - 1
-        why = "ours is lower" if difference < -beyond else "ours is higher" if difference > beyond else ""
-        return replace(found, kind=DIFFERS if why else AGREES, difference=difference, why=why)
-    return replace(found, why=why)
+        return replace(found, why=f"ours is inconclusive: {point.inconclusive}")
+    if ours is None or ours <= 0:
+        return replace(found, why="ours has no value on these ranks")
+    if theirs is None or theirs <= 0:
+        return replace(found, why=f"nccl-tests reports {figure.busbw:g} GB/s")
+    if figure.resolution > beyond * theirs:
+        return replace(found, why=f"{theirs:g} GB/s is printed with too few digits")
+    if figure.wrong is None:
+        return replace(found, why="nccl-tests has not checked the data; run it without -c 0")
+    difference = ours / theirs - 1
+    why = "ours is lower" if difference < -beyond else "ours is higher" if difference > beyond else ""
+    return replace(found, kind=DIFFERS if why else AGREES, difference_ratio=difference, why=why)
 
 
-def _ranks_of(output: Output, collectives: RunCollectives) -> tuple[list[int] | None, str]:
-    """Return our ranks on the output's hosts, or None for all, with why the hosts differ."""
-    unknown = [host for host in output.hosts if host not in collectives.ranks_of]
-    if unknown:
-        known = ", ".join(list(collectives.ranks_of)[:4]) or "none"
-        return None, f"it ran on {', '.join(unknown[:4])}; the journal's hosts are {known}"
-    return sorted(rank for host in output.hosts for rank in collectives.ranks_of[host]), ""
-
-
-def _wrong_text(output: Output) -> str:
-    if not output.wrong:
-        return ""
-    what = f"{output.collective}: " if output.collective else ""
-    return f"{what}{output.wrong:g} wrong elements ({output.origin})"
-
-
-def _notes(collectives: RunCollectives, outputs: Sequence[Output], other_hosts: bool) -> list[str]:
-    notes = []
-    theirs = {output.nccl for output in outputs if output.nccl}
-    for version in sorted(theirs - {collectives.nccl}):
-        mine = f"torch's is {collectives.nccl}" if collectives.nccl else "torch's is not in the journal"
-        notes.append(f"nccl-tests used NCCL {version}; {mine}: another version may be faster or slower")
-    for output in outputs:
-        if other_hosts and any(host not in collectives.ranks_of for host in output.hosts):
-            hosts = ", ".join(output.hosts[:4])
-            notes.append(f"{hosts}: no such host in the journal; compared with the worst rank of all")
-    return notes
-
-
-def _left_out(collectives: RunCollectives, rows: Sequence[SizeComparison]) -> Iterator[str]:
-    """Yield a note on the collectives that were not compared: one node's result states nothing about several."""
-    compared = {_kind(row.point) for row in rows}
-    others = [kind for kind in dict.fromkeys(map(_kind, collectives.points)) if kind not in compared]
-    if others:
+def _notes(
+    run: RunCollectives, outputs: Sequence[Output], rows: Sequence[SizeComparison], other_hosts: bool
+) -> Iterator[str]:
+    for version in sorted({output.nccl for output in outputs} - {"", run.nccl}):
+        mine = f"torch's is {run.nccl}" if run.nccl else "torch's is not in the journal"
+        yield f"nccl-tests used NCCL {version}; {mine}: another version may be faster or slower"
+    for output in outputs if other_hosts else ():
+        unknown = [host for host in output.hosts if host not in run.ranks_of]
+        if unknown:
+            yield f"{some_of(unknown, 4)}: no such host in the journal; compared with the worst rank of all"
+    compared = {str(row.point) for row in rows}
+    others = [kind for kind in dict.fromkeys(map(str, run.points)) if kind not in compared]
+    if others:  # one node's result states nothing about several
         yield f"the journal has more, which is not compared: {some_of(others, 6, '; ')}"
 
 
-def _kind(point: Point) -> str:
-    return f"{point.collective} {point.dtype} by {plural(point.ranks, 'rank')} on {plural(point.nnodes, 'node')}"
-
-
-def _unmatched(collectives: RunCollectives, outputs: Sequence[Output]) -> Iterator[str]:
-    for output in outputs:
-        if not any(_matches(point, output) for point in collectives.points):
-            dtypes = ", ".join(dict.fromkeys(row.dtype for row in output.rows)) or "no dtype at all"
-            by = f"by {plural(output.ranks, 'rank')} on {plural(len(output.hosts), 'node')}"
-            what = f"{output.collective or 'an unknown collective'} in {dtypes} {by}"
-            yield f"{output.origin}: {what}: no counterpart in the journal"
-
-
-def program_commands(points: Collection[Point]) -> Iterator[str]:
+def program_commands(points: Iterable[Point]) -> Iterator[str]:
     """Yield the commands of nccl-tests that measure these points, each for a file; with ``-c 1`` all data are checked.
 
     On one node a process has all GPUs; on several the program is built with MPI, and has a process for each GPU.
     """
     groups: dict[tuple[str, str, int, int], set[int]] = {}
     for point in points:
-        key = point.collective, point.dtype, point.ranks, point.nnodes
+        key = point.collective, point.dtype, point.world_size, point.nnodes
         groups.setdefault(key, set()).add(point.size_bytes)
     for (collective, dtype, ranks, nnodes), sizes in groups.items():
         launcher, gpus = ("", ranks) if nnodes == 1 else (f"mpirun -np {ranks} ", 1)
@@ -362,13 +327,8 @@ def program_commands(points: Collection[Point]) -> Iterator[str]:
 
 
 _HEADS = (
-    Column(title="collective"),
-    Column(title="dtype"),
-    Column(title="size"),
-    Column(title="ranks", is_right=True),
-    Column(title="ours", is_right=True),
-    Column(title="nccl-tests", is_right=True),
-    Column(title="difference", is_right=True),
+    *(Column(title=title) for title in ("collective", "dtype", "size")),
+    *(Column(title=title, is_right=True) for title in ("ranks", "ours", "nccl-tests", "difference")),
     Column(title=""),
 )
 
@@ -380,82 +340,55 @@ def crosscheck_table(found: Crosscheck, width: int = 80) -> str:
         found: the crosscheck.
         width: columns of the terminal.
     """
-    lines = paragraph(answer_text(found), width, rest="  ")
+    counts = ", ".join(f"{number} {'agree' if kind == AGREES else kind}" for kind, number in found.counts.items())
+    beyond = f"{100 * found.beyond:g} %"
+    answers = {
+        FINDING: f"busbw differs by more than {beyond}" if DIFFERS in found.counts else "nccl-tests found wrong data",
+        NOTHING: "no size has a figure on both sides",
+        AGREEMENT: f"busbw differs by no more than {beyond} at any size",
+        UNDECIDED: f"nothing differs by more than {beyond}, but not everything was compared",
+    }
+    lines = wrapped(f"{found.answer.upper()}: {answers[found.answer]} ({counts or 'no size compared'})", width)
     for mark, texts in (("wrong data", found.wrong), ("not compared", found.unmatched), ("note", found.notes)):
         for text in texts:
-            lines += paragraph(f"{mark}: {text}", width, rest="  ")
-    rows = sorted(found.rows, key=lambda row: 0 if row.kind in FINDINGS else 2 if row.kind == AGREES else 1)
+            lines += wrapped(f"{mark}: {text}", width)
+    rows = sorted(found.rows, key=lambda row: KINDS.index(row.kind))
     if rows:
         lines += ["", *table(_HEADS, ((_cells(row), [row.why] if row.why else []) for row in rows), width)]
     return "\n".join(lines) + "\n"
 
 
-def answer_text(found: Crosscheck) -> str:
-    """Return the answer in one sentence."""
-    counts = {kind: len(found.of_kind(kind)) for kind in (*FINDINGS, MISSING, NOT_COMPARABLE, AGREES)}
-    of = ", ".join(f"{many} {'agree' if kind == AGREES else kind}" for kind, many in counts.items() if many)
-    beyond = f"{100 * found.beyond:g} %"
-    if found.answer == FINDING:
-        what = f"busbw differs by more than {beyond}" if counts[DIFFERS] else "nccl-tests found wrong data"
-        return f"FINDING: {what} ({of or 'no size compared'})"
-    if found.answer == NOTHING:
-        return f"NOTHING COMPARED: no size has a figure on both sides ({of or 'the journal has none'})"
-    if found.answer == AGREEMENT:
-        return f"AGREEMENT: busbw differs by no more than {beyond} at any size ({of})"
-    return f"UNDECIDED: nothing differs by more than {beyond}, but not everything was compared ({of})"
-
-
 def _cells(row: SizeComparison) -> tuple[str, ...]:
     point = row.point
-    figures = (quantity(value, "") if value is not None else "" for value in (row.ours, row.theirs))
-    difference = "" if row.difference is None else percent(row.difference)
-    return (point.collective, point.dtype, point.size, str(point.ranks), *figures, difference, row.kind)
+    busbw = (
+        "" if each is None else quantity(each, "") for each in (row.ours_gb_per_second, row.nccl_tests_gb_per_second)
+    )
+    difference = "" if row.difference_ratio is None else percent(row.difference_ratio)
+    return (point.collective, point.dtype, point.size, str(point.world_size), *busbw, difference, row.kind)
 
 
 SCHEMA_VERSION = 1
 
 
-def crosscheck_document(found: Crosscheck, *, journal: str, outputs: tuple[Output, ...], exit_code: int) -> str:
+def crosscheck_document(found: Crosscheck, *, journal: str, outputs: Sequence[Output], exit_code: int) -> str:
     """Return the JSON text. Of nccl-tests' files only the figures are included: they contain the environment."""
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "answer": found.answer,
-        "exit": exit_code,
-        "beyond_ratio": found.beyond,
-        "partial": found.partial,
-        "journal": journal,
-        "outputs": [
-            {
-                "origin": output.origin,
-                "collective": output.collective,
-                "ranks": output.ranks,
-                "processes": output.processes,
-                "hosts": list(output.hosts),
-                "nccl": output.nccl,
-                "wrong": output.wrong,
-            }
-            for output in outputs
-        ],
-        "wrong": list(found.wrong),
-        "unmatched": list(found.unmatched),
-        "notes": list(found.notes),
-        "sizes": [_size(row) for row in found.rows],
-    }
-    return json_document(content)
-
-
-def _size(row: SizeComparison) -> dict[str, Any]:
-    point = row.point
-    return {
-        "collective": point.collective,
-        "dtype": point.dtype,
-        "size": point.size,
-        "size_bytes": point.size_bytes,
-        "world_size": point.ranks,
-        "nnodes": point.nnodes,
-        "kind": row.kind,
-        "ours_gb_per_second": row.ours,
-        "nccl_tests_gb_per_second": row.theirs,
-        "difference_ratio": row.difference,
-        "why": row.why,
-    }
+    return json_document(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "answer": found.answer,
+            "exit": exit_code,
+            "beyond_ratio": found.beyond,
+            "partial": found.partial,
+            "journal": journal,
+            "outputs": [
+                fields_of(output, "origin", "collective", "ranks", "processes", "hosts", "nccl", "wrong")
+                for output in outputs
+            ],
+            **fields_of(found, "wrong", "unmatched", "notes"),
+            "sizes": [
+                fields_of(row.point, "collective", "dtype", "size", "size_bytes", "world_size", "nnodes")
+                | fields_of(row, "kind", "ours_gb_per_second", "nccl_tests_gb_per_second", "difference_ratio", "why")
+                for row in found.rows
+            ],
+        }
+    )

@@ -89,19 +89,6 @@ def collective_of(program: str) -> str | None:
     return next((ours for ours, theirs in PROGRAMS.items() if theirs == name), None)
 
 
-def nccl_version(code: int) -> str:
-    """Return NCCL's version from its number.
-
-    >>> nccl_version(22703), nccl_version(2708)
-    ('2.27.3', '2.7.8')
-
-    Source: nccl.h, ``NCCL_VERSION(X, Y, Z)``: with four digits up to 2.8.
-    """
-    major, rest = divmod(code, 10_000) if code >= 10_000 else divmod(code, 1_000)
-    minor, patch = divmod(rest, 100)
-    return f"{major}.{minor}.{patch}"
-
-
 def short_name(host: str) -> str:
     """Return a host's name up to its first dot, as nccl-tests prints it.
 
@@ -161,6 +148,7 @@ def read_table(text: str, origin: str) -> Output:
     per_process = int(config[1]) * int(config[2])
     processes = max(int(found[1]) for found in devices) // per_process + 1
     columns = lines[heads[0]].lstrip("# ").split()
+    library = int(nccl[1] or 0) if nccl is not None else 0  # NCCL_VERSION(X, Y, Z) of nccl.h
     rows = tuple(
         _row(line, columns, f"{origin}:{number + 1}")
         for number, line in enumerate(lines)
@@ -172,7 +160,7 @@ def read_table(text: str, origin: str) -> Output:
         ranks=processes * per_process,
         processes=processes,
         hosts=tuple(dict.fromkeys(short_name(found[3]) for found in devices)),
-        nccl="" if nccl is None else nccl[2] or nccl_version(int(nccl[1])),
+        nccl="" if nccl is None else nccl[2] or f"{library // 10_000}.{library // 100 % 100}.{library % 100}",
         rows=rows,
         wrong=max(sum(half.wrong or 0 for row in rows for half in row.figures.values()), int(bounds[1])),
     )

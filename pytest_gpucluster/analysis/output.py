@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from pytest_gpucluster.journal.journal import json_types
 from pytest_gpucluster.text import Column, line_of, one_line, paragraph, total, widths
 
 _LONGEST = 400
 _INDENT = 4
+
+
+def fields_of(record: object, *names: str) -> dict[str, Any]:
+    """Return attributes of an object by their names, which are those of the JSON."""
+    return {name: getattr(record, name) for name in names}
 
 
 def json_document(content: Mapping[str, object]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.analysis import compare, compare_output, run_view
+from pytest_gpucluster.analysis import compare, compare_output, crosscheck, run_view
 from pytest_gpucluster.analysis.fleet import (
     Matrix,
     NodeRun,
@@ -24,8 +24,8 @@ from pytest_gpucluster.analysis.fleet import (
 )
 from pytest_gpucluster.analysis.merge import merge_journals
 from pytest_gpucluster.analysis.merge_sources import load_source
+from pytest_gpucluster.analysis.nccl_tests import PROGRAMS, Output, read_table
 from pytest_gpucluster.analysis.run_view import RunView, without_samples
-from pytest_gpucluster.cli import crosscheck
 from pytest_gpucluster.cli.command import (
     DONE,
     JOURNAL_HELP,
@@ -51,13 +51,15 @@ from pytest_gpucluster.cli.command import (
     write_json_or_table,
     write_text,
 )
-from pytest_gpucluster.errors import JournalError, LaunchError
+from pytest_gpucluster.errors import JournalError, LaunchError, OutputError
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, encode, locate
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.reports.tables import rank_name
 from pytest_gpucluster.text import one_line, paragraph, printable
 
 _INDENT = 8
+_UNREADABLE = 6
+"""Exit code: an output of nccl-tests cannot be read."""
 
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -268,6 +270,63 @@ def _node_runs(paths: list[Path]) -> tuple[list[NodeRun], list[tuple[str, str]]]
     return list(runs.values()), list(unreadable.values())
 
 
+def _crosscheck_arguments(parser: argparse.ArgumentParser) -> None:
+    add_journal(parser)
+    add_option(parser, "--output [COLLECTIVE=]FILE", "what nccl-tests has printed", action="append")
+    add_option(parser, "--beyond PERCENT", "how much the two may differ", type=percentage, default="5%")
+    add_option(parser, "--partial", "sizes that only one of them has are reported, but do not end with 5")
+    add_option(parser, "--other-hosts", "compare even if host names differ, as with pods")
+    add_json(parser)
+
+
+def _crosscheck(options: argparse.Namespace) -> int:
+    """Compare busbw of a run of this suite with that of nccl-tests at each size.
+
+    A difference beyond --beyond is a finding, whichever is faster; so are wrong data. Without --output the commands of
+    nccl-tests are printed that measure the sizes, dtypes and numbers of GPUs of the run: run them on its nodes, and
+    name the files with what they have printed. docs/compare.md has the rules.
+    """
+    path, journal = read_journal(options.journal)
+    ours = crosscheck.collectives_of(journal)
+    require_other_file("--json", options.json, [path], "the journal itself")
+    if ours.why_not:
+        return complain(f"{path}: nothing can be compared: {ours.why_not}", UNDECIDED)
+    if not options.output:
+        print("\n".join(crosscheck.program_commands(ours.points)))
+        return complain("nothing is compared yet: run these on the nodes of the run, and give --output", UNDECIDED)
+    outputs = [_read_output(text) for text in options.output]
+    found = crosscheck.compare_outputs(
+        ours, outputs, beyond=options.beyond, partial=options.partial, other_hosts=options.other_hosts
+    )
+    code = {crosscheck.FINDING: NEGATIVE, crosscheck.AGREEMENT: DONE}.get(found.answer, UNDECIDED)
+    write_json_or_table(
+        options.json,
+        lambda: crosscheck.crosscheck_document(found, journal=str(path), outputs=outputs, exit_code=code),
+        lambda: crosscheck.crosscheck_table(found, columns()),
+    )
+    return code
+
+
+def _read_output(text: str) -> Output:
+    """Return the output in a file of ``--output``, with its collective.
+
+    Raises:
+        CommandError: it cannot be read, or its collective is unknown or another one.
+    """
+    name, _, file = text.partition("=")
+    named, path = (name, Path(file)) if name in PROGRAMS and file else (None, Path(text))
+    try:
+        with file_errors(_UNREADABLE, str(path)):
+            output = read_table(path.read_text(encoding="utf-8", errors="backslashreplace"), str(path))
+    except OutputError as error:
+        raise CommandError(_UNREADABLE, str(error)) from None
+    collective = output.collective or named
+    if collective is None or named not in (None, collective):
+        what = f"results of {collective}, but --output names {named}" if collective else "its collective is unknown"
+        raise CommandError(_UNREADABLE, f"{path}: {what}; write COLLECTIVE={path}")
+    return replace(output, collective=collective)
+
+
 COMMAND = Group(
     description="Work with the journals of runs.",
     commands={
@@ -329,6 +388,24 @@ COMMAND = Group(
                 }
             ),
         ),
-        "crosscheck": crosscheck.COMMAND,
+        "crosscheck": Command(
+            run=_crosscheck,
+            help="the collectives of a run compared with nccl-tests",
+            arguments=_crosscheck_arguments,
+            examples="""\
+                gpucluster runs crosscheck gpucluster-report/latest > nccl-tests.sh
+                gpucluster runs crosscheck gpucluster-report/latest --output all_reduce-bf16-8-1.txt --partial
+                gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=out.txt --json -
+                """,
+            codes=exit_codes(
+                {
+                    DONE: "every size was compared, and none differs by more than --beyond",
+                    NEGATIVE: "a finding: a difference, or wrong data",
+                    UNDECIDED: "no finding, but not everything could be compared; also: only the commands were printed",
+                    _UNREADABLE: "an output of nccl-tests cannot be read",
+                },
+                common=(USAGE, NO_INPUT, NO_OUTPUT),
+            ),
+        ),
     },
 )

@@ -55,7 +55,7 @@ def test_a_difference_is_a_finding_in_either_direction(case):
     found = compare_outputs(mine(), [theirs({MB: 39.2, GB: value})])
     assert kinds(found) == [AGREES, kind]
     assert found.answer == (crosscheck.FINDING if kind == DIFFERS else crosscheck.AGREEMENT)
-    assert found.rows[1].difference == pytest.approx(0.98 * 440 / value - 1)
+    assert found.rows[1].difference_ratio == pytest.approx(0.98 * 440 / value - 1)
     assert compare_outputs(mine(), [theirs({MB: 39.2, GB: value})], beyond=0.2).answer == crosscheck.AGREEMENT
     assert compare_outputs(mine(), [theirs({MB: 39.2, GB: value})], beyond=0.001).answer == crosscheck.FINDING
 
@@ -66,14 +66,14 @@ def test_an_all_reduce_is_compared_in_place_and_all_others_out_of_place():
     gathered = mine(collective({"1 GB": 440.0}, name="all_gather"))
     found = compare_outputs(gathered, [theirs(**halves, program="all_gather_perf")])
     assert kinds(found) == [DIFFERS]
-    assert found.rows[0].theirs == 100.0
+    assert found.rows[0].nccl_tests_gb_per_second == 100.0
 
 
 def test_one_process_is_compared_with_our_slowest_rank_and_one_for_each_gpu_with_the_average():
     run = mine(collective({"1 GB": 440.0}, slowest={"1 GB": 400.0}))
-    assert compare_outputs(run, [theirs({GB: 440.0})]).rows[0].ours == 400.0
-    assert compare_outputs(run, [theirs({GB: 440.0}, per_process=1)]).rows[0].ours == 440.0
-    assert compare_outputs(run, [theirs({GB: 440.0}, per_process=4)]).rows[0].ours == 400.0
+    assert compare_outputs(run, [theirs({GB: 440.0})]).rows[0].ours_gb_per_second == 400.0
+    assert compare_outputs(run, [theirs({GB: 440.0}, per_process=1)]).rows[0].ours_gb_per_second == 440.0
+    assert compare_outputs(run, [theirs({GB: 440.0}, per_process=4)]).rows[0].ours_gb_per_second == 400.0
 
 
 def test_only_the_ranks_of_the_same_host_are_compared():
@@ -83,7 +83,7 @@ def test_only_the_ranks_of_the_same_host_are_compared():
     values |= {str(rank): 300.0 for rank in range(8, 16)}
     run = mine(slow, hosts=2)
     assert compare_outputs(run, [theirs({GB: 432.0})]).answer == crosscheck.AGREEMENT
-    assert compare_outputs(run, [theirs({GB: 432.0}, hosts=("gpu-b",))]).rows[0].ours == 300.0
+    assert compare_outputs(run, [theirs({GB: 432.0}, hosts=("gpu-b",))]).rows[0].ours_gb_per_second == 300.0
 
 
 def test_another_host_is_another_measurement_unless_that_is_allowed():

@@ -37,9 +37,6 @@ def test_without_an_output_the_commands_are_printed_and_nothing_is_agreed(folder
     assert crosscheck() == 5
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("all_reduce_perf -b 1000000 -e 1000000000 -f 1000 -g 8 -d bfloat16 -c 1 > ")
-    assert crosscheck("--collective", "broadcast") == 5
-    out, err = capsys.readouterr()
-    assert (out, "no busbw of broadcast" in err) == ("", True)
 
 
 def test_agreement_is_0(folder, capsys):
@@ -61,7 +58,7 @@ def test_agreement_is_0(folder, capsys):
         (table({MB: 39.2}), "{}", ["--partial"], 0, "AGREEMENT"),
         (table({MB: 30.0}), "{}", ["--partial"], 1, "FINDING"),
         (table({MB: 39.2}), "all_gather={}", [], 6, "all_gather"),
-        (table({MB: 39.2}, program="x"), "{}", [], 6, "write all_reduce="),
+        (table({MB: 39.2}, program="x"), "{}", [], 6, "write COLLECTIVE="),
         (table({MB: 39.2}, program="x"), "all_reduce={}", ["--partial"], 0, "AGREEMENT"),
         (table({MB: 1.0}) * 2, "{}", [], 6, "MPI=1"),
         ("# TEST SKIPPED: no reason", "{}", [], 6, "no table"),
@@ -78,19 +75,6 @@ def test_the_exit_code_is_the_answer(folder, capsys, text, name, words, code, me
     assert ("AGREEMENT" in out) == (code == 0)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--collective", "allreduce"], "--collective 'allreduce' .*did you mean 'all_reduce'"),
-        (["--dtype", "float"], "--dtype 'float' is none of bf16"),
-        (["--json", "run/journal.jsonl"], "run/journal.jsonl: "),
-    ],
-)
-def test_wrong_usage_is_2(folder, capsys, words, message):
-    assert crosscheck("--output", "good.txt", *words) == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
 def test_a_journal_with_nothing_to_compare_is_reported(folder, capsys):
     write(folder / "cpu", collective({"1 GB": 1.0}), ranks=places(), device="cpu", rehearsal=True)
     assert crosscheck(run="cpu") == 5
@@ -101,13 +85,10 @@ def test_a_journal_with_nothing_to_compare_is_reported(folder, capsys):
     assert crosscheck(run="none") == 3
 
 
-def test_what_was_read_before_a_failure_is_shown_and_a_finding_counts_more(folder, capsys):
+def test_an_unreadable_output_is_never_agreement(folder, capsys):
     assert crosscheck("--output", "good.txt", "--output", "none.txt") == 6
     out, err = capsys.readouterr()
-    assert ("AGREEMENT" in out, "none.txt" in err) == (True, True)
-    (folder / "slow.txt").write_text(table(GOOD | {GB: 300.0}))
-    assert crosscheck("--output", "slow.txt", "--output", "none.txt", "--json", "out.json") == 1
-    assert json.loads((folder / "out.json").read_text())["exit"] == 1
+    assert (out, "none.txt" in err) == ("", True)
 
 
 def test_the_json_has_all_of_it(folder, capsys):
@@ -117,3 +98,4 @@ def test_the_json_has_all_of_it(folder, capsys):
     assert [(size["size"], size["kind"]) for size in document["sizes"]] == [("1 MB", "agrees"), ("1 GB", "agrees")]
     assert document["outputs"][0]["hosts"] == ["gpu-a"]
     assert crosscheck("--output", "good.txt", "--json", ".") == 4
+    assert crosscheck("--output", "good.txt", "--json", "run/journal.jsonl") == 2
