@@ -10,16 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.analysis.certificate_blockers import blockers
+from pytest_gpucluster.analysis.output import fields_of
 from pytest_gpucluster.errors import CertificateError, JournalError, LaunchError
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal, json_types, read
 from pytest_gpucluster.journal.records import RankPlace
 from pytest_gpucluster.launch.hostlist import compress_hostlist
+from pytest_gpucluster.metrics import codec
+from pytest_gpucluster.metrics.codec import AnyText
 from pytest_gpucluster.text import rank_ranges, some_of
 
 GPU_FIELDS = {
@@ -45,17 +48,41 @@ _PORTS = "fabric.active_ports"
 
 
 def node_parts(journal: Journal) -> list[dict[str, Any]]:
-    """Return each node with its GPUs, network adapters and versions, all as text; "" is unknown."""
+    """Return each node with its GPUs, network adapters and versions, all as text; "" is unknown.
+
+    Of several versions on a node all are listed, though the preflight rejects ranks that differ. ``adapters`` is None
+    where no rank of the node has reported any, and an empty list where there are none.
+    """
     by_node: dict[tuple[int, str], list[RankPlace]] = {}
     for place in journal.ranks:
         by_node.setdefault((place.node_rank, place.host), []).append(place)
-    adapters = _adapters(journal)
+    adapters: dict[int, list[dict[str, str]]] = {}
+    for rank, values in (
+        each
+        for result in journal.results
+        for judged in result.measurements
+        if judged.metric == _PORTS
+        for each in judged.telemetry.items()
+    ):
+        listed = values.get("adapters")
+        if isinstance(listed, list) and all(isinstance(one, Mapping) for one in listed):
+            adapters[rank] = [{key: str(one.get(key, "")) for key in ("name", *ADAPTER_FIELDS)} for one in listed]
     return [
         {
             "node_rank": node_rank,
             "host": host,
-            "versions": _versions(places),
-            "gpus": [_gpu(place) for place in sorted(places, key=lambda place: place.local_rank)],
+            "versions": {
+                component: " / ".join(sorted({place.versions.get(component, "") for place in places} - {""}))
+                for component in COMPONENTS
+            },
+            "gpus": [
+                {
+                    "rank": place.rank,
+                    "local_rank": place.local_rank,
+                    **{key: (place.gpu or {}).get(key, "") for key in ("index", "memory_bytes", *GPU_FIELDS)},
+                }
+                for place in sorted(places, key=lambda place: place.local_rank)
+            ],
             "adapters": next((adapters[place.rank] for place in places if place.rank in adapters), None),
         }
         for (node_rank, host), places in sorted(by_node.items())
@@ -77,77 +104,67 @@ def missing_parts(nodes: list[dict[str, Any]]) -> list[str]:
         for what in missing:
             of_nodes.setdefault(what, []).append(node["host"])
     lines = [f"{words} of the GPU of {rank_ranges(ranks)}" for words, ranks in of_gpus.items() if ranks]
-    return lines + [f"{what} on {_listed(hosts)}" for what, hosts in of_nodes.items()]
-
-
-def _listed(hosts: list[str]) -> str:
-    """Return hosts as a Slurm host list, or one by one where a name does not fit one."""
-    try:
-        return compress_hostlist(hosts)
-    except LaunchError:
-        return ", ".join(hosts)
-
-
-def _gpu(place: RankPlace) -> dict[str, Any]:
-    known = place.gpu or {}
-    return {
-        "rank": place.rank,
-        "local_rank": place.local_rank,
-        "index": known.get("index", ""),
-        "memory_bytes": known.get("memory_bytes", ""),
-        **{key: known.get(key, "") for key in GPU_FIELDS},
-    }
-
-
-def _versions(places: list[RankPlace]) -> dict[str, str]:
-    """Return the versions of a node; several are listed, though the preflight rejects ranks that differ."""
-    return {
-        component: " / ".join(sorted({place.versions.get(component, "") for place in places} - {""}))
-        for component in COMPONENTS
-    }
-
-
-def _adapters(journal: Journal) -> dict[int, list[dict[str, str]]]:
-    """Return rank -> the network adapters that it reported for its node; an empty list where there are none."""
-    found: dict[int, list[dict[str, str]]] = {}
-    for result in journal.results:
-        for judged in result.measurements:
-            if judged.metric != _PORTS:
-                continue
-            for rank, values in judged.telemetry.items():
-                listed = values.get("adapters")
-                if isinstance(listed, list) and all(isinstance(one, Mapping) for one in listed):
-                    found[rank] = [{key: str(one.get(key, "")) for key in ("name", *ADAPTER_FIELDS)} for one in listed]
-    return found
+    for what, hosts in of_nodes.items():
+        try:
+            lines.append(f"{what} on {compress_hostlist(hosts)}")
+        except LaunchError:  # a name does not fit a host list
+            lines.append(f"{what} on {', '.join(hosts)}")
+    return lines
 
 
 FORMAT = "pytest-gpucluster acceptance record"
 SCHEMA_VERSION = 1
 DIGEST = "SHA-256 over the JSON of 'record' in ASCII: keys sorted, no white space, as Python's json writes it"
 
-_KEYS = {
-    "accepted": bool,
-    "not_accepted_because": list,
-    "verdict": dict,
-    "run": dict,
-    "journal": dict,
-    "limits": dict,
-    "nodes": list,
-    "missing": list,
-    "tests": list,
-    "made": dict,
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node of a certificate: the keys of each part are those of ``GPU_FIELDS`` and ``ADAPTER_FIELDS``."""
+
+    host: str
+    node_rank: int
+    versions: Mapping[str, AnyText]
+    gpus: tuple[Mapping[str, AnyText], ...]
+    adapters: tuple[Mapping[str, AnyText], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Value:
+    metric: str
+    status: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Test:
+    nodeid: str
+    outcome: str
+    measurements: tuple[_Value, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a certificate states, as read strictly from its file: :func:`certificate_content` and ``made``."""
+
+    accepted: bool
+    not_accepted_because: tuple[str, ...]
+    verdict: Mapping[str, Any]
+    run: Mapping[str, Any]
+    journal: Mapping[str, Any]
+    limits: Mapping[str, Any]
+    nodes: tuple[Node, ...]
+    missing: tuple[str, ...]
+    tests: tuple[_Test, ...]
+    made: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """A certificate as read from its file. It is unchanged only if :attr:`is_intact`.
-
-    ``record`` is the sealed content: the value of the file's key of that name.
-    """
+    """A certificate as read from its file. It is unchanged only if :attr:`is_intact`."""
 
     path: Path
-    record: Mapping[str, Any]
+    content: Content
+    record: Mapping[str, Any] = field(repr=False)
+    """The sealed content as it stands in the file."""
     sealed: str
     """The digest in the file."""
     digest: str
@@ -161,14 +178,13 @@ class Certificate:
     @property
     def is_accepted(self) -> bool:
         """Return whether its run was accepted, by all of the fields that state it."""
-        word, code = self.record["verdict"].get("word"), self.record["verdict"].get("exit")
-        run = self.record["run"]
+        content = self.content
         return (
-            self.record["accepted"] is True
-            and not self.record["not_accepted_because"]
-            and (word, code) == ("ACCEPTED", 0)
-            and run.get("rehearsal") is False
-            and run.get("selection") is False
+            content.accepted
+            and not content.not_accepted_because
+            and (content.verdict.get("word"), content.verdict.get("exit")) == ("ACCEPTED", 0)
+            and content.run.get("rehearsal") is False
+            and content.run.get("selection") is False
         )
 
 
@@ -218,50 +234,33 @@ def read_certificate(path: Path) -> Certificate:
         CertificateError: missing, no certificate, of a newer version, or damaged.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CertificateError(
-            f"{path}: no such file; name one that `gpucluster certificate create JOURNAL --out FILE` has written"
-        ) from None
+        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object, parse_constant=_reject)
     except OSError as error:
         raise CertificateError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise CertificateError(f"{path}: no certificate: not UTF-8 at byte {error.start}") from None
-    try:
-        document = json.loads(text, object_pairs_hook=_object, parse_constant=_reject)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also no UTF-8
         raise CertificateError(f"{path}: no certificate, or cut off: {error}") from None
     record = document.get("record") if isinstance(document, dict) else None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise CertificateError(f"{path}: not a certificate of this project")
-    _require_known_form(path, document, record)
-    try:
-        found = digest(record)
-    except ValueError as error:
-        raise CertificateError(f"{path}: damaged: {error}") from None
-    return Certificate(path=path, record=record, sealed=document["sha256"], digest=found)
-
-
-def _require_known_form(path: Path, document: Mapping[str, Any], record: Mapping[str, Any]) -> None:
     version = record.get("schema_version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CertificateError(f"{path}: not a certificate of this project: it has no schema_version")
-    if version > SCHEMA_VERSION:
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= SCHEMA_VERSION:
         raise CertificateError(
-            f"{path}: written with schema_version {version}; this version reads up to {SCHEMA_VERSION}: read it with "
-            "the version that wrote it, or a newer one"
+            f"{path}: its schema_version is {version!r}; this version reads up to {SCHEMA_VERSION}: read it with the "
+            "version that wrote it, or a newer one"
         )
     unknown = sorted(set(document) - {"sha256", "digest", "record"})
     if unknown:
         raise CertificateError(f"{path}: damaged: {', '.join(map(repr, unknown))} is outside of the sealed content")
     if document.get("digest") != DIGEST or not isinstance(document.get("sha256"), str):
         raise CertificateError(f"{path}: damaged: it must have sha256, and digest: {DIGEST!r}")
-    for key, kind in _KEYS.items():
-        if not isinstance(record.get(key), kind):
-            raise CertificateError(f"{path}: damaged: {key!r} must be {_JSON[kind]}")
-
-
-_JSON = {bool: "true or false", list: "a list", dict: "an object"}
+    try:
+        content = codec.read(Content, record, f"{path}: damaged")
+        found = digest(record)
+    except JournalError as error:
+        raise CertificateError(str(error)) from None
+    except ValueError as error:
+        raise CertificateError(f"{path}: damaged: {error}") from None
+    return Certificate(path=path, content=content, record=record, sealed=document["sha256"], digest=found)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -292,14 +291,14 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
             "not_accepted_because": list(reasons),
             "verdict": {"word": journal.verdict, "exit": journal.exit, "reason": journal.reason},
             "run": {
-                **_fields(run, "run_id", "started_at", "launcher", "world_size", "nnodes", "plugin_version"),
-                **_fields(run, "rehearsal", "selection", "merged_despite"),
+                **fields_of(run, "run_id", "started_at", "launcher", "world_size", "nnodes", "plugin_version"),
+                **fields_of(run, "rehearsal", "selection", "merged_despite"),
                 "ended_at": journal.end.at if journal.end is not None else "",
                 "host": run.hostname,
                 "profile": journal.profile,
                 "expected": run.option("expect"),
                 "merged_from": [
-                    _fields(one, "run_id", "started_at", "verdict", "journal", "sha256") for one in run.merged_from
+                    fields_of(one, "run_id", "started_at", "verdict", "journal", "sha256") for one in run.merged_from
                 ],
             },
             "journal": {"sha256": sha256},
@@ -312,7 +311,7 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
             "missing": missing_parts(nodes),
             "tests": [
                 {
-                    **_fields(result, "nodeid", "criterion", "outcome", "attempts", "message"),
+                    **fields_of(result, "nodeid", "criterion", "outcome", "attempts", "message"),
                     "measurements": [_measurement(judged, journal) for judged in result.measurements],
                 }
                 for result in journal.results
@@ -322,21 +321,17 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
     return made
 
 
-def _fields(record: object, *names: str) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in names}
-
-
 def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
     limit = judged.limit
     place = None if judged.worst_rank is None else journal.place(judged.worst_rank)
     return {
-        **_fields(judged, "metric", "labels", "unit", "status", "value", "interval", "worst_rank", "margin"),
+        **fields_of(judged, "metric", "labels", "unit", "status", "value", "interval", "worst_rank", "margin"),
         "worst_host": place.host if place is not None else "",
         "worst_gpu_uuid": place.uuid if place is not None else "",
         "limit": None
         if limit is None
         else {
-            **_fields(limit, "min", "max", "min_ratio_to_median", "expect_transport", "source", "origin"),
+            **fields_of(limit, "min", "max", "min_ratio_to_median", "expect_transport", "source", "origin"),
             **({} if limit.expected is None else {"expected": limit.expected}),
         },
     }
@@ -357,42 +352,34 @@ def seal_problems(certificate: Certificate, *, known_digest: str | None = None) 
         )
     if known_digest is not None and known_digest.lower() != certificate.digest:
         found.append(f"the SHA-256 of its content is {certificate.digest}, not {known_digest}")
-    if certificate.record["accepted"] is True:
+    if certificate.content.accepted:
         found += [f"it contradicts itself: it states accepted, and {why}" for why in _contradictions(certificate)]
     return found
 
 
 def _contradictions(certificate: Certificate) -> Iterator[str]:
     """Yield what contradicts an accepted run."""
-    record = certificate.record
+    content = certificate.content
     if not certificate.is_accepted:
         yield "its verdict, its run or its reasons state otherwise"
-    tests = items(record, "tests")
-    bad = [test.get("nodeid") for test in tests if test.get("outcome") not in ("passed", "skipped")]
+    bad = [test.nodeid for test in content.tests if test.outcome not in ("passed", "skipped")]
     if bad:
         yield f"{len(bad)} of its tests did not pass, such as {bad[0]}"
-    values = [one for test in tests for one in items(test, "measurements")]
-    missed = [one.get("metric") for one in values if one.get("status") not in ("passed", "recorded")]
+    values = [one for test in content.tests for one in test.measurements]
+    missed = [one.metric for one in values if one.status not in ("passed", "recorded")]
     if missed:
         yield f"{len(missed)} of its values did not keep their limit, such as {missed[0]}"
-    if not any(one.get("status") == "passed" for one in values):
+    if not any(one.status == "passed" for one in values):
         yield "none of its values was compared with a limit"
-    nodes = items(record, "nodes")
-    gpus = [gpu for node in nodes for gpu in items(node, "gpus")]
-    run = record["run"]
-    if (len(nodes), len(gpus)) != (run.get("nnodes"), run.get("world_size")):
+    uuids = [gpu.get("uuid", "").casefold() for node in content.nodes for gpu in node.gpus]
+    nnodes, world_size = (content.run.get(key) for key in ("nnodes", "world_size"))
+    if (len(content.nodes), len(uuids)) != (nnodes, world_size):
         yield (
-            f"it has {len(nodes)} nodes with {len(gpus)} GPUs, and its run {run.get('nnodes')} nodes with "
-            f"{run.get('world_size')} ranks"
+            f"it has {len(content.nodes)} nodes with {len(uuids)} GPUs, and its run {nnodes} nodes with {world_size} "
+            "ranks"
         )
-    if len({str(gpu.get("uuid")).casefold() for gpu in gpus}) < len(gpus):
+    if len(set(uuids)) < len(uuids):
         yield "two of its GPUs have the same UUID"
-
-
-def items(record: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """Return the objects of a list in a certificate. Anyone can seal one: entries of another type are left out."""
-    value = record.get(key)
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
 def journal_digest(path: Path) -> tuple[str, Journal]:
@@ -416,7 +403,7 @@ def journal_mismatches(certificate: Certificate, journal: Journal, sha256: str) 
         journal: of the run that it should be of, with samples.
         sha256: of the journal's file.
     """
-    named = certificate.record["journal"].get("sha256")
+    named = certificate.content.journal.get("sha256")
     if named != sha256:
         return [f"it is of another journal, with the SHA-256 {named}; this one has {sha256}"]
     content = {
@@ -426,10 +413,9 @@ def journal_mismatches(certificate: Certificate, journal: Journal, sha256: str) 
     if canonical(content) == canonical(expected):
         return []
     places = list(_differing(content, expected))
-    version = certificate.record["made"].get("version")
     return [
         f"it differs from its journal: {some_of(places, 5)} (it was written by pytest-gpucluster "
-        f"{version}; a later version may have more fields)"
+        f"{certificate.content.made.get('version')}; a later version may have more fields)"
     ]
 
 
@@ -450,7 +436,7 @@ def _differing(one: Any, other: Any, where: str = "") -> list[str]:
 def _sha256(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
-    except FileNotFoundError:
-        raise JournalError(f"{path}: no such journal; name a journal.jsonl, or the folder of a run") from None
     except OSError as error:
-        raise JournalError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise JournalError(
+            f"{path}: cannot be read: {error.strerror or error}; name a journal.jsonl, or the folder of a run"
+        ) from None

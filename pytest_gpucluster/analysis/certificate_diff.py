@@ -1,4 +1,4 @@
-"""The differences between two certificates: parts swapped, moved, replaced, added or removed, and their firmware.
+"""The differences between two certificates: parts moved, replaced, added or removed, and their firmware.
 
 A GPU is identified by its UUID, a network adapter by its GUID. A slot is a place in a node: its PCI address, where that
 is known.
@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 from pytest_gpucluster.analysis.certificate import ADAPTER_FIELDS, COMPONENTS, GPU_FIELDS, Certificate
-from pytest_gpucluster.errors import CertificateError, JournalError
-from pytest_gpucluster.metrics.codec import AnyText, read
 from pytest_gpucluster.text import some_of
+
+_NOUNS = {"GPU": (GPU_FIELDS, "uuid"), "adapter": (ADAPTER_FIELDS, "guid")}
+"""Kind of a part -> its keys with their names in messages, and the key that identifies it."""
+_SLOT = "pci_bus_id"
+"""The place of a part, not a property of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
     """One difference. ``where`` names nodes and slots, ``what`` the parts.
 
-    ``kind``: node removed, node added, node renamed, swapped, moved, replaced, removed, added, changed, unknown, twice.
+    ``kind``: node removed, node added, moved, replaced, removed, added, changed, unknown, twice.
     """
 
     kind: str
@@ -32,245 +33,137 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A part in its slot."""
+    """A part in its slot; ``place`` has its kind, its node and the slot."""
 
     noun: str
-    host: str
-    slot: str
-    name: str
-    """The slot in messages."""
-    identity: str
+    place: tuple[str, str, str]
+    where: str
+    """The place in messages."""
+    identity: tuple[str, str]
+    """Its kind and what identifies it."""
     facts: Mapping[str, str]
-
-    @property
-    def place(self) -> tuple[str, str, str]:
-        return self.noun, self.host, self.slot
-
-    @property
-    def where(self) -> str:
-        return f"{self.host} {self.name}"
 
     def __str__(self) -> str:
         serial = self.facts.get("serial", "")
-        return f"{self.identity or 'of unknown identity'}" + (f" (serial {serial})" if serial else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Inventory:
-    """The parts and versions of a certificate."""
-
-    parts: tuple[_Part, ...]
-    versions: Mapping[str, Mapping[str, str]]
-    """Host -> component -> version."""
-
-    @cached_property
-    def by_place(self) -> dict[tuple[str, str, str], _Part]:
-        return {part.place: part for part in self.parts}
-
-    @cached_property
-    def by_identity(self) -> dict[tuple[str, str], _Part]:
-        return {(part.noun, part.identity): part for part in self.parts if part.identity}
-
-    def of_host(self, host: str) -> frozenset[str]:
-        return frozenset(part.identity for part in self.parts if part.host == host and part.identity)
-
-
-_WORDS = {"GPU": GPU_FIELDS, "adapter": ADAPTER_FIELDS}
-_IDENTITY = {"GPU": "uuid", "adapter": "guid"}
-_SLOT = "pci_bus_id"
-"""The place of a part, not a property of it."""
+        return self.identity[1] + (f" (serial {serial})" if serial else "")
 
 
 def differences(old: Certificate, new: Certificate) -> tuple[Difference, ...]:
-    """Return the differences; empty where every part is in its slot with the same firmware and versions.
-
-    Raises:
-        CertificateError: the nodes of a certificate are not in the form that this project writes.
-    """
-    before, after = _inventory(old), _inventory(new)
-    renamed = _renamed(before, after)
-    found = [
-        Difference(kind="node renamed", where=f"{was} -> {now}", what=f"the same {len(before.of_host(was))} parts")
-        for was, now in renamed.items()
-    ]
-    before = _under_new_names(before, renamed)
-    found += _nodes(before, after)
-    found += _twice(before, "old")
-    found += _twice(after, "new")
-    found += _parts(before, after)
-    found += _changes(before, after)
-    return tuple(found)
+    """Return the differences; empty where every part is in its slot with the same firmware and versions."""
+    before, after = list(_parts(old)), list(_parts(new))
+    return (
+        *_of_nodes(old, new),
+        *_twice(before, "old"),
+        *_twice(after, "new"),
+        *_of_parts(before, after),
+        *_changes(old, new, before, after),
+    )
 
 
 def judging_differences(old: Certificate, new: Certificate) -> tuple[str, ...]:
     """Return the differences in limits, versions and acceptance. They are no change of the cluster."""
-    lines = []
-    for key, words in (("sku", "SKU"), ("gpu_name", "GPU")):
-        was, now = old.record["limits"].get(key), new.record["limits"].get(key)
-        if was != now:
-            lines.append(f"{words}: {was} -> {now}")
-    if old.record["limits"].get("files") != new.record["limits"].get("files"):
+    states = [
+        {
+            "SKU": one.content.limits.get("sku"),
+            "GPU": one.content.limits.get("gpu_name"),
+            "pytest-gpucluster": one.content.run.get("plugin_version"),
+            "state": "accepted" if one.is_accepted else "NOT accepted",
+        }
+        for one in (old, new)
+    ]
+    lines = [f"{what}: {was} -> {states[1][what]}" for what, was in states[0].items() if was != states[1][what]]
+    if old.content.limits.get("files") != new.content.limits.get("files"):
         lines.append("the files of limits differ")
-    was, now = (str(one.record["run"].get("plugin_version")) for one in (old, new))
-    if was != now:
-        lines.append(f"pytest-gpucluster {was} -> {now}")
-    was, now = ("accepted" if one.is_accepted else "NOT accepted" for one in (old, new))
-    if was != now:
-        lines.append(f"{was} -> {now}")
     return tuple(lines)
 
 
-def _renamed(before: _Inventory, after: _Inventory) -> dict[str, str]:
-    """Return old name -> new name of nodes that hold exactly the same parts under another name."""
-    removed = [host for host in before.versions if host not in after.versions]
-    added = [host for host in after.versions if host not in before.versions]
-    found: dict[str, str] = {}
-    for host in removed:
-        same = [one for one in added if before.of_host(host) and before.of_host(host) == after.of_host(one)]
-        if len(same) == 1:
-            found[host] = same[0]
-    return found
+def _versions(certificate: Certificate) -> dict[str, Mapping[str, str]]:
+    """Return node -> its versions. Containers may share a host name: then the name has the node's number."""
+    nodes = certificate.content.nodes
+    hosts = Counter(node.host for node in nodes)
+    names = [node.host if hosts[node.host] == 1 else f"{node.host} (node {node.node_rank})" for node in nodes]
+    return {name: node.versions for name, node in zip(names, nodes, strict=True)}
 
 
-def _under_new_names(before: _Inventory, renamed: Mapping[str, str]) -> _Inventory:
-    return _Inventory(
-        parts=tuple(replace(part, host=renamed.get(part.host, part.host)) for part in before.parts),
-        versions={renamed.get(host, host): versions for host, versions in before.versions.items()},
-    )
-
-
-def _nodes(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
-    for host in before.versions:
-        if host not in after.versions:
-            yield Difference(kind="node removed", where=host, what=_counted(before, host))
-    for host in after.versions:
-        if host not in before.versions:
-            yield Difference(kind="node added", where=host, what=_counted(after, host))
-
-
-def _counted(inventory: _Inventory, host: str) -> str:
-    return f"{sum(part.noun == 'GPU' and part.host == host for part in inventory.parts)} GPUs"
-
-
-def _twice(inventory: _Inventory, which: str) -> Iterator[Difference]:
-    seen: dict[tuple[str, str], _Part] = {}
-    for part in inventory.parts:
-        key = part.noun, part.identity
-        if part.identity and key in seen:
-            where = f"{seen[key].where} and {part.where}"
-            yield Difference(kind="twice", where=where, what=f"{part.identity}, in the {which} certificate")
-        seen.setdefault(key, part)
-
-
-def _parts(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
-    reported: set[tuple[str, str]] = set()
-    for part in before.parts:
-        now = after.by_place.get(part.place)
-        if not part.identity or (now is not None and not now.identity):
-            which = "old" if not part.identity else "new"
-            yield Difference(
-                kind="unknown",
-                where=part.where,
-                what=f"the {which} certificate has no identity of the {part.noun} there",
+def _parts(certificate: Certificate) -> Iterator[_Part]:
+    """Yield the parts. The MIG slices of a GPU share its PCI address and are numbered in order."""
+    numbers = Counter[tuple[str, str, str]]()
+    for host, node in zip(_versions(certificate), certificate.content.nodes, strict=True):
+        found = [("GPU", f"GPU {facts.get('index') or '?'}", facts) for facts in node.gpus]
+        found += [("adapter", facts.get("name", ""), facts) for facts in node.adapters]
+        for noun, name, known in found:
+            fields, identifies = _NOUNS[noun]
+            facts = {key: known.get(key, "") for key in fields}
+            place = noun, host, facts[_SLOT] or name
+            numbers[place] += 1
+            number = numbers[place]
+            yield _Part(
+                noun=noun,
+                place=place if number == 1 else (noun, host, f"{place[2]}#{number}"),
+                where=f"{host} {name} ({facts[_SLOT] or 'of unknown PCI address'})"
+                + (f", slice {number}" if number > 1 else ""),
+                identity=(noun, facts[identifies]),
+                facts=facts,
             )
-            continue
-        key = part.noun, part.identity
-        if now is not None and now.identity == part.identity:
-            continue
-        found = after.by_identity.get(key)
-        if found is not None:
-            other = before.by_place.get(found.place)
-            if now is not None and other is not None and other.identity == now.identity:
-                if key not in reported:
-                    reported |= {key, (now.noun, now.identity)}
-                    yield Difference(kind="swapped", where=f"{part.where} <-> {found.where}", what=f"{part} and {now}")
-            else:
-                yield Difference(kind="moved", where=f"{part.where} -> {found.where}", what=str(part))
-        elif now is not None and (now.noun, now.identity) not in before.by_identity:
-            yield Difference(kind="replaced", where=part.where, what=f"{part} by {now}")
-        else:
+
+
+def _of_nodes(old: Certificate, new: Certificate) -> Iterator[Difference]:
+    before, after = _versions(old), _versions(new)
+    for kind, one, nodes, others in (("removed", old, before, after), ("added", new, after, before)):
+        for host, node in zip(nodes, one.content.nodes, strict=True):
+            if host not in others:
+                yield Difference(kind=f"node {kind}", where=host, what=f"{len(node.gpus)} GPUs")
+
+
+def _twice(parts: list[_Part], which: str) -> Iterator[Difference]:
+    seen: dict[tuple[str, str], _Part] = {}
+    for part in parts:
+        if part.identity[1] and part.identity in seen:
+            where = f"{seen[part.identity].where} and {part.where}"
+            yield Difference(kind="twice", where=where, what=f"{part.identity[1]}, in the {which} certificate")
+        seen.setdefault(part.identity, part)
+
+
+def _of_parts(before: list[_Part], after: list[_Part]) -> Iterator[Difference]:
+    was_at, is_at = ({part.place: part for part in parts} for parts in (before, after))
+    old, new = ({part.identity: part for part in parts if part.identity[1]} for parts in (before, after))
+    for place in dict.fromkeys([*was_at, *is_at]):
+        part, now = was_at.get(place), is_at.get(place)
+        nameless = next((one for one in (part, now) if one is not None and not one.identity[1]), None)
+        if nameless is not None:
+            what = (
+                f"the {'old' if nameless is part else 'new'} certificate has no identity of the {nameless.noun} there"
+            )
+            yield Difference(kind="unknown", where=nameless.where, what=what)
+        moved = new.get(part.identity) if part is not None else None
+        if part is not None and moved is not None:
+            if moved.place != place:
+                yield Difference(kind="moved", where=f"{part.where} -> {moved.where}", what=str(part))
+        elif part is not None and nameless is None:
+            if now is not None and now.identity not in old:
+                yield Difference(kind="replaced", where=part.where, what=f"{part} by {now}")
+                continue
             yield Difference(kind="removed", where=part.where, what=str(part))
-    for part in after.parts:
-        was = before.by_place.get(part.place)
-        if (part.noun, part.identity) in before.by_identity:
-            continue
-        stayed = was is None or (was.noun, was.identity) in after.by_identity
-        if not part.identity:
-            if was is None:
-                yield Difference(kind="unknown", where=part.where, what=f"a new {part.noun} of unknown identity")
-        elif stayed:
-            yield Difference(kind="added", where=part.where, what=str(part))
+        if now is not None and now.identity not in old and nameless is None:
+            yield Difference(kind="added", where=now.where, what=str(now))
 
 
-def _changes(before: _Inventory, after: _Inventory) -> Iterator[Difference]:
+def _changes(old: Certificate, new: Certificate, before: list[_Part], after: list[_Part]) -> Iterator[Difference]:
     """Yield the changed firmware and other properties of parts, and versions of nodes; equal changes are one line."""
     places: dict[tuple[str, str, str], list[str]] = {}
-    for identity, part in before.by_identity.items():
-        now = after.by_identity.get(identity)
-        for key, words in _WORDS[part.noun].items() if now is not None else ():
+    is_now = {part.identity: part for part in after if part.identity[1]}
+    for identity, part in {part.identity: part for part in before}.items():
+        now = is_now.get(identity)
+        for key, words in _NOUNS[part.noun][0].items() if now is not None else ():
             if now is not None and part.facts[key] != now.facts[key] and key != _SLOT:
                 change = f"{words} of the {part.noun}", part.facts[key], now.facts[key]
                 places.setdefault(change, []).append(now.where)
-    for host, versions in before.versions.items():
-        for component in COMPONENTS if host in after.versions else ():
-            if versions[component] != after.versions[host][component]:
-                change = component, versions[component], after.versions[host][component]
+    versions = _versions(new)
+    for host, were in _versions(old).items():
+        for component in COMPONENTS if host in versions else ():
+            change = component, were.get(component, ""), versions[host].get(component, "")
+            if change[1] != change[2]:
                 places.setdefault(change, []).append(host)
-    for (what, old, new), where in places.items():
-        text = f"{what}: {old or 'unknown'} -> {new or 'unknown'}"
+    for (what, was, is_), where in places.items():
+        text = f"{what}: {was or 'unknown'} -> {is_ or 'unknown'}"
         yield Difference(kind="changed", where=some_of(where, 4), what=text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Node:
-    host: str
-    node_rank: Any = None
-    versions: Mapping[str, AnyText]
-    gpus: tuple[Mapping[str, AnyText], ...]
-    adapters: tuple[Mapping[str, AnyText], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Nodes:
-    nodes: tuple[_Node, ...]
-
-
-def _inventory(certificate: Certificate) -> _Inventory:
-    try:
-        nodes = read(_Nodes, certificate.record, str(certificate.path)).nodes
-    except JournalError as error:
-        raise CertificateError(str(error)) from None
-    parts: list[_Part] = []
-    versions: dict[str, Mapping[str, str]] = {}
-    hosts = Counter(node.host for node in nodes)
-    for node in nodes:
-        # Containers may share a host name.
-        host = node.host if hosts[node.host] == 1 else f"{node.host} (node {node.node_rank})"
-        versions[host] = {component: node.versions.get(component, "") for component in COMPONENTS}
-        parts += [_part("GPU", facts, f"GPU {facts.get('index') or '?'}", host) for facts in node.gpus]
-        parts += [_part("adapter", facts, facts.get("name", ""), host) for facts in node.adapters]
-    return _Inventory(parts=tuple(_apart(parts)), versions=versions)
-
-
-def _apart(parts: list[_Part]) -> Iterator[_Part]:
-    """Yield parts, each in its own slot: the MIG slices of a GPU share its PCI address and are numbered in order."""
-    sharing, numbers = Counter(part.place for part in parts), Counter[tuple[str, str, str]]()
-    for part in parts:
-        if sharing[part.place] == 1:
-            yield part
-            continue
-        numbers[part.place] += 1
-        number = numbers[part.place]
-        yield replace(part, slot=f"{part.slot}#{number}", name=f"{part.name}, slice {number}")
-
-
-def _part(noun: str, entry: Mapping[str, str], name: str, host: str) -> _Part:
-    facts = {key: entry.get(key, "") for key in _WORDS[noun]}
-    return _Part(
-        noun=noun,
-        host=host,
-        slot=facts[_SLOT] or name,
-        name=f"{name} ({facts[_SLOT] or 'of unknown PCI address'})",
-        identity=facts[_IDENTITY[noun]],
-        facts=facts,
-    )

@@ -13,7 +13,6 @@ from typing import TextIO
 from pytest_gpucluster import __version__
 from pytest_gpucluster.analysis.certificate import (
     certificate_content,
-    items,
     journal_digest,
     journal_mismatches,
     read_certificate,
@@ -117,18 +116,16 @@ def _verify(options: argparse.Namespace) -> int:
         print(f"NOT INTACT: {name}")
         _print_list(problems)
         return NOT_ACCEPTED
-    record = document.record
-    made, run = record["made"], record["run"]
+    content = document.content
+    made, run = content.made, content.run
     by = f" by {made.get('by')}" if made.get("by") else ""
     lines = [
-        f"run {run.get('run_id')} of {run.get('started_at')}, {run.get('nnodes')} nodes, {run.get('world_size')} ranks",
+        f"run {run.get('run_id')} of {run.get('started_at')}, {run.get('nnodes')} nodes, {run.get('world_size')} ranks"
+        + (f", merged of {len(run['merged_from'])} runs" if run.get("merged_from") else ""),
         f"made {made.get('at')}{by}",
     ]
     if made.get("note"):
         lines.append(f"note: {made.get('note')}")
-    merged = items(run, "merged_from")
-    if merged:
-        lines.append(f"the run is merged of {len(merged)}: {', '.join(str(part.get('verdict')) for part in merged)}")
     if options.journal is not None:
         lines.append("it matches its journal; author and note are not in the journal")
     if known_digest is None:
@@ -138,12 +135,12 @@ def _verify(options: argparse.Namespace) -> int:
         )
     state = "intact, ACCEPTED" if document.is_accepted else "intact, but of a run that was NOT ACCEPTED"
     print(f"{state}: {name}\nsha256 {document.digest}")  # not wrapped: for copying
-    _print_list(lines if document.is_accepted else [*lines, *map(str, record["not_accepted_because"])])
+    _print_list(lines if document.is_accepted else [*lines, *content.not_accepted_because])
     return DONE if document.is_accepted else NOT_ACCEPTED
 
 
 def _diff(options: argparse.Namespace) -> int:
-    """Name the parts that were swapped, moved, replaced, added or removed between two certificates, and firmware that
+    """Name the parts that were moved, replaced, added or removed between two certificates, and firmware that
     changed.
     """
     old, new = read_certificate(options.old), read_certificate(options.new)

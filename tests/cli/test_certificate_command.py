@@ -131,8 +131,8 @@ def test_parts_that_were_swapped_are_reported_within_80_columns(accepted, tmp_pa
     assert capsys.readouterr().out == "the same parts\n"
     assert main.main(["certificate", "diff", str(accepted), str(other)]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("swapped       gpu-01 GPU 2 (00000000:3D:00.0) <-> gpu-02 GPU 2")
-    assert "\n1 difference\n" in out
+    assert out.startswith("moved         gpu-01 GPU 2 (00000000:3D:00.0) -> gpu-02 GPU 2")
+    assert "\n2 differences\n" in out
     assert "SKU: H100 SXM -> H200\n" in out
     assert max(map(len, out.splitlines())) <= 80
 
