@@ -10,7 +10,7 @@ import pytest
 from each import of_each
 from made_records import journal_of, lines
 
-from pytest_gpucluster.analysis.certificate_blockers import inconsistency, recompute_verdict
+from pytest_gpucluster.analysis.certificate_blockers import inconsistency
 from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 
@@ -38,7 +38,7 @@ def test_what_the_judge_has_passed_passes_again_and_so_does_the_verdict(name):
     assert values
     assert [inconsistency(one, journal) for one in values] == [""] * len(values)
     # Which of several faults rejects a run may be visible in its closing line only; the word is the same.
-    assert recompute_verdict(journal).word == journal.verdict
+    assert journal.recompute_verdict(topology="").word == journal.verdict
 
 
 def changed(**values: Any) -> Callable[[JudgedMetric], JudgedMetric]:
