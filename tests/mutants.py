@@ -201,7 +201,7 @@ PLANTED: Mapping[str, Planted] = {
     ),
     "a calibration ignores the spread of samples": _bug(
         "analysis/calibration.py",
-        "stats.mad(numbers), _of_samples(series.samples), ",
+        "stats.mad(numbers), of_samples, ",
         "stats.mad(numbers), ",
         "analysis/test_floor",
     ),

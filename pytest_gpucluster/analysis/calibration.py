@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import ROUND_FLOOR, Decimal
 
 from pytest_gpucluster.analysis.certificate_blockers import blockers
 from pytest_gpucluster.analysis.compare import FOUND_LABELS
-from pytest_gpucluster.errors import MeasurementError, ThresholdsError
+from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY, condition
-from pytest_gpucluster.metrics import measurement, stats, units
+from pytest_gpucluster.metrics import stats, units
+from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.text import one_line, plural, printable, some_of
 
@@ -64,12 +65,10 @@ class Series:
     labels: Mapping[str, str]
     topology: Mapping[str, str]
     """What it depends on besides the labels: world_size, nnodes, local_world_size."""
-    is_judged: bool
-    """A limit judged it in at least one run."""
     numbers: tuple[RankValue, ...]
-    samples: tuple[tuple[float, ...], ...] = ()
+    samples: tuple[tuple[float, ...], ...]
     """The samples of each value that has any."""
-    limits: tuple[JudgedLimit, ...] = field(default=())
+    limits: tuple[JudgedLimit, ...]
     """The limits that judged it."""
 
 
@@ -109,44 +108,44 @@ def series(sources: Sequence[Source]) -> list[Series]:
 
     A metric unknown to this version has no floor: it is unknown whether more of it is better.
     """
-    groups: dict[tuple[object, ...], list[tuple[int, Source, JudgedMetric]]] = {}
+    groups: dict[tuple[object, ...], list[tuple[int, Journal, JudgedMetric]]] = {}
     for run, source in enumerate(sources, start=1):
         for judged in _rates(source.journal):
             labels = tuple(sorted(_requested(judged).items()))
             topology = tuple(_topology(judged, source.journal).items())
-            groups.setdefault((judged.metric, labels, topology), []).append((run, source, judged))
-    return [_series(of_all) for of_all in groups.values()]
+            groups.setdefault((judged.metric, labels, topology), []).append((run, source.journal, judged))
+    found = []
+    for group in groups.values():
+        _, journal, first = group[0]
+        found.append(
+            Series(
+                metric=first.metric,
+                unit=first.unit,
+                labels=_requested(first),
+                topology=_topology(first, journal),
+                numbers=tuple(number for each in group for number in _numbers(*each)),
+                samples=tuple(samples for *_, judged in group for samples in judged.samples.values() if samples),
+                limits=tuple(judged.limit for *_, judged in group if judged.limit is not None),
+            )
+        )
+    return found
 
 
-def conflicting_series(one: Series, measured: Sequence[Series]) -> Series | None:
-    """Return the judged series whose floor would conflict with one for this recorded series.
-
-    Floors with the same number of conditions that do not contradict each other can both apply, which is an error in a
-    file of limits: for example the single sizes of a product (label ``n``) and the best of them (``best_of``).
-    """
-    if one.is_judged:
-        return None
-    ours = {**one.topology, **one.labels}
-    for other in measured:
-        theirs = {**other.topology, **other.labels}
-        shared = ours.keys() & theirs.keys()
-        is_same = other.metric == one.metric and len(theirs) == len(ours)
-        if other.is_judged and is_same and all(ours[key] == theirs[key] for key in shared):
-            return other
-    return None
+def _numbers(run: int, journal: Journal, judged: JudgedMetric) -> Iterator[RankValue]:
+    for rank, value in judged.values.items():
+        low = judged.intervals[rank][0] if rank in judged.intervals else value
+        place = journal.place(rank)
+        where = f"rank {rank}" + (f" ({place.host})" if place is not None and place.host else "")
+        yield RankValue(value=low if math.isnan(low) else min(value, low), rank=rank, place=where, run=run)
 
 
 def _rates(journal: Journal) -> Iterator[JudgedMetric]:
     for result in journal.results:
-        if result.outcome != "passed":
-            continue
-        for judged in result.measurements:
-            try:
-                metric = measurement.known(judged.metric)
-            except MeasurementError:
+        for judged in result.measurements if result.outcome == "passed" else ():
+            metric = METRICS.get(judged.metric)
+            if metric is None or metric.better != "higher" or metric.unit != judged.unit:
                 continue
-            is_rate = units.unit(metric.unit).dimension in RATES and judged.unit == metric.unit
-            if is_rate and metric.better == "higher" and judged.status in ("passed", "recorded"):
+            if units.unit(metric.unit).dimension in RATES and judged.status in ("passed", "recorded"):
                 yield judged
 
 
@@ -163,32 +162,6 @@ def _topology(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
     known = {"world_size": str(ranks), "nnodes": str(nodes)}
     # A label of the same name takes precedence: it describes the ranks that measured.
     return {key: value for key, value in known.items() if key not in judged.labels}
-
-
-def _series(of_all: Sequence[tuple[int, Source, JudgedMetric]]) -> Series:
-    _, source, first = of_all[0]
-    numbers, samples = [], []
-    for run, where, judged in of_all:
-        for rank, value in judged.values.items():
-            low = judged.intervals[rank][0] if rank in judged.intervals else value
-            low = low if math.isnan(low) else min(value, low)
-            numbers.append(RankValue(value=low, rank=rank, place=_place(where.journal, rank), run=run))
-        samples += [each for each in judged.samples.values() if each]
-    return Series(
-        metric=first.metric,
-        unit=first.unit,
-        labels=_requested(first),
-        topology=_topology(first, source.journal),
-        is_judged=any(judged.limit is not None for _, _, judged in of_all),
-        numbers=tuple(numbers),
-        samples=tuple(samples),
-        limits=tuple(judged.limit for _, _, judged in of_all if judged.limit is not None),
-    )
-
-
-def _place(journal: Journal, rank: int) -> str:
-    place = journal.place(rank)
-    return f"rank {rank}" + (f" ({place.host})" if place is not None and place.host else "")
 
 
 SPREADS = 3.0
@@ -224,11 +197,6 @@ class Proposal:
     is_peak: bool = False
     """The peak caps the floor."""
 
-    @property
-    def lowest(self) -> RankValue:
-        """The lowest of the accepted values."""
-        return min(self.series.numbers, key=lambda number: number.value)
-
 
 @dataclass(frozen=True, kw_only=True)
 class NoFloor:
@@ -258,7 +226,11 @@ def propose(series: Series, *, spreads: float = SPREADS, peak: float | None = No
     if not all(math.isfinite(value) and value >= 0 for value in numbers):
         return NoFloor(series=series, why="a value is no finite number")
     median = stats.median(numbers)
-    spread = max(_NORMAL * stats.mad(numbers), _of_samples(series.samples), LEAST_SPREAD * median)
+    scatters = [_NORMAL * stats.mad(each) for each in series.samples if len(each) >= LEAST_NUMBERS]
+    of_samples = stats.median(scatters) if scatters else 0.0
+    if not math.isfinite(of_samples):
+        return NoFloor(series=series, why="a sample is no finite number")
+    spread = max(_NORMAL * stats.mad(numbers), of_samples, LEAST_SPREAD * median)
     wanted = median - spreads * spread
     if not wanted > 0:
         return NoFloor(
@@ -292,13 +264,6 @@ def rounded_down(value: float) -> float:
     exact = Decimal(repr(value))
     step = Decimal(1).scaleb(exact.adjusted() - DIGITS + 1)
     return float((exact / step).to_integral_value(rounding=ROUND_FLOOR) * step)
-
-
-def _of_samples(samples: Sequence[Sequence[float]]) -> float:
-    """Return the deviation of the samples, as the median over all values."""
-    deviations = [_NORMAL * stats.mad(each) for each in samples if len(each) >= LEAST_NUMBERS]
-    median = stats.median(deviations) if deviations else 0.0
-    return median if math.isfinite(median) else math.inf
 
 
 _HEAD = """\
@@ -417,7 +382,8 @@ def other_limit_files(sources: Sequence[Source], shipped: str) -> list[tuple[str
 
 
 def _entry(proposal: Proposal, sources: Sequence[Source]) -> Iterator[str]:
-    series, lowest = proposal.series, proposal.lowest
+    series = proposal.series
+    lowest = min(series.numbers, key=lambda number: number.value)
     runs = sorted({number.run for number in series.numbers})
     median, spread, low = (show(value, series.unit) for value in (proposal.median, proposal.spread, lowest.value))
     count = f"{plural(len(series.numbers), 'value')} of {plural(len(runs), 'run')}"

@@ -22,7 +22,6 @@ from pytest_gpucluster.analysis.calibration import (
     Series,
     Source,
     conditions_of,
-    conflicting_series,
     name_of,
     other_limit_files,
     overlay,
@@ -180,8 +179,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         raise CommandError(NO_INPUT, "\n".join(problems))
     sku = str(sources[0].sku)
     measured = series(sources)
-    wanted = [one for one in measured if one.is_judged or options.recorded]
-    found = [_floor(one, sku, measured, spreads=spreads) for one in wanted]
+    found = [_floor(one, sku, spreads=spreads) for one in measured if one.limits]
     proposals = [one for one in found if isinstance(one, Proposal)]
     kept = [one for one in found if not isinstance(one, Proposal)]
     if not proposals:
@@ -195,7 +193,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         proposals,
         kept,
         sources,
-        recorded=[one for one in measured if one not in wanted],
+        recorded=[one for one in measured if not one.limits],
         at=now,
         version=__version__,
         spreads=spreads,
@@ -219,7 +217,7 @@ def _source(path: Path) -> Source:
     return Source(path=str(path), sha256=sha256, journal=journal)
 
 
-def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float) -> Proposal | NoFloor:
+def _floor(one: Series, sku: str, *, spreads: float) -> Proposal | NoFloor:
     metric = measurement.known(one.metric)
     facts = {**one.topology, **one.labels}
     # As the judge does: across nodes the rate is the fabric's, which no link within a node bounds.
@@ -228,9 +226,6 @@ def _floor(one: Series, sku: str, measured: Sequence[Series], *, spreads: float)
         conditions_of(one)
     except ThresholdsError as error:
         return NoFloor(series=one, why=str(error))
-    judged = conflicting_series(one, measured)
-    if judged is not None:
-        return NoFloor(series=one, why=f"it is recorded only, and {name_of(judged)} carries the floor")
     return propose(one, spreads=spreads, peak=peak_of(metric, datasheets.SKUS.get(sku)) if has_peak else None)
 
 
@@ -280,7 +275,6 @@ def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--out FILE", "write the file here; - for standard output", required=True)
     add_option(parser, "--spreads K", "spreads below the median", type=number(0.001, 99.999), default=3.0)
     add_option(parser, "--sku NAME", "the required SKU (default: that of the first journal)")
-    add_option(parser, "--recorded", "also for rates that no limit judges yet")
     add_option(parser, "--force", "replace an existing file")
 
 
