@@ -11,12 +11,13 @@ inside a run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pytest_gpucluster.analysis.output import json_document, table, wrapped
+from pytest_gpucluster.analysis.output import fields_of, json_document, table, wrapped
 from pytest_gpucluster.analysis.run_view import STATES, key_of
 from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, node_sections
 from pytest_gpucluster.journal.fields import JudgedMetric
@@ -26,7 +27,7 @@ from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.reports.summary import Row, is_better_higher, outline, short_name
 from pytest_gpucluster.reports.tables import metric_name, percent, quantity, rank_name
-from pytest_gpucluster.text import Column, clean, one_line, printable, shortened, some_of
+from pytest_gpucluster.text import Column, clean, one_line, plural, printable, shortened, some_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,83 +48,20 @@ class Node:
     earlier: tuple[NodeRun, ...] = ()
 
     @property
-    def verdict(self) -> str:
-        return self.run.journal.verdict
+    def journal(self) -> Journal:
+        return self.run.journal
 
-    @property
-    def exit(self) -> int:
-        return self.run.journal.exit
-
-    @property
-    def rejected(self) -> bool:
-        """Return whether a limit was missed, or a GPU is bad."""
-        return self.exit == 1
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        return outline(self.run.journal).rows
+    @cached_property
+    def rows(self) -> Mapping[str, Row]:
+        """Test -> its row in a summary, in the order in which they ran."""
+        return {row.nodeid: row for row in outline(self.journal).rows}
 
     @property
     def summary(self) -> str:
         """Return the verdict, and the first failure or else its reason."""
-        bad = outline(self.run.journal).bad
-        why = f"{bad[0].name}: {bad[0].why}" if bad and bad[0].why else self.run.journal.reason
-        return f"{self.verdict}: {why}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fleet:
-    """All nodes by name, and the journals of no single node."""
-
-    nodes: tuple[Node, ...]
-    without_journal: tuple[str, ...] = ()
-    """Expected nodes without a journal."""
-    unreadable: tuple[tuple[str, str], ...] = ()
-    """(node, or path of the journal; why it cannot be read): as a rule the run died at its start."""
-    multi_node: tuple[NodeRun, ...] = ()
-    """Runs over several nodes: their values belong to no single node."""
-
-
-def hosts_of(journal: Journal) -> tuple[str, ...]:
-    """Return the hosts of a run."""
-    own = (journal.run.hostname,) if journal.run.hostname and journal.run.nnodes == 1 else ()
-    return journal.hosts or own
-
-
-def fleet(
-    runs: Iterable[NodeRun], *, expected: Sequence[str] = (), unreadable: Sequence[tuple[str, str]] = ()
-) -> Fleet:
-    """Return the fleet of these runs. Of a node that ran several times the newest run counts.
-
-    Args:
-        runs: in any order.
-        expected: the nodes that should have run; others are included too.
-        unreadable: journals that cannot be read, and why.
-    """
-    by_host: dict[str, list[NodeRun]] = {}
-    multi_node = []
-    for run in runs:
-        hosts = hosts_of(run.journal)
-        if len(hosts) == 1 and run.journal.run.nnodes == 1:
-            by_host.setdefault(hosts[0], []).append(run)
-        else:
-            multi_node.append(run)
-    nodes = []
-    for name, own in sorted(by_host.items()):
-        *earlier, newest = sorted(own, key=lambda run: run.journal.run.started_at)
-        nodes.append(Node(name=name, run=newest, earlier=tuple(earlier)))
-    absent = [name for name in dict.fromkeys(expected) if name not in by_host]
-    failed = {}
-    for path, why in unreadable:
-        # A sweep leaves each node's run in a folder of its name. Otherwise the node is unknown.
-        node = next((part for part in reversed(Path(path).parts) if part in absent), None)
-        failed[path] = (path, why.removeprefix(f"{path}: ")) if node is None else (node, why)
-    return Fleet(
-        nodes=tuple(nodes),
-        without_journal=tuple(name for name in absent if name not in {node for node, _ in failed.values()}),
-        unreadable=tuple(failed.values()),
-        multi_node=tuple(multi_node),
-    )
+        bad = outline(self.journal).bad
+        why = f"{bad[0].name}: {bad[0].why}" if bad and bad[0].why else self.journal.reason
+        return f"{self.journal.verdict}: {why}"
 
 
 def journals_below(place: Path) -> list[Path]:
@@ -164,21 +102,23 @@ class Outlier:
     def value(self) -> float:
         return self.judged.values[self.rank]
 
+    def __str__(self) -> str:
+        unit = self.judged.unit
+        value = quantity(self.value, unit, compared_with=self.median)
+        middle = quantity(self.median, unit, compared_with=self.value)
+        metric = metric_name(self.judged)
+        return f"{self.test}: {metric} {value}, the fleet's median is {middle} ({percent(-self.behind)}): {self.why}"
+
 
 _Value = tuple[str, TestResult, JudgedMetric, int]
 """Node, test, metric and rank of a value."""
 
 
-def outliers(fleet: Fleet, *, behind: float = BEHIND_RATIO) -> tuple[Outlier, ...]:
-    """Return all outliers, the worst first. GPUs are compared with GPUs of the same SKU in runs of the same kind.
-
-    Args:
-        fleet: of nodes.
-        behind: the share by which a value must be worse than the median.
-    """
+def _outliers(nodes: Iterable[Node], behind: float) -> tuple[Outlier, ...]:
+    """Return all outliers, the worst first. GPUs are compared with GPUs of the same SKU in runs of the same kind."""
     groups: dict[tuple[object, ...], list[_Value]] = {}
-    for node in fleet.nodes:
-        journal = node.run.journal
+    for node in nodes:
+        journal = node.journal
         kind = (journal.run.rehearsal, journal.sku, journal.run.world_size)
         for result in journal.results:
             for judged in result.measurements:
@@ -208,7 +148,10 @@ def _in_group(values: Sequence[_Value], behind: float) -> Iterator[Outlier]:
         loss = median - numbers[number] if higher else numbers[number] - median
         if loss <= 0:
             continue
-        share = _share(loss, judged, rank, median, higher)
+        reference = median
+        if not higher and judged.limit is not None and judged.limit.max is not None and rank not in judged.intervals:
+            reference = max(reference, judged.limit.max)  # where a value has no samples
+        share = loss / reference if reference > 0 else math.inf
         score = _TO_SIGMA * loss / spread if spread > 0 else math.inf
         if required is not None and ratios[number] < required:
             why = f"{100 * ratios[number]:.1f} % of the fleet's median, {100 * required:.4g} % is required"
@@ -229,101 +172,75 @@ def _in_group(values: Sequence[_Value], behind: float) -> Iterator[Outlier]:
         )
 
 
-def _share(loss: float, judged: JudgedMetric, rank: int, median: float, higher: bool) -> float:
-    """Return the share by which a value is behind: of the median, or of a larger max limit where it has no samples."""
-    reference = median
-    limit = judged.limit
-    if not higher and limit is not None and limit.max is not None and rank not in judged.intervals:
-        reference = max(reference, limit.max)
-    return loss / reference if reference > 0 else math.inf
-
-
 OUTLIER, ABSENT = "outlier", "absent"
+"""The outcome of a test that passed and is behind the fleet, and of one that a node's run does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """The result of one test on one node."""
+class Fleet:
+    """All nodes by name, and the journals of no single node."""
 
-    outcome: str
-    """Of its row; ``OUTLIER`` if it passed and is behind the fleet, ``ABSENT`` if its run does not have the test."""
-    row: Row | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListedNode:
-    """A node in one of the lists, and why."""
-
-    node: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Matrix:
-    """The results of a fleet by node and test."""
-
-    fleet: Fleet
-    names: dict[str, str]
-    """Id -> name of each test, in the order in which they ran."""
-    cells: dict[tuple[str, str], Cell]
-    """(node, test) -> its result."""
+    nodes: tuple[Node, ...]
     outliers: tuple[Outlier, ...]
+    """The worst first."""
+    without_journal: tuple[str, ...]
+    """Expected nodes without a journal."""
+    unreadable: Mapping[str, str]
+    """Node, or path of the journal, -> why it cannot be read: as a rule the run died at its start."""
+    multi_node: tuple[NodeRun, ...]
+    """Runs over several nodes: their values belong to no single node."""
 
-    @classmethod
-    def of(cls, fleet: Fleet, outliers: Sequence[Outlier]) -> Matrix:
-        """Return the matrix of a fleet whose outliers are known."""
-        names: dict[str, str] = {}
-        cells: dict[tuple[str, str], Cell] = {}
-        behind = {(outlier.node, outlier.nodeid) for outlier in outliers}
-        for node in fleet.nodes:
-            for row in node.rows:
-                names.setdefault(row.nodeid, row.name)
-                is_outlier = row.outcome == "passed" and (node.name, row.nodeid) in behind
-                cells[node.name, row.nodeid] = Cell(outcome=OUTLIER if is_outlier else row.outcome, row=row)
-        return cls(fleet=fleet, names=names, cells=cells, outliers=tuple(outliers))
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """Id -> name of each test, in the order in which they ran."""
+        found: dict[str, str] = {}
+        for node in self.nodes:
+            for test, row in node.rows.items():
+                found.setdefault(test, row.name)
+        return found
 
-    @property
-    def tests(self) -> tuple[str, ...]:
-        """Ids, in the order in which they ran."""
-        return tuple(self.names)
+    @cached_property
+    def _behind(self) -> frozenset[tuple[str, str]]:
+        return frozenset((outlier.node, outlier.nodeid) for outlier in self.outliers)
 
-    def cell(self, node: str, test: str) -> Cell:
-        return self.cells.get((node, test), Cell(outcome=ABSENT))
+    def outcome(self, node: Node, test: str) -> str:
+        """Return the outcome of a test on a node, ``OUTLIER`` or ``ABSENT``."""
+        row = node.rows.get(test)
+        if row is None:
+            return ABSENT
+        return OUTLIER if row.outcome == "passed" and (node.name, test) in self._behind else row.outcome
 
-    @property
-    def drained(self) -> tuple[ListedNode, ...]:
-        """Return the nodes to leave out: those that were rejected, then those that are behind the fleet."""
-        found = {node.name: node.summary for node in self.fleet.nodes if node.rejected}
+    @cached_property
+    def drained(self) -> Mapping[str, str]:
+        """Return the nodes to leave out, and why: those that were rejected, then those that are behind the fleet."""
+        found = {node.name: node.summary for node in self.nodes if node.journal.exit == 1}
         for outlier in self.outliers:
             found.setdefault(outlier.node, f"outlier: {outlier.test}: {outlier.judged.metric}: {outlier.why}")
-        return tuple(ListedNode(node=name, why=why) for name, why in found.items())
+        return found
 
-    @property
-    def without_answer(self) -> tuple[ListedNode, ...]:
+    @cached_property
+    def without_answer(self) -> Mapping[str, str]:
         """Return the nodes without a conclusive result, and why."""
-        drained = {each.node for each in self.drained}
-        rest = [node for node in self.fleet.nodes if node.name not in drained]
-        found = [(node.name, node.summary) for node in rest if node.exit != 0]
+        rest = [node for node in self.nodes if node.name not in self.drained]
+        found = {node.name: node.summary for node in rest if node.journal.exit != 0}
         for node in rest:
             # Tests of other nodes that this node's run does not have.
-            missing = [name for test, name in self.names.items() if self.cell(node.name, test).outcome == ABSENT]
-            if node.exit == 0 and missing:
-                found.append((node.name, f"did not run {some_of(missing)}"))
-        found += self.fleet.unreadable
-        found += ((name, "no journal") for name in self.fleet.without_journal)
-        return tuple(ListedNode(node=name, why=why) for name, why in found)
+            missing = [name for test, name in self.names.items() if test not in node.rows]
+            if missing:
+                found.setdefault(node.name, f"did not run {some_of(missing)}")
+        return {**found, **self.unreadable, **dict.fromkeys(self.without_journal, "no journal")}
 
     @property
     def mixed(self) -> str:
         """Return why these runs cannot be compared as a fleet, or an empty text."""
-        if len({node.run.journal.run.rehearsal for node in self.fleet.nodes}) > 1:
+        if len({node.journal.run.rehearsal for node in self.nodes}) > 1:
             return "a REHEARSAL on cpu states nothing about hardware, and cannot be compared with runs on GPUs"
         return ""
 
     @property
     def notes(self) -> Iterator[str]:
         """Yield the differences between nodes that should be alike, and the runs that were left out."""
-        runs = [node.run.journal for node in self.fleet.nodes]
+        runs = [node.journal for node in self.nodes]
         for what, values in (
             ("SKUs", {journal.sku or "unknown" for journal in runs}),
             ("limits", {"+".join(d[:12] for _, d in journal.limit_files) or "not recorded" for journal in runs}),
@@ -332,17 +249,60 @@ class Matrix:
         ):
             if len(values) > 1:
                 yield f"the nodes have different {what}: {', '.join(sorted(values))}"
-        for run in self.fleet.multi_node:
+        for run in self.multi_node:
             yield f"{run.path}: a run on {run.journal.run.nnodes} nodes, left out"
-        for node in self.fleet.nodes:
+        for node in self.nodes:
             worse = [run for run in node.earlier if run.journal.exit != 0]
-            if worse and node.exit == 0:
+            if worse and node.journal.exit == 0:
                 yield f"{node.name} passed only when run again; before: {worse[-1].journal.verdict}"
             elif node.earlier:
                 yield f"{node.name} ran {len(node.earlier) + 1} times, the newest run counts"
 
 
-def drain_text(found: Matrix, *, file: str = EXCLUDE_FILE) -> str:
+def fleet(
+    runs: Iterable[NodeRun],
+    *,
+    expected: Sequence[str] = (),
+    unreadable: Sequence[tuple[str, str]] = (),
+    behind: float = BEHIND_RATIO,
+) -> Fleet:
+    """Return the fleet of these runs. Of a node that ran several times the newest run counts.
+
+    Args:
+        runs: in any order.
+        expected: the nodes that should have run; others are included too.
+        unreadable: journals that cannot be read, and why.
+        behind: the share by which the value of an outlier is worse than the median.
+    """
+    by_host: dict[str, list[NodeRun]] = {}
+    multi_node = []
+    for run in runs:
+        about = run.journal.run
+        hosts = run.journal.hosts or ((about.hostname,) if about.hostname else ())
+        if len(hosts) == 1 and about.nnodes == 1:
+            by_host.setdefault(hosts[0], []).append(run)
+        else:
+            multi_node.append(run)
+    nodes = []
+    for name, own in sorted(by_host.items()):
+        *earlier, newest = sorted(own, key=lambda run: run.journal.run.started_at)
+        nodes.append(Node(name=name, run=newest, earlier=tuple(earlier)))
+    absent = [name for name in dict.fromkeys(expected) if name not in by_host]
+    failed = {}
+    for path, why in unreadable:
+        # A sweep leaves each node's run in a folder of its name. Otherwise the node is unknown.
+        node = next((part for part in reversed(Path(path).parts) if part in absent), None)
+        failed[node or path] = why if node is not None else why.removeprefix(f"{path}: ")
+    return Fleet(
+        nodes=tuple(nodes),
+        outliers=_outliers(nodes, behind),
+        without_journal=tuple(name for name in absent if name not in failed),
+        unreadable=failed,
+        multi_node=tuple(multi_node),
+    )
+
+
+def drain_text(found: Fleet, *, file: str = EXCLUDE_FILE) -> str:
     """Return the text of a drain list: sections as in exclude.txt, and why each node is in them.
 
     A fleet without such nodes has no sections.
@@ -350,14 +310,12 @@ def drain_text(found: Matrix, *, file: str = EXCLUDE_FILE) -> str:
     Raises:
         LaunchError: a host has no name that a host list can hold.
     """
-    unknown = [
-        f"# no answer, and not in the lists: {printable(one_line(each.node, 200))}" for each in found.without_answer
-    ]
+    unknown = [f"# no answer, and not in the lists: {printable(one_line(name, 200))}" for name in found.without_answer]
     if not found.drained:
         return "\n".join(["# No node of this fleet is to be drained.", *unknown]) + "\n"
     lines = ["# Nodes to leave out of the next jobs: rejected when run alone, or behind the fleet."]
-    lines += [printable(one_line(f"# {each.node}: {each.why}", 240)) for each in found.drained]
-    return "\n".join([*lines, *unknown, *node_sections((each.node for each in found.drained), file=file)]) + "\n"
+    lines += [printable(one_line(f"# {name}: {why}", 240)) for name, why in found.drained.items()]
+    return "\n".join([*lines, *unknown, *node_sections(found.drained, file=file)]) + "\n"
 
 
 _ROWS = 64
@@ -365,150 +323,109 @@ _OUTLIERS = 20
 _HEADS = (Column(title="node"), Column(title="verdict"), Column(title="tests"))
 
 
-def fleet_table(found: Matrix, *, width: int = 80, everything: bool = False) -> str:
+def fleet_table(found: Fleet, *, width: int = 80) -> str:
     """Return a row for each node with the tests that did not pass, the outliers and the lists; the worst come first.
 
+    Of a large fleet the good nodes and the outliers are shown in part.
+
     Args:
-        found: the matrix.
+        found: the fleet.
         width: columns of the terminal.
-        everything: show all nodes, also the good ones of a large fleet, and all outliers.
     """
     width = max(width, 40)
     lines: list[str] = []
     for note in found.notes:
         lines += wrapped(f"note: {note}", width)
-    order = _order_of(found)
-    nodes = sorted(found.fleet.nodes, key=lambda node: (order[node.name], node.name))
-    bad = sum(order[node.name] < _GOOD for node in nodes)
-    listed = nodes if everything else nodes[: max(_ROWS, bad)]
-    lines += ["", *table(_HEADS, (_node_row(found, node) for node in listed), width)]
-    if len(listed) < len(nodes):
-        lines.append(f"and {len(nodes) - len(listed)} more good nodes; --all shows them")
-    lines += _outlier_lines(found, width, everything)
+    nodes = sorted(found.nodes, key=lambda node: _order(found, node))
+    bad = sum(_order(found, node) < _GOOD for node in nodes)
+    lines += ["", *table(_HEADS, (_node_row(found, node) for node in nodes[: max(_ROWS, bad)]), width)]
+    if len(nodes) > max(_ROWS, bad):
+        lines.append(f"and {len(nodes) - max(_ROWS, bad)} more good nodes")
+    if found.outliers:
+        lines += ["", "behind the fleet:"]
+    journals = {node.name: node.journal for node in found.nodes}
+    for outlier in found.outliers[:_OUTLIERS]:
+        lines += wrapped(f"{rank_name(journals[outlier.node], outlier.rank)}: {outlier}", width, 2)
+    if len(found.outliers) > _OUTLIERS:
+        lines.append(f"  and {len(found.outliers) - _OUTLIERS} more")
     for title, named in (("to be drained", found.drained), ("without an answer", found.without_answer)):
         if named:
             lines += ["", f"{title}:"]
-            for each in named:
-                lines += wrapped(f"{each.node}: {each.why}", width, 2)
-    fleet = found.fleet
-    total = len(fleet.nodes) + len(fleet.without_journal) + len(fleet.unreadable)
+        for name, why in named.items():
+            lines += wrapped(f"{name}: {why}", width, 2)
+    total = len(nodes) + len(found.without_journal) + len(found.unreadable)
     drained, unanswered = len(found.drained), len(found.without_answer)
-    good = total - drained - unanswered
-    conclusion = f"{total} nodes: {good} good, {drained} to be drained, {unanswered} without an answer"
-    return "\n".join([*lines, "", *wrapped(conclusion, width)]) + "\n"
-
-
-def _node_row(found: Matrix, node: Node) -> tuple[list[str], list[str]]:
-    """Return node, verdict and counts of its tests, and below them the names of those that did not pass."""
-    names: dict[str, list[str]] = {}
-    for test, name in found.names.items():
-        names.setdefault(found.cell(node.name, test).outcome, []).append(name)
-    titles = {OUTLIER: "behind", ABSENT: "not in its run"}
-    counts = ", ".join(f"{len(tests)} {titles.get(outcome, outcome)}" for outcome, tests in names.items())
-    details = [
-        f"{titles.get(outcome, outcome)}: {some_of(tests, 6)}"
-        for outcome, tests in names.items()
-        if outcome != "passed"
-    ]
-    return [shortened(clean(node.name), 24), node.verdict, counts], details
+    conclusion = f"{total - drained - unanswered} good, {drained} to be drained, {unanswered} without an answer"
+    return "\n".join([*lines, "", *wrapped(f"{plural(total, 'node')}: {conclusion}", width)]) + "\n"
 
 
 _GOOD = 3
 
 
-def _order_of(found: Matrix) -> dict[str, int]:
-    """Return node -> its sort key: those to be drained first, then those without an answer; ``_GOOD`` is good."""
-    drained, unanswered = ({each.node for each in group} for group in (found.drained, found.without_answer))
-
-    def order(node: str) -> int:
-        if node in drained or node in unanswered:
-            return 0 if node in drained else 1
-        outcomes = {found.cell(node, test).outcome for test in found.tests}
-        return _GOOD if outcomes <= {"passed", "skipped", ABSENT} else 2
-
-    return {node.name: order(node.name) for node in found.fleet.nodes}
+def _order(found: Fleet, node: Node) -> int:
+    """Return a sort key: nodes to be drained first, then those without an answer; ``_GOOD`` is good."""
+    if node.name in found.drained:
+        return 0
+    if node.name in found.without_answer:
+        return 1
+    outcomes = {found.outcome(node, test) for test in found.names}
+    return _GOOD if outcomes <= {"passed", "skipped"} else 2
 
 
-def _outlier_lines(found: Matrix, width: int, everything: bool) -> Iterator[str]:
-    if not found.outliers:
-        return
-    yield ""
-    yield "behind the fleet:"
-    listed = found.outliers if everything else found.outliers[:_OUTLIERS]
-    journals = {node.name: node.run.journal for node in found.fleet.nodes}
-    for outlier in listed:
-        who = rank_name(journals[outlier.node], outlier.rank)
-        yield from wrapped(f"{who}: {outlier_text(outlier)}", width, 2)
-    if len(listed) < len(found.outliers):
-        yield f"  and {len(found.outliers) - len(listed)} more; --all shows them"
+def _node_row(found: Fleet, node: Node) -> tuple[list[str], list[str]]:
+    """Return node, verdict and counts of its tests, and below them the names of those that did not pass."""
+    names: dict[str, list[str]] = {}
+    titles = {OUTLIER: "behind", ABSENT: "not in its run"}
+    for test, name in found.names.items():
+        outcome = found.outcome(node, test)
+        names.setdefault(titles.get(outcome, outcome), []).append(name)
+    counts = ", ".join(f"{len(tests)} {title}" for title, tests in names.items())
+    details = [f"{title}: {some_of(tests, 6)}" for title, tests in names.items() if title != "passed"]
+    return [shortened(clean(node.name), 24), node.journal.verdict, counts], details
 
 
-def outlier_text(outlier: Outlier) -> str:
-    """Return the value, the fleet's median, and why it is an outlier."""
-    judged = outlier.judged
-    metric = metric_name(judged)
-    value = quantity(outlier.value, judged.unit, compared_with=outlier.median)
-    middle = quantity(outlier.median, judged.unit, compared_with=outlier.value)
-    return (
-        f"{outlier.test}: {metric} {value}, the fleet's median is {middle} ({percent(-outlier.behind)}): {outlier.why}"
+def fleet_document(found: Fleet, *, exit_code: int) -> str:
+    """Return the JSON text. docs/compare.md has what each key means."""
+    return json_document(
+        {
+            "schema_version": 1,
+            "exit": exit_code,
+            "notes": list(found.notes),
+            "tests": [{"test": test, "name": name} for test, name in found.names.items()],
+            "nodes": [
+                {
+                    "node": node.name,
+                    "journal": str(node.run.path),
+                    **fields_of(node.journal.run, "run_id", "started_at"),
+                    **fields_of(node.journal, "verdict", "exit", "reason"),
+                    "earlier": [{"journal": str(run.path), "verdict": run.journal.verdict} for run in node.earlier],
+                    "cells": {test: _cell(found, node, test) for test in found.names},
+                }
+                for node in found.nodes
+            ],
+            "outliers": [
+                {
+                    **fields_of(outlier, "node", "rank"),
+                    "test": outlier.nodeid,
+                    **fields_of(outlier.judged, "metric", "labels", "unit"),
+                    **fields_of(outlier, "value", "median"),
+                    "behind_ratio": outlier.behind,
+                    "why": outlier.why,
+                }
+                for outlier in found.outliers
+            ],
+            "drain": [{"node": name, "why": why} for name, why in found.drained.items()],
+            "without_answer": [{"node": name, "why": why} for name, why in found.without_answer.items()],
+            "left_out": [str(run.path) for run in found.multi_node],
+        }
     )
 
 
-def fleet_document(found: Matrix, *, exit_code: int) -> str:
-    """Return the JSON text. docs/compare.md has what each key means."""
-    content = {
-        "schema_version": 1,
-        "exit": exit_code,
-        "notes": list(found.notes),
-        "tests": [{"test": test, "name": found.names[test]} for test in found.tests],
-        "nodes": [
-            {
-                "node": node.name,
-                "journal": str(node.run.path),
-                "run_id": node.run.journal.run.run_id,
-                "started_at": node.run.journal.run.started_at,
-                "verdict": node.verdict,
-                "exit": node.exit,
-                "reason": node.run.journal.reason,
-                "earlier": [{"journal": str(run.path), "verdict": run.journal.verdict} for run in node.earlier],
-                "cells": {test: _cell(found.cell(node.name, test)) for test in found.tests},
-            }
-            for node in found.fleet.nodes
-        ],
-        "outliers": [_outlier(outlier) for outlier in found.outliers],
-        "drain": [{"node": each.node, "why": each.why} for each in found.drained],
-        "without_answer": [{"node": each.node, "why": each.why} for each in found.without_answer],
-        "left_out": [str(run.path) for run in found.fleet.multi_node],
-    }
-    return json_document(content)
-
-
-def _cell(cell: Cell) -> dict[str, Any]:
-    headline = cell.row.headline if cell.row is not None else None
-    body: dict[str, Any] = {"outcome": cell.outcome}
-    if cell.row is not None and cell.row.why:
-        body["why"] = cell.row.why
-    if headline is not None:
-        body |= {
-            "metric": headline.metric,
-            "labels": dict(headline.labels),
-            "value": headline.value,
-            "unit": headline.unit,
-            "margin_ratio": headline.margin,
-        }
-    return body
-
-
-def _outlier(outlier: Outlier) -> dict[str, Any]:
-    return {
-        "node": outlier.node,
-        "rank": outlier.rank,
-        "test": outlier.nodeid,
-        "metric": outlier.judged.metric,
-        "labels": dict(outlier.judged.labels),
-        "unit": outlier.judged.unit,
-        "value": outlier.value,
-        "median": outlier.median,
-        "behind_ratio": outlier.behind,
-        "why": outlier.why,
-    }
+def _cell(found: Fleet, node: Node, test: str) -> dict[str, Any]:
+    row = node.rows.get(test)
+    body = {"outcome": found.outcome(node, test)}
+    if row is not None and row.why:
+        body["why"] = row.why
+    if row is None or row.headline is None:
+        return body
+    return {**body, **fields_of(row.headline, "metric", "labels", "value", "unit"), "margin_ratio": row.headline.margin}

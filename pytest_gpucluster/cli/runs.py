@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.analysis import compare, compare_output, crosscheck, run_view
-from pytest_gpucluster.analysis.fleet import (
-    Matrix,
-    NodeRun,
-    drain_text,
-    fleet,
-    fleet_document,
-    fleet_table,
-    journals_below,
-    outliers,
-)
+from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, fleet_document, fleet_table, journals_below
 from pytest_gpucluster.analysis.merge import merge_journals
 from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.analysis.nccl_tests import PROGRAMS, Output, read_table
@@ -210,7 +201,6 @@ def _fleet_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--behind PERCENT", what, type=percentage, default="3%")
     add_option(parser, "--drain FILE", "write the nodes to drain; - for standard output")
     add_json(parser)
-    add_option(parser, "--all", "show all nodes and outliers")
 
 
 def _fleet(options: argparse.Namespace) -> int:
@@ -228,9 +218,8 @@ def _fleet(options: argparse.Namespace) -> int:
         raise CommandError(USAGE, "--drain - and --json -: only one of them can use standard output")
     for option, out in (("--drain", options.drain), ("--json", options.json)):
         require_other_file(option, out, [run.path for run in runs])
-    found_fleet = fleet(runs, expected=expected, unreadable=unreadable)
-    found = Matrix.of(found_fleet, outliers(found_fleet, behind=options.behind))
-    if found.mixed or not found_fleet.nodes:
+    found = fleet(runs, expected=expected, unreadable=unreadable, behind=options.behind)
+    if found.mixed or not found.nodes:
         return complain(found.mixed or "none of these runs was on one node alone; see gpucluster sweep", UNDECIDED)
     code = NEGATIVE if found.drained else UNDECIDED if found.without_answer else DONE
     if options.drain is not None:
@@ -242,7 +231,7 @@ def _fleet(options: argparse.Namespace) -> int:
     if options.json is not None:
         write_text(options.json, fleet_document(found, exit_code=code), "--json")
     if not {options.drain, options.json} & set(STDOUT):
-        write_text("-", fleet_table(found, width=columns(), everything=options.all))
+        write_text("-", fleet_table(found, width=columns()))
     return code
 
 

@@ -9,16 +9,7 @@ import re
 import pytest
 from written_runs import HBM, MATMUL, case, measured, place, read
 
-from pytest_gpucluster.analysis.fleet import (
-    Matrix,
-    NodeRun,
-    drain_text,
-    fleet,
-    fleet_document,
-    fleet_table,
-    journals_below,
-    outliers,
-)
+from pytest_gpucluster.analysis.fleet import NodeRun, drain_text, fleet, fleet_document, fleet_table, journals_below
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 
@@ -31,12 +22,7 @@ def answer(host, *tests, values=(730,), **more):
 
 
 def picture(*answers, expected=()):
-    known = fleet(answers, expected=expected)
-    return Matrix.of(known, outliers(known))
-
-
-def named(drained):
-    return [each.node for each in drained]
+    return fleet(answers, expected=expected)
 
 
 BROKEN = {"end": {"verdict": "BROKEN", "exit": 11, "reason": "lost"}}
@@ -51,8 +37,8 @@ def test_every_node_is_good_to_be_drained_or_without_an_answer():
         answer("gpu-a", case(MATMUL, "passed", measured([730]))),
         expected=["gpu-0", "gpu-b"],
     )
-    assert named(found.drained) == ["gpu-7", "gpu-8"]
-    assert named(found.without_answer) == ["gpu-9", "gpu-a", "gpu-b"]
+    assert list(found.drained) == ["gpu-7", "gpu-8"]
+    assert list(found.without_answer) == ["gpu-9", "gpu-a", "gpu-b"]
     shown = fleet_table(found)
     rows = [
         "gpu-7  REJECTED  1 failed, 1 passed\n    failed: test_matmul",
@@ -73,15 +59,15 @@ def test_the_newest_run_of_a_node_counts_and_the_earlier_one_is_noted():
     slow = answer("gpu-1", case(MATMUL, "failed", message="slow"), started_at="2026-01-01T00:00:00+00:00")
     found = picture(answer("gpu-1"), slow)
     [note] = list(found.notes)
-    assert (named(found.drained), note.startswith("gpu-1 "), note.endswith(": REJECTED")) == ([], True, True)
+    assert (list(found.drained), note.startswith("gpu-1 "), note.endswith(": REJECTED")) == ([], True, True)
     again = answer("gpu-1", case(MATMUL, "failed", message="slow"), started_at="2027-01-01T00:00:00+00:00")
-    assert named(picture(answer("gpu-1"), again).drained) == ["gpu-1"]
+    assert list(picture(answer("gpu-1"), again).drained) == ["gpu-1"]
 
 
 def test_a_run_on_several_nodes_is_noted_and_left_out():
     both = NodeRun(path="j", journal=read(case(MATMUL), ranks=[place(0, host="a"), place(1, host="b")]))
     found = picture(answer("gpu-1"), both)
-    assert [node.name for node in found.fleet.nodes] == ["gpu-1"]
+    assert [node.name for node in found.nodes] == ["gpu-1"]
     assert any(note.startswith("j: ") and "2 nodes" in note for note in found.notes)
 
 
@@ -141,9 +127,8 @@ def test_a_journal_that_cannot_be_read_is_its_node_s_where_the_folder_says_whose
         ("sweep/gpu-2/journal.jsonl", "sweep/gpu-2/journal.jsonl: empty"),
         ("x/journal.jsonl", "x/journal.jsonl: bad"),
     )
-    known = fleet([answer("gpu-1")], expected=["gpu-1", "gpu-2", "gpu-3"], unreadable=lost)
-    found = Matrix.of(known, ())
-    assert {each.node: each.why for each in found.without_answer} == {
+    found = fleet([answer("gpu-1")], expected=["gpu-1", "gpu-2", "gpu-3"], unreadable=lost)
+    assert found.without_answer == {
         "gpu-2": "sweep/gpu-2/journal.jsonl: empty",
         "x/journal.jsonl": "bad",
         "gpu-3": "no journal",
@@ -158,7 +143,7 @@ def node(number, *values, metric="matmul.bf16.tflops", sku="H100 SXM", limit=Non
 
 
 def found(answers, **more):
-    return [(each.node, each.rank, each.judged.metric) for each in outliers(fleet(answers), **more)]
+    return [(each.node, each.rank, each.judged.metric) for each in fleet(answers, **more).outliers]
 
 
 def healthy(count, gpus=8, seed=1, middle=730.0):
@@ -204,6 +189,6 @@ def test_only_like_numbers_are_compared_and_less_is_better_where_it_is():
 def test_a_limits_own_ratio_holds_over_the_fleet_also_where_there_are_few_nodes():
     limit = {"min": 1.0, "min_ratio_to_median": 0.95}
     runs = [node(0, 730, limit=limit), node(1, 731, limit=limit), node(2, 690, limit=limit)]
-    [behind] = outliers(fleet(runs))
+    [behind] = fleet(runs).outliers
     assert (behind.node, "94.5 %" in behind.why, "95 %" in behind.why) == ("gpu-002", True, True)
     assert found([node(0, 730), node(1, 731), node(2, 690)]) == [], "three values do not say how much they scatter"
