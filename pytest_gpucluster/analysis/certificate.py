@@ -292,7 +292,7 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
             "verdict": {"word": journal.verdict, "exit": journal.exit, "reason": journal.reason},
             "run": {
                 **fields_of(run, "run_id", "started_at", "launcher", "world_size", "nnodes", "plugin_version"),
-                **fields_of(run, "rehearsal", "selection", "merged_despite"),
+                **fields_of(run, "rehearsal", "selection"),
                 "ended_at": journal.end.at if journal.end is not None else "",
                 "host": run.hostname,
                 "profile": journal.profile,

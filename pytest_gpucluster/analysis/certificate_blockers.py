@@ -125,8 +125,6 @@ def _run_problems(journal: Journal) -> Iterator[str]:
         yield f"it ran on {journal.run.device or 'an unknown device'}, not on cuda"
     if journal.run.selection:
         yield "only a selection of the tests ran"
-    if journal.run.merged_despite:
-        yield f"it was merged from runs of different clusters: {first_line('; '.join(journal.run.merged_despite))}"
     if journal.verdict != ACCEPTED or journal.exit != 0:
         yield f"its verdict is {journal.verdict}, exit code {journal.exit}: {first_line(journal.reason)}"
     else:

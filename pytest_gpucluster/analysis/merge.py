@@ -5,22 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import combinations
 from typing import Any
 
-from pytest_gpucluster.analysis.merge_sources import (
-    Line,
-    RankMapping,
-    Source,
-    changes,
-    differences,
-    rank_mapping,
-    renumber,
-    time_of,
-)
+from pytest_gpucluster.analysis.merge_sources import Line, Source, changes, differences, renumber, slot, time_of
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import SCHEMA_VERSION, JournalBuilder
 from pytest_gpucluster.journal.records import OUTCOMES, Run, TestResult, failed_before
@@ -62,7 +53,7 @@ def attempts_at(nodeid: str, sources: Sequence[Source]) -> list[Attempt]:
             line = {"type": "test", "nodeid": nodeid, **collected, **about}
             found.append(Attempt(source=source, result=result, lines=[line]))
         elif result is not None:
-            found.append(Attempt(source=source, result=result, lines=source.results(nodeid)))
+            found.append(Attempt(source=source, result=result, lines=source.of_type("test", nodeid)))
     return found
 
 
@@ -110,52 +101,29 @@ def _attempt_texts(attempts: Sequence[Attempt], decides: Attempt) -> list[str]:
     return [first_line(text, 400) for text in texts] if len(texts) > 1 else []
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergedJournal:
-    """A merged journal and its verdict."""
-
-    lines: Callable[[], Iterator[Line]]
-    """Yields its lines one by one: those of a thousand ranks are large."""
-    verdict: Verdict
-    despite: tuple[str, ...]
-    """Allowed differences between the clusters."""
-
-
-def merge_journals(sources: Sequence[Source], *, other_clusters: bool = False) -> MergedJournal:
-    """Merge runs into one: the newest conclusive result of each test, and one verdict.
+def merge_journals(sources: Sequence[Source]) -> MergedJournal:
+    """Merge runs of one cluster into one: the newest conclusive result of each test, and one verdict.
 
     Args:
         sources: two or more, in the order in which they ran; in any order where one report directory numbered them all.
-        other_clusters: also merge runs of different hosts or GPUs. The result is never ACCEPTED.
 
     Raises:
         OptionError: one run is given twice, their order is unknown, or they must not have one verdict; it lists the
             differences.
     """
-    _require_apart(sources)
-    sources = _in_order(sources)
-    found = list(differences(sources))
-    rejected = [difference for difference in found if not (difference.of_clusters and other_clusters)]
-    if rejected:
-        listed = "\n".join(f"  {one_line(difference.text, _DIFFERENCE)}" for difference in rejected)
-        is_allowed = all(difference.of_clusters for difference in rejected)
-        advice = (
-            "give --allow-different-clusters to merge them anyway, which accepts none of them"
-            if is_allowed
-            else "runs with other limits or workloads have no common verdict; merge those that are alike"
-        )
-        raise OptionError(f"these runs are not of one cluster and one set of limits:\n{listed}\n{advice}")
-    despite = [one_line(difference.text, _DIFFERENCE) for difference in found]
-    merge = _Merge(sources=sources, despite=tuple(dict.fromkeys(despite)))
-    return MergedJournal(lines=merge.lines, verdict=merge.verdict, despite=merge.despite)
-
-
-def _require_apart(sources: Sequence[Source]) -> None:
     for earlier, later in combinations(sources, 2):
         one, other = earlier.journal.run, later.journal.run
         same = (one.run_id, one.started_at, one.hostname) == (other.run_id, other.started_at, other.hostname)
         if same or earlier.sha256 == later.sha256:
             raise OptionError(f"{earlier.path} and {later.path} are the same run; give each run once")
+    sources = _in_order(sources)
+    found = [f"  {one_line(difference, _DIFFERENCE)}" for difference in differences(sources)]
+    if found:
+        raise OptionError(
+            "\n".join(["these runs are not of one cluster and one set of limits:", *found])
+            + "\nsuch runs have no common verdict; merge those that are alike"
+        )
+    return MergedJournal(sources=sources)
 
 
 def _in_order(sources: Sequence[Source]) -> list[Source]:
@@ -191,15 +159,21 @@ def _is_before(one: Run, other: Run) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Merge:
-    """Runs that may be merged, in their order."""
+class MergedJournal:
+    """Runs that may be merged, in their order: the lines of their merged journal, and its verdict."""
 
     sources: Sequence[Source]
-    despite: tuple[str, ...]
 
     @cached_property
-    def mapping(self) -> RankMapping:
-        return rank_mapping(self.sources)
+    def ranks(self) -> Sequence[Line]:
+        """The ranks of the last run that has recorded any. Their numbers are those of the merged journal."""
+        return next((source.ranks for source in reversed(self.sources) if source.ranks), ())
+
+    def _numbers(self, source: Source) -> dict[int, int]:
+        """Return rank of a run -> its number in the merged journal, where that is another."""
+        numbers = {slot(rank): int(rank["rank"]) for rank in self.ranks}
+        found = {int(rank["rank"]): numbers[slot(rank)] for rank in source.ranks}
+        return {} if all(old == new for old, new in found.items()) else found
 
     @cached_property
     def attempts(self) -> dict[str, list[Attempt]]:
@@ -211,7 +185,9 @@ class _Merge:
     @property
     def unanswered(self) -> Sequence[Source]:
         """The broken runs after the last run that did not break."""
-        last = max((number for number, source in enumerate(self.sources) if not source.broke), default=-1)
+        last = max(
+            (number for number, source in enumerate(self.sources) if source.journal.verdict != "BROKEN"), default=-1
+        )
         return self.sources[last + 1 :]
 
     @cached_property
@@ -228,8 +204,6 @@ class _Merge:
         if not _is_numbered(self.sources):
             topology += ", in the order given, which their clocks confirm"
         topology = "; ".join([topology, *self._remarks(), *map(first_line, changes(self.sources))])
-        if self.despite:
-            topology += f"; OF DIFFERENT CLUSTERS: {'; '.join(self.despite)}"
         return self._without_end.journal().recompute_verdict(topology=topology, abort=self._abort())
 
     def lines(self) -> Iterator[Line]:
@@ -253,20 +227,18 @@ class _Merge:
         yield from self._head()
         yield from ({"type": "property", **each} for each in self._properties())
         for source in self.sources:
-            yield from source.all_of_type("property")
+            yield from source.of_type("property")
         for attempts in self.attempts.values():
             yield from self._of_test(attempts)
         # Faults outside tests that still count: those that reject hardware, and those of unanswered runs.
         for source in self.sources:
-            for line in source.all_of_type("problem"):
+            for line in source.of_type("problem"):
                 if line.get("outcome") == "failed" or source in self.unanswered:
                     yield line
 
     def _head(self) -> Iterator[Line]:
         """Yield the lines before the properties: those of the newest run that has them, and what was merged."""
-        first = next(self.sources[-1].all_of_type("run"))
-        ranks = self.mapping.ranks
-        is_other = bool(self.despite and ranks)
+        first = self.sources[-1].of_type("run")[0]
         digest = hashlib.sha256("".join(source.sha256 for source in self.sources).encode()).hexdigest()
         required = list(dict.fromkeys(name for source in self.sources for name in source.journal.run.required))
         demanded = {"require": {"value": ", ".join(required), "origin": BY}} if required else {}
@@ -278,24 +250,22 @@ class _Merge:
             "series": "",
             # No JUnit file of it has been written.
             "junit": {**(first.get("junit") or {}), "path": None},
-            "selection": bool(self.despite) or not any(source.is_whole for source in self.sources),
-            "world_size": len(ranks) if is_other else first.get("world_size", 1),
-            "nnodes": len({rank.get("host") for rank in ranks}) if is_other else first.get("nnodes", 1),
+            "selection": not any(source.is_whole for source in self.sources),
             "options": {**(first.get("options") or {}), **demanded},
             "merged_from": [asdict(source.origin) for source in self.sources],
-            "merged_despite": list(self.despite),
         }
-        if ranks:
+        if self.ranks:
             clusters = [source.journal.cluster for source in self.sources if source.journal.cluster is not None]
             problems = dict.fromkeys(problem for cluster in clusters for problem in cluster.problems)
-            yield {"type": "cluster", "ranks": list(ranks), "problems": list(problems)}
+            yield {"type": "cluster", "ranks": list(self.ranks), "problems": list(problems)}
         for kind in ("limits", "environment", "workload"):
-            newest = [line for source in self.sources if (line := source.of_type(kind)) is not None][-1:]
-            yield from newest
-        collected: dict[str, Line] = {}
-        for source in self.sources:
-            for test in (source.of_type("collected") or {}).get("tests") or []:
-                collected[test["nodeid"]] = test
+            yield from [line for source in self.sources for line in source.of_type(kind)[-1:]][-1:]
+        collected = {
+            test["nodeid"]: test
+            for source in self.sources
+            for line in source.of_type("collected")[-1:]
+            for test in line.get("tests") or []
+        }
         has_manifest = any(source.is_whole and source.journal.has_manifest for source in self.sources)
         yield {"type": "collected", "tests": list(collected.values()), "manifest": has_manifest}
         yield from ({"type": "deviation", "text": text} for text in self._deviations())
@@ -306,18 +276,17 @@ class _Merge:
             text = f"{journal.run.title}: {journal.verdict}, exit code {journal.exit}: {journal.reason}"
             yield {"name": f"merged run {number}", "value": first_line(text, 400)}
             yield {"name": f"merged run {number} sha256", "value": source.sha256}
-        for number, text in enumerate(self.despite, start=1):
-            yield {"name": f"merged despite {number}", "value": text}
         for number, text in enumerate(changes(self.sources), start=1):
             yield {"name": f"merged with {number}", "value": first_line(text, 1000)}
 
     def _of_test(self, attempts: Sequence[Attempt]) -> Iterator[Line]:
         source = decisive_attempt(attempts).source
+        numbers = self._numbers(source)
         for line in lines_of(attempts):
-            if self.mapping.renumbers(source):
+            if numbers:
                 title = source.journal.run.title
                 note = ["ranks", f"renumbered by GPU or slot; texts have the numbers of {title}"]
-                line = renumber({**line, "properties": [*line["properties"], note]}, self.mapping.of_run[source.sha256])
+                line = renumber({**line, "properties": [*line["properties"], note]}, numbers)
             yield line
 
     def _deviations(self) -> list[str]:

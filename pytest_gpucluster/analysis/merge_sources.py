@@ -1,4 +1,4 @@
-"""The journals to merge: their lines and digests, one mapping of ranks for all, and whether they may be merged.
+"""The journals to merge: their lines and digests, their ranks by one numbering, and whether they may be merged.
 
 A launcher may number the same GPUs differently in each run. Runs may become one verdict if they had the same cluster,
 were judged by the same limits, and measured alike.
@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,6 @@ class Source:
             yield self.journal.running.nodeid
 
     @property
-    def broke(self) -> bool:
-        """Return whether the run broke."""
-        return self.journal.verdict == "BROKEN"
-
-    @property
     def is_whole(self) -> bool:
         """Return whether this run is of the whole suite, and collected all of it."""
         run, problems = self.journal.run, {problem.name for problem in self.journal.problems}
@@ -67,17 +63,14 @@ class Source:
             number=run.number,
         )
 
-    def of_type(self, kind: str) -> Line | None:
-        """Return the last line of a type."""
-        return next((json.loads(raw) for type_, _, raw in reversed(self.written) if type_ == kind), None)
+    def of_type(self, kind: str, nodeid: str | None = None) -> list[Line]:
+        """Return the lines of a type, or those that make up a test's result."""
+        return [json.loads(raw) for type_, about, raw in self.written if type_ == kind and nodeid in (None, about)]
 
-    def all_of_type(self, kind: str) -> Iterator[Line]:
-        """Yield the lines of a type."""
-        yield from (json.loads(raw) for type_, _, raw in self.written if type_ == kind)
-
-    def results(self, nodeid: str) -> list[Line]:
-        """Return the lines that make up a test's result."""
-        return [json.loads(raw) for type_, about, raw in self.written if (type_, about) == ("test", nodeid)]
+    @cached_property
+    def ranks(self) -> Sequence[Line]:
+        """The ranks that the run has recorded, as its line of the cluster has them."""
+        return [rank for cluster in self.of_type("cluster")[-1:] for rank in cluster.get("ranks") or []]
 
 
 def load_source(path: Path) -> Source:
@@ -120,23 +113,6 @@ def time_of(text: str) -> datetime | None:
     return found if found.tzinfo is not None else None
 
 
-_BY_RANK = ("values", "intervals", "samples", "telemetry")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMapping:
-    """The ranks of all runs, each once, and the mapping of each run's numbers to theirs."""
-
-    ranks: tuple[Line, ...]
-    """As in a journal's line of the cluster, with the new numbers."""
-    of_run: Mapping[str, Mapping[int, int]]
-    """SHA-256 of a run's journal -> its rank -> the new number."""
-
-    def renumbers(self, source: Source) -> bool:
-        """Return whether a run's ranks get other numbers."""
-        return any(old != new for old, new in self.of_run[source.sha256].items())
-
-
 def slot(rank: Line) -> tuple[str, ...]:
     """Return the identity of a rank across runs: its GPU, or on cpu its host and local rank."""
     gpu = rank.get("gpu") or {}
@@ -145,66 +121,34 @@ def slot(rank: Line) -> tuple[str, ...]:
     return ("slot", str(rank.get("host", "")), str(rank.get("local_rank", 0)))
 
 
-def ranks_of(source: Source) -> Sequence[Line]:
-    """Return the ranks that a run has recorded."""
-    cluster = source.of_type("cluster")
-    return [] if cluster is None else list(cluster.get("ranks") or [])
-
-
-def rank_mapping(sources: Sequence[Source]) -> RankMapping:
-    """Map the ranks of all runs to one numbering: that of the last run, then ranks of earlier runs only."""
-    numbers: dict[tuple[str, ...], int] = {}
-    ranks: list[Line] = []
-    latest = next((source for source in reversed(sources) if ranks_of(source)), None)
-    for rank in ranks_of(latest) if latest is not None else ():
-        numbers[slot(rank)] = int(rank["rank"])
-        ranks.append(rank)
-    for source in reversed(sources):
-        for rank in ranks_of(source):
-            if slot(rank) not in numbers:
-                numbers[slot(rank)] = max(numbers.values(), default=-1) + 1
-                ranks.append({**rank, "rank": numbers[slot(rank)]})
-    return RankMapping(
-        ranks=tuple(ranks),
-        of_run={
-            source.sha256: {int(rank["rank"]): numbers[slot(rank)] for rank in ranks_of(source)} for source in sources
-        },
-    )
+_BY_RANK = ("values", "intervals", "samples", "telemetry")
 
 
 def renumber(line: Line, numbers: Mapping[int, int]) -> dict[str, Any]:
     """Return a test's line with other numbers for its ranks. Texts are unchanged: they name host and GPU as well."""
+
+    def with_rank(entry: Mapping[str, Any], key: str = "rank") -> dict[str, Any]:
+        return {**entry, key: numbers.get(entry.get(key, -1), entry.get(key))}
+
+    def by_rank(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {str(numbers.get(int(rank), rank)): value for rank, value in values.items()}
+
     changed = dict(line)
-
-    def number(rank: Any) -> Any:
-        return numbers.get(rank, rank)
-
-    def by_rank(values: Any) -> Any:
-        return {str(number(int(rank))): value for rank, value in values.items()} if values else values
-
     for name in ("culprits", "released"):
         if changed.get(name):
-            changed[name] = sorted(number(rank) for rank in changed[name])
+            changed[name] = sorted(numbers.get(rank, rank) for rank in changed[name])
     if changed.get("ranks"):
-        changed["ranks"] = [{**row, "rank": number(row.get("rank"))} for row in changed["ranks"]]
+        changed["ranks"] = list(map(with_rank, changed["ranks"]))
     if changed.get("telemetry"):
         changed["telemetry"] = by_rank(changed["telemetry"])
     if changed.get("spent"):
-        changed["spent"] = {
-            part: {**times, "most_rank": number(times.get("most_rank"))}
-            for part, times in changed["spent"].items()
-            if isinstance(times, Mapping)  # not null
-        }
+        spent = {part: times for part, times in changed["spent"].items() if isinstance(times, Mapping)}  # not null
+        changed["spent"] = {part: with_rank(times, "most_rank") for part, times in spent.items()}
     changed["measurements"] = [
         {
-            **judged,
-            **{name: by_rank(judged[name]) for name in _BY_RANK if name in judged},
-            **{
-                name: {**entry, "rank": number(entry.get("rank"))}
-                for name in ("baseline",)
-                if (entry := judged.get(name))
-            },
-            "worst_rank": number(judged.get("worst_rank")),
+            **with_rank(judged, "worst_rank"),
+            **{name: by_rank(judged[name]) for name in _BY_RANK if judged.get(name)},
+            **({"baseline": with_rank(judged["baseline"])} if judged.get("baseline") else {}),
         }
         for judged in changed.get("measurements") or []
     ]
@@ -215,47 +159,30 @@ _DEADLINES = ("deadline", "budget")
 _OF_A_JOB = ("SLURM_", "TORCHELASTIC_", "GPUCLUSTER_", "NCCL_DEBUG_FILE")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A difference between the runs.
-
-    ``of_clusters``: other hosts, GPUs or shape, which an operator may allow. Any other difference would mix results of
-    different limits or workloads in one verdict.
-    """
-
-    text: str
-    of_clusters: bool
-
-
-_COMPARED: tuple[tuple[str, bool, Callable[[Source], Hashable]], ...] = (
-    ("kinds of run", False, lambda s: "a REHEARSAL on cpu" if s.journal.run.rehearsal else "a run on GPUs"),
-    ("SKUs", False, lambda s: s.journal.sku),
-    ("limits (SHA-256 of the files)", False, lambda s: s.journal.limits and _digests(s.journal.limits.files)),
-    ("workloads", False, lambda s: _workload(s)),
-    ("expectations (--gpucluster-expect)", True, lambda s: s.journal.run.option("expect") or "nothing"),
-    ("hosts", True, lambda s: tuple(sorted({str(rank.get("host")) for rank in ranks_of(s)})) or None),
-    ("GPUs", True, lambda s: tuple(sorted(" ".join(slot(rank)[1:]) for rank in ranks_of(s))) or None),
+_COMPARED: tuple[tuple[str, Callable[[Source], Hashable]], ...] = (
+    ("kinds of run", lambda s: "a REHEARSAL on cpu" if s.journal.run.rehearsal else "a run on GPUs"),
+    ("SKUs", lambda s: s.journal.sku),
+    ("limits (SHA-256)", lambda s: s.journal.limits and tuple(digest for _, digest in s.journal.limits.files)),
+    ("workloads", lambda s: _workload(s)),
+    ("expectations (--gpucluster-expect)", lambda s: s.journal.run.option("expect") or "nothing"),
+    ("hosts", lambda s: tuple(sorted({str(rank.get("host")) for rank in s.ranks})) or None),
+    ("GPUs", lambda s: tuple(sorted(" ".join(slot(rank)[1:]) for rank in s.ranks)) or None),
 )
-"""What is compared, whether it is about the cluster, and its value; None where that is not recorded."""
+"""What is compared, and its value; None where that is not recorded."""
 
 
-def differences(sources: Sequence[Source]) -> Iterator[Difference]:
+def differences(sources: Sequence[Source]) -> Iterator[str]:
     """Yield the differences that keep these runs from one verdict."""
-    for what, of_clusters, value_of in _COMPARED:
+    for what, value_of in _COMPARED:
         known = [(source, value) for source in sources if (value := value_of(source)) is not None]
         for source, value in known[1:]:
             first, expected = known[0]
             if value != expected:
-                text = f"other {what}: {_difference(expected, value)} ({first.path} and {source.path})"
-                yield Difference(text=text, of_clusters=of_clusters)
+                yield f"other {what}: {_difference(expected, value)} ({first.path} and {source.path})"
                 break
     for source in sources:
-        if source.journal.results and not ranks_of(source):
-            yield Difference(text=f"{source.path} has results, but no description of their cluster", of_clusters=False)
-
-
-def _digests(files: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    return tuple(digest for _, digest in files)
+        if source.journal.results and not source.ranks:
+            yield f"{source.path} has results, but no description of their cluster"
 
 
 def changes(sources: Sequence[Source]) -> list[str]:
@@ -265,12 +192,14 @@ def changes(sources: Sequence[Source]) -> list[str]:
         known = [(source, found) for source in sources if (found := of(source)) is not None]
         for source, found in known[:-1]:
             newest, last = known[-1]
-            names = sorted({*found, *last} - {name for name in found if found[name] == last.get(name)})
-            texts = [f"{name}: {found.get(name, 'not set')}, then {last.get(name, 'not set')}" for name in names]
+            texts = [
+                f"{name}: {found.get(name, 'not set')}, then {last.get(name, 'not set')}"
+                for name in sorted({*found, *last})
+                if found.get(name) != last.get(name)
+            ]
             if texts:
-                lines.append(
-                    f"other {what} in {source.journal.run.title} than in {newest.journal.run.title}: {'; '.join(texts)}"
-                )
+                title, then = source.journal.run.title, newest.journal.run.title
+                lines.append(f"other {what} in {title} than in {then}: {'; '.join(texts)}")
     return lines
 
 
@@ -282,8 +211,9 @@ def _versions(source: Source) -> Mapping[str, str] | None:
     for rank in source.journal.ranks:
         for name, version in rank.versions.items():
             found.setdefault(name, set()).add(version)
-    own = {"pytest-gpucluster": source.journal.run.plugin_version} if source.journal.run.plugin_version else {}
-    return {**{name: ", ".join(sorted(versions)) for name, versions in found.items()}, **own}
+    if source.journal.run.plugin_version:
+        found["pytest-gpucluster"] = {source.journal.run.plugin_version}
+    return {name: ", ".join(sorted(versions)) for name, versions in found.items()}
 
 
 def _environment(source: Source) -> Mapping[str, str] | None:
@@ -306,11 +236,9 @@ def _difference(one: Hashable, other: Hashable) -> str:
     """Return the difference of two values as a short text."""
     if not isinstance(one, tuple) or not isinstance(other, tuple):
         return f"{one} and {other}"
-    here = [each for each in one if each not in other]
-    there = [each for each in other if each not in one]
-    return f"{_few(here)} and {_few(there)}"
-
-
-def _few(values: Sequence[Hashable]) -> str:
-    texts = ["=".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in values]
-    return some_of(texts) or "nothing else"
+    parts = []
+    for values, others in ((one, other), (other, one)):
+        rest = [value for value in values if value not in others]
+        texts = ["=".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in rest]
+        parts.append(some_of(texts) or "nothing else")
+    return " and ".join(parts)

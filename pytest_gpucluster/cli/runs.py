@@ -137,11 +137,6 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
     )
-    add_option(
-        parser,
-        "--allow-different-clusters",
-        "merge also runs of different hosts, GPUs or sizes; every report states it, and nothing is ACCEPTED by it",
-    )
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -160,15 +155,13 @@ def _merge(options: argparse.Namespace) -> int:
     if out.exists():
         raise CommandError(USAGE, f"--out {out}: the file exists, and a journal is never replaced; name another one")
     sources = [load_source(locate(path)) for path in options.journals]
-    merged = merge_journals(sources, other_clusters=options.allow_different_clusters)
+    merged = merge_journals(sources)
     for source in sources:
         if source.journal.cut:
             complain(f"{source.path}: its last line is truncated and left out", DONE)
     with file_errors(NO_OUTPUT, f"--out {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         _write_new(out, map(encode, merged.lines()))
-    for text in merged.despite:
-        complain(f"DIFFERENT CLUSTERS: {text}", DONE)
     rehearsal = "REHEARSAL, " if sources[0].journal.run.rehearsal else ""
     verdict = merged.verdict
     line = f"gpucluster: {rehearsal}{verdict.word}, exit code {verdict.exit}: {verdict.reason}"

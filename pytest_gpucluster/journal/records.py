@@ -86,8 +86,6 @@ class Run:
     """Id of all runs of one report directory; empty where it is unknown."""
     number: int = 0
     """Its number in the series: a later run has a higher one, whatever its clock."""
-    merged_despite: tuple[str, ...] = ()
-    """Differences between the clusters of the merged runs."""
 
     def option(self, name: str) -> str:
         """Return the value of an option; "" where it was not given."""

@@ -43,8 +43,6 @@ def facts(journal: Journal) -> dict[str, str]:
     found = {"": f"{shape}, device {run.device or 'unknown'}{remark}"}
     if run.merged_from:
         found["merged"] = ", ".join(f"{each.run_id} of {each.started_at} ({each.verdict})" for each in run.merged_from)
-    if run.merged_despite:
-        found["DIFFERENT CLUSTERS"] = "; ".join(run.merged_despite)
     found |= dict(_cluster_facts(journal))
     chosen = [f"{name}={value} ({origin})" for name, (value, origin) in run.options.items() if origin != "default"]
     if chosen:

@@ -399,7 +399,6 @@ _RUN = _object(
             exit=_integer("Its exit code."),
         ),
     ),
-    merged_despite=_list("Differences between the clusters of merged runs.", _text("One difference.")),
     hostname=_text("The host of rank 0."),
     launcher=_text("The launcher, such as torchrun."),
     device=_text("cuda or cpu."),

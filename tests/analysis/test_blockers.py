@@ -107,7 +107,6 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no list of tests": (_drop("collected"), "collected tests"),
     "a run without a name": (_line("run", run_id=""), "run id"),
     "on cpu": (_line("run", device="cpu"), "on cpu, not on cuda"),
-    "merged of different clusters": (_line("run", merged_despite=["other GPUs: a"]), "merged .*: other GPUs: a"),
     "a test that was taken out": (
         lambda found: (found.remove(line_of(found, "test")), line_of(found, "collected")["tests"].pop(0)),
         "14 passed, .* 13",

@@ -29,12 +29,12 @@ def bad(nodeid=MATMUL, outcome="failed", **more):
 def merged(tmp_path):
     """Merge runs that are given as (tests, more): return the journal as every reader finds it, and the verdict."""
 
-    def do(*runs, other_clusters=False):
+    def do(*runs):
         sources = []
         for number, (tests, more) in enumerate(runs):
             more = {"run_id": f"r{number}", "started_at": (FIRST, SECOND, THIRD)[number], **more}
             sources.append(load_source(write(tmp_path / f"{number}", *tests, **more)))
-        found = merge_journals(sources, other_clusters=other_clusters)
+        found = merge_journals(sources)
         path = tmp_path / "merged.jsonl"
         path.write_bytes(b"".join(journal.encode(line) for line in found.lines()))
         read = journal.read(path)
@@ -201,32 +201,21 @@ def test_other_versions_and_variables_are_stated_in_the_verdict(merged):
 @of_each(
     "case",
     [
-        ({"ranks": [place(0, host="b"), place(1, host="b")]}, "gpu-a and b", True),
-        ({"ranks": [place(0), place(1, uuid="GPU-new")]}, "other GPUs", True),
-        ({"ranks": [place(0)]}, "other GPUs", True),
-        ({"options": {"expect": {"value": "2x8xH100"}}}, "other expectations", True),
-        ({"rehearsal": True}, "REHEARSAL", False),
-        ({"sku": "H200 SXM"}, "H100 SXM and H200 SXM", False),
-        ({"digest": "e" * 64}, "other limits", False),
-        ({"workload": {"matmul.sizes": "64", "training.batch": "8"}}, "matmul.sizes=16384 and matmul.sizes=64", False),
+        ({"ranks": [place(0, host="b"), place(1, host="b")]}, "gpu-a and b"),
+        ({"ranks": [place(0), place(1, uuid="GPU-new")]}, "other GPUs"),
+        ({"ranks": [place(0)]}, "other GPUs"),
+        ({"options": {"expect": {"value": "2x8xH100"}}}, "other expectations"),
+        ({"rehearsal": True}, "REHEARSAL"),
+        ({"sku": "H200 SXM"}, "H100 SXM and H200 SXM"),
+        ({"digest": "e" * 64}, "other limits"),
+        ({"workload": {"matmul.sizes": "64", "training.batch": "8"}}, "matmul.sizes=16384 and matmul.sizes=64"),
+        ({"ranks": []}, "no description of their cluster"),
     ],
 )
-def test_what_is_not_alike_is_refused_unless_an_operator_takes_other_clusters(merged, case):
-    other, message, is_cluster = case
-    runs = ([good(values=[1])], {}), ([good(HBM, values=[1])], other)
-    with pytest.raises(OptionError) as error:
-        merged(*runs)
-    assert message in str(error.value)
-    assert ("--allow-different-clusters" in str(error.value)) is is_cluster
-    if not is_cluster:
-        with pytest.raises(OptionError, match="verdict"):
-            merged(*runs, other_clusters=True)
-        return
-    read = merged(*runs, other_clusters=True)
-    assert read.verdict == "SELECTION PASSED", "nothing is accepted by that"
-    assert "OF DIFFERENT CLUSTERS" in read.reason
-    assert message in read.run.merged_despite[0] or message in read.run.merged_despite[-1]
-    assert any(name.startswith("merged despite") for name, _ in read.properties)
+def test_what_is_not_alike_is_refused(merged, case):
+    other, message = case
+    with pytest.raises(OptionError, match=message):
+        merged(([good(values=[1])], {}), ([good(HBM, values=[1])], other))
 
 
 def test_ranks_have_the_numbers_of_the_newest_run_whatever_the_launcher_gave_them(merged):
@@ -252,15 +241,6 @@ def test_ranks_have_the_numbers_of_the_newest_run_whatever_the_launcher_gave_the
     )
     assert read.place(0).gpu["uuid"] == "GPU-gpu-a-1"
     assert f"run r0 of {FIRST}" in dict(result.properties)["ranks"]
-
-
-def test_ranks_of_another_cluster_get_numbers_of_their_own(merged):
-    other = [place(0, host="b"), place(1, host="b")]
-    read = merged(([bad(culprits=[1])], {"ranks": other}), ([good(HBM)], {}), other_clusters=True)
-    [result] = [result for result in read.results if result.nodeid == MATMUL]
-    assert [read.place(rank).host for rank in range(4)] == ["gpu-a", "gpu-a", "b", "b"]
-    assert (result.culprits, result.measurements[0].values) == ((3,), {2: 730, 3: 600})
-    assert (read.run.world_size, read.run.nnodes) == (4, 2)
 
 
 def test_attempts_of_a_failure_are_counted_and_what_passes_twice_was_not_run_again_for_one(merged):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from written_runs import HBM, MATMUL, case, measured, write
+from written_runs import HBM, MATMUL, case, measured, place, write
 
 from pytest_gpucluster.analysis.merge_sources import load_source
 from pytest_gpucluster.cli.main import main
@@ -24,19 +24,19 @@ def runs(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("out", "place"), [("new/folder", "new/folder/journal.jsonl"), ("m.jsonl", "m.jsonl")])
-def test_what_is_written_is_a_journal_that_every_command_reads(runs, capsys, monkeypatch, out, place):
+@pytest.mark.parametrize(("out", "where"), [("new/folder", "new/folder/journal.jsonl"), ("m.jsonl", "m.jsonl")])
+def test_what_is_written_is_a_journal_that_every_command_reads(runs, capsys, monkeypatch, out, where):
     monkeypatch.chdir(runs)
     assert main(["runs", "merge", "a", "b", "--out", out]) == 0
     assert capsys.readouterr().out.startswith("gpucluster: ACCEPTED, exit code 0: 2 passed; merged from 2 runs")
-    read = journal.read(runs / place)
+    read = journal.read(runs / where)
     assert [each.sha256 for each in read.run.merged_from] == [
         hashlib.sha256((runs / name / "journal.jsonl").read_bytes()).hexdigest() for name in "ab"
     ]
     assert read.end is not None
     assert read.end.by == "gpucluster runs merge"
-    assert main(["verdict", str(runs / place)]) == 0
-    assert main(["report", str(runs / place), "--junitxml", "out.xml"]) == 0
+    assert main(["verdict", str(runs / where)]) == 0
+    assert main(["report", str(runs / where), "--junitxml", "out.xml"]) == 0
     assert "merged run 1 sha256" in (runs / "out.xml").read_text()
 
 
@@ -69,8 +69,6 @@ def test_a_verdict_that_is_bad_is_merged_all_the_same(runs, capsys):
 def test_what_cannot_be_done_is_reported_and_nothing_is_written(runs, capsys, monkeypatch, arguments, code, message):
     monkeypatch.chdir(runs)
     (runs / "file.txt").write_text("")
-    from written_runs import place
-
     write(runs / "other", case(HBM, "passed"), run_id="r3", ranks=[place(0, host="x")])
     before = (runs / "a" / "journal.jsonl").read_bytes()
     out = [] if "--out" in arguments else ["--out", "m.jsonl"]
@@ -78,17 +76,6 @@ def test_what_cannot_be_done_is_reported_and_nothing_is_written(runs, capsys, mo
     assert message in capsys.readouterr().err
     assert not (runs / "m.jsonl").exists()
     assert (runs / "a" / "journal.jsonl").read_bytes() == before
-
-
-def test_other_clusters_are_merged_on_demand_and_every_report_states_it(runs, capsys):
-    from written_runs import place
-
-    other = write(runs / "other", case(HBM, "passed", measured([3])), run_id="r3", ranks=[place(0, host="x")])
-    out = runs / "m.jsonl"
-    assert main(["runs", "merge", str(runs / "a"), str(other), "--out", str(out), "--allow-different-clusters"]) == 0
-    printed = capsys.readouterr()
-    assert "hosts: gpu-a and x" in printed.err
-    assert "OF DIFFERENT CLUSTERS" in printed.out
 
 
 @pytest.mark.parametrize("when", ["", "yesterday", "2026-01-02T03:04:05"])

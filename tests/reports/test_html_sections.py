@@ -72,10 +72,6 @@ def test_merged_runs_are_named_and_so_is_that_they_are_of_different_clusters() -
     assert document.count("why it ended") == document.count("<dt>site</dt>") == 1
     merged = text_of(document.partition('id="merged"')[2])
     assert "1 first REJECTED, exit code 1 /runs/1 ab12 2 second ACCEPTED, exit code 0 /runs/2 cd34" in merged
-    assert "different clusters" not in document
-    document = page_of(run=Run(**fields, merged_despite=("other GPUs: <b>",)))
-    assert "different clusters" in text_of(document)
-    assert "other GPUs: &lt;b&gt;" in document
     assert "Merged runs" not in page_of()
 
 

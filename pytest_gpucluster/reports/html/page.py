@@ -82,7 +82,6 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         tone=_tone(overview),
         heading=overview.word,
         reason=line(overview.reason),
-        differences=[line(each) for each in journal.run.merged_despite],
         merged=_merged_table(journal),
         is_selection=journal.run.selection,
         counts=tuple(overview.counts.items()),
