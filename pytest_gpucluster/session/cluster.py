@@ -248,7 +248,7 @@ class Cluster:
         mine = self.nccl_log.choice(ranks, rest=len(ranks) == self.world_size)
         mine = replace(mine, cards=self._count_cards())
         hosts = len({self.hosts[rank] for rank in ranks})
-        return group_transport(self.all_gather_object(mine.to_json()), ranks=len(ranks), hosts=hosts)
+        return group_transport(self.all_gather_object(mine), ranks=len(ranks), hosts=hosts)
 
     def discard(self, epoch: int) -> None:
         """Throw the groups away after a fault; the next use makes new ones. Every rank must call this.

@@ -25,19 +25,110 @@ import os
 import re
 import socket
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_gpucluster.device.environment import PRIVATE_LOG, SUBSYSTEMS
-from pytest_gpucluster.node.fabric.nccl_fallback_reasons import (
-    DIRECT,
-    NETWORK,
-    NODE,
-    Reason,
-    Reasons,
-    describe_reasons,
+from pytest_gpucluster.text import rank_ranges
+
+# ---- why something is not used
+
+NETWORK, DIRECT, NODE = "network", "direct", "node"
+"""What is not used: InfiniBand, RoCE or a plugin; GPUDirect RDMA; P2P between the GPUs of a node."""
+_SET = r" set (?:by environment )?to (?P<value>\S+?)\.*(?:\s|$)"
+"""A variable with any value."""
+_ON = r" set by environment to (?P<value>-?[1-9]\d*)"
+"""A flag that is on."""
+_NO_DIRECT = r"GPU Direct RDMA Disabled for HCA \d+ '(?P<device>[^']*)'"
+_SIGNS = (
+    (NETWORK, rf"NCCL_IB_DISABLE{_ON}", "NCCL_IB_DISABLE={value} is set"),
+    (NETWORK, rf"NCCL_NET{_SET}", "NCCL_NET={value} is set"),
+    (NETWORK, r"NET/IB ?: No device found", "NCCL has found no InfiniBand device"),
+    (NETWORK, r"NET/IB ?: No IP interface found", "NCCL has found no IP interface for InfiniBand's connections"),
+    (NETWORK, r"NET/IB ?: Unable to open device (?P<device>\S+)", "InfiniBand device {device} could not be opened"),
+    (NETWORK, r"Failed to open libibverbs\.so", "libibverbs is not installed here"),
+    (NETWORK, r"External network plugin (?P<name>.+) is unsupported", "network plugin {name} does not fit this NCCL"),
+    (NETWORK, r"Failed to initialize NET plugin (?P<name>.+)", "network plugin {name} could not be initialized"),
+    # Only together with another one these explain it.
+    (
+        NETWORK,
+        r"NET/Plugin ?: Could not find:? ?(?P<name>.+?)\.?(?: Using internal network plugin\.?)?$",
+        "network plugin not found: {name}",
+    ),
+    (NETWORK, r"NET/Plugin ?: .*No plugin found \((?P<name>[^)]+)\)", "network plugin not found: {name}"),
+    (NETWORK, rf"NCCL_IB_HCA{_SET}", "NCCL_IB_HCA={value} is set"),
+    (NETWORK, r"NET/Socket ?: Using (?P<interfaces>\[0\]\S+.*)", "sockets go over {interfaces}"),
+    (NETWORK, rf"NCCL_SOCKET_IFNAME{_SET}", "NCCL_SOCKET_IFNAME={value} is set"),
+    (DIRECT, rf"{_NO_DIRECT} \((?P<why>[^)]+)\)", "{device} has {why}"),
+    (DIRECT, rf"{_NO_DIRECT}$", "{device} has neither nvidia_peermem nor DMA-BUF"),
+    (
+        DIRECT,
+        r"GPU Direct RDMA Disabled for GPU \S+ / HCA \S+ \(distance (?P<found>\d+) >=? (?P<most>\d+)\)",
+        "GPU and network card are too far apart (distance {found}, up to {most} is allowed)",
+    ),
+    (DIRECT, rf"NCCL_NET_GDR_LEVEL{_SET}", "NCCL_NET_GDR_LEVEL={value} is set"),
+    (DIRECT, r"NCCL_DMABUF_ENABLE set by environment to 0", "NCCL_DMABUF_ENABLE=0 is set"),
+    (NODE, rf"NCCL_P2P_DISABLE{_ON}", "NCCL_P2P_DISABLE={value} is set"),
+    (NODE, rf"NCCL_P2P_LEVEL{_SET}", "NCCL_P2P_LEVEL={value} is set"),
+    (NODE, rf"NCCL_SHM_DISABLE{_ON}", "NCCL_SHM_DISABLE={value} is set"),
+    (
+        NODE,
+        r"P2P is disabled between (?:NVLINK )?connected GPUs (?P<one>\d+) and (?P<two>\d+)",
+        "P2P is disabled between the connected GPUs {one} and {two}",
+    ),
 )
+"""What a line is about, a pattern, and a text with the groups of the pattern in braces; sufficient explanations first.
+Source: NCCL 2.27 to 2.30, src/transport/net_ib.cc and src/transport/net_ib/, src/net.cc and src/plugin/net.cc,
+src/plugin/plugin_open.cc, src/misc/ibvsymbols.cc, src/graph/paths.cc, src/misc/param.cc, src/transport/p2p.cc."""
+_RELEVANT = re.compile("NET/|Plugin|plugin|RDMA|set (?:by environment )?to |libibverbs|P2P is disabled")
+"""In every line with a reason: there are hundreds of thousands of others."""
+_CALL = " Bytes -> "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why something is not used: NCCL falls back silently, by one line of many. ``rank``: the place in the table of
+    patterns, sufficient explanations first; ``about``: NETWORK, DIRECT or NODE."""
+
+    rank: int
+    about: str
+    text: str
+
+
+def find_reasons(lines: Iterable[str]) -> Iterator[Reason]:
+    """Yield the reasons in a log.
+
+    >>> [reason.text for reason in find_reasons(["a:1:2 [0] NCCL INFO NET/IB : No device found."])]
+    ['NCCL has found no InfiniBand device']
+    """
+    for line in lines:
+        if _CALL in line or not _RELEVANT.search(line):
+            continue
+        for rank, (about, pattern, text) in enumerate(_SIGNS):
+            if (found := re.search(pattern, line.rstrip())) is not None:
+                groups = {name: group.strip() for name, group in found.groupdict().items()}
+                if "interfaces" in groups:  # such as "[0]eth0:10.0.0.4<0> [1]eth1:10.0.1.4<0>"
+                    names = re.findall(r"\[\d+\]([^:\s]+):", groups["interfaces"])
+                    groups["interfaces"] = ", ".join(names) or groups["interfaces"]
+                yield Reason(rank=rank, about=about, text=text.format(**groups))
+                break
+
+
+def describe_reasons(of_rank: Sequence[Sequence[Reason]], about: str) -> str:
+    """Return the reasons of all ranks about one thing as a text, and the ranks where it is not all of them."""
+    ranks: dict[Reason, list[int]] = {}
+    for rank, some in enumerate(of_rank):
+        for reason in some:
+            if reason.about == about:
+                ranks.setdefault(reason, []).append(rank)
+    return "; ".join(
+        reason.text + ("" if len(ranks[reason]) == len(of_rank) else f" ({rank_ranges(ranks[reason])})")
+        for reason in sorted(ranks, key=lambda reason: reason.rank)
+    )
+
+
+# ---- what a group uses
 
 _HOP = re.compile(
     r"Channel \d+(?:/\d+)? : \d+\[[0-9a-f]+\] -> \d+\[[0-9a-f]+\](?: \[(?:send|receive)\])? via (?P<via>.+)"
@@ -109,10 +200,6 @@ class Choice:
         over = {kind: count for kind, count in self.connections.items() if _transport(kind) == "NET/IB"}
         return sum(count for kind, count in over.items() if _DIRECT not in kind.split("/")), sum(over.values())
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain types, to send to the other ranks."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTransport:
@@ -134,7 +221,7 @@ class GroupTransport:
         TCP is explained by the reasons against InfiniBand, InfiniBand through host memory by those against GPUDirect
         RDMA, and host memory inside a node by those against P2P.
         """
-        of_rank = {rank: one.reasons for rank, one in enumerate(self.choices)}
+        of_rank = [one.reasons for one in self.choices]
         if self.transport is None:
             return ""
         if "NET/Socket" in self.transport:
@@ -212,7 +299,7 @@ def choice(lines: Iterable[str]) -> Choice:
     ranks: dict[int, None] = {}
     seen: set[str] = set()
     for line in lines:
-        if " Bytes -> " in line:
+        if _CALL in line:
             # There is one for each call: hundreds of thousands, of which hardly any is new.
             content = line.partition("NCCL INFO ")[2] or line
             if content in seen:
@@ -250,15 +337,14 @@ def choice(lines: Iterable[str]) -> Choice:
     )
 
 
-def group_transport(choices_of_ranks: Sequence[Mapping[str, Any]], *, ranks: int, hosts: int) -> GroupTransport:
+def group_transport(choices: Sequence[Choice], *, ranks: int, hosts: int) -> GroupTransport:
     """Combine the choices of all ranks, each of its own group.
 
     Args:
-        choices_of_ranks: ``Choice.to_json()`` of each rank.
+        choices: of each rank.
         ranks: of each group; a single one has no connections.
         hosts: of each group.
     """
-    choices = [Choice(**{**one, "reasons": tuple(Reason(**why) for why in one["reasons"])}) for one in choices_of_ranks]
     if ranks == 1:
         return GroupTransport(transport="none", choices=choices)
     silent = [(rank, one.unknown) for rank, one in enumerate(choices) if not one.transports]
@@ -271,10 +357,8 @@ def group_transport(choices_of_ranks: Sequence[Mapping[str, Any]], *, ranks: int
     if hosts > 1 and farthest < _distance("COLLNET") and not across:
         why = f"no rank's log shows how the {hosts} hosts are connected, only {' and '.join(sorted(hops))} inside them"
         return GroupTransport(transport=None, unknown=why, choices=choices)
-    # Two networks at once match no expectation.
-    return GroupTransport(
-        transport="+".join(sorted(hop for hop in hops if _distance(hop) == farthest)), choices=choices
-    )
+    farthest_hops = sorted(hop for hop in hops if _distance(hop) == farthest)
+    return GroupTransport(transport="+".join(farthest_hops), choices=choices)  # two networks match no expectation
 
 
 def _kind(via: str) -> str:
@@ -340,7 +424,8 @@ class NcclLog:
     def __init__(self, path: Path | None, why_not: str = "") -> None:
         self.path, self.why_not = path, why_not
         self._start = 0
-        self._reasons, self._reasons_read = Reasons(), 0
+        self._reasons: dict[Reason, None] = {}
+        self._reasons_read = 0
         self._parts: list[tuple[Hashable, int, int]] = []
 
     @classmethod
@@ -349,13 +434,14 @@ class NcclLog:
         level, file = environment.get("NCCL_DEBUG", ""), environment.get("NCCL_DEBUG_FILE", "")
         if level.upper() not in _LOG_LEVELS:
             found = f"NCCL_DEBUG={level} is" if level else "NCCL_DEBUG_FILE without NCCL_DEBUG is"
-            return cls(None, f"{found} set in the environment; unset it, or set NCCL_DEBUG=INFO")
-        if not file:
-            return cls(
-                None, "NCCL_DEBUG is set in the environment without NCCL_DEBUG_FILE, so NCCL logs to the terminal"
-            )
-        if "%p" not in file:
-            return cls(None, f"NCCL_DEBUG_FILE={file} has no %p, so that all ranks of a node write to one file")
+            why_not = f"{found} set in the environment; unset it, or set NCCL_DEBUG=INFO"
+        elif not file:
+            why_not = "NCCL_DEBUG is set in the environment without NCCL_DEBUG_FILE, so NCCL logs to the terminal"
+        else:
+            why_not = f"NCCL_DEBUG_FILE={file} has no %p, so that all ranks of a node write to one file"
+            why_not = "" if "%p" in file else why_not
+        if why_not:
+            return cls(None, why_not)
         host = (hostname or socket.gethostname()).partition(".")[0]
         names = {"%%": "%", "%h": re.sub("[%/]", "-", host), "%p": str(pid)}
         return cls(Path(re.sub("%[%hp]", lambda place: names[place[0]], file)))
@@ -413,9 +499,9 @@ class NcclLog:
         found = choice(line for start, end in sorted(parts) for line in self._lines(start, end))
         # NCCL looks for networks once for a process, so the reasons may be in any group's part.
         end = self._end()
-        self._reasons.take(self._lines(self._reasons_read, end))
+        self._reasons |= dict.fromkeys(find_reasons(self._lines(self._reasons_read, end)))
         self._reasons_read = max(self._reasons_read, end)
-        return replace(found, reasons=self._reasons.found)
+        return replace(found, reasons=tuple(self._reasons))
 
     def keep(self, target: Path, *, max_bytes: int = MAX_KEPT_BYTES) -> None:
         """Copy the log to a file without repeated lines, up to a size. Does nothing where there is no log."""

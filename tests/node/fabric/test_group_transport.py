@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -10,8 +8,7 @@ from each import of_each
 from verdicts import SHIPPED, hold
 
 from pytest_gpucluster.metrics.measurement import measurement
-from pytest_gpucluster.node.fabric.nccl_fallback_reasons import Reasons
-from pytest_gpucluster.node.fabric.nccl_log import Choice, choice, group_transport
+from pytest_gpucluster.node.fabric.nccl_log import Choice, choice, find_reasons, group_transport
 
 # Written for these tests, in the formats of NCCL 2.27 and 2.28.
 ONE_NODE = """\
@@ -119,7 +116,7 @@ def test_what_is_no_connection_leaves_the_transport_unknown():
 
 
 def together(*lines_of_ranks, ranks=16, hosts=1):
-    return group_transport([choice(lines).to_json() for lines in lines_of_ranks], ranks=ranks, hosts=hosts)
+    return group_transport([choice(lines) for lines in lines_of_ranks], ranks=ranks, hosts=hosts)
 
 
 @of_each(
@@ -183,9 +180,7 @@ def test_the_recorded_algorithms_are_those_of_the_collective_that_was_measured()
 
 
 def saying(*lines, reasons=(), cards=8):
-    gathered = Reasons()
-    gathered.take(reasons)
-    return dataclasses.replace(choice(lines), reasons=gathered.found, cards=cards).to_json()
+    return dataclasses.replace(choice(lines), reasons=tuple(find_reasons(reasons)), cards=cards)
 
 
 NO_DEVICE = "node-a:1:2 [0] NCCL INFO NET/IB : No device found."
@@ -223,14 +218,12 @@ def test_where_no_better_transport_is_known_there_is_no_reason(lines):
     [
         (saying(P2P, IB), "passed", ""),
         (saying(SOCKET, reasons=[NO_DEVICE]), "failed", "NET/Socket expected NET/IB InfiniBand device"),
-        (Choice(unknown="NCCL_DEBUG=WARN is set").to_json(), "error", "NET/IB rank 0: NCCL_DEBUG=WARN"),
+        (Choice(unknown="NCCL_DEBUG=WARN is set"), "error", "NET/IB rank 0: NCCL_DEBUG=WARN"),
     ],
     ids=["expected", "another", "unknown"],
 )
-def test_two_nodes_pass_over_infiniband_only_and_the_log_has_the_reason(
-    log: dict[str, Any], outcome: str, words: str
-) -> None:
-    found = group_transport([json.loads(json.dumps(log))] * 16, ranks=16, hosts=2)
+def test_two_nodes_pass_over_infiniband_only_and_the_log_has_the_reason(log: Choice, outcome: str, words: str) -> None:
+    found = group_transport([log] * 16, ranks=16, hosts=2)
     labels = {"size": "1 GB", "dtype": "bf16", **found.labels}
     made = measurement("nccl.all_reduce.busbw", 440.0, unit="GB/s", labels=labels, telemetry=found.add_to({}))
     verdict = hold({rank: [made] for rank in range(16)}, size=16, limits=SHIPPED)

@@ -4,14 +4,7 @@ import pytest
 from complaints import in_order
 from each import of_each
 
-from pytest_gpucluster.node.fabric.nccl_fallback_reasons import (
-    DIRECT,
-    NETWORK,
-    NODE,
-    Reason,
-    Reasons,
-    describe_reasons,
-)
+from pytest_gpucluster.node.fabric.nccl_log import DIRECT, NETWORK, NODE, Reason, describe_reasons, find_reasons
 
 # In the formats of NCCL 2.18 to 2.28, as logs of users have them.
 SOCKETS = """\
@@ -37,9 +30,7 @@ node-a:4101:4205 [0] NCCL INFO Connected all rings, use ring PXN 0 GDR 1
 
 
 def gather(*lines: str) -> tuple[Reason, ...]:
-    reasons = Reasons()
-    reasons.take(lines)
-    return reasons.found
+    return tuple(find_reasons(lines))
 
 
 def test_a_log_without_a_fall_back_has_no_reasons() -> None:
@@ -47,9 +38,9 @@ def test_a_log_without_a_fall_back_has_no_reasons() -> None:
 
 
 def test_a_fall_back_to_sockets_has_the_sufficient_reason_first() -> None:
-    text = describe_reasons({0: gather(*SOCKETS)}, NETWORK)
+    text = describe_reasons([gather(*SOCKETS)], NETWORK)
     assert in_order(text, "NCCL InfiniBand IB libnccl-net.so NCCL_IB_HCA=mlx5_8 eth0 eth1")
-    assert describe_reasons({0: gather(*SOCKETS)}, DIRECT) == ""
+    assert describe_reasons([gather(*SOCKETS)], DIRECT) == ""
 
 
 @of_each(
@@ -101,16 +92,8 @@ def test_any_other_line_is_no_reason(line: str) -> None:
     assert gather(line) == ()
 
 
-def test_each_reason_is_kept_once_also_over_several_reads() -> None:
-    reasons = Reasons()
-    reasons.take(SOCKETS)
-    first = reasons.found
-    reasons.take(SOCKETS)
-    assert reasons.found == first
-
-
 def test_ranks_are_named_where_a_reason_is_not_that_of_all() -> None:
     none = gather("NCCL INFO NET/IB : No device found.")
-    assert in_order(describe_reasons({0: none, 1: none}, NETWORK), "NCCL InfiniBand")
-    assert in_order(describe_reasons({0: (), 1: none, 2: none, 3: ()}, NETWORK), "NCCL InfiniBand ranks 1-2")
-    assert describe_reasons({}, NETWORK) == ""
+    assert in_order(describe_reasons([none, none], NETWORK), "NCCL InfiniBand")
+    assert in_order(describe_reasons([(), none, none, ()], NETWORK), "NCCL InfiniBand ranks 1-2")
+    assert describe_reasons([], NETWORK) == ""

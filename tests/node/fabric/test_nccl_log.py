@@ -176,11 +176,12 @@ def test_the_kept_copy_has_each_line_once_and_a_bounded_size(log, tmp_path):
 
 def test_the_reason_against_a_network_is_found_for_every_group(log):
     with log.reading(WORLD):
-        write(log, "node-a:1:2 [0] NCCL INFO NET/IB : No device found.\n")
+        write(log, "node-a:1:2 [0] NCCL INFO NET/IB : No device found.\n" * 2)
     with log.reading(NODE):
         write(log, P2P)
     [no_device] = [reason.text for reason in log.choice(NODE).reasons]
     assert "InfiniBand device" in no_device
+    write(log, "node-a:1:2 [0] NCCL INFO NET/IB : No device found.\n")
     write(log, "node-a:1:2 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.4<0>\n")
     log.begin_again()
     assert [reason.text for reason in log.choice(WORLD).reasons] == [no_device, "sockets go over eth0"]
