@@ -58,8 +58,8 @@ _SIGNS = (
     ),
     (NETWORK, r"NET/Plugin ?: .*No plugin found \((?P<name>[^)]+)\)", "network plugin not found: {name}"),
     (NETWORK, rf"NCCL_IB_HCA{_SET}", "NCCL_IB_HCA={value} is set"),
-    (NETWORK, r"NET/Socket ?: Using (?P<interfaces>\[0\]\S+.*)", "sockets go over {interfaces}"),
     (NETWORK, rf"NCCL_SOCKET_IFNAME{_SET}", "NCCL_SOCKET_IFNAME={value} is set"),
+    (NETWORK, r"NET/Socket ?: Using (?P<interfaces>\[0\]\S+.*)", "sockets go over {interfaces}"),
     (DIRECT, rf"{_NO_DIRECT} \((?P<why>[^)]+)\)", "{device} has {why}"),
     (DIRECT, rf"{_NO_DIRECT}$", "{device} has neither nvidia_peermem nor DMA-BUF"),
     (
