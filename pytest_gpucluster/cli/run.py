@@ -59,19 +59,17 @@ def _run(options: argparse.Namespace) -> int:
     from pytest_gpucluster.runners.ssh_job import handling
     from pytest_gpucluster.runners.torchrun import AgentResult, command_line, conclude, rendezvous_host
 
-    line = command_line(options.for_torchrun, options.forwarded, os.environ)
+    arguments = command_line(options.for_torchrun, options.forwarded, os.environ)
     place = rendezvous_host(options.for_torchrun, os.environ)
     # torchrun would retry for minutes. DNS knows a pod's name only some time after its address.
     why = why_unknown(place[1], may_come="KUBERNETES_SERVICE_HOST" in os.environ) if place is not None else None
     if place is not None and why is not None:
         raise CommandError(USAGE, f"{place[0]}: {place[1]} does not resolve on this host: {why}. {_REACHABLE}")
-    if line.note:
-        _print(line.note)
     with tempfile.TemporaryDirectory(prefix="gpucluster-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         forwarder = _SignalForwarder()
         with handling(list(_FORWARDED), forwarder.handle):
-            agent = forwarder.start(line.arguments, {**os.environ, VARIABLE: name})
+            agent = forwarder.start(arguments, {**os.environ, VARIABLE: name})
             code = agent.wait()
             notes, journal_note = _read_notes(folder, agent.pid)
         found = conclude(AgentResult.read(folder), notes, journal_note, agent_code=code, signals=forwarder.signals)

@@ -23,7 +23,7 @@ import tarfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -55,7 +55,7 @@ class Supervisor:
     ) -> None:
         self._heartbeat_timeout, self._grace = heartbeat_seconds, grace_seconds
         self._requested: list[int] = []
-        self._sent: list[int] = []
+        self._sent: set[int] = set()
         self._last_heartbeat = time.monotonic()
         self._stopping_since: float | None = None
         self._lost = False
@@ -78,7 +78,19 @@ class Supervisor:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         os.set_blocking(1, False)
         self._log = (folder / OUTPUT_FILE).open("ab", buffering=0)  # a thread that is left behind may still write
-        code = self._follow(_start(command, environ))
+        try:
+            child = subprocess.Popen(
+                list(command),
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,  # safe: this process has no other threads yet
+            )
+        except OSError as error:
+            raise EnvironmentBroken(f"{command[0]} cannot be started: {error}") from None
+        code = self._follow(child)
         try:
             atomic_write(folder / EXIT_FILE, json.dumps({"exit": code}))
         except OSError as error:
@@ -147,11 +159,10 @@ class Supervisor:
 
     def _send_signals(self, child: subprocess.Popen[bytes]) -> None:
         """Send each requested signal once: a second one of a kind would end the job before its ranks."""
-        while self._requested:
-            number = self._requested.pop(0)
+        for number in dict.fromkeys(self._requested):
             self._stopping_since = self._stopping_since or time.monotonic()
             if number not in self._sent and child.poll() is None:
-                self._sent.append(number)
+                self._sent.add(number)
                 child.send_signal(number)
 
     def _forward_output(self, pipe: IO[bytes]) -> None:
@@ -177,21 +188,6 @@ class Supervisor:
                     self._lose_connection()
 
 
-def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            list(command),
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=end_with_parent,  # safe: this process has no other threads yet
-        )
-    except OSError as error:
-        raise EnvironmentBroken(f"{command[0]} cannot be started: {error}") from None
-
-
 def exit_of(folder: Path) -> int | None:
     """Return the exit code of the run whose folder this is; None if it has not ended."""
     try:
@@ -204,8 +200,13 @@ def exit_of(folder: Path) -> int | None:
 def descendants(pid: int | None = None) -> list[int]:
     """Return all living descendants of a process, with orphans that it has adopted. Source: proc_pid_stat(5)."""
     children: dict[int, list[int]] = {}
-    for child, parent in _processes():
-        children.setdefault(parent, []).append(child)
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError, ValueError), open(f"/proc/{entry.name}/stat", "rb") as stat:  # just ended
+                # The program's name is in parentheses and may contain anything.
+                state, parent = stat.read().rpartition(b")")[2].split()[:2]
+                if state not in (b"Z", b"X"):
+                    children.setdefault(int(parent), []).append(int(entry.name))
     found, look = [], [os.getpid() if pid is None else pid]
     while look:
         for child in children.get(look.pop(), []):
@@ -224,20 +225,6 @@ def kill_descendants() -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
-
-
-def _processes() -> Iterator[tuple[int, int]]:
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdecimal():
-            continue
-        try:
-            with open(f"/proc/{entry.name}/stat", "rb") as stat:
-                # The program's name is in parentheses and may contain anything.
-                state, parent = stat.read().rpartition(b")")[2].split()[:2]
-        except (OSError, ValueError):
-            continue  # it has just ended
-        if state not in (b"Z", b"X"):
-            yield int(entry.name), int(parent)
 
 
 MOST_BYTES = 8 << 30
@@ -274,7 +261,10 @@ def unpack(archive: IO[bytes], folder: Path) -> int:
     try:
         with tarfile.open(fileobj=archive, mode="r|gz") as packed:
             for member in packed:
-                path = folder / _safe_path(member.name)
+                name = PurePosixPath(member.name)
+                if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in member.name:
+                    raise EnvironmentBroken(f"the archive has {member.name!r}, which would be outside of its folder")
+                path = folder / name
                 total += member.size
                 if total > MOST_BYTES:
                     raise EnvironmentBroken(f"more than {MOST_BYTES >> 30} GiB, not copied")
@@ -282,7 +272,11 @@ def unpack(archive: IO[bytes], folder: Path) -> int:
                     path.mkdir(parents=True, exist_ok=True)
                 elif member.isfile():
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    _write(packed, member, path)
+                    source = packed.extractfile(member)
+                    assert source is not None  # it is a file
+                    with path.open("xb") as file:
+                        shutil.copyfileobj(source, file, 1 << 20)
+                    os.utime(path, (member.mtime, member.mtime))
                     count += 1
                 elif member.issym() and "/" not in member.linkname and member.linkname not in ("", ".", ".."):
                     links.append((path, member.linkname))
@@ -295,21 +289,6 @@ def unpack(archive: IO[bytes], folder: Path) -> int:
         if not os.path.lexists(path):
             path.symlink_to(target)
     return count
-
-
-def _write(packed: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    source = packed.extractfile(member)
-    assert source is not None  # it is a file
-    with path.open("xb") as file:
-        shutil.copyfileobj(source, file, 1 << 20)
-    os.utime(path, (member.mtime, member.mtime))
-
-
-def _safe_path(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise EnvironmentBroken(f"the archive has {name!r}, which would be outside of its folder")
-    return str(path)
 
 
 # ---- requests

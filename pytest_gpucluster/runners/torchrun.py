@@ -103,16 +103,8 @@ REHEARSAL_RANKS = 2
 """The fewest ranks that communicate."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommandLine:
-    """torchrun's arguments, and a note on what was chosen for the operator; "" if nothing was."""
-
-    arguments: tuple[str, ...]
-    note: str = ""
-
-
-def command_line(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
-    """Return how to start torchrun over pytest.
+def command_line(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the arguments that start torchrun over pytest.
 
     Without ``--nproc-per-node`` there is one rank for each GPU that torch sees, or two with the device cpu. torchrun's
     own default is a single rank, which communicates with no other.
@@ -125,16 +117,24 @@ def command_line(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[
     Raises:
         OptionError: no arguments for pytest, unreadable ones, or an option of torchrun that selects another program.
     """
-    for word in launch:
-        if _option(word) in _PROGRAM_OPTIONS:
+    names = [_option(word) for word in launch]
+    for name, word in zip(names, launch, strict=True):
+        if name in _PROGRAM_OPTIONS:
             raise OptionError(f"{word}: the program is pytest; leave this option of torchrun out")
     if not pytest:
         raise OptionError(
             "no arguments for pytest: write them after two dashes, such as `gpucluster run -- acceptance/` or "
             "`gpucluster run --nproc-per-node=8 -- acceptance/ -k nccl`"
         )
-    ranks, note = _ranks(launch, pytest, environ)
-    return CommandLine(arguments=(*ranks, *launch, "-m", "pytest", *pytest), note=note)
+    arguments = [*launch, "-m", "pytest", *pytest]
+    if environ.get(_RANKS_VARIABLE) or _RANKS in names:
+        return arguments
+    try:
+        words = [*shlex.split(environ.get(_PYTEST_VARIABLE, "")), *pytest]
+    except ValueError as error:
+        raise OptionError(f"{_PYTEST_VARIABLE} cannot be read: {error}") from None
+    is_rehearsal = _last_value(words, _DEVICE, environ.get(_DEVICE_VARIABLE, "")) == "cpu"
+    return [f"{_RANKS}={REHEARSAL_RANKS if is_rehearsal else 'gpu'}", *arguments]
 
 
 def rendezvous_host(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str] | None:
@@ -162,18 +162,6 @@ def rendezvous_host(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[
     return None
 
 
-def _ranks(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], str]:
-    if environ.get(_RANKS_VARIABLE) or any(_option(word) == _RANKS for word in launch):
-        return [], ""
-    try:
-        words = [*shlex.split(environ.get(_PYTEST_VARIABLE, "")), *pytest]
-    except ValueError as error:
-        raise OptionError(f"{_PYTEST_VARIABLE} cannot be read: {error}") from None
-    if _last_value(words, _DEVICE, environ.get(_DEVICE_VARIABLE, "")) == "cpu":
-        return [f"{_RANKS}={REHEARSAL_RANKS}"], f"{REHEARSAL_RANKS} ranks on this node, for a rehearsal ({_RANKS})"
-    return [f"{_RANKS}=gpu"], f"a rank for each GPU of this node ({_RANKS})"
-
-
 def _option(word: str) -> str:
     """Return an option's name as torchrun normalises it."""
     return word.partition("=")[0].replace("_", "-")
@@ -194,10 +182,8 @@ _NO_GPU = (
     " torch finds no GPU here: rehearse with --gpucluster-device=cpu, or set the number of ranks (--nproc-per-node)"
 )
 
-_LOG_OPTIONS = ("redirects", "tee", "duplicate_stdout_filters", "duplicate_stderr_filters", "logs_specs")
+_LOG_OPTIONS = ("log_dir", "redirects", "tee", "duplicate_stdout_filters", "duplicate_stderr_filters", "logs_specs")
 """Options of torchrun that use its folder of logs."""
-_UNSET: tuple[object, ...] = (None, "", "0", [])
-"""Their values if they were not given."""
 
 
 def main(arguments: list[str]) -> None:
@@ -232,7 +218,11 @@ def run_torchrun(arguments: list[str]) -> AgentResult:
             outcome="usage",
             message=f"torchrun would run {options.training_script!r} and not pytest: write pytest's arguments after --",
         )
-    _redirect_logs(options)
+    # torchrun always makes a folder of logs, for the ranks' error files, and leaves it in TMPDIR. Where no log was
+    # requested, it goes to the folder of the result, which is removed at the end.
+    folder = os.environ.get(VARIABLE)
+    if folder is not None and all(getattr(options, name, None) in (None, "", "0", []) for name in _LOG_OPTIONS):
+        options.log_dir = os.path.join(folder, "torchrun")
     if "LOGLEVEL" not in os.environ:  # torchrun's own variable for it
         # "failed (exitcode: 1) local_rank: 0 ...": the last line of this command has more.
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
@@ -246,26 +236,11 @@ def run_torchrun(arguments: list[str]) -> AgentResult:
         hint = _NO_GPU if "cuda is not available" in str(error).lower() else ""
         return AgentResult(outcome="usage", message=f"torchrun refuses its options: {error}{hint}")
     except Exception as error:  # of many types: a failed rendezvous, a port in use
-        return AgentResult(outcome="error", message=f"{type(error).__name__}: {str(error) or _raised_at(error)}")
+        # torch's own for --nproc-per-node=0 has no message.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        message = str(error) or f"{frame.filename}, line {frame.lineno}"
+        return AgentResult(outcome="error", message=f"{type(error).__name__}: {message}")
     return AgentResult(outcome="done")
-
-
-def _redirect_logs(options: Any) -> None:
-    """Put torchrun's folder of logs where the result goes, which is removed at the end.
-
-    torchrun always makes one, for the ranks' error files, and leaves it in TMPDIR. If a log was asked for, the folder
-    is left as it is.
-    """
-    folder = os.environ.get(VARIABLE)
-    values = (options.log_dir, *(getattr(options, name, "") for name in _LOG_OPTIONS))
-    if folder is not None and all(value in _UNSET for value in values):
-        options.log_dir = os.path.join(folder, "torchrun")
-
-
-def _raised_at(error: Exception) -> str:
-    """Return where an error without a message was raised, such as torch's own for ``--nproc-per-node=0``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
 def _rank_exits(failures: dict[int, Any]) -> tuple[RankExit, ...]:
@@ -301,10 +276,19 @@ def conclude(
         agent_code: exit code of the agent's process, negative for a signal.
         signals: that this command has received, which need not be those that the agent got.
     """
-    verdict = _verdict(notes, journal)
-    if verdict is None:
-        return _without_verdict(agent, agent_code, signals)
-    contradiction = _contradiction(agent, notes, agent_code) if verdict.exit == 0 else ""
+    how = f"was killed by {signal_name(-agent_code)}" if agent_code < 0 else f"ended with {agent_code} and no message"
+    if not notes and journal is None:
+        return _without_verdict(agent, how, signals)
+    if notes and notes[0].rank == 0:
+        verdict = notes[0]
+    elif journal is not None:
+        verdict = journal
+    else:
+        # All ranks have agreed on it, unless the run broke: then each knows only its own part of it. A rejection comes
+        # before a broken run, that before an incomplete one.
+        weights = {0: 0, 12: 1, 10: 2, 1: 4}
+        verdict = max(notes, key=lambda note: (weights.get(note.exit, 3), -note.rank))
+    contradiction = _contradiction(agent, notes, how) if verdict.exit == 0 else ""
     if contradiction:
         reason = f"{contradiction}, after the verdict {verdict.word} ({verdict.reason})"
         verdict = replace(verdict, word=BROKEN, exit=BROKEN_EXIT, reason=reason)
@@ -313,26 +297,14 @@ def conclude(
     return conclusion(verdict.word, verdict.exit, verdict.reason, rehearsal=verdict.rehearsal, reports=reports)
 
 
-def _verdict(notes: Sequence[ExitNote], journal: ExitNote | None) -> ExitNote | None:
-    """Return the best informed verdict, without improving on any rank's."""
-    if notes and notes[0].rank == 0:
-        return notes[0]
-    if journal is not None:
-        return journal
-    # All ranks have agreed on it, unless the run broke: then each knows only its own part of it.
-    return max(notes, key=lambda note: (_weight(note.exit), -note.rank), default=None)
-
-
-def _contradiction(agent: AgentResult | None, notes: Sequence[ExitNote], agent_code: int) -> str:
+def _contradiction(agent: AgentResult | None, notes: Sequence[ExitNote], how: str) -> str:
     """Return what contradicts an exit code of 0; empty if nothing."""
     if agent is None:
-        return f"torchrun {_exit_text(agent_code)}"
+        return f"torchrun {how}"
     if agent.outcome == "ranks failed":
         return "; ".join(map(str, agent.ranks[:4]))
-    if agent.outcome == "signal":
-        return f"torchrun was ended by {agent.message}"
     if agent.outcome != "done":
-        return f"torchrun failed: {agent.message}"
+        return f"torchrun {'was ended by' if agent.outcome == 'signal' else 'failed:'} {agent.message}"
     bad = [note for note in notes if note.exit != 0]
     if bad:
         return f"{rank_ranges(note.rank for note in bad)} left exit code {bad[0].exit}: {bad[0].reason}"
@@ -342,38 +314,33 @@ def _contradiction(agent: AgentResult | None, notes: Sequence[ExitNote], agent_c
     return ""
 
 
-def _weight(code: int) -> int:
-    """Return the precedence of an exit code: a rejection over a broken run over an incomplete one."""
-    return {0: 0, 12: 1, 10: 2, 1: 4}.get(code, 3)
-
-
-def _without_verdict(agent: AgentResult | None, agent_code: int, signals: Sequence[int]) -> Conclusion:
+def _without_verdict(agent: AgentResult | None, how: str, signals: Sequence[int]) -> Conclusion:
     """Conclude a run in which no rank came as far as a verdict."""
-    if agent is not None and agent.outcome == "usage":
-        return Conclusion(exit=USAGE_EXIT, line=one_line(f"nothing was run: {agent.message}", 2000))
-    if (agent is not None and agent.outcome == "signal") or (agent is None and signals):
-        by = signal_name(signals[0]) if signals else str(agent and agent.message)
-        return conclusion(BROKEN, INTERRUPTED_EXIT, f"interrupted ({by}) before there was a verdict")
+    code = BROKEN_EXIT
     if agent is None:
-        return conclusion(BROKEN, BROKEN_EXIT, f"torchrun {_exit_text(agent_code)}")
-    if agent.outcome == "error":
-        return conclusion(BROKEN, BROKEN_EXIT, f"torchrun failed: {agent.message}{_hint(agent.message)}")
-    if agent.ranks:
+        if signals:
+            code, reason = INTERRUPTED_EXIT, f"interrupted ({signal_name(signals[0])}) before there was a verdict"
+        else:
+            reason = f"torchrun {how}"
+    elif agent.outcome == "usage":
+        return Conclusion(exit=USAGE_EXIT, line=one_line(f"nothing was run: {agent.message}", 2000))
+    elif agent.outcome == "signal":
+        by = signal_name(signals[0]) if signals else agent.message
+        code, reason = INTERRUPTED_EXIT, f"interrupted ({by}) before there was a verdict"
+    elif agent.outcome == "error":
+        hint = next((hint for words, hint in _HINTS.items() if words in agent.message.lower()), "")
+        reason = f"torchrun failed: {agent.message}{hint}"
+    elif agent.ranks:
         first = agent.ranks[0]
-        codes = {end.code for end in agent.ranks if end.code >= 0}
-        if first.code in _PYTEST_CODES and len(codes) == 1:
-            return conclusion(BROKEN, first.code, f"{EXIT_CODES[first.code].partition(': ')[2]}: {first}, see above")
-        return conclusion(BROKEN, BROKEN_EXIT, f"{first}, and no rank has left a verdict; see above")
-    return conclusion(
-        BROKEN,
-        BROKEN_EXIT,
-        "no rank has left a verdict, although torchrun ended with 0: either tests were only listed, or the plugin was "
-        "off (`gpucluster = true` in the ini file, or a --gpucluster option, turns it on)",
-    )
-
-
-def _exit_text(code: int) -> str:
-    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code} and no message"
+        reason = f"{first}, and no rank has left a verdict; see above"
+        if first.code in _PYTEST_CODES and {end.code for end in agent.ranks if end.code >= 0} == {first.code}:
+            code, reason = first.code, f"{EXIT_CODES[first.code].partition(': ')[2]}: {first}, see above"
+    else:
+        reason = (
+            "no rank has left a verdict, although torchrun ended with 0: either tests were only listed, or the plugin "
+            "was off (`gpucluster = true` in the ini file, or a --gpucluster option, turns it on)"
+        )
+    return conclusion(BROKEN, code, reason)
 
 
 _PORT_TAKEN = "; another run has this port: set another one (--master-port, or --rdzv-endpoint)"
@@ -387,10 +354,6 @@ _HINTS = {
     "timed out": _NO_RENDEZVOUS,
     "timeout": _NO_RENDEZVOUS,
 }
-
-
-def _hint(message: str) -> str:
-    return next((hint for words, hint in _HINTS.items() if words in message.lower()), "")
 
 
 if __name__ == "__main__":

@@ -352,7 +352,7 @@ def test_the_command_is_one_that_the_suite_takes(rendered, pytester):
         assert not any("$(" in word for word in [*words, *environ.values()]), words
         said = main.parse(["run", *words[2:]])
         line = command_line(said.for_torchrun, said.forwarded, environ)
-        arguments = torchrun_parser().parse_args(line.arguments)
+        arguments = torchrun_parser().parse_args(line)
         _, nnodes, _, _ = shape(rendered[name])
         assert (arguments.nnodes, arguments.node_rank) == (str(nnodes), 1)
         assert (arguments.master_addr, arguments.master_port) == (environ["MASTER_ADDR"], 29500)

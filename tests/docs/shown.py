@@ -129,7 +129,7 @@ def _gpucluster(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
     yield from wrong
     if parsed is not None and "for_torchrun" in parsed:
         line, wrong = _parsed(command_line, parsed.for_torchrun, parsed.forwarded, {})
-        yield from wrong or _torchrun(line.arguments, config)
+        yield from wrong or _torchrun(line, config)
     elif parsed is not None and parsed.forwarded[:1] not in (["gpucluster"], ["nvidia-smi"]):
         yield from _pytest(parsed.forwarded, config)
 

@@ -48,7 +48,7 @@ def test_the_command_is_understood_by_the_cli_and_by_torchrun():
     for hosts in (HOSTS, HOSTS[:1]):
         options = main.parse(plan(per_node=EIGHT, hosts=hosts).node_command(len(hosts) - 1))
         line = command_line(options.for_torchrun, options.forwarded, {})
-        parsed = parser.parse_args(line.arguments)
+        parsed = parser.parse_args(line)
         assert (parsed.standalone, parsed.nproc_per_node, parsed.training_script) == (len(hosts) == 1, "8", "pytest")
         assert parsed.training_script_args[:3] == ["acceptance/", "-k", "a b"]
         if len(hosts) > 1:
