@@ -55,7 +55,7 @@ def test_burn_in(cluster, names, workload, telemetry, artifacts, progress, measu
 
     Why: heat builds up slowly, and some faults show only then: a fan, a cold plate, a power supply, a unit that is
     wrong once in a million products. All GPUs of a node draw full power at once, as in training. Duration:
-    ``burn_in.duration`` of the profile, or ``--gpucluster-soak 2h``. Below ten minutes the first and the last tenth are
+    ``burn_in.duration`` of the profile. Below ten minutes the first and the last tenth are
     compared.
 
     When it fails: the rate fell: look at the recorded temperature, power and throttle reasons, at airflow or coolant,

@@ -1,7 +1,7 @@
 """The busbw of our measurement of collectives against that of a bare loop of the same calls, in one run.
 
     python perf/collectives.py                             # two CPU ranks over gloo
-    python perf/collectives.py --device cuda --ranks 8 --sizes 1M,64M,1G
+    python perf/collectives.py --device cuda --ranks 8 --sizes 1MiB,64MiB,1GiB
 
 In each pair both are taken in turn on the same group. The bare loop makes a number of calls between two readings of the
 host's clock, behind a barrier; of 8 such loops the median counts, and of each the slowest rank. Ours is
@@ -162,14 +162,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sizes(text: str) -> list[int]:
-    """Read sizes as of --gpucluster-sizes, in bytes."""
-    from pytest_gpucluster.config.workload_loader import read_sizes
-    from pytest_gpucluster.errors import OptionError
+    """Read sizes with their units, in bytes."""
+    from pytest_gpucluster.errors import UnitError
     from pytest_gpucluster.metrics.units import parse
 
     try:
-        found = [round(parse(size).to("B")) for size in read_sizes(text)[0].texts]
-    except OptionError as error:
+        found = [round(parse(size, like="B").to("B")) for size in text.split(",")]
+    except UnitError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if min(found) < LEAST_BYTES:
         raise argparse.ArgumentTypeError("below 1 MiB a call is all latency, and the host's clock adds its own")
@@ -184,7 +183,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="processes, on this host (default: 2)")
     parser.add_argument("--pairs", type=int, default=LEAST_PAIRS, help=f"at least {LEAST_PAIRS}, which is the default")
-    parser.add_argument("--sizes", type=sizes, default="1M,8M", help="1 MiB and more (default: 1M,8M)")
+    parser.add_argument("--sizes", type=sizes, default="1 MiB,8 MiB", help="1 MiB and more (default: 1 MiB,8 MiB)")
     parser.add_argument(
         "--collectives",
         type=some_of(COLLECTIVES),

@@ -36,7 +36,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "training": ("training.py", "--runs", "2", "--steps", "15"),
     "loader": ("loader.py", "--pairs", "6"),
     "fidelity": ("fidelity.py", "--window", "0.1"),
-    "collectives": ("collectives.py", "--sizes", "8M", "--window", "0.05"),
+    "collectives": ("collectives.py", "--sizes", "8 MiB", "--window", "0.05"),
     "soak": ("soak.py", "--rounds", "7", "--session", "0", "--at-once", "2"),
 }
 """Name -> script in this folder, and its arguments, chosen so that all fit into a quarter of an hour: with the defaults

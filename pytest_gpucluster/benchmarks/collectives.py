@@ -288,7 +288,7 @@ def measure_collective(
         device,
         needed_bytes(payload_bytes, dtype, collective=collective, ranks=ranks.count),
         f"{what} with its verification",
-        instead=f"leave this size out (--gpucluster-sizes, or --gpucluster-workload nccl.{section}.sizes=...)",
+        instead=f"leave this size out (--gpucluster-workload nccl.{section}.sizes=...)",
     )
     payload = Payload(group, device, payload_bytes, dtype, collective)
     measurement = _Measurement(group, ranks, payload, clock or clock_for(device), call or CALLS[collective])

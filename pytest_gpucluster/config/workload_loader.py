@@ -1,19 +1,12 @@
-"""The loader of workload files: one profile, an operator's overrides, and sizes in the form of nccl-tests.
+"""The loader of workload files: one profile, with an operator's overrides.
 
 Files are read strictly. ``load`` returns the profile in force with the overrides applied to it:
 
 workload = load(Path("acceptance/workloads.yaml"), profile="full").workload
-
-``read_sizes`` (pure) reads the sizes with which an operator wants all collectives measured:
-
->>> [str(override) for override in read_sizes("8,512M:2G:2")]
-['nccl.all_reduce.sizes=8 B, 512 MiB, 1 GiB, 2 GiB', 'nccl.collectives.sizes=8 B, 512 MiB, 1 GiB, 2 GiB']
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +14,7 @@ from typing import Any
 
 from pytest_gpucluster.config.workload import CPU_PROFILE, KEYS, PROFILES, SECTIONS, Workload, WorkloadRecord, build
 from pytest_gpucluster.config.yaml_source import Document, Node
-from pytest_gpucluster.errors import OptionError, ThresholdsError, UnitError
+from pytest_gpucluster.errors import OptionError, ThresholdsError
 from pytest_gpucluster.metrics import units
 
 FILE_NAME = "workloads.yaml"
@@ -337,78 +330,3 @@ class _Reader:
             assert entry.node is not None
             place = "declared by the criterion" if other.node is None else f"line {other.node.start_mark.line + 1}"
             self.file.fail(entry.node, f"{text} ({place})")
-
-
-KEYS_OF_SIZES = tuple(key for key in KEYS if key.startswith("nccl.") and key.endswith(".sizes"))
-"""What is overridden: the sizes of every collective that is measured for its bandwidth."""
-
-MOST_SIZES = 64
-EXAMPLE = "such as 8,512M:8G:2"
-
-_BARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)[ \t]*([KMG]?)", re.IGNORECASE)
-
-
-def read_sizes(text: str, *, origin: str = "") -> tuple[Override, ...]:
-    """Read a list of sizes and of ranges ``begin:end:factor``, and return what it changes in the workload.
-
-    A bare number is bytes, and K, M and G are binary, as in nccl-tests; a unit such as "1 GB" or "512 MiB" is taken as
-    everywhere else. A range begins at ``begin`` and grows by ``factor`` as long as it is not above ``end``.
-
-    Args:
-        text: such as ``8,512M:8G:2``.
-        origin: how reports call it.
-
-    Raises:
-        OptionError: an item that is neither; a size that a collective cannot have, or that comes twice.
-
-    Source: nccl-tests, README.md, options ``-b``, ``-e`` and ``-f``, and parsesize in src/common.cu.
-    """
-    items = [item.strip() for item in text.split(",")]
-    if not all(items):
-        missing = "there is no size" if not any(items) else f"{text!r} has a comma without a size"
-        raise OptionError(f"{missing}; write sizes and ranges begin:end:factor, {EXAMPLE}")
-    texts = tuple(size for item in items for size in _sizes(item))
-    if len(texts) > MOST_SIZES:
-        raise OptionError(f"{text!r} is {len(texts)} sizes; at most {MOST_SIZES} are measured in one run")
-    complaints = dict.fromkeys(complaint for key in KEYS_OF_SIZES for _, complaint in KEYS[key].read(texts)[1])
-    if complaints:
-        raise OptionError("; ".join(complaints))
-    return tuple(Override(key=key, texts=texts, origin=origin or f"sizes {text}") for key in KEYS_OF_SIZES)
-
-
-def _sizes(item: str) -> list[str]:
-    """Return a size as it is written, a bare number with its unit; or all sizes of a range."""
-    if ":" not in item:
-        size = _bytes(item, item)
-        return [units.show_bytes(size) if _BARE.fullmatch(item) else " ".join(item.split())]
-    parts = [part.strip() for part in item.split(":")]
-    if len(parts) != 3:
-        raise OptionError(f"{item!r} is no range; write begin:end:factor, {EXAMPLE}")
-    size, last = _bytes(parts[0], item), _bytes(parts[1], item)
-    factor = int(parts[2]) if parts[2].isdecimal() else 0
-    if factor < 2:
-        raise OptionError(f"{item!r}: the factor {parts[2]!r} is no whole number from 2 on")
-    if not 0 < size <= last:
-        raise OptionError(f"{item!r}: a range begins above 0 and not above its end, which is {units.show_bytes(last)}")
-    sizes = []
-    while size <= last:
-        sizes.append(units.show_bytes(size))
-        size *= factor
-    return sizes
-
-
-def _bytes(text: str, item: str) -> int:
-    bare = _BARE.fullmatch(text)
-    try:
-        amount = (
-            float(bare[1]) * 1024 ** " KMG".index(bare[2].upper() or " ")
-            if bare
-            else units.parse(text, like="B").to("B")
-        )
-    except UnitError as error:
-        known = "A size is bytes, or in K, M or G as for nccl-tests, or has its unit, such as 1 GB"
-        raise OptionError(f"{item!r}: {error}. {known}") from None
-    # 1.1 GB is 1100000000.0000001 in floating point.
-    if not math.isclose(amount, round(amount), rel_tol=1e-12):
-        raise OptionError(f"{item!r}: {text} is {amount:g} B, which is no whole number of bytes")
-    return round(amount)

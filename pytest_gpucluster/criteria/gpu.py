@@ -81,7 +81,7 @@ class Telemetry:
 class BurnIn:
     """Products without a pause, each of them verified."""
 
-    duration_seconds: Annotated[float, Spec("how long; --gpucluster-soak sets it", Duration(0.1, WEEK_SECONDS))]
+    duration_seconds: Annotated[float, Spec("how long", Duration(0.1, WEEK_SECONDS))]
     interval_seconds: Annotated[
         float, Spec("about how long the products take whose rate is one point of the course", Duration(0.001, 600))
     ]

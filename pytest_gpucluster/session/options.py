@@ -108,17 +108,6 @@ def names_value(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (name.strip() for name in text.split(","))))
 
 
-def soak_value(text: str, origin: str) -> Any:
-    """Read how long the burn-in lasts: one changed value of the workload (``workload_loader.Override``).
-
-    Raises:
-        OptionError: no time, or one that the burn-in cannot have.
-    """
-    from pytest_gpucluster.config.workload_loader import Override  # it reads YAML: other sessions pay nothing
-
-    return Override.parse(f"burn_in.duration={text}", origin=origin)
-
-
 def journal_value(text: str, base: Path) -> Path:
     """Read the place of an earlier run's journal.
 
@@ -128,7 +117,7 @@ def journal_value(text: str, base: Path) -> Path:
     Raises:
         OptionError: no path.
     """
-    from pytest_gpucluster.errors import JournalError  # as above
+    from pytest_gpucluster.errors import JournalError  # other sessions pay nothing
     from pytest_gpucluster.journal.journal import locate
 
     if not text.strip():
@@ -252,21 +241,6 @@ OPTIONS = (
         "needed, in the ini file one a line, in the environment separated by ;",
     ),
     _Option(
-        name="sizes",
-        metavar="SIZE|BEGIN:END:FACTOR,...",
-        parse="config.workload_loader:read_sizes",
-        takes="origin",
-        help="measure every collective with these sizes, as for nccl-tests (K, M, G are binary; 1 GB is decimal), such "
-        "as 8,512M:8G:2",
-    ),
-    _Option(
-        name="soak",
-        metavar="TIME",
-        parse=soak_value,
-        takes="origin",
-        help="how long the burn-in lasts, such as 2h or 90min; the profile is soak then, unless another is named",
-    ),
-    _Option(
         name="report-dir",
         metavar="DIR",
         default="gpucluster-report",
@@ -353,10 +327,6 @@ OPTIONS = (
 )
 
 
-OVERRIDING = ("workload", "sizes", "soak")
-"""Settings whose values are laid over the profile (``workload_loader.Override``)."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The resolved settings of a run."""
@@ -368,11 +338,6 @@ class Settings:
             return self.settings[name].value
         except KeyError:
             raise AttributeError(name) from None
-
-    @property
-    def overrides(self) -> tuple[Any, ...]:
-        """What is laid over the profile (``workload_loader.Override``), by whichever option."""
-        return _overrides(self.settings)
 
     def to_json(self) -> dict[str, dict[str, str | None]]:
         """Return name -> value and origin as text, for the journal's header."""
@@ -446,10 +411,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
             complaints += _repeated(values, shown)
         found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
     complaints += _nothing_to_resume(found)
-    complaints += _overridden_twice(found)
     complaints += _nothing_to_hold_against(found)
-    if found["soak"].value is not None and found["profile"].origin == "default":
-        found["profile"] = Setting(value="soak", origin=f"--gpucluster-soak, {found['soak'].origin}")
     if complaints:
         raise OptionError("\n".join(complaints))
     return Settings(settings=found)
@@ -493,23 +455,6 @@ def _nothing_to_hold_against(found: Mapping[str, Setting]) -> list[str]:
     if found["baseline"].value is not None or allowed.origin == "default":
         return []
     return [f"--gpucluster-baseline-fail ({allowed.origin}): nothing is compared without --gpucluster-baseline"]
-
-
-def _overrides(found: Mapping[str, Setting], names: Sequence[str] = OVERRIDING) -> tuple[Any, ...]:
-    values = [found[name].value for name in names]
-    given = [value if isinstance(value, tuple) else (value,) for value in values if value is not None]
-    return tuple(override for several in given for override in several)
-
-
-def _overridden_twice(found: Mapping[str, Setting]) -> list[str]:
-    """Complain where two options set the same value of the workload."""
-    of_workload, *others = ({override.key: override for override in _overrides(found, [name])} for name in OVERRIDING)
-    return [
-        f"{other.origin}, and {of_workload[key].origin}: both set {key}; leave one out"
-        for other_keys in others
-        for key, other in other_keys.items()
-        if key in of_workload
-    ]
 
 
 def _as_text(value: Any) -> str:

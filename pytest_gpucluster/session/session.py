@@ -142,7 +142,7 @@ class Session:
                 (item.name, criterion_of(item)) for item in session.items if why_not_applicable(item, room) is None
             ]
             loaded = read_workload(
-                session.items, root=self._config.rootpath, profile=run.profile, overrides=run.settings.overrides
+                session.items, root=self._config.rootpath, profile=run.profile, overrides=run.settings.workload
             )
         except (pytest.UsageError, UsageProblem) as error:
             self._unusable = True

@@ -122,14 +122,14 @@ def test_a_burn_in_that_is_cut_short_keeps_what_it_measured_and_is_no_pass(proje
     workload = left.journal.workload
     assert workload is not None
     assert workload.values["burn_in.duration"] == "10min"
-    assert workload.origins["burn_in.duration"] == "command line: --gpucluster-soak 10min"
+    assert workload.origins["burn_in.duration"] == "command line: --gpucluster-workload burn_in.duration=10min"
 
 
 def stopped(project: Project, number: int | None) -> Left:
     """Begin a burn-in of ten minutes, and stop it once there are some points of its course."""
     environ = environment({"PLANTED": json.dumps({"test_burn_in": {"test_burn_in": ""}})})
     command = [sys.executable, "-m", "pytest", *PLUGINS, CPU, "--junitxml=report.xml"]
-    command += ["-m", "soak", "--gpucluster-soak=10min"]
+    command += ["-m", "soak", "--gpucluster-workload=burn_in.duration=10min"]
     server = fork_server.server_for(environ)
     assert server is not None
     output, begin = project.path / "output.txt", time.monotonic()

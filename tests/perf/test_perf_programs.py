@@ -44,7 +44,7 @@ def run(script: str, *words: str, **more: str) -> subprocess.CompletedProcess[st
 
 SMALL = {
     "agreement.py": ["--ranks=2", "--tests=4", "--pairs=1"],
-    "collectives.py": ["--sizes=1M", "--window=0.01"],
+    "collectives.py": ["--sizes=1 MiB", "--window=0.01"],
     "fidelity.py": ["--only=matmul,rectangle,hbm", "--dtypes=bf16", "--n=64", "--mebibytes=1", "--window=0.01"],
     "loader.py": ["--side=16", "--pairs=6", "--images=16"],
     "overhead.py": ["--only=import", "--pairs=6"],
@@ -72,8 +72,8 @@ def test_every_program_is_among_the_tables() -> None:
 
 WRONG = [
     ("collectives", "--pairs=19", "20 pairs"),
-    ("collectives", "--sizes=64k,1M", "below 1 MiB"),
-    ("collectives", "--sizes=1M:2M", "no range"),
+    ("collectives", "--sizes=64KiB,1MiB", "below 1 MiB"),
+    ("collectives", "--sizes=1", "no unit"),
     ("collectives", "--collectives=gather", "all_reduce"),
     ("faults", "--at-once=9", "--at-once=9"),
     ("fidelity", "--n=2", "64 rows"),

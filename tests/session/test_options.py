@@ -37,8 +37,6 @@ def test_the_options_are_these_and_no_others() -> None:
         ("--gpucluster-sku", "gpucluster_sku", "GPUCLUSTER_SKU", "NAME", None),
         ("--gpucluster-profile", "gpucluster_profile", "GPUCLUSTER_PROFILE", "PROFILE", "full"),
         ("--gpucluster-workload", "gpucluster_workload", "GPUCLUSTER_WORKLOAD", "KEY=VALUE", None),
-        ("--gpucluster-sizes", "gpucluster_sizes", "GPUCLUSTER_SIZES", "SIZE|BEGIN:END:FACTOR,...", None),
-        ("--gpucluster-soak", "gpucluster_soak", "GPUCLUSTER_SOAK", "TIME", None),
         ("--gpucluster-report-dir", "gpucluster_report_dir", "GPUCLUSTER_REPORT_DIR", "DIR", "gpucluster-report"),
         ("--gpucluster-deadline", "gpucluster_deadline", "GPUCLUSTER_DEADLINE", "SECONDS", "300"),
         ("--gpucluster-require", "gpucluster_require", "GPUCLUSTER_REQUIRE", "CRITERIA", ""),
@@ -128,20 +126,6 @@ WRONG = {
         "--gpucluster-workload=health.load=1s --gpucluster-workload=health.load=2s",
         "--gpucluster-workload health.load=...: health.load .* 2 times",
     ),
-    "half a range of sizes": ("--gpucluster-sizes=8,512M:8G", "--gpucluster-sizes 8,512M:8G: '512M:8G' .* 8,512M:8G:2"),
-    "sizes twice": (
-        "--gpucluster-sizes=1G --gpucluster-workload=nccl.collectives.sizes=1GB",
-        "command line: --gpucluster-sizes 1G, .* command line: --gpucluster-workload nccl.collectives.sizes=1GB: .*",
-    ),
-    "a burn-in without a unit": ("--gpucluster-soak=2", "--gpucluster-soak 2: burn_in.duration: '2' .*: write '2 s'"),
-    "a burn-in of no time": (
-        {"GPUCLUSTER_SOAK": "0 s"},
-        "GPUCLUSTER_SOAK=0 s: burn_in.duration: '0 s' .* from 0.1 s to 168 h",
-    ),
-    "two lengths of the burn-in": (
-        "--gpucluster-soak=2h --gpucluster-workload=burn_in.duration=1h",
-        "command line: --gpucluster-soak 2h, .* command line: --gpucluster-workload burn_in.duration=1h: .*",
-    ),
     "data of no name, and twice": (
         "--gpucluster-data=picures=/data --gpucluster-data=images=/a --gpucluster-data=images=/b",
         "--gpucluster-data picures=/data: .* 'picures'; .*: images=FOLDER, function_calls=FILE.*\n"
@@ -173,23 +157,6 @@ def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(configure: Any
     with pytest.raises(OptionError) as caught:
         resolve(config, {} if isinstance(given, str) else given)
     assert re.fullmatch(message.replace("{ini}", str(config.inipath)), str(caught.value)), str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environ", "profile"),
-    [
-        pytest.param(["--gpucluster-soak=2 h"], {}, ("soak", "--gpucluster-soak, command line"), id="soak"),
-        pytest.param(["--gpucluster-soak=2 h", "--gpucluster-profile=quick"], {}, ("quick", "command line"), id="both"),
-        pytest.param([], {"GPUCLUSTER_SOAK": "2 h"}, ("soak", "--gpucluster-soak, environment"), id="environment"),
-    ],
-)
-def test_the_length_of_the_burn_in_overrides_the_workload_and_takes_the_profile_soak(
-    configure: Any, arguments: list[str], environ: dict[str, str], profile: tuple[str, str]
-) -> None:
-    settings = resolve(configure(*arguments, "--gpucluster-workload=health.load=2s"), environ)
-    assert [str(override) for override in settings.overrides] == ["health.load=2s", "burn_in.duration=2 h"]
-    assert (settings.profile, settings.settings["profile"].origin) == profile
-    assert settings.to_json()["soak"]["value"] == "burn_in.duration=2 h"
 
 
 @pytest.mark.parametrize(
