@@ -5,12 +5,12 @@ from __future__ import annotations
 from each import of_each
 from watched_nodes import HOSTILE, gpu, node, port
 
-from pytest_gpucluster.cli.watch_screen import plain, screen
+from pytest_gpucluster.cli.watch_screen import plain
 from pytest_gpucluster.node.health.node_state import Node, Part
 from pytest_gpucluster.text import columns
 
 EIGHT_GPUS = """\
-gpu-07  12:00:00 UTC  load 12.3 / 192 CPUs, 7 % busy  memory 234 / 2,015 GiB
+gpu-07, 12:00:00 UTC, load 12.3 / 192 CPUs, 7 % busy, memory 234 / 2,015 GiB
 GPUs: 8 x NVIDIA H100 80GB HBM3, driver 580.65.06
 GPU  util %    mem GiB  °C  power W  SM MHz  mem MHz  NVLink GB/s  throttled by
   0      98  71.2/79.6  61  690/700    1755     2619      312/310
@@ -47,16 +47,12 @@ def test_no_line_is_wider_than_the_terminal(case: tuple[int, int]) -> None:
     assert [line for line in lines if not line.isprintable()] == []
 
 
-def test_a_gpu_with_trouble_stays_where_there_is_no_room_for_all() -> None:
+def test_gpus_with_trouble_come_first_for_a_terminal_without_room_for_all() -> None:
     troubled = (gpu(6, throttle=["hw_thermal"]), gpu(7, lost="fell off the bus"), gpu(8, age=9.0, stale=True))
-    of = node(gpus=(*(gpu(index) for index in range(6)), *troubled), ports=8)
-    lines = screen(of, host="gpu-07", clock="12:00:00 UTC", width=80, height=7)
-    text = "\n".join(line.text for line in lines)
-    assert len(lines) == 7
-    assert "hw_thermal" in text
-    assert "STALE 9 s" in text
-    assert "LOST" in text
-    assert "more lines" in text
+    lines = shown(node(gpus=(*(gpu(index) for index in range(6)), *troubled), ports=8))
+    assert [line.split()[-1] for line in lines[3:6]] == ["hw_thermal", "LOST", "s"]
+    for width in (40, 60):
+        assert "STALE 9 s" in "\n".join(shown(node(gpus=troubled), width))
 
 
 @of_each(
