@@ -7,10 +7,10 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from pytest_gpucluster import __version__, files
@@ -29,9 +29,11 @@ from pytest_gpucluster.cli.command import (
 )
 from pytest_gpucluster.cli.run import run_exit_codes
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
+from pytest_gpucluster.journal.journal import read
 from pytest_gpucluster.journal.run_directory import new_run_directory
+from pytest_gpucluster.reports import registry
 from pytest_gpucluster.runners import preflight, ssh
-from pytest_gpucluster.runners.hosts import Host, read_hosts, require_slots, select_hosts
+from pytest_gpucluster.runners.hosts import Host, read_hosts, select_hosts
 from pytest_gpucluster.runners.plan import (
     SshPlan,
     forwarded_environment,
@@ -43,11 +45,10 @@ from pytest_gpucluster.runners.preflight import NodeCheck, check_nodes, prefligh
 from pytest_gpucluster.runners.run_result import read_result
 from pytest_gpucluster.runners.ssh import Access, query_nodes, require_ssh
 from pytest_gpucluster.runners.ssh_job import RemoteRun, Signals, conclude, handling
-from pytest_gpucluster.text import one_line, printable
+from pytest_gpucluster.text import printable
 
 NOT_READY, UNREACHABLE = 11, 12
 PYTEST_DEFAULT = ("acceptance/",)
-_RENDER_SECONDS = 120
 
 
 def add_access(parser: argparse.ArgumentParser, name: str = "hosts") -> None:
@@ -86,7 +87,7 @@ def add_expect(parser: argparse.ArgumentParser, *, required: bool = False) -> No
     add_option(parser, "--expect GPUSxSKU", "what each node has, such as 8xH100: one rank per GPU", required=required)
 
 
-def select_nodes(options: argparse.Namespace, gpus: int | None) -> tuple[tuple[Host, ...], Access]:
+def select_nodes(options: argparse.Namespace) -> tuple[tuple[Host, ...], Access]:
     """Return the nodes that the options of :func:`add_access` select, and how they are reached.
 
     Raises:
@@ -97,7 +98,6 @@ def select_nodes(options: argparse.Namespace, gpus: int | None) -> tuple[tuple[H
         if not option.startswith("-"):
             raise OptionError(f"--ssh {option}: not an option of ssh; write it as one word: --ssh=-oProxyJump=bastion")
     hosts = select_hosts(read_hosts(options.hosts), options.nodes, options.exclude)
-    require_slots(hosts, gpus)
     environ, kept = forwarded_environment(os.environ, options.env)
     require_ssh(len(hosts))
     if kept:
@@ -119,9 +119,7 @@ def unique_run_id() -> str:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group()
-    add_option(what, "--check", "only check whether the nodes are ready")
-    add_option(what, "--info", "only save `gpucluster node info` of every node as NAME.json")
+    add_option(parser, "--check", "only check whether the nodes are ready")
     add_expect(parser)
     add_option(parser, "--nproc-per-node N", "ranks on each node (default: one per GPU)", type=whole_number(1, 1024))
     add_option(parser, "--master-addr ADDRESS", "rendezvous address (default: the first node's)")
@@ -143,7 +141,7 @@ def _run_hosts(options: argparse.Namespace) -> int:
 
     hosts file, one node a line, such as deploy/bare-metal/hosts.example:
       gpu-001
-      gpu-[002-016] user=admin port=2222 slots=8
+      admin@gpu-[002-016] port=2222
       gpu-017 address=10.0.0.17   # if its name does not resolve
     """
     signals = Signals()
@@ -163,9 +161,7 @@ def _run(options: argparse.Namespace, signals: Signals) -> int:
     arguments = tuple(options.forwarded or PYTEST_DEFAULT)
     require_unreserved(arguments)
     per_node = parse_per_node(options.expect) if options.expect is not None else None
-    hosts, access = select_nodes(options, per_node.gpus_per_node if per_node is not None else None)
-    if options.info:
-        return _info(options, hosts, access, signals)
+    hosts, access = select_nodes(options)
     plan = SshPlan(
         hosts=hosts,
         access=access,
@@ -210,24 +206,6 @@ def _check(plan: SshPlan, signals: Signals) -> Sequence[NodeCheck]:
     return check_nodes(plan.hosts, replies, __version__)
 
 
-def _info(options: argparse.Namespace, hosts: Sequence[Host], access: Access, signals: Signals) -> int:
-    directory = new_run_directory(options.report_dir.absolute())
-    requests = {host.name: ssh.request("info") for host in hosts}
-    replies = query_nodes(hosts, requests, access, stop=lambda: bool(signals.numbers))
-    if signals.numbers:
-        raise CommandError(USAGE, f"interrupted ({signals.name}) before all nodes had answered")
-    code = DONE
-    for name, reply in replies.items():
-        if reply.facts:
-            files.atomic_write(directory / f"{name}.json", json.dumps(reply.facts, indent=2) + "\n")
-            continue
-        code = max(code, NOT_READY if reply.answered else UNREACHABLE)
-        print(printable(f"{name}: {'' if reply.answered else 'no answer: '}{one_line(reply.problem, 300)}"))
-    saved = sum(bool(reply.facts) for reply in replies.values())
-    print(f"gpucluster: info of {saved} of {len(hosts)} nodes: {directory}")
-    return code
-
-
 def _run_plan(plan: SshPlan, options: argparse.Namespace, signals: Signals) -> int:
     directory = new_run_directory(options.report_dir.absolute())
     rendezvous = f"rank 0 on {plan.hosts[0].name}, rendezvous at {plan.master}:{plan.port}"
@@ -235,47 +213,26 @@ def _run_plan(plan: SshPlan, options: argparse.Namespace, signals: Signals) -> i
     results = RemoteRun(plan, directory, within_seconds=options.within, show=show).wait(signals)
     journal, problem = read_result(directory / plan.hosts[0].name)
     problem = problem or results[0].copy_problem or results[0].problem or "the node of rank 0 has left none"
-    found = conclude(results, journal, journal_problem=problem, interrupted=signals.name)
+    found = conclude(results, journal, problem=problem, interrupted=signals.name)
     content = {
-        "schema_version": 1,
+        "schema_version": 2,
         "command": sys.argv,
         "exit": found.exit,
         "line": found.line,
         "master": f"{plan.master}:{plan.port}",
-        "nodes": [
-            {
-                "node": host.name,
-                "node_rank": node_rank,
-                "exit": result.exit,
-                "seconds": result.seconds,
-                "why": result.problem or result.stop_reason,
-                "not_brought": result.copy_problem,
-                "on_the_node": plan.folder(host),
-            }
-            for node_rank, (host, result) in enumerate(zip(plan.hosts, results, strict=True))
-        ],
+        "nodes": [asdict(result) for result in results],
     }
     files.atomic_write(directory / "ssh.json", json.dumps(content, indent=1) + "\n")
-    if journal is not None:
-        _render(directory, journal.journal)
+    if journal is not None:  # also where rank 0 could not render its reports any more
+        path = Path(journal.journal)
+        for name, why in registry.write(read(path), directory, registry.FILES, run_folder=path.parent).items():
+            show(f"{name}: {why}", True)
     for result in results:
         if result.copy_problem:
             show(f"{result.name}: reports not copied: {result.copy_problem}", True)
     show(f"reports: {directory}", True)
     show(found.line, True)
     return found.exit
-
-
-def _render(directory: Path, journal: str) -> None:
-    """Render all reports of the journal next to the nodes' folders, even if rank 0 could not do so any more."""
-    command = [sys.executable, "-m", "pytest_gpucluster", "report", journal, "--all", str(directory)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_RENDER_SECONDS, check=False)
-        problem = one_line(done.stderr, 300) if done.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = one_line(str(error), 300)
-    if problem:
-        show(f"reports are not rendered: {problem}", True)
 
 
 def show(line: str, is_error: bool) -> None:
@@ -290,7 +247,6 @@ COMMAND = Command(
         gpucluster run --hosts hosts --check
         gpucluster run --hosts hosts --expect 8xH100 -- acceptance/
         gpucluster run --hosts hosts --expect 8xH100 --exclude gpucluster-sweep/latest/exclude.txt -- -k nccl
-        gpucluster run --hosts hosts --info && gpucluster node diff gpucluster-ssh/latest
         """,
     codes=run_exit_codes(
         {
@@ -299,7 +255,7 @@ COMMAND = Command(
             11: "also: nodes are not ready, a connection was lost, or rank 0's journal could not be copied",
             12: "a node did not answer, and nothing was run",
         },
-        "With --check and --info: 0 all nodes are ready or answered, 11 some are not, 12 some did not answer.",
+        "With --check: 0 all nodes are ready, 11 some are not, 12 some did not answer.",
     ),
     usage="gpucluster run --hosts HOSTS [options] [-- PYTEST_ARGUMENTS]",
 )

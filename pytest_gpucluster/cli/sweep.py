@@ -137,7 +137,7 @@ def _scheduler(options: argparse.Namespace, gpus: int) -> Scheduler:
     if options.step == "ssh":
         from pytest_gpucluster.runners.sweep_ssh import Ssh
 
-        return Ssh(*select_nodes(options, gpus), unique_run_id())
+        return Ssh(*select_nodes(options), unique_run_id())
     from pytest_gpucluster.runners.sweep_kubernetes import Kubernetes
 
     return Kubernetes(

@@ -78,7 +78,7 @@ def _parts(node: Node, gpus: Sequence[Part], host: str, clock: str) -> Iterator[
         notes[MOST_NOTES:] = [f"… {len(notes) - MOST_NOTES} more like these"]
     yield from (_text(note, "red") for note in notes)
     if node.ports:
-        heads = ("port", "state", "out GB/s", "in GB/s")
+        heads = ["port", "state", "out GB/s", "in GB/s"]
         yield _table(heads, map(_port, node.ports), texts=heads[:2], shortened=heads[:1])
     elif node.why_no_ports:
         yield _text(f"ports: none: {node.why_no_ports}")
@@ -86,7 +86,7 @@ def _parts(node: Node, gpus: Sequence[Part], host: str, clock: str) -> Iterator[
     if processes:
         processes.sort(key=lambda one: -(one[1]["memory_bytes"] or 0))
         rows = [_process(index, process) for index, process in processes]
-        heads = ("GPU", "mem GiB", "pid", "user", "command")
+        heads = ["GPU", "mem GiB", "pid", "user", "command"]
         yield _table(heads, rows, texts=heads[3:], shortened=heads[4:])
 
 
@@ -186,9 +186,12 @@ def _table(
     """Return a table with ``texts`` on the left; where it is too wide, the columns ``shortened`` are."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for head in heads:
-        most = _MOST_WIDTHS.get(head)
-        justify = "left" if head in texts else "right"
-        table.add_column(_text(head), justify=justify, no_wrap=head not in shortened, max_width=most)
+        table.add_column(
+            _text(head),
+            justify="left" if head in texts else "right",
+            no_wrap=head not in shortened,
+            max_width=_MOST_WIDTHS.get(head),
+        )
     for row, style in itertools.zip_longest(rows, styles):
         table.add_row(*map(_text, row), style=style)
     return table

@@ -89,8 +89,10 @@ def prepare(kinds: Iterable[str] = OF_A_RUN) -> None:
             importlib.import_module(_MODULES[kind])
 
 
-def write(journal: Journal, folder: Path, kinds: Iterable[str] = OF_A_RUN) -> dict[str, str]:
-    """Write reports into the folder of a run, each atomically.
+def write(
+    journal: Journal, folder: Path, kinds: Iterable[str] = OF_A_RUN, *, run_folder: Path | None = None
+) -> dict[str, str]:
+    """Write reports into a folder, each atomically. ``run_folder``: of the run, if it is another one.
 
     Returns:
         Name of each missing file -> why.
@@ -99,7 +101,7 @@ def write(journal: Journal, folder: Path, kinds: Iterable[str] = OF_A_RUN) -> di
     for kind in kinds:
         name = FILES[kind]
         try:
-            files.atomic_write(folder / name, render(kind, journal, folder=folder))
+            files.atomic_write(folder / name, render(kind, journal, folder=run_folder or folder, page_folder=folder))
         except OSError as error:
             missing[name] = f"not written: {error.strerror or error}"
         except Exception as error:  # a failure of one report must not prevent the others

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,21 +16,19 @@ NODE_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
 """A name that files, shells and schedulers take without quotes."""
 NODE_NAME_RULE = "letters, digits, dots, dashes and underscores only"
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\$?", re.ASCII)
-_ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9:._%-]*", re.ASCII)
-_FORM = "NAME [user=USER] [port=PORT] [address=ADDRESS] [slots=RANKS], NAME also as gpu-[001-016]"
+_SETTINGS = {"port": r"[1-9]\d{0,4}", "address": r"[A-Za-z0-9:][A-Za-z0-9:._%-]*"}
+_FORM = "[USER@]NAME [port=PORT] [address=ADDRESS], NAME also as gpu-[001-016]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A node. ``user``, ``port`` and ``slots`` are None where the file does not set them."""
+    """A node. ``user`` and ``port`` are None where the file does not set them."""
 
     name: str
     address: str
     """For ssh, and for the other nodes if this is the first one; by default its name."""
     user: str | None = None
     port: int | None = None
-    slots: int | None = None
-    """Number of ranks."""
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
@@ -97,20 +95,6 @@ def select_hosts(hosts: Sequence[Host], nodes: str | None, exclude: str | None) 
     return tuple(host for host in hosts if host.name in wanted)
 
 
-def require_slots(hosts: Sequence[Host], gpus: int | None) -> None:
-    """Refuse a hosts file that contradicts ``--expect``.
-
-    Raises:
-        OptionError: a host has another number of ``slots``.
-    """
-    for host in hosts:
-        if gpus is not None and host.slots not in (None, gpus):
-            raise OptionError(
-                f"{host.name} has slots={host.slots} in the hosts file, but --expect has {gpus} GPUs on each node; "
-                "correct one of them"
-            )
-
-
 def _exclude_list(exclude: str) -> str:
     path = Path(exclude)
     if not path.is_file():
@@ -145,32 +129,15 @@ def _parse_line(words: Sequence[str]) -> list[Host]:
     for name in names:
         if not NODE_NAME.fullmatch(name):
             raise OptionError(f"{name!r} is not a node name: {NODE_NAME_RULE}")
-    settings = {"user": user} if user else {}
+    settings: dict[str, str] = {}
     for word in words[1:]:
-        key, equals, value = word.partition("=")
-        if key not in ("user", "port", "address", "slots") or not equals or not value:
-            raise OptionError(f"{word!r} is not understood; a line is {_FORM}")
-        if key in settings:
-            raise OptionError(f"{key} is set twice")
+        key, _, value = word.partition("=")
+        if key not in _SETTINGS or not re.fullmatch(_SETTINGS[key], value, re.ASCII) or key in settings:
+            raise OptionError(f"{word!r} is wrong or given twice; a line is {_FORM}")
         settings[key] = value
-    if "user" in settings and not _USER.fullmatch(settings["user"]):
-        raise OptionError(f"user={settings['user']} is not a user name")
+    if user and not _USER.fullmatch(user):
+        raise OptionError(f"{user!r} is not a user name")
     if "address" in settings and len(names) > 1:
         raise OptionError(f"one address for {len(names)} nodes; give each a line")
-    if "address" in settings and not _ADDRESS.fullmatch(settings["address"]):
-        raise OptionError(f"address={settings['address']} is not a host name or address")
-    port, slots = _number(settings, "port", 65535), _number(settings, "slots", 1024)
-    return [
-        Host(name=name, address=settings.get("address", name), user=settings.get("user"), port=port, slots=slots)
-        for name in names
-    ]
-
-
-def _number(settings: Mapping[str, str], key: str, most: int) -> int | None:
-    text = settings.get(key)
-    if text is None:
-        return None
-    number = int(text) if text.isascii() and text.isdigit() and len(text) < 8 else 0
-    if not 1 <= number <= most:
-        raise OptionError(f"{key}={text} is not a whole number from 1 to {most}")
-    return number
+    port = int(settings["port"]) if "port" in settings else None
+    return [Host(name=name, address=settings.get("address", name), user=user or None, port=port) for name in names]

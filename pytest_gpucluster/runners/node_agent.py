@@ -1,6 +1,6 @@
 """The node's side of a remote job, started there by ``gpucluster run --hosts``.
 
-It reads one request from standard input and answers it: facts about the node, its info, a run, or the reports of one.
+It reads one request from standard input and answers it: facts about the node, a run, or the reports of one.
 It needs neither torch nor pytest, so that it can report that they are missing.
 
 A run's program is ended on request, when the other side hangs up, and when no heartbeat has come for too long: then the
@@ -294,7 +294,6 @@ def unpack(archive: IO[bytes], folder: Path) -> int:
 # ---- requests
 
 _LONGEST_REQUEST = 1 << 22
-_INFO_SECONDS = 120.0
 
 
 def main() -> int:
@@ -329,17 +328,6 @@ def _probe(request: Mapping[str, Any]) -> int:
     return 0
 
 
-def _info(request: Mapping[str, Any]) -> int:
-    words = [sys.executable, "-m", "pytest_gpucluster", "node", "info", "all", "--json"]
-    try:
-        code = subprocess.run(
-            words, stdin=subprocess.DEVNULL, check=False, timeout=_INFO_SECONDS, preexec_fn=end_with_parent
-        ).returncode
-    except subprocess.TimeoutExpired:
-        raise EnvironmentBroken(f"node info took more than {_INFO_SECONDS:g} s and was killed") from None
-    return code if code >= 0 else 128 - code
-
-
 def _run(request: Mapping[str, Any]) -> int:
     os.chdir(request["directory"])
     environ = {**os.environ, **{str(name): str(value) for name, value in request["env"].items()}}
@@ -363,7 +351,7 @@ def _collect(request: Mapping[str, Any]) -> int:
     return 0
 
 
-REQUESTS = {"probe": _probe, "info": _info, "run": _run, "collect": _collect}
+REQUESTS = {"probe": _probe, "run": _run, "collect": _collect}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -133,7 +133,7 @@ class SshPlan:
     per_node: Expectation | None
     """What each node has, as declared; ``nodes`` is 1."""
     ranks: int | None = None
-    """Ranks on each node without ``slots`` in the hosts file; None for one per GPU."""
+    """Ranks on each node where ``per_node`` is None; None for one per GPU."""
     arguments: tuple[str, ...]
     run_id: str
     """Unique on these nodes."""
@@ -147,7 +147,7 @@ class SshPlan:
     def node_command(self, node_rank: int) -> list[str]:
         """Return the arguments of ``gpucluster`` on a node."""
         host, nnodes = self.hosts[node_rank], len(self.hosts)
-        ranks = self.per_node.gpus_per_node if self.per_node is not None else host.slots or self.ranks
+        ranks = self.per_node.gpus_per_node if self.per_node is not None else self.ranks
         return [
             *("run", *([f"--node-rank={node_rank}"] if nnodes > 1 else [])),
             *torchrun_options(nnodes, ranks, self.master, self.port),

@@ -18,6 +18,7 @@ from pytest_gpucluster.runners.node_agent import GRACE_SECONDS, exit_of, unpack
 from pytest_gpucluster.runners.plan import SshPlan
 from pytest_gpucluster.runners.run_result import Conclusion, RunResult, conclusion
 from pytest_gpucluster.runners.ssh import Channel
+from pytest_gpucluster.runners.sweep_outcome import BROKEN_EXIT, NO_ANSWER, LauncherExit, judge_run
 from pytest_gpucluster.text import printable, some_of
 
 STOP_SECONDS = GRACE_SECONDS + 15.0
@@ -318,15 +319,25 @@ def handling(numbers: Sequence[int], handler: Callable[[int, FrameType | None], 
             signal.signal(number, previous)
 
 
-REJECTED_EXIT, INTERRUPTED_EXIT, BROKEN_EXIT = 1, 2, 11
+def launcher_exit(nodes: Sequence[NodeResult], log: str = "") -> LauncherExit:
+    """Return how a run has ended: as the first node did that did not end with 0, or was stopped.
+
+    A node that was stopped from here may still end with 0, but its result is unknown.
+    """
+    worst = next((node for node in nodes if node.exit != 0 or node.stop_reason), nodes[0])
+    where = f"{worst.name}: " if len(nodes) > 1 else ""
+    stop_reason = worst.stop_reason or (worst.problem or "no answer over ssh" if worst.exit is None else "")
+    return LauncherExit(
+        exit=worst.exit,
+        seconds=worst.seconds,
+        stop_reason=f"{where}{stop_reason}" if stop_reason else "",
+        log=log,
+        hint=nodes[0].copy_problem or where.removesuffix(": "),
+    )
 
 
 def conclude(
-    nodes: Sequence[NodeResult],
-    journal: RunResult | None,
-    *,
-    journal_problem: str = "",
-    interrupted: str = "",
+    nodes: Sequence[NodeResult], journal: RunResult | None, *, problem: str = "", interrupted: str = ""
 ) -> Conclusion:
     """Return exit code and last line of a run.
 
@@ -336,44 +347,20 @@ def conclude(
     Args:
         nodes: results of all nodes that were started, rank 0's first.
         journal: rank 0's; None if there is none here.
-        journal_problem: why not.
+        problem: why not.
         interrupted: the signal, if one came.
     """
-
-    def end(word: str, code: int, reason: str) -> Conclusion:
-        return conclusion(word, code, reason, rehearsal=journal is not None and journal.rehearsal)
-
-    # A node that was stopped from here may still end with 0, but its result is unknown.
-    codes = [None if node.exit == 0 and node.stop_reason else node.exit for node in nodes]
-    if REJECTED_EXIT in codes or (journal is not None and (journal.exit == 1 or journal.verdict == REJECTED)):
-        reason = journal.reason if journal is not None else _exits(nodes, {REJECTED_EXIT})
-        return end(REJECTED, REJECTED_EXIT, reason)
-    if interrupted:
-        return end(BROKEN, INTERRUPTED_EXIT, f"interrupted ({interrupted})")
-    lost = [node for node, code in zip(nodes, codes, strict=True) if code is None]
-    if lost:
-        more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-        journal_reason = f"; its journal states: {journal.reason}" if journal is not None and journal.exit else ""
-        first_lost = lost[0]
-        reason = (first_lost.stop_reason if first_lost.exit == 0 else "") or first_lost.problem
-        reason = reason or first_lost.stop_reason or "exit code unknown"
-        return end(BROKEN, BROKEN_EXIT, f"{first_lost.name}: {reason}{more}{journal_reason}")
-    first = codes[0] if codes else BROKEN_EXIT
-    bad = {code for code in codes if code is not None and code not in (0, 10, 12)}
-    if first in (0, 10, 12) and bad:
-        return end(BROKEN, BROKEN_EXIT, f"{_exits(nodes, bad)}, but rank 0's node ended with {first}")
-    if bad:
-        return end(BROKEN, int(first or BROKEN_EXIT), journal.reason if journal is not None else _exits(nodes, bad))
-    if journal is None:
-        return end(BROKEN, BROKEN_EXIT, f"no journal of the run: {journal_problem or 'no node was started'}")
-    if journal.nnodes != len(nodes):
-        return end(BROKEN, BROKEN_EXIT, f"its journal is of {journal.nnodes} nodes, but {len(nodes)} were started")
-    worst = max(int(code or 0) for code in codes)
-    if journal.exit != worst:
-        reason = f"the nodes ended with {worst}, but the journal states {journal.verdict}, exit code {journal.exit}"
-        return end(BROKEN, BROKEN_EXIT, reason)
-    return end(journal.verdict, journal.exit, journal.reason)
-
-
-def _exits(nodes: Sequence[NodeResult], codes: set[int]) -> str:
-    return some_of([f"{node.name} ended with {node.exit}" for node in nodes if node.exit in codes], 8)
+    outcome = judge_run("", journal, launcher_exit(nodes), problem, nnodes=len(nodes))
+    word, code, reason = outcome.verdict, outcome.exit, outcome.failure or (journal.reason if journal else "")
+    worst = max(node.exit or 0 for node in nodes)
+    rejecting = [node.name for node in nodes if node.exit == 1]
+    if code == 1 or rejecting:
+        word, code, reason = REJECTED, 1, reason if journal else f"{some_of(rejecting)} ended with exit code 1"
+    elif interrupted:
+        word, code, reason = BROKEN, 2, f"interrupted ({interrupted})"
+    elif word == NO_ANSWER:
+        word = BROKEN
+    elif code in (0, 10, 12) and code != worst:
+        reason = f"its journal states {word}, exit code {code}, but a node ended with {worst}"
+        word, code = BROKEN, BROKEN_EXIT
+    return conclusion(word, code, reason, rehearsal=journal is not None and journal.rehearsal)

@@ -79,12 +79,18 @@ def worse(one: Outcome, other: Outcome) -> Outcome:
 
 
 def judge_run(
-    node: str, result: RunResult | None, launcher: LauncherExit, problem: str = "", *, nnodes: int, world_size: int
+    node: str,
+    result: RunResult | None,
+    launcher: LauncherExit,
+    problem: str = "",
+    *,
+    nnodes: int,
+    world_size: int | None = None,
 ) -> Outcome:
     """Return the outcome of a run from its journal, or why there is none, and from how its launcher ended.
 
     A failure counts however the launcher ended. A pass counts only if the launcher ended with 0, and if the run was of
-    as many nodes and ranks as were launched.
+    as many nodes and ranks as were launched; ``world_size`` is None where that is unknown.
     """
     verdict, code, failure = _verdict(result, launcher, problem, nnodes=nnodes, world_size=world_size)
     return Outcome(
@@ -99,7 +105,7 @@ def judge_run(
 
 
 def _verdict(
-    result: RunResult | None, launcher: LauncherExit, problem: str, *, nnodes: int, world_size: int
+    result: RunResult | None, launcher: LauncherExit, problem: str, *, nnodes: int, world_size: int | None
 ) -> tuple[str, int, str]:
     how = "did not end" if launcher.exit is None else f"ended with exit code {launcher.exit}"
     if result is None:
@@ -113,13 +119,14 @@ def _verdict(
         return NO_ANSWER, BROKEN_EXIT, f"{launcher.stop_reason}{'' if result.ended else f'; {result.reason}'}"
     if not result.ended:
         return NO_ANSWER, BROKEN_EXIT, f"its journal has no end: {failure}"
-    if (result.nnodes, result.world_size) != (nnodes, world_size):
-        found = f"{result.world_size} ranks on {result.nnodes} nodes"
-        return BROKEN, BROKEN_EXIT, f"its journal is of {found}, but {world_size} on {nnodes} were launched"
+    if result.nnodes != nnodes or world_size not in (None, result.world_size):
+        found, launched = f"{result.world_size} ranks on {result.nnodes} nodes", f"{world_size or 'ranks'} on {nnodes}"
+        return BROKEN, BROKEN_EXIT, f"its journal is of {found}, but {launched} were launched"
     if result.verdict in PASSES and result.exit == 0:
         if launcher.exit == 0:
             return result.verdict, 0, ""
-        return BROKEN, BROKEN_EXIT, f"its journal states {result.verdict}, but its launcher {how}"
+        hint = f": {launcher.hint}" if launcher.hint else ""
+        return BROKEN, BROKEN_EXIT, f"its journal states {result.verdict}, but its launcher {how}{hint}"
     if (result.verdict, result.exit) in _NOTHING_FAILED:
         return result.verdict, result.exit, failure
     return BROKEN, result.exit if result.exit in (2, 3, 4, 5) else BROKEN_EXIT, failure

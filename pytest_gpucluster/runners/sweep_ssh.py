@@ -8,7 +8,7 @@ from pathlib import Path
 from pytest_gpucluster.runners.hosts import Host
 from pytest_gpucluster.runners.plan import SshPlan, SweepPlan, random_port
 from pytest_gpucluster.runners.ssh import Access
-from pytest_gpucluster.runners.ssh_job import STOP_SECONDS, RemoteRun
+from pytest_gpucluster.runners.ssh_job import STOP_SECONDS, RemoteRun, launcher_exit
 from pytest_gpucluster.runners.sweep import JobScheduler
 from pytest_gpucluster.runners.sweep_outcome import JOINT, LauncherExit
 
@@ -53,17 +53,7 @@ class SshJob:
     def poll(self) -> LauncherExit | None:
         """Return how it ended; None while it runs."""
         results = self._run.poll()
-        if results is None:
-            return None
-        # A node that was stopped from here may still end with 0, but its result is unknown.
-        worst = next((result for result in results if result.exit != 0 or result.stop_reason), results[0])
-        return LauncherExit(
-            exit=worst.exit,
-            seconds=worst.seconds,
-            stop_reason=worst.stop_reason or ("no answer over ssh" if worst.exit is None else ""),
-            log=f"{self.reports}.log",
-            hint=results[0].copy_problem or (f"{worst.name}: {worst.problem}" if worst.problem else ""),
-        )
+        return None if results is None else launcher_exit(results, f"{self.reports}.log")
 
     def stop(self, reason: str) -> None:
         """Ask all nodes to end it; the reports are written and copied."""

@@ -10,12 +10,12 @@ from programs import require_program
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.runners.hosts import parse_hosts, require_slots
+from pytest_gpucluster.runners.hosts import parse_hosts
 from pytest_gpucluster.runners.plan import SshPlan, forwarded_environment, parse_per_node, require_unreserved
 from pytest_gpucluster.runners.ssh import Access, ssh_command
 from pytest_gpucluster.runners.torchrun import command_line
 
-HOSTS = parse_hosts("gpu-1 address=10.0.0.1\ngpu-2 slots=4\n", "hosts")
+HOSTS = parse_hosts("gpu-1 address=10.0.0.1\ngpu-2\n", "hosts")
 EIGHT = Expectation.parse("1x8xH100")
 
 
@@ -37,8 +37,7 @@ def test_each_node_gets_its_own_rank_and_folder_and_the_same_rendezvous():
     ]
 
 
-def test_ranks_are_those_of_the_hosts_file_else_of_the_option_else_of_the_node():
-    assert "--nproc-per-node=4" in plan(ranks=2).node_command(1)
+def test_ranks_are_those_of_the_option_else_of_the_node():
     assert "--nproc-per-node=2" in plan(ranks=2).node_command(0)
     assert not [word for word in plan().node_command(0) if word.startswith(("--nproc-per-node", "--gpucluster-expect"))]
 
@@ -54,12 +53,6 @@ def test_the_command_is_understood_by_the_cli_and_by_torchrun():
         if len(hosts) > 1:
             assert (parsed.nnodes, parsed.node_rank, parsed.rdzv_backend) == ("2", 1, "static")
             assert (parsed.master_addr, parsed.master_port) == ("10.0.0.1", 20001)
-
-
-def test_a_contradiction_between_file_and_option_is_refused():
-    with pytest.raises(OptionError, match=r"gpu-2 .*slots=4 .*--expect.* 8"):
-        require_slots(HOSTS, 8)
-    require_slots(HOSTS, None)
 
 
 def test_what_a_node_has_begins_with_its_gpus():
@@ -93,7 +86,7 @@ def test_a_variable_that_cannot_be_forwarded_is_refused():
 
 def test_ssh_itself_understands_its_options():
     ssh = require_program("ssh")
-    [host] = parse_hosts("gpu-1 address=10.0.0.1 port=2222 user=admin", "hosts")
+    [host] = parse_hosts("admin@gpu-1 address=10.0.0.1 port=2222", "hosts")
     command = ssh_command(host, Access(python="/opt/my env/python", options=("-oProxyJump=bastion", "-F/dev/null")))
     # -G prints the set_to that result, and does not connect.
     done = subprocess.run([ssh, "-G", *command[1:]], capture_output=True, text=True, timeout=30, check=True)
