@@ -24,17 +24,14 @@ class FakeNvml:
         pci: Mapping[str, str] | None = None,
         count: int | None = None,
         silent: Iterable[str] = (),
-        ways: Mapping[frozenset[str], str | Exception] | None = None,
     ) -> None:
-        """``silent``: UUIDs that are counted and do not answer, as a lost GPU. ``ways``: between two UUIDs, as
-        ``Nvml.between`` tells; "system" where nothing is planted."""
+        """``silent``: UUIDs that are counted and do not answer, as a lost GPU."""
         self.planted = {uuid: dict(values) for uuid, values in gpus.items()}
         for values in self.planted.values():
             assert set(values) <= set(QUERIES), f"no such query: {sorted(set(values) - set(QUERIES))}"
         self.name, self.driver, self.silent = name, driver, set(silent)
         self.pci = dict(pci or {uuid: f"00000000:{0x1B + 0x10 * i:02X}:00.0" for i, uuid in enumerate(self.planted)})
         self._count = count
-        self.ways = dict(ways or {})
 
     def driver_version(self) -> str:
         return self.driver
@@ -42,12 +39,6 @@ class FakeNvml:
     def gpus(self) -> tuple[NvmlGpu | None, ...]:
         found = tuple(map(self.find, self.planted))
         return (*found, *[None] * ((self._count or 0) - len(found)))
-
-    def between(self, uuid: str, other: str) -> str:
-        told = self.ways.get(frozenset((uuid, other)), "system")
-        if isinstance(told, BaseException):
-            raise told
-        return told
 
     def find(self, uuid: str) -> NvmlGpu | None:
         if uuid not in self.planted or uuid in self.silent:

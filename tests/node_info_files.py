@@ -27,7 +27,7 @@ _GPU = {
 def node_info(**more: Any) -> dict[str, Any]:
     """Return the info of a node of two GPUs and one HCA; ``more`` are "part.key" -> value."""
     node = copy.deepcopy(_HERE)
-    node["gpus"] = {"why_not": "", "driver": "570.1", "count": 2, "gpus": [dict(_GPU), dict(_GPU)], "ways": []}
+    node["gpus"] = {"why_not": "", "driver": "570.1", "count": 2, "gpus": [dict(_GPU), dict(_GPU)]}
     node["topology"] |= {"between_gpus": [["X", "NV18"], ["NV18", "X"]], "to_gpus": [["PIX", "SYS"]]}
     port = {"number": 1, "state": "active", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
     device = {"name": "mlx5_0", "kind": "MT4129", "firmware": "28.39", "board": "MT_1", "ports": [port]}

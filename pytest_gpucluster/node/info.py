@@ -19,10 +19,10 @@ from typing import Any
 from pytest_gpucluster.launch.launchers import Allocation, allocation
 from pytest_gpucluster.node import host, infiniband, info_gpus, pci
 from pytest_gpucluster.node.host import NodeSnapshot, Space, read_node
-from pytest_gpucluster.node.interfaces import Interface
+from pytest_gpucluster.node.interfaces import Interface, read_networks
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
 from pytest_gpucluster.node.processes import Output, Process, Run, find_process, run_program
-from pytest_gpucluster.node.sysfs import Tree, format_ranges, pci_address
+from pytest_gpucluster.node.sysfs import Tree, format_ranges
 
 _APPTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 
@@ -223,39 +223,6 @@ def _toolkit(tree: Tree) -> str | None:
         return None  # no toolkit, or a much older one
 
 
-_NET = "/sys/class/net"
-
-
-def network_interfaces(tree: Tree, interfaces: Callable[[], Sequence[Interface]]) -> list[dict[str, Any]]:
-    """Read each network interface but the loopback.
-
-    Returns:
-        ``name``; ``state``, such as up; ``speed_mbps``, null where there is none, as of a bridge; ``mtu``; ``mac``;
-        ``driver``; ``pci``; ``addresses``.
-
-    Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net.
-    """
-    addresses = {one.name: list(one.addresses) for one in interfaces()}
-    found = []
-    for name in tree.entries(_NET) or sorted(addresses):
-        folder = f"{_NET}/{name}"
-        speed = tree.number(f"{folder}/speed")  # -1, or no answer at all, where there is no link
-        if name != "lo":
-            found.append(
-                {
-                    "name": name,
-                    "state": tree.text(f"{folder}/operstate"),
-                    "speed_mbps": speed if speed is not None and speed > 0 else None,
-                    "mtu": tree.number(f"{folder}/mtu"),
-                    "mac": tree.text(f"{folder}/address") or None,
-                    "driver": tree.target(f"{folder}/device/driver"),
-                    "pci": pci_address(tree.target(f"{folder}/device") or ""),
-                    "addresses": addresses.get(name, []),
-                }
-            )
-    return found
-
-
 def network_adapters(tree: Tree) -> dict[str, Any]:
     """Read each HCA and its ports.
 
@@ -266,7 +233,6 @@ def network_adapters(tree: Tree) -> dict[str, Any]:
         zero; ``peer_memory``: ``module`` and ``why_no_dma_buf``.
     """
     known = asdict(infiniband.read(tree.path("/sys"), gids=False))
-    peer = pci.read_peer_memory(tree.path("/sys"), tree.path("/proc"), tree.text("/proc/sys/kernel/osrelease"))
     bad = (*infiniband.ERRORS, *infiniband.HARDWARE_ERRORS, infiniband.CARRIER_DOWN)
     for device in known["devices"]:
         device["ports"] = [
@@ -276,7 +242,7 @@ def network_adapters(tree: Tree) -> dict[str, Any]:
             }
             for port in device["ports"]
         ]
-    return {**known, "devices": list(known["devices"]), "peer_memory": asdict(peer)}
+    return {**known, "devices": list(known["devices"]), "peer_memory": asdict(pci.read_peer_memory(tree))}
 
 
 SCHEMA_VERSION = 1
@@ -331,7 +297,10 @@ def collect_info(view: str, sources: Sources) -> dict[str, Any]:
         "gpus": lambda: known,
         "topology": lambda: info_gpus.read_topology(known, adapters, tree),
         "infiniband": lambda: adapters,
-        "network": lambda: network_interfaces(tree, sources.interfaces),
+        "network": lambda: [
+            {key: value for key, value in asdict(one).items() if key != "running"}
+            for one in read_networks(tree, sources.interfaces())
+        ],
         "mounts": lambda: read_mounts(tree),
     }
     return info | {part: parts[part]() for part in wanted}

@@ -49,8 +49,7 @@ def query_gpus(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], 
     except EnvironmentBroken as error:
         write({"why_not": str(error)})
         return
-    listed = [gpu for gpu in permitted if gpu is not None]
-    for gpu in listed:
+    for gpu in filter(None, permitted):
         values: dict[str, Any] = {"index": gpu.index, "name": gpu.name, "uuid": gpu.uuid, "pci": gpu.pci_bus_id}
         missing: dict[str, str] = {}
         for key, query in QUERIES.items():
@@ -60,15 +59,6 @@ def query_gpus(open_nvml: Callable[[], Nvml], write: Callable[[dict[str, Any]], 
             except NotAvailable as error:
                 values[key], missing[key] = None, str(error)
         write({"gpu": {**values, "not_available": missing}})
-    for number, gpu in enumerate(listed):
-        for other in listed[number + 1 :]:
-            write({"query": f"the path from GPU {gpu.index} to GPU {other.index}"})
-            way: dict[str, Any] = {"common": None, "from": gpu.uuid, "to": other.uuid}
-            try:
-                way["common"] = nvml.between(gpu.uuid, other.uuid)
-            except NotAvailable as error:
-                way["why_not"] = str(error)
-            write({"way": way})
     write({"why_not": ""})
 
 
@@ -83,10 +73,9 @@ def read_gpus(child: Output, find_process: Callable[[int], Process] = find_proce
     Returns:
         ``why_not``: why nothing, or not all, is known; "" where the child finished. ``driver``: its version. ``count``:
         GPUs that this process may use, also those that do not answer. ``gpus``: each with ``index``, ``name``,
-        ``uuid``, ``pci``, a key for each of ``QUERIES``, and ``not_available``, why a key is null. ``ways``: ``from``,
-        ``to`` and ``common``, the nearest common ancestor of two GPUs.
+        ``uuid``, ``pci``, a key for each of ``QUERIES``, and ``not_available``, why a key is null.
     """
-    result: dict[str, Any] = {"why_not": None, "driver": None, "count": None, "gpus": [], "ways": []}
+    result: dict[str, Any] = {"why_not": None, "driver": None, "count": None, "gpus": []}
     query = "NVML's initialisation"
     for line in child.text.splitlines():
         try:
@@ -97,8 +86,6 @@ def read_gpus(child: Output, find_process: Callable[[int], Process] = find_proce
             query = answer["query"]
         elif "gpu" in answer:
             result["gpus"].append(_with_owners(answer["gpu"], find_process))
-        elif "way" in answer:
-            result["ways"].append(answer["way"])
         else:
             result |= answer
     if result["why_not"] is None:
@@ -135,20 +122,10 @@ LEGEND: Mapping[str, str] = {
     UNKNOWN: "unknown",
 }
 """Source: `nvidia-smi topo -m`, its legend."""
-_BY_NVML = {
-    "internal": "PIX",
-    "single": "PIX",
-    "multiple": "PXB",
-    "hostbridge": "PHB",
-    "node": "NODE",
-    "system": "SYS",
-}
 
 
 def read_topology(gpus: Mapping[str, Any], adapters: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
-    """Return the paths between GPUs and HCAs.
-
-    Between GPUs by NVML, and where it does not report them, by the kernel's PCI devices; to HCAs by the latter.
+    """Return the paths between GPUs and HCAs: NVLinks by NVML, all else by the kernel's PCI devices.
 
     Args:
         gpus: the result of :func:`read_gpus`.
@@ -160,17 +137,13 @@ def read_topology(gpus: Mapping[str, Any], adapters: Mapping[str, Any], tree: Tr
         local to each GPU.
     """
     listed: Sequence[Mapping[str, Any]] = gpus["gpus"]
-    common = {frozenset((way["from"], way["to"])): way["common"] for way in gpus["ways"]}
     cards: Sequence[Mapping[str, Any]] = adapters["devices"]
 
     def between(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         if one["uuid"] == other["uuid"]:
             return SELF
         links = nvlinks(one, other)
-        if links:
-            return f"NV{links}"
-        ancestor = common.get(frozenset((one["uuid"], other["uuid"])))
-        return _BY_NVML.get(str(ancestor)) or by_kernel(tree, one["pci"], other["pci"])
+        return f"NV{links}" if links else by_kernel(tree, one["pci"], other["pci"])
 
     return {
         "gpus": [gpu["index"] for gpu in listed],

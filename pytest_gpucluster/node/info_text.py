@@ -17,6 +17,7 @@ from pytest_gpucluster.text import (
     line_of,
     padded,
     paragraph,
+    plural,
     shortened,
     total,
     widths,
@@ -47,13 +48,17 @@ def value_text(key: str, value: Any) -> str:
 
     >>> value_text("memory_used_bytes", 2048), value_text("load", [1.5, 2.0]), value_text("governors", {"powersave": 2})
     ('2 KiB', '1.5, 2', 'powersave 2')
+    >>> value_text("uptime_seconds", 41.7), value_text("uptime_seconds", 200000), value_text("modules", {"mlx5_ib": ""})
+    ('41 seconds', '2 days', 'mlx5 ib')
     """
     if value is None or value == "":
         return _FOR_NULL.get(key, UNKNOWN)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return ", ".join(f"{_label(name)} {value_text(name, each)}" for name, each in value.items()) or "none"
+        # A module that is built into the kernel has no version.
+        texts = (f" {value_text(name, each)}" if each != "" else "" for name, each in value.items())
+        return ", ".join(f"{_label(name)}{text}" for name, text in zip(value, texts, strict=True)) or "none"
     if isinstance(value, (list, tuple)):
         separator = "; " if any(isinstance(each, Mapping) for each in value) else ", "
         return separator.join(value_text(key, each) for each in value) or "none"
@@ -61,9 +66,16 @@ def value_text(key: str, value: Any) -> str:
         if key.endswith("_bytes"):
             return amount(value)
         if key.endswith("_seconds"):
-            return f"{value / 86400:.3g} days"
+            return _time(value)
         return f"{value:.0f}" if key.endswith("_watts") else f"{value:.10g}"
     return str(value)
+
+
+def _time(seconds: float) -> str:
+    for unit, least in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= least:
+            return plural(int(seconds // least), unit)
+    return plural(int(seconds), "second")
 
 
 def _label(key: str) -> str:

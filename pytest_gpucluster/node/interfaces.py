@@ -6,6 +6,7 @@ Nodes exchange values through the store, without a process group (:class:`Nodes`
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.node.sysfs import Tree, pci_address
 
 IF_INET6 = Path("/proc/net/if_inet6")
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
@@ -30,6 +32,33 @@ class Interface:
     name: str
     running: bool
     addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network(Interface):
+    """An interface with what sysfs has of it; None where that does not report it.
+
+    Attributes:
+        state: such as up.
+        speed_mbps: None also for a bridge, and in most virtual machines.
+        driver: such as ena or gve.
+        is_real: it is a card, or a bond or VLAN of cards; not a bridge, a tunnel or one end of a pair.
+        is_default: it carries the default route.
+    """
+
+    state: str | None = None
+    speed_mbps: int | None = None
+    mtu: int | None = None
+    mac: str | None = None
+    driver: str | None = None
+    pci: str | None = None
+    is_real: bool
+    is_default: bool = False
+
+    @property
+    def is_link_local(self) -> bool:
+        """Whether it has link-local addresses only, as the one to a server's BMC over USB."""
+        return all(ipaddress.ip_address(address).is_link_local for address in self.addresses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +97,62 @@ def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:
         return fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))
     except OSError:
         return None
+
+
+_NET = "/sys/class/net"
+_ROUTE_IS_UP = 0x1  # RTF_UP in linux/route.h
+
+
+def read_networks(tree: Tree, found: Sequence[Interface]) -> tuple[Network, ...]:
+    """Read all interfaces but the loopback: those with an address, ``found``, in their order, then the others.
+
+    Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net; proc_net(5), /proc/net/route.
+    """
+    default = _default_interfaces(tree)
+    names = {one.name: one for one in found}
+    others = [name for name in tree.entries(_NET) if name not in names and name != "bonding_masters"]
+    all_of_them = (*found, *(Interface(name=name, running=False, addresses=()) for name in others))
+    return tuple(_network(tree, one, one.name in default) for one in all_of_them if one.name != "lo")
+
+
+def _network(tree: Tree, one: Interface, is_default: bool) -> Network:
+    folder = f"{_NET}/{one.name}"
+    speed = tree.number(f"{folder}/speed")  # -1, or no answer at all, where there is no link
+    is_made_of_cards = any(tree.has(f"{_NET}/{name}/device") for name in _with_lower(tree, one.name))
+    return Network(
+        name=one.name,
+        running=one.running,
+        addresses=one.addresses,
+        state=tree.text(f"{folder}/operstate"),
+        speed_mbps=speed if speed is not None and speed > 0 else None,
+        mtu=tree.number(f"{folder}/mtu"),
+        mac=tree.text(f"{folder}/address") or None,
+        driver=tree.target(f"{folder}/device/driver"),
+        pci=pci_address(tree.target(f"{folder}/device") or ""),
+        is_real=is_made_of_cards and not tree.has(f"{folder}/bridge"),
+        is_default=is_default,
+    )
+
+
+def _with_lower(tree: Tree, name: str) -> set[str]:
+    """Return an interface and its lower ones: a VLAN's, a bond's, a bridge's."""
+    lower = (entry for entry in tree.entries(f"{_NET}/{name}") if entry.startswith("lower_"))
+    return {name}.union(*(_with_lower(tree, entry.removeprefix("lower_")) for entry in lower))
+
+
+def _default_interfaces(tree: Tree) -> set[str]:
+    """Return the interface of the preferred default route, and its lower ones; none where there is no such route."""
+    anywhere, anywhere_6 = "0" * 8, "0" * 32
+    routes: list[tuple[int, str]] = []
+    for line in (tree.text("/proc/net/route") or "").splitlines()[1:]:
+        parts = line.split()
+        if len(parts) > 7 and parts[1] == parts[7] == anywhere and int(parts[3], 16) & _ROUTE_IS_UP:
+            routes.append((int(parts[6]), parts[0]))
+    for line in (tree.text("/proc/net/ipv6_route") or "").splitlines() if not routes else ():
+        parts = line.split()
+        if len(parts) == 10 and parts[0] == anywhere_6 and parts[1] == "00" and parts[9] != "lo":
+            routes.append((int(parts[5], 16), parts[9]))
+    return _with_lower(tree, min(routes)[1]) if routes else set()
 
 
 def matches(name: str, wanted: str) -> bool:

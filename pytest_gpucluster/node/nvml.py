@@ -20,18 +20,6 @@ NOT_AVAILABLE = "not available"
 Absence = Literal["not supported", "no permission", "lost", "failed"]
 
 
-COMMON_ANCESTORS: Mapping[int, str] = {
-    0: "internal",
-    10: "single",
-    20: "multiple",
-    30: "hostbridge",
-    40: "node",
-    50: "system",
-}
-"""The nearest common ancestor of two GPUs: the board, one PCIe switch, several, a host bridge, a NUMA node, the system.
-Source: nvml.h, nvmlGpuTopologyLevel_t."""
-
-
 class NotAvailable(Exception):
     """A query has no value; the text has the reason, ``kind`` its category.
 
@@ -61,13 +49,6 @@ class Nvml(Protocol):
 
     def gpus(self) -> tuple[NvmlGpu | None, ...]:
         """GPUs that this process may use, in NVML's order; None for one that does not answer."""
-
-    def between(self, uuid: str, other: str) -> str:
-        """Return the nearest common ancestor of two GPUs: one of ``COMMON_ANCESTORS``.
-
-        Raises:
-            NotAvailable: with the reason.
-        """
 
     def find(self, uuid: str) -> NvmlGpu | None:
         """Look a GPU up by its full UUID (``GPU-...``, ``MIG-...``); None where NVML does not list it."""
@@ -183,15 +164,6 @@ class PyNvml:
             )
         except nvml.NVMLError:
             return None  # the caller notices it by the place that is empty
-
-    def between(self, uuid: str, other: str) -> str:
-        """Read the nearest common ancestor of two GPUs."""
-        nvml = self._nvml
-        try:
-            level = int(nvml.nvmlDeviceGetTopologyCommonAncestor(self._gpu(uuid), self._gpu(other)))
-        except nvml.NVMLError as error:
-            raise _not_available(nvml, error, "common ancestor") from error
-        return COMMON_ANCESTORS.get(level, f"unknown ({level})")
 
     def read(self, uuid: str, query: str) -> Any:
         """Read one query."""

@@ -53,14 +53,20 @@ def unlisted_gpus(listed: Iterable[str], tree: Tree | None = None) -> tuple[PciG
         OSError: the bus cannot be read, so whether there are further GPUs is unknown.
     """
     tree = tree or Tree()
-    names = sorted(os.listdir(tree.path(PCI_DEVICES)))
+    os.listdir(tree.path(PCI_DEVICES))
     known = {pci_address(address) for address in listed}
-    return tuple(_state(tree, name) for name in names if pci_address(name) not in known and _is_gpu(tree, name))
+    return tuple(_state(tree, name) for name in gpus_on_bus(tree) if pci_address(name) not in known)
 
 
-def _is_gpu(tree: Tree, address: str) -> bool:
-    vendor, kind = (tree.text(f"{PCI_DEVICES}/{address}/{name}") or "" for name in ("vendor", "class"))
-    return vendor == _NVIDIA and kind[:6] in _DISPLAY
+def gpus_on_bus(tree: Tree) -> list[str]:
+    """Return the addresses of all NVIDIA GPUs on the bus. A virtual function is a part of one of them."""
+
+    def is_gpu(folder: str) -> bool:
+        kind = tree.text(f"{folder}/class") or ""
+        is_whole = not tree.has(f"{folder}/physfn")
+        return tree.text(f"{folder}/vendor") == _NVIDIA and kind[:6] in _DISPLAY and is_whole
+
+    return [name for name in tree.entries(PCI_DEVICES) if is_gpu(f"{PCI_DEVICES}/{name}")]
 
 
 def _state(tree: Tree, address: str) -> PciGpu:
@@ -100,9 +106,9 @@ def _opened(address: str, node: Path) -> PciGpu:
     return PciGpu(address=address, state="answers", detail=f"{node} can be opened")
 
 
-MODULES = ("nvidia_peermem", "nv_peer_mem")
-"""Kernel modules that register GPU memory with the RDMA stack; the second one is older.
-Source: NCCL, src/transport/net_ib.cc, ncclIbGdrSupport, which looks for the same."""
+MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
+"""Kernel modules that register GPU memory with the RDMA stack; the second one is older, the third one Amazon's.
+Source: NCCL, src/transport/net_ib.cc, ncclIbGdrSupport; awslabs/libfabric-ci-scripts pull request 176."""
 
 FIRST_KERNEL_WITH_DMA_BUF = (5, 12)
 """Source: NVIDIA GPU Operator, "GPUDirect RDMA and GPUDirect Storage": DMA-BUF needs Linux 5.12, a driver with open
@@ -127,30 +133,22 @@ class PeerMemory:
         return f"no module, and no DMA-BUF: {self.why_no_dma_buf}" if self.why_no_dma_buf else "DMA-BUF"
 
 
-def read_peer_memory(sysfs: Path = Path("/sys"), proc: Path = Path("/proc"), release: str | None = None) -> PeerMemory:
-    """Read modules, driver and kernel.
-
-    Args:
-        sysfs, proc: where they are mounted.
-        release: of the kernel, such as ``5.15.0-1063-nvidia``; by default of the running one.
-    """
-    # Path.is_dir raises where a folder above is not accessible.
-    module = next((name for name in MODULES if os.path.isdir(sysfs / "module" / name)), "")
-    return PeerMemory(module=module, why_no_dma_buf=_why_no_dma_buf(proc, release or os.uname().release))
-
-
-def _why_no_dma_buf(proc: Path, release: str) -> str:
-    version = proc / "driver" / "nvidia" / "version"
-    try:
-        driver = version.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        return f"{version}: {error.strerror or error}"
-    if "Open Kernel Module" not in driver:
-        return "the driver's kernel modules are not the open ones"
-    found = re.match(r"(\d+)\.(\d+)", release)
-    if found is None or (int(found[1]), int(found[2])) < FIRST_KERNEL_WITH_DMA_BUF:
-        return f"kernel {release} is older than {'.'.join(map(str, FIRST_KERNEL_WITH_DMA_BUF))}"
-    return ""
+def read_peer_memory(tree: Tree) -> PeerMemory:
+    """Read modules, driver and kernel."""
+    module = next((name for name in MODULES if tree.has(f"/sys/module/{name}")), "")
+    cards = tree.entries("/sys/class/infiniband")
+    # An older EFA driver. Source: openucx/ucx issue 10966.
+    if not module and any(tree.text(f"/sys/class/infiniband/{name}/gdr") == "1" for name in cards):
+        module = "efa, with gdr"
+    driver, release = tree.text(f"{_DRIVER_FOLDER}/version"), tree.text("/proc/sys/kernel/osrelease") or "unknown"
+    found, why_not = re.match(r"(\d+)\.(\d+)", release), ""
+    if driver is None:
+        why_not = f"{_DRIVER_FOLDER}/version cannot be read"
+    elif "Open Kernel Module" not in driver:
+        why_not = "the driver's kernel modules are not the open ones"
+    elif found is None or (int(found[1]), int(found[2])) < FIRST_KERNEL_WITH_DMA_BUF:
+        why_not = f"kernel {release} is older than {'.'.join(map(str, FIRST_KERNEL_WITH_DMA_BUF))}"
+    return PeerMemory(module=module, why_no_dma_buf=why_not)
 
 
 _LINK_QUERIES = {"generation": "pcie.generation", "width": "pcie.width"}

@@ -26,7 +26,6 @@ def test_every_value_of_every_gpu_is_reported():
     assert (gpu["name"], gpu["pci"]) == ("NVIDIA H100 80GB HBM3", "00000000:23:00.0")
     assert {key for key in info_gpus.QUERIES if gpu[key] is None} == set()
     assert gpu["not_available"] == {}
-    assert len(gpus["ways"]) == 8 * 7 // 2
     json.dumps(gpus, allow_nan=False)
 
 

@@ -73,9 +73,9 @@ def test_the_kind_of_container_is_reported(tmp_path_factory, case):
 
 
 def test_interfaces_and_ports_have_what_sysfs_says(node):
-    eth0, eth1 = info.network_interfaces(node, fake_node.sources(node).interfaces)
-    assert (eth0["speed_mbps"], eth0["mtu"], eth0["addresses"]) == (100_000, 9000, ["10.0.0.7", "2001:db8::7"])
-    assert (eth1["state"], eth1["speed_mbps"], eth1["addresses"]) == ("down", None, [])
+    eth0, eth1 = collect_info("ib", fake_node.sources(node))["network"]
+    assert (eth0["speed_mbps"], eth0["mtu"], eth0["addresses"]) == (100_000, 9000, ("10.0.0.7", "2001:db8::7"))
+    assert (eth1["state"], eth1["speed_mbps"], eth1["addresses"]) == ("down", None, ())
     adapters = info.network_adapters(node)
     assert adapters["why_not"] == ""
     [port] = adapters["devices"][0]["ports"]

@@ -1,4 +1,4 @@
-"""The paths between devices, by NVML and by the kernel's PCI devices."""
+"""The paths between devices, by NVLinks and by the kernel's PCI devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from each import of_each
 
 from pytest_gpucluster.node import info, info_gpus
-from pytest_gpucluster.node.nvml import COMMON_ANCESTORS, NotAvailable
+from pytest_gpucluster.node.nvml import NotAvailable
 from pytest_gpucluster.node.sysfs import Tree
 
 
@@ -39,20 +39,11 @@ def test_links_to_each_other_are_counted_by_the_address_at_their_end(node):
     for uuid in uuids:
         fake.planted[uuid]["nvlink.ends"] = ends.get(uuid, {})
     topology = read(node, fake)
-    assert topology["between_gpus"] == [["X", "NV4", "SYS"], ["NV4", "X", "SYS"], ["SYS", "SYS", "X"]]
+    assert topology["between_gpus"] == [["X", "NV4", "NODE"], ["NV4", "X", "NODE"], ["NODE", "NODE", "X"]]
 
 
-@of_each("case", list(zip(COMMON_ANCESTORS.values(), ["PIX", "PIX", "PXB", "PHB", "NODE", "SYS"], strict=True)))
-def test_without_links_nvml_says_what_they_have_in_common(node, case):
-    common, way = case
-    fake = fake_node.nvml({"nvlink.ends": {}}, count=2)
-    fake.ways[frozenset(fake.planted)] = common
-    assert read(node, fake)["between_gpus"] == [["X", way], [way, "X"]]
-
-
-def test_where_nvml_does_not_say_it_the_kernel_does_and_where_neither_does_it_is_not_guessed(node, tmp_path):
+def test_without_links_the_kernel_says_it_and_where_it_does_not_it_is_not_guessed(node, tmp_path):
     fake = fake_node.nvml({"nvlink.ends": NotAvailable("not supported")}, count=2)
-    fake.ways[frozenset(fake.planted)] = NotAvailable("not supported")
     assert read(node, fake)["between_gpus"][0] == ["X", "NODE"]
     topology = read(Tree(root=tmp_path), fake)
     assert topology["between_gpus"] == [["X", "?"], ["?", "X"]]

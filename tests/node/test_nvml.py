@@ -9,7 +9,7 @@ from complaints import in_order
 from each import of_each
 
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.node.nvml import COMMON_ANCESTORS, NotAvailable, PyNvml
+from pytest_gpucluster.node.nvml import NotAvailable, PyNvml
 from pytest_gpucluster.node.nvml_queries import LINK_ENDS, LINK_VERSIONS
 
 GPU, SLICE, OTHER = "GPU-aa", "MIG-bb", "GPU-cc"
@@ -148,29 +148,14 @@ def test_links_that_are_up_have_a_version_and_another_end(library: Library) -> N
     }
 
 
-def test_the_names_of_versions_ends_and_ancestors_are_the_librarys() -> None:
+def test_the_names_of_versions_and_ends_are_the_librarys() -> None:
     named = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_NVLINK_VERSION_")}
     values = {number: name[20:].replace("_", ".") for number, name in named.items() if number}
     # An nvidia-ml-py of 13.580 does not have the latest one yet; what it has must be ours.
     assert values.items() <= dict(LINK_VERSIONS).items()
     assert len(values) >= len(LINK_VERSIONS) - 2
-    levels = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_TOPOLOGY_")}
-    assert {level: levels[level][14:].lower() for level in COMMON_ANCESTORS} == {
-        **COMMON_ANCESTORS,
-        40: levels[40][14:].lower(),
-    }
-    assert pynvml.NVML_TOPOLOGY_NODE == 40
     kinds = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_NVLINK_DEVICE_TYPE_")}
     assert {kind: name[24:].lower().removeprefix("ibm") for kind, name in kinds.items()} == dict(LINK_ENDS)
-
-
-def test_what_two_gpus_have_in_common_has_a_name_or_a_reason(library: Library) -> None:
-    for level, name in {20: "multiple", 50: "system", 60: "unknown (60)"}.items():
-        library.answers("nvmlDeviceGetTopologyCommonAncestor", level)
-        assert PyNvml().between(GPU, OTHER) == name
-    library.fails("nvmlDeviceGetTopologyCommonAncestor", pynvml.NVML_ERROR_NOT_SUPPORTED)
-    with pytest.raises(NotAvailable, match=r"not supported.*common ancestor"):
-        PyNvml().between(GPU, OTHER)
 
 
 def test_nvlinks_are_those_that_the_card_has(library: Library) -> None:

@@ -30,7 +30,7 @@ def test_this_host_can_be_read(tmp_path: Path) -> None:
     assert proc.kind == "proc"
     assert "/proc" in {mount.point for mount in Tree().mounts()}
     assert not Tree().has(PCI_DEVICES) or isinstance(unlisted_gpus(()), tuple)
-    assert str(pci.read_peer_memory())
+    assert str(pci.read_peer_memory(Tree()))
     log = kernel_log.read()
     assert bool(log.why_not) != bool(log.source)
     taken = counters.read(counters.Sources(gpu=Identity(host="here"), of_node=True))

@@ -25,12 +25,12 @@ from typing import Any, Literal
 
 from pytest_gpucluster.metrics.finding import Finding, note
 from pytest_gpucluster.node.fabric.nccl_environment import ENVIRONMENT
-from pytest_gpucluster.node.fabric.nccl_facts import SEVERAL_NODES, Card, Facts, Network, Provider
+from pytest_gpucluster.node.fabric.nccl_facts import SEVERAL_NODES, Card, Facts, Provider
 from pytest_gpucluster.node.fabric.nccl_rules import GUIDE, GUIDE_URL, RULES, judge_environment
 from pytest_gpucluster.node.fabric.ports import selects
 from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND, ROCE_V2
 from pytest_gpucluster.node.info_text import fact
-from pytest_gpucluster.node.interfaces import matches, nccl_default_interfaces
+from pytest_gpucluster.node.interfaces import Network, matches, nccl_default_interfaces
 from pytest_gpucluster.text import paragraph, printable
 
 FabricKind = Literal["InfiniBand", "RoCE", "EFA", "Ethernet"]
@@ -363,7 +363,7 @@ _GVNIC, _ENA = "gve", "ena"
 
 
 def _advise_interfaces(facts: Facts, fabric: Fabric) -> Iterator[Item]:
-    names = [interface.name for interface in nccl_default_interfaces([network.interface for network in facts.networks])]
+    names = [interface.name for interface in nccl_default_interfaces(facts.networks)]
     # The interfaces that NCCL uses by itself: the first for its own connections, all of them for TCP.
     default = [network for network in facts.networks if network.name in names]
     # The default route goes over the interface that reaches other hosts, also where that is a bridge.
@@ -405,7 +405,7 @@ def _interface_for_bootstrap(
     if first.name in rails:
         why = f"is a port of the fabric ({fabric.kind})"
     elif first.is_real:
-        why = f"leads to its own link only ({first.interface.addresses[0]})"
+        why = f"leads to its own link only ({first.addresses[0]})"
     else:
         why = "is a bridge or a tunnel of this host"
     why = f"NCCL would use {first.name}, which {why}"

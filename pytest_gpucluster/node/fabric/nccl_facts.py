@@ -8,10 +8,9 @@ Source: Linux kernel, Documentation/ABI/testing/sysfs-class-net, sysfs-class-dmi
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pytest_gpucluster.errors import LaunchError
@@ -21,7 +20,7 @@ from pytest_gpucluster.node import infiniband, info, info_gpus, pci
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
 from pytest_gpucluster.node.fabric.ports import FabricSources
 from pytest_gpucluster.node.infiniband import ETHERNET, Device, Port
-from pytest_gpucluster.node.interfaces import Interface
+from pytest_gpucluster.node.interfaces import Interface, Network, read_networks
 from pytest_gpucluster.node.interfaces import interfaces as own_interfaces
 from pytest_gpucluster.node.pci import PeerMemory
 from pytest_gpucluster.node.processes import Output
@@ -35,19 +34,12 @@ DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
 _GOOGLE_PLUGINS = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
 """Prefixes of the variables of GPUDirect-TCPXO and -TCPX."""
-_NET = "/sys/class/net"
-_ROUTE_IS_UP = 0x1  # RTF_UP in linux/route.h
 _INFINIBAND_CLASS, _ETHERNET_CLASS, _MELLANOX = "0x0207", "0x0200", "0x15b3"
 """PCI class of an InfiniBand controller; of an Ethernet controller of NVIDIA's (Mellanox), which can do RoCE. Source:
 linux/pci_ids.h, PCI_CLASS_NETWORK_INFINIBAND, PCI_CLASS_NETWORK_ETHERNET and PCI_VENDOR_ID_MELLANOX."""
-_GPU_CLASS, _NVIDIA = "0x0302", "0x10de"
-"""A GPU without display output. Source: linux/pci_ids.h, PCI_CLASS_DISPLAY_3D and PCI_VENDOR_ID_NVIDIA."""
 _AMAZON, _EFA_DEVICES = "0x1d0f", "0xefa"
 """Amazon's PCI vendor, and the prefix of the numbers of its EFA devices. Source: Linux kernel,
 drivers/infiniband/hw/efa/efa_main.c."""
-_EFA_MODULE = "efa_nv_peermem"
-"""Amazon's own module for GPU memory; an older EFA driver shows by an attribute ``gdr`` that it can access it. Source:
-openucx/ucx issue 10966; awslabs/libfabric-ci-scripts pull request 176."""
 _CLOUDS: Mapping[tuple[str, str], Provider] = {
     ("sys_vendor", "Amazon EC2"): "AWS",
     ("product_name", "Google Compute Engine"): "Google Cloud",
@@ -104,35 +96,6 @@ class Card:
     def name(self) -> str:
         """Device and port as in ``NCCL_IB_HCA``, such as ``mlx5_0:1``."""
         return f"{self.port.device}:{self.port.number}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """A network interface that is up and has an address.
-
-    Attributes:
-        interface: name and addresses.
-        is_real: it is a card, or a bond or VLAN of cards; not a bridge, a tunnel or one end of a pair.
-        driver: such as ena or gve; "" for none.
-        speed_mbps: None where the driver does not report it, as in most virtual machines.
-        is_default: it carries the default route.
-    """
-
-    interface: Interface
-    is_real: bool
-    driver: str = ""
-    speed_mbps: int | None = None
-    is_default: bool = False
-
-    @property
-    def name(self) -> str:
-        """The interface's name."""
-        return self.interface.name
-
-    @property
-    def is_link_local(self) -> bool:
-        """Whether it has link-local addresses only, as the one to a server's BMC over USB."""
-        return all(ipaddress.ip_address(address).is_link_local for address in self.interface.addresses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +182,6 @@ class Sources:
     fabric: FabricSources = field(default_factory=FabricSources)
     hostname: Callable[[], str] = socket.gethostname
     interfaces: Callable[[], Sequence[Interface]] = own_interfaces
-    names: Callable[[], Sequence[str]] = lambda: [name for _, name in socket.if_nameindex()]
     gpus: Callable[[], VisibleGpus] = lambda: gpus_by_nvml(info_gpus.run_child)
     nccl: Callable[[Tree], str | None] = lambda tree: info.installed_nccl() or info.installed_library(tree)
 
@@ -239,19 +201,18 @@ def collect_facts(sources: Sources) -> Facts:
     visible = sources.gpus()
     # A job or a container may have some GPUs only, and cards close to the others belong to the fabric, too.
     gpus = {address for gpu in visible.gpus if (address := pci_address(gpu.pci)) is not None}
+    gpus.update(pci.gpus_on_bus(tree))
     rdma_on_bus = []
     for address in tree.entries(PCI_DEVICES):
         kind, vendor, device = (
             tree.text(f"{PCI_DEVICES}/{address}/{name}") or "" for name in ("class", "vendor", "device")
         )
-        is_virtual_function = tree.has(f"{PCI_DEVICES}/{address}/physfn")
-        if kind.startswith(_GPU_CLASS) and vendor == _NVIDIA and not is_virtual_function:
-            gpus.add(address)
         can_roce = kind.startswith(_ETHERNET_CLASS) and vendor == _MELLANOX
         is_efa = vendor == _AMAZON and device.startswith(_EFA_DEVICES)
         if kind.startswith(_INFINIBAND_CLASS) or can_roce or is_efa:
             rdma_on_bus.append(address)
     adapters = infiniband.read(tree.path("/sys"))
+    networks = read_networks(tree, sources.interfaces())
     provider = (name for (file, text), name in _CLOUDS.items() if tree.text(f"/sys/class/dmi/id/{file}") == text)
     return Facts(
         host=host,
@@ -266,9 +227,9 @@ def collect_facts(sources: Sources) -> Facts:
         cards=tuple(card for device in adapters.devices for card in _cards(tree, device, gpus)),
         rdma_on_bus=tuple(rdma_on_bus) if adapters.why_not else (),
         has_verbs=any(name.startswith("uverbs") for name in tree.entries("/dev/infiniband")),
-        peer_memory=_peer_memory(tree, adapters.devices),
-        networks=tuple(_networks(tree, sources.interfaces())),
-        interfaces=tuple(sources.names()),
+        peer_memory=pci.read_peer_memory(tree),
+        networks=tuple(one for one in networks if one.running),
+        interfaces=("lo", *(one.name for one in networks)),
         nccl=sources.nccl(tree),
         settings=sources.fabric.settings(),
     )
@@ -300,16 +261,6 @@ def gpus_of_ranks(inventory: Sequence[Mapping[str, Any]], node_rank: int, promis
     )
 
 
-def _peer_memory(tree: Tree, devices: Sequence[Device]) -> PeerMemory:
-    """Return how cards access GPU memory. EFA has ways of its own."""
-    found = pci.read_peer_memory(tree.path("/sys"), tree.path("/proc"), tree.text("/proc/sys/kernel/osrelease"))
-    if not found.module and tree.has(f"/sys/module/{_EFA_MODULE}"):
-        return replace(found, module=_EFA_MODULE)
-    if not found.module and any(tree.text(f"/sys/class/infiniband/{one.name}/gdr") == "1" for one in devices):
-        return replace(found, module="efa, with gdr")
-    return found
-
-
 def _cards(tree: Tree, device: Device, gpus: set[str]) -> Iterator[Card]:
     folder = f"/sys/class/infiniband/{device.name}"
     distances = {info_gpus.by_kernel(tree, device.pci, gpu) for gpu in gpus}
@@ -327,48 +278,3 @@ def _cards(tree: Tree, device: Device, gpus: set[str]) -> Iterator[Card]:
             interface=interface,
             distance=next((distance for distance in DISTANCES if distance in distances), ""),
         )
-
-
-def _networks(tree: Tree, found: Sequence[Interface]) -> Iterator[Network]:
-    default = _default_interfaces(tree)
-    for one in found:
-        if one.name == "lo" or not one.running or not one.addresses:
-            continue
-        folder = f"{_NET}/{one.name}"
-        speed = tree.number(f"{folder}/speed")  # -1, or unreadable, where it is unknown
-        yield Network(
-            interface=one,
-            is_real=not tree.has(f"{folder}/bridge")
-            and any(tree.has(f"{_NET}/{name}/device") for name in _with_lower(tree, one.name)),
-            driver=tree.target(f"{folder}/device/driver") or "",
-            speed_mbps=speed if speed is not None and speed > 0 else None,
-            is_default=one.name in default,
-        )
-
-
-def _with_lower(tree: Tree, name: str) -> set[str]:
-    """Return an interface and its lower ones: a VLAN's, a bond's, a bridge's."""
-    known: set[str] = set()
-    left = [name]
-    while left:
-        one = left.pop()
-        if one not in known:
-            known.add(one)
-            entries = tree.entries(f"{_NET}/{one}")
-            left += [entry.removeprefix("lower_") for entry in entries if entry.startswith("lower_")]
-    return known
-
-
-def _default_interfaces(tree: Tree) -> set[str]:
-    """Return the interface of the preferred default route, and its lower ones; none where there is no such route."""
-    anywhere, anywhere_6 = "0" * 8, "0" * 32
-    routes: list[tuple[int, str]] = []
-    for line in (tree.text("/proc/net/route") or "").splitlines()[1:]:
-        parts = line.split()
-        if len(parts) > 7 and parts[1] == parts[7] == anywhere and int(parts[3], 16) & _ROUTE_IS_UP:
-            routes.append((int(parts[6]), parts[0]))
-    for line in (tree.text("/proc/net/ipv6_route") or "").splitlines() if not routes else ():
-        parts = line.split()
-        if len(parts) == 10 and parts[0] == anywhere_6 and parts[1] == "00" and parts[9] != "lo":
-            routes.append((int(parts[5], 16), parts[9]))
-    return _with_lower(tree, min(routes)[1]) if routes else set()

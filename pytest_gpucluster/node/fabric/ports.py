@@ -126,7 +126,7 @@ def read_ports(sources: FabricSources, *, host: str, hcas: Iterable[str], gid_in
     return NodePorts(
         host=host,
         adapters=infiniband.read(sources.tree.path("/sys")),
-        peer_memory=pci.read_peer_memory(sources.tree.path("/sys"), sources.tree.path("/proc")),
+        peer_memory=pci.read_peer_memory(sources.tree),
         leaf=leaf_of(sources.environ),
         hcas=tuple(dict.fromkeys(hcas)),
         gid_index=gid_index,

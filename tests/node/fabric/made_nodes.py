@@ -124,12 +124,10 @@ class Node:
         """Return the sources of this node's facts."""
         home = self.root / "home"
         fabric = FabricSources(tree=Tree(root=self.root), environ=self.environ, home=lambda: home)
-        names = ["lo", *(one.name for one in self.found)]
         return Sources(
             fabric=fabric,
             hostname=lambda: "gpu-001",
             interfaces=lambda: list(self.found),
-            names=lambda: names,
             gpus=lambda: VisibleGpus(
                 gpus=tuple(self.visible),
                 why_not=self.gpus_unknown,

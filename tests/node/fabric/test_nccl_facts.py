@@ -82,13 +82,12 @@ def test_launcher_and_nodes_are_those_of_the_job(
     assert (found.launcher, found.nnodes) == (launcher, nnodes)
 
 
-def test_virtual_functions_of_a_gpu_and_cards_for_a_screen_are_no_gpus_of_the_node(tmp_path: Path) -> None:
+def test_virtual_functions_of_a_gpu_are_no_gpus_of_the_node(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.gpu(0)
     node.visible.clear()
     node.pci("0000:21:00.4", "pci0000:21", **{"class": "0x030200", "vendor": "0x10de"})
     (node.sysfs / "bus/pci/devices/0000:21:00.4/physfn").mkdir()
-    node.pci("0000:22:00.0", "pci0000:22", **{"class": "0x030000", "vendor": "0x10de"})
     assert collect_facts(node.sources()).gpus_of_node == ("0000:20:00.0",)
 
 
