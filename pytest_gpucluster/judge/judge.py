@@ -479,7 +479,7 @@ def _message(decisive: Sequence[MetricResult]) -> str:
     labels = _labels(decisive[0].labels)
     if len(reason) > room and len(labels) > _SHORT_LABELS:
         # The rank stands at the end, and matters more than a long label.
-        reason = reason.replace(labels, labels[:_SHORT_LABELS] + "…)", 1)
+        reason = reason.replace(labels, labels[:_SHORT_LABELS] + "…)")
     return (reason if len(reason) <= room else reason[: room - 1] + "…") + more
 
 

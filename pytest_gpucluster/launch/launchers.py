@@ -397,7 +397,7 @@ def _in_pod(environ: Mapping[str, str]) -> bool:
 
 def _single(read: _Variables) -> RankFacts:
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        if (number := read.number(name, 0)) > 0:
+        if number := read.number(name, 0):
             read.complain(f"{name}={number} means that there are other processes, but no variable has their address")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", *_FOREIGN_LAUNCHERS):
         if (number := read.number(name, 1, least=1)) > 1:

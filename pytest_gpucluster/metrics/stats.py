@@ -64,13 +64,12 @@ def _outer_rank(count: int, confidence: float) -> int:
     """
     tail = Fraction((1 - confidence) / 2)
     most = tail.numerator * 2**count // tail.denominator
-    outside, ways = 0, 1  # ways to throw exactly `rank` heads in `count` throws
-    for rank in range(count // 2):
-        outside += ways
-        if outside > most:
-            return rank
+    rank, outside, ways = 0, 1, 1  # of all throws: those with at most `rank` heads, and those with exactly `rank`
+    while outside <= most:
         ways = ways * (count - rank) // (rank + 1)
-    return count // 2
+        rank += 1
+        outside += ways
+    return rank
 
 
 def median_interval(
@@ -138,7 +137,7 @@ def rank_correlation(samples: Sequence[float]) -> float:
         (bisect.bisect_left(ordered, sample) + bisect.bisect_right(ordered, sample) - count) / 2 for sample in samples
     ]
     spread = sum(each * each for each in off)
-    if spread == 0:
+    if not spread:
         return 0.0
     covariance = sum(before * after for before, after in itertools.pairwise(off))
     return min(0.95, max(0.0, covariance / spread + 1 / count))

@@ -172,18 +172,19 @@ def show_bytes(count: int) -> str:
 
 def show_apart(value: float, other: float, symbol: str) -> tuple[str, str]:
     """Write two values with enough digits to differ: 399.9996 is not ``400`` next to 400."""
-    for digits in range(4, 17):
+    texts = "", ""
+    for digits in range(4, 18):  # 17 of them distinguish any two numbers
         texts = show(value, symbol, digits=digits), show(other, symbol, digits=digits)
         if texts[0] != texts[1] or value == other:
-            return texts
-    return f"{value!r} {symbol}", f"{other!r} {symbol}"
+            break
+    return texts
 
 
 def did_you_mean(found: str, allowed: Iterable[str]) -> str:
     """Suggest the nearest allowed word as ``; did you mean 'x'?``, or return an empty text."""
     names = list(allowed)
     by_lower = {name.lower(): name for name in reversed(names)}
-    close = difflib.get_close_matches(found.lower(), list(by_lower), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(found.lower(), by_lower)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpucluster.agreement.exchange import RankOutcome, merge, rehearsed_too_slowly
+from pytest_gpucluster.agreement.exchange import AbortReason, RankOutcome, merge, rehearsed_too_slowly
 from pytest_gpucluster.text import MESSAGE_CHARACTERS
 
 NAMES = {rank: f"rank {rank} (gpu-{rank:02d})" for rank in range(8)}
@@ -59,6 +59,7 @@ def test_the_ranks_outcomes_become_one(
 ) -> None:
     merged = merge(world(*kinds), NAMES)
     assert (merged.outcome, list(merged.culprits), list(merged.released)) == (expected, culprits, released)
+    assert merged.too_slow == (expected == "skipped" and "slow" in kinds)
 
 
 def test_ranks_left_in_different_places_make_the_group_dirty() -> None:
@@ -159,3 +160,10 @@ def test_what_a_rank_tells_of_itself_travels_whole_and_a_bare_pass_is_small() ->
     )
     assert RankOutcome.from_json(3, json.loads(json.dumps(told.to_json()))) == told
     assert RankOutcome(rank=0, outcome="passed").to_json() == {"o": "passed"}
+
+
+def test_why_a_run_ends_travels_whole_and_keys_of_another_version_are_left_alone() -> None:
+    reason = AbortReason(name="rank lost", message="rank 1 is lost", exit=11, culprits=[1], text="its last words")
+    body = json.loads(json.dumps(reason.to_json()))
+    assert AbortReason.from_json(body | {"of_another_version": 1}) == reason
+    assert AbortReason.from_json({"name": "x", "message": "y", "exit": 2}) == AbortReason(name="x", message="y", exit=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -24,6 +25,25 @@ def test_what_is_left_is_read_in_the_order_of_ranks(tmp_path):
     assert verdict.read_exit_notes(tmp_path, 7) == tuple(reversed(notes))
     assert verdict.read_begin_note(tmp_path, 7) == BEGUN
     assert sorted(path.name for path in tmp_path.iterdir()) == ["begun.json", *(f"rank-{n}.json" for n in (0, 10, 2))]
+
+
+def test_an_agreed_exit_code_is_kept_by_this_process_and_not_by_its_forks(monkeypatch):
+    left, at_exit = [], []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(verdict, "_kept", {})
+    monkeypatch.setattr(verdict.atexit, "register", lambda call, *given: at_exit.append((call, given)))
+    verdict.guard_exit_code()
+    guarded = os._exit
+    verdict.guard_exit_code()
+    assert os._exit is guarded, "once is enough"
+    verdict.keep_exit_code(10)
+    os._exit(3)
+    [(call, given)] = at_exit
+    call(*given)
+    os._exit(3)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    os._exit(3)
+    assert left == [3, 10, 3]
 
 
 def test_a_job_inside_of_a_test_is_not_taken_for_the_run(tmp_path):

@@ -10,10 +10,11 @@ import pytest
 from complaints import in_order
 from hypothesis import given
 from hypothesis import strategies as st
-from verdicts import ALGBW, BUSBW, GB, all_ranks, bf16, busbw, hold
+from verdicts import ALGBW, BUSBW, GB, LIMITS, all_ranks, bf16, busbw, hold
 
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.judge import loader
+from pytest_gpucluster.judge.judge import judge_value
 from pytest_gpucluster.judge.limits import Thresholds
 from pytest_gpucluster.metrics import measurement as metrics
 from pytest_gpucluster.metrics.catalogue import Metric
@@ -219,7 +220,7 @@ def test_a_missing_limit_is_an_error_whose_yaml_resolves_it(tmp_path: Path) -> N
     by_rank = all_ranks(300.0, size=12)
     verdict = hold(by_rank, size=12, ranks_per_node=6)
     assert verdict.outcome == "error"
-    assert in_order(verdict.message, "nccl.all_reduce.busbw size=1 GB H100 SXM YAML")
+    assert in_order(verdict.message, "nccl.all_reduce.busbw size=1 GB H100 SXM these conditions YAML")
     assert "world_size 16, nnodes 2, size 1 GB or more (thresholds.yaml:" in verdict.text
     mine = resolved(verdict.text, "250", tmp_path)
     assert hold(by_rank, size=12, ranks_per_node=6, limits=mine).outcome == "passed"
@@ -250,6 +251,26 @@ def test_an_unknown_gpu_s_message_states_what_is_unknown_and_on_which_side_the_l
     assert "min:" not in verdict.text
     with pytest.raises(MeasurementError, match="'zzz'"):
         hold({0: [Measurement(metric="zzz", value=1.0, unit="GB/s")]}, size=1)
+
+
+def test_the_yaml_of_a_missing_limit_has_the_labels_that_limits_can_depend_on() -> None:
+    labels = {"note": "mine", "transport": "NET/IB", "dtype": "bf16", "size": "4 MB"}
+    verdict = hold({0: [bf16(730.0, labels=labels)]}, size=1, limits=replace(LIMITS, limits=()))
+    assert "when: {size: 4 MB, dtype: bf16, transport: NET/IB}" in verdict.text
+    assert "conditions" not in verdict.text, "no limit is there under any conditions"
+
+
+def test_a_value_of_elsewhere_is_judged_as_if_each_rank_had_measured_it() -> None:
+    def judged(value: float, **labels: str) -> tuple[str, list[int], str]:
+        found = judge_value(
+            BUSBW, value, unit="GB/s", sku="H100 SXM", world_size=16, nnodes=2, labels=GB | labels, limits=LIMITS
+        )
+        return found.status, sorted(found.values), found.labels["transport"]
+
+    ranks = list(range(16))
+    assert judged(435.0) == ("passed", ranks, "NET/IB"), "what the limit expects has carried it"
+    assert judged(300.0) == ("failed", ranks, "NET/IB")
+    assert judged(435.0, transport="NET/Socket") == ("failed", ranks, "NET/Socket")
 
 
 def test_a_label_the_loader_would_refuse_is_left_out_of_the_yaml(tmp_path: Path) -> None:

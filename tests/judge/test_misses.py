@@ -158,6 +158,15 @@ def test_a_rank_behind_the_others_fails_although_it_keeps_the_minimum() -> None:
     assert (judged.worst_rank, list(judged.misses)) == (3, [3])
 
 
+def test_how_far_more_than_two_others_scatter_is_shown() -> None:
+    def message(*others: float) -> str:
+        return hold({rank: [bf16(value)] for rank, value in enumerate((705.0, *others))}, size=1 + len(others)).message
+
+    assert in_order(message(780, 790, 800), "705 TFLOPS median 3 ranks 790 TFLOPS MAD 10 TFLOPS 0.929")
+    assert "MAD" not in message(790, 800)
+    assert "MAD" not in message(790, 790, 790), "where they do at all"
+
+
 def test_of_two_ranks_the_slow_one_is_named_with_its_true_ratio(tmp_path: Path) -> None:
     mine = limits("min: 100 TFLOPS, min_ratio_to_median: 75 %", tmp_path)
     for slow, fast in ((0, 1), (1, 0)):
@@ -236,6 +245,8 @@ def test_an_unknown_transport_cannot_be_judged() -> None:
     assert verdict.outcome == "error"
     assert in_order(verdict.message, f"{BUSBW} size=1 GB NET/IB thresholds.yaml")
     assert in_order(hold(across(3.0, None), size=16).text, "transport")
+    silent = busbw(435.0, telemetry={"transport": "NCCL wrote no log"})
+    assert hold({rank: [silent] for rank in range(16)}, size=16).message.endswith(": NCCL wrote no log")
 
 
 def test_any_of_several_transports_will_do(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def test_mad_ignores_one_outlier_and_infinite_samples_stay_infinite() -> None:
     assert stats.mad([1.0, 1.0, 2.0, 2.0, 4.0, 6.0, 9.0]) == 1.0
     assert stats.mad([5.0, 5.0, 5.0, 1000.0]) == 0.0
     assert stats.median([math.inf, math.inf]) == math.inf
+    assert stats.median([1.0, 2.0, math.inf]) == 2.0
+    assert stats.percentile([0.1] * 3, 33) == 0.1, "no rounding between equal neighbours"
 
 
 def test_a_summary_has_the_extremes_themselves() -> None:

@@ -174,7 +174,10 @@ def test_any_text_is_a_quantity_or_a_unit_error(text: str) -> None:
         (400.0, "400 GB/s"),
         (41483.2, "41483 GB/s"),
         (0.0005, "0.0005 GB/s"),
-        (1e-9, "1e-09 GB/s"),
+        (1.5e-6, "0.0000015 GB/s"),
+        (1.5e-7, "1.5e-07 GB/s"),
+        (123456789012345.0, "123456789012345 GB/s"),
+        (1e15, "1e+15 GB/s"),
         (0.0, "0 GB/s"),
         (math.nan, "nan GB/s"),
     ],
@@ -185,6 +188,20 @@ def test_values_are_shown_for_people(value: float, text: str) -> None:
 
 def test_a_value_just_under_its_limit_is_not_shown_as_equal_to_it() -> None:
     assert units.show_apart(399.9996, 400.0, "GB/s") == ("399.9996 GB/s", "400 GB/s")
+    assert units.show_apart(312.44, 400.0, "GB/s") == ("312.4 GB/s", "400 GB/s")
+    assert units.show_apart(400.0, 400.0, "GB/s") == ("400 GB/s", "400 GB/s")
+
+
+@given(VALUES)
+def test_even_neighbouring_numbers_are_shown_apart(value: float) -> None:
+    one, other = units.show_apart(value, math.nextafter(value, math.inf), "GB/s")
+    assert one != other
+
+
+def test_a_name_that_is_not_allowed_is_refused_with_all_that_are_and_the_nearest() -> None:
+    units.require_one_of("better", "lower", ["higher", "lower"])
+    with pytest.raises(ValueError, match=r"better .*higher, lower, .*'lowr'.* 'lower'"):
+        units.require_one_of("better", "lowr", ["higher", "lower"])
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from pytest_gpucluster.benchmarks.lora.model import (
     tiny_base,
     trained_parameters,
 )
+from pytest_gpucluster.benchmarks.lora.throughput import random_blocks
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -72,6 +73,15 @@ def test_a_given_model_keeps_its_own_name_and_its_weights(folder):
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
 
 
+def test_a_model_of_the_hub_has_the_name_and_the_revision_that_were_asked_for(folder, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(lora_model, "local_only", lambda name, revision: True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, *, revision, **more: str(folder))
+    base = given_base("Some/Small-Qwen2", revision="0123abc")
+    assert (base.label, base.folder, base.origin) == ("Small-Qwen2", folder, "Some/Small-Qwen2@0123abc")
+
+
 def test_only_qwen2_7b_s_sizes_are_called_so(tmp_path):
     fields = QWEN2_7B.config_fields() | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -87,6 +97,15 @@ def test_another_kind_of_model_and_no_model_are_refused(folder, tmp_path):
         given_base("x", path=config_of(folder, tmp_path, model_type="llama"))
     with pytest.raises(EnvironmentBroken, match="sliding window"):
         given_base("x", path=config_of(folder, tmp_path, use_sliding_window=True, sliding_window=16))
+
+
+def test_sizes_that_contradict_themselves_or_the_weights_are_reported(folder, tmp_path):
+    with pytest.raises(EnvironmentBroken, match=r"config.json .*key_heads"):
+        given_base("x", path=config_of(folder, tmp_path, num_key_value_heads=3))
+    other = given_base("x", path=config_of(folder, tmp_path, intermediate_size=256))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(EnvironmentBroken, match=r"weights cannot"):
+        make_base(other, CPU, precision="fp32", seed=0)
 
 
 def test_weights_that_are_missing_or_cut_off_are_reported(folder, tmp_path):
@@ -144,6 +163,20 @@ def test_a_model_that_has_other_weights_than_its_sizes_or_its_name_say_is_wrong(
     monkeypatch.setattr(lora_model, "make_base", lambda base, *given, **more: made(tiny_base(301), *given, **more))
     with pytest.raises(WrongResult, match=r"lora_tiny: .* [\d,]+ parameters, expected [\d,]+"):
         make_adapted(BASE, CPU, precision="fp32", dropout=True, seed=0)
+
+
+def test_losses_are_those_of_the_mask_and_of_all_and_the_same_where_logits_are_computed_in_parts(monkeypatch):
+    model = MaskedLoss(make_adapted(BASE, CPU, precision="fp32", dropout=False, seed=0))
+    packed = random_blocks(4, 16, BASE.geometry.vocab, seed=1)
+    packed.loss_mask[:, 1::2] = False
+    whole = model(packed.tokens, packed.loss_mask)
+    logits = model.causal(input_ids=packed.tokens[:, :-1]).logits
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), packed.tokens[:, 1:], reduction="none")
+    torch.testing.assert_close(whole, (losses[packed.loss_mask].sum(), losses.sum()))
+    monkeypatch.setattr(lora_model, "LOGITS_AT_ONCE", BASE.geometry.vocab * 10)
+    parts = model(packed.tokens, packed.loss_mask)
+    torch.testing.assert_close(parts, whole)
+    parts[0].backward()
 
 
 # ---- sizes and operations, against the real model and what torch counts

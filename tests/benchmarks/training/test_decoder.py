@@ -30,6 +30,7 @@ def test_the_geometry_counts_the_weights_that_there_are(geometry):
     assert sum(weight.numel() for weight in model.parameters()) == geometry.parameters
     matrices = [weight for name, weight in model.named_parameters() if weight.dim() > 1 and name != "embedding.weight"]
     assert sum(weight.numel() for weight in matrices) == geometry.multiplied_parameters
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()], "all that a checkpoint holds"
 
 
 @of_each("geometry", [GEOMETRY, SHARED])
