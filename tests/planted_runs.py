@@ -109,6 +109,7 @@ def fine_tuning(factory: pytest.TempPathFactory) -> Run:
     directory = factory.mktemp("fine_tuning")
     images = image_files.write_idx(directory / "data", rows=30, suffix=".gz")
     options = [f"--gpucluster-workload=lora.tiny.{key}={value}" for key, value in SHORT.items()]
+    options += ["--gpucluster-workload=vision.workers=1"]
     options += [f"--gpucluster-data=images={images}", "--gpucluster-thresholds=limits.yaml"]
     (directory / "suite").mkdir()
     (directory / "suite" / "limits.yaml").write_text(LIMITS, encoding="utf-8")

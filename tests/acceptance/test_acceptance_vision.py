@@ -40,7 +40,7 @@ def test_a_right_training_passes_beside_the_wrong_ones(run, test, fault, data):
     }
     for one in found.measurements:
         assert len(one.values) == 2
-        assert one.labels == {"model": "resnet18", "data": data, "batch": "4", "workers": "2", "prefetch": "2"}
+        assert one.labels == {"model": "resnet18", "data": data, "batch": "4", "workers": "1", "prefetch": "2"}
 
 
 def test_a_slow_loader_shows_as_data_wait(run):

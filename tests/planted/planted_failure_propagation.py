@@ -1,4 +1,5 @@
-"""The jobs that a node can have: in the place of torchrun a launcher that does something else."""
+"""The jobs that a node can have: in the place of torchrun a launcher without torch, whose ranks only say how far they
+are. That torchrun itself ends them so is shown by tests/benchmarks/training, and by each rehearsal."""
 
 import sys
 from dataclasses import replace
@@ -10,12 +11,11 @@ from pytest_gpucluster.benchmarks.training.failure_propagation import COMPONENTS
 LAUNCHER = (sys.executable, "-S", str(Path(__file__).with_name("job_launcher.py")))
 LEFT_OVER_SECONDS = failure_propagation.LEFT_OVER_SECONDS
 JOBS = {
-    "none": COMPONENTS,
     "silent": replace(COMPONENTS, launcher=(*LAUNCHER, "silent"), module="this_module_is_not_there"),
 }
 JOBS |= {
     how: replace(COMPONENTS, launcher=(*LAUNCHER, how))
-    for how in ("hidden", "unnamed", "stubborn", "unwatched", "leaves")
+    for how in ("none", "hidden", "unnamed", "stubborn", "unwatched", "leaves")
 }
 CASES = {"1x2": {"test_failure_propagation": tuple(JOBS)}, "2x1": {"test_failure_propagation": ("none",)}}
 # What hangs does so for any time.

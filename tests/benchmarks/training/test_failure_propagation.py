@@ -133,8 +133,8 @@ def check(folder: Path, **more: object) -> Propagation:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("how", "codes"), [("raise", {1, -6, -15}), ("kill", {-9})])
-def test_a_rank_that_raises_or_is_killed_ends_the_job_and_is_named(tmp_path: Path, how: str, codes: set[int]) -> None:
+@pytest.mark.parametrize(("how", "codes"), [("exit", {EXIT_CODE}), ("raise", {1, -6, -15}), ("kill", {-9})])
+def test_a_rank_that_dies_ends_the_job_of_torchrun_and_is_named(tmp_path: Path, how: str, codes: set[int]) -> None:
     found = check(tmp_path, how=how)
     assert 0 < found.seconds < 60
     assert found.exit_code == 1
