@@ -40,6 +40,7 @@ criteria: metrics config benchmarks
 judge: config metrics
 node: launch metrics device judge
 agreement: launch metrics device
+selftest: launch metrics config device benchmarks judge node agreement
 journal: metrics config isolation judge agreement
 reports: metrics judge journal
 recorder: launch agreement journal reports
@@ -49,13 +50,13 @@ session: short_fixtures launch metrics config isolation device benchmarks judge 
 fixtures: metrics config judge node agreement journal session
 plugin: journal metrics device session fixtures
 runners: launch metrics isolation judge agreement journal
-cli: launch metrics benchmarks judge node journal reports recorder analysis runners
+cli: launch metrics benchmarks judge node selftest journal reports recorder analysis runners
 __main__: cli
 """)
 
 # What only these may import, wherever in the file.
 ONLY_IN = _table("""
-torch: device benchmarks criteria session node agreement runners
+torch: device benchmarks criteria session node agreement selftest runners
 pynvml: node
 yaml: config
 jinja2: reports

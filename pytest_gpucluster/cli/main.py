@@ -21,7 +21,7 @@ _STDOUT_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a standard output that is redirected to a file."""
 
 BEFORE = {
-    "node": "inspect nodes: info, diff, nccl-env, kernel-log, watch",
+    "node": "try and inspect nodes: selftest, info, diff, nccl-env, kernel-log, watch",
     "thresholds": "limits: check, explain, calibrate, judge",
     "lora": "LoRA data and results: prepare, evaluate, reference-curve",
 }

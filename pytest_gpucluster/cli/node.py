@@ -322,9 +322,56 @@ def _file_lines(file: Path, name: str) -> Iterator[str]:
             line = stream.readline(_LINE_BYTES)
 
 
+def _selftest_arguments(parser: argparse.ArgumentParser) -> None:
+    add_option(parser, "--device DEVICE", "cuda, or cpu to rehearse", choices=("cuda", "cpu"), default="cuda")
+    add_option(parser, "--all-gpus", "all visible GPUs at the same time, and not the first one alone")
+    add_option(parser, "--out FILE", "the archive (default: gpucluster-selftest-TIME.tar.gz, here)", type=Path)
+    add_option(parser, "--save-fixture", "in a checkout: keep its content below tests/data/selftest, for the tests")
+
+
+def _selftest(options: argparse.Namespace) -> int:
+    """Try on this node what pytest-gpucluster assumes of GPUs, driver, torch and NCCL: names, clocks, rates, memory,
+    the abort of a planted hang, a failing kernel, NVML's queries. The GPUs should be idle. There is no verdict: each
+    line is OK, WRONG or UNPROVEN, with what to do. It takes less than 3 minutes, and writes an archive to send to the
+    maintainers, without host names, addresses, serial numbers and variables other than those of torch and NCCL.
+    """
+    from pytest_gpucluster.selftest.report import render, write_archive
+    from pytest_gpucluster.selftest.run import SelfTest
+
+    fixtures = Path(__file__).parents[2] / "tests" / "data" / "selftest"
+    if options.save_fixture and not fixtures.parent.is_dir():
+        options.refuse("--save-fixture: this is no checkout")
+    test = SelfTest(
+        options.device, every_gpu=options.all_gpus, say=lambda line: _write(f"{render(line, columns(60))}\n")
+    )
+    report, files = test.run()
+    out = options.out or Path(
+        f"gpucluster-selftest-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}.tar.gz"
+    )
+    with file_errors(NO_OUTPUT, str(out)):
+        write_archive(out, files)
+        for name, text in files.items() if options.save_fixture else ():
+            folder = fixtures / report.name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
+    _write(f"{report.summary()}\narchive: {out}\n")
+    return NEGATIVE if report.is_wrong else DONE
+
+
 COMMAND = Group(
-    description="Inspect nodes. Nothing is measured, and no GPU is needed.",
+    description="Inspect nodes. Only selftest measures, and needs a GPU.",
     commands={
+        "selftest": Command(
+            run=_selftest,
+            help="try GPUs, driver, torch and NCCL in 3 minutes: run it first on new hardware",
+            arguments=_selftest_arguments,
+            examples="""\
+                gpucluster node selftest
+                gpucluster node selftest --all-gpus --out node-17.tar.gz
+                gpucluster node selftest --device cpu
+                """,
+            codes=exit_codes({DONE: "no line is WRONG", NEGATIVE: "a line is WRONG"}),
+        ),
         "info": Command(
             run=_info,
             help="CPUs, GPUs, topology, ports and driver stack of this node",

@@ -42,7 +42,7 @@ class Clock(Protocol):
 SHORT_REGION_SECONDS = 1e-3
 """In a longer region the first launch on an idle device, some 10 us, is no more than 1 %."""
 
-_LAUNCH_SECONDS = 50e-6
+LAUNCH_SECONDS = 50e-6
 """A generous estimate of the host's time for one launch of a library's kernel through torch."""
 
 _CYCLES_PER_SECOND = 2e9
@@ -91,7 +91,7 @@ class EventClock:
         if seconds < SHORT_REGION_SECONDS:
             with torch.cuda.device(self._device):
                 # torch ships no types for it. It runs on the current stream, ahead of the region.
-                torch.cuda._sleep(int(launches * _LAUNCH_SECONDS * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(int(launches * LAUNCH_SECONDS * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -337,6 +337,23 @@ def choice(lines: Iterable[str]) -> Choice:
     )
 
 
+_MEANT = re.compile(r" via |Bytes -> |Using network |NCCL version |Init COMPLETE$|NCCL WARN |NVLS (?:comm|multicast)")
+"""In lines of the kinds that are read here, and in warnings."""
+
+
+def unread(lines: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the lines of a log of which nothing here reads anything, and those of them that it was meant to read.
+
+    >>> unread(["a:1:2 [0] NCCL INFO Channel 00/0 : 7 to 8 via NET/IB/0"])[1]
+    ['Channel 00/0 : 7 to 8 via NET/IB/0']
+    """
+    patterns = (_HOP, _COLLNET_HOP, _CHOSEN, _NVLS, _NVLS_SUPPORT, _VERSION, _NETWORK, _RANKS)
+    left = [line.rstrip() for line in lines if not any(pattern.search(line) for pattern in patterns)]
+    left = [line for line in left if not any(find_reasons([line]))]
+    content = [line.partition("NCCL INFO ")[2] or line for line in left if line]
+    return content, [line for line in content if _MEANT.search(line)]
+
+
 def group_transport(choices: Sequence[Choice], *, ranks: int, hosts: int) -> GroupTransport:
     """Combine the choices of all ranks, each of its own group.
 
