@@ -6,6 +6,7 @@ acceptance suite does that.
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -19,7 +20,7 @@ from pytest_gpucluster.benchmarks.hbm import measure_hbm
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.matmul import measure_matmul
 from pytest_gpucluster.device.clock import EventClock
-from pytest_gpucluster.device.environment import VARIABLES
+from pytest_gpucluster.device.environment import VARIABLES, prepare
 from pytest_gpucluster.device.process_group import NcclReleaser, init_group
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.launch.launchers import detect
@@ -30,6 +31,19 @@ pytestmark = pytest.mark.cuda
 GPU = torch.device("cuda", 0)
 QUICK = Sampling(warmup_seconds=0.1, window_seconds=0.3, longest_seconds=3.0, tolerance_ratio=0.5)
 MiB = 2**20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _environment():
+    """Give the libraries what the plugin gives them, before the first product and the first group."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ.keys() & VARIABLES.keys():
+            patch.delenv(name)
+        given: dict[str, str] = {}
+        prepare(given)
+        for name, value in given.items():
+            patch.setenv(name, value)
+        yield
 
 
 def test_the_clock_times_the_device_and_the_host_does_not_wait_for_it():
@@ -107,10 +121,7 @@ def test_nvml_knows_the_gpu_that_torch_computes_on():
     assert who["versions"]["driver"]
 
 
-def test_a_group_of_nccl_sums_and_can_be_aborted(monkeypatch):
-    for name, variable in VARIABLES.items():
-        if variable.given == "always":
-            monkeypatch.setenv(name, variable.value)
+def test_a_group_of_nccl_sums_and_can_be_aborted():
     init_group(GPU, store=dist.HashStore(), rank=0, world_size=1)
     value = torch.full((1024,), 3.0, device=GPU)
     dist.all_reduce(value)

@@ -115,7 +115,7 @@ def check_data_parallel(
     The reference process takes the same steps with the rows of all ranks, one rank's after the other's. After each step
     the ranks exchange the fingerprints of their weights and of the rows that they have read, and their losses. So all
     ranks see a defect at the same time, and stop together; the ranks at fault raise. To decide which of two ranks has
-    the wrong weights, each rank repeats its optimizer's step on a copy: that must give the same bits.
+    the wrong weights, each rank repeats its optimizer's step on the reference: that must give the same bits.
 
     Args:
         group: the ranks that take part: all launched ones.
@@ -202,7 +202,7 @@ class _Check:
     def _train(self, shares: Sequence[Sequence[int]]) -> None:
         require_free(
             self._device,
-            3 * needed_bytes(self._geometry, self._batch) // 2,
+            needed_bytes(self._geometry, self._batch),
             f"training {self._geometry.parameters / 1e6:.3g}M parameters and comparing them",
             instead="choose a smaller one, such as --gpucluster-workload training.width=256",
         )
@@ -213,10 +213,10 @@ class _Check:
             return  # DistributedDataParallel would send rank 0's weights to all, and hide the difference
         replica = self._components.replicate(model, self._device, self._group)
         training = Training(replica, self._device, precision=self._precision, parts=self._components.step)
-        alone = Training(self._reference_model(), self._device, precision=self._precision)
-        copy = Training(self._reference_model(), self._device, precision=self._precision)
+        reference = make_decoder(self._geometry, self._device, seed=0)
+        alone = Training(reference, self._device, precision=self._precision)
         for step in range(self._steps):
-            self._step(step, training, alone, copy, shares)
+            self._step(step, training, alone, shares)
             if self._defects:
                 return
         still = unchanged_weights(model, start)
@@ -226,20 +226,17 @@ class _Check:
                 f"{self._steps} steps: {', '.join(still[:8])}. The optimizer must change all of them"
             )
 
-    def _reference_model(self) -> Decoder:
-        return make_decoder(self._geometry, self._device, seed=0)
-
-    def _step(
-        self, step: int, training: Training, alone: Training, copy: Training, shares: Sequence[Sequence[int]]
-    ) -> None:
+    def _step(self, step: int, training: Training, alone: Training, shares: Sequence[Sequence[int]]) -> None:
         at = slice(step * self._batch, (step + 1) * self._batch)
         due = [torch.stack([self._data[row] for row in rows[at]]) for rows in shares]
         rows = self._components.read(self._data, shares[self._rank][at]).to(self._device)
 
-        reference = alone.step([rows_of_rank.to(self._device) for rows_of_rank in due])
+        reference = alone.backward([rows_of_rank.to(self._device) for rows_of_rank in due])
+        wanted = gradients_of(alone.model)
         result = training.backward([rows])
-        gradients, wanted = gradients_of(training.model), gradients_of(alone.model)
-        repeat(training, copy)
+        gradients = gradients_of(training.model)
+        # It takes the step with the gradients of all ranks: the next one begins with the same weights, bit by bit.
+        repeat(training, alone)
         training.update()
 
         loss = float(result.losses.mean())
@@ -254,14 +251,14 @@ class _Check:
         losses = [its for [its] in self._ranks.gather([loss])]
         self._defects |= row_defects(self._ranks, rows, due, losses, f"in step {step + 1}")
         if not self._defects:
-            weights = [fingerprint(one.model.parameters()) for one in (training, copy)]
+            weights = [fingerprint(one.model.parameters()) for one in (training, alone)]
             self._compare_weights(weights, f"after step {step + 1}")
 
     def _compare_weights(self, weights: list[int], when: str) -> None:
         """Find the ranks whose weights are not those of the others.
 
         Args:
-            weights: the fingerprint of this rank's, and of a copy on which the optimizer's step was repeated.
+            weights: the fingerprint of this rank's, and of the reference, on which the optimizer's step was repeated.
             when: for the message.
         """
         found, repeated = zip(*self._ranks.gather_fingerprints(*weights), strict=True)
