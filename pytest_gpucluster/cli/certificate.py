@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -24,9 +23,7 @@ from pytest_gpucluster.cli.command import (
     DONE,
     NO_INPUT,
     STDOUT,
-    USAGE,
     Command,
-    CommandError,
     Group,
     add_journal,
     add_option,
@@ -35,6 +32,7 @@ from pytest_gpucluster.cli.command import (
     print_paragraph,
     require_new_file,
     require_other_file,
+    sha256,
     write_text,
 )
 from pytest_gpucluster.errors import CertificateError
@@ -60,7 +58,7 @@ def _create_arguments(parser: argparse.ArgumentParser) -> None:
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("certificate", metavar="CERTIFICATE", type=Path, help="a file written by `create`")
     add_option(parser, "--journal JOURNAL", "the run that it must match", type=Path)
-    add_option(parser, "--sha256 DIGEST", "its digest, as kept elsewhere")
+    add_option(parser, "--sha256 DIGEST", "its digest, as kept elsewhere", type=sha256)
 
 
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,8 +102,6 @@ def _verify(options: argparse.Namespace) -> int:
     A digest protects only if it is kept elsewhere, too: compare the two.
     """
     known_digest = options.sha256
-    if known_digest is not None and not re.fullmatch("[0-9A-Fa-f]{64}", known_digest):
-        raise CommandError(USAGE, f"--sha256 {known_digest}: a SHA-256 is 64 hexadecimal digits")
     document = read_certificate(options.certificate)
     name = printable(str(options.certificate))
     problems = seal_problems(document, known_digest=known_digest)

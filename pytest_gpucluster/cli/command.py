@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import inspect
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -15,15 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pytest_gpucluster import files
-from pytest_gpucluster.errors import (
-    CertificateError,
-    GpuClusterError,
-    JournalError,
-    OptionError,
-    ThresholdsError,
-    UnitError,
-    UsageProblem,
-)
+from pytest_gpucluster.errors import OptionError, UnitError
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.text import one_line, paragraph, printable
 
@@ -56,13 +49,6 @@ class CommandError(Exception):
         self.code = code
 
 
-def exit_code_of(error: GpuClusterError) -> int | None:
-    """Return the exit code for an error that a command did not handle itself; None if it is not a user's error."""
-    if isinstance(error, (JournalError, CertificateError, ThresholdsError)):
-        return NO_INPUT
-    return USAGE if isinstance(error, UsageProblem) else None
-
-
 def complain(message: str, code: int) -> int:
     """Print each line of a message on standard error, and return the exit code."""
     for line in message.splitlines():
@@ -86,7 +72,8 @@ class Command:
     """A command, such as ``gpucluster report`` or ``gpucluster node info``.
 
     Attributes:
-        run: carries it out and returns the exit code. Its docstring is the description in the help.
+        run: carries it out and returns the exit code.
+        description: for the help; by default the docstring of ``run``.
         help: one line for the list of a group's commands.
         arguments: adds its arguments to a parser, without heavy imports.
         examples: lines of the help, one command each.
@@ -95,6 +82,7 @@ class Command:
     """
 
     run: Callable[[argparse.Namespace], int]
+    description: str = ""
     help: str = ""
     arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     examples: str
@@ -103,7 +91,7 @@ class Command:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Set a parser's help, and add the arguments. ``options.refuse`` is the usage error of the command."""
-        parser.description = inspect.getdoc(self.run)
+        parser.description = self.description or inspect.getdoc(self.run)
         parser.epilog = f"examples:\n{textwrap.indent(textwrap.dedent(self.examples), '  ')}\n{self.codes}"
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         parser.usage = self.usage
@@ -162,34 +150,41 @@ def add_thresholds(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def whole_number(least: int = 1, most: int = 10**6) -> Callable[[str], int]:
-    """Return an argument type that accepts whole numbers in a range."""
+def number(least: float = 1, most: float = 10**6, *, of: Callable[[str], float] = int) -> Callable[[str], int | float]:
+    """Return an argument type that accepts numbers in a range, by default whole ones."""
 
-    def parse(text: str) -> int:
-        number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
-        return number
-
-    return parse
-
-
-def number(least: float, most: float) -> Callable[[str], float]:
-    """Return an argument type that accepts numbers in a range."""
-
-    def parse(text: str) -> float:
+    def parse(text: str) -> int | float:
         try:
-            value = float(text)
+            value = of(text)
         except ValueError:
             value = float("nan")
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number from {least:g} to {most:g}")
+            what = "whole number" if of is int else "number"
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is not a {what} from {least:g} to {most:g}")
         return value
 
     return parse
 
 
-port_number = whole_number(1024, 65535)
+port_number = number(1024, 65535)
+
+
+def quantity(unit: str, least: float, most: float) -> Callable[[str], float]:
+    """Return an argument type that accepts quantities, such as ``90 s`` or ``2h``, and returns them in a unit."""
+
+    def parse(text: str) -> float:
+        try:
+            found = units.parse(text, like=unit).to(unit)
+        except UnitError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if not least <= found <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not from {least:g} to {most:g} {unit}")
+        return found
+
+    return parse
+
+
+seconds = quantity("s", 1, 30 * 24 * 3600)
 
 
 def percentage(text: str) -> float:
@@ -218,19 +213,15 @@ def key_value(text: str) -> tuple[str, str]:
     return key, value
 
 
-def seconds(text: str) -> float:
-    """Read a time such as ``90 s`` or ``2h``, as seconds.
+def sha256(text: str) -> str:
+    """Read a SHA-256.
 
     Raises:
-        argparse.ArgumentTypeError: not a time, or not from 1 s to 30 days.
+        argparse.ArgumentTypeError: something else.
     """
-    try:
-        found = units.parse(text, like="s").to("s")
-    except UnitError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not 1 <= found <= 30 * 24 * 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 1 s and 30 days")
-    return found
+    if not re.fullmatch("[0-9A-Fa-f]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a SHA-256: 64 digits of 0-9 and a-f, as from sha256sum")
+    return text.lower()
 
 
 # ---- input and output
@@ -295,7 +286,10 @@ def file_errors(code: int, where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CommandError(code, f"{where}: {error.strerror or error}") from error
+        if isinstance(error, BrokenPipeError) and error.filename is None:
+            raise  # the standard output, which main handles
+        file = f"{error.filename}: " if error.filename and str(error.filename) not in where else ""
+        raise CommandError(code, f"{where}: {file}{error.strerror or error}") from error
 
 
 def write_text(out: str, text: str, option: str = "--out") -> None:

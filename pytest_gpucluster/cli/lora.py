@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,24 +23,24 @@ from pytest_gpucluster.cli.command import (
     complain,
     exit_codes,
     file_errors,
+    number,
+    quantity,
     require_other_file,
-    whole_number,
+    sha256,
 )
-from pytest_gpucluster.errors import CurveError, EnvironmentBroken, JournalError, UnitError, WrongResult
+from pytest_gpucluster.errors import CurveError, EnvironmentBroken, JournalError, WrongResult
 from pytest_gpucluster.journal import journal
 from pytest_gpucluster.journal.journal import JOURNAL_FILE
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
-from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.loss_curve import read_csv
 from pytest_gpucluster.text import one_line, plural
 
 if TYPE_CHECKING:
     from pytest_gpucluster.benchmarks.lora.dataset import Row
     from pytest_gpucluster.benchmarks.lora.evaluation import Answer, CallScore
-    from pytest_gpucluster.benchmarks.lora.packed_file import Prepared
-    from pytest_gpucluster.benchmarks.lora.packing import Packed
 
 _SOURCE = "a file of rows, or owner/name or owner/name@revision on the Hugging Face hub"
+_PART = quantity("ratio", 0.0001, 0.9999)
 _MOST_EXAMPLES = 10
 _CHARACTERS = 300
 
@@ -49,7 +50,7 @@ def _prepare_arguments(prepare: argparse.ArgumentParser) -> None:
     tokens = prepare.add_mutually_exclusive_group(required=True)
     add_option(tokens, "--model PATH", "take the tokenizer of this model: a folder or a hub name")
     add_option(tokens, "--tiny", "train a tokenizer of 512 tokens on the rows: for rehearsals")
-    add_option(prepare, "--sequence N", "positions of a block", type=whole_number(), default=4096)
+    add_option(prepare, "--sequence N", "positions of a block", type=number(), default=4096)
     add_option(prepare, "--out FILE", "write the blocks here, as safetensors", type=Path, required=True)
     _add_row_options(prepare)
 
@@ -63,16 +64,15 @@ def _evaluate_arguments(evaluate: argparse.ArgumentParser) -> None:
         required=True,
     )
     add_option(evaluate, "--base MODEL", "the base model: a folder or a hub name (default: that of the adapter)")
-    add_option(evaluate, "--limit N", "the most calls to generate", type=whole_number(), default=200)
-    add_option(evaluate, "--max-new-tokens N", "the longest answer, in tokens", type=whole_number(), default=256)
-    add_option(evaluate, "--batch N", "prompts at a time", type=whole_number(), default=8)
+    add_option(evaluate, "--limit N", "the most calls to generate", type=number(), default=200)
+    add_option(evaluate, "--max-new-tokens N", "the longest answer, in tokens", type=number(), default=256)
+    add_option(evaluate, "--batch N", "prompts at a time", type=number(), default=8)
     add_option(evaluate, "--device DEVICE", "cuda, cuda:1 or cpu (default: cuda if available)")
-    add_option(evaluate, "--json", "print JSON, with the first wrong answers")
     _add_row_options(evaluate)
 
 
 def _with_lora(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Return a command that ends with ``NO_INPUT`` for what torch, transformers or the hub raise."""
+    """Return a command that ends with ``NO_INPUT`` for a missing package, and for what a model or the hub lacks."""
 
     @functools.wraps(run)
     def guarded(options: argparse.Namespace) -> int:
@@ -84,19 +84,13 @@ def _with_lora(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
             return complain(f"{error.name or error} is not installed; install it with {INSTALL}", NO_INPUT)
         except (EnvironmentBroken, WrongResult) as error:
             return complain(str(error), NO_INPUT)
-        except (MemoryError, RuntimeError) as error:
-            # torch's own is recognised by its name: --help must not import torch.
-            if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
-                raise
-            text = one_line(str(error) or type(error).__name__, _CHARACTERS)
-            return complain(f"out of memory: {text}; choose a smaller --batch, or another --device", NO_INPUT)
 
     return guarded
 
 
 def _add_row_options(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--sha256 HEX", "required digest of the file of rows", type=_digest)
-    add_option(parser, "--held-out PART", "the part of the conversations to hold out", type=_part, default="2%")
+    add_option(parser, "--sha256 HEX", "required digest of the file of rows", type=sha256)
+    add_option(parser, "--held-out PART", "the part of the conversations to hold out", type=_PART, default="2%")
     add_option(parser, "--seed N", "selects the held-out ones", type=int, default=0)
 
 
@@ -106,7 +100,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
     SOURCE is one JSON array or JSONL, with rows {system, chat} as in glaive-function-calling-v2; or the name of a data
     set on the Hugging Face hub. The file holds the blocks, the tokens that count in the loss, the held-out
-    conversations, and the origin of all of it. The statistics go to standard output.
+    conversations, and the origin of all of it. The statistics go to standard output, as JSON.
     """
     from pytest_gpucluster.benchmarks.lora import dataset, packed_file, packing
 
@@ -135,28 +129,16 @@ def _prepare(options: argparse.Namespace) -> int:
         packed_file.write(out, prepared)
     for line in loaded.malformed[:_MOST_EXAMPLES]:
         complain(f"{options.source}: left out {one_line(str(line), _CHARACTERS)}", DONE)
-    _print_statistics(prepared, len(loaded.rows), len(loaded.malformed))
+    parts = {"train": asdict(prepared.train.statistics), "held_out": asdict(prepared.held_out.statistics)}
+    print(json.dumps({"rows": len(loaded.rows), "malformed": len(loaded.malformed), **parts}, indent=2))
     return complain(f"{len(prepared.train)} blocks for training, {len(prepared.held_out)} held out: {out}", DONE)
-
-
-def _print_statistics(made: Prepared, rows: int, malformed: int) -> None:
-    print(f"{'rows read':<16}{rows:>14}\n{'malformed':<16}{malformed:>14}\n")
-    print(f"{'':<16}{'train':>14}{'held out':>14}")
-    parts: tuple[Packed, ...] = (made.train, made.held_out)
-    for name in ("rows", "tokens", "loss_tokens", "longest", "blocks", "loss_targets", "dropped"):
-        figures = "".join(f"{getattr(part.statistics, name):>14}" for part in parts)
-        print(f"{name.replace('_', ' '):<16}{figures}")
-    shares = "".join(f"{part.statistics.loss_tokens / part.statistics.tokens:>14.1%}" for part in parts)
-    print(f"{'loss part':<16}{shares}\n")
-    for name, value in made.context.items():
-        print(f"{name.replace('_', ' '):<18}{value or '-'}")
 
 
 @_with_lora
 def _evaluate(options: argparse.Namespace) -> int:
     """Load an adapter on its model, let it generate the first function call of held-out conversations with greedy
-    decoding, and print how many of the answers are well-formed calls, call the right function, and have the right
-    arguments.
+    decoding, and print as JSON how many of the answers are well-formed calls, call the right function, and have the
+    right arguments, with the first wrong answers.
     """
     from pytest_gpucluster.benchmarks.lora import evaluation
     from pytest_gpucluster.benchmarks.lora.evaluation import choose_device, evaluate
@@ -182,10 +164,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     if not score.asked:
         why = "; ".join(f"{count} times {reason}" for reason, count in score.skipped.items()) or "there are none"
         return complain(f"--data {options.data}: no held-out conversation has a call to generate: {why}", NO_INPUT)
-    if options.json:
-        print(json.dumps(_as_json(score, options, saved.base), indent=2))
-    else:
-        _print_score(score)
+    print(json.dumps(_as_json(score, options, saved.base), indent=2))
     return DONE
 
 
@@ -198,14 +177,6 @@ def _held_out(options: argparse.Namespace) -> tuple[Row, ...] | list[Row]:
         return packed_file.read(path).held_out_rows
     loaded = dataset.load_rows(options.data, sha256=options.sha256)
     return held_out_split(loaded.rows, options.held_out, options.seed)[1]
-
-
-def _print_score(score: CallScore) -> None:
-    print(f"{'calls asked for':<18}{score.asked:>8}")
-    for name, ratio in score.ratios().items():
-        print(f"{name.replace('_', ' '):<18}{getattr(score, name):>8}{ratio:>10.1%}")
-    for reason, count in score.skipped.items():
-        complain(f"{count} conversations were skipped: {reason}", DONE)
 
 
 def _as_json(score: CallScore, options: argparse.Namespace, base: str) -> dict[str, Any]:
@@ -228,23 +199,6 @@ def _wrong_answer(answer: Answer) -> dict[str, Any]:
     if reason is None:
         reason = "other arguments" if answer.right_function else "another function"
     return {"expected": expected, "text": answer.text, "reason": reason}
-
-
-def _part(text: str) -> float:
-    try:
-        ratio = units.parse(text, like="%").to("ratio")
-    except UnitError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not 0 < ratio < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 % and 100 %")
-    return ratio
-
-
-def _digest(text: str) -> str:
-    digest = text.strip().lower()
-    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a SHA-256: 64 digits of 0-9 and a-f, as from sha256sum")
-    return digest
 
 
 def _reference_curve_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,18 @@ import sys
 from collections.abc import Sequence
 
 from pytest_gpucluster import __version__
-from pytest_gpucluster.cli.command import DONE, NO_OUTPUT, USAGE, Command, CommandError, Group, complain, exit_code_of
-from pytest_gpucluster.errors import GpuClusterError
+from pytest_gpucluster.cli.command import (
+    BROKEN_EXIT,
+    DONE,
+    NO_INPUT,
+    NO_OUTPUT,
+    USAGE,
+    Command,
+    CommandError,
+    Group,
+    complain,
+)
+from pytest_gpucluster.errors import CertificateError, EnvironmentBroken, JournalError, ThresholdsError, UsageProblem
 
 READER_GONE = 141
 """What a shell reports for SIGPIPE. Never 0: `gpucluster runs compare OLD NEW | head` may end before the result."""
@@ -86,11 +96,12 @@ def _run(options: argparse.Namespace) -> int:
         code: int = options.run(options)
     except CommandError as error:
         return complain(str(error), error.code)
-    except GpuClusterError as error:
-        known = exit_code_of(error)
-        if known is None:
-            raise
-        return complain(str(error), known)
+    except (JournalError, CertificateError, ThresholdsError) as error:
+        return complain(str(error), NO_INPUT)
+    except UsageProblem as error:
+        return complain(str(error), USAGE)
+    except EnvironmentBroken as error:
+        return complain(str(error), BROKEN_EXIT)
     return code
 
 

@@ -175,7 +175,7 @@ FRAME_SECONDS = 0.5
 
 
 def _watch_arguments(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--interval SECONDS", "time between two samples", type=number(0.2, 3600), default=1.0)
+    add_option(parser, "--interval SECONDS", "time between two samples", type=number(0.2, 3600, of=float), default=1.0)
     add_option(parser, "--once", "print one sample after one interval, and end")
 
 

@@ -15,20 +15,19 @@ from pathlib import Path
 
 from pytest_gpucluster import __version__, files
 from pytest_gpucluster.cli.command import (
-    BROKEN_EXIT,
     DONE,
     NO_OUTPUT,
     USAGE,
     Command,
     CommandError,
     add_option,
-    complain,
+    file_errors,
+    number,
     port_number,
     seconds,
-    whole_number,
 )
 from pytest_gpucluster.cli.run import run_exit_codes
-from pytest_gpucluster.errors import EnvironmentBroken, OptionError
+from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import read
 from pytest_gpucluster.journal.run_directory import new_run_directory
 from pytest_gpucluster.reports import registry
@@ -121,7 +120,7 @@ def unique_run_id() -> str:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--check", "only check whether the nodes are ready")
     add_expect(parser)
-    add_option(parser, "--nproc-per-node N", "ranks on each node (default: one per GPU)", type=whole_number(1, 1024))
+    add_option(parser, "--nproc-per-node N", "ranks on each node (default: one per GPU)", type=number(1, 1024))
     add_option(parser, "--master-addr ADDRESS", "rendezvous address (default: the first node's)")
     add_option(parser, "--port PORT", "rendezvous port on the first node (default: any)", type=port_number, default=0)
     add_option(parser, "--within TIME", "deadline for the run", type=seconds, default="24 h")
@@ -145,16 +144,11 @@ def _run_hosts(options: argparse.Namespace) -> int:
       gpu-017 address=10.0.0.17   # if its name does not resolve
     """
     signals = Signals()
-    try:
-        with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signals.handle):
-            return _run(options, signals)
-    except EnvironmentBroken as error:
-        return complain(str(error), BROKEN_EXIT)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError) and error.filename is None:
-            raise  # handled by main
-        where = f"{error.filename}: " if error.filename else ""
-        return complain(f"reports of the nodes cannot be written: {where}{error.strerror or error}", NO_OUTPUT)
+    with (
+        handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signals.handle),
+        file_errors(NO_OUTPUT, "reports of the nodes cannot be written"),
+    ):
+        return _run(options, signals)
 
 
 def _run(options: argparse.Namespace, signals: Signals) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
-import os
 import shlex
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +41,7 @@ from pytest_gpucluster.cli.command import (
     write_text,
 )
 from pytest_gpucluster.errors import JournalError, LaunchError, OutputError
+from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, encode, locate
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.reports.tables import rank_name
@@ -160,29 +159,12 @@ def _merge(options: argparse.Namespace) -> int:
         if source.journal.cut:
             complain(f"{source.path}: its last line is truncated and left out", DONE)
     with file_errors(NO_OUTPUT, f"--out {out}"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _write_new(out, map(encode, merged.lines()))
+        atomic_write(out, "".join(encode(line).decode() for line in merged.lines()))
     rehearsal = "REHEARSAL, " if sources[0].journal.run.rehearsal else ""
     verdict = merged.verdict
     line = f"gpucluster: {rehearsal}{verdict.word}, exit code {verdict.exit}: {verdict.reason}"
     print(printable(one_line(line, 2000)))
     return complain(f"{len(sources)} runs merged: {out}", DONE)
-
-
-def _write_new(out: Path, lines: Iterable[bytes]) -> None:
-    """Write a new file completely or not at all.
-
-    Raises:
-        OSError: it cannot be written, or exists by now.
-    """
-    with out.open("xb") as file:
-        try:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:  # also an interruption: half a journal would be read as a run that was killed
-            out.unlink()
-            raise
 
 
 def _fleet_arguments(parser: argparse.ArgumentParser) -> None:

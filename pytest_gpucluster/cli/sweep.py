@@ -18,12 +18,12 @@ from pytest_gpucluster.cli.command import (
     add_option,
     complain,
     exit_codes,
+    file_errors,
+    number,
     port_number,
     seconds,
-    whole_number,
 )
 from pytest_gpucluster.cli.run_hosts import PYTEST_DEFAULT, add_access, add_expect, select_nodes, unique_run_id
-from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.journal.verdict import EXIT_CODES
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ _AT_ONCE = "the most nodes that run alone at a time"
 def _slurm_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     add_option(parser, "--nodes HOSTLIST", "of the allocation, such as 'gpu-[003,007]' (default: all)")
-    add_option(parser, "--at-once N", _AT_ONCE, type=whole_number(), default=1024)
+    add_option(parser, "--at-once N", _AT_ONCE, type=number(), default=1024)
     add_option(parser, "--srun OPTION", "an option for every srun, such as --srun=--gpus-per-node=8", action="append")
 
 
 def _ssh_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     add_access(parser)
-    add_option(parser, "--at-once N", _AT_ONCE, type=whole_number(), default=256)
+    add_option(parser, "--at-once N", _AT_ONCE, type=number(), default=256)
 
 
 def _kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     within = "deadline for the joint run of the survivors"
     add_option(parser, "--together-within TIME", within, type=seconds, default="4 h")
     fewer = "with fewer survivors there is no joint run, and the sweep is INCOMPLETE"
-    add_option(parser, "--min-nodes N", fewer, type=whole_number(2), default=2)
+    add_option(parser, "--min-nodes N", fewer, type=number(2), default=2)
     add_option(parser, "--report-dir DIR", "for the folder of each sweep", type=Path, default=Path("gpucluster-sweep"))
     add_option(parser, "--python PATH", "python on the nodes (default: this one; in pods: python)")
     add_option(parser, "--port PORT", "rendezvous port of the joint run (default: one is chosen)", type=port_number)
@@ -89,13 +89,11 @@ def _sweep(options: argparse.Namespace) -> int:
 
     try:
         # These signals end a sweep as Ctrl-C does: what was started is ended, and the table so far is written.
-        with handling((signal.SIGTERM, signal.SIGHUP), stop):
+        with (
+            handling((signal.SIGTERM, signal.SIGHUP), stop),
+            file_errors(BROKEN_EXIT, "results of the sweep cannot be written"),
+        ):
             return _carry_out(options)
-    except EnvironmentBroken as error:
-        return complain(str(error), BROKEN_EXIT)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return complain(f"results of the sweep cannot be written: {where}{error.strerror or error}", BROKEN_EXIT)
     except (KeyboardInterrupt, Stopped):  # before anything was started; the sweep handles later ones
         return complain("interrupted", USAGE)
 
@@ -155,32 +153,6 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _slurm(options: argparse.Namespace) -> int:
-    """Sweep the nodes of the Slurm allocation that this command runs in: one srun for each node, then one over the
-    survivors.
-
-    The report directory and this folder must be on a shared file system. Request the allocation with --no-kill:
-    otherwise a node that goes down ends the whole job.
-    """
-    return _sweep(options)
-
-
-def _ssh(options: argparse.Namespace) -> int:
-    """Sweep the nodes of a hosts file over ssh.
-
-    Each node's reports are copied here. Nodes that do not answer are listed in the table, and the others go on. No
-    shared file system is needed.
-    """
-    return _sweep(options)
-
-
-def _kubernetes(options: argparse.Namespace) -> int:
-    """Sweep nodes of a cluster with kubectl: an Indexed Job with one pod for each node, then an Indexed Job with a
-    headless service over the survivors. The Jobs are deleted at the end.
-    """
-    return _sweep(options)
-
-
 _EXAMPLES = """\
     salloc --nodes=64 --gpus-per-node=8 --exclusive --no-kill gpucluster sweep slurm --expect 8xH100
     gpucluster sweep slurm --expect 8xH100 --nodes 'gpu-[001-016]' -- acceptance/ --gpucluster-profile quick
@@ -204,17 +176,31 @@ COMMAND = Group(
     "them; then run it on all nodes that survived together. Arguments after -- go to pytest (default: acceptance/).",
     commands={
         name: Command(
-            run=run,
+            run=_sweep,
+            description=description,
             help=help,
             arguments=arguments,
             examples=_EXAMPLES,
             codes=_EXIT_CODES,
             usage=f"gpucluster sweep {words} --expect GPUSxSKU [options] [-- PYTEST_ARGUMENTS]",
         )
-        for name, words, run, help, arguments in (
-            ("slurm", "slurm", _slurm, "in a Slurm allocation", _slurm_arguments),
-            ("ssh", "ssh HOSTS", _ssh, "over ssh, without a scheduler", _ssh_arguments),
-            ("kubernetes", "kubernetes", _kubernetes, "with kubectl", _kubernetes_arguments),
+        for name, words, arguments, help, description in (
+            (
+                *("slurm", "slurm", _slurm_arguments, "in a Slurm allocation"),
+                "Sweep the nodes of the Slurm allocation that this command runs in: one srun for each node, then one "
+                "over the survivors.\n\nThe report directory and this folder must be on a shared file system. "
+                "Request the allocation with --no-kill: otherwise a node that goes down ends the whole job.",
+            ),
+            (
+                *("ssh", "ssh HOSTS", _ssh_arguments, "over ssh, without a scheduler"),
+                "Sweep the nodes of a hosts file over ssh.\n\nEach node's reports are copied here. Nodes that do not "
+                "answer are listed in the table, and the others go on. No shared file system is needed.",
+            ),
+            (
+                *("kubernetes", "kubernetes", _kubernetes_arguments, "with kubectl"),
+                "Sweep nodes of a cluster with kubectl: an Indexed Job with one pod for each node, then an Indexed Job "
+                "with a headless service over the survivors. The Jobs are deleted at the end.",
+            ),
         )
     },
 )

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from pytest_gpucluster import __version__
 from pytest_gpucluster.analysis.calibration import (
@@ -50,10 +50,9 @@ from pytest_gpucluster.cli.command import (
     number,
     require_new_file,
     require_other_file,
-    whole_number,
     write_text,
 )
-from pytest_gpucluster.cli.thresholds_explain import WRONG_USAGE, explain_sku, judge_values
+from pytest_gpucluster.cli.thresholds_explain import explain_sku, judge_values
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.journal.journal import locate
 from pytest_gpucluster.judge.limits import peak_of
@@ -258,8 +257,8 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
         "metrics", metavar="METRIC", nargs="*", help="default: all; matmul. selects all that begin with it"
     )
     add_option(parser, "--sku NAME", "the SKU, such as H100 SXM", required=True)
-    add_option(parser, "--world-size N", "ranks of the run", type=whole_number())
-    add_option(parser, "--nnodes N", "nodes of the run", type=whole_number())
+    add_option(parser, "--world-size N", "ranks of the run", type=number())
+    add_option(parser, "--nnodes N", "nodes of the run", type=number())
     add_option(
         parser,
         "--label KEY=VALUE",
@@ -273,24 +272,19 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
 def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP)
     add_option(parser, "--out FILE", "write the file here; - for standard output", required=True)
-    add_option(parser, "--spreads K", "spreads below the median", type=number(0.001, 99.999), default=3.0)
+    add_option(parser, "--spreads K", "spreads below the median", type=number(0.001, 99.999, of=float), default=3.0)
     add_option(parser, "--sku NAME", "the required SKU (default: that of the first journal)")
     add_option(parser, "--force", "replace an existing file")
 
 
 def _judge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("values", metavar="METRIC=VALUE", nargs="+", help='such as matmul.fp32.tflops="51.5 TFLOPS"')
+    what = 'such as matmul.fp32.tflops="51.5 TFLOPS"'
+    parser.add_argument("values", metavar="METRIC=VALUE", type=key_value, nargs="+", help=what)
     add_option(parser, "--sku NAME", "the SKU, such as H100 SXM", required=True)
-    add_option(parser, "--world-size N", "GPUs that took part", type=whole_number(), default=1)
-    add_option(parser, "--nodes M", "nodes of these GPUs", type=whole_number(), default=1)
-    add_option(parser, "--label KEY=VALUE", "how it was measured", action="append")
+    add_option(parser, "--world-size N", "GPUs that took part", type=number(), default=1)
+    add_option(parser, "--nodes M", "nodes of these GPUs", type=number(), default=1)
+    add_option(parser, "--label KEY=VALUE", "how it was measured", type=key_value, action="append")
     add_thresholds(parser)
-
-    def refuse(message: str) -> NoReturn:
-        parser.print_usage(sys.stderr)
-        parser.exit(WRONG_USAGE, f"{parser.prog}: error: {message}\n")
-
-    parser.error = refuse  # type: ignore[method-assign]
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -313,22 +307,12 @@ def _judge(options: argparse.Namespace) -> int:
     the smallest that is judged; without a transport it is the one that the limit expects. A label that no limit uses is
     ignored with a note.
     """
-    labels: dict[str, str] = {}
-    for text in options.label:
-        key, _, value = (part.strip() for part in text.partition("="))
-        if not key or key in labels:
-            options.refuse(f"--label {text}: it must be KEY=VALUE, each key once")
-        labels[key] = value
-    try:
-        values = [key_value(text) for text in options.values]
-    except argparse.ArgumentTypeError as error:
-        options.refuse(str(error).replace("KEY=VALUE", "METRIC=VALUE"))
     return judge_values(
-        values,
+        options.values,
         sku=options.sku,
         world_size=options.world_size,
         nodes=options.nodes,
-        labels=labels,
+        labels=dict(options.label),
         files=options.thresholds,
     )
 
@@ -347,7 +331,7 @@ _EXIT_CODES = exit_codes(
         NEGATIVE: "check: the files have problems. explain: no limit decides about a metric that was named. calibrate: "
         "no floor can be proposed. judge: a limit is missed",
         NO_INPUT: "a journal, plugin or file of limits is missing, damaged, unusable or of a newer version",
-        NO_OUTPUT: "the output cannot be written. judge: wrong usage",
+        NO_OUTPUT: "the output cannot be written",
         10: "judge: no limit judges a value, and none is missed",
     },
     common=(USAGE,),

@@ -35,7 +35,7 @@ def explain_sku(sku: str, names: Sequence[str], files: Sequence[Path], known: Ma
     """
     limits = load_limits(files)
     if sku not in limits.skus:
-        raise _unknown_sku(sku, limits, USAGE)
+        raise _unknown_sku(sku, limits)
     code = DONE
     conditions = ", ".join(f"{key} {value}" for key, value in known.items())
     _print(0, f"{sku}: {conditions or 'of any topology'}")
@@ -85,9 +85,9 @@ def _published_text(limit: Limit, support: Support) -> str:
     return "; ".join(parts)
 
 
-def _unknown_sku(sku: str, limits: Thresholds, code: int) -> CommandError:
+def _unknown_sku(sku: str, limits: Thresholds) -> CommandError:
     known = ", ".join(limits.skus)
-    return CommandError(code, f"--sku {sku}: no such SKU; known are {known}{did_you_mean(sku, limits.skus)}")
+    return CommandError(USAGE, f"--sku {sku}: no such SKU; known are {known}{did_you_mean(sku, limits.skus)}")
 
 
 def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[str]:
@@ -116,7 +116,7 @@ def _print(indent: int, text: str) -> None:
     print_paragraph(text, first=" " * indent, rest=" " * (indent + 2))
 
 
-MISSED, WRONG_USAGE, NOT_JUDGED = 1, 4, 10
+MISSED, NOT_JUDGED = 1, 10
 """Exit codes; the first of them that any value has. A missed limit wins over a value that nothing judges."""
 
 
@@ -143,9 +143,9 @@ def judge_values(
     """
     limits = load_limits(files)
     if sku not in limits.skus and sku not in {row.sku for row in evidence.published()}:
-        raise _unknown_sku(sku, limits, WRONG_USAGE)
+        raise _unknown_sku(sku, limits)
     if world_size < nodes:
-        raise CommandError(WRONG_USAGE, f"{world_size} GPUs on {nodes} nodes: fewer GPUs than nodes")
+        raise CommandError(USAGE, f"{world_size} GPUs on {nodes} nodes: fewer GPUs than nodes")
     read: list[tuple[str, float, str]] = []
     for name, text in values:
         try:
@@ -154,7 +154,7 @@ def judge_values(
             if not value > 0:
                 raise MeasurementError(f"{text} is not above zero")
         except MeasurementError as error:
-            raise CommandError(WRONG_USAGE, f"{name}={text}: {one_line(str(error), 300)}") from error
+            raise CommandError(USAGE, f"{name}={text}: {one_line(str(error), 300)}") from error
         read.append((name, value, metric.unit))
     codes = set()
     for name, value, unit in read:

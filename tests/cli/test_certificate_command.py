@@ -163,5 +163,6 @@ def test_what_is_missing_is_exit_code_3(tmp_path, capsys, words):
 
 
 def test_a_digest_that_is_none_is_wrong_usage(accepted, capsys):
-    assert main.main(["certificate", "verify", str(accepted), "--sha256", "9f86..."]) == 2
-    assert "64 hexadecimal digits" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["certificate", "verify", str(accepted), "--sha256", "9f86..."])
+    assert "is not a SHA-256" in capsys.readouterr().err

@@ -233,18 +233,18 @@ def test_values_of_others_are_judged(
         (("--sku", "H100 SXM", "--label", "=3", f"{FP32}=51.5 TFLOPS"), "KEY=VALUE"),
         (("--sku", "H100 SXM", "--world-size", "0", f"{FP32}=51.5 TFLOPS"), "--world-size"),
         (("--sku", "H100 SXM", "--no-such", f"{FP32}=51.5 TFLOPS"), "--no-such"),
-        (("--sku", "H100 SXM", FP32), "METRIC=VALUE"),
+        (("--sku", "H100 SXM", FP32), "is not KEY=VALUE"),
         ((f"{FP32}=51.5 TFLOPS",), "--sku"),
     ],
 )
-def test_wrong_usage_of_judge_is_exit_code_4(
+def test_wrong_usage_of_judge_is_exit_code_2(
     words: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         code = main.main(["thresholds", "judge", *words])
     except SystemExit as end:
         code = end.code  # type: ignore[assignment]
-    assert code == 4
+    assert code == 2
     assert error in capsys.readouterr().err
 
 
