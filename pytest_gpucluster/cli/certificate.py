@@ -32,7 +32,6 @@ from pytest_gpucluster.cli.command import (
     print_paragraph,
     require_new_file,
     require_other_file,
-    sha256,
     write_text,
 )
 from pytest_gpucluster.errors import CertificateError
@@ -58,7 +57,7 @@ def _create_arguments(parser: argparse.ArgumentParser) -> None:
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("certificate", metavar="CERTIFICATE", type=Path, help="a file written by `create`")
     add_option(parser, "--journal JOURNAL", "the run that it must match", type=Path)
-    add_option(parser, "--sha256 DIGEST", "its digest, as kept elsewhere", type=sha256)
+    add_option(parser, "--sha256 DIGEST", "its digest, as kept elsewhere")
 
 
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:

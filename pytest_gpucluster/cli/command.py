@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import inspect
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -211,17 +210,6 @@ def key_value(text: str) -> tuple[str, str]:
     if not (key and separator and value):
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key, value
-
-
-def sha256(text: str) -> str:
-    """Read a SHA-256.
-
-    Raises:
-        argparse.ArgumentTypeError: something else.
-    """
-    if not re.fullmatch("[0-9A-Fa-f]{64}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a SHA-256: 64 digits of 0-9 and a-f, as from sha256sum")
-    return text.lower()
 
 
 # ---- input and output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,6 @@ from pytest_gpucluster.cli.command import (
     number,
     quantity,
     require_other_file,
-    sha256,
 )
 from pytest_gpucluster.errors import CurveError, EnvironmentBroken, JournalError, WrongResult
 from pytest_gpucluster.journal import journal
@@ -89,7 +89,7 @@ def _with_lora(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
 
 
 def _add_row_options(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--sha256 HEX", "required digest of the file of rows", type=sha256)
+    add_option(parser, "--sha256 HEX", "required digest of the file of rows", type=_sha256)
     add_option(parser, "--held-out PART", "the part of the conversations to hold out", type=_PART, default="2%")
     add_option(parser, "--seed N", "selects the held-out ones", type=int, default=0)
 
@@ -199,6 +199,12 @@ def _wrong_answer(answer: Answer) -> dict[str, Any]:
     if reason is None:
         reason = "other arguments" if answer.right_function else "another function"
     return {"expected": expected, "text": answer.text, "reason": reason}
+
+
+def _sha256(text: str) -> str:
+    if not re.fullmatch("[0-9A-Fa-f]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a SHA-256: 64 digits of 0-9 and a-f, as from sha256sum")
+    return text.lower()
 
 
 def _reference_curve_arguments(parser: argparse.ArgumentParser) -> None:

@@ -160,9 +160,3 @@ def test_an_output_that_cannot_be_written_is_exit_code_4(runs, tmp_path, capsys)
 def test_what_is_missing_is_exit_code_3(tmp_path, capsys, words):
     assert main.main(["certificate", *(word.format(tmp_path) for word in words.split())]) == 3
     assert "gpucluster: " in capsys.readouterr().err
-
-
-def test_a_digest_that_is_none_is_wrong_usage(accepted, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main.main(["certificate", "verify", str(accepted), "--sha256", "9f86..."])
-    assert "is not a SHA-256" in capsys.readouterr().err
