@@ -31,6 +31,7 @@ _STDOUT_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a standard output that is redirected to a file."""
 
 BEFORE = {
+    "doctor": "what would be skipped or fail in a run, before it is started",
     "node": "try and inspect nodes: selftest, info, diff, nccl-env, kernel-log, watch",
     "thresholds": "limits: check, explain, calibrate, judge",
     "lora": "LoRA data and results: prepare, evaluate, reference-curve",
@@ -48,7 +49,7 @@ AFTER = {
 COMMANDS = BEFORE | DURING | AFTER
 """Command -> help, in this order. ``COMMAND`` of the module ``cli.<command>`` carries it out."""
 
-FORWARDING = {"run", "sweep"}
+FORWARDING = {"run", "sweep", "doctor"}
 """Commands whose arguments after the first ``--`` belong to another program."""
 
 HOSTS = "--hosts"
@@ -131,7 +132,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if name == command:
             load(module).configure(inner)
     options, unknown = parser.parse_known_args(words)
-    if module == "run":
+    if module in ("run", "doctor"):
         options.for_torchrun = unknown
     elif unknown:
         getattr(options, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")

@@ -140,6 +140,11 @@ class PyNvml:
         """Read the kernel driver's version, such as ``580.65.06``."""
         return text(self._of_node("nvmlSystemGetDriverVersion"))
 
+    def cuda_version(self) -> str:
+        """Read the newest CUDA that the driver supports, such as ``13.0``. Source: nvml.h, NVML_CUDA_DRIVER_VERSION."""
+        number = int(self._of_node("nvmlSystemGetCudaDriverVersion_v2"))
+        return f"{number // 1000}.{number % 1000 // 10}"
+
     def gpus(self) -> tuple[NvmlGpu | None, ...]:
         """List the GPUs that this process may use, also those that ``CUDA_VISIBLE_DEVICES`` hides."""
         return tuple(self._identify(handle) for handle in self._permitted())

@@ -197,6 +197,15 @@ def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str]
     return findings
 
 
+def gpus_of_gres(gres: str) -> int:
+    """Return the number of GPUs in a node's GRES, as sinfo prints it (%G).
+
+    >>> gpus_of_gres("gpu:h100:8(S:0-1),nvme:4"), gpus_of_gres("(null)")
+    (8, 0)
+    """
+    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[A-Za-z][\w.-]*)?:(\d+)", gres))
+
+
 def healthy_count(found: Iterable[NodeState], nodes: Sequence[str]) -> int:
     """Return the number of these nodes that are in a state to run jobs."""
     states = {line.node: line for line in found}

@@ -25,7 +25,7 @@ from pytest_gpucluster.runners.run_result import RunResult
 from pytest_gpucluster.runners.sweep import require_tool, run_tool
 from pytest_gpucluster.runners.sweep_outcome import BROKEN_EXIT, JOINT, NO_ANSWER, LauncherExit, Outcome, judge_run
 
-_CALL_SECONDS = 60.0
+CALL_SECONDS = 60.0
 _MOST_FAILED_CALLS = 10
 """In a row: an API server may be restarting."""
 
@@ -61,6 +61,14 @@ def parse_items(text: str, kind: str) -> Sequence[Mapping[str, Any]]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise EnvironmentBroken(f"kubectl did not return {kind}s: {text[:80]!r}") from None
     return items
+
+
+def client_version(text: str) -> str:
+    """Read the version that ``kubectl version --client --output=json`` prints; "" for anything else."""
+    try:
+        return str(json.loads(text)["clientVersion"]["gitVersion"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def is_over(job: Mapping[str, Any]) -> bool:
@@ -238,7 +246,7 @@ class Kubernetes:
             time.sleep(self.poll_seconds)
 
     def _call(self, *words: str, given: str = "") -> str:
-        return run_tool([*self._command, *words], given=given, within_seconds=_CALL_SECONDS)
+        return run_tool([*self._command, *words], given=given, within_seconds=CALL_SECONDS)
 
     def _call_again(self, *words: str) -> str:
         for _ in range(_MOST_FAILED_CALLS - 1):

@@ -162,6 +162,23 @@ def rendezvous_host(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[
     return None
 
 
+def rendezvous_port(launch: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Return the port at which torchrun's agents meet; 0 if it is not a number. Arguments as above."""
+    endpoint = _last_value(launch, "--rdzv-endpoint", environ.get("PET_RDZV_ENDPOINT", ""))
+    port = endpoint.rpartition(":")[2] if endpoint else ""
+    text = port or _last_value(launch, "--master-port", environ.get("PET_MASTER_PORT", "")) or "29500"
+    return int(text) if text.isdecimal() else 0
+
+
+def launched_shape(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the numbers of nodes and of ranks on each; 0 ranks: one for each GPU. Arguments as above."""
+    nodes, ranks = (
+        _last_value(launch, option, environ.get(variable, "")).rpartition(":")[2]
+        for option, variable in (("--nnodes", "PET_NNODES"), (_RANKS, _RANKS_VARIABLE))
+    )
+    return int(nodes) if nodes.isdecimal() else 1, int(ranks) if ranks.isdecimal() else 0
+
+
 def _option(word: str) -> str:
     """Return an option's name as torchrun normalises it."""
     return word.partition("=")[0].replace("_", "-")

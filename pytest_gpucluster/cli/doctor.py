@@ -1,0 +1,256 @@
+"""``gpucluster doctor``: what would keep a run from ACCEPTED, before it is started."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from pytest_gpucluster.cli.command import (
+    BROKEN_EXIT,
+    DONE,
+    NEGATIVE,
+    USAGE,
+    Command,
+    CommandError,
+    add_option,
+    columns,
+    exit_codes,
+    load_limits,
+)
+from pytest_gpucluster.cli.doctor_findings import (
+    Facts,
+    Forecast,
+    KubernetesFacts,
+    Obstacle,
+    Rendezvous,
+    SlurmFacts,
+    examine,
+)
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.launch.master_address import why_unknown
+from pytest_gpucluster.metrics import codec
+from pytest_gpucluster.node import slurm
+from pytest_gpucluster.node.host import read_node
+from pytest_gpucluster.node.processes import Output, run_program
+from pytest_gpucluster.runners.hosts import read_hosts
+from pytest_gpucluster.runners.sweep_kubernetes import CALL_SECONDS, client_version, parse_items
+from pytest_gpucluster.runners.torchrun import launched_shape, rendezvous_host, rendezvous_port
+from pytest_gpucluster.text import clip, paragraph, plural
+
+_FORECAST = "pytest_gpucluster.session.forecast"
+_FORECAST_SECONDS = 300.0
+"""torch is imported and all tests are collected, perhaps over a slow file system."""
+_CONNECT_SECONDS = 3.0
+_ALL = "all"
+_RIGHTS = (
+    *("create jobs.batch", "delete jobs.batch", "create services", "create configmaps", "list pods"),
+    *("get pods --subresource=log", "list nodes"),
+)
+"""What `gpucluster sweep kubernetes`, the overlays and collect.sh do."""
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.allow_abbrev = False
+    where = parser.add_mutually_exclusive_group()
+    add_option(where, "--hosts FILE", "the run is started over ssh from here, on these nodes", type=Path)
+    add_option(where, "--slurm", "the run is started by sbatch from here; without it in a job or on a node")
+    add_option(where, "--kubernetes", "the run is started by kubectl from here; without it in a pod")
+    add_option(parser, "--partition NAME", "of Slurm")
+    add_option(parser, "--namespace NAME", "of Kubernetes")
+    add_option(
+        parser, "--selector LABELS", "of Kubernetes' nodes, such as nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3"
+    )
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """Look for what would keep a run from ACCEPTED, for the way in which it is launched: write doctor in place of run.
+    Nothing is measured, and nothing is started but pytest's collection. Arguments before -- are torchrun's, those after
+    it pytest's (default: acceptance/).
+
+    Each finding has what was found, what is allowed, what to type, and the criteria that would be skipped or not
+    satisfied. On a host that only starts the run (--slurm, --kubernetes, --hosts) GPUs and limits are not looked at.
+    """
+
+    facts = collect(options, os.environ)
+    found = examine(facts)
+    sys.stdout.write(render(facts, found, width=columns(60) if sys.stdout.isatty() else 80))
+    return NEGATIVE if any(one.kind != "note" for one, _ in found) else DONE
+
+
+def collect(
+    options: argparse.Namespace,
+    environ: Mapping[str, str],
+    *,
+    run: Callable[..., Output] = run_program,
+    resolve: Callable[..., str | None] = why_unknown,
+    probe: Callable[[str, int], str] | None = None,
+) -> Facts:
+    """Collect what :func:`doctor_findings.examine` needs.
+
+    Args:
+        options: of the command.
+        environ: the environment.
+        run: runs a program: the forecast, Slurm's, kubectl.
+        resolve: returns why a name does not resolve.
+        probe: as :func:`probe_port`.
+
+    Raises:
+        CommandError: wrong usage, also of torchrun or pytest; or the tests cannot be collected.
+        OptionError: a wrong hosts file.
+    """
+    launch, here = options.for_torchrun, environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
+    hosts = read_hosts(options.hosts) if options.hosts is not None else ()
+    in_job, in_pod = "SLURM_JOB_ID" in environ, "KUBERNETES_SERVICE_HOST" in environ
+    nodes, ranks = launched_shape(launch, {"PET_NNODES": environ.get("SLURM_JOB_NUM_NODES", ""), **environ})
+    plan = _forecast(run, len(hosts) or nodes, ranks, options.forwarded or ["acceptance/"], environ)
+    elsewhere = ""
+    if options.slurm or (in_job and "SLURMD_NODENAME" not in environ):
+        elsewhere = f"`srun --nodes={plan.nodes} --ntasks-per-node=1 gpucluster doctor --nnodes={plan.nodes} -- ...`"
+    elif options.kubernetes:
+        elsewhere = "`kubectl exec -it POD --container suite -- gpucluster doctor -- ...`"
+    elif hosts:
+        elsewhere = f"`gpucluster run --hosts {options.hosts} --check`; on a node `gpucluster doctor -- ...`"
+    place, rendezvous = None if elsewhere else rendezvous_host(launch, environ), None
+    if place is not None:
+        (option, host), port = place, rendezvous_port(launch, environ)
+        unknown = resolve(host, may_come=in_pod)
+        answer = (probe or probe_port)(host, port) if unknown is None else ""
+        rendezvous = Rendezvous(option=option, host=host, port=port, unknown=unknown, answer=answer)
+    return Facts(
+        host=here,
+        plan=plan,
+        limits=load_limits([Path(plan.thresholds)] if plan.thresholds else []),
+        elsewhere=elsewhere,
+        rendezvous=rendezvous,
+        unknown_names={one.name: why for one in hosts if (why := resolve(one.address)) is not None},
+        node=None if elsewhere else read_node(host=here, ranks=plan.ranks_per_node),
+        in_pod=in_pod,
+        slurm=_slurm(run, options.partition, environ) if options.slurm or in_job else None,
+        kubernetes=_kubernetes(run, options.namespace, options.selector) if options.kubernetes else None,
+    )
+
+
+def _forecast(
+    run: Callable[..., Output], nodes: int, ranks: int, words: Sequence[str], environ: Mapping[str, str]
+) -> Forecast:
+    with tempfile.TemporaryDirectory(prefix="gpucluster-doctor-", ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "forecast.json"
+        command = [sys.executable, "-m", _FORECAST, str(file), str(nodes), str(ranks), *words]
+        output = run(command, _FORECAST_SECONDS, environ=environ)
+        if output.code == 0 and file.exists():
+            return codec.read(Forecast, json.loads(file.read_bytes()), "the forecast")
+    text = "\n".join(line for line in (output.errors or output.text).splitlines() if line.strip())
+    code = USAGE if output.code == 4 else BROKEN_EXIT
+    raise CommandError(code, f"pytest cannot collect these tests: {clip(text, 2000) or output.why_not}")
+
+
+def probe_port(host: str, port: int) -> str:
+    """Return "free" or "in use" for a port of this host; of another one "in use", "refused" or "silent"."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as candidate:
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
+        try:
+            candidate.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                return "in use"
+        else:
+            return "free"
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
+            return "in use"
+    except ConnectionRefusedError:
+        return "refused"
+    except OSError:
+        return "silent"
+
+
+def _slurm(run: Callable[..., Output], partition: str | None, environ: Mapping[str, str]) -> SlurmFacts:
+    if why := slurm.why_unavailable():
+        return SlurmFacts(why_not=why)
+    try:
+        of_job = ["--nodes", ",".join(slurm.nodes_of_job(environ))] if "SLURM_JOB_ID" in environ else []
+        slurm.ping()
+    except EnvironmentBroken as error:
+        return SlurmFacts(why_not=str(error))
+    which = of_job or (["--partition", partition] if partition else [])
+    shown = run(["scontrol", "show", "config"], slurm.ANSWER_SECONDS)
+    listed = run(["sinfo", "--noheader", "--Node", *which, "--format", "%N|%G"], slurm.ANSWER_SECONDS)
+    if why := shown.why_not or listed.why_not:
+        return SlurmFacts(why_not=why)
+    pairs = (line.partition("=") for line in shown.text.splitlines())
+    nodes = (line.partition("|") for line in listed.text.splitlines())
+    return SlurmFacts(
+        config={name.strip(): value.strip() for name, _, value in pairs},
+        gpus={node.strip(): slurm.gpus_of_gres(gres) for node, _, gres in nodes if node.strip()},
+    )
+
+
+def _kubernetes(run: Callable[..., Output], namespace: str | None, selector: str | None) -> KubernetesFacts:
+    own = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
+    client = run([*own, "version", "--client", "--output=json"], CALL_SECONDS)
+    if client.why_not:
+        return KubernetesFacts(version="", why_not=client.why_not)
+    rights = {right: run([*own, "auth", "can-i", *right.split()], CALL_SECONDS).text.strip() for right in _RIGHTS}
+    which = [f"--selector={selector}"] if selector else []
+    listed = run([*own, "get", "nodes", *which, "--output=json"], CALL_SECONDS)
+    return KubernetesFacts(
+        version=client_version(client.text),
+        denied=[right for right, answer in rights.items() if answer != "yes"],
+        nodes=[] if listed.why_not else parse_items(listed.text, "Node"),
+        why_not=listed.why_not,
+    )
+
+
+def render(facts: Facts, found: Sequence[Obstacle], *, width: int) -> str:
+    """Return the report: each finding, those that decide first, and the criteria that they cost."""
+    plan = facts.plan
+    shape = f"{plural(plan.nodes, 'node')} x {plural(plan.ranks_per_node, 'rank')} on {plan.device}"
+    ordered = f"ordered {plan.expect}" if plan.expect else "without --gpucluster-expect"
+    lines = paragraph(f"doctor on {facts.host}: {shape}, {ordered}", width)
+    costs: dict[str, dict[str, None]] = {}
+    for one, criteria in sorted(found, key=lambda obstacle: obstacle[0].kind == "note"):
+        decides = one.kind != "note"
+        lines += ["", *paragraph(f"{'' if decides else 'note: '}{one.code} ({one.gpu}): {one.found}", width, rest="  ")]
+        lines += paragraph(one.allowed, width, first="  allowed  ", rest=" " * 11)
+        lines += paragraph(one.remedy, width, first="  type     ", rest=" " * 11)
+        for name in (criteria or [_ALL]) if decides else ():
+            costs.setdefault(name, {})[one.code] = None
+    required = len(plan.criteria())
+    summary = f"nothing was found that keeps the {required} required criteria from being satisfied"
+    if costs:
+        lost = required if _ALL in costs else len(costs)
+        summary = f"ACCEPTED cannot be reached: {lost} of {required} required criteria would be skipped or missed"
+    lines += ["", *paragraph(summary, width)]
+    for name in sorted(costs, key=lambda name: name != _ALL):
+        lines += paragraph(f"{name}: {', '.join(costs[name])}", width, first="  ", rest="    ")
+    return "\n".join(lines) + "\n"
+
+
+COMMAND = Command(
+    run=_doctor,
+    arguments=_arguments,
+    examples="""\
+        gpucluster doctor -- acceptance/ --gpucluster-expect=1x8xH100
+        gpucluster doctor --nnodes=2 --nproc-per-node=8 --master-addr=$HEAD --master-port=29500 -- acceptance/
+        gpucluster doctor --slurm --partition=gpu --nnodes=2 -- acceptance/ --gpucluster-expect=2x8xH100
+        gpucluster doctor --kubernetes --nnodes=2 -- acceptance/ --gpucluster-expect=2x8xH100
+        gpucluster doctor --hosts hosts -- acceptance/ --gpucluster-expect=2x8xH100
+        """,
+    codes=exit_codes(
+        {
+            DONE: "nothing was found that keeps the run from ACCEPTED; nothing was measured",
+            NEGATIVE: "ACCEPTED cannot be reached",
+            USAGE: "wrong usage, also of pytest",
+            BROKEN_EXIT: "the tests cannot be collected",
+        }
+    ),
+    usage="gpucluster doctor [options] [torchrun options] -- [pytest options]",
+)

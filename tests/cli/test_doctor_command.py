@@ -1,0 +1,322 @@
+"""``gpucluster doctor``: each planted fault is found, with its criteria and what to type; a healthy launch has none."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from each import of_each
+
+from pytest_gpucluster.agreement.preflight import Expectation
+from pytest_gpucluster.cli import doctor, main
+from pytest_gpucluster.cli.doctor_findings import (
+    CHECKS,
+    Facts,
+    Forecast,
+    KubernetesFacts,
+    Rendezvous,
+    RequiredTest,
+    SlurmFacts,
+    examine,
+)
+from pytest_gpucluster.judge.loader import load, shipped_path
+from pytest_gpucluster.node.host import NodeSnapshot
+from pytest_gpucluster.node.processes import Output
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "node"))
+
+from fake_host import facts as node_facts
+from fake_host import limits, space
+
+SCHEDULER = RequiredTest(nodeid="acceptance/test_scheduler.py::test_slurm[before]", criterion="slurm")
+PLAN = Forecast(
+    nodes=2,
+    ranks_per_node=8,
+    device="cuda",
+    part="",
+    torch="2.13.0+cu130",
+    nvml="",
+    cuda="13.0",
+    driver="580.159.04",
+    driver_cuda="13.0",
+    gpus=8 * ("NVIDIA H100 80GB HBM3",),
+    expect=Expectation(nodes=2, gpus_per_node=8, sku="H100"),
+    sku="H100 SXM",
+    tests=(SCHEDULER, RequiredTest(nodeid="acceptance/test_hbm.py::test_hbm[copy]", criterion="hbm")),
+)
+PLACE = Rendezvous(option="--master-addr", host="gpu-00", port=29500, answer="free")
+SLURM = SlurmFacts(config={"KillWait": "30 sec", "SlurmdTimeout": "300 sec"}, gpus={"gpu-00": 8, "gpu-01": 8})
+
+
+def kubernetes_node(name: str = "a", **changes: Any) -> dict[str, Any]:
+    """A node as ``kubectl get nodes`` lists it."""
+    return {
+        "kind": "Node",
+        "metadata": {"name": name, "labels": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}} | changes,
+        "spec": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]} | changes,
+        "status": {
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "allocatable": {"cpu": "128", "nvidia.com/gpu": "8", "rdma/rdma_shared_device_a": "63"},
+        }
+        | changes,
+    }
+
+
+def kubernetes(**changes: Any) -> KubernetesFacts:
+    """Return two nodes, the first with these changes."""
+    nodes = (kubernetes_node(**changes), kubernetes_node("b"))
+    return KubernetesFacts(version="v1.32.4", nodes=nodes)
+
+
+def snapshot(folder: Path, files: Mapping[str, str] | None = None, shm: int = 10**12) -> NodeSnapshot:
+    found = node_facts(folder, files or {}, ranks=8, space=space(shm, shm))
+    return replace(found, own_cpus=frozenset(range(128)))
+
+
+def healthy(folder: Path) -> Facts:
+    node = snapshot(folder)
+    parts = {"rendezvous": PLACE, "node": node, "slurm": SLURM, "kubernetes": kubernetes()}
+    return Facts(host="gpu-00", plan=PLAN, limits=load(shipped_path()), **parts)  # type: ignore[arg-type]
+
+
+def findings(facts: Facts) -> dict[str, tuple[str, list[str]]]:
+    """Return code -> kind and criteria. Each finding says what was found, what is allowed and what to type."""
+    found = examine(facts)
+    assert all(one.found and one.allowed and one.remedy for one, _ in found)
+    return {one.code: (one.kind, sorted(criteria)) for one, criteria in found}
+
+
+def test_a_healthy_launch_has_no_finding(tmp_path: Path) -> None:
+    assert findings(healthy(tmp_path)) == {}
+
+
+def of_plan(**changes: Any) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, plan=replace(facts.plan, **changes))
+
+
+def of_place(**changes: Any) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, rendezvous=replace(PLACE, **changes))
+
+
+def of(**changes: Any) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, **changes)
+
+
+A100 = ("NVIDIA A100-SXM4-80GB",)
+SKIPPED = replace(SCHEDULER, skipped="needs 2 nodes, and there is 1", remedy="launch all")
+FAULTS: Mapping[str, tuple[Callable[[Facts], Facts], str, str, list[str]]] = {
+    "a rehearsal": (of_plan(device="cpu"), "launch.rehearsal", "environment", []),
+    "a part": (of_plan(part="SELECTION PASSED at best"), "launch.part", "environment", []),
+    "one node of two": (of_plan(nodes=1), "launch.shape", "environment", []),
+    "four ranks of eight": (of_plan(ranks_per_node=4), "launch.shape", "environment", []),
+    "a model that is not there": (of_plan(problems=("--gpucluster-model: no",)), "input.unusable", "environment", []),
+    "a test that skips": (of_plan(tests=(SKIPPED,)), "test.skipped", "environment", ["slurm"]),
+    "torch for cpu": (of_plan(cuda=None), "torch.cpu", "environment", []),
+    "no driver": (of_plan(nvml="NVML is not available", gpus=()), "driver.silent", "environment", []),
+    "an old driver": (of_plan(driver_cuda="12.8", gpus=()), "driver.old", "environment", []),
+    "a driver of an older minor version": (of_plan(cuda="13.2"), "driver.older", "note", []),
+    "hidden GPUs": (of_plan(gpus=()), "gpu.none", "environment", []),
+    "seven GPUs": (of_plan(gpus=PLAN.gpus[:7]), "gpu.count", "environment", []),
+    "a GPU without a rank": (of_plan(expect=None, ranks_per_node=7), "gpu.count", "environment", []),
+    "another GPU than ordered": (of_plan(gpus=8 * A100, sku="A100 SXM 80GB"), "gpu.sku", "environment", []),
+    "two kinds of GPU": (of_plan(gpus=PLAN.gpus[1:] + A100, expect=None), "gpu.sku", "environment", []),
+    "an unknown GPU": (of_plan(gpus=8 * ("H100 X",), sku=None), "gpu.unknown", "environment", []),
+    "no address": (of(rendezvous=None), "rendezvous.missing", "environment", []),
+    "an unknown name": (of_place(unknown="Name or service not known"), "rendezvous.unknown", "environment", []),
+    "a port in use": (of_place(answer="in use"), "rendezvous.port", "environment", []),
+    "a firewall": (of_place(answer="silent"), "rendezvous.silent", "environment", []),
+    "an unknown host": (of(unknown_names={"gpu-01": "no"}), "name.unknown", "environment", []),
+    "a login node": (of(elsewhere="look there"), "node.unseen", "note", []),
+    "no Slurm": (of(slurm=SlurmFacts(why_not="scontrol not found")), "slurm.silent", "environment", ["slurm"]),
+    "a short KillWait": (
+        of(slurm=replace(SLURM, config={"KillWait": "5 sec", "SlurmdTimeout": "60 sec"})),
+        "slurm.kill_wait",
+        "note",
+        [],
+    ),
+    "a SlurmdTimeout of never": (
+        of(slurm=replace(SLURM, config={"KillWait": "30 sec", "SlurmdTimeout": "0 sec"})),
+        "slurm.slurmd_timeout",
+        "note",
+        [],
+    ),
+    "too few GPUs in GRES": (
+        of(slurm=replace(SLURM, gpus={"gpu-00": 8, "gpu-01": 7})),
+        "slurm.gres",
+        "environment",
+        [],
+    ),
+    "no kubectl": (of(kubernetes=KubernetesFacts(version="")), "kubernetes.kubectl", "environment", []),
+    "an old kubectl": (
+        of(kubernetes=replace(kubernetes(), version="v1.26.9")),
+        "kubernetes.kubectl",
+        "environment",
+        [],
+    ),
+    "no right to make Jobs": (
+        of(kubernetes=replace(kubernetes(), denied=["create jobs.batch"])),
+        "kubernetes.rights",
+        "environment",
+        [],
+    ),
+    "an API server that does not answer": (
+        of(kubernetes=KubernetesFacts(version="v1.32.4", why_not="refused")),
+        "kubernetes.nodes",
+        "environment",
+        [],
+    ),
+    "too few nodes": (
+        of(kubernetes=replace(kubernetes(), nodes=[kubernetes_node()])),
+        "kubernetes.nodes",
+        "environment",
+        [],
+    ),
+}
+
+
+@of_each("name", list(FAULTS))
+def test_each_fault_is_found_with_the_criteria_that_it_costs(name: str, tmp_path: Path) -> None:
+    change, code, kind, criteria = FAULTS[name]
+    found = findings(change(healthy(tmp_path)))
+    assert found.get(code) == (kind, criteria), found
+    if name not in ("a rehearsal", "no kubectl"):  # which changes the limits; without nodes
+        assert list(found) == [code]
+
+
+UNUSABLE: Mapping[str, tuple[dict[str, Any], str]] = {
+    "cordoned": ({"unschedulable": True}, "kubernetes.node"),
+    "without a device plugin": ({"allocatable": {"cpu": "128"}}, "kubernetes.gpus"),
+    "with other GPUs": ({"labels": {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}}, "kubernetes.sku"),
+    "tainted": ({"taints": [{"key": "team", "value": "a", "effect": "NoSchedule"}]}, "kubernetes.taint"),
+}
+
+
+@of_each("name", list(UNUSABLE))
+def test_a_node_of_kubernetes_that_takes_no_pod_is_named_and_not_counted(name: str, tmp_path: Path) -> None:
+    changes, code = UNUSABLE[name]
+    facts = replace(healthy(tmp_path), kubernetes=kubernetes(**changes))
+    assert findings(facts) == {code: ("note", []), "kubernetes.nodes": ("environment", [])}
+    assert [one.gpu.host for one, _ in examine(facts)] == ["a", "gpu-00"]
+
+
+def test_a_node_without_rdma_is_a_note(tmp_path: Path) -> None:
+    facts = replace(healthy(tmp_path), kubernetes=kubernetes(allocatable={"nvidia.com/gpu": "8"}))
+    assert findings(facts) == {"kubernetes.rdma": ("note", [])}
+
+
+@pytest.mark.parametrize(
+    ("files", "shm", "code"),
+    [
+        ({"/proc/self/limits": limits(nofile=1024)}, 10**12, "host.nofile"),
+        ({"/proc/self/limits": limits(memlock=65536)}, 10**12, "host.memlock"),
+        ({}, 64 << 20, "host.shm"),
+    ],
+)
+def test_limits_of_the_host_are_judged_as_the_suite_judges_them(
+    files: dict[str, str], shm: int, code: str, tmp_path: Path
+) -> None:
+    facts = replace(healthy(tmp_path / "other"), node=snapshot(tmp_path, files, shm))
+    assert findings(facts) == {code: ("environment", ["host.limits"])}
+    assert ("kubernetes.shm" in findings(replace(facts, in_pod=True))) == (code == "host.shm")
+
+
+def test_every_check_has_a_fault() -> None:
+    assert {check.__name__ for check in CHECKS} == {
+        *("_launch", "_rendezvous", "_gpus", "_host", "_slurm", "_kubernetes", "_elsewhere")
+    }
+
+
+# ---- what is collected
+
+
+def forecast(words: list[str]) -> Output:
+    """Write what the forecast of a run on cpu would."""
+    _, _, _, file, nodes, ranks, *_ = words
+    plan = {"device": "cpu", "part": "", "torch": "2.13.0", "nvml": "", "nodes": int(nodes)}
+    Path(file).write_text(json.dumps({**plan, "ranks_per_node": int(ranks) or 2}))
+    return Output(code=0)
+
+
+ANSWERS = {
+    "kubectl version": '{"clientVersion": {"gitVersion": "v1.30.1"}}',
+    "kubectl auth can-i create services": "no\n",
+    "kubectl auth": "yes\n",
+    "kubectl get nodes": json.dumps({"kind": "NodeList", "items": [kubernetes_node()]}),
+    "scontrol show config": "Configuration data as of now\nKillWait                = 20 sec\n",
+    "sinfo": "gpu-00|gpu:h100:8(S:0-1)\ngpu-01|(null)\n",
+}
+
+
+def run(words: list[str], seconds: float, **others: Any) -> Output:
+    if words[0] == sys.executable:
+        return forecast(words)
+    line = " ".join(word for word in words if not word.startswith("--namespace"))
+    return Output(code=0, text=next(text for begin, text in ANSWERS.items() if line.startswith(begin)))
+
+
+def collect(line: str, environ: Mapping[str, str] | None = None, **sources: Any) -> Facts:
+    return doctor.collect(main.parse(["doctor", *line.split()]), environ or {}, **{"run": run, **sources})
+
+
+def test_what_kubectl_answers_is_read() -> None:
+    found = collect("--kubernetes --namespace=gpu --nnodes 3").kubernetes
+    assert found == KubernetesFacts(version="v1.30.1", denied=["create services"], nodes=[kubernetes_node()])
+
+    def silent(words: list[str], *_: Any, **__: Any) -> Output:
+        return forecast(words) if words[0] == sys.executable else Output(why_not="x")
+
+    assert collect("--kubernetes", run=silent).kubernetes == KubernetesFacts(version="", why_not="x")
+
+
+def test_what_slurm_answers_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.slurm, "why_unavailable", lambda: None)
+    monkeypatch.setattr(doctor.slurm, "ping", lambda: None)
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[00-01]", "SLURM_JOB_NUM_NODES": "2"}
+    facts = collect("-- acceptance/", job)
+    assert (facts.plan.nodes, bool(facts.elsewhere), facts.node) == (2, True, None)
+    assert facts.slurm is not None
+    assert (facts.slurm.config["KillWait"], facts.slurm.gpus) == ("20 sec", {"gpu-00": 8, "gpu-01": 0})
+    on_a_node = collect("-- acceptance/", {**job, "SLURMD_NODENAME": "gpu-00"})
+    assert (on_a_node.elsewhere, on_a_node.node is not None) == ("", True)
+
+
+def test_names_and_ports_are_those_that_torchrun_is_given(tmp_path: Path) -> None:
+    words = "--nnodes=2 --master-addr head --master-port=4000 -- acceptance/"
+    place = collect(words, resolve=lambda host, **_: None, probe=lambda host, port: f"{host}:{port}").rendezvous
+    assert place == Rendezvous(option="--master-addr", host="head", port=4000, answer="head:4000")
+    place = collect("--rdzv-endpoint=head:5000", {"PET_NNODES": "2"}, resolve=lambda *_, **__: "no").rendezvous
+    assert place == Rendezvous(option="--rdzv-endpoint", host="head", port=5000, unknown="no")
+    (tmp_path / "hosts").write_text("gpu-[00-01] \ngpu-02 address=here\n")
+    facts = collect(f"--hosts {tmp_path / 'hosts'}", resolve=lambda host, **_: None if host == "here" else "no")
+    assert (facts.plan.nodes, facts.unknown_names) == (3, {"gpu-00": "no", "gpu-01": "no"})
+
+
+def test_a_port_is_free_in_use_or_refused() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert doctor.probe_port("127.0.0.1", port) == "in use"
+    assert doctor.probe_port("127.0.0.1", port) == "free"
+
+
+def test_a_wrong_option_of_pytest_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--", "acceptance/test_hbm.py", "--gpucluster-expect=many"]) == 2
+    assert "NODESxGPUS" in capsys.readouterr().err
+
+
+def test_on_this_machine_the_real_suite_is_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main.main(["doctor", "--nnodes=2", "--nproc-per-node=2", "--", "acceptance/", "--gpucluster-device=cpu"]) == 1
+    )
+    text = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "launch.rehearsal" in text
+    assert "all: launch.rehearsal, rendezvous.missing" in text
+    assert "shared_filesystem: test.skipped" in text
