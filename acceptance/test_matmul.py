@@ -2,7 +2,7 @@
 
 import pytest
 
-from pytest_gpucluster.benchmarks.matmul import best_square, measure_matmul
+from pytest_gpucluster.benchmarks.matmul import best_square, measure_matmul, square_shape
 
 DTYPES = ["bf16", "fp16", "tf32", "fp32", pytest.param("fp8", marks=pytest.mark.needs_peak("fp8_tflops"))]
 SETUP_SECONDS = 120.0  # making the operands and the reference
@@ -38,7 +38,9 @@ def test_matmul(dtype, cluster, workload, telemetry, measure):
     rates, summaries = {}, {}
     for n in workload.matmul.sizes:
         window = telemetry()
-        result = measure_matmul(cluster.device, n=n, dtype=dtype, sampling=workload.matmul.sampling, during=window)
+        result = measure_matmul(
+            cluster.device, square_shape(n, dtype), dtype=dtype, sampling=workload.matmul.sampling, during=window
+        )
         rates[n], summaries[n] = result.tflops, window.summary()
         measure(f"matmul.{dtype}.tflops", rates[n], unit="TFLOPS", telemetry=summaries[n], record_only=True, n=n)
     best = best_square(rates)

@@ -5,7 +5,7 @@
     python perf/fidelity.py --device cuda --only hbm,training --compiled
 
 * matmul: ``measure_matmul``, every product of which is verified, against a loop of the library's product;
-* rectangle: the same of ``measure_shape``, with which the search over shapes measures, of an n x n/2 x n/4 product;
+* rectangle: the same, as the search over shapes measures, of an n x n/2 x n/4 product;
 * hbm: ``measure_hbm``'s copy, verified, against the best of torch's copy, cudaMemcpy and a kernel in Triton;
 * training: ``throughput``'s steps against a training loop written by hand, around the same decoder and data.
 

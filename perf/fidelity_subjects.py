@@ -10,14 +10,13 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from comparison import in_turn
 
 from pytest_gpucluster.benchmarks.dtypes import arithmetic
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
-from pytest_gpucluster.benchmarks.matmul import Shape, measure_matmul, measure_shape, prepare_shape
+from pytest_gpucluster.benchmarks.matmul import Shape, measure_matmul, prepare_shape
 from pytest_gpucluster.benchmarks.memory_budget import sets_beyond_cache
 from pytest_gpucluster.benchmarks.memory_passes import Copies
 from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
@@ -90,8 +89,7 @@ _INSTEAD = "choose a smaller n"
 
 
 class Matmul:
-    """``measure_matmul``, or ``measure_shape`` of a rectangle, and a loop of the library's product with the same kind
-    of result."""
+    """``measure_matmul``, and a loop of the library's product with the same kind of result."""
 
     unit = "TFLOPS"
 
@@ -126,11 +124,7 @@ class Matmul:
         return in_turn(number, self._ours, self._bare)
 
     def _ours(self) -> float:
-        settings: dict[str, Any] = {"dtype": self._dtype, "sampling": self._sampling}
-        if self._shape.is_square:
-            found = measure_matmul(self._device, n=self._shape.n, **settings)
-        else:
-            found = measure_shape(self._device, self._shape, instead=_INSTEAD, **settings)
+        found = measure_matmul(self._device, self._shape, dtype=self._dtype, sampling=self._sampling, instead=_INSTEAD)
         return self.each / found.tflops.median
 
     def _bare(self) -> float:

@@ -22,7 +22,9 @@ def test_plain(cluster):
 def test_matmul(cluster, measure):
     strike("test_matmul", "before", cluster)
     multiply = Struck("test_matmul", product)
-    result = matmul.measure_matmul(cluster.device, n=128, dtype="fp32", sampling=SAMPLING, multiply=multiply)
+    result = matmul.measure_matmul(
+        cluster.device, matmul.Shape.square(128), dtype="fp32", sampling=SAMPLING, multiply=multiply
+    )
     measure("matmul.fp32.tflops", result.tflops, unit="TFLOPS", n=128)
     strike("test_matmul", "after", cluster)
 
@@ -30,7 +32,7 @@ def test_matmul(cluster, measure):
 @pytest.mark.criterion("nccl.all_reduce")
 def test_all_reduce(cluster, measure):
     strike("test_all_reduce", "before", cluster)
-    reduce = Struck("test_all_reduce", collectives.all_reduce)
+    reduce = Struck("test_all_reduce", collectives.CALLS["all_reduce"])
     result = collectives.measure_collective(
         "all_reduce", cluster.group, cluster.device, payload_bytes=2**16, sampling=SAMPLING, call=reduce
     )

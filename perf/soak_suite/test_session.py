@@ -104,7 +104,7 @@ def test_fault(number, cluster):
 @pytest.mark.parametrize("number", [n for n in range(TESTS) if n % FAULT_EVERY != FAULT_EVERY - 1])
 def test_criterion(number, cluster, measure):
     if number % 2:
-        result = matmul.measure_matmul(cluster.device, n=64, dtype="fp32", sampling=SAMPLING)
+        result = matmul.measure_matmul(cluster.device, matmul.Shape.square(64), dtype="fp32", sampling=SAMPLING)
         measure("matmul.fp32.tflops", result.tflops, unit="TFLOPS", record_only=True, n=64)
     else:
         result = collectives.measure_collective(

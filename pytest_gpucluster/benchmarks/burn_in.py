@@ -254,7 +254,7 @@ def burn_in(
     Args:
         device: to burn in.
         series: to which the points are added.
-        n, dtype, seed: of the products, as in ``matmul.measure_matmul``.
+        n, dtype, seed: rows and columns of the matrices; the others as in ``matmul.measure_matmul``.
         interval_seconds: about how long the products of one point take.
         during: entered during the burn-in.
         progress: called about once a second, in a burn-in of ``PROGRESS_SECONDS`` or more, with the seconds so far,
@@ -275,7 +275,7 @@ def burn_in(
         if not 0 < value < math.inf:
             raise ValueError(f"{what} must be positive and finite, not {value}")
     instead = "choose smaller matrices, such as --gpucluster-workload burn_in.n=8192"
-    buffers = prepare_shape(device, square_shape(n, dtype), dtype=dtype, instead=instead, what=f"n={n}")
+    buffers = prepare_shape(device, square_shape(n, dtype), dtype=dtype, instead=instead)
     name = f"{device}: burn-in {dtype} n={n}"
     by = multiply or accelerator(device).product(scaled=buffers.kind.is_scaled)
     try:

@@ -53,32 +53,7 @@ _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or d
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_reduce(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Replace ``received`` by the sum of all ranks'. ``sent`` is the same tensor."""
-    dist.all_reduce(received, op=dist.ReduceOp.SUM, group=group)
-
-
-def all_gather(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Concatenate all ranks' ``sent`` in ``received``."""
-    _gather_into(received, sent, group=group)
-
-
-def reduce_scatter(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum up all ranks' ``sent``, and put this rank's part of the sum into ``received``."""
-    _reduce_scatter(received, sent, op=dist.ReduceOp.SUM, group=group)
-
-
-def all_to_all(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send each rank its part of ``sent``, and put each rank's part for this one into ``received``."""
-    dist.all_to_all_single(received, sent, group=group)
-
-
-def broadcast(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Replace ``received`` by the group's first rank's. ``sent`` is the same tensor."""
-    dist.broadcast(received, group=group, group_src=ROOT)
-
-
-def send_recv(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _send_recv(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Send ``sent`` to the next rank, and receive from the previous one into ``received``, both at once."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     works = dist.batch_isend_irecv(
@@ -92,14 +67,15 @@ def send_recv(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGro
 
 
 CALLS: dict[str, Call] = {
-    "all_reduce": all_reduce,
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
-    "all_to_all": all_to_all,
-    "broadcast": broadcast,
-    "send_recv": send_recv,
+    "all_reduce": lambda sent, received, group: dist.all_reduce(received, group=group),
+    "all_gather": lambda sent, received, group: _gather_into(received, sent, group=group),
+    "reduce_scatter": lambda sent, received, group: _reduce_scatter(received, sent, group=group),
+    "all_to_all": lambda sent, received, group: dist.all_to_all_single(received, sent, group=group),
+    "broadcast": lambda sent, received, group: dist.broadcast(received, group=group, group_src=ROOT),
+    "send_recv": _send_recv,
 }
-"""Name of each collective -> one call of it. Looked up at each measurement: tests inject a fault here."""
+"""Name of each collective -> one call of it; sums are of all ranks. Looked up at each measurement: tests inject a fault
+here."""
 
 _LAUNCHES_OF_SEND_RECV = 4
 """The host's time for it, in launches of one kernel: torch creates an object for each operation."""

@@ -3,24 +3,25 @@
 :func:`survey` measures every link within or between nodes as a tournament of pairs, and those that are far behind once
 more. The size and number of the messages follow from the time that a round may take.
 
-The content of each word depends on sender, receiver and time. Words are 32 bits, compared as whole numbers: there is
-no rounding and no NaN.
+The payload is a pattern that depends on sender, receiver and time, compared bit by bit.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
+from pytest_gpucluster.benchmarks.memory_passes import WORD_BYTES
+from pytest_gpucluster.benchmarks.verify import Pattern, PatternWriter
 from pytest_gpucluster.device.backends import clock_for
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.errors import InconclusiveMeasurement
@@ -40,77 +41,18 @@ from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 from pytest_gpucluster.metrics.units import show
 
-WORD_BYTES = 4
-_CHUNK_WORDS = 2**22
-"""Expected words are computed for this number at a time, to need little memory besides the payload."""
-
-_CHECK_BYTES_PER_WORD = 40
-"""For each word of a chunk: an index and a hash in 8 bytes each, and temporary values."""
-
-_ODD = 2654435761
-"""Spreads neighbouring numbers over all 32 bits. Source: Knuth, "The Art of Computer Programming", volume 3, section
-6.4, multiplicative hashing: 2^32 over (1 + sqrt(5)) / 2, rounded to an odd number."""
-
-_MASK = 0xFFFFFFFF
 _EMPTY = -1
 """The initial value of received words: then a missing payload is right only by chance."""
 
 
 def needed_bytes(payload_bytes: int) -> int:
     """Return the memory for sending and receiving this payload, including the verification."""
-    return 2 * payload_bytes + _CHECK_BYTES_PER_WORD * min(payload_bytes // WORD_BYTES, _CHUNK_WORDS)
+    return 2 * payload_bytes + PatternWriter.needed_bytes(payload_bytes // WORD_BYTES)
 
 
-def salt(sender: int, receiver: int, when: int) -> int:
-    """Return a number of 32 bits for a payload: a different one for each pair, direction and time."""
-    mixed = 0
-    for part in (sender, receiver, when):
-        mixed = (mixed ^ part + 1) * _ODD & _MASK
-        mixed ^= mixed >> 15
-    return mixed
-
-
-def fill(words: torch.Tensor, seed: int) -> None:
-    """Write the payload of a salt into a one-dimensional int32 tensor."""
-    for part, expected in _chunks(words, seed):
-        part.copy_(expected)
-
-
-def clear(words: torch.Tensor) -> None:
-    """Overwrite an earlier payload."""
-    words.fill_(_EMPTY)
-
-
-def defect(words: torch.Tensor, seed: int) -> tuple[int, int, int, int] | None:
-    """Return the defect of a received payload, or None. Waits for the device.
-
-    Returns:
-        how many words are wrong; of the first of them the offset in bytes, and the found and expected value, as
-        whole numbers of 32 bits without a sign.
-    """
-    count, start = 0, 0
-    first = (0, 0, 0)
-    for part, expected in _chunks(words, seed):
-        wrong = part != expected
-        here = int(wrong.sum())
-        if here and not count:
-            at = int(wrong.view(torch.uint8).argmax())
-            first = ((start + at) * WORD_BYTES, int(part[at]) & _MASK, int(expected[at]) & _MASK)
-        count += here
-        start += len(part)
-    return (count, *first) if count else None
-
-
-def _chunks(words: torch.Tensor, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield part after part of the words, with their expected values."""
-    for start in range(0, len(words), _CHUNK_WORDS):
-        part = words[start : start + _CHUNK_WORDS]
-        index = torch.arange(start, start + len(part), device=words.device)
-        # Below 2^31 times below 2^32 stays within 64 bits. The upper half is the better mixed one.
-        mixed = ((index + seed) & 0x7FFFFFFF).mul_(_ODD)
-        mixed = mixed.bitwise_right_shift_(16).bitwise_and_(_MASK)
-        # As signed numbers of 32 bits, which have the same bits.
-        yield part, mixed.sub_((mixed >> 31) << 32).to(torch.int32)
+def pattern_of(sender: int, receiver: int, when: int) -> Pattern:
+    """Return the payload of a pair, a direction and a time: another one for each."""
+    return Pattern(start=random.Random(f"{sender} {receiver} {when}").getrandbits(64))
 
 
 WINDOWS = 5
@@ -129,7 +71,7 @@ _PATIENCE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """``calls`` of ``words`` words of 32 bits each between two readings of the clock."""
+    """``calls`` of ``words`` words of 64 bits each between two readings of the clock."""
 
     calls: int
     words: int
@@ -154,9 +96,9 @@ def pace(probe_seconds: float, *, payload_bytes: int, round_seconds: float) -> P
     """Return the pace from the time of the probe.
 
     >>> pace(100e-6, payload_bytes=256 * 2**20, round_seconds=0.6)
-    Pace(calls=8, words=67108864)
+    Pace(calls=8, words=33554432)
     >>> pace(1.0, payload_bytes=256 * 2**20, round_seconds=0.6)
-    Pace(calls=1, words=1048576)
+    Pace(calls=1, words=524288)
     """
     window, probe = window_seconds(round_seconds), probe_bytes(payload_bytes)
     whole = probe_seconds * payload_bytes / probe
@@ -219,7 +161,7 @@ def sweep(
         group: whose ranks are paired.
         device: where this rank's payload is.
         rounds: pairs of ranks, by their number in the world; as of ``isolation.round_robin``.
-        payload_bytes: of one message; a multiple of 4.
+        payload_bytes: of one message; a multiple of 8.
         round_seconds: how long a round should take, without the creation of connections.
         longest_seconds: after a round that ends later than this, the others are left out. The first rank decides.
         progress: called after each round.
@@ -281,8 +223,9 @@ class _Links:
         self._group, self._clock = group, clock
         self._payload_bytes, self._round_seconds = payload_bytes, round_seconds
         self._rank = dist.get_rank()
-        self._outgoing = torch.zeros(payload_bytes // WORD_BYTES, dtype=torch.int32, device=device)
+        self._outgoing = torch.zeros(payload_bytes // WORD_BYTES, dtype=torch.int64, device=device)
         self._incoming = torch.zeros_like(self._outgoing)
+        self._writer = PatternWriter(device, len(self._outgoing))
 
     def round(self, pairs: Round, number: int) -> list[Reading]:
         """Measure all pairs of a round; return the readings of all of them."""
@@ -325,20 +268,19 @@ class _Links:
         outgoing = self._outgoing[: own.words] if sends else None
         incoming = self._incoming[: own.words] if peer is not None and not sends else None
         ends = (self._rank, peer or 0) if sends else (peer or 0, self._rank)
-        nothing = (0, 0, 0, 0)
         defects: list[tuple[int, int, int, int]] = []
         rates: list[float] = []
         for windows, calls in ((1, 1), (WINDOWS, own.calls)):  # the first one warms up
-            seed = salt(*ends, 2 * when + (windows > 1))
+            pattern = pattern_of(*ends, 2 * when + (windows > 1))
             with counted(VERIFYING):
                 if outgoing is not None:
-                    fill(outgoing, seed)
+                    self._writer.fill(outgoing, pattern)
                 if incoming is not None:
-                    clear(incoming)
+                    incoming.fill_(_EMPTY)
             elapsed = [self._window(peer, outgoing, incoming, calls) for _ in range(windows)]
             if incoming is not None:
                 with counted(VERIFYING):
-                    defects.append(defect(incoming, seed) or nothing)
+                    defects.append(self._defect(incoming, pattern))
                 rates = [calls * incoming.nbytes / seconds if seconds > 0 else math.inf for seconds in elapsed]
         if incoming is None:
             return None
@@ -349,8 +291,16 @@ class _Links:
             low=min(rates),
             high=max(rates),
             payload_bytes=incoming.nbytes,
-            defect=next((one for one in defects if one != nothing), nothing),
+            defect=next((one for one in defects if one[0]), (0, 0, 0, 0)),
         )
+
+    def _defect(self, incoming: torch.Tensor, pattern: Pattern) -> tuple[int, int, int, int]:
+        """Return the defect of a received payload, as of ``Reading``. Waits for the device."""
+        wrong = self._writer.compare(incoming, pattern)
+        if wrong is None:
+            return 0, 0, 0, 0
+        found, expected = (word % 2**64 for word in (int(incoming[wrong.offset]), pattern.word(wrong.offset)))
+        return wrong.count, WORD_BYTES * wrong.offset, found, expected
 
     def _window(
         self, peer: int | None, outgoing: torch.Tensor | None, incoming: torch.Tensor | None, calls: int
@@ -414,7 +364,7 @@ def survey(
         device: where this rank's payload is.
         places: where the ranks are.
         scope: "node" for links within nodes, all nodes at once; "world" for links across nodes.
-        payload_bytes: of one message; a multiple of 4.
+        payload_bytes: of one message; a multiple of 8.
         round_seconds: how long a round should take.
         repeats: maximum number of rounds for suspects.
         below: suspects are pairs with a smaller ratio to the median of the others. None: there are none.
@@ -425,7 +375,7 @@ def survey(
             well, to exchange the readings: its connections are none of the group's.
 
     Raises:
-        InconclusiveMeasurement, EnvironmentBroken, ValueError: as of :func:`links.sweep`.
+        InconclusiveMeasurement, EnvironmentBroken, ValueError: as of :func:`sweep`.
     """
     ranks = Ranks(world, device)
     rank = ranks.index
@@ -433,7 +383,7 @@ def survey(
 
     def measure(planned: Sequence[Round], show_progress: Progress | None = None) -> tuple[Matrix, float]:
         with sweeping():
-            found = links.sweep(
+            found = sweep(
                 group,
                 device,
                 planned,
@@ -444,7 +394,7 @@ def survey(
             )
         if scope == "world":
             return matrix_of(found.readings, scope, places), found.seconds
-        everyones = links.gather_readings(ranks, [one for one in found.readings if one.receiver == rank])
+        everyones = gather_readings(ranks, [one for one in found.readings if one.receiver == rank])
         return matrix_of(everyones, scope, places), max(seconds for [seconds] in ranks.gather([found.seconds]))
 
     with during or nullcontext():

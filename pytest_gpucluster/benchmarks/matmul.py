@@ -195,6 +195,11 @@ class Buffers:
         self.results = max(1, results // self.sets) * self.sets
 
     @property
+    def name(self) -> str:
+        """The shape, for messages: n=64 for square matrices in their usual layout."""
+        return f"n={self.shape.n}" if self.turns_around else str(self.shape)
+
+    @property
     def needed_bytes(self) -> int:
         """Memory for operands, results, first products, comparison, and the reference with its fp32 operands."""
         operands = self.sets * self.operand_bytes
@@ -310,6 +315,9 @@ def _column_major(right: torch.Tensor, kind: Arithmetic) -> torch.Tensor:
     return right.t().contiguous().t() if kind.is_scaled else right
 
 
+INSTEAD = "choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192"
+"""How to ask for less memory."""
+
 BEST_OF = (4096, 8192, 16384)
 """The sizes n of which the best decides. Source: ``best_square``."""
 
@@ -356,33 +364,37 @@ class MatmulResult:
     operand_sets: int
 
 
+@releases_memory()
 def measure_matmul(
     device: torch.device,
+    shape: Shape,
     *,
-    n: int,
     dtype: str,
     sampling: Sampling,
+    instead: str = INSTEAD,
     seed: int = 0,
     during: AbstractContextManager[object] = NO_CONTEXT,
     clock: Clock | None = None,
     multiply: Multiply | None = None,
     cache: int | None = None,
 ) -> MatmulResult:
-    """Measure products of two random n x n matrices, in TFLOPS.
+    """Measure products of two random matrices of a shape and layout, in TFLOPS.
 
     Only the time of the products counts. ``fp32`` is true fp32: TF32 is off. ``fp8`` has e4m3 operands, a bf16
     result and fast accumulation. Only operands larger than the device's cache measure the whole device; smaller ones
     are used in turn with others.
 
     Two products of each pair, a b and b a, take turns, so that a part of the result that a product failed to write
-    still has the other one's value and is seen. Both are first compared with a true fp32 reference, element by element.
+    still has the other one's value and is seen; where these are not both of the shape and layout, they are a b and c b.
+    Both are first compared with a true fp32 reference, element by element.
     Each later product is compared with the first of its kind bit by bit, between the timed regions.
 
     Args:
         device: where to multiply.
-        n: rows and columns of the matrices; for fp8 a multiple of 16.
+        shape: of the products, such as ``square_shape`` returns; for fp8 of multiples of 16.
         dtype: "bf16", "fp16", "tf32", "fp32" or "fp8".
         sampling: how long to warm up and to measure, and the required confidence.
+        instead: how to ask for less memory, for the message.
         seed: of the operands.
         during: entered while samples are taken.
         clock: takes the time; by default the device's own.
@@ -400,50 +412,8 @@ def measure_matmul(
 
     Source: of the operations of a product, ``Shape.flops``.
     """
-    return measure_shape(
-        device,
-        square_shape(n, dtype),
-        dtype=dtype,
-        sampling=sampling,
-        instead="choose smaller sizes, such as --gpucluster-workload matmul.sizes=4096,8192",
-        what=f"n={n}",
-        seed=seed,
-        during=during,
-        clock=clock,
-        multiply=multiply,
-        cache=cache,
-    )
-
-
-@releases_memory()
-def measure_shape(
-    device: torch.device,
-    shape: Shape,
-    *,
-    dtype: str,
-    sampling: Sampling,
-    instead: str,
-    what: str = "",
-    seed: int = 0,
-    during: AbstractContextManager[object] = NO_CONTEXT,
-    clock: Clock | None = None,
-    multiply: Multiply | None = None,
-    cache: int | None = None,
-) -> MatmulResult:
-    """Measure products of any shape and layout, in TFLOPS: as ``measure_matmul`` does it, by the same rules.
-
-    Where a b and b a are not both of this shape and layout, the two products that take turns are a b and c b.
-
-    Args:
-        shape: of the products.
-        instead: how to ask for less memory, for the message.
-        what: the shape's name in messages; by default as it is formatted.
-        others: as for ``measure_matmul``.
-
-    Raises: as ``measure_matmul``.
-    """
-    buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead, what=what)
-    name = f"{device}: matmul {dtype} {what or shape}"
+    buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead)
+    name = f"{device}: matmul {dtype} {buffers.name}"
     by = multiply or accelerator(device).product(scaled=buffers.kind.is_scaled)
     with numerics(buffers.kind.float32_precision):
         products = Products(device, buffers, name=name, seed=seed, multiply=by)
@@ -497,7 +467,7 @@ def square_shape(n: int, dtype: str) -> Shape:
 
 
 def prepare_shape(
-    device: torch.device, shape: Shape, *, dtype: str, instead: str, cache: int | None = None, what: str = ""
+    device: torch.device, shape: Shape, *, dtype: str, instead: str = INSTEAD, cache: int | None = None
 ) -> Buffers:
     """Check that a device can multiply matrices of this shape, and return the buffers that it needs.
 
@@ -507,7 +477,6 @@ def prepare_shape(
         dtype: as in ``measure_matmul``.
         instead: how to ask for less memory, for the message.
         cache: bytes of the device's last cache; by default as the device reports them.
-        what: the shape's name in the message; by default as it is formatted.
 
     Raises:
         EnvironmentBroken: too little memory is free, the device has no fp8, or the environment overrides the choice
@@ -523,5 +492,5 @@ def prepare_shape(
         require_fp8(device)
     require_switches(device, kind)
     buffers = Buffers(shape=shape, kind=kind, cache=accelerator(device).cache_bytes() if cache is None else cache)
-    require_free(device, buffers.needed_bytes, f"matmul {dtype} {what or shape}", instead=instead)
+    require_free(device, buffers.needed_bytes, f"matmul {dtype} {buffers.name}", instead=instead)
     return buffers

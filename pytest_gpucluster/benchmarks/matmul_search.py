@@ -27,7 +27,7 @@ from pytest_gpucluster.benchmarks.matmul import (
     Products,
     Shape,
     layouts_of,
-    measure_shape,
+    measure_matmul,
     prepare_shape,
 )
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
@@ -207,7 +207,7 @@ def search_matmul(
             tflops = _trial(device, buffers, name, seed + 1, by, timed_by, warmup_seconds, trial_seconds)
         trials.append(Trial(shape=buffers.shape, tflops=tflops))
         warmup_seconds = trial_seconds
-    best = measure_shape(
+    best = measure_matmul(
         device,
         choose(trials),
         dtype=dtype,

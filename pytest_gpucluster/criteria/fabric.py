@@ -66,7 +66,7 @@ class Links:
         str,
         Spec(
             "what one GPU sends to the other at a time; a rank needs twice as much memory",
-            _PAYLOAD,
+            Amount(8, TB, multiple_of=8, as_written=True),
         ),
     ]
     round_seconds: Annotated[

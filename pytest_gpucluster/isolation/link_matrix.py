@@ -27,7 +27,7 @@ class Reading:
         bytes_per_second: payload over time; the median of some windows.
         low, high: the slowest and the fastest of these windows.
         payload_bytes: of one transfer.
-        defect: number of wrong 32-bit words; of the first of them the offset in bytes, the found and the expected word.
+        defect: number of wrong 64-bit words; of the first of them the offset in bytes, the found and the expected word.
     """
 
     sender: int
@@ -45,8 +45,8 @@ class Reading:
         if not count:
             return ""
         return (
-            f"{count} of {self.payload_bytes // 4} words from rank {self.sender} to rank {self.receiver} are wrong, "
-            f"the first at byte {offset}: found {found:#010x}, expected {expected:#010x}"
+            f"{count} of {self.payload_bytes // 8} words from rank {self.sender} to rank {self.receiver} are wrong, "
+            f"the first at byte {offset}: found {found:#018x}, expected {expected:#018x}"
         )
 
     @property

@@ -40,7 +40,7 @@ def test_products_are_not_measured_where_a_variable_overrides_the_switch(monkeyp
     with pytest.raises(EnvironmentBroken, match="NVIDIA_TF32_OVERRIDE"):
         matmul.measure_matmul(
             CUDA,
-            n=64,
+            matmul.Shape.square(64),
             dtype="fp32",
             sampling=Sampling(warmup_seconds=0, window_seconds=1, longest_seconds=1, tolerance_ratio=1),
         )

@@ -18,7 +18,7 @@ from pytest_gpucluster.benchmarks import dtypes
 from pytest_gpucluster.benchmarks.fingerprint import take_fingerprint
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
-from pytest_gpucluster.benchmarks.matmul import measure_matmul
+from pytest_gpucluster.benchmarks.matmul import measure_matmul, square_shape
 from pytest_gpucluster.device.clock import EventClock
 from pytest_gpucluster.device.environment import VARIABLES, prepare
 from pytest_gpucluster.device.process_group import NcclReleaser, init_group
@@ -64,9 +64,9 @@ def test_the_clock_times_the_device_and_the_host_does_not_wait_for_it():
 def test_products_of_each_dtype_are_measured_and_verified(dtype):
     if dtype == "fp8" and torch.cuda.get_device_capability(GPU) < dtypes.CAPABILITY:
         with pytest.raises(EnvironmentBroken, match="fp8"):
-            measure_matmul(GPU, n=2048, dtype=dtype, sampling=QUICK)
+            measure_matmul(GPU, square_shape(2048, dtype), dtype=dtype, sampling=QUICK)
         return
-    result = measure_matmul(GPU, n=2048, dtype=dtype, sampling=QUICK)
+    result = measure_matmul(GPU, square_shape(2048, dtype), dtype=dtype, sampling=QUICK)
     assert result.tflops.median > 0
     assert result.verified_products > result.iters
 
@@ -76,7 +76,7 @@ def test_tf32_is_not_taken_for_fp32():
         torch.mm((a.view(torch.int32) & ~0x1FFF).view(torch.float32), b, out=out)
 
     with pytest.raises(WrongResult):
-        measure_matmul(GPU, n=1024, dtype="fp32", sampling=QUICK, multiply=in_tf32)
+        measure_matmul(GPU, square_shape(1024, "fp32"), dtype="fp32", sampling=QUICK, multiply=in_tf32)
 
 
 def test_one_wrong_element_of_a_product_is_found():
@@ -89,7 +89,7 @@ def test_one_wrong_element_of_a_product_is_found():
             out.view(torch.int16)[7, 11] ^= 1
 
     with pytest.raises(WrongResult, match=r"cuda:0.* n=1024"):
-        measure_matmul(GPU, n=1024, dtype="bf16", sampling=QUICK, multiply=wrong_later)
+        measure_matmul(GPU, square_shape(1024, "bf16"), dtype="bf16", sampling=QUICK, multiply=wrong_later)
 
 
 @pytest.mark.parametrize("kind", ["copy", "read", "write"])

@@ -11,7 +11,7 @@ from pytest_gpucluster.benchmarks.links import rounds_of
 from pytest_gpucluster.isolation.round_robin import Places
 
 SCRIPT = """
-from pytest_gpucluster.benchmarks import links, links
+from pytest_gpucluster.benchmarks import links
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.isolation.round_robin import Places
 
@@ -56,8 +56,8 @@ say(entered)
 
 # What is entered while only the group is used: the tournament and once more, and not when all tell each other.
 entered.clear()
-whole = links.links.gather_readings
-links.links.gather_readings = lambda *given: (entered.append("told"), whole(*given))[1]
+whole = links.gather_readings
+links.gather_readings = lambda *given: (entered.append("told"), whole(*given))[1]
 surveyed(mine, "node", sweeping=During)
 say(entered)
 nodes = mine = None

@@ -72,7 +72,7 @@ say(plain(swept(Timed(spoil=lose))))
 late = swept(Timed(lambda peer: 1.0), longest_seconds=5.0)
 say([len(late.readings), [list(link) for link in late.left_out], late.seconds > 5])
 say(plain(swept(Timed(lambda peer: 0.0 if rank == 2 else 0.01))))
-say(plain(swept(Timed(), payload_bytes=65536 + 4 * rank)))
+say(plain(swept(Timed(), payload_bytes=65536 + 8 * rank)))
 say(plain(swept(Timed(), planned=ROUNDS if rank else ROUNDS[:1])))
 Cpu.free_bytes = lambda device: 10 if rank == 2 else 10**12
 say(plain(swept(Timed())))
@@ -137,14 +137,14 @@ def test_a_pair_that_is_far_too_slow_sends_less_and_the_others_of_the_round_send
 
 def test_one_wrong_bit_is_on_record_with_its_pair_and_direction_and_ends_nothing(said: list[list[Any]]) -> None:
     found = same(said[3])
-    assert re.search(r"1 of 16384 words from rank 2 to rank 0 are wrong.* 12: found 0x", found["2>0"][2])
+    assert re.search(r"1 of 8192 words from rank 2 to rank 0 are wrong.* 24: found 0x", found["2>0"][2])
     assert {direction for direction, one in found.items() if one[2]} == {"2>0"}
 
 
 def test_data_that_do_not_arrive_as_sent_from_anybody_are_wrong_from_everybody(said: list[list[Any]]) -> None:
     found = same(said[4])
     assert {direction for direction, one in found.items() if one[2]} == {"0>1", "2>1"}
-    assert re.search(r"16284 of 16384 words from rank 0 to rank 1 are wrong.* 400", found["0>1"][2])
+    assert re.search(r"8092 of 8192 words from rank 0 to rank 1 are wrong.* 800", found["0>1"][2])
 
 
 def test_when_the_time_is_up_what_is_left_out_is_told(said: list[list[Any]]) -> None:
@@ -160,7 +160,7 @@ def test_a_clock_that_stands_still_ends_it_on_all_ranks(said: list[list[Any]]) -
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (7, "the ranks do not measure the same: rank 1 sends 65540 B in 3 rounds, rank 0 sends 65536 B in 3 rounds"),
+        (7, "the ranks do not measure the same: rank 1 sends 65544 B in 3 rounds, rank 0 sends 65536 B in 3 rounds"),
         (8, "the ranks do not measure the same: rank 1 sends 65536 B in 3 rounds, rank 0 sends 65536 B in 1 rounds"),
         (9, "rank 2: sending and receiving 65536 B with its verification needs "),
     ],
@@ -185,16 +185,16 @@ def test_a_part_of_the_ranks_measures_for_itself_and_tells_the_others(said: list
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("size", [0, -4, 3, 10])
+@pytest.mark.parametrize("size", [0, -8, 3, 12])
 def test_a_size_that_is_no_number_of_words_is_refused(alone: Any, size: int) -> None:
-    with pytest.raises(ValueError, match=f"positive multiple of 4, not {size}"):
+    with pytest.raises(ValueError, match=f"positive multiple of 8, not {size}"):
         sweep(alone, CPU, (), payload_bytes=size, round_seconds=1.0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_round_without_end_is_refused(alone: Any, seconds: float) -> None:
     with pytest.raises(ValueError, match="round_seconds must be positive"):
-        sweep(alone, CPU, (), payload_bytes=4, round_seconds=seconds)
+        sweep(alone, CPU, (), payload_bytes=8, round_seconds=seconds)
 
 
 def test_the_peers_meet_through_the_given_group_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

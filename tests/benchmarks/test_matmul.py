@@ -12,7 +12,7 @@ from each import of_each
 from pytest_gpucluster.benchmarks import matmul
 from pytest_gpucluster.benchmarks import matmul as matmul_products
 from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic
-from pytest_gpucluster.benchmarks.matmul import Buffers, Shape, best_square, measure_matmul, usual_layout
+from pytest_gpucluster.benchmarks.matmul import Buffers, Shape, best_square, measure_matmul, square_shape, usual_layout
 from pytest_gpucluster.benchmarks.verify import bits_of
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.device.products import scaled_product
@@ -60,7 +60,7 @@ def sampling(*, warmup=0.05, window=0.8, longest=2.0, tolerance=0.01):
 def measure(multiply, *, dtype="fp32", n=N, chosen=None, **others):
     return measure_matmul(
         CPU,
-        n=n,
+        square_shape(n, dtype),
         dtype=dtype,
         sampling=chosen or sampling(),
         clock=multiply.clock,
@@ -79,7 +79,7 @@ def flip_bit(offset, bit=0):
 @of_each("dtype", DTYPES)
 def test_a_healthy_device_is_measured_and_every_product_verified(dtype):
     quick = sampling(warmup=0.005, window=0.02, longest=0.05, tolerance=10)
-    result = measure_matmul(CPU, n=48, dtype=dtype, sampling=quick)
+    result = measure_matmul(CPU, square_shape(48, dtype), dtype=dtype, sampling=quick)
     usual = Shape.square(48, layout="nt" if dtype == "fp8" else "nn")
     assert (result.shape, result.dtype, result.flops_per_iter, result.operand_sets) == (usual, dtype, 2 * 48**3, 1)
     assert result.verified_products >= result.iters + FIRSTS + 2
@@ -218,7 +218,7 @@ def test_the_operands_are_random_and_depend_on_the_seed_alone(dtype):
     starts = []
     for seed in (1, 1, 2):
         starts.append(len(seen))
-        measure_matmul(CPU, n=16, dtype=dtype, sampling=quick, seed=seed, multiply=product)
+        measure_matmul(CPU, square_shape(16, dtype), dtype=dtype, sampling=quick, seed=seed, multiply=product)
     first, again, other = (seen[start] for start in starts)
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])
@@ -317,7 +317,7 @@ def test_too_little_memory_is_an_error_before_anything_is_allocated(monkeypatch)
 def test_a_gpu_without_fp8_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(EnvironmentBroken, match=r"fp8 .*compute capability 8\.9"):
-        measure_matmul(torch.device("cuda", 0), n=16, dtype="fp8", sampling=sampling())
+        measure_matmul(torch.device("cuda", 0), square_shape(16, "fp8"), dtype="fp8", sampling=sampling())
 
 
 def switches():
@@ -412,7 +412,7 @@ def test_no_tensor_is_held_when_the_memory_is_given_back_or_later(monkeypatch, d
 def test_an_argument_out_of_range_is_refused(arguments, message):
     good = {"n": 8, "dtype": "fp32"}
     with pytest.raises(ValueError, match=message):
-        measure_matmul(CPU, sampling=sampling(), **(good | arguments))
+        square_shape(**(good | arguments))
 
 
 # The best of several sizes -----------------------------------------------------------------------------------------

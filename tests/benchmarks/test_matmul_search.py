@@ -12,7 +12,7 @@ from each import of_each
 
 from pytest_gpucluster.benchmarks import matmul_search
 from pytest_gpucluster.benchmarks.dtypes import ARITHMETICS, arithmetic
-from pytest_gpucluster.benchmarks.matmul import Buffers, Products, Shape, layouts_of, measure_shape, prepare_shape
+from pytest_gpucluster.benchmarks.matmul import Buffers, Products, Shape, layouts_of, measure_matmul, prepare_shape
 from pytest_gpucluster.benchmarks.matmul_search import (
     Trial,
     candidates,
@@ -112,9 +112,9 @@ def test_a_shape_that_is_none_is_refused(wrong):
 
 def test_fp8_in_another_layout_or_size_than_its_own_is_refused():
     with pytest.raises(ValueError, match=r"fp8 is multiplied.* 16x16x16 nn"):
-        prepare_shape(CPU, Shape.square(16), dtype="fp8", instead="")
+        prepare_shape(CPU, Shape.square(16), dtype="fp8")
     with pytest.raises(ValueError, match="multiples of 16 for fp8, not 16x24x16 nt"):
-        prepare_shape(CPU, Shape(m=16, n=24, k=16, layout="nt"), dtype="fp8", instead="")
+        prepare_shape(CPU, Shape(m=16, n=24, k=16, layout="nt"), dtype="fp8")
 
 
 @of_each("dtype", DTYPES)
@@ -124,7 +124,7 @@ def test_a_product_of_any_shape_is_measured_in_every_layout_that_its_dtype_has(d
         multiply = Multiplier()
         quick = dataclasses.replace(SAMPLING, window_seconds=0.2, longest_seconds=0.2)
         given = {"dtype": dtype, "sampling": quick, "clock": multiply.clock, "multiply": multiply}
-        found = measure_shape(CPU, shape, instead="", **given)
+        found = measure_matmul(CPU, shape, **given)
         assert set(multiply.calls) == {shape}
         assert (found.shape, found.flops_per_iter) == (shape, 2 * 48 * 32 * 80)
         assert found.tflops.median == pytest.approx(1e-4)
@@ -187,7 +187,7 @@ def test_the_measurement_has_operands_of_its_own_and_the_rules_of_every_other():
     multiply = Multiplier(lambda shape: 2e-4 if shape == SQUARE else 1e-4)
     found = search(multiply)
     alone = Multiplier(lambda shape: 2e-4)
-    same = measure_shape(CPU, SQUARE, dtype="fp32", sampling=SAMPLING, instead="", clock=alone.clock, multiply=alone)
+    same = measure_matmul(CPU, SQUARE, dtype="fp32", sampling=SAMPLING, clock=alone.clock, multiply=alone)
     assert found.best.tflops.median == pytest.approx(same.tflops.median)
     assert dataclasses.replace(found.best, tflops=same.tflops) == same
     looked, measured = multiply.seen[0][1], multiply.seen[-same.verified_products][1]
@@ -255,7 +255,7 @@ def test_a_wrong_product_in_the_measurement_is_found_too():
         measuring.append(True)
         return fastest(looks)
 
-    with pytest.raises(WrongResult, match=r"^cpu: matmul fp32 64x64x64 nn: .* first at row 0, column 1: found nan"):
+    with pytest.raises(WrongResult, match=r"^cpu: matmul fp32 n=64: .* first at row 0, column 1: found nan"):
         search(Multiplier(fault=fault), [SQUARE], choose=choose)
 
 
