@@ -75,9 +75,9 @@ def test_ddp(cluster, geometry, workload, measure):
             steps=sizes.steps,
             precision=precision,
         )
-        labels = {"global_batch": result.global_batch, "steps": result.steps}
-        measure(f"ddp.{name}loss_error", result.loss_error, unit="ratio", **labels)
-        measure(f"ddp.{name}gradient_error", result.gradient_error, unit="ratio", **labels)
+        labels = {"global_batch": result.global_batch, "steps": len(result.losses)}
+        measure(f"ddp.{name}loss_error", result.loss, unit="ratio", **labels)
+        measure(f"ddp.{name}gradient_error", result.gradient, unit="ratio", **labels)
 
 
 @pytest.mark.single_gpu

@@ -43,7 +43,7 @@ def test_fsdp(cluster, geometry, workload, measure):
         batch=sizes.batch,
         steps=sizes.steps,
     )
-    labels = {"global_batch": result.global_batch, "steps": result.steps}
+    labels = {"global_batch": result.fp32.global_batch, "steps": len(result.fp32.losses)}
     for name, cpu_offload, parity in (
         ("", "no", result.fp32),
         ("", "yes", result.offloaded),

@@ -152,7 +152,7 @@ def test_wrong_data_across_nodes_reject_and_tell_who_sent_what_to_whom(run: torc
     found = result_of(run, "links__pairs", ACROSS)
     named = r"ranks 1, 3: WrongResult: .* rank 1 \(node-a\) and rank 3 \(node-b\): wrong data: 1 of "
     assert re.match(named, found.message), found.message
-    assert re.search("from rank 3 to rank 1 .* byte 68: found 0x", found.text)
+    assert re.search("from rank 3 to rank 1 .* byte 136: found 0x", found.text)
     assert list(found.culprits) == [1, 3]
 
 

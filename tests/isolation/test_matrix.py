@@ -97,7 +97,7 @@ def test_wrong_data_make_a_bad_pair_and_have_their_place() -> None:
     matrix = matrix_of(HEALTHY, wrong=((3, 1),))
     assert matrix.wrong() == [(1, 3)]
     assert matrix.readings[3, 1].wrong.startswith("2 of 500 words from rank 3 to rank 1 ")
-    assert "byte 12: found 0x0000dead, expected 0x0000beef" in matrix.readings[3, 1].wrong
+    assert "byte 12: found 0x000000000000dead, expected 0x000000000000beef" in matrix.readings[3, 1].wrong
     assert matrix.readings[1, 3].wrong == ""
 
 

@@ -40,7 +40,7 @@ def test_the_second_measurement_shows_whether_the_link_or_a_shared_part_is_slow(
 def test_wrong_data_are_reported_with_the_word_and_the_wrong_direction_only() -> None:
     readings = measured(within_node(NODE, 0), noise=0, rate=40.0, wrong=[(2, 1)])
     lines = culprit_lines(survey(readings), "wrong")
-    assert "between rank 1 (node-000, GPU 1) and rank 2 (node-000, GPU 2): wrong data: 1 of 262144 words" in lines[0]
+    assert "between rank 1 (node-000, GPU 1) and rank 2 (node-000, GPU 2): wrong data: 1 of 131072 words" in lines[0]
     assert "byte 8: found 0x0000000000000010, expected 0x0000000000000011" in lines[0]
     assert len(lines) == 4
     assert lines[3].startswith("  rank 2 (node-000, GPU 2) to rank 1 (node-000, GPU 1): 40 GB/s")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.utils.data import DistributedSampler
 
-from pytest_gpucluster.benchmarks.training import ddp, step, step_check
+from pytest_gpucluster.benchmarks.training import ddp, parity, step, step_check
 from pytest_gpucluster.benchmarks.training.ddp import COMPONENTS
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 
@@ -22,7 +22,7 @@ CASES = {
     }
 }
 ON_RANK_1 = os.environ["RANK"] == "1"
-MAKE, NORMAL = step_check.make_decoder, ddp.replicate
+MAKE, NORMAL = step_check.make_decoder, step.replicate
 
 
 def unsynchronized(model, device, group):
@@ -46,7 +46,7 @@ def frozen(*arguments, **more):
 def read_of_rank_0(data, rows):
     others = list(DistributedSampler(data, num_replicas=2, rank=0, seed=0))
     at = list(DistributedSampler(data, num_replicas=2, rank=1, seed=0)).index(rows[0]) if ON_RANK_1 else None
-    return ddp.read_rows(data, others[at : at + len(rows)] if ON_RANK_1 else rows)
+    return parity.read_rows(data, others[at : at + len(rows)] if ON_RANK_1 else rows)
 
 
 def overlapping(dataset, *, num_replicas, rank, **more):

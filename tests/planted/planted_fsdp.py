@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.utils.data import DistributedSampler
 
-from pytest_gpucluster.benchmarks.training import ddp, fsdp, sharding
+from pytest_gpucluster.benchmarks.training import fsdp, parity, sharding
 from pytest_gpucluster.benchmarks.training.fsdp import COMPONENTS
 from pytest_gpucluster.benchmarks.training.model import make_decoder
 from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients, token_mean
@@ -103,15 +103,15 @@ class Between:
         self.calls += 1
         if self.calls == 2 and ON_LAST:
             flip(next(self.model.parameters()))
-        return ddp.read_rows(data, rows)
+        return parity.read_rows(data, rows)
 
 
 def read_of_rank_0(data, rows):
     mine, its = (list(DistributedSampler(data, num_replicas=RANKS, rank=rank, seed=0)) for rank in (RANKS - 1, 0))
     if not ON_LAST:
-        return ddp.read_rows(data, rows)
+        return parity.read_rows(data, rows)
     at = mine.index(rows[0])
-    return ddp.read_rows(data, its[at : at + len(rows)])
+    return parity.read_rows(data, its[at : at + len(rows)])
 
 
 def frozen(*arguments, **more):

@@ -19,11 +19,10 @@ from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.storage.checkpoint import SavedCheckpoint, make_unique_folder
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
-from pytest_gpucluster.benchmarks.training.ddp import replicate
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint, relative
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.sharding import mesh_of, shard
-from pytest_gpucluster.benchmarks.training.step import Training
+from pytest_gpucluster.benchmarks.training.step import Training, replicate
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult

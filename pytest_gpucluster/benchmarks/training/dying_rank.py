@@ -18,9 +18,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
-from pytest_gpucluster.benchmarks.training.ddp import replicate
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
-from pytest_gpucluster.benchmarks.training.step import PARTS, Training
+from pytest_gpucluster.benchmarks.training.step import PARTS, Training, replicate
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.process_group import init_group
 

@@ -1,7 +1,6 @@
 """Fingerprints of weights, and the distance of two trainings step by step.
 
-A trajectory holds the results of some steps, to compare them with the same steps elsewhere. A fingerprint is one
-number for many tensors, computed on their device, which changes whenever they do.
+A fingerprint is one number for many tensors, computed on their device, which changes whenever they do.
 """
 
 from __future__ import annotations
@@ -29,16 +28,8 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trajectory:
-    """Some steps, and the weights before the first one."""
-
-    start: torch.Tensor
-    steps: tuple[StepRecord, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Errors:
-    """The distance of two trajectories: the largest over all steps. All are ratios.
+    """The distance of two trainings: the largest over all steps. All are ratios.
 
     Attributes:
         loss: of the losses' difference to the loss.
@@ -52,35 +43,24 @@ class Errors:
     weight: float
 
 
-def record_trajectory(training: Training, batches: Sequence[torch.Tensor], *, where: str) -> Trajectory:
-    """Take one step for each batch, and record it.
+def take_step(training: Training, rows: torch.Tensor, *, where: str) -> StepRecord:
+    """Take one step, and record it.
 
     Args:
-        training: a model that has not been trained yet.
-        batches: int64 on the model's device, each batch x (positions + 1).
-        where: the device's name in an error.
+        training: to continue.
+        rows: int64 on the model's device, batch x (positions + 1).
+        where: the device and the step, for an error.
 
-    Raises: WrongResult if a loss or a gradient is not finite, or a weight tensor has not changed at all.
+    Raises: WrongResult if the loss or a gradient is not finite.
     """
-    start = weights_of(training.model)
-    steps = []
-    for number, rows in enumerate(batches, start=1):
-        result = training.backward([rows])
-        loss, norm = float(result.losses.mean()), float(result.gradient_norm)
-        for what, value in (("loss", loss), ("gradients' norm", norm)):
-            if not math.isfinite(value):
-                raise WrongResult(f"{where}: the {what} of step {number} is {value}, and must be finite")
-        gradients = gradients_of(training.model)
-        training.update()
-        weights = weights_of(training.model)
-        steps.append(StepRecord(loss=loss, gradient_norm=norm, gradients=gradients, weights=weights))
-    still = unchanged_weights(training.model, start)
-    if still:
-        raise WrongResult(
-            f"{where}: {len(still)} of {len(list(training.model.parameters()))} weight tensors have not changed in "
-            f"{len(batches)} steps: {', '.join(still[:8])}. The optimizer must change all of them"
-        )
-    return Trajectory(start=start, steps=tuple(steps))
+    result = training.backward([rows])
+    loss, norm = float(result.losses.mean()), float(result.gradient_norm)
+    for what, value in (("loss", loss), ("gradients' norm", norm)):
+        if not math.isfinite(value):
+            raise WrongResult(f"{where}: the {what} is {value}, and must be finite")
+    gradients = gradients_of(training.model)
+    training.update()
+    return StepRecord(loss=loss, gradient_norm=norm, gradients=gradients, weights=weights_of(training.model))
 
 
 def unchanged_weights(model: nn.Module, start: torch.Tensor) -> list[str]:
@@ -96,16 +76,21 @@ def weights_of(model: nn.Module) -> torch.Tensor:
     return _row(weight.detach() for weight in model.parameters())
 
 
-def errors(found: Trajectory, reference: Trajectory) -> Errors:
-    """Return the distance of a trajectory from one with the same number of steps."""
-    pairs = list(zip(found.steps, reference.steps, strict=True))
+def errors(found: Sequence[StepRecord], reference: Sequence[StepRecord], start: torch.Tensor) -> Errors:
+    """Return the distance of some steps from as many others.
+
+    Args:
+        found, reference: the steps.
+        start: the weights before the first one, in one row.
+    """
+    pairs = list(zip(found, reference, strict=True))
     return Errors(
         loss=max(relative(one.loss, other.loss) for one, other in pairs),
         gradient=max(
             max(relative(one.gradient_norm, other.gradient_norm), distance(one.gradients, other.gradients))
             for one, other in pairs
         ),
-        weight=max(distance(one.weights, other.weights, since=reference.start) for one, other in pairs),
+        weight=max(distance(one.weights, other.weights, since=start) for one, other in pairs),
     )
 
 
@@ -137,21 +122,6 @@ def weight_defects(found: Sequence[int], when: str, cause: str) -> dict[int, str
         f"ranks it is {most.value:016x}. {cause}"
         for rank in most.differing
     }
-
-
-def repeat_defect(found: int, repeated: int, what: str) -> str:
-    """Describe the defect of a rank whose step on a copy has given other bits: "" if it has not.
-
-    Args:
-        found, repeated: the fingerprints of both.
-        what: is compared, and when.
-    """
-    if found == repeated:
-        return ""
-    return (
-        f"has other {what} than when it repeats the optimizer's step: fingerprint {found:016x}, expected "
-        f"{repeated:016x}. Its memory or its arithmetic is wrong: {TAKE_OUT}"
-    )
 
 
 def relative(found: float, reference: float) -> float:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from pytest_gpucluster.benchmarks.group import Ranks
@@ -23,8 +22,8 @@ from pytest_gpucluster.benchmarks.training.fingerprint import (
     weight_defects,
 )
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, make_decoder
-from pytest_gpucluster.benchmarks.training.sharding import Replicate, local, part_of, replicate, shard
-from pytest_gpucluster.benchmarks.training.step import PARTS, Parts, Training
+from pytest_gpucluster.benchmarks.training.sharding import local, part_of, shard
+from pytest_gpucluster.benchmarks.training.step import PARTS, Parts, Replicate, Training, replicate
 from pytest_gpucluster.errors import WrongResult
 
 
@@ -107,7 +106,8 @@ class RanksAgainstOne:
         geometry: of the decoder.
         batch: rows of each rank in a step.
         steps: of each training; they end with the first defect.
-        padded: the number of rows is no multiple of the ranks.
+        is_sharded: each rank has a part of each weight. Else each has all of them, and the ranks' are compared; and the
+            number of rows is no multiple of the ranks, so that padding is needed.
         components: of the training.
 
     Attributes:
@@ -124,15 +124,15 @@ class RanksAgainstOne:
         *,
         batch: int,
         steps: int,
-        padded: bool,
+        is_sharded: bool,
         components: Components,
     ) -> None:
         if batch < 1 or steps < 1:
             raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
         self.group, self.device, self.geometry, self.components = group, device, geometry, components
         self.ranks, self.rank = Ranks(group, device), dist.get_rank(group)
-        self._batch, self._steps, self.count = batch, steps, self.ranks.count
-        rows = self.count * batch * steps - (padded and self.count > 1)
+        self._batch, self._steps, self._is_sharded, self.count = batch, steps, is_sharded, self.ranks.count
+        rows = self.count * batch * steps - (not is_sharded and self.count > 1)
         self.data = PackedTokens(rows=rows, sequence=geometry.sequence, vocab=geometry.vocab, seed=0)
         self.expected = [share(self.data, rank=rank, world_size=self.count, seed=0) for rank in range(self.count)]
         self.defects: dict[int, str] = {}
@@ -158,16 +158,23 @@ class RanksAgainstOne:
         found = [value for [value] in self.ranks.gather_fingerprints(mine)]
         self.defects |= weight_defects(found, "before the first step", NOT_MADE_ALIKE)
 
-    def reference_steps(self, training: Training) -> Iterator[ReferenceStep]:
-        """Take all steps as one process does, with the rows of all ranks, one rank's after the other's."""
+    def reference_steps(self, training: Training, *, updates: bool = True) -> Iterator[ReferenceStep]:
+        """Take all steps as one process does, with the rows of all ranks, one rank's after the other's.
+
+        Args:
+            training: of the one process.
+            updates: take the optimizer's steps. Else it is the copy on which those of all ranks are repeated.
+        """
+        part = {"ranks": self.count, "rank": self.rank} if self._is_sharded else {"ranks": 1, "rank": 0}
         for step in range(self._steps):
-            result = training.backward([self._due_rows(rank, step).to(self.device) for rank in range(self.count)])
+            result = training.backward([self.due_rows(rank, step).to(self.device) for rank in range(self.count)])
             yield ReferenceStep(
                 losses=result.losses.tolist(),
                 gradient_norm=float(result.gradient_norm),
-                gradients=[self._part_of_gradient(weight) for weight in training.model.parameters()],
+                gradients=[part_of(_gradient(weight), **part).clone() for weight in training.model.parameters()],
             )
-            training.update()
+            if updates:
+                training.update()
 
     def train(
         self,
@@ -175,40 +182,41 @@ class RanksAgainstOne:
         due: Iterable[ReferenceStep],
         where: str,
         *,
-        copy: Training | None = None,
+        copy: Callable[[], Training] | None = None,
         before: Parity | None = None,
         defect_of: Callable[[Training], str] = lambda training: "",
-    ) -> tuple[Parity, Training | None]:
+        at_end: Callable[[Training], object] = lambda training: None,
+    ) -> Parity:
         """Train, and compare each step with the one process's. Does nothing after a defect.
 
         Args:
             make: a training of all ranks together.
             due: the steps of the one process.
             where: for messages.
-            copy: another training with the same weights, on which the optimizer's steps are repeated.
+            copy: makes another training with the same weights, on which the optimizer's steps are repeated.
             before: an earlier training, each step of which must have left the same bits.
             defect_of: describes the defect of the training before its first step.
+            at_end: called after the last step.
         """
         parity = Parity(global_batch=self.count * self._batch)
         if self.defects:
-            return parity, None
+            return parity
         training = make(self.components)
         self._share_defect(defect_of(training))
         if self.defects:
-            return parity, None
+            return parity
+        repeated = copy() if copy is not None else None
         names, weights = zip(*training.model.named_parameters(), strict=True)
         start = [local(weight.detach()).clone() for weight in weights]
         # A rank may have nothing of a weight, or only rows of the embedding whose tokens did not occur.
         must_move = [False] * len(names)
         for step, reference in enumerate(due, start=1):
-            must_move = [
-                due or bool(one.any()) for due, one in zip(must_move, reference.gradients, strict=True)
-            ]
-            self._step(training, copy, parity, reference, f"in step {step}{where}")
+            must_move = [due or bool(one.any()) for due, one in zip(must_move, reference.gradients, strict=True)]
+            self._step(training, repeated, parity, reference, f"in step {step}{where}")
             if before is not None and not self.defects:
                 self._compare_replay(parity, before, f"after step {step}")
             if self.defects:
-                return parity, None
+                return parity
         still = [
             name.removeprefix("module.")  # the name of the model inside DistributedDataParallel
             for name, weight, old, due_here in zip(names, weights, start, must_move, strict=True)
@@ -220,25 +228,22 @@ class RanksAgainstOne:
             if still
             else ""
         )
-        return parity, training
+        at_end(training)
+        return parity
 
-    def _due_rows(self, rank: int, step: int) -> torch.Tensor:
+    def due_rows(self, rank: int, step: int) -> torch.Tensor:
+        """Return a rank's rows of a step."""
         return torch.stack([self.data[row] for row in self._rows(rank, step)])
 
     def _rows(self, rank: int, step: int) -> list[int]:
         return self.expected[rank][0][step * self._batch : (step + 1) * self._batch]
 
-    def _part_of_gradient(self, weight: torch.Tensor) -> torch.Tensor:
-        return gradient_of(weight).clone()
-
-    def _step(
-        self, training: Training, copy: Training | None, parity: Parity, due: ReferenceStep, where: str
-    ) -> None:
+    def _step(self, training: Training, copy: Training | None, parity: Parity, due: ReferenceStep, where: str) -> None:
         step = len(parity.losses)
         rows = self.components.read(self.data, self._rows(self.rank, step)).to(self.device)
         unchanged = not step or parity.states[-1] == _state_fingerprint(training)
         result = training.backward([rows])
-        pairs = zip(map(gradient_of, training.model.parameters()), due.gradients, strict=True)
+        pairs = zip(map(_gradient, training.model.parameters()), due.gradients, strict=True)
         squares = [
             [float(one.double().square().sum()) for one in (found.to(wanted.device) - wanted, wanted)]
             for found, wanted in pairs
@@ -252,7 +257,8 @@ class RanksAgainstOne:
         parity.states.append(state)
         parity.loss_errors.append(relative(loss, due.losses[self.rank]))
         of_ranks = self.ranks.gather([loss, float(unchanged), *map(sum, zip(*squares, strict=True))])
-        off, length = map(math.sqrt, self._distance([squares for _, _, *squares in of_ranks]))
+        parts = [squares for _, _, *squares in (of_ranks if self._is_sharded else [of_ranks[self.rank]])]
+        off, length = (math.sqrt(sum(column)) for column in zip(*parts, strict=True))
         norm_error = relative(float(result.gradient_norm), due.gradient_norm)
         parity.gradient_errors.append(max(norm_error, off / length if length else math.inf))
         self._find_wrong_rows(rows, step, [loss for loss, *_ in of_ranks], where)
@@ -270,26 +276,15 @@ class RanksAgainstOne:
                     f"has other weights or moments {where} than when it repeats the optimizer's step: fingerprint "
                     f"{found:016x}, expected {repeated:016x}. Its memory or its arithmetic is wrong: {TAKE_OUT}"
                 )
-        if not self.defects:
-            self._compare_replicas([found for found, _ in states], where)
-
-    def _distance(self, squares: list[list[float]]) -> tuple[float, float]:
-        """Return the squares of the gradients' distance, and of the one process's gradients, from those of each rank:
-        each has its own replica."""
-        off, length = squares[self.rank]
-        return off, length
-
-    def _compare_replicas(self, states: list[int], where: str) -> None:
-        self.defects |= weight_defects(states, where, NOT_REDUCED)
+        if not self.defects and not self._is_sharded:
+            self.defects |= weight_defects([found for found, _ in states], where, NOT_REDUCED)
 
     def _find_wrong_rows(self, rows: torch.Tensor, step: int, losses: Sequence[float], where: str) -> None:
-        due = [fingerprint([self._due_rows(rank, step)]) for rank in range(self.count)]
+        due = [fingerprint([self.due_rows(rank, step)]) for rank in range(self.count)]
         for rank, [read] in enumerate(self.ranks.gather_fingerprints(fingerprint([rows]))):
             if read != due[rank]:
                 whose = f"those of {self.ranks.name(due.index(read))}" if read in due else "no rank's"
-                self.defects[rank] = (
-                    f"has read other rows {where} than its share: {whose}. Check how it reads its data"
-                )
+                self.defects[rank] = f"has read other rows {where} than its share: {whose}. Check how it reads its data"
             elif not math.isfinite(losses[rank]):
                 self.defects[rank] = f"has a loss of {losses[rank]} {where}, and it must be finite"
 
@@ -313,15 +308,25 @@ class RanksAgainstOne:
                 self.defects[rank] = defect
 
 
-class ShardsAgainstOne(RanksAgainstOne):
-    """The same where each rank has a part of each weight, so that there are no replicas to compare."""
+def repeat(training: Training, copy: Training) -> None:
+    """Take the optimizer's step that the training is about to take on a copy."""
+    for weight, its in zip(training.model.parameters(), copy.model.parameters(), strict=True):
+        its.grad = None if weight.grad is None else weight.grad.clone()
+    copy.optimizer.step()
 
-    def _part_of_gradient(self, weight: torch.Tensor) -> torch.Tensor:
-        return part_of(gradient_of(weight), ranks=self.count, rank=self.rank).clone()
 
-    def _distance(self, squares: list[list[float]]) -> tuple[float, float]:
-        off, length = map(sum, zip(*squares, strict=True))
-        return off, length
+def _gradient(weight: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a weight's gradient; a missing one counts as 0."""
+    return local(torch.zeros_like(weight) if weight.grad is None else weight.grad)
 
-    def _compare_replicas(self, states: list[int], where: str) -> None:
-        pass
+
+def _state_fingerprint(training: Training) -> int:
+    """Return the fingerprint of this rank's part of the weights and of their moments.
+
+    The moments show a gradient that was off by a bit; the weights would not: AdamW's first step depends on little more
+    than the sign.
+    """
+    state = training.optimizer.state
+    weights = list(training.model.parameters())
+    moments = (state[weight][name] for weight in weights if weight in state for name in ("exp_avg", "exp_avg_sq"))
+    return fingerprint(local(tensor.detach()) for tensor in (*weights, *moments))

@@ -6,11 +6,14 @@ separate steps, so that the timing does not affect the measured ones.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -168,6 +171,21 @@ class Training:
         result = self.backward(batches)
         self.update()
         return result
+
+
+Replicate = Callable[[nn.Module, torch.device, dist.ProcessGroup], nn.Module]
+"""Make a model one of many replicas."""
+
+
+def replicate(model: nn.Module, device: torch.device, group: dist.ProcessGroup) -> nn.Module:
+    """Wrap a model in DistributedDataParallel: its gradients are then the mean of all ranks'."""
+    device_ids = None if device.index is None else [device.index]
+    # The buffers depend on the geometry alone, so they need no exchange. torch 2.13 has another name for the option.
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers: dict[str, Any] = {
+        next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in known): False
+    }
+    return DistributedDataParallel(model, device_ids=device_ids, process_group=group, **buffers)
 
 
 @contextmanager

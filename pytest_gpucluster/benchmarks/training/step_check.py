@@ -11,7 +11,15 @@ import torch
 
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
-from pytest_gpucluster.benchmarks.training.fingerprint import Errors, Trajectory, errors, fingerprint, record_trajectory
+from pytest_gpucluster.benchmarks.training.fingerprint import (
+    Errors,
+    StepRecord,
+    errors,
+    fingerprint,
+    take_step,
+    unchanged_weights,
+    weights_of,
+)
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.device.products import numerics
@@ -78,19 +86,26 @@ def check_step(
         data = PackedTokens(rows=batch * (steps + 1), sequence=geometry.sequence, vocab=geometry.vocab, seed=0)
         batches = torch.split(torch.stack([data[row] for row in range(len(data))]), batch)
 
-        def run(where: torch.device, precision: str) -> tuple[Training, Trajectory]:
+        def run(where: torch.device, precision: str) -> tuple[Training, list[StepRecord]]:
             training = Training(make_decoder(geometry, where, seed=0), where, precision=precision)
-            placed = [rows.to(where) for rows in batches[:steps]]
-            return training, record_trajectory(training, placed, where=f"{where} in {precision}")
+            place, start = f"{where} in {precision}", weights_of(training.model)
+            taken = [
+                take_step(training, rows.to(where), where=f"{place}, step {step}")
+                for step, rows in enumerate(batches[:steps], start=1)
+            ]
+            if still := unchanged_weights(training.model, start):
+                raise WrongResult(
+                    f"{place}: {len(still)} of {len(list(training.model.parameters()))} weight tensors have not "
+                    f"changed in {steps} steps: {', '.join(still[:8])}. The optimizer must change all of them"
+                )
+            return training, taken
 
+        start = weights_of(make_decoder(geometry, CPU, seed=0))
         reference, bf16 = run(CPU, "fp32")[1], run(device, "bf16")[1]  # their models are freed here
         training, fp32 = run(device, "fp32")
         other = Training(make_decoder(geometry, device, seed=1), device, precision="fp32")
         _check_checkpoint(training, other, batches[steps].to(device), checkpoint, store, where=str(device))
-        return StepCheck(
-            fp32=errors(fp32, reference),
-            bf16=errors(bf16, fp32),
-        )
+        return StepCheck(fp32=errors(fp32, reference, start), bf16=errors(bf16, fp32, start))
 
 
 def needed_bytes(geometry: Geometry, batch: int) -> int:

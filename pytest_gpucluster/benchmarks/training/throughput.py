@@ -16,7 +16,6 @@ from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
-from pytest_gpucluster.benchmarks.training.ddp import Replicate, replicate
 from pytest_gpucluster.benchmarks.training.model import Decoder, make_decoder, missing_flash_attention, on_meta
 from pytest_gpucluster.benchmarks.training.sharding import allocate, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import (
@@ -24,9 +23,11 @@ from pytest_gpucluster.benchmarks.training.step import (
     GATHERED_BYTES,
     PARTS,
     Parts,
+    Replicate,
     StepResult,
     Training,
     exposed,
+    replicate,
     time_parts,
     time_without_exchange,
 )

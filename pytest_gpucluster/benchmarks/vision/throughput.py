@@ -21,7 +21,6 @@ from torch.nn import functional
 from pytest_gpucluster.benchmarks.blocks import BLOCK_SECONDS
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
-from pytest_gpucluster.benchmarks.training.ddp import Replicate, replicate
 from pytest_gpucluster.benchmarks.training.fingerprint import NOT_REDUCED, fingerprint, weight_defects
 from pytest_gpucluster.benchmarks.training.loader import (
     Batches,
@@ -30,7 +29,7 @@ from pytest_gpucluster.benchmarks.training.loader import (
     needed_bytes,
     require_shared_memory,
 )
-from pytest_gpucluster.benchmarks.training.step import Update, optimizer_step
+from pytest_gpucluster.benchmarks.training.step import Replicate, Update, optimizer_step, replicate
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, Images
 from pytest_gpucluster.device.backends import clock_for
 from pytest_gpucluster.device.clock import Clock

@@ -22,11 +22,10 @@ from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.storage import checkpoint as manifest
 from pytest_gpucluster.benchmarks.storage.checkpoint import COMPONENTS, latest, load, make_unique_folder, save, wait_for
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
-from pytest_gpucluster.benchmarks.training.ddp import replicate
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.sharding import local, mesh_of, shard
-from pytest_gpucluster.benchmarks.training.step import Training
+from pytest_gpucluster.benchmarks.training.step import Training, replicate
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ from each import of_each
 from pytest_gpucluster.benchmarks.training import fingerprint as module
 from pytest_gpucluster.benchmarks.training.fingerprint import (
     StepRecord,
-    Trajectory,
     distance,
     errors,
     fingerprint,
@@ -63,13 +62,16 @@ def test_parts_and_strides_make_no_difference(monkeypatch):
 ROW = torch.tensor([3.0, 4.0])
 
 
-def trajectory(*seen, start=(0.0, 0.0)):
+START = torch.zeros(2)
+
+
+def steps(*seen):
     plain = {"loss": 2.0, "gradient_norm": 5.0, "gradients": ROW, "weights": ROW}
-    return Trajectory(start=torch.tensor(start), steps=tuple(StepRecord(**(plain | one)) for one in seen))
+    return [StepRecord(**(plain | one)) for one in seen]
 
 
 def test_the_same_steps_have_no_error():
-    found = errors(trajectory({}, {}), trajectory({}, {}))
+    found = errors(steps({}, {}), steps({}, {}), START)
     assert (found.loss, found.gradient, found.weight) == (0, 0, 0)
 
 
@@ -85,14 +87,13 @@ def test_the_same_steps_have_no_error():
 )
 @pytest.mark.parametrize("last", [True, False], ids=["in the last step", "in an earlier one"])
 def test_each_kind_of_error_is_the_largest_of_all_steps(changed, expected, last):
-    steps = ({}, changed) if last else (changed, {})
-    found = errors(trajectory(*steps), trajectory({}, {}))
+    found = errors(steps(*(({}, changed) if last else (changed, {}))), steps({}, {}), START)
     assert (found.loss, found.gradient, found.weight) == pytest.approx(expected, abs=1e-9)
 
 
 def test_weights_are_held_against_the_way_that_they_have_gone():
-    near = trajectory({"weights": ROW + torch.tensor([0.0, 0.1])}, start=(3.0, 3.5))
-    assert errors(near, trajectory({}, start=(3.0, 3.5))).weight == pytest.approx(0.2)
+    near = steps({"weights": ROW + torch.tensor([0.0, 0.1])})
+    assert errors(near, steps({}), torch.tensor((3.0, 3.5))).weight == pytest.approx(0.2)
 
 
 def test_beside_nothing_every_difference_is_infinite():
