@@ -209,7 +209,8 @@ def _rates(context: Context) -> Iterator[Line]:
 
     def measured(family: str, kind: str) -> Series:
         if family == "matmul":
-            return measure_matmul(place, n=n, dtype=kind, sampling=context.sampling(2.0), during=busy).tflops
+            shape = square_shape(n, kind)
+            return measure_matmul(place, shape, dtype=kind, sampling=context.sampling(2.0), during=busy).tflops
         if family == "hbm":
             return measure_hbm(place, kind, payload_bytes=hbm, sampling=second).bytes_per_second
         found = measure_host_link(place, kind, payload_bytes=link, copies=copies, sampling=second)
