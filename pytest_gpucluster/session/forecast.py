@@ -149,7 +149,7 @@ class Forecast:
 
 def _part(config: pytest.Config, items: Sequence[pytest.Item], settings: Settings) -> str:
     profile = "cpu" if settings.device == "cpu" else settings.profile
-    loaded = read_workload(items, root=config.rootpath, profile=profile, overrides=settings.overrides)
+    loaded = read_workload(items, root=config.rootpath, profile=profile, overrides=settings.workload)
     if loaded is not None and loaded.record.weakened:
         return f"PASSED WITH DEVIATIONS at best: {'; '.join(loaded.record.weakened)}"
     return "SELECTION PASSED at best: a part of the suite was asked for" if is_selection(config) else ""
