@@ -76,6 +76,26 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+_LONGEST_SECONDS = 1e10
+"""About 300 years; more is an invalid duration."""
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in words.
+
+    >>> [duration_text(seconds) for seconds in (0.04, 7.25, 75, 3725)]
+    ['0.04 s', '7.2 s', '1 min 15 s', '1 h 2 min']
+    """
+    if not 0 <= seconds < _LONGEST_SECONDS:
+        return "unknown"
+    if seconds < 59.95:
+        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def plural(number: int, noun: str) -> str:
     """Return "1 rank" or "2 ranks".
 

@@ -142,7 +142,7 @@ def _cluster(is_well: bool) -> tuple[list[dict[str, Any]], Callable[[Path], None
     _all_reduce(run, is_well)
     survey = links_within_nodes(run, slow=() if is_well else (SLOW_LINK_RANK,))
     rates = {rank: survey.of_rank(rank).bytes_per_second / 1e9 for rank in run.ranks}
-    beside = {rank: survey.ratio_of_rank(rank) or math.nan for rank in run.ranks}
+    beside = {rank: survey.matrix.ratio(survey.of_rank(rank)) or math.nan for rank in run.ranks}
     labels = {"scope": "node", "size": "256 MB", "world_size": 8, "nnodes": 1, "transport": "P2P"}
     run.test(
         LINKS,

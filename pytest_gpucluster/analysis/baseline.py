@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ from pytest_gpucluster.analysis.compare import MISSING, REGRESSED, Change, Pair,
 from pytest_gpucluster.analysis.compare_output import change_text, pair_text
 from pytest_gpucluster.analysis.run_view import Conditions, RunView, key_of, obstacles, without_samples
 from pytest_gpucluster.errors import JournalError, OptionError
-from pytest_gpucluster.journal.fields import JudgedMetric
-from pytest_gpucluster.journal.journal import json_types, locate, read
+from pytest_gpucluster.journal.journal import locate, read
 from pytest_gpucluster.journal.records import TestResult
-from pytest_gpucluster.judge.judge import Judgement, MetricResult
-from pytest_gpucluster.metrics.codec import read as read_record
+from pytest_gpucluster.judge.judge import Judgement
+from pytest_gpucluster.judge.judged import JudgedMetric
+from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.metrics.units import show_apart
 from pytest_gpucluster.reports.tables import metric_name
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, printable
@@ -119,8 +119,7 @@ class Baseline:
         if before is None or before.outcome != "passed":
             was = "has no such test" if before is None else f"did not pass it ({before.outcome})"
             return judgement, [("baseline", f"no value to compare with: the baseline {was}")]
-        measured = tuple(read_record(JudgedMetric, each.to_json(), nodeid) for each in judgement.measurements)
-        now = TestResult(nodeid=nodeid, name=name, outcome=judgement.outcome, measurements=measured)
+        now = TestResult(nodeid=nodeid, name=name, outcome=judgement.outcome, measurements=judgement.measurements)
         terms = terms_of(self.view, RunView(conditions=conditions, tests={}), allowed=self.allowed)
         changes = [_without_absent_ranks(change, terms) for change in changes_of(before, now, terms)]
         by_key = {key_of(change.judged): change for change in changes if change.judged is not None}
@@ -132,8 +131,8 @@ class Baseline:
         ]
         return _with_regressions(judgement, measurements), notes
 
-    def _with_baseline(self, judged: MetricResult, change: Change, names: Mapping[int, str]) -> MetricResult:
-        baseline = {**json_types(asdict(change.worst)), "allowed_ratio": self.allowed, "decides": change.decides}
+    def _with_baseline(self, judged: JudgedMetric, change: Change, names: Mapping[int, str]) -> JudgedMetric:
+        baseline = {**to_json(change.worst), "allowed_ratio": self.allowed, "decides": change.decides}
         if change.kind != REGRESSED or not change.decides:
             return replace(judged, baseline=baseline)
         worse = {pair.rank: pair for pair in change.of_kind(REGRESSED) if pair.rank is not None}
@@ -198,7 +197,7 @@ def _not_comparable(judgement: Judgement, message: str) -> Judgement:
     return replace(judgement, outcome="error", message=first_line(message), text=message)
 
 
-def _with_regressions(judgement: Judgement, measurements: Sequence[MetricResult]) -> Judgement:
+def _with_regressions(judgement: Judgement, measurements: Sequence[JudgedMetric]) -> Judgement:
     """Return the judgement with the regressions against the baseline."""
     measured = tuple(measurements)
     worse = [

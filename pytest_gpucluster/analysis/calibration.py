@@ -15,8 +15,8 @@ from decimal import ROUND_FLOOR, Decimal
 from pytest_gpucluster.analysis.certificate_blockers import blockers
 from pytest_gpucluster.analysis.compare import FOUND_LABELS
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY, condition
 from pytest_gpucluster.metrics import stats, units
 from pytest_gpucluster.metrics.measurement import METRICS

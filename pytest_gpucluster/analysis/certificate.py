@@ -17,12 +17,12 @@ from typing import Any
 from pytest_gpucluster.analysis.certificate_blockers import blockers
 from pytest_gpucluster.analysis.output import fields_of
 from pytest_gpucluster.errors import CertificateError, JournalError, LaunchError
-from pytest_gpucluster.journal.fields import JudgedMetric
-from pytest_gpucluster.journal.journal import Journal, json_types, read
+from pytest_gpucluster.journal.journal import Journal, read
 from pytest_gpucluster.journal.records import RankPlace
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.launch.hostlist import compress_hostlist
 from pytest_gpucluster.metrics import codec
-from pytest_gpucluster.metrics.codec import AnyText
+from pytest_gpucluster.metrics.codec import AnyText, to_json
 from pytest_gpucluster.text import rank_ranges, some_of
 
 GPU_FIELDS = {
@@ -285,7 +285,7 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
     """
     reasons, nodes = blockers(journal), node_parts(journal)
     run = journal.run
-    made: dict[str, Any] = json_types(
+    made: dict[str, Any] = to_json(
         {
             "accepted": not reasons,
             "not_accepted_because": list(reasons),

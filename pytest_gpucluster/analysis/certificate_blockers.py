@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pytest_gpucluster.analysis.output import fields_of
-from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import OUTCOMES
 from pytest_gpucluster.journal.verdict import ACCEPTED
 from pytest_gpucluster.judge.judge import judge
+from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.judge.limits import Limit, Thresholds
 from pytest_gpucluster.metrics import datasheets
 from pytest_gpucluster.metrics.catalogue import Metric

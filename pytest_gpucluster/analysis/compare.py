@@ -35,8 +35,8 @@ from pytest_gpucluster.analysis.run_view import (
     scope_of,
 )
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.records import RankPlace, TestResult
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.reports.summary import is_better_higher
 
 ALLOWED_RATIO = 0.03

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 from pytest_gpucluster.analysis.compare import (
@@ -21,7 +20,7 @@ from pytest_gpucluster.analysis.compare import (
     Pair,
 )
 from pytest_gpucluster.analysis.output import json_document, table, wrapped
-from pytest_gpucluster.journal.journal import json_types
+from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.reports.summary import is_better_higher
 from pytest_gpucluster.reports.tables import metric_name, percent, quantity
 from pytest_gpucluster.text import Column
@@ -164,9 +163,7 @@ def comparison_document(comparison: Comparison, *, old: dict[str, Any], new: dic
         "counts": comparison.counts,
     }
     # A change a line, each made text by itself: of a thousand ranks all of them at once are large.
-    changes = ",\n".join(
-        f"  {json.dumps(json_types(_change(change)), allow_nan=False)}" for change in comparison.changes
-    )
+    changes = ",\n".join(f"  {json.dumps(to_json(_change(change)), allow_nan=False)}" for change in comparison.changes)
     head = json_document(content).removesuffix("\n}\n")
     return f'{head},\n "changes": [\n{changes}\n ]\n}}\n'
 
@@ -184,5 +181,5 @@ def _change(change: Change) -> dict[str, Any]:
         "decides": change.decides,
         "kind": change.kind,
         "note": change.note,
-        "values": list(map(asdict, change.pairs)),
+        "values": change.pairs,
     }

@@ -24,8 +24,8 @@ from pytest_gpucluster.analysis.nccl_tests import (
 from pytest_gpucluster.analysis.output import fields_of, json_document, table, wrapped
 from pytest_gpucluster.analysis.run_view import key_of
 from pytest_gpucluster.errors import JournalError, UnitError
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.reports.tables import percent, quantity
 from pytest_gpucluster.text import Column, plural, some_of

@@ -20,9 +20,9 @@ from typing import Any
 from pytest_gpucluster.analysis.output import fields_of, json_document, table, wrapped
 from pytest_gpucluster.analysis.run_view import STATES, key_of
 from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, node_sections
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.records import TestResult
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.reports.summary import Row, is_better_higher, outline, short_name

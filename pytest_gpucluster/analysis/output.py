@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_gpucluster.journal.journal import json_types
+from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.text import Column, line_of, one_line, paragraph, total, widths
 
 _LONGEST = 400
@@ -20,7 +20,7 @@ def fields_of(record: object, *names: str) -> dict[str, Any]:
 
 def json_document(content: Mapping[str, object]) -> str:
     """Return an indented JSON document; numbers that JSON lacks become text."""
-    return json.dumps(json_types(content), indent=1, allow_nan=False) + "\n"
+    return json.dumps(to_json(content), indent=1, allow_nan=False) + "\n"
 
 
 def wrapped(text: str, width: int, indent: int = 0) -> list[str]:

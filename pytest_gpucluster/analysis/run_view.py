@@ -11,10 +11,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pytest_gpucluster.config.workload import SECTIONS
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import RankPlace, TestResult
-from pytest_gpucluster.judge.judge import MetricResult
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.reports.summary import NOT_RUN, short_name
@@ -142,7 +141,7 @@ def estimate_of(judged: JudgedMetric, rank: int) -> Estimate:
     return estimate(judged.values[rank], judged.intervals.get(rank), judged.samples.get(rank, ()))
 
 
-def key_of(judged: JudgedMetric | MetricResult) -> Key:
+def key_of(judged: JudgedMetric) -> Key:
     """Return the key of a metric within a test."""
     return judged.metric, tuple(sorted(judged.labels.items()))
 

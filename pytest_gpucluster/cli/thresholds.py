@@ -120,7 +120,7 @@ def _check(options: argparse.Namespace) -> int:
         return _count_problems(len(problems))
     for before, after in itertools.pairwise(layers):
         for new, old in _replaced(after, before):
-            less = looser(new, old)
+            less = looser(new, old, new.unit)
             if less:
                 print(printable(f"{new.origin}: note: {new.metric} demands less than {old.origin}: {less}"))
     found = layers[-1]

@@ -16,8 +16,9 @@ from pytest_gpucluster.cli.command import (
 )
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.judge import evidence
-from pytest_gpucluster.judge.evidence import Support, compare
-from pytest_gpucluster.judge.judge import MetricResult, judge_value
+from pytest_gpucluster.judge.evidence import Support
+from pytest_gpucluster.judge.judge import judge_value
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.limits import Limit, Thresholds, demand, explain
 from pytest_gpucluster.metrics import measurement, units
 from pytest_gpucluster.metrics.units import did_you_mean
@@ -58,7 +59,7 @@ def _explain_metric(limits: Thresholds, metric: str, *, sku: str, known: Mapping
         says = entry.effect if entry.why == "" else f"{entry.effect} {entry.why}"
         if entry.effect in ("does not apply", "is overruled"):
             says = f"{entry.effect}: {entry.why}"
-        _print(2, f"{entry.limit.origin} {says}: {demand(entry.limit)}")
+        _print(2, f"{entry.limit.origin} {says}: {demand(entry.limit, entry.limit.unit)}")
         if with_others:
             _print(4, f"when {entry.limit.conditions()}")
         _print(4, f"source: {entry.limit.source}" if entry.limit.source else f"reason: {entry.limit.record_only}")
@@ -168,8 +169,7 @@ def judge_values(
             labels=evidence.as_measured(name, labels),
             limits=limits,
         )
-        support = None if judged.limit is None else evidence.support_of(judged.limit, limits)
-        code, line = _judged_line(judged, unit, support)
+        code, line = _judged_line(judged, unit)
         codes.add(code)
         print(printable(line))
         for label in evidence.unused(name, labels, limits, sku):
@@ -177,16 +177,16 @@ def judge_values(
     return next((code for code in (MISSED, NOT_JUDGED) if code in codes), DONE)
 
 
-def _judged_line(judged: MetricResult, unit: str, support: Support | None) -> tuple[int, str]:
-    value = judged.value or 0.0
-    begin = f"{judged.metric} {units.show(value, unit)}"
+def _judged_line(judged: JudgedMetric, unit: str) -> tuple[int, str]:
+    begin = f"{judged.metric} {units.show(judged.value or 0.0, unit)}"
     limit = judged.limit
     if limit is None:
         return NOT_JUDGED, f"NOT JUDGED  {begin}: {one_line(judged.reason, 300)}"
     margin = "" if judged.margin is None else f", margin {100 * judged.margin:+.1f} %"
     why = f": {one_line(judged.reason, 300)}" if judged.status == "error" else ""
+    published = judged.evidence or "nothing comparable is published"
     word = "PASSED" if judged.status == "passed" else "MISSED"
     return (
         DONE if judged.status == "passed" else MISSED,
-        f"{word:<10}  {begin}: {demand(limit)}{margin}; {compare(value, limit, support)} [{limit.origin}]{why}",
+        f"{word:<10}  {begin}: {demand(limit, unit)}{margin}; {published} [{limit.origin}]{why}",
     )

@@ -21,6 +21,7 @@ from pytest_gpucluster.config.declaration import Criterion, Section, Span, Spec
 from pytest_gpucluster.metrics.catalogue import declared
 from pytest_gpucluster.metrics.codec import AnyText, to_json
 from pytest_gpucluster.metrics.sampling import Sampling
+from pytest_gpucluster.text import duration_text, plural, some_of
 
 PROFILES = ("quick", "full", "soak", "cpu")
 USUAL_PROFILE = "full"
@@ -117,9 +118,6 @@ def build(profile: str, values: Mapping[str, Any]) -> Workload:
     return Workload(profile=profile, **sections)
 
 
-_NAMES_SHOWN = 4
-
-
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
     """What is known of a run's time before its first test."""
@@ -137,12 +135,11 @@ class Predicted:
             return "the duration of these tests is unknown"
         span = self.span
         time = f"{duration_text(span.least_seconds)} to {duration_text(span.most_seconds)}"
-        tests = f"{self.tests} test{'s' * (self.tests != 1)}"
+        tests = plural(self.tests, "test")
         text = f"{time} of warm-up and samples in {tests}, if all are run; in addition set-up and verifying"
         if not self.other_tests:
             return text
-        names = ", ".join(self.others[:_NAMES_SHOWN]) + (", ..." if len(self.others) > _NAMES_SHOWN else "")
-        return f"{text}, and {self.other_tests} test{'s' * (self.other_tests != 1)} of unknown length ({names})"
+        return f"{text}, and {plural(self.other_tests, 'test')} of unknown length ({some_of(self.others, 4)})"
 
 
 def predict(tests: Iterable[tuple[str, str | None]], workload: Workload) -> Predicted:
@@ -161,15 +158,3 @@ def predict(tests: Iterable[tuple[str, str | None]], workload: Workload) -> Pred
             continue
         span, known = span + rule(workload, name), known + 1
     return Predicted(span=span, tests=known, others=tuple(dict.fromkeys(others)), other_tests=len(others))
-
-
-def duration_text(seconds: float) -> str:
-    """Return a time in a unit that a person plans with.
-
-    >>> [duration_text(seconds) for seconds in (0.35, 42, 75, 3600, 90000)]
-    ['0.35 s', '42 s', '1.2 min', '1 h', '25 h']
-    """
-    if seconds < 60:
-        return f"{seconds:.2g} s"
-    value, unit = (seconds / 60, "min") if seconds < 3600 else (seconds / 3600, "h")
-    return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f}".removesuffix(".0") + f" {unit}"

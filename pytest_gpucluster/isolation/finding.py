@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.launch.hostlist import compress_hostlist, expand_hostlist
+from pytest_gpucluster.text import plural, some_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +46,6 @@ class Outcome:
             return len(self.members) > 1  # no value and no reason for it: never a pass
         return not math.isfinite(self.busbw) or self.busbw < 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types; a value that is not finite becomes text."""
-        busbw = self.busbw
-        return {
-            "members": list(self.members),
-            "busbw": busbw if busbw is None or math.isfinite(busbw) else str(busbw),
-            "wrong": self.wrong,
-            "failure": self.failure,
-        }
-
 
 _LISTED = 16
 
@@ -87,17 +78,6 @@ class Culprit:
             return f"{failed}: intermittent"
         return failed + (", with every partner" if self.kind == "unit" else "; each of the two passes with others")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return {
-            "units": list(self.units),
-            "kind": self.kind,
-            "failed": self.failed,
-            "probes": self.probes,
-            "intermittent": self.intermittent,
-            "evidence": list(self.evidence),
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class IsolationResult:
@@ -124,8 +104,7 @@ class IsolationResult:
         """Return a few lines for an operator; ``name`` is unit -> its name."""
         effort = f"{len(self.rounds)} rounds, {self.probes} probes"
         if self.culprits:
-            count = len(self.culprits)
-            headline = f"{count} {'culprit' if count == 1 else 'culprits'} found in {effort}"
+            headline = f"{plural(len(self.culprits), 'culprit')} found in {effort}"
         elif self.reproduced:
             headline = f"no culprit confirmed in {effort}"
         else:
@@ -135,29 +114,12 @@ class IsolationResult:
             lines.append(culprit.summary(name))
             lines += (f"  {line}" for line in culprit.evidence)
         if self.undecided:
-            lines.append(f"undecided: {_names(self.undecided, name)}")
+            lines.append(f"undecided: {some_of([*map(name, self.undecided)], _LISTED)}")
         if self.why_undecided:
             lines.append(self.why_undecided)
         if self.cleared:
-            lines.append(f"cleared: {_names(self.cleared, name)}")
+            lines.append(f"cleared: {some_of([*map(name, self.cleared)], _LISTED)}")
         return tuple(lines)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return {
-            "culprits": [culprit.to_json() for culprit in self.culprits],
-            "cleared": list(self.cleared),
-            "undecided": list(self.undecided),
-            "why_undecided": self.why_undecided,
-            "reproduced": self.reproduced,
-            "rounds": [[outcome.to_json() for outcome in outcomes] for outcomes in self.rounds],
-        }
-
-
-def _names(units: Iterable[int], name: Callable[[int], str]) -> str:
-    names = [name(unit) for unit in units]
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
 
 
 EXCLUDE_FILE = "exclude.txt"

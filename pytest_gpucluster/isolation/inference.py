@@ -12,6 +12,7 @@ from typing import Literal
 
 from pytest_gpucluster.isolation.finding import Culprit, Outcome
 from pytest_gpucluster.metrics import stats
+from pytest_gpucluster.text import some_of
 
 Verdict = Literal["passed", "failed", "unjudged"]
 Floor = Callable[[int], float | None]
@@ -412,7 +413,7 @@ class Evidence:
         for probe in failed[:_LINES]:
             others = sorted(probe.members - set(found))
             partners.update(others)
-            partner_text = f"with {_few([self._name(other) for other in others])}" if others else "alone"
+            partner_text = f"with {some_of([*map(self._name, others)], 4)}" if others else "alone"
             yield f"round {probe.number}, {partner_text if len(found) == 1 else 'the two'}: {probe.reason}"
         if len(failed) > _LINES:
             yield f"and {len(failed) - _LINES} more that failed"
@@ -425,8 +426,4 @@ class Evidence:
             if any(not probe.members.issuperset(found) for probe in self._passes[unit])
         ]
         if exonerated and len(found) == 1:
-            yield f"passed without it: {_few([self._name(unit) for unit in exonerated])}"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            yield f"passed without it: {some_of([*map(self._name, exonerated)], 4)}"

@@ -72,10 +72,6 @@ class Survey:
         """
         return self.matrix.of_rank(rank, without=explained_by_others(self._slow, rank))
 
-    def ratio_of_rank(self, rank: int) -> float | None:
-        """Return the ratio of this reading to its reference rate; None where there is no other pair."""
-        return self.matrix.ratio(self.of_rank(rank))
-
 
 def matrix_of(readings: Iterable[Reading], scope: Scope, places: Places) -> Matrix:
     """Return the matrix of a scope: within nodes a GPU may be slow as a whole, and across them a node."""

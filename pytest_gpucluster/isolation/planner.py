@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
 from pytest_gpucluster.isolation.inference import CONFIRMED, MIN_RATIO, Evidence, Probe, below_floor, judge_probes
 from pytest_gpucluster.isolation.round_robin import count_of_rounds, partner
+from pytest_gpucluster.text import some_of
 
 _APART = 3
 """Probes with others between two of a pair that has failed and passed: it is intermittent, so others show more."""
@@ -451,8 +452,7 @@ class Planner:
         )
 
     def _few(self, units: Sequence[int]) -> str:
-        more = f" and {len(units) - 4} more" if len(units) > 4 else ""
-        return ", ".join(self._name(unit) for unit in units[:4]) + more
+        return some_of([*map(self._name, units)], 4)
 
 
 def _halves(group: Group) -> tuple[Group, Group]:

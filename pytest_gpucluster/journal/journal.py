@@ -12,7 +12,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -42,7 +41,7 @@ from pytest_gpucluster.journal.records import (
     read_test_result,
 )
 from pytest_gpucluster.journal.verdict import Verdict
-from pytest_gpucluster.metrics.codec import AnyText
+from pytest_gpucluster.metrics.codec import AnyText, to_json
 from pytest_gpucluster.metrics.codec import read as read_record
 
 SCHEMA_VERSION = 1
@@ -442,30 +441,12 @@ def encode(line: Mapping[str, object]) -> bytes:
     try:
         text = json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError):
-        text = json.dumps(json_types(line), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(to_json(line), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         return text.encode("utf-8") + b"\n"
     except UnicodeEncodeError:
         # A lone surrogate has no UTF-8 form; JSON's escape keeps it.
         return json.dumps(json.loads(text), allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
-
-
-def json_types(value: object, depth: int = 0) -> Any:
-    """Return a value in plain JSON types. Values that JSON lacks (NaN, bytes, objects) become text."""
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if depth < 32:
-        if isinstance(value, Mapping):
-            return {str(key): json_types(each, depth + 1) for key, each in value.items()}
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return [json_types(each, depth + 1) for each in value]
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "backslashreplace")
-    return str(value)
 
 
 class JournalWriter:

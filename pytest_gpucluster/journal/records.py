@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from pytest_gpucluster.journal.fields import JudgedMetric
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.metrics.codec import AnyText, converter, read
 from pytest_gpucluster.metrics.time_budget import PARTS

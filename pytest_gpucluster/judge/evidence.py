@@ -294,10 +294,12 @@ def too_high(limits: Thresholds, rows: Iterable[Row] | None = None) -> list[str]
     return sorted(set(found))
 
 
-def compare(value: float, limit: Limit, support: Support | None) -> str:
-    """Return a value compared with the published ones, such as "94 % of typical for H100 SXM, 12 published"."""
+def compare(value: float, limit: Limit, limits: Thresholds) -> str:
+    """Return a value compared with the published ones, such as "94 % of typical for H100 SXM, 12 published"; "" where
+    nothing comparable is."""
+    support = support_of(limit, limits)
     share = None if support is None else support.share(value)
     if support is None or share is None:
-        return f"nothing comparable is published for {limit.sku}"
+        return ""
     count = f"{len(support.healthy)} published" + (", the best of shapes" if support.best_only else "")
     return f"{100 * share:.0f} % of typical for {limit.sku}, {count}"

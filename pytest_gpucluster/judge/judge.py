@@ -19,82 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pytest_gpucluster.judge import evidence
+from pytest_gpucluster.judge.judged import JudgedMetric, cause_order
 from pytest_gpucluster.judge.limits import Limit, Thresholds, facts, peak_of
 from pytest_gpucluster.judge.misses import NOTHING, Miss, interval_text, margin, misses, missing_limit, straggler_ratios
 from pytest_gpucluster.metrics import datasheets, measurement, stats, units
 from pytest_gpucluster.metrics.catalogue import Metric
-from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS, Measurement
-from pytest_gpucluster.metrics.sampling import Stopped
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, printable
 
 Outcome = Literal["passed", "failed", "error"]
 Status = Literal["passed", "failed", "error", "recorded"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricResult:
-    """One metric with one set of labels, over all ranks.
-
-    ``value`` and ``interval`` are the worst rank's, which decides. ``margin`` is the distance of the deciding number
-    from the limit as a share of the limit, negative when missed; the deciding number is the end of the interval that
-    is nearer to the limit, or the value where there is no interval. ``inconclusive``: why the deciding rank's
-    value could not be distinguished from the limit. ``stopped``: why the worst rank took no more samples.
-
-    ``median`` and ``mean`` are those of all ranks' values. ``ratio_to_median`` is the lowest of all ranks' ratios as
-    ``straggler_ratio`` defines them. ``peak_ratio`` is ``value`` over the data sheet peak, where one applies.
-    ``misses`` names every rank that misses something itself, with what it misses. ``advice`` is what to do in several
-    lines, such as the YAML to add.
-    """
-
-    metric: str
-    unit: str
-    labels: Mapping[str, str]
-    status: Status
-    value: float | None
-    worst_rank: int | None
-    limit: Limit | None
-    margin: float | None
-    median: float | None
-    mean: float | None
-    ratio_to_median: float | None
-    values: Mapping[int, float]
-    samples: Mapping[int, tuple[float, ...]]
-    intervals: Mapping[int, tuple[float, float]]
-    telemetry: Mapping[int, Mapping[str, Any]]
-    inconclusive: str
-    peak_ratio: float | None
-    reason: str
-    stopped: Stopped | None = None
-    unsettled: bool = False
-    """It has failed only because its values are inconclusive: with more certainty it might pass."""
-    misses: Mapping[int, str] = field(default_factory=dict)
-    advice: str = ""
-    shipped: Limit | None = None
-    """The shipped limit, where the site's asks for less."""
-    evidence: str = ""
-    """What share of the typical published value it is; empty where nothing comparable is published."""
-    baseline: Mapping[str, Any] = field(default_factory=dict)
-    """The comparison with the baseline's value, in plain JSON types; empty without a baseline."""
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The worst rank's interval, where its value has one."""
-        return None if self.worst_rank is None else self.intervals.get(self.worst_rank)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types; numbers that JSON lacks become text."""
-        found = {name: getattr(self, name) for name in _WRITTEN}
-        return {name: to_json(value) for name, value in found.items() if value or name not in _WRITTEN_IF_ANY}
-
-
-_WRITTEN_IF_ANY = ("stopped", "shipped", "evidence", "baseline")
-_WRITTEN = (
-    *("metric", "unit", "labels", "status", "value", "worst_rank", "interval", "inconclusive", "stopped", "limit"),
-    *("margin", "median", "mean", "ratio_to_median", "values", "intervals", "samples", "telemetry", "peak_ratio"),
-    *("reason", "shipped", "evidence", "baseline"),
-)
-"""What stands in the journal, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +42,7 @@ class Judgement:
     outcome: Outcome
     message: str
     text: str
-    measurements: tuple[MetricResult, ...]
+    measurements: tuple[JudgedMetric, ...]
 
 
 def whole_nodes(ranks: Collection[int], nodes: Mapping[int, Sequence[int]]) -> list[int]:
@@ -222,7 +156,7 @@ def judge(
     outcome: Outcome = "failed" if "failed" in statuses else "error" if "error" in statuses else "passed"
     decisive = [item for item in judged if item.status == outcome] if outcome != "passed" else []
     # The cause of the others comes first; of several, the largest miss.
-    decisive.sort(key=lambda item: (measurement.cause_order(item), 0.0 if item.margin is None else item.margin))
+    decisive.sort(key=lambda item: (cause_order(item), 0.0 if item.margin is None else item.margin))
     reported = decisive + [item for item in judged if item.status == "error" and outcome == "failed"]
     return Judgement(
         outcome=outcome,
@@ -242,7 +176,7 @@ def judge_value(
     nnodes: int,
     labels: Mapping[str, str],
     limits: Thresholds,
-) -> MetricResult:
+) -> JudgedMetric:
     """Judge one value that was measured elsewhere, as if each rank of such a run had measured it.
 
     ``labels`` are those that this suite gives. Without a label ``transport``, it is what the limit expects.
@@ -264,7 +198,7 @@ def judge_value(
     ).measurements[0]
 
 
-def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], context: _Context) -> MetricResult:
+def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], context: _Context) -> JudgedMetric:
     labels = dict(group[0][1].labels)
     known = facts(world_size=len(context.world), nnodes=len(context.nodes), labels=labels)
     limit = _limit_for(metric, labels, context)
@@ -336,13 +270,14 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
     if not inconclusive and any(miss.inconclusive and worst in miss.by_rank for miss in missed):
         inconclusive = f"{interval_text(of[worst])}, on both sides of the limit"
     finite = [measured.value for measured in of.values() if math.isfinite(measured.value)]
-    return MetricResult(
+    return JudgedMetric(
         metric=metric.name,
         unit=metric.unit,
         labels=labels,
         status=status,
         value=of[worst].value,
         worst_rank=worst,
+        interval=of[worst].interval,
         limit=bounds,
         margin=distance,
         median=stats.median(finite) if finite else None,
@@ -359,16 +294,8 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
         unsettled=bool(missed) and not problems and all(miss.inconclusive for miss in missed),
         misses={rank: printable(text) for miss in missed for rank, text in miss.by_rank.items()},
         advice=advice,
-        evidence=_evidence(of[worst].value, bounds, context.limits),
+        evidence=evidence.compare(of[worst].value, bounds, context.limits) if bounds and worst in judgeable else "",
     )
-
-
-def _evidence(value: float, bounds: Limit | None, limits: Thresholds) -> str:
-    """Return what share of the typical healthy value this is, where something comparable is published."""
-    support = None if bounds is None or not math.isfinite(value) else evidence.support_of(bounds, limits)
-    if bounds is None or support is None or not support.healthy:
-        return ""
-    return evidence.compare(value, bounds, support)
 
 
 def _ratios(metric: Metric, of: Mapping[int, Measurement]) -> dict[int, float]:
@@ -470,7 +397,7 @@ def _first_few(problems: Sequence[tuple[str, int | None]]) -> str:
     return first + (f"; and {len(problems) - 3} more problems" if len(problems) > 3 else "")
 
 
-def _message(decisive: Sequence[MetricResult]) -> str:
+def _message(decisive: Sequence[JudgedMetric]) -> str:
     if not decisive:
         return ""
     more = f"; {len(decisive) - 1} more" if len(decisive) > 1 else ""
@@ -483,7 +410,7 @@ def _message(decisive: Sequence[MetricResult]) -> str:
     return (reason if len(reason) <= room else reason[: room - 1] + "…") + more
 
 
-def _text(reported: Sequence[MetricResult]) -> str:
+def _text(reported: Sequence[JudgedMetric]) -> str:
     blocks = [
         item.reason
         + (f" [limit: {item.limit.origin}]" if item.limit else "")

@@ -14,12 +14,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
+from pytest_gpucluster.judge.judged import JudgedLimit
 from pytest_gpucluster.metrics import datasheets, measurement, units
 from pytest_gpucluster.metrics.catalogue import Metric
-from pytest_gpucluster.metrics.codec import to_json
 
 # The facts about a run that a limit can depend on, besides a measurement's labels.
 TOPOLOGY = ("world_size", "nnodes", "local_world_size")
@@ -121,7 +121,7 @@ DECLARED = "the metric's declaration"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
+class Limit(JudgedLimit):
     """What a metric must reach on a SKU, in the metric's canonical unit, or why it is only recorded there.
 
     ``min``, ``max``, ``min_ratio_to_median`` (one of them or more) with a ``source``, or ``record_only`` with the
@@ -133,15 +133,8 @@ class Limit:
     metric: str
     sku: str
     unit: str
-    min: float | None
-    max: float | None
-    source: str
-    origin: str
     when: tuple[Condition, ...] = ()
     record_only: str | None = None
-    min_ratio_to_median: float | None = None
-    expected: float | None = None
-    expect_transport: tuple[str, ...] | None = None
     layer: int = 0
 
     @property
@@ -162,12 +155,6 @@ class Limit:
     def conditions(self) -> str:
         """Write the conditions in one line."""
         return ", ".join(f"{condition.key} {condition.text}" for condition in self.when) or "always"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        names = ("min", "max", "min_ratio_to_median", "expected", "expect_transport", "source", "origin")
-        found = {name: to_json(getattr(self, name)) for name in names}
-        return {name: value for name, value in found.items() if name != "expected" or value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +214,6 @@ def _recorded(metric: Metric) -> Limit:
         metric=metric.name,
         sku=EVERY_SKU,
         unit=metric.unit,
-        min=None,
-        max=None,
-        source="",
         origin=DECLARED,
         record_only=metric.recorded,
         layer=-1,
@@ -312,42 +296,28 @@ def explain(
     return tuple(found)
 
 
-def demand(limit: Limit) -> str:
-    """Return what an entry demands, as "at least 400 GB/s, over NET/IB"; what is only expected stands in brackets."""
-    if limit.record_only is not None:
-        return "recorded only"
-    parts = []
-    if limit.min is not None:
-        parts.append(f"at least {units.show(limit.min, limit.unit)}".rstrip())
-    if limit.max is not None:
-        parts.append(f"at most {units.show(limit.max, limit.unit)}".rstrip())
-    if limit.min_ratio_to_median is not None:
-        parts.append(f"each rank at least {units.show(100 * limit.min_ratio_to_median, '%')} of the others' median")
-    if limit.expect_transport is not None:
-        parts.append(f"over {' or '.join(limit.expect_transport)}")
-    if limit.expected is not None:
-        parts[0] += f" (expected {units.show(limit.expected, limit.unit)})"
-    return ", ".join(parts)
+def demand(limit: JudgedLimit, unit: str) -> str:
+    """Return what an entry demands, as ">= 400 GB/s, over NET/IB"."""
+    return ", ".join(limit.demands(unit)) or "recorded only"
 
 
-def looser(new: Limit, old: Limit) -> str:
+def looser(new: JudgedLimit, old: JudgedLimit, unit: str) -> str:
     """Return in what an entry demands less than another one of the same conditions; "" where in nothing."""
+    if old.demands(unit) and not new.demands(unit):
+        return f"it judges no more, where {demand(old, unit)} was demanded"
     found = []
-    if old.record_only is None and new.record_only is not None:
-        found.append(f"it judges no more, where {demand(old)} was demanded")
-    else:
-        if old.min is not None and (new.min is None or new.min < old.min):
-            found.append(f"min is {_or_none(new.min, new.unit)}, not {units.show(old.min, old.unit)}")
-        if old.max is not None and (new.max is None or new.max > old.max):
-            found.append(f"max is {_or_none(new.max, new.unit)}, not {units.show(old.max, old.unit)}")
-        ratio, before = new.min_ratio_to_median, old.min_ratio_to_median
-        if before is not None and (ratio is None or ratio < before):
-            percent = _or_none(None if ratio is None else 100 * ratio, "%")
-            found.append(f"min_ratio_to_median is {percent}, not {units.show(100 * before, '%')}")
-        if old.expect_transport is not None and not set(new.expect_transport or ()) <= set(old.expect_transport):
-            found.append("it takes other transports")
-        if old.expect_transport is not None and new.expect_transport is None:
-            found.append("it takes any transport")
+    if old.min is not None and (new.min is None or new.min < old.min):
+        found.append(f"min is {_or_none(new.min, unit)}, not {units.show(old.min, unit)}")
+    if old.max is not None and (new.max is None or new.max > old.max):
+        found.append(f"max is {_or_none(new.max, unit)}, not {units.show(old.max, unit)}")
+    ratio, before = new.min_ratio_to_median, old.min_ratio_to_median
+    if before is not None and (ratio is None or ratio < before):
+        percent = _or_none(None if ratio is None else 100 * ratio, "%")
+        found.append(f"min_ratio_to_median is {percent}, not {units.show(100 * before, '%')}")
+    if old.expect_transport is not None and not set(new.expect_transport or ()) <= set(old.expect_transport):
+        found.append("it takes other transports")
+    if old.expect_transport is not None and new.expect_transport is None:
+        found.append("it takes any transport")
     return "; ".join(found)
 
 

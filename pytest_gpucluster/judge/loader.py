@@ -5,10 +5,9 @@ All errors of all files are reported at once. Within one file two entries that c
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,17 +93,6 @@ def _without_replaced(limits: Iterable[Limit]) -> tuple[Limit, ...]:
         (limit.sku, limit.metric, frozenset((part.key, part.text) for part in limit.when)): limit for limit in limits
     }
     return tuple(kept.values())
-
-
-def _guessed(name: str) -> Metric:
-    """Return what a misspelt metric can be checked by: what all metrics of nearly its name have in common.
-
-    Where they have no unit in common, it has none either, and its bounds may be any quantity.
-    """
-    close = difflib.get_close_matches(name, measurement.METRICS, n=len(measurement.METRICS), cutoff=0.8)
-    alike = {(measurement.METRICS[other].unit, measurement.METRICS[other].better) for other in close}
-    unit, better = alike.pop() if len(alike) == 1 else ("", "none")
-    return Metric(name=name, unit=unit, better=better, doc="")
 
 
 def _derived(limit: Limit) -> str:
@@ -208,11 +196,9 @@ class _Reader:
                     continue
                 seen.add(name)
                 try:
-                    metric = measurement.known(name)
+                    yield measurement.known(name), key, value
                 except MeasurementError as error:
                     self.file.fail(key, str(error))
-                    metric = _guessed(name)
-                yield metric, key, value
 
     def _default(self, metric: Metric, node: Node) -> None:
         body = self.file.mapping(node, f"the defaults of {metric.name}", DEFAULT_KEYS) or {}
@@ -317,7 +303,8 @@ class _Reader:
                 if name in body:
                     self.file.fail(body[name][0], f"{name} and record_only exclude each other")
         elif whole:
-            self._complete(node, body, metric)
+            without_ratio = {"min_ratio_to_median"} if values.get("min_ratio_to_median") == NO_RATIO else set()
+            self._complete(node, body.keys() - without_ratio, metric)
             self._lint(limit, metric, body, values)
         return limit if conditions_are_good else None
 
@@ -325,8 +312,7 @@ class _Reader:
         if text is None:
             return None
         try:
-            value = units.parse(text, like=metric.unit or None)
-            amount = value.to(metric.unit) if metric.unit else value.value
+            amount = units.parse(text, like=metric.unit).to(metric.unit)
         except UnitError as error:
             self.file.fail(node, f"{name}: {error}")
             return None
@@ -339,7 +325,7 @@ class _Reader:
     def _ratio(self, text: str | None, body: Mapping[str, tuple[Node, Node]], metric: Metric) -> float | None:
         name = "min_ratio_to_median"
         key, node = body[name]
-        if metric.scope == "world" or (metric.better == "none" and metric.unit):
+        if metric.scope == "world" or metric.better == "none":
             why = (
                 "there is one value in the whole run" if metric.scope == "world" else "neither more nor less is better"
             )
@@ -369,7 +355,7 @@ class _Reader:
                 found.append(name)
         return tuple(found)
 
-    def _complete(self, node: Node, body: Mapping[str, Any], metric: Metric) -> None:
+    def _complete(self, node: Node, body: Set[str], metric: Metric) -> None:
         if not any(name in body for name in BOUNDS):
             self.file.fail(
                 node,

@@ -141,25 +141,30 @@ def number_to_json(value: float) -> float | str:
     return _NO_NUMBERS[0] if math.isnan(value) else _NO_NUMBERS[1] if value > 0 else _NO_NUMBERS[2]
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: Any, depth: int = 0) -> Any:
     """Return plain JSON types: of a dataclass an object of its fields, if it has no ``to_json`` of its own.
+
+    What JSON lacks (NaN, bytes, other objects, more than 32 levels) becomes text.
 
     >>> to_json({3: (1.0, float("nan"))})
     {'3': [1.0, 'NaN']}
     """
-    if hasattr(value, "to_json"):
-        return value.to_json()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
     if isinstance(value, float):
         return number_to_json(value)
-    if isinstance(value, Mapping):
-        return {str(key): to_json(entry) for key, entry in value.items()}
-    if isinstance(value, (tuple, list)):
-        # Samples are nearly always all finite, which one sum shows.
-        finite = set(map(type, value)) == {float} and math.isfinite(sum(value))
-        return list(value) if finite else [to_json(entry) for entry in value]
-    if is_dataclass(value):
-        return {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
-    return value
+    if depth < 32:
+        if isinstance(value, Mapping):
+            return {str(key): to_json(entry, depth + 1) for key, entry in value.items()}
+        if isinstance(value, (tuple, list, set, frozenset)):
+            # Samples are nearly always all finite, which one sum shows.
+            finite = set(map(type, value)) == {float} and math.isfinite(sum(value))
+            return list(value) if finite else [to_json(entry, depth + 1) for entry in value]
+        if is_dataclass(value) and not isinstance(value, type):
+            if hasattr(value, "to_json"):
+                return value.to_json()
+            return {each.name: to_json(getattr(value, each.name), depth + 1) for each in fields(value)}
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 _SCALARS: dict[Any, Converter] = {

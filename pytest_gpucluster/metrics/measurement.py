@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from pytest_gpucluster.errors import JournalError, MeasurementError, UnitError
 from pytest_gpucluster.metrics import units
@@ -28,51 +28,6 @@ _REGISTRY: dict[str, Metric] = {
 METRICS: Mapping[str, Metric] = MappingProxyType(_REGISTRY)
 WITHOUT_NVLS = {"nvls": "switched off"}
 """The label of every value that was measured through groups for which this suite has switched NVLS off."""
-
-
-_CAUSES = (
-    ("finite_steps",),
-    ("verified", "wrong_words", "repeated"),
-    ("gradient_error", "loss_error", "weight_error", "ddp_loss_error"),
-    ("bf16_gradient_error", "bf16_loss_error", "bf16_weight_error"),
-    ("unchanged_base", "moved_adapters", "replayed_steps", "resume_error", "reshard_error", "reload_error"),
-    ("group_error", "data_wait"),
-)
-"""Last words of metrics, in stages, each before those that it may explain: wrong computation before its consequences,
-and these before rates. Ranks that do not share gradients also diverge after a checkpoint, not the other way round.
-Margins do not show the order: a small error exceeds a limit of 0.001 a thousandfold."""
-
-
-class _Bounds(Protocol):
-    @property
-    def min(self) -> float | None: ...
-    @property
-    def max(self) -> float | None: ...
-
-
-class _Missed(Protocol):
-    @property
-    def metric(self) -> str: ...
-    @property
-    def values(self) -> Mapping[int, float]: ...
-    @property
-    def limit(self) -> _Bounds | None: ...
-
-
-def cause_order(missed: _Missed) -> tuple[int, int, int]:
-    """Return the place of a missed metric among the causes of a failure: of several the lowest explains the others.
-
-    Within a stage what fewer ranks miss comes first: a loss that is wrong on one rank makes the gradients of all ranks
-    wrong. Metrics of no stage, as all rates, have one place: they are ordered by how much they miss.
-    """
-    last = missed.metric.rpartition(".")[2]
-    stage = next((number for number, names in enumerate(_CAUSES) if last in names), None)
-    if stage is None:
-        return len(_CAUSES), 0, 0
-    low = missed.limit.min if missed.limit is not None and missed.limit.min is not None else -math.inf
-    high = missed.limit.max if missed.limit is not None and missed.limit.max is not None else math.inf
-    ranks = sum(not low <= value <= high for value in missed.values.values())
-    return stage, ranks, _CAUSES[stage].index(last)
 
 
 def register(metric: Metric) -> Metric:

@@ -22,7 +22,6 @@ class Suspect:
     units: tuple[int, ...] = ()
     failed: int = 0
     probes: int = 0
-    intermittent: bool = False
     evidence: tuple[AnyText, ...] = ()
 
 

@@ -13,13 +13,13 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.verdict import ACCEPTED
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.reports.facts import facts
-from pytest_gpucluster.reports.summary import RUNNING, Row, duration, outline, run_seconds
+from pytest_gpucluster.reports.summary import RUNNING, Row, outline, run_seconds
 from pytest_gpucluster.reports.tables import limit_text, margin_text, metric_name, rank_name, value_text
-from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, duration_text, one_line
 
 MOST_BYTES = 65_000
 """Of UTF-8, so it has at most 65,000 characters as well."""
@@ -48,7 +48,7 @@ def render(journal: Journal) -> str:
     page = _Page(
         f"## {mark if overview.is_good else _BAD} {text(overview.title)}\n\n"
         f"**Exit code {overview.exit}:** {text(overview.reason, 300) or 'no reason given'}\n\n"
-        f"{counts}; {duration(run_seconds(journal))}\n"
+        f"{counts}; {duration_text(run_seconds(journal))}\n"
     )
     bad = [(*_cells(row, journal), row.why) for row in overview.bad]
     page.add("### What is wrong", (*_HEAD, "Why"), bad)

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from pytest_gpucluster.errors import UnitError
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import OUTCOMES
 from pytest_gpucluster.journal.verdict import ACCEPTED, VERDICTS
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.reports.summary import (

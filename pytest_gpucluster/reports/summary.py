@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
-from pytest_gpucluster.metrics.measurement import METRICS, cause_order
+from pytest_gpucluster.judge.judged import JudgedMetric, cause_order
+from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.text import first_line
 
 RUNNING, NOT_RUN, IN_PROGRESS = "running", "not run", "in progress"
@@ -265,10 +265,6 @@ def _margin(judged: JudgedMetric) -> float:
     return margin / (1 - margin) if is_upper and 0 < margin < 1 else margin
 
 
-_LONGEST_SECONDS = 1e10
-"""About 300 years; more is an invalid duration."""
-
-
 def moment(text: str) -> datetime | None:
     """Return an ISO 8601 time with its zone (default UTC); None if it is invalid or outside the years 1 to 9999 in UTC.
 
@@ -307,19 +303,3 @@ def _end(result: TestResult) -> datetime | None:
         return started + timedelta(seconds=result.duration_seconds)
     except OverflowError:
         return None
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words.
-
-    >>> [duration(seconds) for seconds in (0.04, 7.25, 75, 3725)]
-    ['0.04 s', '7.2 s', '1 min 15 s', '1 h 2 min']
-    """
-    if not 0 <= seconds < _LONGEST_SECONDS:
-        return "unknown"
-    if seconds < 59.95:
-        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"

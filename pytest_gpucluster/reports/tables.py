@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.metrics.time_budget import PARTS, in_words
 from pytest_gpucluster.metrics.units import show
@@ -174,26 +174,8 @@ def limit_text(judged: JudgedMetric, *, first_only: bool = False) -> str:
     if judged.limit is None:
         return "recorded only" if first_only and judged.status == "recorded" else "no limit"
     most = 1 if first_only else None
-    first, *rest = _demands(judged.limit, judged.unit)[:most]
-    if judged.limit.expected is not None:
-        first += f" (expected {quantity(judged.limit.expected, judged.unit)})"
-    shipped = judged.shipped and f" (shipped: {', '.join(_demands(judged.shipped, judged.unit)[:most])})"
-    return ", ".join([first, *rest]) + (shipped or "")
-
-
-def _demands(limit: JudgedLimit, unit: str) -> list[str]:
-    parts = []
-    if limit.min is not None and limit.max is not None:
-        parts.append(f"{quantity(limit.min, '')} to {quantity(limit.max, unit)}")
-    elif limit.min is not None:
-        parts.append(f">= {quantity(limit.min, unit)}")
-    elif limit.max is not None:
-        parts.append(f"<= {quantity(limit.max, unit)}")
-    if limit.min_ratio_to_median is not None:
-        parts.append(f"each rank >= {quantity(100 * limit.min_ratio_to_median, '%')} of the others' median")
-    if limit.expect_transport is not None:
-        parts.append(f"over {' or '.join(limit.expect_transport)}")
-    return parts or ["no limit"]
+    found = ", ".join(judged.limit.demands(judged.unit)[:most]) or "no limit"
+    return found + (f" (shipped: {', '.join(judged.shipped.demands(judged.unit)[:most])})" if judged.shipped else "")
 
 
 def value_text(judged: JudgedMetric) -> str:

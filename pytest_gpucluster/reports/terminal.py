@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.verdict import RUNNING
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.reports.facts import header_lines
 from pytest_gpucluster.reports.summary import (
     IN_PROGRESS,

@@ -30,6 +30,7 @@ from pytest_gpucluster.errors import (
 )
 from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
 from pytest_gpucluster.isolation.planner import Planner
+from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.metrics.units import parse
 from pytest_gpucluster.text import first_line
 
@@ -186,7 +187,7 @@ def isolation_json(
 ) -> dict[str, Any]:
     """Return the same in plain JSON types, for the journal. ``names`` has what each unit is called."""
     return {
-        **found.to_json(),
+        **to_json(found),
         "names": {str(unit): name for unit, name in names.items()},
         "seconds": seconds,
         "cut_short": cut_short,

@@ -11,9 +11,10 @@ from pytest_gpucluster.agreement.exchange import Merged, RankOutcome, rehearsed_
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.judge.judge import Judgement, judge
-from pytest_gpucluster.judge.limits import Limit, demand
+from pytest_gpucluster.judge.judged import cause_order
+from pytest_gpucluster.judge.limits import demand, looser
 from pytest_gpucluster.metrics import measurement
-from pytest_gpucluster.metrics.measurement import Measurement, cause_order
+from pytest_gpucluster.metrics.measurement import Measurement
 from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
@@ -129,24 +130,14 @@ def _with_shipped(run: Run, judgement: Judgement, by_rank: Mapping[int, Sequence
     measurements = []
     for judged in judgement.measurements:
         shipped = run.shipped_limit(judged.metric, judged.labels) if judged.metric in asked else None
-        if shipped is not None and judged.limit is not None and _asks_less(judged.limit, shipped):
+        if shipped is not None and judged.limit is not None and looser(judged.limit, shipped, judged.unit):
             judged = replace(judged, shipped=shipped)
         elif shipped is not None and judged.status == "recorded":
-            run.deviate(f"{judged.metric} is recorded only, by the site's limits; shipped is {demand(shipped)}")
+            run.deviate(
+                f"{judged.metric} is recorded only, by the site's limits; shipped is {demand(shipped, judged.unit)}"
+            )
         measurements.append(judged)
     return replace(judgement, measurements=tuple(measurements))
-
-
-def _asks_less(limit: Limit, shipped: Limit) -> bool:
-    """Return whether something that the shipped limit refuses may pass."""
-    lowest = ((limit.min, shipped.min), (limit.min_ratio_to_median, shipped.min_ratio_to_median))
-    if any(theirs is not None and (ours is None or ours < theirs) for ours, theirs in lowest):
-        return True
-    if shipped.max is not None and (limit.max is None or limit.max > shipped.max):
-        return True
-    if shipped.expect_transport is None:
-        return False
-    return limit.expect_transport is None or not set(limit.expect_transport) <= set(shipped.expect_transport)
 
 
 def _rehearsed(judgement: Judgement) -> tuple[Judgement, str | None]:

@@ -11,8 +11,8 @@ from each import of_each
 from made_records import journal_of, lines
 
 from pytest_gpucluster.analysis.certificate_blockers import inconsistency
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.judge.judged import JudgedMetric
 
 BF16, BUSBW = "matmul.bf16.tflops", "nccl.all_reduce.busbw"
 

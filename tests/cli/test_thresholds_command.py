@@ -110,8 +110,8 @@ def test_the_entry_that_decides_is_reported_with_its_line_and_the_others_with_wh
     limit = loader.load().limit(
         "nccl.all_reduce.busbw", sku="H100 SXM", world_size=16, nnodes=2, labels={"size": "1 GB"}
     )
-    assert f"{limit.origin} decides: at least 415 GB/s, over NET/IB" in flat
-    assert "world_size is 16, nnodes is 2: at least 400 GB/s" in flat
+    assert f"{limit.origin} decides: >= 415 GB/s, over NET/IB" in flat
+    assert "world_size is 16, nnodes is 2: >= 400 GB/s" in flat
     assert "434.99 observed" in flat
     assert max(map(len, out.splitlines())) <= 80
 
@@ -122,7 +122,7 @@ def test_a_transport_is_a_label_like_others(tmp_path, capsys):
     path.write_text(MINE + entry)
     words = ["--sku", "H100 SXM", "--thresholds", str(path), "link.bandwidth", "--label"]
     assert main.main(["thresholds", "explain", *words, "transport=NET/IB"]) == 0
-    assert f"{path}:6:23decides:atleast40GB/s" in "".join(capsys.readouterr().out.split())
+    assert f"{path}:6:23decides:>=40GB/s" in "".join(capsys.readouterr().out.split())
     assert main.main(["thresholds", "explain", *words, "transport=NET/Socket"]) == 0
     assert "transport is NET/Socket" in " ".join(capsys.readouterr().out.split())
 

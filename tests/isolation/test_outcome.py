@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -36,13 +35,3 @@ def test_outcomes_that_are_broken_at_any_speed(outcome: Outcome, broken: bool) -
 def test_a_group_has_units_in_order(members: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="ascending"):
         Outcome(members=members, busbw=1.0)
-
-
-def test_any_value_can_be_written_as_json() -> None:
-    plain = Outcome(members=(0, 3), busbw=math.nan, wrong="rank 3").to_json()
-    assert json.loads(json.dumps(plain, allow_nan=False)) == {
-        "members": [0, 3],
-        "busbw": "nan",
-        "wrong": "rank 3",
-        "failure": "",
-    }

@@ -23,14 +23,14 @@ def test_the_partners_of_a_slow_gpu_are_represented_by_their_links_among_themsel
     assert found.of_rank(3).bytes_per_second == pytest.approx(0.2 * 48 * GB)
     for rank in range(3):
         assert found.of_rank(rank).bytes_per_second == pytest.approx(48 * GB)
-        assert found.ratio_of_rank(rank) == pytest.approx(1.0)
-    assert found.ratio_of_rank(3) == pytest.approx(0.2)
+        assert found.matrix.ratio(found.of_rank(rank)) == pytest.approx(1.0)
+    assert found.matrix.ratio(found.of_rank(3)) == pytest.approx(0.2)
 
 
 def test_a_slow_link_represents_both_its_ends() -> None:
     fault = measured(within_node(NODE, 0), lambda s, r: 0.2 if {s, r} == {1, 2} else 1.0, noise=0)
     found = survey(fault)
-    assert [found.ratio_of_rank(rank) for rank in range(4)] == pytest.approx([1.0, 0.2, 0.2, 1.0])
+    assert [found.matrix.ratio(found.of_rank(rank)) for rank in range(4)] == pytest.approx([1.0, 0.2, 0.2, 1.0])
     assert found.slow == ((1, 2),)
 
 

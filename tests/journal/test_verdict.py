@@ -5,7 +5,6 @@ from typing import Any
 
 from each import of_each
 
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.verdict import (
     ACCEPTED,
@@ -19,6 +18,7 @@ from pytest_gpucluster.journal.verdict import (
     Verdict,
     decide,
 )
+from pytest_gpucluster.judge.judged import JudgedMetric
 
 TOPOLOGY = "2 nodes, 16 ranks, as expected (2x8xH100)"
 LOST = (11, "rank 3 is lost")

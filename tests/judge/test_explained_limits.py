@@ -99,5 +99,5 @@ def test_what_demands_less_than_before_is_reported(case, tmp_path):
         limits.limit(metric, sku="H100 SXM", world_size=16, nnodes=2, labels=labels)
         for limits in (load(tmp_path, f"      {metric}: {text}\n"), SHIPPED)
     )
-    assert bool(looser(new, old)) == bool(less)
-    assert in_order(looser(new, old), less)
+    assert bool(looser(new, old, new.unit)) == bool(less)
+    assert in_order(looser(new, old, new.unit), less)

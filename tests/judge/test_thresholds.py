@@ -122,14 +122,19 @@ BROKEN = [
     (
         entry(
             "[{when: {wrld_size: 8}, min: 400 Gbs, source: us}, {when: {nnodes: 0}, max: 5, sorce: us}]",
-            metric="nccl.all_reduce.bsbw",
+            metric="nccl.all_reduce.busbw",
         ),
-        "5:7: 'nccl.all_reduce.bsbw' 'nccl.all_reduce.busbw'",
-        "5:38: 'wrld_size' 'world_size'",
-        "5:58: min 'Gbs' 'GB/s'",
-        "5:96: nnodes '0' 1",
-        "5:105: max '5' '5 GB/s'",
-        "5:108: 'sorce' 'source'",
+        "5:39: 'wrld_size' 'world_size'",
+        "5:59: min 'Gbs' 'GB/s'",
+        "5:97: nnodes '0' 1",
+        "5:106: max '5' '5 GB/s'",
+        "5:109: 'sorce' 'source'",
+    ),
+    (entry("{min: 400 Gbs}", metric="nccl.all_reduce.bsbw"), "5:7: 'nccl.all_reduce.bsbw' 'nccl.all_reduce.busbw'"),
+    (
+        f"schema_version: 1\ndefaults: {{{BUSBW}: {{{RATIO}, ratio_source: us}}}}\n"
+        f"skus: {{H200: {{limits: {{{BUSBW}: {{min_ratio_to_median: none, source: us}}}}}}}}\n",
+        f"3:47: no limit {BUSBW}",
     ),
     (
         entry("{min: 990 TFLOPS, max: 5 s, source: us}"),
@@ -172,7 +177,7 @@ def test_all_errors_of_all_files_come_at_once_in_the_order_of_the_files(
     with pytest.raises(ThresholdsError) as caught:
         loader.load(Path("a.yaml"), Path("b.yaml"), Path("c.yaml"))
     places = [line.split(": ")[0] for line in str(caught.value).splitlines()]
-    wanted = "a.yaml:5:33 a.yaml:5:39 b.yaml:2:15 b.yaml:2:27 b.yaml:2:43 b.yaml:2:46 c.yaml:1:1"
+    wanted = "a.yaml:5:33 a.yaml:5:39 b.yaml:2:15 b.yaml:2:27 b.yaml:2:43 c.yaml:1:1"
     assert " ".join(places) == wanted
 
 

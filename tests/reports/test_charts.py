@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ET
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import Cluster, RankPlace, Run
+from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.reports.charts.plots import Level, Line, heat_map, limit_bar, line_chart, rank_dots
 from pytest_gpucluster.reports.charts.svg import Scale, span
 

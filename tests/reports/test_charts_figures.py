@@ -10,8 +10,8 @@ import pytest
 from each import of_each
 from example_runs import ARTIFACTS, LINKS, LORA, artifacts_name
 
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.records import TestResult
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.reports.charts.figures import LARGEST_BYTES, figures_of
 
 

@@ -11,9 +11,9 @@ from html.parser import HTMLParser
 import example_runs
 from each import of_each
 
-from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import Cluster, End, Problem, RankPlace, Run, TestResult
+from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.reports.html import page
 
 # What is written as one element, without an end.

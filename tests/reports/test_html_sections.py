@@ -11,10 +11,10 @@ from typing import Any
 from each import of_each
 
 from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, Outcome
-from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import MergedFrom, Run, TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.metrics.finding import Finding, Identity
 from pytest_gpucluster.reports.findings import isolation_of
 from pytest_gpucluster.reports.html import page

@@ -9,13 +9,14 @@ from typing import Any
 
 from each import of_each
 
-from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import End, PartOfTime, Run, Started, TestResult
+from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.metrics.time_budget import PARTS
 from pytest_gpucluster.reports.registry import FILES, render
-from pytest_gpucluster.reports.summary import duration, headline, is_whole, moment, run_seconds
+from pytest_gpucluster.reports.summary import headline, is_whole, moment, run_seconds
 from pytest_gpucluster.reports.tables import time_text
+from pytest_gpucluster.text import duration_text
 
 PASSED = JudgedMetric(
     metric="hbm.copy.bandwidth", unit="TB/s", status="passed", value=3.0, limit=JudgedLimit(min=2.5), margin=0.2
@@ -134,9 +135,9 @@ def test_no_time_of_a_test_breaks_a_report(case: tuple[str, float]) -> None:
 
 
 def test_a_minute_is_never_sixty_seconds_and_what_is_no_duration_is_unknown() -> None:
-    assert {duration(seconds) for seconds in (math.nan, math.inf, -1.0, 1e300)} == {"unknown"}
-    assert duration(59.96) == "1 min 0 s"
-    assert duration(3599.7) == "1 h 0 min"
+    assert {duration_text(seconds) for seconds in (math.nan, math.inf, -1.0, 1e300)} == {"unknown"}
+    assert duration_text(59.96) == "1 min 0 s"
+    assert duration_text(3599.7) == "1 h 0 min"
 
 
 def test_the_parts_of_a_test_are_shown_if_all_are_known() -> None:

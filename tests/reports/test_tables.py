@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.journal.fields import JudgedLimit, JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import Cluster, RankPlace, Run, TestResult
+from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.metrics.sampling import Stopped
 from pytest_gpucluster.node.health import telemetry
 from pytest_gpucluster.reports import tables

@@ -12,9 +12,9 @@ import pytest
 from sessions import Project
 
 from pytest_gpucluster.config.workload_loader import Override, load
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.verdict import PASSED_WITH_DEVIATIONS, decide
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.reports.results_json import results_schema
 
 WORKLOADS = Path(__file__).parents[2] / "acceptance" / "workloads.yaml"

@@ -21,9 +21,9 @@ from typing import Annotated, Any
 from markupsafe import Markup
 
 from pytest_gpucluster.errors import CurveError, JournalError, UnitError
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics.codec import AnyText, MismatchError, converter, read
 from pytest_gpucluster.metrics.loss_curve import mean_of_last, read_csv
 from pytest_gpucluster.metrics.units import parse

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics.stats import median
 from pytest_gpucluster.reports.charts.svg import (

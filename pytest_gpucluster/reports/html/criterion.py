@@ -19,16 +19,16 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from pytest_gpucluster.journal.fields import JudgedMetric
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.reports.charts.figures import artifact_folders, by_number, figures_of
 from pytest_gpucluster.reports.charts.plots import limit_bar, rank_dots
 from pytest_gpucluster.reports.findings import Isolation, baseline_of, isolation_of
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, word
-from pytest_gpucluster.reports.summary import Row, duration, headline, worst_first
+from pytest_gpucluster.reports.summary import Row, headline, worst_first
 from pytest_gpucluster.reports.tables import (
     clock_text,
     interval_text,
@@ -49,7 +49,7 @@ from pytest_gpucluster.reports.tables import (
     value_text,
     worst_ranks_first,
 )
-from pytest_gpucluster.text import plural, some_of
+from pytest_gpucluster.text import duration_text, plural, some_of
 
 _OF_THE_RUN = (JOURNAL_FILE, "junit.xml", "results.json", "metrics.prom", "exclude.txt")
 _MOST_LINKS = 40
@@ -122,7 +122,7 @@ def search_values(found: Isolation | None) -> dict[str, Any] | None:
         culprits.append(
             {
                 "name": f"the link between {names}" if suspect.kind == "link" else names,
-                "failed_probes": failed_probes + (": intermittent" if suspect.intermittent else ""),
+                "failed_probes": failed_probes + (": intermittent" if suspect.failed < suspect.probes else ""),
                 "evidence": list(map(line, suspect.evidence[:_MOST_EVIDENCE])),
             }
         )
@@ -344,7 +344,7 @@ def row_values(row: Row, number: int, journal: Journal) -> dict[str, Any]:
         "criterion": word(row.criterion or ""),
         "why": line(why),
         "headline": None if row.headline is None else headline_values(row.headline, journal, outcome=row.outcome),
-        "seconds": "" if result is None else duration(result.duration_seconds),
+        "seconds": "" if result is None else duration_text(result.duration_seconds),
         "seconds_key": -1.0 if result is None else result.duration_seconds,
         "attempts": 1 if result is None else result.attempts,
     }

@@ -24,8 +24,9 @@ from pytest_gpucluster.journal.records import RankPlace
 from pytest_gpucluster.reports.facts import facts, run_properties
 from pytest_gpucluster.reports.html.criterion import RunFiles, details_values, headline_values, row_values
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, readable, word
-from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Outline, Row, duration, outline, run_seconds
+from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Outline, Row, outline, run_seconds
 from pytest_gpucluster.reports.tables import limit_text
+from pytest_gpucluster.text import duration_text
 
 DETAILS_BYTES = 1_100_000
 """Limit for all details together, so that a page stays under 2 MB at 1,024 ranks."""
@@ -120,7 +121,7 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def _run_facts(journal: Journal) -> list[tuple[str, str]]:
     found = {name or "launched": value for name, value in facts(journal).items()}
-    found |= {"started": journal.run.started_at, "duration": duration(run_seconds(journal))}
+    found |= {"started": journal.run.started_at, "duration": duration_text(run_seconds(journal))}
     environment = journal.environment
     if environment is not None:
         cpus = f", {environment.cpus} CPUs" if environment.cpus is not None else ""
