@@ -37,7 +37,7 @@ from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS
 from pytest_gpucluster.benchmarks.matmul import Buffers, measure_matmul, square_shape
 from pytest_gpucluster.benchmarks.memory_passes import KINDS
 from pytest_gpucluster.config import workload_loader
-from pytest_gpucluster.config.workload import CPU_PROFILE, CRITERIA, USUAL_PROFILE, duration_text
+from pytest_gpucluster.config.workload import CPU_PROFILE, CRITERIA, USUAL_PROFILE
 from pytest_gpucluster.device import environment
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.clock import LAUNCH_SECONDS
@@ -62,7 +62,7 @@ from pytest_gpucluster.node.health.gpu_sampler import GpuSampler, Pace
 from pytest_gpucluster.node.nvml import PyNvml, read_values
 from pytest_gpucluster.selftest import names
 from pytest_gpucluster.selftest.report import GPU_ONLY, SEND, Line, line, shapes
-from pytest_gpucluster.text import first_line, plural
+from pytest_gpucluster.text import duration_text, first_line, plural
 
 c10d: Any = dist  # torch's types leave the stores out
 ASSERT_EXIT = 43
