@@ -217,7 +217,8 @@ def _host(facts: Facts) -> Iterator[Obstacle]:
             limits=facts.limits,
         )
         if judged.status not in ("passed", "recorded"):
-            yield facts.stop(one.metric, one.found, demand(limit) if limit else "a limit", one.remedy, "host.limits")
+            allowed = demand(limit, limit.unit) if limit else "a limit"
+            yield facts.stop(one.metric, one.found, allowed, one.remedy, "host.limits")
     if facts.in_pod:
         yield from ((found, ("kubernetes",)) for found in pod_findings(node, nnodes=plan.nodes))
 
