@@ -46,7 +46,7 @@ class Step:
 
 STEPS = (
     Step(name="software", seconds=40),
-    Step(name="device", seconds=80, each="gpu"),
+    Step(name="device", seconds=90, each="gpu"),
     Step(name="nccl", seconds=40, each="gpu"),
     Step(name="hang", seconds=60, each="rank"),
     Step(name="assert", seconds=40),
@@ -150,7 +150,10 @@ class SelfTest:
                     versions = [line for line in lines if line.what == "versions"]
                     self._gpus = int(versions[0].values["gpus"]) if versions else 0
                 several = len(children) > 1 and step.each == "gpu"
-                yield from (replace(line, what=f"{child.tag[-1]} {line.what}") if several else line for line in lines)
+                yield from (
+                    replace(line, what=f"{child.tag.rpartition('-')[2]} {line.what}") if several else line
+                    for line in lines
+                )
                 yield from _ending(step, child, code, lines, seconds)
         except OSError as error:
             yield Line(state="UNPROVEN", what=step.name, text=f"no process can be started: {error}", todo="free memory")
@@ -185,7 +188,12 @@ def _environment(folder: Path, host: int | None) -> dict[str, str]:
         found["NCCL_DEBUG_FILE"] = str(folder / "NCCL.%p.log")
     found |= {"TORCH_CPP_LOG_LEVEL": "INFO", "GLOO_SOCKET_IFNAME": "lo"}
     if host is not None:
-        found |= {"NCCL_HOSTID": f"gpucluster-{host}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
+        found |= {
+            "NCCL_HOSTID": f"gpucluster-{host}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_NET": "Socket",
+            "NCCL_P2P_DISABLE": "1",
+        }
     return found
 
 
@@ -217,7 +225,8 @@ def _ending(step: Step, child: _Child, code: int | None, lines: Sequence[Line], 
 def _identifying() -> dict[str, str]:
     """Return what names this node or its user -> what replaces it."""
     host = socket.gethostname()
-    found = {host: "HOST", host.partition(".")[0]: "HOST", socket.getfqdn(): "HOST", str(Path.home()): "~"}
+    whole = run_program(("hostname", "--fqdn"), 2.0).text.strip()  # a name server may not answer
+    found = {host: "HOST", host.partition(".")[0]: "HOST", whole: "HOST", str(Path.home()): "~"}
     with contextlib.suppress(OSError, KeyError):
         found[getpass.getuser()] = "USER"
     return {name: word for name, word in found.items() if name not in ("", "localhost", "root", "/")}

@@ -75,6 +75,12 @@ class GpuWindow:
         self._seconds += max(0.0, end - self._opened_at)
         self._opened_at = None
 
+    def __enter__(self) -> None:
+        self.open()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def take(self, read: Mapping[str, Any], at: float) -> None:
         """Add the values of one pass."""
         for key, value in read.items():
