@@ -9,6 +9,13 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def frozen():
+    """Keep the collections at the end of each test and benchmark from looking through torch: 0.15 CPU seconds each."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def group():
     """A group of this process alone."""

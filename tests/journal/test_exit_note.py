@@ -41,7 +41,7 @@ def test_an_agreed_exit_code_is_kept_by_this_process_and_not_by_its_forks(monkey
     [(call, given)] = at_exit
     call(*given)
     os._exit(3)
-    monkeypatch.setattr(os, "getpid", lambda: -1)
+    monkeypatch.setattr(os, "getpid", lambda: 2**30)
     os._exit(3)
     assert left == [3, 10, 3]
 
