@@ -21,6 +21,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import gc
 import importlib
 import os
 import random
@@ -407,6 +408,9 @@ def _load() -> None:
         importlib.import_module(name)
     loaded = [name for name in sys.modules if name.startswith("pytest_gpucluster")]
     assert not loaded, f"a mutant of {loaded[0]} would not be seen"
+    # Or each fork's collections of garbage look through torch: half of the time of many tests.
+    gc.collect()
+    gc.freeze()
 
 
 def _unchanged_seconds(slot: Slot, mutants: Sequence[Mutant]) -> dict[tuple[str, ...], float]:

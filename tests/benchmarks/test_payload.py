@@ -50,14 +50,15 @@ def test_each_single_wrong_bit_is_found_in_every_part(alone, monkeypatch, index)
         assert re.search(rf"1 of 1000 .*are wrong.* {index}: found", made.defect() or "")
 
 
-def test_a_payload_is_filled_again_before_a_sum_overflows_and_not_sooner(alone, monkeypatch):
+def test_a_payload_is_verified_and_filled_again_before_a_sum_overflows_and_not_sooner(alone, monkeypatch):
     made = Payload(alone, CPU, 4000, "fp32")
     monkeypatch.setattr(made, "finite_calls", 10)
     fills = []
     monkeypatch.setattr(made, "fill", lambda: (fills.append(made._calls), setattr(made, "_calls", 0)))
-    for _ in range(5):
-        made.ready(4)
+    monkeypatch.setattr(made, "defect", lambda: f"wrong after {made._calls} calls")
+    found = [made.ready(4) for _ in range(5)]
     assert fills == [0, 8, 8]
+    assert found == [None, None, "wrong after 8 calls", None, "wrong after 8 calls"]
 
 
 def test_memory_is_counted_for_the_payload_and_for_one_part_of_what_verifies_it():
