@@ -250,8 +250,8 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
             group_invalid=True,
         )
     # A lost rank explains what follows from it; then what is a verdict about hardware; then the rest.
-    order = {"lost": 0, "hung": 1, "failed": 2, "error": 3}
-    bad.sort(key=lambda o: (order[o.outcome], o.rank))
+    order = ("lost", "hung", "failed", "error")
+    bad.sort(key=lambda o: (order.index(o.outcome), o.rank))
     first = bad[0]
     same = [o.rank for o in bad if (o.outcome, o.message) == (first.outcome, first.message)]
     others = len(bad) - len(same)

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from pytest_gpucluster.agreement import exchange
 from pytest_gpucluster.agreement.exchange import Exchange, answer_for, answer_verdict, arrived, key_of, verdict_key
 from pytest_gpucluster.agreement.store import Store, Stores
-from pytest_gpucluster.errors import StoreError
+from pytest_gpucluster.errors import OutOfStep, StoreError
 
 Bodies = dict[int, Mapping[str, Any]]
 DEADLINE = 20.0
@@ -148,6 +148,24 @@ def test_the_wait_ends_by_itself_long_after_the_deadline(monkeypatch: pytest.Mon
         numbers.begin()
         with pytest.raises(StoreError, match="stopped answering"):
             numbers.run({"x": 0}, echo, deadline_seconds=0.01)
+
+
+def test_where_ranks_are_at_different_points_all_learn_who_is_where() -> None:
+    store = HashStore()
+    points = ["test_a", "test_b", "test_a", "test_c", "test_a", "test_b"]
+
+    def rank(number: int) -> tuple[str, list[int]]:
+        numbers = Exchange(over(store), number, len(points))
+        numbers.begin(points[number])
+        with pytest.raises(OutOfStep) as caught:
+            numbers.run({"x": number}, echo, deadline_seconds=DEADLINE)
+        return str(caught.value), caught.value.culprits
+
+    told = together(len(points), rank)
+    assert told == told[:1] * len(points)
+    text, astray = told[0]
+    assert text.endswith(": ranks 1, 5 at test_b, rank 3 at test_c, the others at test_a")
+    assert astray == [1, 3, 5]
 
 
 class Gone(HashStore):

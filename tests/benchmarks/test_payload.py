@@ -103,6 +103,24 @@ def test_of_a_reduce_scatter_each_rank_has_its_own_part_of_the_sums(monkeypatch)
         assert one.defect() is None  # beside their addends, three calls give the sums of one
 
 
+@of_each("case", [(2, "fp32", True), (3, "fp32", True), (2, "bf16", True), (3, "bf16", False)])
+def test_sums_in_place_are_those_of_all_calls_where_the_dtype_holds_them(monkeypatch, case):
+    ranks, dtype, exact = case
+    monkeypatch.setattr(collective_payload.dist, "get_world_size", lambda group: ranks)
+    monkeypatch.setattr(collective_payload.dist, "get_global_rank", lambda group, rank: rank)
+    made = []
+    for rank in range(ranks):
+        monkeypatch.setattr(collective_payload.dist, "get_rank", lambda group=None, rank=rank: rank)
+        made.append(Payload(None, CPU, 3600, dtype))
+        made[-1].ready(3)
+    total = sum(one.sent.double() for one in made)
+    for one in made:
+        one.received.copy_(total * ranks**2)
+        assert one.defect() is None
+        one.received[7] *= 2
+        assert bool(re.search(r": 1 of .*after 3 calls in place, .* 7: found", one.defect() or "")) == exact
+
+
 def test_sums_beside_their_addends_never_grow(alone):
     made = Payload(alone, CPU, 4000, "fp16", "reduce_scatter")
     made.ready(10**6)

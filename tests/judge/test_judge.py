@@ -240,11 +240,15 @@ def test_an_unknown_gpu_is_an_error_whose_yaml_makes_it_known(gpu_name: str, tmp
     assert hold(all_ranks(), sku="my-gpu", gpu_name=gpu_name, limits=mine).outcome == "passed"
 
 
-def test_an_unknown_gpu_s_message_states_what_is_unknown_and_on_which_side_the_limit_to_add_lies() -> None:
+def test_an_unknown_gpu_s_message_states_what_is_unknown_and_on_which_side_the_limit_to_add_lies(
+    tmp_path: Path,
+) -> None:
     for sku, gpu_name, words in ((None, None, "name GPU not known"), ("H300", "NVIDIA H300", "unknown SKU 'H300'")):
         verdict = hold(all_ranks(), sku=sku, gpu_name=gpu_name)
         assert verdict.outcome == "error"
         assert in_order(verdict.message, words)
+    odd = hold(all_ranks(), sku="a: b #2", gpu_name="NVIDIA H300").text
+    assert "a: b #2" in resolved(odd, "400", tmp_path).skus, "as a key of YAML"
     latency = measurement("nccl.all_reduce.latency", 20.0, unit="us")
     verdict = hold({0: [latency]}, size=1, sku=None, gpu_name="NVIDIA H300")
     assert " max: <" in verdict.text
