@@ -24,7 +24,7 @@ from pytest_gpucluster.launch.detached_process import child_environment
 from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.node.fabric.nccl_log import own_settings
 from pytest_gpucluster.node.processes import run_program
-from pytest_gpucluster.selftest.report import Line, Redactor, Report, State
+from pytest_gpucluster.selftest.report import SEND, Line, Redactor, Report, line
 
 COMMAND = (sys.executable, "-m", "pytest_gpucluster.selftest.steps")
 """Runs a step: its name and its context are added."""
@@ -32,7 +32,8 @@ TOTAL_SECONDS = 175.0
 """Of all steps together."""
 _PATIENCE_ON_CPU = 4.0
 """Deadlines are for an idle GPU node; on cpu they are longer by this factor: nothing waits for it there."""
-_ENDED_IN_ORDER = 43
+ASSERT_EXIT = 43
+"""Exit code of the process that a device-side assert has hit, where it ends in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class _Child:
 
     def __init__(self, step: Step, context: Mapping[str, Any], tag: str, environ: Mapping[str, str]) -> None:
         self.log = Path(context["log"])
-        self.tag, self._step = tag, step
+        self.tag = tag
         command = [*COMMAND, step.name, json.dumps(context)]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -121,8 +122,8 @@ class SelfTest:
             folder = Path(name)
             for step in STEPS:
                 left = begin + patience * TOTAL_SECONDS - time.monotonic()
-                for line in self._lines_of(step, folder, min(left, patience * step.seconds)):
-                    clean = codec.read(Line, json.loads(redact(json.dumps(codec.to_json(line)))), step.name)
+                for found in self._lines_of(step, folder, min(left, patience * step.seconds)):
+                    clean = codec.read(Line, json.loads(redact(json.dumps(codec.to_json(found)))), step.name)
                     self.lines.append(clean)
                     self._say(clean)
                 if step.name == "software" and self._device == "cuda" and not self._gpus:
@@ -136,7 +137,7 @@ class SelfTest:
 
     def _lines_of(self, step: Step, folder: Path, seconds: float) -> Iterator[Line]:
         if seconds < 1:
-            yield Line(state="UNPROVEN", what=step.name, text="no time is left for it", todo="run it on an idle node")
+            yield line(step.name, None, "no time is left for it", "run it on an idle node")
             return
         children: list[_Child] = []
         deadline = time.monotonic() + seconds
@@ -147,16 +148,13 @@ class SelfTest:
                 code = child.wait(deadline)
                 lines = child.lines()
                 if step.name == "software":
-                    versions = [line for line in lines if line.what == "versions"]
-                    self._gpus = int(versions[0].values["gpus"]) if versions else 0
+                    self._gpus = next((int(each.values["gpus"]) for each in lines if "gpus" in each.values), 0)
                 several = len(children) > 1 and step.each == "gpu"
-                yield from (
-                    replace(line, what=f"{child.tag.rpartition('-')[2]} {line.what}") if several else line
-                    for line in lines
-                )
-                yield from _ending(step, child, code, lines, seconds)
+                for found in (*lines, *_ending(step, child, code, lines, seconds)):
+                    number = f"{child.tag.rpartition('-')[2]} " if several else ""
+                    yield replace(found, what=f"{number}{found.what}")
         except OSError as error:
-            yield Line(state="UNPROVEN", what=step.name, text=f"no process can be started: {error}", todo="free memory")
+            yield line(step.name, None, f"no process can be started: {error.strerror}", "free memory and processes")
         finally:
             for child in children:
                 child.end()
@@ -205,21 +203,17 @@ def _free_port() -> int:
 
 def _ending(step: Step, child: _Child, code: int | None, lines: Sequence[Line], seconds: float) -> Iterator[Line]:
     """Yield what a process's end shows: nothing where it ended in order."""
-    what, send = f"{step.name} ended", "send the archive to the maintainers: its stack is in the log"
+    send = f"{SEND}: its output and stack are in the log"
+    how = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
     if code is None:
-        state: State = "WRONG" if step.name in ("hang", "assert") and lines else "UNPROVEN"
-        yield Line(state=state, what=what, text=f"{child.tag}: killed, not done in {seconds:.0f} s", todo=send)
+        good = False if step.name in ("hang", "assert") and lines else None
+        yield line(f"{step.name} ended", good, f"{child.tag}: killed, not done in {seconds:.0f} s", send)
     elif step.name == "assert" and lines and "at" in lines[-1].values:
         took = child.ended_at - float(lines[-1].values["at"])
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        good = code == _ENDED_IN_ORDER
-        text = f"the process ended {took:.2f} s after the assert {how}{', in order' if good else ''}"
-        yield Line(state="OK" if good else "WRONG", what="its end", text=text, todo="" if good else send)
-    elif code < 0:
-        text = f"{child.tag}: killed by signal {signal.Signals(-code).name}"
-        yield Line(state="WRONG", what=what, text=text, todo=send)
-    elif code and not lines:
-        yield Line(state="WRONG", what=what, text=f"{child.tag}: exit code {code} without a result", todo=send)
+        text = f"{took:.2f} s after the assert by {how}"
+        yield line("its end", code == ASSERT_EXIT, f"{text}, in order" if code == ASSERT_EXIT else text, send)
+    elif code < 0 or (code and not lines):
+        yield line(f"{step.name} ended", False, f"{child.tag}: {how}", send)
 
 
 def _identifying() -> dict[str, str]:

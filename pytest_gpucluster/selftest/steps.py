@@ -62,11 +62,10 @@ from pytest_gpucluster.node.health.gpu_sampler import GpuSampler, Pace
 from pytest_gpucluster.node.nvml import PyNvml, read_values
 from pytest_gpucluster.selftest import names
 from pytest_gpucluster.selftest.report import GPU_ONLY, SEND, Line, line, shapes
+from pytest_gpucluster.selftest.run import ASSERT_EXIT
 from pytest_gpucluster.text import duration_text, first_line, plural
 
 c10d: Any = dist  # torch's types leave the stores out
-ASSERT_EXIT = 43
-"""Exit code of the process that a device-side assert has hit, where it ends in order."""
 LAUNCHES = 10_000
 """For which the clock lets the device wait: 0.5 s, and longer below the highest clock of the GPUs so far."""
 MIB = 2**20

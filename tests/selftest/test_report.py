@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.selftest.report import Line, Redactor, Report, line, read, render, shapes, write_archive
+from pytest_gpucluster.selftest.report import Line, Redactor, Report, line, read, render, write_archive
 
 
 def report(*lines: Line) -> Report:
@@ -39,7 +39,7 @@ def test_a_report_is_read_as_it_was_written_and_names_its_folder() -> None:
         ("gpu-07.example.org:775:775 [0] NCCL INFO", "HOST:775:775 [0] NCCL INFO"),
         ("gpu-077 gpu-07", "gpu-077 HOST"),
         ("/home/alice/.venv/lib", "~/.venv/lib"),
-        ("OOB eth0:10.1.2.3<0>, lo:127.0.0.1<0>", "OOB eth0:192.0.2.1<0>, lo:127.0.0.1<0>"),
+        ("eth0:10.1.2.3<0>, lo:127.0.0.1, 10.0.0.2, 10.1.2.3", "eth0:192.0.2.1<0>, lo:127.0.0.1, 192.0.2.2, 192.0.2.1"),
         ("GPU-4a5fe89e-65a1-357d-0c12-2b0f09db32ae", "GPU-00000000-0000-0000-0000-000000000001"),
         ("    Serial Number      : 1652823", "    Serial Number      : (removed)"),
         ("    Serial Number      : N/A", "    Serial Number      : N/A"),
@@ -62,18 +62,8 @@ def test_versions_places_and_times_stay(text: str) -> None:
     assert Redactor({})(text) == text
 
 
-def test_a_value_has_the_same_replacement_everywhere() -> None:
-    redact = Redactor({})
-    assert redact("10.0.0.1 10.0.0.2") == "192.0.2.1 192.0.2.2"
-    assert redact("10.0.0.2") == "192.0.2.2"
-
-
 def test_the_archive_is_one_folder(tmp_path: Path) -> None:
     write_archive(tmp_path / "it.tar.gz", {"b.log": "two\n", "a.txt": "one \udcff"})
     with tarfile.open(tmp_path / "it.tar.gz") as archive:
         assert archive.getnames() == ["it/a.txt", "it/b.log"]
         assert archive.extractfile("it/b.log").read() == b"two\n"  # type: ignore[union-attr]
-
-
-def test_kinds_of_lines_are_counted_without_their_numbers() -> None:
-    assert shapes(["Ring 00 : 0 -> 1", "", "Ring 01 : 1 -> 0", "comm 0x4c86ece0 x"]) == ["Ring N : N -> N", "comm N x"]
