@@ -5,7 +5,6 @@ import pytest
 from pytest_gpucluster.benchmarks.host_link import longest_seconds, measure_host_link
 from pytest_gpucluster.benchmarks.host_link_concurrent import measure_host_links_concurrently
 from pytest_gpucluster.node.host_checks import place_of_gpu, require_local
-from pytest_gpucluster.node.pci import PcieLink
 
 SETUP_SECONDS = 120.0  # allocating, pinning and filling the memory
 FASTEST_GB_PER_SECOND = 63.0  # PCIe gen5 x16, where no data sheet says more
@@ -24,14 +23,8 @@ def deadline(request, cluster, gpu, workload):
 
 
 @pytest.fixture
-def link(request, gpu):
-    """Look at this GPU's PCIe link; on cpu there is none."""
-    return PcieLink(request.getfixturevalue("nvml") if gpu.uuid else None, gpu.uuid)
-
-
-@pytest.fixture
-def hold(cluster, gpu, inventory, workload, telemetry, link, measure):
-    """Measure in one of the two ways, and record telemetry and PCIe link with the rates."""
+def hold(cluster, gpu, inventory, workload, telemetry, measure):
+    """Measure in one of the two ways, and record telemetry with the rates."""
 
     def measured_by(benchmark, *arguments):
         sizes = workload.host_link
@@ -43,9 +36,8 @@ def hold(cluster, gpu, inventory, workload, telemetry, link, measure):
             sampling=sizes.sampling,
             cpus=place.cpus if place else None,
             during=window,
-            sample=link,
         )
-        context = {**window.summary(), **link.report(), "memory": result.memory}
+        context = {**window.summary(), "memory": result.memory}
         for direction in result.directions:
             metric, rate = f"host_link.{direction}.bandwidth", result.bytes_per_second
             measure(metric, rate, unit="B/s", telemetry=context, mode=result.mode, size=result.size)
@@ -64,8 +56,8 @@ def test_host_link(way, cluster, hold):
     Why: batches, offloaded weights and checkpoints use this link. One with half its lanes, or a generation behind,
     shows in no other criterion, and slows the whole job down at each step.
 
-    When it fails: on one GPU look at the recorded PCIe generation and width: under load they must be those of the
-    data sheet; then at the slot, the riser, and errors (``nvidia-smi -q``, part PCI). On all GPUs:
+    When it fails: on one GPU look at the PCIe generation and width, which ``test_gpu_health`` checks under load; then
+    at the slot, the riser, and errors (``nvidia-smi -q``, part PCI). On all GPUs:
     an IOMMU (``test_host_limits``), slow memory, a CPU governor, or a limit meant for another host. Wrong data: take
     the GPU out of service. An error about memory: there was not enough of it on the GPU's NUMA node.
 

@@ -5,11 +5,10 @@ import os
 import pytest
 
 from pytest_gpucluster.metrics.finding import decisive, require_nothing
-from pytest_gpucluster.node import slurm
-from pytest_gpucluster.node.allocation import pod_findings
+from pytest_gpucluster.node import scheduler
 from pytest_gpucluster.node.host import collect_node
 from pytest_gpucluster.node.interfaces import Nodes
-from pytest_gpucluster.node.slurm import examine_allocation
+from pytest_gpucluster.node.scheduler import examine_allocation, pod_findings
 
 WITHIN_SECONDS = 60.0
 
@@ -29,18 +28,20 @@ def test_slurm(when, board, cluster, measure):
     without Slurm's commands nothing can be asked: the test is skipped, and the run is incomplete.
     """
     if cluster.rank == 0:
-        board.post("why not", slurm.why_unavailable())
+        board.post("why not", scheduler.why_unavailable())
     why_not = board.read("why not", [0], within_seconds=WITHIN_SECONDS).get(0)
     if why_not is not None:
         pytest.skip(why_not)
     if cluster.rank != 0:
         return
-    pinged = slurm.ping()
+    pinged = scheduler.ping()
     measure("slurm.controller", pinged.seconds, unit="s", when=when)
-    nodes = slurm.nodes_of_job(os.environ)
-    states = slurm.node_states(nodes, os.environ.get("SLURM_JOB_PARTITION"))
-    measure("slurm.nodes", slurm.healthy_count(states, nodes), unit="nodes", record_only=True, of=len(nodes), when=when)
-    require_nothing(slurm.examine_slurm(pinged, states, nodes, cluster.hostname))
+    nodes = scheduler.nodes_of_job(os.environ)
+    states = scheduler.node_states(nodes, os.environ.get("SLURM_JOB_PARTITION"))
+    measure(
+        "slurm.nodes", scheduler.healthy_count(states, nodes), unit="nodes", record_only=True, of=len(nodes), when=when
+    )
+    require_nothing(scheduler.examine_slurm(pinged, states, nodes, cluster.hostname))
 
 
 @pytest.mark.needs_scheduler("slurm")
@@ -69,11 +70,10 @@ def test_slurm_allocation(board, cluster, inventory, measure, request):
 @pytest.mark.needs_scheduler("kubernetes")
 @pytest.mark.criterion("kubernetes")
 def test_kubernetes(cluster, inventory, measure):
-    """Accepted: each pod has a /dev/shm that is larger than a container's default, CPU time for its ranks, the RDMA
-    devices of its node where ranks are on several nodes, and with these the right to lock memory.
+    """Accepted: each pod shows its control group, and has the RDMA devices of its node where ranks are on several.
 
-    Why: a pod gets none of these by itself. Without RDMA, NCCL silently takes sockets; without IPC_LOCK it fails when
-    it registers memory; with 64 MiB of /dev/shm, it or the workers of a loader die of a bus error.
+    Why: a pod gets no RDMA device by itself, and without one NCCL silently takes sockets. Its CPU time, /dev/shm and
+    locked memory are those that ``test_host_limits`` compares with limits.
 
     When it fails: each finding says what to add to the pod's template. Not in Kubernetes: not run.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,7 +196,6 @@ def measure_host_link(
     sampling: Sampling,
     cpus: frozenset[int] | None = None,
     during: AbstractContextManager[object] = NO_CONTEXT,
-    sample: Callable[[], object] | None = None,
     clock: Clock | None = None,
     by: Accelerator | None = None,
     turn: Turn | None = None,
@@ -215,7 +214,6 @@ def measure_host_link(
             copies, and does not count.
         cpus: near the device: host memory is placed on their NUMA node.
         during: entered while samples are taken.
-        sample: called while copies are in progress, some times a second.
         clock: takes the time; by default the device's own.
         by: makes the copies; by default the device's own back end.
         turn: lets one process of a node copy at a time; by default a lock that all of them know. While one compares,
@@ -238,7 +236,7 @@ def measure_host_link(
     clock, by = clock or clock_for(device), by or accelerator(device)
     host_words = words_on_host(words, copies, directions)
     with turn or Turn() as mine, host_memory(device, host_words, cpus=cpus) as host:
-        work = HostCopies(by, host.words, words, copies, directions, name=name, sample=sample, turn=mine)
+        work = HostCopies(by, host.words, words, copies, directions, name=name, turn=mine)
         rate = measure_rate(work, work.timed(clock), sampling=sampling, during=during)
     return HostLinkResult(
         bytes_per_second=rate.per_second.scaled(payload_bytes),

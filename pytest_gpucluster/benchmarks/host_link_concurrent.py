@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
@@ -70,7 +70,6 @@ def measure_host_links_concurrently(
     sampling: Sampling,
     cpus: frozenset[int] | None = None,
     during: AbstractContextManager[object] | None = None,
-    sample: Callable[[], object] | None = None,
     clock: Clock | None = None,
     by: Accelerator | None = None,
 ) -> HostLinkResult:
@@ -92,7 +91,6 @@ def measure_host_links_concurrently(
         sampling: how long to warm up and to measure, and the required confidence.
         cpus: near this rank's device: host memory is placed on their NUMA node.
         during: entered while samples are taken.
-        sample: called while copies are in progress, some times a second.
         clock: takes the time; by default the device's own.
         by: makes the copies; by default the device's own back end.
 
@@ -108,7 +106,7 @@ def measure_host_links_concurrently(
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     work = _ConcurrentCopies(Ranks(group, device), clock or clock_for(device), sampling)
-    return work.measure(device, direction, payload_bytes, copies, cpus, by or accelerator(device), sample, during)
+    return work.measure(device, direction, payload_bytes, copies, cpus, by or accelerator(device), during)
 
 
 class _ConcurrentCopies:
@@ -127,7 +125,6 @@ class _ConcurrentCopies:
         copies: int,
         cpus: frozenset[int] | None,
         by: Accelerator,
-        sample: Callable[[], object] | None,
         during: AbstractContextManager[object] | None,
     ) -> HostLinkResult:
         name = f"{device}: host link {direction} together, {show_bytes(payload_bytes)}"
@@ -136,7 +133,7 @@ class _ConcurrentCopies:
             self._agree(direction, payload_bytes, copies, failure)
             assert host is not None
             words = payload_bytes // 8
-            work = HostCopies(by, host.words, words, copies, (direction,), name=name, sample=sample)
+            work = HostCopies(by, host.words, words, copies, (direction,), name=name)
             try:
                 rates, spent = self._rates(work, payload_bytes, during or nullcontext())
             except InconclusiveMeasurement:

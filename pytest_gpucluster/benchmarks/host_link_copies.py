@@ -107,8 +107,6 @@ H2D, D2H = "h2d", "d2h"
 DIRECTIONS = (H2D, D2H)
 
 WORD_BYTES = 8
-SAMPLE_INTERVAL_SECONDS = 0.2
-"""Minimum time between two samples of the link."""
 
 _STEP_WORDS = 64
 """How far the next round is shifted: 512 bytes, so that all begin as aligned as an allocation does."""
@@ -138,9 +136,7 @@ class HostCopies:
         copies: buffers of a direction: this number of copies are started until all of them are verified.
         directions: "h2d", "d2h" or both.
         name: for messages.
-        sample: called while copies are in progress, at most every ``SAMPLE_INTERVAL_SECONDS``.
         turn: begun before copies are started, and ended when they are done; None where all copy at once.
-        now: the clock for the samples.
     """
 
     def __init__(
@@ -152,13 +148,11 @@ class HostCopies:
         directions: Sequence[str],
         *,
         name: str,
-        sample: Callable[[], object] | None = None,
         turn: Turn | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_in_flight = copies
         self._by, self._words, self._name = by, words, name
-        self._sample, self._turn, self._now, self._sampled_at = sample, turn, now, float("-inf")
+        self._turn = turn
         pattern = words + (_SHIFTS - 1) * _STEP_WORDS
         there = torch.empty(pattern, dtype=torch.int64, device=by.place)
         self._sides = {H2D: (_write_pattern(host[:pattern]), _write_pattern(there)), D2H: (there, host[:pattern])}
@@ -177,13 +171,10 @@ class HostCopies:
                 self._by.copy_over_link(direction, source, targets[index % len(targets)])
 
     def verify(self, done: range) -> None:
-        """Call ``sample`` if it is due, wait for these copies, and compare each of them.
+        """Wait for these copies, and compare each of them.
 
         Raises: WrongResult that names direction, copy, and the first wrong word.
         """
-        if self._sample is not None and self._now() - self._sampled_at >= SAMPLE_INTERVAL_SECONDS:
-            self._sample()
-            self._sampled_at = self._now()
         self._by.synchronize()  # what has arrived on the host is compared by the host
         if self._turn is not None:
             self._turn.end()  # comparing takes longer than copying, and needs no link

@@ -36,7 +36,7 @@ from pytest_gpucluster.cli.doctor_findings import (
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch.master_address import why_unknown
 from pytest_gpucluster.metrics import codec
-from pytest_gpucluster.node import slurm
+from pytest_gpucluster.node import scheduler
 from pytest_gpucluster.node.host import read_node
 from pytest_gpucluster.node.processes import Output, run_program
 from pytest_gpucluster.runners.hosts import read_hosts
@@ -173,23 +173,23 @@ def probe_port(host: str, port: int) -> str:
 
 
 def _slurm(run: Callable[..., Output], partition: str | None, environ: Mapping[str, str]) -> SlurmFacts:
-    if why := slurm.why_unavailable():
+    if why := scheduler.why_unavailable():
         return SlurmFacts(why_not=why)
     try:
-        of_job = ["--nodes", ",".join(slurm.nodes_of_job(environ))] if "SLURM_JOB_ID" in environ else []
-        slurm.ping()
+        of_job = ["--nodes", ",".join(scheduler.nodes_of_job(environ))] if "SLURM_JOB_ID" in environ else []
+        scheduler.ping()
     except EnvironmentBroken as error:
         return SlurmFacts(why_not=str(error))
     which = of_job or (["--partition", partition] if partition else [])
-    shown = run(["scontrol", "show", "config"], slurm.ANSWER_SECONDS)
-    listed = run(["sinfo", "--noheader", "--Node", *which, "--format", "%N|%G"], slurm.ANSWER_SECONDS)
+    shown = run(["scontrol", "show", "config"], scheduler.ANSWER_SECONDS)
+    listed = run(["sinfo", "--noheader", "--Node", *which, "--format", "%N|%G"], scheduler.ANSWER_SECONDS)
     if why := shown.why_not or listed.why_not:
         return SlurmFacts(why_not=why)
     pairs = (line.partition("=") for line in shown.text.splitlines())
     nodes = (line.partition("|") for line in listed.text.splitlines())
     return SlurmFacts(
         config={name.strip(): value.strip() for name, _, value in pairs},
-        gpus={node.strip(): slurm.gpus_of_gres(gres) for node, _, gres in nodes if node.strip()},
+        gpus={node.strip(): scheduler.gpus_of_gres(gres) for node, _, gres in nodes if node.strip()},
     )
 
 

@@ -14,9 +14,9 @@ from pytest_gpucluster.agreement.preflight import Expectation, sku_matches
 from pytest_gpucluster.judge.judge import judge_value
 from pytest_gpucluster.judge.limits import Thresholds, demand
 from pytest_gpucluster.metrics.finding import Finding, environment, note
-from pytest_gpucluster.node.allocation import pod_findings
 from pytest_gpucluster.node.host import NodeSnapshot
 from pytest_gpucluster.node.host_checks import readings
+from pytest_gpucluster.node.scheduler import pod_findings
 from pytest_gpucluster.runners.kubernetes_manifest import GPU
 from pytest_gpucluster.runners.sweep_kubernetes import node_problem
 from pytest_gpucluster.text import plural

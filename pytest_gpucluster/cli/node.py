@@ -39,7 +39,7 @@ from pytest_gpucluster.text import plural, printable
 if TYPE_CHECKING:
     from pytest_gpucluster.node.fabric.nccl_advice import NcclAdvice
     from pytest_gpucluster.node.fabric.nccl_facts import Facts
-    from pytest_gpucluster.node.health.node_state import Node, NodeState
+    from pytest_gpucluster.node.health.node_reader import Node, NodeState
 
 _VIEWS = ("summary", "gpu", "ib", "cpu", "all")
 _LEAST_COLUMNS = 72
@@ -186,8 +186,7 @@ def _watch(options: argparse.Namespace) -> int:
 
     NVML is queried by a separate process. If the driver hangs, the display goes on and marks its values as stale.
     """
-    from pytest_gpucluster.node.health.node_reader import NodeReader
-    from pytest_gpucluster.node.health.node_state import NodeState
+    from pytest_gpucluster.node.health.node_reader import NodeReader, NodeState
     from pytest_gpucluster.runners.ssh_job import handling
 
     state = NodeState(options.interval)

@@ -19,8 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pytest_gpucluster.node.health.node_reader import PROCESSES
-from pytest_gpucluster.node.health.node_state import Node, Part
+from pytest_gpucluster.node.health.node_reader import PROCESSES, Node, Part
 from pytest_gpucluster.text import clean
 
 NONE = "-"

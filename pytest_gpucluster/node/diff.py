@@ -170,9 +170,7 @@ class Answers:
 def read_answers(folder: Path, expected: Sequence[str] = ()) -> Answers:
     """Read the files ``NODE.json`` of a folder.
 
-    Args:
-        folder: with the files; others in it are ignored.
-        expected: nodes that should have a file; empty for those that have one.
+    ``expected`` are the nodes that should have a file; empty for those that have one. Other files are ignored.
 
     Raises:
         OSError: the folder cannot be read.

@@ -498,13 +498,7 @@ class NodeSnapshot:
 
 
 def read_node(tree: Tree | None = None, *, host: str = "", ranks: int = 1, space: Space = space) -> NodeSnapshot:
-    """Read a node without its GPUs, within milliseconds.
-
-    Args:
-        tree: where to read; by default ``TREE``.
-        host, ranks: as in :class:`NodeSnapshot`.
-        space: returns size and free bytes of a file system.
-    """
+    """Read a node without its GPUs, within milliseconds."""
     tree = TREE if tree is None else tree
     return NodeSnapshot(
         host=host,
@@ -528,14 +522,7 @@ def collect_node(
     tree: Tree | None = None,
     space: Space = space,
 ) -> NodeSnapshot:
-    """Read this rank's node, with its GPUs.
-
-    Args:
-        inventory: of every rank (``inventory.identify``).
-        rank: this one.
-        environ: the environment, for the number of workers.
-        tree, space: as for :func:`read_node`.
-    """
+    """Read this rank's node, with its GPUs."""
     tree = TREE if tree is None else tree
     me = next(who for who in inventory if who["rank"] == rank)
     here = [who for who in inventory if (who["host"], who["node_rank"]) == (me["host"], me["node_rank"])]

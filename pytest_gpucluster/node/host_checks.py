@@ -262,12 +262,7 @@ def own_place(tree: Tree | None = None) -> Place:
 
 
 def place_of_gpu(pci: str | None, tree: Tree | None = None) -> Place | None:
-    """Return the local CPUs and the node of a GPU; None where the kernel does not report them.
-
-    Args:
-        pci: its address as NVML writes it, such as 00000000:3B:00.0; None if unknown.
-        tree: where to read.
-    """
+    """Return the local CPUs and the node of a GPU; None where the kernel does not report them."""
     tree = tree or Tree()
     node, cpus = tree.numa_node(pci), tree.numbers(f"{tree.pci_device(pci)}/local_cpulist")
     return None if node is None or not cpus else Place(cpus=cpus, nodes=frozenset({node}))
@@ -279,10 +274,7 @@ def examine_affinity(who: Mapping[str, Any], rank: Place, gpu: Place | None) -> 
     A rank with none of its GPU's local CPUs, or without its memory node, is misplaced: the launcher has bound it to
     another node. One that may also run elsewhere gets a note: the kernel may move it away.
 
-    Args:
-        who: the rank's entry in the inventory.
-        rank: where it may run.
-        gpu: where its GPU is; None if unknown.
+    ``who`` is the rank's entry in the inventory.
     """
     rank_name = f"rank {who['rank']}"
     if gpu is None:
@@ -313,10 +305,7 @@ LEAST_LOCAL = 0.95
 def require_local(who: Mapping[str, Any], nodes: Mapping[int, float], gpu: Place | None) -> None:
     """Require that host memory was on the NUMA node of the GPU, where both are known.
 
-    Args:
-        who: the rank's entry in the inventory.
-        nodes: NUMA node -> part of the memory on it; empty if unknown.
-        gpu: where its GPU is; None if unknown.
+    ``who`` is the rank's entry in the inventory, ``nodes`` NUMA node -> part of the memory on it; empty if unknown.
 
     Raises: EnvironmentBroken: the measurement included the link between the sockets.
     """

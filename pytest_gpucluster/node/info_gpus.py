@@ -127,9 +127,7 @@ LEGEND: Mapping[str, str] = {
 def read_topology(gpus: Mapping[str, Any], adapters: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
     """Return the paths between GPUs and HCAs: NVLinks by NVML, all else by the kernel's PCI devices.
 
-    Args:
-        gpus: the result of :func:`read_gpus`.
-        adapters: the result of ``info.network_adapters``.
+    ``adapters`` is the result of ``info.network_adapters``.
 
     Returns:
         ``gpus``: their indices; ``between_gpus``: for each GPU, the path to each of them; ``adapters``: their names;

@@ -186,10 +186,6 @@ def nccl_default_interfaces(found: Sequence[Interface]) -> tuple[Interface, ...]
 def choose(backend: str, environ: Mapping[str, str]) -> Chosen:
     """Return the address that this process's backend will use.
 
-    Args:
-        backend: "nccl" or "gloo".
-        environ: the environment.
-
     Raises: EnvironmentBroken where the backend would find none.
     """
     found = interfaces()
@@ -232,11 +228,8 @@ def choose_for_gloo(
 ) -> Chosen:
     """Choose for gloo: by ``GLOO_SOCKET_IFNAME``, else the interface on the way to another host.
 
-    Args:
-        found: the interfaces.
-        environ: the environment.
-        toward: the address of the rendezvous; None for a process alone.
-        source: returns this host's source address towards another one; by default the kernel's answer.
+    ``toward`` is the address of the rendezvous, None for a process alone; ``source`` returns this host's address on the
+    way to another one, by default the kernel's answer.
 
     Raises: EnvironmentBroken where the variable names no interface, or there is none at all.
     """

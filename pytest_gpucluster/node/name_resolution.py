@@ -90,11 +90,6 @@ def look_up(
     """Look up all questions, a few concurrently, and return the answers in their order.
 
     A resolver cannot be interrupted. So each lookup runs in a thread, which is abandoned after the deadline.
-
-    Args:
-        questions: what to look up.
-        deadline_seconds: for each answer.
-        resolver: by default ``SYSTEM`` of this module.
     """
     resolver = resolver or SYSTEM
     answers: list[Answer] = []
@@ -160,11 +155,8 @@ def all_questions(
 def require_known(answers: Iterable[Answer], hosts: Mapping[int, str], *, me: int, in_pods: bool) -> None:
     """Require an address for every name, and print slow and failed lookups.
 
-    Args:
-        answers: of this node.
-        hosts: node -> its name.
-        me: this node.
-        in_pods: names may be unknown, as pods have none without a headless service.
+    ``answers`` are those of the node ``me``. Pods have no names for each other without a headless service: there an
+    unknown one is a note.
 
     Raises: EnvironmentBroken where a name has no address.
     """

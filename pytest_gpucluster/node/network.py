@@ -40,10 +40,6 @@ def respond(address: str, *, deadline_seconds: float) -> Iterator[dict[str, Any]
 
     A caller without the token, such as a port scanner or another job, gets no answer.
 
-    Args:
-        address: where to listen.
-        deadline_seconds: of each receive.
-
     Raises: OSError if it cannot listen there.
     """
     token = secrets.token_hex(TOKEN_BYTES // 2)
@@ -293,13 +289,7 @@ def connect_all(
 
     Collective: exactly the ranks that represent a node must call this.
 
-    Args:
-        board: for the exchange of addresses and results.
-        nodes: of the run.
-        choose: returns this node's address.
-        payload_bytes: exchanged over each connection.
-        deadline_seconds: of each receive.
-        exchange: between two hosts; by default ``CALL`` of this module.
+    ``exchange`` is what two hosts exchange, by default ``CALL`` of this module.
 
     Raises: StoreError if the store has stopped answering.
     """

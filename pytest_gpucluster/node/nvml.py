@@ -95,11 +95,8 @@ def read_values(
 ) -> NvmlValues:
     """Read queries of a GPU, one after the other. When the GPU is lost, the rest is not read.
 
-    Args:
-        nvml: where to read.
-        uuid: the GPU.
-        queries: names, or key -> name.
-        convert: returns a value to keep, from the key and NVML's value; ValueError where that is invalid.
+    ``queries`` are names, or key -> name. ``convert`` returns what to keep, from the key and NVML's value; it raises
+    ValueError where that is invalid.
     """
     named = queries if isinstance(queries, Mapping) else {query: query for query in queries}
     values: dict[str, Any] = {}

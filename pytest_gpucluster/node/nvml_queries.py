@@ -11,8 +11,9 @@ Source: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 Read = Callable[[Any, Any], Any]
@@ -134,26 +135,25 @@ def _throttle(nvml: Any, gpu: Any) -> tuple[str, ...]:
     return (*names, *([f"unknown_{unknown:#x}"] if unknown else []))
 
 
-def _links(nvml: Any, gpu: Any) -> dict[int, bool]:
-    """Query link by link; numbers beyond the card's last link are invalid arguments or not supported."""
-    states: dict[int, bool] = {}
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            states[link] = bool(nvml.nvmlDeviceGetNvLinkState(gpu, link))
-        except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
-            continue
-    return states
-
-
-def _per_link(nvml: Any, gpu: Any, read: Callable[[int], Any]) -> dict[int, Any]:
-    """Read a value of each link that is up; links without a value are left out."""
+def _of_links(nvml: Any, links: Iterable[int], read: Callable[[int], Any]) -> dict[int, Any]:
+    """Read a value of each link; links without it are left out, and numbers beyond the card's last link."""
     values: dict[int, Any] = {}
-    for link in [link for link, up in _links(nvml, gpu).items() if up]:
+    for link in links:
         try:
             values[link] = read(link)
-        except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument):
+        # No link of Blackwell has the older error counters: NVML API reference, changes between v560 and v565.
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument, nvml.NVMLError_Deprecated):
             continue
     return values
+
+
+def _links(nvml: Any, gpu: Any) -> dict[int, bool]:
+    every = range(nvml.NVML_NVLINK_MAX_LINKS)
+    return _of_links(nvml, every, lambda link: bool(nvml.nvmlDeviceGetNvLinkState(gpu, link)))
+
+
+def _up(nvml: Any, gpu: Any) -> list[int]:
+    return [link for link, up in _links(nvml, gpu).items() if up]
 
 
 def _link_ends(nvml: Any, gpu: Any) -> dict[int, tuple[str, str]]:
@@ -163,29 +163,25 @@ def _link_ends(nvml: Any, gpu: Any) -> dict[int, tuple[str, str]]:
         address = text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId)
         return LINK_ENDS.get(kind, f"unknown ({kind})"), address
 
-    return _per_link(nvml, gpu, end)
+    return _of_links(nvml, _up(nvml, gpu), end)
 
 
 def _link_versions(nvml: Any, gpu: Any) -> dict[int, str]:
-    def version(link: int) -> str:
-        number = int(nvml.nvmlDeviceGetNvLinkVersion(gpu, link))
-        return LINK_VERSIONS.get(number, f"unknown ({number})")
-
-    return _per_link(nvml, gpu, version)
+    numbers = _of_links(nvml, _up(nvml, gpu), lambda link: int(nvml.nvmlDeviceGetNvLinkVersion(gpu, link)))
+    return {link: LINK_VERSIONS.get(number, f"unknown ({number})") for link, number in numbers.items()}
 
 
 def _link_errors(nvml: Any, gpu: Any) -> dict[str, dict[int, int]]:
-    counts: dict[str, dict[int, int]] = {}
-    links = [link for link, up in _links(nvml, gpu).items() if up]
+    links = _up(nvml, gpu)
+
+    def count(which: int) -> dict[int, int]:
+        return _of_links(nvml, links, lambda link: int(nvml.nvmlDeviceGetNvLinkErrorCounter(gpu, link, which)))
+
+    counts = {name: count(getattr(nvml, constant)) for name, constant in NVLINK_COUNTERS.items()}
     for link in links:
-        for name, constant in NVLINK_COUNTERS.items():
-            try:
-                value = nvml.nvmlDeviceGetNvLinkErrorCounter(gpu, link, getattr(nvml, constant))
-            except (nvml.NVMLError_NotSupported, nvml.NVMLError_InvalidArgument, nvml.NVMLError_Deprecated):
-                continue  # none of them on Blackwell: NVML API reference, changes between v560 and v565
-            counts.setdefault(name, {})[link] = int(value)
         for name, value in _fields(nvml, gpu, NVLINK5_COUNTERS, link).items():
             counts.setdefault(name, {})[link] = value
+    counts = {name: of_link for name, of_link in counts.items() if of_link}
     if links and not counts:
         raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
     return counts
@@ -263,7 +259,7 @@ def _link_bytes(nvml: Any, gpu: Any) -> dict[str, int]:
     if len(found) == len(NVLINK_KIBIBYTES):
         return {name: 1024 * count for name, count in found.items()}
     totals: dict[str, int] = {}
-    for link in (link for link, up in _links(nvml, gpu).items() if up):
+    for link in _up(nvml, gpu):
         for name, count in _fields(nvml, gpu, NVLINK5_BYTES, link).items():
             totals[name] = totals.get(name, 0) + count
     if len(totals) < len(NVLINK5_BYTES):
@@ -288,10 +284,6 @@ def _field_value(constant: str) -> Read:
 
 def _watts(milliwatts: int) -> float:
     return milliwatts / 1000
-
-
-def _busy(rates: Any) -> int:
-    return int(rates.gpu)
 
 
 def _item(position: int, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -355,7 +347,7 @@ _TABLE = (
     # Distance to the nearest slowdown threshold; newer cards have this instead.
     _call("temperature.margin", "degC", "nvmlDeviceGetMarginTemperature", int),
     # Part of the time in which a kernel ran.
-    _call("utilization.gpu", "%", "nvmlDeviceGetUtilizationRates", _busy, key="utilization_percent"),
+    _call("utilization.gpu", "%", "nvmlDeviceGetUtilizationRates", attrgetter("gpu"), key="utilization_percent"),
     _define("throttle.reasons", "names", _throttle, key="throttle"),
     _call("pcie.generation", "gen", "nvmlDeviceGetCurrPcieLinkGeneration", int),
     _call("pcie.width", "lanes", "nvmlDeviceGetCurrPcieLinkWidth", int),

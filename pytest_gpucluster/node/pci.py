@@ -1,6 +1,6 @@
-"""GPUs on this node's PCI bus: those that NVML does not list, their PCIe link, and their path to CPU and network card.
+"""GPUs on this node's PCI bus: those that NVML does not list, and their path to CPU and network card.
 
-A link is read under load, for an idle one slows down. Peer memory: whether a network card can reach GPU memory, by one
+Peer memory: whether a network card can reach GPU memory, by one
 of the two methods of GPUDirect RDMA. Without it, all data between nodes goes through host memory, which only NCCL's log
 shows.
 
@@ -18,9 +18,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pytest_gpucluster.node.nvml import Nvml, NvmlValues, read_values
 from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree, pci_address
 
 _DRIVER_FOLDER = "/proc/driver/nvidia"
@@ -151,44 +150,6 @@ def read_peer_memory(tree: Tree) -> PeerMemory:
     return PeerMemory(module=module, why_no_dma_buf=why_not)
 
 
-_LINK_QUERIES = {"generation": "pcie.generation", "width": "pcie.width"}
-
-
-class PcieLink:
-    """Reads one GPU's link at each call. Values that NVML does not report are listed, and fail no test.
-
-    Args:
-        nvml: None if NVML cannot be used, or on cpu.
-        uuid: the GPU; None on cpu.
-    """
-
-    def __init__(self, nvml: Nvml | None, uuid: str | None) -> None:
-        self._nvml, self._uuid = nvml, uuid
-        self._read: list[NvmlValues] = []
-
-    def __call__(self) -> None:
-        """Read generation and width, within milliseconds on a healthy driver."""
-        if self._nvml is not None and self._uuid is not None:
-            self._read.append(read_values(self._nvml, self._uuid, _LINK_QUERIES))
-
-    def report(self) -> dict[str, Any]:
-        """Return ``pcie``, the best generation and width, for the report; empty without a reading.
-
-        The best values count: the first reading may come before the link has reached its speed.
-
-        >>> PcieLink(None, None).report()
-        {}
-        """
-        best, lacking = [], []
-        for name, prefix in (("generation", "gen"), ("width", "x")):
-            values = [int(one.values[name]) for one in self._read if name in one.values]
-            reasons = [one.missing[name].reason for one in self._read if name in one.missing]
-            best += [f"{prefix}{max(values)}"] if values else []
-            lacking += [f"{name} not available: {reasons[0]}"] if reasons and not values else []
-        text = ", ".join([" ".join(best), *lacking] if best else lacking)
-        return {"pcie": f"{text} under load" if best and not lacking else text} if text else {}
-
-
 _READABLE_WITHOUT_ROOT = 64
 """Bytes of a device's configuration that any user may read. Source: Linux kernel, drivers/pci/pci-sysfs.c,
 pci_read_config."""
@@ -228,11 +189,7 @@ class PciPath:
 
 
 def read_pci_path(tree: Tree, pci: str | None) -> PciPath | None:
-    """Read the path from a GPU to the CPU; None if the kernel does not list the GPU.
-
-    Args:
-        pci: its address as NVML writes it, such as 00000000:3B:00.0.
-    """
+    """Read the path from a GPU to the CPU; None if the kernel does not list the GPU."""
     folder = tree.pci_device(pci)
     if folder is None:
         return None

@@ -1,7 +1,7 @@
-"""Processes of a node by pid, stale processes and files of other users or earlier jobs, and programs that only print.
+"""Processes of a node by pid, stale ones on its GPUs, and programs that only print.
 
-A process is described for an operator who has to find and kill it. Files are those in /dev/shm. A scheduler's
-prolog or epilog should remove both. A program has a deadline: a tool of a broken driver or scheduler may never end.
+A process is described for an operator who has to find and kill it; a scheduler's epilog should do that. A program has a
+deadline: a tool of a broken driver or scheduler may never end.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import contextlib
 import os
 import pwd
 import signal
-import stat
 import subprocess
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_gpucluster.metrics.finding import Finding, finding, note
+from pytest_gpucluster.metrics.finding import Finding, finding
 from pytest_gpucluster.text import first_line
 
 PROC = Path("/proc")
@@ -61,101 +59,6 @@ def _command(folder: Path) -> str:
     return words if len(words) <= _LONGEST_COMMAND else f"{words[:_LONGEST_COMMAND]}..."
 
 
-SHM = Path("/dev/shm")
-LEAST_BYTES = 2**20
-"""Less than this in /dev/shm is only a note."""
-_FIRST_USER = 1000
-"""Lower uids are the system's. Source: login.defs(5), UID_MIN."""
-_OVERFLOW = Path("/proc/sys/kernel/overflowuid")
-_NAMED = 5
-_MOST_ENTRIES = 100_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class StaleFiles:
-    """Entries of a folder that are not this job's: their number by owner, size, and the largest ones."""
-
-    count: int
-    bytes: int
-    owners: Mapping[str, int]
-    largest: tuple[str, ...]
-
-    def __str__(self) -> str:
-        of = ", ".join(f"{number} of {owner}" for owner, number in self.owners.items())
-        return f"{self.count} entries with {self.bytes / 1e6:.4g} MB ({of}), such as {', '.join(self.largest)}"
-
-
-def stale_files(folder: Path, *, uid: int, before: float | None) -> StaleFiles | None:
-    """Return the entries of a folder, not below, that belong to other users, or to an earlier job of this user.
-
-    Root's and system users' entries are not counted; nor, in a user namespace, those of unmapped users, which may be
-    root's. This user's own entries are an earlier job's if they were last changed before this job began; ctime counts
-    too, for a copied file may keep an old mtime.
-
-    Args:
-        folder: to read.
-        uid: of this user.
-        before: when this job began, in seconds since the epoch; None if unknown.
-
-    Returns: None where there is nothing.
-
-    Raises: OSError if the folder cannot be read.
-    """
-    found: list[tuple[int, str, int]] = []
-    unmapped = _unmapped_uid()
-    with os.scandir(folder) as entries:
-        for number, entry in enumerate(entries):
-            if number >= _MOST_ENTRIES:
-                break
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # removed since it was listed
-                continue
-            others = status.st_uid not in (uid, unmapped) and status.st_uid >= _FIRST_USER
-            earlier = status.st_uid == uid and before is not None and max(status.st_mtime, status.st_ctime) < before
-            if others or (earlier and not stat.S_ISDIR(status.st_mode)):
-                found.append((status.st_blocks * 512, entry.name, status.st_uid))
-    if not found:
-        return None
-    found.sort(reverse=True)
-    return StaleFiles(
-        count=len(found),
-        bytes=sum(size for size, _, _ in found),
-        owners=dict(Counter(_user_name(owner) for _, _, owner in found).most_common(_NAMED)),
-        largest=tuple(name for _, name, _ in found[:_NAMED]),
-    )
-
-
-def stale_file_findings(
-    host: str, *, uid: int, before: float | None, alone: bool, shm: Path | None = None
-) -> Iterator[Finding]:
-    """Yield a finding on stale files in /dev/shm: an error on a node that is allocated to this job alone, else a note.
-
-    Args:
-        host: the node.
-        uid: of this user.
-        before: when this job began.
-        alone: the whole node was allocated to this job.
-        shm: the folder; by default ``SHM`` of this module.
-    """
-    shm = shm or SHM
-    try:
-        stale = stale_files(shm, uid=uid, before=before)
-    except OSError as error:
-        found, remedy = f"{shm} cannot be read: {error}", f"compare `ls -la {shm}` on this host"
-        yield note("leftovers.files", host, found, allowed="a folder that this job may read", remedy=remedy)
-        return
-    if stale is not None:
-        yield finding(
-            "environment" if alone and stale.bytes >= LEAST_BYTES else "note",
-            "leftovers.files",
-            host,
-            f"{shm} has {stale}",
-            allowed="no files of other users or of earlier jobs" if alone else "files of other running jobs",
-            remedy="remove them, and let the epilog do so: they use memory",
-        )
-
-
 def stale_process_findings(
     host: str,
     on_gpus: Mapping[int, int | None],
@@ -165,11 +68,7 @@ def stale_process_findings(
 ) -> Iterator[Finding]:
     """Yield findings on processes on this node's GPUs that are not this job's.
 
-    Args:
-        host: the node.
-        on_gpus: pid -> bytes of GPU memory, None where unknown, from NVML.
-        own: the pids of this job's ranks.
-        find_process: looks a process up.
+    ``on_gpus``: pid -> bytes of GPU memory by NVML, None where unknown; ``own``: the pids of this job's ranks.
     """
     for pid, used in on_gpus.items():
         if pid in own:
@@ -185,14 +84,6 @@ def stale_process_findings(
             allowed="this job's ranks only",
             remedy="kill it, and let the epilog kill processes of ended jobs",
         )
-
-
-def _unmapped_uid() -> int | None:
-    """Return the uid of users that are unmapped in this user namespace. Source: user_namespaces(7)."""
-    try:
-        return int(_OVERFLOW.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
 
 
 def _user_name(uid: int) -> str:

@@ -11,8 +11,8 @@ import pytest
 from planted_runs import acceptance_file, measured
 from sessions import Left, Project
 
-from pytest_gpucluster.node import host, processes, slurm
-from pytest_gpucluster.node import slurm as job
+from pytest_gpucluster.node import host
+from pytest_gpucluster.node import scheduler as job
 from pytest_gpucluster.node.sysfs import Tree
 
 UP, DOWN = (f"Slurmctld(primary) at head is {state}" for state in ("UP", "DOWN"))
@@ -33,7 +33,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("sys/devices/system/cpu", "shm", "bin"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setattr(host, "TREE", Tree(root=tmp_path))
-    monkeypatch.setattr(processes, "SHM", tmp_path / "shm")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     return tmp_path
 
@@ -113,7 +112,7 @@ def test_slurm_s_own_trouble_is_an_error(under_slurm: Callable[..., Left], more:
 def test_where_slurm_s_commands_are_missing_the_run_is_incomplete(
     under_slurm: Callable[..., Left], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "_COMMANDS", ("scontrol", "sinfo-of-no-container"))
+    monkeypatch.setattr(job, "_COMMANDS", ("scontrol", "sinfo-of-no-container"))
     left = under_slurm()
     assert left.verdicts["test_slurm[before]"].startswith("skipped: sinfo-of-no-container ")
     assert left.end == ("INCOMPLETE", 10)
@@ -133,17 +132,15 @@ def test_a_slow_controller_misses_its_limit_and_ranks_that_may_run_on_more_than_
 
 
 @pytest.mark.parametrize(
-    ("kind", "verdict", "end"), [("tmpfs", "passed", ("REHEARSED", 0)), ("overlay", "error: ", ("BROKEN", 11))]
+    ("mounted", "verdict", "end"), [(True, "passed", ("REHEARSED", 0)), (False, "error: ", ("BROKEN", 11))]
 )
-def test_a_pod_needs_shared_memory(
-    project: Project, root: Path, monkeypatch: pytest.MonkeyPatch, kind: str, verdict: str, end: tuple[str, int]
+def test_a_pod_shows_its_control_group(
+    project: Project, root: Path, monkeypatch: pytest.MonkeyPatch, mounted: bool, verdict: str, end: tuple[str, int]
 ) -> None:
     for name, text in {
-        "proc/self/mountinfo": f"30 1 0:30 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
-        f"31 1 0:31 / /dev/shm rw - {kind} shm rw\n",
+        "proc/self/mountinfo": "30 1 0:30 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n" if mounted else "",
         "proc/self/cgroup": "0::/\n",
         "sys/fs/cgroup/cpu.max": "max 100000\n",
-        "dev/shm/nothing": "",
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -151,7 +148,6 @@ def test_a_pod_needs_shared_memory(
     project.suite(acceptance_file("test_scheduler.py"))
     left = project.run()
     assert left.verdicts["test_kubernetes"].startswith(verdict), left.output
-    if kind != "tmpfs":
-        assert "kubernetes.shm" in left.verdicts["test_kubernetes"]
-        assert "emptyDir " in left.body("test_kubernetes")
+    if not mounted:
+        assert "kubernetes.resources" in left.verdicts["test_kubernetes"]
     assert left.end == end

@@ -11,7 +11,7 @@ from each import of_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpucluster.benchmarks import host_link, host_link_copies
+from pytest_gpucluster.benchmarks import host_link
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.device.clock import ManualClock
@@ -104,24 +104,6 @@ def test_a_copy_that_leaves_out_a_part_is_found(way, at, words, copies, data):
     with pytest.raises(WrongResult) as caught:
         measure(way, Timed(at=at, fault=left_out), words=words, copies=copies)
     assert re.search(rf"{way} copy {at}: {end - begin} of {words} 8-.*wrong, first.* {8 * begin}:", str(caught.value))
-
-
-def test_the_link_is_looked_at_while_copies_are_under_way_and_not_too_often():
-    copier, looks = Timed(), []
-    times = iter(range(10**6))
-
-    class Looked(host_link_copies.HostCopies):
-        def __init__(self, *arguments, **others):
-            super().__init__(
-                *arguments, **others, now=lambda: next(times) * host_link_copies.SAMPLE_INTERVAL_SECONDS / 4
-            )
-
-    result = None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_link, "HostCopies", Looked)
-        result = measure("h2d", copier, sample=lambda: looks.append(len(copier.copies)))
-    assert looks[0] == 1, "at the first burst, before its copies are compared"
-    assert 1 < len(looks) < result.verified_copies / 2
 
 
 def test_no_tensor_is_left_when_all_is_over():

@@ -223,7 +223,8 @@ def test_limits_of_the_host_are_judged_as_the_suite_judges_them(
 ) -> None:
     facts = replace(healthy(tmp_path / "other"), node=snapshot(tmp_path, files, shm))
     assert findings(facts) == {code: ("environment", ["host.limits"])}
-    assert ("kubernetes.shm" in findings(replace(facts, in_pod=True))) == (code == "host.shm")
+    unlimited = snapshot(tmp_path / "pod", {**files, "/proc/self/mountinfo": ""}, shm)
+    assert "kubernetes.resources" in findings(replace(facts, node=unlimited, in_pod=True))
 
 
 def test_every_check_has_a_fault() -> None:
@@ -275,8 +276,8 @@ def test_what_kubectl_answers_is_read() -> None:
 
 
 def test_what_slurm_answers_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.slurm, "why_unavailable", lambda: None)
-    monkeypatch.setattr(doctor.slurm, "ping", lambda: None)
+    monkeypatch.setattr(doctor.scheduler, "why_unavailable", lambda: None)
+    monkeypatch.setattr(doctor.scheduler, "ping", lambda: None)
     job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[00-01]", "SLURM_JOB_NUM_NODES": "2"}
     facts = collect("-- acceptance/", job)
     assert (facts.plan.nodes, bool(facts.elsewhere), facts.node) == (2, True, None)

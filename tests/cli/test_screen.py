@@ -6,7 +6,7 @@ from each import of_each
 from watched_nodes import HOSTILE, gpu, node, port
 
 from pytest_gpucluster.cli.watch_screen import plain
-from pytest_gpucluster.node.health.node_state import Node, Part
+from pytest_gpucluster.node.health.node_reader import Node, Part
 from pytest_gpucluster.text import columns
 
 EIGHT_GPUS = """\

@@ -18,7 +18,7 @@ from tmux import DEADLINE_SECONDS, terminal
 from pytest_gpucluster.cli import node
 from pytest_gpucluster.cli.main import main
 from pytest_gpucluster.launch.detached_process import child_environment
-from pytest_gpucluster.node.health import node_reader, node_state
+from pytest_gpucluster.node.health import node_reader
 
 LOST = {"not available": ["the GPU is lost: it has fallen off the bus", "lost"]}
 
@@ -82,7 +82,7 @@ def test_what_is_not_all_there_is_exit_code_1_and_the_rest_is_shown(
 def test_a_driver_that_hangs_is_exit_code_1(
     plant: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_state, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(node_reader, "STALE_SECONDS", 0.5)
     monkeypatch.setattr(node, "ANSWER_SECONDS", 1.0)
     plant({"GPU-0": fake_reader.h100(power__draw={"hang": 1000})})
     assert main(["node", "watch", "--once", "--interval", "0.2"]) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_gpucluster.node.health.node_state import Node, Part
+from pytest_gpucluster.node.health.node_reader import Node, Part
 
 HOSTILE = "train\x1b[2J \u202e <script>\n" + "x" * 10_000
 

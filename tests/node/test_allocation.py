@@ -11,23 +11,20 @@ from complaints import in_order
 from each import of_each
 
 from pytest_gpucluster.metrics.finding import Finding
-from pytest_gpucluster.node.allocation import (
-    DEFAULT_SHM_BYTES,
+from pytest_gpucluster.node.host import (
+    Cgroup,
+    Memory,
+    NodeSnapshot,
+    Processors,
+    SharedMemory,
+    read_node,
+)
+from pytest_gpucluster.node.scheduler import (
     Allocation,
     allocation,
     allocation_findings,
     place_of,
     pod_findings,
-)
-from pytest_gpucluster.node.host import (
-    Cgroup,
-    Limit,
-    Memory,
-    NodeSnapshot,
-    ProcessLimits,
-    Processors,
-    SharedMemory,
-    read_node,
 )
 from pytest_gpucluster.node.sysfs import Tree
 
@@ -137,28 +134,18 @@ def test_ranks_that_share_one_cpu_are_an_error_that_points_to_srun() -> None:
     assert fewer.kind == "note"
 
 
-LIMIT = Limit(soft=1024, hard=1024)
-LIMITS = ProcessLimits(nofile=LIMIT, memlock=Limit(soft=65536, hard=65536), nproc=LIMIT, may_lock_all=True)
-SHM = SharedMemory(kind="tmpfs", total_bytes=64 * GIB, free_bytes=64 * GIB)
-
-
-def memory(shm: SharedMemory | None) -> Memory:
-    return Memory(total_bytes=None, shm=shm, transparent=None)
-
-
 POD = NodeSnapshot(
     host="node-a",
     ranks=8,
     machine="x86_64",
     own_cpus=frozenset({0}),
     cgroup=Cgroup(versions=(2,), memory_bytes=512 * GIB, cpus=64.0),
-    memory=memory(SHM),
+    memory=Memory(total_bytes=None, shm=None, transparent=None),
     processors=Processors(online=None),
-    limits=LIMITS,
+    limits=None,
     hcas=("mlx5_0", "mlx5_1"),
     verbs=("uverbs0", "uverbs1"),
 )
-NOT_FREE = replace(LIMITS, may_lock_all=False)
 
 
 def test_a_pod_with_everything_has_no_findings() -> None:
@@ -166,12 +153,7 @@ def test_a_pod_with_everything_has_no_findings() -> None:
 
 
 def test_what_is_not_needed_is_not_demanded() -> None:
-    free = replace(NOT_FREE, memlock=Limit(soft=None, hard=None))
-    for pod, nnodes in (
-        (replace(POD, limits=free), 2),  # unlimited memlock does instead of the capability
-        (replace(POD, verbs=()), 1),
-        (replace(POD, hcas=(), verbs=(), limits=NOT_FREE), 2),
-    ):
+    for pod, nnodes in ((replace(POD, verbs=()), 1), (replace(POD, hcas=(), verbs=()), 2)):
         assert pod_findings(pod, nnodes=nnodes) == []
 
 
@@ -179,14 +161,7 @@ def test_what_is_not_needed_is_not_demanded() -> None:
     "case",
     [
         (replace(POD, cgroup=Cgroup()), "resources", "control group"),
-        (replace(POD, cgroup=Cgroup(versions=(2,), cpus=4.0)), "resources", "8 ranks 4 CPUs"),
-        (replace(POD, memory=memory(None)), "shm", "/dev/shm"),
-        (replace(POD, memory=memory(replace(SHM, kind=None))), "shm", "/dev/shm"),
-        (replace(POD, memory=memory(replace(SHM, kind="overlay"))), "shm", "/dev/shm overlay"),
-        (replace(POD, memory=memory(replace(SHM, total_bytes=DEFAULT_SHM_BYTES))), "shm", "/dev/shm tmpfs, 64 MiB"),
         (replace(POD, verbs=()), "rdma", "2 (mlx5_0, mlx5_1)"),
-        (replace(POD, limits=NOT_FREE), "ipc_lock", "IPC_LOCK memlock 65536 B"),
-        (replace(POD, limits=None), "ipc_lock", "limits"),
     ],
 )
 def test_what_is_missing_is_an_error_that_says_what_to_add(case: tuple[Any, ...]) -> None:
@@ -227,5 +202,4 @@ def test_a_pod_is_read_from_what_the_kernel_shows(tmp_path: Path) -> None:
 def test_where_the_kernel_shows_nothing_nothing_is_known(tmp_path: Path) -> None:
     pod = read_node(Tree(root=tmp_path), host="node-a")
     assert (pod.cgroup, pod.memory.shm, pod.limits, pod.hcas, pod.verbs) == (Cgroup(), None, None, (), ())
-    codes = {one.code for one in pod_findings(pod, nnodes=2)}
-    assert codes == {"kubernetes.resources", "kubernetes.shm"}
+    assert [one.code for one in pod_findings(pod, nnodes=2)] == ["kubernetes.resources"]

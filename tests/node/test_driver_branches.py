@@ -112,7 +112,7 @@ def test_node_info_and_node_watch_read_every_gpu(branch: int, folder: Path) -> N
     watch = [*node, "watch", "--once", "--interval", "0.2"]
 
     def power(text: str) -> list[str]:
-        rows = [line.split() for line in text.partition("throttled by\n")[2].splitlines()[:8]]
+        rows = sorted(line.split() for line in text.partition("throttled by\n")[2].splitlines()[:8])
         assert [row[0] for row in rows] == [*"01234567"]
         return [row[4].partition("/")[0] for row in rows]
 

@@ -28,7 +28,7 @@ from pytest_gpucluster.node.fabric.nccl_environment import ENVIRONMENT
 from pytest_gpucluster.node.fabric.nccl_facts import SEVERAL_NODES, Card, Facts, Provider
 from pytest_gpucluster.node.fabric.nccl_rules import GUIDE, GUIDE_URL, RULES, judge_environment
 from pytest_gpucluster.node.fabric.ports import selects
-from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND, ROCE_V2
+from pytest_gpucluster.node.infiniband import ETHERNET, INFINIBAND
 from pytest_gpucluster.node.info_text import fact
 from pytest_gpucluster.node.interfaces import Network, matches, nccl_default_interfaces
 from pytest_gpucluster.text import paragraph, printable
@@ -446,32 +446,11 @@ def _speed(network: Network) -> str:
 
 
 GOOGLE_SCRIPT = "/usr/local/gib/scripts/set_nccl_env.sh"
-_GOOGLE = "https://cloud.google.com/kubernetes-engine/docs/how-to/gpu-bandwidth-gpudirect-tcpx"
-
-_CLOUDS: Mapping[tuple[Provider | None, FabricKind | None], Step] = {
-    ("AWS", EFA): Step(
-        what="have libfabric and aws-ofi-nccl in the image, and unset FI_PROVIDER, FI_EFA_USE_DEVICE_RDMA, NCCL_PROTO "
-        "and NCCL_BUFFSIZE, which older instructions set",
-        why="without this plugin NCCL uses TCP",
-        source="https://github.com/aws-samples/awsome-distributed-training/blob/main/1.architectures/efa-cheatsheet.md",
-    ),
-    ("Azure", IB): Step(
-        what="have NCCL_TOPO_FILE name the file for this kind of machine, of the image's /opt/microsoft "
-        "(ndv5-topo.xml for H100 and H200), also in a container",
-        why="the virtual machine hides which GPU is close to which card",
-        source="https://github.com/Azure/azhpc-images/tree/master/topology",
-    ),
-    ("Google Cloud", ROCE): Step(
-        what=f"mount Google's plugin gIB, and source {GOOGLE_SCRIPT} in the job before torchrun",
-        why="it sets what the plugin needs",
-        source=_GOOGLE,
-    ),
-    ("Google Cloud", TCP): Step(
-        what="set up GPUDirect-TCPXO (A3 Mega), and source its nccl-env-profile.sh in the job before torchrun with "
-        "NCCL_LIB_DIR set; on A3 High set up GPUDirect-TCPX",
-        why="without the plugin NCCL does not use this network as intended",
-        source=_GOOGLE,
-    ),
+_CLOUDS: Mapping[tuple[Provider | None, FabricKind | None], str] = {
+    ("AWS", EFA): "libfabric and the plugin aws-ofi-nccl in the image, without which NCCL uses TCP",
+    ("Azure", IB): "NCCL_TOPO_FILE with the file of this kind of machine, in /opt/microsoft, also in a container",
+    ("Google Cloud", ROCE): f"Google's plugin gIB, and {GOOGLE_SCRIPT} sourced in the job before torchrun",
+    ("Google Cloud", TCP): "GPUDirect-TCPXO (A3 Mega) or -TCPX, and nccl-env-profile.sh sourced before torchrun",
 }
 """Provider and fabric -> what the job needs from the provider's image."""
 
@@ -490,28 +469,7 @@ def _advise_steps(facts: Facts, fabric: Fabric) -> Iterator[Step]:
     cloud = _CLOUDS.get((facts.provider, fabric.kind))
     is_met = fabric.kind == IB and facts.setting("NCCL_TOPO_FILE") is not None
     if cloud is not None and not is_met and (fabric.kind != TCP or _has_google_plugin(facts, fabric)):
-        yield cloud
-    without = [card.name for card in fabric.cards if not any(gid.kind == ROCE_V2 for gid in card.port.gids)]
-    if fabric.kind == ROCE and without:
-        yield Step(
-            what="give each RoCE port an IP address, so that it has an address of RoCE v2",
-            why=f"{', '.join(without)} have none (`show_gids`)",
-            source=GUIDE_URL,
-        )
-    if fabric.kind in (IB, ROCE, EFA) and facts.visible.gpus and not facts.peer_memory.is_reachable:
-        module, source = (
-            ("Amazon's module efa_nv_peermem", "https://github.com/amzn/amzn-drivers/issues/282")
-            if fabric.kind == EFA
-            else (
-                "nvidia_peermem",
-                "https://docs.nvidia.com/datacenter/cloud-native/gpu-operator/latest/gpu-operator-rdma.html",
-            )
-        )
-        yield Step(
-            what=f"load {module}, or use the driver's open kernel modules on Linux 5.12 or newer",
-            why=f"network cards cannot access GPU memory: {facts.peer_memory}",
-            source=source,
-        )
+        yield Step(what=f"have {cloud}", why=f"this machine is {facts.provider}'s", source="docs/network.md, Clouds")
     if fabric.kind in (IB, ROCE, EFA) and not facts.has_verbs:
         where = f"the container ({facts.container})" if facts.container else "this process"
         yield Step(

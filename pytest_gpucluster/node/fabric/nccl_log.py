@@ -357,10 +357,7 @@ def unread(lines: Iterable[str]) -> tuple[list[str], list[str]]:
 def group_transport(choices: Sequence[Choice], *, ranks: int, hosts: int) -> GroupTransport:
     """Combine the choices of all ranks, each of its own group.
 
-    Args:
-        choices: of each rank.
-        ranks: of each group; a single one has no connections.
-        hosts: of each group.
+    ``ranks`` and ``hosts`` are the numbers of each group; a single rank has no connections.
     """
     if ranks == 1:
         return GroupTransport(transport="none", choices=choices)
@@ -502,9 +499,7 @@ class NcclLog:
     def choice(self, communicator: Hashable, *, rest: bool = False) -> Choice:
         """Return what NCCL chose for a communicator.
 
-        Args:
-            communicator: as given to :meth:`reading`.
-            rest: with the lines outside of any ``reading``. For the group of all ranks, which any code may use.
+        ``rest``: with the lines outside of any ``reading``, for the group of all ranks, which any code may use.
         """
         if self.path is None:
             return Choice(unknown=self.why_not)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from pytest_gpucluster.metrics.finding import Finding, Kind, finding
@@ -97,12 +98,7 @@ def _bad(hurts: Callable[[str, Facts], bool], otherwise: Kind | None = "note") -
     return lambda value, facts: "environment" if hurts(value, facts) else otherwise
 
 
-def _has_peers(facts: Facts) -> bool:
-    return facts.has_peers
-
-
-def _has_fabric(facts: Facts) -> bool:
-    return facts.has_fabric
+_has_peers, _has_fabric = attrgetter("has_peers"), attrgetter("has_fabric")
 
 
 def _has_fabric_and_nvlink(facts: Facts) -> bool:
@@ -114,7 +110,7 @@ def _has_nvls(facts: Facts) -> bool:
 
 
 def _is_never(level: str) -> bool:
-    return level.strip().upper() == "LOC" or level.strip() == "0"
+    return level.strip().upper() in ("LOC", "0")
 
 
 def _keeps_gpus_apart(level: str, facts: Facts) -> bool:

@@ -13,10 +13,9 @@ from typing import Any
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.metrics.finding import Finding, environment, finding, note
-from pytest_gpucluster.node.fabric import port_checks
 from pytest_gpucluster.node.fabric.nccl_environment import Setting, effective
 from pytest_gpucluster.node.fabric.nccl_rules import number
-from pytest_gpucluster.node.fabric.ports import FabricSources, NodePorts, read_ports
+from pytest_gpucluster.node.fabric.ports import FabricSources, NodePorts, examine_ports, read_ports
 from pytest_gpucluster.node.interfaces import Board, Nodes
 from pytest_gpucluster.text import rank_ranges
 
@@ -65,14 +64,7 @@ def ports_of_all(
 
     Every rank must call this; on those that do not report for their node it returns None.
 
-    Args:
-        board: of this run.
-        sources: of the ports.
-        settings: NCCL's variables on this rank.
-        inventory: the facts of every rank.
-        rank: this one.
-        expected: InfiniBand or RoCE is expected between the nodes.
-        within_seconds: how long to wait for other ranks.
+    ``settings`` are NCCL's variables on this rank.
 
     Raises: EnvironmentBroken, where the rank that compares has not answered.
     """
@@ -114,7 +106,7 @@ def _compare_nodes(board: Board, nodes: Nodes, *, expected: bool, within_seconds
     ports = {
         one: codec.read(NodePorts, reports[at], "ports") for one, at in nodes.representatives.items() if at in reports
     }
-    found = port_checks.examine_ports(ports, expected=expected)
+    found = examine_ports(ports, expected=expected)
     for node in sorted(nodes.representatives.keys() - ports.keys()):
         what = f"it has not reported its ports within {within_seconds:g} s"
         found.of_node.setdefault(nodes.me, []).append(_silent(nodes.hosts[node], what))
@@ -179,9 +171,7 @@ def differences(settings: Mapping[int, Mapping[str, str]], inventory: Sequence[M
 
     It is a note where that is meant (:data:`MAY_DIFFER`), and each local rank, or each node, has one value.
 
-    Args:
-        settings: rank -> name -> value.
-        inventory: the facts of every rank.
+    ``settings``: rank -> name -> value.
     """
     of_rank = {int(entry["rank"]): entry for entry in inventory}
     for name in sorted({name for one in settings.values() for name in one}):

@@ -1,5 +1,7 @@
 """Health checks of one GPU, its interconnect and its node, over a snapshot. Pure.
 
+What changes during the criterion is found by the counters that are read before and after every one (``counters``).
+
 - answers: the GPU answers, and NVML reports the required values
 - memory: it has the promised size, and only this job uses it
 - ECC: it is on, with no uncorrected errors and no failed or pending repair
@@ -161,7 +163,7 @@ def check_answers(snapshot: HealthSnapshot) -> Iterator[Finding]:
         lost = "; ".join(filter(None, (reason, snapshot.load_error)))
         yield _finding(snapshot, "gpu_lost", f"the GPU no longer answers: {lost}")
         return
-    absent = {**snapshot.after.missing, **snapshot.before.missing}
+    absent = dict(snapshot.before.missing)
     for query in UNDER_LOAD:  # these count only if they were read under load
         reasons = [values.missing[query] for values in snapshot.all_values if query in values.missing]
         absent[query] = (reasons or [Missing(reason="it was not read under load", kind="failed")])[0]
@@ -237,23 +239,20 @@ MEMORY_FAULTS: Mapping[str, tuple[str, str]] = {
 
 def check_ecc(snapshot: HealthSnapshot) -> Iterator[Finding]:
     """Check ECC, uncorrected errors, remapped rows and retired pages."""
-    read, worst = snapshot.before.get, snapshot.worst
+    read = snapshot.before.get
     if read("ecc.mode") is False:
         promised = snapshot.promise is not None and snapshot.promise.ecc
         yield _finding(snapshot, "ecc_off", "ECC is off", kind="hardware" if promised else "note")
-    errors, before = worst("ecc.uncorrected.volatile"), read("ecc.uncorrected.volatile") or 0
-    if errors:
-        when = f", {errors - before} of them under this test's load" if errors > before else ""
-        found = f"{errors} uncorrected memory errors since the driver was loaded{when}"
-        yield _finding(snapshot, "ecc_uncorrected", found)
+    if errors := read("ecc.uncorrected.volatile"):
+        yield _finding(snapshot, "ecc_uncorrected", f"{errors} uncorrected memory errors since the driver was loaded")
     elif earlier := read("ecc.uncorrected.aggregate"):
         found = f"{earlier} uncorrected memory errors over the life of the card, none since the driver was loaded"
         yield _finding(snapshot, "ecc_history", found)
     for query in ("rows.failed", "rows.pending", "pages.pending"):
-        if worst(query):
+        if read(query):
             code, what = MEMORY_FAULTS[query]
             yield _finding(snapshot, code, what)
-    remapped = sum(worst(f"rows.remapped.{how}") or 0 for how in ("corrected", "uncorrected"))
+    remapped = sum(read(f"rows.remapped.{how}") or 0 for how in ("corrected", "uncorrected"))
     if remapped > MOST_REMAPPED_ROWS:
         yield _finding(snapshot, "rows_remapped", f"{remapped} rows of memory are remapped")
 
@@ -342,11 +341,9 @@ def check_nvlink(snapshot: HealthSnapshot) -> Iterator[Finding]:
     """Check the links' states and error counters. With MIG on there are no links."""
     if snapshot.mig_is_on:
         return
-    before: Mapping[int, bool] = snapshot.before.get("nvlink.up") or {}
-    later = snapshot.after.get("nvlink.up")
-    after = before if later is None else later
-    down = [link for link, up in before.items() if not (up and after.get(link))]  # one no longer reported is down
-    up = len(before) - len(down)
+    links: Mapping[int, bool] = snapshot.before.get("nvlink.up") or {}
+    down = [link for link, is_up in links.items() if not is_up]
+    up = len(links) - len(down)
     promised = snapshot.promise.nvlinks if snapshot.promise is not None else None
     # Without a promise, bridges are optional.
     if snapshot.before.get("nvlink.up") is not None and (down if promised is None else up < promised):
@@ -364,18 +361,13 @@ def check_nvlink(snapshot: HealthSnapshot) -> Iterator[Finding]:
             excuse=_SWITCHED_OFF if alone else "",
         )
     errors: Mapping[str, Mapping[int, int]] = snapshot.before.get("nvlink.errors") or {}
-    errors_later: Mapping[str, Mapping[int, int]] | None = snapshot.after.get("nvlink.errors")
     old = []
-    for counter, links in (errors if errors_later is None else errors_later).items():
-        grown = {link: count - errors.get(counter, {}).get(link, 0) for link, count in links.items()}
-        if counter in ZERO_TOLERANCE and any(links.values()):
-            found = f"NVLink counter {counter} since the driver was loaded: {_by_link(links)}"
+    for counter, counts in errors.items():
+        if counter in ZERO_TOLERANCE and any(counts.values()):
+            found = f"NVLink counter {counter} since the driver was loaded: {_by_link(counts)}"
             yield _finding(snapshot, "nvlink_errors", found)
-        elif counter in MUST_NOT_GROW and any(count > 0 for count in grown.values()):
-            found = f"NVLink counter {counter} has grown during this test: {_by_link(grown)}"
-            yield _finding(snapshot, "nvlink_errors", found)
-        elif any(links.values()):
-            old.append(f"{counter}: {_by_link(links)}")
+        elif any(counts.values()):
+            old.append(f"{counter}: {_by_link(counts)}")
     if old:
         yield _finding(snapshot, "nvlink_history", f"NVLink counters that are not 0: {'; '.join(old)}")
 
@@ -431,7 +423,7 @@ _AGAIN = "Keep the log (`nvidia-bug-report.sh`), and reboot before you run again
 def check_xids(snapshot: HealthSnapshot) -> Iterator[Finding]:
     """Report NVML's recovery action, each Xid of this GPU, on one rank of a node each SXid of its NVSwitches, and a log
     that cannot be read. A report that demands action on GPU, NVLink or node rejects; the rest are notes."""
-    if wanted := snapshot.worst("recovery.action"):
+    if wanted := snapshot.before.get("recovery.action"):
         entry = recovery_action(wanted)
         found = f"NVML's recovery action of this GPU is {wanted:#x}: {entry.meaning}"
         yield _finding(snapshot, "recovery_action", found, remedy=entry.advice)

@@ -70,10 +70,7 @@ class Sources:
     def of(cls, inventory: Sequence[Mapping[str, Any]], *, rank: int, **others: Any) -> Sources:
         """Make the sources of a rank.
 
-        Args:
-            inventory: of every rank (``inventory.identify``).
-            rank: the one that reads.
-            others: ``nvml``, ``why_no_nvml``, ``kernel_log`` and ``adapters``, as above.
+        ``others`` are attributes of this class.
         """
         me = next(who for who in inventory if who["rank"] == rank)
         place = me["host"], me["node_rank"]

@@ -27,7 +27,7 @@ from pytest_gpucluster.node.health.telemetry import (
     summary,
     validated,
 )
-from pytest_gpucluster.node.nvml import NotAvailable, Nvml
+from pytest_gpucluster.node.nvml import NotAvailable, Nvml, read_values
 
 EACH_SAMPLE = ("sm_clock_mhz", THROTTLE)
 IN_TURN = tuple(key for key in QUERIES if key not in EACH_SAMPLE)
@@ -208,11 +208,7 @@ class Pace:
 class GpuSampler:
     """Reads one GPU for any number of windows. Every method may be called from any thread.
 
-    Args:
-        nvml: where to read; None if NVML cannot be used.
-        uuid: the GPU.
-        pace: the thread that samples it.
-        why_not: why there is no ``nvml``.
+    Where NVML cannot be used ``nvml`` is None, and ``why_not`` the reason.
     """
 
     def __init__(self, nvml: Nvml | None, uuid: str, pace: Pace, *, why_not: str = "NVML is not available") -> None:
@@ -314,7 +310,11 @@ class GpuSampler:
             if not self._query(key):
                 break
         if self._card is None and keys:
-            self._card = self._card_values()
+            # Constants of the card, which are optional. Some drivers report 0 for a card without a limit.
+            assert self._nvml is not None
+            self._pace.current = self, "the card's limits", time.monotonic()
+            known = read_values(self._nvml, self._uuid, CARD_QUERIES, validated).values
+            self._card = {key: value for key, value in known.items() if value > 0}
         self._pace.current = None
         with self._condition:
             for window in self._reading_for:
@@ -348,17 +348,3 @@ class GpuSampler:
                 for window in present:
                     window.miss(key, why)
         return kind != "lost"
-
-    def _card_values(self) -> dict[str, float]:
-        """Read the constants of the card, which are optional: they only help to explain the other values."""
-        assert self._nvml is not None
-        found: dict[str, float] = {}
-        for key, query in CARD_QUERIES.items():
-            self._pace.current = self, key, time.monotonic()
-            try:
-                value = validated(key, self._nvml.read(self._uuid, query))
-            except Exception:  # as in _query; the value is optional
-                continue
-            if value > 0:  # some drivers report 0 for a card without a limit
-                found[key] = value
-        return found

@@ -26,12 +26,7 @@ READ_SECONDS = 30.0
 
 
 def sources_of(node: Sequence[Mapping[str, Any]], rank: int) -> Sources:
-    """Return the sources of this rank's counters. Tests replace it.
-
-    Args:
-        node: inventory of this node's ranks (``inventory.identify``).
-        rank: this one of them.
-    """
+    """Return the sources of this rank's counters. Tests replace it."""
     if not any(who["rank"] == rank and who["gpu"] for who in node):
         return Sources.of(node, rank=rank)
     try:

@@ -1,4 +1,4 @@
-"""The data of the health checks, collected before, under and after load, and frozen.
+"""The data of the health checks, collected before and under load, and frozen.
 
 A check reads the snapshot only, so the same snapshot always gives the same result.
 """
@@ -45,7 +45,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthSnapshot:
-    """One GPU before, under and after load, its processes, its node and the kernel log.
+    """One GPU before and under load, its processes, its node and the kernel log.
 
     Attributes:
         sku, promise: the SKU, and what its data sheet promises; None for an unknown one.
@@ -64,7 +64,6 @@ class HealthSnapshot:
     promise: Promise | None
     before: NvmlValues
     under_load: tuple[NvmlValues, ...]
-    after: NvmlValues
     kernel_log: KernelLog
     is_slice: bool = False
     own_pids: frozenset[int] = frozenset()
@@ -78,7 +77,7 @@ class HealthSnapshot:
     @property
     def all_values(self) -> tuple[NvmlValues, ...]:
         """All NVML values, in the order of time."""
-        return (self.before, *self.under_load, self.after)
+        return (self.before, *self.under_load)
 
     @property
     def mig_is_on(self) -> bool:
@@ -93,10 +92,6 @@ class HealthSnapshot:
     def loaded(self, query: str) -> list[Any]:
         """Return all values of a query that were read under load."""
         return [values.values[query] for values in self.under_load if query in values.values]
-
-    def worst(self, query: str) -> Any:
-        """Return the largest value of a query at any time; None where there is none."""
-        return max((s.values[query] for s in self.all_values if query in s.values), default=None)
 
 
 Load = Callable[[Callable[[], None]], None]
@@ -125,14 +120,7 @@ def collect(
 ) -> HealthSnapshot:
     """Collect the data of all checks.
 
-    Args:
-        sources: where to read.
-        inventory: of every rank (``inventory.identify``).
-        rank: the one whose GPU is checked.
-        sku: of that GPU.
-        mig: "on" or "off", as declared.
-        load: keeps this GPU busy.
-        held_bytes: device memory of this process's allocator.
+    ``load`` keeps this rank's GPU busy; ``held_bytes`` is the device memory of this process's allocator.
 
     Returns: the snapshot, also where the load has failed: ``load_failure`` has the reason, if the GPU still answers.
     """
@@ -149,7 +137,6 @@ def collect(
             load_error = f"the load ended with {error}"
         else:
             load_failure = error
-    after = read_values(nvml, uuid)
     # A GPU that is lost by now keeps the identity of the inventory.
     own = replace(own, serial=before.get("serial") or own.serial)
     if known := nvml.find(uuid):
@@ -161,7 +148,6 @@ def collect(
         is_slice=uuid.startswith("MIG-"),
         before=before,
         under_load=tuple(under_load),
-        after=after,
         own_pids=frozenset(
             int(who["pid"]) for who in inventory if all(who[key] == me[key] for key in ("host", "node_rank"))
         ),

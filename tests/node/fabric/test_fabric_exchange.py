@@ -165,15 +165,6 @@ def test_a_rank_that_reports_no_settings_is_an_error() -> None:
     assert finding.found.startswith("rank 3 reported no settings")
 
 
-def test_the_odd_rank_is_named_with_its_value() -> None:
-    everyone = inventory(2, 4)
-    [found] = differences({rank: {"NCCL_ALGO": "Ring"} if rank == 5 else {} for rank in range(8)}, everyone)
-    assert in_order(found.found, "NCCL_ALGO ranks 0-4 6-7 Ring rank 5")
-    assert found.kind == "environment"
-    assert list(differences({rank: {"NCCL_ALGO": "Tree"} for rank in range(8)}, everyone)) == []
-    assert list(differences({}, [])) == []
-
-
 @pytest.mark.parametrize(
     ("name", "of"),
     [("NCCL_IB_HCA", lambda rank: f"mlx5_{rank % 4}"), ("NCCL_SOCKET_IFNAME", lambda rank: f"ens{rank // 4}f0")],

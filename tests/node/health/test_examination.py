@@ -1,19 +1,28 @@
+"""A GPU in trouble is found by the checks of one snapshot; a fleet is uniform; the page lists every finding."""
+
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from complaints import in_order
 from each import of_each
 from fake_nvml import HEALTHY_H100, FakeNvml
-from patient import NAMES, PCI, PID, UUID, examined, nvml, who
+from patient import NAMES, PCI, PID, UUID, examined, nvml, sources, who
 
 from pytest_gpucluster import errors
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.metrics import datasheets
-from pytest_gpucluster.metrics.finding import Finding
+from pytest_gpucluster.metrics.finding import Finding, identity
+from pytest_gpucluster.node.health.checks import FINDINGS
+from pytest_gpucluster.node.health.examination import require_uniform
+from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, collect
 from pytest_gpucluster.node.kernel_log import KernelLog
-from pytest_gpucluster.node.nvml import NotAvailable
+from pytest_gpucluster.node.nvml import NotAvailable, read_values
+from pytest_gpucluster.node.nvml_queries import QUERIES
 from pytest_gpucluster.node.pci import PciGpu
 
 
@@ -71,7 +80,6 @@ HARDWARE: dict[str, tuple[Any, ...]] = {
     "memory too small": ({"memory.total": 79 * GB}, "memory_size", "79.00 GB", "80 GB"),
     "ecc off": ({"ecc.mode": False}, "ecc_off", "nvidia-smi -e 1"),
     "uncorrected errors": ({ECC: 3}, "ecc_uncorrected", "3 ", "dcgmi diag"),
-    "uncorrected errors under load": ({ECC: grows(1, 4)}, "ecc_uncorrected", "4 ", "3 of them"),
     "row remap failed": ({"rows.failed": True}, "row_remap_failed", "replaced"),
     "row remap pending": ({"rows.pending": True}, "row_remap_pending", "reset"),
     "rows remapped": ({"rows.remapped.corrected": 500, "rows.remapped.uncorrected": 13}, "rows_remapped", "513", "512"),
@@ -89,15 +97,9 @@ HARDWARE: dict[str, tuple[Any, ...]] = {
     "pcie slot": ({"pcie.generation": 4, "pcie.generation.max": 4}, "pcie_generation", "support gen4", "gen5", "slot"),
     "pcie width": ({"pcie.width": 8}, "pcie_width", "x8", "x16"),
     "nvlink down": ({UP: links({3, 7})}, "nvlink_down", "16 ", "down: 3, 7", "18"),
-    "nvlink down under load": ({UP: grows(links(), links({5}))}, "nvlink_down", "17 ", "down: 5"),
     "nvlinks missing": ({UP: links(count=12)}, "nvlink_down", "12 "),
-    "nvlinks gone under load": ({UP: grows(links(), {})}, "nvlink_down", "0 "),
     "nvlink replays": ({ERRORS: {"replay": {0: 0, 4: 9}}}, "nvlink_errors", "replay", "link 4: 9"),
     "nvlink recovery": ({ERRORS: {"recovery": {2: 1}}}, "nvlink_errors", "recovery", "link 2: 1"),
-    "nvlink 5 errors grow": (
-        {ERRORS: grows({"received_errors": {0: 5, 1: 5}}, {"received_errors": {0: 5, 1: 8}})},
-        *("nvlink_errors", "received_errors", "link 1: 3"),
-    ),
     "fabric ended badly": (fabric(status="Not Supported"), "fabric_status", "Not Supported", "fabricmanager"),
     "fabric degraded": (fabric(health=("bandwidth degraded",)), "fabric_health", "bandwidth degraded"),
 }
@@ -128,7 +130,6 @@ ENVIRONMENT: dict[str, tuple[Any, ...]] = {
     "a required query missing": ({"without": [ECC]}, "query_missing", f"{ECC}: not supported", "driver"),
     "a required query refused": ({"planted": {"rows.pending": REFUSED}}, "query_missing", "rows.pending", "user"),
     "a required query failing": ({"planted": {"power.limit": FAILED}}, "query_missing", "power.limit: Unknown Error"),
-    "failing after the load": ({"planted": {ECC: grows(0, FAILED)}}, "query_missing", f"{ECC}: Unknown Error"),
     "throttle reasons missing under load": ({"without": [REASONS]}, "query_missing", REASONS),
     "the fabric not started": ({"planted": fabric("not started")}, "fabric_state", "not started", "fabricmanager"),
     "the fabric in progress": ({"planted": fabric("in progress")}, "fabric_state", "in progress", "completed"),
@@ -206,14 +207,7 @@ def test_links_that_are_down_are_excused_on_the_only_gpu_of_a_node_alone(argumen
     assert "nvlink_down" in codes(found.of_kind("hardware"))
 
 
-# What NVIDIA's public catalogue asks for at once:
-# https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html
-RESET_OR_REPAIR = (46, 48, 54, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 142, 143, 151, 155, 156, 158, 171)
-RESTART = (8, 11, 13, 25, 31, 32, 39, 40, 41, 60, 68, 69, 70, 71, 72, 75, 76, 77, 80, 94)
-NOTHING = (37, 38, 43, 44, 45, 63, 66, 67, 92, 93, 121, 137, 162)
-
-
-@of_each("code", RESET_OR_REPAIR)
+@of_each("code", [48, 79])  # test_xid_table has all
 def test_an_xid_after_which_the_gpu_is_out_of_service_rejects(code: int) -> None:
     found = examined(log=log("usb 1-1: new device", xid(code), xid(code), xid(13)))
     assert codes(found.of_kind("hardware")) == {f"xid_{code}"}
@@ -224,7 +218,7 @@ def test_an_xid_after_which_the_gpu_is_out_of_service_rejects(code: int) -> None
         assert word in str(caught.value)
 
 
-@of_each("code", RESTART + NOTHING)
+@of_each("code", [31, 63])
 def test_an_xid_that_a_program_can_cause_is_a_note(code: int) -> None:
     found = examined(log=log(xid(code)))
     assert codes(found.findings) == codes(found.of_kind("note")) == {f"xid_{code}"}
@@ -256,7 +250,7 @@ def test_the_line_itself_decides_where_it_says_what_to_do() -> None:
 
 def test_what_nvml_wants_collected_the_gpu_rejects_it_also_without_a_log() -> None:
     for value, action in ((1, "reset the GPU"), (2, "reboot the node"), (3, "drain"), (99, "not stated")):
-        found = examined({"recovery.action": grows(0, value)}, log=KernelLog(why_not="dmesg: not permitted"))
+        found = examined({"recovery.action": value}, log=KernelLog(why_not="dmesg: not permitted"))
         [finding] = found.of_kind("hardware")
         assert (finding.code, finding.remedy.startswith(action)) == ("recovery_action", True)
 
@@ -309,7 +303,7 @@ def lost_after(reads: int) -> FakeNvml:
     return fake
 
 
-@of_each("reads", [0, 5, 34, 35, 36, 38, 55])
+@of_each("reads", [0, 5, len(QUERIES) - 1, len(QUERIES), len(QUERIES) + 1, len(QUERIES) + len(UNDER_LOAD) - 1])
 def test_a_gpu_that_is_lost_at_any_moment_is_rejected_by_its_names(reads: int) -> None:
     found = examined(fake=lost_after(reads))
     assert "gpu_lost" in codes(found.of_kind("hardware"))
@@ -336,14 +330,11 @@ def test_a_load_that_dies_of_a_lost_gpu_is_the_gpus_fault() -> None:
 def test_a_load_that_fails_on_a_gpu_that_answers_is_raised_as_it_is_after_the_findings_are_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fake = nvml()
-
     def die(look: Any) -> None:
         look()
-        fake.planted[UUID]["ecc.uncorrected.volatile"] = 1
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
-    found = examined(fake=fake, load=die)
+    found = examined({"ecc.uncorrected.volatile": 1}, load=die)
     assert "gpu_lost" not in codes(found.findings)
     with pytest.raises(RuntimeError, match="uncorrectable ECC error") as caught:
         found.require_healthy()
@@ -491,3 +482,110 @@ def test_an_optional_query_that_fails_is_noted_and_one_that_is_not_supported_is_
     for planted, noted in (({"pcie.replays": denied}, True), ({}, False)):
         notes = [one for one in examined(planted, without=("pages.pending",)).findings if one.code == "not_available"]
         assert ["pcie.replays" in note.found and "pages" not in note.found for note in notes] == [True] * noted
+
+
+def test_a_snapshot_has_each_query_as_a_value_or_as_missing() -> None:
+    snapshot = read_values(nvml({"power.draw": NotAvailable("asleep", "failed")}), UUID)
+    assert set(snapshot.values) | set(snapshot.missing) == set(QUERIES)
+    assert not set(snapshot.values) & set(snapshot.missing)
+    assert (snapshot.missing["power.draw"].reason, snapshot.missing["power.draw"].kind) == ("asleep", "failed")
+    assert snapshot.get("power.draw") is None
+
+
+def test_a_lost_gpu_is_not_asked_again() -> None:
+    asked = []
+    fake = nvml(silent=[UUID])
+    read = fake.read
+    fake.read = lambda uuid, query: asked.append(query) or read(uuid, query)  # type: ignore[method-assign]
+    snapshot = read_values(fake, UUID)
+    assert len(asked) == 1
+    assert {missing.kind for missing in snapshot.missing.values()} == {"lost"}
+    assert set(snapshot.missing) == set(QUERIES)
+    assert examined(fake=nvml(silent=[UUID])).snapshot.gpu == identity(who()), "it keeps its names"
+
+
+def test_what_means_something_under_load_only_is_read_under_load() -> None:
+    fake, asked = nvml(), []
+    read = fake.read
+    fake.read = lambda uuid, query: asked.append(query) or read(uuid, query)  # type: ignore[method-assign]
+
+    def load(look: Any) -> None:
+        asked.clear()
+        look()
+        assert asked == list(UNDER_LOAD)
+
+    snapshot = examined(fake=fake, load=load).snapshot
+    assert len(snapshot.under_load) == 1
+    assert snapshot.loaded("clock.sm") == [1755]
+
+
+def test_the_rank_that_asks_finds_itself_and_the_ranks_of_its_node() -> None:
+    others = [{**who(rank), "host": "gpu-08" if rank == 2 else "gpu-07", "node_rank": rank // 2} for rank in (1, 2)]
+    snapshot = collect(
+        sources(nvml()),
+        [*others, {**who(), "rank": 7}],
+        rank=7,
+        sku="H100 SXM",
+        mig="off",
+        load=lambda look: look(),
+        held_bytes=5,
+    )
+    assert snapshot.gpu.uuid == UUID
+    assert snapshot.own_pids == {PID, PID + 1}
+    assert snapshot.held_bytes == 5
+    assert snapshot.promise is not None
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "single-node.md"
+
+
+def test_every_finding_is_documented_with_its_kind_and_none_is_invented() -> None:
+    _, _, table = PAGE.read_text(encoding="utf-8").partition("| finding | kind | raised when |")
+    rows = [line.split("|")[1:3] for line in table.partition("\n\n")[0].splitlines() if line.startswith("| `")]
+    documented = {code: kinds for names, kinds in rows for code in re.findall(r"`(\w+)`", names)}
+    assert set(documented) == set(FINDINGS)
+    for code, (kind, _, _) in FINDINGS.items():
+        assert kind in documented[code], code
+
+
+def fleet(*changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """One GPU on each of several hosts."""
+    return [{**who(rank, **change), "host": f"gpu-{rank:02}"} for rank, change in enumerate(changes)]
+
+
+def test_equal_gpus_are_a_fleet() -> None:
+    require_uniform(fleet({}, {}, {}))
+    # A card that cannot be cut into slices does not say whether it is.
+    require_uniform(fleet({"mig": None}, {"mig": None}))
+
+
+def test_the_odd_ranks_are_named_with_their_values_and_hosts() -> None:
+    odd = {"vbios": "96.00.30", "memory_bytes": 79 * 10**9, "power_limit_watts": 650.0, "ecc": False, "mig": True}
+    for key, value in odd.items():
+        with pytest.raises(HardwareFault, match=rf"{value} on rank 2 \(gpu-02\)"):
+            require_uniform(fleet({}, {}, {key: value}, {}))
+    with pytest.raises(HardwareFault) as caught:
+        require_uniform(fleet({}, {}, odd, {}))
+    first, *rest = str(caught.value).splitlines()
+    assert in_order(first, "VBIOS: 96.00.30 rank 2 (gpu-02); 96.00.74.00.01 ranks 0-1, 3 (gpu-00")
+    assert "ECC" in "".join([first, *rest]), "all differences at once"
+    with pytest.raises(HardwareFault):  # a difference weighs more than what is not known
+        require_uniform(fleet({"vbios": None}, {"vbios": "x"}, {"vbios": "y"}))
+
+
+def test_the_odd_gpus_are_reported_by_all_their_names_and_no_others() -> None:
+    with pytest.raises(HardwareFault) as caught:
+        require_uniform(fleet({}, {}, {"vbios": "x", "serial": "odd"}, {}))
+    names = [line for line in str(caught.value).splitlines() if line.startswith("- ")]
+    assert names == ["- rank 2: GPU 2 (GPU-2, serial odd, PCI 00000000:3B:00.0) on gpu-02"]
+
+
+def test_what_is_not_known_is_never_taken_for_equal() -> None:
+    for changes, words in (
+        ([{"vbios": None}, {"vbios": None}], "VBIOS: ranks 0-1"),
+        ([{}, {"power_limit_watts": None}], "power limit rank 1"),
+        ([{}, {"mig": None}], "MIG: rank 1"),
+    ):
+        with pytest.raises(EnvironmentBroken) as caught:
+            require_uniform(fleet(*changes))
+        assert in_order(str(caught.value), words)

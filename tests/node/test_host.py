@@ -1,4 +1,4 @@
-"""The facts of a host with the limits of its container, by control groups of both versions."""
+"""The facts of a host, as the kernel shows them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from complaints import in_order
 from each import of_each
-from fake_host import HEALTHY, facts, limits, plant, space, status, who
+from fake_host import HEALTHY, MOUNTS, facts, limits, plant, space, status, who
 
-from pytest_gpucluster.node import host
-from pytest_gpucluster.node.host import IPC_LOCK, WORKERS, Cgroup
+from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.files import mount_of, read_mounts
+from pytest_gpucluster.metrics.finding import Identity
+from pytest_gpucluster.node import host, kernel_log, pci
+from pytest_gpucluster.node.health import counters
+from pytest_gpucluster.node.host import IPC_LOCK, WORKERS, Cgroup, Limit, Processors, SharedMemory
+from pytest_gpucluster.node.host_checks import Place, own_place, require_local
+from pytest_gpucluster.node.pci import unlisted_gpus
+from pytest_gpucluster.node.sysfs import PCI_DEVICES, Tree
 
 JOB = "/sys/fs/cgroup/system.slice/job"
 OWN = len(os.sched_getaffinity(0))
@@ -193,3 +201,130 @@ def test_what_is_no_limit_is_taken_for_none(tmp_path: Path) -> None:
         {"/sys/fs/cgroup/a/b/cpu.max": "100000 0\n", "/sys/fs/cgroup/a/b/cpuset.cpus.effective": "some\n"},
     )
     assert found == Cgroup(versions=(2,))
+
+
+def refuse(path: Path) -> tuple[int, int]:
+    raise FileNotFoundError(path)
+
+
+# ---- files below a root ----------------------------------------------------------------------------------------------
+
+
+def test_numbers_and_lists_are_read_and_anything_else_is_none(tmp_path: Path) -> None:
+    tree, file = Tree(root=tmp_path), tmp_path / "proc/it"
+    assert (tree.text("/proc/it"), tree.number("/proc/it"), tree.numbers("/proc/it")) == (None, None, None)
+    assert tree.mounts() == ()
+    file.parent.mkdir()
+    for text, number in {"12\n": 12, "-1": -1, "max": None, "": None, "1 2": None}.items():
+        file.write_text(text)
+        assert tree.number("/proc/it") == number
+    for text, numbers in {"0-2,8\n": {0, 1, 2, 8}, "all": None, "": set()}.items():
+        file.write_text(text)
+        assert tree.numbers("/proc/it") == numbers
+
+
+# ---- limits of a process ---------------------------------------------------------------------------------------------
+
+
+def test_soft_and_hard_limits_are_read_and_unlimited_is_none(tmp_path: Path) -> None:
+    found = host.read_process_limits(
+        plant(tmp_path, {"/proc/self/limits": limits(nofile=1024, memlock=65536, nproc=4096)})
+    )
+    assert found is not None
+    assert (found.nofile, found.memlock) == (Limit(soft=1024, hard=1048576), Limit(soft=65536, hard=65536))
+    assert (found.nproc.soft, found.max_files, found.max_tasks) == (4096, 1048576, 4194304)
+    found = host.read_process_limits(plant(tmp_path, {"/proc/self/limits": limits(nofile="unlimited")}))
+    assert found is not None
+    assert (found.nofile.soft, found.memlock.soft) == (None, None)
+    for text in ("", "Max open files            1024                 4096                 files\n"):
+        assert host.read_process_limits(plant(tmp_path, {"/proc/self/limits": text})) is None
+    assert host.read_process_limits(Tree(root=tmp_path / "none")) is None
+
+
+@of_each(
+    "case",
+    [
+        (1 << IPC_LOCK, "0 0 4294967295", True),
+        (1 << IPC_LOCK, None, True),
+        (~(1 << IPC_LOCK) & 2**41 - 1, "0 0 4294967295", False),
+        # A container without root.
+        (1 << IPC_LOCK, "0 100000 65536", False),
+    ],
+)
+def test_memory_may_be_locked_without_limit_by_a_capability_that_holds_on_the_host(
+    tmp_path: Path, case: tuple[Any, ...]
+) -> None:
+    capabilities, uid_map, may = case
+    files = {"/proc/self/status": status(capabilities), "/proc/self/uid_map": uid_map}
+    (tmp_path / "proc/self/uid_map").unlink(missing_ok=True)
+    found = host.read_process_limits(plant(tmp_path, files))
+    assert found is not None
+    assert found.may_lock_all is may
+
+
+# ---- processors and memory -------------------------------------------------------------------------------------------
+
+
+def test_cpus_governors_nodes_and_balancing_are_read(tmp_path: Path) -> None:
+    governors = {
+        f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor": name
+        for cpu, name in enumerate(("performance", "powersave", "powersave", "performance"))
+    }
+    files = {"/sys/devices/system/cpu/online": "0-3", "/sys/devices/system/cpu/offline": "4-5\n", **governors}
+    found = host.read_processors(plant(tmp_path / "host", {**files, "/proc/sys/kernel/numa_balancing": "1\n"}))
+    assert found.governors == {"performance": {0, 3}, "powersave": {1, 2}}
+    assert (found.online, found.offline, found.numa_balancing) == (set(range(4)), {4, 5}, 1)
+    assert [node.node for node in found.nodes] == [0, 1]
+    assert host.read_processors(Tree(root=tmp_path / "none")) == Processors(online=None)
+
+
+def test_memory_is_read_in_bytes(tmp_path: Path) -> None:
+    found = host.read_memory(plant(tmp_path / "host", {}), space(64, 60))
+    assert found.total_bytes == 2113568112 * 1024
+    assert found.shm == SharedMemory(kind="tmpfs", total_bytes=64, free_bytes=60)
+    assert found.transparent == "madvise"
+    found = host.read_memory(Tree(root=tmp_path / "none"), refuse)
+    assert (found.total_bytes, found.shm, found.transparent) == (None, None, None)
+    # What lies at /dev/shm is the last mount there.
+    for mounts, kind in {"": None, MOUNTS + "31 1 0:9 / /dev/shm rw - ext4 /dev/sda rw\n": "ext4"}.items():
+        found = host.read_memory(plant(tmp_path / "host", {"/proc/self/mountinfo": mounts}), space())
+        assert found.shm is not None
+        assert found.shm.kind == kind
+
+
+WHO = who(5, pci="00000000:3B:00.0")
+NODE_1 = Place(cpus=frozenset({64}), nodes=frozenset({1}))
+
+
+def test_memory_on_the_gpu_s_node_or_on_an_unknown_one_passes() -> None:
+    for nodes in ({1: 1.0}, {1: 0.96, 0: 0.04}, {}):
+        require_local(WHO, nodes, NODE_1)
+    require_local(WHO, {0: 1.0}, None)
+
+
+@pytest.mark.parametrize(("nodes", "part"), [({0: 1.0}, "0 %"), ({0: 0.5, 1: 0.5}, "50 %")], ids=["none", "half"])
+def test_memory_elsewhere_is_an_error_that_names_gpu_node_and_part(nodes: dict[int, float], part: str) -> None:
+    with pytest.raises(EnvironmentBroken) as caught:
+        require_local(WHO, nodes, NODE_1)
+    assert in_order(str(caught.value), f"GPU 5 (GPU-5, PCI 00000000:3B:00.0) gpu-07 {part} rank 5 NUMA node 1 numactl")
+
+
+def test_this_host_can_be_read(tmp_path: Path) -> None:
+    facts, here, (total, free) = host.collect_node([who(0)], rank=0), own_place(), host.space(tmp_path)
+    assert facts.own_cpus == here.cpus == os.sched_getaffinity(0)
+    assert facts.cpus
+    assert here.nodes
+    assert host.read_memory(Tree()).total_bytes
+    assert 0 <= free <= total
+    assert host.read_process_limits(Tree())
+    assert host.read_processors(Tree()).online
+    proc = mount_of(Path("/proc"), read_mounts())
+    assert proc is not None
+    assert proc.kind == "proc"
+    assert "/proc" in {mount.point for mount in Tree().mounts()}
+    assert not Tree().has(PCI_DEVICES) or isinstance(unlisted_gpus(()), tuple)
+    assert str(pci.read_peer_memory(Tree()))
+    log = kernel_log.read()
+    assert bool(log.why_not) != bool(log.source)
+    taken = counters.read(counters.Sources(gpu=Identity(host="here"), of_node=True))
+    assert ("infiniband" in taken.missing) != any(name.startswith("infiniband.") for name in taken.values)

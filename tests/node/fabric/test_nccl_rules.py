@@ -1,16 +1,19 @@
+"""Variables that hurt are errors where they do, and others are notes or nothing."""
+
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
 from complaints import in_order
 from each import of_each
 from fabric_nodes import DOWN, node, roce
 
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
 from pytest_gpucluster.node.fabric.nccl_facts import Card, Facts, VisibleGpus
-from pytest_gpucluster.node.fabric.nccl_rules import RULES, judge_environment
+from pytest_gpucluster.node.fabric.nccl_rules import RULES, excludes, judge_environment, number
 from pytest_gpucluster.node.pci import PeerMemory
 
 
@@ -152,3 +155,30 @@ def test_every_rule_has_a_source_and_the_reference_has_it() -> None:
         assert rule.does in documented[name], name
         assert rule.source, name
         assert rule.remedy, name
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), (" 1", 1), ("+2", 2), ("-1", -1), ("0x1F", 31), ("017", 15), ("09", 0), ("", 0), ("yes", 0), ("1x", 1)],
+)
+def test_a_number_is_what_strtoll_takes_it_for(text: str, value: int) -> None:
+    assert number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "word", "without"),
+    [
+        ("Ring,Tree", "nvls", True),
+        ("RING, NVLS", "nvls", False),
+        ("^Tree", "tree", True),
+        ("^Tree", "nvls", False),
+        ("allreduce:ring", "nvls", True),
+        ("broadcast:ring", "nvls", False),
+        ("ring;allreduce:^tree", "nvls", False),
+        ("nvls;allreduce:tree", "nvls", True),
+        ("LL,LL128", "simple", True),
+        ("^LL128", "ll128", True),
+    ],
+)
+def test_a_list_leaves_out_what_nccl_takes_it_to_leave_out(value: str, word: str, without: bool) -> None:
+    assert excludes(value, word) == without
