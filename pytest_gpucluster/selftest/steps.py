@@ -250,7 +250,7 @@ def nccl(context: Context) -> Iterator[Line]:
         text = (
             f"{one / 1e6:.0f} MB with one communicator, {two / 1e6:.0f} with two, {held() / 1e6:.0f} after all_to_all"
         )
-    yield line("NCCL memory", context.is_gpu or None, text, GPU_ONLY, held=(one, two, held()))
+    yield line("NCCL memory", (context.is_gpu and two > 0) or None, text, GPU_ONLY, held=(one, two, held()))
     if context.is_gpu:
         listed = dict(PyNvml().read(context.gpu()[1], "processes"))
         own = os.getpid() in listed
