@@ -119,7 +119,8 @@ BROKEN = [
     (COMPLETE + "  full: {inherits: full}\n", f"{NEXT}:20: 'full' inherits cpu"),
     (
         COMPLETE + "  full: {inherits: quick}\n  quick: {inherits: soak}\n  soak: {inherits: full}\n",
-        f"{NEXT + 2}:20: soak inherits full inherits quick inherits soak",
+        f"{NEXT}:20: 'full' inherits 'quick' cpu",
+        f"{NEXT + 1}:21: 'quick' inherits 'soak' cpu, full",
     ),
     (COMPLETE + "  full: {inherits: cup}\n", f"{NEXT}:20: 'full' inherits 'cup' cpu 'cpu'"),
     (COMPLETE + "  full: {inherits: [cpu]}\n", f"{NEXT}:20: inherits list"),

@@ -322,18 +322,12 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
 
 
 def _measurement(judged: JudgedMetric, journal: Journal) -> dict[str, Any]:
-    limit = judged.limit
     place = None if judged.worst_rank is None else journal.place(judged.worst_rank)
     return {
         **fields_of(judged, "metric", "labels", "unit", "status", "value", "interval", "worst_rank", "margin"),
         "worst_host": place.host if place is not None else "",
         "worst_gpu_uuid": place.uuid if place is not None else "",
-        "limit": None
-        if limit is None
-        else {
-            **fields_of(limit, "min", "max", "min_ratio_to_median", "expect_transport", "source", "origin"),
-            **({} if limit.expected is None else {"expected": limit.expected}),
-        },
+        "limit": judged.limit,
     }
 
 

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 from pytest_gpucluster.analysis.merge_sources import Line, Source, changes, differences, renumber, slot, time_of
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import SCHEMA_VERSION, JournalBuilder
-from pytest_gpucluster.journal.records import OUTCOMES, Run, TestResult, failed_before
+from pytest_gpucluster.journal.records import OUTCOMES, TestResult, failed_before
 from pytest_gpucluster.journal.verdict import Verdict
 from pytest_gpucluster.text import first_line, one_line
 
@@ -105,18 +105,18 @@ def merge_journals(sources: Sequence[Source]) -> MergedJournal:
     """Merge runs of one cluster into one: the newest conclusive result of each test, and one verdict.
 
     Args:
-        sources: two or more, in the order in which they ran; in any order where one report directory numbered them all.
+        sources: two or more, in the order in which they ran.
 
     Raises:
-        OptionError: one run is given twice, their order is unknown, or they must not have one verdict; it lists the
-            differences.
+        OptionError: one run is given twice, their clocks contradict their order, or they must not have one verdict;
+            it lists the differences.
     """
     for earlier, later in combinations(sources, 2):
         one, other = earlier.journal.run, later.journal.run
         same = (one.run_id, one.started_at, one.hostname) == (other.run_id, other.started_at, other.hostname)
         if same or earlier.sha256 == later.sha256:
             raise OptionError(f"{earlier.path} and {later.path} are the same run; give each run once")
-    sources = _in_order(sources)
+    _require_order(sources)
     found = [f"  {one_line(difference, _DIFFERENCE)}" for difference in differences(sources)]
     if found:
         raise OptionError(
@@ -126,36 +126,16 @@ def merge_journals(sources: Sequence[Source]) -> MergedJournal:
     return MergedJournal(sources=sources)
 
 
-def _in_order(sources: Sequence[Source]) -> list[Source]:
-    """Return the runs, the oldest first: by their numbers, or in the given order where not all have one.
-
-    Raises:
-        OptionError: numbers or clocks contradict the given order.
-    """
-    found = list(sources)
-    if _is_numbered(sources):
-        found.sort(key=lambda source: source.journal.run.number)
-    for earlier, later in combinations(found, 2):
+def _require_order(sources: Sequence[Source]) -> None:
+    """Raise OptionError where the clocks of the runs contradict the given order."""
+    for earlier, later in pairwise(sources):
         one, other = earlier.journal.run, later.journal.run
-        if not _is_before(one, other):
+        began, next_began = time_of(one.started_at), time_of(other.started_at)
+        if began is None or next_began is None or began > next_began:
             raise OptionError(
                 f"{earlier.path} is named before {later.path}, but {other.title} began before {one.title}: name the "
-                "runs in the order in which they ran. If that is their order, a clock went back between them: then "
-                "only runs of one report directory have a known order"
+                "runs in the order in which they ran. If that is their order, a clock went back between them"
             )
-    return found
-
-
-def _is_numbered(sources: Sequence[Source]) -> bool:
-    series = {source.journal.run.series for source in sources}
-    return len(series) == 1 and "" not in series
-
-
-def _is_before(one: Run, other: Run) -> bool:
-    if one.series and one.series == other.series and one.number != other.number:
-        return one.number < other.number
-    began, next_began = time_of(one.started_at), time_of(other.started_at)
-    return began is not None and next_began is not None and began <= next_began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +180,7 @@ class MergedJournal:
     @cached_property
     def verdict(self) -> Verdict:
         first, *_, last = (source.journal.run.started_at for source in self.sources)
-        topology = f"merged from {len(self.sources)} runs, {first} to {last}"
-        if not _is_numbered(self.sources):
-            topology += ", in the order given, which their clocks confirm"
+        topology = f"merged from {len(self.sources)} runs, {first} to {last}, in the order that their clocks confirm"
         topology = "; ".join([topology, *self._remarks(), *map(first_line, changes(self.sources))])
         return self._without_end.journal().recompute_verdict(topology=topology, abort=self._abort())
 
@@ -247,7 +225,6 @@ class MergedJournal:
             "schema_version": SCHEMA_VERSION,
             "run_id": f"merged-{digest[:12]}",
             "started_at": self.sources[0].journal.run.started_at,
-            "series": "",
             # No JUnit file of it has been written.
             "junit": {**(first.get("junit") or {}), "path": None},
             "selection": not any(source.is_whole for source in self.sources),

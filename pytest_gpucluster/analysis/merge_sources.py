@@ -59,8 +59,6 @@ class Source:
             started_at=run.started_at,
             verdict=self.journal.verdict,
             exit=self.journal.exit,
-            series=run.series,
-            number=run.number,
         )
 
     def of_type(self, kind: str, nodeid: str | None = None) -> list[Line]:

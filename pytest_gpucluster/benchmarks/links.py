@@ -32,8 +32,6 @@ from pytest_gpucluster.isolation.round_robin import (
     Places,
     Round,
     across_nodes,
-    one_at_a_time,
-    predicted_seconds,
     rail_by_rail,
     within_node,
 )
@@ -410,7 +408,7 @@ def survey(
         alone=alone,
         below=below,
         rounds=len(rounds),
-        planned_seconds=predicted_seconds(rounds, round_seconds),
+        planned_seconds=len(rounds) * round_seconds,
         seconds=seconds,
         left_out=tuple(link for link in _all_pairs(scope, places) if link not in matrix.pairs),
     )
@@ -421,7 +419,7 @@ def _again(scope: Scope, places: Places, rank: int, suspects: Sequence[Pair], mo
     if scope == "world":
         return rail_by_rail(places, suspects, max_rounds=most)
     own = set(places.ranks[places.where()[rank][0]])
-    return one_at_a_time((link for link in suspects if own.issuperset(link)), max_rounds=most)
+    return tuple((link,) for link in suspects if own.issuperset(link))[:most]
 
 
 def _all_pairs(scope: Scope, places: Places) -> list[Pair]:

@@ -143,8 +143,8 @@ def _merge(options: argparse.Namespace) -> int:
     rerun of the rest, or a failure and its rerun with -k.
 
     Name them in the order in which they ran: the newest result of each criterion counts, and every attempt stays
-    visible. Runs of one report directory are ordered by their numbers; others are refused if their clocks contradict
-    the order. Runs of other hosts or GPUs, with other limits or another workload are refused.
+    visible. Refused are runs whose clocks contradict the order, and runs of other hosts or GPUs, with other limits or
+    another workload.
     """
     out: Path = options.out
     if out.suffix != ".jsonl" or out.is_dir():

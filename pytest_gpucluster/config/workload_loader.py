@@ -255,26 +255,17 @@ class _Reader:
 
     def _inherits(self, name: str, node: Node) -> None:
         parent = self.file.text(node, INHERITS)
-        if parent is None:
-            self._misspelt.add(name)
+        before = [other for other in self._own if other != name]
+        if parent in before:
+            self._parents[name] = str(parent)
             return
-        others = [other for other in self._nodes if other != name]
-        if parent not in others:
-            what = "itself" if parent == name else f"the unknown profile {parent!r}"
-            hint = units.did_you_mean(parent, others)
-            listed = ", ".join(others) or "none: this is the only profile"
-            self.file.fail(node, f"{name!r} inherits {what}; allowed are {listed}{hint}")
-            self._misspelt.add(name)
-            return
-        self._parents[name] = parent
-        line = [name]
-        while line[-1] in self._parents:
-            line.append(self._parents[line[-1]])
-            if line[-1] == name:
-                self.file.fail(node, f"{' inherits '.join(line)}: no profile is there to inherit from")
-                del self._parents[name]
-                self._misspelt.update(line)
-                return
+        self._misspelt.add(name)
+        if parent is not None:
+            listed = ", ".join(before) or "there is none"
+            hint = units.did_you_mean(parent, before)
+            self.file.fail(
+                node, f"{name!r} inherits {parent!r}; it must be a profile that stands before it: {listed}{hint}"
+            )
 
     def _level(self, path: str, node: Node, allowed: Any, entries: dict[str, _Entry]) -> int:
         """Read a section or a key; returns how many complaints it got about its keys."""

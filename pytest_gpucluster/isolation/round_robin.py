@@ -17,7 +17,7 @@ remeasured       pairs that are far below the others, without the traffic that c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,11 +172,6 @@ def across_nodes(places: Places) -> tuple[Round, ...]:
     )
 
 
-def one_at_a_time(suspects: Iterable[Pair], *, max_rounds: int) -> tuple[Round, ...]:
-    """Return at most ``max_rounds`` rounds of one pair each, in the given order."""
-    return tuple((suspect,) for suspect in suspects)[:max_rounds]
-
-
 def rail_by_rail(places: Places, suspects: Sequence[Pair], *, max_rounds: int) -> tuple[Round, ...]:
     """Return at most ``max_rounds`` rounds, in which the nodes of the suspects meet again, one rail after the other.
 
@@ -198,11 +193,6 @@ def rail_by_rail(places: Places, suspects: Sequence[Pair], *, max_rounds: int) -
         if met
         for rail in range(places.rails)
     )
-
-
-def predicted_seconds(rounds: Sequence[Round], round_seconds: float) -> float:
-    """Return the planned duration of some rounds, without the time for making connections."""
-    return len(rounds) * round_seconds
 
 
 def _rails(places: Places, one: int, other: int) -> list[Pair]:

@@ -421,21 +421,6 @@ def locate(place: Path) -> Path:
     return place
 
 
-def next_in_series(report_dir: Path) -> dict[str, str | int]:
-    """Return ``series`` and ``number`` of the next run of a report directory: one more than its latest run has.
-
-    That orders runs independently of clocks. Without a readable latest run a new series begins.
-    """
-    try:
-        with (report_dir / "latest" / JOURNAL_FILE).open("rb") as file:
-            latest = read_record(Run, json.loads(file.readline()), "the latest run")
-    except (OSError, ValueError, RecursionError, JournalError):
-        latest = None
-    if latest is None or not latest.series:
-        return {"series": os.urandom(8).hex(), "number": 1}
-    return {"series": latest.series, "number": latest.number + 1}
-
-
 def encode(line: Mapping[str, object]) -> bytes:
     """Return a line as UTF-8 JSON and a newline. Values that JSON lacks (NaN, bytes, objects) become text."""
     try:

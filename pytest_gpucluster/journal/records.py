@@ -41,8 +41,6 @@ class MergedFrom:
     started_at: str = ""
     verdict: str = ""
     exit: int = 11
-    series: str = ""
-    number: int = 0
 
     @property
     def title(self) -> str:
@@ -82,10 +80,6 @@ class Run:
     junit: JUnitOptions = field(default_factory=JUnitOptions)
     merged_from: tuple[MergedFrom, ...] = ()
     """The runs that were merged, the oldest first; empty for a run of its own."""
-    series: str = ""
-    """Id of all runs of one report directory; empty where it is unknown."""
-    number: int = 0
-    """Its number in the series: a later run has a higher one, whatever its clock."""
 
     def option(self, name: str) -> str:
         """Return the value of an option; "" where it was not given."""

@@ -19,6 +19,9 @@ from pytest_gpucluster.journal.records import CollectedTest, TestResult, read_te
 from pytest_gpucluster.metrics.time_budget import summarize
 from pytest_gpucluster.text import first_line
 
+_WRITTEN = (
+    *("outcome", "phase", "message", "text", "started_at", "call_seconds", "measurements", "ranks", "attempts"),
+)
 _NOT_AGREED = "the ranks have not agreed that its call phase passed"
 
 
@@ -121,20 +124,12 @@ class TestRecord:
         body: dict[str, Any] = {
             "type": "test",
             **asdict(self.test),
-            "outcome": self.outcome,
-            "phase": self.phase,
-            "message": self.message,
-            "text": self.text,
-            "started_at": self.started_at,
+            **{name: getattr(self, name) for name in _WRITTEN},
             "duration_seconds": self.seconds,
-            "call_seconds": self.call_seconds,
-            "measurements": self.measurements,
-            "ranks": self.ranks,
             "culprits": sorted(self.culprits),
             "released": sorted(self.released),
             "sections": [list(section) for section in self.sections],
             "properties": [list(pair) for pair in self.properties],
-            "attempts": self.attempts,
         }
         optional: dict[str, Any] = {
             "wasxfail": self.wasxfail,

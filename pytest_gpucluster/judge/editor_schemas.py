@@ -163,7 +163,7 @@ def _when() -> Schema:
 def workloads_schema() -> Schema:
     """Return the schema of a file of workloads."""
     keys = {key: _level(key, below) for key, below in key_tree().items()}
-    inherits = "Another profile of this file, for the keys that this one lacks."
+    inherits = "A profile that stands before, for the keys that this one lacks."
     profiles = {
         name: _mapping(
             {INHERITS: {"enum": [other for other in PROFILES if other != name], "description": inherits}, **keys},

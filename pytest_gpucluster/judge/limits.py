@@ -125,7 +125,7 @@ class Limit(JudgedLimit):
     """What a metric must reach on a SKU, in the metric's canonical unit, or why it is only recorded there.
 
     ``min``, ``max``, ``min_ratio_to_median`` (one of them or more) with a ``source``, or ``record_only`` with the
-    reason. ``min_ratio_to_median`` is what ``straggler_ratio`` must reach on every rank. ``expect_transport`` names
+    reason. ``min_ratio_to_median`` is what ``straggler_ratios`` must reach on every rank. ``expect_transport`` names
     what may have carried the data, by the measurement's label ``transport``. ``expected``, in the same unit, is
     reported next to the limit and never judged.
     """

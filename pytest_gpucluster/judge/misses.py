@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from pytest_gpucluster.judge.judged import JudgedLimit
 from pytest_gpucluster.judge.limits import KNOWN_LABELS, TOPOLOGY, Limit, Thresholds
 from pytest_gpucluster.metrics import datasheets, stats, units
 from pytest_gpucluster.metrics.catalogue import Better, Metric
@@ -28,8 +29,8 @@ from pytest_gpucluster.metrics.measurement import Measurement, sound_interval
 from pytest_gpucluster.text import printable
 
 
-def straggler_ratio(values: Mapping[int, float], rank: int, better: Better) -> float:
-    """Return how a rank compares with the other ranks: 1.0 is their median, 0.5 is half as good.
+def straggler_ratios(values: Mapping[int, float], better: Better) -> dict[int, float]:
+    """Return how each rank compares with the other ranks: 1.0 is their median, 0.5 is half as good.
 
     For ``better="higher"`` that is the rank's value over the median of the *other* ranks' values; for "lower" the
     median of the others over the rank's value. A rank with zero where higher is better has the ratio 0.0, whatever the
@@ -43,41 +44,24 @@ def straggler_ratio(values: Mapping[int, float], rank: int, better: Better) -> f
 
     It stays blind where more than half of the ranks are slow alike: that takes a ``min`` or ``max``.
 
-    >>> straggler_ratio({0: 100.0, 1: 60.0}, 1, "higher")
-    0.6
-    >>> straggler_ratio({0: 20.0, 1: 20.0, 2: 40.0}, 2, "lower")
-    0.5
+    >>> straggler_ratios({0: 20.0, 1: 20.0, 2: 40.0}, "lower")
+    {0: 1.5, 1: 1.5, 2: 0.5}
 
     Args:
         values: one finite value of zero or more for each rank, all in one unit.
-        rank: whose ratio it is.
         better: what is better, "higher" or "lower".
 
     Raises:
-        KeyError: the rank has no value.
         ValueError: fewer than two ranks have a value; a value is NaN, infinite or negative; or ``better`` is "none".
     """
-    return _ratio(values[rank], _ordered(values, better), better)
-
-
-def straggler_ratios(values: Mapping[int, float], better: Better) -> dict[int, float]:
-    """Return ``straggler_ratio`` of every rank.
-
-    Raises:
-        ValueError: as for ``straggler_ratio``.
-    """
-    ordered = _ordered(values, better)
-    return {rank: _ratio(value, ordered, better) for rank, value in values.items()}
-
-
-def _ordered(values: Mapping[int, float], better: Better) -> Sequence[float]:
     if better == "none":
         raise ValueError("better is 'none': neither more nor less is better, so no value is behind")
     if len(values) < 2:
         raise ValueError(f"it takes two values or more to compare one with the others, not {len(values)}")
     if any(not math.isfinite(value) or value < 0 for value in values.values()):
         raise ValueError(f"values must be finite and not negative: {dict(values)!r:.200}")
-    return sorted(values.values())
+    ordered = sorted(values.values())
+    return {rank: _ratio(value, ordered, better) for rank, value in values.items()}
 
 
 def _ratio(value: float, ordered: Sequence[float], better: Better) -> float:
@@ -356,7 +340,7 @@ def margin(measured: Measurement, limit: Limit) -> float | None:
     has no bounds.
     """
     low, high = sound_interval(measured) or (measured.value, measured.value)
-    return _margin(low, high, limit)
+    return bound_margin(low, high, limit)
 
 
 def misses(
@@ -374,7 +358,7 @@ def misses(
         metric: what was measured.
         limit: what is demanded of it.
         of: the measurement of each rank whose value is finite and not negative.
-        ratios: ``straggler_ratio`` of each rank; empty where they are not known.
+        ratios: ``straggler_ratios``; empty where they are not known.
         transport: what carried the data, where a label states it.
         telemetry: of each rank's GPU during the whole test; it may explain a value that has no telemetry of its own.
     """
@@ -389,7 +373,7 @@ def misses(
             worst = ranks[0]
             yield Miss(text=text[worst], why=why[worst], by_rank=by_rank, worst=worst, inconclusive=inconclusive)
 
-    plain = {rank: by for rank, m in of.items() if (by := _margin(m.value, m.value, limit)) is not None and by < 0}
+    plain = {rank: by for rank, m in of.items() if (by := bound_margin(m.value, m.value, limit)) is not None and by < 0}
     low = {rank: f"{metric.name} {_beyond(metric, of[rank].value, limit)}" for rank in plain}
     if limit.expect_transport is not None and transport is not None and transport not in limit.expect_transport:
         expected = " or ".join(limit.expect_transport)
@@ -432,7 +416,8 @@ def interval_text(measured: Measurement) -> str:
     return f"its 95 % interval is {low.removesuffix(measured.unit).rstrip()} to {high}"
 
 
-def _margin(low: float, high: float, limit: Limit) -> float | None:
+def bound_margin(low: float, high: float, limit: JudgedLimit) -> float | None:
+    """Return the distance of an interval from the nearer bound as a share of it; of a bound of zero the distance."""
     margins = []
     if limit.min is not None:
         margins.append((low - limit.min) / (limit.min or 1.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
@@ -71,14 +72,10 @@ def finding(kind: Kind, code: str, gpu: Identity | str, found: str, *, allowed: 
     return Finding(code=code, kind=kind, gpu=who, found=found, allowed=allowed, remedy=remedy)
 
 
-def hardware(code: str, gpu: Identity | str, found: str, *, allowed: str, remedy: str) -> Finding:
-    """Return a finding of the kind "hardware"."""
-    return finding("hardware", code, gpu, found, allowed=allowed, remedy=remedy)
-
-
-def environment(code: str, gpu: Identity | str, found: str, *, allowed: str, remedy: str) -> Finding:
-    """Return a finding of the kind "environment"."""
-    return finding("environment", code, gpu, found, allowed=allowed, remedy=remedy)
+hardware = partial(finding, "hardware")
+"""Return a finding of the kind "hardware"."""
+environment = partial(finding, "environment")
+"""Return a finding of the kind "environment"."""
 
 
 def note(code: str, gpu: Identity | str, found: str, *, allowed: str = "anything", remedy: str = "nothing") -> Finding:

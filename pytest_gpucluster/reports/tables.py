@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.judged import JudgedMetric
-from pytest_gpucluster.judge.misses import most_throttled
+from pytest_gpucluster.judge.misses import bound_margin, most_throttled
 from pytest_gpucluster.metrics.time_budget import PARTS, in_words
 from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.reports.summary import Row, margin_ratio, worst_first
@@ -305,12 +305,7 @@ def _distance(judged: JudgedMetric, value: float, interval: tuple[float, float] 
     low, high = interval or (value, value)
     if judged.limit is None or not math.isfinite(low) or not math.isfinite(high):
         return None
-    distances = []
-    if judged.limit.min is not None:
-        distances.append((low - judged.limit.min) / (judged.limit.min or 1.0))
-    if judged.limit.max is not None:
-        distances.append((judged.limit.max - high) / (judged.limit.max or 1.0))
-    return min(distances, default=None)
+    return bound_margin(low, high, judged.limit)
 
 
 def _has_ratio(judged: JudgedMetric) -> bool:

@@ -23,7 +23,6 @@ from pytest_gpucluster.agreement.store import Stores, connect, start_store
 from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, LaunchError, OptionError, UsageProblem
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.journal import next_in_series
 from pytest_gpucluster.journal.run_directory import new_run_directory
 from pytest_gpucluster.journal.test_record import now
 from pytest_gpucluster.journal.verdict import BeginNote, write_note
@@ -161,11 +160,10 @@ class Startup:
 
     def _start_recorder(self) -> None:
         report_dir = options.report_directory(self._run.config, self._run.environ)
-        series = next_in_series(report_dir)
         self._run.directory = new_run_directory(report_dir)
         self._run.junit_path = self._run.junit_path or self._run.directory / "junit.xml"
         self._run.recorder = Recorder.start(self._run.directory, self._run.junit_path)
-        self._run.send({**self._first_line(), **series})
+        self._run.send(self._first_line())
         begun = BeginNote(
             launcher=self._run.launcher, directory=str(self._run.directory.resolve()), recorder=self._run.recorder.pid
         )

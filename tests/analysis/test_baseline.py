@@ -166,10 +166,9 @@ def measuring(project: Project):
 
 def test_a_session_is_compared_with_the_latest_one_and_fails_what_is_worse(measuring):
     first = measuring(200)
-    assert (first.exit, first.journal.run.number) == (0, 1)
+    assert first.exit == 0
     left = measuring(198, "--gpucluster-baseline=gpucluster-report")
     assert left.exit == 0
-    assert (left.journal.run.series, left.journal.run.number) == (first.journal.run.series, 2)
     assert re.search("baseline .*3 %", left.journal.reason)
     assert dict(left.journal.results[0].properties)["baseline[matmul.fp32.tflops{n=256}]"].startswith("worse: ")
     assert measuring(150, "--gpucluster-baseline=gpucluster-report", "--gpucluster-baseline-fail=30%").exit == 0

@@ -77,14 +77,14 @@ def test_values_are_kept_as_written_with_their_place(tmp_path: Path) -> None:
 
 def test_a_profile_says_what_differs_and_inherits_the_rest(tmp_path: Path) -> None:
     text = (
-        COMPLETE + "  full: {inherits: quick, health: {mig: on}}\n  quick:\n    inherits: cpu\n    hbm: {sizes: 1 GB}\n"
+        COMPLETE + "  quick:\n    inherits: cpu\n    hbm: {sizes: 1 GB}\n  full: {inherits: quick, health: {mig: on}}\n"
     )
     full = read(tmp_path, text, "full")
     assert full.workload.hbm.sizes_bytes == (10**9,)
     assert full.workload.hbm.sampling == full.workload.matmul.sampling
     assert (full.workload.health.mig, full.workload.health.product_size) == ("on", 64)
-    assert full.record.origins["health.mig"] == f"my.yaml:{NEXT}:41"
-    assert full.record.origins["hbm.sizes"] == f"my.yaml:{NEXT + 3}:18"
+    assert full.record.origins["health.mig"] == f"my.yaml:{NEXT + 3}:41"
+    assert full.record.origins["hbm.sizes"] == f"my.yaml:{NEXT + 2}:18"
     assert full.record.origins["matmul.sizes"] == "my.yaml:4:21"
     assert read(tmp_path, text, "cpu").workload.health.mig == "off"
 

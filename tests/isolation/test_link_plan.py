@@ -6,9 +6,7 @@ from simulated_fabric import everything, places
 from pytest_gpucluster.isolation.round_robin import (
     Round,
     across_nodes,
-    one_at_a_time,
     pair,
-    predicted_seconds,
     rail_by_rail,
     within_node,
 )
@@ -53,12 +51,6 @@ def test_1024_gpus_take_127_rounds_of_512_pairs_and_about_a_minute() -> None:
     assert {len(round_) for round_ in rounds} == {512}
     assert_disjoint(rounds)
     assert len(set(everything(rounds))) == 128 * 127 // 2 * 8
-    assert predicted_seconds(rounds, 0.5) == 63.5
-
-
-def test_suspects_of_a_node_meet_alone_and_the_first_ones_first() -> None:
-    assert one_at_a_time([(3, 4), (0, 1), (0, 2)], max_rounds=2) == (((3, 4),), ((0, 1),))
-    assert one_at_a_time([(3, 4)], max_rounds=0) == ()
 
 
 def test_suspects_across_nodes_meet_again_with_one_rail_at_a_time() -> None:

@@ -283,23 +283,6 @@ def test_two_runs_in_one_second_have_their_own_folders(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "reports")) == [*names, "latest"]
 
 
-def test_runs_of_one_report_directory_are_numbered_one_after_the_other(tmp_path):
-    def begin():
-        series = journal.next_in_series(tmp_path)
-        folder = run_directory_module.new_run_directory(tmp_path)
-        written(folder / "journal.jsonl", {**RUN, **series})
-        return folder, series
-
-    first, second, third = begin(), begin(), begin()
-    assert [found["number"] for _, found in (first, second, third)] == [1, 2, 3]
-    assert len({found["series"] for _, found in (first, second, third)}) == 1
-    assert journal.next_in_series(tmp_path / "elsewhere")["series"] not in ("", first[1]["series"])
-    for content in (b"", b"{}\n", journal.encode(RUN)):  # killed at once, something else, an earlier version's
-        (third[0] / "journal.jsonl").write_bytes(content)
-        assert journal.next_in_series(tmp_path)["number"] == 1
-        assert journal.next_in_series(tmp_path)["series"] != first[1]["series"]
-
-
 def test_a_real_folder_named_latest_does_not_stop_a_run(tmp_path):
     (tmp_path / "latest").mkdir()
     directory = run_directory_module.new_run_directory(tmp_path)

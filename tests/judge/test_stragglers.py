@@ -9,7 +9,7 @@ from each import of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpucluster.judge.misses import straggler_ratio, straggler_ratios
+from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics.catalogue import Better
 
 VALUES = st.dictionaries(st.integers(0, 63), st.floats(0, 1e12), min_size=2, max_size=24)
@@ -44,7 +44,6 @@ def test_the_ratio_is_that_of_the_median_of_a_list_without_the_rank(values: dict
     found = straggler_ratios(values, better)
     for rank, value in values.items():
         others = statistics.median([other for key, other in values.items() if key != rank])
-        assert straggler_ratio(values, rank, better) == found[rank]
         if value > 0 and others > 0:
             assert found[rank] == pytest.approx(value / others if better == "higher" else others / value)
 
