@@ -10,20 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """Statistics of a series of samples, all in the samples' unit."""
-
-    count: int
-    minimum: float
-    p50: float
-    p99: float
-    maximum: float
-    mad: float
 
 
 def median(samples: Sequence[float]) -> float:
@@ -152,18 +139,3 @@ def mad(samples: Sequence[float]) -> float:
     """
     centre = median(samples)
     return median([abs(sample - centre) for sample in samples])
-
-
-def summary(samples: Sequence[float]) -> Summary:
-    """Summarise the samples.
-
-    Raises: ValueError if there are none.
-    """
-    return Summary(
-        count=len(samples),
-        minimum=percentile(samples, 0),
-        p50=median(samples),
-        p99=percentile(samples, 99),
-        maximum=percentile(samples, 100),
-        mad=mad(samples),
-    )
