@@ -94,7 +94,7 @@ def given(settings, reference_curve):
 @pytest.fixture
 def train(cluster, settings, reference_curve, artifacts, progress, measure, peak_tflops, record_property):
     """Train, record every condition as a measurement, and leave the loss curve in the test's folder."""
-    from pytest_gpucluster.benchmarks.lora.convergence import converge, figures_of
+    from pytest_gpucluster.benchmarks.lora.convergence import converge, figures_of, write_tensorboard
     from pytest_gpucluster.benchmarks.lora.experiment import recipe_of
 
     def train(sizes, base, data):
@@ -119,7 +119,7 @@ def train(cluster, settings, reference_curve, artifacts, progress, measure, peak
         )
         if cluster.rank % ranks == 0:
             result.curve.write_csv(artifacts / f"curve-{group}.csv")
-            result.curve.write_tensorboard(artifacts / f"tensorboard-{group}")
+            write_tensorboard(result.curve, artifacts / f"tensorboard-{group}")
         for name, text in (("base", base.origin), ("data", data.origin), ("notes", "; ".join(result.notes))):
             record_property(f"lora.{name}", text or "none")
         for one in figures_of(result, peak_tflops=peak_tflops):

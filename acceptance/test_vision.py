@@ -40,8 +40,6 @@ def train(cluster, workload, telemetry, measure):
             sampling=sizes.sampling,
             during=window,
         )
-        if result is None:
-            return  # another rank reports why
         labels = {
             "model": model,
             "data": result.data,

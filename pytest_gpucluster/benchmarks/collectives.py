@@ -36,12 +36,12 @@ from pytest_gpucluster.benchmarks.collective_payload import (
     needed_bytes,
     source_of,
 )
-from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.group import Ranks, Samples
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
 from pytest_gpucluster.device.backends import clock_for
 from pytest_gpucluster.device.clock import RESOLUTION_SECONDS, Clock
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
+from pytest_gpucluster.metrics.sampling import Sampling, Series, series
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 from pytest_gpucluster.metrics.units import require_one_of, show
 
@@ -290,7 +290,9 @@ class _Measurement:
             with counted(WARM_UP):
                 plan = self._warm_up(sampling, now)
             with counted(MEASURING), during:
-                samples, spent = self._samples(plan, sampling, now)
+                samples, begin = Samples(self._ranks, sampling), now()
+                while samples.wants_more(now() - begin):
+                    samples.of_ranks.append(self._sample(plan))
         except InconclusiveMeasurement:
             self._raise_defect()  # it matters more, and may be the cause
             raise
@@ -298,11 +300,6 @@ class _Measurement:
             self._window_defect = self._window_defect or self._payload.defect()
         self._verify()
         self._raise_defect()
-        slowest = series((max(times) for times in samples), sampling, spent_seconds=spent)
-        mine, mean = (
-            series(times_of, sampling, spent_seconds=spent).decided_by(slowest)
-            for times_of in ([times[dist.get_rank(self._group)] for times in samples], map(statistics.fmean, samples))
-        )
         return CollectiveResult(
             collective=self._payload.shape.collective,
             payload_bytes=self._payload.shape.payload_bytes,
@@ -310,9 +307,9 @@ class _Measurement:
             ranks=self._ranks.count,
             calls_per_window=plan.calls,
             windows_per_sample=plan.windows,
-            latency=mine,
-            slowest_latency=slowest,
-            mean_latency=mean,
+            latency=samples.series(),
+            slowest_latency=samples.worst,
+            mean_latency=samples.series(statistics.fmean),
             verified_elements=self._payload.verified,
             sampling=sampling,
         )
@@ -328,19 +325,6 @@ class _Measurement:
             calls, windows, call_seconds, more = self._ranks.of_first(decision)
             plan = WindowPlan(calls=int(calls), windows=int(windows), call_seconds=call_seconds)
         return plan
-
-    def _samples(
-        self, plan: WindowPlan, sampling: Sampling, now: Callable[[], float]
-    ) -> tuple[list[list[float]], float]:
-        """Return sample after sample, of all ranks each, until the first rank has enough; and the total seconds."""
-        samples: list[list[float]] = []
-        begin, spent, more = now(), 0.0, 1.0
-        while more:
-            samples.append(self._sample(plan))
-            slowest = [max(times) for times in samples]
-            spent = now() - begin
-            spent, more = self._ranks.of_first([spent, wants_more(slowest, spent_seconds=spent, sampling=sampling)])
-        return samples, spent
 
     def _sample(self, plan: WindowPlan) -> list[float]:
         """Return the seconds per call of each rank, over all windows of a sample."""

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.device.clock import Clock
-from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.errors import EnvironmentBroken, PeerGaveUp, WrongResult
+from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
 
 T = TypeVar("T")
 
@@ -64,6 +65,14 @@ class Ranks:
             dist.all_gather_object(everyone, mine, group=self._group)
         return everyone
 
+    def raise_failure(self, failure: Exception | None) -> None:
+        """Raise a rank's failure on that rank, and PeerGaveUp on the others, so that none waits for it."""
+        failed = [index for index, [has] in enumerate(self.gather([failure is not None])) if has]
+        if failure is not None:
+            raise failure
+        if failed:
+            raise PeerGaveUp(f"{self.name(failed[0])} has failed, so no rank goes on: see its own error")
+
     def require_same(self, measured: str, *conditions: object) -> None:
         """Find on all ranks what would let some wait for others that do something else.
 
@@ -111,6 +120,40 @@ class Ranks:
         if self._group is None:
             return f"rank {dist.get_rank() if dist.is_initialized() else 0}"
         return f"rank {dist.get_global_rank(self._group, index)}"
+
+
+class Samples:
+    """Samples of all ranks, taken until the worst rank's are enough: the first rank decides for all.
+
+    Args:
+        ranks: that are measured together.
+        sampling: how long to measure, and the required confidence.
+        worst: selects the worst value of a sample: max of seconds, min of rates.
+
+    Attributes:
+        of_ranks: sample after sample, the value of each rank.
+    """
+
+    def __init__(self, ranks: Ranks, sampling: Sampling, worst: Callable[[Sequence[float]], float] = max) -> None:
+        self._ranks, self._sampling, self._worst, self._spent = ranks, sampling, worst, 0.0
+        self.of_ranks: list[list[float]] = []
+
+    def wants_more(self, spent_seconds: float) -> bool:
+        """Return whether another sample is needed. Collective: every rank must call this, after each sample."""
+        worst = [self._worst(sample) for sample in self.of_ranks]
+        wanted = wants_more(worst, spent_seconds=spent_seconds, sampling=self._sampling)
+        self._spent, more = self._ranks.of_first([spent_seconds, wanted])
+        return bool(more)
+
+    @property
+    def worst(self) -> Series:
+        """The series of the worst rank of each sample: the same on all ranks."""
+        return series(map(self._worst, self.of_ranks), self._sampling, spent_seconds=self._spent)
+
+    def series(self, of: Callable[[list[float]], float] | None = None) -> Series:
+        """Return the series of a value of each sample, by default this rank's. It is as inconclusive as the worst's."""
+        value = of or (lambda sample: sample[self._ranks.index])
+        return series(map(value, self.of_ranks), self._sampling, spent_seconds=self._spent).decided_by(self.worst)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.host_link import TOGETHER, HostLinkResult, HostMemory, check_sizes, host_memory
+from pytest_gpucluster.benchmarks.group import Ranks, Samples
+from pytest_gpucluster.benchmarks.host_link import TOGETHER, HostLinkResult, check_sizes, host_memory
 from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS, HostCopies, words_on_host
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, series, wants_more
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling
 from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted, verified
 from pytest_gpucluster.metrics.units import require_one_of, show_bytes
 
@@ -129,13 +129,20 @@ class _ConcurrentCopies:
     ) -> HostLinkResult:
         name = f"{device}: host link {direction} together, {show_bytes(payload_bytes)}"
         with ExitStack() as stack:
-            host, failure = self._memory(stack, device, direction, payload_bytes, copies, cpus)
-            self._agree(direction, payload_bytes, copies, failure)
-            assert host is not None
+            host, failure = None, None
+            try:
+                words = check_sizes(device, (direction,), payload_bytes, copies)
+                wanted = words_on_host(words, copies, (direction,))
+                host = stack.enter_context(host_memory(device, wanted, cpus=cpus))
+            except (EnvironmentBroken, ValueError) as error:  # the others must know of it before they wait
+                failure = error
+            self._ranks.raise_failure(failure)
+            self._ranks.require_same(f"copies {direction} {copies} x {show_bytes(payload_bytes)}", self._sampling)
+            assert host is not None  # or the failure has been raised
             words = payload_bytes // 8
             work = HostCopies(by, host.words, words, copies, (direction,), name=name)
             try:
-                rates, spent = self._rates(work, payload_bytes, during or nullcontext())
+                rates = self._rates(work, payload_bytes, during or nullcontext())
             except InconclusiveMeasurement:
                 if self._wrong:  # it matters more, and may be the cause
                     raise WrongResult(self._wrong) from None
@@ -143,10 +150,8 @@ class _ConcurrentCopies:
             nodes = host.nodes
         if self._wrong:
             raise WrongResult(self._wrong)
-        slowest = series((min(sample) for sample in rates), self._sampling, spent_seconds=spent)
-        mine = series((sample[self._ranks.index] for sample in rates), self._sampling, spent_seconds=spent)
         return HostLinkResult(
-            bytes_per_second=mine.decided_by(slowest),
+            bytes_per_second=rates.series(),
             directions=(direction,),
             mode=TOGETHER,
             payload_bytes=payload_bytes,
@@ -154,56 +159,17 @@ class _ConcurrentCopies:
             nodes=nodes,
         )
 
-    def _memory(
-        self,
-        stack: ExitStack,
-        device: torch.device,
-        direction: str,
-        payload_bytes: int,
-        copies: int,
-        cpus: frozenset[int] | None,
-    ) -> tuple[HostMemory | None, EnvironmentBroken | ValueError | None]:
-        """Allocate the memory, or return the error: the others must know of it before they wait."""
-        try:
-            words = check_sizes(device, (direction,), payload_bytes, copies)
-            wanted = words_on_host(words, copies, (direction,))
-            return stack.enter_context(host_memory(device, wanted, cpus=cpus)), None
-        except (EnvironmentBroken, ValueError) as error:
-            return None, error
-
-    def _agree(
-        self, direction: str, payload_bytes: int, copies: int, failure: EnvironmentBroken | ValueError | None
-    ) -> None:
-        failed = self._ranks.gather([failure is not None])
-        try:
-            self._ranks.require_same(f"copies {direction} {copies} x {show_bytes(payload_bytes)}", self._sampling)
-        except EnvironmentBroken as error:
-            raise failure or error from error
-        if failure is not None:
-            raise failure
-        lacking = [self._ranks.name(index) for index, [its] in enumerate(failed) if its]
-        if lacking:
-            raise EnvironmentBroken(
-                f"host links together: {lacking[0]} could not allocate the memory that it needs, so no rank measures; "
-                "see its own error"
-            )
-
-    def _rates(
-        self, work: HostCopies, payload_bytes: int, during: AbstractContextManager[object]
-    ) -> tuple[list[list[float]], float]:
-        """Return sample after sample, of each rank its bytes a second; and the seconds of all."""
+    def _rates(self, work: HostCopies, payload_bytes: int, during: AbstractContextManager[object]) -> Samples:
+        """Return the bytes a second of each rank."""
         with counted(WARM_UP):
             plan = self._warm_up(work)
-        rates: list[list[float]] = []
-        spent, more = 0.0, 1.0
+        rates, spent = Samples(self._ranks, self._sampling, worst=min), 0.0
         with counted(MEASURING), during:
-            while more:
+            while rates.wants_more(spent):
                 common = sum(map(max, self._sample(work, plan)))
                 spent += common
-                rates.append([plan.windows * count * payload_bytes / common for count in plan.copies])
-                slowest = [min(sample) for sample in rates]
-                [more] = self._ranks.of_first([wants_more(slowest, spent_seconds=spent, sampling=self._sampling)])
-        return rates, spent
+                rates.of_ranks.append([plan.windows * count * payload_bytes / common for count in plan.copies])
+        return rates
 
     def _warm_up(self, work: HostCopies) -> Plan:
         """Copy until the time is up; return the plan of all ranks."""

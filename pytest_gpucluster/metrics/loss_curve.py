@@ -1,17 +1,14 @@
-"""The loss curve of a training run, and its files: CSV to be read by anything, event files for TensorBoard."""
+"""The loss curve of a training run, and its file: CSV to be read by anything."""
 
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from pytest_gpucluster.errors import CurveError
 
@@ -79,31 +76,6 @@ class Curve:
                 values = [repr(float(getattr(points[step], name))) for name in _VALUES] if step in points else []
                 values = values or [""] * len(_VALUES)
                 writer.writerow([step, *values, repr(float(held_out[step])) if step in held_out else ""])
-
-    def write_tensorboard(self, folder: Path) -> bool:
-        """Write the curve as a TensorBoard event file. Return False where tensorboard is not installed.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        if importlib.util.find_spec("tensorboard") is None:
-            return False
-        # tensorboard's own writer, and not torch's around it: this module needs no torch.
-        event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
-        summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
-        files: Any = importlib.import_module("tensorboard.summary.writer.event_file_writer")
-        folder.mkdir(parents=True, exist_ok=True)
-        writer = files.EventFileWriter(str(folder))
-        try:
-            now = time.time()
-            scalars = [(name, point.step, getattr(point, name)) for point in self.points for name in _VALUES]
-            scalars += [(_HELD_OUT, step, loss) for step, loss in self.held_out]
-            for tag, step, value in scalars:
-                scalar = summary.Summary.Value(tag=f"lora/{tag}", simple_value=value)
-                writer.add_event(event.Event(wall_time=now, step=step, summary=summary.Summary(value=[scalar])))
-        finally:
-            writer.close()
-        return True
 
 
 _COLUMNS = tuple(each.name for each in fields(Point))

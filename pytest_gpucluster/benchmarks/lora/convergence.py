@@ -8,6 +8,7 @@ again. Each figure is a condition or a recorded value of its own.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
 from pytest_gpucluster.benchmarks.memory_budget import memory_released, releases_memory
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.training.fingerprint import relative
+from pytest_gpucluster.benchmarks.training.parity import Parity
 from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.products import deterministic, numerics
@@ -43,28 +45,6 @@ LAST = 10
 """Steps at the end whose mean loss is the final one. Source: acceptance of 2 nodes x 8 H100 SXM 80GB."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parity:
-    """The largest relative differences between steps of all ranks and the same steps of one rank. NaN: a step was not
-    finite, so nothing was compared.
-
-    Attributes:
-        loss_error: of the losses.
-        gradient_error: of the gradients' norms before clipping.
-        finite: steps whose losses and norm are finite on this rank; ``taken`` if all are.
-        taken: steps, of all ranks and of the single rank.
-        steps: steps of all ranks.
-        all_finite: whether the steps of all ranks were finite on all of them, and those of the single rank on this one.
-    """
-
-    loss_error: float
-    gradient_error: float
-    finite: int
-    taken: int
-    steps: int
-    all_finite: bool
-
-
 def check_parity(
     group: dist.ProcessGroup,
     alone: dist.ProcessGroup,
@@ -72,7 +52,7 @@ def check_parity(
     base: Base,
     recipe: Recipe,
     packed: Packed,
-) -> Parity:
+) -> tuple[Parity, list[Step]]:
     """Take the steps of a recipe on all ranks of a group, and then on each rank alone, and compare them.
 
     Without it a training that learns less than it should passes: AdamW hides a wrong scale of the gradients, and a loss
@@ -81,6 +61,9 @@ def check_parity(
     Collective: every rank of the group must call this, with the same arguments.
 
     Args: as of :func:`converge`; the recipe is without dropout, as ``Recipe.compared`` makes it.
+
+    Returns: the differences, NaN where a step was not finite and none where not even those of all ranks were; and the
+        steps of all ranks, with those of this rank alone.
 
     Raises: as ``Trainer``.
     """
@@ -92,18 +75,15 @@ def check_parity(
     group_steps = run(group, None)
     alone_steps = run(alone, Components()) if group_steps[-1].all_finite else []
     taken = [*group_steps, *alone_steps]
-    compared = taken[-1].all_finite
-    pairs = list(zip(group_steps, alone_steps, strict=True)) if compared else []
-    return Parity(
-        loss_error=max((relative(one.loss, other.loss) for one, other in pairs), default=math.nan),
-        gradient_error=max(
-            (relative(one.gradient_norm, other.gradient_norm) for one, other in pairs), default=math.nan
-        ),
-        finite=sum(step.finite for step in taken),
-        taken=len(taken),
-        steps=len(group_steps),
-        all_finite=compared,
-    )
+    parity = Parity(losses=[step.loss for step in group_steps], global_batch=recipe.global_batch)
+    if alone_steps:
+        finite = taken[-1].all_finite
+        pairs = list(zip(group_steps, alone_steps, strict=True)) if finite else []
+        parity.loss_errors = [relative(one.loss, other.loss) for one, other in pairs] or [math.nan]
+        parity.gradient_errors = [relative(one.gradient_norm, other.gradient_norm) for one, other in pairs] or [
+            math.nan
+        ]
+    return parity, taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,14 +209,14 @@ class _Run:
         self._points: list[Point] = []
         self._held_out: list[tuple[int, float]] = []
         self._notes: list[str] = []
-        self._finite = self._taken = 0
+        self._taken: list[Step] = []
 
     def converge(self, folder: Path, final: Path, resume: bool, reference: ReferenceCurve | None) -> Convergence:
         found = dict[str, Parity]()
         for precision in self._sizes.parity_precisions:
             with counted(VERIFYING):
                 found[precision] = self._parity(precision)
-        if not self._on_all_ranks(all(parity.all_finite for parity in found.values())):
+        if not self._on_all_ranks(not any(math.isnan(parity.loss) for parity in found.values())):
             return self._convergence(found)
         newest = self._newest(folder)
         if newest is None and resume:
@@ -279,8 +259,8 @@ class _Run:
         batch = -(-sizes.parity_batch // ranks) * ranks
         recipe = self._recipe.compared(steps=sizes.parity_steps, global_batch=batch, precision=precision)
         packed = trainable_blocks(self._data.train, sizes.parity_sequence)
-        found = check_parity(self._group, self._alone, self._device, self._base, recipe, packed)
-        self._count(found.finite, found.taken)
+        found, steps = check_parity(self._group, self._alone, self._device, self._base, recipe, packed)
+        self._taken += steps
         return found
 
     def _train(self, folder: Path, final: Path, newest: Path | None, reference: ReferenceCurve | None) -> _Trained:
@@ -304,7 +284,7 @@ class _Run:
                 self._progress(step.step, self._recipe.steps, loss=step.loss, tokens_per_second=rate)
 
         steps = trainer.steps(self._recipe.steps, first=done + 1, on_step=on_step)
-        self._count(sum(step.finite for step in steps), len(steps))
+        self._taken += steps
         if not steps[-1].all_finite:
             self._points.append(_point(steps[-1]))
         else:
@@ -337,7 +317,7 @@ class _Run:
         start = int(trainer.load(newest)["step"]) if newest is not None else 0
         before = {step.step: step for step in trained.steps}
         again = trainer.steps(self._recipe.steps, first=start + 1)
-        self._count(sum(step.finite for step in again), len(again))
+        self._taken += again
         pairs = [(step, before[step.step]) for step in again]
         same = sum(one.weights == other.weights for one, other in pairs)
         error = max(relative(one.loss, other.loss) for one, other in pairs)
@@ -393,10 +373,6 @@ class _Run:
         losses = self._everyone.gather([point.loss for point in self._points])
         return max(relative(point.loss, other) for point, other in zip(self._points, losses[0], strict=True))
 
-    def _count(self, finite: int, taken: int) -> None:
-        self._finite += finite
-        self._taken += taken
-
     def _curve(self) -> Curve:
         return Curve(points=tuple(self._points), held_out=tuple(self._held_out), context=self._context)
 
@@ -412,7 +388,7 @@ class _Run:
         if trained is not None:
             rate = steady_rate([trained.steps, again], trained.tokens_of_rank, self._sizes.tolerance_ratio)
         return Convergence(
-            finite_steps=self._finite / self._taken if self._taken else math.nan,
+            finite_steps=sum(step.finite for step in self._taken) / len(self._taken) if self._taken else math.nan,
             parity=parity,
             curve=self._curve(),
             result=result,
@@ -431,6 +407,23 @@ def _point(step: Step) -> Point:
     return Point(**{one.name: getattr(step, one.name) for one in fields(Point)})
 
 
+def write_tensorboard(curve: Curve, folder: Path) -> bool:
+    """Write a curve as a TensorBoard event file. Return False where tensorboard is not installed.
+
+    Raises: OSError if it cannot be written.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        return False
+    from torch.utils.tensorboard import SummaryWriter
+
+    scalars = [(one.name, point.step, getattr(point, one.name)) for point in curve.points for one in fields(Point)[1:]]
+    scalars += [("held_out_loss", step, loss) for step, loss in curve.held_out]
+    with SummaryWriter(str(folder)) as writer:
+        for name, step, value in scalars:
+            writer.add_scalar(f"lora/{name}", value, step)
+    return True
+
+
 def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Figure]:
     """Yield the figures of a training.
 
@@ -447,10 +440,10 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
     }
     yield Figure(metric="lora.finite_steps", value=found.finite_steps, unit="ratio", labels=labels)
     for precision, parity in found.parity.items():
-        if parity.taken > parity.steps:  # else not even all ranks together were finite
-            compared = {"model": context["model"], "precision": precision, "steps": str(parity.steps)}
-            yield Figure(metric="lora.loss_error", value=parity.loss_error, unit="ratio", labels=compared)
-            yield Figure(metric="lora.gradient_error", value=parity.gradient_error, unit="ratio", labels=compared)
+        if parity.loss_errors:  # else not even all ranks together were finite
+            compared = {"model": context["model"], "precision": precision, "steps": str(len(parity.losses))}
+            yield Figure(metric="lora.loss_error", value=parity.loss, unit="ratio", labels=compared)
+            yield Figure(metric="lora.gradient_error", value=parity.gradient, unit="ratio", labels=compared)
     if found.result is None:
         return
     for name, value in found.result.items():

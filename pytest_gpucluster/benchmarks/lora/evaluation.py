@@ -200,38 +200,39 @@ def _write(
 
 def _tokens(model: Any, prompts: Sequence[list[int]], device: torch.device, most: int, end: int) -> Iterator[list[int]]:
     """Yield the likeliest tokens after each prompt, up to the end token."""
+    from transformers import GenerationConfig, LogitsProcessorList
+
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), end)
     mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
     for place, prompt in enumerate(prompts):
         ids[place, longest - len(prompt) :] = torch.tensor(prompt)
         mask[place, longest - len(prompt) :] = 1
-    ids, mask = ids.to(device), mask.to(device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
-    written: list[torch.Tensor] = []
-    cache = None
-    while len(written) < most and not bool(done.all()):
-        found = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits, cache = found.logits[:, -1], found.past_key_values
-        finite &= logits.isfinite().all()
-        following = logits.argmax(-1).masked_fill(done, end)
-        written.append(following)
-        done |= following == end
-        ids = following[:, None]
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        positions = positions[:, -1:] + 1
+
+    def check(_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        finite.logical_and_(logits.isfinite().all())
+        return logits
+
+    # Each setting that changes a token is given: an omitted one would be that of the model's own file.
+    greedy = GenerationConfig(  # type: ignore[no-untyped-call]  # transformers leaves it so
+        max_new_tokens=most,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+    found = model.generate(
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        generation_config=greedy,
+        logits_processor=LogitsProcessorList([check]),
+    )
     if not bool(finite):
         raise WrongResult("the model's logits are not finite: its weights are broken")
-    for tokens in torch.stack(written, dim=1).tolist():
+    for tokens in found[:, longest:].tolist():
         yield tokens[: tokens.index(end)] if end in tokens else tokens
 
 

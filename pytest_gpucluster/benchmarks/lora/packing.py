@@ -85,13 +85,13 @@ class Statistics:
         longest: tokens of the longest row.
     """
 
-    rows: int
-    tokens: int
-    loss_tokens: int
-    dropped: int
-    blocks: int
-    loss_targets: int
-    longest: int
+    rows: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    dropped: int = 0
+    blocks: int = 0
+    loss_targets: int = 0
+    longest: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

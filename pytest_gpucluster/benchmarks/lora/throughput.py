@@ -144,20 +144,8 @@ def random_blocks(count: int, sequence: int, vocab: int, seed: int) -> Packed:
     """Return blocks of random tokens, all of which count in the loss."""
     random = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab, (count, sequence + 1), generator=random)
-    total = count * (sequence + 1)
-    return Packed(
-        tokens=tokens,
-        loss_mask=torch.ones(count, sequence, dtype=torch.bool),
-        statistics=Statistics(
-            rows=0,
-            tokens=total,
-            loss_tokens=total,
-            dropped=0,
-            blocks=count,
-            loss_targets=count * sequence,
-            longest=sequence + 1,
-        ),
-    )
+    loss_mask = torch.ones(count, sequence, dtype=torch.bool)
+    return Packed(tokens=tokens, loss_mask=loss_mask, statistics=Statistics())
 
 
 _PER_TFLOPS = 1e12

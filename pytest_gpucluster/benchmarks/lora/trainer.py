@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
 from pytest_gpucluster.benchmarks.lora.dataset import Row
@@ -27,7 +27,7 @@ from pytest_gpucluster.benchmarks.lora.packing import Packed, global_batch, shar
 from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, cosine, seed_of_step
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
-from pytest_gpucluster.benchmarks.training.sharding import POLICIES, local, mesh_of
+from pytest_gpucluster.benchmarks.training.sharding import local, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import BETAS, clip_gradients, optimizer_step, without_gradient_sync
 from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler
 from pytest_gpucluster.device.backends import clock_for
@@ -123,10 +123,7 @@ def fully_sharded(model: MaskedLoss, group: dist.ProcessGroup, device: torch.dev
 
     Collective: every rank of the group must call this.
     """
-    mesh = mesh_of(group, device)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=POLICIES[precision])
-    fully_shard(model, mesh=mesh, mp_policy=POLICIES[precision], reshard_after_forward=False)
+    shard(model, mesh_of(group, device), precision=precision)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
+Model = TypeVar("Model", bound=nn.Module)
+
 # Inputs are not cast: the rotary angles stay fp32, and the tokens are no floats.
 POLICIES = {
     "fp32": MixedPrecisionPolicy(cast_forward_inputs=False),
@@ -39,13 +42,13 @@ def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def shard(
-    model: Decoder,
+    model: Model,
     mesh: DeviceMesh,
     *,
     precision: str = "bf16",
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
-) -> Decoder:
+) -> Model:
     """Shard each block of a decoder, then the root: embedding, last norm and head. Done in place.
 
     Collective: every rank of the mesh must call this. FSDP2 broadcasts no weights: each rank keeps its part of its own
@@ -54,7 +57,7 @@ def shard(
     Recomputing and compiling of blocks, if wanted, come before this.
 
     Args:
-        model: fp32 weights; on the meta device, or made the same on every rank.
+        model: a decoder, or another with ``blocks``; on the meta device, or made the same on every rank.
         mesh: of one dimension; one rank is enough.
         precision: one of ``POLICIES``.
         cpu_offload: keep weights, gradients and the optimizer's moments in the host's memory. Weights are copied to
@@ -70,7 +73,7 @@ def shard(
         raise ValueError(f"precision is one of {', '.join(POLICIES)}, not {precision!r}")
     # Pinned memory needs a GPU to pin it for.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    for block in model.blocks:
+    for block in cast(Any, model).blocks:
         fully_shard(
             block,
             mesh=mesh,

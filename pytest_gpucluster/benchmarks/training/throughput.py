@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS
-from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.group import Ranks, Samples
 from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
 from pytest_gpucluster.benchmarks.training.model import Decoder, make_decoder, missing_flash_attention, on_meta
@@ -42,7 +42,7 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import (
 from pytest_gpucluster.device.backends import clock_for
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
-from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series
 from pytest_gpucluster.metrics.stats import median, percentile
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 
@@ -266,8 +266,7 @@ class SteadySteps:
         show: Callable[[int, float], None] = lambda count, seconds: None,
     ) -> None:
         self._ranks, self._take, self._sampling, self._show = ranks, take, sampling, show
-        self._times: list[list[float]] = []
-        self._spent = 0.0
+        self._samples, self._spent = Samples(ranks, sampling), 0.0
 
     def warm_up(self) -> int:
         """Take steps until the time is up; return how many to take next."""
@@ -288,22 +287,19 @@ class SteadySteps:
         while more:
             mine = self._take(count)
             of_ranks = self._on_all(mine)
-            self._times += [list(of_step) for of_step in zip(*of_ranks, strict=True)]
+            self._samples.of_ranks += [list(of_step) for of_step in zip(*of_ranks, strict=True)]
             self._spent += sum(of_ranks[0])
-            slowest = [max(of_step) for of_step in self._times]
             left = self._sampling.at_most_seconds - self._spent
             wanted = min(BATCH_SECONDS, max(self._sampling.window_seconds, left))
-            more = wants_more(slowest, spent_seconds=self._spent, sampling=self._sampling)
-            of_first = self._ranks.of_first([more, _steps_in(wanted, median(slowest))])
-            more, count = bool(of_first[0]), int(of_first[1])
+            more = self._samples.wants_more(self._spent)
+            # The same on all ranks, for all have the times of all.
+            count = _steps_in(wanted, median([max(of_step) for of_step in self._samples.of_ranks]))
             self._show(count if more else 0, median(mine))
 
     @property
     def seconds(self) -> Series:
         """The sampled steps of this rank. It is as inconclusive as the slowest rank's."""
-        mine = (of_step[self._ranks.index] for of_step in self._times)
-        slowest = series(map(max, self._times), self._sampling, spent_seconds=self._spent)
-        return series(mine, self._sampling, spent_seconds=self._spent).decided_by(slowest)
+        return self._samples.series()
 
     def rate(self, amount: int) -> Series:
         """The rate of this rank, where each step has this amount of something."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from torch import nn
 from torch.nn import functional
 
 from pytest_gpucluster.benchmarks.blocks import BLOCK_SECONDS
-from pytest_gpucluster.benchmarks.group import Ranks
-from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
+from pytest_gpucluster.benchmarks.group import Ranks, Samples
+from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.training.fingerprint import NOT_REDUCED, fingerprint, weight_defects
 from pytest_gpucluster.benchmarks.training.loader import (
     Batches,
@@ -35,7 +34,7 @@ from pytest_gpucluster.device.backends import clock_for
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics import stats
-from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series, wants_more
+from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 from pytest_gpucluster.metrics.units import require_one_of
 
@@ -159,12 +158,9 @@ def outputs_of(name: str, side: int) -> int:
 LAST_STEPS = 6
 """Their mean is the loss at the end. Source: this suite's rule; the loss of one batch scatters."""
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Return the mean loss: logits of batch x classes, labels of batch."""
-
 
 def class_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of a batch, in fp32 and in nats."""
+    """Return the mean cross entropy of a batch, in fp32 and in nats: logits of batch x classes, labels of batch."""
     return functional.cross_entropy(logits.float(), labels)
 
 
@@ -200,7 +196,7 @@ class Components:
     make: Callable[..., nn.Module] = make_resnet
     replicate: Replicate = replicate
     batches: Callable[..., Batches] = ImageBatches
-    loss: Loss = class_mean
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = class_mean
     update: Update = optimizer_step
     inspect: Inspect = inspect_shared_memory
 
@@ -277,7 +273,7 @@ def image_rate(
     clock: Clock | None = None,
     components: Components | None = None,
     now: Callable[[], float] = time.monotonic,
-) -> ImageRate | None:
+) -> ImageRate:
     """Train a ResNet with DistributedDataParallel, products in bf16 by autocast, channels last, and AdamW.
 
     Collective: every rank of the group must call this, with the same setup, images and sampling.
@@ -285,8 +281,8 @@ def image_rate(
     A step takes the next batch from the loader, copies it to the device, and goes forward, backward and through the
     optimizer. A sample is a block of steps. Time is the device's own: it includes the device's wait for the next batch,
     and that part is returned. After each block the ranks exchange their results, and the first one decides for all
-    whether another is needed, by the slowest rank. So all end together; the ranks at fault raise, and the others
-    return None. At the end the ranks compare their weights.
+    whether another is needed, by the slowest rank. So all end together: the ranks at fault raise, and the others
+    PeerGaveUp. At the end the ranks compare their weights.
 
     Args:
         group: the ranks that take part; None: this rank alone.
@@ -300,13 +296,12 @@ def image_rate(
         components: of the training; by default ``COMPONENTS`` of this module.
         now: the time of day of the first rank, in seconds.
 
-    Returns: the result; None where another rank raises.
-
     Raises:
         WrongResult: on the rank at fault, or on every rank where none can be identified: a loss is not finite, or the
             ranks end with different weights.
         EnvironmentBroken: the images cannot be read, a worker died, or memory is too little, on the device or in
             /dev/shm; the ranks do not train the same.
+        PeerGaveUp: another rank raises.
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         ImportError: transformers is missing.
     """
@@ -314,10 +309,6 @@ def image_rate(
         return _Training(group, device, setup, clock or clock_for(device), components or COMPONENTS, now).run(
             images, node, sampling, during or nullcontext()
         )
-
-
-class _AnotherRankFailed(Exception):
-    """This rank has no defect of its own: another one raises."""
 
 
 @dataclass(eq=False)
@@ -337,29 +328,21 @@ class _Training:
         self._losses: list[float] = []
 
     def run(
-        self,
-        images: Callable[[], Images],
-        node: int,
-        sampling: Sampling,
-        during: AbstractContextManager[object],
-    ) -> ImageRate | None:
+        self, images: Callable[[], Images], node: int, sampling: Sampling, during: AbstractContextManager[object]
+    ) -> ImageRate:
+        opened, setup = self._opened(images, sampling), self._setup
+        sizes = (setup.batch * math.prod(opened.shape), 8 * setup.batch)  # uint8 and int64
+        needed = needed_bytes(sizes, workers=setup.workers, prefetch=setup.prefetch)
+        require_shared_memory(self._ranks, node=node, needed=needed, inspect=self._components.inspect)
+        parameters = self._make(opened)
         try:
-            opened = self._opened(images, sampling)
-            setup = self._setup
-            sizes = (setup.batch * math.prod(opened.shape), 8 * setup.batch)  # uint8 and int64
-            needed = needed_bytes(sizes, workers=setup.workers, prefetch=setup.prefetch)
-            require_shared_memory(self._ranks, node=node, needed=needed, inspect=self._components.inspect)
-            parameters = self._make(opened)
-            try:
-                self._start(opened)
-                rates, waits = self._measure(sampling, during)
-            finally:
-                if self._batches is not None:
-                    self._batches.close()
-            with counted(VERIFYING):
-                self._compare_weights()
-        except _AnotherRankFailed:
-            return None
+            self._start(opened)
+            rates, waits = self._measure(sampling, during)
+        finally:
+            if self._batches is not None:
+                self._batches.close()
+        with counted(VERIFYING):
+            self._compare_weights()
         return ImageRate(
             images_per_second=rates,
             data_wait=waits,
@@ -372,8 +355,8 @@ class _Training:
 
     def _opened(self, images: Callable[[], Images], sampling: Sampling) -> Images:
         """Open the images, and find on all ranks what would let some wait for others."""
-        opened, failure = None, None
-        facts: list[float] = [0, 0, 0]
+        opened: Images | None = None
+        failure: EnvironmentBroken | None = None
         try:
             opened = images()
             height, width, colours = opened.shape
@@ -386,21 +369,14 @@ class _Training:
                 raise EnvironmentBroken(
                     f"the {len(opened)} images have {opened.classes} class, and at least 2 are needed"
                 )
-            facts = [len(opened), zlib.crc32(repr((opened.name, opened.classes, opened.shape)).encode()), 0]
         except EnvironmentBroken as error:
             failure = error
         except OSError as error:
             failure = EnvironmentBroken(f"the images cannot be read: {error}")
-        facts[2] = zlib.crc32(repr((self._setup, sampling)).encode())
-        of_ranks = self._share(failure, facts)
+        self._ranks.raise_failure(failure)
         assert opened is not None  # or the failure has been raised
-        for index, mine in enumerate(of_ranks):
-            if mine != of_ranks[0]:
-                what = "setups" if mine[2] != of_ranks[0][2] else f"images ({mine[0]:.0f} and {of_ranks[0][0]:.0f})"
-                raise EnvironmentBroken(
-                    f"{self._ranks.name(index)} and {self._ranks.name(0)} train with different {what}. Give all nodes "
-                    "the same suite, profile, workload and data"
-                )
+        data = f"trains on {len(opened)} images {opened.name} of {opened.classes} classes"
+        self._ranks.require_same(data, opened.shape, self._setup, sampling)
         return opened
 
     def _make(self, images: Images) -> int:
@@ -410,17 +386,13 @@ class _Training:
         # which classes occur.
         classes = max(CLASSES, images.classes)
         parameters = NETWORKS[setup.network].parameters_with(classes)
-        failure = None
-        try:
-            require_free(
-                self._device,
-                parameters * _STATE_BYTES + setup.batch * outputs_of(setup.network, side) * _OUTPUT_BYTES,
-                f"training a {setup.network} with {setup.batch} images of {side} x {side}",
-                instead=f"choose a smaller batch: --gpucluster-workload vision.batch={max(2, setup.batch // 2)}",
-            )
-        except EnvironmentBroken as error:
-            failure = error
-        self._share(failure, [])
+        require_free_on_all(
+            self._ranks,
+            self._device,
+            parameters * _STATE_BYTES + setup.batch * outputs_of(setup.network, side) * _OUTPUT_BYTES,
+            f"training a {setup.network} with {setup.batch} images of {side} x {side}",
+            instead=f"choose a smaller batch: --gpucluster-workload vision.batch={max(2, setup.batch // 2)}",
+        )
         self._model = self._components.make(setup.network, self._device, classes=classes, seed=0)
         self._replica = self._model
         if self._group is not None:
@@ -447,7 +419,7 @@ class _Training:
             self._take()
         except OSError as error:
             self._failure = EnvironmentBroken(f"the workers of the DataLoader cannot be started: {error}")
-        self._share(self._failure, [])
+        self._ranks.raise_failure(self._failure)
 
     # ---- steps
 
@@ -488,16 +460,16 @@ class _Training:
         values = torch.stack(losses).tolist()
         first_bad = next((step for step, loss in enumerate(values) if not math.isfinite(loss)), steps)
         seconds = sum(regions)
-        of_ranks = self._share(self._failure, [seconds, sum(regions[::2]), first_bad])
+        self._ranks.raise_failure(self._failure)
+        of_ranks = self._ranks.gather([seconds, sum(regions[::2]), first_bad])
         # One rank's NaN is in all ranks' gradients, and so in all losses from the next step on.
         earliest = min(int(mine[2]) for mine in of_ranks)
         if earliest < steps:
-            if first_bad != earliest:
-                raise _AnotherRankFailed
-            raise WrongResult(
-                f"{self._ranks.name(self._ranks.index)} has a loss of {values[earliest]} in step "
-                f"{len(self._losses) + earliest + 1}, and it must be finite. Repeat test_training_step and the "
-                "matmul tests on its GPU"
+            self._raise_defect(
+                f"has a loss of {values[earliest]} in step {len(self._losses) + earliest + 1}, and it must be finite. "
+                "Repeat test_training_step and the matmul tests on its GPU"
+                if first_bad == earliest
+                else ""
             )
         self._losses += values
         stopped = [index for index, mine in enumerate(of_ranks) if not 0 < mine[0] < math.inf]
@@ -511,20 +483,14 @@ class _Training:
     def _measure(self, sampling: Sampling, during: AbstractContextManager[object]) -> tuple[Series, tuple[float, ...]]:
         with counted(WARM_UP):
             steps = self._warm_up(sampling)
-        blocks: list[list[tuple[float, float]]] = []
-        images = steps * self._setup.batch
-        slowest: list[float] = []
-        begin, spent, more = self._now(), 0.0, 1.0
+        rates, begin = Samples(self._ranks, sampling, worst=min), self._now()
+        waits: list[float] = []
         with counted(MEASURING), during:
-            while more:
-                blocks.append(self._block(steps))
-                slowest.append(images / max(blocks[-1])[0])
-                spent = self._now() - begin
-                wanted = len(self._losses) < LEAST_STEPS or wants_more(slowest, spent_seconds=spent, sampling=sampling)
-                spent, more = self._ranks.of_first([spent, wanted])
-        seconds, waits = zip(*(block[self._ranks.index] for block in blocks), strict=True)
-        rates = series((images / mine for mine in seconds), sampling, spent_seconds=spent)
-        return rates.decided_by(series(slowest, sampling, spent_seconds=spent)), waits
+            while rates.wants_more(self._now() - begin) or len(self._losses) < LEAST_STEPS:
+                block = self._block(steps)
+                rates.of_ranks.append([steps * self._setup.batch / seconds for seconds, _ in block])
+                waits.append(block[self._ranks.index][1])
+        return rates.series(), tuple(waits)
 
     def _warm_up(self, sampling: Sampling) -> int:
         """Take steps until the time is up; return the number of steps of a block."""
@@ -540,22 +506,14 @@ class _Training:
 
     # ---- between the ranks
 
-    def _share(self, failure: EnvironmentBroken | None, numbers: list[float]) -> list[list[float]]:
-        """Return every rank's numbers, unless a rank has failed: then it raises, and all others stop."""
-        of_ranks = self._ranks.gather([failure is not None, *numbers])
-        if failure is not None:
-            raise failure
-        if any(failed for failed, *_ in of_ranks):
-            raise _AnotherRankFailed
-        return [mine for _, *mine in of_ranks]
+    def _raise_defect(self, defect: str) -> None:
+        """Raise on the ranks with a defect of their training, and PeerGaveUp on the others."""
+        name = self._ranks.name(self._ranks.index)
+        self._ranks.raise_failure(WrongResult(f"{name} {defect}") if defect else None)
 
     def _compare_weights(self) -> None:
         found = [value for [value] in self._ranks.gather_fingerprints(fingerprint(self._model.parameters()))]
-        defects, me = weight_defects(found, "at the end", NOT_REDUCED), self._ranks.index
-        if me in defects:
-            raise WrongResult(f"{self._ranks.name(me)} {defects[me]}")
-        if defects:
-            raise _AnotherRankFailed
+        self._raise_defect(weight_defects(found, "at the end", NOT_REDUCED).get(self._ranks.index, ""))
 
 
 @contextmanager

@@ -29,30 +29,30 @@ def tokenizer():
 
 
 class Parrot(nn.Module):
-    """Says the text that belongs to the end of its prompt, one token at a time, and then its end token for ever.
-
-    Its cache is what it has been given so far, so that a wrong mask, position or order of tokens shows.
-    """
+    """Says the text that belongs to the end of its prompt, one token at a time, and then its end token for ever."""
 
     def __init__(self, tokenizer, answers, *, ends=True):
         super().__init__()
         self.tokenizer, self.answers, self.ends, self.calls = tokenizer, answers, ends, 0
         self.config = SimpleNamespace(max_position_embeddings=4096)
 
-    def forward(self, *, input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep):
-        self.calls += 1
-        assert not self.training
-        assert (use_cache, logits_to_keep) == (True, 1)
-        before = past_key_values if past_key_values is not None else [[] for _ in input_ids]
-        logits = torch.zeros(len(input_ids), 1, len(self.tokenizer))
-        history = []
-        for place, ids in enumerate(input_ids.tolist()):
-            new = attention_mask[place, -len(ids) :].tolist()
-            kept = [token for token, counts in zip(ids, new, strict=True) if counts]
-            assert position_ids[place, -1] == len(before[place]) + len(kept) - 1
-            history.append(before[place] + kept)
-            logits[place, 0, self.next(history[-1])] = 1.0
-        return SimpleNamespace(logits=logits, past_key_values=history)
+    def generate(self, *, input_ids, attention_mask, generation_config, logits_processor):
+        assert (self.training, generation_config.do_sample) == (False, False)
+        masked = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
+        texts = [[token for token, counts in zip(ids, mask, strict=True) if counts] for ids, mask in masked]
+        for _ in range(generation_config.max_new_tokens):
+            self.calls += 1
+            likely = torch.tensor([self.next(text) for text in texts])
+            logits = self.logits(torch.nn.functional.one_hot(likely, len(self.tokenizer)).float())
+            following = logits_processor(input_ids, logits).argmax(-1)
+            input_ids = torch.cat([input_ids, following[:, None]], dim=1)
+            texts = [[*text, int(token)] for text, token in zip(texts, following, strict=True)]
+            if (following == generation_config.eos_token_id).all():
+                break
+        return input_ids
+
+    def logits(self, right):
+        return right
 
     def next(self, tokens):
         text = self.tokenizer.decode(tokens)
@@ -156,10 +156,9 @@ def test_the_model_keeps_its_mode_also_when_it_fails(tokenizer):
 
 def test_logits_that_are_not_finite_are_a_wrong_result(tokenizer):
     class Broken(Parrot):
-        def forward(self, **given):
-            found = super().forward(**given)
-            found.logits[0, 0, 5] = math.nan
-            return found
+        def logits(self, right):
+            right[0, 5] = math.nan
+            return right
 
     with pytest.raises(WrongResult, match="not finite"):
         ask(tokenizer, Broken(tokenizer, {prompt_of(row(CALL)): f" {CALL}"}), [row(CALL)])

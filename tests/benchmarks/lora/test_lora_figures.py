@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpucluster.benchmarks.lora.convergence import Convergence, Parity, figures_of
+from pytest_gpucluster.benchmarks.lora.convergence import Convergence, figures_of
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore
+from pytest_gpucluster.benchmarks.training.parity import Parity
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.loss_curve import Curve
 from pytest_gpucluster.metrics.sampling import Series
 
-PARITY = Parity(loss_error=1e-7, gradient_error=1e-6, finite=20, taken=20, steps=10, all_finite=True)
+PARITY = Parity(losses=[1.0] * 10, loss_errors=[1e-7], gradient_errors=[1e-6], global_batch=4)
 RESULT = {"final_loss": 0.3, "held_out_loss": 0.6, "held_out_ratio": 0.1} | dict.fromkeys(
     ("moved_adapters", "unchanged_base", "replayed_steps"), 1.0
 )
@@ -59,9 +60,9 @@ def test_a_rate_that_no_rank_knows_is_nan_and_never_left_out():
 
 def test_a_training_that_ended_early_says_only_what_it_knows_and_leaves_no_gap_in_it():
     early = replace(FOUND, result=None, finite_steps=0.0, tokens_per_second=None)
-    broken = replace(PARITY, loss_error=math.nan, gradient_error=math.nan, finite=0, taken=10, all_finite=False)
+    broken = replace(PARITY, loss_errors=[], gradient_errors=[])
     assert values(replace(early, parity={"fp32": broken})) == {"lora.finite_steps": 0.0}
-    found = values(replace(early, parity={"fp32": replace(broken, finite=19, taken=20)}))
+    found = values(replace(early, parity={"fp32": replace(PARITY, loss_errors=[math.nan], gradient_errors=[math.nan])}))
     assert set(found) == {"lora.finite_steps", "lora.loss_error", "lora.gradient_error"}
     assert math.isnan(found["lora.loss_error"])
     assert math.isnan(found["lora.gradient_error"])

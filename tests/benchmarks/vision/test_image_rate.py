@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_looked_at_is_an_error():
 def test_too_little_memory_is_reported_before_anything_is_made(monkeypatch):
     monkeypatch.setattr(Cpu, "free_bytes", lambda device: 10**6)
     made = []
-    message = r"cpu: .* 4 images of 28 x 28 needs 0\.18\d GB.*--gpucluster-workload vision\.batch=2"
+    message = r"rank 0: .* 4 images of 28 x 28 needs 0\.18\d GB.*--gpucluster-workload vision\.batch=2"
     with pytest.raises(EnvironmentBroken, match=message):
         run(components=replace(PARTS, make=lambda *given, **more: made.append(1)))
     assert made == []
