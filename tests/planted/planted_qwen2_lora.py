@@ -171,7 +171,7 @@ LORA_TINY = {
     **dict.fromkeys(("bit", "late", "truncated", "base"), FEW),
     **dict.fromkeys(("interrupted", "resumed", "foreign", "weights"), TRAINED_ONLY),
     "rate": {"calls": 0},
-    "groups": {**FEW, **ALONE},
+    "groups": {**FEW, **ALONE, "steps": 10},  # a final loss is of ten
     "drift": {**FEW, **ALONE},
 }
 WORKLOADS = {fault: {"lora_tiny": sizes} for fault, sizes in LORA_TINY.items()}
