@@ -119,10 +119,8 @@ def rank_correlation(samples: Sequence[float]) -> float:
     if count < 3 or any(map(math.isnan, samples)):
         return 0.0
     ordered = sorted(samples)
-    # Equal samples share the mean of their ranks.
-    off = [
-        (bisect.bisect_left(ordered, sample) + bisect.bisect_right(ordered, sample) - count) / 2 for sample in samples
-    ]
+    # Twice the distance from the middle rank. Equal samples share the mean of their ranks.
+    off = [bisect.bisect_left(ordered, sample) + bisect.bisect_right(ordered, sample) - count for sample in samples]
     spread = sum(each * each for each in off)
     if not spread:
         return 0.0

@@ -307,10 +307,12 @@ def test_one_rank_without_memory_is_named_on_all_ranks():
         from pytest_gpucluster.device.backends import Cpu
         Cpu.free_bytes = lambda device: 1000 if rank == 1 else 10**12
         say(outcome(lambda: measured(Clocked(0.1))))
+        say(outcome(lambda: measure_collective("all_gather", group, device, payload_bytes=4000, sampling=sampling())))
         """,
     )
     assert said[0] == said[1]
     assert said[0][0].startswith("EnvironmentBroken: rank 1: all_reduce of 4000 B fp32 with its verification needs ")
+    assert ["nccl.all_reduce.sizes=" in said[0][0], "nccl.collectives.sizes=" in said[0][1]] == [True, True]
 
 
 def test_a_clock_that_stands_still_on_one_rank_is_inconclusive_on_all():

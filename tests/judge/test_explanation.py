@@ -53,6 +53,9 @@ EXPLAINED: dict[str, dict[str, Any]] = {
     "SW thermal slowdown 70 % of the time, HW slowdown 30 % of the time, 70 degC": seen(
         throttle_share={"hw_slowdown": 0.3, "sw_thermal": 0.7}, slowdown_celsius=100
     ),
+    # The least shares that say anything.
+    "HW slowdown 1 % of the time, 70 degC": seen(throttle_share={"hw_slowdown": LEAST_SHARE}),
+    "board limit 50 % of the time": seen(throttle_share={"board_limit": NOTED_SHARE}),
     "HW power brake 100 % of the time": seen(throttle_share={"hw_power_brake": 1.0}),
     "power limit 98 % of the time (normal under full load)": seen(throttle_share={"sw_power_cap": 0.98}),
     "clocks held by their setting 100 % of the time (nvidia-smi -ac, -lgc)": seen(
@@ -97,7 +100,7 @@ JSON = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from([*HEALTHY, "counters", "lost"]), JSON))
+@given(st.dictionaries(st.sampled_from([*HEALTHY, "counters", "lost", "transport"]), JSON))
 def test_whatever_another_version_sends_breaks_nothing(telemetry: dict[str, Any]) -> None:
     assert isinstance(explanation(telemetry), str)
     assert most_throttled({0: telemetry, 1: HEALTHY}) in (0, 1)
