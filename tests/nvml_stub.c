@@ -73,6 +73,7 @@ int nvmlInitWithFlags(uint flags) {
 int nvmlShutdown(void) { return SUCCESS; }
 const char *nvmlErrorString(int code) { static char text[32]; snprintf(text, sizeof text, "error %d", code); return text; }
 int nvmlSystemGetDriverVersion(char *out, uint length) { return words(0, "driver", out, length); }
+int nvmlSystemGetCudaDriverVersion_v2(int *out) { return number32(0, "cuda", (uint *)out); }
 int nvmlDeviceGetCount_v2(uint *out) { return number32(0, "gpus", out); }
 int nvmlDeviceGetHandleByIndex_v2(uint index, Gpu **out) {
   uint count = 0, code = 0;

@@ -1,7 +1,8 @@
 """NVML's library for tests: nvml_stub.c, compiled for a branch of the driver, below the real nvidia-ml-py.
 
 As a program (``python tests/nvml_stub.py``, in ``Driver.environment``) it prints as JSON what the product reads of each
-GPU and what the health checks find, of one rank on each.
+GPU and what the health checks find, of one rank on each; ``python tests/nvml_stub.py count UUID ANSWERS`` what the
+counters of a GPU say after each of the lists of answers in the JSON was planted, compared with before.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 
 from programs import require_program
 
-from pytest_gpucluster.metrics.finding import decisive
+from pytest_gpucluster.metrics.finding import Identity, decisive
+from pytest_gpucluster.node.health import counters, snapshot
 from pytest_gpucluster.node.health.checks import examine_gpu
-from pytest_gpucluster.node.health.snapshot import Sources, collect
+from pytest_gpucluster.node.health.counters import Sources
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import NvmlGpu, PyNvml
 
@@ -119,6 +121,11 @@ class Driver:
         assert ended.returncode == code, ended.stdout + ended.stderr
         return ended.stdout
 
+    def count(self, uuid: str, plantings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return what has changed of a GPU's counters after each of these plantings, by the product's comparison."""
+        changed: list[dict[str, Any]] = json.loads(self.run(__file__, "count", uuid, json.dumps(plantings)))
+        return changed
+
     def examine(self, *slices: str) -> list[dict[str, Any]]:
         """Return what a rank on each GPU that answers, or on each of these MIG slices, reads, misses and finds."""
         ranks: list[dict[str, Any]] = json.loads(self.run(__file__, *slices))
@@ -142,17 +149,35 @@ def _examine(gpus: Sequence[NvmlGpu], rank: int, nvml: PyNvml) -> dict[str, Any]
         }
         for number, gpu in enumerate(gpus)
     ]
-    sources = Sources(nvml=nvml, kernel_log=lambda: KernelLog(source="dmesg"), unlisted=lambda _: ())
-    snapshot = collect(sources, ranks, rank=rank, sku="H100 SXM", mig="off", load=lambda look: look(), held_bytes=0)
+    quiet = KernelLog(source="dmesg")
+    sources = snapshot.Sources(nvml=nvml, kernel_log=lambda: quiet, unlisted=lambda _: ())
+    look = {"sku": "H100 SXM", "mig": "off", "load": lambda look: look(), "held_bytes": 0}
+    found = snapshot.collect(sources, ranks, rank=rank, **look)
     return {
         "gpu": gpus[rank].index,
-        "values": dict(snapshot.before.values),
-        "missing": {query: missing.kind for query, missing in snapshot.before.missing.items()},
-        "wrong": {one.code: one.kind for one in decisive(examine_gpu(snapshot))},
+        "values": dict(found.before.values),
+        "missing": {query: missing.kind for query, missing in found.before.missing.items()},
+        "wrong": {one.code: one.kind for one in decisive(examine_gpu(found))},
     }
 
 
+def _count(uuid: str, plantings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    file = Path(os.environ["NVML_STUB"])
+    healthy, found = file.read_text(), []
+    sources = Sources(gpu=Identity(host="gpu-00", uuid=uuid), nvml=PyNvml())
+    before = counters.read(sources)
+    for answers in plantings:
+        file.write_text("".join(f"{key} {value}\n" for key, value in answers.items()) + healthy)
+        changes = counters.changes(before, counters.read(sources))
+        faults = [fault.code for fault in changes.faults]
+        found.append({"changed": changes.changed, "faults": faults, "missing": sorted(changes.missing)})
+    return found
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["count"]:
+        print(json.dumps(_count(sys.argv[2], json.loads(sys.argv[3]))))
+        sys.exit()
     _nvml = PyNvml()
     _gpus = [gpu for gpu in map(_nvml.find, sys.argv[1:]) if gpu] or [gpu for gpu in _nvml.gpus() if gpu]
     print(json.dumps([_examine(_gpus, rank, _nvml) for rank in range(len(_gpus))]))

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 from each import of_each
-from nvml_stub import BRANCHES, Driver, uuid
+from nvml_stub import BRANCHES, H100, Driver, uuid
+
+from pytest_gpucluster.node import kernel_log, pci
+from pytest_gpucluster.node.health import telemetry
+from pytest_gpucluster.node.health.telemetry import Link
+from pytest_gpucluster.node.sysfs import Tree
 
 NO_PERMISSION, LOST = "!4", "!15"
 MISSING = {
@@ -67,6 +72,13 @@ def test_each_branch_is_read_as_far_as_it_knows_and_healthy_gpus_have_no_finding
     assert ranks[0]["values"]["fabric"] == {"state": "completed", "status": "success", "health": []}
 
 
+def test_the_newest_cuda_of_a_driver_is_read(folder: Path) -> None:
+    driver = Driver(folder, 580)
+    driver.plant({"cuda": 12080})
+    read = "from pytest_gpucluster.node.nvml import PyNvml; print(PyNvml().cuda_version())"
+    assert driver.run("-c", read) == "12.8\n"
+
+
 def test_each_fault_is_found_on_its_gpu_and_no_other_is_accused(folder: Path) -> None:
     for first in range(0, len(FAULTS), 8):
         driver, faults = Driver(folder, 580), FAULTS[first : first + 8]
@@ -102,7 +114,7 @@ def test_memory_and_processes_of_a_mig_slice_are_its_own_and_the_rest_is_its_gpu
     assert (values["mig.mode"], values["power.draw"]) == (True, 690.0)
 
 
-@of_each("branch", [525, 580])
+@of_each("branch", list(BRANCHES))
 def test_node_info_and_node_watch_read_every_gpu(branch: int, folder: Path) -> None:
     driver = Driver(folder, branch)
     node = ["-m", "pytest_gpucluster", "node"]
@@ -111,13 +123,122 @@ def test_node_info_and_node_watch_read_every_gpu(branch: int, folder: Path) -> N
     assert [gpu["not_available"] for gpu in facts["gpus"]] == 8 * [{}]
     watch = [*node, "watch", "--once", "--interval", "0.2"]
 
-    def power(text: str) -> list[str]:
-        rows = sorted(line.split() for line in text.partition("throttled by\n")[2].splitlines()[:8])
-        assert [row[0] for row in rows] == [*"01234567"]
-        return [row[4].partition("/")[0] for row in rows]
+    def power(text: str) -> dict[str, str]:
+        rows = [line.split() for line in text.partition("throttled by\n")[2].splitlines()[:8]]
+        return {row[0]: row[4].partition("/")[0] for row in rows}
 
-    assert power(driver.run(*watch)) == 8 * ["690"]
+    healthy = {str(gpu): "690" for gpu in range(8)}
+    assert power(driver.run(*watch)) == healthy
     driver.plant({"3.lost": 1})
     text = driver.run(*watch, code=1)
-    assert power(text) == [*3 * ["690"], "-", *4 * ["690"]]
+    assert power(text) == {**healthy, "3": "-"}
+    assert next(iter(power(text))) == "3", "what needs attention comes first"
     assert [line.split()[0] for line in text.splitlines() if line.endswith("LOST")] == ["3"]
+
+
+@of_each("branch", list(BRANCHES))
+def test_the_sampler_process_reads_each_gpu_and_names_one_that_is_lost(
+    branch: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(folder, branch)
+    for name in ("LD_LIBRARY_PATH", "NVML_STUB"):
+        monkeypatch.setenv(name, driver.environment[name])
+    sampler = telemetry.start_sampler()
+
+    def summary(gpu: int, answers: Mapping[str, Any]) -> dict[str, Any]:
+        driver.plant(planted(3, answers))
+        link = Link(sampler.address, uuid(gpu), answer_seconds=30.0)
+        with link.window() as window:
+            pass
+        link.close()
+        return window.summary()
+
+    try:
+        healthy, hot = summary(3, {}), summary(3, {"throttle": 0x40, "clock.1": 1200})
+        lost, other = summary(3, {"lost": 1}), summary(4, {})
+    finally:
+        sampler.close()
+    assert (healthy["sm_clock_mhz"], healthy["power_watts"], healthy["throttle"]) == (3 * [1755], 3 * [690], [])
+    assert (healthy["sm_clock_max_mhz"], healthy["slowdown_celsius"], healthy["not_available"]) == (1980, 89, {})
+    assert (hot["sm_clock_mhz"], hot["throttle"]) == (3 * [1200], ["hw_thermal"])
+    assert lost["lost"]
+    assert lost["not_available"].keys() == telemetry.QUERIES.keys()
+    assert (other["samples"], other.get("lost", ""), other["not_available"]) == (1, "", {})
+
+
+GROWTH: tuple[tuple[Mapping[str, Any], list[str]], ...] = (
+    ({}, []),
+    ({"ecc.uncorrected.volatile": 2}, ["ecc_uncorrected"]),
+    ({"rows.uncorrected": 1}, ["row_remapped"]),
+    ({"rows.failed": 1}, ["row_remap_failed"]),
+    ({"rows.pending": 1}, ["row_remap_pending"]),
+    ({"link.7": 0}, ["nvlink_down"]),
+    ({"link.errors.0.4": 5}, ["nvlink_errors"]),
+    ({"field.230": 1}, ["recovery_action"]),
+    ({"lost": 1}, ["gpu_lost"]),
+    ({"ecc.corrected.volatile": 9}, []),
+    ({"pcie.replays": 9}, []),
+)
+"""Answers of a GPU that were others before a test -> the faults of its counters."""
+
+
+@of_each("branch", list(BRANCHES))
+def test_counters_that_grow_during_a_test_are_faults(branch: int, folder: Path) -> None:
+    driver = Driver(folder, branch)
+    found = driver.count(uuid(3), [planted(3, answers) for answers, _ in GROWTH])
+    old = {"recovery_action"} if branch < 570 else set()  # older branches do not report it
+    assert [one["faults"] for one in found] == [[code for code in codes if code not in old] for _, codes in GROWTH]
+    unknown = MISSING[branch] - {"temperature.margin"} | {"pages.pending"}
+    assert [set(one["missing"]) == unknown for one, (answers, _) in zip(found, GROWTH, strict=True)] == [
+        "lost" not in answers and "link.7" not in answers for answers, _ in GROWTH
+    ]
+
+
+RECORDED = Path(__file__).parents[1] / "data/selftest/cuda-580.159.04-2.11.0-2.28.9"
+"""Recorded in November 2026 in a virtual machine with one H100 SXM, driver 580.159.04: its README in tests/data."""
+OF_THAT_MACHINE: Mapping[str, Any] = {
+    **{key: None for key in H100 if key.startswith(("link", "field.13", "field.147"))},
+    "driver": "580.159.04",
+    "gsp": "580.159.04",
+    "vbios": "96.00.DA.00.0C",
+    "part": "695-2G520-0200-000",
+    "memory.reserved": 503_316_480,
+    "memory.used": 0,
+    "clock.1": 1980,
+    "power": 122_782,
+    "temperature.0": 35,
+    "utilization": 0,
+    "fabric.state": 0,
+    "fabric.mask": 0,
+}
+"""What that GPU has answered otherwise than H100: no NVLink is passed through, and nothing runs on it."""
+
+
+def test_the_answers_of_a_recorded_gpu_are_read_as_they_were_recorded(folder: Path) -> None:
+    driver = Driver(folder, 580, gpus=1)
+    driver.plant(OF_THAT_MACHINE)
+    [rank] = driver.examine()
+    recorded = json.loads((RECORDED / "nvml.json").read_text())["gpus"]["0"]
+    values, missing = rank["values"], rank["missing"]
+    assert {key: value for key, value in recorded["values"].items() if key in values and values[key] != value} == {}
+    assert set(recorded["values"]) - set(values) <= {"clock.memory.max", "memory.free", "nvlink.ends"}
+    assert missing["pages.pending"] == recorded["missing"]["pages.pending"]["kind"]
+    assert rank["wrong"] == {}
+
+
+def test_the_gpu_is_found_among_the_recorded_pci_devices_and_its_node_is_unknown(tmp_path: Path) -> None:
+    tree = Tree(root=tmp_path)
+    for line in (RECORDED / "pci.txt").read_text().splitlines():
+        path, vendor, device, kind, node, *_ = line.split()
+        for name, text in {"vendor": vendor, "device": device, "class": kind, "numa_node": node}.items():
+            file = tmp_path / path.lstrip("/") / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{text}\n")
+    assert pci.gpus_on_bus(tree) == ["0000:00:06.0"]
+    assert tree.numa_node("00000000:00:06.0") is None, "the kernel's -1 is no node"
+
+
+def test_the_recorded_kernel_log_has_no_xid() -> None:
+    lines = (RECORDED / "dmesg-nvrm.txt").read_text().splitlines()
+    assert len(lines) == 3
+    assert list(kernel_log.parse(lines)) == []
