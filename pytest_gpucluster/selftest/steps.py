@@ -164,6 +164,7 @@ def device(context: Context) -> Iterator[Line]:
     agree = abs(own - wall) <= max(0.01 * wall, 2e-3)
     good = own >= least or None if agree else False
     yield line("clock", good, text, f"repeat it on an idle node; if it stays, {SEND}", device_s=own, wall_s=wall)
+    number.add_(1)  # the first one loads the kernel
     by.synchronize()
     begin = time.perf_counter()
     for _ in range(MOST_CALLS):
@@ -316,6 +317,7 @@ def hang(context: Context) -> Iterator[Line]:
             traceback.print_exc()
         times["freed"] = time.monotonic()
 
+    # The store has one client, which does one thing at a time: until the thread has ended nobody else asks it.
     thread = threading.Thread(target=release, daemon=True)
     thread.start()
     ended = "without an error"
