@@ -317,7 +317,7 @@ def hang(context: Context) -> Iterator[Line]:
             traceback.print_exc()
         times["freed"] = time.monotonic()
 
-    # The store has one client, which does one thing at a time: until the thread has ended nobody else asks it.
+    # The store has one client, which does one thing at a time: until the thread has ended, only it asks.
     thread = threading.Thread(target=release, daemon=True)
     thread.start()
     ended = "without an error"
