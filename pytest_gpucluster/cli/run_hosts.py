@@ -91,14 +91,14 @@ def select_nodes(options: argparse.Namespace) -> tuple[tuple[Host, ...], Access]
 
     Raises:
         OptionError: a wrong hosts file, list of nodes or variable.
-        EnvironmentBroken: no ssh, or too many nodes for this process's limit of open files.
+        EnvironmentBroken: there is no ssh.
     """
     for option in options.ssh:
         if not option.startswith("-"):
             raise OptionError(f"--ssh {option}: not an option of ssh; write it as one word: --ssh=-oProxyJump=bastion")
     hosts = select_hosts(read_hosts(options.hosts), options.nodes, options.exclude)
     environ, kept = forwarded_environment(os.environ, options.env)
-    require_ssh(len(hosts))
+    require_ssh()
     if kept:
         show(f"set here, and not forwarded (--env NAME does): {', '.join(kept)}", True)
     return hosts, Access(

@@ -64,7 +64,6 @@ def _kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
         "for the folder of each run, in the pod; on a volume the journals remain",
         default="/tmp/gpucluster-report",
     )
-    add_option(parser, "--keep", "do not delete the Jobs at the end")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +144,6 @@ def _scheduler(options: argparse.Namespace, gpus: int) -> Scheduler:
         wanted=options.nodes,
         selector=options.selector,
         report_dir=options.pod_report_dir,
-        keep=options.keep,
     )
 
 

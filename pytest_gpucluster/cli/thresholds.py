@@ -6,11 +6,10 @@ import argparse
 import hashlib
 import importlib
 import importlib.util
-import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +22,6 @@ from pytest_gpucluster.analysis.calibration import (
     Source,
     conditions_of,
     name_of,
-    other_limit_files,
     overlay,
     propose,
     series,
@@ -60,7 +58,7 @@ from pytest_gpucluster.metrics import datasheets, measurement
 from pytest_gpucluster.text import plural, printable
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.judge.limits import Limit, Thresholds
+    pass
 
 
 def declare_metrics(plugin: str) -> str:
@@ -89,12 +87,11 @@ def _check(options: argparse.Namespace) -> int:
     """Find all problems in files of limits, each with file, line and column.
 
     The files override the shipped one and each other in their order, as --gpucluster-thresholds does with one; without
-    a file the shipped one is checked. Notes, which are no problems: an entry that demands less than the one it
-    replaces; a floor of yours that GPUs published as healthy miss, or nearly. In the shipped file such a floor is a
-    problem.
+    a file the shipped one is checked. A floor of yours that GPUs published as healthy miss, or nearly, is noted; in the
+    shipped file it is a problem.
     """
     from pytest_gpucluster.judge import evidence, loader
-    from pytest_gpucluster.judge.limits import EVERY_SKU, looser
+    from pytest_gpucluster.judge.limits import EVERY_SKU
 
     for plugin in options.plugin:
         problem = declare_metrics(plugin)
@@ -107,23 +104,11 @@ def _check(options: argparse.Namespace) -> int:
     shipped = loader.shipped_path()
     others = [path for path in files if os.path.realpath(path) != os.path.realpath(shipped)]
     try:
-        layers = [loader.load(shipped, *others[:count]) for count in range(len(others) + 1)]
-    except ThresholdsError:
-        layers = []
-    if not layers:
-        problems: list[str] = []
-        try:  # of all files: each is read, also after one with problems
-            loader.load(shipped, *others)
-        except ThresholdsError as error:
-            problems = str(error).splitlines()
+        found = loader.load(shipped, *others)
+    except ThresholdsError as error:
+        problems = str(error).splitlines()
         print("\n".join(map(printable, problems)))
         return _count_problems(len(problems))
-    for before, after in itertools.pairwise(layers):
-        for new, old in _replaced(after, before):
-            less = looser(new, old, new.unit)
-            if less:
-                print(printable(f"{new.origin}: note: {new.metric} demands less than {old.origin}: {less}"))
-    found = layers[-1]
     near = evidence.too_high(found)
     for line in near:
         print(printable(line.replace(": ", ": note: ", 1) if others else line))
@@ -141,23 +126,6 @@ def _check(options: argparse.Namespace) -> int:
 def _count_problems(count: int) -> int:
     print(plural(count, "problem"))
     return NEGATIVE
-
-
-def _replaced(after: Thresholds, before: Thresholds) -> Iterator[tuple[Limit, Limit]]:
-    """Yield each entry of the last file with those that it replaces: with the same conditions, or more."""
-
-    def conditions(limit: Limit) -> frozenset[tuple[str, str]]:
-        return frozenset((part.key, part.text) for part in limit.when)
-
-    by_name: dict[tuple[str, str], list[Limit]] = {}
-    for old in before.limits:
-        by_name.setdefault((old.sku, old.metric), []).append(old)
-    known = {old.origin for old in before.limits}
-    for limit in after.limits:
-        if limit.origin not in known:
-            for old in by_name.get((limit.sku, limit.metric), []):
-                if conditions(limit) <= conditions(old):
-                    yield limit, old
 
 
 def _calibrate(options: argparse.Namespace) -> int:
@@ -201,13 +169,6 @@ def _calibrate(options: argparse.Namespace) -> int:
     _require_loadable(text)
     write_text(out, text)
     complain(f"{plural(len(proposals), 'floor')} proposed for {sku}, {len(kept)} left as they are: {out}", DONE)
-    others = other_limit_files(sources, shipped)
-    if others:
-        named = ", ".join(path for path, _ in others[:3])
-        complain(f"these runs were judged by {named}, which is not shipped: see the head of the file", DONE)
-    below = sum(bool(proposal.below) for proposal in proposals)
-    if below:
-        complain(f"{below} of them are above an accepted value; the file lists these: check them first", DONE)
     return DONE
 
 

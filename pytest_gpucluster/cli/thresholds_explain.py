@@ -101,15 +101,11 @@ def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[st
         return list(dict.fromkeys(known_names))
     found: list[str] = []
     for name in asked:
-        begin = [metric for metric in dict.fromkeys(known_names) if name.endswith(".") and metric.startswith(name)]
-        if not begin:
-            try:
-                begin = [measurement.known(name).name]
-            except MeasurementError as error:
-                if name not in known_names:
-                    raise CommandError(USAGE, one_line(str(error), 300)) from error
-                begin = [name]
-        found += begin
+        begin = [each for each in known_names if each == name or (name.endswith(".") and each.startswith(name))]
+        try:
+            found += begin or [measurement.known(name).name]
+        except MeasurementError as error:
+            raise CommandError(USAGE, one_line(str(error), 300)) from error
     return list(dict.fromkeys(found))
 
 

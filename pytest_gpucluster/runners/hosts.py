@@ -11,7 +11,6 @@ from pytest_gpucluster.errors import LaunchError, OptionError
 from pytest_gpucluster.isolation.finding import excluded_hosts
 from pytest_gpucluster.launch.hostlist import compress_hostlist, expand_hostlist
 
-_MOST_CHARACTERS = 1 << 20
 NODE_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
 """A name that files, shells and schedulers take without quotes."""
 NODE_NAME_RULE = "letters, digits, dots, dashes and underscores only"
@@ -38,15 +37,11 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         OptionError: it cannot be read, names no node, or has wrong lines: all of them, each with its number.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_MOST_CHARACTERS + 1)
+        return parse_hosts(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror or error}; name the file with the nodes, one a line") from None
     except UnicodeDecodeError:
-        text = "x" * (_MOST_CHARACTERS + 1)
-    if len(text) > _MOST_CHARACTERS:
-        raise OptionError(f"{path}: not a text file of at most 1 MiB; it has one node a line: {_FORM}")
-    return parse_hosts(text, str(path))
+        raise OptionError(f"{path}: not a text file; it has one node a line: {_FORM}") from None
 
 
 def parse_hosts(text: str, where: str) -> tuple[Host, ...]:

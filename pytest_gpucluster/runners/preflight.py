@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
-import platform
 import socket
 import sys
 from collections import Counter
@@ -26,13 +25,10 @@ READY, NOT_READY, NO_ANSWER = "ready", "not ready", "no answer"
 _COMPARED = {
     "version": "pytest-gpucluster",
     "package": "the files of pytest-gpucluster",
-    "limits": "the limits (thresholds.yaml)",
     "suite": "the files of the suite",
-    "python": "python",
     "torch": "torch",
-    "pytest": "pytest",
 }
-"""Facts that must be equal on all nodes -> their names."""
+"""Facts that must be equal on all nodes -> their names. Ranks compare the rest themselves."""
 _CHARACTERS, _WIDTH = 300, 1000
 
 
@@ -89,7 +85,7 @@ def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: st
 
 def preflight_table(nodes: Sequence[NodeCheck]) -> str:
     """Return the table of nodes, each problem on a line of its own below its node."""
-    titles, keys = ("node", "state", "host", "suite", "python", "torch"), ("host", "version", "python", "torch")
+    titles, keys = ("node", "state", "host", "suite", "torch"), ("host", "version", "torch")
     rows = [
         [node.host.name, node.state, *(one_line(str(node.facts.get(key) or "-"), 40) for key in keys)] for node in nodes
     ]
@@ -133,8 +129,6 @@ def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
         request: the working ``directory``, ``report_dir``, pytest's ``arguments``, the ``master`` whose name must
             resolve, and ``port``: must be free; None if this is not the first node.
     """
-    from pytest_gpucluster.judge.loader import shipped_path  # which loads yaml
-
     problems: list[str] = []
     directory = Path(request["directory"])
     try:
@@ -149,11 +143,9 @@ def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "host": hostname(),
         "version": __version__,
-        "python": platform.python_version(),
         "torch": _installed_version("torch"),
         "pytest": _installed_version("pytest"),
         "package": _digest([Path(__file__).resolve().parent.parent]),
-        "limits": _digest([shipped_path()]),
         "suite": _digest(_paths(request["arguments"])),
         "interpreter": sys.executable,
         "problems": problems,

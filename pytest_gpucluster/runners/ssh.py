@@ -45,11 +45,11 @@ _OPTIONS = (
     # A connection that is shared already may be used. Becoming a master would leave a process behind.
     "ControlMaster=no",
 )
-PROTOCOL = 3
+PROTOCOL = 4
 """Increased with every change that the other side could misunderstand."""
 MARK = b"gpucluster-node: ready\n"
 """Precedes the answer."""
-HEARTBEAT, INTERRUPT, TERMINATE = "beat", "interrupt", "terminate"
+HEARTBEAT, TERMINATE = "beat", "terminate"
 """Sent to the node after the request, each on a line."""
 HEARTBEAT_SECONDS = 5.0
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
@@ -67,8 +67,6 @@ _HINTS = (
 _READ_BYTES, _STDERR_BYTES, _CHARACTERS = 1 << 20, 4096, 300
 _POLL_SECONDS = 0.05
 _MOST_CONNECTIONS = 64
-_FILES_PER_NODE, _FILES_OF_THIS_PROCESS = 8, 64
-"""At most: ssh's input and its two files, and files that are being opened or closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,25 +135,17 @@ def read_request(line: bytes) -> Mapping[str, Any]:
     return found
 
 
-def require_ssh(nodes: int) -> None:
-    """Require ssh on the PATH, and raise this process's limit of open files to what this number of nodes needs: the
-    usual 1,024 serve 120.
+def require_ssh() -> None:
+    """Require ssh on the PATH, and raise this process's limit of open files as far as it may: of the usual 1,024 a
+    node needs up to 8.
 
     Raises:
-        EnvironmentBroken: there is no ssh, or the hard limit is lower.
+        EnvironmentBroken: there is no ssh.
     """
     if shutil.which("ssh") is None:
         raise EnvironmentBroken("ssh is not on the PATH: install OpenSSH's client")
-    needed = _FILES_OF_THIS_PROCESS + nodes * _FILES_PER_NODE
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise EnvironmentBroken(
-            f"{nodes} nodes need up to {needed} open files here, but the limit is {hard}: raise it (ulimit -Hn), or "
-            "select fewer nodes (--nodes)"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Channel:
@@ -238,7 +228,7 @@ class Channel:
         return message + next((hint for words, hint in _HINTS if words in message.lower()), "")
 
     def send(self, command: str) -> None:
-        """Send HEARTBEAT, INTERRUPT or TERMINATE to the node."""
+        """Send HEARTBEAT or TERMINATE to the node."""
         self._send(command.encode("ascii") + b"\n")
 
     def hang_up(self) -> None:

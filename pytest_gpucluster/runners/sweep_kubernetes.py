@@ -137,7 +137,6 @@ class Kubernetes:
         wanted: str | None,
         selector: str | None,
         report_dir: str,
-        keep: bool = False,
     ) -> None:
         """Create nothing yet.
 
@@ -148,7 +147,6 @@ class Kubernetes:
             wanted: nodes as a host list; None for those with the labels of ``selector``.
             selector: labels, as of ``kubectl get nodes -l``.
             report_dir: of the runs, in the pods.
-            keep: whether to keep Jobs that have ended.
 
         Raises:
             OptionError: kubectl is missing, or does not know the nodes; or the template cannot be used.
@@ -164,10 +162,9 @@ class Kubernetes:
             self._hosts[name] = str(labels.get("kubernetes.io/hostname") or name)
             self._problems[name] = node_problem(node)
         self.nodes = tuple(self._hosts)
-        self._report_dir, self._keep = report_dir, keep
+        self._report_dir = report_dir
         self.name = f"gpucluster-{uuid.uuid4().hex[:10]}"
-        self._created: dict[str, bool] = {}
-        """Job or service -> whether it has ended."""
+        self._created: list[str] = []
 
     def run_nodes(self, plan: SweepPlan, directory: Path) -> Iterator[Outcome]:
         """Run every node on its own. Nodes that accept no pods now have no answer."""
@@ -208,9 +205,8 @@ class Kubernetes:
         return self._outcome(plan, JOINT, *ended[0], log, nnodes=len(nodes), others=failed[:1])
 
     def stop(self) -> Sequence[str]:
-        """Delete what was created; with ``keep``, only what has not ended."""
-        left = [name for name, ended in self._created.items() if not (self._keep and ended)]
-        self._created = {}
+        """Delete what was created."""
+        left, self._created = self._created, []
         if not left:
             return []
         try:
@@ -239,7 +235,6 @@ class Kubernetes:
                     ended.add(pod.name)
                     yield pod, time.monotonic() - begun
             if is_over(state) or len(ended) >= len(nodes):
-                self._created[f"job/{name}"] = True
                 return
             if time.monotonic() - begun > within + self.grace_seconds:
                 return
@@ -258,7 +253,7 @@ class Kubernetes:
 
     def _create(self, what: Mapping[str, Any]) -> None:
         # Recorded first: a call that failed may still have created it.
-        self._created[f"{str(what['kind']).lower()}/{what['metadata']['name']}"] = what["kind"] != "Job"
+        self._created.append(f"{str(what['kind']).lower()}/{what['metadata']['name']}")
         self._call("create", "--filename=-", given=json.dumps(what))
 
     def _read_template(self, path: Path, gpus: int) -> Mapping[str, Any]:

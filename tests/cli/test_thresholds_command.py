@@ -50,16 +50,6 @@ def test_entries_for_every_sku_are_not_counted_as_a_sku(mine, capsys):
     assert capsys.readouterr().out.endswith(": 1 entry for every SKU\n")
 
 
-def test_an_entry_that_demands_less_is_noted_and_no_problem(mine, capsys):
-    assert main.main(["thresholds", "check", str(mine)]) == 0
-    out = capsys.readouterr().out
-    assert re.search(rf"^{mine}:5:27: note: matmul\.bf16\.tflops .* thresholds\.yaml:", out, re.MULTILINE)
-    # Where it has no conditions, it also takes the place of entries that have some.
-    assert out.count("min is 650 TFLOPS, not 700 TFLOPS") == 2
-    assert "not 640 TFLOPS" not in out
-    assert out.endswith("no problem: 1 entry for 1 SKU\n")
-
-
 def test_every_problem_of_every_file_is_named_with_its_place(mine, tmp_path, capsys):
     mine.write_text(MINE.replace("650 TFLOPS", "650").replace(", source: we", ""))
     (tmp_path / "other.yaml").write_text("schema_version: 2\n")
@@ -177,8 +167,6 @@ def test_floors_of_an_accepted_run_are_written_and_pass_the_check(runs, tmp_path
     err = capsys.readouterr().err
     assert re.search(rf"\d floors .*H100 SXM, 0 .*: {out}$", err, re.MULTILINE)
     assert main.main(["thresholds", "check", str(out)]) == 0
-    # The site's own file, by which the run was judged, demands less of ranks on one node than the shipped one.
-    assert "min is" not in capsys.readouterr().out
     limits = loader.load(loader.shipped_path(), out)
     for size in ("1 GB", "8 GB"):
         labels = {"size": size, "dtype": "bf16", "world_size": "16", "nnodes": "2"}

@@ -54,7 +54,7 @@ def test_a_wrong_line_is_reported_with_its_number():
 
 def test_a_file_that_is_no_hosts_file_is_reported(tmp_path):
     path = tmp_path / "my hosts"
-    for content in (None, b"\xff\xfe", b"a" * (1 << 20) + b"\n"):
+    for content in (None, b"\xff\xfe"):
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(OptionError) as error:

@@ -240,12 +240,6 @@ def test_an_api_server_that_does_not_serve_breaks_the_sweep_and_its_jobs_are_del
     assert [name.partition("/")[0] for name in fake.deleted()][-1] == "job"
 
 
-def test_jobs_that_have_ended_can_be_kept(fake, sweep):
-    fake.acts([node("n1"), node("n2")], **{"*": PASSED, "together": TOGETHER})
-    assert sweep("--keep")[0] == 0
-    assert fake.deleted() == []
-
-
 def changed(path, value):
     """The template with a value somewhere else."""
     pod = json.loads(json.dumps(TEMPLATE))
@@ -335,7 +329,7 @@ def test_the_pods_commands_do_what_they_are_for(fake, sweep, tmp_path, monkeypat
 def test_a_job_that_never_ends_is_given_up_and_deleted(fake, sweep, monkeypatch):
     monkeypatch.setattr(Kubernetes, "grace_seconds", 0.0)
     fake.acts([node("n1"), node("n2")], n1=PASSED, n2={"do": "run forever"})
-    code, kept, _ = sweep("--alone-within=1s", "--keep")
+    code, kept, _ = sweep("--alone-within=1s")
     assert code == 11
     assert found(kept)["n2"][:2] == ("NO ANSWER", 11)
     assert " 1 s: " in found(kept)["n2"][2]
