@@ -9,10 +9,9 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpucluster import __version__
 from pytest_gpucluster.analysis.calibration import (
@@ -46,19 +45,21 @@ from pytest_gpucluster.cli.command import (
     key_value,
     load_limits,
     number,
+    print_paragraph,
     require_new_file,
     require_other_file,
     write_text,
 )
-from pytest_gpucluster.cli.thresholds_explain import explain_sku, judge_values
-from pytest_gpucluster.errors import ThresholdsError
+from pytest_gpucluster.errors import MeasurementError, ThresholdsError
 from pytest_gpucluster.journal.journal import locate
-from pytest_gpucluster.judge.limits import peak_of
-from pytest_gpucluster.metrics import datasheets, measurement
-from pytest_gpucluster.text import plural, printable
-
-if TYPE_CHECKING:
-    pass
+from pytest_gpucluster.judge import evidence
+from pytest_gpucluster.judge.evidence import Support
+from pytest_gpucluster.judge.judge import judge_value
+from pytest_gpucluster.judge.judged import JudgedMetric
+from pytest_gpucluster.judge.limits import Limit, Thresholds, demand, explain, peak_of
+from pytest_gpucluster.metrics import datasheets, measurement, units
+from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.text import one_line, plural, printable
 
 
 def declare_metrics(plugin: str) -> str:
@@ -90,7 +91,7 @@ def _check(options: argparse.Namespace) -> int:
     a file the shipped one is checked. A floor of yours that GPUs published as healthy miss, or nearly, is noted; in the
     shipped file it is a problem.
     """
-    from pytest_gpucluster.judge import evidence, loader
+    from pytest_gpucluster.judge import loader
     from pytest_gpucluster.judge.limits import EVERY_SKU
 
     for plugin in options.plugin:
@@ -256,7 +257,85 @@ def _explain(options: argparse.Namespace) -> int:
     """
     known = {key: str(options.__dict__[key]) for key in ("world_size", "nnodes") if options.__dict__[key]}
     known |= dict(options.label)
-    return explain_sku(options.sku, options.metrics, options.thresholds, known)
+    limits = load_limits(options.thresholds)
+    _require_sku(options.sku, limits, limits.skus)
+    conditions = ", ".join(f"{key} {value}" for key, value in known.items())
+    _print(0, f"{options.sku}: {conditions or 'of any topology'}")
+    decided = [
+        _explain_metric(limits, metric, sku=options.sku, known=known, with_others=bool(options.metrics))
+        for metric in _select_metrics(options.metrics, limits.metrics)
+    ]
+    return NEGATIVE if options.metrics and not all(decided) else DONE
+
+
+def _explain_metric(limits: Thresholds, metric: str, *, sku: str, known: Mapping[str, str], with_others: bool) -> bool:
+    """Print the entries for a metric; return whether one decides, at least for some conditions."""
+    entries = explain(limits, metric, sku=sku, known=known)
+    deciding = [entry for entry in entries if entry.effect.startswith("decides")]
+    if not with_others and not deciding:
+        return False
+    _print(0, metric)
+    if not entries:
+        _print(2, "no entry: a measured value without one is an error, never a pass")
+    for entry in entries if with_others else deciding:
+        colon = ":" if entry.effect in ("does not apply", "is overruled") else ""
+        says = f"{entry.effect}{colon} {entry.why}".rstrip()
+        _print(2, f"{entry.limit.origin} {says}: {demand(entry.limit, entry.limit.unit)}")
+        if with_others:
+            _print(4, f"when {entry.limit.conditions()}")
+        _print(4, f"source: {entry.limit.source}" if entry.limit.source else f"reason: {entry.limit.record_only}")
+        support = evidence.support_of(entry.limit, limits)
+        if support is not None and entry.limit.record_only is None:
+            _print(4, f"published: {_published_text(entry.limit, support)}")
+    if entries and not deciding:
+        _print(2, "none of them applies: such a value is an error, never a pass")
+    return bool(deciding)
+
+
+def _published_text(limit: Limit, support: Support) -> str:
+    """Return the published values for a limit, and the loss that would pass."""
+    unit, parts = limit.unit, []
+    if support.healthy and support.typical is not None:
+        ends = f"{units.show(support.healthy[0], unit)} to {units.show(support.healthy[-1], unit)}"
+        best = ", the best of shapes" if support.best_only else ""
+        parts.append(f"{len(support.healthy)} healthy, {ends}, median {units.show(support.typical, unit)}{best}")
+    if support.faulty:
+        parts.append(f"{len(support.faulty)} faulty, up to {units.show(support.faulty[-1], unit)}")
+    loss = support.uniform_loss(limit)
+    if loss is not None:
+        parts.append(f"a uniform loss of {100 * loss:.0f} % passes")
+    return "; ".join(parts)
+
+
+def _require_sku(sku: str, limits: Thresholds, known: Container[str]) -> None:
+    if sku not in known:
+        names = ", ".join(limits.skus)
+        raise CommandError(USAGE, f"--sku {sku}: no such SKU; known are {names}{did_you_mean(sku, limits.skus)}")
+
+
+def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[str]:
+    """Return the selected metrics, in the order of the files.
+
+    Raises:
+        CommandError: an unknown one.
+    """
+    if not asked:
+        return list(dict.fromkeys(known_names))
+    found: list[str] = []
+    for name in asked:
+        begin = [each for each in known_names if each == name or (name.endswith(".") and each.startswith(name))]
+        try:
+            found += begin or [measurement.known(name).name]
+        except MeasurementError as error:
+            raise CommandError(USAGE, one_line(str(error), 300)) from error
+    return list(dict.fromkeys(found))
+
+
+def _print(indent: int, text: str) -> None:
+    print_paragraph(text, first=" " * indent, rest=" " * (indent + 2))
+
+
+NOT_JUDGED = 10
 
 
 def _judge(options: argparse.Namespace) -> int:
@@ -268,13 +347,55 @@ def _judge(options: argparse.Namespace) -> int:
     the smallest that is judged; without a transport it is the one that the limit expects. A label that no limit uses is
     ignored with a note.
     """
-    return judge_values(
-        options.values,
-        sku=options.sku,
-        world_size=options.world_size,
-        nodes=options.nodes,
-        labels=dict(options.label),
-        files=options.thresholds,
+    sku, labels, limits = options.sku, dict(options.label), load_limits(options.thresholds)
+    _require_sku(sku, limits, {*limits.skus, *(row.sku for row in evidence.published())})
+    if options.world_size < options.nodes:
+        raise CommandError(USAGE, f"{options.world_size} GPUs on {options.nodes} nodes: fewer GPUs than nodes")
+    values = [(name, *_read_value(name, text)) for name, text in options.values]
+    codes = set()
+    for name, value, unit in values:
+        judged = judge_value(
+            name,
+            value,
+            unit=unit,
+            sku=sku,
+            world_size=options.world_size,
+            nnodes=options.nodes,
+            labels=evidence.as_measured(name, labels),
+            limits=limits,
+        )
+        code, line = _judged_line(judged, unit)
+        codes.add(code)
+        print(printable(line))
+        for label in evidence.unused(name, labels, limits, sku):
+            complain(f"note: no limit for {name} on {sku} uses the label {label}", DONE)
+    # A missed limit wins over a value that nothing judges.
+    return next((code for code in (NEGATIVE, NOT_JUDGED) if code in codes), DONE)
+
+
+def _read_value(name: str, text: str) -> tuple[float, str]:
+    try:
+        unit = measurement.known(name).unit
+        value = units.parse(text, like=unit or None).to(unit)
+        if not value > 0:
+            raise MeasurementError(f"{text} is not above zero")
+    except MeasurementError as error:
+        raise CommandError(USAGE, f"{name}={text}: {one_line(str(error), 300)}") from error
+    return value, unit
+
+
+def _judged_line(judged: JudgedMetric, unit: str) -> tuple[int, str]:
+    begin = f"{judged.metric} {units.show(judged.value or 0.0, unit)}"
+    limit = judged.limit
+    if limit is None:
+        return NOT_JUDGED, f"NOT JUDGED  {begin}: {one_line(judged.reason, 300)}"
+    margin = "" if judged.margin is None else f", margin {100 * judged.margin:+.1f} %"
+    why = f": {one_line(judged.reason, 300)}" if judged.status == "error" else ""
+    published = judged.evidence or "nothing comparable is published"
+    word = "PASSED" if judged.status == "passed" else "MISSED"
+    return (
+        DONE if judged.status == "passed" else NEGATIVE,
+        f"{word:<10}  {begin}: {demand(limit, unit)}{margin}; {published} [{limit.origin}]{why}",
     )
 
 

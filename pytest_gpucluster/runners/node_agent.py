@@ -44,6 +44,7 @@ _LEFT_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _PR_SET_CHILD_SUBREAPER = 36
 """Source: prctl(2), linux/prctl.h."""
+_SIGNALS = {ssh.INTERRUPT: signal.SIGINT, ssh.TERMINATE: signal.SIGTERM}
 
 
 class Supervisor:
@@ -53,6 +54,8 @@ class Supervisor:
         self, *, heartbeat_seconds: float = ssh.HEARTBEAT_TIMEOUT_SECONDS, grace_seconds: float = GRACE_SECONDS
     ) -> None:
         self._heartbeat_timeout, self._grace = heartbeat_seconds, grace_seconds
+        self._requested: list[int] = []
+        self._sent: set[int] = set()
         self._last_heartbeat = time.monotonic()
         self._stopping_since: float | None = None
         self._lost = False
@@ -102,15 +105,13 @@ class Supervisor:
         output = threading.Thread(target=self._forward_output, args=(child.stdout,), daemon=True)
         output.start()
         ended_at: float | None = None
-        asked, killed, note = False, False, ""
+        killed, note = False, ""
         while True:
             self._read_commands()
             now = time.monotonic()
             if not self._lost and now - self._last_heartbeat > self._heartbeat_timeout:
                 self._lose_connection()
-            if self._stopping_since is not None and not asked and child.poll() is None:
-                asked = True  # once: a second signal would end the job before its ranks
-                child.send_signal(signal.SIGTERM)
+            self._send_signals(child)
             if child.poll() is not None and ended_at is None:
                 ended_at = now
             if ended_at is not None and not descendants():
@@ -146,19 +147,23 @@ class Supervisor:
             return
         self._last_heartbeat = time.monotonic()
         *lines, self._commands = (self._commands + data).split(b"\n")
-        if ssh.TERMINATE.encode() in lines:
-            self._stop()
+        self._requested += [_SIGNALS[word] for line in lines if (word := line.decode("ascii", "replace")) in _SIGNALS]
 
     def _on_signal(self, number: int, frame: object) -> None:
         # The node shuts down or the login session ends: as if the other side had hung up.
-        self._stop()
+        self._requested.append(signal.SIGTERM)
 
     def _lose_connection(self) -> None:
         self._lost = True
-        self._stop()
+        self._requested.append(signal.SIGTERM)
 
-    def _stop(self) -> None:
-        self._stopping_since = self._stopping_since or time.monotonic()
+    def _send_signals(self, child: subprocess.Popen[bytes]) -> None:
+        """Send each requested signal once: a second one of a kind would end the job before its ranks."""
+        for number in dict.fromkeys(self._requested):
+            self._stopping_since = self._stopping_since or time.monotonic()
+            if number not in self._sent and child.poll() is None:
+                self._sent.add(number)
+                child.send_signal(number)
 
     def _forward_output(self, pipe: IO[bytes]) -> None:
         with pipe:

@@ -45,11 +45,11 @@ _OPTIONS = (
     # A connection that is shared already may be used. Becoming a master would leave a process behind.
     "ControlMaster=no",
 )
-PROTOCOL = 4
+PROTOCOL = 3
 """Increased with every change that the other side could misunderstand."""
 MARK = b"gpucluster-node: ready\n"
 """Precedes the answer."""
-HEARTBEAT, TERMINATE = "beat", "terminate"
+HEARTBEAT, INTERRUPT, TERMINATE = "beat", "interrupt", "terminate"
 """Sent to the node after the request, each on a line."""
 HEARTBEAT_SECONDS = 5.0
 HEARTBEAT_TIMEOUT_SECONDS = 60.0
@@ -228,7 +228,7 @@ class Channel:
         return message + next((hint for words, hint in _HINTS if words in message.lower()), "")
 
     def send(self, command: str) -> None:
-        """Send HEARTBEAT or TERMINATE to the node."""
+        """Send HEARTBEAT, INTERRUPT or TERMINATE to the node."""
         self._send(command.encode("ascii") + b"\n")
 
     def hang_up(self) -> None:

@@ -78,6 +78,7 @@ class RemoteJob:
         self._within, self._on_line = within_seconds, on_line
         self._started = time.monotonic()
         self._stop_sent_at: float | None = None
+        self._sent: set[str] = set()
         self._stop_reason = self._skip_reason = ""
         self._result: NodeResult | None = None
         self._steps = self._run()
@@ -100,11 +101,14 @@ class RemoteJob:
                 self._result = end.value
         return self._result
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, command: str = ssh.TERMINATE) -> None:
         """Ask the node to end the run; its reports are written and copied."""
-        if self.running and self._stop_sent_at is None:
-            self._stop_reason, self._stop_sent_at = self._stop_reason or reason, time.monotonic()
-            self._channel.send(ssh.TERMINATE)
+        if not self.running or command in self._sent:
+            return
+        self._sent.add(command)
+        self._stop_reason = self._stop_reason or reason
+        self._stop_sent_at = self._stop_sent_at or time.monotonic()
+        self._channel.send(command)
 
     def skip_reports(self, reason: str) -> None:
         """Stop waiting for the reports of a run that has ended: they stay on the node."""
@@ -251,26 +255,28 @@ class RemoteRun:
         try:
             while (results := self.poll()) is None:
                 if len(signals.numbers) > handled:
-                    handled += 1
+                    number, handled = signals.numbers[handled], handled + 1
+                    running = sum(job.running for job in self._jobs)
                     if handled == 1:
-                        running = sum(job.running for job in self._jobs)
                         self._show(
                             f"{signals.name}: stopping {running} nodes; their reports are written and copied", True
                         )
-                        self.stop(f"interrupted by {signals.name}")
                     else:
                         for job in self._jobs:
                             job.skip_reports(f"interrupted by {signals.name} again")
+                    # Ctrl-C first, as on a terminal; a second one is urgent.
+                    is_ctrl_c = number == signal.SIGINT and handled == 1
+                    self.stop(f"interrupted by {signals.name}", ssh.INTERRUPT if is_ctrl_c else ssh.TERMINATE)
                 time.sleep(_POLL_SECONDS)
         except BaseException:  # nothing may go on unattended
             self.abandon()
             raise
         return results
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, command: str = ssh.TERMINATE) -> None:
         """Ask all nodes to end the run; the reports are written and copied."""
         for job in self._jobs:
-            job.stop(reason)
+            job.stop(reason, command)
 
     def abandon(self) -> str:
         """Give it up at once. Return what may still run; empty if nothing."""
@@ -314,11 +320,11 @@ def handling(numbers: Sequence[int], handler: Callable[[int, FrameType | None], 
 
 
 def launcher_exit(nodes: Sequence[NodeResult], log: str = "") -> LauncherExit:
-    """Return how a run has ended: as the first node did that did not end with 0, or was stopped.
+    """Return how a run has ended: as the first node did that was lost or stopped, or else that did not end with 0.
 
     A node that was stopped from here may still end with 0, but its result is unknown.
     """
-    worst = next((node for node in nodes if node.exit != 0 or node.stop_reason), nodes[0])
+    worst = min(nodes, key=lambda node: (node.exit is not None and not node.stop_reason, node.exit == 0))
     where = f"{worst.name}: " if len(nodes) > 1 else ""
     stop_reason = worst.stop_reason or (worst.problem or "no answer over ssh" if worst.exit is None else "")
     return LauncherExit(

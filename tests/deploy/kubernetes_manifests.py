@@ -51,26 +51,9 @@ class RenderError(Exception):
     """A kustomization that cannot be rendered, with kustomize's words; or kubectl is missing."""
 
 
-class _Strict(yaml.SafeLoader):
-    """YAML as PyYAML reads it, but a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            name = self.construct_object(key, deep=True)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands twice", key.start_mark)
-            seen.add(name)
-        return super().construct_mapping(node, deep=deep)
-
-
 def load(text: str) -> list[dict[str, Any]]:
-    """Return the documents of a YAML text; empty ones are left out.
-
-    Raises:
-        yaml.YAMLError: it is no YAML, or a key stands twice.
-    """
-    return [document for document in yaml.load_all(text, Loader=_Strict) if document]
+    """Return the documents of a YAML text; empty ones are left out."""
+    return [document for document in yaml.safe_load_all(text) if document]
 
 
 def kustomizations(root: Path = KUBERNETES) -> list[Path]:

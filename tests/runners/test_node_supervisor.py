@@ -31,6 +31,7 @@ def bye(number, frame):
     print("reports are written", flush=True)
     sys.exit(2)
 signal.signal(signal.SIGTERM, bye)
+signal.signal(signal.SIGINT, bye)
 print("begun", flush=True)
 time.sleep(600)
 """
@@ -121,14 +122,15 @@ def test_much_output_is_forwarded_whole(supervised):
     assert run.rest().decode() == "x" * 99 + "\n" + ("y" * 999 + "\n") * 4000
 
 
-def test_it_ends_in_order_on_request(supervised, tmp_path):
+@pytest.mark.parametrize(("word", "name"), [(ssh.INTERRUPT, "SIGINT"), (ssh.TERMINATE, "SIGTERM")])
+def test_it_ends_in_order_on_request(word, name, supervised, tmp_path):
     run = supervised(_POLITE)
     run.begun()
     run.send(ssh.HEARTBEAT)
-    run.send(ssh.TERMINATE)
+    run.send(word)
     assert run.rest() == b"reports are written\n"
     assert run.end() == 2
-    assert (tmp_path / "signal").read_text() == "SIGTERM"
+    assert (tmp_path / "signal").read_text() == name
 
 
 @pytest.mark.parametrize("lost", ["the other side", "the login session", "its supervisor"])
