@@ -9,8 +9,7 @@ from pytest_gpucluster.benchmarks.dtypes import check_product, dtypes_of
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.metrics.finding import identity
 from pytest_gpucluster.node.health.checks import examine_gpu
-from pytest_gpucluster.node.health.examination import readings, require_healthy, require_uniform
-from pytest_gpucluster.node.health.snapshot import collect
+from pytest_gpucluster.node.health.snapshot import collect, readings, require_healthy, require_uniform
 
 
 @pytest.mark.first(3)

@@ -195,7 +195,7 @@ def check_memory(snapshot: HealthSnapshot) -> Iterator[Finding]:
     if promise is not None and total is not None and not snapshot.is_slice and total < promise.memory_gb * 1e9:
         found = f"{total / 1e9:.2f} GB of device memory"
         yield _finding(snapshot, "memory_size", found, promised=promise.memory_gb, sku=snapshot.sku)
-    free = free_ratio(snapshot)
+    free = snapshot.free_ratio
     if free is None:
         return
     listed = snapshot.processes
@@ -211,19 +211,6 @@ def check_memory(snapshot: HealthSnapshot) -> Iterator[Finding]:
     # A single process whose pid is not of this namespace is this one.
     elif strangers and (len(listed) > 1 or any(snapshot.who[pid].known for pid in listed)):
         yield _finding(snapshot, "stranger", f"others have a context on this GPU: {'; '.join(strangers)}")
-
-
-def free_ratio(snapshot: HealthSnapshot) -> float | None:
-    """Return the part of the memory that no other job uses; None where NVML does not report it.
-
-    In a container NVML may list processes by the host's pids. This job's ranks are then not among them, and only what
-    this process's allocator holds is counted as its own; its context, some 0.5 GB, counts as another process's.
-    """
-    total, used = snapshot.before.get("memory.total"), snapshot.before.get("memory.used")
-    if not total or used is None:
-        return None
-    own = sum(amount or 0 for pid, amount in snapshot.processes.items() if pid in snapshot.own_pids)
-    return 1 - max(0, int(used) - max(own, snapshot.held_bytes)) / float(total)
 
 
 MEMORY_FAULTS: Mapping[str, tuple[str, str]] = {

@@ -10,8 +10,7 @@ from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.node.health.checks import examine_gpu
-from pytest_gpucluster.node.health.examination import Reading, readings, require_healthy
-from pytest_gpucluster.node.health.snapshot import HealthSnapshot, Sources, collect
+from pytest_gpucluster.node.health.snapshot import HealthSnapshot, Reading, Sources, collect, readings, require_healthy
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.pci import PciGpu
 from pytest_gpucluster.node.processes import Process

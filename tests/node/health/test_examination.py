@@ -18,8 +18,7 @@ from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.metrics import datasheets
 from pytest_gpucluster.metrics.finding import Finding, identity
 from pytest_gpucluster.node.health.checks import FINDINGS
-from pytest_gpucluster.node.health.examination import require_uniform
-from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, collect
+from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, collect, require_uniform
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import NotAvailable, read_values
 from pytest_gpucluster.node.nvml_queries import QUERIES

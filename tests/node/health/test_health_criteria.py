@@ -171,13 +171,6 @@ def test_a_wrong_product_names_its_gpu_and_rejects(project: Project, monkeypatch
     assert left.last_line[:2] == ("REJECTED", 1)
 
 
-def test_a_fleet_whose_vbios_is_not_known_is_an_error(project: Project) -> None:
-    left = criterion(project, "test_fleet_is_uniform", change={"vbios": None})
-    assert left.verdicts["test_fleet_is_uniform"].startswith("error: "), left.output
-    assert "VBIOS" in left.body("test_fleet_is_uniform")
-    assert left.last_line[:2] == ("BROKEN", 11)
-
-
 TWO_RANKS = """
     import dataclasses
     import pytest

@@ -255,12 +255,6 @@ def test_the_whole_body_of_every_test_is_watched(session: Callable[..., Left]) -
     ("settings", "found"),
     [
         pytest.param({"counted": [{}, {ECC: 2}]}, "ecc_uncorrected during this test: GPU 0 (GPU-00000000", id="ECC"),
-        pytest.param({"counted": [{}, {"rows.failed": True}]}, "row_remap_failed during this test", id="row remap"),
-        pytest.param(
-            {"counted": [{}, {"nvlink.up": {**dict.fromkeys(range(18), True), 5: False}}]},
-            "nvlink_down during this test",
-            id="NVLink",
-        ),
         pytest.param(
             {"kernel_logs": [KernelLog(lines=("NVRM: up",), source="dmesg"),
                              KernelLog(lines=("NVRM: up", XID_79), source="dmesg")]},
@@ -304,7 +298,6 @@ def test_a_link_that_goes_down_under_a_criterion_fails_it(session: Callable[...,
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"counted": [{}, {"ecc.corrected.volatile": 7}]}, id="corrected errors"),
         pytest.param({"counted": [{"pcie.replays": 7}, {"pcie.replays": 9}]}, id="PCIe replays"),
         pytest.param({"counted": [{ECC: 4}]}, id="errors of before, which are the health criterion's"),
         pytest.param(
