@@ -111,16 +111,25 @@ def rank_ranges(ranks: Iterable[int]) -> str:
     >>> rank_ranges([5, 0, 1, 2])
     'ranks 0-2, 5'
     """
-    numbers = sorted(set(ranks))
-    ranges: list[list[int]] = []
-    for rank in numbers:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_RANGES])
+    numbers = set(ranks)
+    ranges = number_ranges(numbers)
     more = f", ... ({len(numbers)} ranks)" if len(ranges) > _RANGES else ""
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed}{more}"
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(ranges[:_RANGES])}{more}"
+
+
+def number_ranges(numbers: Iterable[int]) -> list[str]:
+    """Return different numbers as ranges.
+
+    >>> number_ranges([8, 0, 1, 2])
+    ['0-2', '8']
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
 
 
 def some_of(texts: Sequence[str], most: int = 3, separator: str = ", ") -> str:

@@ -115,11 +115,11 @@ Item = tuple[str, str] | Table | str
 
 
 def _facts(values: Info, *left_out: str) -> Iterator[Item]:
-    """Yield each value by its key; a null with the reason, where there is one."""
+    """Yield each value by its key; the reason of a null, where there is one."""
     missing = values.get("not_available", {})
     for key, value in values.items():
         if key not in ("not_available", *left_out):
-            yield _label(key), value_text(key, value) + (f": {missing[key]}" if key in missing else "")
+            yield _label(key), missing.get(key) or value_text(key, value)
 
 
 def _grouped(items: Mapping[str, Info], *left_out: str) -> Iterator[Item]:

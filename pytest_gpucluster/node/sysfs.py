@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pytest_gpucluster import files
 from pytest_gpucluster.files import Mount
+from pytest_gpucluster.text import number_ranges
 
 PCI_DEVICES = "/sys/bus/pci/devices"
 _NUMBER = re.compile(r"-?[0-9]+|0x[0-9a-f]+")
@@ -120,13 +121,7 @@ def format_ranges(numbers: Iterable[int]) -> str:
     >>> format_ranges([8, 0, 1, 2]), format_ranges([])
     ('0-2,8', 'none')
     """
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges) or "none"
+    return ",".join(number_ranges(numbers)) or "none"
 
 
 def pci_address(address: str) -> str | None:
