@@ -246,9 +246,9 @@ def artifacts(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def gpucluster_progress(request: pytest.FixtureRequest) -> ReportProgress:
     """Show how far a long test is: ``progress(step, of, loss=..., tokens_per_second=...)`` on every rank. Rank 0's
-    terminal shows it with the remaining time: in the live line, else as a plain line every 10 s; the last step is a
-    plain line everywhere. Of local workers the first one shows it, on standard error. A figure may be a function,
-    called only where it is shown. No report holds it; ``-q`` is silent."""
+    terminal shows it with the remaining time, every 10 s and at the last step. Of local workers the first one shows it,
+    on standard error. A figure may be a function, called only where it is shown. No report holds it; ``-q`` is
+    silent."""
     from pytest_gpucluster.session.progress import progress_of
 
     return progress_of(request.config, request.node.name, rank=_run(request).rank)

@@ -10,17 +10,16 @@ them. An exchange never waits for a rank that is known to be gone, because the w
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
-from pytest_gpucluster.agreement.store import Store, Stores
-from pytest_gpucluster.errors import OutOfStep, StoreError
+from pytest_gpucluster.agreement.store import Store, Stores, store_errors
+from pytest_gpucluster.errors import OutOfStep
 from pytest_gpucluster.metrics.time_budget import AGREEING, counted
 from pytest_gpucluster.text import first_line, rank_ranges
 
@@ -43,7 +42,7 @@ def verdict_key(number: int) -> str:
 
 
 class Exchange:
-    """The exchanges of one rank, in order. Main thread only, but for :attr:`number` and :meth:`take_garbage`."""
+    """The exchanges of one rank, in order. Main thread only, but for :attr:`number`."""
 
     def __init__(self, stores: Stores, rank: int, world_size: int) -> None:
         self._store = stores.main
@@ -51,7 +50,6 @@ class Exchange:
         self._peers = [peer for peer in range(world_size) if peer != 0]
         self.number = 0
         self._at = ""
-        self._garbage: deque[str] = deque()
         self._large: str | None = None
 
     def begin(self, at: str = "") -> int:
@@ -81,7 +79,7 @@ class Exchange:
 
     def _run(self, body: Body, decide: Callable[[dict[int, Body]], Body], deadline_seconds: float) -> Body:
         number = self.number
-        with _store_trouble():
+        with store_errors():
             self._store.set_timeout(timedelta(seconds=deadline_seconds + _ANSWER_MARGIN_SECONDS))
             if self._rank != 0:
                 return self._follow(number, body)
@@ -102,7 +100,7 @@ class Exchange:
         # This verdict says that rank 0 is done with the phase before. What is small may stay: to take it back would
         # cost as much as to post it.
         if self._large is not None:
-            self._garbage.append(self._large)
+            self._store.delete_key(self._large)
         self._large = key_of(number, self._rank) if len(text) > _WORTH_DELETING_BYTES else None
         return verdict
 
@@ -112,15 +110,8 @@ class Exchange:
 
     def _publish(self, number: int, verdict: Body) -> None:
         if self._peers:
-            with _store_trouble():
+            with store_errors():
                 self._store.set(verdict_key(number), json.dumps(verdict))
-
-    def take_garbage(self) -> list[str]:
-        """Return keys that every rank has read. The watcher deletes them, off the critical path."""
-        keys = []
-        while self._garbage:
-            keys.append(self._garbage.popleft())
-        return keys
 
 
 def _out_of_step(bodies: Mapping[int, Body]) -> tuple[str, list[int]] | None:
@@ -136,14 +127,6 @@ def _out_of_step(bodies: Mapping[int, Body]) -> tuple[str, list[int]] | None:
     astray = [rank for rank, point in points.items() if point != most]
     where = [f"{rank_ranges([r for r in astray if points[r] == at])} at {at}" for at in ranks_at if at != most]
     return f"the ranks are out of step: {', '.join(where)}, the others at {most}", astray
-
-
-@contextlib.contextmanager
-def _store_trouble() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch's DistError family
-        raise StoreError(f"the rendezvous store has stopped answering: {first_line(str(error))}") from error
 
 
 def answer_for(store: Store, number: int, rank: int, body: Body) -> None:
@@ -162,10 +145,6 @@ def arrived(store: Store, number: int, rank: int) -> bool:
 
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
-
-
-_KEYS = {"o": "outcome", "msg": "message", "text": "text", "m": "measurements", "s": "sections", "t": "telemetry"}
-"""Key of a posted outcome -> attribute of :class:`RankOutcome`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,12 +167,12 @@ class RankOutcome:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types; a bare pass is small."""
-        return {key: value for key, name in _KEYS.items() if (value := getattr(self, name))}
+        return {name: value for name, value in vars(self).items() if value and name != "rank"}
 
     @classmethod
     def from_json(cls, rank: int, body: Mapping[str, Any]) -> RankOutcome:
         """Read what :meth:`to_json` wrote; other keys are left alone."""
-        return cls(rank=rank, **{name: body[key] for key, name in _KEYS.items() if key in body})
+        return cls(**{each.name: body[each.name] for each in fields(cls) if each.name in body}, rank=rank)
 
 
 @dataclass(frozen=True, kw_only=True)

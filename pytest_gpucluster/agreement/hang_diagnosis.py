@@ -19,7 +19,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,7 +55,7 @@ class Where:
     rank: int
     arrived: bool
     stack: str
-    operations: Sequence[Operation] = ()
+    operations: tuple[Operation, ...] = ()
     computes: bool = False
     waits_seconds: float | None = None
 
@@ -68,21 +68,11 @@ class Where:
         """Return the number of the last collective that it entered in ``group``."""
         return max((o.sequence for o in self.operations if o.group == group), default=0)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Where:
-        """Read what :meth:`to_json` wrote."""
-        known = {each.name: body[each.name] for each in fields(cls) if each.name in body}
-        return cls(**{**known, "operations": [Operation(**operation) for operation in body["operations"]]})
-
     def describe(self) -> str:
         """Return the collectives and the stack as text for a report."""
         lines = [
             f"  {o.name} #{o.sequence} in group {o.group}: {'entered, not finished' if o.pending else 'finished'}"
-            for o in list(self.operations)[-_SHOWN_OPERATIONS:]
+            for o in self.operations[-_SHOWN_OPERATIONS:]
         ]
         collectives = "last collectives:\n" + "\n".join(lines) if lines else "no collective was entered"
         return f"{collectives}\nstack of the main thread:\n{self.stack}"

@@ -18,8 +18,9 @@ from typing import Any
 
 from pytest_gpucluster.agreement import exchange, hang_diagnosis
 from pytest_gpucluster.agreement.exchange import AbortReason
-from pytest_gpucluster.agreement.hang_diagnosis import Culprit
+from pytest_gpucluster.agreement.hang_diagnosis import Culprit, Where
 from pytest_gpucluster.agreement.store import Store, post_event
+from pytest_gpucluster.metrics.codec import read
 
 _STATES = {
     "R": "running",
@@ -308,10 +309,8 @@ class Deadline:
         missing = self._missing(phase)
         if not missing:
             return
-        wheres = {
-            rank: hang_diagnosis.Where.from_json(json.loads(self._store.get(f"where/{phase.number}/{rank}")))
-            for rank in answered
-        }
+        answers = {rank: json.loads(self._store.get(f"where/{phase.number}/{rank}")) for rank in answered}
+        wheres = {rank: read(Where, answer, f"rank {rank}") for rank, answer in answers.items()}
         silent = {rank: self._liveness.describe_silence(rank) for rank in missing if rank not in answered}
         found: dict[int, hang_diagnosis.Culprit] = {}
         if self._rehearsal:
@@ -353,8 +352,8 @@ class Deadline:
         for rank in missing:
             culprit = phase.culprits.get(rank)
             body = {
-                "o": "hung",
-                "msg": culprit.message if culprit else "cannot be released",
+                "outcome": "hung",
+                "message": culprit.message if culprit else "cannot be released",
                 "text": culprit.text if culprit else "The rank could not be released.",
             }
             exchange.answer_for(self._store, phase.number, rank, body)

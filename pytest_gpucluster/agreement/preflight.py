@@ -55,17 +55,10 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Why the run cannot start: the ranks that it is about, and a text whose first line says it all."""
+    """Why the run cannot start: a text whose first line says it all, and with which exit code it ends."""
 
     text: str
-    ranks: tuple[int, ...]
-    outcome: Literal["error"] = "error"
     exit: int = 11
-
-    @property
-    def message(self) -> str:
-        """The first line."""
-        return self.text.partition("\n")[0]
 
 
 def problems(
@@ -88,7 +81,7 @@ def problems(
     Returns:
         Every problem, the most helpful first; empty where the run may start.
     """
-    found = [*_missing(who, facts), *_strangers(who, facts), *_shape(who, facts, expectation)]
+    found = [*_missing(who, facts), *_misplaced(who), *_shape(who, facts, expectation)]
     # A shortage of ranks is reported once, not again for each of its nodes.
     complete = not found
     if device == "cuda":
@@ -122,17 +115,16 @@ def _missing(who: Mapping[int, Who], facts: RankFacts) -> Iterator[Problem]:
     lines = list(_missing_by_node(missing, who, facts))
     head = lines[0] if len(lines) == 1 else f"{rank_ranges(missing)} never reported: {len(lines)} nodes"
     yield _problem(
-        missing,
         f"{head} ({len(who)} of {facts.world_size} ranks did)",
-        lines if len(lines) > 1 else [],
         f"look at the launcher's output for these ranks; every node must reach {facts.master_addr}:"
         f"{facts.master_port} and start the same command",
+        *(lines if len(lines) > 1 else []),
     )
 
 
 def _missing_by_node(missing: list[int], who: Mapping[int, Who], facts: RankFacts) -> Iterator[str]:
     per_node, rest = divmod(facts.world_size, facts.nnodes)
-    numbered = rest == 0 and all(they.get("node_rank") == rank // per_node for rank, they in who.items())
+    numbered = rest == 0 and all(they["node_rank"] == rank // per_node for rank, they in who.items())
     if not numbered:
         # Uneven nodes, or ranks dealt out in another order: it is unknown where a silent rank is.
         yield f"{rank_ranges(missing)} never reported"
@@ -148,44 +140,22 @@ def _missing_by_node(missing: list[int], who: Mapping[int, Who], facts: RankFact
             yield f"node_rank {node} ({rank_ranges(ranks)}) never reported"
 
 
-def _strangers(who: Mapping[int, Who], facts: RankFacts) -> Iterator[Problem]:
-    """Ranks that are not of this launch, or that are not who they say."""
-    beyond = sorted(rank for rank in who if not 0 <= rank < facts.world_size)
-    if beyond:
-        yield _problem(
-            beyond,
-            f"{rank_ranges(beyond)} reported, but {facts.world_size} ranks were launched",
-            [],
-            "another run uses the same store: give each its own MASTER_PORT",
-        )
-    for rank, they in sorted(who.items()):
-        if they.get("rank") != rank:
+def _misplaced(who: Mapping[int, Who]) -> Iterator[Problem]:
+    """Ranks that are not where the launcher's variables say."""
+    places = by_value({rank: (they["node_rank"], they["local_rank"]) for rank, they in who.items()})
+    for ranks in places.values():
+        if len(ranks) > 1:
             yield _problem(
-                [rank],
-                f"{_host(they)}: a process that calls itself rank {they.get('rank')} reported as rank {rank}",
-                [],
-                "start again; if it stays so, report a bug",
+                f"{rank_ranges(ranks)} are one place (node_rank and local_rank) on {_host(who[ranks[0]])}",
+                "each rank is a process of its own: see how the launcher sets its variables",
             )
-    for keys, meaning in (
-        (("host", "pid", "start_time"), "one process"),
-        (("node_rank", "local_rank"), "one place (node_rank and local_rank)"),
-    ):
-        for ranks in by_value({rank: tuple(map(they.get, keys)) for rank, they in who.items()}).values():
-            if len(ranks) > 1:
-                yield _problem(
-                    ranks,
-                    f"{rank_ranges(ranks)} are {meaning} on {_host(who[ranks[0]])}",
-                    [],
-                    "each rank is a process of its own: see how the launcher sets its variables",
-                )
-    for node, members in by_value({rank: they.get("node_rank") for rank, they in who.items()}).items():
+    for node, members in by_value({rank: they["node_rank"] for rank, they in who.items()}).items():
         names = by_value({rank: _host(who[rank]) for rank in members})
         if len(names) > 1:
             yield _problem(
-                members,
                 f"node_rank {node} is {len(names)} hosts: {', '.join(names)}",
-                [f"{host}: {rank_ranges(ranks)}" for host, ranks in names.items()],
                 "number the ranks node after node (mpirun --rank-by slot --map-by ppr:GPUS:node), or use torchrun",
+                *(f"{host}: {rank_ranges(ranks)}" for host, ranks in names.items()),
             )
 
 
@@ -196,9 +166,7 @@ def _shape(who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | 
         declared = facts.scheduler.nnodes
         if declared is not None and facts.nnodes < declared:
             yield _problem(
-                sorted(who),
                 f"{launched} were launched, but {facts.scheduler.name} allocated {_count(declared, 'node')}",
-                [],
                 f"start on all of them (`srun --ntasks-per-node=1 torchrun --nnodes={declared} ...`), or"
                 " declare the part that is meant:"
                 f" --gpucluster-expect={facts.nnodes}x{facts.local_world_size}",
@@ -206,48 +174,38 @@ def _shape(who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | 
         return
     if (facts.nnodes, facts.world_size) != (expectation.nodes, expectation.world_size):
         yield _problem(
-            sorted(who),
             f"{launched} were launched, but --gpucluster-expect={expectation} is"
             f" {_count(expectation.nodes, 'node')} with {_count(expectation.gpus_per_node, 'GPU')} each, one"
             " rank to a GPU",
-            [],
             f"torchrun --nnodes={expectation.nodes} --nproc-per-node={expectation.gpus_per_node} ..., or"
             " declare what is meant",
         )
 
 
 def _shared_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
-    for uuid, ranks in by_value(
-        {rank: str(they["gpu"].get("uuid")) for rank, they in who.items() if they.get("gpu")}
-    ).items():
+    for uuid, ranks in by_value({rank: they["gpu"]["uuid"] for rank, they in who.items() if they["gpu"]}).items():
         if len(ranks) > 1:
             yield _problem(
-                ranks,
                 f"{rank_ranges(ranks)} are on one GPU: {uuid} of {_host(who[ranks[0]])}",
-                [f"rank {rank}: {_host(who[rank])} cuda:{who[rank].get('cuda_index')}" for rank in ranks],
                 "one rank to a GPU: start as many ranks as the node has GPUs, and see CUDA_VISIBLE_DEVICES"
                 " and the scheduler's GPU binding",
+                *(f"rank {rank}: {_host(who[rank])} cuda:{who[rank]['cuda_index']}" for rank in ranks),
             )
 
 
 def _unknown_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
     """What NVML could not answer was not compared, and what was not compared is not accepted."""
-    without = [rank for rank, they in sorted(who.items()) if not they.get("gpu")]
+    without = [rank for rank, they in sorted(who.items()) if not they["gpu"]]
     if without:
         yield _problem(
-            without,
             f"{rank_ranges(without)} reported no GPU ({_host(who[without[0]])})",
-            [],
             "see nvidia-smi on that host; all ranks must run with the same --gpucluster-device",
         )
-    for reason, ranks in by_value(
-        {rank: _plain(str(they["nvml"])) for rank, they in who.items() if they.get("nvml")}
-    ).items():
+    for reason, ranks in by_value({rank: _plain(they["nvml"]) for rank, they in who.items() if they["nvml"]}).items():
         yield _problem(
-            ranks,
             f"{rank_ranges(ranks)} ({_host(who[ranks[0]])}): {reason}",
-            ["driver versions and the number of GPUs of the node cannot be compared"],
             "in a container allow NVIDIA_DRIVER_CAPABILITIES=compute,utility; see nvidia-smi on that host",
+            "driver versions and the number of GPUs of the node cannot be compared",
         )
 
 
@@ -265,10 +223,10 @@ def gpus_without_a_rank(who: Mapping[int, Who], facts: RankFacts, expectation: E
         return ""
     nodes: dict[tuple[str, int], list[Who]] = {}
     for they in who.values():
-        nodes.setdefault((_host(they), int(they.get("node_rank") or 0)), []).append(they)
+        nodes.setdefault((_host(they), they["node_rank"]), []).append(they)
     bare = []
     for (name, _), ranks in sorted(nodes.items()):
-        visible = max(0 if they.get("chosen") else int(they.get("visible_gpus") or 0) for they in ranks)
+        visible = max(0 if they["chosen"] else they["visible_gpus"] for they in ranks)
         if visible > len(ranks):
             bare.append((name, len(ranks), visible))
     if not bare:
@@ -287,9 +245,7 @@ def _hosts_of_nodes(who: Mapping[int, Who], facts: RankFacts, expectation: Expec
     hosts = sorted({_host(they) for they in who.values()})
     if declared is not None and len(hosts) < declared:
         yield _problem(
-            sorted(who),
             f"{_count(facts.nnodes, 'node')} were launched on only {_count(len(hosts), 'host')}: {', '.join(hosts)}",
-            [],
             "start one launcher on each host, or declare what is meant with --gpucluster-expect",
         )
 
@@ -304,9 +260,9 @@ def _gpus_of_nodes(
         declared, by = facts.scheduler.gpus_per_node, f"{facts.scheduler.name} allocated"
     else:
         return
-    for node, ranks in by_value({rank: they.get("node_rank") for rank, they in who.items()}).items():
-        used = {they["gpu"]["uuid"] for they in map(who.__getitem__, ranks) if they.get("gpu")}
-        counted = max(int(who[rank].get("node_gpus") or 0) for rank in ranks)
+    for node, ranks in by_value({rank: they["node_rank"] for rank, they in who.items()}).items():
+        used = {they["gpu"]["uuid"] for they in map(who.__getitem__, ranks) if they["gpu"]}
+        counted = max(who[rank]["node_gpus"] or 0 for rank in ranks)
         if not complete and counted <= 1:
             # Each rank is shown its own GPU alone: the GPUs of silent ranks look the same as missing ones.
             continue
@@ -314,34 +270,30 @@ def _gpus_of_nodes(
         place = f"{_host(who[ranks[0]])} (node_rank {node})"
         if present < declared:
             yield _problem(
-                ranks,
                 f"{place} has {_count(present, 'GPU')}, but {by} {declared}",
-                [_gpu(who[rank]) for rank in ranks],
                 "see `nvidia-smi -L` and the kernel log of that host: a GPU may have fallen off the bus",
+                *(_gpu(who[rank]) for rank in ranks),
             )
         elif len(used) < declared and complete:
             yield _problem(
-                ranks,
                 f"only {len(used)} of the {declared} GPUs of {place} have a rank, but {by} {declared}",
-                [_gpu(who[rank]) for rank in ranks],
                 f"start a rank on each GPU (--nproc-per-node={declared}), or declare the part that is meant:"
                 f" --gpucluster-expect={facts.nnodes}x{len(used)}",
+                *(_gpu(who[rank]) for rank in ranks),
             )
 
 
 def _skus(
     who: Mapping[int, Who], expectation: Expectation | None, sku_of: Callable[[str], str | None]
 ) -> Iterator[Problem]:
-    names = by_value({rank: str(they["gpu"].get("name")) for rank, they in who.items() if they.get("gpu")})
+    names = by_value({rank: they["gpu"]["name"] for rank, they in who.items() if they["gpu"]})
     wanted = expectation.sku if expectation else None
     if wanted is not None:
         for name, ranks in names.items():
             if not sku_matches(wanted, name, sku_of(name)):
                 yield _problem(
-                    ranks,
                     f"{rank_ranges(ranks)} ({_host(who[ranks[0]])}): the GPU is {_plain(name)!r}, but"
                     f" --gpucluster-expect={expectation} says {wanted}",
-                    [],
                     "exclude the node, or declare the SKU that is meant",
                 )
     if len(names) > 1:
@@ -350,8 +302,7 @@ def _skus(
 
 def _versions(who: Mapping[int, Who]) -> Iterator[Problem]:
     for component in COMPARED_VERSIONS:
-        versions = {rank: they.get("versions") or {} for rank, they in who.items()}
-        values = by_value({rank: str(found.get(component, "not reported")) for rank, found in versions.items()})
+        values = by_value({rank: str(they["versions"].get(component)) for rank, they in who.items()})
         if len(values) > 1:
             remedy = "give every node the same driver, image and environment, then start again"
             yield _deviation(component, values, who, remedy)
@@ -360,14 +311,14 @@ def _versions(who: Mapping[int, Who]) -> Iterator[Problem]:
 def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
     """Compare the inputs of training between the ranks, and report what is not there. A rank's ``inputs`` are
     ``values`` (option -> value) and ``problems``."""
-    inputs = {rank: (they.get("inputs") or {}).get("values", {}) for rank, they in sorted(who.items())}
+    inputs = {rank: they["inputs"]["values"] for rank, they in sorted(who.items())}
     for option in dict.fromkeys(option for options in inputs.values() for option in options):
         values = by_value({rank: options.get(option, "not given") for rank, options in inputs.items()})
         if len(values) > 1:
             yield _deviation(option, values, who, "start every rank with the same options, environment and ini file")
     wrong: dict[str, list[int]] = defaultdict(list)
     for rank, they in sorted(who.items()):
-        for text in (they.get("inputs") or {}).get("problems", []):
+        for text in they["inputs"]["problems"]:
             wrong[_plain(text)].append(rank)
     for text, ranks in wrong.items():
         everywhere = len(ranks) == len(who)
@@ -378,7 +329,6 @@ def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
                 if everywhere
                 else "mount it on each of these nodes, at the same place"
             ),
-            ranks=tuple(ranks),
             exit=4 if everywhere else 11,
         )
 
@@ -399,16 +349,14 @@ def _deviation(what: str, values: Mapping[str, list[int]], who: Mapping[int, Who
         f"{_plain(value)!r} on {rank_ranges(ranks)} ({_hosts(ranks, who)})" for value, ranks in deviants.items()
     )
     return _problem(
-        sorted(rank for ranks in deviants.values() for rank in ranks),
         f"{what} differs between ranks: {others}; the other {_count(len(values[usual]), 'rank')}"
         f" {'has' if len(values[usual]) == 1 else 'have'} {_plain(usual)!r}",
-        [],
         remedy,
     )
 
 
-def _problem(ranks: list[int], message: str, details: list[str], remedy: str) -> Problem:
-    return Problem(text="\n".join([message, *details, f"what to do: {remedy}"]), ranks=tuple(sorted(ranks)))
+def _problem(message: str, remedy: str, *details: str) -> Problem:
+    return Problem(text="\n".join([message, *details, f"what to do: {remedy}"]))
 
 
 def _hosts(ranks: list[int], who: Mapping[int, Who]) -> str:
@@ -418,12 +366,12 @@ def _hosts(ranks: list[int], who: Mapping[int, Who]) -> str:
 
 
 def _gpu(they: Who) -> str:
-    gpu = they.get("gpu") or {}
-    return f"rank {they.get('rank')}: GPU {gpu.get('index')} {gpu.get('uuid')} {_plain(str(gpu.get('name')))}"
+    gpu = they["gpu"] or dict.fromkeys(("index", "uuid", "name"))
+    return f"rank {they['rank']}: GPU {gpu['index']} {gpu['uuid']} {_plain(str(gpu['name']))}"
 
 
 def _host(they: Who) -> str:
-    return _plain(str(they.get("host", "unknown host")))
+    return _plain(they["host"])
 
 
 def _plain(text: str) -> str:

@@ -12,11 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pytest_gpucluster.agreement.exchange import AbortReason
 from pytest_gpucluster.agreement.preflight import by_value
-from pytest_gpucluster.agreement.store import Store
+from pytest_gpucluster.agreement.store import Store, store_errors
 from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.text import first_line, rank_ranges
@@ -27,8 +27,6 @@ _STEP_SECONDS = 0.05
 _RANKS_PER_STEP = 128
 """Above this many ranks each asks less often, so that the store's load stays what it is at this many."""
 _VERDICT_MARGIN_SECONDS = 60.0
-SLOW_CONNECT_SECONDS = 5.0
-"""From here on it is reported. Source: this suite's rule; a resolver asks again after 5 s (resolv.conf(5), timeout)."""
 Who = Mapping[str, Any]
 
 
@@ -71,10 +69,8 @@ def join(
         LaunchError: another process has reported as this rank.
         StoreError: rank 0 gave no word in time, or has ended, or the store has gone.
     """
-    try:
+    with store_errors(f"{facts}: "):
         return _report(store, facts, me, timeout_seconds, check, shared, is_hopeless)
-    except RuntimeError as error:  # torch's DistError family
-        raise StoreError(f"{facts}: the rendezvous store is gone: {first_line(str(error))}") from error
 
 
 def _report(
@@ -135,21 +131,6 @@ def fetch_reports(store: Store, ranks: Sequence[int]) -> dict[int, Who]:
     return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
 
 
-def slow_connection(who: Mapping[int, Who]) -> str:
-    """Return which rank took longest to connect to the store, and why that may be; nothing where none took long."""
-    seconds = {rank: float(one.get("connect_seconds", 0.0)) for rank, one in who.items()}
-    slow = [rank for rank in seconds if seconds[rank] >= SLOW_CONNECT_SECONDS]
-    if not slow:
-        return ""
-    longest = max(slow, key=lambda rank: seconds[rank])
-    return (
-        f"{len(slow)} of {len(who)} ranks took {SLOW_CONNECT_SECONDS:g} s or more to connect, rank {longest} on "
-        f"{who[longest].get('host', '?')} {seconds[longest]:.1f} s. The store looks up the name of each address that "
-        "connects, one after the other: see how long `getent hosts ::ffff:ADDRESS` takes on the first node, and "
-        "docs/performance.md for what helps; criterion dns measures it"
-    )
-
-
 class Refused(PreflightError):
     """The run does not start. Carries the reason."""
 
@@ -177,26 +158,32 @@ def _wait_for_all(
 _SHOWN = 20
 
 
-def collection_digest(node_ids: Sequence[str]) -> str:
-    """Return a hash of the tests: ranks may have found them in another order, but each as often."""
-    text = "\n".join(sorted(node_ids)).encode("utf-8", "surrogatepass")
+def collection_digest(items: Sequence[str]) -> str:
+    """Return a hash of tests and values: ranks may have found them in another order, but each as often."""
+    text = "\n".join(sorted(items)).encode("utf-8", "surrogatepass")
     return hashlib.sha256(text).hexdigest()
 
 
-def digest_of(values: Mapping[str, str]) -> str:
-    """Return a hash of a workload's keys and values."""
-    return collection_digest([f"{key}={value}" for key, value in values.items()])
-
-
 def collection_difference(
-    expected: Sequence[str], found: Mapping[int, Sequence[str]], names: Mapping[int, str], *, subset: bool
+    expected: Sequence[str],
+    found: Mapping[int, Sequence[str]],
+    names: Mapping[int, str],
+    *,
+    subset: bool,
+    kind: Literal["test", "value"] = "test",
+    first: int = 0,
 ) -> tuple[str, str] | None:
-    """Compare the tests of other ranks with rank 0's.
+    """Compare what other ranks have collected with what the first one has: node ids, or values of the workload.
+
+    With another workload a collective would hang.
 
     Args:
-        expected: the node ids that rank 0 is going to run.
-        found: rank -> the node ids that it has collected.
-        subset: rank 0 left tests out by its cache (``--lf`` and the like), so that other ranks may know more tests.
+        expected: what the first rank is going to run, or to measure with.
+        found: rank -> what it has collected.
+        names: rank -> how to call it.
+        subset: the first rank left tests out by its cache (``--lf`` and the like), so that other ranks may have more.
+        kind: what is compared.
+        first: the first rank.
 
     Returns:
         None if they agree, else one line for the report and a diff of every group of deviating ranks.
@@ -211,53 +198,15 @@ def collection_difference(
     who = names[ranks[0]] if len(ranks) == 1 else rank_ranges(ranks)
     verbs = ("lacks", "alone has") if len(ranks) == 1 else ("lack", "alone have")
     parts = [
-        f"{what} {len(tests)} test{'s' if len(tests) > 1 else ''} ({tests[0]}{', …' if len(tests) > 1 else ''})"
-        for what, tests in zip(verbs, (missing, extra), strict=True)
-        if tests
+        f"{what} {len(items)} {kind}{'s' if len(items) > 1 else ''} ({items[0]}{', …' if len(items) > 1 else ''})"
+        for what, items in zip(verbs, (missing, extra), strict=True)
+        if items
     ]
-    message = first_line(f"different tests collected: {who} {' and '.join(parts)}")
-    return message, "\n\n".join(_diff(rank_ranges(ranks), missing, extra) for (missing, extra), ranks in groups.items())
-
-
-def workload_disagreement(
-    workloads: Mapping[int, Mapping[str, str]], names: Mapping[int, str], *, subset: bool
-) -> tuple[str, str] | None:
-    """Compare the workloads of other ranks with the first one's. With different sizes a collective would hang.
-
-    Args:
-        workloads: rank -> key -> value; nothing where no test uses a workload.
-        subset: the first rank left tests out by its cache, maybe all of those that use a workload.
-
-    Returns:
-        None if they agree, else one line for the report and every key of every group of deviating ranks.
-    """
-    first, expected = next(iter(workloads.items()))
-    if subset and not expected:
-        return None
-    groups = by_value(
-        {
-            rank: tuple(
-                (key, values.get(key, "nothing"), expected.get(key, "nothing"))
-                for key in dict.fromkeys([*expected, *values])
-                if values.get(key) != expected.get(key)
-            )
-            for rank, values in workloads.items()
-        }
-    )
-    groups.pop((), None)
-    if not groups:
-        return None
-    differences, ranks = next(iter(groups.items()))
-    who, verb = (names[ranks[0]], "has") if len(ranks) == 1 else (rank_ranges(ranks), "have")
-    key, value, other = differences[0]
-    more = f" (and {len(differences) - 1} more keys)" if len(differences) > 1 else ""
-    message = first_line(f"different workloads: {who} {verb} {key} {value}, and {names[first]} has {other}{more}")
-    details = []
-    for differences, ranks in groups.items():
-        who = ", ".join(names[rank] for rank in ranks[:_SHOWN]) + (", …" if len(ranks) > _SHOWN else "")
-        details.append("\n".join([f"{names[first]} against {who}:", *(f"{k}: {b} | {a}" for k, a, b in differences)]))
-    hint = "The same workloads.yaml must lie on every host, and every rank must get the same --gpucluster-workload."
-    return message, "\n\n".join([*details, hint])
+    what = "different tests collected" if kind == "test" else "different workloads"
+    texts = [_diff(f"rank {first}", rank_ranges(ranks), missing, extra) for (missing, extra), ranks in groups.items()]
+    if kind == "value":
+        texts.append("All hosts need the same workloads.yaml, and all ranks the same --gpucluster-workload.")
+    return first_line(f"{what}: {who} {' and '.join(parts)}"), "\n\n".join(texts)
 
 
 def _without(node_ids: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
@@ -265,13 +214,13 @@ def _without(node_ids: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
     return tuple((Counter(node_ids) - Counter(others)).elements())
 
 
-def _diff(who: str, missing: Sequence[str], extra: Sequence[str]) -> str:
-    lines = [f"rank 0 against {who}:"]
-    for sign, tests, where in (
-        ("-", missing, f"only on rank 0, missing on {who}"),
+def _diff(first: str, who: str, missing: Sequence[str], extra: Sequence[str]) -> str:
+    lines = [f"{first} against {who}:"]
+    for sign, items, where in (
+        ("-", missing, f"only on {first}, missing on {who}"),
         ("+", extra, f"only on {who}"),
     ):
-        lines += [f"{sign} {node_id}    ({where})" for node_id in tests[:_SHOWN]]
-        if len(tests) > _SHOWN:
-            lines.append(f"{sign} and {len(tests) - _SHOWN} more")
+        lines += [f"{sign} {item}    ({where})" for item in items[:_SHOWN]]
+        if len(items) > _SHOWN:
+            lines.append(f"{sign} and {len(items) - _SHOWN} more")
     return "\n".join(lines)

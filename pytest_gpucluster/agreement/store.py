@@ -18,13 +18,14 @@ can be made.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -60,8 +61,15 @@ class Stores:
     for a peer that never comes is freed by closing that connection, and the agreement goes on over the others."""
     after_abort: Callable[[], object] = lambda: None
     """Takes back what NCCL's watchdog leaves in the store at a timeout; a later group would read it as its own."""
-    connect_seconds: float = 0.0
-    """How long it took to connect to a store that was up already; waiting for one to come up is left out."""
+
+
+@contextlib.contextmanager
+def store_errors(who: str = "") -> Iterator[None]:
+    """Turn the errors of torch's store inside (its DistError family) into a StoreError that begins with ``who``."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise StoreError(f"{who}the rendezvous store has stopped answering: {first_line(str(error))}") from error
 
 
 def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
@@ -80,11 +88,8 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
         return Stores(main=memory, side=memory, for_group=lambda name: dist.HashStore())
     address = f"{facts.master_addr}:{facts.master_port}"
     timeout = timedelta(seconds=timeout_seconds)
-    begin = time.monotonic()
     try:
         tcp = dist.TCPStore(str(facts.master_addr), int(facts.master_port or 0), is_master=False, timeout=timeout)
-        if not facts.agent_store:  # rank 0 has just started it
-            begin = time.monotonic()
         prefix = prefix_of(facts)
         main = dist.PrefixStore(prefix, tcp)
         side = dist.PrefixStore(prefix, tcp.clone())
@@ -99,7 +104,6 @@ def connect(facts: RankFacts, *, timeout_seconds: float) -> Stores:
         side=side,
         for_group=lambda name: dist.PrefixStore(f"{prefix}/torch/{name}", tcp.clone()),
         after_abort=lambda: forget_abort(tcp),
-        connect_seconds=time.monotonic() - begin,
     )
 
 
@@ -120,6 +124,7 @@ def prefix_of(facts: RankFacts) -> str:
 _FIRST_POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 0.25
 """From hundreds of ranks that wait for long, the store must not be asked more than it can answer."""
+_KEYS_AT_ONCE = 16
 
 
 class Board:
@@ -137,6 +142,7 @@ class Board:
         self._posted: list[str] = []
         self._posted_in = number()
 
+    @store_errors()
     def post(self, name: str, value: Any) -> None:
         """Leave a notice of plain JSON types, once under each name in a phase.
 
@@ -145,16 +151,14 @@ class Board:
         Raises: StoreError if the store has stopped answering.
         """
         key = self._key(name, self._rank)
-        try:
-            if self._number() != self._posted_in:
-                while self._posted:
-                    self._store.delete_key(self._posted.pop())
-                self._posted_in = self._number()
-            self._posted.append(key)
-            self._store.set(key, json.dumps(value))
-        except RuntimeError as error:  # torch's DistError family
-            raise StoreError(f"the rendezvous store has stopped answering: {first_line(str(error))}") from error
+        if self._number() != self._posted_in:
+            while self._posted:
+                self._store.delete_key(self._posted.pop())
+            self._posted_in = self._number()
+        self._posted.append(key)
+        self._store.set(key, json.dumps(value))
 
+    @store_errors()
     def read(self, name: str, ranks: Sequence[int], *, within_seconds: float) -> dict[int, Any]:
         """Return rank -> notice of those ranks that have left one within the time.
 
@@ -166,23 +170,20 @@ class Board:
         keys = {rank: self._key(name, rank) for rank in ranks}
         pause = _FIRST_POLL_SECONDS
         waiting = list(ranks)
-        try:
-            while waiting:
-                # One key is asked for, and the others only once it is there: a thousand ranks that each ask for a
-                # thousand keys, many times a second, would keep the store from answering anybody.
-                if self._store.check([keys[waiting[0]]]):
-                    waiting = waiting[_present(lambda few: self._store.check([keys[rank] for rank in few]), waiting) :]
-                    pause = _FIRST_POLL_SECONDS
-                elif time.monotonic() >= until:
-                    break
-                else:
-                    time.sleep(min(pause, max(0.0, until - time.monotonic())))
-                    pause = min(2 * pause, _LONGEST_POLL_SECONDS)
-            missing = {rank for rank in waiting if not self._store.check([keys[rank]])}
-            present = [rank for rank in ranks if rank not in missing]
-            texts = self._store.multi_get([keys[rank] for rank in present]) if present else []
-        except RuntimeError as error:
-            raise StoreError(f"the rendezvous store has stopped answering: {first_line(str(error))}") from error
+        while waiting:
+            # Few keys are asked for at once: a thousand ranks that each ask for a thousand keys, many times a second,
+            # would keep the store from answering anybody.
+            if self._store.check([keys[rank] for rank in waiting[:_KEYS_AT_ONCE]]):
+                waiting = waiting[_KEYS_AT_ONCE:]
+                pause = _FIRST_POLL_SECONDS
+            elif time.monotonic() >= until:
+                break
+            else:
+                time.sleep(min(pause, max(0.0, until - time.monotonic())))
+                pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        missing = {rank for rank in waiting if not self._store.check([keys[rank]])}
+        present = [rank for rank in ranks if rank not in missing]
+        texts = self._store.multi_get([keys[rank] for rank in present]) if present else []
         return {rank: json.loads(text) for rank, text in zip(present, texts, strict=True)}
 
     def gather(self, name: str, value: Any, ranks: Sequence[int], *, within_seconds: float) -> dict[int, Any]:
@@ -203,25 +204,6 @@ class Board:
 
     def _key(self, name: str, rank: int) -> str:
         return f"board/{self._number()}/{name}/{rank}"
-
-
-def _present(check: Callable[[Sequence[int]], bool], ranks: Sequence[int]) -> int:
-    """Return how many of these ranks, from the first one on, are there; the first one is. Asks a few times only.
-
-    >>> there, asked = {4, 5, 6, 9}, []
-    >>> _present(lambda few: asked.append(few) or there.issuperset(few), [4, 5, 6, 7, 8, 9])
-    3
-    """
-    known, unknown = 1, len(ranks)
-    if check(ranks):
-        return unknown
-    while unknown - known > 1:
-        middle = (known + unknown) // 2
-        if check(ranks[known:middle]):
-            known = middle
-        else:
-            unknown = middle
-    return known
 
 
 _COUNT = "ev/count"

@@ -31,6 +31,7 @@ from pytest_gpucluster.agreement.release import PythonReleaser, Releaser
 from pytest_gpucluster.agreement.store import EventLog, Store, post_event
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.metrics.codec import to_json
 
 _HEARD = (signal.SIGTERM, signal.SIGINT)
 
@@ -312,8 +313,6 @@ class Watch:
                     next_beat = time.monotonic() + _BEAT_SECONDS
                     self._beat()
                 self._look_at_phase()
-                for key in self._exchange.take_garbage():
-                    self._store.delete_key(key)
             except RuntimeError as error:  # torch's DistError family: the store's connection is gone
                 self._store_gone(error)
                 return self._without_store()
@@ -407,11 +406,11 @@ class Watch:
             rank=self._facts.rank,
             arrived=not phase.in_body,
             stack=hang_diagnosis.main_thread_stack(),
-            operations=operations,
+            operations=tuple(operations),
             waits_seconds=hang_diagnosis.waits_seconds(operations, time.time_ns()),
             computes=self._rehearsal and phase.in_body and computes(),
         )
-        self._store.set(f"where/{number}/{self._facts.rank}", json.dumps(where.to_json()))
+        self._store.set(f"where/{number}/{self._facts.rank}", json.dumps(to_json(where)))
 
     def _operations(self, phase: WatchedPhase) -> list[hang_diagnosis.Operation]:
         making = [hang_diagnosis.making_group() for releaser in self._releasers if releaser.making_group]
@@ -555,7 +554,7 @@ class Watch:
             for rank in self._who:
                 if rank != 0:
                     outcome = "lost" if rank in abort.culprits else "released"
-                    body = {"o": outcome, "msg": abort.message, "text": abort.text or abort.message}
+                    body = {"outcome": outcome, "message": abort.message, "text": abort.text or abort.message}
                     exchange.answer_for(self._store, number, rank, body)
         else:
             exchange.answer_verdict(self._store, number, {"ended": abort.to_json()})

@@ -143,9 +143,9 @@ def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNo
 
 
 def _end_line() -> None:
-    """End the line that rank 0 was writing when it died, and on a terminal clear the live lines below it."""
+    """End the line that rank 0 was writing when it died."""
     with suppress(OSError):
-        print("\n\x1b[J" if sys.stderr.isatty() else "\n", end="", file=sys.stderr)
+        print(file=sys.stderr)
 
 
 def _print(line: str) -> None:

@@ -84,9 +84,9 @@ class WorkloadRecord:
         return profile + ([f"workload overridden: {'; '.join(self.overridden)}"] if self.overridden else [])
 
     @property
-    def compared(self) -> dict[str, str]:
+    def compared(self) -> list[str]:
         """What must be the same on every rank: with different sizes a collective would hang."""
-        return {"profile": self.profile, **self.values}
+        return [f"{key} = {value}" for key, value in {"profile": self.profile, **self.values}.items()]
 
     def line(self) -> dict[str, Any]:
         """Return the journal's line."""

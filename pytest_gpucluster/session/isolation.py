@@ -95,8 +95,8 @@ class Plan:
         if self._run.abort_reason is not None:  # it has cut off the ranks in a probe
             return first_line(self._run.abort_reason.message)
         # Reported by the watchdog in its place, as after any phase: it is lost, or cannot be released.
-        gone = next((f"{self._run.names[rank]}: {body.get('msg')}" for rank, body in bodies.items() if "o" in body), "")
-        return gone or next((str(body["unfit"]) for body in bodies.values() if "unfit" in body), "")
+        gone = [f"{self._run.names[rank]}: {body['message']}" for rank, body in bodies.items() if "outcome" in body]
+        return next(iter([*gone, *(str(body["unfit"]) for body in bodies.values() if "unfit" in body)]), "")
 
     @property
     def hosts(self) -> dict[int, str]:

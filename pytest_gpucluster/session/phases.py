@@ -384,14 +384,14 @@ class Phases:
         assert watch.abort_reason is not None
         abort = watch.abort_reason
         if self._run.rank != 0:
-            return {"o": "error", "msg": abort.message}
+            return {"outcome": "error", "message": abort.message}
         if own.outcome == "passed":
             if when == "teardown" and self._run.records[item.nodeid].outcome in ("failed", "error"):
-                return {"o": "passed"}  # reported with the call: one test, one error
-            body = {**body, "o": "released", "msg": "the run had ended"}
+                return {"outcome": "passed"}  # reported with the call: one test, one error
+            body = {**body, "outcome": "released", "message": "the run had ended"}
         # Of the other ranks nothing is known. That is not a pass.
-        unknown = {"o": "released", "msg": "nothing was heard of it: the run had ended"}
-        lost = {"o": "lost", "msg": abort.message, "text": abort.text}
+        unknown = {"outcome": "released", "message": "nothing was heard of it: the run had ended"}
+        lost = {"outcome": "lost", "message": abort.message, "text": abort.text}
         bodies: dict[int, Mapping[str, Any]] = {
             rank: lost if rank in abort.culprits else unknown for rank in self._run.names
         }
@@ -428,9 +428,9 @@ class Phases:
             merged = replace(merged, judged=True)
         self._last, self.last_outcome = merged, outcomes[0]
         stop = self._stop(bodies, outcomes, merged, unreleasable=found.stuck)
-        verdict: dict[str, Any] = {"o": merged.outcome}
+        verdict: dict[str, Any] = {"outcome": merged.outcome}
         if merged.message:
-            verdict["msg"] = merged.message
+            verdict["message"] = merged.message
         if merged.group_invalid:
             verdict["group_invalid"] = True
         if any(body.get("nvls") for body in bodies.values()):
@@ -510,7 +510,7 @@ class Phases:
         if run.abort_reason is not None:
             item.session.shouldstop = run.abort_reason.message
         self._isolates = bool(verdict.get("isolate"))
-        outcome = verdict["o"]
+        outcome = verdict["outcome"]
         if outcome == "passed":
             return
         failed_here = own.outcome in ("failed", "error")
@@ -521,8 +521,8 @@ class Phases:
         if error is not None and not only_here and (outcome != "skipped") == (own.outcome != "skipped"):
             raise error
         if outcome == "skipped":
-            raise Skipped(verdict.get("msg", ""), _use_item_location=True)
-        raise AgreedFailure(verdict.get("msg", ""))
+            raise Skipped(verdict.get("message", ""), _use_item_location=True)
+        raise AgreedFailure(verdict.get("message", ""))
 
     def _discard(self, epoch: int) -> bool:
         """Throw the groups away; return whether that was possible. Else the run ends: none can be made any more."""

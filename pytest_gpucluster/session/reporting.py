@@ -20,7 +20,6 @@ from _pytest.outcomes import Failed  # pytest.fail.Exception, under the name tha
 
 from pytest_gpucluster import short_fixtures
 from pytest_gpucluster.agreement.exchange import Merged
-from pytest_gpucluster.agreement.rendezvous import slow_connection
 from pytest_gpucluster.config.workload import predict
 from pytest_gpucluster.errors import JournalError, text_of
 from pytest_gpucluster.journal.journal import Journal
@@ -335,10 +334,8 @@ class Console:
         if reporter is None or journal is None or not self._run.roll.hosts:
             return []
         width = reporter._tw.fullwidth
-        slow = slow_connection(self._run.roll.who)
         return [
             *header_lines(journal, width=width),
-            *(fact("SLOW START", slow, width=width) if slow else []),
             *report_lines([("gpucluster report", str(self._run.directory))]),
         ]
 

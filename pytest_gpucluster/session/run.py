@@ -176,8 +176,6 @@ class Run:
         self.verdict: verdict.Verdict | None = None
         self.stopped = ""
         """Why pytest runs no further test, such as by ``--maxfail``."""
-        self.clear_terminal: Callable[[], None] = lambda: None
-        """Remove what is shown below pytest's output, before :meth:`cry`."""
         self._limits: Thresholds | None = None
         self._shipped: Thresholds | None = None
         self._pid = os.getpid()
@@ -437,7 +435,6 @@ class Run:
 
     def cry(self, text: str) -> None:
         """Write to the terminal below pytest, when the main thread cannot. May be called from any thread."""
-        self.clear_terminal()
         os.write(self._stderr, text.encode("utf-8", "backslashreplace"))
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ import gc
 import os
 import traceback
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -17,7 +17,6 @@ from pytest_gpucluster.errors import UsageProblem
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.session import reporting, shutdown
 from pytest_gpucluster.session.phases import ON_TRIAL, Phases, name_of
-from pytest_gpucluster.session.progress import begin_live
 from pytest_gpucluster.session.rejected_run import asked_path
 from pytest_gpucluster.session.reporting import BROKE, Console, Status, skip_reason
 from pytest_gpucluster.session.run import Run, Running
@@ -95,7 +94,6 @@ class Session:
         self._run.selection = is_selection(self._config)
         _free_what_an_earlier_session_left()
         Startup(self._run).open()
-        begin_live(self._config, self._run)
         _freeze_loaded_objects()
 
     def _silence(self) -> None:
@@ -209,12 +207,8 @@ class Session:
     def _agree_on_collection(self, session: pytest.Session) -> None:
         run, node_ids = self._run, self._node_ids
         errors = [[nodeid, text[-8000:]] for nodeid, text in self._collection_errors]
-        workload = run.running.workload_record.compared if run.running.workload_record is not None else {}
-        summary = {
-            "hash": rendezvous.collection_digest(node_ids),
-            "workload": rendezvous.digest_of(workload),
-            "errors": errors,
-        }
+        workload = run.running.workload_record.compared if run.running.workload_record is not None else []
+        summary = {"hash": rendezvous.collection_digest([*node_ids, *workload]), "errors": errors}
         first = self._exchange("collection", summary, self._compare_hashes)
         if first.get("full"):
             first = self._exchange(
@@ -249,7 +243,7 @@ class Session:
     def _compare_hashes(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
         """Rank 0: equal hashes in the same order need nothing more; lists travel only where they may differ."""
         bodies = {rank: body for rank, body in bodies.items() if "hash" in body}
-        equal = len({(body["hash"], body["workload"]) for body in bodies.values()}) == 1
+        equal = len({body["hash"] for body in bodies.values()}) == 1
         if equal and not any(body["errors"] for body in bodies.values()):
             return {"ids": self._node_ids}
         return {"full": True}
@@ -267,11 +261,12 @@ class Session:
             message = first_line(message)
             return {"disagreement": [message, f"{message}\n\n{text}"]}
         expected = list(bodies[0]["ids"])
-        found = {rank: body["ids"] for rank, body in bodies.items() if rank != 0}
-        different = rendezvous.collection_difference(expected, found, names, subset=self._subset)
-        if different is None:
-            workloads = {rank: body["workload"] for rank, body in bodies.items()}
-            different = rendezvous.workload_disagreement(workloads, names, subset=self._subset)
+        kinds: tuple[tuple[str, Literal["test", "value"]], ...] = (("ids", "test"), ("workload", "value"))
+        for key, kind in kinds:
+            found = {rank: body[key] for rank, body in bodies.items()}
+            different = rendezvous.collection_difference(found[0], found, names, subset=self._subset, kind=kind)
+            if different is not None:
+                break
         return {"ids": expected} if different is None else {"disagreement": list(different)}
 
     @pytest.hookimpl(tryfirst=True)

@@ -191,7 +191,6 @@ class Startup:
             start_store(facts)
         stores = connect(facts, timeout_seconds=run.timeouts.join)
         me = self._describe_me(problem)
-        me["connect_seconds"] = round(stores.connect_seconds, 3)
         me |= self._start_sampler(me)
         recorder_pid = run.recorder.pid if run.recorder else None
         run.roll = join(

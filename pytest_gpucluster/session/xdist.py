@@ -314,8 +314,14 @@ class Controller:
             self._run.take_workload(workload)
             self._console.say(self._console.workload())
             return
-        first = {self._workload_rank: known.compared, rank: workload.compared}
-        different = rendezvous.workload_disagreement(first, self._run.names, subset=False)
+        different = rendezvous.collection_difference(
+            known.compared,
+            {rank: workload.compared},
+            self._run.names,
+            subset=False,
+            kind="value",
+            first=self._workload_rank,
+        )
         if different is not None:
             self._run.problem("collection", *different)
 

@@ -1,16 +1,10 @@
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 
-from pytest_gpucluster.agreement.rendezvous import (
-    collection_difference,
-    collection_digest,
-    digest_of,
-    workload_disagreement,
-)
+from pytest_gpucluster.agreement.rendezvous import collection_difference, collection_digest
 
 NAMES = {rank: f"rank {rank} (gpu-{rank:02d})" for rank in range(8)}
 TESTS = ["test_a.py::test_one", "test_a.py::test_two", "test_b.py::test_three"]
@@ -91,43 +85,26 @@ def test_a_long_diff_is_cut_and_says_how_much_is_left_out() -> None:
 
 # ---- workloads -------------------------------------------------------------------------------------------------------
 
-FULL = {"profile": "full", "matmul.sizes": "4096, 8192", "hbm.sizes": "8 GiB"}
+FULL = ["profile = full", "matmul.sizes = 4096, 8192", "hbm.sizes = 8 GiB"]
+OTHER = [*FULL[:2], "hbm.sizes = 8 GB"]
 
 
-def test_the_digest_of_a_workload_depends_on_its_keys_and_values_only() -> None:
-    assert digest_of(FULL) == digest_of(dict(reversed(FULL.items())))
-    assert digest_of(FULL) != digest_of(FULL | {"hbm.sizes": "8 GB"})
-    assert digest_of(FULL) != digest_of({})
-
-
-def test_a_different_value_is_named_with_its_rank_and_host() -> None:
-    assert workload_disagreement({0: FULL, 1: dict(FULL)}, NAMES, subset=False) is None
-    assert workload_disagreement({0: {}, 1: {}}, NAMES, subset=False) is None
-    told = workload_disagreement({0: FULL, 1: FULL, 2: FULL | {"hbm.sizes": "8 GB"}}, NAMES, subset=False)
+def test_a_different_value_of_the_workload_is_named_with_its_rank_and_host() -> None:
+    assert collection_difference(FULL, {1: FULL}, NAMES, subset=False, kind="value") is None
+    told = collection_difference(FULL, {0: FULL, 2: OTHER}, NAMES, subset=False, kind="value")
     assert told is not None
     message, text = told
-    assert message == "different workloads: rank 2 (gpu-02) has hbm.sizes 8 GB, and rank 0 (gpu-00) has 8 GiB"
-    assert text.split("\n\n")[0] == "rank 0 (gpu-00) against rank 2 (gpu-02):\nhbm.sizes: 8 GiB | 8 GB"
+    assert message == (
+        "different workloads: rank 2 (gpu-02) lacks 1 value (hbm.sizes = 8 GiB) and alone has 1 value"
+        " (hbm.sizes = 8 GB)"
+    )
+    assert "- hbm.sizes = 8 GiB " in text
+    assert "+ hbm.sizes = 8 GB " in text
     assert "workloads.yaml" in text
 
 
-def test_ranks_with_the_same_deviation_are_told_together_and_every_key_is_in_the_text() -> None:
-    quick = FULL | {"profile": "quick", "matmul.sizes": "16"}
-    told = workload_disagreement({0: FULL, 1: quick, 2: quick, 3: FULL | {"hbm.sizes": "1 B"}}, NAMES, subset=False)
-    assert told is not None
-    message, text = told
-    assert re.match(r"different workloads: ranks 1-2 .* quick, .*rank 0 \(gpu-00\) .* full \(and 1 more", message)
-    assert text.split("\n\n")[:2] == [
-        "rank 0 (gpu-00) against rank 1 (gpu-01), rank 2 (gpu-02):\nprofile: full | quick\n"
-        "matmul.sizes: 4096, 8192 | 16",
-        "rank 0 (gpu-00) against rank 3 (gpu-03):\nhbm.sizes: 8 GiB | 1 B",
-    ]
-
-
 def test_a_workload_that_only_some_ranks_have_is_a_difference_unless_rank_0_left_tests_out_by_its_cache() -> None:
-    for first, other, values in ((FULL, {}, ("nothing", "full")), ({}, FULL, ("full", "nothing"))):
-        told = workload_disagreement({0: first, 1: other}, NAMES, subset=False)
-        assert told is not None
-        assert f" has profile {values[0]}, and rank 0 (gpu-00) has {values[1]} (and 2 more keys)" in told[0]
-    assert workload_disagreement({0: {}, 1: FULL}, NAMES, subset=True) is None
-    assert workload_disagreement({0: FULL, 1: {}}, NAMES, subset=True) is not None
+    for first, other in ((FULL, []), ([], FULL)):
+        assert collection_difference(first, {1: other}, NAMES, subset=False, kind="value") is not None
+    assert collection_difference([], {1: FULL}, NAMES, subset=True, kind="value") is None
+    assert collection_difference(FULL, {1: []}, NAMES, subset=True, kind="value") is not None

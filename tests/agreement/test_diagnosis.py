@@ -46,12 +46,6 @@ def busy(rank: int, *operations: Operation, waits: float | None = None, computes
     return Where(rank=rank, arrived=False, stack=STACK, operations=operations, computes=computes, waits_seconds=waits)
 
 
-def test_where_a_rank_is_travels_and_what_a_later_version_adds_is_left_alone() -> None:
-    where = at(1, op(5))
-    found = Where.from_json({**where.to_json(), "of a later version": 1})
-    assert (found.rank, found.stack, [*found.operations]) == (where.rank, where.stack, [*where.operations])
-
-
 DONE, WAITS = op(4, pending=False), op(5)
 
 

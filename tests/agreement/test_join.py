@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement import rendezvous as module
 from pytest_gpucluster.agreement.exchange import AbortReason
-from pytest_gpucluster.agreement.rendezvous import Refused, RollCall, fetch_reports, join, slow_connection
+from pytest_gpucluster.agreement.rendezvous import Refused, RollCall, fetch_reports, join
 from pytest_gpucluster.errors import LaunchError, PreflightError, StoreError
 from pytest_gpucluster.launch.launchers import RankFacts
 
@@ -159,23 +159,18 @@ class Gone(HashStore):
 @pytest.mark.parametrize(
     ("rank", "at", "told"),
     [
-        pytest.param(1, "who/", "rank 1 on gpu-06: the rendezvous store is gone: Broken pipe", id="at the report"),
-        pytest.param(0, "join", "rank 0 on gpu-06: the rendezvous store is gone: Broken pipe", id="at rank 0's word"),
-        pytest.param(1, "check", "the rendezvous store is gone: Connection reset by peer", id="while waiting"),
+        pytest.param(1, "who/", "rank 1 on gpu-06: the rendezvous store .*: Broken pipe$", id="at the report"),
+        pytest.param(
+            0,
+            "join",
+            "rank 0 on gpu-06: the rendezvous store has stopped answering: Broken pipe",
+            id="at rank 0's word",
+        ),
+        pytest.param(1, "check", "the rendezvous store .*: Connection reset by peer$", id="while waiting"),
     ],
 )
 def test_a_store_that_goes_away_is_an_error_of_the_environment_in_one_line(rank: int, at: str, told: str) -> None:
     with pytest.raises(StoreError) as caught:
         call(Gone(at), rank, timeout_seconds=0.01)
-    assert told in str(caught.value)
+    assert re.search(told, str(caught.value))
     assert "\n" not in str(caught.value)
-
-
-def test_ranks_that_took_long_to_connect_are_counted_and_the_slowest_is_named() -> None:
-    who: dict[int, dict[str, Any]] = {rank: {"host": "gpu-06"} for rank in range(16)}
-    assert slow_connection(who) == ""
-    for rank, they in who.items():
-        they["connect_seconds"] = {3: 10.04, 4: 5.0}.get(rank, 4.99)
-    told = slow_connection(who)
-    assert re.match(r"2 of 16 ranks .* 5 s .*, rank 3 on gpu-06 10\.0 s", told)
-    assert "getent hosts ::ffff:ADDRESS" in told

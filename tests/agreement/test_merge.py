@@ -159,7 +159,7 @@ def test_what_a_rank_tells_of_itself_travels_whole_and_a_bare_pass_is_small() ->
         telemetry={"power_w": 300},
     )
     assert RankOutcome.from_json(3, json.loads(json.dumps(told.to_json()))) == told
-    assert RankOutcome(rank=0, outcome="passed").to_json() == {"o": "passed"}
+    assert RankOutcome(rank=0, outcome="passed").to_json() == {"outcome": "passed"}
 
 
 def test_why_a_run_ends_travels_whole_and_keys_of_another_version_are_left_alone() -> None:

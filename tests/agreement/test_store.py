@@ -184,27 +184,3 @@ def test_a_blocked_main_connection_does_not_block_the_other() -> None:
     blocked.join(10)
     assert not blocked.is_alive()
     assert took < 5.0
-
-
-@pytest.mark.parametrize("agent_store", [True, False], ids=["up already", "started by rank 0"])
-def test_connecting_takes_its_time_and_waiting_for_rank_0_is_no_part_of_it(
-    agent_store: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch.distributed
-
-    server = tcp_store()
-    first = torch.distributed.TCPStore
-
-    def late(*arguments: Any, **keywords: Any) -> Any:
-        time.sleep(0.5)
-        return first(*arguments, **keywords)
-
-    monkeypatch.setattr("torch.distributed.TCPStore", late)
-    begin = time.monotonic()
-    stores = connect(facts(master_port=server.port, agent_store=agent_store), timeout_seconds=10)
-    whole = time.monotonic() - begin
-    assert 0 < stores.connect_seconds <= whole
-    if agent_store:
-        assert stores.connect_seconds >= 0.5
-    else:
-        assert stores.connect_seconds <= whole - 0.5

@@ -24,6 +24,7 @@ from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.agreement.release import RELEASE_SIGNAL, Released
 from pytest_gpucluster.agreement.store import EventLog, Stores, post_event
 from pytest_gpucluster.agreement.watchdog import Watch
+from pytest_gpucluster.metrics.codec import read, to_json
 from pytest_gpucluster.session.options import Timeouts
 
 DEADLINE_SECONDS = 20.0
@@ -147,7 +148,7 @@ def answer_where(place: Place, rank: int, number: int, *operations: Operation) -
         where = Where(
             rank=rank, arrived=False, stack='  File "/s/test_x.py", line 3, in test_it', operations=operations
         )
-        place.store.set(f"where/{number}/{rank}", json.dumps(where.to_json()))
+        place.store.set(f"where/{number}/{rank}", json.dumps(to_json(where)))
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -216,8 +217,8 @@ def test_a_peer_that_neither_answers_nor_comes_back_ends_the_run_and_is_answered
     assert (ending.name, ending.exit, list(ending.culprits)) == ("rank stuck", 11, [1])
     assert re.match(r"rank 1 \(gpu-07\) .* call of t: .* \(on gpu-07, no heartbeat for ", ending.message)
     answered = json.loads(here.store.get(key_of(number, 1)))
-    assert answered["o"] == "hung"
-    assert answered["msg"].startswith("does not answer (on gpu-07")
+    assert answered["outcome"] == "hung"
+    assert answered["message"].startswith("does not answer (on gpu-07")
 
 
 def test_a_rank_says_where_it_is_when_rank_0_asks(place: Callable[..., Place]) -> None:
@@ -226,7 +227,7 @@ def test_a_rank_says_where_it_is_when_rank_0_asks(place: Callable[..., Place]) -
     number = here.enter()
     post_event(here.store, "overdue", number=number)
     until(lambda: here.store.check([f"where/{number}/1"]))
-    where = Where.from_json(json.loads(here.store.get(f"where/{number}/1")))
+    where = read(Where, json.loads(here.store.get(f"where/{number}/1")), "rank 1")
     assert not where.arrived
     assert "in test_a_rank_says_where_it_is_when_rank_0_asks" in where.stack
     assert list(where.pending) == [making_group()]
@@ -344,7 +345,7 @@ def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place: C
     number = here.enter(leave=True)
     post_event(here.store, "lost", rank=1, message="gone")
     until(lambda: here.store.check([key_of(number, 1)]))
-    assert json.loads(here.store.get(key_of(number, 1)))["o"] == "lost"
+    assert json.loads(here.store.get(key_of(number, 1)))["outcome"] == "lost"
 
 
 @pytest.mark.parametrize(

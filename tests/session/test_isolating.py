@@ -265,8 +265,8 @@ def test_a_probe_comes_to_what_its_worst_rank_has_seen(seen, expected):
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ({"o": "lost", "msg": "process 12 is gone"}, "rank 3: process 12 is gone"),
-        ({"o": "hung", "msg": "cannot be released"}, "rank 3: cannot be released"),
+        ({"outcome": "lost", "message": "process 12 is gone"}, "rank 3: process 12 is gone"),
+        ({"outcome": "hung", "message": "cannot be released"}, "rank 3: cannot be released"),
         ({"unfit": "rank 3: too little memory"}, "rank 3: too little memory"),
     ],
     ids=["gone", "stuck", "unfit"],

@@ -1,6 +1,6 @@
 """The fixture ``progress``: what rank 0's terminal shows of a long test, and that nothing else shows it.
 
-test_live.py has the live line, test_local.py the steps of local workers, and
+test_local.py has the steps of local workers, and
 tests/acceptance/test_acceptance_links.py those of the ranks of torchrun.
 """
 
@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 from sessions import Project
 
-from pytest_gpucluster.session.progress import LIVE_SECONDS, PLAIN_SECONDS, Progress, progress_of, silent
+from pytest_gpucluster.session.progress import PLAIN_SECONDS, Progress, progress_of, silent
 
 
 class Steps:
     """A progress whose clock stands still until it is moved. Its lines that stay are kept."""
 
-    def __init__(self, live: bool) -> None:
+    def __init__(self) -> None:
         self.time = 0.0
         self.shown: list[str] = []
-        self.live = SimpleNamespace(step="") if live else None
-        self.progress = Progress(self.shown.append, "test_it", live=self.live, now=lambda: self.time)  # type: ignore[arg-type]  # what is needed of it
+        self.progress = Progress(self.shown.append, "test_it", now=lambda: self.time)
 
     def after(self, seconds: float, step: int, of: int = 100, **figures: object) -> list[str]:
         """Take a step, and return all that was shown by then."""
@@ -32,7 +31,7 @@ class Steps:
 
 
 def test_a_plain_line_comes_now_and_then_and_for_the_last_step() -> None:
-    steps = Steps(live=False)
+    steps = Steps()
     assert steps.after(0, 1) == []
     assert steps.after(PLAIN_SECONDS - 0.1, 2) == []
     assert steps.after(0.1, 11, loss=2.0) == ["test_it: step 11 of 100, loss 2, 1:29 left"]
@@ -40,25 +39,11 @@ def test_a_plain_line_comes_now_and_then_and_for_the_last_step() -> None:
     assert steps.after(0.1, 100)[1:] == ["test_it: step 100 of 100"]
 
 
-def test_a_live_line_shows_at_once_and_ends_with_a_line_that_stays() -> None:
-    steps = Steps(live=True)
-    assert steps.after(0, 1, loss=2.0) == []
-    assert steps.live is not None
-    assert steps.live.step == "step 1 of 100, loss 2"
-    steps.after(LIVE_SECONDS / 2, 2)
-    assert steps.live.step == "step 1 of 100, loss 2"
-    steps.after(LIVE_SECONDS, 3)
-    assert steps.live.step == "step 3 of 100, 1:13 left"
-    assert steps.after(0, 100) == ["test_it: step 100 of 100"]
-    assert steps.live.step == ""
-
-
 @pytest.mark.parametrize("odd", [(0, 0), (12, 10), (-3, 10)])
 def test_odd_numbers_of_steps_fail_no_test(odd: tuple[int, int]) -> None:
-    for live in (True, False):
-        steps = Steps(live)
-        for _ in range(3):
-            steps.after(11, *odd)
+    steps = Steps()
+    for _ in range(3):
+        steps.after(11, *odd)
 
 
 def test_ranks_above_0_show_nothing_at_no_cost(pytestconfig: pytest.Config) -> None:
@@ -95,14 +80,10 @@ SUITE = """
     ids=["usual", "uncaptured", "sys", "verbose"],
 )
 def test_the_last_step_is_a_plain_line_of_its_own_and_no_report_holds_it(
-    project: Project, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], is_apart: bool
+    project: Project, options: tuple[str, ...], is_apart: bool
 ) -> None:
     project.suite(SUITE)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("CI", raising=False)
     left = (project.run_apart if is_apart else project.run)(*options, "-o", "junit_logging=all")
-    assert "\x1b" not in left.output, "what is no terminal has no live line"
-    assert "so far" not in left.output
     lines = left.stdout.splitlines()
     assert lines.count("test_first: step 3 of 3, loss 0.3333") == 1
     assert lines.count("test_second: step 1 of 1") == 1
