@@ -150,7 +150,6 @@ class Crowd:
             self._connected[rank] = connected
 
     def _run_rank(self, rank: int) -> None:
-        from pytest_gpucluster.agreement import rendezvous
         from pytest_gpucluster.agreement.exchange import Exchange
         from pytest_gpucluster.agreement.rendezvous import join
 
@@ -167,14 +166,10 @@ class Crowd:
 
         def agree(at: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
             exchange.begin(at)
-            verdict = exchange.run(body, lambda bodies: {}, deadline_seconds=300.0)
-            for key in exchange.take_garbage():
-                stores.side.delete_key(key)
-            return verdict
+            return exchange.run(body, lambda bodies: {}, deadline_seconds=300.0)
 
         ids = self._plan.node_ids
-        summary = {"hash": rendezvous.collection_digest(ids), "workload": rendezvous.digest_of({}), "errors": []}
-        verdict = agree("collection", summary)
+        verdict = agree("collection", {"ids": ids, "workload": [], "errors": []})
         if verdict.get("ids") != ids:
             raise RuntimeError(f"rank 0 collected something else: {verdict!r:.300}")
         for number, nodeid in enumerate(ids):

@@ -156,7 +156,7 @@ def gpucluster_workload(request: pytest.FixtureRequest) -> Workload:
     """The sizes, shapes and times to measure with: the profile in force of the ``workloads.yaml`` next to the tests,
     with ``--gpucluster-workload`` laid over it. An attribute for each section of the file: matmul, hbm, all_reduce
     (its key is nccl.all_reduce), health."""
-    found = _run(request).running.workload
+    found = _run(request).loaded_workload
     if found is None:
         pytest.fail(
             "this fixture was asked for while the test was already running, when no workload has been read: name "
@@ -246,9 +246,8 @@ def artifacts(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def gpucluster_progress(request: pytest.FixtureRequest) -> ReportProgress:
     """Show how far a long test is: ``progress(step, of, loss=..., tokens_per_second=...)`` on every rank. Rank 0's
-    terminal shows it with the remaining time, every 10 s and at the last step. Of local workers the first one shows it,
-    on standard error. A figure may be a function, called only where it is shown. No report holds it; ``-q`` is
-    silent."""
+    terminal shows it with the remaining time, every 10 s and at the last step; ``-q`` and local workers are silent. A
+    figure may be a function, called only where it is shown. No report holds it."""
     from pytest_gpucluster.session.progress import progress_of
 
     return progress_of(request.config, request.node.name, rank=_run(request).rank)

@@ -116,7 +116,7 @@ class HookSpecs:
         rank 0 lives. Keep it short, and give whatever it waits for a time limit: a launcher may end rank 0 soon after
         another rank.
 
-        An exception in it is shown, and kept in ``hook-errors.txt`` in the run's folder. It changes neither the verdict
+        An exception in it is shown with its traceback. It changes neither the verdict
         nor the exit code, on which all ranks have agreed by then: what must be able to fail a run is a test.
 
         Example, in a conftest.py::

@@ -160,7 +160,6 @@ def _misplaced(who: Mapping[int, Who]) -> Iterator[Problem]:
 
 
 def _shape(who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | None) -> Iterator[Problem]:
-    """Hold the number of nodes and ranks that were launched against what was declared."""
     launched = f"{_count(facts.nnodes, 'node')} with {_count(facts.world_size, 'rank')} in all"
     if expectation is None:
         declared = facts.scheduler.nnodes
@@ -253,7 +252,6 @@ def _hosts_of_nodes(who: Mapping[int, Who], facts: RankFacts, expectation: Expec
 def _gpus_of_nodes(
     who: Mapping[int, Who], facts: RankFacts, expectation: Expectation | None, *, complete: bool
 ) -> Iterator[Problem]:
-    """Hold each node's GPUs, those present and those that a rank is on, against what was declared."""
     if expectation is not None:
         declared, by = expectation.gpus_per_node, f"--gpucluster-expect={expectation} says"
     elif facts.scheduler.gpus_per_node is not None:

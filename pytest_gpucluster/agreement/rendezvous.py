@@ -1,12 +1,10 @@
 """The roll call before any process group is made: every rank reports, and rank 0 decides whether the run may start.
 
-It also compares the tests that the ranks have collected, and their workloads. That is pure: hashes in the normal case,
-a diff when they differ.
+It also compares the tests that the ranks have collected, and their workloads. That is pure.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import Counter
@@ -91,7 +89,9 @@ def _report(
     store.set(f"who/{facts.rank}", json.dumps(me))
     store.add("who/count", 1)
     if facts.rank == 0:
-        who = _wait_for_all(store, facts, timeout_seconds, is_hopeless)
+        count = facts.world_size
+        _wait(lambda: store.add("who/count", 0) >= count, timeout_seconds, step=_POLL_SECONDS, is_hopeless=is_hopeless)
+        who = fetch_reports(store, [rank for rank in range(count) if store.check([f"who/{rank}"])])
         refusal = check(who)
         hosts = [str(who[rank]["host"]) if rank in who else "?" for rank in range(facts.world_size)]
         answer = {
@@ -103,20 +103,16 @@ def _report(
         if refusal is not None:
             raise Refused(refusal)
         return RollCall(hosts=hosts, who=who, shared=shared)
-    deadline = time.monotonic() + timeout_seconds + _VERDICT_MARGIN_SECONDS
-    next_look = time.monotonic() + _LOOK_SECONDS
-    # Not in one blocking call, so that SIGTERM is handled; nor in short ones, each of which logs a warning.
-    while not store.check(["join"]):
-        if time.monotonic() >= deadline:
-            raise StoreError(
-                f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start; see its output and the "
-                "report on its host"
-            )
-        if time.monotonic() >= next_look:
-            next_look = time.monotonic() + _LOOK_SECONDS
-            if is_hopeless():
-                raise StoreError(f"{facts}: rank 0 has ended before it called the roll; see its output")
-        time.sleep(_STEP_SECONDS * max(1.0, facts.world_size / _RANKS_PER_STEP))
+    step = _STEP_SECONDS * max(1.0, facts.world_size / _RANKS_PER_STEP)
+    seconds = timeout_seconds + _VERDICT_MARGIN_SECONDS
+    came = _wait(lambda: store.check(["join"]), seconds, step=step, is_hopeless=is_hopeless)
+    if came is None:
+        raise StoreError(f"{facts}: rank 0 has ended before it called the roll; see its output")
+    if not came:
+        raise StoreError(
+            f"{facts}: rank 0 gave no word within {timeout_seconds:g} s after the start; see its output and the "
+            "report on its host"
+        )
     answer = json.loads(store.get("join"))
     if answer["refusal"] is not None:
         store.set(f"bye/{facts.rank}", "refused")
@@ -139,29 +135,25 @@ class Refused(PreflightError):
         self.refusal = refusal
 
 
-def _wait_for_all(
-    store: Store, facts: RankFacts, timeout_seconds: float, is_hopeless: Callable[[], bool]
-) -> dict[int, Who]:
-    # In small steps instead of one blocking call, so that Ctrl-C and SIGTERM are handled during the wait.
-    deadline = time.monotonic() + timeout_seconds
+def _wait(is_over: Callable[[], bool], seconds: float, *, step: float, is_hopeless: Callable[[], bool]) -> bool | None:
+    """Return whether it has come in time; None if it never will.
+
+    Not in one blocking call, so that Ctrl-C and SIGTERM are handled; nor in short ones, each of which logs a warning.
+    """
+    deadline = time.monotonic() + seconds
     next_look = time.monotonic() + _LOOK_SECONDS
-    while store.add("who/count", 0) < facts.world_size and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    while not is_over():
+        if time.monotonic() >= deadline:
+            return False
         if time.monotonic() >= next_look:
             next_look = time.monotonic() + _LOOK_SECONDS
             if is_hopeless():
-                break
-    present = [rank for rank in range(facts.world_size) if store.check([f"who/{rank}"])]
-    return fetch_reports(store, present)
+                return None
+        time.sleep(step)
+    return True
 
 
 _SHOWN = 20
-
-
-def collection_digest(items: Sequence[str]) -> str:
-    """Return a hash of tests and values: ranks may have found them in another order, but each as often."""
-    text = "\n".join(sorted(items)).encode("utf-8", "surrogatepass")
-    return hashlib.sha256(text).hexdigest()
 
 
 def collection_difference(

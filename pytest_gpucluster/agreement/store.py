@@ -17,7 +17,6 @@ can be made.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -261,16 +260,8 @@ def start_store(facts: RankFacts, *, timeout_seconds: float = 120.0) -> None:
     Raises:
         StoreError: the port is taken, or the process did not come up in time.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pytest_gpucluster.agreement.store",
-        "--port",
-        str(facts.master_port),
-        "--pid",
-        str(os.getpid()),
-    ]
-    command += ["--prefix", prefix_of(facts), "--world-size", str(facts.world_size)]
+    command = [sys.executable, "-m", "pytest_gpucluster.agreement.store", str(facts.master_port), str(os.getpid())]
+    command += [prefix_of(facts), str(facts.world_size)]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -296,22 +287,16 @@ def start_store(facts: RankFacts, *, timeout_seconds: float = 120.0) -> None:
     process.returncode = 0  # it outlives this process on purpose, which is no reason for a warning
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Host the store for as long as a rank may need it."""
-    parser = argparse.ArgumentParser(description="The store of a run. Rank 0 starts it; not for manual use.")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--pid", type=int, required=True, help="the process of rank 0")
-    parser.add_argument("--prefix", required=True, help="what the run's keys begin with")
-    parser.add_argument("--world-size", type=int, required=True)
-    arguments = parser.parse_args(argv)
-    pidfd = os.pidfd_open(arguments.pid)
+def main(port: int, pid: int, prefix: str, world_size: int) -> int:
+    """Host the store for as long as a rank may need it. Rank 0, whose process is ``pid``, starts it."""
+    pidfd = os.pidfd_open(pid)
 
     import torch.distributed
 
     dist: Any = torch.distributed  # re-exports its C++ classes without declaring them
 
     try:
-        tcp = dist.TCPStore("0.0.0.0", arguments.port, is_master=True, wait_for_workers=False)
+        tcp = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         print(next(iter(str(error).splitlines()), "no reason given"), flush=True)
         return 1
@@ -319,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.close()
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # replaces the closed stream until the process ends
     select.select([pidfd], [], [])
-    _outlive_rank_0(dist.PrefixStore(arguments.prefix, tcp), arguments.world_size)
+    _outlive_rank_0(dist.PrefixStore(prefix, tcp), world_size)
     return 0
 
 
@@ -336,4 +321,4 @@ def _outlive_rank_0(store: Store, world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])))

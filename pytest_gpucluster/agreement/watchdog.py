@@ -280,8 +280,6 @@ class Watch:
         """End siblings that cannot be released: torchrun would wait 30 s for them."""
         if not ranks:
             return
-        import signal
-
         time.sleep(wait_seconds)
         gone = set(self._siblings.ended())
         for rank in ranks:
@@ -364,8 +362,6 @@ class Watch:
         return AbortReason(name="rank lost", message=message, exit=11, culprits=[rank])
 
     def _signalled(self, heard: set[int]) -> None:
-        import signal
-
         self.goodbye(signal.Signals(max(heard)).name)
         if signal.SIGINT in heard:
             who = self._names[self._facts.rank]

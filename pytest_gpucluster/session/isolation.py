@@ -28,14 +28,14 @@ from pytest_gpucluster.errors import (
     kind_of,
     text_of,
 )
-from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
+from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, IsolationResult, Outcome, exclude_text
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.metrics.codec import to_json
 from pytest_gpucluster.metrics.units import parse
 from pytest_gpucluster.text import first_line
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.isolation.finding import Culprit, IsolationResult
+    from pytest_gpucluster.isolation.finding import Culprit
     from pytest_gpucluster.journal.test_record import TestRecord
     from pytest_gpucluster.session.cluster import Cluster
     from pytest_gpucluster.session.reporting import MergedRepr
@@ -213,23 +213,21 @@ class Isolator:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._spent_seconds = 0.0
-        self._found: IsolationResult | None = None
-        """What the last search has found, on rank 0; and after which test that was."""
-        self._after = ""
-        self._untold: _Search | None = None
-        """The search that no test's record has yet. Rank 0."""
+        self._last: _Search | None = None
+        self._unreported: _Search | None = None
+        """The last search, and the one that no test's record has yet. Rank 0."""
         self._probed: Cluster | None = None
         """Whose group is still there, because others may not have left it."""
 
     def why_not(self) -> str | None:
         """Return why there is no search after a failure, or None if there is one. Rank 0 decides."""
         run = self._run
-        if run.running.workload is None:
+        if run.loaded_workload is None:
             return "the suite has no workloads.yaml, which says how long to search"
         if len(set(Counter(run.node_of().values()).values())) > 1:
             return "the nodes have different numbers of ranks, so that groups of them cannot be compared"
-        if self._found is not None and self._found.culprits:
-            return f"it was done after {self._after}, with a result"
+        if self._last is not None and self._last.found.culprits:
+            return f"it was done after {self._last.nodeid}, with a result"
         if self._spent_seconds >= run.workload.isolation.budget_seconds:
             return f"the time for it is spent (isolation.budget, {run.workload.isolation.budget_seconds:g} s)"
         return None
@@ -264,10 +262,12 @@ class Isolator:
                     plan.cut_short = first_line(run.abort_reason.message)
                 elif interrupted:
                     plan.cut_short = interrupted
-                self._found, self._after = plan.isolated(), item.nodeid
-                excluded = self._exclude(plan)
-                self._untold = _Search(plan=plan, seconds=seconds, excluded=excluded)
-                self._say(self._headline(plan) + (f"; leave out of the next jobs: {excluded}" if excluded else ""))
+                found = plan.isolated()
+                search = self._last = self._unreported = _Search(
+                    plan=plan, found=found, nodeid=item.nodeid, seconds=seconds, excluded=self._exclude(plan, found)
+                )
+                leave_out = f"; leave out of the next jobs: {search.excluded}" if search.excluded else ""
+                self._say(search.headline + leave_out)
 
     def _probe_all(self, item: pytest.Item, plan: Plan | None) -> None:
         groups: Groups = ()
@@ -292,13 +292,11 @@ class Isolator:
             record: of that test, which knows by now how it has ended.
             shown: what the terminal shows of the failure.
         """
-        if self._untold is None:
+        if self._unreported is None:
             return
-        search, self._untold = self._untold, None
-        assert self._found is not None
-        found, plan, seconds = self._found, search.plan, search.seconds
-        names = plan.names
-        headline = self._headline(plan)
+        search, self._unreported = self._unreported, None
+        found, plan, seconds = search.found, search.plan, search.seconds
+        names, headline = plan.names, search.headline
         record.isolation = isolation_json(found, names, seconds=seconds, cut_short=plan.cut_short)
         if search.excluded:
             record.properties.append(("exclude", search.excluded))
@@ -319,25 +317,16 @@ class Isolator:
         if failure is not None:
             failure.explain(record.message, text)
 
-    def _headline(self, plan: Plan) -> str:
-        assert self._found is not None
-        return headline(self._found, plan.names.__getitem__, cut_short=plan.cut_short)
-
-    def _exclude(self, plan: Plan) -> str:
+    def _exclude(self, plan: Plan, found: IsolationResult) -> str:
         """Write exclude.txt next to the journal, if there are culprits; return where it is, or why it is not there."""
-        from pytest_gpucluster.isolation.finding import EXCLUDE_FILE as EXCLUDE
-        from pytest_gpucluster.isolation.finding import exclude_text
-
-        assert self._found is not None
-        if not self._found.culprits or self._run.directory is None:
+        if not found.culprits or self._run.directory is None:
             return ""
-        path = self._run.directory / EXCLUDE
+        path = self._run.directory / EXCLUDE_FILE
         try:
-            path.write_text(
-                exclude_text(self._found, host=plan.hosts.__getitem__, name=plan.names.__getitem__), encoding="utf-8"
-            )
+            text = exclude_text(found, host=plan.hosts.__getitem__, name=plan.names.__getitem__)
+            path.write_text(text, encoding="utf-8")
         except (OSError, LaunchError) as error:
-            return f"{EXCLUDE} could not be written: {error}"
+            return f"{EXCLUDE_FILE} could not be written: {error}"
         return str(path)
 
     def _show_as_failure(self, nodeid: str) -> None:
@@ -351,10 +340,8 @@ class Isolator:
             reporter.stats.setdefault("failed", []).append(report)
 
     def _say(self, text: str) -> None:
-        reporter = self._run.config.pluginmanager.get_plugin("terminalreporter")
-        if self._run.rank == 0 and reporter is not None and self._run.config.option.verbose >= 0:
-            reporter.ensure_newline()
-            reporter.write_line(f"gpucluster: {text}")
+        if self._run.rank == 0 and self._run.config.option.verbose >= 0:
+            self._run.write_lines([f"gpucluster: {text}"])
 
     def _probe(self, item: pytest.Item, number: int, groups: Groups) -> Mapping[str, Any]:
         """Take part in the probe of this rank's group, and return what this rank saw of it."""
@@ -409,7 +396,6 @@ class Isolator:
         return {"busbw": None if busbw is None else busbw.median / 1e9}
 
     def _exchange(self, body: Mapping[str, Any], plan: Plan | None) -> Mapping[str, Any] | None:
-        """Report to rank 0 and learn the next round; None once the run has ended."""
         run = self._run
 
         def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -447,5 +433,11 @@ class _Search:
     """A search that is over. ``excluded``: where exclude.txt is, or why it is not."""
 
     plan: Plan
+    found: IsolationResult
+    nodeid: str
     seconds: float
     excluded: str
+
+    @property
+    def headline(self) -> str:
+        return headline(self.found, self.plan.names.__getitem__, cut_short=self.plan.cut_short)

@@ -271,13 +271,12 @@ OPTIONS = (
     ),
     _Option(
         name="data",
-        metavar="[NAME=]PATH",
+        metavar="NAME=PATH",
         parse="session.selection:read_data",
         takes="base",
         repeatable=True,
         help="data to train with: images=FOLDER, function_calls=FILE[@sha256:HEX] or function_calls=ORG/NAME[@REVISION]"
-        " of the hub; a bare folder is images, a bare file function_calls; as often as needed, in the ini file one a "
-        "line, in the environment separated by ;",
+        " of the hub; as often as needed, in the ini file one a line, in the environment separated by ;",
     ),
     _Option(
         name="model",
@@ -410,8 +409,7 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
             value = tuple(values)
             complaints += _repeated(values, shown)
         found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
-    complaints += _nothing_to_resume(found)
-    complaints += _nothing_to_hold_against(found)
+    complaints += _without_effect(found)
     if complaints:
         raise OptionError("\n".join(complaints))
     return Settings(settings=found)
@@ -441,20 +439,14 @@ def _base(config: pytest.Config, origin: str) -> Path:
     return config.inipath.parent if origin == "ini" and config.inipath is not None else Path()
 
 
-def _nothing_to_resume(found: Mapping[str, Setting]) -> list[str]:
-    if found["resume"].value is not True or found["scratch"].origin != "default":
-        return []
+def _without_effect(found: Mapping[str, Setting]) -> list[str]:
+    """Complain about options that do nothing without another one."""
     return [
-        f"--gpucluster-resume ({found['resume'].origin}): without --gpucluster-scratch there is no checkpoint to go on "
-        "from, since every run has a folder of its own; name the folder that the interrupted run had"
+        f"--gpucluster-{name.replace('_', '-')} ({found[name].origin}): does nothing without --gpucluster-{needed}, "
+        "which is not given"
+        for name, needed in (("resume", "scratch"), ("baseline_fail", "baseline"))
+        if found[name].origin != "default" and found[name].value is not False and found[needed].origin == "default"
     ]
-
-
-def _nothing_to_hold_against(found: Mapping[str, Setting]) -> list[str]:
-    allowed = found["baseline_fail"]
-    if found["baseline"].value is not None or allowed.origin == "default":
-        return []
-    return [f"--gpucluster-baseline-fail ({allowed.origin}): nothing is compared without --gpucluster-baseline"]
 
 
 def _as_text(value: Any) -> str:

@@ -163,7 +163,8 @@ class Phases:
         self._judges = judges
         self.last_outcome: RankOutcome | None = None
         """How the last phase ended on rank 0, which is all there is in a worker."""
-        self._last: Merged | None = None
+        self.last_merged: Merged | None = None
+        """The same of all ranks."""
         self._group_invalid = False
         self._holders: list[BaseException] = []
         """Failures whose frames may hold a group that was thrown away."""
@@ -223,14 +224,13 @@ class Phases:
                 item.stash.get(MEASUREMENTS, []).clear()
 
     def _note_time(self, item: pytest.Item) -> None:
-        """Record where the test's time has gone on this rank. It is over."""
         LEDGER.close()
         if self._run.rank == 0:
             self._run.records[item.nodeid].spent[0] = LEDGER.seconds()
 
     def _agreed_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
         watch = self._run.watch
-        self._last = self.last_outcome = None
+        self.last_merged = self.last_outcome = None
         if when == "teardown" and self._isolates:
             self._isolate(item)
         number = watch.enter(label_of(item, when), self._deadline(item))
@@ -315,7 +315,6 @@ class Phases:
             measured[:] = monitor.annotate(measured)
 
     def _require_room(self, item: pytest.Item) -> None:
-        """Skip a test that needs more than there is; record whether there is room for it in what was ordered."""
         run = self._run
         why = why_not_applicable(item, run.room())
         if why is not None:
@@ -404,7 +403,6 @@ class Phases:
     def _decide(
         self, item: pytest.Item, when: str, number: int, bodies: Mapping[int, Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        """Merge what all ranks have posted, judge it, and say whether the run can go on: the verdict for all ranks."""
         run, found = self._run, self._run.watch.diagnosis(number)
         record = run.records[item.nodeid]
         outcomes = []
@@ -426,7 +424,7 @@ class Phases:
             merged = judge_merged(run, record, merged, outcomes)
         if self._is_escalated:
             merged = replace(merged, judged=True)
-        self._last, self.last_outcome = merged, outcomes[0]
+        self.last_merged, self.last_outcome = merged, outcomes[0]
         stop = self._stop(bodies, outcomes, merged, unreleasable=found.stuck)
         verdict: dict[str, Any] = {"outcome": merged.outcome}
         if merged.message:
@@ -561,12 +559,6 @@ class Phases:
             run.watch.end(AbortReason(name=name, message=first_line(message), exit=11 if broken else 3, text=text))
         if run.watch.abort_reason is not None:
             item.session.shouldstop = run.watch.abort_reason.message
-
-    # ---- pytest's reports ------------------------------------------------------------------------------------
-
-    def remember(self, report: pytest.TestReport) -> None:
-        """Attach the merged outcome to the report just made."""
-        self.reports.remember(report, self._last)
 
     def _deadline(self, item: pytest.Item) -> float:
         return deadline_of(item, float(self._run.settings.deadline))

@@ -1,13 +1,12 @@
 """How far a long step of a test is: a line now and then, and one for the last step, on the terminal of rank 0 only.
 
-It goes past pytest's capture, so no report holds it. Of local workers the first one writes to standard error.
+It goes past pytest's capture, so no report holds it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -18,8 +17,6 @@ from pytest_gpucluster.text import duration, printable
 
 PLAIN_SECONDS = 10.0
 """From one line to the next, at least."""
-FIRST_WORKER = "gw0"
-"""What pytest-xdist calls its first worker, which is rank 0."""
 Figure = float | Callable[[], float]
 """A number, or what returns it. It is called only where it is shown: reading a loss from a GPU waits for the GPU."""
 
@@ -91,25 +88,17 @@ def silent(step: int, of: int, **figures: Figure) -> None:
 
 
 def progress_of(config: pytest.Config, what: str, *, rank: int) -> ReportProgress:
-    """Return what shows the steps of a test in this process: nothing above rank 0, under ``-q``, or in a worker but the
-    first one."""
-    worker = getattr(config, "workerinput", None)
+    """Return what shows the steps of a test in this process: nothing above rank 0, under ``-q``, or in a local
+    worker."""
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
-    if worker is not None:
-        is_shown = worker["workerid"] == FIRST_WORKER and config.get_verbosity() >= 0
-    else:
-        is_shown = rank == 0 and reporter is not None and reporter.verbosity >= 0
-    if not is_shown:
+    if rank != 0 or reporter is None or reporter.verbosity < 0:
         return silent
     capture = config.pluginmanager.get_plugin("capturemanager")
 
     def write_line(text: str) -> None:
         with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
-            if worker is not None:  # the controller has begun a line with the outcomes of the tests so far
-                print(f"\n{text}", file=sys.stderr, flush=True)
-            else:  # pytest has begun a line with the name of the file
-                reporter.ensure_newline()
-                reporter.write_line(text)
-                reporter.flush()
+            reporter.ensure_newline()  # pytest has begun a line with the name of the file
+            reporter.write_line(text)
+            reporter.flush()
 
     return Progress(write_line, what)

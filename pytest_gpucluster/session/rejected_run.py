@@ -145,7 +145,6 @@ def replace_report(
 
 
 def _is_report(path: Path) -> bool:
-    """Return whether a file is a JUnit report, by its beginning."""
     try:
         with path.open("rb") as file:
             return b"<testsuite" in file.read(_BEGINNING_BYTES)

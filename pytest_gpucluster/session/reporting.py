@@ -288,7 +288,6 @@ class TestReports:
 
 
 def _subtest(report: pytest.TestReport) -> str:
-    """Return how a subtest calls itself."""
     head = str(getattr(report, "head_line", "") or "")
     return head.removeprefix(report.location[2]).strip() or "(unnamed)"
 
@@ -344,7 +343,7 @@ class Console:
 
         ``tests``: name and criterion of those that are going to run, where they are known.
         """
-        reporter, record, workload = self._reporter, self._run.running.workload_record, self._run.running.workload
+        reporter, record, workload = self._reporter, self._run.workload_record, self._run.loaded_workload
         if reporter is None or record is None or reporter.verbosity < 0:
             return []
         width = reporter._tw.fullwidth
@@ -363,9 +362,7 @@ class Console:
     def say(self, lines: Sequence[str]) -> None:
         """Write lines between those of pytest."""
         if self._reporter is not None and lines:
-            self._reporter.ensure_newline()
-            for line in lines:
-                self._reporter.write_line(line)
+            self._run.write_lines(lines)
 
     # ---- a line for each criterion ---------------------------------------------------------------------------
 
@@ -425,7 +422,6 @@ class Console:
         return bool(self._ends_at) and reporter._tw.width_of_current_line == self._ends_at
 
     def _row(self, report: pytest.TestReport) -> Row | None:
-        """Return what is recorded of a report's test, if it is a criterion or has measured something."""
         record = self._run.records.get(report.nodeid)
         if record is None or hasattr(report, "context"):
             return None
@@ -480,7 +476,6 @@ def _result_text(row: Row, journal: Journal | None) -> str:
 
 
 def _below(row: Row, journal: Journal | None) -> str:
-    """Return the same for a line of its own; pytest itself says why a test was skipped."""
     if row.outcome == "skipped":
         return ""
     text, judged = _result_text(row, journal), row.headline

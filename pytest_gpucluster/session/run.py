@@ -10,9 +10,11 @@ import hashlib
 import os
 import platform
 import socket
+import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,23 +110,6 @@ class WorkerPlace:
     """The run's folder, which the controller has made."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Running:
-    """What is going to be run, once the tests have been collected.
-
-    Attributes:
-        tests: in their order, with those that an acceptance needs and that are absent.
-        manifest: the tests that an acceptance needs, where a file next to the collected ones lists them.
-        workload: the sizes to measure with, where a test asks for them. The controller of local workers has none.
-        workload_record: the same for the journal.
-    """
-
-    tests: Sequence[CollectedTest] = ()
-    manifest: Manifest | None = None
-    workload: Workload | None = None
-    workload_record: WorkloadRecord | None = None
-
-
 class Run:
     """What one process holds for the whole session.
 
@@ -150,7 +135,13 @@ class Run:
         self.has_joined = False
         self.baseline: Baseline | None = None
         """The earlier run that this one is compared with. Rank 0 only."""
-        self.running = Running()
+        self.tests: Sequence[CollectedTest] = ()
+        """What is going to be run, in its order, with what an acceptance needs and is absent."""
+        self.manifest: Manifest | None = None
+        """The tests that an acceptance needs, where a file next to the collected ones lists them."""
+        self.loaded_workload: Workload | None = None
+        """The sizes to measure with, where a test asks for them. The controller of local workers has none."""
+        self.workload_record: WorkloadRecord | None = None
         self.roll = RollCall()
         """What the ranks have reported of themselves: none before they have joined, or of local workers reported."""
         self.names: dict[int, str] = {0: "rank 0"}
@@ -176,8 +167,6 @@ class Run:
         self.verdict: verdict.Verdict | None = None
         self.stopped = ""
         """Why pytest runs no further test, such as by ``--maxfail``."""
-        self._limits: Thresholds | None = None
-        self._shipped: Thresholds | None = None
         self._pid = os.getpid()
         # For messages when the main thread cannot write any: pytest's capture takes descriptor 2 for itself later.
         self._stderr = os.dup(2)
@@ -193,9 +182,9 @@ class Run:
     @property
     def workload(self) -> Workload:
         """The sizes to measure with. Raises: RuntimeError: no collected test asks for any."""
-        if self.running.workload is None:
+        if self.loaded_workload is None:
             raise RuntimeError("this is known only once tests that use a workload have been collected")
-        return self.running.workload
+        return self.loaded_workload
 
     @property
     def abort_reason(self) -> AbortReason | None:
@@ -234,7 +223,7 @@ class Run:
         from pytest_gpucluster.journal.records import RankPlace
 
         name = next((str(each["gpu"]["name"]) for each in who.values() if each.get("gpu")), None)
-        record = self.running.workload_record
+        record = self.workload_record
         return Conditions(
             sku=self.sku(name),
             gpu_name=name,
@@ -250,7 +239,7 @@ class Run:
 
     # ---- limits ----------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def limits(self) -> Thresholds:
         """The limits in force. Rank 0 has read them before the first test; other ranks read them when asked.
 
@@ -258,11 +247,6 @@ class Run:
             ThresholdsError: a file is malformed, and the message lists every problem; or the SKU that was asked for is
                 in none of them.
         """
-        if self._limits is None:
-            self._limits = self._read_limits()
-        return self._limits
-
-    def _read_limits(self) -> Thresholds:
         from pytest_gpucluster.judge import loader
 
         found = loader.load(*self._limit_files())
@@ -282,12 +266,14 @@ class Run:
         overlay = self.settings.thresholds
         return [loader.shipped_path(), *([overlay] if overlay is not None else [])]
 
-    def shipped_limit(self, metric: str, labels: Mapping[str, str]) -> Limit | None:
-        """Return what the shipped limits demand of a metric here; None where they demand nothing."""
+    @cached_property
+    def _shipped(self) -> Thresholds:
         from pytest_gpucluster.judge import loader
 
-        if self._shipped is None:
-            self._shipped = loader.load(loader.shipped_path())
+        return loader.load(loader.shipped_path())
+
+    def shipped_limit(self, metric: str, labels: Mapping[str, str]) -> Limit | None:
+        """Return what the shipped limits demand of a metric here; None where they demand nothing."""
         sku = self.sku(self.gpu_name())
         if sku is None or sku not in self._shipped.skus:
             return None
@@ -433,6 +419,16 @@ class Run:
         if self.recorder is not None:
             self.recorder.beat()
 
+    def write_lines(self, lines: Iterable[str], **markup: bool) -> None:
+        """Write lines between those of pytest, or to standard error where it writes none."""
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is None:
+            print(*lines, sep="\n", file=sys.stderr)
+            return
+        reporter.ensure_newline()
+        for line in lines:
+            reporter.write_line(line, **markup)
+
     def cry(self, text: str) -> None:
         """Write to the terminal below pytest, when the main thread cannot. May be called from any thread."""
         os.write(self._stderr, text.encode("utf-8", "backslashreplace"))
@@ -463,7 +459,7 @@ class Run:
 
     def take_workload(self, record: WorkloadRecord) -> None:
         """Record with what sizes the tests are going to measure."""
-        self.running = replace(self.running, workload_record=record)
+        self.workload_record = record
         self.send(record.line())
         for weakened in record.weakened:
             self.deviate(f"workload {weakened}")
@@ -478,7 +474,7 @@ class Run:
             left_out: file -> why nothing of it was collected, as far as pytest reported it.
         """
         absent: list[TestRecord] = []
-        manifest = self.running.manifest
+        manifest = self.manifest
         if manifest is not None and not self.selection:
             listed = ", ".join(manifest.files)
             for nodeid in manifest.absent(test.nodeid for test in collected):
@@ -493,7 +489,7 @@ class Run:
             record = TestRecord(test=test, outcome="skipped", phase="setup", message=self.uncovered, decided=True)
             absent.append(record)
         tests = (*collected, *(record.test for record in absent))
-        self.running = replace(self.running, tests=tests)
+        self.tests = tests
         self.send({"type": "collected", "tests": [asdict(test) for test in tests], "manifest": manifest is not None})
         for record in absent:
             self.records[record.test.nodeid] = record
@@ -506,7 +502,7 @@ class Run:
 
     def not_run(self) -> list[str]:
         """Return the tests that were collected and have not begun."""
-        return [test.nodeid for test in self.running.tests if test.nodeid not in self.records]
+        return [test.nodeid for test in self.tests if test.nodeid not in self.records]
 
 
 def name_of_rank(who: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -77,13 +77,9 @@ def _shown(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
-DataName = Literal["images", "function_calls"]
-DATA_NAMES: tuple[DataName, ...] = ("images", "function_calls")
+DATA_NAMES = ("images", "function_calls")
 _FILES = (".json", ".jsonl", ".safetensors")
-_DATA_FORMS = (
-    "images=FOLDER, function_calls=FILE[@sha256:HEX], function_calls=ORG/NAME[@REVISION] of the hub, or a bare path: a "
-    "folder is images, a file is function_calls"
-)
+_DATA_FORMS = "images=FOLDER, function_calls=FILE[@sha256:HEX], function_calls=ORG/NAME[@REVISION] of the hub"
 # Letters, digits, "-", "_" and "." in each part: https://huggingface.co/docs/huggingface_hub/package_reference/utilities
 # (validate_repo_id). A revision is a branch, a tag or a commit.
 _HUB = re.compile(r"(?P<name>(?:\w[\w.-]*/)?\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -112,7 +108,8 @@ class Source:
 class Data:
     """One value of ``--gpucluster-data``."""
 
-    key: DataName
+    key: str
+    """One of DATA_NAMES."""
     source: Source
 
     def __str__(self) -> str:
@@ -193,25 +190,18 @@ def read_data(text: str, base: Path = Path()) -> Data:
     Raises:
         OptionError: an unknown name, no path, or a sha256 that is none.
     """
-    before, equals, after = text.strip().partition("=")
-    named = bool(equals) and re.fullmatch(r"\w+", before, re.ASCII) is not None
-    if named and before not in DATA_NAMES:
-        raise OptionError(f"unknown data {before!r}; allowed: {_DATA_FORMS}")
-    written = after.strip() if named else text.strip()
+    key, _, written = (part.strip() for part in text.partition("="))
+    if key not in DATA_NAMES:
+        raise OptionError(f"unknown data {key!r}; allowed: {_DATA_FORMS}")
     if not written:
         raise OptionError(f"no path; allowed: {_DATA_FORMS}")
     written, sha256 = _without_sha256(written)
     path = base / os.path.expanduser(written)
-    if named:
-        key: DataName = "images" if before == "images" else "function_calls"
-    else:
-        key = "function_calls" if _is_file(path) else "images"
     if sha256 is not None and key == "images":
         raise OptionError(f"@sha256 is for a file, and images are a folder; allowed: {_DATA_FORMS}")
-    if named and key == "function_calls" and sha256 is None:
-        found = _HUB.fullmatch(written)
-        if found and "/" in found["name"] and not _is_path(found["name"], path) and path.suffix not in _FILES:
-            return Data(key=key, source=Source(name=found["name"], path=None, revision=found["revision"]))
+    found = _HUB.fullmatch(written) if key == "function_calls" and sha256 is None else None
+    if found and "/" in found["name"] and not _is_path(found["name"], path) and path.suffix not in _FILES:
+        return Data(key=key, source=Source(name=found["name"], path=None, revision=found["revision"]))
     return Data(key=key, source=Source(name=written, path=path, sha256=sha256))
 
 
@@ -229,11 +219,6 @@ def read_model(text: str, base: Path = Path()) -> Source:
     if found and not _is_path(written, path):
         return Source(name=found["name"], path=None, revision=found["revision"])
     return Source(name=written, path=path)
-
-
-def _is_file(path: Path) -> bool:
-    # A path that is missing on this host still needs a name for the report: the suffix decides then.
-    return os.path.isfile(path) if os.path.exists(path) else path.suffix in _FILES
 
 
 def _is_path(written: str, path: Path) -> bool:
@@ -364,7 +349,6 @@ def why_not_applicable(item: pytest.Item, room: Room) -> str | None:
 
 
 def _lack(marker: str, name: str, room: Room) -> str | None:
-    """Return what is missing of what a marker names."""
     if marker == "needs_data":
         return None if name in room.data else f"needs --gpucluster-data {name}=PATH, and it was not given"
     if marker == "needs_scheduler":
@@ -437,7 +421,6 @@ def require_usable(items: list[pytest.Item]) -> None:
 
 
 def _value(item: pytest.Item, marker_name: str, parameter: str) -> tuple[bool, Any]:
-    """Return whether a test has a marker, and its one value; None where it has none."""
     marker = item.get_closest_marker(marker_name)
     if marker is None:
         return False, None

@@ -19,7 +19,7 @@ from pytest_gpucluster.session import reporting, shutdown
 from pytest_gpucluster.session.phases import ON_TRIAL, Phases, name_of
 from pytest_gpucluster.session.rejected_run import asked_path
 from pytest_gpucluster.session.reporting import BROKE, Console, Status, skip_reason
-from pytest_gpucluster.session.run import Run, Running
+from pytest_gpucluster.session.run import Run
 from pytest_gpucluster.session.selection import (
     criterion_of,
     deadline_of,
@@ -114,12 +114,10 @@ class Session:
             self._left_out[report.nodeid] = f"skipped: {skip_reason(report)}"
 
     def pytest_deselected(self) -> None:
-        """A deselected test makes this run a selection."""
         self._run.selection = True
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Let what must come first run before all else, and what takes long after it; the rest stays in its order."""
         items.sort(key=turn_of)
 
     @pytest.hookimpl(tryfirst=True)
@@ -145,13 +143,13 @@ class Session:
         except (pytest.UsageError, UsageProblem) as error:
             self._unusable = True
             raise pytest.UsageError(str(error)) from None
-        run.running = Running(manifest=manifest, workload=None if loaded is None else loaded.workload)
+        run.manifest = manifest
         if loaded is not None:
+            run.loaded_workload = loaded.workload
             run.take_workload(loaded.record)
         _freeze_loaded_objects()
 
     def pytest_report_collectionfinish(self) -> list[str]:
-        """Return what is shown under the number of tests: what will be measured with."""
         return self._console.workload(self._to_run)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -200,20 +198,17 @@ class Session:
         raise error
 
     def _why_not_collected(self) -> tuple[str, str]:
-        """Return the first collection error in one line, and all of them."""
         nodeid, text = self._collection_errors[0]
         return f"cannot collect {nodeid}: {last_error(text)}", "\n\n".join(text for _, text in self._collection_errors)
 
     def _agree_on_collection(self, session: pytest.Session) -> None:
-        run, node_ids = self._run, self._node_ids
+        run = self._run
         errors = [[nodeid, text[-8000:]] for nodeid, text in self._collection_errors]
-        workload = run.running.workload_record.compared if run.running.workload_record is not None else []
-        summary = {"hash": rendezvous.collection_digest([*node_ids, *workload]), "errors": errors}
-        first = self._exchange("collection", summary, self._compare_hashes)
-        if first.get("full"):
-            first = self._exchange(
-                "collection", {"ids": node_ids, "workload": workload, "errors": errors}, self._compare_lists
-            )
+        workload = run.workload_record.compared if run.workload_record is not None else []
+        body = {"ids": self._node_ids, "workload": workload, "errors": errors}
+        run.watch.enter("collection", run.timeouts.join)
+        run.watch.leave()
+        first = run.agree(body, self._compare, deadline_seconds=run.timeouts.join) or {}
         if "ids" in first and run.rank != 0:
             by_id: dict[str, list[pytest.Item]] = {}
             for item in session.items:
@@ -224,31 +219,10 @@ class Session:
             abort = AbortReason(name="collection", message=message, exit=11, text=text)
             if run.rank == 0:
                 run.problem("collection", message, text)
-                self._write_lines(text)
+                run.write_lines(text.splitlines(), red=True)
             run.watch.agreed_to_end(abort)
 
-    def _write_lines(self, text: str) -> None:
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            reporter.ensure_newline()
-            for line in text.splitlines():
-                reporter.write_line(line, red=True)
-
-    def _exchange(self, label: str, body: Mapping[str, Any], decide: Any) -> Mapping[str, Any]:
-        run = self._run
-        run.watch.enter(label, run.timeouts.join)
-        run.watch.leave()
-        return run.agree(body, decide, deadline_seconds=run.timeouts.join) or {}
-
-    def _compare_hashes(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Rank 0: equal hashes in the same order need nothing more; lists travel only where they may differ."""
-        bodies = {rank: body for rank, body in bodies.items() if "hash" in body}
-        equal = len({body["hash"] for body in bodies.values()}) == 1
-        if equal and not any(body["errors"] for body in bodies.values()):
-            return {"ids": self._node_ids}
-        return {"full": True}
-
-    def _compare_lists(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+    def _compare(self, bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
         bodies = {rank: body for rank, body in bodies.items() if "ids" in body}
         names = self._run.names
         with_errors = [rank for rank, body in bodies.items() if body["errors"]]
@@ -287,7 +261,6 @@ class Session:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Set up on every rank, or on none."""
         return (yield from self._phases.run_phase(item, "setup"))
 
     @pytest.hookimpl(wrapper=True)
@@ -307,24 +280,21 @@ class Session:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Run the body on every rank, then judge all measurements at once."""
         return (yield from self._phases.run_phase(item, "call"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Tear down on every rank."""
         return (yield from self._phases.run_phase(item, "teardown"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Keep what the ranks agreed on with the report."""
         report = yield
         if ON_TRIAL not in item.stash:
             self._made(report, item)
         return report
 
     def _made(self, report: pytest.TestReport, item: pytest.Item) -> None:
-        self._phases.remember(report)
+        self._phases.reports.remember(report, self._phases.last_merged)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, None, None]:
@@ -384,7 +354,6 @@ class Session:
             verdict.keep_exit_code(int(session.exitstatus))
 
     def pytest_unconfigure(self) -> None:
-        """Leave the run, once everything is printed."""
         shutdown.close(self._run)
         self._run.fault_file.close()
         self._run.close()

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,17 @@ from pytest_gpucluster.journal.verdict import ExitNote, write_note
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.recorder.client import wait_for_end
 from pytest_gpucluster.session.run import Run
-from pytest_gpucluster.text import first_line, one_line
+from pytest_gpucluster.text import first_line, one_line, visible
 
 HOOK = "pytest_gpucluster_verdict"
-ERRORS = "hook-errors.txt"
-"""In the run's folder: the tracebacks of hooks that failed."""
 _SHOWN_CHARACTERS = 1000
 
 
 def call_verdict_hooks(run: Run) -> None:
     """Say what is missing of the reports, and call every ``pytest_gpucluster_verdict``. Rank 0, once, at the end.
 
-    A hook that raises does not keep the others from being called. It is shown, and its traceback is kept in
-    ``hook-errors.txt``. The verdict and the exit code stay: they are recorded, and all ranks have agreed on them.
+    A hook that raises does not keep the others from being called. Its traceback is shown. The verdict and the exit
+    code stay: they are recorded, and all ranks have agreed on them.
     """
     if run.recorder is None or run.directory is None or run.verdict is None:
         return
@@ -60,30 +59,19 @@ def call_verdict_hooks(run: Run) -> None:
     record = VerdictRecord.of(journal, place, verdict=decided.word, exit=decided.exit, reason=decided.reason)
     for problem in record.problems:
         _say(run, problem)
-    failures = []
     for plugin in plugins:
         others = [other for other in plugins if other is not plugin]
         try:
             run.config.pluginmanager.subset_hook_caller(HOOK, remove_plugins=others)(record=record)
         except BaseException as error:  # also SystemExit and Ctrl-C: no hook ends this run with another exit code
             where = run.config.pluginmanager.get_name(plugin) or repr(plugin)
-            _say(run, f"{HOOK} of {where} has failed: {type(error).__name__}: {error}; the verdict stays as it is")
-            failures.append(f"{HOOK} of {where}:\n{''.join(traceback.format_exception(error))}")
-    if failures:
-        try:
-            (place / ERRORS).write_text("\n".join(failures), encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            _say(run, f"{place / ERRORS}: not written: {error.strerror or error}")
+            text = f"{HOOK} of {where} has failed: {type(error).__name__}: {error}; the verdict stays as it is"
+            _say(run, text, "".join(traceback.format_exception(error)))
 
 
-def _say(run: Run, text: str) -> None:
-    line = f"gpucluster: {one_line(text, _SHOWN_CHARACTERS)}"
-    reporter = run.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None:
-        print(line, file=sys.stderr)
-        return
-    reporter.ensure_newline()
-    reporter.write_line(line, red=True)
+def _say(run: Run, text: str, details: str = "") -> None:
+    lines = [f"gpucluster: {one_line(text, _SHOWN_CHARACTERS)}", *visible(details).splitlines()]
+    run.write_lines((line[:_SHOWN_CHARACTERS] for line in lines), red=True)
 
 
 _REPORTS_WRITTEN_SECONDS = 10.0
@@ -110,7 +98,7 @@ def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.
         required=run.settings.require,
         rehearsal=run.rehearsal,
         selection=run.selection,
-        manifest=run.running.manifest is not None,
+        manifest=run.manifest is not None,
         deviations=run.deviations,
         topology="; ".join([_topology(run), *_remarks(run)]),
     )
@@ -128,7 +116,7 @@ def _topology(run: Run) -> str:
 
 def _remarks(run: Run) -> list[str]:
     """Return in what this run was less, or other, than the whole suite with the shipped limits."""
-    remarks = list(run.running.workload_record.remarks) if run.running.workload_record is not None else []
+    remarks = list(run.workload_record.remarks) if run.workload_record is not None else []
     requeued = run.environ.get("SLURM_RESTART_COUNT", "")
     if requeued.isascii() and requeued.isdigit() and int(requeued) > 0:
         remarks.append(
@@ -182,11 +170,9 @@ def finish(run: Run, pytest_exit: int, *, why: str | None = None) -> int:
     agreed: Mapping[str, Any] = {}
     if watch.abort_reason is None:
         agreed = _agree_on_finish(run, pytest_exit)
-    if run.rank == 0 and run.verdict is None:
-        run.verdict = decide(run, pytest_exit=pytest_exit, abort=watch.abort_reason)
-    elif run.rank != 0:
-        run.verdict = _agreed_verdict(agreed) or decide(run, pytest_exit=pytest_exit, abort=watch.abort_reason)
-    assert run.verdict is not None
+    if run.verdict is None:
+        agreed_on = verdict.Verdict(**agreed) if agreed else None
+        run.verdict = agreed_on or decide(run, pytest_exit=pytest_exit, abort=watch.abort_reason)
     write_end(run)
     return run.verdict.exit
 
@@ -199,7 +185,7 @@ def _agree_on_finish(run: Run, pytest_exit: int) -> Mapping[str, Any]:
             run.problems.append(failure)  # now, so that every rank ends with the same exit code
         worst = max((body.get("exit", 11) for body in bodies.values()), default=pytest_exit)
         run.verdict = decide(run, pytest_exit=worst, abort=run.abort_reason)
-        return {"word": run.verdict.word, "exit": run.verdict.exit, "reason": run.verdict.reason}
+        return asdict(run.verdict)
 
     run.watch.enter("the end of the session", _FINISH_DEADLINE_SECONDS)
     run.watch.leave()
@@ -314,9 +300,3 @@ def _leave_note(run: Run, result: verdict.Verdict) -> None:
     )
     if wrong is not None:
         print(wrong, file=sys.stderr)
-
-
-def _agreed_verdict(agreed: Mapping[str, Any]) -> verdict.Verdict | None:
-    if "word" not in agreed:
-        return None
-    return verdict.Verdict(word=agreed["word"], exit=agreed["exit"], reason=agreed["reason"])

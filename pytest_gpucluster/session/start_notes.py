@@ -110,11 +110,9 @@ class Start:
         self._report()
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Note what pytest could not start with."""
         self.failed(excinfo.value)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Note Ctrl-C and ``pytest.exit``."""
         self.failed(excinfo.value)
 
     def failures(self) -> tuple[str, str]:
@@ -157,7 +155,6 @@ class Start:
             time.sleep(_LOOK_SECONDS)
 
     def _notes(self) -> list[StartNote]:
-        """Return those of this node, in the order of the ranks."""
         notes = filter(None, map(_read, self._file.parent.parent.glob(f"*/{_FILE_NAME}")))
         return sorted(notes, key=lambda note: note.rank)
 

@@ -39,13 +39,13 @@ from pytest_gpucluster.session.run import Run, name_of_rank
 from pytest_gpucluster.session.selection import TrainingInputs
 from pytest_gpucluster.session.shutdown import call_verdict_hooks
 from pytest_gpucluster.session.start_notes import JOINING, LOST, START, Start
-from pytest_gpucluster.text import first_line, rank_ranges
+from pytest_gpucluster.text import first_line
 
 _WITHOUT_A_CALL = {"setupplan": "--setup-plan", "setuponly": "--setup-only", "forked": "--forked", "boxed": "--boxed"}
 """Options of pytest and pytest-forked (--boxed: its older name) by which no test body runs in this process."""
 _TEXTS_SHOWN = 4
-_RANK_0_SECONDS = 5.0
 """Of many ranks' different problems this number is reported in full."""
+_RANK_0_SECONDS = 5.0
 
 
 class Startup:
@@ -129,11 +129,6 @@ class Startup:
         return problem
 
     def _read_baseline(self) -> None:
-        """Read the earlier run that this one is compared with, and record which it is.
-
-        Raises:
-            OptionError: it cannot be read, or is no measure for this run.
-        """
         settings = self._run.settings
         if settings.baseline is None:
             return
@@ -172,16 +167,25 @@ class Startup:
             print(wrong, file=sys.stderr)
 
     def _first_line(self) -> dict[str, Any]:
+        """Return the journal's first line."""
+        run, facts = self._run, self._run.facts
         return {
-            **run_line(self._run.config, self._run.facts.hostname, self._run.junit_path),
-            "run_id": self._run.facts.run_id,
-            "device": self._run.device,
-            "rehearsal": self._run.rehearsal,
-            "selection": self._run.selection,
-            "launcher": self._run.facts.launcher,
-            "world_size": self._run.facts.world_size,
-            "nnodes": self._run.facts.nnodes,
-            "options": self._run.settings.to_json() if self._run.has_settings else {},
+            "type": "run",
+            "schema_version": 1,
+            "run_id": facts.run_id,
+            "started_at": now(),
+            "argv": [str(arg) for arg in run.config.invocation_params.args],
+            "hostname": facts.hostname,
+            "versions": {"python": platform.python_version(), "pytest": pytest.__version__},
+            "plugin_version": __version__,
+            "junit": _junit_options(run.config, run.junit_path),
+            "device": run.device,
+            "rehearsal": run.rehearsal,
+            "selection": run.selection,
+            "launcher": facts.launcher,
+            "world_size": facts.world_size,
+            "nnodes": facts.nnodes,
+            "options": run.settings.to_json() if run.has_settings else {},
         }
 
     def _join(self, problem: AbortReason | None) -> None:
@@ -216,7 +220,6 @@ class Startup:
             self._start.over()
 
     def _connect(self, stores: Stores, *, cuda_index: int) -> None:
-        """Start the watchdog, and make what the tests communicate with."""
         run, facts = self._run, self._run.facts
         exchange = run.exchange = Exchange(stores, facts.rank, facts.world_size)
         watch = run.watch = Watch(
@@ -277,7 +280,6 @@ class Startup:
         return {"sampler": self._run.monitor.start()}
 
     def _take_place(self, me: Mapping[str, Any]) -> None:
-        """Let tests be watched: by this rank, and by the sampler of its node."""
         run = self._run
         here = (me["host"], me["node_rank"])
         node = [who for who in run.roll.who.values() if (who["host"], who["node_rank"]) == here]
@@ -289,14 +291,13 @@ class Startup:
                 rank=me["rank"],
                 sku=lambda: run.sku(me["gpu"]["name"] if me["gpu"] else None),
                 interval_seconds=lambda: (
-                    run.workload.telemetry.interval_seconds if run.running.workload else INTERVAL_SECONDS
+                    run.workload.telemetry.interval_seconds if run.loaded_workload else INTERVAL_SECONDS
                 ),
                 reads_ports=run.place is None or run.place.index == 0,
             )
         )
 
     def _inputs(self) -> dict[str, Any]:
-        """Return what this rank was given to train with, and what of it is not there."""
         inputs = TrainingInputs.of(self._run.settings)
         return {"values": inputs.values(), "problems": inputs.problems()}
 
@@ -310,8 +311,8 @@ class Startup:
         """Start the record of a run whose ranks are local workers."""
         self._run.facts = replace(self._run.facts, world_size=workers, local_world_size=workers)
         problem = self._prepare()
-        if problem is None:
-            problem = self._missing_inputs()
+        if problem is None and (missing := self._inputs()["problems"]):
+            problem = _refusal(OptionError("\n".join(missing)))
         if problem is None and not self._run.rehearsal:
             problem = self._too_few_gpus(workers)
         if problem is not None:
@@ -319,10 +320,6 @@ class Startup:
         self._run.roll = RollCall(
             hosts=[self._run.facts.hostname] * workers, who={}, shared={"directory": str(self._run.directory)}
         )
-
-    def _missing_inputs(self) -> AbortReason | None:
-        problems = self._inputs()["problems"]
-        return _refusal(OptionError("\n".join(problems))) if problems else None
 
     def _too_few_gpus(self, workers: int) -> AbortReason | None:
         me = self._describe_me(None)
@@ -341,18 +338,11 @@ class Startup:
         )
 
     def _check(self, who: Mapping[int, Mapping[str, Any]]) -> AbortReason | None:
-        """Rank 0: compare the reports with what was declared, and record both."""
-        unable: dict[tuple[str, int], list[int]] = {}
-        for rank, facts in who.items():
-            if "problem" in facts:
-                unable.setdefault((facts["problem"], facts["exit"]), []).append(rank)
+        unable = [facts for facts in who.values() if "problem" in facts]
         if unable:
-            (text, exit_code), _ = next(iter(unable.items()))
-            texts = [text for text, _ in list(unable)[:_TEXTS_SHOWN]]
-            rest = [rank for ranks in list(unable.values())[_TEXTS_SHOWN:] for rank in ranks]
-            if rest:
-                texts.append(f"and {len(rest)} more ranks: {rank_ranges(rest)}")
-            return _reason("\n".join(texts), exit_code)
+            texts = list(dict.fromkeys(facts["problem"] for facts in unable))
+            more = [f"and {len(texts) - _TEXTS_SHOWN} other problems"] if len(texts) > _TEXTS_SHOWN else []
+            return _reason("\n".join([*texts[:_TEXTS_SHOWN], *more]), unable[0]["exit"])
         message, text = self._lost() if len(who) < self._run.facts.world_size else ("", "")
         if message:
             return AbortReason(name=LOST, message=message, text=text, exit=11)
@@ -387,7 +377,6 @@ class Startup:
         return _refusal(OptionError(f"--gpucluster-baseline: nothing of this run can be compared with it: {why}"))
 
     def _report_lost(self, message: str, text: str) -> None:
-        """Rank 0 ends, because a rank has failed before the roll call."""
         if self._run.verdict is None:
             self._put_on_record(AbortReason(name=LOST, message=message, text=text, exit=11))
 
@@ -407,7 +396,6 @@ class Startup:
         shutdown.report_to_launcher(self._run)
 
     def _refuse(self, refusal: AbortReason) -> None:
-        """End the session before its first test, with a report."""
         self._put_on_record(refusal)
         text = refusal.text
         if self._run.recorder is not None:
@@ -479,21 +467,6 @@ def _refuse_unasked_rehearsal(settings: options.Settings, hostname: str) -> None
             f"GPUCLUSTER_DEVICE=cpu is set, and {hostname} has {len(gpus)} GPUs, the first at PCI {gpus[0]}: a "
             "rehearsal says nothing about them. Unset it; or give --gpucluster-device=cpu for a rehearsal"
         )
-
-
-def run_line(config: pytest.Config, hostname: str, junit_path: Path | None) -> dict[str, Any]:
-    """Return the journal's first line, as far as it is known before the launcher's variables are read."""
-    return {
-        "type": "run",
-        "schema_version": 1,
-        "run_id": "",
-        "started_at": now(),
-        "argv": [str(arg) for arg in config.invocation_params.args],
-        "hostname": hostname,
-        "versions": {"python": platform.python_version(), "pytest": pytest.__version__},
-        "plugin_version": __version__,
-        "junit": _junit_options(config, junit_path),
-    }
 
 
 def _junit_options(config: pytest.Config, path: Path | None) -> dict[str, Any]:

@@ -8,8 +8,6 @@ torchrun.
 from __future__ import annotations
 
 import os
-import socket
-import sys
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +36,7 @@ from pytest_gpucluster.session.run import RUN, Run, WorkerPlace
 from pytest_gpucluster.session.selection import criterion_of, is_selection, only_lists
 from pytest_gpucluster.session.session import Session, last_error, take_junit
 from pytest_gpucluster.session.shutdown import call_verdict_hooks
-from pytest_gpucluster.session.startup import Startup, run_line
+from pytest_gpucluster.session.startup import Startup
 from pytest_gpucluster.text import first_line
 
 SAMPLER = "gpucluster_sampler"
@@ -70,11 +68,10 @@ class Worker(Session):
         """Leave the comparison of collections to the controller."""
 
     def _made(self, report: pytest.TestReport, item: pytest.Item) -> None:
-        """Put this rank's outcome into the report, which travels to the controller."""
         outcome = self._phases.last_outcome
         run = self._run
         record = run.records.get(item.nodeid)
-        workload_record = run.running.workload_record if not self._has_sent_workload else None
+        workload_record = run.workload_record if not self._has_sent_workload else None
         self._has_sent_workload = True
         report.user_properties.append(
             (
@@ -129,8 +126,6 @@ class _Parts:
     phases: dict[int, list[pytest.TestReport]] = field(default_factory=dict)
     outcomes: dict[int, RankOutcome] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    between_attempts: set[int] = field(default_factory=set)
-    """Ranks that have failed and try again."""
     expected_failures: dict[int, str] = field(default_factory=dict)
     """Rank -> why its failure was expected (xfail)."""
     merged: bool = False
@@ -173,7 +168,6 @@ class Controller:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record what a worker cannot collect."""
         if report.failed and self._run.recorder is not None:
             message = first_line(f"cannot collect {report.nodeid}: {last_error(report.longreprtext)}")
             self._cannot_collect = self._cannot_collect or message
@@ -206,7 +200,7 @@ class Controller:
         expected = self._collections[min(self._collections)]
         names = [CollectedTest.of(nodeid, (nodeid.partition("::")[0], None, "")) for nodeid in expected]
         try:
-            self._run.running = replace(self._run.running, manifest=read_manifest(expected, self._config.rootpath))
+            self._run.manifest = read_manifest(expected, self._config.rootpath)
         except ThresholdsError as error:
             self._run.problem("usage", str(error), str(error))
         self._run.take_collected(names, left_out={})
@@ -216,7 +210,6 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object | None) -> None:
-        """Note a worker that has crashed, or that could not run the tests."""
         if error:
             self._worker_lost(node.gateway.id, error)
             return
@@ -226,7 +219,6 @@ class Controller:
             self._run.problem("usage", self._cannot_run, self._cannot_run)
 
     def _worker_lost(self, worker: str, error: object) -> None:
-        """Remember a worker that ended before its tests did, and in which test."""
         rank = _index(worker)
         done = {nodeid for nodeid, parts in self._tests.items() if rank in parts.ended}
         current = next((nodeid for nodeid in self._collections.get(rank, ()) if nodeid not in done), None)
@@ -238,7 +230,6 @@ class Controller:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        """Record the first start of a test."""
         if nodeid not in self._tests:
             record = TestRecord(test=CollectedTest.of(nodeid, location))
             self._tests[nodeid] = _Parts(record=record)
@@ -269,11 +260,9 @@ class Controller:
     def _take(self, parts: _Parts, rank: int, report: pytest.TestReport) -> None:
         body: Any = next((value for name, value in report.user_properties if name == PROPERTY), None)
         parts.phases.setdefault(rank, []).append(report)
-        if report.when == "setup":
-            parts.between_attempts.discard(rank)
         if body is not None:
             self._note(parts, rank, report, body)
-        if report.when == "teardown" and rank not in parts.between_attempts:
+        if report.when == "teardown":
             parts.ended.add(rank)
 
     def _note(self, parts: _Parts, rank: int, report: pytest.TestReport, body: Mapping[str, Any]) -> None:
@@ -292,9 +281,6 @@ class Controller:
         if body["spent"] is not None:
             record.spent[rank] = body["spent"]
         outcome = RankOutcome.from_json(rank, body["outcome"]) if body["outcome"] else None
-        if str(report.outcome) == "rerun":  # pytest-rerunfailures: this attempt does not count
-            self._note_rerun(parts, rank, report)
-            return
         known = parts.outcomes.get(rank)
         if report.skipped and hasattr(report, "wasxfail"):
             parts.expected_failures[rank] = report.wasxfail
@@ -308,7 +294,7 @@ class Controller:
             parts.outcomes[rank] = outcome
 
     def _take_workload(self, rank: int, workload: WorkloadRecord) -> None:
-        known = self._run.running.workload_record
+        known = self._run.workload_record
         if known is None:
             self._workload_rank = rank
             self._run.take_workload(workload)
@@ -324,13 +310,6 @@ class Controller:
         )
         if different is not None:
             self._run.problem("collection", *different)
-
-    def _note_rerun(self, parts: _Parts, rank: int, report: pytest.TestReport) -> None:
-        attempt = 1 + sum(str(earlier.outcome) == "rerun" for earlier in parts.phases[rank][:-1])
-        parts.outcomes.pop(rank, None)
-        parts.between_attempts.add(rank)
-        parts.record.properties.append((f"attempt {attempt}", f"{self._run.names[rank]}: {line_of(report)}"))
-        parts.record.attempts = max(parts.record.attempts, attempt + 1)
 
     def _complete(self, parts: _Parts) -> bool:
         return all(rank in parts.ended or rank in self._lost for rank in range(self._workers))
@@ -401,14 +380,12 @@ class Controller:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
-        """Close the record, and print the verdict under everything else."""
         self._finish(session)
         yield
         if self._finished:
             self._last_words(session)
 
     def _finish(self, session: pytest.Session) -> None:
-        """Close the record: a test that did not come from every worker is an error."""
         if self._finished or self._run.recorder is None:
             return
         self._finished = True
@@ -441,16 +418,11 @@ class Controller:
             session.exitstatus = self._run.verdict.exit
             verdict.keep_exit_code(self._run.verdict.exit)
         call_verdict_hooks(self._run)
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is None:
-            return
         if self._cannot_run is not None and "\n" in self._cannot_run:  # the verdict has the first line only
-            for line in self._cannot_run.splitlines():
-                reporter.write_line(line, red=True)
+            self._run.write_lines(self._cannot_run.splitlines(), red=True)
         self._console.close()
 
     def pytest_unconfigure(self) -> None:
-        """End what was started for the workers."""
         self._run.monitor.close()
         self._run.close()
 
@@ -496,21 +468,9 @@ def make_session(config: pytest.Config) -> Session | Controller:
                 take_junit(config, run)
                 session = Session(config, run)
     except UsageProblem as error:
-        if worker is None:
-            _replace_junit(config, str(error))
+        if worker is None:  # which rank this is may be unknown: any rank says so
+            reason = AbortReason(name=rejected_run.NAMES[4], message=first_line(str(error)), exit=4, text=str(error))
+            rejected_run.replace_report(config.option, reason, only_earlier=False)
         raise pytest.UsageError(str(error)) from None
     config.stash[RUN] = run
     return session
-
-
-def _replace_junit(config: pytest.Config, text: str) -> None:
-    """Let no file of an earlier run pass for this one's. Which rank this is may be unknown: any rank says so."""
-    path = getattr(config.option, "xmlpath", None)
-    if not path:
-        return
-    junit_path = rejected_run.asked_path(path)
-    first = run_line(config, os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname(), junit_path)
-    reason = AbortReason(name=rejected_run.NAMES[4], message=first_line(text), text=text, exit=4)
-    lost = rejected_run.write_junit(junit_path, first, reason)
-    if lost is not None:
-        print(f"ERROR: {lost}", file=sys.stderr)

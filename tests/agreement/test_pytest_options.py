@@ -72,18 +72,14 @@ EVERYTHING = [f"test_{number}" for number in range(1, 8)]
 OPTIONS = {
     "last failed, without a cache": ["--lf", "-v", "-rA", "--durations=2", "--durations-min=0"],
     "last failed": ["--lf", "-q"],
-    "failed first": ["--ff", "-v"],
     "exit first": ["-x"],
-    "maxfail": ["--maxfail=2", "-q", "-p", "no:cacheprovider"],
     "selected": ["-k", "not test_5", "-m", "not slow", "--deselect", "test_it.py::test_6", "-v"],
     "collect only": ["--collect-only", "-q"],
 }
 RAN = {
     "last failed, without a cache": EVERYTHING,
     "last failed": ["test_2", "test_4"],
-    "failed first": ["test_2", "test_4", "test_1", "test_3", "test_5", "test_6", "test_7"],
     "exit first": ["test_1", "test_2"],
-    "maxfail": ["test_1", "test_2", "test_3", "test_4"],
     "selected": ["test_1", "test_2", "test_3", "test_7"],
     "collect only": [],
 }
@@ -181,14 +177,13 @@ def test_r_and_durations_report_what_they_report_in_plain_pytest(runs):
             assert len(re.findall(f"^{line}", output, re.MULTILINE)) == 1, line
 
 
-def test_maxfail_and_exit_first_say_so(runs):
-    for name, count in (("exit first", 1), ("maxfail", 2)):
-        seen, plain = runs[name]
-        words = f"stopping after {count} failures"
-        assert words in plain.output
-        assert words in seen["output"]
-        not_run = [test for test in EVERYTHING if test not in RAN[name]]
-        assert all(seen["verdicts"][test].startswith("skipped: not run: ") for test in not_run)
+def test_exit_first_says_so(runs):
+    seen, plain = runs["exit first"]
+    words = "stopping after 1 failures"
+    assert words in plain.output
+    assert words in seen["output"]
+    not_run = [test for test in EVERYTHING if test not in RAN["exit first"]]
+    assert all(seen["verdicts"][test].startswith("skipped: not run: ") for test in not_run)
 
 
 RERUN = {

@@ -86,7 +86,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("exit", [0, 1])
-def test_whatever_goes_wrong_in_it_is_shown_and_kept_and_changes_nothing(project: Project, exit: int) -> None:
+def test_whatever_goes_wrong_in_it_is_shown_and_changes_nothing(project: Project, exit: int) -> None:
     plugins = {
         f"broken{number}": f"def pytest_gpucluster_verdict(record):\n    {what}\n" for number, what in enumerate(BROKEN)
     }
@@ -96,19 +96,9 @@ def test_whatever_goes_wrong_in_it_is_shown_and_kept_and_changes_nothing(project
     assert left.end == ({0: "REHEARSED", 1: "REJECTED"}[exit], exit)
     assert told(project)["exit"] == exit
     assert "\x1b[31mx" not in left.stdout
-    kept = (project.path / "gpucluster-report" / "latest" / "hook-errors.txt").read_text()
     for plugin, (what, shown) in zip(plugins, BROKEN.items(), strict=True):
         assert f"pytest_gpucluster_verdict of {plugin} has failed: {shown}" in left.stdout
-        assert f"pytest_gpucluster_verdict of {plugin}:" in kept
-        assert what.split(";")[-1].strip() in kept
-
-
-def test_errors_that_cannot_be_kept_are_shown_nonetheless(project: Project) -> None:
-    broken = "def pytest_gpucluster_verdict(record):\n    (record.directory / 'hook-errors.txt').mkdir()\n    1 / 0\n"
-    left = run(project, PASS, conftest=broken)
-    assert left.exit == 0
-    assert "has failed: ZeroDivisionError" in left.stdout
-    assert "hook-errors.txt: not written: " in left.stdout
+        assert what.split(";")[-1].strip().split("+")[0] in left.stdout, "its traceback"
 
 
 def test_an_exclude_list_that_cannot_be_read_is_told(project: Project) -> None:
@@ -140,8 +130,6 @@ def test_with_workers_of_one_node_the_controller_calls_it_once(project: Project)
     assert left.exit == 0, left.output
     assert (told(project)["verdict"], told(project)["files"]) == ("REHEARSED", FILES)
 
-
-# ---- the example that drains nodes ----------------------------------------------------------------------------------
 
 # ---- with a launcher ------------------------------------------------------------------------------------------------
 

@@ -193,4 +193,4 @@ def test_of_many_ranks_with_different_problems_a_few_are_told_and_the_others_cou
     assert refusal is not None
     assert (refusal.message, refusal.exit) == ("rank 0 has no GPU", 4)
     assert refusal.text.count("has no GPU") == 4
-    assert refusal.text.splitlines()[-1] == "and 11 more ranks: ranks 4-14"
+    assert refusal.text.splitlines()[-1] == "and 11 other problems"

@@ -325,7 +325,7 @@ def test_only_what_gpus_nodes_or_links_may_have_done_counts_against_them(error, 
 
 
 def test_uneven_nodes_are_not_held_beside_each_other():
-    run = SimpleNamespace(running=SimpleNamespace(workload=object()), node_of=lambda: {0: 0, 1: 0, 2: 1})
+    run = SimpleNamespace(loaded_workload=object(), node_of=lambda: {0: 0, 1: 0, 2: 1})
     assert "different numbers of ranks" in str(Isolator(run).why_not())
 
 

@@ -41,7 +41,7 @@ def test_the_options_are_these_and_no_others() -> None:
         ("--gpucluster-deadline", "gpucluster_deadline", "GPUCLUSTER_DEADLINE", "SECONDS", "300"),
         ("--gpucluster-require", "gpucluster_require", "GPUCLUSTER_REQUIRE", "CRITERIA", ""),
         ("--gpucluster-timeouts", "gpucluster_timeouts", "GPUCLUSTER_TIMEOUTS", "NAME=SECONDS,...", ""),
-        ("--gpucluster-data", "gpucluster_data", "GPUCLUSTER_DATA", "[NAME=]PATH", None),
+        ("--gpucluster-data", "gpucluster_data", "GPUCLUSTER_DATA", "NAME=PATH", None),
         ("--gpucluster-model", "gpucluster_model", "GPUCLUSTER_MODEL", "PATH|NAME[@REVISION]", None),
         ("--gpucluster-scratch", "gpucluster_scratch", "GPUCLUSTER_SCRATCH", "DIR", None),
         ("--gpucluster-resume", "gpucluster_resume", "GPUCLUSTER_RESUME", "yes|no", "no"),
@@ -180,7 +180,7 @@ def test_a_flag_needs_no_value_and_may_have_one(
 
 
 def test_data_and_model_go_on_record_as_they_were_understood(configure: Any, tmp_path: Path) -> None:
-    ini = f"gpucluster_data =\n    {tmp_path}\n    function_calls=org/calls@v1\ngpucluster_model = org/model"
+    ini = f"gpucluster_data =\n    images={tmp_path}\n    function_calls=org/calls@v1\ngpucluster_model = org/model"
     settings = resolve(configure(ini=ini), {})
     assert settings.to_json()["data"] == {
         "value": f"images={tmp_path}; function_calls=org/calls@v1 on the hub",

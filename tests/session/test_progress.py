@@ -1,13 +1,9 @@
 """The fixture ``progress``: what rank 0's terminal shows of a long test, and that nothing else shows it.
 
-test_local.py has the steps of local workers, and
 tests/acceptance/test_acceptance_links.py those of the ranks of torchrun.
 """
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from sessions import Project
@@ -96,19 +92,3 @@ def test_quiet_is_silent_and_without_a_terminal_reporter_the_test_goes_on(projec
     project.suite("def test_it(progress): progress(1, 1)")
     assert "step" not in project.run("-q").output
     assert project.run("-p", "no:terminal").exit == 0
-
-
-def worker(name: str, *, verbosity: int = 0) -> Any:
-    """What pytest knows in a local worker whose output is not captured."""
-    return SimpleNamespace(
-        workerinput={"workerid": name},
-        get_verbosity=lambda: verbosity,
-        pluginmanager=SimpleNamespace(get_plugin=lambda name: None),
-    )
-
-
-def test_the_first_local_worker_says_it_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    progress_of(worker("gw0"), "test_it", rank=0)(1, 1)
-    assert capsys.readouterr().err == "\ntest_it: step 1 of 1\n"
-    assert progress_of(worker("gw1"), "test_it", rank=1) is silent
-    assert progress_of(worker("gw0", verbosity=-1), "test_it", rank=0) is silent

@@ -11,7 +11,7 @@ from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.session.run import Run, Running
+from pytest_gpucluster.session.run import Run
 from pytest_gpucluster.session.shutdown import decide
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -42,7 +42,7 @@ def run_on(
         "has_joined": False,
         "baseline": None,
         "roll": SimpleNamespace(who={rank: {"gpu": None if gpu is None else {"name": gpu}} for rank in range(4)}),
-        "_limits": loader.load(loader.shipped_path()),
+        "limits": loader.load(loader.shipped_path()),
         "records": {
             "test_a": TestRecord(
                 test=CollectedTest.of("test_a", ("a.py", 1, "test_a"), "matmul"),
@@ -53,7 +53,8 @@ def run_on(
         "problems": [],
         "deviations": [],
         "environ": {},
-        "running": Running(manifest=Manifest(node_ids=("test_a",), files=("criteria.txt",))),
+        "manifest": Manifest(node_ids=("test_a",), files=("criteria.txt",)),
+        "workload_record": None,
         "selection": False,
     }
     for name, value in made.items():

@@ -35,7 +35,7 @@ def test_a_test_gets_what_the_options_say(project: Project) -> None:
         (project.path / name).mkdir()
     project.ini("gpucluster = true\ngpucluster_model = org/model")
     left = project.run(
-        "--gpucluster-data=pictures",
+        "--gpucluster-data=images=pictures",
         "--gpucluster-data=function_calls=org/calls@v1",
         "--gpucluster-scratch=scratch",
         "--gpucluster-resume",

@@ -100,13 +100,13 @@ def why_not(isolator):
     fault = PLANTED[-1]
     if not hasattr(fault, "asked"):
         fault.asked = True
-        isolator._found, isolator._spent_seconds = None, 0.0
+        isolator._last, isolator._spent_seconds = None, 0.0
     return WHY_NOT(isolator)
 
 
-def exclude(isolator, plan):
+def exclude(isolator, plan, found):
     """Each has a list of its own."""
-    path = EXCLUDE(isolator, plan)
+    path = EXCLUDE(isolator, plan, found)
     if path:
         shutil.move(path, f"exclude-{PLANTED[-1].text}.txt")
     return path
@@ -123,7 +123,7 @@ def fault(request, workload):
         PLANTED.append(Fault(text))
     changes = {"untimed": {"budget_seconds": 0.0}, "drop": {"probe_seconds": DROPPED_SECONDS}}.get(PLANTED[-1].kind, {})
     run = request.config.stash[RUN]
-    run.running = replace(run.running, workload=replace(workload, isolation=replace(workload.isolation, **changes)))
+    run.loaded_workload = replace(workload, isolation=replace(workload.isolation, **changes))
     return PLANTED[-1]
 
 
