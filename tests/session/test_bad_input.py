@@ -67,7 +67,7 @@ OPTIONS = {
     "model missing": ([CPU, "--gpucluster-model=./nowhere"], ["--gpucluster-model ./nowhere: no such folder, and"]),
     "resumed from nowhere": (
         [CPU, "--gpucluster-resume"],
-        ["--gpucluster-resume (command line): without --gpucluster-scratch there is no checkpoint"],
+        ["--gpucluster-resume (command line): does nothing without --gpucluster-scratch"],
     ),
     "scratch missing for workers": (
         [CPU, "--gpucluster-scratch=nowhere", "-n", "2", "--dist", "each"],
