@@ -20,8 +20,6 @@ from pytest_gpucluster.errors import OptionError
 if TYPE_CHECKING:
     import pytest
 
-_YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
@@ -88,21 +86,6 @@ def one_of(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
-def yes_or_no(text: str) -> bool:
-    """Read the value of a flag.
-
-    Raises:
-        OptionError: neither yes nor no. A bare flag takes the next word for its value: a path, as a rule.
-    """
-    word = text.strip().lower()
-    if word not in (*_YES, *_NO):
-        raise OptionError(
-            f"{text!r} is neither yes nor no; write =yes behind the option, or let it stand last or before another "
-            "option"
-        )
-    return word in _YES
-
-
 def names_value(text: str) -> tuple[str, ...]:
     """Read names separated by commas."""
     return tuple(filter(None, (name.strip() for name in text.split(","))))
@@ -127,24 +110,6 @@ def journal_value(text: str, base: Path) -> Path:
         return locate(path).resolve()
     except (JournalError, OSError):
         return path
-
-
-class Percentage(float):
-    """A ratio that people read and write in percent."""
-
-    def __str__(self) -> str:
-        return f"{100 * self:g} %"
-
-
-def percentage_value(text: str) -> Percentage:
-    """Read by how much something may be worse, as a ratio.
-
-    Raises:
-        OptionError: as ``allowance``.
-    """
-    from pytest_gpucluster.analysis.compare import allowance  # as above
-
-    return Percentage(allowance(text))
 
 
 DEVICES = ("cuda", "cpu")
@@ -297,7 +262,7 @@ OPTIONS = (
         name="resume",
         metavar="yes|no",
         default="no",
-        parse=yes_or_no,
+        parse=one_of("yes", "no"),
         bare="yes",
         help="go on from the newest checkpoint in the scratch folder; without a value it means yes (default: no)",
     ),
@@ -320,7 +285,7 @@ OPTIONS = (
         name="baseline-fail",
         metavar="PERCENT",
         default="3%",
-        parse=percentage_value,
+        parse="analysis.compare:allowance",
         help="by how much a value may be worse than in the baseline, in percent of that (default: 3 percent)",
     ),
 )
@@ -445,13 +410,11 @@ def _without_effect(found: Mapping[str, Setting]) -> list[str]:
         f"--gpucluster-{name.replace('_', '-')} ({found[name].origin}): does nothing without --gpucluster-{needed}, "
         "which is not given"
         for name, needed in (("resume", "scratch"), ("baseline_fail", "baseline"))
-        if found[name].origin != "default" and found[name].value is not False and found[needed].origin == "default"
+        if found[name].origin != "default" and found[name].value != "no" and found[needed].origin == "default"
     ]
 
 
 def _as_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if not isinstance(value, tuple):
         return str(value)
     names = all(isinstance(part, str) for part in value)

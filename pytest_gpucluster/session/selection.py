@@ -137,7 +137,7 @@ class TrainingInputs:
         return cls(
             data=MappingProxyType({data.key: data.source for data in settings.data}),
             model=settings.model,
-            resume=settings.resume,
+            resume=settings.resume == "yes",
             scratch=settings.scratch,
             reference_curve=settings.reference_curve,
         )

@@ -263,21 +263,6 @@ class Session:
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield from self._phases.run_phase(item, "setup"))
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(
-        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-    ) -> Generator[None, Any, Any]:
-        """Let a fixture that calls ``sys.exit`` cost its own test only.
-
-        pytest 9.2 takes note of an exception that ends a fixture, but not of this one. So it never finishes the
-        fixture, and all later tests that use it fail.
-        """
-        try:
-            return (yield)
-        except SystemExit as error:
-            fixturedef.cached_result = (None, fixturedef.cache_key(request), (error, error.__traceback__))  # type: ignore[arg-type]
-            raise
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield from self._phases.run_phase(item, "call"))

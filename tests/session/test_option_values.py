@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.session.options import Timeouts, names_value, one_of, positive_seconds, yes_or_no
+from pytest_gpucluster.session.options import Timeouts, names_value, one_of, positive_seconds
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e400", "five", "", "5 s"])
@@ -34,14 +34,6 @@ def test_wrong_timeouts_are_refused(text: str, message: str) -> None:
     with pytest.raises(OptionError) as caught:
         Timeouts.parse(text)
     assert str(caught.value).startswith(message)
-
-
-def test_yes_and_no() -> None:
-    assert [yes_or_no(text) for text in ("yes", "Yes", " true ", "on", "1")] == [True] * 5
-    assert [yes_or_no(text) for text in ("no", "No", "false", "off", "0")] == [False] * 5
-    for text in ("", "maybe", "acceptance/", "y"):
-        with pytest.raises(OptionError, match="write =yes"):
-            yes_or_no(text)
 
 
 def test_words_and_names() -> None:

@@ -278,30 +278,6 @@ def test_a_body_that_was_released_and_came_back_as_if_nothing_had_been_has_not_p
     assert left.verdicts["test_after"] == "passed"
 
 
-@pytest.mark.parametrize("scope", ["function", "module"])
-def test_a_fixture_that_exits_costs_no_test_but_those_that_need_it(project: Project, scope: str) -> None:
-    project.suite(
-        f"""
-        import sys
-        import pytest
-
-        @pytest.fixture(scope="{scope}")
-        def leaves(request):
-            if "{scope}" == "module" or request.node.name == "test_struck":
-                sys.exit(3)
-
-        def test_struck(leaves): pass
-        def test_next(leaves): pass
-        def test_without(): pass
-        """
-    )
-    left = project.run()
-    struck = left.verdicts["test_struck"]
-    assert re.match(r"error: in setup: .*SystemExit: 3", struck)
-    assert left.verdicts["test_next"] == ("passed" if scope == "function" else struck)
-    assert left.verdicts["test_without"] == "passed"
-
-
 @pytest.mark.parametrize(("code", "exit"), [(0, 2), (1, 2), (10, 2), (7, 7)])
 def test_exit_in_a_test_ends_the_run_and_never_looks_like_a_verdict_about_hardware(
     project: Project, code: int, exit: int

@@ -92,7 +92,7 @@ def test_no_model_is_refused_and_a_home_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def inputs(place: Path, **settings: Any) -> TrainingInputs:
-    given = {"data": (), "model": None, "resume": False, "scratch": None, "reference_curve": None, **settings}
+    given = {"data": (), "model": None, "resume": "no", "scratch": None, "reference_curve": None, **settings}
     return TrainingInputs.of(SimpleNamespace(**given))
 
 
@@ -102,7 +102,7 @@ def test_what_is_there_is_no_problem_and_is_told(place: Path) -> None:
         data=(read_data("images=pictures", place), read_data("function_calls=o/c@v1", place)),
         model=read_model("model", place),
         scratch=place,
-        resume=True,
+        resume="yes",
     )
     assert found.problems() == []
     assert found.data["images"].path == place / "pictures"
