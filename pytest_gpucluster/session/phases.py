@@ -194,26 +194,16 @@ class Phases:
 
     def started(self, item: pytest.Item) -> None:
         """Record that a test begins."""
-        name = name_of(item)
-        record = TestRecord(test=name)
-        self._run.records[item.nodeid] = record
+        record = self._run.records[item.nodeid] = TestRecord(test=name_of(item))
         self.reports.begin()
         LEDGER.clear()
         self._require_room(item)
-        self._run.send(
-            {
-                "type": "start",
-                "nodeid": item.nodeid,
-                "at": record.started_at,
-                "deadline_seconds": self._deadline(item),
-            }
-        )
+        line = {"type": "start", "nodeid": item.nodeid, "at": record.started_at}
+        self._run.send({**line, "deadline_seconds": self._deadline(item)})
 
     def run_phase(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
         """Wrap one of pytest's ``runtest`` hooks: everything inside is the body."""
         self.let_go()  # the phase before has been reported by now
-        if not self._run.has_joined:
-            return (yield)
         if when == "setup":
             LEDGER.open()
         try:
@@ -286,7 +276,7 @@ class Phases:
 
     def _close_subgroups(self, number: int) -> None:
         run = self._run
-        if run.has_joined and run.watch.abort_reason is None and run.watch.released(number) is None:
+        if run.watch.abort_reason is None and run.watch.released(number) is None:
             run.cluster.close_subgroups()
 
     def _monitored(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -479,7 +469,7 @@ class Phases:
                 culprits=sorted(dead),
             )
         without = [rank for rank, body in bodies.items() if body.get("nvls")]
-        if without and self._run.has_joined and self._run.cluster.nvls_off:
+        if without and self._run.cluster.nvls_off:
             message = first_line(f"NVLS fails also where it was switched off: {merged.message}")
             return AbortReason(name="NVLS", message=message, exit=11, culprits=without)
         if unreleasable:
@@ -498,7 +488,7 @@ class Phases:
         number: int,
     ) -> None:
         run = self._run
-        if verdict.get("group_invalid") and run.has_joined:
+        if verdict.get("group_invalid"):
             self._group_invalid = True
             self._discard(number)
             if verdict.get("nvls"):

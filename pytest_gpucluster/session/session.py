@@ -255,8 +255,7 @@ class Session:
         """Record the start of a test, or return True to leave it out because the run has ended."""
         if self._phases.refuses(item):
             return True
-        if self._run.has_joined:
-            self._phases.started(item)
+        self._phases.started(item)
         return None
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
