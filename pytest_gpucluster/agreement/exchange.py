@@ -161,7 +161,6 @@ class RankOutcome:
     message: str = ""
     text: str = ""
     measurements: Sequence[Mapping[str, Any]] = ()
-    sections: Sequence[tuple[str, str]] = ()
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     """What this rank's GPU did during the body, and what its counters have counted."""
 

@@ -32,7 +32,6 @@ from pytest_gpucluster.session.reporting import (
     FailedSubtests,
     TestReports,
     let_go,
-    sections_of,
     skip_reason,
     summary_of,
     traceback_of,
@@ -67,9 +66,9 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
     """
     measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []
 
-    def ended(outcome: str, message: str, text: str = "", **more: Any) -> RankOutcome:
+    def ended(outcome: str, message: str, text: str = "") -> RankOutcome:
         line = first_line(message)
-        return RankOutcome(rank=run.rank, outcome=outcome, message=line, text=text, measurements=measurements, **more)
+        return RankOutcome(rank=run.rank, outcome=outcome, message=line, text=text, measurements=measurements)
 
     if error is None:
         # A body that was released may still come back as if nothing had been: an aborted wait returns without an
@@ -88,7 +87,7 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
         return ended("slow", str(error))
     text = clip(traceback_of(item, when, error), LONGEST_TEXT)
     kind = "cut" if cut else errors.kind_of(error, when)
-    return ended(kind, summary_of(error), text, sections=sections_of(item) if run.rank != 0 else ())
+    return ended(kind, summary_of(error), text)
 
 
 def attached_failure(item: pytest.Item, when: str) -> BaseException | None:
@@ -400,9 +399,9 @@ class Phases:
             outcome = RankOutcome.from_json(rank, body)
             if outcome.outcome in ("released", "passed", "cut") and rank in found.culprits:
                 culprit = found.culprits[rank]
-                outcome = replace(outcome, outcome="hung", message=culprit.message, text=culprit.text, sections=())
+                outcome = replace(outcome, outcome="hung", message=culprit.message, text=culprit.text)
             elif outcome.outcome == "released" and found.too_slow:
-                outcome = replace(outcome, outcome="slow", message=found.too_slow, text="", sections=())
+                outcome = replace(outcome, outcome="slow", message=found.too_slow, text="")
             outcomes.append(outcome)
         if when == "teardown":
             record.spent |= {rank: body["spent"] for rank, body in bodies.items() if "spent" in body}

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 LONGEST_TEXT = 32_000
 """Characters of one rank's failure that travel; the beginning and the end are kept."""
-_LONGEST_SECTION = 8_000
 _MISSED = ("failed", "error")
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python")
 
@@ -154,15 +153,6 @@ def summary_of(error: BaseException) -> str:
     else:
         text = text_of(error)
     return text if isinstance(error, pytest.fail.Exception) else f"{type(error).__name__}: {text}"
-
-
-def sections_of(item: pytest.Item) -> list[tuple[str, str]]:
-    """Return what the failed test printed on this rank."""
-    return [
-        (f"Captured {key} {when}", clip(content, _LONGEST_SECTION))
-        for when, key, content in item._report_sections
-        if content
-    ]
 
 
 def line_of(report: pytest.TestReport) -> str:

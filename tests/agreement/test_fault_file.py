@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,25 +20,6 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if enabled:
         faulthandler.enable(sys.__stderr__)
-
-
-def test_the_last_stacks_of_a_process_that_died_can_be_read_by_others(tmp_path: Path) -> None:
-    code = """
-import faulthandler
-from pytest_gpucluster.agreement.hang_diagnosis import FaultFile
-file = FaultFile()
-file.open()
-print(file.path, flush=True)
-faulthandler._sigsegv()
-"""
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=30)
-    assert child.returncode < 0
-    path = Path(child.stdout.strip())
-    assert path.parent == tmp_path
-    text = path.read_text()
-    assert "Segmentation fault" in text.splitlines()[0]
-    assert 'File "<string>"' in text
 
 
 def test_it_is_opened_once_where_the_other_ranks_were_told_and_an_orderly_end_leaves_no_file(tmp_path: Path) -> None:

@@ -155,7 +155,6 @@ def test_what_a_rank_tells_of_itself_travels_whole_and_a_bare_pass_is_small() ->
         message="wrong",
         text="its traceback",
         measurements=[{"metric": "a.b"}],
-        sections=[["stdout", "said"]],  # type: ignore[list-item]  # as JSON has it
         telemetry={"power_w": 300},
     )
     assert RankOutcome.from_json(3, json.loads(json.dumps(told.to_json()))) == told

@@ -21,7 +21,7 @@ from pytest_gpucluster.session.reporting import (
 CONFTEST = """
 import pytest
 from pytest_gpucluster.agreement.exchange import Merged
-from pytest_gpucluster.session.reporting import MergedRepr, line_of, sections_of, summary_of, traceback_of
+from pytest_gpucluster.session.reporting import MergedRepr, line_of
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report):
@@ -140,74 +140,6 @@ def test_a_fixture_that_is_missing_is_named_with_what_to_ask_for(
     assert f"'{name}'" in text
     assert hint in text
     assert "object at 0x" not in text
-
-
-def test_failures_of_every_kind_have_a_traceback_as_text(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(
-        """
-        import pytest
-        from pytest_gpucluster.session.reporting import sections_of, summary_of, traceback_of
-
-        @pytest.hookimpl(wrapper=True)
-        def pytest_runtest_makereport(item, call):
-            report = yield
-            if call.excinfo is not None:
-                text = traceback_of(item, call.when, call.excinfo.value)
-                sections = sections_of(item)
-                with open("told.txt", "a") as file:
-                    print(item.name, call.when, type(text).__name__, repr(text), sections, file=file)
-            return report
-        """
-    )
-    pytester.makepyfile(
-        """
-        import pytest
-
-        class BadText(Exception):
-            def __str__(self):
-                raise ValueError("no text")
-            __repr__ = __str__
-
-        class BadRepr:
-            def __eq__(self, other):
-                return False
-            def __repr__(self):
-                raise RuntimeError("no repr")
-
-        @pytest.fixture
-        def broken():
-            raise ValueError("in the setup")
-
-        def test_plain():
-            print("to stdout")
-            assert 1 == 2
-
-        def test_bad_text():
-            raise BadText
-
-        def test_bad_repr():
-            value = BadRepr()
-            assert value == 1
-
-        def test_setup(broken):
-            pass
-
-        def test_fail():
-            pytest.fail("told so", pytrace=False)
-        """
-    )
-    pytester.runpytest_inprocess(*QUICK).assert_outcomes(failed=4, errors=1)
-    told = {line.split()[0]: line for line in (pytester.path / "told.txt").read_text().splitlines()}
-    assert list(told) == ["test_plain", "test_bad_text", "test_bad_repr", "test_setup", "test_fail"]
-    for line in told.values():
-        assert line.split()[2] == "str"
-    assert "assert 1 == 2" in told["test_plain"]
-    assert told["test_plain"].endswith("[('Captured stdout call', 'to stdout\\n')]")
-    assert "BadText" in told["test_bad_text"]
-    assert "BadRepr" in told["test_bad_repr"]
-    assert "in the setup" in told["test_setup"]
-    assert "setup str" in told["test_setup"]
-    assert "'told so'" in told["test_fail"]
 
 
 def test_an_item_that_cannot_show_its_failure_does_not_hide_it() -> None:
