@@ -410,7 +410,9 @@ def _without_effect(found: Mapping[str, Setting]) -> list[str]:
         f"--gpucluster-{name.replace('_', '-')} ({found[name].origin}): does nothing without --gpucluster-{needed}, "
         "which is not given"
         for name, needed in (("resume", "scratch"), ("baseline_fail", "baseline"))
-        if found[name].origin != "default" and found[name].value != "no" and found[needed].origin == "default"
+        if found[name].origin != "default"
+        and found[name].value not in (None, "no")
+        and found[needed].origin == "default"
     ]
 
 

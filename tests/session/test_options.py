@@ -133,7 +133,7 @@ WRONG = {
     ),
     "nothing to go on from": (
         "--gpucluster-resume",
-        r"--gpucluster-resume \(command line\): .* --gpucluster-scratch .*",
+        r"--gpucluster-resume \(command line\): .* --gpucluster-scratch, .*",
     ),
     "a flag that took a path for its value": (
         "--gpucluster-resume acceptance/",

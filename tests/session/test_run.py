@@ -54,6 +54,7 @@ def run_on(
         "deviations": [],
         "environ": {},
         "manifest": Manifest(node_ids=("test_a",), files=("criteria.txt",)),
+        "tests": (),
         "workload_record": None,
         "selection": False,
     }
