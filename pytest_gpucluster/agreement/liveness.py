@@ -252,29 +252,19 @@ _REHEARSED_ANSWER_SECONDS = 3.0
 """The same in a rehearsal on cpu, in which each also looks whether it computes, and may have to wait for a CPU."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Deadline:
     """The steps after a missed deadline, one at each look of rank 0's watcher; none of them blocks.
 
     In a rehearsal on cpu, ranks that hang are distinguished from ranks that are only too slow.
     """
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        liveness: Liveness,
-        names: Mapping[int, str],
-        stuck_seconds: float,
-        end_at_once: Callable[[AbortReason], None],
-        rehearsal: bool = False,
-    ) -> None:
-        self._store = store
-        self._liveness = liveness
-        self._who = liveness.who
-        self._names = names
-        self._stuck_seconds = stuck_seconds
-        self._end_at_once = end_at_once
-        self._rehearsal = rehearsal
+    store: Store
+    liveness: Liveness
+    names: Mapping[int, str]
+    stuck_seconds: float
+    end_at_once: Callable[[AbortReason], None]
+    rehearsal: bool = False
 
     def hold(self, phase: WatchedPhase) -> None:
         """Past the deadline find out where everyone is, name the culprits, release, and give up at last."""
@@ -284,36 +274,36 @@ class Deadline:
         if phase.overdue_since is None:
             if self._missing(phase):
                 phase.overdue_since = now
-                post_event(self._store, "overdue", number=phase.number)
+                post_event(self.store, "overdue", number=phase.number)
             return
         if phase.released_since is None:
-            ranks = list(self._who)
-            answered = [r for r in ranks if self._store.check([f"where/{phase.number}/{r}"])]
-            patience = _REHEARSED_ANSWER_SECONDS if self._rehearsal else ANSWER_SECONDS
+            ranks = list(self.liveness.who)
+            answered = [r for r in ranks if self.store.check([f"where/{phase.number}/{r}"])]
+            patience = _REHEARSED_ANSWER_SECONDS if self.rehearsal else ANSWER_SECONDS
             if len(answered) < len(ranks) and now - phase.overdue_since < patience:
                 return
             self._blame(phase, answered)
             return
         missing = self._missing(phase)
-        if missing and not phase.stuck and now - phase.released_since > self._stuck_seconds:
+        if missing and not phase.stuck and now - phase.released_since > self.stuck_seconds:
             self._give_up(phase, missing)
 
     def _missing(self, phase: WatchedPhase) -> list[int]:
         return [
             rank
-            for rank in self._who
-            if (phase.in_body if rank == 0 else not exchange.arrived(self._store, phase.number, rank))
+            for rank in self.liveness.who
+            if (phase.in_body if rank == 0 else not exchange.arrived(self.store, phase.number, rank))
         ]
 
     def _blame(self, phase: WatchedPhase, answered: Sequence[int]) -> None:
         missing = self._missing(phase)
         if not missing:
             return
-        answers = {rank: json.loads(self._store.get(f"where/{phase.number}/{rank}")) for rank in answered}
+        answers = {rank: json.loads(self.store.get(f"where/{phase.number}/{rank}")) for rank in answered}
         wheres = {rank: read(Where, answer, f"rank {rank}") for rank, answer in answers.items()}
-        silent = {rank: self._liveness.describe_silence(rank) for rank in missing if rank not in answered}
+        silent = {rank: self.liveness.describe_silence(rank) for rank in missing if rank not in answered}
         found: dict[int, hang_diagnosis.Culprit] = {}
-        if self._rehearsal:
+        if self.rehearsal:
             phase.too_slow = hang_diagnosis.too_slow(
                 wheres, silent, missing=missing, deadline_seconds=phase.deadline_seconds
             )
@@ -323,10 +313,10 @@ class Deadline:
         phase.culprits = found
         if phase.deadline_seconds:  # 0 where a rank was silent before it
             phase.late = f"not finished within {phase.deadline_seconds:g} s"
-        who = "; ".join(f"{self._names[rank]} {c.message}" for rank, c in list(found.items())[:3])
+        who = "; ".join(f"{self.names[rank]} {c.message}" for rank, c in list(found.items())[:3])
         reason = phase.too_slow or who or phase.late or "not finished"
         post_event(
-            self._store,
+            self.store,
             "release",
             number=phase.number,
             reason=reason,
@@ -338,17 +328,17 @@ class Deadline:
     def _give_up(self, phase: WatchedPhase, missing: Sequence[int]) -> None:
         phase.stuck = True
         for rank in missing:
-            if rank != 0 and not self._store.check([f"where/{phase.number}/{rank}"]):
-                state = self._liveness.describe_silence(rank)  # by now more may be known of it
+            if rank != 0 and not self.store.check([f"where/{phase.number}/{rank}"]):
+                state = self.liveness.describe_silence(rank)  # by now more may be known of it
                 phase.culprits[rank] = hang_diagnosis.silent_culprit(state)
-        names = ", ".join(self._names[rank] for rank in missing)
+        names = ", ".join(self.names[rank] for rank in missing)
         causes = "; ".join(c.message for rank, c in phase.culprits.items() if rank in missing)
         message = f"{names} cannot be released from {phase.label}" + (f": {causes}" if causes else "")
         abort = AbortReason(name="rank stuck", message=message, exit=11, culprits=list(missing))
         if 0 in missing:
-            self._end_at_once(abort)
+            self.end_at_once(abort)
             return
-        post_event(self._store, "end", **abort.to_json())
+        post_event(self.store, "end", **abort.to_json())
         for rank in missing:
             culprit = phase.culprits.get(rank)
             body = {
@@ -356,4 +346,4 @@ class Deadline:
                 "message": culprit.message if culprit else "cannot be released",
                 "text": culprit.text if culprit else "The rank could not be released.",
             }
-            exchange.answer_for(self._store, phase.number, rank, body)
+            exchange.answer_for(self.store, phase.number, rank, body)
