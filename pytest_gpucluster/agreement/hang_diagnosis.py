@@ -52,8 +52,6 @@ class Where:
     or the flight recorder does not have it. ``computes`` is known in a rehearsal on cpu only.
     """
 
-    rank: int
-    arrived: bool
     stack: str
     operations: tuple[Operation, ...] = ()
     computes: bool = False

@@ -399,8 +399,6 @@ class Watch:
     def _say_where(self, number: int, phase: WatchedPhase) -> None:
         operations = self._operations(phase)
         where = hang_diagnosis.Where(
-            rank=self._facts.rank,
-            arrived=not phase.in_body,
             stack=hang_diagnosis.main_thread_stack(),
             operations=tuple(operations),
             waits_seconds=hang_diagnosis.waits_seconds(operations, time.time_ns()),

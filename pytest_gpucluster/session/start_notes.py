@@ -88,13 +88,12 @@ class Start:
         self._file = file
         self._note = note
         self._is_over = False
-        self._write()
+        self._update()
         signal.signal(signal.SIGTERM, self._terminated)
 
     def enter(self, phase: str) -> None:
         """Note what this rank does now."""
-        self._note = replace(self._note, phase=phase)
-        self._write()
+        self._update(phase=phase)
 
     def failed(self, error: BaseException) -> None:
         """Note why this rank fails. Rank 0 reports it; where that has ended, the first rank of its node that lives."""
@@ -103,9 +102,7 @@ class Start:
         kind = type(error).__name__
         message = first_line(str(error)) or kind
         message = message if ": " in message else f"{kind}: {message}"  # pytest's own exceptions name the cause already
-        text = "".join(traceback.format_exception(error))
-        self._note = replace(self._note, error=message, text=text)
-        self._write()
+        self._update(error=message, text="".join(traceback.format_exception(error)))
         self._wait_for_rank_0()
         self._report()
 
@@ -137,8 +134,7 @@ class Start:
             return False
         first = next((note.rank for note in notes if not note.failure()), None)
         if not self._note.error:
-            self._note = replace(self._note, secondary=True)
-            self._write()
+            self._update(secondary=True)
         if first == self._note.rank:
             self._report_failures()
         return True
@@ -172,13 +168,13 @@ class Start:
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._note.pid and not self._is_over:
-            self._note = replace(self._note, secondary=True)
-            self._write()
+            self._update(secondary=True)
             self._report()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _write(self) -> None:
+    def _update(self, **changes: Any) -> None:
+        self._note = replace(self._note, **changes)
         part = self._file.with_suffix(".part")
         try:
             part.write_text(json.dumps(asdict(self._note)), encoding="ascii")

@@ -27,23 +27,24 @@ STACK = """\
   File "/suite/steps.py", line 40, in step
     time.sleep(100)"""
 
+Seen = tuple[int, Where]
+"""A rank, and where it is."""
+
 
 def op(sequence: int, name: str = "all_reduce", *, pending: bool = True, group: str = "world") -> Operation:
     return Operation(group=group, sequence=sequence, name=name, pending=pending)
 
 
-def at(rank: int, *operations: Operation, arrived: bool = False, stack: str = STACK) -> Where:
-    return Where(rank=rank, arrived=arrived, stack=stack, operations=operations)
+def at(rank: int, *operations: Operation, stack: str = STACK) -> Seen:
+    return rank, Where(stack=stack, operations=operations)
 
 
-def slow(*wheres: Where, missing: list[int], silent: dict[int, str] | None = None) -> str:
-    return hang_diagnosis.too_slow(
-        {where.rank: where for where in wheres}, silent or {}, missing=missing, deadline_seconds=60.0
-    )
+def slow(*wheres: Seen, missing: list[int], silent: dict[int, str] | None = None) -> str:
+    return hang_diagnosis.too_slow(dict(wheres), silent or {}, missing=missing, deadline_seconds=60.0)
 
 
-def busy(rank: int, *operations: Operation, waits: float | None = None, computes: bool = True) -> Where:
-    return Where(rank=rank, arrived=False, stack=STACK, operations=operations, computes=computes, waits_seconds=waits)
+def busy(rank: int, *operations: Operation, waits: float | None = None, computes: bool = True) -> Seen:
+    return rank, Where(stack=STACK, operations=operations, computes=computes, waits_seconds=waits)
 
 
 DONE, WAITS = op(4, pending=False), op(5)
@@ -58,10 +59,10 @@ DONE, WAITS = op(4, pending=False), op(5)
             [busy(0, DONE), busy(1, DONE, WAITS, waits=0.3, computes=False)], [0, 1], id="one waits since just now"
         ),
         pytest.param([busy(0, WAITS, waits=2.0), busy(1, WAITS, waits=2.0)], [0, 1], id="in a collective of 2 s"),
-        pytest.param([busy(0), at(1, arrived=True)], [0], id="one has finished"),
+        pytest.param([busy(0), at(1)], [0], id="one has finished"),
     ],
 )
-def test_ranks_that_compute_and_whose_collectives_go_on_are_only_slow(wheres: list[Where], missing: list[int]) -> None:
+def test_ranks_that_compute_and_whose_collectives_go_on_are_only_slow(wheres: list[Seen], missing: list[int]) -> None:
     assert slow(*wheres, missing=missing)
 
 
@@ -78,19 +79,17 @@ def test_ranks_that_compute_and_whose_collectives_go_on_are_only_slow(wheres: li
         pytest.param(
             [busy(0, WAITS, waits=0.3), busy(1, op(5, "broadcast"), waits=0.3)], [0, 1], {}, id="in two collectives"
         ),
-        pytest.param(
-            [busy(0, WAITS, waits=0.3), at(1, DONE, arrived=True)], [0], {}, id="one has finished without the other"
-        ),
+        pytest.param([busy(0, WAITS, waits=0.3), at(1, DONE)], [0], {}, id="one has finished without the other"),
         pytest.param([busy(0)], [0, 1], {}, id="of one nothing is known"),
         pytest.param([busy(0)], [], {}, id="none is missing"),
     ],
 )
-def test_what_may_be_a_hang_is_not_slow(wheres: list[Where], missing: list[int], silent: dict[int, str]) -> None:
+def test_what_may_be_a_hang_is_not_slow(wheres: list[Seen], missing: list[int], silent: dict[int, str]) -> None:
     assert slow(*wheres, missing=missing, silent=silent) == ""
 
 
-def blamed(*wheres: Where, missing: list[int], silent: dict[int, str] | None = None) -> dict[int, str]:
-    found = culprits({where.rank: where for where in wheres}, silent or {}, missing=missing)
+def blamed(*wheres: Seen, missing: list[int], silent: dict[int, str] | None = None) -> dict[int, str]:
+    found = culprits(dict(wheres), silent or {}, missing=missing)
     return {rank: culprit.message for rank, culprit in found.items()}
 
 
@@ -110,14 +109,14 @@ def test_a_rank_that_does_not_answer_is_blamed_and_those_that_wait_for_it_are_no
     found = blamed(at(0, op(5)), missing=[0, 1], silent={1: "T"})
     assert found == {1: "does not answer (T)"}
     assert blamed(at(0), missing=[0], silent={1: "gone"}) == {0: "hangs at steps.py:40 in step"}
-    assert list(blamed(at(0, arrived=True), at(1), missing=[1])) == [1], "who has finished is not blamed"
+    assert list(blamed(at(0), at(1), missing=[1])) == [1], "who has finished is not blamed"
 
 
 @pytest.mark.parametrize(
     ("wheres", "missing", "expected"),
     [
         pytest.param(
-            [at(0, op(5)), at(1, op(4, pending=False), arrived=True), at(2, op(5))],
+            [at(0, op(5)), at(1, op(4, pending=False)), at(2, op(5))],
             [0, 2],
             {1: "finished without entering all_reduce #5 of group world, where ranks 0, 2 wait"},
             id="one has left before the others' collective",
@@ -170,14 +169,14 @@ def test_a_rank_that_does_not_answer_is_blamed_and_those_that_wait_for_it_are_no
             id="one that is behind two is told of both",
         ),
         pytest.param(
-            [at(0, op(1, group="sub")), at(1, op(5)), at(2, op(4, pending=False), arrived=True)],
+            [at(0, op(1, group="sub")), at(1, op(5)), at(2, op(4, pending=False))],
             [0, 1],
             {2: "finished without entering all_reduce #5 of group world, where rank 1 waits"},
             id="who waits in another group, for one that waits for the culprit, is not blamed",
         ),
         pytest.param(
             [
-                at(0, op(4, pending=False, group="a"), op(2, pending=False, group="tp"), arrived=True),
+                at(0, op(4, pending=False, group="a"), op(2, pending=False, group="tp")),
                 at(1, op(3, group="tp")),
                 *(at(rank, op(5, group="a" if rank % 2 == 0 else "b")) for rank in range(2, 8)),
             ],
@@ -195,19 +194,17 @@ def test_a_rank_that_does_not_answer_is_blamed_and_those_that_wait_for_it_are_no
             id="who differs in its own group comes before who waits in another",
         ),
         pytest.param([at(0, op(5)), at(1, op(5))], [0, 1], {}, id="all wait in the same: nobody is blamed"),
-        pytest.param(
-            [at(0, op(5)), at(1, op(5, pending=False), arrived=True)], [0], {}, id="one has been through it already"
-        ),
+        pytest.param([at(0, op(5)), at(1, op(5, pending=False))], [0], {}, id="one has been through it already"),
     ],
 )
 def test_where_all_wait_in_collectives_the_odd_one_out_is_blamed(
-    wheres: list[Where], missing: list[int], expected: dict[int, str]
+    wheres: list[Seen], missing: list[int], expected: dict[int, str]
 ) -> None:
     assert blamed(*wheres, missing=missing) == expected
 
 
 def test_the_making_of_a_group_counts_as_a_collective_that_all_must_enter() -> None:
-    found = blamed(at(0, hang_diagnosis.making_group()), at(1, arrived=True), missing=[0])
+    found = blamed(at(0, hang_diagnosis.making_group()), at(1), missing=[0])
     assert list(found) == [1]
     assert hang_diagnosis.making_group().name in found[1]
     assert found[1].endswith("where rank 0 waits")
@@ -215,12 +212,12 @@ def test_the_making_of_a_group_counts_as_a_collective_that_all_must_enter() -> N
 
 def test_a_culprits_text_holds_its_last_collectives_and_its_stack() -> None:
     where = at(1, *(op(n, pending=n == 9) for n in range(1, 10)))
-    found = culprits({0: at(0, op(10)), 1: where}, {}, missing=[0, 1])[1].text
+    found = culprits(dict([at(0, op(10)), where]), {}, missing=[0, 1])[1].text
     assert re.search("all_reduce #9 .*: entered, not finished\n", found)
     assert re.search("all_reduce #5 .*: finished\n", found)
     assert "#4" not in found
     assert found.endswith(f":\n{STACK}")
-    assert at(1).describe().startswith("no collective")
+    assert at(1)[1].describe().startswith("no collective")
 
 
 def test_the_main_threads_stack_is_seen_from_another_thread_and_begins_at_the_test() -> None:

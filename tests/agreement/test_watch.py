@@ -145,9 +145,7 @@ def answer_where(place: Place, rank: int, number: int, *operations: Operation) -
 
     def answer() -> None:
         until(lambda: place.posted("overdue"))
-        where = Where(
-            rank=rank, arrived=False, stack='  File "/s/test_x.py", line 3, in test_it', operations=operations
-        )
+        where = Where(stack='  File "/s/test_x.py", line 3, in test_it', operations=operations)
         place.store.set(f"where/{number}/{rank}", json.dumps(to_json(where)))
 
     thread = threading.Thread(target=answer)
@@ -228,7 +226,6 @@ def test_a_rank_says_where_it_is_when_rank_0_asks(place: Callable[..., Place]) -
     post_event(here.store, "overdue", number=number)
     until(lambda: here.store.check([f"where/{number}/1"]))
     where = read(Where, json.loads(here.store.get(f"where/{number}/1")), "rank 1")
-    assert not where.arrived
     assert "in test_a_rank_says_where_it_is_when_rank_0_asks" in where.stack
     assert list(where.pending) == [making_group()]
 
