@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
-from pytest_gpucluster.text import rank_ranges
+from pytest_gpucluster.text import printable, rank_ranges
 
 Who = Mapping[str, Any]
 COMPARED_VERSIONS = ("python", "torch", "cuda", "nccl", "driver", "pytest_gpucluster")
@@ -200,7 +200,8 @@ def _unknown_gpus(who: Mapping[int, Who]) -> Iterator[Problem]:
             f"{rank_ranges(without)} reported no GPU ({_host(who[without[0]])})",
             "see nvidia-smi on that host; all ranks must run with the same --gpucluster-device",
         )
-    for reason, ranks in by_value({rank: _plain(they["nvml"]) for rank, they in who.items() if they["nvml"]}).items():
+    reasons = by_value({rank: printable(they["nvml"]) for rank, they in who.items() if they["nvml"]})
+    for reason, ranks in reasons.items():
         yield _problem(
             f"{rank_ranges(ranks)} ({_host(who[ranks[0]])}): {reason}",
             "in a container allow NVIDIA_DRIVER_CAPABILITIES=compute,utility; see nvidia-smi on that host",
@@ -290,7 +291,7 @@ def _skus(
         for name, ranks in names.items():
             if not sku_matches(wanted, name, sku_of(name)):
                 yield _problem(
-                    f"{rank_ranges(ranks)} ({_host(who[ranks[0]])}): the GPU is {_plain(name)!r}, but"
+                    f"{rank_ranges(ranks)} ({_host(who[ranks[0]])}): the GPU is {printable(name)!r}, but"
                     f" --gpucluster-expect={expectation} says {wanted}",
                     "exclude the node, or declare the SKU that is meant",
                 )
@@ -317,7 +318,7 @@ def _inputs(who: Mapping[int, Who]) -> Iterator[Problem]:
     wrong: dict[str, list[int]] = defaultdict(list)
     for rank, they in sorted(who.items()):
         for text in they["inputs"]["problems"]:
-            wrong[_plain(text)].append(rank)
+            wrong[printable(text)].append(rank)
     for text, ranks in wrong.items():
         everywhere = len(ranks) == len(who)
         yield Problem(
@@ -344,11 +345,11 @@ def _deviation(what: str, values: Mapping[str, list[int]], who: Mapping[int, Who
     usual = max(values, key=lambda value: (len(values[value]), -values[value][0]))
     deviants = {value: ranks for value, ranks in values.items() if value != usual}
     others = "; ".join(
-        f"{_plain(value)!r} on {rank_ranges(ranks)} ({_hosts(ranks, who)})" for value, ranks in deviants.items()
+        f"{printable(value)!r} on {rank_ranges(ranks)} ({_hosts(ranks, who)})" for value, ranks in deviants.items()
     )
     return _problem(
         f"{what} differs between ranks: {others}; the other {_count(len(values[usual]), 'rank')}"
-        f" {'has' if len(values[usual]) == 1 else 'have'} {_plain(usual)!r}",
+        f" {'has' if len(values[usual]) == 1 else 'have'} {printable(usual)!r}",
         remedy,
     )
 
@@ -365,16 +366,11 @@ def _hosts(ranks: list[int], who: Mapping[int, Who]) -> str:
 
 def _gpu(they: Who) -> str:
     gpu = they["gpu"] or dict.fromkeys(("index", "uuid", "name"))
-    return f"rank {they['rank']}: GPU {gpu['index']} {gpu['uuid']} {_plain(str(gpu['name']))}"
+    return f"rank {they['rank']}: GPU {gpu['index']} {gpu['uuid']} {printable(str(gpu['name']))}"
 
 
 def _host(they: Who) -> str:
-    return _plain(they["host"])
-
-
-def _plain(text: str) -> str:
-    """Keep what a host or driver says of itself from breaking the line it is shown in."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    return printable(they["host"])
 
 
 def _words(text: str) -> set[str]:
