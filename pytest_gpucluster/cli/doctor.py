@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_gpucluster.cli.command import (
@@ -117,12 +119,11 @@ def collect(
         elsewhere = "`kubectl exec -it POD --container suite -- gpucluster doctor -- ...`"
     elif hosts:
         elsewhere = f"`gpucluster run --hosts {options.hosts} --check`; on a node `gpucluster doctor -- ...`"
-    place, rendezvous = None if elsewhere else rendezvous_host(launch, environ), None
-    if place is not None:
-        (option, host), port = place, rendezvous_port(launch, environ)
-        unknown = resolve(host, may_come=in_pod)
-        answer = (probe or probe_port)(host, port) if unknown is None else ""
-        rendezvous = Rendezvous(option=option, host=host, port=port, unknown=unknown, answer=answer)
+    rendezvous = None
+    if not elsewhere and (place := rendezvous_of(launch, environ, plan.nodes)) is not None:
+        unknown = resolve(place.host, may_come=in_pod)
+        answer = (probe or probe_port)(place.host, place.port) if unknown is None and place.port else ""
+        rendezvous = replace(place, unknown=unknown, answer=answer)
     return Facts(
         host=here,
         plan=plan,
@@ -135,6 +136,22 @@ def collect(
         slurm=_slurm(run, options.partition, environ) if options.slurm or in_job else None,
         kubernetes=_kubernetes(run, options.namespace, options.selector) if options.kubernetes else None,
     )
+
+
+def rendezvous_of(launch: Sequence[str], environ: Mapping[str, str], nodes: int) -> Rendezvous | None:
+    """Return where ranks meet: by torchrun's options, else by ``MASTER_ADDR``, else on a job's first node. Port 0: it
+    is derived later. None: it was not given, or not needed."""
+    place = rendezvous_host(launch, environ)
+    if place is not None:
+        return Rendezvous(option=place[0], host=place[1], port=rendezvous_port(launch, environ))
+    if nodes > 1 and (host := environ.get("MASTER_ADDR")):
+        port = environ.get("MASTER_PORT", "")
+        return Rendezvous(option="MASTER_ADDR", host=host, port=int(port) if port.isdecimal() else 0)
+    if nodes > 1 and "SLURM_JOB_ID" in environ:
+        with contextlib.suppress(EnvironmentBroken):  # which _slurm reports
+            first = scheduler.nodes_of_job(environ)[0]
+            return Rendezvous(option="the first node of the job", host=first, port=0)
+    return None
 
 
 def _forecast(

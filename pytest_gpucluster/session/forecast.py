@@ -133,6 +133,9 @@ class Forecast:
         for nodeid in [] if manifest is None or part else manifest.absent(item.nodeid for item in items):
             absent = {"skipped": "it was not collected", "remedy": "`git status acceptance/`; criteria.txt names it"}
             tests.append({"nodeid": nodeid, "criterion": nodeid.partition("::")[2], **absent})
+        why = "--gpucluster-require names it, and no test that would run here has it"
+        for name in sorted({*settings.require} - {str(test["criterion"]) for test in tests}):
+            tests.append({"nodeid": "", "criterion": name, "skipped": why, "remedy": "correct --gpucluster-require"})
         self.result = {
             "nodes": self._nodes,
             "ranks_per_node": ranks,

@@ -293,6 +293,12 @@ def test_names_and_ports_are_those_that_torchrun_is_given(tmp_path: Path) -> Non
     assert place == Rendezvous(option="--master-addr", host="head", port=4000, answer="head:4000")
     place = collect("--rdzv-endpoint=head:5000", {"PET_NNODES": "2"}, resolve=lambda *_, **__: "no").rendezvous
     assert place == Rendezvous(option="--rdzv-endpoint", host="head", port=5000, unknown="no")
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[00-01]"}
+    assert doctor.rendezvous_of([], job, 1) is None
+    found = doctor.rendezvous_of([], job, 2)
+    assert (found.host, found.port) == ("gpu-00", 0) if found else None
+    found = doctor.rendezvous_of([], {**job, "MASTER_ADDR": "head", "MASTER_PORT": "4000"}, 2)
+    assert found == Rendezvous(option="MASTER_ADDR", host="head", port=4000)
     (tmp_path / "hosts").write_text("gpu-[00-01] \ngpu-02 address=here\n")
     facts = collect(f"--hosts {tmp_path / 'hosts'}", resolve=lambda host, **_: None if host == "here" else "no")
     assert (facts.plan.nodes, facts.unknown_names) == (3, {"gpu-00": "no", "gpu-01": "no"})
