@@ -17,6 +17,7 @@ from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.reports.summary import NOT_RUN, short_name
+from pytest_gpucluster.text import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +86,7 @@ class Conditions:
     @property
     def shape(self) -> str:
         """Return "16 ranks on 2 nodes"."""
-        ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
-        return f"{ranks} on {self.nnodes} node{'s' * (self.nnodes != 1)}"
+        return f"{plural(self.world_size, 'rank')} on {plural(self.nnodes, 'node')}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,7 @@ def load(path: Path, *, profile: str, overrides: Sequence[Override] = (), name: 
     if overrides:
         wrong = [
             f"{key.origin}: {text} ({other.origin})"
-            for key, other, text in _contradictions(entries, own=_last(overrides))
+            for key, other, text in _contradictions(entries, own={override.key for override in overrides})
         ]
         if wrong:
             raise ThresholdsError("\n".join(wrong))
@@ -171,10 +171,6 @@ def _declared(path: str, text: str, file: str) -> _Entry:
     if complaints:
         raise ValueError(f"{path} is declared as {text!r}: {complaints[0][1]}")
     return _Entry(texts, value, f"{file}: not in it; declared by the criterion")
-
-
-def _last(overrides: Iterable[Override]) -> set[str]:
-    return {override.key for override in overrides}
 
 
 def _contradictions(entries: _Entries, own: Iterable[str]) -> Iterator[tuple[_Entry, _Entry, str]]:

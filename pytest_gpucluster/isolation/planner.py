@@ -128,7 +128,7 @@ _INTERMITTENT_ROUNDS = 72
 """Rounds of pairs without a culprit after which a unit that fails in one probe of eight would have been named with a
 probability of 97 % or more (simulated: docs/simulations.md)."""
 MAX_ROUNDS = 120
-"""The budget where none is given. Random failures of any unit would else keep the search going."""
+"""The budget, seldom needed. Random failures of any unit would else keep the search going."""
 _SURE_ROUNDS = 9
 """How often a group is probed without a unit, and without another one, until that unit is sure to be the culprit."""
 _TRIES = 4
@@ -152,7 +152,6 @@ class Planner:
 
     Args:
         units: nodes, or the GPUs of one node: different numbers.
-        budget_rounds: plan no more rounds than that; None means ``MAX_ROUNDS``, which are seldom needed.
         floor: number of units of a group -> GB/s that the limits require of such a group, or None.
         min_ratio: below this share of the usual rate for as many units, a group is slow.
         name: unit -> its name in the evidence.
@@ -166,7 +165,6 @@ class Planner:
         self,
         units: Sequence[int],
         *,
-        budget_rounds: int | None = None,
         floor: Callable[[int], float | None] = lambda units: None,
         min_ratio: float = MIN_RATIO,
         name: Callable[[int], str] = str,
@@ -175,7 +173,6 @@ class Planner:
         self._units = tuple(sorted(units))
         if not self._units or len(set(self._units)) < len(self._units):
             raise ValueError(f"units must be different numbers, one or more, not {list(units)!r}")
-        self._budget_rounds = MAX_ROUNDS if budget_rounds is None else budget_rounds
         self._floor = floor
         self._min_ratio = min_ratio
         self._name = name
@@ -198,7 +195,7 @@ class Planner:
         """
         if self._requested is not None:
             raise RuntimeError("take() the outcomes of the last round before asking for the next one")
-        if self._done or len(self._rounds) >= self._budget_rounds:
+        if self._done or len(self._rounds) >= MAX_ROUNDS:
             return None
         groups = next(self._work, None)
         self._done = groups is None

@@ -120,24 +120,18 @@ def read(path: Path = PATH) -> tuple[Row, ...]:
 
     Raises: ThresholdsError listing every error, each as ``file:line: ...``.
     """
-    found: list[Row] = []
-    errors: list[str] = []
-    header = False
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line or line.startswith("#"):
-            continue
-        fields = line.split("\t")
+    numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    lines = [(number, line.split("\t")) for number, line in numbered if line and not line.startswith("#")]
+    if not lines or tuple(lines[0][1]) != COLUMNS:
+        raise ThresholdsError(f"{path.name}:{lines[0][0] if lines else 1}: the columns must be {', '.join(COLUMNS)}")
+    found, errors = [], []
+    for number, fields in lines[1:]:
         try:
-            if not header:
-                header = True
-                if tuple(fields) != COLUMNS:
-                    raise ThresholdsError(f"the columns are {', '.join(fields)}; they must be {', '.join(COLUMNS)}")
-                continue
             found.append(_row(fields, number))
         except (ThresholdsError, MeasurementError) as error:
             errors.append(f"{path.name}:{number}: {error}")
-    if errors or not header:
-        raise ThresholdsError("\n".join(errors) or f"{path.name}:1: the line with the columns is missing")
+    if errors:
+        raise ThresholdsError("\n".join(errors))
     return tuple(found)
 
 

@@ -61,7 +61,7 @@ def test_every_wrong_line_is_named(tmp_path: Path) -> None:
 
 def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.tsv"
-    for text, words in (("# nothing\n", "missing"), (f"{HEADER}\tmore\n", "columns")):
+    for text, words in (("# nothing\n", "columns"), (f"{HEADER}\tmore\n", "columns")):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ThresholdsError, match=words):
             evidence.read(path)
