@@ -7,6 +7,7 @@ import pytest
 from pytest_gpucluster.benchmarks.burn_in import TimeSeries, burn_in
 from pytest_gpucluster.benchmarks.fingerprint import Fingerprint, FingerprintAgreement, exchange, take_fingerprint
 from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Survey, run_pattern
+from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.metrics.finding import identity
 from pytest_gpucluster.node.health.checks import BAD_REASONS
 from pytest_gpucluster.node.host import WORKERS
@@ -183,7 +184,7 @@ def test_gpus_agree(cluster, names, workload, measure):
     On cpu the ranks' CPUs are compared.
     """
     mine = take_fingerprint(cluster.device, n=workload.determinism.n, repeats=1)
-    fingerprints = cluster.all_gather_object(mine.to_json())
-    agreement = FingerprintAgreement([Fingerprint.from_json(one) for one in fingerprints])
+    fingerprints = cluster.all_gather_object(codec.to_json(mine))
+    agreement = FingerprintAgreement([codec.read(Fingerprint, one, "ranks") for one in fingerprints])
     measure("gpu.determinism.agreed", agreement.agreement_ratio(cluster.rank), unit="ratio")
     agreement.require(cluster.rank, names)

@@ -194,25 +194,17 @@ class TimeSeries:
             )
 
     @property
-    def first_tflops(self) -> float:
-        """The median rate of the first minute or tenth, in TFLOPS. Raises: as ``retention``."""
-        return self._ends[0]
-
-    @property
-    def last_tflops(self) -> float:
-        """The median rate of the last minute or tenth, in TFLOPS. Raises: as ``retention``."""
-        return self._ends[1]
-
-    @property
     def retention(self) -> float:
         """The rate of the last minute or tenth as a part of the first one's: 0.97 is a decay of 3 %.
 
         Raises: InconclusiveMeasurement if there are fewer than two points.
         """
-        return self.last_tflops / self.first_tflops
+        first, last = self.ends
+        return last / first
 
     @property
-    def _ends(self) -> tuple[float, float]:
+    def ends(self) -> tuple[float, float]:
+        """The median rates of the first and of the last minute or tenth, in TFLOPS. Raises: as ``retention``."""
         self.require_ends()
         end = min(LONGEST_END_SECONDS, END_SHARE * self.seconds_done)
         first = [point.tflops for point in self.points if point.at_seconds <= end]

@@ -16,9 +16,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -30,6 +29,7 @@ from pytest_gpucluster.benchmarks.verify import Comparison
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 
 HEAD = 64
@@ -131,15 +131,6 @@ class Fingerprint:
                 f"{where}: the same computation gave other bits than the first time: {counts} of {self.repeats - 1}"
                 " repeats. Take this device out of service and run the vendor's diagnostics"
             )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Fingerprint:
-        """Undo :meth:`to_json`."""
-        return cls(**fields)
 
 
 @releases_memory()
@@ -335,7 +326,7 @@ def exchange(
     """
     folder.mkdir(parents=True, exist_ok=True)
     mine = folder / f".{index}"
-    mine.write_text(json.dumps({"name": name, "fingerprint": own.to_json()}), encoding="utf-8")
+    mine.write_text(json.dumps({"name": name, "fingerprint": codec.to_json(own)}), encoding="utf-8")
     paths = [folder / f"fingerprint-{number}.json" for number in range(count)]
     os.replace(mine, paths[index])  # whole or not at all
     until = now() + wait_seconds
@@ -347,5 +338,5 @@ def exchange(
             )
         sleep(_POLL_SECONDS)
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    fingerprints = [Fingerprint.from_json(one["fingerprint"]) for one in contents]
+    fingerprints = [codec.read(Fingerprint, one["fingerprint"], str(folder)) for one in contents]
     return fingerprints, {number: str(one["name"]) for number, one in enumerate(contents)}

@@ -164,14 +164,12 @@ class Majority:
         value: the most frequent one; the first of equally frequent ones.
         count: number of ranks that have it.
         kinds: number of different values.
-        is_tied: whether another value is as frequent.
         differing: the ranks with other values.
     """
 
     value: int
     count: int
     kinds: int
-    is_tied: bool
     differing: tuple[int, ...]
 
 
@@ -179,14 +177,13 @@ def majority(values: Sequence[int]) -> Majority:
     """Compare the values of all ranks.
 
     >>> majority([7, 7, 8])
-    Majority(value=7, count=2, kinds=2, is_tied=False, differing=(2,))
+    Majority(value=7, count=2, kinds=2, differing=(2,))
     """
     [(value, count), *others] = Counter(values).most_common()
     return Majority(
         value=value,
         count=count,
         kinds=1 + len(others),
-        is_tied=bool(others) and others[0][1] == count,
         differing=tuple(rank for rank, its in enumerate(values) if its != value),
     )
 

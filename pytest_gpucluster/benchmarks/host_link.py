@@ -156,17 +156,8 @@ class HostLinkResult:
 
     @property
     def memory(self) -> str:
-        """The NUMA nodes of the host memory, as text.
-
-        >>> HostLinkResult.nodes_text({0: 0.75, 1: 0.25}), HostLinkResult.nodes_text({})
-        ('NUMA node 0: 75 %, NUMA node 1: 25 %', 'NUMA node unknown')
-        """
-        return self.nodes_text(self.nodes)
-
-    @staticmethod
-    def nodes_text(nodes: Mapping[int, float]) -> str:
-        """Format parts of memory by their NUMA node."""
-        parts = [f"NUMA node {node}: {100 * part:.3g} %" for node, part in sorted(nodes.items())]
+        """The NUMA nodes of the host memory, as text: NUMA node 0: 75 %, NUMA node 1: 25 %."""
+        parts = [f"NUMA node {node}: {100 * part:.3g} %" for node, part in sorted(self.nodes.items())]
         return ", ".join(parts) or "NUMA node unknown"
 
 

@@ -105,87 +105,75 @@ def measure_host_links_concurrently(
     require_one_of("direction", direction, DIRECTIONS)
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
-    work = _ConcurrentCopies(Ranks(group, device), clock or clock_for(device), sampling)
-    return work.measure(device, direction, payload_bytes, copies, cpus, by or accelerator(device), during)
+    ranks, by = Ranks(group, device), by or accelerator(device)
+    name = f"{device}: host link {direction} together, {show_bytes(payload_bytes)}"
+    with ExitStack() as stack:
+        host, failure = None, None
+        try:
+            words = check_sizes(device, (direction,), payload_bytes, copies)
+            wanted = words_on_host(words, copies, (direction,))
+            host = stack.enter_context(host_memory(device, wanted, cpus=cpus))
+        except (EnvironmentBroken, ValueError) as error:  # the others must know of it before they wait
+            failure = error
+        ranks.raise_failure(failure)
+        ranks.require_same(f"copies {direction} {copies} x {show_bytes(payload_bytes)}", sampling)
+        assert host is not None  # or the failure has been raised
+        work = HostCopies(by, host.words, payload_bytes // 8, copies, (direction,), name=name)
+        copying = _ConcurrentCopies(ranks, clock or clock_for(device), sampling, work)
+        try:
+            rates = copying.rates(payload_bytes, during or nullcontext())
+        except InconclusiveMeasurement:
+            if copying.wrong:  # it matters more, and may be the cause
+                raise WrongResult(copying.wrong) from None
+            raise
+        nodes = host.nodes
+    if copying.wrong:
+        raise WrongResult(copying.wrong)
+    return HostLinkResult(
+        bytes_per_second=rates.series(),
+        directions=(direction,),
+        mode=TOGETHER,
+        payload_bytes=payload_bytes,
+        verified_copies=copying.done,
+        nodes=nodes,
+    )
 
 
 class _ConcurrentCopies:
     """All ranks of a group, copying at once."""
 
-    def __init__(self, ranks: Ranks, clock: Clock, sampling: Sampling) -> None:
-        self._ranks, self._clock, self._sampling = ranks, clock, sampling
-        self._done, self._wrong = 0, ""
+    def __init__(self, ranks: Ranks, clock: Clock, sampling: Sampling, work: HostCopies) -> None:
+        self._ranks, self._clock, self._sampling, self._work = ranks, clock, sampling, work
+        self.done, self.wrong = 0, ""
         self._each_seconds = 0.0  # unknown: then the clock prepares for the shortest
 
-    def measure(
-        self,
-        device: torch.device,
-        direction: str,
-        payload_bytes: int,
-        copies: int,
-        cpus: frozenset[int] | None,
-        by: Accelerator,
-        during: AbstractContextManager[object] | None,
-    ) -> HostLinkResult:
-        name = f"{device}: host link {direction} together, {show_bytes(payload_bytes)}"
-        with ExitStack() as stack:
-            host, failure = None, None
-            try:
-                words = check_sizes(device, (direction,), payload_bytes, copies)
-                wanted = words_on_host(words, copies, (direction,))
-                host = stack.enter_context(host_memory(device, wanted, cpus=cpus))
-            except (EnvironmentBroken, ValueError) as error:  # the others must know of it before they wait
-                failure = error
-            self._ranks.raise_failure(failure)
-            self._ranks.require_same(f"copies {direction} {copies} x {show_bytes(payload_bytes)}", self._sampling)
-            assert host is not None  # or the failure has been raised
-            words = payload_bytes // 8
-            work = HostCopies(by, host.words, words, copies, (direction,), name=name)
-            try:
-                rates = self._rates(work, payload_bytes, during or nullcontext())
-            except InconclusiveMeasurement:
-                if self._wrong:  # it matters more, and may be the cause
-                    raise WrongResult(self._wrong) from None
-                raise
-            nodes = host.nodes
-        if self._wrong:
-            raise WrongResult(self._wrong)
-        return HostLinkResult(
-            bytes_per_second=rates.series(),
-            directions=(direction,),
-            mode=TOGETHER,
-            payload_bytes=payload_bytes,
-            verified_copies=self._done,
-            nodes=nodes,
-        )
-
-    def _rates(self, work: HostCopies, payload_bytes: int, during: AbstractContextManager[object]) -> Samples:
+    def rates(self, payload_bytes: int, during: AbstractContextManager[object]) -> Samples:
         """Return the bytes a second of each rank."""
         with counted(WARM_UP):
-            plan = self._warm_up(work)
+            plan = self._warm_up()
         rates, spent = Samples(self._ranks, self._sampling, worst=min), 0.0
         with counted(MEASURING), during:
             while rates.wants_more(spent):
-                common = sum(map(max, self._sample(work, plan)))
+                common = sum(map(max, self._sample(plan)))
                 spent += common
                 rates.of_ranks.append([plan.windows * count * payload_bytes / common for count in plan.copies])
         return rates
 
-    def _warm_up(self, work: HostCopies) -> Plan:
+    def _warm_up(self) -> Plan:
         """Copy until the time is up; return the plan of all ranks."""
         plan, begin, samples, more = Plan(copies=(1,) * self._ranks.count), time.monotonic(), 0, 1.0
         while more:
-            taken = self._sample(work, plan)
+            taken = self._sample(plan)
             each = [taken[-1][rank] / count for rank, count in enumerate(plan.copies)]
-            plan = plan.after(each, most=work.max_in_flight, sampling=self._sampling)
+            plan = plan.after(each, most=self._work.max_in_flight, sampling=self._sampling)
             samples += 1
             continues = samples < _WARM_UP_SAMPLES or time.monotonic() - begin < self._sampling.warmup_seconds
             [more] = self._ranks.of_first([continues])
         return plan
 
-    def _sample(self, work: HostCopies, plan: Plan) -> list[list[float]]:
+    def _sample(self, plan: Plan) -> list[list[float]]:
         """Return the seconds of each window, of each rank."""
-        mine = [self._window(work, plan.copies[self._ranks.index]) for _ in range(plan.windows)]
+        mine = [self._window(plan.copies[self._ranks.index]) for _ in range(plan.windows)]
         of_ranks = self._ranks.gather(mine)
         for rank, seconds in enumerate(of_ranks):
             if not all(0 < each < math.inf for each in seconds):
@@ -195,18 +183,18 @@ class _ConcurrentCopies:
                 )
         return [list(window) for window in zip(*of_ranks, strict=True)]
 
-    def _window(self, work: HostCopies, copies: int) -> float:
-        batch = range(self._done, self._done + copies)
+    def _window(self, copies: int) -> float:
+        batch = range(self.done, self.done + copies)
         with self._ranks.window(self._clock, copies, seconds=copies * self._each_seconds):
             begun = time.perf_counter()
             for index in batch:
-                work.start(index)
+                self._work.start(index)
         started = time.perf_counter()
-        self._done += copies
+        self.done += copies
         try:
-            work.verify(batch)
+            self._work.verify(batch)
         except WrongResult as error:  # raised after the last collective, so that the others do not wait
-            self._wrong = self._wrong or str(error)
+            self.wrong = self.wrong or str(error)
         verified_at = time.perf_counter()
         [seconds] = self._clock.read()
         verified(verified_at - started, still_busy=seconds - (started - begun))

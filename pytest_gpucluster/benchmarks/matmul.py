@@ -346,8 +346,7 @@ class MatmulResult:
 
     Attributes:
         tflops: in 10**12 floating point operations a second, a sample for each block of products.
-        shape, dtype, seed: of the products.
-        flops_per_iter: operations of one product.
+        shape, dtype: of the products.
         iters: timed products, without those of the warm-up.
         verified_products: products compared element by element: the timed ones, those of the warm-up and the first
             ones, which the others are compared with.
@@ -357,8 +356,6 @@ class MatmulResult:
     tflops: Series
     shape: Shape
     dtype: str
-    seed: int
-    flops_per_iter: int
     iters: int
     verified_products: int
     operand_sets: int
@@ -422,8 +419,6 @@ def measure_matmul(
         tflops=rate.per_second.scaled(shape.flops / 1e12),
         shape=shape,
         dtype=dtype,
-        seed=seed,
-        flops_per_iter=shape.flops,
         iters=rate.timed,
         verified_products=rate.verified + 2 * buffers.sets,
         operand_sets=buffers.sets,

@@ -20,18 +20,10 @@ class AllReduce:
     """All-reduce between GPUs. Sizes stay as they are written: they are labels of the measurements, too."""
 
     sizes: Annotated[
-        tuple[str, ...],
-        Spec(
-            "what each rank contributes; the limits say from which size on they hold",
-            _PAYLOAD,
-        ),
+        tuple[str, ...], Spec("what each rank contributes; the limits say from which size on they hold", _PAYLOAD)
     ]
     latency_sizes: Annotated[
-        tuple[str, ...],
-        Spec(
-            "what each rank contributes where the time of one all-reduce is recorded",
-            _SMALL,
-        ),
+        tuple[str, ...], Spec("what each rank contributes where the time of one all-reduce is recorded", _SMALL)
     ]
     sampling: Sampling
 
@@ -43,17 +35,10 @@ class Collectives:
 
     sizes: Annotated[
         tuple[str, ...],
-        Spec(
-            "the larger one of what each rank gives and gets; the limits say from which size on they hold",
-            _PAYLOAD,
-        ),
+        Spec("the larger one of what each rank gives and gets; the limits say from which size on they hold", _PAYLOAD),
     ]
     latency_sizes: Annotated[
-        tuple[str, ...],
-        Spec(
-            "the same where the time of one call is recorded; a part is one element at least",
-            _SMALL,
-        ),
+        tuple[str, ...], Spec("the same where the time of one call is recorded; a part is one element at least", _SMALL)
     ]
     sampling: Sampling
 
@@ -94,13 +79,7 @@ class Isolation:
     probe_seconds: Annotated[
         float, Spec("a group that has not finished by then, making it included, has failed", Duration(0.5, 3600))
     ]
-    size: Annotated[
-        str,
-        Spec(
-            "what each rank contributes; the limits for it are floors of a group",
-            _PAYLOAD,
-        ),
-    ]
+    size: Annotated[str, Spec("what each rank contributes; the limits for it are floors of a group", _PAYLOAD)]
     min_ratio: Annotated[
         float,
         Spec(
@@ -236,9 +215,6 @@ CRITERIA = (
     Criterion("links", "link.*", group="communication"),
     Criterion("nccl.all_reduce", "nccl.all_reduce.*", group="communication", span=_all_reduce),
     Criterion(
-        "nccl.collectives",
-        *(f"nccl.{name}.*" for name in _COLLECTIVES),
-        group="communication",
-        span=_collectives_span,
+        "nccl.collectives", *(f"nccl.{name}.*" for name in _COLLECTIVES), group="communication", span=_collectives_span
     ),
 )

@@ -107,10 +107,7 @@ METRICS = (
 )
 
 
-SECTIONS = (
-    Section("host", Host, metrics=("host.*",)),
-    Section("host_link", HostLink, metrics=("host_link.*",)),
-)
+SECTIONS = (Section("host", Host, metrics=("host.*",)), Section("host_link", HostLink, metrics=("host_link.*",)))
 
 
 CRITERIA = (

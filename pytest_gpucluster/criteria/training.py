@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pytest_gpucluster.config.declaration import (
-    DAY_SECONDS,
-    KIB,
-    TB,
-    WEEK_SECONDS,
-    Criterion,
-    Section,
-    Spec,
-    series,
-)
+from pytest_gpucluster.config.declaration import DAY_SECONDS, KIB, TB, WEEK_SECONDS, Criterion, Section, Spec, series
 from pytest_gpucluster.config.value_types import Amount, Choice, Duration, Ratio, Whole
 from pytest_gpucluster.metrics.catalogue import metrics
 from pytest_gpucluster.metrics.sampling import Sampling
@@ -242,6 +233,7 @@ METRICS = (
             "lora.reference_deviation": (
                 "Largest distance of the loss curve from the reference, in widths of its band."
             ),
+            "vision.loss_ratio": "Mean of a rank's last losses over its first one.",
         },
     ),
     *metrics(
@@ -293,6 +285,9 @@ METRICS = (
             "lora.tokens_per_second": (
                 "Tokens that a GPU fine-tunes on, none of which is padding, over the time of a step. The slowest rank "
                 "decides."
+            ),
+            "scaling.tokens_per_second": (
+                "Tokens that this rank's GPU trains on, while all groups of `group_size` ranks train at once."
             ),
         },
     ),
@@ -361,15 +356,6 @@ METRICS = (
         recorded="no figure to judge by; the limits of the loss decide",
     ),
     *metrics(
-        "tokens/s",
-        "higher",
-        {
-            "scaling.tokens_per_second": (
-                "Tokens that this rank's GPU trains on, while all groups of `group_size` ranks train at once."
-            )
-        },
-    ),
-    *metrics(
         "ratio",
         "higher",
         {
@@ -411,7 +397,6 @@ METRICS = (
         {"vision.data_wait": "Part of that time in which a rank's device waits for the next batch."},
         recorded="it says whether the loader or the GPU is the slower one",
     ),
-    *metrics("ratio", "lower", {"vision.loss_ratio": "Mean of a rank's last losses over its first one."}),
 )
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import subprocess
+import sys
+import textwrap
 import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks import host_link
-from pytest_gpucluster.benchmarks.host_link import measure_host_link
-from pytest_gpucluster.device.backends import Cpu
+from pytest_gpucluster.benchmarks.host_link import host_memory, measure_host_link, nodes_of
+from pytest_gpucluster.benchmarks.host_link_copies import Turn
+from pytest_gpucluster.device.backends import Cpu, Cuda
 from pytest_gpucluster.device.clock import ManualClock
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
 CPU = torch.device("cpu")
+
+
 WORDS = 1000
+
+
 SAMPLING = Sampling(warmup_seconds=0.05, window_seconds=0.8, longest_seconds=2, tolerance_ratio=0.01)
 
 
@@ -144,3 +156,174 @@ def test_the_time_allowed_grows_with_the_rate_of_the_link_for_all_of_it_is_compa
     copying = SAMPLING.warmup_seconds + SAMPLING.at_most_seconds
     assert rates == sorted(rates)
     assert rates[-1] >= 450 / host_link.COMPARED_GB_PER_SECOND * copying
+
+
+CUDA = torch.device("cuda", 0)
+
+
+MANY = 2**17
+
+
+MAPS = """\
+7f00000000 default file=/usr/lib/libc.so mapped=2 N0=2 kernelpagesize_kB=4
+7f10000000 default anon=300 dirty=300 N0=75 N1=225 kernelpagesize_kB=4
+7f20000000 bind:1 stack anon=3 N1=3 kernelpagesize_kB=4
+"""
+
+
+def test_memory_is_zero_and_as_large_as_asked_for():
+    with host_memory(CPU, MANY) as memory:
+        assert memory.words.dtype == torch.int64
+        assert memory.words.shape == (MANY,)
+        assert not memory.words.any()
+        memory.words.fill_(-1)
+
+
+def test_the_thread_that_touches_it_runs_beside_the_device_and_then_where_it_was(monkeypatch):
+    before, asked = os.sched_getaffinity(0), []
+    touch = host_link.ctypes.memset
+
+    def touched(*arguments):
+        asked.append(os.sched_getaffinity(0))
+        return touch(*arguments)
+
+    monkeypatch.setattr(host_link, "ctypes", SimpleNamespace(memset=touched))
+    one = frozenset({max(before)})
+    with host_memory(CPU, MANY, cpus=one):
+        assert os.sched_getaffinity(0) == before
+    with host_memory(CPU, MANY):
+        pass
+    assert asked == [set(one), before]
+
+
+def test_cpus_that_are_not_allowed_here_change_nothing():
+    before = os.sched_getaffinity(0)
+    with host_memory(CPU, MANY, cpus=frozenset({100_000})) as memory:
+        assert os.sched_getaffinity(0) == before
+        assert len(memory.words) == MANY
+
+
+def test_more_than_there_is_is_an_error_that_says_how_to_ask_for_less():
+    with (
+        pytest.raises(EnvironmentBroken, match=r"cpu: no .* GB of host memory: .*host_link\.copies"),
+        host_memory(CPU, 2**57),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "nodes"),
+    [(0x7F10000000, {0: 0.25, 1: 0.75}), (0x7F10000FFF, {0: 0.25, 1: 0.75}), (0x7F20000000, {1: 1.0}), (0x10, {})],
+)
+def test_the_pages_of_a_mapping_are_counted_by_node(tmp_path, address, nodes):
+    maps = tmp_path / "numa_maps"
+    maps.write_text(MAPS)
+    assert nodes_of(address, maps) == nodes
+
+
+@pytest.mark.parametrize("text", [None, "", "nonsense here\n", "7f10000000 default\n"])
+def test_a_kernel_that_does_not_tell_leaves_it_open(tmp_path, text):
+    maps = tmp_path / "numa_maps"
+    if text is not None:
+        maps.write_text(text)
+    assert nodes_of(0x7F10000000, maps) == {}
+
+
+def test_memory_for_a_gpu_is_pinned_while_it_is_in_use(monkeypatch):
+    pinned = []
+
+    @contextmanager
+    def pin(by, buffer):
+        pinned.append((by.place, buffer.data_ptr(), buffer.nbytes))
+        yield
+        pinned.clear()
+
+    monkeypatch.setattr(Cuda, "pinned", pin)
+    with host_memory(CUDA, MANY) as memory:
+        assert pinned == [(CUDA, memory.words.data_ptr(), 8 * MANY)]
+    assert pinned == []
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "turn.lock"
+
+
+def test_one_waits_until_the_other_has_ended(path):
+    with Turn(path, wait_seconds=0.01) as first, Turn(path, wait_seconds=0.01) as second:
+        first.begin()
+        with pytest.raises(EnvironmentBroken, match=r"alone within 0\.01 s"):
+            second.begin()
+        first.end()
+        second.begin()
+
+
+def test_the_kernel_takes_the_turn_of_a_process_that_dies(path):
+    code = """
+        import os, sys
+        from pathlib import Path
+        from pytest_gpucluster.benchmarks.host_link_copies import Turn
+        with Turn(Path(sys.argv[1])) as turn:
+            turn.begin()
+            os._exit(9)
+    """
+    child = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], timeout=60, check=False)
+    assert child.returncode == 9
+    with Turn(path, wait_seconds=0) as turn:
+        turn.begin()
+
+
+def test_a_turn_can_be_begun_again_and_ended_without_one(path):
+    with Turn(path, wait_seconds=0) as turn:
+        turn.end()
+        turn.begin()
+        turn.begin()
+        turn.end()
+    turn.end()
+
+
+def test_where_no_lock_can_be_made_it_is_an_error_and_no_measurement(tmp_path):
+    with pytest.raises(EnvironmentBroken, match=r"ranks cannot.* .*: .*or directory; .* TMPDIR"):
+        Turn(tmp_path / "nowhere" / "turn.lock").__enter__()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(EnvironmentBroken, match=r"ranks cannot"):
+        Turn(tmp_path / "link").__enter__()
+
+
+def test_a_turn_is_begun_before_the_first_copy_and_ended_before_the_comparison(path, monkeypatch):
+    done = []
+
+    class Noted(Turn):
+        def begin(self):
+            super().begin()
+            done.append("begin")
+
+        def end(self):
+            super().end()
+            done.append("end")
+
+    class Copying(Cpu):
+        def copy_over_link(self, direction, source, target):
+            super().copy_over_link(direction, source, target)
+            done.append("copy")
+
+    equal = torch.equal
+
+    def compared(found, expected):
+        done.append("compare")
+        return equal(found, expected)
+
+    monkeypatch.setattr(torch, "equal", compared)
+    quick = Sampling(warmup_seconds=0.001, window_seconds=0.01, longest_seconds=0.01, tolerance_ratio=10)
+    measure_host_link(
+        CPU,
+        "h2d",
+        payload_bytes=8000,
+        copies=4,
+        sampling=quick,
+        by=Copying(CPU),
+        turn=Noted(path),
+    )
+    assert {"-".join(step for step, _ in itertools.groupby(done))[: len("begin-copy-end-compare-") * 3]} == {
+        "begin-copy-end-compare-" * 3
+    }

@@ -9,9 +9,13 @@ import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks import links
-from pytest_gpucluster.benchmarks.links import sweep
+from pytest_gpucluster.benchmarks.links import WINDOWS, pace, pattern_of, probe_bytes, rounds_of, sweep, window_seconds
+from pytest_gpucluster.benchmarks.verify import PatternWriter
+from pytest_gpucluster.isolation.round_robin import Places
 
 SCRIPT = """
 import time
@@ -208,3 +212,177 @@ def test_the_peers_meet_through_the_given_group_and_no_other(monkeypatch: pytest
         [(dist.isend, buffer, 5, "the group"), (dist.irecv, buffer, 5, "the group")],
         [(dist.irecv, buffer, 5, "the group")],
     ]
+
+
+SURVEY = """
+from pytest_gpucluster.benchmarks import links
+from pytest_gpucluster.device.clock import ManualClock
+from pytest_gpucluster.isolation.round_robin import Places
+
+honest, clock, met = links._exchange, ManualClock(), []
+links.clock_for = lambda device: clock
+
+def exchange(group, outgoing, incoming, peer):
+    honest(group, outgoing, incoming, peer)
+    met.append(peer)
+    clock.advance(0.1 if {rank, peer} == {2, 3} else 0.001)
+links._exchange = exchange
+
+places = Places.of([{"rank": r, "host": "ab"[r // 2], "node_rank": r // 2, "local_rank": r % 2} for r in range(4)])
+
+def surveyed(group, scope, **more):
+    given = {"payload_bytes": 4096, "round_seconds": 0.1, "repeats": 4, "below": 0.5, "longest_seconds": 60.0}
+    return links.survey(dist.group.WORLD, group, device, places, scope, **given | more)
+
+def told(found):
+    culprits = [[one.kind, list(one.ranks)] for one in found.culprits("slow")]
+    alone = [[one.sender, one.receiver] for one in found.alone.readings.values()]
+    return [len(found.matrix.pairs), alone, culprits, found.rounds, found.planned_seconds, len(found.left_out)]
+
+# torch makes groups in an order that all ranks share.
+nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+mine = nodes[rank // 2]
+say(told(surveyed(mine, "node")))
+say(told(surveyed(mine, "node", repeats=0)))
+say(told(surveyed(mine, "node", below=None)))
+met.clear()
+say(told(surveyed(dist.group.WORLD, "world")))
+say(sorted(set(met)))
+
+entered = []
+class During:
+    def __enter__(self):
+        entered.append("in")
+    def __exit__(self, *error):
+        entered.append("out")
+surveyed(mine, "node", during=During())
+say(entered)
+
+# What is entered while only the group is used: the tournament and once more, and not when all tell each other.
+entered.clear()
+whole = links.gather_readings
+links.gather_readings = lambda *given: (entered.append("told"), whole(*given))[1]
+surveyed(mine, "node", sweeping=During)
+say(entered)
+nodes = mine = None
+"""
+
+
+@pytest.fixture(scope="module")
+def surveyed() -> list[list[Any]]:
+    """What four ranks surveyed, by line and rank."""
+    lines = forked_ranks.run_script(SURVEY, ranks=4)
+    return [list(line) for line in zip(*lines, strict=True)]
+
+
+def test_the_nodes_tell_each_other_and_the_slow_link_is_measured_once_more(
+    surveyed: list[list[Any]],
+) -> None:
+    assert same(surveyed[0]) == [2, [[2, 3], [3, 2]], [["link", [2, 3]]], 1, 0.1, 0]
+
+
+def test_nothing_is_measured_once_more_where_nobody_asks_or_nothing_is_known_to_be_slow(
+    surveyed: list[list[Any]],
+) -> None:
+    assert same(surveyed[1]) == [2, [], [["link", [2, 3]]], 1, 0.1, 0]
+    assert same(surveyed[2]) == [2, [], [], 1, 0.1, 0]
+
+
+def test_across_nodes_only_ranks_of_one_rail_meet(surveyed: list[list[Any]]) -> None:
+    assert same(surveyed[3]) == [2, [], [], 1, 0.1, 0]
+    assert surveyed[4] == [[2], [3], [0], [1]]
+
+
+def test_what_accompanies_the_tournament_is_left_again(surveyed: list[list[Any]]) -> None:
+    assert same(surveyed[5]) == ["in", "out"]
+
+
+def test_what_the_nodes_tell_each_other_is_outside_of_what_is_taken_for_the_group_s(
+    surveyed: list[list[Any]],
+) -> None:
+    assert same(surveyed[6]) == ["in", "out", "told", "in", "out", "told"]
+
+
+def test_a_rank_takes_part_in_the_rounds_of_its_node_or_of_all() -> None:
+    places = Places.of(
+        [{"rank": r, "host": "ab"[r % 2], "node_rank": r % 2, "local_rank": r // 2} for r in range(4)],
+    )
+    assert rounds_of("node", places, 1) == (((1, 3),),)
+    assert rounds_of("world", places, 1) == (((0, 1), (2, 3)),)
+
+
+def test_with_one_rank_a_node_there_is_nobody_to_meet_inside() -> None:
+    places = Places.of([{"rank": 0, "host": "a", "node_rank": 0, "local_rank": 0}])
+    with pytest.raises(ValueError, match="takes two players"):
+        rounds_of("node", places, 0)
+
+
+MIB = 2**20
+
+
+@given(
+    st.floats(0, 1e4),
+    st.integers(1, 2**30).map(lambda words: 8 * words),
+    st.floats(0.01, 600),
+)
+def test_something_is_always_sent_and_never_more_than_the_payload(
+    probe_seconds: float, payload_bytes: int, round_seconds: float
+) -> None:
+    found = pace(probe_seconds, payload_bytes=payload_bytes, round_seconds=round_seconds)
+    assert found.calls >= 1
+    assert probe_bytes(payload_bytes) // 8 <= found.words <= payload_bytes // 8
+    if found.words < payload_bytes // 8:
+        assert found.calls == 1
+
+
+@given(st.floats(1e-6, 1e4))
+def test_a_round_takes_about_as_long_as_planned_but_for_a_link_that_hardly_moves(probe_seconds: float) -> None:
+    payload, round_seconds = 256 * MIB, 0.5
+    found = pace(probe_seconds, payload_bytes=payload, round_seconds=round_seconds)
+    window = found.calls * probe_seconds * 8 * found.words / probe_bytes(payload)
+    # The warm-up is one call.
+    assert window <= max(4.01 * window_seconds(round_seconds), probe_seconds)
+
+
+def test_all_windows_together_take_a_round() -> None:
+    assert 2 * (WINDOWS + 1) * window_seconds(0.6) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(("payload", "probe"), [(256 * MIB, 4 * MIB), (8, 8), (4096, 4096), (260_000, 4096)])
+def test_the_first_look_sends_little(payload: int, probe: int) -> None:
+    assert probe_bytes(payload) == probe
+
+
+WRITER = PatternWriter(torch.device("cpu"), 1000)
+
+
+def words(*link: int) -> torch.Tensor:
+    made = torch.empty(1000, dtype=torch.int64)
+    WRITER.fill(made, pattern_of(*link))
+    return made
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda received: received.fill_(-1), id="nothing came"),
+        pytest.param(lambda received: received.zero_(), id="zeros"),
+        pytest.param(lambda received: received.copy_(received.roll(1)), id="a word too late"),
+        pytest.param(lambda received: received.copy_(words(0, 1, 4)), id="what was sent before"),
+        pytest.param(lambda received: received.copy_(words(1, 0, 5)), id="the other direction's"),
+        pytest.param(lambda received: received.copy_(words(2, 1, 5)), id="another sender's"),
+        pytest.param(lambda received: received.copy_(words(0, 2, 5)), id="meant for another rank"),
+    ],
+)
+def test_data_that_were_not_meant_are_wrong_in_nearly_all_words(spoil: Any) -> None:
+    received = words(0, 1, 5)
+    assert WRITER.compare(received, pattern_of(0, 1, 5)) is None
+    spoil(received)
+    found = WRITER.compare(received, pattern_of(0, 1, 5))
+    assert found is not None
+    assert found.count >= 999
+
+
+def test_every_pair_direction_and_time_has_a_payload_of_its_own() -> None:
+    starts = {pattern_of(one, other, when).word(0) for one in range(16) for other in range(16) for when in range(16)}
+    assert len(starts) == 16**3

@@ -81,7 +81,7 @@ def test_a_healthy_device_is_measured_and_every_product_verified(dtype):
     quick = sampling(warmup=0.005, window=0.02, longest=0.05, tolerance=10)
     result = measure_matmul(CPU, square_shape(48, dtype), dtype=dtype, sampling=quick)
     usual = Shape.square(48, layout="nt" if dtype == "fp8" else "nn")
-    assert (result.shape, result.dtype, result.flops_per_iter, result.operand_sets) == (usual, dtype, 2 * 48**3, 1)
+    assert (result.shape, result.dtype, result.operand_sets) == (usual, dtype, 1)
     assert result.verified_products >= result.iters + FIRSTS + 2
     assert len(result.tflops.samples) >= 8
     assert result.tflops.low <= result.tflops.median <= result.tflops.high

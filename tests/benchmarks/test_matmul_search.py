@@ -126,7 +126,7 @@ def test_a_product_of_any_shape_is_measured_in_every_layout_that_its_dtype_has(d
         given = {"dtype": dtype, "sampling": quick, "clock": multiply.clock, "multiply": multiply}
         found = measure_matmul(CPU, shape, **given)
         assert set(multiply.calls) == {shape}
-        assert (found.shape, found.flops_per_iter) == (shape, 2 * 48 * 32 * 80)
+        assert (found.shape, shape.flops) == (shape, 2 * 48 * 32 * 80)
         assert found.tflops.median == pytest.approx(1e-4)
         assert found.verified_products == len(multiply.calls)
 

@@ -12,12 +12,27 @@ from each import of_each
 
 from pytest_gpucluster.benchmarks import memory_patterns
 from pytest_gpucluster.benchmarks import memory_patterns as memory_survey
-from pytest_gpucluster.benchmarks.memory_patterns import PATTERNS, Cells, Survey, comparison_bytes, run_pattern
+from pytest_gpucluster.benchmarks.memory_patterns import (
+    PATTERNS,
+    PLACES_LISTED,
+    WORD_BITS,
+    Cells,
+    Fault,
+    Make,
+    Survey,
+    Words,
+    comparison_bytes,
+    run_pattern,
+)
 from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")
+
+
 PART, BUFFER, WORDS = 64, 160, 400
+
+
 """Three buffers of 160, 160 and 80 words, each of parts of 64 words and what is left."""
 
 
@@ -198,3 +213,130 @@ def test_arguments_out_of_range_are_refused(more: dict[str, object]) -> None:
 def test_an_unknown_pattern_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(ValueError, match="not 'walking_one'; did you mean 'walking_ones'"):
         survey_of("walking_one")
+
+
+COUNT = 130
+
+
+PARTS = 3
+
+
+ALL_BITS = 2**64 - 1
+
+
+def words_of(make: Make, part: int = 0) -> list[int]:
+    return [word % 2**64 for word in make(Words(CPU, COUNT), part, COUNT).tolist()]
+
+
+@of_each("pattern", PATTERNS)
+@of_each("rounds", [1, 3])
+def test_each_pass_reads_what_the_one_before_has_written_and_the_last_one_leaves_nothing_unread(
+    pattern: str, rounds: int
+) -> None:
+    written: Make | None = None
+    for step in PATTERNS[pattern](rounds, 7):
+        if step.expects is not None:
+            assert written is not None
+            assert [words_of(step.expects, part) for part in range(PARTS)] == [
+                words_of(written, part) for part in range(PARTS)
+            ]
+            written = None
+        assert written is None, "words are written over that nobody has read"
+        written = step.writes
+    assert written is None
+
+
+@of_each("pattern", PATTERNS)
+def test_every_bit_of_every_word_is_written_both_ways(pattern: str) -> None:
+    ones, zeros = [0] * COUNT, [0] * COUNT
+    for step in PATTERNS[pattern](1, 7):
+        if step.writes is not None:
+            for index, word in enumerate(words_of(step.writes)):
+                ones[index] |= word
+                zeros[index] |= ALL_BITS ^ word
+    assert set(ones) == set(zeros) == {ALL_BITS}
+
+
+def test_walking_ones_have_one_bit_that_goes_through_all_of_a_word() -> None:
+    steps = [step for step in PATTERNS["walking_ones"](1, 0) if step.writes is not None]
+    assert len(steps) == WORD_BITS
+    seen = [words_of(step.writes) for step in steps]  # type: ignore[arg-type]  # filtered above
+    assert all(bin(word).count("1") == 1 for words in seen for word in words)
+    assert [words[0] for words in seen] == [1 << bit for bit in range(WORD_BITS)]
+    assert seen[0][1:3] == [2, 4], "neighbours differ"
+    zeros = [step for step in PATTERNS["walking_zeros"](1, 0) if step.writes is not None]
+    assert [words_of(step.writes) for step in zeros] == [[ALL_BITS ^ word for word in words] for words in seen]  # type: ignore[arg-type]
+
+
+def test_random_words_differ_from_part_to_part_round_to_round_and_seed_to_seed() -> None:
+    passes = list(PATTERNS["random"](3, 7))
+    assert [step.what for step in passes[1:]] == [
+        f"round {number}{inverted}" for number in (1, 2, 3) for inverted in ("", ", inverted")
+    ]
+    made = [words_of(step.writes, part) for step in passes if step.writes is not None for part in range(PARTS)]
+    made += [words_of(next(iter(PATTERNS["random"](1, 8))).writes)]  # type: ignore[arg-type]  # the first pass writes
+    drawn = [word for words in made for word in words]
+    assert len(set(drawn)) == len(drawn) == COUNT * (6 * PARTS + 1)
+    # As many bits set as clear, all of the 64 in use: the mean of some 150,000 bits is off by less than six sigma.
+    assert abs(sum(bin(word).count("1") for word in drawn) / len(drawn) - 32) < 0.5
+
+
+def test_moving_inversions_go_up_and_down_over_words_and_their_complements() -> None:
+    passes = list(PATTERNS["moving_inversions"](1, 0))
+    assert [step.downwards for step in passes] == [False, False, True, False] * 4
+    up, down = passes[1], passes[2]
+    assert up.expects is not None
+    assert up.writes is not None
+    assert words_of(up.writes) == [ALL_BITS ^ word for word in words_of(up.expects)]
+    assert down.writes is not None
+    assert words_of(down.writes) == words_of(up.expects)
+
+
+def fault(offset: int = 0x28, *, expected: int = 0, found: int = 1 << 17, during: str = "step 1 of 64") -> Fault:
+    return Fault(buffer=3, offset_bytes=offset, expected=expected, found=found, during=during)
+
+
+def survey(*faults: Fault) -> Survey:
+    found = Survey(pattern="random", device="cuda:1", buffer_bytes=[4096, 1024], total_bytes=10240)
+    found.passes, found.passes_wanted = 2, 3
+    for one in faults:
+        found.wrong_words += 1
+        found.add(one)
+    return found
+
+
+def test_a_fault_says_where_it_is_and_which_bits_are_wrong() -> None:
+    again = str(fault().repeated(fault(found=3, during="step 2 of 64")))
+    assert again.startswith("buffer 3, byte 0x28: expected 0x0000000000000000, found 0x0000000000020000, xor 0x")
+    assert again.endswith("20000 (bits 0, 1, 17), step 1 of 64, and 1 more times")
+    assert "xor 0x00000000000200f0, step" in str(fault(expected=0xF0)), "too many bits to name"
+    assert "(bit 17)" in str(fault())
+    assert "found" not in str(fault(found=0)), "it was right when it was read again"
+
+
+def test_wrong_words_are_told_by_place() -> None:
+    with pytest.raises(WrongResult) as caught:
+        survey(fault(), fault(), fault(64)).require_right()
+    told = str(caught.value)
+    assert re.search(
+        r"cuda:1: memory pattern.* 3 times, at 2 places, after 2 of 3 passes over 5\.12e-06 GB: buffer 3, byte 0x28: ",
+        told,
+    )
+    assert "and 1 more times; buffer 3, byte 0x40: " in told
+
+
+def test_of_many_places_the_first_are_listed_and_all_are_counted() -> None:
+    found = survey(*(fault(8 * number) for number in range(PLACES_LISTED + 10)))
+    assert found.faults_text == f"words were read wrong {PLACES_LISTED + 10} times, at {PLACES_LISTED} or more places"
+    lines = found.report().splitlines()
+    assert lines[1] == "buffers and their bytes: 0: 4096, 1: 1024"
+    assert len(lines) == 2 + PLACES_LISTED
+    with pytest.raises(WrongResult) as caught:
+        found.require_right()
+    assert str(caught.value).count("buffer 3") == 4
+
+
+def test_the_share_is_of_all_memory_and_nothing_where_that_is_unknown() -> None:
+    assert survey().share == 0.5
+    assert math.isnan(Survey(pattern="random", buffer_bytes=[1]).share)
+    assert survey(fault()).is_complete is False

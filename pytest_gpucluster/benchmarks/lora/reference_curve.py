@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from pytest_gpucluster.errors import CurveError
+from pytest_gpucluster.errors import CurveError, JournalError
+from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.metrics.loss_curve import Curve
 
 FORMAT = "pytest-gpucluster reference curve"
@@ -111,7 +111,7 @@ def write(path: Path, curves: Sequence[Curve]) -> ReferenceCurve:
         OSError: it cannot be written.
     """
     reference = reference_curve_of(curves)
-    body = {"format": FORMAT, "version": VERSION, **asdict(reference)}
+    body = {"format": FORMAT, "version": VERSION, **codec.to_json(reference)}
     path.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return reference
 
@@ -135,25 +135,26 @@ def read(path: Path) -> ReferenceCurve:
     version = body.pop("version", None)
     if version != VERSION:
         raise CurveError(f"{path}: its version is {version!r}, and this version of pytest-gpucluster reads {VERSION}")
-    keys = {one.name for one in fields(ReferenceCurve)}
-    if body.keys() != keys:
-        raise CurveError(f"{path}: its keys are {', '.join(sorted(body))}, expected {', '.join(sorted(keys))}")
-    body |= {key: tuple(_numbers(path, key, body[key])) for key in ("steps", "loss", "band")}
-    found = ReferenceCurve(**body)
+    try:
+        found = codec.read(ReferenceCurve, body, str(path))
+    except JournalError as error:
+        raise CurveError(str(error)) from None
     steps, context = found.steps, found.context
     if not len(steps) == len(found.loss) == len(found.band) or not steps:
         raise CurveError(
             f"{path}: {len(steps)} steps, {len(found.loss)} losses and {len(found.band)} bands; every step needs one "
             "of each"
         )
-    if any(type(step) is not int for step in steps) or any(a >= b for a, b in pairwise(steps)):
-        raise CurveError(f"{path}: the steps are not whole numbers that rise")
+    if any(a >= b for a, b in pairwise(steps)):
+        raise CurveError(f"{path}: the steps do not rise")
+    if not all(map(math.isfinite, (*found.loss, *found.band))):
+        raise CurveError(f"{path}: a loss or band is no finite number")
     if min(found.band) <= 0:
         raise CurveError(f"{path}: a band of {min(found.band)} allows nothing; it must be above 0")
-    if not isinstance(context, dict) or not all(isinstance(context.get(key), str) for key in {*context, *REQUIRED}):
-        raise CurveError(f"{path}: the context must have a text for each of {', '.join(REQUIRED)}, and texts only")
-    if type(found.runs) is not int or found.runs < 1 or not isinstance(found.rule, str):
-        raise CurveError(f"{path}: runs must be a number from 1, and rule a text")
+    if missing := [key for key in REQUIRED if key not in context]:
+        raise CurveError(f"{path}: the context has no {', '.join(missing)}")
+    if found.runs < 1:
+        raise CurveError(f"{path}: runs must be a number from 1")
     return found
 
 
@@ -210,12 +211,3 @@ def _require_steps(one: str, steps: Sequence[int], expected: Sequence[int]) -> N
         f"no step {missing[0]}" if missing else f"an extra step {extra[0]}" if extra else "the steps in another order"
     )
     raise CurveError(f"{one} has {problem}: {len(steps)} steps, and {len(expected)} are expected")
-
-
-def _numbers(path: Path, key: str, values: object) -> Iterator[float]:
-    if not isinstance(values, list):
-        raise CurveError(f"{path}: {key} is no list")
-    for value in values:
-        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-            raise CurveError(f"{path}: {key} holds {value!r:.40}, which is no finite number")
-        yield value

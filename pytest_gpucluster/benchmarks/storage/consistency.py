@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -330,28 +331,24 @@ def read_until_visible(
     """
     seconds, wrong, missing = 0.0, [], []
     for node in nodes:
-        path, due = path_of(folder, node), hashlib.sha256(turn_content(node, turn, size_bytes)).hexdigest()
-        begin = time.monotonic()
+        path, due, begin = path_of(folder, node), turn_content(node, turn, size_bytes), time.monotonic()
         while True:
-            found, size = "", -1
-            try:
-                content = OPERATIONS.read_probe(path)
-                found, size = hashlib.sha256(content).hexdigest(), len(content)
-            except FileNotFoundError:
-                pass  # maybe not visible yet
+            found: bytes | None = None
+            with suppress(FileNotFoundError):  # maybe not visible yet
+                found = OPERATIONS.read_probe(path)
             if found == due or time.monotonic() > begin + checkpoint.VISIBILITY_SECONDS:
                 break
             time.sleep(_POLL_SECONDS)
         if found == due:
             seconds = max(seconds, time.monotonic() - begin)
-        elif size < 0:
+        elif found is None:
             missing.append(f"- {path}, {ROUNDS[turn]} by {hosts[node]}, is missing")
         else:
-            stale = found == hashlib.sha256(turn_content(node, turn - 1, size_bytes)).hexdigest() if turn else False
-            content_text = "the content before" if stale else f"{size} bytes with sha256 {found[:16]}..."
+            stale = turn > 0 and found == turn_content(node, turn - 1, size_bytes)
+            what = "the content before" if stale else f"{len(found)} other bytes"
             wrong.append(
-                f"- {path}, {ROUNDS[turn]} by {hosts[node]}: found {content_text}, expected {size_bytes} bytes with "
-                f"sha256 {due[:16]}..., after {checkpoint.VISIBILITY_SECONDS:g} s"
+                f"- {path}, {ROUNDS[turn]} by {hosts[node]}: found {what}, expected the {size_bytes} bytes that were "
+                f"written, after {checkpoint.VISIBILITY_SECONDS:g} s"
             )
     right = len(nodes) - len(wrong) - len(missing)
     return Visibility(

@@ -164,14 +164,16 @@ def _read_both(images: Path, labels: Path) -> Stored:
     return values.unsqueeze(3), numbers.long()
 
 
-def _read_idx(path: Path, *, dimensions: int) -> torch.Tensor:
-    header = 4 + 4 * dimensions
+def _read_bytes(path: Path) -> bytearray:
     try:
-        data = bytearray(path.read_bytes())
-        if path.suffix == ".gz":
-            data = bytearray(gzip.decompress(data))
+        data = path.read_bytes()
+        return bytearray(gzip.decompress(data) if path.suffix == ".gz" else data)
     except (OSError, EOFError, zlib.error) as error:
         raise EnvironmentBroken(f"{path}: cannot be read: {error or 'it ends too early'}") from error
+
+
+def _read_idx(path: Path, *, dimensions: int) -> torch.Tensor:
+    header, data = 4 + 4 * dimensions, _read_bytes(path)
     magic = _UNSIGNED_BYTES << 8 | dimensions
     if len(data) < header or struct.unpack(">I", data[:4])[0] != magic:
         raise EnvironmentBroken(
@@ -222,10 +224,7 @@ def _read_cifar(paths: list[Path]) -> Stored:
 
 
 def _read_binary(path: Path) -> Stored:
-    try:
-        data = bytearray(path.read_bytes())
-    except OSError as error:
-        raise EnvironmentBroken(f"{path}: cannot be read: {error}") from error
+    data = _read_bytes(path)
     if not data or len(data) % (1 + _IMAGE_BYTES):
         raise EnvironmentBroken(
             f"{path}: has {len(data)} bytes, and rows of CIFAR-10 have {1 + _IMAGE_BYTES} each: it is cut off. Copy it "

@@ -271,7 +271,7 @@ def test_other_bytes_are_wrong(tmp_path: Path, short: None, spoil: Callable[[byt
     put(tmp_path, 0)
     seen = looked(tmp_path, read_probe=lambda path: spoil(path.read_bytes()))
     assert len(seen.wrong) == 2
-    with pytest.raises(WrongResult, match=r"found .* sha256 .*, expected 5000 bytes with sha256"):
+    with pytest.raises(WrongResult, match=r"found .* other bytes, expected the 5000 bytes"):
         seen.require_content("node-a")
 
 
