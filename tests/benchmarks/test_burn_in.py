@@ -164,14 +164,14 @@ def course(rates: list[float], *, seconds: float, each: float = 1.0, path: Path 
 def test_in_a_long_burn_in_the_first_and_the_last_minute_are_compared() -> None:
     # 20 minutes, a point a second: fast for a minute, slow for the last one, something else between them.
     found = course([800.0] * 60 + [500.0] * 1080 + [720.0] * 60, seconds=1200)
-    assert (found.first_tflops, found.last_tflops) == (800.0, 720.0)
+    assert found.ends == (800.0, 720.0)
     assert found.retention == pytest.approx(0.9)
     assert found.tflops == 500.0
 
 
 def test_in_a_short_burn_in_the_first_and_the_last_tenth_are_compared() -> None:
     found = course([800.0] * 2 + [500.0] * 16 + [600.0] * 2, seconds=20)
-    assert (found.first_tflops, found.last_tflops) == (800.0, 600.0)
+    assert found.ends == (800.0, 600.0)
 
 
 def test_points_that_are_longer_than_a_tenth_are_the_ends_themselves() -> None:
