@@ -197,11 +197,9 @@ def check_product(
 
     Raises:
         WrongResult: an element differs; names dtype, device, how many do and the first of them.
-        ValueError: there is no such dtype, or n is less than 1.
+        ValueError: there is no such dtype.
     """
     kind = arithmetic(dtype)
-    if n < 1:
-        raise ValueError(f"n must be at least 1, not {n}")
     generator = torch.Generator().manual_seed(seed)
     a, b = (
         torch.randint(-kind.largest, kind.largest + 1, shape, generator=generator, dtype=torch.float64)

@@ -362,14 +362,9 @@ def run_pattern(
 
     Raises:
         EnvironmentBroken: too little memory is free, or the free memory is unknown.
-        ValueError: an argument is out of its range.
+        ValueError: there is no such pattern.
     """
     require_one_of("pattern", survey.pattern, PATTERNS)
-    if not 0 < share < 1 or rounds < 1 or part_words < 1 or buffer_words < 1:
-        raise ValueError(
-            f"share must be between 0 and 1, rounds, part_words and buffer_words at least 1: {share}, {rounds},"
-            f" {part_words}, {buffer_words}"
-        )
     survey.device, survey.total_bytes = str(device), accelerator(device).total_bytes()
     words = _words_to_write(device, share, most_bytes, part_words)
     passes = list(PATTERNS[survey.pattern](rounds, seed))

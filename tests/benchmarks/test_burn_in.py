@@ -146,14 +146,6 @@ def test_the_time_left_is_shown_second_by_second_and_telemetry_is_open_meanwhile
     assert opened == ["open", "closed"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "interval"), [(0.0, 1.0), (float("nan"), 1.0), (1.0, 0.0), (1.0, float("inf"))], ids=str
-)
-def test_a_time_that_is_none_is_refused(seconds: float, interval: float) -> None:
-    with pytest.raises(ValueError, match=r"positive and"):
-        burn(Device(), TimeSeries(seconds), interval=interval)
-
-
 def course(rates: list[float], *, seconds: float, each: float = 1.0, path: Path | None = None) -> TimeSeries:
     made = TimeSeries(seconds, path)
     for number, tflops in enumerate(rates, start=1):

@@ -204,12 +204,6 @@ def test_memory_that_somebody_else_takes_meanwhile_is_no_fault_of_the_memory() -
     assert not survey.is_complete
 
 
-@of_each("more", [{"share": 0.0}, {"share": math.nan}, {"rounds": 0}, {"part_words": 0}, {"buffer_words": 0}])
-def test_arguments_out_of_range_are_refused(more: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="must be between 0 and 1"):
-        survey_of("random", **more)
-
-
 def test_an_unknown_pattern_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(ValueError, match="not 'walking_one'; did you mean 'walking_ones'"):
         survey_of("walking_one")

@@ -98,10 +98,7 @@ def check_resume(
         WrongResult: the checkpoint, or what was loaded from it, differs from what was saved; or a broken one was
             loaded.
         EnvironmentBroken: the file system is full, not shared, or fails otherwise; too little memory is free.
-        ValueError: an argument is out of its range.
     """
-    if batch < 1 or steps < 1:
-        raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
     # Fewer ranks take the same rows.
     most = batch * dist.get_world_size(group) // dist.get_world_size(fewer or group)
     require_free(

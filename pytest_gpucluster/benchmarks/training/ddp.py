@@ -53,7 +53,6 @@ def check_data_parallel(
             the launcher, rows are shared or missing, a loss is not finite, weights differ between ranks, or do not
             change.
         EnvironmentBroken: too little memory is free.
-        ValueError: an argument is out of its range.
     """
     check = RanksAgainstOne(
         group, device, geometry, batch=batch, steps=steps, is_sharded=False, components=components or COMPONENTS

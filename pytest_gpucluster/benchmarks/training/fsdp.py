@@ -88,7 +88,6 @@ def check_fully_sharded(
             first step, are not sharded, do not change, change by themselves or differ in the replay; rows are not this
             rank's; a loss is not finite.
         EnvironmentBroken: too little memory is free.
-        ValueError: an argument is out of its range.
     """
     check = RanksAgainstOne(
         group, device, geometry, batch=batch, steps=steps, is_sharded=True, components=components or COMPONENTS

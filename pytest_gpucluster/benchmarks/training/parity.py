@@ -112,8 +112,6 @@ class RanksAgainstOne:
 
     Attributes:
         defects: by rank; only this rank's own need its text.
-
-    Raises: ValueError if a number is out of its range.
     """
 
     def __init__(
@@ -127,8 +125,6 @@ class RanksAgainstOne:
         is_sharded: bool,
         components: Components,
     ) -> None:
-        if batch < 1 or steps < 1:
-            raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
         self.group, self.device, self.geometry, self.components = group, device, geometry, components
         self.ranks, self.rank = Ranks(group, device), dist.get_rank(group)
         self._batch, self._steps, self._is_sharded, self.count = batch, steps, is_sharded, self.ranks.count

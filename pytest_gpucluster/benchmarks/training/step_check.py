@@ -71,10 +71,7 @@ def check_step(
     Raises:
         WrongResult: a loss or gradient is not finite, a weight has not changed, or the checkpoint is not the saved one.
         EnvironmentBroken: too little memory is free.
-        ValueError: an argument is out of its range.
     """
-    if batch < 1 or steps < 1:
-        raise ValueError(f"batch and steps must be at least 1, not {batch} and {steps}")
     require_free(
         device,
         needed_bytes(geometry, batch),

@@ -58,7 +58,7 @@ class Setup:
         workers: processes that read ahead.
         prefetch: batches that each of them reads ahead.
 
-    Raises: ValueError if a number or the strategy is out of its range.
+    Raises: ValueError if there is no such strategy.
     """
 
     geometry: Geometry
@@ -72,9 +72,6 @@ class Setup:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
-        for name, least in (("batch", 1), ("workers", 0), ("prefetch", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
     @property
     def tokens(self) -> int:

@@ -170,23 +170,16 @@ class Setup:
 
     Attributes:
         network: one of ``NETWORKS``.
-        batch: images of each rank in a step.
+        batch: images of each rank in a step, at least 2: one alone has no spread to normalise by, where its sides have
+            become 1.
         workers: processes of each rank that read ahead; 0: the rank reads for itself.
         prefetch: batches that each of them reads ahead.
-
-    Raises: ValueError if a number is out of its range.
     """
 
     network: str
     batch: int
     workers: int
     prefetch: int
-
-    def __post_init__(self) -> None:
-        # One image alone has no spread to normalise by, where its sides have become 1.
-        for name, least in (("batch", 2), ("workers", 0), ("prefetch", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,7 +262,9 @@ def test_old_contents_are_reported_as_such(tmp_path: Path, short: None) -> None:
     put(tmp_path, 0)
     seen = looked(tmp_path, 1)
     assert seen.right == 0
-    with pytest.raises(WrongResult, match=r"(?s)node-.*reads something.*node-00001\..*node-b.*before, expected the 5000"):
+    with pytest.raises(
+        WrongResult, match=r"(?s)node-.*reads something.*node-00001\..*node-b.*before, expected the 5000"
+    ):
         seen.require_content("node-a")
 
 

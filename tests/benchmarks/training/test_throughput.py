@@ -268,19 +268,9 @@ def test_more_ranks_take_less_with_fsdp_and_recomputing_takes_less():
     assert gigabytes(1, recompute=True) < gigabytes(1)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"strategy": "zero"}, "strategy is one of ddp, fsdp, not 'zero'"),
-        ({"batch": 0}, "batch must be at least 1, not 0"),
-        ({"workers": -1}, "workers must be at least 0, not -1"),
-        ({"prefetch": 0}, "prefetch must be at least 1, not 0"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_cannot_be_is_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        large_setup(**wrong)
+def test_an_unknown_strategy_is_refused():
+    with pytest.raises(ValueError, match="strategy is one of ddp, fsdp, not 'zero'"):
+        large_setup(strategy="zero")
 
 
 TWO_BLOCKS = Geometry(layers=2, width=64, heads=2, vocab=64, sequence=16)

@@ -197,9 +197,3 @@ def test_images_become_bf16_from_minus_1_to_1_in_the_channels_last_format(colour
     assert given.is_contiguous(memory_format=torch.channels_last)
     assert given[1, :, 3, 5].tolist() == [1.0, 1.0, 1.0]
     assert given[1, :, 3, 6].tolist() == [-1.0, -1.0, -1.0]
-
-
-def test_a_setup_out_of_its_range_is_refused():
-    for name, value in [("batch", 1), ("workers", -1), ("prefetch", 0)]:
-        with pytest.raises(ValueError, match=rf"^{name} .*at least {value + 1}, not {value}$"):
-            replace(SETUP, **{name: value})
