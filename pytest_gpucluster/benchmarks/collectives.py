@@ -245,16 +245,10 @@ def measure_collective(
             rank.
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
-        ValueError: an argument is out of its range, or this rank is not in the group.
+        ValueError: there is no such collective or dtype, or a send_recv has one rank.
     """
     require_one_of("a collective", collective, COLLECTIVES)
     require_one_of("dtype", dtype, DTYPES)
-    if payload_bytes < 1 or payload_bytes % DTYPES[dtype].itemsize:
-        raise ValueError(
-            f"payload_bytes must be a positive multiple of {DTYPES[dtype].itemsize} for {dtype}, not {payload_bytes}"
-        )
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     ranks = Ranks(group, device)
     what = f"{collective} of {show(payload_bytes, 'B')} {dtype}"
     ranks.require_same(what, sampling)

@@ -83,14 +83,12 @@ def measure_hbm(
         WrongResult: data are wrong; names how many words, the first one's offset and its bits.
         InconclusiveMeasurement: the clock did not advance.
         EnvironmentBroken: too little memory is free.
-        ValueError: an argument is out of its range.
+        ValueError: there is no such kind.
 
     Source: bytes as STREAM counts them, which counts no read that a write may cause: McCalpin, "Memory Bandwidth and
     Machine Balance in Current High Performance Computers" (1995).
     """
     require_one_of("kind", kind, KINDS)
-    if payload_bytes < WORD_BYTES or payload_bytes % WORD_BYTES:
-        raise ValueError(f"payload_bytes is a positive multiple of {WORD_BYTES}, not {payload_bytes}")
     make, words = KINDS[kind], payload_bytes // WORD_BYTES
     sets = sets_beyond_cache(make.touched_bytes(words), accelerator(device).cache_bytes() if cache is None else cache)
     what = f"memory {kind} of {show_bytes(payload_bytes)}"

@@ -100,11 +100,9 @@ def measure_host_links_concurrently(
         WrongResult: a copy on this rank is wrong; raised after the last collective.
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
-        ValueError: an argument is out of its range, or this rank is not in the group.
+        ValueError: there is no such direction.
     """
     require_one_of("direction", direction, DIRECTIONS)
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     ranks, by = Ranks(group, device), by or accelerator(device)
     name = f"{device}: host link {direction} together, {show_bytes(payload_bytes)}"
     with ExitStack() as stack:
@@ -113,7 +111,7 @@ def measure_host_links_concurrently(
             words = check_sizes(device, (direction,), payload_bytes, copies)
             wanted = words_on_host(words, copies, (direction,))
             host = stack.enter_context(host_memory(device, wanted, cpus=cpus))
-        except (EnvironmentBroken, ValueError) as error:  # the others must know of it before they wait
+        except EnvironmentBroken as error:  # the others must know of it before they wait
             failure = error
         ranks.raise_failure(failure)
         ranks.require_same(f"copies {direction} {copies} x {show_bytes(payload_bytes)}", sampling)

@@ -169,12 +169,7 @@ def sweep(
     Raises:
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
-        ValueError: an argument is out of its range, or this rank is not in the group.
     """
-    if payload_bytes < WORD_BYTES or payload_bytes % WORD_BYTES:
-        raise ValueError(f"payload_bytes must be a positive multiple of {WORD_BYTES}, not {payload_bytes}")
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the group that it should measure")
     ranks = Ranks(group, device)
     ranks.require_same(f"sends {show(payload_bytes, 'B')} in {len(rounds)} rounds", tuple(rounds), round_seconds)
     what = f"sending and receiving {show(payload_bytes, 'B')} with its verification"
@@ -371,7 +366,7 @@ def survey(
             well, to exchange the readings: its connections are none of the group's.
 
     Raises:
-        InconclusiveMeasurement, EnvironmentBroken, ValueError: as of :func:`sweep`.
+        InconclusiveMeasurement, EnvironmentBroken: as of :func:`sweep`.
     """
     ranks = Ranks(world, device)
     rank = ranks.index

@@ -233,18 +233,9 @@ def test_no_tensor_is_left_behind(alone, at):
     assert all(tensor() is None for tensor in reduce.tensors)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dtype": "float"}, "dtype is one of fp32, bf16, fp16, not 'float'"),
-        ({"payload_bytes": 0}, "payload_bytes must be a positive multiple of 4 for fp32, not 0"),
-        ({"payload_bytes": 1001}, "multiple of 4 for fp32, not 1001"),
-    ],
-    ids=["dtype", "empty", "uneven"],
-)
-def test_an_argument_out_of_range_is_refused(alone, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        measure(alone, Summing(), **arguments)
+def test_an_unknown_dtype_is_refused(alone):
+    with pytest.raises(ValueError, match="dtype is one of fp32, bf16, fp16, not 'float'"):
+        measure(alone, Summing(), dtype="float")
 
 
 def test_the_first_rank_decides_for_all_from_the_slowest_and_each_reports_its_own_time():

@@ -98,12 +98,6 @@ def test_the_operands_stay_as_they_are() -> None:
     assert torch.equal(b, before[1])
 
 
-@pytest.mark.parametrize(("n", "repeats"), [(0, 1), (100, 1), (64, 0)])
-def test_arguments_out_of_range_are_refused(n: int, repeats: int) -> None:
-    with pytest.raises(ValueError, match=r"multiple of 64, and repeats.* 1"):
-        take_fingerprint(CPU, n=n, repeats=repeats)
-
-
 def test_too_little_memory_is_told_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(device: torch.device, needed: int, what: str, *, instead: str) -> None:
         raise EnvironmentBroken(f"{what} needs {needed}; {instead}")

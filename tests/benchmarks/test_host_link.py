@@ -135,20 +135,9 @@ def test_too_little_memory_is_an_error_that_says_how_to_ask_for_less(monkeypatch
         measure("h2d", Timed())
 
 
-@pytest.mark.parametrize(
-    ("way", "arguments", "complaint"),
-    [
-        ("up", {}, "a way is one of h2d, d2h, both, not 'up'"),
-        ("h2h", {}, "did you mean 'h2d'"),
-        ("h2d", {"payload_bytes": 12}, "payload_bytes is a positive multiple of 8, not 12"),
-        ("h2d", {"payload_bytes": 0}, "payload_bytes is a positive multiple of 8, not 0"),
-        ("h2d", {"copies": 0}, "copies is a positive number, not 0"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(way, arguments, complaint):
-    given = {"payload_bytes": 8000, "copies": 4, "sampling": SAMPLING} | arguments
-    with pytest.raises(ValueError, match=complaint):
-        measure_host_link(CPU, way, **given)
+def test_an_unknown_way_is_refused():
+    with pytest.raises(ValueError, match="a way is one of h2d, d2h, both, not 'h2h'; did you mean 'h2d'"):
+        measure_host_link(CPU, "h2h", payload_bytes=8000, copies=4, sampling=SAMPLING)
 
 
 def test_the_time_allowed_grows_with_the_rate_of_the_link_for_all_of_it_is_compared():

@@ -112,17 +112,9 @@ def test_wrong_data_outweigh_a_clock_that_stands_still(alone):
         measure(alone, Wrong(0.0))
 
 
-@pytest.mark.parametrize(
-    ("direction", "others", "complaint"),
-    [
-        ("both", {}, "direction is one of h2d, d2h, not 'both'"),
-        ("h2d", {"payload_bytes": 12}, "payload_bytes is a positive multiple of 8"),
-        ("h2d", {"copies": 0}, "copies is a positive number"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(alone, direction, others, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        measure(alone, Timed(), direction, **others)
+def test_both_directions_are_refused(alone):
+    with pytest.raises(ValueError, match="direction is one of h2d, d2h, not 'both'"):
+        measure(alone, Timed(), "both")
 
 
 @given(

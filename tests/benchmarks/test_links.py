@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks import links
-from pytest_gpucluster.benchmarks.links import WINDOWS, pace, pattern_of, probe_bytes, rounds_of, sweep, window_seconds
+from pytest_gpucluster.benchmarks.links import WINDOWS, pace, pattern_of, probe_bytes, rounds_of, window_seconds
 from pytest_gpucluster.benchmarks.verify import PatternWriter
 from pytest_gpucluster.isolation.round_robin import Places
 
@@ -187,12 +187,6 @@ def test_a_part_of_the_ranks_measures_for_itself_and_tells_the_others(said: list
 
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("size", [0, -8, 3, 12])
-def test_a_size_that_is_no_number_of_words_is_refused(alone: Any, size: int) -> None:
-    with pytest.raises(ValueError, match=f"positive multiple of 8, not {size}"):
-        sweep(alone, CPU, (), payload_bytes=size, round_seconds=1.0)
 
 
 def test_the_peers_meet_through_the_given_group_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

