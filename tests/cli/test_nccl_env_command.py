@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,20 +78,6 @@ def test_json_has_the_node_and_the_advice(planted: Any, tmp_path: Path, capsys: 
         for key in (document[part] if part == "fabric" else document[part][0])
     ]
     assert [key for key in parts if f"`{key}`" not in page] == []
-
-
-def test_on_this_machine_it_prints_something_in_80_columns_and_sets_nothing() -> None:
-    before = dict(os.environ)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_gpucluster", "node", "nccl-env"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout.startswith("NCCL's variables on ")
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert dict(os.environ) == before
 
 
 def test_the_lines_of_this_machine_are_taken_by_a_shell() -> None:

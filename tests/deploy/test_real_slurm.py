@@ -313,6 +313,16 @@ def test_a_node_whose_slurmd_has_died_is_named_though_its_ranks_live(own_site: S
     assert (outcome, f"slurm.node: {NODES[1]}" in message) == ("error", True)
 
 
+def test_a_job_at_its_time_limit_ends_in_order(site: Site) -> None:
+    # Slurm may signal up to a minute earlier than it was asked to. Source: sbatch(1), --signal.
+    number = site.submit_one_that_stays(2, options=("--time=4",))
+    job = site.ended(number)
+    assert (job.state, job.code, job.journal.exit) == ("FAILED", 2, 2), job.output
+    assert "SIGTERM" in job.journal.reason
+    assert (job.cases["test_node"], job.cases["test_after"]) == ("passed", "skipped")
+    assert (job.folder / "rendered" / "report.html").exists()
+
+
 def test_a_job_that_is_requeued_says_that_it_is_another_attempt(site: Site) -> None:
     number = site.submit_one_that_stays(2, options=("--requeue",))
     site.slurm.ask("scontrol", "requeue", number)
