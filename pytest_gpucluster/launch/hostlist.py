@@ -73,8 +73,8 @@ def _short(prefix: str, numbers: Sequence[str]) -> Iterator[str]:
         yield prefix
     runs: list[list[str]] = []
     for number in sorted((number for number in numbers if number), key=lambda number: (len(number), number)):
-        first, last = (runs[-1][0], runs[-1][-1]) if runs else ("", "")
-        if runs and number == f"{int(last) + 1:0{len(first)}d}" and len(runs[-1]) < _MOST_HOSTS:
+        last = runs[-1][-1] if runs else ""
+        if last and number == f"{int(last) + 1:0{len(last)}d}" and len(runs[-1]) < _MOST_HOSTS:
             runs[-1].append(number)
         else:
             runs.append([number])

@@ -152,6 +152,11 @@ def test_the_reason_says_what_decided(case: str) -> None:
     assert [part for part in parts if part not in reason] == [], reason
 
 
+def test_of_many_that_did_not_run_five_are_named() -> None:
+    reason = verdict(PASSED, not_run=[f"a.py::test_{number}" for number in range(7)]).reason
+    assert [f"test_{number} " in reason for number in range(7)] == [True] * 5 + [False] * 2
+
+
 def test_a_single_failure_has_no_more() -> None:
     assert "more" not in verdict(FAILED).reason
 

@@ -85,6 +85,13 @@ def test_resemblance_only_widens_the_interval(samples: list[float]) -> None:
     assert widths[-1] == max(samples) - min(samples)
 
 
+def test_of_an_odd_number_both_ends_move_from_the_middle_sample() -> None:
+    samples = [float(sample) for sample in range(1, 26)]
+    assert stats.median_interval(samples) == (8.0, 18.0)
+    # 5 ranks from the 13th, times 1.66.
+    assert stats.median_interval(samples, correlation=0.4675) == (4.0, 22.0)
+
+
 @pytest.mark.parametrize("count", [6, 12, 100, 1100])
 def test_the_interval_of_the_median_is_that_of_the_binomial_distribution(count):
     low, high = stats.median_interval([float(sample) for sample in range(1, count + 1)])
