@@ -64,6 +64,7 @@ def test_a_payload_is_verified_and_filled_again_before_a_sum_overflows_and_not_s
 def test_memory_is_counted_for_the_payload_and_for_one_part_of_what_verifies_it():
     part = needed_bytes(8 * 2**30, "fp32") - 8 * 2**30
     assert needed_bytes(64 * 2**30, "bf16") == 64 * 2**30 + part
+    assert part == 2**30
     assert needed_bytes(4000, "fp32") < 100_000
 
 

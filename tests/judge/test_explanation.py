@@ -68,6 +68,7 @@ EXPLAINED: dict[str, dict[str, Any]] = {
     "nvlink.replay[0] +1, nvlink.replay[1] +1, nvlink.replay[2] +1, 2 more counters": seen(
         counters={f"nvlink.replay[{link}]": 1 for link in range(5)}
     ),
+    "a +1, b -1, c +0.5": seen(counters={"a": 1, "b": -1, "c": 0.5, "d": 0}),
     "NET/IB without GPU Direct RDMA": seen(transport="NET/IB without GPU Direct RDMA"),
     "the GPU was lost": {"lost": "the GPU is lost"},
 }
