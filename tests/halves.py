@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-FIRST = ("acceptance", "config", "deploy", "journal", "judge", "launch", "metrics", "perf", "recorder", "session")
+FIRST = ("acceptance", "config", "deploy", "journal", "perf", "recorder", "session")
 
 
 def main(options: list[str]) -> int:
