@@ -42,6 +42,13 @@ def test_a_malformed_hostlist_is_an_error_that_shows_the_form(text: str) -> None
         expand_hostlist(text)
 
 
+def test_65536_hosts_are_the_most_however_they_are_written() -> None:
+    for text, more in (("n[1-65536]", "n[0-65536]"), ("r[0-255]n[0-255]", "r[0-255]n[0-256]"), ("a[1-65535],b", "c")):
+        assert len(expand_hostlist(text)) == 65536
+        with pytest.raises(LaunchError, match="more than 65536 hosts"):
+            expand_hostlist(f"{text},{more}" if more == "c" else more)
+
+
 @given(st.text(alphabet="ab1-,[]09 ", max_size=30))
 def test_any_text_is_a_hostlist_or_an_error(text: str) -> None:
     try:
