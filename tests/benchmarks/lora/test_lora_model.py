@@ -167,6 +167,7 @@ def test_a_model_that_has_other_weights_than_its_sizes_or_its_name_say_is_wrong(
 
 def test_losses_are_those_of_the_mask_and_of_all_and_the_same_where_logits_are_computed_in_parts(monkeypatch):
     model = MaskedLoss(make_adapted(BASE, CPU, precision="fp32", dropout=False, seed=0))
+    assert model.adapted.peft_config["default"].lora_dropout == 0.0
     packed = random_blocks(4, 16, BASE.geometry.vocab, seed=1)
     packed.loss_mask[:, 1::2] = False
     whole = model(packed.tokens, packed.loss_mask)
