@@ -9,7 +9,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 
@@ -19,6 +19,15 @@ def median(samples: Sequence[float]) -> float:
     Raises: ValueError if there are no samples.
     """
     return percentile(samples, 50)
+
+
+def largest(values: Iterable[float]) -> float:
+    """Return the largest of some numbers; NaN if one is NaN, or if there are none.
+
+    ``max`` keeps a NaN that comes first and drops one that comes later.
+    """
+    found = list(values)
+    return max(found) if found and not any(map(math.isnan, found)) else math.nan
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:

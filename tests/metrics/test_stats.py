@@ -100,3 +100,9 @@ def test_the_interval_of_the_median_is_that_of_the_binomial_distribution(count):
     outside = Fraction(sum(math.comb(count, k) for k in range(rank)), 2**count)
     further = Fraction(sum(math.comb(count, k) for k in range(rank + 1)), 2**count)
     assert outside <= Fraction("0.025") + Fraction(1, 10**15) < further
+
+
+@pytest.mark.parametrize("values", [[], [math.nan], [math.nan, 1.0], [1.0, math.nan], [1.0, math.nan, 2.0]])
+def test_the_largest_of_numbers_keeps_one_that_is_none(values):
+    assert math.isnan(stats.largest(values))
+    assert stats.largest([1.0, 3.0, 2.0]) == 3.0

@@ -39,6 +39,7 @@ from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.loss_curve import Curve, Point, mean_of_last
 from pytest_gpucluster.metrics.sampling import Series
+from pytest_gpucluster.metrics.stats import largest
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, counted
 
 LAST = 10
@@ -320,7 +321,7 @@ class _Run:
         self._taken += again
         pairs = [(step, before[step.step]) for step in again]
         same = sum(one.weights == other.weights for one, other in pairs)
-        error = max(relative(one.loss, other.loss) for one, other in pairs)
+        error = largest(relative(one.loss, other.loss) for one, other in pairs)
         return again, same / (self._recipe.steps - start), error
 
     def _reload(self, final: Path) -> tuple[float, CallScore | None]:
@@ -371,7 +372,7 @@ class _Run:
     def _group_error(self) -> float:
         """Return the largest difference of this group's losses from those of the first group."""
         losses = self._everyone.gather([point.loss for point in self._points])
-        return max(relative(point.loss, other) for point, other in zip(self._points, losses[0], strict=True))
+        return largest(relative(point.loss, other) for point, other in zip(self._points, losses[0], strict=True))
 
     def _curve(self) -> Curve:
         return Curve(points=tuple(self._points), held_out=tuple(self._held_out), context=self._context)

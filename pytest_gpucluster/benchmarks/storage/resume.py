@@ -26,6 +26,7 @@ from pytest_gpucluster.benchmarks.training.step import Training, replicate
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.metrics.stats import largest
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 
@@ -145,7 +146,7 @@ class _Check:
             found = _state_fingerprint(other)
             on_all_ranks(group, lambda: _require_same(found, state, loaded, extra, f"{saved.path}, {how}"))
             losses = self._losses(other, group, consumed=int(loaded["rows_consumed"]))
-            return max(relative(one, other) for one, other in zip(losses, due, strict=True))
+            return largest(relative(one, other) for one, other in zip(losses, due, strict=True))
 
         # Of another seed: no weight may be right by chance.
         same = resume(self._sharded(self._group, seed=1), self._group, "loaded by the same ranks")

@@ -15,6 +15,7 @@ from torch import nn
 from pytest_gpucluster.benchmarks.group import majority
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.metrics.stats import largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +86,12 @@ def errors(found: Sequence[StepRecord], reference: Sequence[StepRecord], start: 
     """
     pairs = list(zip(found, reference, strict=True))
     return Errors(
-        loss=max(relative(one.loss, other.loss) for one, other in pairs),
-        gradient=max(
-            max(relative(one.gradient_norm, other.gradient_norm), distance(one.gradients, other.gradients))
+        loss=largest(relative(one.loss, other.loss) for one, other in pairs),
+        gradient=largest(
+            largest((relative(one.gradient_norm, other.gradient_norm), distance(one.gradients, other.gradients)))
             for one, other in pairs
         ),
-        weight=max(distance(one.weights, other.weights, since=start) for one, other in pairs),
+        weight=largest(distance(one.weights, other.weights, since=start) for one, other in pairs),
     )
 
 

@@ -31,6 +31,7 @@ from pytest_gpucluster.benchmarks.training.sharding import (
 from pytest_gpucluster.benchmarks.training.step import PARTS, Training, replicate
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.device.products import deterministic, numerics
+from pytest_gpucluster.metrics.stats import largest
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 
@@ -162,7 +163,7 @@ def _ddp_loss_error(check: RanksAgainstOne, sharded: Parity) -> float:
         return math.nan
     made = make_decoder(check.geometry, check.device, seed=0)
     training = Training(replicate(made, check.device, check.group), check.device, precision="fp32")
-    return max(
+    return largest(
         relative(loss, float(training.step([check.due_rows(check.rank, step).to(check.device)]).losses.mean()))
         for step, loss in enumerate(sharded.losses)
     )

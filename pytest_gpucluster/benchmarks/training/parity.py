@@ -25,6 +25,7 @@ from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, make_
 from pytest_gpucluster.benchmarks.training.sharding import local, part_of, shard
 from pytest_gpucluster.benchmarks.training.step import PARTS, Parts, Replicate, Training, replicate
 from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.metrics.stats import largest
 
 
 def read_rows(data: PackedTokens, rows: Sequence[int]) -> torch.Tensor:
@@ -71,12 +72,12 @@ class Parity:
     @property
     def loss(self) -> float:
         """The largest error of a loss. NaN without a comparison, which never decides: then another rank raises."""
-        return max(self.loss_errors, default=math.nan)
+        return largest(self.loss_errors)
 
     @property
     def gradient(self) -> float:
         """The largest error of the gradients."""
-        return max(self.gradient_errors, default=math.nan)
+        return largest(self.gradient_errors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +257,7 @@ class RanksAgainstOne:
         parts = [squares for _, _, *squares in (of_ranks if self._is_sharded else [of_ranks[self.rank]])]
         off, length = (math.sqrt(sum(column)) for column in zip(*parts, strict=True))
         norm_error = relative(float(result.gradient_norm), due.gradient_norm)
-        parity.gradient_errors.append(max(norm_error, off / length if length else math.inf))
+        parity.gradient_errors.append(largest((norm_error, off / length if length else math.inf)))
         self._find_wrong_rows(rows, step, [loss for loss, *_ in of_ranks], where)
         states = self.ranks.gather_fingerprints(state, state if copy is None else _state_fingerprint(copy))
         for rank, (found, repeated) in enumerate(states):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pytest_gpucluster.benchmarks.training.ddp import check_data_parallel
 from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.benchmarks.training.parity import Components
+from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 CPU = torch.device("cpu")
@@ -38,3 +43,17 @@ def test_too_little_memory_is_the_environment_s_fault(check, monkeypatch):
 
 def test_in_bf16_other_losses_are_seen_than_in_fp32(check):
     assert check(precision="bf16").losses != check().losses
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3])
+def test_a_gradient_that_is_no_number_is_in_no_step_an_agreement(check, bad):
+    steps = []
+
+    def clip(model):
+        norm = clip_gradients(model)
+        steps.append(norm)
+        return norm * (math.nan if len(steps) == bad else 1.0)
+
+    found = check(components=Components(step=replace(PARTS, clip=clip)))
+    assert len(steps) == 3
+    assert math.isnan(found.gradient)
