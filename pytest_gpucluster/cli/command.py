@@ -159,7 +159,7 @@ def number(least: float = 1, most: float = 10**6, *, of: Callable[[str], float] 
             value = float("nan")
         if not least <= value <= most:
             what = "whole number" if of is int else "number"
-            raise argparse.ArgumentTypeError(f"{text!r:.40} is not a {what} from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(f"{text!r:.40} is not a {what} from {least} to {most}")
         return value
 
     return parse

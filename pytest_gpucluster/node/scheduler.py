@@ -375,10 +375,10 @@ def examine_slurm(pinged: Ping, found: Iterable[NodeState], nodes: Sequence[str]
 def gpus_of_gres(gres: str) -> int:
     """Return the number of GPUs in a node's GRES, as sinfo prints it (%G).
 
-    >>> gpus_of_gres("gpu:h100:8(S:0-1),nvme:4"), gpus_of_gres("(null)")
-    (8, 0)
+    >>> [gpus_of_gres(text) for text in ("gpu:h100:8(S:0-1),nvme:4", "gpu:2,gpu:3090:4", "gpu:1g.10gb:7", "(null)")]
+    [8, 6, 7, 0]
     """
-    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[A-Za-z][\w.-]*)?:(\d+)", gres))
+    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)(?=[,(]|$)", gres))
 
 
 def healthy_count(found: Iterable[NodeState], nodes: Sequence[str]) -> int:

@@ -127,7 +127,8 @@ def _parse_line(words: Sequence[str]) -> list[Host]:
     settings: dict[str, str] = {}
     for word in words[1:]:
         key, _, value = word.partition("=")
-        if key not in _SETTINGS or not re.fullmatch(_SETTINGS[key], value, re.ASCII) or key in settings:
+        is_right = key in _SETTINGS and re.fullmatch(_SETTINGS[key], value, re.ASCII)
+        if not is_right or key in settings or (key == "port" and int(value) > 65535):
             raise OptionError(f"{word!r} is wrong or given twice; a line is {_FORM}")
         settings[key] = value
     if user and not _USER.fullmatch(user):

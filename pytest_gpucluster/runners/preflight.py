@@ -24,7 +24,7 @@ from pytest_gpucluster.text import Column, fitted_table, one_line, some_of
 READY, NOT_READY, NO_ANSWER = "ready", "not ready", "no answer"
 _COMPARED = {
     "version": "pytest-gpucluster",
-    "package": "the files of pytest-gpucluster",
+    "package": "the files of pytest-gpucluster (with the limits)",
     "suite": "the files of the suite",
     "torch": "torch",
 }
@@ -140,12 +140,13 @@ def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
             require_writable(Path(request["report_dir"]), "the report directory")
         except OptionError as error:
             problems.append(f"{error} (--node-report-dir)")
+    package = Path(__file__).resolve().parent.parent
     facts: dict[str, Any] = {
         "host": hostname(),
         "version": __version__,
         "torch": _installed_version("torch"),
         "pytest": _installed_version("pytest"),
-        "package": _digest([Path(__file__).resolve().parent.parent]),
+        "package": _digest([package, package.with_name("thresholds.yaml")]),  # in a checkout the limits are next to it
         "suite": _digest(_paths(request["arguments"])),
         "interpreter": sys.executable,
         "problems": problems,

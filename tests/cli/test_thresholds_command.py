@@ -137,7 +137,7 @@ def test_a_metric_that_nothing_decides_about_is_exit_code_1(capsys):
     [
         (["--sku", "H900"], "no such SKU; known are "),
         (["--sku", "H100 SXM", "matmul.bf16.tflop"], "did you mean 'matmul.bf16.tflops'?"),
-        (["--sku", "H100 SXM", "--world-size", "0"], "not a whole number from 1"),
+        (["--sku", "H100 SXM", "--world-size", "0"], "not a whole number from 1 to 1000000"),
         (["--sku", "H100 SXM", "--label", "size"], "is not KEY=VALUE"),
         (["matmul.bf16.tflops"], "the following arguments are required: --sku"),
     ],

@@ -26,6 +26,7 @@ def record(word="ACCEPTED", exit=0, nnodes=2, reason="42 passed", rehearsal=Fals
 REJECTED = record("REJECTED", 1, reason="hbm failed")
 BROKEN = record("BROKEN", 11, reason="rank 3 is gone")
 INCOMPLETE = record("INCOMPLETE", 10, reason="did not run: qwen2_lora")
+DEVIATING = record("PASSED WITH DEVIATIONS", 12, reason="links: not judged")
 
 LATE = [NodeResult(name="gpu-0", exit=0, stop_reason="late"), *ends(0)]
 
@@ -43,6 +44,10 @@ CASES = {
     "rank 0's node lost": (ends(None, 11), None, {}, "BROKEN, exit code 11: gpu-0: lost"),
     "a node lost": (ends(2, None), record("BROKEN", 2), {}, "BROKEN, exit code 11: gpu-1: lost"),
     "another node crashed": (ends(0, 11), record(), {}, "BROKEN, exit code 11: its journal states ACCEPTED, but"),
+    "with deviations, and another node crashed": (ends(12, 11), DEVIATING, {}, "BROKEN, exit code 11: "),
+    "incomplete, and another node's pytest failed": (ends(10, 3), INCOMPLETE, {}, "BROKEN, exit code 11: "),
+    "with deviations, and another node incomplete": (ends(12, 10), DEVIATING, {}, "BROKEN, exit code 11: "),
+    "with deviations": (ends(12, 12), DEVIATING, {}, "PASSED WITH DEVIATIONS, exit code 12: links: not judged"),
     "broken": (ends(11, 11), BROKEN, {}, "BROKEN, exit code 11: rank 3 is gone"),
     "incomplete": (ends(10, 10), INCOMPLETE, {}, "INCOMPLETE, exit code 10: did not run: qwen2_lora"),
     "no record": (ends(0, 0), None, {"problem": "disk full"}, "BROKEN, exit code 11: ended with exit code 0 and no"),

@@ -32,6 +32,7 @@ def test_a_wrong_line_is_reported_with_its_number():
     for line, message in (
         ("-oProxyCommand=x", "hosts:1: '-oProxyCommand=x'"),
         ("gpu-1;reboot", "hosts:1: 'gpu-1;reboot'"),
+        ("gpu-1 port=65536", "hosts:1: 'port=65536' "),
         ("gpu-1 port=0", "hosts:1: 'port=0' "),
         ("gpu-1 port=٣", "hosts:1: 'port=٣' "),
         ("gpu-1 slots=8", "hosts:1: 'slots=8' "),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from pytest_gpucluster.runners import preflight
 from pytest_gpucluster.runners.hosts import parse_hosts
 from pytest_gpucluster.runners.preflight import (
     NO_ANSWER,
@@ -46,6 +49,22 @@ def test_nodes_that_are_alike_are_ready_and_one_that_differs_is_named_with_what_
             assert problem.endswith(f" {most}")
     [first, *_] = check_nodes(HOSTS, replies(gpu_1={"suite": ""}), "0.1.0")
     assert first.problems[0].endswith(" s")
+
+
+@pytest.mark.parametrize("place", ["thresholds.yaml", "pytest_gpucluster/thresholds.yaml"])
+def test_a_node_with_other_limits_is_named_in_a_checkout_and_of_a_wheel(place, tmp_path, monkeypatch):
+    (tmp_path / "pytest_gpucluster").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight, "__file__", str(tmp_path / "pytest_gpucluster" / "runners" / "preflight.py"))
+    request = {"directory": ".", "report_dir": "report", "arguments": [], "master": "", "port": None}
+    package = []
+    for text in ("hbm: 3", "hbm: 2"):
+        (tmp_path / place).write_text(text)
+        package.append(preflight.collect_facts(request)["package"])
+    alike, other = ({"package": digest} for digest in package)
+    nodes = check_nodes(HOSTS, replies(gpu_1=alike, gpu_2=other, gpu_3=alike, gpu_4=alike), "0.1.0")
+    assert states(nodes) == [READY, NOT_READY, READY, READY]
+    assert "(with the limits)" in nodes[1].problems[0]
 
 
 def test_another_version_one_machine_twice_and_problems_of_a_node_make_it_not_ready():
