@@ -19,9 +19,7 @@ from pytest_gpucluster.journal.records import CollectedTest, TestResult, read_te
 from pytest_gpucluster.metrics.time_budget import summarize
 from pytest_gpucluster.text import first_line
 
-_WRITTEN = (
-    *("outcome", "phase", "message", "text", "started_at", "call_seconds", "measurements", "ranks", "attempts"),
-)
+_WRITTEN = ("outcome", "phase", "message", "text", "started_at", "call_seconds", "measurements", "ranks", "attempts")
 _NOT_AGREED = "the ranks have not agreed that its call phase passed"
 
 

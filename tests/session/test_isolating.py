@@ -91,7 +91,6 @@ def test_a_fault_that_comes_and_goes_is_said_to_do_so(search):
     assert found.headline.startswith("failure: isolated: node-c (intermittent: "), found.run.output
     [culprit] = found.told["culprits"]
     assert culprit["failed"] < culprit["probes"]
-    assert culprit["failed"] < culprit["probes"]
 
 
 def test_a_link_is_told_from_the_nodes_at_its_ends(search):

@@ -145,6 +145,7 @@ def test_what_happens_in_the_body_decides_word_exit_code_and_testcase(
 
 AROUND = {
     "in setup": ("raise ValueError('early')\n    yield", ("BROKEN", 11), "error: in setup: rank 0"),
+    "an exit in setup": ("raise SystemExit(3)\n    yield", ("BROKEN", 11), "error: in setup: rank 0"),
     "in teardown": ("yield\n    raise ValueError('late')", ("BROKEN", 11), "error: in teardown: rank 0"),
     "a limit missed and then teardown": ("yield\n    raise ValueError('late')", ("REJECTED", 1), "failure: matmul"),
 }
