@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pytest_gpucluster.cli import run_hosts
 from pytest_gpucluster.cli.command import (
     BROKEN_EXIT,
     DONE,
@@ -41,9 +42,10 @@ from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.node import scheduler
 from pytest_gpucluster.node.host import read_node
 from pytest_gpucluster.node.processes import Output, run_program
-from pytest_gpucluster.runners.hosts import read_hosts
+from pytest_gpucluster.runners.hosts import Host, read_hosts, select_hosts
+from pytest_gpucluster.runners.plan import expect_argument, parse_per_node, require_unreserved
 from pytest_gpucluster.runners.sweep_kubernetes import CALL_SECONDS, client_version, parse_items
-from pytest_gpucluster.runners.torchrun import launched_shape, rendezvous_host, rendezvous_port
+from pytest_gpucluster.runners.torchrun import command_line, launched_shape, rendezvous_host, rendezvous_port
 from pytest_gpucluster.text import clip, paragraph, plural
 
 _FORECAST = "pytest_gpucluster.session.forecast"
@@ -73,8 +75,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     """Look for what would keep a run from ACCEPTED, for the way in which it is launched: write doctor in place of run.
-    Nothing is measured, and nothing is started but pytest's collection. Arguments before -- are torchrun's, those after
-    it pytest's (default: acceptance/).
+    Nothing is measured, and nothing is started but pytest's collection. Arguments before -- are torchrun's, or with
+    --hosts those of `gpucluster run --hosts`; those after it are pytest's (default: acceptance/).
 
     Each finding has what was found, what is allowed, what to type, and the criteria that would be skipped or not
     satisfied. On a host that only starts the run (--slurm, --kubernetes, --hosts) GPUs and limits are not looked at.
@@ -108,17 +110,20 @@ def collect(
         OptionError: a wrong hosts file.
     """
     launch, here = options.for_torchrun, environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
-    hosts = read_hosts(options.hosts) if options.hosts is not None else ()
+    words, hosts = options.forwarded or ["acceptance/"], tuple[Host, ...]()
     in_job, in_pod = "SLURM_JOB_ID" in environ, "KUBERNETES_SERVICE_HOST" in environ
+    if options.hosts is not None:
+        hosts, launch, words = _over_ssh(options.hosts, launch, words)
     nodes, ranks = launched_shape(launch, {"PET_NNODES": environ.get("SLURM_JOB_NUM_NODES", ""), **environ})
-    plan = _forecast(run, len(hosts) or nodes, ranks, options.forwarded or ["acceptance/"], environ)
-    elsewhere = ""
+    nodes, elsewhere = len(hosts) or nodes, ""
     if options.slurm or (in_job and "SLURMD_NODENAME" not in environ):
-        elsewhere = f"`srun --nodes={plan.nodes} --ntasks-per-node=1 gpucluster doctor --nnodes={plan.nodes} -- ...`"
+        elsewhere = f"`srun --nodes={nodes} --ntasks-per-node=1 gpucluster doctor -- ...`"
     elif options.kubernetes:
         elsewhere = "`kubectl exec -it POD --container suite -- gpucluster doctor -- ...`"
     elif hosts:
         elsewhere = f"`gpucluster run --hosts {options.hosts} --check`; on a node `gpucluster doctor -- ...`"
+    where = "elsewhere" if elsewhere else "here"
+    plan = _forecast(run, [str(nodes), str(ranks), where, *command_line(launch, words, environ)], environ)
     rendezvous = None
     if not elsewhere and (place := rendezvous_of(launch, environ, plan.nodes)) is not None:
         unknown = resolve(place.host, may_come=in_pod)
@@ -139,11 +144,13 @@ def collect(
 
 
 def rendezvous_of(launch: Sequence[str], environ: Mapping[str, str], nodes: int) -> Rendezvous | None:
-    """Return where ranks meet: by torchrun's options, else by ``MASTER_ADDR``, else on a job's first node. Port 0: it
-    is derived later. None: it was not given, or not needed."""
+    """Return where ranks meet: by torchrun's options; without any by ``MASTER_ADDR``, else on a job's first node.
+    Port 0: it is derived later. None: it was not given, or not needed."""
     place = rendezvous_host(launch, environ)
     if place is not None:
         return Rendezvous(option=place[0], host=place[1], port=rendezvous_port(launch, environ))
+    if launch:  # of torchrun, which reads no MASTER_ADDR
+        return None
     if nodes > 1 and (host := environ.get("MASTER_ADDR")):
         port = environ.get("MASTER_PORT", "")
         return Rendezvous(option="MASTER_ADDR", host=host, port=int(port) if port.isdecimal() else 0)
@@ -154,12 +161,24 @@ def rendezvous_of(launch: Sequence[str], environ: Mapping[str, str], nodes: int)
     return None
 
 
-def _forecast(
-    run: Callable[..., Output], nodes: int, ranks: int, words: Sequence[str], environ: Mapping[str, str]
-) -> Forecast:
+def _over_ssh(
+    file: Path, words: Sequence[str], forwarded: Sequence[str]
+) -> tuple[tuple[Host, ...], list[str], list[str]]:
+    """Return the hosts, and torchrun's and pytest's arguments, as ``gpucluster run --hosts`` reads its own."""
+    parser = argparse.ArgumentParser(prog="gpucluster doctor")
+    run_hosts.COMMAND.configure(parser)
+    options = parser.parse_args([f"--hosts={file}", *words])
+    require_unreserved(forwarded)
+    hosts = select_hosts(read_hosts(file), options.nodes, options.exclude)
+    launch = [f"--nproc-per-node={options.nproc_per_node}"] if options.nproc_per_node else []
+    expect = [expect_argument(len(hosts), parse_per_node(options.expect))] if options.expect else []
+    return hosts, launch, [*forwarded, *expect]
+
+
+def _forecast(run: Callable[..., Output], arguments: Sequence[str], environ: Mapping[str, str]) -> Forecast:
     with tempfile.TemporaryDirectory(prefix="gpucluster-doctor-", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "forecast.json"
-        command = [sys.executable, "-m", _FORECAST, str(file), str(nodes), str(ranks), *words]
+        command = [sys.executable, "-m", _FORECAST, str(file), *arguments]
         output = run(command, _FORECAST_SECONDS, environ=environ)
         if output.code == 0 and file.exists():
             return codec.read(Forecast, json.loads(file.read_bytes()), "the forecast")
@@ -259,13 +278,13 @@ COMMAND = Command(
         gpucluster doctor --nnodes=2 --nproc-per-node=8 --master-addr=$HEAD --master-port=29500 -- acceptance/
         gpucluster doctor --slurm --partition=gpu --nnodes=2 -- acceptance/ --gpucluster-expect=2x8xH100
         gpucluster doctor --kubernetes --nnodes=2 -- acceptance/ --gpucluster-expect=2x8xH100
-        gpucluster doctor --hosts hosts -- acceptance/ --gpucluster-expect=2x8xH100
+        gpucluster doctor --hosts hosts --expect 8xH100 -- acceptance/
         """,
     codes=exit_codes(
         {
             DONE: "nothing was found that keeps the run from ACCEPTED; nothing was measured",
             NEGATIVE: "ACCEPTED cannot be reached",
-            USAGE: "wrong usage, also of pytest",
+            USAGE: "wrong usage, also of torchrun or pytest",
             BROKEN_EXIT: "the tests cannot be collected",
         }
     ),

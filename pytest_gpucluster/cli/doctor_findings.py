@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_gpucluster.agreement.preflight import Expectation, sku_matches
+from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.judge.judge import judge_value
 from pytest_gpucluster.judge.limits import Thresholds, demand
 from pytest_gpucluster.metrics.finding import Finding, environment, note
 from pytest_gpucluster.node.host import NodeSnapshot
-from pytest_gpucluster.node.host_checks import readings
+from pytest_gpucluster.node.host_checks import Reading, readings
 from pytest_gpucluster.node.scheduler import pod_findings
 from pytest_gpucluster.runners.kubernetes_manifest import GPU
 from pytest_gpucluster.runners.sweep_kubernetes import node_problem
@@ -139,8 +140,10 @@ def _launch(facts: Facts) -> Iterator[Obstacle]:
         remedy = "leave out --gpucluster-device=cpu, and `unset GPUCLUSTER_DEVICE`"
         yield facts.stop("launch.rehearsal", "a rehearsal on cpu accepts nothing", "--gpucluster-device=cuda", remedy)
     if plan.part:
-        remedy = "`gpucluster run -- acceptance/` without -k, -m, single tests and changed workloads"
-        yield facts.stop("launch.part", plan.part, "the whole suite, as it is shipped", remedy)
+        remedy = (
+            "`gpucluster run -- acceptance/` without -k, -m, single tests, changed workloads, limits that only record"
+        )
+        yield facts.stop("launch.part", plan.part, "the whole suite and its limits, as shipped", remedy)
     if expect is not None and (plan.nodes, plan.ranks_per_node) != (expect.nodes, expect.gpus_per_node):
         found = f"{plural(plan.nodes, 'node')} with {plural(plan.ranks_per_node, 'rank')} each would start"
         remedy = f"`gpucluster run --nnodes={expect.nodes} --nproc-per-node={expect.gpus_per_node} ...`"
@@ -205,7 +208,13 @@ def _host(facts: Facts) -> Iterator[Obstacle]:
         return
     sku = plan.sku if plan.sku and plan.sku in facts.limits.skus else next(iter(facts.limits.skus))
     world_size = plan.nodes * plan.ranks_per_node
-    for one in readings(node):
+    values: list[Reading] = []
+    try:
+        values.extend(readings(node))  # those before an unknown one are kept
+    except EnvironmentBroken as error:
+        remedy = "`ls -l /proc/self/limits /proc/meminfo /sys/fs/cgroup`; start the container with them"
+        yield facts.stop("host.unknown", str(error), "every limit of this host is known", remedy, "host.limits")
+    for one in values:
         limit = facts.limits.limit(one.metric, sku=sku, world_size=world_size, nnodes=plan.nodes, labels={})
         judged = judge_value(
             *(one.metric, one.value),

@@ -1,22 +1,26 @@
 """What a run would require and leave out here, from its options and its collection: a program for `gpucluster doctor`.
 
-``python -m pytest_gpucluster.session.forecast FILE NODES RANKS_PER_NODE ARGUMENT...`` collects the tests as a run with
-these arguments of pytest would, and writes to the file, as JSON: ``nodes`` and ``ranks_per_node`` of the launch (0: one
-for each GPU that torch sees), ``device``, ``expect`` and ``thresholds`` as given, ``sku``; ``part``: why this is not
-the whole suite, or ""; ``problems``: inputs that cannot be used; ``tests``: those that an acceptance needs here, each
-with ``nodeid``, ``criterion``, ``skipped`` and ``remedy``; ``torch`` and its ``cuda``; ``gpus``: names of those that
-are visible; ``driver``, ``driver_cuda``, or in ``nvml`` why they are unknown.
+``python -m pytest_gpucluster.session.forecast FILE NODES RANKS_PER_NODE WHERE ARGUMENT...`` collects the tests as
+torchrun with these arguments would, and writes to the file, as JSON: ``nodes`` and ``ranks_per_node`` of the launch (0:
+one for each GPU that torch sees; where WHERE is "elsewhere", one for each that was ordered), ``device``, ``expect`` and
+``thresholds`` as given, ``sku``; ``part``: why this is not the whole suite with its limits, or ""; ``problems``: inputs
+that cannot be used; ``tests``: those that an acceptance needs here, each with ``nodeid``, ``criterion``, ``skipped``
+and ``remedy``; ``torch`` and its ``cuda``; ``gpus``: names of those that are visible; ``driver``, ``driver_cuda``, or
+in ``nvml`` why they are unknown.
 
 torch and NVML are loaded here, so that a driver that hangs stops this process alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import importlib.util
+import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +31,10 @@ from pytest_gpucluster import files
 from pytest_gpucluster.agreement.preflight import sku_matches
 from pytest_gpucluster.benchmarks.lora.model import QWEN2_LABEL, given_base
 from pytest_gpucluster.config.criteria_file import read_manifest
+from pytest_gpucluster.config.workload import CRITERIA
 from pytest_gpucluster.device.identity import VisibleGpus
-from pytest_gpucluster.errors import EnvironmentBroken, UsageProblem
+from pytest_gpucluster.errors import EnvironmentBroken, OptionError, UsageProblem
+from pytest_gpucluster.judge.limits import Limit, Thresholds, demand, explain
 from pytest_gpucluster.judge.loader import load, shipped_path
 from pytest_gpucluster.launch.launchers import allocation
 from pytest_gpucluster.node.nvml import PyNvml
@@ -93,9 +99,9 @@ def _why_skipped(nodeid: str, launched: Room, settings: Settings) -> tuple[str, 
 class Forecast:
     """A plugin for a pytest that only collects. ``result`` is what is written; None if nothing could be collected."""
 
-    def __init__(self, nodes: int, ranks_per_node: int) -> None:
+    def __init__(self, nodes: int, ranks_per_node: int, *, elsewhere: bool = False) -> None:
         self.result: dict[str, Any] | None = None
-        self._nodes, self._ranks = nodes, ranks_per_node
+        self._nodes, self._ranks, self._elsewhere = nodes, ranks_per_node, elsewhere
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -111,7 +117,7 @@ class Forecast:
     def _look(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         settings = resolve(config)
         on_cpu, expect, inputs = settings.device == "cpu", settings.expect, TrainingInputs.of(settings)
-        software = _software(on_cpu)
+        software = _software(on_cpu or self._elsewhere)
         ranks = self._ranks or (2 if on_cpu else len(software["gpus"]) or (expect.gpus_per_node if expect else 1))
         limits = load(shipped_path(), *filter(None, [settings.thresholds]))
         ordered = [sku for sku in limits.skus if expect and expect.sku and sku_matches(expect.sku, sku)]
@@ -136,6 +142,10 @@ class Forecast:
         why = "--gpucluster-require names it, and no test that would run here has it"
         for name in sorted({*settings.require} - {str(test["criterion"]) for test in tests}):
             tests.append({"nodeid": "", "criterion": name, "skipped": why, "remedy": "correct --gpucluster-require"})
+        known_facts = {"world_size": str(launched.ranks), "nnodes": str(self._nodes)}
+        criteria = [] if on_cpu else [str(test["criterion"]) for test in tests]
+        if recorded := recorded_only(limits, sku or "", known_facts, criteria):
+            part = "; ".join([*filter(None, [part]), f"PASSED WITH DEVIATIONS at best: {'; '.join(recorded)}"])
         self.result = {
             "nodes": self._nodes,
             "ranks_per_node": ranks,
@@ -148,6 +158,33 @@ class Forecast:
             "tests": tests,
             **software,
         }
+
+
+def recorded_only(limits: Thresholds, sku: str, known: Mapping[str, str], criteria: Sequence[str]) -> list[str]:
+    """Return what the site's limits only record and the shipped ones demand, of the metrics of these criteria.
+
+    Args:
+        limits: the shipped ones, and over them the site's.
+        sku: of the GPUs.
+        known: world_size and nnodes of the launch.
+        criteria: that are required.
+    """
+
+    def deciding(some: Thresholds, metric: str) -> list[Limit]:
+        found = explain(some, metric, sku=sku, known=known)
+        return [one.limit for one in found if one.effect in ("decides", "decides where")]
+
+    shipped, texts = load(shipped_path()), []
+    patterns = [pattern for name in criteria if name in CRITERIA for pattern in CRITERIA[name].metrics]
+    for metric in shipped.metrics:
+        if any(fnmatch.fnmatchcase(metric, pattern) for pattern in patterns):
+            for limit in deciding(shipped, metric):
+                first = next((own for own in deciding(limits, metric) if own.overlaps(limit)), None)
+                if not limit.record_only and first is not None and first.record_only and first.layer > 0:
+                    texts.append(
+                        f"{metric} is recorded only, by {first.origin}; shipped is {demand(limit, limit.unit)}"
+                    )
+    return list(dict.fromkeys(texts))
 
 
 def _part(config: pytest.Config, items: Sequence[pytest.Item], settings: Settings) -> str:
@@ -173,11 +210,11 @@ def _problems(inputs: TrainingInputs) -> list[str]:
     return [] if base.label == QWEN2_LABEL else [f"{option}: it does not have Qwen2-7B's sizes"]
 
 
-def _software(on_cpu: bool) -> dict[str, Any]:
+def _software(without_gpus: bool) -> dict[str, Any]:
     visible = VisibleGpus()
     versions = visible.software()
     found: dict[str, Any] = {"torch": versions["torch"], "cuda": versions["cuda"], "gpus": [], "nvml": ""}
-    if on_cpu:
+    if without_gpus:
         return found
     found["gpus"] = [visible[index].name for index in range(visible.count())]
     try:
@@ -187,10 +224,35 @@ def _software(on_cpu: bool) -> dict[str, Any]:
         return found | {"nvml": str(error)}
 
 
+def pytest_arguments(launch: list[str]) -> list[str]:
+    """Return the arguments of pytest among those of torchrun.
+
+    Raises: OptionError if torchrun refuses its options, or would run another program.
+    """
+    from torch.distributed import run as torchrun_module
+
+    torchrun: Any = torchrun_module  # it has no types
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
+            options = torchrun.parse_args(launch)
+    except SystemExit:
+        last = (stderr.getvalue().strip().splitlines() or ["no message"])[-1]
+        raise OptionError(f"torchrun refuses its options: {last.partition('error: ')[2] or last}") from None
+    if not options.module or options.training_script != "pytest":
+        raise OptionError(f"torchrun would run {options.training_script!r} and not pytest")
+    return list(options.training_script_args)
+
+
 def main(arguments: list[str]) -> int:
     """Collect, write the file, and return pytest's exit code."""
-    file, nodes, ranks, *words = arguments
-    forecast = Forecast(int(nodes), int(ranks))
+    file, nodes, ranks, where, *launch = arguments
+    try:
+        words = pytest_arguments(launch)
+    except OptionError as error:
+        print(error, file=sys.stderr)
+        return int(pytest.ExitCode.USAGE_ERROR)
+    forecast = Forecast(int(nodes), int(ranks), elsewhere=where == "elsewhere")
     code = int(pytest.main([*words, "--collect-only", "-qq", "-p", "no:cacheprovider"], plugins=[forecast]))
     if forecast.result is not None:
         Path(file).write_text(json.dumps(forecast.result), encoding="utf-8")

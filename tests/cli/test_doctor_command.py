@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -227,6 +228,16 @@ def test_limits_of_the_host_are_judged_as_the_suite_judges_them(
     assert "kubernetes.resources" in findings(replace(facts, node=unlimited, in_pod=True))
 
 
+def test_an_unknown_limit_of_the_host_is_one_finding_among_the_others(tmp_path: Path) -> None:
+    healthy_one = healthy(tmp_path)
+    assert healthy_one.node is not None
+    facts = replace(healthy_one, node=replace(healthy_one.node, limits=None), rendezvous=None)
+    assert findings(facts) == {
+        "host.unknown": ("environment", ["host.limits"]),
+        "rendezvous.missing": ("environment", []),
+    }
+
+
 def test_every_check_has_a_fault() -> None:
     assert {check.__name__ for check in CHECKS} == {
         *("_launch", "_rendezvous", "_gpus", "_host", "_slurm", "_kubernetes", "_elsewhere")
@@ -238,7 +249,7 @@ def test_every_check_has_a_fault() -> None:
 
 def forecast(words: list[str]) -> Output:
     """Write what the forecast of a run on cpu would."""
-    _, _, _, file, nodes, ranks, *_ = words
+    _, _, _, file, nodes, ranks, _, *_ = words
     plan = {"device": "cpu", "part": "", "torch": "2.13.0", "nvml": "", "nodes": int(nodes)}
     Path(file).write_text(json.dumps({**plan, "ranks_per_node": int(ranks) or 2}))
     return Output(code=0)
@@ -302,6 +313,37 @@ def test_names_and_ports_are_those_that_torchrun_is_given(tmp_path: Path) -> Non
     (tmp_path / "hosts").write_text("gpu-[00-01] \ngpu-02 address=here\n")
     facts = collect(f"--hosts {tmp_path / 'hosts'}", resolve=lambda host, **_: None if host == "here" else "no")
     assert (facts.plan.nodes, facts.unknown_names) == (3, {"gpu-00": "no", "gpu-01": "no"})
+
+
+def test_torchrun_reads_no_master_addr() -> None:
+    environ = {"MASTER_ADDR": "head", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[00-01]"}
+    assert doctor.rendezvous_of(["--nnodes=2"], environ, 2) is None
+
+
+def test_over_ssh_the_options_are_those_of_run_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("gpu-[00-01]\n")
+    started: list[list[str]] = []
+
+    def note(words: list[str], *_: Any, **__: Any) -> Output:
+        started.append(words[4:])
+        return forecast(words)
+
+    given = f"--hosts {tmp_path / 'hosts'} --expect 8xH100"
+    collect(f"{given} -- acceptance/", run=note, resolve=lambda *_, **__: None)
+    [words] = started
+    assert words[:3] == ["2", "0", "elsewhere"]
+    assert words[-2:] == ["acceptance/", "--gpucluster-expect=2x8xH100"]
+    for wrong in (f"{given} --nodse=7 --kubernets", f"{given} -- --gpucluster-expect=2x8xH100"):
+        with contextlib.suppress(SystemExit):
+            assert main.main(["doctor", *wrong.split()]) == 2
+    text = capsys.readouterr().err
+    assert "--nodse=7 --kubernets" in text
+    assert "--expect 8xH100" in text
+
+
+def test_an_unknown_option_of_torchrun_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--nodse=7", "--", "acceptance/"]) == 2
+    assert "--nodse=7" in capsys.readouterr().err
 
 
 def test_a_port_is_free_in_use_or_refused() -> None:

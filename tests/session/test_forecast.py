@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pytest_gpucluster.config.workload import CRITERIA
+from pytest_gpucluster.judge.loader import load, shipped_path
 from pytest_gpucluster.session import forecast
 from pytest_gpucluster.session.selection import Room
 
@@ -52,6 +57,41 @@ def test_missing_packages_inputs_and_a_folder_that_is_not_shared_are_named(monke
     assert skipped("test_qwen2_lora.py::test_lora_tiny") == "not installed: transformers, peft"
     assert skipped("test_vision.py::test_vision_data[resnet18]") == "not installed: transformers, PIL"
     assert skipped("test_hbm.py::test_hbm[copy]") == ""
+
+
+FORECAST = """
+import sys
+from pytest_gpucluster.session import forecast
+
+class OtherGpus(forecast.VisibleGpus):
+    def count(self):
+        raise AssertionError("GPUs of this host do not count")
+
+forecast.VisibleGpus = OtherGpus
+sys.exit(forecast.main(sys.argv[1:]))
+"""
+
+
+def test_elsewhere_ranks_and_sku_are_those_ordered_and_limits_that_only_record_are_deviations(tmp_path: Path) -> None:
+    file, own = tmp_path / "forecast.json", tmp_path / "own.yaml"
+    own.write_text("schema_version: 1\nskus:\n  H100 SXM:\n    limits:\n      matmul.fp32.tflops: {record_only: off}\n")
+    words = ["-m", "pytest", "acceptance/", "--gpucluster-expect=2x8xH100", f"--gpucluster-thresholds={own}"]
+    command = [sys.executable, "-c", FORECAST, str(file), "2", "0", "elsewhere", *words]
+    subprocess.run(command, cwd=ACCEPTANCE.parent, check=True, capture_output=True)
+    found = json.loads(file.read_text())
+    assert (found["ranks_per_node"], found["sku"], found["gpus"]) == (8, "H100 SXM", [])
+    assert "matmul.fp32.tflops is recorded only" in found["part"]
+    assert found["part"].count("recorded only") == 1
+
+
+def test_shipped_limits_are_no_deviation_and_conditions_that_do_not_hold_are_none(tmp_path: Path) -> None:
+    own, known = tmp_path / "own.yaml", {"world_size": "8", "nnodes": "1"}
+    assert forecast.recorded_only(load(shipped_path()), "H100 SXM", known, list(CRITERIA)) == []
+    for nodes, count in (("1", 1), ("2", 0)):
+        entry = f"matmul.fp32.tflops: [{{record_only: off, when: {{nnodes: {nodes}}}}}]"
+        own.write_text(f"schema_version: 1\nskus:\n  H100 SXM:\n    limits:\n      {entry}\n")
+        limits = load(shipped_path(), own)
+        assert len(forecast.recorded_only(limits, "H100 SXM", known, list(CRITERIA))) == count
 
 
 def test_the_packages_are_those_that_the_suite_asks_for() -> None:
