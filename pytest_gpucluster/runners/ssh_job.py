@@ -353,7 +353,7 @@ def conclude(
     outcome = judge_run("", journal, launcher_exit(nodes), problem, nnodes=len(nodes))
     passing = (0, 10, 12)  # nothing failed
     word, code, reason = outcome.verdict, outcome.exit, outcome.failure or (journal.reason if journal else "")
-    worst = max((node.exit or 0 for node in nodes), key=lambda code: (code not in passing, code == 10, code == 12))
+    worst = max(nodes, key=lambda node: (node.exit not in (None, *passing), node.exit == 10, node.exit == 12))
     rejecting = [node.name for node in nodes if node.exit == 1]
     if code == 1 or rejecting:
         word, code, reason = REJECTED, 1, reason if journal else f"{some_of(rejecting)} ended with exit code 1"
@@ -361,7 +361,7 @@ def conclude(
         word, code, reason = BROKEN, 2, f"interrupted ({interrupted})"
     elif word == NO_ANSWER:
         word = BROKEN
-    elif code in passing and code != worst:
-        reason = f"its journal states {word}, exit code {code}, but a node ended with {worst}"
+    elif code in passing and code != (worst.exit or 0):
+        reason = f"its journal states {word}, exit code {code}, but {worst.name} ended with {worst.exit or 0}"
         word, code = BROKEN, BROKEN_EXIT
     return conclusion(word, code, reason, rehearsal=journal is not None and journal.rehearsal)

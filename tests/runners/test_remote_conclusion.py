@@ -44,7 +44,12 @@ CASES = {
     "rank 0's node lost": (ends(None, 11), None, {}, "BROKEN, exit code 11: gpu-0: lost"),
     "a node lost": (ends(2, None), record("BROKEN", 2), {}, "BROKEN, exit code 11: gpu-1: lost"),
     "another node crashed": (ends(0, 11), record(), {}, "BROKEN, exit code 11: its journal states ACCEPTED, but"),
-    "with deviations, and another node crashed": (ends(12, 11), DEVIATING, {}, "BROKEN, exit code 11: "),
+    "with deviations, and another node crashed": (
+        ends(12, 11),
+        DEVIATING,
+        {},
+        "BROKEN, exit code 11: its journal states PASSED WITH DEVIATIONS, exit code 12, but gpu-1 ended with 11",
+    ),
     "incomplete, and another node's pytest failed": (ends(10, 3), INCOMPLETE, {}, "BROKEN, exit code 11: "),
     "with deviations, and another node incomplete": (ends(12, 10), DEVIATING, {}, "BROKEN, exit code 11: "),
     "with deviations": (ends(12, 12), DEVIATING, {}, "PASSED WITH DEVIATIONS, exit code 12: links: not judged"),
