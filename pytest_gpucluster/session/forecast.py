@@ -39,6 +39,7 @@ from pytest_gpucluster.judge.loader import load, shipped_path
 from pytest_gpucluster.launch.launchers import allocation
 from pytest_gpucluster.node.nvml import PyNvml
 from pytest_gpucluster.session.options import Settings, resolve
+from pytest_gpucluster.session.run import load_limits
 from pytest_gpucluster.session.selection import (
     Room,
     TrainingInputs,
@@ -119,7 +120,7 @@ class Forecast:
         on_cpu, expect, inputs = settings.device == "cpu", settings.expect, TrainingInputs.of(settings)
         software = _software(on_cpu or self._elsewhere)
         ranks = self._ranks or (2 if on_cpu else len(software["gpus"]) or (expect.gpus_per_node if expect else 1))
-        limits = load(shipped_path(), *filter(None, [settings.thresholds]))
+        limits = load_limits(settings)
         ordered = [sku for sku in limits.skus if expect and expect.sku and sku_matches(expect.sku, sku)]
         known = limits.sku_for(software["gpus"][0]) if software["gpus"] else next(iter(ordered), None)
         sku = "cpu-rehearsal" if on_cpu else settings.sku or known
@@ -253,7 +254,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return int(pytest.ExitCode.USAGE_ERROR)
     forecast = Forecast(int(nodes), int(ranks), elsewhere=where == "elsewhere")
-    code = int(pytest.main([*words, "--collect-only", "-qq", "-p", "no:cacheprovider"], plugins=[forecast]))
+    code = int(pytest.main([*words, "--collect-only", "-qq"], plugins=[forecast]))
     if forecast.result is not None:
         Path(file).write_text(json.dumps(forecast.result), encoding="utf-8")
     return code

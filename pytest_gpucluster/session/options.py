@@ -375,6 +375,11 @@ def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> S
             complaints += _repeated(values, shown)
         found[option.name.replace("-", "_")] = Setting(value=value, origin=origin)
     complaints += _without_effect(found)
+    if found["sku"].value == "cpu-rehearsal" and found["device"].value != "cpu":
+        complaints.append(
+            "--gpucluster-sku cpu-rehearsal: its limits say nothing about a GPU; leave the option out, or name the SKU "
+            "that the GPU is"
+        )
     if complaints:
         raise OptionError("\n".join(complaints))
     return Settings(settings=found)

@@ -37,7 +37,7 @@ from pytest_gpucluster.node.health.monitor import RankMonitor
 from pytest_gpucluster.recorder.client import Recorder
 from pytest_gpucluster.session import options
 from pytest_gpucluster.session.cluster import Cluster
-from pytest_gpucluster.session.options import Timeouts
+from pytest_gpucluster.session.options import Settings, Timeouts
 from pytest_gpucluster.session.selection import Room
 from pytest_gpucluster.text import first_line
 
@@ -69,6 +69,31 @@ def limits_line(*, sku: str | None, gpu_name: str | None, files: Sequence[Path])
         "gpu_name": gpu_name,
         "files": [{"path": str(path), "sha256": _digest(path)} for path in files],
     }
+
+
+def limit_files(settings: Settings) -> list[Path]:
+    """Return the files of limits that hold: the shipped one, and the operator's."""
+    from pytest_gpucluster.judge import loader
+
+    return [loader.shipped_path(), *([settings.thresholds] if settings.thresholds is not None else [])]
+
+
+def load_limits(settings: Settings) -> Thresholds:
+    """Read the limits that hold.
+
+    Raises: ThresholdsError if a file is malformed, with every problem; or if the SKU that was asked for is in none.
+    """
+    from pytest_gpucluster.judge import loader
+
+    found = loader.load(*limit_files(settings))
+    asked = settings.sku
+    if asked is not None and asked not in found.skus:  # reported now, and not after all has been measured
+        raise ThresholdsError(
+            f"--gpucluster-sku is {asked!r} ({settings.settings['sku'].origin}), and no limits are known for it;"
+            f" known are {', '.join(found.skus)}, and what a file for --gpucluster-thresholds adds"
+            f"{did_you_mean(asked, found.skus)}"
+        )
+    return found
 
 
 def environment_line(environ: Mapping[str, str], hostname: str) -> dict[str, Any]:
@@ -247,24 +272,7 @@ class Run:
             ThresholdsError: a file is malformed, and the message lists every problem; or the SKU that was asked for is
                 in none of them.
         """
-        from pytest_gpucluster.judge import loader
-
-        found = loader.load(*self._limit_files())
-        asked = self.settings.sku
-        if asked is not None and asked not in found.skus:  # reported now, and not after all has been measured
-            origin = self.settings.settings["sku"].origin
-            raise ThresholdsError(
-                f"--gpucluster-sku is {asked!r} ({origin}), and no limits are known for it;"
-                f" known are {', '.join(found.skus)}, and what a file for --gpucluster-thresholds adds"
-                f"{did_you_mean(asked, found.skus)}"
-            )
-        return found
-
-    def _limit_files(self) -> list[Path]:
-        from pytest_gpucluster.judge import loader
-
-        overlay = self.settings.thresholds
-        return [loader.shipped_path(), *([overlay] if overlay is not None else [])]
+        return load_limits(self.settings)
 
     @cached_property
     def _shipped(self) -> Thresholds:
@@ -307,7 +315,7 @@ class Run:
             sku = self.sku(name)
         except ThresholdsError:  # unreadable, or two SKUs claim this GPU: reported where values are judged
             sku = None
-        self.send(limits_line(sku=sku, gpu_name=name, files=self._limit_files()))
+        self.send(limits_line(sku=sku, gpu_name=name, files=limit_files(self.settings)))
         self.send(environment_line(self.environ, self.facts.hostname))
 
     def sku(self, gpu_name: str | None) -> str | None:

@@ -116,11 +116,6 @@ class Startup:
         if not run.has_settings:
             return problem
         try:
-            if run.settings.sku == "cpu-rehearsal" and not run.rehearsal:
-                raise OptionError(
-                    "--gpucluster-sku cpu-rehearsal: its limits say nothing about a GPU; leave the option out, or name "
-                    "the SKU that the GPU is"
-                )
             if run.rank == 0 and run.place is None:
                 _ = run.limits  # read now: a malformed file ends the run before its first test
                 self._read_baseline()
