@@ -13,6 +13,7 @@ from pytest_gpucluster.node import infiniband
 from pytest_gpucluster.node.fabric.ports import (
     FabricSources,
     NodePorts,
+    examine_ports,
     expects_infiniband,
     network_cards,
     read_ports,
@@ -89,6 +90,43 @@ def test_the_cards_of_a_node_are_those_that_are_plugged_in_for_data(case: tuple[
     for index, changes in enumerate(ports):
         add_port(tmp_path / name / "sys", f"mlx5_{index}", **{"pci": f"0000:{index + 16:02x}:00.0", **changes})
     assert network_cards(FabricSources(tree=Tree(root=tmp_path / name), environ=environ, home=lambda: None)) == count
+
+
+# Nodes as their owners published them. Of an H100 node ibdev2netdev, by whose interfaces the addresses are known, with
+# what each card is (imbue-ai/cluster-health#4); of another node sysfs itself (stackhpc/ansible-slurm-appliance#988).
+CX6 = {"kind": "MT4125", "board": "MT_0000000359", "link_layer": "Ethernet", "rate": "100 Gb/sec (4X EDR)"}
+CX6_DOWN = CX6 | {"state": "1: DOWN", "phys_state": "3: Disabled", "rate": "40 Gb/sec (4X QDR)"}
+EDR = {"rate": "100 Gb/sec (4X EDR)"}
+IMBUE = {
+    **{
+        f"mlx5_{n}": {"pci": f"0000:{bus:02x}:00.0"}
+        for n, bus in {0: 26, 3: 60, 4: 77, 5: 94, 6: 156, 9: 188, 10: 204, 11: 220}.items()
+    },
+    "mlx5_1": CX6 | {"pci": "0000:1b:00.0"},
+    "mlx5_2": CX6_DOWN | {"pci": "0000:1b:00.1"},
+    "mlx5_7": CX6 | {"pci": "0000:9d:00.0"},
+    "mlx5_8": CX6_DOWN | {"pci": "0000:9d:00.1"},
+}
+
+
+@of_each(
+    "case",
+    [
+        (IMBUE, {"mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11"}, 400.0),
+        ({"mlx5_0": EDR, "mlx5_1": EDR | {"pci": "0000:19:00.0"}}, {"mlx5_0", "mlx5_1"}, 100.0),
+    ],
+)
+def test_the_fabric_of_published_nodes_is_found(case: tuple[Any, ...], tmp_path: Path) -> None:
+    ports, fabric, rate = case
+    root = tmp_path / str(len(ports))
+    for device, attributes in ports.items():
+        add_port(root / "sys", device, **attributes)
+    found = node(root)
+    assert {port.device for port in used_ports(found.adapters)} == fabric
+    assert network_cards(FabricSources(tree=Tree(root=root), environ={})) == len(fabric)
+    assert found.slowest_rate(8) == rate
+    findings = examine_ports({0: found}, expected=True).of_node.get(0, [])
+    assert [finding.code for finding in findings if finding.kind != "note"] == ["peer_memory"]  # no driver is planted
 
 
 def test_a_card_that_shows_no_port_is_plugged_in_still(tmp_path: Path) -> None:
