@@ -358,7 +358,8 @@ def test_a_port_is_free_in_use_or_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        ("--gpucluster-expect=many --gpucluster-sku=cpu-rehearsal", "nothing about a GPU"),
+        ("--gpucluster-expect=many", "NODESxGPUS"),
+        ("--gpucluster-sku=cpu-rehearsal", "nothing about a GPU"),
         ("--gpucluster-sku=H1000", "H1000"),
     ],
     ids=["malformed", "of a rehearsal", "an unknown SKU"],
