@@ -147,7 +147,7 @@ def stores(port: int) -> list[int]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                if _HOST in words and words[words.index("--port") + 1] == str(port):
+                if _HOST in words and str(port) in words:
                     found.append(int(entry.name))
     return found
 
