@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ from pytest_gpucluster.cli.command import (
     write_json_or_table,
 )
 from pytest_gpucluster.errors import LaunchError
-from pytest_gpucluster.text import plural, printable
+from pytest_gpucluster.text import paragraph, plural, printable
 
 if TYPE_CHECKING:
     from pytest_gpucluster.node.fabric.nccl_advice import NcclAdvice
@@ -343,17 +344,21 @@ def _selftest(options: argparse.Namespace) -> int:
     test = SelfTest(
         options.device, every_gpu=options.all_gpus, say=lambda line: _write(f"{render(line, columns(60))}\n")
     )
-    report, files = test.run()
     out = options.out or Path(
         f"gpucluster-selftest-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}.tar.gz"
     )
     with file_errors(NO_OUTPUT, str(out)):
+        tempfile.TemporaryFile(dir=out.parent).close()  # refused now, and not after three minutes
+    report, files = test.run()
+    with file_errors(NO_OUTPUT, str(out)):
         write_archive(out, files)
-        for name, text in files.items() if options.save_fixture else ():
+        was_tried = any(line.what == "versions" for line in report.lines)
+        for name, text in files.items() if options.save_fixture and was_tried else ():
             folder = fixtures / report.name
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
-    _write(f"{report.summary()}\narchive: {out}\n")
+    summary = "\n".join(paragraph(report.summary(), columns(60)))
+    _write(f"{summary}\narchive: {out}\n")
     return NEGATIVE if report.is_wrong else DONE
 
 

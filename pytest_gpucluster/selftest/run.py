@@ -123,10 +123,10 @@ class SelfTest:
             for step in STEPS:
                 left = begin + patience * TOTAL_SECONDS - time.monotonic()
                 for found in self._lines_of(step, folder, min(left, patience * step.seconds)):
-                    clean = codec.read(Line, json.loads(redact(json.dumps(codec.to_json(found)))), step.name)
-                    self.lines.append(clean)
-                    self._say(clean)
+                    self._keep(codec.read(Line, json.loads(redact(json.dumps(codec.to_json(found)))), step.name))
                 if step.name == "software" and self._device == "cuda" and not self._gpus:
+                    todo = "look at `nvidia-smi`; `gpucluster node selftest --device cpu` rehearses without a GPU"
+                    self._keep(line("GPUs", False, "none was found, so nothing else was tried", todo))
                     break
             files = dict(_files_in(folder))
         files |= {name: output.text for name, command in PROGRAMS.items() if (output := run_program(command)).text}
@@ -134,6 +134,10 @@ class SelfTest:
         seconds = time.monotonic() - begin
         report = Report(version=__version__, at=at, device=self._device, seconds=seconds, lines=tuple(self.lines))
         return report, {**files, "report.txt": report.text(), "report.json": report.json()}
+
+    def _keep(self, found: Line) -> None:
+        self.lines.append(found)
+        self._say(found)
 
     def _lines_of(self, step: Step, folder: Path, seconds: float) -> Iterator[Line]:
         if seconds < 1:

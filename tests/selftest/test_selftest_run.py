@@ -101,7 +101,9 @@ say(f"{step} {rank} of {context.get('world')} shared {context.get('shared')} {os
     assert texts["hang 1 of 2 shared False None"] == "cuda:1"
     texts = found(lines_of(monkeypatch, two.replace("gpus=2", "gpus=1"), "cuda")[0], "OK")
     assert texts["hang 1 of 2 shared True gpucluster-1"] == "cuda:0"
-    none = found(lines_of(monkeypatch, two.replace("gpus=2", "gpus=0"), "cuda")[0], "OK")
+    report = lines_of(monkeypatch, two.replace("gpus=2", "gpus=0"), "cuda")[0]
+    assert report.is_wrong
+    none = found(report, "OK")
     assert set(none) == {"versions", "software 0 of None shared None None"}, "without a GPU the rest is not tried"
 
 
@@ -135,5 +137,13 @@ def test_on_cpu_all_of_it_runs_and_the_archive_has_it(
     }
     assert "s3cr3t" not in "".join(texts.values())
     printed = capsys.readouterr().out
-    assert report.summary() in printed
+    assert report.summary() in " ".join(printed.split())
     assert str(out) in printed
+
+
+def test_where_nothing_can_be_written_nothing_is_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run.SelfTest, "run", lambda self: pytest.fail("it was started"))
+    assert main.main(["node", "selftest", "--out", str(tmp_path / "none" / "it.tar.gz")]) == 4
+    assert "none" in capsys.readouterr().err
