@@ -463,7 +463,7 @@ class Phases:
             rank = min(dead)
             return AbortReason(
                 name="GPU lost",
-                message=first_line(f"the GPU of {self._run.names[rank]} works no more: {merged.message}"),
+                message=first_line(f"the GPU of {self._run.names[rank]} no longer works: {merged.message}"),
                 exit=1 if "hardware" in dead.values() else 11,
                 culprits=sorted(dead),
             )

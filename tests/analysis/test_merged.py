@@ -127,7 +127,7 @@ def test_runs_that_broke_are_answered_only_by_a_later_one_that_did_not(merged):
 
 
 def test_hardware_that_was_rejected_outside_of_a_test_stays_rejected(merged):
-    died = {**PROBLEM, "outcome": "failed", "message": "the GPU of rank 1 works no more"}
+    died = {**PROBLEM, "outcome": "failed", "message": "the GPU of rank 1 no longer works"}
     closed = {"verdict": "REJECTED", "exit": 1, "reason": "a GPU died"}
     read = merged(([good()], {"then": [died], "end": closed}), ([good()], {}))
     assert (read.verdict, read.exit) == ("REJECTED", 1)

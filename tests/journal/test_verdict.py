@@ -69,7 +69,7 @@ TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
     "also in a rehearsal": ([FAILED], {"pytest_exit": 1, "rehearsal": True}, REJECTED, 1),
     "also in a selection": ([FAILED], {"pytest_exit": 1, "selection": True}, REJECTED, 1),
     "any test counts": ([HELPER, result("x", "failed", criterion=False)], {}, REJECTED, 1),
-    "a GPU died of it": ([PASSED], {"abort": (1, "the GPU of rank 3 works no more")}, REJECTED, 1),
+    "a GPU died of it": ([PASSED], {"abort": (1, "the GPU of rank 3 no longer works")}, REJECTED, 1),
     "wins over an error": ([BROKE, FAILED], {"pytest_exit": 1}, REJECTED, 1),
     "wins over what did not run": ([SKIPPED, FAILED], {"pytest_exit": 1}, REJECTED, 1),
     "wins over a lost rank": ([FAILED], {"abort": LOST}, REJECTED, 1),
