@@ -1,14 +1,11 @@
 """The tree is the architecture: a package imports what its row allows, and the light parts stay light."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from each import of_each
@@ -21,7 +18,7 @@ FOR_ALL = {"__init__", "errors", "text", "files"}
 """Modules of the root that every package may import."""
 
 
-def _table(text: str) -> dict[str, set[str]]:
+def _table(text):
     """Read "name: word word" lines; a line that begins with a blank goes on with the one before."""
     entries = (entry.partition(":") for entry in re.split(r"\n(?=\S)", text.strip()))
     return {name: set(words.split()) for name, _, words in entries}
@@ -80,7 +77,7 @@ MAY_BE_IDLE = {("criteria", "benchmarks")}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1]) if len(parts) > 1 and parts[-1] == "__init__" else ".".join(parts)
 
@@ -88,17 +85,17 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def package(module: str) -> str:
+def package(module):
     return module.partition(".")[0]
 
 
 @functools.cache
-def imports_of(module: str) -> tuple[tuple[str, int, bool], ...]:
+def imports_of(module):
     """Every import wherever it stands in the file: (dotted name, line, at module level)."""
     return tuple(_imports_of(module))
 
 
-def _imports_of(module: str) -> Iterator[tuple[str, int, bool]]:
+def _imports_of(module):
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"), str(MODULES[module]))
     at_once = {id(node) for node in tree.body}
     for node in ast.walk(tree):
@@ -113,7 +110,7 @@ def _imports_of(module: str) -> Iterator[tuple[str, int, bool]]:
                 yield (inner if known else str(node.module)), node.lineno, id(node) in at_once
 
 
-def own_imports(module: str) -> Iterator[tuple[str, int]]:
+def own_imports(module):
     if module == "__init__":  # loads what it exports when that is first used: it imports for type checkers only
         return
     for name, line, _ in imports_of(module):
@@ -123,11 +120,11 @@ def own_imports(module: str) -> Iterator[tuple[str, int]]:
             yield name.removeprefix(f"{NAME}."), line
 
 
-def where(module: str, line: int) -> str:
+def where(module, line):
     return f"{MODULES[module].relative_to(PACKAGE.parent)}:{line}"
 
 
-def test_the_table_has_every_package_and_goes_downward() -> None:
+def test_the_table_has_every_package_and_goes_downward():
     assert {package(module) for module in MODULES} == {*PACKAGES, *FOR_ALL}
     order = list(PACKAGES)
     for name, allowed in PACKAGES.items():
@@ -135,7 +132,7 @@ def test_the_table_has_every_package_and_goes_downward() -> None:
 
 
 @of_each("module", MODULES)
-def test_a_package_imports_only_what_its_row_allows(module: str) -> None:
+def test_a_package_imports_only_what_its_row_allows(module):
     own = package(module)
     allowed = {own} | FOR_ALL | PACKAGES[own] if own in PACKAGES else {"__init__", "errors"}
     wrong = [
@@ -146,19 +143,19 @@ def test_a_package_imports_only_what_its_row_allows(module: str) -> None:
     assert wrong == []
 
 
-def test_every_import_that_is_allowed_is_made() -> None:
+def test_every_import_that_is_allowed_is_made():
     made = {(package(module), package(name)) for module in MODULES for name, _ in own_imports(module)}
     idle = {(name, each) for name, allowed in PACKAGES.items() for each in allowed} - made - MAY_BE_IDLE
     assert idle == set(), "take it out of the row"
 
 
-def test_no_imports_go_in_a_circle() -> None:
+def test_no_imports_go_in_a_circle():
     graph = {module: {name for name, _ in own_imports(module)} - {module} for module in MODULES}
     graphlib.TopologicalSorter(graph).prepare()
 
 
 @of_each("module", MODULES)
-def test_heavy_and_foreign_packages_are_imported_only_where_they_belong(module: str) -> None:
+def test_heavy_and_foreign_packages_are_imported_only_where_they_belong(module):
     wrong = [
         f"{where(module, line)}: {name} may be imported by {', '.join(sorted(ONLY_IN[package(name)]))}"
         for name, line, at_once in imports_of(module)
@@ -171,7 +168,7 @@ def test_heavy_and_foreign_packages_are_imported_only_where_they_belong(module: 
     assert wrong == []
 
 
-def test_only_the_package_device_names_cuda_and_nccls_part_of_torch() -> None:
+def test_only_the_package_device_names_cuda_and_nccls_part_of_torch():
     wrong = [
         f"{where(module, line)}: belongs to the package device: {text.strip()}"
         for module, path in MODULES.items()
@@ -182,12 +179,12 @@ def test_only_the_package_device_names_cuda_and_nccls_part_of_torch() -> None:
     assert wrong == []
 
 
-def test_no_file_is_a_drawer_for_leftovers() -> None:
+def test_no_file_is_a_drawer_for_leftovers():
     vague = [str(path) for path in MODULES.values() if VAGUE_NAMES & {path.stem, path.parent.name}]
     assert vague == [], "name a file after the one thing it holds"
 
 
-def loaded_by(*modules: str) -> set[str]:
+def loaded_by(*modules):
     """What a fresh interpreter has loaded after these imports."""
     names = [NAME if module == "__init__" else f"{NAME}.{module}" for module in modules]
     code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nprint(*sys.modules)"
@@ -196,16 +193,16 @@ def loaded_by(*modules: str) -> set[str]:
     return {name.partition(".")[0] for name in child.stdout.split()}
 
 
-def test_importing_the_plugin_loads_neither_torch_nor_nvml_nor_yaml() -> None:
+def test_importing_the_plugin_loads_neither_torch_nor_nvml_nor_yaml():
     assert loaded_by("plugin") & {"torch", "pynvml", "yaml", "numpy"} == set()
 
 
-def test_what_reads_and_renders_the_journal_needs_no_torch_pytest_or_yaml() -> None:
+def test_what_reads_and_renders_the_journal_needs_no_torch_pytest_or_yaml():
     light = [module for module in MODULES if package(module) in LIGHT]
     assert loaded_by(*light) & {"torch", "pytest", "_pytest", "yaml", "pynvml", "numpy"} == set()
 
 
-def test_what_a_rank_is_and_how_it_is_judged_can_be_known_without_torch() -> None:
+def test_what_a_rank_is_and_how_it_is_judged_can_be_known_without_torch():
     modules = (
         "launch.launchers",
         "node.inventory",

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 from each import of_each
 
@@ -9,7 +5,7 @@ from pytest_gpucluster import errors
 from pytest_gpucluster.errors import connection_cut, gpu_died, kind_of, text_of, translate_nvls
 
 
-def cuda(text: str) -> RuntimeError:
+def cuda(text):
     """An error as torch words it."""
     return RuntimeError(
         f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported at some other API call"
@@ -28,7 +24,7 @@ NO_NVLS = RuntimeError(
 class BadText(RuntimeError):
     """An error that cannot say what it is."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise ValueError("no text")
 
 
@@ -55,7 +51,7 @@ DEATHS = [
 
 
 @of_each("case", DEATHS)
-def test_how_a_gpu_died_decides_between_a_verdict_and_a_broken_run(case: tuple[str | None, str, str]) -> None:
+def test_how_a_gpu_died_decides_between_a_verdict_and_a_broken_run(case):
     died, text, outcome = case
     assert gpu_died(cuda(text)) == died
     assert kind_of(cuda(text), "call") == outcome
@@ -63,19 +59,19 @@ def test_how_a_gpu_died_decides_between_a_verdict_and_a_broken_run(case: tuple[s
         assert [kind_of(cuda(text), when) for when in ("setup", "teardown")] == ["failed"] * 2
 
 
-def test_words_of_cuda_in_an_error_of_something_else_kill_no_gpu() -> None:
+def test_words_of_cuda_in_an_error_of_something_else_kill_no_gpu():
     assert gpu_died(AssertionError("CUDA error: uncorrectable ECC error encountered")) is None
     assert gpu_died(RuntimeError("an illegal memory access was encountered")) is None
 
 
-def test_errors_that_torch_raises_are_runtime_errors() -> None:
+def test_errors_that_torch_raises_are_runtime_errors():
     import torch
 
     assert issubclass(torch.AcceleratorError, RuntimeError)
     assert issubclass(torch.distributed.DistBackendError, RuntimeError)
 
 
-def test_an_error_of_nccl_that_carries_cudas_is_recognised() -> None:
+def test_an_error_of_nccl_that_carries_cudas_is_recognised():
     error = RuntimeError(
         "NCCL error in: ProcessGroupNCCL.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
@@ -104,15 +100,13 @@ def test_an_error_of_nccl_that_carries_cudas_is_recognised() -> None:
         pytest.param(KeyboardInterrupt(), "error", "failed", id="no Exception at all"),
     ],
 )
-def test_the_kind_of_a_failure_is_what_the_exception_says_or_where_it_happened(
-    error: BaseException, setup: str, call: str
-) -> None:
+def test_the_kind_of_a_failure_is_what_the_exception_says_or_where_it_happened(error, setup, call):
     assert [kind_of(error, when) for when in ("setup", "call", "teardown")] == [setup, call, setup]
     assert text_of(error).endswith(": ValueError)" if isinstance(error, BadText) else "x" if error.args else "")
 
 
 @pytest.mark.parametrize("place", ["beginning", "end"])
-def test_of_a_huge_text_both_ends_are_looked_at(place: str) -> None:
+def test_of_a_huge_text_both_ends_are_looked_at(place):
     filler, cut = "x" * 10_000_000, "Connection closed by peer"
     huge = RuntimeError(f"{cut}\n{filler}" if place == "beginning" else f"{filler}\n{cut}")
     assert connection_cut(huge)
@@ -136,13 +130,11 @@ def test_of_a_huge_text_both_ends_are_looked_at(place: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [RuntimeError, errors.CommunicationError])
-def test_a_peer_that_is_gone_is_recognised_by_what_the_backends_say(
-    kind: Callable[[str], Exception], text: str, expected: bool
-) -> None:
+def test_a_peer_that_is_gone_is_recognised_by_what_the_backends_say(kind, text, expected):
     assert connection_cut(kind(text)) is expected
 
 
-def test_the_same_words_in_a_tests_own_failure_are_its_own() -> None:
+def test_the_same_words_in_a_tests_own_failure_are_its_own():
     assert connection_cut(errors.PeerGaveUp("rank 0 gave up"))
     assert not connection_cut(AssertionError("Connection closed by peer"))
     assert not connection_cut(ConnectionResetError("Connection reset by peer"))
@@ -168,11 +160,11 @@ class DistError(RuntimeError):
         pytest.param(type("Inner", (DistError,), {})("ncclRemoteError"), id="a kind of communication error"),
     ],
 )
-def test_what_the_environment_lacks_is_no_verdict_about_hardware(error: Exception) -> None:
+def test_what_the_environment_lacks_is_no_verdict_about_hardware(error):
     assert kind_of(error, "call") == "error"
 
 
-def test_memory_for_nvls_that_nccl_cannot_take_is_an_error_of_its_own_and_of_the_environment() -> None:
+def test_memory_for_nvls_that_nccl_cannot_take_is_an_error_of_its_own_and_of_the_environment():
     found = translate_nvls(NO_NVLS)
     assert isinstance(found, errors.NvlsFailed)
     assert kind_of(found, "call") == "error"
@@ -183,5 +175,5 @@ def test_memory_for_nvls_that_nccl_cannot_take_is_an_error_of_its_own_and_of_the
 
 
 @pytest.mark.parametrize("other", [cuda("out of memory"), BadText(), AssertionError(str(NO_NVLS)), KeyboardInterrupt()])
-def test_another_error_keeps_its_words(other: BaseException) -> None:
+def test_another_error_keeps_its_words(other):
     assert translate_nvls(other) is other

@@ -1,7 +1,5 @@
 """The examples in docstrings are true."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 from pathlib import Path
@@ -20,10 +18,10 @@ MODULES = [
 
 
 @of_each("name", MODULES)
-def test_examples_hold(name: str) -> None:
+def test_examples_hold(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_the_formulas_that_everyone_knows_have_examples() -> None:
+def test_the_formulas_that_everyone_knows_have_examples():
     for name in ("metrics.units", "metrics.stats", "benchmarks.collectives"):
         assert doctest.testmod(importlib.import_module(f"pytest_gpucluster.{name}")).attempted > 0

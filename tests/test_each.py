@@ -1,19 +1,17 @@
-from __future__ import annotations
-
 import pytest
 from each import of_each
 
 
 @of_each("number", range(10))
 @pytest.mark.parametrize("factor", [1, 2])
-def test_every_case_is_tried_with_what_pytest_gives(number: int, factor: int, tmp_path: object) -> None:
+def test_every_case_is_tried_with_what_pytest_gives(number, factor, tmp_path):
     assert number * factor < 20
     assert tmp_path is not None
 
 
-def test_every_miss_is_listed_also_of_a_case_that_cannot_be_tried() -> None:
+def test_every_miss_is_listed_also_of_a_case_that_cannot_be_tried():
     @of_each("number", [1, 0, 3], name=lambda number: f"case {number}")
-    def tried(number: int) -> None:
+    def tried(number):
         assert 1 / number > 0.5, "too small"
 
     with pytest.raises(
@@ -22,6 +20,6 @@ def test_every_miss_is_listed_also_of_a_case_that_cannot_be_tried() -> None:
         tried()
 
 
-def test_without_a_case_nothing_passes() -> None:
+def test_without_a_case_nothing_passes():
     with pytest.raises(AssertionError, match="nothing to try"):
         of_each("number", [])(lambda number: None)()

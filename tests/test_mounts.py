@@ -1,12 +1,9 @@
 """What the kernel lists as mounted is read as it is, and a folder is found on the mount that holds it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from pytest_gpucluster import files
 from pytest_gpucluster.files import mount_of, read_mounts
 
 TEXT = r"""
@@ -20,13 +17,13 @@ TEXT = r"""
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> tuple[files.Mount, ...]:
+def found(tmp_path):
     path = tmp_path / "mountinfo"
     path.write_text(TEXT.strip() + "\n", encoding="utf-8")
     return read_mounts(path)
 
 
-def test_type_source_folder_and_options_are_read(found: tuple[files.Mount, ...]) -> None:
+def test_type_source_folder_and_options_are_read(found):
     nfs = found[2]
     assert (nfs.point, nfs.kind, nfs.source, nfs.root) == ("/mnt/my data", "nfs4", "server:/export", "/team a")
     assert (nfs.option("vers"), nfs.option("soft"), found[1].option("size")) == ("4.2", None, "65536k")
@@ -47,7 +44,6 @@ def test_type_source_folder_and_options_are_read(found: tuple[files.Mount, ...])
         ("/mnt/fuse", "fuse.juicefs"),
     ],
 )
-def test_a_folder_is_on_the_innermost_mount(found: tuple[files.Mount, ...], folder: str, kind: str) -> None:
+def test_a_folder_is_on_the_innermost_mount(found, folder, kind):
     held = mount_of(Path(folder), found)
-    assert held is not None
     assert held.kind == kind

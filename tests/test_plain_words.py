@@ -1,9 +1,6 @@
 """Names, messages, help texts and docs use the field's words; what this project once said instead is listed here."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,20 +27,20 @@ _PATTERNS = {
 }
 
 
-def texts() -> Iterator[Path]:
+def texts():
     for name in ("README.md", "CONTRIBUTING.md", "Makefile", "conftest.py", "pyproject.toml", "thresholds.yaml"):
         yield ROOT / name
     for folder in ("pytest_gpucluster", "acceptance", "deploy", "docs", "perf"):
         yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.is_file() and path.suffix != ".pyc")
 
 
-def complaints(text: str) -> Iterator[str]:
+def complaints(text):
     for pattern, instead in _PATTERNS.items():
         for found in pattern.finditer(text):
             yield f"{text.count(chr(10), 0, found.start()) + 1}: {found[0]!r}: {instead}"
 
 
-def test_no_text_uses_a_word_of_its_own() -> None:
+def test_no_text_uses_a_word_of_its_own():
     found = []
     for path in texts():
         name = path.relative_to(ROOT).as_posix()
@@ -54,10 +51,10 @@ def test_no_text_uses_a_word_of_its_own() -> None:
 @pytest.mark.parametrize(
     "text", ["what it told", "rank_told = 1", "put on\n    # record", "Nobody knows", "hold\nagainst"]
 )
-def test_words_are_found_in_names_and_across_lines(text: str) -> None:
+def test_words_are_found_in_names_and_across_lines(text):
     assert [complaint.split(":")[0] for complaint in complaints(text)] == ["1"]
 
 
 @pytest.mark.parametrize("text", ["besides", "untold", "on records", "intelligible"])
-def test_other_words_are_not(text: str) -> None:
+def test_other_words_are_not(text):
     assert not list(complaints(text))

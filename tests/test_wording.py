@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 import pytest
 
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, one_line, rank_ranges, visible
@@ -19,7 +15,7 @@ from pytest_gpucluster.text import MESSAGE_CHARACTERS, first_line, one_line, ran
         pytest.param("\ufeffé漢\U0001f600\t\n", "\ufeffé漢\U0001f600\t\n", id="what-xml-carries"),
     ],
 )
-def test_control_characters_are_shown_never_dropped(text: str, expected: str) -> None:
+def test_control_characters_are_shown_never_dropped(text, expected):
     assert visible(text) == expected
 
 
@@ -33,7 +29,7 @@ def test_control_characters_are_shown_never_dropped(text: str, expected: str) ->
         pytest.param("one\u2028two", "one", id="a separator that only splitlines knows"),
     ],
 )
-def test_the_first_line_is_the_first_that_says_something(text: str, expected: str) -> None:
+def test_the_first_line_is_the_first_that_says_something(text, expected):
     assert first_line(text) == expected
 
 
@@ -53,7 +49,7 @@ def test_the_first_line_is_the_first_that_says_something(text: str, expected: st
         ),
     ],
 )
-def test_ranks_are_told_as_ranges(ranks: Iterable[int], expected: str) -> None:
+def test_ranks_are_told_as_ranges(ranks, expected):
     assert rank_ranges(ranks) == expected
 
 
@@ -67,5 +63,5 @@ def test_ranks_are_told_as_ranges(ranks: Iterable[int], expected: str) -> None:
         pytest.param("01234567890", "012345678…", id="just too long"),
     ],
 )
-def test_one_line_is_the_whole_text_as_far_as_it_fits(text: str, expected: str) -> None:
+def test_one_line_is_the_whole_text_as_far_as_it_fits(text, expected):
     assert one_line(text, 10) == expected

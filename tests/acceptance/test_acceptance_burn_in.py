@@ -1,21 +1,18 @@
 """The criteria of burn-in and memory patterns without torchrun: local workers, one process, and what is left of a
 burn-in that is cut short. How torchrun's ranks fare: test_acceptance_devices.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import signal
 import sys
 import time
-from pathlib import Path
 
 import fork_server
 import pytest
 import torch
 from planted_runs import TESTS, acceptance_file, measured
-from sessions import CPU, DEADLINE_SECONDS, PLUGINS, Left, Project, environment
+from sessions import CPU, DEADLINE_SECONDS, PLUGINS, Left, environment
 
 from pytest_gpucluster.benchmarks import memory_patterns
 
@@ -25,7 +22,7 @@ WORKERS = {
 }
 
 
-def put(project: Project, plan: dict[str, dict[str, str]], more: str = "") -> None:
+def put(project, plan, more=""):
     """Write the planned files of acceptance/, and what plants the faults."""
     planted = (TESTS / "planted" / "on_devices.py").read_text(encoding="utf-8")
     files = {"conftest.py": planted + more, "planted.py": (TESTS / "planted" / "planted.py").read_text("utf-8")}
@@ -35,12 +32,12 @@ def put(project: Project, plan: dict[str, dict[str, str]], more: str = "") -> No
         (project.path / name).write_text(content, encoding="utf-8")
 
 
-def result(left: Left, name: str):
+def result(left, name):
     [found] = [each for each in left.journal.results if each.nodeid.endswith(f"::{name}")]
     return found
 
 
-def test_local_workers_burn_in_each_its_own_gpu_compare_their_bits_and_leave_the_search_out(project: Project) -> None:
+def test_local_workers_burn_in_each_its_own_gpu_compare_their_bits_and_leave_the_search_out(project):
     put(project, WORKERS)
     arguments = ("-n", "3", "--dist", "each", "--max-worker-restart=0")
     left = project.run_apart(*arguments, more={"PLANTED": json.dumps(WORKERS)})
@@ -65,12 +62,12 @@ def test_local_workers_burn_in_each_its_own_gpu_compare_their_bits_and_leave_the
 
 @pytest.mark.parametrize(("buffers", "values"), [(0, []), (20, [(0.0, "recorded")])], ids=["at once", "later"])
 def test_memory_that_was_not_gone_through_to_the_end_is_no_memory_without_wrong_words(
-    project: Project, monkeypatch: pytest.MonkeyPatch, buffers: int, values: list[tuple[float, str]]
-) -> None:
+    project, monkeypatch, buffers, values
+):
     written = []
 
     class Full(memory_patterns.Cells):
-        def write(self, target: torch.Tensor, words: torch.Tensor) -> None:
+        def write(self, target, words):
             super().write(target, words)
             written.append(target)
             if len(written) > buffers:
@@ -102,7 +99,7 @@ def pytest_itemcollected(item):
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_a_burn_in_that_is_cut_short_keeps_what_it_measured_and_is_no_pass(project: Project, stop: str) -> None:
+def test_a_burn_in_that_is_cut_short_keeps_what_it_measured_and_is_no_pass(project, stop):
     number, code, told = STOPS[stop]
     slow = number is None  # of a rehearsal, while it computes
     put(project, {"test_burn_in": {}}, DEADLINE if slow else "")
@@ -120,12 +117,11 @@ def test_a_burn_in_that_is_cut_short_keeps_what_it_measured_and_is_no_pass(proje
     assert dict(found.properties)["burn_in"].startswith("after ")
     assert points(project.path) >= 3
     workload = left.journal.workload
-    assert workload is not None
     assert workload.values["burn_in.duration"] == "10min"
     assert workload.origins["burn_in.duration"] == "command line: --gpucluster-workload burn_in.duration=10min"
 
 
-def stopped(project: Project, number: int | None) -> Left:
+def stopped(project, number):
     """Begin a burn-in of ten minutes, and stop it once there are some points of its course."""
     environ = environment({"PLANTED": json.dumps({"test_burn_in": {"test_burn_in": ""}})})
     command = [sys.executable, "-m", "pytest", *PLUGINS, CPU, "--junitxml=report.xml"]
@@ -150,7 +146,7 @@ def stopped(project: Project, number: int | None) -> Left:
     return Left(directory=project.path, exit=code, stdout=output.read_text(), stderr="")
 
 
-def points(directory: Path) -> int:
+def points(directory):
     """Return how many points of its course a burn-in has written."""
     found = list((directory / "gpucluster-report").rglob("burn-in-rank-0.csv"))
     return max(0, len(found[0].read_text().splitlines()) - 1) if found else 0

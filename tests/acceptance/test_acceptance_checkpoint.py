@@ -1,8 +1,6 @@
 """The criteria checkpoint and checkpoint.bandwidth themselves, run by torchrun over gloo: what they accept, and how
 each fault fails them."""
 
-from __future__ import annotations
-
 import planted_runs
 import pytest
 from each import of_each

@@ -3,16 +3,13 @@
 Two ranks on one node run all of it in one session, and the faults are rank 1's where nothing else is said.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest
-import torchrun
 from each import of_each
-from planted_runs import Plan, artifacts_of, measured, result_of, run_planted
+from planted_runs import artifacts_of, measured, result_of, run_planted
 
-PLAN: Plan = {
+PLAN = {
     "host": {"test_host_limits": ""},
     "matmul__wrong": {
         "test_matmul[bf16]": "bit",
@@ -80,7 +77,7 @@ RANK_1 = "rank 1 (node-a)"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> torchrun.Run:
+def run(tmp_path_factory):
     """All faults one after the other, in planted time."""
     options = [f"--gpucluster-workload={setting}" for setting in WORKLOAD]
     return run_planted(tmp_path_factory.mktemp("devices"), PLAN, "on_devices", *options, ranks=2)
@@ -111,7 +108,7 @@ WRONG = [
 
 
 @of_each("case", WRONG)
-def test_what_is_wrong_rejects_and_names_the_rank_and_the_place(run: torchrun.Run, case: tuple[str, str, str]) -> None:
+def test_what_is_wrong_rejects_and_names_the_rank_and_the_place(run, case):
     found = result_of(run, *case[:2])
     assert found.outcome == "failed", found.text
     assert found.message.startswith(f"{RANK_1}: WrongResult: "), found.message
@@ -131,7 +128,7 @@ def test_what_is_wrong_rejects_and_names_the_rank_and_the_place(run: torchrun.Ru
         ("collectives", "collective[node-all_to_all-fp32]", r"nccl\.all_to_all\.busbw 0\.000.* < 0\.001 GB/s"),
     ],
 )
-def test_what_is_slow_misses_the_shipped_limit_and_is_named(run: torchrun.Run, case: tuple[str, str, str]) -> None:
+def test_what_is_slow_misses_the_shipped_limit_and_is_named(run, case):
     found = result_of(run, *case[:2])
     assert found.outcome == "failed", found.text
     assert re.match(case[2], found.message), found.message
@@ -143,7 +140,7 @@ def test_what_is_slow_misses_the_shipped_limit_and_is_named(run: torchrun.Run, c
 @of_each(
     "case", [("matmul__noisy", "matmul[fp32]"), ("hbm__noisy", "hbm[read]"), ("nccl__slow", "all_reduce[node-bf16]")]
 )
-def test_what_is_noisy_is_inconclusive_and_that_is_no_pass(run: torchrun.Run, case: tuple[str, str]) -> None:
+def test_what_is_noisy_is_inconclusive_and_that_is_no_pass(run, case):
     found = result_of(run, *case)
     assert found.outcome == "skipped", found.text  # too slow to rehearse here
     of_case = {"matmul": "matmul.fp32.tflops", "hbm": "hbm.read.bandwidth", "nccl": "nccl.all_reduce.busbw"}
@@ -152,7 +149,7 @@ def test_what_is_noisy_is_inconclusive_and_that_is_no_pass(run: torchrun.Run, ca
     assert largest.status != "passed"
 
 
-def test_the_run_goes_on_after_each_fault_and_is_rejected_in_the_end(run: torchrun.Run) -> None:
+def test_the_run_goes_on_after_each_fault_and_is_rejected_in_the_end(run):
     assert len(run.journal.results) == sum(map(len, PLAN.values()))
     healthy = [(copy, test.removeprefix("test_")) for copy, tests in PLAN.items() for test in tests if not tests[test]]
     assert {case: result_of(run, *case).outcome for case in healthy} == dict.fromkeys(healthy, "passed")
@@ -163,7 +160,7 @@ def test_the_run_goes_on_after_each_fault_and_is_rejected_in_the_end(run: torchr
 # ---- products and memory ---------------------------------------------------------------------------------------------
 
 
-def test_of_a_healthy_device_every_size_is_recorded_and_the_best_one_judged_on_each_rank(run: torchrun.Run) -> None:
+def test_of_a_healthy_device_every_size_is_recorded_and_the_best_one_judged_on_each_rank(run):
     *single, best = result_of(run, "matmul__wrong", "matmul[fp32]").measurements
     assert [(dict(one.labels), one.status) for one in (*single, best)] == [
         ({"n": "64"}, "recorded"),
@@ -176,7 +173,7 @@ def test_of_a_healthy_device_every_size_is_recorded_and_the_best_one_judged_on_e
     assert best.stopped.samples == len(best.samples[best.worst_rank])
 
 
-def test_a_device_that_is_slow_at_its_largest_size_only_passes_by_another_one(run: torchrun.Run) -> None:
+def test_a_device_that_is_slow_at_its_largest_size_only_passes_by_another_one(run):
     found = result_of(run, "matmul__one_size", "matmul[fp32]")
     small, large, best = found.measurements
     assert found.outcome == "passed", found.text
@@ -185,13 +182,13 @@ def test_a_device_that_is_slow_at_its_largest_size_only_passes_by_another_one(ru
     assert best.values == {0: large.values[0], 1: small.values[1]}
 
 
-def test_of_buffers_the_largest_one_is_judged(run: torchrun.Run) -> None:
+def test_of_buffers_the_largest_one_is_judged(run):
     judged = result_of(run, "hbm__wrong", "hbm[write]").measurements
     assert [(one.labels["size"], one.status) for one in judged] == [("1 MB", "recorded"), ("1 MiB", "failed")]
 
 
 @of_each("case", [("bf16", {"nn", "tn"}), ("fp8", {"nt"})])
-def test_all_ranks_measure_the_shape_that_the_first_rank_chose(run: torchrun.Run, case: tuple[str, set[str]]) -> None:
+def test_all_ranks_measure_the_shape_that_the_first_rank_chose(run, case):
     dtype, layouts = case
     found = result_of(run, "matmul_search__right", f"matmul_search[{dtype}]")
     [best] = found.measurements
@@ -206,14 +203,14 @@ def test_all_ranks_measure_the_shape_that_the_first_rank_chose(run: torchrun.Run
     assert all(f"64x16x64 {layout} " in looks for layout in layouts)
 
 
-def test_a_wrong_product_of_the_rank_that_chooses_is_named_as_well(run: torchrun.Run) -> None:
+def test_a_wrong_product_of_the_rank_that_chooses_is_named_as_well(run):
     found = result_of(run, "matmul_search__wrong", "matmul_search[fp16]")
     assert found.message.startswith("rank 0 (node-a): WrongResult: ")
     assert " fp16 64x16x64 tn: " in found.text
     assert list(found.culprits) == [0]
 
 
-def test_a_shape_that_does_not_fit_is_an_error_that_names_it_and_no_smaller_search(run: torchrun.Run) -> None:
+def test_a_shape_that_does_not_fit_is_an_error_that_names_it_and_no_smaller_search(run):
     found = result_of(run, "matmul_search__full", "matmul_search[fp32]")
     assert found.outcome == "error"
     assert found.message.startswith(f"{RANK_1}: EnvironmentBroken: ")
@@ -223,7 +220,7 @@ def test_a_shape_that_does_not_fit_is_an_error_that_names_it_and_no_smaller_sear
 # ---- burn-in ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_product_says_when_it_was_and_what_came_before_it_is_kept(run: torchrun.Run) -> None:
+def test_a_wrong_product_says_when_it_was_and_what_came_before_it_is_kept(run):
     found = result_of(run, "burn_in__wrong", "burn_in")
     assert re.search(r"; after \S+ s of 0\.5 s, and \d+ products", found.text)
     kept = artifacts_of(run, "burn_in__wrong", "burn_in")
@@ -236,7 +233,7 @@ def test_a_wrong_product_says_when_it_was_and_what_came_before_it_is_kept(run: t
     assert 0 < completed.values[1] < 100
 
 
-def test_a_rate_that_falls_is_measured_to_the_end(run: torchrun.Run) -> None:
+def test_a_rate_that_falls_is_measured_to_the_end(run):
     judged = measured(result_of(run, "burn_in__fades", "burn_in"))
     assert judged["burn_in.retention"].values[0] == pytest.approx(100)
     assert judged["matmul.bf16.tflops"].labels["load"] == "burn-in"
@@ -244,7 +241,7 @@ def test_a_rate_that_falls_is_measured_to_the_end(run: torchrun.Run) -> None:
 
 
 @of_each("pattern", ["walking_ones", "random"])
-def test_a_stuck_bit_stands_with_its_place_in_the_report_and_in_a_file(run: torchrun.Run, pattern: str) -> None:
+def test_a_stuck_bit_stands_with_its_place_in_the_report_and_in_a_file(run, pattern):
     found = result_of(run, "burn_in__wrong", f"memory_patterns[{pattern}]")
     judged = measured(found)["gpu.memory_patterns.wrong_words"]
     assert (judged.status, judged.worst_rank, judged.values[0]) == ("failed", 1, 0)
@@ -255,7 +252,7 @@ def test_a_stuck_bit_stands_with_its_place_in_the_report_and_in_a_file(run: torc
     assert "0: 2097152" in text
 
 
-def test_of_memory_that_holds_the_share_is_judged(run: torchrun.Run) -> None:
+def test_of_memory_that_holds_the_share_is_judged(run):
     judged = result_of(run, "burn_in__wrong", "memory_patterns[moving_inversions]").measurements
     assert [(one.metric, one.status, len(one.values)) for one in judged] == [
         ("gpu.memory_patterns.wrong_words", "passed", 2),
@@ -263,7 +260,7 @@ def test_of_memory_that_holds_the_share_is_judged(run: torchrun.Run) -> None:
     ]
 
 
-def test_of_two_devices_that_differ_both_are_named(run: torchrun.Run) -> None:
+def test_of_two_devices_that_differ_both_are_named(run):
     found = result_of(run, "burn_in__wrong", "gpus_agree")
     assert found.outcome == "failed"
     assert re.match(r"rank 0 \(node-a\): WrongResult: rank 0, node-a: .*: softmax", found.message)
@@ -273,9 +270,7 @@ def test_of_two_devices_that_differ_both_are_named(run: torchrun.Run) -> None:
 # ---- host links and collectives --------------------------------------------------------------------------------------
 
 
-def test_on_a_healthy_node_each_rank_has_its_rate_in_each_mode_and_one_of_them_its_host_s_figures(
-    run: torchrun.Run,
-) -> None:
+def test_on_a_healthy_node_each_rank_has_its_rate_in_each_mode_and_one_of_them_its_host_s_figures(run):
     rates = [one for each in run.journal.results if "host_link__right" in each.nodeid for one in each.measurements]
     ways = {(direction, mode) for direction in ("h2d", "d2h") for mode in ("alone", "both", "together")}
     seen = {(one.metric.split(".")[1], one.labels["mode"], one.labels["size"]) for one in rates}
@@ -284,14 +279,14 @@ def test_on_a_healthy_node_each_rank_has_its_rate_in_each_mode_and_one_of_them_i
     assert all(set(one.values) == {0} for one in result_of(run, "host", "host_limits").measurements)
 
 
-def test_memory_that_is_not_beside_the_gpu_is_an_error_that_names_both_places(run: torchrun.Run) -> None:
+def test_memory_that_is_not_beside_the_gpu_is_an_error_that_names_both_places(run):
     found = result_of(run, "host_link__wrong", "host_link[both]")
     assert found.outcome == "error"
     assert found.message.startswith(f"{RANK_1}: EnvironmentBroken: node-a: 0 % ")
     assert "NUMA node 7" in found.text
 
 
-def test_every_ranks_log_of_nccl_lies_in_the_folder_of_a_test_that_failed(run: torchrun.Run) -> None:
+def test_every_ranks_log_of_nccl_lies_in_the_folder_of_a_test_that_failed(run):
     kept = artifacts_of(run, "nccl__wrong", "all_reduce[node-fp32]")
     assert set(kept) == {"nccl-rank-0.log", "nccl-rank-1.log"}
     assert all(text.startswith("NCCL INFO something\n(2 lines ") for text in kept.values())

@@ -1,7 +1,5 @@
 """The LoRA criteria themselves, run by torchrun over gloo: what they accept, and which measurement each fault fails."""
 
-from __future__ import annotations
-
 import csv
 
 import planted_runs

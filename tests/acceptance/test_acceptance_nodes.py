@@ -3,17 +3,14 @@
 Two nodes of one rank each run all of it in one session, and the faults are node-b's where nothing else is said.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
-import torchrun
 from each import of_each
-from planted_runs import Plan, artifacts_of, measured, result_of, run_planted
+from planted_runs import artifacts_of, measured, result_of, run_planted
 from sysfs_ports import add_port, add_roce
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "node"))
@@ -25,7 +22,7 @@ HOSTS = ("node-a", "node-b")
 ENVIRONMENT = ("right", "own", "note", "hurts", "differs", "not_set", "otherwise", "same_effect")
 PORTS = ("right", "down", "no_ports", "no_way", "rehearsed", "none_anywhere", "one_node")
 FILES = ("right", "old", "unshared", "flipped", "missing", "torn", "other", "stale", "full", "space")
-HOST_FILES: dict[str, dict[str, str | None]] = {
+HOST_FILES = {
     "right": {},
     "nofile": {"/proc/self/limits": limits(nofile=63)},
     "tasks": {"/sys/fs/cgroup/pids.max": "7\n"},
@@ -36,7 +33,7 @@ HOST_FILES: dict[str, dict[str, str | None]] = {
     "no_shm": {},
     "shm_on_disk": {"/proc/self/mountinfo": "30 1 0:27 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"},
 }
-PLAN: Plan = {
+PLAN = {
     **{f"nccl_environment__{fault}": {"test_nccl_environment": fault} for fault in ENVIRONMENT},
     **{f"infiniband__{fault}": {"test_fabric_ports": fault} for fault in PORTS},
     **{f"host__{fault}": {"test_host_limits": fault} for fault in HOST_FILES},
@@ -71,7 +68,7 @@ OPTIONS = (
 )
 
 
-def plant_nodes(root: Path) -> None:
+def plant_nodes(root):
     """Write for each node what its fabric is, and what its host is with each fault."""
     for host in HOSTS:
         for fabric, cards in (("fabric", 2), ("down", 2), ("mixed", 1)):
@@ -86,7 +83,7 @@ def plant_nodes(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> torchrun.Run:
+def run(tmp_path_factory):
     """All faults one after the other."""
     directory = tmp_path_factory.mktemp("nodes")
     plant_nodes(directory / "root")
@@ -102,7 +99,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> torchrun.Run:
     )
 
 
-def test_the_run_goes_on_after_each_fault_and_what_needs_no_communicator_comes_first(run: torchrun.Run) -> None:
+def test_the_run_goes_on_after_each_fault_and_what_needs_no_communicator_comes_first(run):
     assert len(run.journal.results) == sum(map(len, PLAN.values()))
     files = [each.nodeid.partition(".py")[0].partition("__")[0] for each in run.journal.results]
     assert list(dict.fromkeys(files))[:3] == ["test_host", "test_nccl_environment", "test_infiniband"]
@@ -126,7 +123,7 @@ def test_the_run_goes_on_after_each_fault_and_what_needs_no_communicator_comes_f
         ("shared_filesystem__right", "shared_filesystem"),
     ],
 )
-def test_what_is_healthy_or_to_be_noted_only_passes(run: torchrun.Run, case: tuple[str, str]) -> None:
+def test_what_is_healthy_or_to_be_noted_only_passes(run, case):
     found = result_of(run, *case)
     assert found.outcome == "passed", found.text
 
@@ -144,7 +141,7 @@ REJECTED = {
 
 
 @of_each("case", list(REJECTED))
-def test_what_is_wrong_on_a_node_rejects_and_names_it(run: torchrun.Run, case: tuple[str, str]) -> None:
+def test_what_is_wrong_on_a_node_rejects_and_names_it(run, case):
     found = result_of(run, *case)
     assert found.outcome == "failed", found.text
     assert [words for words in REJECTED[case] if words not in found.text] == [], found.text
@@ -173,9 +170,7 @@ BROKEN = {
 
 
 @of_each("case", list(BROKEN))
-def test_what_is_no_fault_of_hardware_is_an_error_that_says_where_it_is(
-    run: torchrun.Run, case: tuple[str, str]
-) -> None:
+def test_what_is_no_fault_of_hardware_is_an_error_that_says_where_it_is(run, case):
     found = result_of(run, *case)
     assert found.outcome == "error", found.text
     assert [words for words in BROKEN[case] if words not in found.text] == [], found.text
@@ -197,7 +192,7 @@ MISSED = {
 
 
 @of_each("case", list(MISSED))
-def test_what_misses_its_limit_names_the_node(run: torchrun.Run, case: tuple[str, str]) -> None:
+def test_what_misses_its_limit_names_the_node(run, case):
     found, (metric, missed) = result_of(run, *case), MISSED[case]
     assert found.outcome == "failed", found.text
     assert re.match(rf"{re.escape(metric)} {missed} .*\brank 1 .node-b.", found.message), found.message
@@ -210,7 +205,7 @@ def test_what_misses_its_limit_names_the_node(run: torchrun.Run, case: tuple[str
 # ---- what is measured, and what is recorded --------------------------------------------------------------------------
 
 
-def test_of_healthy_nodes_every_pair_and_both_clocks_are_measured(run: torchrun.Run) -> None:
+def test_of_healthy_nodes_every_pair_and_both_clocks_are_measured(run):
     values = measured(result_of(run, "connectivity__right", "connectivity"))
     assert (values["connectivity.nodes"].value, values["connectivity.nodes"].labels) == (2, {"of": "2"})
     assert (values["connectivity.pairs"].value, values["connectivity.pairs"].status) == (100, "passed")
@@ -220,13 +215,13 @@ def test_of_healthy_nodes_every_pair_and_both_clocks_are_measured(run: torchrun.
     assert measured(result_of(run, "connectivity__refused", "connectivity"))["connectivity.pairs"].value == 50
 
 
-def test_a_clock_that_is_ahead_is_measured_on_both_nodes_for_it_could_be_either(run: torchrun.Run) -> None:
+def test_a_clock_that_is_ahead_is_measured_on_both_nodes_for_it_could_be_either(run):
     [skew] = result_of(run, "connectivity__ahead", "clock_skew").measurements
     assert set(skew.values) == {A, B}
     assert min(skew.values.values()) > 4900  # the planted 5 s, give or take what the exchange took
 
 
-def test_slow_lookups_are_timed_and_those_that_never_end_are_given_up(run: torchrun.Run) -> None:
+def test_slow_lookups_are_timed_and_those_that_never_end_are_given_up(run):
     slow, silent = (
         measured(result_of(run, f"connectivity__{which}", "dns"))["dns.reverse"] for which in ("slow", "silent")
     )
@@ -236,7 +231,7 @@ def test_slow_lookups_are_timed_and_those_that_never_end_are_given_up(run: torch
     assert silent.values[A] < silent.values[B]
 
 
-def test_of_a_shared_folder_all_is_measured_and_nothing_left_in_it(run: torchrun.Run) -> None:
+def test_of_a_shared_folder_all_is_measured_and_nothing_left_in_it(run):
     found = result_of(run, "shared_filesystem__right", "shared_filesystem")
     values = {metric.removeprefix("shared_filesystem."): one for metric, one in measured(found).items()}
     assert {"verified", "visible", "whole_reads", "small_files", "free"} <= set(values)
@@ -247,14 +242,14 @@ def test_of_a_shared_folder_all_is_measured_and_nothing_left_in_it(run: torchrun
     assert artifacts_of(run, "shared_filesystem__right", "shared_filesystem") == {}
 
 
-def test_of_a_healthy_host_every_figure_is_measured(run: torchrun.Run) -> None:
+def test_of_a_healthy_host_every_figure_is_measured(run):
     judged = measured(result_of(run, "host__right", "host_limits"))
     assert set(judged) == {f"host.{name}" for name in ("nofile", "memlock", "shm", "cpus", "tasks", "memory")}
     assert (judged["host.nofile"].value, judged["host.nofile"].status) == (1048576, "passed")
     assert judged["host.memory"].status == "recorded"
 
 
-def test_two_nodes_that_are_alike_are_accepted_with_their_cards_on_record(run: torchrun.Run) -> None:
+def test_two_nodes_that_are_alike_are_accepted_with_their_cards_on_record(run):
     found = result_of(run, "infiniband__right", "fabric_ports")
     judged = measured(found)
     assert {metric: (one.value, one.status) for metric, one in judged.items()} == {
@@ -285,9 +280,7 @@ def test_two_nodes_that_are_alike_are_accepted_with_their_cards_on_record(run: t
         ("one_node", {"fabric.active_ports": 2, "fabric.port_rate": 400}),
     ],
 )
-def test_where_no_fabric_is_expected_its_ports_are_recorded_only(
-    run: torchrun.Run, case: tuple[str, dict[str, float]]
-) -> None:
+def test_where_no_fabric_is_expected_its_ports_are_recorded_only(run, case):
     found = result_of(run, f"infiniband__{case[0]}", "fabric_ports")
     judged = measured(found)
     assert {metric: one.value for metric, one in judged.items()} == case[1]
@@ -296,7 +289,7 @@ def test_where_no_fabric_is_expected_its_ports_are_recorded_only(
 
 
 @of_each("case", [("down", 1), ("no_ports", 0)])
-def test_a_node_with_too_few_ports_misses_the_limit_as_well(run: torchrun.Run, case: tuple[str, int]) -> None:
+def test_a_node_with_too_few_ports_misses_the_limit_as_well(run, case):
     fault, ports = case
     judged = measured(result_of(run, f"infiniband__{fault}", "fabric_ports"))
     active = judged["fabric.active_ports"]
@@ -304,7 +297,7 @@ def test_a_node_with_too_few_ports_misses_the_limit_as_well(run: torchrun.Run, c
     assert judged["fabric.port_rate"].values == {A: 400, B: 400 if ports else 0}
 
 
-def test_what_is_set_is_on_record_with_its_origin_and_this_suite_s_own_settings_are_not(run: torchrun.Run) -> None:
+def test_what_is_set_is_on_record_with_its_origin_and_this_suite_s_own_settings_are_not(run):
     found = result_of(run, "nccl_environment__right", "nccl_environment")
     told = {name: text for name, text in dict(found.properties).items() if name.startswith("environment.")}
     home = run.directory / "root" / "node-a" / "home" / ".nccl.conf"
@@ -321,7 +314,7 @@ def test_what_is_set_is_on_record_with_its_origin_and_this_suite_s_own_settings_
 
 
 @of_each("case", [("not_set", "not set"), ("otherwise", "set otherwise: mlx5"), ("same_effect", "set: mlx5_0, ")])
-def test_what_differs_from_the_advice_is_on_record_and_fails_nothing(run: torchrun.Run, case: tuple[str, str]) -> None:
+def test_what_differs_from_the_advice_is_on_record_and_fails_nothing(run, case):
     found = result_of(run, f"nccl_environment__{case[0]}", "nccl_environment")
     told = dict(found.properties)
     assert told["advice.fabric"] == "InfiniBand: 1 active port of 400 Gb/s (mlx5_0:1)"
@@ -330,7 +323,7 @@ def test_what_differs_from_the_advice_is_on_record_and_fails_nothing(run: torchr
     assert [(one.metric, one.value) for one in found.measurements] == [("nccl.environment.findings", 0)]
 
 
-def test_a_silent_fall_back_to_sockets_fails_with_the_reason_in_the_log(run: torchrun.Run) -> None:
+def test_a_silent_fall_back_to_sockets_fails_with_the_reason_in_the_log(run):
     found = result_of(run, "nccl__sockets", "all_reduce[world-fp32]")
     assert found.outcome == "failed", found.text
     assert re.match(r"nccl\.all_reduce\.busbw: NET/Socket .* NET/IB", found.message), found.message

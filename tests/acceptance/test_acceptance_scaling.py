@@ -1,7 +1,5 @@
 """The criteria of scaling themselves, run by torchrun over gloo: what they accept, and how each fault fails them."""
 
-from __future__ import annotations
-
 import planted_runs
 import pytest
 from planted.planted_clock import REGION_SECONDS, SLOW_SECONDS

@@ -1,15 +1,10 @@
 """The criteria slurm, slurm.allocation and kubernetes themselves, with a scheduler of files and executables."""
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from planted_runs import acceptance_file, measured
-from sessions import Left, Project
 
 from pytest_gpucluster.node import host
 from pytest_gpucluster.node import scheduler as job
@@ -28,7 +23,7 @@ skus:
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     """A host on which nothing is shown and nothing is left."""
     for name in ("sys/devices/system/cpu", "shm", "bin"):
         (tmp_path / name).mkdir(parents=True)
@@ -38,10 +33,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def under_slurm(project: Project, root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Left]:
+def under_slurm(project, root, monkeypatch):
     """Run the criteria in a job of Slurm."""
 
-    def run(*options: str, state: str = "mixed", ping: str = UP, **more: str) -> Left:
+    def run(*options, state="mixed", ping=UP, **more):
         for name, output in (("scontrol", ping), ("sinfo", f"gpu-001|train*|up|{state}|none")):
             (root / "bin" / name).write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\n")
             (root / "bin" / name).chmod(0o755)
@@ -54,7 +49,7 @@ def under_slurm(project: Project, root: Path, monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-def test_under_neither_scheduler_nothing_runs_and_nothing_is_missing(project: Project, root: Path) -> None:
+def test_under_neither_scheduler_nothing_runs_and_nothing_is_missing(project, root):
     project.suite(acceptance_file("test_scheduler.py"), test_b="def test_b(): pass")
     left = project.run()
     for scheduler, name in (
@@ -66,7 +61,7 @@ def test_under_neither_scheduler_nothing_runs_and_nothing_is_missing(project: Pr
     assert left.end == ("REHEARSED", 0)
 
 
-def test_a_healthy_slurm_job_passes(under_slurm: Callable[..., Left]) -> None:
+def test_a_healthy_slurm_job_passes(under_slurm):
     left = under_slurm()
     assert left.verdicts.pop("test_kubernetes").startswith("skipped: ")
     assert left.verdicts == dict.fromkeys(
@@ -79,9 +74,7 @@ def test_a_healthy_slurm_job_passes(under_slurm: Callable[..., Left]) -> None:
     assert left.end == ("REHEARSED", 0)
 
 
-def test_a_node_that_was_lost_during_the_run_is_named_by_the_last_test(
-    project: Project, root: Path, under_slurm: Callable[..., Left]
-) -> None:
+def test_a_node_that_was_lost_during_the_run_is_named_by_the_last_test(project, root, under_slurm):
     """As where slurmd dies: the ranks on the node live on."""
     sinfo = root / "bin" / "sinfo"
     lost = f"import pathlib\ndef test_others(): pathlib.Path({str(sinfo)!r}).write_text({LOST!r})"
@@ -102,16 +95,14 @@ def test_a_node_that_was_lost_during_the_run_is_named_by_the_last_test(
     ],
     ids=["draining", "no controller", "a node too few"],
 )
-def test_slurm_s_own_trouble_is_an_error(under_slurm: Callable[..., Left], more: dict[str, str], found: str) -> None:
+def test_slurm_s_own_trouble_is_an_error(under_slurm, more, found):
     left = under_slurm(**more)
     assert left.verdicts["test_slurm[before]"].startswith("error: ")
     assert found in left.verdicts["test_slurm[before]"]
     assert left.end == ("BROKEN", 11)
 
 
-def test_where_slurm_s_commands_are_missing_the_run_is_incomplete(
-    under_slurm: Callable[..., Left], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_slurm_s_commands_are_missing_the_run_is_incomplete(under_slurm, monkeypatch):
     monkeypatch.setattr(job, "_COMMANDS", ("scontrol", "sinfo-of-no-container"))
     left = under_slurm()
     assert left.verdicts["test_slurm[before]"].startswith("skipped: sinfo-of-no-container ")
@@ -119,8 +110,8 @@ def test_where_slurm_s_commands_are_missing_the_run_is_incomplete(
 
 
 def test_a_slow_controller_misses_its_limit_and_ranks_that_may_run_on_more_than_was_given_are_an_error(
-    project: Project, under_slurm: Callable[..., Left], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    project, under_slurm, monkeypatch
+):
     (project.path / "limits.yaml").write_text(LIMITS)
     monkeypatch.setattr(job, "place_of", lambda rank, environ: {"rank": rank, "cpus": [0, 1], "visible_devices": None})
     left = under_slurm("--gpucluster-thresholds=limits.yaml", SLURM_CPUS_ON_NODE="1")
@@ -134,9 +125,7 @@ def test_a_slow_controller_misses_its_limit_and_ranks_that_may_run_on_more_than_
 @pytest.mark.parametrize(
     ("mounted", "verdict", "end"), [(True, "passed", ("REHEARSED", 0)), (False, "error: ", ("BROKEN", 11))]
 )
-def test_a_pod_shows_its_control_group(
-    project: Project, root: Path, monkeypatch: pytest.MonkeyPatch, mounted: bool, verdict: str, end: tuple[str, int]
-) -> None:
+def test_a_pod_shows_its_control_group(project, root, monkeypatch, mounted, verdict, end):
     for name, text in {
         "proc/self/mountinfo": "30 1 0:30 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n" if mounted else "",
         "proc/self/cgroup": "0::/\n",

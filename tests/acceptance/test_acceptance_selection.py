@@ -1,7 +1,5 @@
 """A keyword selects of the acceptance suite what an operator means by it."""
 
-from __future__ import annotations
-
 import pytest
 import shipped_suite
 from each import of_each
@@ -10,12 +8,12 @@ Selected = dict[str, dict[str, None]]
 
 
 @pytest.fixture(scope="module")
-def selected() -> Selected:
+def selected():
     """Options -> what they select in the order of the run, without the folder; of "" the whole suite."""
     return shipped_suite.selected()
 
 
-def of_file(selected: Selected, name: str) -> set[str]:
+def of_file(selected, name):
     """All tests of a file."""
     found = {nodeid for nodeid in selected[""] if nodeid.partition("::")[0] == name}
     assert found
@@ -31,15 +29,13 @@ def of_file(selected: Selected, name: str) -> set[str]:
         ("vision", "test_vision.py"),
     ],
 )
-def test_a_keyword_selects_a_whole_file_and_nothing_else(selected: Selected, case: tuple[str, str]) -> None:
+def test_a_keyword_selects_a_whole_file_and_nothing_else(selected, case):
     keyword, file = case
     assert set(selected[f"-k {keyword}"]) == of_file(selected, file)
 
 
 @of_each("case", [("ddp", "fsdp"), ("fsdp", "ddp")])
-def test_a_keyword_selects_the_file_and_the_throughput_of_a_way_to_share(
-    selected: Selected, case: tuple[str, str]
-) -> None:
+def test_a_keyword_selects_the_file_and_the_throughput_of_a_way_to_share(selected, case):
     keyword, other = case
     rates = {nodeid for nodeid in selected[""] if nodeid.startswith(f"test_training.py::test_throughput[{keyword}-")}
     assert rates
@@ -48,9 +44,7 @@ def test_a_keyword_selects_the_file_and_the_throughput_of_a_way_to_share(
 
 
 @of_each("option", ["-k", "-m"])
-def test_the_keyword_and_the_marker_nccl_select_what_measures_collectives_and_what_is_named_so(
-    selected: Selected, option: str
-) -> None:
+def test_the_keyword_and_the_marker_nccl_select_what_measures_collectives_and_what_is_named_so(selected, option):
     measured = of_file(selected, "test_nccl.py") | of_file(selected, "test_collectives.py")
     assert len(measured) == 6 + 20, "scopes, collectives, dtypes"
     measured |= {"test_scaling.py::test_busbw_retention"}
@@ -60,12 +54,12 @@ def test_the_keyword_and_the_marker_nccl_select_what_measures_collectives_and_wh
     assert {name.partition("::")[0] for name in found - measured} <= {"test_nccl_environment.py"}
 
 
-def test_what_local_workers_run_compares_no_ranks(selected: Selected) -> None:
+def test_what_local_workers_run_compares_no_ranks(selected):
     found = {nodeid for nodeid in selected["-m single_gpu"] if nodeid.startswith("test_burn_in.py")}
     assert of_file(selected, "test_burn_in.py") - found == {"test_burn_in.py::test_gpus_agree"}
 
 
-def test_what_needs_no_communicator_runs_before_one_exists_and_lora_runs_last(selected: Selected) -> None:
+def test_what_needs_no_communicator_runs_before_one_exists_and_lora_runs_last(selected):
     *others, very_last = selected[""]
     files = [nodeid.partition("::")[0] for nodeid in others]
     assert list(dict.fromkeys(files))[:6] == [

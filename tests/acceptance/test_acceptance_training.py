@@ -1,8 +1,6 @@
 """The criteria training.step, training.throughput, ddp, fsdp and failure_propagation themselves, run by torchrun over
 gloo: what they accept, and how each fault fails them."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The vision criteria themselves, run by torchrun over gloo: what they accept, and how each fault fails them."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -1,24 +1,19 @@
 """The name of the store's host is looked up first, for a few seconds at most, and what is not known is told."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from ranks import facts_of
 
 from pytest_gpucluster.errors import LaunchError, UsageProblem
 from pytest_gpucluster.launch import master_address
-from pytest_gpucluster.launch.launchers import Launcher, RankFacts
 
 FACTS = facts_of(hostname="gpu-07", launcher="slurm", master_addr_from="the first of SLURM_STEP_NODELIST")
-FOUND: list[Any] = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.6", 29500))]
+FOUND = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.6", 29500))]
 UNKNOWN = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 LATER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
@@ -26,11 +21,11 @@ LATER = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"
 class Resolver:
     """Gives one answer after the other, the last one again and again."""
 
-    def __init__(self, *answers: Exception | list[Any] | Callable[[], Any]) -> None:
+    def __init__(self, *answers):
         self._answers = list(answers)
-        self.asked: list[tuple[Any, ...]] = []
+        self.asked = []
 
-    def __call__(self, *question: Any, **_: Any) -> Any:
+    def __call__(self, *question, **_):
         self.asked.append(question)
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, Exception):
@@ -39,10 +34,10 @@ class Resolver:
 
 
 @pytest.fixture
-def resolver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resolver]:
+def resolver(monkeypatch):
     """Put a resolver in place of the host's."""
 
-    def put(*answers: Any, seconds: float = 20.0) -> Resolver:
+    def put(*answers, seconds=20.0):
         made = Resolver(*answers)
         monkeypatch.setattr(socket, "getaddrinfo", made)
         monkeypatch.setattr(master_address, "LOOKUP_SECONDS", seconds)
@@ -54,23 +49,21 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resolver]:
 
 
 @pytest.fixture
-def hang() -> Iterator[Callable[[], Any]]:
+def hang():
     """What a resolver does that gives no answer, until the test is over."""
     over = threading.Event()
     yield lambda: over.wait(60) and FOUND
     over.set()
 
 
-def refused(facts: RankFacts = FACTS) -> str:
+def refused(facts=FACTS):
     with pytest.raises(LaunchError) as caught:
         master_address.require_known(facts)
     assert isinstance(caught.value, UsageProblem)
     return str(caught.value)
 
 
-def test_a_name_is_looked_up_once_and_an_address_or_a_single_process_needs_no_resolver(
-    resolver: Callable[..., Resolver],
-) -> None:
+def test_a_name_is_looked_up_once_and_an_address_or_a_single_process_needs_no_resolver(resolver):
     for literal in ("10.0.0.6", "fd00::6"):
         master_address.require_known(replace(FACTS, master_addr=literal))
     answers = resolver(UNKNOWN)
@@ -81,7 +74,7 @@ def test_a_name_is_looked_up_once_and_an_address_or_a_single_process_needs_no_re
     assert answers.asked == [("gpu-06", None)]
 
 
-def test_a_name_that_does_not_resolve_is_told_at_once(resolver: Callable[..., Resolver]) -> None:
+def test_a_name_that_does_not_resolve_is_told_at_once(resolver):
     answers = resolver(UNKNOWN)
     text = refused()
     assert len(answers.asked) == 1
@@ -92,9 +85,7 @@ def test_a_name_that_does_not_resolve_is_told_at_once(resolver: Callable[..., Re
     assert "gpu..06, " in refused(replace(FACTS, master_addr="gpu..06"))
 
 
-def test_a_temporary_failure_is_asked_again_until_the_time_is_over(
-    resolver: Callable[..., Resolver], hang: Callable[[], Any]
-) -> None:
+def test_a_temporary_failure_is_asked_again_until_the_time_is_over(resolver, hang):
     for answer, launcher in ((LATER, "slurm"), (UNKNOWN, "kubernetes")):  # a pod's name may be known later
         answers = resolver(answer, answer, FOUND)
         master_address.require_known(replace(FACTS, launcher=launcher))
@@ -106,9 +97,7 @@ def test_a_temporary_failure_is_asked_again_until_the_time_is_over(
     assert f"does not resolve: {LATER}" in refused()
 
 
-def test_a_resolver_without_an_answer_is_not_waited_for(
-    resolver: Callable[..., Resolver], hang: Callable[[], Any]
-) -> None:
+def test_a_resolver_without_an_answer_is_not_waited_for(resolver, hang):
     resolver(hang, seconds=0.2)
     begin = time.perf_counter()
     assert "0.2 s" in refused()
@@ -125,16 +114,14 @@ def test_a_resolver_without_an_answer_is_not_waited_for(
         ("kubernetes", "`until getent hosts $MASTER_ADDR; do sleep 1; done`"),
     ],
 )
-def test_the_way_out_is_that_of_the_launcher(resolver: Callable[..., Resolver], launcher: Launcher, way: str) -> None:
+def test_the_way_out_is_that_of_the_launcher(resolver, launcher, way):
     resolver(UNKNOWN, seconds=0.1)
     assert way in refused(replace(FACTS, launcher=launcher)).partition("what to do: ")[2]
 
 
-def test_other_ranks_end_after_rank_0_which_has_a_report_to_write(
-    resolver: Callable[..., Resolver], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_end_after_rank_0_which_has_a_report_to_write(resolver, monkeypatch):
     resolver(UNKNOWN)
-    slept: list[float] = []
+    slept = []
     monkeypatch.setattr(master_address, "_REPORT_SECONDS", 3.0)
     monkeypatch.setattr(time, "sleep", slept.append)
     refused()

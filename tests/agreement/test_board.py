@@ -1,10 +1,7 @@
 """Notices reach the other ranks of the same phase, and no later one."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -16,19 +13,19 @@ from pytest_gpucluster.errors import StoreError
 class Broken(HashStore):
     """A store that has gone."""
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key, value):
         raise RuntimeError("Connection reset by peer\nmore")
 
-    def check(self, keys: Any) -> bool:
+    def check(self, keys):
         raise RuntimeError("Connection reset by peer\nmore")
 
 
-def boards(count: int = 3, number: int = 1) -> list[Board]:
+def boards(count=3, number=1):
     store = HashStore()
     return [Board(store, rank, lambda: number) for rank in range(count)]
 
 
-def test_everyone_gets_the_notices_of_all_that_were_asked_for() -> None:
+def test_everyone_gets_the_notices_of_all_that_were_asked_for():
     first, second, third = boards()
     second.post("address", {"port": 7, "host": "node-ü"})
     third.post("address", None)
@@ -39,7 +36,7 @@ def test_everyone_gets_the_notices_of_all_that_were_asked_for() -> None:
     }
 
 
-def test_a_rank_is_waited_for_and_not_longer_than_asked() -> None:
+def test_a_rank_is_waited_for_and_not_longer_than_asked():
     first, second, _ = boards()
     threading.Timer(0.1, lambda: second.post("x", 1)).start()
     assert first.read("x", [1], within_seconds=30) == {1: 1}
@@ -48,7 +45,7 @@ def test_a_rank_is_waited_for_and_not_longer_than_asked() -> None:
     assert time.monotonic() - begin < 10
 
 
-def test_a_later_phase_does_not_see_an_earlier_one_s_notices() -> None:
+def test_a_later_phase_does_not_see_an_earlier_one_s_notices():
     store, number = HashStore(), [1]
     mine, other = (Board(store, rank, lambda: number[0]) for rank in range(2))
     other.post("x", "old")
@@ -58,7 +55,7 @@ def test_a_later_phase_does_not_see_an_earlier_one_s_notices() -> None:
     assert mine.read("x", [1], within_seconds=0) == {1: "new"}
 
 
-def test_a_rank_that_is_silent_hides_no_notice_of_a_later_one() -> None:
+def test_a_rank_that_is_silent_hides_no_notice_of_a_later_one():
     first, second, third = boards()
     first.post("x", 1)
     third.post("x", 3)
@@ -66,7 +63,7 @@ def test_a_rank_that_is_silent_hides_no_notice_of_a_later_one() -> None:
     assert second.read("x", [1, 2], within_seconds=0.0) == {2: 3}
 
 
-def test_notices_of_earlier_phases_are_removed() -> None:
+def test_notices_of_earlier_phases_are_removed():
     store, number = HashStore(), [1]
     board = Board(store, 0, lambda: number[0])
     board.post("x", 1)
@@ -79,7 +76,7 @@ def test_notices_of_earlier_phases_are_removed() -> None:
     assert not store.check(["board/1/y/0"])
 
 
-def test_a_store_that_is_gone_is_an_error_of_the_run() -> None:
+def test_a_store_that_is_gone_is_an_error_of_the_run():
     board = Board(Broken(), 0, lambda: 1)
     with pytest.raises(StoreError, match=r"reset by peer$"):
         board.post("x", 1)

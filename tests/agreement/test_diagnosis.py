@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -7,7 +5,6 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from each import of_each
@@ -31,19 +28,19 @@ Seen = tuple[int, Where]
 """A rank, and where it is."""
 
 
-def op(sequence: int, name: str = "all_reduce", *, pending: bool = True, group: str = "world") -> Operation:
+def op(sequence, name="all_reduce", *, pending=True, group="world"):
     return Operation(group=group, sequence=sequence, name=name, pending=pending)
 
 
-def at(rank: int, *operations: Operation, stack: str = STACK) -> Seen:
+def at(rank, *operations, stack=STACK):
     return rank, Where(stack=stack, operations=operations)
 
 
-def slow(*wheres: Seen, missing: list[int], silent: dict[int, str] | None = None) -> str:
+def slow(*wheres, missing, silent=None):
     return hang_diagnosis.too_slow(dict(wheres), silent or {}, missing=missing, deadline_seconds=60.0)
 
 
-def busy(rank: int, *operations: Operation, waits: float | None = None, computes: bool = True) -> Seen:
+def busy(rank, *operations, waits=None, computes=True):
     return rank, Where(stack=STACK, operations=operations, computes=computes, waits_seconds=waits)
 
 
@@ -62,7 +59,7 @@ DONE, WAITS = op(4, pending=False), op(5)
         pytest.param([busy(0), at(1)], [0], id="one has finished"),
     ],
 )
-def test_ranks_that_compute_and_whose_collectives_go_on_are_only_slow(wheres: list[Seen], missing: list[int]) -> None:
+def test_ranks_that_compute_and_whose_collectives_go_on_are_only_slow(wheres, missing):
     assert slow(*wheres, missing=missing)
 
 
@@ -84,16 +81,16 @@ def test_ranks_that_compute_and_whose_collectives_go_on_are_only_slow(wheres: li
         pytest.param([busy(0)], [], {}, id="none is missing"),
     ],
 )
-def test_what_may_be_a_hang_is_not_slow(wheres: list[Seen], missing: list[int], silent: dict[int, str]) -> None:
+def test_what_may_be_a_hang_is_not_slow(wheres, missing, silent):
     assert slow(*wheres, missing=missing, silent=silent) == ""
 
 
-def blamed(*wheres: Seen, missing: list[int], silent: dict[int, str] | None = None) -> dict[int, str]:
+def blamed(*wheres, missing, silent=None):
     found = culprits(dict(wheres), silent or {}, missing=missing)
     return {rank: culprit.message for rank, culprit in found.items()}
 
 
-def test_a_rank_that_hangs_outside_of_any_collective_is_blamed_with_its_place() -> None:
+def test_a_rank_that_hangs_outside_of_any_collective_is_blamed_with_its_place():
     waiting = [at(rank, op(4, pending=False), op(5)) for rank in (0, 2)]
     hanging = at(1, op(4, pending=False))
     assert blamed(*waiting, hanging, missing=[0, 1, 2]) == {1: "hangs at steps.py:40 in step"}
@@ -105,7 +102,7 @@ def test_a_rank_that_hangs_outside_of_any_collective_is_blamed_with_its_place() 
     assert len(blamed(*wheres, missing=list(range(1024)))[0]) < 200
 
 
-def test_a_rank_that_does_not_answer_is_blamed_and_those_that_wait_for_it_are_not() -> None:
+def test_a_rank_that_does_not_answer_is_blamed_and_those_that_wait_for_it_are_not():
     found = blamed(at(0, op(5)), missing=[0, 1], silent={1: "T"})
     assert found == {1: "does not answer (T)"}
     assert blamed(at(0), missing=[0], silent={1: "gone"}) == {0: "hangs at steps.py:40 in step"}
@@ -197,20 +194,18 @@ def test_a_rank_that_does_not_answer_is_blamed_and_those_that_wait_for_it_are_no
         pytest.param([at(0, op(5)), at(1, op(5, pending=False))], [0], {}, id="one has been through it already"),
     ],
 )
-def test_where_all_wait_in_collectives_the_odd_one_out_is_blamed(
-    wheres: list[Seen], missing: list[int], expected: dict[int, str]
-) -> None:
+def test_where_all_wait_in_collectives_the_odd_one_out_is_blamed(wheres, missing, expected):
     assert blamed(*wheres, missing=missing) == expected
 
 
-def test_the_making_of_a_group_counts_as_a_collective_that_all_must_enter() -> None:
+def test_the_making_of_a_group_counts_as_a_collective_that_all_must_enter():
     found = blamed(at(0, hang_diagnosis.making_group()), at(1), missing=[0])
     assert list(found) == [1]
     assert hang_diagnosis.making_group().name in found[1]
     assert found[1].endswith("where rank 0 waits")
 
 
-def test_a_culprits_text_holds_its_last_collectives_and_its_stack() -> None:
+def test_a_culprits_text_holds_its_last_collectives_and_its_stack():
     where = at(1, *(op(n, pending=n == 9) for n in range(1, 10)))
     found = culprits(dict([at(0, op(10)), where]), {}, missing=[0, 1])[1].text
     assert re.search("all_reduce #9 .*: entered, not finished\n", found)
@@ -220,8 +215,8 @@ def test_a_culprits_text_holds_its_last_collectives_and_its_stack() -> None:
     assert at(1)[1].describe().startswith("no collective")
 
 
-def test_the_main_threads_stack_is_seen_from_another_thread_and_begins_at_the_test() -> None:
-    seen: list[str] = []
+def test_the_main_threads_stack_is_seen_from_another_thread_and_begins_at_the_test():
+    seen = []
     thread = threading.Thread(target=lambda: seen.append(main_thread_stack()))
     thread.start()
     thread.join()
@@ -234,7 +229,7 @@ def test_the_main_threads_stack_is_seen_from_another_thread_and_begins_at_the_te
     assert "in test_the_main_threads_stack_is_seen" in first
 
 
-def entry(sequence: int, created: int, **more: Any) -> dict[str, Any]:
+def entry(sequence, created, **more):
     return {
         "process_group": ["0", "default_pg"],
         "collective_seq_id": sequence,
@@ -248,10 +243,10 @@ def entry(sequence: int, created: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
+def recorder(monkeypatch):
     """Stand in the place of torch's flight recorder."""
 
-    def record(*entries: dict[str, Any]) -> None:
+    def record(*entries):
         dump = json.dumps({"entries": entries}).encode()
         module = SimpleNamespace(_dump_fr_trace_json=lambda: dump)
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
@@ -277,21 +272,19 @@ ENTRIES = [
 
 
 @of_each("case", ENTRIES)
-def test_an_entry_of_the_flight_recorder_becomes_an_operation(
-    recorder: Any, case: tuple[dict[str, Any], Operation]
-) -> None:
+def test_an_entry_of_the_flight_recorder_becomes_an_operation(recorder, case):
     recorder(entry(5, 100, **case[0]))
     assert recorded_operations(0) == [case[1]]
 
 
-def test_without_torch_there_is_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_there_is_no_operation(monkeypatch):
     for name in [name for name in sys.modules if name == "torch" or name.startswith("torch.")]:
         monkeypatch.delitem(sys.modules, name)
     assert recorded_operations(0) == []
     assert "torch" not in sys.modules
 
 
-def test_the_flight_recorder_of_the_installed_torch_is_understood() -> None:
+def test_the_flight_recorder_of_the_installed_torch_is_understood():
     code = """
 import time, torch, torch.distributed as dist
 from pytest_gpucluster.agreement.hang_diagnosis import recorded_operations
@@ -312,14 +305,12 @@ print(recorded_operations(time.time_ns()))
     ], child.stderr
 
 
-def test_nccls_own_recorder_is_read_too_and_one_that_cannot_be_read_hides_neither(
-    recorder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken() -> bytes:
+def test_nccls_own_recorder_is_read_too_and_one_that_cannot_be_read_hides_neither(recorder, monkeypatch):
+    def broken():
         raise RuntimeError("no such recorder")
 
     recorder(entry(5, 100), entry(4, 99))
-    module: Any = sys.modules["torch._C._distributed_c10d"]
+    module = sys.modules["torch._C._distributed_c10d"]
     module._dump_nccl_trace_json = lambda: json.dumps({"entries": [entry(7, 100)]})
     assert [o.sequence for o in recorded_operations(100)] == [5, 7], "what was entered before the phase is left out"
     module._dump_fr_trace_json = broken
@@ -330,10 +321,8 @@ def test_nccls_own_recorder_is_read_too_and_one_that_cannot_be_read_hides_neithe
     ]
 
 
-def test_how_long_a_rank_waits_is_counted_from_the_oldest_collective_it_is_in_or_else_from_the_newest_it_has_left() -> (
-    None
-):
-    def at_second(second: float, *, pending: bool) -> Operation:
+def test_how_long_a_rank_waits_is_counted_from_the_oldest_collective_it_is_in_or_else_from_the_newest_it_has_left():
+    def at_second(second, *, pending):
         return Operation(group="world", sequence=1, name="all_reduce", pending=pending, since_ns=int(second * 1e9))
 
     left, waits, unknown = at_second(5, pending=False), at_second(7, pending=True), op(1, group="unrecorded")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -12,25 +10,25 @@ from pytest_gpucluster.agreement.store import EventLog, post_event
 class Clock:
     """Stands in the place of the time module."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     fake = Clock()
     monkeypatch.setattr(module, "time", fake)
     return fake
 
 
-def kinds(log: EventLog) -> list[str]:
+def kinds(log):
     return [event["kind"] for event in log.unread()]
 
 
-def test_events_are_read_once_and_in_the_order_in_which_they_were_posted() -> None:
+def test_events_are_read_once_and_in_the_order_in_which_they_were_posted():
     store = HashStore()
     log = EventLog(store)
     assert log.unread() == []
@@ -44,10 +42,10 @@ def test_events_are_read_once_and_in_the_order_in_which_they_were_posted() -> No
     assert kinds(EventLog(store)) == ["absent", "overdue"], "of one that comes late"
 
 
-def test_no_event_is_lost_where_many_ranks_post_at_once() -> None:
+def test_no_event_is_lost_where_many_ranks_post_at_once():
     store = HashStore()
 
-    def rank(number: int) -> None:
+    def rank(number):
         for _ in range(50):
             post_event(store, "absent", rank=number)
 
@@ -60,7 +58,7 @@ def test_no_event_is_lost_where_many_ranks_post_at_once() -> None:
     assert sorted(ranks) == sorted([0, 1, 2, 3] * 50)
 
 
-def test_an_event_that_is_being_posted_is_waited_for_so_that_the_order_holds(clock: Clock) -> None:
+def test_an_event_that_is_being_posted_is_waited_for_so_that_the_order_holds(clock):
     store = HashStore()
     log = EventLog(store)
     ticket = store.add("ev/count", 1)  # a rank has drawn a ticket, and its text is under way
@@ -72,7 +70,7 @@ def test_an_event_that_is_being_posted_is_waited_for_so_that_the_order_holds(clo
     assert kinds(log) == ["earlier", "later"]
 
 
-def test_a_rank_that_died_between_ticket_and_text_holds_nobody_up_for_long(clock: Clock) -> None:
+def test_a_rank_that_died_between_ticket_and_text_holds_nobody_up_for_long(clock):
     store = HashStore()
     log = EventLog(store)
     store.add("ev/count", 1)

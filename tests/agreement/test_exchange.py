@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,42 +9,42 @@ from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement import exchange
 from pytest_gpucluster.agreement.exchange import Exchange, answer_for, answer_verdict, arrived, key_of, verdict_key
-from pytest_gpucluster.agreement.store import Store, Stores
+from pytest_gpucluster.agreement.store import Stores
 from pytest_gpucluster.errors import OutOfStep, StoreError
 
 Bodies = dict[int, Mapping[str, Any]]
 DEADLINE = 20.0
 
 
-def over(store: Store) -> Stores:
+def over(store):
     return Stores(main=store, side=store, for_group=lambda name: None)
 
 
-def echo(bodies: Bodies) -> Mapping[str, Any]:
+def echo(bodies):
     """Decide by saying what all ranks said."""
     return {"said": [bodies[rank]["x"] for rank in sorted(bodies)]}
 
 
-def together(world_size: int, rank: Callable[[int], Any]) -> list[Any]:
+def together(world_size, rank):
     """Let each rank run in a thread of its own; return what each came to, in the order of ranks."""
     with ThreadPoolExecutor(world_size) as pool:
         return [future.result(timeout=30) for future in [pool.submit(rank, number) for number in range(world_size)]]
 
 
-def one_round(numbers: Exchange, body: Mapping[str, Any], decide: Any = echo) -> Mapping[str, Any]:
+def one_round(numbers, body, decide=echo):
     numbers.begin()
     return numbers.run(body, decide, deadline_seconds=DEADLINE)
 
 
-def memory(world_size: int) -> Callable[[int], Store]:
+def memory(world_size):
     shared = HashStore()
     return lambda rank: shared
 
 
-def tcp(world_size: int) -> Callable[[int], Store]:
+def tcp(world_size):
     import torch.distributed
 
-    dist: Any = torch.distributed
+    dist = torch.distributed
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # The server lives as long as somebody holds it.
     stores = [server, *(dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(world_size))]
@@ -55,15 +52,15 @@ def tcp(world_size: int) -> Callable[[int], Store]:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(memory, id="in memory"), pytest.param(tcp, id="over torch's tcp store")])
-def test_every_rank_gets_the_verdict_that_rank_0_made_of_what_all_said(kind: Any) -> None:
+def test_every_rank_gets_the_verdict_that_rank_0_made_of_what_all_said(kind):
     store_of = kind(4)
-    deciders: list[str] = []
+    deciders = []
 
-    def decide(bodies: Bodies) -> Mapping[str, Any]:
+    def decide(bodies):
         deciders.append(threading.current_thread().name)
         return echo(bodies)
 
-    def rank(number: int) -> list[Mapping[str, Any]]:
+    def rank(number):
         numbers = Exchange(over(store_of(number)), number, 4)
         return [one_round(numbers, {"x": f"{number}.{turn}"}, decide) for turn in range(10)]
 
@@ -72,11 +69,11 @@ def test_every_rank_gets_the_verdict_that_rank_0_made_of_what_all_said(kind: Any
     assert len(deciders) == 10
 
 
-def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
+def test_a_rank_that_is_ahead_waits_for_the_others():
     store = HashStore()
     go = threading.Event()
 
-    def rank(number: int) -> tuple[Mapping[str, Any], bool]:
+    def rank(number):
         numbers = Exchange(over(store), number, 2)
         if number == 1:
             go.wait(10)
@@ -87,14 +84,14 @@ def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
     assert together(2, rank) == [({"said": [0, 1]}, True)] * 2
 
 
-def test_a_single_rank_decides_alone_and_leaves_nothing_in_the_store() -> None:
+def test_a_single_rank_decides_alone_and_leaves_nothing_in_the_store():
     store = HashStore()
     numbers = Exchange(over(store), 0, 1)
     assert one_round(numbers, {"x": "me"}) == {"said": ["me"]}
     assert store.num_keys() == 0
 
 
-def test_a_rank_that_cannot_post_is_answered_for_which_never_replaces_its_own_answer() -> None:
+def test_a_rank_that_cannot_post_is_answered_for_which_never_replaces_its_own_answer():
     store = HashStore()
     assert not arrived(store, 1, 1)
     answer_for(store, 1, 1, {"x": "lost"})
@@ -106,7 +103,7 @@ def test_a_rank_that_cannot_post_is_answered_for_which_never_replaces_its_own_an
     assert one_round(Exchange(over(store), 0, 2), {"x": "me"}) == {"said": ["me", "its own"]}
 
 
-def test_a_rank_whose_rank_0_is_gone_gets_a_verdict_from_its_own_watcher_if_there_is_no_other() -> None:
+def test_a_rank_whose_rank_0_is_gone_gets_a_verdict_from_its_own_watcher_if_there_is_no_other():
     store = HashStore()
     store.set(verdict_key(1), json.dumps({"outcome": "passed"}))
     answer_verdict(store, 1, {"ended": True})
@@ -116,11 +113,11 @@ def test_a_rank_whose_rank_0_is_gone_gets_a_verdict_from_its_own_watcher_if_ther
     assert one_round(Exchange(over(store), 1, 2), {"x": "me"}) == {"ended": True}
 
 
-def test_what_is_large_and_only_that_is_thrown_away_but_only_after_rank_0_is_done_with_it() -> None:
+def test_what_is_large_and_only_that_is_thrown_away_but_only_after_rank_0_is_done_with_it():
     store = HashStore()
     turns = 6
 
-    def rank(number: int) -> int:
+    def rank(number):
         numbers = Exchange(over(store), number, 3)
         for turn in range(3):
             one_round(numbers, {"x": turn})
@@ -136,7 +133,7 @@ def test_what_is_large_and_only_that_is_thrown_away_but_only_after_rank_0_is_don
     )
 
 
-def test_the_wait_ends_by_itself_long_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_ends_by_itself_long_after_the_deadline(monkeypatch):
     monkeypatch.setattr(exchange, "_ANSWER_MARGIN_SECONDS", 0.05)
     for rank in (0, 1):
         numbers = Exchange(over(HashStore()), rank, 2)
@@ -145,11 +142,11 @@ def test_the_wait_ends_by_itself_long_after_the_deadline(monkeypatch: pytest.Mon
             numbers.run({"x": 0}, echo, deadline_seconds=0.01)
 
 
-def test_where_ranks_are_at_different_points_all_learn_who_is_where() -> None:
+def test_where_ranks_are_at_different_points_all_learn_who_is_where():
     store = HashStore()
     points = ["test_a", "test_b", "test_a", "test_c", "test_a", "test_b"]
 
-    def rank(number: int) -> tuple[str, list[int]]:
+    def rank(number):
         numbers = Exchange(over(store), number, len(points))
         numbers.begin(points[number])
         with pytest.raises(OutOfStep) as caught:
@@ -166,15 +163,15 @@ def test_where_ranks_are_at_different_points_all_learn_who_is_where() -> None:
 class Gone(HashStore):
     """A store whose connection is gone."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self._text = text
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout):
         raise RuntimeError(self._text)
 
 
-def test_a_store_that_is_gone_is_an_error_of_the_environment_in_one_line() -> None:
+def test_a_store_that_is_gone_is_an_error_of_the_environment_in_one_line():
     for text in ("failed to recv, got 0 bytes\nException raised from recvBytes", ""):
         with pytest.raises(StoreError) as caught:
             one_round(Exchange(over(Gone(text)), 0, 2), {"x": 0})

@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +9,7 @@ from pytest_gpucluster.agreement.hang_diagnosis import FaultFile, remove_left
 
 
 @pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _place(tmp_path, monkeypatch):
     """Let temporary files lie in the test's folder, and give pytest its own fault handler back."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     enabled = faulthandler.is_enabled()
@@ -22,7 +18,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         faulthandler.enable(sys.__stderr__)
 
 
-def test_it_is_opened_once_where_the_other_ranks_were_told_and_an_orderly_end_leaves_no_file(tmp_path: Path) -> None:
+def test_it_is_opened_once_where_the_other_ranks_were_told_and_an_orderly_end_leaves_no_file(tmp_path):
     FaultFile().close()
     file = FaultFile()
     assert list(tmp_path.iterdir()) == [], "nothing is made before it is opened"
@@ -37,7 +33,7 @@ def test_it_is_opened_once_where_the_other_ranks_were_told_and_an_orderly_end_le
     file.close()
 
 
-def test_a_file_left_by_a_process_of_the_same_number_is_not_in_the_way(tmp_path: Path) -> None:
+def test_a_file_left_by_a_process_of_the_same_number_is_not_in_the_way(tmp_path):
     left = FaultFile()
     left.open().write("Fatal Python error: of another process\n")
     left.open().flush()
@@ -49,7 +45,7 @@ def test_a_file_left_by_a_process_of_the_same_number_is_not_in_the_way(tmp_path:
     left.close()
 
 
-def test_a_link_that_somebody_laid_there_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_that_somebody_laid_there_is_not_followed(tmp_path):
     file = FaultFile()
     precious = tmp_path / "precious"
     precious.write_text("kept")
@@ -59,7 +55,7 @@ def test_a_link_that_somebody_laid_there_is_not_followed(tmp_path: Path) -> None
     assert precious.read_text() == "kept"
 
 
-def test_what_a_dead_process_left_is_taken_away_and_nothing_else(tmp_path: Path) -> None:
+def test_what_a_dead_process_left_is_taken_away_and_nothing_else(tmp_path):
     left = FaultFile()
     left.open().write("Fatal Python error\n")
     precious = tmp_path / "notes.txt"

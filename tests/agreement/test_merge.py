@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -11,11 +8,11 @@ from pytest_gpucluster.text import MESSAGE_CHARACTERS
 NAMES = {rank: f"rank {rank} (gpu-{rank:02d})" for rank in range(8)}
 
 
-def outcome(rank: int, kind: str, message: str = "", text: str = "", **more: Any) -> RankOutcome:
+def outcome(rank, kind, message="", text="", **more):
     return RankOutcome(rank=rank, outcome=kind, message=message, text=text or message, **more)
 
 
-def world(*kinds: str) -> list[RankOutcome]:
+def world(*kinds):
     """Ranks 0, 1, ... with these outcomes; each that is not passed says which rank it is."""
     return [outcome(rank, kind, "" if kind == "passed" else f"m{rank}") for rank, kind in enumerate(kinds)]
 
@@ -54,15 +51,13 @@ def world(*kinds: str) -> list[RankOutcome]:
         pytest.param(["cut", "passed"], "error", [0], [], id="where nothing explains it, it is blamed"),
     ],
 )
-def test_the_ranks_outcomes_become_one(
-    kinds: list[str], expected: str, culprits: list[int], released: list[int]
-) -> None:
+def test_the_ranks_outcomes_become_one(kinds, expected, culprits, released):
     merged = merge(world(*kinds), NAMES)
     assert (merged.outcome, list(merged.culprits), list(merged.released)) == (expected, culprits, released)
     assert merged.too_slow == (expected == "skipped" and "slow" in kinds)
 
 
-def test_ranks_left_in_different_places_make_the_group_dirty() -> None:
+def test_ranks_left_in_different_places_make_the_group_dirty():
     assert not merge(world("passed", "passed"), NAMES).group_invalid
     assert not merge(world("skipped", "skipped"), NAMES).group_invalid
     for kinds in (["passed", "failed"], ["released", "released"], ["skipped", "passed"]):
@@ -78,18 +73,18 @@ def test_ranks_left_in_different_places_make_the_group_dirty() -> None:
         pytest.param(["failed", "failed"], "rank 0 (gpu-00): m0 (and 1 more failing)", id="else the lowest rank"),
     ],
 )
-def test_the_message_names_what_explains_the_rest(kinds: list[str], message: str) -> None:
+def test_the_message_names_what_explains_the_rest(kinds, message):
     assert merge(world(*kinds), NAMES).message == message
 
 
-def test_a_failure_that_all_share_is_told_once() -> None:
+def test_a_failure_that_all_share_is_told_once():
     ranks = [outcome(rank, "failed", "RuntimeError: boom", "Traceback of boom") for rank in range(8)]
     merged = merge(ranks, NAMES)
     assert merged.message == "ranks 0-7: RuntimeError: boom"
     assert merged.text == "ranks 0-7 (first: rank 0 (gpu-00)): failed\nTraceback of boom"
 
 
-def test_what_breaks_all_ranks_alike_is_no_ranks_own() -> None:
+def test_what_breaks_all_ranks_alike_is_no_ranks_own():
     ranks = [outcome(rank, "error", "ModuleNotFoundError: No module named 'x'", "Traceback") for rank in range(8)]
     merged = merge(ranks, NAMES)
     assert (merged.outcome, merged.message.startswith("all 8 ranks: ")) == ("error", True)
@@ -103,14 +98,14 @@ def test_what_breaks_all_ranks_alike_is_no_ranks_own() -> None:
         )
 
 
-def test_different_failures_keep_a_section_each_with_the_name_of_the_rank() -> None:
+def test_different_failures_keep_a_section_each_with_the_name_of_the_rank():
     merged = merge([outcome(0, "failed", "a", "text a"), outcome(1, "failed", "b", "text b")], NAMES)
     assert merged.text == "rank 0 (gpu-00): failed\ntext a\n\nrank 1 (gpu-01): failed\ntext b"
     merged = merge([outcome(0, "failed", "m", "same"), outcome(1, "error", "m", "same")], NAMES)
     assert merged.text.count("same") == 2, "equal texts of different kinds are not folded"
 
 
-def test_released_ranks_are_listed_and_not_blamed() -> None:
+def test_released_ranks_are_listed_and_not_blamed():
     merged = merge(world("released", "failed", "released", "released"), NAMES)
     assert merged.text.endswith(": ranks 0, 2-3.")
     assert [(body["rank"], body["outcome"]) for body in merged.ranks][:2] == [(0, "released"), (1, "failed")]
@@ -118,14 +113,14 @@ def test_released_ranks_are_listed_and_not_blamed() -> None:
     assert merged.ranks == [{"rank": 1, "outcome": "failed", "message": "m1"}], "no bare passes"
 
 
-def test_without_a_culprit_the_reason_of_the_release_is_told() -> None:
+def test_without_a_culprit_the_reason_of_the_release_is_told():
     merged = merge(world("released", "released"), NAMES, unfinished="not finished within 30 s")
     assert merged.message == "not finished within 30 s: ranks 0-1 did not finish"
     assert "m0" in merged.text
     assert "m1" in merged.text
 
 
-def test_a_skip_of_some_ranks_only_names_both_sides_and_the_reason() -> None:
+def test_a_skip_of_some_ranks_only_names_both_sides_and_the_reason():
     merged = merge([outcome(0, "passed"), outcome(1, "skipped", "no such GPU"), outcome(2, "passed")], NAMES)
     assert merged.message == "ranks disagree: rank 1 skipped (no such GPU), ranks 0, 2 did not"
     assert "no such GPU\nrank 2 (gpu-02): passed" in merged.text
@@ -133,7 +128,7 @@ def test_a_skip_of_some_ranks_only_names_both_sides_and_the_reason() -> None:
     assert (merged.message, merged.text) == ("m0", "m0")
 
 
-def test_the_message_is_one_line_of_bounded_length_whatever_the_ranks_say() -> None:
+def test_the_message_is_one_line_of_bounded_length_whatever_the_ranks_say():
     said = [outcome(0, "failed", "word " * 100 + "\nnext line"), outcome(1, "released", "x" * 500)]
     for ranks in (said, [said[1]], [outcome(0, "skipped", "y" * 500), outcome(1, "passed")]):
         message = merge(ranks, NAMES, unfinished="z" * 500).message
@@ -142,13 +137,13 @@ def test_the_message_is_one_line_of_bounded_length_whatever_the_ranks_say() -> N
         assert message.endswith("…")
 
 
-def test_a_test_that_is_too_slow_to_rehearse_is_skipped_and_says_so() -> None:
+def test_a_test_that_is_too_slow_to_rehearse_is_skipped_and_says_so():
     merged = rehearsed_too_slowly("it does not settle", released=[1])
     assert (merged.outcome, merged.too_slow, merged.group_invalid, merged.released) == ("skipped", True, True, [1])
     assert not rehearsed_too_slowly("it does not settle").group_invalid
 
 
-def test_what_a_rank_tells_of_itself_travels_whole_and_a_bare_pass_is_small() -> None:
+def test_what_a_rank_tells_of_itself_travels_whole_and_a_bare_pass_is_small():
     told = RankOutcome(
         rank=3,
         outcome="failed",
@@ -161,7 +156,7 @@ def test_what_a_rank_tells_of_itself_travels_whole_and_a_bare_pass_is_small() ->
     assert RankOutcome(rank=0, outcome="passed").to_json() == {"outcome": "passed"}
 
 
-def test_why_a_run_ends_travels_whole_and_keys_of_another_version_are_left_alone() -> None:
+def test_why_a_run_ends_travels_whole_and_keys_of_another_version_are_left_alone():
     reason = AbortReason(name="rank lost", message="rank 1 is lost", exit=11, culprits=[1], text="its last words")
     body = json.loads(json.dumps(reason.to_json()))
     assert AbortReason.from_json(body | {"of_another_version": 1}) == reason

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +6,9 @@ import pytest
 from each import of_each
 from ranks import facts_of
 
-from pytest_gpucluster.agreement.preflight import Expectation, Problem, problems, sku_matches
+from pytest_gpucluster.agreement.preflight import Expectation, problems, sku_matches
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.launch.launchers import Allocation, RankFacts
+from pytest_gpucluster.launch.launchers import Allocation
 
 H100 = "NVIDIA H100 80GB HBM3"
 FACTS = facts_of(world_size=16, local_world_size=8)
@@ -19,7 +16,7 @@ EXPECTED = Expectation(nodes=2, gpus_per_node=8, sku="H100")
 World = dict[int, dict[str, Any]]
 
 
-def world(nnodes: int = 2, per_node: int = 8, *, device: str = "cuda") -> World:
+def world(nnodes=2, per_node=8, *, device="cuda"):
     """Ranks without fault on hosts gpu-06, gpu-07, ..."""
     return {
         rank: {
@@ -50,32 +47,25 @@ def world(nnodes: int = 2, per_node: int = 8, *, device: str = "cuda") -> World:
     }
 
 
-def given(told: dict[str, str], *problems: str) -> dict[str, Any]:
+def given(told, *problems):
     return {"values": told, "problems": list(problems)}
 
 
-def message_of(found: Problem) -> str:
+def message_of(found):
     return found.text.partition("\n")[0]
 
 
-def check(
-    who: World,
-    facts: RankFacts = FACTS,
-    expectation: Expectation | None = EXPECTED,
-    *,
-    device: Any = "cuda",
-    sku_of: Callable[[str], str | None] = lambda name: None,
-) -> list[Problem]:
+def check(who, facts=FACTS, expectation=EXPECTED, *, device="cuda", sku_of=lambda name: None):
     return problems(who, facts, expectation=expectation, device=device, sku_of=sku_of)
 
 
-def only(found: list[Problem]) -> Problem:
+def only(found):
     assert [message_of(problem) for problem in found] == [message_of(found[0])]
     assert "\nwhat to do: " in found[0].text
     return found[0]
 
 
-def test_a_world_as_declared_has_no_problem() -> None:
+def test_a_world_as_declared_has_no_problem():
     assert check(world()) == []
     assert check(world(), expectation=None) == []
     assert check(world(device="cpu"), device="cpu") == []
@@ -93,14 +83,14 @@ def test_a_world_as_declared_has_no_problem() -> None:
         pytest.param([3, *range(8, 16)], "ranks 3, 8-15 never reported: 2 nodes (7 of 16 ranks did)", id="two nodes"),
     ],
 )
-def test_missing_ranks_are_named_by_host_or_by_node(gone: Any, message: str) -> None:
+def test_missing_ranks_are_named_by_host_or_by_node(gone, message):
     found = only(check({rank: they for rank, they in world().items() if rank not in gone}))
     assert message_of(found) == message
     assert "gpu-06:29500" in found.text
     assert message_of(only(check({}))).startswith("ranks 0-15 never reported")
 
 
-def test_ranks_dealt_out_over_the_nodes_are_not_guessed_a_node() -> None:
+def test_ranks_dealt_out_over_the_nodes_are_not_guessed_a_node():
     who = world()
     for rank, they in who.items():
         they["node_rank"], they["host"] = rank % 2, f"gpu-{6 + rank % 2:02d}"
@@ -119,9 +109,7 @@ def test_ranks_dealt_out_over_the_nodes_are_not_guessed_a_node() -> None:
     ],
 )
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_another_shape_than_expected_is_named(
-    launched: tuple[int, int], expected: str, parts: list[str], device: str
-) -> None:
+def test_another_shape_than_expected_is_named(launched, expected, parts, device):
     nnodes, per_node = launched
     facts = replace(FACTS, nnodes=nnodes, world_size=nnodes * per_node, local_world_size=per_node)
     who = world(nnodes, per_node, device=device)
@@ -131,7 +119,7 @@ def test_another_shape_than_expected_is_named(
     assert all(part in found.text for part in parts), found.text
 
 
-def test_a_node_that_lost_a_gpu_is_named_against_the_expectation() -> None:
+def test_a_node_that_lost_a_gpu_is_named_against_the_expectation():
     who = world()
     del who[15]
     for rank in range(8, 15):
@@ -141,7 +129,7 @@ def test_a_node_that_lost_a_gpu_is_named_against_the_expectation() -> None:
     assert any(message.startswith("rank 15 on gpu-07 (node_rank 1) never reported") for message in found)
 
 
-def test_ranks_that_see_only_their_own_gpu_do_not_make_a_node_small() -> None:
+def test_ranks_that_see_only_their_own_gpu_do_not_make_a_node_small():
     who = world()
     for they in who.values():
         they["node_gpus"] = they["visible_gpus"] = 1
@@ -164,12 +152,12 @@ def test_ranks_that_see_only_their_own_gpu_do_not_make_a_node_small() -> None:
         pytest.param(Allocation(name="kubernetes"), None, id="it does not say"),
     ],
 )
-def test_without_an_expectation_the_allocation_is_declared(scheduler: Allocation, message: str | None) -> None:
+def test_without_an_expectation_the_allocation_is_declared(scheduler, message):
     found = check(world(), replace(FACTS, scheduler=scheduler), None)
     assert [message_of(problem) for problem in found] == ([message] if message else [])
 
 
-def test_gpus_without_a_rank_are_named_against_the_allocation_and_the_expectation_overrides_it() -> None:
+def test_gpus_without_a_rank_are_named_against_the_allocation_and_the_expectation_overrides_it():
     facts = replace(
         FACTS, world_size=4, local_world_size=4, nnodes=1, scheduler=Allocation(name="slurm", nnodes=1, gpus_per_node=8)
     )
@@ -182,7 +170,7 @@ def test_gpus_without_a_rank_are_named_against_the_allocation_and_the_expectatio
     assert check(who, facts, Expectation.parse("1x4xH100")) == []
 
 
-def test_uneven_ranks_that_sum_up_are_named_on_the_node_that_falls_short() -> None:
+def test_uneven_ranks_that_sum_up_are_named_on_the_node_that_falls_short():
     who = world()
     who[8] |= {"node_rank": 0, "local_rank": 8, "host": "gpu-06"}
     who[8]["gpu"]["uuid"] = "GPU-x"
@@ -190,14 +178,14 @@ def test_uneven_ranks_that_sum_up_are_named_on_the_node_that_falls_short() -> No
     assert message_of(found).startswith("only 7 of the 8 GPUs of gpu-07 (node_rank 1) have a rank")
 
 
-def test_two_ranks_on_one_gpu_are_named() -> None:
+def test_two_ranks_on_one_gpu_are_named():
     who = world()
     who[3]["gpu"]["uuid"] = who[2]["gpu"]["uuid"]
     found = check(who)
     assert re.match("ranks 2-3 .* one GPU: GPU-2 of gpu-06$", message_of(found[0]))
 
 
-def test_two_launchers_on_one_host_are_no_two_nodes_but_in_a_rehearsal() -> None:
+def test_two_launchers_on_one_host_are_no_two_nodes_but_in_a_rehearsal():
     who = world()
     for they in who.values():
         they["host"] = "gpu-06"
@@ -211,14 +199,14 @@ def test_two_launchers_on_one_host_are_no_two_nodes_but_in_a_rehearsal() -> None
     assert check(rehearsal, device="cpu") == []
 
 
-def test_a_place_claimed_twice_is_named() -> None:
+def test_a_place_claimed_twice_is_named():
     who = world()
     who[5]["local_rank"] = 4
     assert message_of(only(check(who))) == "ranks 4-5 are one place (node_rank and local_rank) on gpu-06"
 
 
 @of_each("component", ["python", "torch", "cuda", "nccl", "driver", "pytest_gpucluster"])
-def test_versions_that_differ_name_the_few_against_the_many(component: str) -> None:
+def test_versions_that_differ_name_the_few_against_the_many(component):
     who = world()
     who[8]["versions"][component] = who[9]["versions"][component] = "9.9"
     usual = who[0]["versions"][component]
@@ -228,13 +216,13 @@ def test_versions_that_differ_name_the_few_against_the_many(component: str) -> N
     )
 
 
-def test_a_version_that_a_rank_did_not_report_is_no_equal_version() -> None:
+def test_a_version_that_a_rank_did_not_report_is_no_equal_version():
     who = world(device="cpu")
     del who[1]["versions"]["nccl"]
     assert re.match("nccl .*: '.*' on rank 1", message_of(only(check(who, device="cpu"))))
 
 
-def test_another_sku_than_expected_is_named() -> None:
+def test_another_sku_than_expected_is_named():
     who = world()
     for rank in range(16):
         who[rank]["gpu"]["name"] = "NVIDIA H200"
@@ -242,7 +230,7 @@ def test_another_sku_than_expected_is_named() -> None:
     assert "ranks 0-15 (gpu-06): the GPU is 'NVIDIA H200', but --gpucluster-expect=2x8xH100 says H100" in found.text
 
 
-def test_mixed_gpus_are_a_problem_even_where_no_sku_was_declared() -> None:
+def test_mixed_gpus_are_a_problem_even_where_no_sku_was_declared():
     who = world()
     who[4]["gpu"]["name"] = "NVIDIA H100 NVL"
     found = only(check(who, expectation=None))
@@ -264,17 +252,17 @@ def test_mixed_gpus_are_a_problem_even_where_no_sku_was_declared() -> None:
         pytest.param("RTX6000", "NVIDIA RTX6000 Ada", None, True, id="an x in the SKU"),
     ],
 )
-def test_an_expected_sku_matches_by_words(expected: str, name: str, sku: str | None, match: bool) -> None:
+def test_an_expected_sku_matches_by_words(expected, name, sku, match):
     assert sku_matches(expected, name, sku) is match
 
 
-def test_a_rank_without_a_gpu_is_named() -> None:
+def test_a_rank_without_a_gpu_is_named():
     who = world()
     who[9]["gpu"] = None
     assert message_of(check(who)[0]) == "rank 9 reported no GPU (gpu-07)"
 
 
-def test_what_nvml_could_not_tell_is_no_pass() -> None:
+def test_what_nvml_could_not_tell_is_no_pass():
     who = world()
     for rank in (8, 9):
         who[rank] |= {"nvml": "NVML is not available: Driver Not Loaded", "node_gpus": None}
@@ -282,7 +270,7 @@ def test_what_nvml_could_not_tell_is_no_pass() -> None:
     assert re.match(r"ranks 8-9 \(gpu-07\): .*: Driver Not Loaded$", message_of(found))
 
 
-def test_hostile_host_names_stay_on_one_line() -> None:
+def test_hostile_host_names_stay_on_one_line():
     who = world()
     for rank in range(8, 16):
         who[rank]["host"] = "gpu\n<evil>\x1b[31m\ud800"
@@ -293,7 +281,7 @@ def test_hostile_host_names_stay_on_one_line() -> None:
     assert "'1\N{REPLACEMENT CHARACTER}2'" in message_of(found)
 
 
-def test_an_expectation_is_read() -> None:
+def test_an_expectation_is_read():
     for text, expected in (
         ("2x8xH100", Expectation(nodes=2, gpus_per_node=8, sku="H100")),
         ("2x8", Expectation(nodes=2, gpus_per_node=8)),
@@ -303,13 +291,13 @@ def test_an_expectation_is_read() -> None:
 
 
 @of_each("text", ["", "8", "8xH100", "H100", "2x", "x8", "0x8", "2x0", "-1x8", "2x8x", "2x8x--", "2.5x8"])
-def test_a_malformed_expectation_is_an_error_that_shows_the_form(text: str) -> None:
+def test_a_malformed_expectation_is_an_error_that_shows_the_form(text):
     with pytest.raises(OptionError, match=r"allowed: NODESxGPUS.*one node is 1x8xH100") as caught:
         Expectation.parse(text)
     assert repr(text) in str(caught.value)
 
 
-def test_what_ranks_were_given_to_train_with_is_the_same() -> None:
+def test_what_ranks_were_given_to_train_with_is_the_same():
     who = world()
     for rank, they in who.items():
         they["inputs"] = given(
@@ -323,7 +311,7 @@ def test_what_ranks_were_given_to_train_with_is_the_same() -> None:
     assert re.match(r"--gpucluster-resume .*: '.*' on rank 3 \(gpu-", message_of(only(check(who))))
 
 
-def test_a_path_that_is_missing_on_one_node_names_its_ranks_and_host_and_everywhere_it_is_a_usage_error() -> None:
+def test_a_path_that_is_missing_on_one_node_names_its_ranks_and_host_and_everywhere_it_is_a_usage_error():
     who = world()
     for rank, they in who.items():
         they["inputs"] = given({}, *(["--gpucluster-data images=/data: no such folder"] if rank >= 8 else []))

@@ -4,8 +4,6 @@ Each of them is given to plain pytest too, over the same suite, in which the tes
 which order, and pytest's own summary must be the same, on both ranks.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

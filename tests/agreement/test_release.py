@@ -1,13 +1,9 @@
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
 
 import pytest
 
@@ -20,7 +16,7 @@ DEADLINE_SECONDS = 20.0
 
 
 @pytest.fixture
-def releaser() -> Iterator[PythonReleaser]:
+def releaser():
     """A releaser of this process's main thread, which is the one that runs the test."""
     before = signal.getsignal(RELEASE_SIGNAL)
     made = PythonReleaser()
@@ -29,25 +25,25 @@ def releaser() -> Iterator[PythonReleaser]:
     signal.signal(RELEASE_SIGNAL, before)
 
 
-def later(call: Callable[[], object]) -> threading.Timer:
+def later(call):
     timer = threading.Timer(0.02, call)
     timer.start()
     return timer
 
 
-def hold_a_lock() -> None:
+def hold_a_lock():
     lock = threading.Lock()
     lock.acquire()
     lock.acquire(timeout=DEADLINE_SECONDS)
 
 
-def loop() -> None:
+def loop():
     end = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < end:
         pass
 
 
-def swallow_every_exception() -> None:
+def swallow_every_exception():
     end = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(Exception):
@@ -63,9 +59,7 @@ def swallow_every_exception() -> None:
         pytest.param(swallow_every_exception, id="code that swallows every Exception"),
     ],
 )
-def test_python_code_that_hangs_is_ended_with_the_reason(
-    releaser: PythonReleaser, blocked: Callable[[], object]
-) -> None:
+def test_python_code_that_hangs_is_ended_with_the_reason(releaser, blocked):
     releaser.arm("not finished within 3 s")
     timer = later(releaser.release)
     begin = time.monotonic()
@@ -75,7 +69,7 @@ def test_python_code_that_hangs_is_ended_with_the_reason(
     assert time.monotonic() - begin < DEADLINE_SECONDS / 2
 
 
-def test_nothing_is_raised_before_it_is_armed_or_once_the_main_thread_has_come_back(releaser: PythonReleaser) -> None:
+def test_nothing_is_raised_before_it_is_armed_or_once_the_main_thread_has_come_back(releaser):
     releaser.release()
     signal.raise_signal(RELEASE_SIGNAL)
     releaser.arm("late")
@@ -84,7 +78,7 @@ def test_nothing_is_raised_before_it_is_armed_or_once_the_main_thread_has_come_b
     signal.raise_signal(RELEASE_SIGNAL)  # one that was already on its way
 
 
-def test_one_release_raises_once_and_code_that_swallows_it_can_be_released_again(releaser: PythonReleaser) -> None:
+def test_one_release_raises_once_and_code_that_swallows_it_can_be_released_again(releaser):
     for reason in ("first", "second"):
         releaser.arm(reason)
         with pytest.raises(Released, match=f"^{reason}$"):
@@ -93,8 +87,8 @@ def test_one_release_raises_once_and_code_that_swallows_it_can_be_released_again
         releaser.release()
 
 
-def test_a_test_that_takes_the_signal_loses_it_when_the_handler_is_installed_again(releaser: PythonReleaser) -> None:
-    def foreign(signum: int, frame: FrameType | None) -> None:
+def test_a_test_that_takes_the_signal_loses_it_when_the_handler_is_installed_again(releaser):
+    def foreign(signum, frame):
         pytest.fail("the test's own handler was called")
 
     signal.signal(RELEASE_SIGNAL, foreign)
@@ -110,7 +104,7 @@ def test_a_test_that_takes_the_signal_loses_it_when_the_handler_is_installed_aga
 class Pair:
     """A connection over TCP with both of its ends and its listener in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.one = socket.create_connection(self.listener.getsockname())
         self.other, _ = self.listener.accept()
@@ -118,17 +112,17 @@ class Pair:
         for each in self.all:
             each.settimeout(DEADLINE_SECONDS)
 
-    def close(self) -> None:
+    def close(self):
         for each in self.all:
             each.close()
 
 
 @pytest.fixture
-def pairs() -> Iterator[Callable[[], Pair]]:
+def pairs():
     """Make connections."""
-    made: list[Pair] = []
+    made = []
 
-    def make() -> Pair:
+    def make():
         made.append(Pair())
         return made[-1]
 
@@ -137,7 +131,7 @@ def pairs() -> Iterator[Callable[[], Pair]]:
         pair.close()
 
 
-def is_connected(end: socket.socket) -> bool:
+def is_connected(end):
     """Tell whether an end would wait for data, instead of being told that there will be none."""
     end.setblocking(False)
     try:
@@ -148,7 +142,7 @@ def is_connected(end: socket.socket) -> bool:
         end.settimeout(DEADLINE_SECONDS)
 
 
-def test_both_sides_of_a_groups_connections_are_freed(pairs: Callable[[], Pair]) -> None:
+def test_both_sides_of_a_groups_connections_are_freed(pairs):
     releaser = SocketReleaser()
     with releaser.taking():
         pair = pairs()
@@ -158,7 +152,7 @@ def test_both_sides_of_a_groups_connections_are_freed(pairs: Callable[[], Pair])
     timer.join()
 
 
-def test_a_listener_lives_on_because_gloo_aborts_the_process_without_it(pairs: Callable[[], Pair]) -> None:
+def test_a_listener_lives_on_because_gloo_aborts_the_process_without_it(pairs):
     releaser = SocketReleaser()
     with releaser.taking():
         pair = pairs()
@@ -171,7 +165,7 @@ def test_a_listener_lives_on_because_gloo_aborts_the_process_without_it(pairs: C
         accepted.close()
 
 
-def test_connections_from_before_and_after_the_group_was_made_are_left_alone(pairs: Callable[[], Pair]) -> None:
+def test_connections_from_before_and_after_the_group_was_made_are_left_alone(pairs):
     releaser = SocketReleaser()
     before = pairs()
     with releaser.taking():
@@ -185,7 +179,7 @@ def test_connections_from_before_and_after_the_group_was_made_are_left_alone(pai
     assert set(os.listdir("/proc/self/fd")) == open_before
 
 
-def test_a_number_that_was_given_to_another_connection_is_left_alone(pairs: Callable[[], Pair]) -> None:
+def test_a_number_that_was_given_to_another_connection_is_left_alone(pairs):
     releaser = SocketReleaser()
     with releaser.taking():
         mine = pairs()
@@ -197,7 +191,7 @@ def test_a_number_that_was_given_to_another_connection_is_left_alone(pairs: Call
     assert is_connected(other.other)
 
 
-def test_connections_that_are_closed_already_are_no_error(pairs: Callable[[], Pair]) -> None:
+def test_connections_that_are_closed_already_are_no_error(pairs):
     releaser = SocketReleaser()
     with releaser.taking():
         mine = pairs()
@@ -211,7 +205,7 @@ def test_connections_that_are_closed_already_are_no_error(pairs: Callable[[], Pa
         releaser.release()
 
 
-def test_a_group_in_the_making_is_released_in_the_middle_of_it(pairs: Callable[[], Pair]) -> None:
+def test_a_group_in_the_making_is_released_in_the_middle_of_it(pairs):
     releaser = SocketReleaser()
     assert not releaser.making_group
     with releaser.taking():

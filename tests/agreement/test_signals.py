@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
@@ -21,7 +19,7 @@ def heard(seconds=10.0):
 """
 
 
-def run(body: str) -> list[str]:
+def run(body):
     """Run Python in a process of its own, whose signals are nobody else's; return the lines that it printed."""
     code = PRELUDE + textwrap.dedent(body)
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
@@ -29,7 +27,7 @@ def run(body: str) -> list[str]:
     return child.stdout.splitlines()
 
 
-def test_sigterm_is_heard_while_the_main_thread_is_blocked_where_no_handler_runs() -> None:
+def test_sigterm_is_heard_while_the_main_thread_is_blocked_where_no_handler_runs():
     lines = run(
         """
         import ctypes
@@ -48,7 +46,7 @@ def test_sigterm_is_heard_while_the_main_thread_is_blocked_where_no_handler_runs
     assert lines == ["['SIGTERM']", "['SIGTERM']"]
 
 
-def test_each_signal_is_told_once_but_those_of_other_owners_and_none_at_the_end() -> None:
+def test_each_signal_is_told_once_but_those_of_other_owners_and_none_at_the_end():
     lines = run(
         """
         seen = []
@@ -66,7 +64,7 @@ def test_each_signal_is_told_once_but_those_of_other_owners_and_none_at_the_end(
     assert lines == ["['SIGTERM'] [] ['USR1']", "['SIGTERM'] [] ['USR1', 'USR1']", "[]"]
 
 
-def test_ctrl_c_is_heard_and_still_interrupts_python() -> None:
+def test_ctrl_c_is_heard_and_still_interrupts_python():
     lines = run(
         """
         try:
@@ -79,7 +77,7 @@ def test_ctrl_c_is_heard_and_still_interrupts_python() -> None:
     assert lines == ["interrupted ['SIGINT']"]
 
 
-def test_a_test_that_takes_sigterm_or_the_wakeup_descriptor_loses_both_at_the_next_phase() -> None:
+def test_a_test_that_takes_sigterm_or_the_wakeup_descriptor_loses_both_at_the_next_phase():
     lines = run(
         """
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -92,7 +90,7 @@ def test_a_test_that_takes_sigterm_or_the_wakeup_descriptor_loses_both_at_the_ne
     assert lines == ["['SIGTERM']"]
 
 
-def test_more_signals_than_the_pipe_holds_are_no_error() -> None:
+def test_more_signals_than_the_pipe_holds_are_no_error():
     lines = run(
         """
         import fcntl
@@ -133,13 +131,13 @@ FORKS = {
 
 @pytest.mark.parametrize("install", ["", "pipe.install()\n"], ids=["in the first phase", "in the second"])
 @pytest.mark.parametrize("start", FORKS)
-def test_a_forked_child_dies_of_sigterm_and_the_parent_hears_nothing(start: str, install: str) -> None:
+def test_a_forked_child_dies_of_sigterm_and_the_parent_hears_nothing(start, install):
     body = textwrap.dedent(FORKS[start])
     lines = run(install + "ready = os.pipe()\n" + body + "\nprint(code, heard(0.05))")
     assert lines == ["-15 []"]
 
 
-def test_a_session_inside_another_program_gives_its_handler_back() -> None:
+def test_a_session_inside_another_program_gives_its_handler_back():
     lines = run(
         """
         pipe.restore()

@@ -1,12 +1,8 @@
-from __future__ import annotations
-
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from ranks import facts_of
@@ -14,19 +10,18 @@ from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement.store import connect
 from pytest_gpucluster.errors import StoreError
-from pytest_gpucluster.launch.launchers import RankFacts
 
 SHORT, GENEROUS = timedelta(seconds=0.05), timedelta(seconds=20)
 HERE = {"rank": 1, "local_rank": 1, "local_world_size": 2, "nnodes": 1, "hostname": "gpu-07"}
 
 
-def tcp_store() -> Any:
+def tcp_store():
     import torch.distributed
 
     return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def prefix_store() -> Any:
+def prefix_store():
     import torch.distributed
 
     return torch.distributed.PrefixStore("gpucluster/a1/0", tcp_store())
@@ -39,14 +34,14 @@ def prefix_store() -> Any:
         pytest.param(prefix_store, id="torch's tcp store with a prefix"),
     ]
 )
-def store(request: pytest.FixtureRequest) -> Any:
+def store(request):
     """Each kind of store: what one does the others must do, since the agreement is written for all of them."""
     made = request.param()
     made.set_timeout(GENEROUS)
     return made
 
 
-def test_what_was_set_can_be_read_by_key_and_in_any_order(store: Any) -> None:
+def test_what_was_set_can_be_read_by_key_and_in_any_order(store):
     store.set("a", "größer ✓")
     assert store.get("a") == "größer ✓".encode()
     store.set("b", "2")
@@ -55,14 +50,14 @@ def test_what_was_set_can_be_read_by_key_and_in_any_order(store: Any) -> None:
     assert store.multi_get([]) == []
 
 
-def test_a_counter_counts_and_reads_as_text(store: Any) -> None:
+def test_a_counter_counts_and_reads_as_text(store):
     assert store.add("n", 0) == 0
     assert store.check(["n"]), "looking at a counter makes it"
     assert [store.add("n", 1), store.add("n", 2)] == [1, 3]
     assert store.get("n") == b"3"
 
 
-def test_check_asks_for_all_keys_and_never_waits(store: Any) -> None:
+def test_check_asks_for_all_keys_and_never_waits(store):
     store.set("a", "1")
     assert store.check(["a"])
     assert not store.check(["a", "b"])  # one that waited would raise when the time is up
@@ -79,16 +74,14 @@ def test_check_asks_for_all_keys_and_never_waits(store: Any) -> None:
         pytest.param(None, "old", "new", b"old", None, id="there is nothing, unexpectedly"),
     ],
 )
-def test_compare_set_sets_only_what_is_as_expected(
-    store: Any, before: str | None, expected: str, desired: str, returned: bytes, after: bytes | None
-) -> None:
+def test_compare_set_sets_only_what_is_as_expected(store, before, expected, desired, returned, after):
     if before is not None:
         store.set("k", before)
     assert store.compare_set("k", expected, desired) == returned
     assert (store.get("k") if store.check(["k"]) else None) == after
 
 
-def test_a_deleted_key_is_gone_and_deleting_tells_whether_it_was_there(store: Any) -> None:
+def test_a_deleted_key_is_gone_and_deleting_tells_whether_it_was_there(store):
     store.set("a", "1")
     assert store.delete_key("a")
     assert not store.check(["a"])
@@ -103,7 +96,7 @@ def test_a_deleted_key_is_gone_and_deleting_tells_whether_it_was_there(store: An
         pytest.param(lambda store: store.wait(["yes", "no"], SHORT), id="wait"),
     ],
 )
-def test_a_key_that_never_comes_is_a_runtime_error_in_time(store: Any, ask: Callable[[Any], object]) -> None:
+def test_a_key_that_never_comes_is_a_runtime_error_in_time(store, ask):
     store.set("yes", "1")
     store.set_timeout(SHORT)
     begin = time.perf_counter()
@@ -115,13 +108,13 @@ def test_a_key_that_never_comes_is_a_runtime_error_in_time(store: Any, ask: Call
 # ---- connecting ----------------------------------------------------------------------------------------------------
 
 
-def closed_port() -> int:
+def closed_port():
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         return int(held.getsockname()[1])
 
 
-def test_a_single_process_needs_no_address() -> None:
+def test_a_single_process_needs_no_address():
     alone = facts_of(world_size=1, nnodes=1, launcher="single", master_addr=None, master_port=None)
     stores = connect(alone, timeout_seconds=1)
     stores.main.set("a", "1")
@@ -130,7 +123,7 @@ def test_a_single_process_needs_no_address() -> None:
     assert stores.main.get("a") == b"1"
 
 
-def facts(**changes: Any) -> RankFacts:
+def facts(**changes):
     return facts_of(**{**HERE, "master_addr": "127.0.0.1", "agent_store": True, **changes})
 
 
@@ -141,7 +134,7 @@ def facts(**changes: Any) -> RankFacts:
         (2, "Check that MASTER_ADDR and MASTER_PORT name the first node"),
     ],
 )
-def test_an_address_that_does_not_answer_is_named_with_the_rank_and_the_way_out(nnodes: int, advice: str) -> None:
+def test_an_address_that_does_not_answer_is_named_with_the_rank_and_the_way_out(nnodes, advice):
     port = closed_port()
     begin = time.perf_counter()
     with pytest.raises(StoreError) as caught:
@@ -154,7 +147,7 @@ def test_an_address_that_does_not_answer_is_named_with_the_rank_and_the_way_out(
     assert "\n" not in message
 
 
-def test_both_connections_of_a_rank_see_the_same_keys_and_no_other_run_does() -> None:
+def test_both_connections_of_a_rank_see_the_same_keys_and_no_other_run_does():
     server = tcp_store()
     here = connect(facts(master_port=server.port), timeout_seconds=10)
     peer = connect(facts(master_port=server.port, rank=0), timeout_seconds=10)
@@ -170,7 +163,7 @@ def test_both_connections_of_a_rank_see_the_same_keys_and_no_other_run_does() ->
         assert not connect(other, timeout_seconds=10).main.check(["a"])
 
 
-def test_a_blocked_main_connection_does_not_block_the_other() -> None:
+def test_a_blocked_main_connection_does_not_block_the_other():
     server = tcp_store()
     stores = connect(facts(master_port=server.port), timeout_seconds=10)
     stores.main.set_timeout(timedelta(seconds=20))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -7,9 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ from pytest_gpucluster.agreement.liveness import Heartbeats, Siblings, computes,
 DEADLINE_SECONDS = 20.0
 
 
-def until(found: Callable[[], object]) -> None:
+def until(found):
     """Wait until something is so."""
     end = time.monotonic() + DEADLINE_SECONDS
     while not found():
@@ -28,7 +24,7 @@ def until(found: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
+def child():
     """A process that waits to be killed."""
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
     try:
@@ -38,30 +34,30 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def ended_child() -> subprocess.Popen[bytes]:
+def ended_child():
     """A process that has ended and is not yet reaped."""
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     until(lambda: process_state(process.pid).startswith("Z"))
     return process
 
 
-def facts(pid: int, *, host: str = "gpu-06", started: int | None = None) -> dict[str, Any]:
+def facts(pid, *, host="gpu-06", started=None):
     return {"host": host, "pid": pid, "start_time": start_time(pid) if started is None else started}
 
 
-def siblings(who: dict[int, dict[str, Any]]) -> Siblings:
+def siblings(who):
     """Rank 0 is this process."""
     return Siblings({0: facts(os.getpid()), **who}, 0)
 
 
-def test_a_process_has_one_start_time_for_all_its_life(child: subprocess.Popen[bytes]) -> None:
+def test_a_process_has_one_start_time_for_all_its_life(child):
     begin = start_time(child.pid)
     assert begin is not None
     assert start_time(child.pid) == begin
     assert (start_time(os.getpid()) or 0) <= begin
 
 
-def test_a_process_that_is_gone_has_neither_start_time_nor_state() -> None:
+def test_a_process_that_is_gone_has_neither_start_time_nor_state():
     process = ended_child()
     process.wait()
     assert start_time(process.pid) is None
@@ -69,10 +65,9 @@ def test_a_process_that_is_gone_has_neither_start_time_nor_state() -> None:
     assert siblings({1: facts(process.pid, started=5)}).rank_fds == {}
 
 
-def test_the_name_of_a_program_cannot_spoil_what_is_read_of_it() -> None:
+def test_the_name_of_a_program_cannot_spoil_what_is_read_of_it():
     code = "import ctypes, time; ctypes.CDLL(None).prctl(15, b') Z 1 (', 0, 0, 0); print(flush=True); time.sleep(100)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         try:
             until(lambda: process_state(process.pid) == "S: sleeping")
@@ -81,7 +76,7 @@ def test_the_name_of_a_program_cannot_spoil_what_is_read_of_it() -> None:
             process.kill()
 
 
-def test_a_process_stopped_by_a_signal_is_told_from_one_that_sleeps(child: subprocess.Popen[bytes]) -> None:
+def test_a_process_stopped_by_a_signal_is_told_from_one_that_sleeps(child):
     until(lambda: process_state(child.pid) == "S: sleeping")
     child.send_signal(signal.SIGSTOP)
     until(lambda: process_state(child.pid) == "T: stopped by a signal")
@@ -89,7 +84,7 @@ def test_a_process_stopped_by_a_signal_is_told_from_one_that_sleeps(child: subpr
     until(lambda: process_state(child.pid) == "S: sleeping")
 
 
-def test_the_end_of_a_sibling_is_seen_at_once_and_told_once(child: subprocess.Popen[bytes]) -> None:
+def test_the_end_of_a_sibling_is_seen_at_once_and_told_once(child):
     before = set(os.listdir("/proc/self/fd"))
     watched = siblings({1: facts(child.pid)})
     assert list(watched.rank_fds) == [1], "not this process itself"
@@ -109,7 +104,7 @@ def test_the_end_of_a_sibling_is_seen_at_once_and_told_once(child: subprocess.Po
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_stopped_sibling_has_not_ended(child: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_sibling_has_not_ended(child):
     watched = siblings({1: facts(child.pid)})
     child.send_signal(signal.SIGSTOP)
     until(lambda: process_state(child.pid).startswith("T"))
@@ -117,7 +112,7 @@ def test_a_stopped_sibling_has_not_ended(child: subprocess.Popen[bytes]) -> None
     watched.close()
 
 
-def test_a_sibling_that_ended_before_anybody_looked_is_ended() -> None:
+def test_a_sibling_that_ended_before_anybody_looked_is_ended():
     process = ended_child()
     watched = siblings({1: facts(process.pid)})
     assert watched.ended() == [1]
@@ -133,20 +128,18 @@ def test_a_sibling_that_ended_before_anybody_looked_is_ended() -> None:
         pytest.param({"started": -1}, id="in another pid namespace"),
     ],
 )
-def test_what_is_no_sibling_is_not_watched(child: subprocess.Popen[bytes], changed: dict[str, Any]) -> None:
+def test_what_is_no_sibling_is_not_watched(child, changed):
     before = set(os.listdir("/proc/self/fd"))
     watched = siblings({1: facts(child.pid, **changed)})
     assert watched.rank_fds == {}
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_number_given_to_another_process_just_now_is_not_taken(
-    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_given_to_another_process_just_now_is_not_taken(child, monkeypatch):
     told = facts(child.pid)
     real = os.pidfd_open
 
-    def reused(pid: int) -> int:
+    def reused(pid):
         """Between any earlier look and the pidfd the number goes to another process."""
         monkeypatch.setattr(liveness, "start_time", lambda pid: told["start_time"] + 1)
         return real(pid)
@@ -155,7 +148,7 @@ def test_a_number_given_to_another_process_just_now_is_not_taken(
     assert siblings({1: told}).rank_fds == {}
 
 
-def test_a_sibling_can_be_signalled_until_it_has_ended_and_after(child: subprocess.Popen[bytes]) -> None:
+def test_a_sibling_can_be_signalled_until_it_has_ended_and_after(child):
     watched = siblings({1: facts(child.pid)})
     watched.signal(1, signal.SIGKILL)
     assert child.wait(DEADLINE_SECONDS) == -signal.SIGKILL
@@ -169,11 +162,11 @@ class Clock:
 
     now = 50.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
 
-def test_a_heartbeat_counts_from_when_it_last_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_counts_from_when_it_last_changed(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(liveness, "time", clock)
     beats = Heartbeats([1, 2])
@@ -189,13 +182,13 @@ def test_a_heartbeat_counts_from_when_it_last_changed(monkeypatch: pytest.Monkey
     assert beats.silent_for(1) == 0, "a beat is a change, whatever the other clock says"
 
 
-def seen_by_a_thread() -> bool:
+def seen_by_a_thread():
     """Whether this process computes, as its watcher sees it while the main thread waits."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(computes).result()
 
 
-def test_a_child_that_computes_is_seen_and_none_that_waits(child: subprocess.Popen[bytes]) -> None:
+def test_a_child_that_computes_is_seen_and_none_that_waits(child):
     assert not seen_by_a_thread()
     shell = subprocess.Popen(["sh", "-c", "while :; do :; done & wait"], start_new_session=True)
     try:
@@ -205,11 +198,11 @@ def test_a_child_that_computes_is_seen_and_none_that_waits(child: subprocess.Pop
         shell.wait()
 
 
-def test_the_main_thread_is_looked_at_and_other_threads_are_not() -> None:
+def test_the_main_thread_is_looked_at_and_other_threads_are_not():
     ended = threading.Event()
-    found: list[bool] = []
+    found = []
 
-    def spin(seconds: float) -> None:
+    def spin(seconds):
         end = time.monotonic() + seconds
         while time.monotonic() < end and not ended.is_set():
             pass

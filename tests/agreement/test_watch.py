@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -9,9 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import facts_of
@@ -19,7 +14,7 @@ from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement import liveness, watchdog
 from pytest_gpucluster.agreement.exchange import AbortReason, Exchange, key_of, verdict_key
-from pytest_gpucluster.agreement.hang_diagnosis import Operation, Where, making_group
+from pytest_gpucluster.agreement.hang_diagnosis import Where, making_group
 from pytest_gpucluster.agreement.liveness import start_time
 from pytest_gpucluster.agreement.release import RELEASE_SIGNAL, Released
 from pytest_gpucluster.agreement.store import EventLog, Stores, post_event
@@ -33,7 +28,7 @@ NAMES = {0: "rank 0 (gpu-06)", 1: "rank 1 (gpu-07)"}
 ENDING = AbortReason(name="rank lost", message="rank 1 (gpu-07) is lost", exit=11, culprits=[1])
 
 
-def until(found: Callable[[], object]) -> None:
+def until(found):
     """Wait until something is so."""
     end = time.monotonic() + DEADLINE_SECONDS
     while not found():
@@ -41,7 +36,7 @@ def until(found: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def hang(after: Callable[[], object] = lambda: None) -> None:
+def hang(after=lambda: None):
     """Do something that leads to a release, and hang. In one call: the release may come at once."""
     after()
     time.sleep(DEADLINE_SECONDS)
@@ -50,25 +45,23 @@ def hang(after: Callable[[], object] = lambda: None) -> None:
 class Blocked:
     """A releaser of a call that never returns by itself, such as the making of a group."""
 
-    def __init__(self, *, making_group: bool) -> None:
+    def __init__(self, *, making_group):
         self.making_group = making_group
         self.releases = 0
 
-    def release(self) -> None:
+    def release(self):
         self.releases += 1
 
 
 class Place:
     """One rank's watch over a store in memory. What the other rank does, the test does in its place."""
 
-    def __init__(
-        self, rank: int, fault_file: Any, *, timeouts: Timeouts, store: HashStore, peer: dict[str, Any]
-    ) -> None:
+    def __init__(self, rank, fault_file, *, timeouts, store, peer):
         self.store = store
-        self.endings: list[AbortReason] = []
-        self.overtimes: list[AbortReason] = []
+        self.endings = []
+        self.overtimes = []
         self.beats = 0
-        self.beat_error: Exception | None = None
+        self.beat_error = None
         facts = facts_of(rank=rank, node_rank=rank, hostname=f"gpu-0{6 + rank}")
         mine = {"host": facts.hostname, "pid": os.getpid(), "start_time": start_time(os.getpid()), "fault_file": "/no"}
         theirs = {"host": f"gpu-0{7 - rank}", "pid": 1, "start_time": 1, "fault_file": "/no", **peer}
@@ -87,29 +80,29 @@ class Place:
             on_overtime=self.overtimes.append,
         )
 
-    def _beat(self) -> None:
+    def _beat(self):
         self.beats += 1
         if self.beat_error is not None:
             raise self.beat_error
 
-    def posted(self, kind: str) -> list[dict[str, Any]]:
+    def posted(self, kind):
         """The events of a kind, whoever posted them."""
         return [event for event in EventLog(self.store).unread() if event["kind"] == kind]
 
-    def enter(self, seconds: float = DEADLINE_SECONDS, phase: str = "call of t", *, leave: bool = False) -> int:
+    def enter(self, seconds=DEADLINE_SECONDS, phase="call of t", *, leave=False):
         """Enter a phase, and leave its body at once."""
         number = self.watch.enter(phase, seconds)
         if leave:
             self.watch.leave()
         return number
 
-    def settle(self) -> None:
+    def settle(self):
         """Let the watcher look around a few times."""
         time.sleep(10 * TICK)
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Place]]:
+def place(tmp_path, monkeypatch):
     """Make and start a watch, and take back what it does to this process."""
     monkeypatch.setattr(watchdog, "_TICK_SECONDS", TICK)
     monkeypatch.setattr(watchdog, "_BEAT_SECONDS", 0.05)
@@ -118,12 +111,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr(watchdog, "_SILENT_SECONDS", 0.2)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, RELEASE_SIGNAL)}
     wakeup = signal.set_wakeup_fd(-1)
-    made: list[Place] = []
+    made = []
     with (tmp_path / "fault").open("w") as fault_file:
 
-        def make(
-            rank: int, store: HashStore | None = None, peer: dict[str, Any] | None = None, **timeouts: float
-        ) -> Place:
+        def make(rank, store=None, peer=None, **timeouts):
             chosen = Timeouts(**{"grace": 0.05, "stuck": 0.2, "terminate": 10.0, **timeouts})
             made.append(Place(rank, fault_file, timeouts=chosen, store=store or HashStore(), peer=peer or {}))
             made[-1].watch.start()
@@ -140,10 +131,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
                 signal.signal(number, handler)
 
 
-def answer_where(place: Place, rank: int, number: int, *operations: Operation) -> threading.Thread:
+def answer_where(place, rank, number, *operations):
     """In the place of a peer: say where it is, once rank 0 asks."""
 
-    def answer() -> None:
+    def answer():
         until(lambda: place.posted("overdue"))
         where = Where(stack='  File "/s/test_x.py", line 3, in test_it', operations=operations)
         place.store.set(f"where/{number}/{rank}", json.dumps(to_json(where)))
@@ -156,7 +147,7 @@ def answer_where(place: Place, rank: int, number: int, *operations: Operation) -
 # ---- deadlines -----------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_0_that_hangs_is_found_named_and_released(place: Callable[..., Place]) -> None:
+def test_a_rank_0_that_hangs_is_found_named_and_released(place):
     here = place(0)
     number = here.watch.enter("call of test_x.py::test_it", 0.1)
     here.store.set(key_of(number, 1), "{}")
@@ -175,7 +166,7 @@ def test_a_rank_0_that_hangs_is_found_named_and_released(place: Callable[..., Pl
     assert here.endings == []
 
 
-def test_a_peer_that_hangs_is_named_and_every_rank_is_told_to_release(place: Callable[..., Place]) -> None:
+def test_a_peer_that_hangs_is_named_and_every_rank_is_told_to_release(place):
     here = place(0, stuck=DEADLINE_SECONDS)
     number = here.enter(0.05, leave=True)
     answer_where(here, 1, number).join()
@@ -192,7 +183,7 @@ def test_a_peer_that_hangs_is_named_and_every_rank_is_told_to_release(place: Cal
     assert here.watch.released(following) is None
 
 
-def test_nobody_is_asked_or_released_before_the_deadline_or_when_all_have_arrived(place: Callable[..., Place]) -> None:
+def test_nobody_is_asked_or_released_before_the_deadline_or_when_all_have_arrived(place):
     here = place(0)
     number = here.enter(leave=True)
     here.settle()
@@ -204,9 +195,7 @@ def test_nobody_is_asked_or_released_before_the_deadline_or_when_all_have_arrive
     assert here.posted("overdue") == here.posted("release") == here.endings == []
 
 
-def test_a_peer_that_neither_answers_nor_comes_back_ends_the_run_and_is_answered_for(
-    place: Callable[..., Place],
-) -> None:
+def test_a_peer_that_neither_answers_nor_comes_back_ends_the_run_and_is_answered_for(place):
     here = place(0)
     number = here.enter(0.05, leave=True)
     until(lambda: here.endings)
@@ -219,7 +208,7 @@ def test_a_peer_that_neither_answers_nor_comes_back_ends_the_run_and_is_answered
     assert answered["message"].startswith("does not answer (on gpu-07")
 
 
-def test_a_rank_says_where_it_is_when_rank_0_asks(place: Callable[..., Place]) -> None:
+def test_a_rank_says_where_it_is_when_rank_0_asks(place):
     here = place(1)
     here.watch.guard(Blocked(making_group=True))
     number = here.enter()
@@ -230,9 +219,7 @@ def test_a_rank_says_where_it_is_when_rank_0_asks(place: Callable[..., Place]) -
     assert list(where.pending) == [making_group()]
 
 
-def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(
-    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(place, monkeypatch):
     monkeypatch.setattr(watchdog, "_LEAVES_WITHIN_SECONDS", DEADLINE_SECONDS)
     here = place(1)
     blocked = Blocked(making_group=False)
@@ -246,7 +233,7 @@ def test_a_release_by_rank_0_frees_whatever_blocks_this_rank(
     until(lambda: blocked.releases)
 
 
-def test_no_release_comes_for_another_phase_or_after_the_body_has_been_left(place: Callable[..., Place]) -> None:
+def test_no_release_comes_for_another_phase_or_after_the_body_has_been_left(place):
     here = place(1)
     number = here.enter()
     post_event(here.store, "release", number=number - 1, reason="old", culprits={})
@@ -262,9 +249,7 @@ def test_no_release_comes_for_another_phase_or_after_the_body_has_been_left(plac
 # ---- a peer's failure ----------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_waits_in_a_collective_for_a_failed_peer_is_released_after_a_grace(
-    place: Callable[..., Place],
-) -> None:
+def test_a_rank_that_waits_in_a_collective_for_a_failed_peer_is_released_after_a_grace(place):
     here = place(1, grace=0.2)
     here.watch.guard(Blocked(making_group=True))
     number = here.enter()
@@ -276,7 +261,7 @@ def test_a_rank_that_waits_in_a_collective_for_a_failed_peer_is_released_after_a
     assert here.watch.explanation(number, 0) == "rank 0 (gpu-06) failed: ValueError: boom"
 
 
-def test_a_failure_in_a_phase_that_this_rank_has_not_entered_yet_is_not_forgotten(place: Callable[..., Place]) -> None:
+def test_a_failure_in_a_phase_that_this_rank_has_not_entered_yet_is_not_forgotten(place):
     here = place(1, grace=0.1)
     here.watch.guard(Blocked(making_group=True))
     number = here.watch.enter("setup of t", DEADLINE_SECONDS)
@@ -289,7 +274,7 @@ def test_a_failure_in_a_phase_that_this_rank_has_not_entered_yet_is_not_forgotte
     here.watch.leave()
 
 
-def test_a_rank_that_is_still_busy_is_left_alone_after_a_peers_failure(place: Callable[..., Place]) -> None:
+def test_a_rank_that_is_still_busy_is_left_alone_after_a_peers_failure(place):
     here = place(1, grace=0.02)
     here.watch.guard(Blocked(making_group=False))
     number = here.enter()
@@ -299,7 +284,7 @@ def test_a_rank_that_is_still_busy_is_left_alone_after_a_peers_failure(place: Ca
     assert here.watch.released(number) is None
 
 
-def test_the_first_failure_of_a_phase_is_told_and_no_other(place: Callable[..., Place]) -> None:
+def test_the_first_failure_of_a_phase_is_told_and_no_other(place):
     here = place(1)
     first = here.enter()
     here.watch.report_absence(here.store, first, "failed: one")
@@ -309,7 +294,7 @@ def test_the_first_failure_of_a_phase_is_told_and_no_other(place: Callable[..., 
     assert [event["message"] for event in here.posted("absent")] == ["failed: one"]
 
 
-def test_what_explains_a_cut_connection_is_waited_for_but_not_for_ever(place: Callable[..., Place]) -> None:
+def test_what_explains_a_cut_connection_is_waited_for_but_not_for_ever(place):
     here = place(1)
     number = here.enter(leave=True)
     assert here.watch.explanation(number, 0.02) is None
@@ -322,14 +307,13 @@ def test_what_explains_a_cut_connection_is_waited_for_but_not_for_ever(place: Ca
 # ---- losses --------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(place: Callable[..., Place]) -> None:
+def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(place):
     here = place(1)
     number = here.enter()
     with pytest.raises(Released):
         hang(lambda: post_event(here.store, "lost", rank=0, message="process 7"))
     here.watch.leave()
     ending = here.watch.abort_reason
-    assert ending is not None
     assert (ending.name, ending.exit, list(ending.culprits)) == ("rank lost", 11, [0])
     assert re.match(r"rank 0 \(gpu-06\) is lost .* of t: process 7$", ending.message)
     assert here.endings == [here.watch.abort_reason]
@@ -337,7 +321,7 @@ def test_a_loss_that_another_rank_saw_ends_the_run_here_and_frees_this_rank(plac
     assert json.loads(here.store.get(verdict_key(number))) == {"ended": here.watch.abort_reason.to_json()}
 
 
-def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place: Callable[..., Place]) -> None:
+def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place):
     here = place(0)
     number = here.enter(leave=True)
     post_event(here.store, "lost", rank=1, message="gone")
@@ -348,9 +332,7 @@ def test_rank_0_answers_for_a_lost_rank_so_that_it_does_not_wait_for_it(place: C
 @pytest.mark.parametrize(
     "says_bye", [pytest.param(False, id="without a word"), pytest.param(True, id="with a goodbye")]
 )
-def test_a_frozen_heartbeat_on_another_host_is_a_loss_unless_the_rank_said_goodbye(
-    place: Callable[..., Place], says_bye: bool
-) -> None:
+def test_a_frozen_heartbeat_on_another_host_is_a_loss_unless_the_rank_said_goodbye(place, says_bye):
     store = HashStore()
     if says_bye:
         store.set("bye/1", "finished")
@@ -366,7 +348,7 @@ def test_a_frozen_heartbeat_on_another_host_is_a_loss_unless_the_rank_said_goodb
         assert here.posted("lost")[0]["rank"] == 1
 
 
-def test_a_heartbeat_that_goes_on_is_no_loss(place: Callable[..., Place]) -> None:
+def test_a_heartbeat_that_goes_on_is_no_loss(place):
     here = place(0, dead=0.3)
     while here.beats <= 12:
         here.store.set("hb/1", str(time.monotonic()))
@@ -376,7 +358,7 @@ def test_a_heartbeat_that_goes_on_is_no_loss(place: Callable[..., Place]) -> Non
 
 
 @pytest.fixture
-def sibling() -> Iterator[subprocess.Popen[bytes]]:
+def sibling():
     """The process of rank 1, on the host of rank 0."""
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
     try:
@@ -386,7 +368,7 @@ def sibling() -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def on_this_host(process: subprocess.Popen[bytes], **more: str) -> dict[str, Any]:
+def on_this_host(process, **more):
     """What is known of a rank 1 beside rank 0."""
     return {"host": "gpu-06", "pid": process.pid, "start_time": start_time(process.pid), **more}
 
@@ -401,9 +383,7 @@ def on_this_host(process: subprocess.Popen[bytes], **more: str) -> dict[str, Any
         pytest.param(None, "has exited without a message", id="no file at all"),
     ],
 )
-def test_a_sibling_that_dies_is_lost_at_once_and_its_last_words_are_told(
-    place: Callable[..., Place], sibling: subprocess.Popen[bytes], tmp_path: Path, left: str | None, told: str
-) -> None:
+def test_a_sibling_that_dies_is_lost_at_once_and_its_last_words_are_told(place, sibling, tmp_path, left, told):
     path = tmp_path / "sibling"
     if left is not None:
         path.write_text(left)
@@ -416,9 +396,7 @@ def test_a_sibling_that_dies_is_lost_at_once_and_its_last_words_are_told(
     assert message.endswith(told)
 
 
-def test_survivors_take_away_what_a_dead_sibling_left_and_nothing_of_the_living(
-    place: Callable[..., Place], sibling: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
+def test_survivors_take_away_what_a_dead_sibling_left_and_nothing_of_the_living(place, sibling, tmp_path):
     left = tmp_path / "gpucluster-fault-1-a.txt"
     left.touch()
     here = place(0, peer=on_this_host(sibling, fault_file=str(left)))
@@ -430,9 +408,7 @@ def test_survivors_take_away_what_a_dead_sibling_left_and_nothing_of_the_living(
     assert not left.exists()
 
 
-def test_a_sibling_that_cannot_be_released_is_killed_and_after_a_goodbye_it_is_not_lost(
-    place: Callable[..., Place], sibling: subprocess.Popen[bytes]
-) -> None:
+def test_a_sibling_that_cannot_be_released_is_killed_and_after_a_goodbye_it_is_not_lost(place, sibling):
     here = place(0, peer=on_this_host(sibling))
     here.store.set("bye/1", "")
     here.watch.kill_stuck([], wait_seconds=DEADLINE_SECONDS)
@@ -446,7 +422,7 @@ def test_a_sibling_that_cannot_be_released_is_killed_and_after_a_goodbye_it_is_n
 # ---- the end -------------------------------------------------------------------------------------------------------
 
 
-def test_an_ending_is_told_once_however_often_it_is_found(place: Callable[..., Place]) -> None:
+def test_an_ending_is_told_once_however_often_it_is_found(place):
     here = place(0)
     here.watch.end(ENDING)
     here.watch.end(AbortReason(name="other", message="later", exit=2))
@@ -457,7 +433,7 @@ def test_an_ending_is_told_once_however_often_it_is_found(place: Callable[..., P
     assert [event["message"] for event in here.posted("end")] == [ENDING.message]
 
 
-def test_an_ending_that_a_peer_told_is_taken_over_and_not_told_again(place: Callable[..., Place]) -> None:
+def test_an_ending_that_a_peer_told_is_taken_over_and_not_told_again(place):
     here = place(1)
     body = {"name": "interrupted", "message": "interrupted (Ctrl-C) on rank 0", "exit": 2, "culprits": [], "text": ""}
     post_event(here.store, "end", **body)
@@ -467,7 +443,7 @@ def test_an_ending_that_a_peer_told_is_taken_over_and_not_told_again(place: Call
     assert len(here.posted("end")) == 1
 
 
-def test_an_ending_of_all_ranks_by_an_exchange_needs_no_telling_and_has_its_time(place: Callable[..., Place]) -> None:
+def test_an_ending_of_all_ranks_by_an_exchange_needs_no_telling_and_has_its_time(place):
     here = place(1, terminate=0.3)
     begin = time.monotonic()
     here.watch.agreed_to_end(ENDING)
@@ -479,7 +455,7 @@ def test_an_ending_of_all_ranks_by_an_exchange_needs_no_telling_and_has_its_time
     assert time.monotonic() - begin >= 0.3
 
 
-def test_a_main_thread_that_does_not_come_back_in_time_is_ended_in_its_place(place: Callable[..., Place]) -> None:
+def test_a_main_thread_that_does_not_come_back_in_time_is_ended_in_its_place(place):
     here = place(0, terminate=0.3)
     here.watch.end(ENDING)
     begin = time.monotonic()
@@ -488,7 +464,7 @@ def test_a_main_thread_that_does_not_come_back_in_time_is_ended_in_its_place(pla
     assert here.overtimes[0] == ENDING
 
 
-def test_after_the_end_the_main_thread_is_freed_from_every_further_body(place: Callable[..., Place]) -> None:
+def test_after_the_end_the_main_thread_is_freed_from_every_further_body(place):
     here = place(0)
     here.watch.end(ENDING)
     with pytest.raises(Released, match=r"^rank 1 \(gpu-07\) is lost$"):
@@ -496,7 +472,7 @@ def test_after_the_end_the_main_thread_is_freed_from_every_further_body(place: C
     here.watch.leave()
 
 
-def test_an_orderly_close_ends_the_watcher_and_calls_no_overtime(place: Callable[..., Place]) -> None:
+def test_an_orderly_close_ends_the_watcher_and_calls_no_overtime(place):
     here = place(0, terminate=0.05)
     here.watch.end(ENDING)
     here.watch.close()
@@ -506,9 +482,7 @@ def test_an_orderly_close_ends_the_watcher_and_calls_no_overtime(place: Callable
     assert "gpucluster-watch" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_sigterm_is_a_goodbye_and_ends_the_run_once_no_death_explains_it(
-    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_is_a_goodbye_and_ends_the_run_once_no_death_explains_it(place, monkeypatch):
     monkeypatch.setattr(watchdog, "_LOST_BEFORE_TERM_SECONDS", 0.1)
     here = place(0)
     here.enter(leave=True)
@@ -520,9 +494,7 @@ def test_sigterm_is_a_goodbye_and_ends_the_run_once_no_death_explains_it(
     assert here.store.get("bye/0") == b"SIGTERM"
 
 
-def test_a_death_that_explains_a_sigterm_is_what_is_told(
-    place: Callable[..., Place], sibling: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_that_explains_a_sigterm_is_what_is_told(place, sibling, monkeypatch):
     monkeypatch.setattr(watchdog, "_LOST_BEFORE_TERM_SECONDS", 5.0)
     here = place(0, peer=on_this_host(sibling))
     os.kill(os.getpid(), signal.SIGTERM)
@@ -540,18 +512,18 @@ class Breaking(HashStore):
     broken = False
     WHY = "Connection reset by peer"
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key, amount):
         if self.broken:
             raise RuntimeError(self.WHY)
         return super().add(key, amount)
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key, expected, desired):
         if self.broken:
             raise RuntimeError("Broken pipe")
         return super().compare_set(key, expected, desired)
 
 
-def test_a_store_that_is_gone_ends_the_run_and_frees_this_rank(place: Callable[..., Place]) -> None:
+def test_a_store_that_is_gone_ends_the_run_and_frees_this_rank(place):
     store = Breaking()
     here = place(1, store)
     here.enter()
@@ -564,7 +536,7 @@ def test_a_store_that_is_gone_ends_the_run_and_frees_this_rank(place: Callable[.
     assert ending.text == Breaking.WHY
 
 
-def test_a_watcher_that_breaks_ends_the_run_instead_of_watching_no_more(place: Callable[..., Place]) -> None:
+def test_a_watcher_that_breaks_ends_the_run_instead_of_watching_no_more(place):
     here = place(1)
     here.enter()
     with pytest.raises(Released):
@@ -577,9 +549,7 @@ def test_a_watcher_that_breaks_ends_the_run_instead_of_watching_no_more(place: C
     assert [event["name"] for event in here.posted("end")] == ["internal error"]
 
 
-def test_a_silent_rank_0_is_lost_once_its_deadline_has_passed_and_one_that_beats_is_not(
-    place: Callable[..., Place],
-) -> None:
+def test_a_silent_rank_0_is_lost_once_its_deadline_has_passed_and_one_that_beats_is_not(place):
     here = place(1, stuck=DEADLINE_SECONDS)
     here.enter(0.05, leave=True)
     end = time.monotonic() + 0.5

@@ -1,7 +1,5 @@
 """`make check-deploy`: every file of its kind is looked at, and each linter really finds what it is for."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 None of them was run in its CI system here. What is run is their shell, with a stand-in for gpucluster.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

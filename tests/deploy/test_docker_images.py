@@ -1,7 +1,5 @@
 """deploy/docker: what can be said of the images without an engine to build them; hadolint: test_check_deploy.py."""
 
-from __future__ import annotations
-
 import fnmatch
 import importlib.metadata
 import os
@@ -24,18 +22,18 @@ SCRIPT = DOCKER / "image_constraints.py"
 both = pytest.mark.parametrize("dockerfile", [GPU, CPU], ids=lambda path: path.name)
 
 
-def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+def instructions(dockerfile):
     """Return each instruction of a Dockerfile and what it is told, comments and line ends left out."""
     text = "\n".join(line for line in dockerfile.read_text().splitlines() if not line.lstrip().startswith("#"))
     lines = re.sub(r"\\\n\s*", " ", text).splitlines()
     return [(word, rest.strip()) for word, _, rest in (line.strip().partition(" ") for line in lines) if word]
 
 
-def told(dockerfile: Path, word: str) -> list[str]:
+def told(dockerfile, word):
     return [rest for found, rest in instructions(dockerfile) if found == word]
 
 
-def copied(dockerfile: Path) -> list[tuple[str, str]]:
+def copied(dockerfile):
     """Return what is copied from the build context, each with where it goes."""
     pairs = []
     for rest in told(dockerfile, "COPY"):
@@ -45,11 +43,11 @@ def copied(dockerfile: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-def arguments(dockerfile: Path) -> dict[str, str]:
+def arguments(dockerfile):
     return dict(rest.partition("=")[::2] for rest in told(dockerfile, "ARG"))
 
 
-def ignored(path: str) -> bool:
+def ignored(path):
     """Tell whether .dockerignore keeps a file out. Source: https://docs.docker.com/build/concepts/context/#syntax."""
     out = False
     parts = Path(path).parts
@@ -63,7 +61,7 @@ def ignored(path: str) -> bool:
     return out
 
 
-def test_what_is_copied_is_in_the_build_context_and_nothing_else() -> None:
+def test_what_is_copied_is_in_the_build_context_and_nothing_else():
     for dockerfile in (GPU, CPU):
         sources = [source for source, _ in copied(dockerfile)]
         assert sources
@@ -75,7 +73,7 @@ def test_what_is_copied_is_in_the_build_context_and_nothing_else() -> None:
         assert ignored(path), path
 
 
-def test_the_copied_files_are_enough_to_run_the_suite(tmp_path: Path) -> None:
+def test_the_copied_files_are_enough_to_run_the_suite(tmp_path):
     """Without the rest of the checkout, as in the image: the command answers, and every criterion is collected."""
     inside = [
         {source for source, target in copied(dockerfile) if not target.startswith("/opt/constraints")}
@@ -107,7 +105,7 @@ def test_the_copied_files_are_enough_to_run_the_suite(tmp_path: Path) -> None:
 
 
 @both
-def test_the_version_is_that_of_the_suite_the_base_is_pinned_and_the_user_is_not_root(dockerfile: Path) -> None:
+def test_the_version_is_that_of_the_suite_the_base_is_pinned_and_the_user_is_not_root(dockerfile):
     text, given = dockerfile.read_text(), arguments(dockerfile)
     assert given["VERSION"] == __version__
     built = f"registry.example/gpucluster-acceptance:{__version__}{'-cpu' if dockerfile == CPU else ''}"
@@ -124,7 +122,7 @@ def test_the_version_is_that_of_the_suite_the_base_is_pinned_and_the_user_is_not
     assert place[0] == "ENV"
 
 
-def test_pip_must_take_the_pinned_versions() -> None:
+def test_pip_must_take_the_pinned_versions():
     (install,) = [rest for rest in told(CPU, "RUN") if "TORCH_INDEX" in rest]
     assert "--no-deps" in install, "only torch may come from its own index"
     pattern = re.search(r"grep '(.*?)' constraints.txt", install)
@@ -135,7 +133,7 @@ def test_pip_must_take_the_pinned_versions() -> None:
     assert "PIP_CONSTRAINT=/opt/constraints/image-constraints.txt" in " ".join(told(GPU, "ENV"))
 
 
-def test_constraints_of_an_image() -> None:
+def test_constraints_of_an_image():
     image_constraints = runpy.run_path(str(SCRIPT))["image_constraints"]
     marked = ['numpy==2.4.6; python_version >= "3.11"', 'numpy==2.2.6; python_version < "3.11"']
     for lines, kept, expected in (
@@ -149,7 +147,7 @@ def test_constraints_of_an_image() -> None:
         assert image_constraints(lines, kept) == expected
 
 
-def test_constraints_are_of_the_torch_that_is_installed_and_an_image_without_it_is_refused() -> None:
+def test_constraints_are_of_the_torch_that_is_installed_and_an_image_without_it_is_refused():
     script = [sys.executable, SCRIPT, ROOT / "constraints.txt", "--keep", "torch"]
     lines = finished([*script, "numpy"]).stdout.splitlines()
     assert [line for line in lines if line.startswith("torch==")] == [f"torch=={importlib.metadata.version('torch')}"]

@@ -1,11 +1,7 @@
 """deploy/kubernetes/{trainer,pytorchjob}: right, and each thing that could be wrong is found."""
 
-from __future__ import annotations
-
 import copy
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import kubeflow_manifests as kubeflow
@@ -28,12 +24,12 @@ VERSION = manifests.VERSIONS[-1]
 
 
 @pytest.fixture(scope="module")
-def rendered() -> Callable[[str, str], Documents]:
+def rendered():
     """Render an overlay once, and hand out copies."""
     require_kubectl()
-    seen: dict[tuple[str, str], Documents] = {}
+    seen = {}
 
-    def render(kind: str, name: str) -> Documents:
+    def render(kind, name):
         if (kind, name) not in seen:
             seen[kind, name] = manifests.render(HERE / kind / "overlays" / name)
         return copy.deepcopy(seen[kind, name])
@@ -41,16 +37,16 @@ def rendered() -> Callable[[str, str], Documents]:
     return render
 
 
-def one(documents: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+def one(documents, kind):
     [found] = [document for document in documents if document["kind"] == kind]
     return found
 
 
-def containers(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+def containers(document):
     return [container for _, pod in manifests.pod_templates(document) for container in pod["spec"]["containers"]]
 
 
-def at(document: Any, path: str) -> Any:
+def at(document, path):
     """Return a field, or None where there is none."""
     for word in path.split("."):
         document = document[int(word)] if isinstance(document, list) else document.get(word)
@@ -59,7 +55,7 @@ def at(document: Any, path: str) -> Any:
     return document
 
 
-def put(document: dict[str, Any], path: str, value: object) -> None:
+def put(document, path, value):
     where, _, last = path.rpartition(".")
     inner = at(document, where) if where else document
     inner[int(last) if isinstance(inner, list) else last] = value
@@ -69,7 +65,7 @@ RUNTIME = "spec.template.spec"
 JOB = f"{RUNTIME}.replicatedJobs.0.template.spec"
 POD = f"{JOB}.template.spec"
 MASTER, WORKER = "spec.pytorchReplicaSpecs.Master", "spec.pytorchReplicaSpecs.Worker"
-RUN_ONCE: dict[str, dict[str, Any]] = {
+RUN_ONCE = {
     "TrainJob": {},
     "ClusterTrainingRuntime": {
         f"{RUNTIME}.ttlSecondsAfterFinished": None,  # Trainer runs a failed TrainJob again when its JobSet is gone
@@ -97,7 +93,7 @@ NAMES = {"trainer": "node", "pytorchjob": "pytorch"}
 """What the suite's container is called. Trainer and Training Operator know theirs by these names."""
 
 
-def sizes(documents: Documents, kind: str) -> tuple[int, set[str], list[Mapping[str, Any]]]:
+def sizes(documents, kind):
     """Return the number of nodes, the ranks that the nodes are told, and what the nodes are limited to."""
     if kind == "trainer":
         told = one(documents, "TrainJob")["spec"]["trainer"]
@@ -109,9 +105,7 @@ def sizes(documents: Documents, kind: str) -> tuple[int, set[str], list[Mapping[
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: f"{path.parents[1].name}-{path.name}")
-def test_an_overlay_is_right_and_its_run_neither_repeated_nor_cut_short_nor_miscounted(
-    overlay: Path, rendered: Callable[[str, str], Documents]
-) -> None:
+def test_an_overlay_is_right_and_its_run_neither_repeated_nor_cut_short_nor_miscounted(overlay, rendered):
     kind = overlay.parents[1].name
     documents = rendered(kind, overlay.name)
     assert kubeflow.problems(documents, VERSION) == []
@@ -162,8 +156,8 @@ REFUSED = [
 ]
 
 
-def test_what_the_operator_would_forget_or_refuse_is_found(rendered: Callable[[str, str], Documents]) -> None:
-    def planted(which: str, path: str, value: object) -> dict[str, Any]:
+def test_what_the_operator_would_forget_or_refuse_is_found(rendered):
+    def planted(which, path, value):
         folder = "trainer" if which in ("TrainJob", "ClusterTrainingRuntime") else which.lower()
         document = one(rendered(folder, "production"), which)
         put(document, path, value)
@@ -177,7 +171,7 @@ def test_what_the_operator_would_forget_or_refuse_is_found(rendered: Callable[[s
         assert kubeflow.kind_problems(planted(which, path, value)) != [], path
 
 
-def edited(tmp_path: Path, kind: str, *changes: tuple[str, str]) -> Documents:
+def edited(tmp_path, kind, *changes):
     """Render a kind's production overlay as an operator has edited it."""
     require_kubectl()
     shutil.copytree(HERE, tmp_path / "kubernetes")
@@ -198,7 +192,7 @@ COMPONENTS = [
 
 
 @pytest.mark.parametrize(("kind", "component"), COMPONENTS)
-def test_a_component_reaches_every_pod(kind: str, component: str, tmp_path: Path) -> None:
+def test_a_component_reaches_every_pod(kind, component, tmp_path):
     require_kubectl()
     place = tmp_path / "kubernetes"
     shutil.copytree(HERE, place)
@@ -234,9 +228,7 @@ def test_a_component_reaches_every_pod(kind: str, component: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pod_has_weights_and_data_that_it_cannot_change(
-    kind: str, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+def test_every_pod_has_weights_and_data_that_it_cannot_change(kind, tmp_path, pytestconfig):
     """Production, as it is when its comment is none, with a claim of the site's."""
     documents = edited(tmp_path, kind, ("  # - ../../components/models\n", "  - ../../components/models\n"))
     spec = {"accessModes": ["ReadOnlyMany"], "resources": {"requests": {"storage": "1Ti"}}}

@@ -3,19 +3,13 @@
 Volumes are folders, and what the kubelet alone can do is missing: users, capabilities, limits, DNS.
 """
 
-from __future__ import annotations
-
 import uuid
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import kubernetes_manifests as manifests
 import local_pods
 import pytest
-import torchrun
 from junit_files import require_junit
 from kubectl import require_kubectl
 from local_pods import Pod, over
@@ -37,21 +31,14 @@ SUITE = {
 UID = "5d1f0a52-0000-4000-8000-000000000002"
 
 
-def prepare(directory: Path, kind: str) -> list[dict[str, Any]]:
+def prepare(directory, kind):
     """Render a kind's rehearsal, and prepare its pods."""
     documents = manifests.render(manifests.KUBERNETES / kind / "overlays" / "cpu-rehearsal")
     local_pods.prepare(directory, documents, SUITE)
     return documents
 
 
-def pod_of(
-    documents: list[dict[str, Any]],
-    template: Mapping[str, Any],
-    directory: Path,
-    index: int,
-    labels: Mapping[str, str],
-    operator: Mapping[str, str],
-) -> Pod:
+def pod_of(documents, template, directory, index, labels, operator):
     """Return the pod of a template, with the labels that its controllers give it and the variables of its operator."""
     name = f"pod-{index}"
     fields = {"metadata.name": name, "metadata.uid": f"uid-of-{name}", "spec.nodeName": f"node-of-{name}"}
@@ -61,7 +48,7 @@ def pod_of(
     return Pod(name=name, container=container, variables=variables, directory=directory)
 
 
-def more(token: str, fault: str, ranks: int) -> dict[str, str]:
+def more(token, fault, ranks):
     return {
         "RANKS": str(ranks),
         "PET_NPROC_PER_NODE": str(ranks),
@@ -73,7 +60,7 @@ def more(token: str, fault: str, ranks: int) -> dict[str, str]:
     }
 
 
-def run_torchrun(kind: str, directory: Path, fault: str, ranks: int) -> torchrun.Run:
+def run_torchrun(kind, directory, fault, ranks):
     """Run the pods of a TrainJob or of a PyTorchJob, which start torchrun."""
     documents = prepare(directory, kind)
     port, token = str(free_port()), uuid.uuid4().hex
@@ -110,7 +97,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torchrun.Run]:
+def runs(tmp_path_factory):
     require_kubectl()
     with ThreadPoolExecutor(max_workers=2) as pool:
         started = {
@@ -120,11 +107,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torchrun.Run]:
         return {name: future.result() for name, future in started.items()}
 
 
-def said(run: torchrun.Run, pod: int = 0) -> str:
+def said(run, pod=0):
     return (run.directory / f"said-pod-{pod}").read_text()
 
 
-def report(run: torchrun.Run) -> str:
+def report(run):
     [path] = (run.directory / "reports").glob("*/report.xml")
     text = path.read_text()
     require_junit(text)
@@ -133,9 +120,7 @@ def report(run: torchrun.Run) -> str:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("case", CASES)
-def test_two_pods_are_one_run_with_one_exit_code_and_leave_only_its_reports(
-    runs: dict[str, torchrun.Run], case: str
-) -> None:
+def test_two_pods_are_one_run_with_one_exit_code_and_leave_only_its_reports(runs, case):
     run, code = runs[case], 1 if CASES[case][1] else 0
     assert set(run.exits) == {code}, run.output
     verdict = "REJECTED" if code else "REHEARSED"

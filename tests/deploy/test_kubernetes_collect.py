@@ -1,7 +1,5 @@
 """What collect.sh asks of kubectl, by a real kubectl and an API server that knows a few objects."""
 
-from __future__ import annotations
-
 import json
 
 import kubernetes_manifests as manifests

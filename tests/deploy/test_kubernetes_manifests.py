@@ -1,7 +1,5 @@
 """The kustomizations of deploy/kubernetes: right by Kubernetes' schemas, safe, and of one mind with the suite."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

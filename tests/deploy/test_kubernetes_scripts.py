@@ -1,7 +1,5 @@
 """suite.sh, keep.sh and collect.sh: the real scripts of the manifests, with a real suite or a stand-in for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import kubernetes_manifests as manifests
 import local_pods
@@ -75,7 +72,7 @@ esac
 class Pod:
     """suite.sh in a folder, with a gpucluster that does as it is told."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.directory = directory
         self.log = directory / "log"
         self.answer = directory / "answer"

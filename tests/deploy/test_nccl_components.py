@@ -1,16 +1,12 @@
 """The variables of deploy/kubernetes/components/nccl-*, held against the advice for a node with that fabric."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from pytest_gpucluster.node.fabric.nccl_advice import GOOGLE_SCRIPT, NcclAdvice, advise
+from pytest_gpucluster.node.fabric.nccl_advice import GOOGLE_SCRIPT, advise
 from pytest_gpucluster.node.fabric.nccl_facts import collect_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES
 
@@ -20,7 +16,7 @@ import made_nodes
 
 COMPONENTS = Path(__file__).parent.parent.parent / "deploy" / "kubernetes" / "components"
 OF_NCCL = ("NCCL_", "FI_", "UCX_")
-FABRICS: Mapping[str, Any] = {
+FABRICS = {
     "nccl-infiniband": made_nodes.infiniband,
     "nccl-roce": made_nodes.roce,
     "nccl-ethernet": made_nodes.ethernet,
@@ -31,7 +27,7 @@ FABRICS: Mapping[str, Any] = {
 """Component -> a node that it is meant for."""
 
 
-def variables(folder: Path) -> dict[str, str]:
+def variables(folder):
     """What a component gives to the suite's container, from its settings and its patches."""
     told = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
     literals = [one for made in told.get("configMapGenerator", ()) for one in made.get("literals", ())]
@@ -43,7 +39,7 @@ def variables(folder: Path) -> dict[str, str]:
     return found
 
 
-def advised(root: Path, component: str, given: Mapping[str, str]) -> NcclAdvice:
+def advised(root, component, given):
     node = FABRICS[component](root)
     if not any(one.name == "eth0" for one in node.found):
         node.found.clear()
@@ -53,7 +49,7 @@ def advised(root: Path, component: str, given: Mapping[str, str]) -> NcclAdvice:
 
 
 @pytest.mark.parametrize("component", FABRICS)
-def test_a_component_sets_nothing_that_hurts_on_its_own_fabric(tmp_path: Path, component: str) -> None:
+def test_a_component_sets_nothing_that_hurts_on_its_own_fabric(tmp_path, component):
     given = variables(COMPONENTS / component)
     found = advised(tmp_path, component, given)
     # Behind a pod's own interface nobody sees the card that TCP goes over.
@@ -62,9 +58,7 @@ def test_a_component_sets_nothing_that_hurts_on_its_own_fabric(tmp_path: Path, c
     assert {name for name in given if name.startswith(OF_NCCL)} <= set(RULES)
 
 
-def test_every_component_is_looked_at_one_for_another_network_harms_and_google_s_script_is_the_advised_one(
-    tmp_path: Path,
-) -> None:
+def test_every_component_is_looked_at_one_for_another_network_harms_and_google_s_script_is_the_advised_one(tmp_path):
     assert {path.name for path in COMPONENTS.glob("nccl-*")} == set(FABRICS)
     given = variables(COMPONENTS / "nccl-ethernet")
     assert "NCCL_NET" in {one.name for one in advised(tmp_path, "nccl-infiniband", given).remove}

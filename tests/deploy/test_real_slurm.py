@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +99,7 @@ class Job:
     """Of its reports."""
 
     @property
-    def told(self) -> dict[str, tuple[str, str]]:
+    def told(self):
         """The JUnit file, which must be valid: name -> passed, failure, error or skipped, and why."""
         text = (self.folder / "report.xml").read_text()
         require_junit(text)
@@ -111,12 +110,12 @@ class Job:
         return found
 
     @property
-    def cases(self) -> dict[str, str]:
+    def cases(self):
         """Name -> passed, failure, error or skipped."""
         return {name: outcome for name, (outcome, _) in self.told.items()}
 
     @property
-    def journal(self) -> journal.Journal:
+    def journal(self):
         """Its journal."""
         return journal.read(self.folder / "latest" / "journal.jsonl")
 
@@ -128,7 +127,7 @@ class Site:
     slurm: SlurmCluster
     folder: Path
 
-    def environ(self, **more: str) -> dict[str, str]:
+    def environ(self, **more):
         own = {
             "SUITE_DIR": str(self.folder / "suite"),
             "SUITE_VENV": str(self.folder / "venv"),
@@ -138,13 +137,13 @@ class Site:
         }
         return self.slurm.environment(environment({**own, **more}))
 
-    def submit(self, script: str, *words: str, options: tuple[str, ...] = ("--nodes=2",), **more: str) -> str:
+    def submit(self, script, *words, options=("--nodes=2",), **more):
         command = ["sbatch", "--parsable", "--gpus-per-node=2", f"--output={self.folder}/%A.out", *options]
         done = finished([*command, str(SLURM / script), *words], env=self.environ(**more), cwd=self.folder)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def submit_one_that_stays(self, nodes: int, *words: str, tests: str = "tiny", options: tuple[str, ...] = ()) -> str:
+    def submit_one_that_stays(self, nodes, *words, tests="tiny", options=()):
         """Submit a job, and wait until all its ranks stay in a test, until there is a file `go`."""
         (self.folder / "go").unlink(missing_ok=True)
         for path in self.folder.glob("staying-*"):
@@ -156,10 +155,10 @@ class Site:
         self.until(lambda: len(list(self.folder.glob("staying-*"))) == ranks, "the test that stays")
         return number
 
-    def ended(self, number: str, kind: str = "slurm") -> Job:
+    def ended(self, number, kind="slurm"):
         """Wait for the end of a job."""
 
-        def shown() -> dict[str, str]:
+        def shown():
             text = self.slurm.ask("scontrol", "--oneliner", "show", "job", number)
             return dict(re.findall(r"(\w+)=(\S*)", text))
 
@@ -174,17 +173,16 @@ class Site:
             folder=self.folder / "reports" / f"{kind}-{number}",
         )
 
-    def run(self, script: str, *words: str, kind: str = "slurm", **more: object) -> Job:
-        return self.ended(self.submit(script, *words, **more), kind)  # type: ignore[arg-type]  # passed through
+    def run(self, script, *words, kind="slurm", **more):
+        return self.ended(self.submit(script, *words, **more), kind)
 
-    def node(self, name: str) -> tuple[str, str]:
+    def node(self, name):
         """Return a node's state and reason, as Slurm says them; but for who is being pinged at this moment."""
         text = self.slurm.ask("scontrol", "--oneliner", "show", "node", name)
         state, reason = re.search(r" State=(\S+)", text), re.search(r" Reason=(.*?)(?: \[|$)", text)
-        assert state is not None
         return state[1].replace("+NOT_RESPONDING", ""), reason[1] if reason else ""
 
-    def until(self, found: Callable[[], object], what: str) -> None:
+    def until(self, found, what):
         until = time.monotonic() + DEADLINE_SECONDS
         while not found():
             if time.monotonic() > until:
@@ -195,7 +193,7 @@ class Site:
 
 
 @contextlib.contextmanager
-def a_site() -> Iterator[Site]:
+def a_site():
     """A Slurm for as long as the block lasts."""
     for program in PROGRAMS:
         require_program(program)
@@ -220,20 +218,20 @@ def a_site() -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
+def site():
     with a_site() as found:
         yield found
 
 
 @pytest.fixture
-def own_site() -> Iterator[Site]:
+def own_site():
     """For a test that loses a node: after that Slurm 22.05 was seen to pass the node over for later jobs."""
     with a_site() as found:
         yield found
 
 
 @pytest.fixture(autouse=True)
-def in_service(site: Site) -> Iterator[None]:
+def in_service(site):
     """What one test has drained is no trouble of the next one."""
     yield
     drained = [node for node in NODES if "DRAIN" in site.node(node)[0]]
@@ -242,7 +240,7 @@ def in_service(site: Site) -> Iterator[None]:
 
 
 @pytest.mark.smoke
-def test_a_job_on_two_nodes_passes_and_leaves_all_reports(site: Site) -> None:
+def test_a_job_on_two_nodes_passes_and_leaves_all_reports(site):
     job = site.run("acceptance.sbatch")
     assert (job.state, job.code) == ("COMPLETED", 0), job.output
     assert job.cases == {
@@ -251,7 +249,6 @@ def test_a_job_on_two_nodes_passes_and_leaves_all_reports(site: Site) -> None:
         "test_kubernetes": "skipped",
     }
     assert (job.journal.run.nnodes, job.journal.run.world_size) == (2, 4)
-    assert job.journal.end is not None
     assert job.journal.end.by == "rank 0"
     assert {path.name for path in (job.folder / "rendered").iterdir()} >= set(FILES.values())
     assert json.loads((job.folder / "answer.json").read_text())["verdict"] == "REHEARSED"
@@ -261,7 +258,7 @@ def test_a_job_on_two_nodes_passes_and_leaves_all_reports(site: Site) -> None:
     assert f"exit code 0; reports: {job.folder}" in job.output.splitlines()[-1]
 
 
-def test_a_failure_is_the_job_s_exit_code_and_what_failed_runs_again(site: Site) -> None:
+def test_a_failure_is_the_job_s_exit_code_and_what_failed_runs_again(site):
     failed = site.run("acceptance.sbatch", "-k", "tiny", ACT="fail")
     assert (failed.state, failed.code) == ("FAILED", 1), failed.output
     assert failed.cases == {"test_node": "passed", "test_together": "passed", "test_after": "failure"}
@@ -276,7 +273,7 @@ def test_a_failure_is_the_job_s_exit_code_and_what_failed_runs_again(site: Site)
     assert not (selected.folder / "merged").exists()  # of one node and of two
 
 
-def test_a_node_that_is_lost_is_named_with_its_rank(own_site: Site) -> None:
+def test_a_node_that_is_lost_is_named_with_its_rank(own_site):
     lost = NODES[1]
     number = own_site.submit_one_that_stays(3, "--gpucluster-timeouts=dead=5")
     own_site.slurm.ask("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
@@ -300,7 +297,7 @@ def test_a_node_that_is_lost_is_named_with_its_rank(own_site: Site) -> None:
     assert (job.folder / "rendered" / "report.html").exists()
 
 
-def test_a_node_whose_slurmd_has_died_is_named_though_its_ranks_live(own_site: Site) -> None:
+def test_a_node_whose_slurmd_has_died_is_named_though_its_ranks_live(own_site):
     own_site.slurm.configure("SlurmdTimeout=10")
     number = own_site.submit_one_that_stays(2, tests="tiny or test_slurm")
     own_site.slurm.daemons[f"slurmd-{NODES[1]}"].kill()
@@ -313,7 +310,7 @@ def test_a_node_whose_slurmd_has_died_is_named_though_its_ranks_live(own_site: S
     assert (outcome, f"slurm.node: {NODES[1]}" in message) == ("error", True)
 
 
-def test_a_job_at_its_time_limit_ends_in_order(site: Site) -> None:
+def test_a_job_at_its_time_limit_ends_in_order(site):
     # Slurm may signal up to a minute earlier than it was asked to. Source: sbatch(1), --signal.
     number = site.submit_one_that_stays(2, options=("--time=4",))
     job = site.ended(number)
@@ -323,7 +320,7 @@ def test_a_job_at_its_time_limit_ends_in_order(site: Site) -> None:
     assert (job.folder / "rendered" / "report.html").exists()
 
 
-def test_a_job_that_is_requeued_says_that_it_is_another_attempt(site: Site) -> None:
+def test_a_job_that_is_requeued_says_that_it_is_another_attempt(site):
     number = site.submit_one_that_stays(2, options=("--requeue",))
     site.slurm.ask("scontrol", "requeue", number)
     site.until(lambda: "PENDING" in site.slurm.ask("scontrol", "show", "job", number), "the requeued job")
@@ -341,7 +338,7 @@ def test_a_job_that_is_requeued_says_that_it_is_another_attempt(site: Site) -> N
 
 
 @pytest.mark.parametrize("words", [("--batch", "--signal=TERM"), ()], ids=["as before the time limit", "scancel"])
-def test_a_job_that_is_ended_leaves_its_reports_and_is_no_pass(site: Site, words: tuple[str, ...]) -> None:
+def test_a_job_that_is_ended_leaves_its_reports_and_is_no_pass(site, words):
     number = site.submit_one_that_stays(2)
     site.slurm.ask("scancel", *words, number)
     job = site.ended(number)
@@ -359,7 +356,7 @@ def test_a_job_that_is_ended_leaves_its_reports_and_is_no_pass(site: Site, words
         assert (job.folder / "rendered" / "report.html").exists()
 
 
-def test_nothing_is_run_where_a_node_does_not_answer_or_is_another_version(site: Site) -> None:
+def test_nothing_is_run_where_a_node_does_not_answer_or_is_another_version(site):
     gone = site.run("acceptance.sbatch", ILL=f"gone {NODES[1]}")
     assert (gone.state, gone.code) == ("FAILED", 11)
     assert f"no answer from {NODES[1]}: " in gone.output
@@ -370,7 +367,7 @@ def test_nothing_is_run_where_a_node_does_not_answer_or_is_another_version(site:
     assert not (old.folder / "latest").exists()
 
 
-def test_every_node_has_its_own_element_of_the_array(site: Site) -> None:
+def test_every_node_has_its_own_element_of_the_array(site):
     words = ["--gpus-per-node=2", f"--output={site.folder}/%A_%a.out", "--", "-k", "test_node"]
     done = finished(
         ["bash", str(SLURM / "array-nodes.sbatch"), ",".join(NODES), *words], env=site.environ(ACT=f"bad {NODES[1]}")
@@ -388,7 +385,7 @@ def test_every_node_has_its_own_element_of_the_array(site: Site) -> None:
     assert "3 nodes: 2 good, 1 " in told.stdout.replace("\n", " ")
 
 
-def test_all_nodes_tell_what_they_are_and_who_does_not_is_named(site: Site) -> None:
+def test_all_nodes_tell_what_they_are_and_who_does_not_is_named(site):
     job = site.run("discover.sbatch", kind="discover", options=("--nodes=3",))
     assert (job.code, job.state) == (0, "COMPLETED"), job.output
     assert "3 nodes" in job.output
@@ -398,7 +395,7 @@ def test_all_nodes_tell_what_they_are_and_who_does_not_is_named(site: Site) -> N
     assert f"{NODES[2]}: no answer" in (gone.folder / "differences.txt").read_text()
 
 
-def test_a_health_check_drains_a_bad_node_and_gives_a_good_one_back(site: Site) -> None:
+def test_a_health_check_drains_a_bad_node_and_gives_a_good_one_back(site):
     check = "acceptance/test_tiny.py -k test_node"
     for node, act, flag in ((NODES[1], "", "check"), (NODES[2], f"bad {NODES[2]}", "epilog_slurmd")):
         (site.folder / f"health-{node}.conf").write_text(
@@ -424,7 +421,7 @@ def test_a_health_check_drains_a_bad_node_and_gives_a_good_one_back(site: Site) 
     assert "exit code 0: REHEARSAL, REHEARSED" in logs[0]
 
 
-def test_the_hook_drains_who_was_isolated(site: Site) -> None:
+def test_the_hook_drains_who_was_isolated(site):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); import types, drain_slurm_nodes as hook\n"
         "hook.pytest_gpucluster_verdict(types.SimpleNamespace(verdict=sys.argv[2], rehearsal=False, job_id='4711',"
@@ -439,7 +436,7 @@ def test_the_hook_drains_who_was_isolated(site: Site) -> None:
     assert site.node(HOST) == ("IDLE", "")
 
 
-def test_a_sweep_leaves_out_the_bad_node(site: Site) -> None:
+def test_a_sweep_leaves_out_the_bad_node(site):
     sweep = [sys.executable, "-m", "pytest_gpucluster", "sweep", "slurm", "--expect=1", "--report-dir=sweep"]
     allocation = ["salloc", "--nodes=3", "--gpus-per-node=2", "--exclusive", "--no-kill"]
     done = finished(

@@ -4,15 +4,12 @@ The scripts are the real ones. srun runs each node's task here, one after the ot
 that a test asks for, and all else that is asked of `gpucluster` the real one does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -94,7 +91,7 @@ for ((gpu = 0; gpu < FAKE_GPUS; gpu++)); do echo "GPU $gpu: NVIDIA H100 80GB HBM
 RUN = {"type": "run", "schema_version": 1, "run_id": "r", "started_at": "x", "nnodes": 2, "world_size": 16}
 
 
-def a_journal(verdict: str | None, code: int = 0, **more: object) -> str:
+def a_journal(verdict, code=0, **more):
     lines = [{**RUN, **more}]
     if verdict is not None:
         lines.append({"type": "end", "verdict": verdict, "exit": code, "reason": "so"})
@@ -104,7 +101,7 @@ def a_journal(verdict: str | None, code: int = 0, **more: object) -> str:
 class Fakes:
     """A folder with programs, and what they were asked."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         (folder / "state").write_text("IDLE")
         (folder / "reason").write_text("")
@@ -128,14 +125,12 @@ class Fakes:
             path.write_text(text)
             path.chmod(0o755)
 
-    def log(self, name: str) -> list[str]:
+    def log(self, name):
         path = self.folder / f"{name}.log"
         return path.read_text().splitlines() if path.exists() else []
 
-    def start(
-        self, script: str, *words: str, environ: Mapping[str, str | None] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        own: dict[str, str | None] = {
+    def start(self, script, *words, environ=None):
+        own = {
             "SLURM_JOB_ID": "4711",
             "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_JOB_NUM_NODES": "2",
@@ -160,7 +155,7 @@ class Fakes:
 
 
 @pytest.fixture
-def fakes(tmp_path: Path) -> Fakes:
+def fakes(tmp_path):
     return Fakes(tmp_path)
 
 
@@ -178,19 +173,19 @@ def fakes(tmp_path: Path) -> Fakes:
         pytest.param("", "0 0", 11, id="nothing"),
     ],
 )
-def test_the_job_ends_with_the_verdict_and_never_better(fakes: Fakes, says: str, exits: str, code: int) -> None:
+def test_the_job_ends_with_the_verdict_and_never_better(fakes, says, exits, code):
     done = fakes.start("acceptance.sbatch", environ={"FAKE_JOURNAL": says, "FAKE_EXITS": exits})
     assert done.returncode == code, done.stdout + done.stderr
     assert f"exit code {code}; reports: {fakes.reports}/slurm-4711" in done.stdout
     assert (fakes.reports / "slurm-4711" / "rendered" / "report.html").exists() == bool(says)
 
 
-def test_a_suite_that_cannot_tell_its_verdict_has_rejected_nobody(fakes: Fakes) -> None:
+def test_a_suite_that_cannot_tell_its_verdict_has_rejected_nobody(fakes):
     done = fakes.start("acceptance.sbatch", environ={"FAKE_CRASH": "yes"})
     assert (done.returncode, "answer.json" in done.stderr) == (11, True), done.stderr
 
 
-def test_who_is_told_to_end_ends_its_own_ranks_alone(fakes: Fakes) -> None:
+def test_who_is_told_to_end_ends_its_own_ranks_alone(fakes):
     array = {"SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}
     fakes.start("acceptance.sbatch", environ={"FAKE_TOLD": "yes", **array})
     assert fakes.log("scancel") == ["--signal=URG 4711_3"]
@@ -199,7 +194,7 @@ def test_who_is_told_to_end_ends_its_own_ranks_alone(fakes: Fakes) -> None:
     assert fakes.log("scancel") == ["--signal=URG 4712"]
 
 
-def test_each_node_is_told_its_number_and_where_all_meet(fakes: Fakes) -> None:
+def test_each_node_is_told_its_number_and_where_all_meet(fakes):
     words = ["-k", "hbm or nccl", "--gpucluster-profile=quick"]
     done = fakes.start("acceptance.sbatch", *words, environ={"GPUCLUSTER_HOSTNAME": "not everybody's", "RANK": "3"})
     assert done.returncode == 0, done.stderr
@@ -219,13 +214,13 @@ def test_each_node_is_told_its_number_and_where_all_meet(fakes: Fakes) -> None:
         assert "--container" not in line
 
 
-def test_a_head_that_nobody_can_look_up_is_met_at_the_address_that_slurm_uses(fakes: Fakes) -> None:
+def test_a_head_that_nobody_can_look_up_is_met_at_the_address_that_slurm_uses(fakes):
     done = fakes.start("acceptance.sbatch", environ={"HEAD_ADDRESS": None, "FAKE_NODES": "no-such-host.invalid n2"})
     assert done.returncode == 0, done.stderr
     assert all("--master-addr=10.9.8.7 " in line for line in fakes.log("run"))
 
 
-def test_a_container_is_asked_for_in_every_step_where_there_is_an_image(fakes: Fakes) -> None:
+def test_a_container_is_asked_for_in_every_step_where_there_is_an_image(fakes):
     inside = fakes.folder / "bin" / "gpucluster"
     inside.symlink_to(fakes.venv / "bin" / "gpucluster")
     reports = fakes.folder / "reports"
@@ -247,7 +242,7 @@ def test_a_container_is_asked_for_in_every_step_where_there_is_an_image(fakes: F
     assert (refused.returncode, "/a,b" in refused.stderr) == (2, True)
 
 
-def test_a_job_that_has_lost_a_node_starts_no_suite_and_tidies_up_on_those_that_are_left(fakes: Fakes) -> None:
+def test_a_job_that_has_lost_a_node_starts_no_suite_and_tidies_up_on_those_that_are_left(fakes):
     (fakes.folder / "bin" / "gpucluster").symlink_to(fakes.venv / "bin" / "gpucluster")
     image = {"CONTAINER_IMAGE": "image", "GPUCLUSTER_REPORT_DIR": str(fakes.folder / "reports")}
     done = fakes.start("acceptance.sbatch", environ={**image, "FAKE_LEFT": "1"})
@@ -273,9 +268,7 @@ def test_a_job_that_has_lost_a_node_starts_no_suite_and_tidies_up_on_those_that_
         pytest.param([], {"FAKE_GONE": "n2"}, 11, "no answer from n2: ", id="a node is gone"),
     ],
 )
-def test_what_is_missing_is_named_before_anything_runs(
-    fakes: Fakes, words: list[str], environ: dict[str, str | None], code: int, said: str
-) -> None:
+def test_what_is_missing_is_named_before_anything_runs(fakes, words, environ, code, said):
     done = fakes.start("acceptance.sbatch", *words, environ=environ)
     assert done.returncode == code, done.stdout + done.stderr
     assert said in done.stderr
@@ -283,14 +276,14 @@ def test_what_is_missing_is_named_before_anything_runs(
     assert fakes.log("run") == []
 
 
-def test_a_rehearsal_needs_no_gpus(fakes: Fakes) -> None:
+def test_a_rehearsal_needs_no_gpus(fakes):
     for number, words in enumerate((["--gpucluster-device=cpu"], ["--gpucluster-device", "cpu"])):
         environ = {"SLURM_GPUS_ON_NODE": None, "SLURM_JOB_ID": str(number)}
         assert fakes.start("acceptance.sbatch", *words, environ=environ).returncode == 0
     assert all("--nproc-per-node" not in line for line in fakes.log("run"))
 
 
-def test_reports_are_never_overwritten(fakes: Fakes) -> None:
+def test_reports_are_never_overwritten(fakes):
     assert fakes.start("acceptance.sbatch").returncode == 0
     again = fakes.start("acceptance.sbatch")
     assert (again.returncode, f"{fakes.reports}/slurm-4711" in again.stderr) == (11, True)
@@ -298,7 +291,7 @@ def test_reports_are_never_overwritten(fakes: Fakes) -> None:
     assert (fakes.reports / "slurm-4711-restart1" / "latest").exists()
 
 
-def test_a_node_that_does_not_see_the_folder_says_so(fakes: Fakes) -> None:
+def test_a_node_that_does_not_see_the_folder_says_so(fakes):
     script = (
         f"source {shlex.quote(str(SLURM / 'job.sh'))}; node_is_ready /nowhere/slurm-1 true; "
         "node_describes_itself /nowhere true"
@@ -309,7 +302,7 @@ def test_a_node_that_does_not_see_the_folder_says_so(fakes: Fakes) -> None:
     assert "n9 does not see /nowhere:" in done.stderr
 
 
-def test_a_rerun_of_nothing_is_refused(fakes: Fakes) -> None:
+def test_a_rerun_of_nothing_is_refused(fakes):
     assert fakes.start("acceptance.sbatch", environ={"SLURM_JOB_ID": "4710"}).returncode == 0
     (fakes.folder / "run.log").unlink()
     for words, said in (
@@ -324,7 +317,7 @@ def test_a_rerun_of_nothing_is_refused(fakes: Fakes) -> None:
     assert fakes.log("run") == []
 
 
-def test_an_array_element_runs_on_its_own_node_or_not_at_all(fakes: Fakes) -> None:
+def test_an_array_element_runs_on_its_own_node_or_not_at_all(fakes):
     (fakes.folder / "bin" / "sbatch").symlink_to("/bin/false")
     element = {"SLURM_ARRAY_TASK_ID": "1", "GPUCLUSTER_ARRAY_NODES": "n1 n2"}
     for words, environ, code, said in (
@@ -341,7 +334,7 @@ def test_an_array_element_runs_on_its_own_node_or_not_at_all(fakes: Fakes) -> No
     assert "\n# export GPUCLUSTER_EXPECT=1x8xH100" in (SLURM / "array-nodes.sbatch").read_text(encoding="utf-8")
 
 
-def check(fakes: Fakes, how: str = "now", **more: str) -> subprocess.CompletedProcess[str]:
+def check(fakes, how="now", **more):
     """Run a health check by hand, with what the fake suite then does."""
     own = {
         "PATH": f"{fakes.folder / 'bin'}:{os.environ['PATH']}",
@@ -363,14 +356,14 @@ def check(fakes: Fakes, how: str = "now", **more: str) -> subprocess.CompletedPr
     )
 
 
-def node(fakes: Fakes) -> tuple[str, str]:
+def node(fakes):
     return (fakes.folder / "state").read_text().strip(), (fakes.folder / "reason").read_text().strip()
 
 
 OURS = "gpucluster health check: "
 
 
-def leaves(verdict: str, code: int = 0, **more: object) -> dict[str, str]:
+def leaves(verdict, code=0, **more):
     """What the fake suite is to do that ends with a verdict."""
     return {"FAKE_JOURNAL": a_journal(verdict, code, **more), "FAKE_EXITS": str(code)}
 
@@ -395,9 +388,7 @@ def leaves(verdict: str, code: int = 0, **more: object) -> dict[str, str]:
         ),
     ],
 )
-def test_only_a_rejected_node_stays_drained(
-    fakes: Fakes, more: dict[str, str], code: int, state: str, told: str
-) -> None:
+def test_only_a_rejected_node_stays_drained(fakes, more, code, state, told):
     done = check(fakes, **more)
     assert done.returncode == code, done.stdout + done.stderr
     assert node(fakes)[0] == state
@@ -412,7 +403,7 @@ def test_only_a_rejected_node_stays_drained(
     assert f"Reason={OURS}running since" in updates[0]
 
 
-def test_what_is_checked_is_in_the_suite(fakes: Fakes) -> None:
+def test_what_is_checked_is_in_the_suite(fakes):
     assert check(fakes).returncode == 0
     script = (SLURM / "health-check.sh").read_text()
     listed = script[script.index("CHECK=(") + 7 :]
@@ -423,7 +414,7 @@ def test_what_is_checked_is_in_the_suite(fakes: Fakes) -> None:
     assert [word for word in words if word.startswith("-")] == ["--gpucluster-profile=quick"]
 
 
-def test_a_node_that_is_not_idle_is_left_alone(fakes: Fakes) -> None:
+def test_a_node_that_is_not_idle_is_left_alone(fakes):
     states = ["ALLOCATED", "MIXED", "DOWN", "IDLE+COMPLETING", "IDLE+RESERVED", "IDLE+DOWN+NOT_RESPONDING", ""]
     for state, reason in [("IDLE+DRAIN", "a fan is broken"), *((state, "") for state in states)]:
         (fakes.folder / "state").write_text(state)
@@ -435,7 +426,7 @@ def test_a_node_that_is_not_idle_is_left_alone(fakes: Fakes) -> None:
     assert fakes.log("run") == []
 
 
-def test_a_node_that_could_not_be_given_back_is_due_at_once(fakes: Fakes) -> None:
+def test_a_node_that_could_not_be_given_back_is_due_at_once(fakes):
     assert check(fakes).returncode == 0
     assert (fakes.folder / "its state" / "next").exists()
     silent = check(fakes, FAKE_SILENT=f"{OURS}running")
@@ -446,7 +437,7 @@ def test_a_node_that_could_not_be_given_back_is_due_at_once(fakes: Fakes) -> Non
     assert node(fakes)[0] == "IDLE"
 
 
-def test_a_check_that_was_cut_off_is_taken_up_again_and_nothing_is_asked_before_the_next_is_due(fakes: Fakes) -> None:
+def test_a_check_that_was_cut_off_is_taken_up_again_and_nothing_is_asked_before_the_next_is_due(fakes):
     (fakes.folder / "state").write_text("IDLE+DRAIN")
     (fakes.folder / "reason").write_text(f"{OURS}running since yesterday")
     assert check(fakes).returncode == 0
@@ -459,7 +450,7 @@ def test_a_check_that_was_cut_off_is_taken_up_again_and_nothing_is_asked_before_
     assert fakes.log("scontrol") != []
 
 
-def test_one_check_at_a_time(fakes: Fakes) -> None:
+def test_one_check_at_a_time(fakes):
     state = fakes.folder / "its state"
     state.mkdir()
     with subprocess.Popen(["flock", str(state / "lock"), "sleep", "30"]) as holder:
@@ -474,7 +465,7 @@ def test_one_check_at_a_time(fakes: Fakes) -> None:
     assert fakes.log("scontrol") == []
 
 
-def test_the_scripts_name_commands_that_there_are() -> None:
+def test_the_scripts_name_commands_that_there_are():
     """They reach the program through an array or a function, where no search for its name finds them."""
     steps = {name: main.load(name).commands for name in ("node", "runs")}
     said = [

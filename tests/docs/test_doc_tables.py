@@ -1,10 +1,7 @@
 """Tables of the pages agree with the code: limits, times, variables and Xids; and every criterion has a section."""
 
-from __future__ import annotations
-
 import re
 import runpy
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,13 +25,13 @@ TROUBLE = page_named("docs/troubleshooting.md").text
 WHOLE = page_named("docs/playbook.md").text
 
 
-def sections(page: str) -> dict[str, str]:
+def sections(page):
     """Criterion -> its section of a page."""
     parts = re.split(r"^## `([^`]+)`$", page, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_every_criterion_has_a_section_with_its_tests_and_what_to_do(items: Sequence[SimpleNamespace]) -> None:
+def test_every_criterion_has_a_section_with_its_tests_and_what_to_do(items):
     found = {name: text for phase in PHASES for name, text in sections(PLAYBOOK[phase]).items()}
     assert sorted(found) == sorted({name for item in items for name in item.criteria})
     for name, text in found.items():
@@ -45,17 +42,16 @@ def test_every_criterion_has_a_section_with_its_tests_and_what_to_do(items: Sequ
 
 
 @of_each("phase", PHASES)
-def test_the_command_of_a_phase_runs_the_criteria_of_its_page(phase: str, items: Sequence[SimpleNamespace]) -> None:
+def test_the_command_of_a_phase_runs_the_criteria_of_its_page(phase, items):
     [block] = [one for one in re.findall(r"```console\n(.*?)```", PLAYBOOK[phase], re.S) if "gpucluster-expect" in one]
     paths = tuple(word for word in block.split() if word.startswith("acceptance/"))
     run = {name for item in items if item.id.startswith(paths) for name in item.criteria}
     assert run >= set(sections(PLAYBOOK[phase]))
     row = re.search(rf"^\| \[.*\({phase}\.md\).*$", WHOLE, re.MULTILINE)
-    assert row is not None
     assert re.findall(r"`([^`]+)`", row[0].split("|")[3]) == list(sections(PLAYBOOK[phase]))
 
 
-def test_the_page_of_limits_has_those_in_force_and_a_changed_one_is_seen() -> None:
+def test_the_page_of_limits_has_those_in_force_and_a_changed_one_is_seen():
     assert {one.name for name in CRITERIA for one in FIGURES_PROGRAM.metrics_of(name)} == set(METRICS)
     judged = {limit.metric for limit in LIMITS.limits if limit.sku != "cpu-rehearsal"}
     assert {name for name in judged if f"`{name}`" not in FIGURES.text} == set()
@@ -64,13 +60,13 @@ def test_the_page_of_limits_has_those_in_force_and_a_changed_one_is_seen() -> No
     assert ">= 701 of 989" in FIGURES_PROGRAM.limits_page(replace(LIMITS, limits=tuple(changed)))
 
 
-def numbers(text: str) -> set[int]:
+def numbers(text):
     """Read "1-3, 7"; what is no number is left out."""
     ranges = re.findall(r"\b(\d+)(?:-(\d+))?\b", text)
     return {code for first, last in ranges for code in range(int(first), int(last or first) + 1)}
 
 
-def test_every_xid_is_listed_with_its_action_and_a_reset_alone_is_no_first_step() -> None:
+def test_every_xid_is_listed_with_its_action_and_a_reset_alone_is_no_first_step():
     entries = {int(key): entry for key, entry in table().items() if key.isdecimal() and key != "0"}
     header = ["Xid", "meaning", "judged", "action", "next"]
     reference = list(rows(page_named("docs/reference.md").text, header))
@@ -88,7 +84,7 @@ def test_every_xid_is_listed_with_its_action_and_a_reset_alone_is_no_first_step(
     assert [step for _, step in steps if "reset" in step and "reboot" not in step] == []
 
 
-def test_keys_and_conditions_of_limits_and_words_of_verdicts_are_explained() -> None:
+def test_keys_and_conditions_of_limits_and_words_of_verdicts_are_explained():
     page = page_named("docs/thresholds.md").text
     keys = page.partition("| key | meaning |")[2].partition("\n\n")[0].splitlines()[2:]
     assert {name for row in keys for name in re.findall(r"`(\w+)`", row.split("|")[1])} == set(loader.ENTRY_KEYS)

@@ -1,13 +1,8 @@
 """What a page shows is so: its links, its commands, its files and the names in it; and a mistake in any is found."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 from each import of_each
 from pages import ROOT, Page, every_page, page_named
 from shown import FOLDERS, source, wrong_commands, wrong_files, wrong_variables
@@ -21,10 +16,10 @@ INDEX = page_named("docs/README.md")
 OF_THE_PAST = ("CHANGELOG.md",)  # what was so once
 
 
-def dotted_names(items: Sequence[SimpleNamespace]) -> set[str]:
+def dotted_names(items):
     """Metrics, criteria and keys of the workload, and the beginnings that several of them share."""
 
-    def keys(tree: object, above: str) -> Iterator[str]:
+    def keys(tree, above):
         for name, below in tree.items() if isinstance(tree, dict) else ():
             yield f"{above}{name}"
             yield from keys(below, f"{above}{name}.")
@@ -34,7 +29,7 @@ def dotted_names(items: Sequence[SimpleNamespace]) -> set[str]:
     return names | {name.rpartition(".")[0] for name in names}
 
 
-def wrong_links(page: Page) -> Iterator[str]:
+def wrong_links(page):
     """Yield the links of a page that lead nowhere."""
     others = {other.place(): other for other in (*every_page(), page)}
     for target, anchor in page.links:
@@ -45,7 +40,7 @@ def wrong_links(page: Page) -> Iterator[str]:
             yield f"{page.name}: {target}#{anchor}: there is no such heading"
 
 
-def wrong_names(page: Page, items: Sequence[SimpleNamespace]) -> Iterator[str]:
+def wrong_names(page, items):
     """Yield what stands in backticks as a name of this project's, and is none."""
     shown = "".join(block.text for block in page.blocks)
     known = dotted_names(items)
@@ -61,7 +56,7 @@ def wrong_names(page: Page, items: Sequence[SimpleNamespace]) -> Iterator[str]:
                 yield f"{page.name}:{line}: `{code}`: neither a metric, a criterion nor a key of the workload"
 
 
-def _of_the_plugin(code: str) -> Iterator[str]:
+def _of_the_plugin(code):
     yield from wrong_variables(code)
     flags = {option.flag for option in options.OPTIONS}
     yield from (f"no option {flag}" for flag in re.findall(r"--gpucluster-[\w-]*\w", code) if flag not in flags)
@@ -70,14 +65,14 @@ def _of_the_plugin(code: str) -> Iterator[str]:
         yield f"no command {word[1]}"
 
 
-def _of_a_file(code: str, page: Page, shown: str) -> Iterator[str]:
+def _of_a_file(code, page, shown):
     places = (ROOT / code, ROOT / "pytest_gpucluster" / code, page.place(code))
     if re.fullmatch(rf"(?:{FOLDERS})/[\w./-]+", code) and code not in shown and not any(map(Path.exists, places)):
         yield "there is no such file"
 
 
 @of_each("page", every_page(), name=lambda page: page.name)
-def test_links_lead_somewhere_and_the_index_names_every_page(page: Page) -> None:
+def test_links_lead_somewhere_and_the_index_names_every_page(page):
     found = list(wrong_links(page))
     assert not found, "\n".join(found)
     listed = {INDEX.place(target) for target, _ in INDEX.links} | {INDEX.place()}
@@ -85,20 +80,20 @@ def test_links_lead_somewhere_and_the_index_names_every_page(page: Page) -> None
 
 
 @of_each("page", every_page(), name=lambda page: page.name)
-def test_every_command_is_one_that_its_program_takes(page: Page, pytestconfig: pytest.Config) -> None:
+def test_every_command_is_one_that_its_program_takes(page, pytestconfig):
     found = list(wrong_commands(page, pytestconfig))
     assert not found, "\n".join(found)
 
 
 @of_each("page", every_page(), name=lambda page: page.name)
-def test_every_file_that_is_shown_is_one_that_its_reader_takes(page: Page, tmp_path: Path) -> None:
+def test_every_file_that_is_shown_is_one_that_its_reader_takes(page, tmp_path):
     assert len(re.findall(r"^ *```", page.text, re.MULTILINE)) == 2 * len(page.blocks), "a block is never closed"
     found = list(wrong_files(page, tmp_path))
     assert not found, "\n".join(found)
 
 
 @of_each("page", [page for page in every_page() if page.name not in OF_THE_PAST], name=lambda page: page.name)
-def test_names_in_backticks_are_names(page: Page, items: Sequence[SimpleNamespace]) -> None:
+def test_names_in_backticks_are_names(page, items):
     found = list(wrong_names(page, items))
     assert not found, "\n".join(found)
 
@@ -137,9 +132,7 @@ PLANTED |= {
 
 
 @of_each("name", list(PLANTED))
-def test_a_planted_mistake_is_found(
-    name: str, items: Sequence[SimpleNamespace], pytestconfig: pytest.Config, tmp_path: Path
-) -> None:
+def test_a_planted_mistake_is_found(name, items, pytestconfig, tmp_path):
     text, expected = PLANTED[name]
     page = Page("docs/page.md", f"# A page\n\nSee\n{text}\n")
     found = [*wrong_links(page), *wrong_commands(page, pytestconfig), *wrong_files(page, tmp_path)]

@@ -1,10 +1,7 @@
 """The messages that pages quote with an ellipsis are those of the code, so that an operator finds them by searching."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 
 from each import of_each
 from pages import ROOT, Page, every_page
@@ -15,7 +12,7 @@ SHORTEST = 9
 """A shorter piece of a message, such as "on rank", is found anywhere."""
 
 
-def source_texts() -> str:
+def source_texts():
     """All texts of the package, the suite and the scripts, a placeholder being a NUL."""
     found = []
     for folder in ("pytest_gpucluster", "acceptance"):
@@ -34,7 +31,7 @@ def source_texts() -> str:
 TEXTS = source_texts()
 
 
-def unknown_pieces(page: Page) -> Iterator[str]:
+def unknown_pieces(page):
     for line, code in page.code:
         for piece in code.split("…") if "…" in code else ():
             words = piece.strip(" .:;,()[]")
@@ -43,12 +40,12 @@ def unknown_pieces(page: Page) -> Iterator[str]:
 
 
 @of_each("page", [page for page in every_page() if page.name != "CHANGELOG.md"], name=lambda page: page.name)
-def test_quoted_messages_are_those_of_the_code(page: Page) -> None:
+def test_quoted_messages_are_those_of_the_code(page):
     found = list(unknown_pieces(page))
     assert not found, "\n".join(found)
 
 
-def test_a_message_that_the_code_does_not_have_is_found() -> None:
+def test_a_message_that_the_code_does_not_have_is_found():
     page = Page("docs/page.md", "`… was never written in this project: …`\n\n`… never reported`\n")
     [found] = unknown_pieces(page)
     assert found.startswith("docs/page.md:1: ")

@@ -1,7 +1,5 @@
 """README and CONTRIBUTING are true: exit codes, examples, commands. Checks of every page are in test_pages.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -21,23 +19,23 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
-def blocks(text: str, language: str) -> list[str]:
+def blocks(text, language):
     """The fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def table(text: str, first: str) -> list[list[str]]:
+def table(text, first):
     """The rows of the table whose header begins so."""
     body = text.partition(f"| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in body]
 
 
-def test_the_table_of_exit_codes_is_the_code_s() -> None:
+def test_the_table_of_exit_codes_is_the_code_s():
     rows = table(README, "exit code")
     assert {int(code): text for code, text in rows} == dict(verdict.EXIT_CODES)
 
 
-def test_the_pod_template_makes_a_rank() -> None:
+def test_the_pod_template_makes_a_rank():
     page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     [template] = [block for block in blocks(page, "yaml") if block.startswith("env:")]
     variables = {entry["name"]: entry["value"] for entry in yaml.safe_load(template)["env"]}
@@ -46,16 +44,14 @@ def test_the_pod_template_makes_a_rank() -> None:
     assert (facts.rank, facts.world_size, facts.nnodes) == (3, 16, 16)
 
 
-def test_the_example_test_passes_in_a_rehearsal(project: sessions.Project) -> None:
+def test_the_example_test_passes_in_a_rehearsal(project):
     [example] = blocks(README, "python")
     (project.path / "test_example.py").write_text(example, encoding="utf-8")
     left = project.run()
     assert (left.exit, "REHEARSED" in left.stdout) == (0, True), left.output
 
 
-def test_the_example_of_a_criterion_fails_where_its_limit_is_missed_and_passes_else(
-    project: sessions.Project, request: pytest.FixtureRequest
-) -> None:
+def test_the_example_of_a_criterion_fails_where_its_limit_is_missed_and_passes_else(project, request):
     request.addfinalizer(lambda: measurement._REGISTRY.pop("site.scratch.write", None))  # which the example adds
     page = (ROOT / "docs" / "writing-criteria.md").read_text(encoding="utf-8")
     shown = r"`([\w]+\.[\w]+)`[^`\n]*:\n+```\w+\n(.*?)^```$"
@@ -73,7 +69,7 @@ def test_the_example_of_a_criterion_fails_where_its_limit_is_missed_and_passes_e
 
 
 @pytest.mark.extended
-def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
+def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path):
     first, *_ = blocks((ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8"), "console")
     make, activate, report, begin = first.splitlines()
     assert (make, activate) == ("make rehearsal", ". .venv/bin/activate")
@@ -85,7 +81,7 @@ def test_the_commands_for_a_laptop_work_as_they_stand(tmp_path: Path) -> None:
         assert (done.returncode, "REHEARSED" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
-def test_the_list_of_packages_is_the_tree() -> None:
+def test_the_list_of_packages_is_the_tree():
     [picture] = blocks(CONTRIBUTING, "text")
     folders = {path.parent.name for path in (ROOT / "pytest_gpucluster").glob("*/__init__.py")}
     assert {line.split()[0] for line in picture.splitlines()} == folders

@@ -1,13 +1,10 @@
 """docs/reference.md says what the code says."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 from each import of_each
 
@@ -22,9 +19,8 @@ from pytest_gpucluster.session import options as option_values
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def load_generator() -> ModuleType:
+def load_generator():
     spec = importlib.util.spec_from_file_location("gpucluster_reference", DOCS / "reference.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -35,18 +31,18 @@ GENERATOR = load_generator()
 
 
 @functools.cache
-def page() -> str:
+def page():
     """The page as the code has it, made once: it reads every module."""
     return str(GENERATOR.page())
 
 
-def section(title: str) -> list[str]:
+def section(title):
     """The rows of the first table under a heading, without its header."""
     body = page().partition(f"## {title}\n")[2].partition("\n## ")[0]
     return [line for line in body.splitlines() if line.startswith("|")][2:]
 
 
-def names(title: str) -> list[str]:
+def names(title):
     """What stands in backticks at the beginning of each row."""
     return [match[1] for row in section(title) if (match := re.match(r"\| `([^` (]+)", row))]
 
@@ -65,23 +61,23 @@ TABLES = {
 
 
 @of_each("title", list(TABLES))
-def test_every_one_is_on_the_page_with_its_meaning(title: str) -> None:
+def test_every_one_is_on_the_page_with_its_meaning(title):
     assert names(title) == TABLES[title]
     assert all(row.strip("|").split("|")[-1].strip() for row in section(title))
 
 
-def test_every_exit_code_is_on_the_page() -> None:
+def test_every_exit_code_is_on_the_page():
     assert [int(row.split("|")[1]) for row in section("Exit codes")] == list(verdict.EXIT_CODES)
 
 
-def test_every_variable_of_this_project_is_on_the_page() -> None:
+def test_every_variable_of_this_project_is_on_the_page():
     source = "".join(path.read_text(encoding="utf-8") for path in GENERATOR.PACKAGE.rglob("*.py"))
     named = set(re.findall(r"\bGPUCLUSTER_[A-Z_]*[A-Z]\b", source)) - {option.variable for option in options.OPTIONS}
     assert sorted(named) == sorted(GENERATOR.VARIABLES)
     assert names("Environment variables") == list(GENERATOR.VARIABLES)
 
 
-def test_every_hook_is_on_the_page_with_its_example() -> None:
+def test_every_hook_is_on_the_page_with_its_example():
     hooks = [
         name for name, value in vars(HookSpecs).items() if name.startswith("pytest_gpucluster_") and callable(value)
     ]
@@ -91,7 +87,7 @@ def test_every_hook_is_on_the_page_with_its_example() -> None:
 
 
 @of_each("word", list(main.COMMANDS))
-def test_every_command_is_on_the_page_with_its_options_and_exit_codes(word: str) -> None:
+def test_every_command_is_on_the_page_with_its_options_and_exit_codes(word):
     body = page().partition(f"\n### gpucluster {word}\n")[2].partition("\n### ")[0]
     parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
     main.load(word).configure(parser)
@@ -101,7 +97,7 @@ def test_every_command_is_on_the_page_with_its_options_and_exit_codes(word: str)
     assert missing == []
 
 
-def flags(parser: argparse.ArgumentParser) -> list[str]:
+def flags(parser):
     """Every option of a command and of those below it, but for help."""
     found = []
     for action in parser._actions:

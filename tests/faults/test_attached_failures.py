@@ -3,8 +3,6 @@
 The body of such a test raises nothing. Where it happens on rank 1 only, all ranks must agree on it all the same.
 """
 
-from __future__ import annotations
-
 import pytest
 from torchrun import torchrun
 

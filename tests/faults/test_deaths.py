@@ -1,7 +1,5 @@
 """Ranks that die: the run ends at once, the report says who was lost and during which test."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

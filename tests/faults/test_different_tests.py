@@ -1,7 +1,5 @@
 """Ranks that collect different tests: nothing is run, and the difference is shown."""
 
-from __future__ import annotations
-
 import re
 
 from torchrun import torchrun

@@ -1,7 +1,5 @@
 """Faults that end a test on one rank: the run goes on with the next test on a fresh group."""
 
-from __future__ import annotations
-
 import pytest
 from torchrun import suite, torchrun
 

@@ -1,7 +1,5 @@
 """Hangs: the deadline ends them, names who holds the others up, and says where."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,12 +1,9 @@
 """torchrun.py: a process that outlives its launcher is seen, in whatever session it is, and ended."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from torchrun import _TOKEN, Run, processes
 
@@ -16,7 +13,7 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_n
 """
 
 
-def test_a_process_that_stays_is_named_and_ended(tmp_path: Path) -> None:
+def test_a_process_that_stays_is_named_and_ended(tmp_path):
     token = f"left-over-{os.getpid()}"
     launcher = subprocess.Popen([sys.executable, "-c", LEAVES_ONE], env={**os.environ, _TOKEN: token})
     run = Run(directory=tmp_path, agents=[launcher], token=token, started=time.monotonic(), deadline=60.0).wait()

@@ -1,7 +1,5 @@
 """Lost nodes and lost launchers. Two launchers on this host, each with a host name of its own, stand for two nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

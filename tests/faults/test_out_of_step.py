@@ -1,7 +1,5 @@
 """A rank that is at another point of the session than the others: the run ends with its name, and nothing hangs."""
 
-from __future__ import annotations
-
 import pytest
 from torchrun import torchrun
 

@@ -1,7 +1,5 @@
 """Hostile output, names and disks, and the end of everything at once."""
 
-from __future__ import annotations
-
 import errno
 import os
 import xml.etree.ElementTree as ET

@@ -1,7 +1,5 @@
 """torchrun's --max-restarts: a run that has broken stays broken, and its report stays as it was."""
 
-from __future__ import annotations
-
 import pytest
 from torchrun import start
 

@@ -1,7 +1,5 @@
 """A rank that forks, or is ended from a thread of its own: it is named, and so is what ended the run."""
 
-from __future__ import annotations
-
 import pytest
 from torchrun import SUITES, suite, torchrun
 

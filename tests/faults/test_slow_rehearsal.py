@@ -1,7 +1,5 @@
 """A rehearsal on a machine that is too slow for it is skipped in part, and never rejected or broken for that."""
 
-from __future__ import annotations
-
 import pytest
 from torchrun import torchrun
 

@@ -1,7 +1,5 @@
 """Ranks that fail before the roll call, when no rank knows another yet: the report names the rank and its error."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -76,7 +74,7 @@ def test_where_rank_0_has_ended_the_next_rank_reports_it(tmp_path, code):
     assert (run.left_over, run.files_left) == ([], [])
 
 
-def note(**more) -> StartNote:
+def note(**more):
     return StartNote(**{"rank": 1, "host": "node-a", "pid": 1, "started": start_time(1), **more})
 
 
@@ -99,7 +97,7 @@ def start(tmp_path):
     signal.signal(signal.SIGTERM, before)
 
 
-def leaves(tmp_path, one: StartNote) -> None:
+def leaves(tmp_path, one):
     (tmp_path / str(one.rank) / "gpucluster-start.json").write_text(json.dumps(asdict(one)))
 
 

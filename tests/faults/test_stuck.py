@@ -1,7 +1,5 @@
 """Hangs that nothing can end but SIGKILL: the run ends with every report written, and leaves no process behind."""
 
-from __future__ import annotations
-
 import pytest
 from cases import params, runs_of
 from times import stuck

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM, to the launcher or to one rank: reports are written, and say what was interrupted."""
 
-from __future__ import annotations
-
 import os
 import signal
 

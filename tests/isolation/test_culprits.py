@@ -1,34 +1,32 @@
 """Planted faults are named, and nothing else: in nodes with 8 GPUs, and in a fabric of 128 nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 from simulated_fabric import everything, measured, places
 
-from pytest_gpucluster.isolation.link_matrix import Culprit, Reading, culprits, explained_by_others
+from pytest_gpucluster.isolation.link_matrix import culprits, explained_by_others
 from pytest_gpucluster.isolation.link_survey import matrix_of
-from pytest_gpucluster.isolation.round_robin import Places, across_nodes, pair, within_node
+from pytest_gpucluster.isolation.round_robin import across_nodes, pair, within_node
 
 Fault = Callable[[int, int], float]
 BELOW = 0.75
 
 
-def touching(*ranks: int, left: float = 0.3) -> Fault:
+def touching(*ranks, left=0.3):
     return lambda sender, receiver: left if {sender, receiver} & set(ranks) else 1.0
 
 
-def between(*links: tuple[int, int], left: float = 0.3) -> Fault:
+def between(*links, left=0.3):
     return lambda sender, receiver: left if pair(sender, receiver) in links else 1.0
 
 
-def found_culprits(readings: list[Reading], scope: str, there: Places) -> tuple[Culprit, ...]:
+def found_culprits(readings, scope, there):
     matrix = matrix_of(readings, scope, there)
     return culprits(matrix.slow(BELOW), matrix.pairs, there, scope)
 
 
-def kinds_and_ranks(readings: list[Reading], scope: str, there: Places) -> list[tuple[str, tuple[int, ...]]]:
+def kinds_and_ranks(readings, scope, there):
     return sorted((one.kind, one.ranks) for one in found_culprits(readings, scope, there))
 
 
@@ -54,13 +52,11 @@ WITHIN = [round_ for node in range(2) for round_ in within_node(TWO_NODES, node)
         pytest.param(between((0, 1), (0, 2)), [("link", (0, 1)), ("link", (0, 2))], id="two links of one GPU"),
     ],
 )
-def test_in_a_node_the_gpu_or_the_link_is_named_and_not_the_partners(
-    fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
-) -> None:
+def test_in_a_node_the_gpu_or_the_link_is_named_and_not_the_partners(fault, expected):
     assert kinds_and_ranks(measured(WITHIN, fault, seed=1), "node", TWO_NODES) == expected
 
 
-def test_a_node_that_is_slow_throughout_is_named_as_a_whole() -> None:
+def test_a_node_that_is_slow_throughout_is_named_as_a_whole():
     there = places(4, 8)
     rounds = [round_ for node in range(4) for round_ in within_node(there, node)]
     [found] = found_culprits(measured(rounds, touching(*there.ranks[2])), "node", there)
@@ -68,7 +64,7 @@ def test_a_node_that_is_slow_throughout_is_named_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("rails", [2, 3, 4])
-def test_with_few_gpus_only_what_is_certain_is_reported(rails: int) -> None:
+def test_with_few_gpus_only_what_is_certain_is_reported(rails):
     there = places(4, rails)
     rounds = [round_ for node in range(4) for round_ in within_node(there, node)]
     assert kinds_and_ranks(measured(rounds, touching(0)), "node", there) == (
@@ -83,7 +79,7 @@ FABRIC = places(24, RAILS)
 ACROSS = across_nodes(FABRIC)
 
 
-def of_nodes(*nodes: int, rails: int = RAILS) -> Fault:
+def of_nodes(*nodes, rails=RAILS):
     return lambda sender, receiver: 0.4 if {sender // rails, receiver // rails} & set(nodes) else 1.0
 
 
@@ -111,16 +107,14 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "expected"), FAULTS)
-def test_across_nodes_the_planted_fault_is_named_and_nothing_else(
-    fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
-) -> None:
+def test_across_nodes_the_planted_fault_is_named_and_nothing_else(fault, expected):
     assert kinds_and_ranks(measured(ACROSS, fault, seed=2), "world", FABRIC) == expected
 
 
-def test_among_1024_gpus_a_node_a_port_and_a_link_are_found_at_once_and_nothing_else() -> None:
+def test_among_1024_gpus_a_node_a_port_and_a_link_are_found_at_once_and_nothing_else():
     there = places(128, 8)
 
-    def fault(sender: int, receiver: int) -> float:
+    def fault(sender, receiver):
         faults = (of_nodes(9, rails=8), touching(83), between((16, 800)))
         return min(each(sender, receiver) for each in faults)
 
@@ -147,27 +141,25 @@ def test_among_1024_gpus_a_node_a_port_and_a_link_are_found_at_once_and_nothing_
         "a rail of 4",
     ],
 )
-def test_in_small_clusters_too(
-    nodes: int, rails: int, fault: Fault, expected: list[tuple[str, tuple[int, ...]]]
-) -> None:
+def test_in_small_clusters_too(nodes, rails, fault, expected):
     there = places(nodes, rails)
     assert kinds_and_ranks(measured(across_nodes(there), fault), "world", there) == expected
 
 
-def test_where_everything_is_bad_the_fabric_is_the_culprit() -> None:
+def test_where_everything_is_bad_the_fabric_is_the_culprit():
     there = places(4, 2)
     links = everything(across_nodes(there))
     [found] = culprits(links, links, there, "world")
     assert (found.kind, len(found.ranks), found.links) == ("fabric", 8, 12)
 
 
-def test_a_link_that_a_culprit_explains_is_excused_for_its_partners() -> None:
+def test_a_link_that_a_culprit_explains_is_excused_for_its_partners():
     found = found_culprits(measured(WITHIN, touching(3)), "node", TWO_NODES)
     assert explained_by_others(found, 0) == {pair(3, other) for other in range(8) if other != 3}
     assert explained_by_others(found, 3) == set()
 
 
-def test_of_two_slow_gpus_each_keeps_the_link_between_them() -> None:
+def test_of_two_slow_gpus_each_keeps_the_link_between_them():
     found = found_culprits(measured(WITHIN, touching(3, 4)), "node", TWO_NODES)
     assert {len(one.pairs) for one in found} == {7}
     for rank in (3, 4):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 from pytest_gpucluster.isolation.finding import Culprit, IsolationResult, Outcome
@@ -10,19 +8,17 @@ NOW_AND_THEN = Culprit(units=(7,), kind="unit", failed=3, probes=11, evidence=()
 LINK = Culprit(units=(4, 5), kind="link", failed=5, probes=5, evidence=())
 
 
-def name(unit: int) -> str:
+def name(unit):
     return f"gpu-{unit:03}"
 
 
-def isolated(
-    *culprits: Culprit, reproduced: bool = True, undecided: tuple[int, ...] = (), why: str = ""
-) -> IsolationResult:
+def isolated(*culprits, reproduced=True, undecided=(), why=""):
     rounds = ((Outcome(members=(0,), busbw=1.0), Outcome(members=(1,), busbw=1.0)), (Outcome(members=(0, 1), busbw=2),))
     found = {"culprits": culprits, "cleared": (0, 1), "undecided": undecided, "rounds": rounds}
-    return IsolationResult(**found, why_undecided=why, reproduced=reproduced)  # type: ignore[arg-type]
+    return IsolationResult(**found, why_undecided=why, reproduced=reproduced)
 
 
-def test_a_culprit_has_a_line() -> None:
+def test_a_culprit_has_a_line():
     assert UNIT.summary(name).startswith("gpu-003: failed 3 of 3 probes")
     assert NOW_AND_THEN.summary(name) == "gpu-007: failed 3 of 11 probes: intermittent"
     assert LINK.summary(name) == (
@@ -31,7 +27,7 @@ def test_a_culprit_has_a_line() -> None:
     assert [culprit.intermittent for culprit in (UNIT, NOW_AND_THEN, LINK)] == [False, True, False]
 
 
-def test_the_summary_has_the_culprits_and_the_effort() -> None:
+def test_the_summary_has_the_culprits_and_the_effort():
     first, *rest = isolated(UNIT, LINK, undecided=(9,), why="gpu-009 failed").summary(name)
     assert first.startswith("2 culprits found")
     assert first.endswith("2 rounds, 3 probes")
@@ -44,12 +40,12 @@ def test_the_summary_has_the_culprits_and_the_effort() -> None:
     assert isolated(UNIT).summary()[0].startswith("1 culprit found")
 
 
-def test_neither_a_fault_that_was_not_reproduced_nor_an_unconfirmed_one_is_a_pass() -> None:
+def test_neither_a_fault_that_was_not_reproduced_nor_an_unconfirmed_one_is_a_pass():
     assert isolated(reproduced=False).summary()[0] == "not reproduced in 2 rounds, 3 probes"
     assert isolated().summary()[0].startswith("no culprit confirmed")
 
 
-def test_it_can_be_written_as_json() -> None:
+def test_it_can_be_written_as_json():
     plain = to_json(isolated(NOW_AND_THEN, why="so"))
     assert plain["culprits"] == [{"units": [7], "kind": "unit", "failed": 3, "probes": 11, "evidence": []}]
     assert plain["rounds"][1] == [{"members": [0, 1], "busbw": 2, "wrong": "", "failure": ""}]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -27,11 +25,11 @@ from pytest_gpucluster.isolation.finding import Outcome
         *("one GPU that fails", "nan", "inf", "negative"),
     ],
 )
-def test_outcomes_that_are_broken_at_any_speed(outcome: Outcome, broken: bool) -> None:
+def test_outcomes_that_are_broken_at_any_speed(outcome, broken):
     assert outcome.broken is broken
 
 
 @pytest.mark.parametrize("members", [(), (1, 0), (2, 2)], ids=["none", "not ascending", "twice"])
-def test_a_group_has_units_in_order(members: tuple[int, ...]) -> None:
+def test_a_group_has_units_in_order(members):
     with pytest.raises(ValueError, match="ascending"):
         Outcome(members=members, busbw=1.0)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -15,10 +13,10 @@ Good = Callable[[tuple[int, ...]], bool]
 Rounds = list[list[tuple[int, ...]]]
 
 
-def play(units: int, rounds: int, good: Good) -> Rounds:
+def play(units, rounds, good):
     """The groups of some rounds of pairs, each planned from the outcomes of those before."""
-    played: Rounds = []
-    outcomes: list[list[Outcome]] = []
+    played = []
+    outcomes = []
     for number in range(rounds):
         found = Evidence(tuple(range(units)), judge_probes(outcomes, floor=lambda size: None))
         groups = pairing(found, number)
@@ -32,12 +30,12 @@ def play(units: int, rounds: int, good: Good) -> Rounds:
     return played
 
 
-def always(members: tuple[int, ...]) -> bool:
+def always(members):
     return True
 
 
 @given(st.integers(2, 24), st.integers(1, 8))
-def test_groups_are_disjoint_and_all_but_one_are_in_a_pair(units: int, rounds: int) -> None:
+def test_groups_are_disjoint_and_all_but_one_are_in_a_pair(units, rounds):
     for groups in play(units, rounds, always):
         busy = [unit for members in groups for unit in members]
         assert len(busy) == len(set(busy)) == units - units % 2
@@ -45,36 +43,36 @@ def test_groups_are_disjoint_and_all_but_one_are_in_a_pair(units: int, rounds: i
 
 
 @pytest.mark.parametrize("units", [2, 3, 4, 5, 6, 7, 16])
-def test_while_all_pass_every_unit_meets_every_other_one(units: int) -> None:
+def test_while_all_pass_every_unit_meets_every_other_one(units):
     pairs = [members for groups in play(units, units - 1 + units % 2, always) for members in groups]
     assert sorted(pairs) == list(itertools.combinations(range(units), 2))
 
 
 @pytest.mark.parametrize("units", [2, 5, 8])
-def test_neighbours_meet_first(units: int) -> None:
+def test_neighbours_meet_first(units):
     [groups] = play(units, 1, always)
     assert groups == [(unit, unit + 1) for unit in range(0, units - 1, 2)]
 
 
-def test_of_an_odd_number_another_one_is_left_out_each_time() -> None:
+def test_of_an_odd_number_another_one_is_left_out_each_time():
     left_out = [
         ({0, 1, 2, 3, 4} - {unit for members in groups for unit in members}).pop() for groups in play(5, 5, always)
     ]
     assert sorted(left_out) == [0, 1, 2, 3, 4]
 
 
-def test_a_suspect_gets_a_new_partner_each_time() -> None:
+def test_a_suspect_gets_a_new_partner_each_time():
     rounds = play(8, 3, lambda members: 0 not in members)
     assert len({max(members) for groups in rounds for members in groups if 0 in members}) == 3
 
 
-def test_a_pair_that_failed_is_probed_again_once_both_have_passed_with_others() -> None:
+def test_a_pair_that_failed_is_probed_again_once_both_have_passed_with_others():
     [(one, other), *_] = play(8, 1, always)[0]
     rounds = play(8, 7, lambda members: members != (one, other))
     assert [(one, other) in groups for groups in rounds] == [True, False, True, False, True, False, True]
 
 
-def test_a_unit_that_failed_alone_is_probed_alone_again() -> None:
+def test_a_unit_that_failed_alone_is_probed_alone_again():
     outcomes = [[Outcome(members=(unit,), busbw=100.0 if unit == 2 else 400.0) for unit in range(5)]]
     found = Evidence(tuple(range(5)), judge_probes(outcomes, floor=lambda size: None))
     groups = pairing(found, 0)
@@ -82,12 +80,12 @@ def test_a_unit_that_failed_alone_is_probed_alone_again() -> None:
     assert sum(len(members) == 2 for members in groups) == 2
 
 
-def test_a_culprit_is_in_no_pair_any_more() -> None:
+def test_a_culprit_is_in_no_pair_any_more():
     *_, last = play(8, 5, lambda members: 0 not in members)
     assert all(0 not in members for members in last)
 
 
-def test_among_three_the_two_good_ones_meet() -> None:
+def test_among_three_the_two_good_ones_meet():
     """Else the bad one would take a partner each time, and neither could be cleared."""
     rounds = play(3, 3, lambda members: 0 not in members)
     assert sorted(members for groups in rounds for members in groups) == [(0, 1), (0, 2), (1, 2)]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -10,14 +8,14 @@ from hypothesis import strategies as st
 
 from pytest_gpucluster.isolation import inference
 from pytest_gpucluster.isolation import planner as planner_module
-from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
+from pytest_gpucluster.isolation.finding import Outcome
 from pytest_gpucluster.isolation.planner import MAX_ROUNDS, Planner
 
 Fault = Callable[[Sequence[int]], str]
 GOOD = 400.0
 
 
-def probe(members: Sequence[int], fault: Fault) -> Outcome:
+def probe(members, fault):
     """What a fault does to a group: "" nothing, "slow", "wrong", or "dead"."""
     what = fault(members)
     return Outcome(
@@ -28,28 +26,28 @@ def probe(members: Sequence[int], fault: Fault) -> Outcome:
     )
 
 
-def search(units: int | Sequence[int], fault: Fault, *, floor: float | None = 300.0, **more: object) -> IsolationResult:
+def search(units, fault, *, floor=300.0, **more):
     numbers = range(units) if isinstance(units, int) else units
-    planner = Planner(numbers, floor=lambda size: floor, **more)  # type: ignore[arg-type]
+    planner = Planner(numbers, floor=lambda size: floor, **more)
     while (groups := planner.next_round()) is not None:
         planner.take([probe(members, fault) for members in groups])
     return planner.finding()
 
 
-def bad(*units: int, what: str = "slow", smallest: int = 2) -> Fault:
+def bad(*units, what="slow", smallest=2):
     """Units that are bad in groups of ``smallest`` units or more."""
     return lambda members: what if len(members) >= smallest and set(units) & set(members) else ""
 
 
-def bad_link(one: int, other: int, what: str = "slow") -> Fault:
+def bad_link(one, other, what="slow"):
     return lambda members: what if {one, other} <= set(members) else ""
 
 
-def units_of(found: IsolationResult) -> list[tuple[int, ...]]:
+def units_of(found):
     return [culprit.units for culprit in found.culprits]
 
 
-def fine(members: Sequence[int]) -> str:
+def fine(members):
     return ""
 
 
@@ -58,7 +56,7 @@ def fine(members: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("what", ["slow", "dead", "wrong"])
 @pytest.mark.parametrize("units", [3, 4, 5, 6, 7, 8, 16])
-def test_a_bad_unit_is_found_confirmed_and_the_others_are_cleared(units: int, what: str) -> None:
+def test_a_bad_unit_is_found_confirmed_and_the_others_are_cleared(units, what):
     for culprit in range(units):
         found = search(units, bad(culprit, what=what))
         assert units_of(found) == [(culprit,)]
@@ -70,20 +68,20 @@ def test_a_bad_unit_is_found_confirmed_and_the_others_are_cleared(units: int, wh
         assert found.rounds[-1] == (probe(found.cleared, fine),)
 
 
-def test_two_of_four_are_found() -> None:
+def test_two_of_four_are_found():
     for one, other in ((0, 1), (0, 2), (1, 2), (2, 3)):
         found = search(4, bad(one, other, what="dead"))
         assert units_of(found) == [(one,), (other,)]
         assert len(found.cleared) == 2
 
 
-def test_units_may_have_any_numbers() -> None:
+def test_units_may_have_any_numbers():
     found = search([7, 3, 12, 40, 5], bad(12))
     assert units_of(found) == [(12,)]
     assert found.cleared == (3, 5, 7, 40)
 
 
-def test_a_unit_that_is_slow_by_itself_needs_no_partner() -> None:
+def test_a_unit_that_is_slow_by_itself_needs_no_partner():
     found = search(2, lambda members: "slow" if list(members) == [1] else "")
     [culprit] = found.culprits
     assert (culprit.units, culprit.failed, culprit.probes) == ((1,), 3, 3)
@@ -91,7 +89,7 @@ def test_a_unit_that_is_slow_by_itself_needs_no_partner() -> None:
     assert culprit.evidence[0].endswith(" 300 GB/s")
 
 
-def test_a_bad_link_is_distinguished_from_its_ends() -> None:
+def test_a_bad_link_is_distinguished_from_its_ends():
     for one, other in ((0, 1), (2, 5), (0, 7)):
         found = search(8, bad_link(one, other, "wrong"))
         assert units_of(found) == [(one, other)]
@@ -101,7 +99,7 @@ def test_a_bad_link_is_distinguished_from_its_ends() -> None:
         assert set(found.cleared) == set(range(8)) - {one, other}
 
 
-def test_a_link_that_shows_in_no_first_pair_is_found_by_halving() -> None:
+def test_a_link_that_shows_in_no_first_pair_is_found_by_halving():
     found = search(64, bad_link(5, 40, "dead"))
     assert units_of(found) == [(5, 40)]
     assert any(outcome.members == tuple(range(64)) and outcome.failure for outcome in found.rounds[2])
@@ -109,14 +107,14 @@ def test_a_link_that_shows_in_no_first_pair_is_found_by_halving() -> None:
 
 
 @pytest.mark.parametrize("smallest", [3, 4, 8, 9, 12, 15])
-def test_a_unit_that_is_bad_in_larger_groups_only_is_found_among_them(smallest: int) -> None:
+def test_a_unit_that_is_bad_in_larger_groups_only_is_found_among_them(smallest):
     for culprit in (0, 6, 15):
         found = search(16, bad(culprit, what="dead", smallest=smallest))
         assert units_of(found) == [(culprit,)], (smallest, culprit)
         assert found.cleared == tuple(unit for unit in range(16) if unit != culprit)
 
 
-def test_a_fault_of_all_at_once_accuses_no_unit() -> None:
+def test_a_fault_of_all_at_once_accuses_no_unit():
     found = search(8, lambda members: "slow" if len(members) == 8 else "")
     assert (found.culprits, found.cleared) == ((), ())
     assert found.undecided == tuple(range(8))
@@ -124,10 +122,10 @@ def test_a_fault_of_all_at_once_accuses_no_unit() -> None:
     assert "its parts pass" in found.why_undecided
 
 
-def test_a_unit_that_fails_now_and_then_is_reported_as_intermittent() -> None:
+def test_a_unit_that_fails_now_and_then_is_reported_as_intermittent():
     probes = 0
 
-    def each_third(members: Sequence[int]) -> str:
+    def each_third(members):
         nonlocal probes
         if len(members) < 2 or 3 not in members:
             return ""
@@ -145,13 +143,13 @@ def test_a_unit_that_fails_now_and_then_is_reported_as_intermittent() -> None:
 # Units that are not accused ------------------------------------------------------------------------------------------
 
 
-def test_a_fault_that_does_not_occur_again_is_reported_as_not_reproduced() -> None:
+def test_a_fault_that_does_not_occur_again_is_reported_as_not_reproduced():
     found = search(8, fine)
     assert (found.culprits, found.reproduced, found.undecided) == ((), False, ())
     assert f"again in {len(found.rounds)} rounds" in found.why_undecided
 
 
-def test_a_failure_that_comes_once_is_not_confirmed_and_its_units_are_not_cleared() -> None:
+def test_a_failure_that_comes_once_is_not_confirmed_and_its_units_are_not_cleared():
     left = ["dead"]
     found = search(8, lambda members: left.pop() if left and set(members) == {2, 5} else "")
     assert found.culprits == ()
@@ -160,7 +158,7 @@ def test_a_failure_that_comes_once_is_not_confirmed_and_its_units_are_not_cleare
     assert "not done after 60 s" in found.why_undecided
 
 
-def test_of_two_units_neither_is_accused() -> None:
+def test_of_two_units_neither_is_accused():
     found = search(2, lambda members: "dead" if len(members) == 2 else "")
     assert (found.culprits, found.undecided, found.reproduced) == ((), (0, 1), True)
     assert "with two units" in found.why_undecided
@@ -168,26 +166,26 @@ def test_of_two_units_neither_is_accused() -> None:
 
 
 @pytest.mark.parametrize("units", [3, 4, 8])
-def test_where_no_pair_passes_no_unit_is_accused(units: int) -> None:
+def test_where_no_pair_passes_no_unit_is_accused(units):
     found = search(units, lambda members: "dead" if len(members) > 1 else "")
     assert (found.culprits, found.undecided) == ((), tuple(range(units)))
     assert "passed with another" in found.why_undecided
     assert len(found.rounds) < 10
 
 
-def test_where_all_fail_alone_no_unit_is_accused() -> None:
+def test_where_all_fail_alone_no_unit_is_accused():
     found = search(4, lambda members: "dead")
     assert (found.culprits, found.undecided) == ((), (0, 1, 2, 3))
     assert "share the cause" in found.why_undecided
 
 
-def test_one_unit_alone_is_not_accused() -> None:
+def test_one_unit_alone_is_not_accused():
     found = search(1, lambda members: "dead")
     assert (found.culprits, found.undecided, len(found.rounds)) == ((), (0,), 3)
     assert "only one" in found.why_undecided
 
 
-def test_a_fleet_that_is_slow_throughout_is_no_single_unit() -> None:
+def test_a_fleet_that_is_slow_throughout_is_no_single_unit():
     found = search(8, fine, floor=GOOD + 1)
     assert found.culprits == ()
     assert found.undecided == tuple(range(8))
@@ -196,7 +194,7 @@ def test_a_fleet_that_is_slow_throughout_is_no_single_unit() -> None:
     assert len(found.rounds) < 6
 
 
-def test_in_a_slow_fleet_the_one_that_is_far_behind_is_found_all_the_same() -> None:
+def test_in_a_slow_fleet_the_one_that_is_far_behind_is_found_all_the_same():
     found = search(8, bad(3), floor=GOOD + 1)
     assert units_of(found) == [(3,)]
     assert "reaches the limit" in found.why_undecided
@@ -204,7 +202,7 @@ def test_in_a_slow_fleet_the_one_that_is_far_behind_is_found_all_the_same() -> N
 
 
 @pytest.mark.parametrize("leaf", [{0, 1, 2, 3}, {0, 3, 4, 7}], ids=["seen to pass among themselves", "or not"])
-def test_units_that_a_bad_switch_cuts_off_are_reported_as_such(leaf: set[int]) -> None:
+def test_units_that_a_bad_switch_cuts_off_are_reported_as_such(leaf):
     found = search(16, lambda members: "dead" if 0 < len(set(members) & leaf) < len(members) else "")
     assert set(found.cleared) & leaf == set()
     assert {unit for units in units_of(found) for unit in units} <= leaf
@@ -216,22 +214,22 @@ def test_units_that_a_bad_switch_cuts_off_are_reported_as_such(leaf: set[int]) -
     assert len(found.rounds) < 20
 
 
-def test_without_a_limit_the_rate_of_all_at_once_is_reported_as_not_judged() -> None:
+def test_without_a_limit_the_rate_of_all_at_once_is_reported_as_not_judged():
     found = search(8, fine, floor=None)
     assert not found.reproduced
     assert "8 at once reached 400 GB/s; " in found.why_undecided
 
 
-def test_without_a_limit_a_slow_unit_is_still_found_by_comparison() -> None:
+def test_without_a_limit_a_slow_unit_is_still_found_by_comparison():
     assert units_of(search(8, bad(6), floor=None)) == [(6,)]
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(0, 2**32 - 1), st.sampled_from([0.05, 0.3, 0.7]))
-def test_any_outcomes_end_the_search_with_disjoint_groups(units: int, seed: int, share: float) -> None:
+def test_any_outcomes_end_the_search_with_disjoint_groups(units, seed, share):
     random = Random(seed)
 
-    def now_and_then(members: Sequence[int]) -> str:
+    def now_and_then(members):
         return random.choice(["slow", "dead", "wrong"]) if random.random() < share else ""
 
     planner = Planner(range(units), floor=lambda size: 300.0)
@@ -252,7 +250,7 @@ def test_any_outcomes_end_the_search_with_disjoint_groups(units: int, seed: int,
 # How it is used --------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_ends_the_search_and_the_rest_is_reported_as_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_ends_the_search_and_the_rest_is_reported_as_undecided(monkeypatch):
     monkeypatch.setattr(planner_module, "MAX_ROUNDS", 3)
     found = search(8, bad(2))
     assert len(found.rounds) == 3
@@ -261,14 +259,14 @@ def test_a_budget_ends_the_search_and_the_rest_is_reported_as_undecided(monkeypa
     assert found.why_undecided.startswith("the search ended after 3 rounds, ")
 
 
-def test_nothing_probed_is_nothing_cleared() -> None:
+def test_nothing_probed_is_nothing_cleared():
     found = Planner(range(4)).finding()
     assert (found.cleared, found.undecided, found.why_undecided) == ((), (0, 1, 2, 3), "nothing was probed")
 
 
 @pytest.mark.parametrize("what", ["slow", "dead"])
 @pytest.mark.parametrize("units", [2, 3, 4, 7])
-def test_single_gpus_are_never_probed_alone(units: int, what: str) -> None:
+def test_single_gpus_are_never_probed_alone(units, what):
     """One GPU has no link: its rate would be that of nothing."""
     for fault in (bad(1, what=what), bad(1, what=what, smallest=3), bad_link(0, 1, what), fine):
         found = search(units, fault, alone=False)
@@ -276,12 +274,12 @@ def test_single_gpus_are_never_probed_alone(units: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("units", [[], [1, 1]], ids=["none", "twice"])
-def test_units_are_different_and_some(units: list[int]) -> None:
+def test_units_are_different_and_some(units):
     with pytest.raises(ValueError, match="different numbers"):
         Planner(units)
 
 
-def test_each_round_is_taken_once_and_whole() -> None:
+def test_each_round_is_taken_once_and_whole():
     planner = Planner(range(4))
     with pytest.raises(RuntimeError, match="next_round"):
         planner.take([])
@@ -297,7 +295,7 @@ def test_each_round_is_taken_once_and_whole() -> None:
     assert planner.next_round() is not None
 
 
-def test_the_page_has_the_numbers_of_the_code() -> None:
+def test_the_page_has_the_numbers_of_the_code():
     page = " ".join((Path(__file__).parents[2] / "docs" / "isolation.md").read_text(encoding="utf-8").split())
     for text in (
         f"`isolation.min_ratio` ({100 * inference.MIN_RATIO:g} %)",

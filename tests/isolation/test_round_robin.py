@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +6,7 @@ from pytest_gpucluster.isolation.round_robin import count_of_rounds, partner, ro
 
 
 @given(st.integers(2, 130))
-def test_all_pairs_meet_once_and_no_player_is_in_two_pairs_at_a_time(players: int) -> None:
+def test_all_pairs_meet_once_and_no_player_is_in_two_pairs_at_a_time(players):
     schedule = rounds(players)
     for round_ in schedule:
         taken = [player for link in round_ for player in link]
@@ -18,12 +16,12 @@ def test_all_pairs_meet_once_and_no_player_is_in_two_pairs_at_a_time(players: in
 
 
 @pytest.mark.parametrize(("players", "count"), [(2, 1), (3, 3), (8, 7), (9, 9), (128, 127)])
-def test_no_tournament_is_shorter(players: int, count: int) -> None:
+def test_no_tournament_is_shorter(players, count):
     assert len(rounds(players)) == count_of_rounds(players) == count
 
 
 @given(st.integers(2, 1024), st.data())
-def test_partners_are_partners_of_each_other(players: int, data: st.DataObject) -> None:
+def test_partners_are_partners_of_each_other(players, data):
     player = data.draw(st.integers(0, players - 1))
     round_ = data.draw(st.integers(0, count_of_rounds(players) - 1))
     other = partner(player, round_, players)
@@ -35,12 +33,12 @@ def test_partners_are_partners_of_each_other(players: int, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("players", [-1, 0, 1])
-def test_a_single_player_has_no_tournament(players: int) -> None:
+def test_a_single_player_has_no_tournament(players):
     with pytest.raises(ValueError, match=f"two players or more, not {players}"):
         rounds(players)
 
 
 @pytest.mark.parametrize(("player", "round_"), [(4, 0), (-1, 0), (0, 3), (0, -1)])
-def test_a_number_out_of_range_has_no_partner(player: int, round_: int) -> None:
+def test_a_number_out_of_range_has_no_partner(player, round_):
     with pytest.raises(ValueError, match=f"player {player} of 4 in round {round_} of 3"):
         partner(player, round_, 4)

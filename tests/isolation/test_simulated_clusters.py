@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
 import pytest
 
-from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
+from pytest_gpucluster.isolation.finding import Outcome
 from pytest_gpucluster.isolation.planner import MAX_ROUNDS, Planner
 
 NODE_SPREAD, PROBE_NOISE = 0.01, 0.02
@@ -31,7 +31,7 @@ class Fault:
     chance: float = 1.0
     neighbours: bool = False
 
-    def shows_in(self, members: tuple[int, ...], random: Random) -> bool:
+    def shows_in(self, members, random):
         if len(members) < self.smallest or not set(self.units) <= set(members):
             return False
         if self.neighbours:
@@ -41,7 +41,7 @@ class Fault:
         return random.random() < self.chance
 
 
-def usual(units: int) -> float:
+def usual(units):
     """GB/s of a healthy group."""
     return 440.0 if units == 1 else 380.0 * 0.99 ** (math.log2(units) - 1)
 
@@ -49,11 +49,11 @@ def usual(units: int) -> float:
 class Cluster:
     """Answers probes as a real cluster would; the planner never sees the faults."""
 
-    def __init__(self, nodes: int, faults: Sequence[Fault], random: Random, transient: float = 0.0) -> None:
+    def __init__(self, nodes, faults, random, transient=0.0):
         self.nodes, self._faults, self._random, self._transient = nodes, faults, random, transient
         self._level = [random.gauss(1.0, NODE_SPREAD) for _ in range(nodes)]
 
-    def probe(self, members: tuple[int, ...]) -> Outcome:
+    def probe(self, members):
         kinds = {fault.kind for fault in self._faults if fault.shows_in(members, self._random)}
         if self._random.random() < self._transient:
             kinds.add(self._random.choice(("slow", "dead")))
@@ -63,7 +63,7 @@ class Cluster:
         busbw *= max(0.01, self._random.gauss(1.0, PROBE_NOISE)) * (0.5 if "slow" in kinds else 1.0)
         return Outcome(members=members, busbw=busbw, wrong="rank 3" if "wrong" in kinds else "")
 
-    def search(self) -> IsolationResult:
+    def search(self):
         planner = Planner(range(self.nodes), floor=lambda units: 0.8 * usual(units))
         while (groups := planner.next_round()) is not None:
             planner.take([self.probe(members) for members in groups])
@@ -73,18 +73,15 @@ class Cluster:
 Plant = Callable[[Random, int], list[Fault]]
 
 
-def nodes(count: int, **fault: object) -> Plant:
-    return lambda random, total: [
-        Fault(units=(unit,), **fault)  # type: ignore[arg-type]  # the fault's own fields
-        for unit in random.sample(range(total), count)
-    ]
+def nodes(count, **fault):
+    return lambda random, total: [Fault(units=(unit,), **fault) for unit in random.sample(range(total), count)]
 
 
-def link(**fault: object) -> Plant:
-    return lambda random, total: [Fault(units=tuple(sorted(random.sample(range(total), 2))), **fault)]  # type: ignore[arg-type]
+def link(**fault):
+    return lambda random, total: [Fault(units=tuple(sorted(random.sample(range(total), 2))), **fault)]
 
 
-def ring_link(random: Random, total: int) -> list[Fault]:
+def ring_link(random, total):
     unit = random.randrange(total - 1)
     return [Fault(units=(unit, unit + 1), kind="dead", neighbours=True)]
 
@@ -100,7 +97,7 @@ class Tally:
     rounds: tuple[int, ...] = ()
 
 
-def trials(name: str, plant: Plant, total: int, count: int, transient: float = 0.0) -> Tally:
+def trials(name, plant, total, count, transient=0.0):
     tally = Tally()
     for number in range(count):
         random = Random(f"{name} {total} {number}")
@@ -119,9 +116,7 @@ def trials(name: str, plant: Plant, total: int, count: int, transient: float = 0
 @pytest.mark.parametrize(
     "fault", [{}, {"kind": "dead"}, {"kind": "wrong"}, {"smallest": 1}], ids=["slow", "dead", "wrong", "slow alone"]
 )
-def test_bad_nodes_are_found_within_2_log2_n_plus_5_rounds_and_no_other_unit_is_accused(
-    count: int, fault: dict[str, object]
-) -> None:
+def test_bad_nodes_are_found_within_2_log2_n_plus_5_rounds_and_no_other_unit_is_accused(count, fault):
     for total, number in ((256, 2), (64, 6), (16, 10), (8, 10)):
         tally = trials(f"{count} {fault}", nodes(count, **fault), total, number)
         assert (tally.missed, tally.false, tally.undecided) == (0, 0, 0)
@@ -133,25 +128,25 @@ def test_bad_nodes_are_found_within_2_log2_n_plus_5_rounds_and_no_other_unit_is_
     [link(), link(kind="wrong"), ring_link, nodes(1, kind="dead", smallest=8)],
     ids=["slow", "wrong", "ring", "8"],
 )
-def test_bad_links_and_faults_of_larger_groups_are_found(plant: Plant) -> None:
+def test_bad_links_and_faults_of_larger_groups_are_found(plant):
     tally = trials("links", plant, 64, 6)
     assert (tally.missed, tally.false) == (0, 0)
 
 
-def test_a_node_that_fails_now_and_then_is_found_and_no_other_unit_is_accused() -> None:
+def test_a_node_that_fails_now_and_then_is_found_and_no_other_unit_is_accused():
     half, eighth = trials("half", nodes(1, chance=0.5), 16, 20), trials("eighth", nodes(1, chance=1 / 8), 16, 30)
     assert (half.missed, half.false, eighth.false) == (0, 0, 0)
     assert eighth.missed <= 3
     assert max(eighth.rounds) <= MAX_ROUNDS
 
 
-def test_a_link_that_fails_half_of_the_time_is_mostly_found_among_few_nodes() -> None:
+def test_a_link_that_fails_half_of_the_time_is_mostly_found_among_few_nodes():
     tally = trials("half a link", link(chance=0.5), 8, 20)
     assert tally.missed <= 10
     assert tally.false == 0
 
 
-def test_in_a_healthy_cluster_no_unit_is_accused() -> None:
+def test_in_a_healthy_cluster_no_unit_is_accused():
     healthy = trials("healthy", nodes(0), 32, 3)
     assert (healthy.false, healthy.reproduced, healthy.undecided) == (0, 0, 0)
     assert trials("noisy", nodes(0), 32, 3, transient=0.001).false == 0

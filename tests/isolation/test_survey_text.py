@@ -1,24 +1,21 @@
-from __future__ import annotations
-
 import json
 import re
 
 import pytest
 from simulated_fabric import measured, places, surveyed
 
-from pytest_gpucluster.isolation.link_matrix import Reading
-from pytest_gpucluster.isolation.link_survey import Survey, compact, culprit_lines, survey_text, to_json
+from pytest_gpucluster.isolation.link_survey import compact, culprit_lines, survey_text, to_json
 from pytest_gpucluster.isolation.round_robin import across_nodes, within_node
 
 NODE = places(1, 4)
 SLOW = measured(within_node(NODE, 0), lambda s, r: 0.25 if 3 in (s, r) else 1.0, noise=0, rate=40.0)
 
 
-def survey(readings: list[Reading], **more: object) -> Survey:
-    return surveyed(readings, NODE, **more)  # type: ignore[arg-type]
+def survey(readings, **more):
+    return surveyed(readings, NODE, **more)
 
 
-def test_a_slow_gpu_is_reported_with_its_host_its_links_and_a_hint() -> None:
+def test_a_slow_gpu_is_reported_with_its_host_its_links_and_a_hint():
     first, *rest = culprit_lines(survey(SLOW), "slow")
     for field in ("GPU of rank 3 (node-000, GPU 3): all its 3 links", " 10 GB/s, 0.25 of ", "nvidia-smi nvlink -s, -e"):
         assert field in first
@@ -28,7 +25,7 @@ def test_a_slow_gpu_is_reported_with_its_host_its_links_and_a_hint() -> None:
 
 
 @pytest.mark.parametrize(("left", "conclusion"), [(0.25, "slow by itself"), (0.9, "shared")], ids=["itself", "shared"])
-def test_the_second_measurement_shows_whether_the_link_or_a_shared_part_is_slow(left: float, conclusion: str) -> None:
+def test_the_second_measurement_shows_whether_the_link_or_a_shared_part_is_slow(left, conclusion):
     one_slow = measured(within_node(NODE, 0), lambda s, r: 0.25 if {s, r} == {1, 2} else 1.0, noise=0, rate=40.0)
     again = measured([((1, 2),)], noise=0, rate=40.0 * left)
     first, *rest = culprit_lines(survey(one_slow, alone=again), "slow")
@@ -37,7 +34,7 @@ def test_the_second_measurement_shows_whether_the_link_or_a_shared_part_is_slow(
     assert f"alone {40.0 * left:g} GB/s" in rest[2]
 
 
-def test_wrong_data_are_reported_with_the_word_and_the_wrong_direction_only() -> None:
+def test_wrong_data_are_reported_with_the_word_and_the_wrong_direction_only():
     readings = measured(within_node(NODE, 0), noise=0, rate=40.0, wrong=[(2, 1)])
     lines = culprit_lines(survey(readings), "wrong")
     assert "between rank 1 (node-000, GPU 1) and rank 2 (node-000, GPU 2): wrong data: 1 of 131072 words" in lines[0]
@@ -46,7 +43,7 @@ def test_wrong_data_are_reported_with_the_word_and_the_wrong_direction_only() ->
     assert lines[3].startswith("  rank 2 (node-000, GPU 2) to rank 1 (node-000, GPU 1): 40 GB/s")
 
 
-def test_many_bad_links_are_cut_and_the_file_with_all_of_them_is_named() -> None:
+def test_many_bad_links_are_cut_and_the_file_with_all_of_them_is_named():
     there = places(24, 1)
     fabric = measured(across_nodes(there), lambda s, r: 0.25 if 5 in (s, r) else 1.0)
     lines = culprit_lines(surveyed(fabric, there, "world"), "slow")
@@ -55,12 +52,12 @@ def test_many_bad_links_are_cut_and_the_file_with_all_of_them_is_named() -> None
     assert lines[-1].endswith("links-world.json")
 
 
-def names(readings: list[Reading], nodes: int, rails: int) -> list[str]:
+def names(readings, nodes, rails):
     found = surveyed(readings, places(nodes, rails), "world")
     return [line.partition(":")[0] for line in culprit_lines(found, "slow")[: len(found.culprits("slow"))]]
 
 
-def test_ports_rails_nodes_and_pairs_of_nodes_have_the_names_an_operator_looks_for() -> None:
+def test_ports_rails_nodes_and_pairs_of_nodes_have_the_names_an_operator_looks_for():
     rounds = across_nodes(places(5, 4))
     assert names(measured(rounds, lambda s, r: 0.3 if 6 in (s, r) else 1.0), 5, 4) == [
         "the port of rank 6 (node-001, GPU 2) on rail 2"
@@ -72,7 +69,7 @@ def test_ports_rails_nodes_and_pairs_of_nodes_have_the_names_an_operator_looks_f
     ]
 
 
-def test_the_text_has_the_matrix_with_the_bad_cells_marked() -> None:
+def test_the_text_has_the_matrix_with_the_bad_cells_marked():
     lines = survey_text(survey(SLOW)).splitlines()
     assert lines[0] == "links within nodes: 6 pairs in 3 rounds, 2 s (1.5 s planned)"
     assert lines[1] == "median 25 GB/s, from 10 GB/s to 40 GB/s"
@@ -86,14 +83,14 @@ def test_the_text_has_the_matrix_with_the_bad_cells_marked() -> None:
     ]
 
 
-def test_of_many_nodes_each_has_a_line_of_its_slowest_and_its_median() -> None:
+def test_of_many_nodes_each_has_a_line_of_its_slowest_and_its_median():
     there = places(24, 1)
     lines = survey_text(surveyed(measured(across_nodes(there), noise=0, rate=40.0), there, "world")).splitlines()
     assert [line for line in lines if line.startswith("rail 0, GB/s")]
     assert "  rank 23 (node-023, GPU 0): 40, 40" in lines
 
 
-def test_json_has_every_reading_and_the_culprit() -> None:
+def test_json_has_every_reading_and_the_culprit():
     body = json.loads(json.dumps(to_json(survey(SLOW, alone=measured([((0, 3),)], noise=0, rate=10.0)))))
     assert body["columns"][:3] == ["sender", "receiver", "value"]
     assert len(body["readings"]) == 12
@@ -104,7 +101,7 @@ def test_json_has_every_reading_and_the_culprit() -> None:
     assert body["ranks"][3] == "rank 3 (node-000, GPU 3)"
 
 
-def test_the_journal_has_a_whole_node_and_of_a_large_fabric_the_slowest() -> None:
+def test_the_journal_has_a_whole_node_and_of_a_large_fabric_the_slowest():
     small = json.loads(compact(survey(SLOW)))
     assert len(small["readings"]) == 12
     assert small["readings"][0] == [0, 3, 10.0]

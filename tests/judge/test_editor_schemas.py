@@ -1,12 +1,9 @@
 """The JSON Schemas for editors: they take what the loaders take, and mark unknown keys and wrong units."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import yaml
@@ -26,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 # Made before any test runs: other tests add metrics of their own.
-PAGES: dict[Path, str] = runpy.run_path(str(ROOT / "docs" / "generate.py"), run_name="generate")["schemas"]()
+PAGES = runpy.run_path(str(ROOT / "docs" / "generate.py"), run_name="generate")["schemas"]()
 SCHEMAS = {"limits": editor_schemas.limits_schema(), "workloads": editor_schemas.workloads_schema()}
 FILES = {"limits": loader.shipped_path(), "workloads": SHIPPED}
 
@@ -41,24 +38,23 @@ EditorLoader.yaml_implicit_resolvers = {
 }
 
 
-def complaints(kind: str, text: str) -> list[str]:
+def complaints(kind, text):
     """What an editor marks."""
     errors = jsonschema.Draft7Validator(SCHEMAS[kind]).iter_errors(yaml.load(text, EditorLoader))
     return [f"{error.json_path}: {error.message}" for error in errors]
 
 
 @of_each("path", list(PAGES), name=lambda path: path.name)
-def test_the_schema_in_docs_is_one_that_editors_understand(path: Path) -> None:
+def test_the_schema_in_docs_is_one_that_editors_understand(path):
     jsonschema.Draft7Validator.check_schema(json.loads(PAGES[path]))
     # Patterns that a browser's editor understands, too.
     assert re.findall(r'"pattern": "[^"]*(?:\(\?(?![:=!])|\\\\[AZz]|\(\?P)', PAGES[path]) == []
 
 
 @of_each("kind", list(SCHEMAS))
-def test_the_shipped_file_names_its_schema_and_keeps_it(kind: str) -> None:
+def test_the_shipped_file_names_its_schema_and_keeps_it(kind):
     text = FILES[kind].read_text(encoding="utf-8")
     found = re.match(r"# yaml-language-server: \$schema=(.+)\n", text)
-    assert found is not None
     assert (FILES[kind].parent / found[1]).resolve() in PAGES
     assert complaints(kind, text) == []
 
@@ -85,7 +81,7 @@ VALID = {
 
 
 @of_each("text", list(VALID.values()))
-def test_what_the_loader_takes_the_schema_takes(text: str, tmp_path: Path) -> None:
+def test_what_the_loader_takes_the_schema_takes(text, tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text(text, encoding="utf-8")
     kind = "workloads" if "profiles:" in text else "limits"
@@ -96,7 +92,7 @@ def test_what_the_loader_takes_the_schema_takes(text: str, tmp_path: Path) -> No
     assert complaints(kind, text) == []
 
 
-def test_the_examples_for_operators_are_taken_by_both(tmp_path: Path) -> None:
+def test_the_examples_for_operators_are_taken_by_both(tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     examples = [
         block for block in re.findall(r"^```yaml\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE) if "skus:" in block
@@ -129,12 +125,12 @@ WRONG = {
 
 
 @of_each("text", list(WRONG.values()))
-def test_an_unknown_key_and_a_wrong_unit_are_marked(text: str) -> None:
+def test_an_unknown_key_and_a_wrong_unit_are_marked(text):
     assert complaints("workloads" if "profiles:" in text else "limits", text) != []
 
 
 @given(st.text(alphabet="0123456789.eE+- \tTGBFLOPSs/%x", max_size=12))
-def test_the_pattern_of_a_quantity_takes_what_units_take(text: str) -> None:
+def test_the_pattern_of_a_quantity_takes_what_units_take(text):
     assume(not re.search(r"[eE][+-]?[0-9]{3}", text))  # no pattern sees that a number is too large, or too small
     try:
         units.parse(text, like="TFLOPS")
@@ -145,13 +141,13 @@ def test_the_pattern_of_a_quantity_takes_what_units_take(text: str) -> None:
     assert bool(re.search(editor_schemas.quantity("TFLOPS")["pattern"], text)) == understood
 
 
-def test_every_metric_and_every_key_has_a_place_with_what_it_is() -> None:
+def test_every_metric_and_every_key_has_a_place_with_what_it_is():
     made = SCHEMAS["limits"]["definitions"]["limits"]["properties"]
     assert {name: schema["description"].startswith(measurement.METRICS[name].doc) for name, schema in made.items()} == (
         dict.fromkeys(measurement.METRICS, True)
     )
     for key, spec in KEYS.items():
-        at: Any = SCHEMAS["workloads"]["properties"]["profiles"]["properties"]["full"]
+        at = SCHEMAS["workloads"]["properties"]["profiles"]["properties"]["full"]
         for part in key.split("."):
             at = at["properties"][part]
         assert at["description"] == f"{spec.doc}: {spec.allowed}"

@@ -1,9 +1,6 @@
 """What is expected is reported wherever the limit is, and decides nothing."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from each import of_each
@@ -11,9 +8,7 @@ from verdicts import hold
 from written_runs import MATMUL, case, read
 
 from pytest_gpucluster.cli import main
-from pytest_gpucluster.journal import journal
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.judge.judge import Judgement
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.reports import junit, markdown
@@ -22,11 +17,11 @@ from pytest_gpucluster.reports.html import page
 FP32 = "matmul.fp32.tflops"
 
 
-def held(value: float | Series, metric: str = FP32) -> Judgement:
+def held(value, metric=FP32):
     return hold({rank: [measurement(metric, value, unit="TFLOPS")] for rank in range(2)}, size=2)
 
 
-def run_of(value: float = 50.5, **limit: Any) -> journal.Journal:
+def run_of(value=50.5, **limit):
     """A journal with a value of fp32 as the judge records it, with these keys of its limit changed."""
     [line] = [judged.to_json() for judged in held(value).measurements]
     return read(case(MATMUL, "passed", {**line, "limit": {**line["limit"], **limit}}))
@@ -36,24 +31,23 @@ def run_of(value: float = 50.5, **limit: Any) -> journal.Journal:
 
 
 @of_each("value", [47.5, 50.5, Series(samples=(50.0, 50.5, 61.0), median=50.5, low=50.0, high=61.0), 60.0, 66.0, 47.4])
-def test_only_the_limit_decides(value: float | Series) -> None:
+def test_only_the_limit_decides(value):
     verdict = held(value)
     low = value.low if isinstance(value, Series) else value
     assert verdict.outcome == ("failed" if low < 47.5 else "passed"), verdict.message
     [judged] = verdict.measurements
-    assert judged.limit is not None
     assert (judged.limit.min, judged.limit.expected) == (47.5, 60.0)
     assert judged.margin == pytest.approx((low - 47.5) / 47.5), "the margin is that of the limit"
 
 
-def test_a_miss_names_the_limit_and_not_what_was_expected() -> None:
+def test_a_miss_names_the_limit_and_not_what_was_expected():
     assert held(45.0).message.startswith("matmul.fp32.tflops 45 TFLOPS < 47.5 TFLOPS on rank 0")
 
 
 # In the journal -------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_on_record_where_it_is_set_and_only_there() -> None:
+def test_it_is_on_record_where_it_is_set_and_only_there():
     [judged] = held(50.5).measurements
     assert judged.to_json()["limit"]["expected"] == 60.0
     [plain] = held(400.0, "matmul.tf32.tflops").measurements
@@ -61,7 +55,6 @@ def test_it_is_on_record_where_it_is_set_and_only_there() -> None:
     for found, expected in ((judged, 60.0), (plain, None)):
         line = json.loads(json.dumps(found.to_json()))
         [result] = read(case(MATMUL, "passed", line)).results
-        assert result.measurements[0].limit is not None
         assert result.measurements[0].limit.expected == expected
 
 
@@ -70,11 +63,11 @@ def test_it_is_on_record_where_it_is_set_and_only_there() -> None:
 LIMIT = ">= 47.5 TFLOPS (expected 60 TFLOPS), each rank >= 92.9 % of the others' median"
 
 
-def shown(render: Any, run: journal.Journal) -> str:
+def shown(render, run):
     return " ".join(str(render(run)).replace("&gt;", ">").replace("&#39;", "'").split())
 
 
-def test_every_report_shows_it_next_to_the_limit() -> None:
+def test_every_report_shows_it_next_to_the_limit():
     run = run_of()
     assert f"limit[{FP32}]" in junit.render(run)
     assert f"{LIMIT}; thresholds.yaml:" in shown(junit.render, run), "a property of the testsuite"
@@ -83,17 +76,16 @@ def test_every_report_shows_it_next_to_the_limit() -> None:
     assert LIMIT in shown(page.render, run)
 
 
-def test_explain_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_it(capsys):
     assert main.main(["thresholds", "explain", "--sku", "H100 SXM", FP32]) == 0
     assert ">= 47.5 TFLOPS (expected 60 TFLOPS), each rank" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_file_of_ones_own_can_say_what_was_promised(tmp_path: Any) -> None:
+def test_a_file_of_ones_own_can_say_what_was_promised(tmp_path):
     path = tmp_path / "mine.yaml"
     entry = "{min: 700000 GFLOPS, expected: 0.77 PFLOPS, source: the order}"
     path.write_text(f"schema_version: 1\nskus: {{H100 SXM: {{limits: {{matmul.bf16.tflops: {entry}}}}}}}\n")
     limit = loader.load(loader.shipped_path(), path).limit(
         "matmul.bf16.tflops", sku="H100 SXM", world_size=8, nnodes=1, labels={"best_of": "4096, 8192, 16384"}
     )
-    assert limit is not None
     assert (limit.min, limit.expected, limit.source) == (700.0, 770.0, "the order")

@@ -1,9 +1,5 @@
 """What is explained is what decides: the explanation and the limits in force never differ."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from complaints import in_order
 from each import of_each
@@ -12,16 +8,16 @@ from hypothesis import strategies as st
 from verdicts import SHIPPED
 
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.judge.limits import Thresholds, explain, facts, looser
+from pytest_gpucluster.judge.limits import explain, facts, looser
 
 BUSBW = "nccl.all_reduce.busbw"
 
 
-def effects(limits: Thresholds, metric: str = BUSBW, sku: str = "H100 SXM", **known: str) -> list[tuple[str, str]]:
+def effects(limits, metric=BUSBW, sku="H100 SXM", **known):
     return [(entry.effect, entry.why) for entry in explain(limits, metric, sku=sku, known=known)]
 
 
-def load(folder: Path, text: str) -> Thresholds:
+def load(folder, text):
     path = folder / "mine.yaml"
     path.write_text("schema_version: 1\nskus:\n  H100 SXM:\n    limits:\n" + text)
     return loader.load(loader.shipped_path(), path)

@@ -1,9 +1,5 @@
 """The few words that may explain a missed value."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +28,7 @@ HEALTHY = {
 }
 
 
-def seen(**changes: Any) -> dict[str, Any]:
+def seen(**changes):
     return {**HEALTHY, **changes}
 
 
@@ -45,7 +41,7 @@ SILENT = [
     seen(sm_clock_mhz=[300, SLOW_CLOCK, 1980]),  # just not low
     seen(sm_clock_mhz=[300, 300, 300], sm_clock_max_mhz=None),  # of an unknown highest
 ]
-EXPLAINED: dict[str, dict[str, Any]] = {
+EXPLAINED = {
     "HW thermal slowdown 62 % of the time, 91 degC": seen(
         throttle_share={"hw_thermal": 0.62}, temperature_celsius=[70, 88, 91]
     ),
@@ -74,17 +70,17 @@ EXPLAINED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_the_gpu_did_explains() -> None:
+def test_what_the_gpu_did_explains():
     assert {explanation(telemetry): telemetry for telemetry in EXPLAINED.values()} == EXPLAINED
     assert [explanation(telemetry) for telemetry in SILENT] == [""] * len(SILENT)
 
 
-def test_the_health_criterion_and_this_take_the_same_reasons_for_bad() -> None:
+def test_the_health_criterion_and_this_take_the_same_reasons_for_bad():
     assert set(SLOWDOWNS) == set(BAD_REASONS)
     assert set(SLOWDOWNS) | set(NOTES) <= set(THROTTLE_REASONS.values())
 
 
-def test_the_most_throttled_rank_is_chosen_or_else_the_hottest() -> None:
+def test_the_most_throttled_rank_is_chosen_or_else_the_hottest():
     held = {"throttle_share": {"hw_thermal": 0.2}, "temperature_celsius": [50, 50, 50]}
     hot = {"throttle_share": {"sw_power_cap": 1.0}, "temperature_celsius": [60, 70, 80]}
     assert most_throttled({0: HEALTHY, 1: hot, 2: held}) == 2
@@ -102,6 +98,6 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*HEALTHY, "counters", "lost", "transport"]), JSON))
-def test_whatever_another_version_sends_breaks_nothing(telemetry: dict[str, Any]) -> None:
+def test_whatever_another_version_sends_breaks_nothing(telemetry):
     assert isinstance(explanation(telemetry), str)
     assert most_throttled({0: telemetry, 1: HEALTHY}) in (0, 1)

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from complaints import in_order
@@ -15,13 +12,12 @@ from verdicts import ALGBW, BUSBW, GB, LIMITS, all_ranks, bf16, busbw, hold
 from pytest_gpucluster.errors import MeasurementError
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.judge.judge import judge_value
-from pytest_gpucluster.judge.limits import Thresholds
 from pytest_gpucluster.metrics import measurement as metrics
 from pytest_gpucluster.metrics.catalogue import Metric
 from pytest_gpucluster.metrics.measurement import WITHOUT_NVLS, Measurement, measurement
 
 
-def test_values_above_the_limit_pass_and_the_slowest_rank_decides() -> None:
+def test_values_above_the_limit_pass_and_the_slowest_rank_decides():
     verdict = hold(all_ranks(r5=420.0))
     assert (verdict.outcome, verdict.message, verdict.text) == ("passed", "", "")
     (judged,) = verdict.measurements
@@ -31,7 +27,7 @@ def test_values_above_the_limit_pass_and_the_slowest_rank_decides() -> None:
     assert judged.reason == ""
 
 
-def test_slow_ranks_fail_and_are_named_in_one_line() -> None:
+def test_slow_ranks_fail_and_are_named_in_one_line():
     verdict = hold(all_ranks(r3=312.4))
     assert verdict.outcome == "failed"
     assert verdict.message == (
@@ -51,7 +47,7 @@ def test_slow_ranks_fail_and_are_named_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("gbps", [442.1, 312.4], ids=["above the limit", "below"])
-def test_a_value_for_which_nvls_was_switched_off_is_neither_accepted_nor_a_rejection(gbps: float) -> None:
+def test_a_value_for_which_nvls_was_switched_off_is_neither_accepted_nor_a_rejection(gbps):
     without = {rank: [busbw(gbps, labels=GB | WITHOUT_NVLS)] for rank in range(8)}
     verdict = hold(without)
     assert verdict.outcome == "error"
@@ -61,7 +57,7 @@ def test_a_value_for_which_nvls_was_switched_off_is_neither_accepted_nor_a_rejec
     assert hold(recorded).outcome == "passed"
 
 
-def test_a_maximum_is_missed_from_above_and_the_slowest_rank_decides() -> None:
+def test_a_maximum_is_missed_from_above_and_the_slowest_rank_decides():
     labels = {"size": "4 B"}
     slow = {
         rank: [measurement("nccl.all_reduce.latency", 400 * (1 + rank), unit="ms", labels=labels)] for rank in range(3)
@@ -73,7 +69,7 @@ def test_a_maximum_is_missed_from_above_and_the_slowest_rank_decides() -> None:
     )
 
 
-def test_what_cannot_be_judged_is_an_error_even_if_only_recorded() -> None:
+def test_what_cannot_be_judged_is_an_error_even_if_only_recorded():
     for bad, why in ((busbw(-5.0), "(-5)"), (busbw(442.1, samples=[442.1, math.nan]), "1 of 2 NaN")):
         judged = all_ranks() | {3: [bad]}
         recorded = {rank: [dataclasses.replace(one, record_only=True) for one in ones] for rank, ones in judged.items()}
@@ -84,7 +80,7 @@ def test_what_cannot_be_judged_is_an_error_even_if_only_recorded() -> None:
             assert verdict.measurements[0].worst_rank == 3
 
 
-def test_a_missing_rank_is_an_error_and_so_is_one_with_other_labels_and_one_from_outside() -> None:
+def test_a_missing_rank_is_an_error_and_so_is_one_with_other_labels_and_one_from_outside():
     by_rank = all_ranks()
     del by_rank[2], by_rank[6]
     verdict = hold(by_rank)
@@ -97,7 +93,7 @@ def test_a_missing_rank_is_an_error_and_so_is_one_with_other_labels_and_one_from
     assert (verdict.outcome, "rank 9" in verdict.message) == ("error", True)
 
 
-def test_of_many_problems_the_first_three_are_named_and_the_rest_counted() -> None:
+def test_of_many_problems_the_first_three_are_named_and_the_rest_counted():
     for wrong in (3, 4, 6):
         verdict = hold(all_ranks() | {rank: [busbw(-5.0)] for rank in range(wrong)})
         assert verdict.outcome == "error"
@@ -106,7 +102,7 @@ def test_of_many_problems_the_first_three_are_named_and_the_rest_counted() -> No
         assert (f"{wrong - 3} more" in reason) == (" more" in reason) == (wrong > 3), reason
 
 
-def test_a_value_measured_twice_under_the_same_labels_is_an_error() -> None:
+def test_a_value_measured_twice_under_the_same_labels_is_an_error():
     by_rank = all_ranks()
     by_rank[4] = [busbw(442.1), busbw(410.0)]
     verdict = hold(by_rank)
@@ -115,7 +111,7 @@ def test_a_value_measured_twice_under_the_same_labels_is_an_error() -> None:
     assert verdict.measurements[0].values[4] == 410.0
 
 
-def test_a_failure_wins_over_an_error_and_keeps_it_in_the_text() -> None:
+def test_a_failure_wins_over_an_error_and_keeps_it_in_the_text():
     by_rank = all_ranks(r3=312.4)
     by_rank[5] = [busbw(math.nan)]
     verdict = hold(by_rank)
@@ -129,7 +125,7 @@ def test_a_failure_wins_over_an_error_and_keeps_it_in_the_text() -> None:
     assert [judged.status for judged in verdict.measurements] == ["failed", "error"]
 
 
-def test_the_largest_miss_speaks_for_several() -> None:
+def test_the_largest_miss_speaks_for_several():
     by_rank = {0: [busbw(399.0, labels={"size": "2 GB"}), busbw(100.0), bf16(699.0)]}
     for rank in range(1, 8):
         by_rank[rank] = [busbw(440.0, labels={"size": "2 GB"}), busbw(440.0), bf16(730.0)]
@@ -140,7 +136,7 @@ def test_the_largest_miss_speaks_for_several() -> None:
     assert verdict.text.count("[limit: ") == 3
 
 
-def test_the_miss_that_explains_the_others_speaks_for_them_however_far_they_miss() -> None:
+def test_the_miss_that_explains_the_others_speaks_for_them_however_far_they_miss():
     names = ("lora.tokens_per_second", "lora.resume_error", "lora.loss_error", "lora.gradient_error")
     units = ("tokens/s", "ratio", "ratio", "ratio")
     labels = {"model": "tiny", "precision": "fp32"}
@@ -158,7 +154,7 @@ def test_the_miss_that_explains_the_others_speaks_for_them_however_far_they_miss
 # Too fast to be true ---------------------------------------------------------------------------------------------
 
 
-def test_a_product_above_the_data_sheet_peak_is_an_error() -> None:
+def test_a_product_above_the_data_sheet_peak_is_an_error():
     verdict = hold({rank: [bf16(990.0 if rank == 3 else 730.0)] for rank in range(8)})
     assert verdict.outcome == "error"
     assert in_order(verdict.message, "matmul.bf16.tflops 990 TFLOPS > 989 TFLOPS H100 SXM rank 3 gpu-00 GPU 3 GPU-1f2e")
@@ -166,18 +162,18 @@ def test_a_product_above_the_data_sheet_peak_is_an_error() -> None:
     assert hold({rank: [bf16(989.0)] for rank in range(8)}).outcome == "passed"
 
 
-def algbw(value: float, size: int) -> dict[int, list[Measurement]]:
+def algbw(value, size):
     return {rank: [measurement(ALGBW, value, unit="GB/s", labels=GB)] for rank in range(size)}
 
 
-def test_algbw_above_the_link_is_too_fast_inside_a_node_only() -> None:
+def test_algbw_above_the_link_is_too_fast_inside_a_node_only():
     assert in_order(hold(algbw(451.0, 8)).message, "451 GB/s > 450 GB/s")
     assert hold(algbw(450.0, 8)).outcome == "passed"
     assert hold(algbw(451.0, 16), size=16).outcome == "passed"
     assert hold(algbw(451.0, 1), size=1).outcome == "passed"
 
 
-def test_busbw_may_pass_the_link_peak() -> None:
+def test_busbw_may_pass_the_link_peak():
     verdict = hold(all_ranks(482.0))
     assert verdict.outcome == "passed"
     assert verdict.measurements[0].peak_ratio == pytest.approx(482 / 450)
@@ -190,7 +186,7 @@ def test_busbw_may_pass_the_link_peak() -> None:
 # Limits that are not there ---------------------------------------------------------------------------------------
 
 
-def test_what_the_limits_only_record_passes_and_says_why() -> None:
+def test_what_the_limits_only_record_passes_and_says_why():
     by_rank = {rank: [busbw(22.3, labels={"size": "1 MB"})] for rank in range(8)}
     verdict = hold(by_rank)
     assert verdict.outcome == "passed"
@@ -199,14 +195,14 @@ def test_what_the_limits_only_record_passes_and_says_why() -> None:
     assert in_order(judged.reason, "1 GB thresholds.yaml")
 
 
-def test_what_the_test_only_records_is_not_judged_unless_some_rank_asks_for_it() -> None:
+def test_what_the_test_only_records_is_not_judged_unless_some_rank_asks_for_it():
     slow = {rank: [busbw(1.0, record_only=True)] for rank in range(8)}
     assert hold(slow).outcome == hold(slow, sku=None, gpu_name="NVIDIA H300").outcome == "passed"
     slow[0] = [busbw(1.0)]
     assert hold(slow).outcome == "failed"
 
 
-def resolved(text: str, value: str, tmp_path: Path) -> Thresholds:
+def resolved(text, value, tmp_path):
     """Load the YAML of an error text, with the placeholders filled in as its reader would."""
     yaml = text[text.index("schema_version") :].split("\n\n")[0]
     assert "<what you accept>" in yaml
@@ -216,7 +212,7 @@ def resolved(text: str, value: str, tmp_path: Path) -> Thresholds:
     return loader.load(loader.shipped_path(), path)
 
 
-def test_a_missing_limit_is_an_error_whose_yaml_resolves_it(tmp_path: Path) -> None:
+def test_a_missing_limit_is_an_error_whose_yaml_resolves_it(tmp_path):
     by_rank = all_ranks(300.0, size=12)
     verdict = hold(by_rank, size=12, ranks_per_node=6)
     assert verdict.outcome == "error"
@@ -231,7 +227,7 @@ def test_a_missing_limit_is_an_error_whose_yaml_resolves_it(tmp_path: Path) -> N
     "gpu_name",
     ["NVIDIA H300", "NVIDIA H200 NVL", "NVIDIA B200 (rev. 2) [x+y]", "O'Brien\\GPU: #1 {a}"],
 )
-def test_an_unknown_gpu_is_an_error_whose_yaml_makes_it_known(gpu_name: str, tmp_path: Path) -> None:
+def test_an_unknown_gpu_is_an_error_whose_yaml_makes_it_known(gpu_name, tmp_path):
     verdict = hold(all_ranks(), sku=None, gpu_name=gpu_name)
     assert verdict.outcome == "error"
     assert f"unknown GPU {gpu_name!r}: no SKU matches it" in verdict.message
@@ -240,9 +236,7 @@ def test_an_unknown_gpu_is_an_error_whose_yaml_makes_it_known(gpu_name: str, tmp
     assert hold(all_ranks(), sku="my-gpu", gpu_name=gpu_name, limits=mine).outcome == "passed"
 
 
-def test_an_unknown_gpu_s_message_states_what_is_unknown_and_on_which_side_the_limit_to_add_lies(
-    tmp_path: Path,
-) -> None:
+def test_an_unknown_gpu_s_message_states_what_is_unknown_and_on_which_side_the_limit_to_add_lies(tmp_path):
     for sku, gpu_name, words in ((None, None, "name GPU not known"), ("H300", "NVIDIA H300", "unknown SKU 'H300'")):
         verdict = hold(all_ranks(), sku=sku, gpu_name=gpu_name)
         assert verdict.outcome == "error"
@@ -257,15 +251,15 @@ def test_an_unknown_gpu_s_message_states_what_is_unknown_and_on_which_side_the_l
         hold({0: [Measurement(metric="zzz", value=1.0, unit="GB/s")]}, size=1)
 
 
-def test_the_yaml_of_a_missing_limit_has_the_labels_that_limits_can_depend_on() -> None:
+def test_the_yaml_of_a_missing_limit_has_the_labels_that_limits_can_depend_on():
     labels = {"note": "mine", "transport": "NET/IB", "dtype": "bf16", "size": "4 MB"}
     verdict = hold({0: [bf16(730.0, labels=labels)]}, size=1, limits=replace(LIMITS, limits=()))
     assert "when: {size: 4 MB, dtype: bf16, transport: NET/IB}" in verdict.text
     assert "conditions" not in verdict.text, "no limit is there under any conditions"
 
 
-def test_a_value_of_elsewhere_is_judged_as_if_each_rank_had_measured_it() -> None:
-    def judged(value: float, **labels: str) -> tuple[str, list[int], str]:
+def test_a_value_of_elsewhere_is_judged_as_if_each_rank_had_measured_it():
+    def judged(value, **labels):
         found = judge_value(
             BUSBW, value, unit="GB/s", sku="H100 SXM", world_size=16, nnodes=2, labels=GB | labels, limits=LIMITS
         )
@@ -277,7 +271,7 @@ def test_a_value_of_elsewhere_is_judged_as_if_each_rank_had_measured_it() -> Non
     assert judged(435.0, transport="NET/Socket") == ("failed", ranks, "NET/Socket")
 
 
-def test_a_label_the_loader_would_refuse_is_left_out_of_the_yaml(tmp_path: Path) -> None:
+def test_a_label_the_loader_would_refuse_is_left_out_of_the_yaml(tmp_path):
     labels = {"size": "huge", "dtype": "a to b: {", "note": "\x1b[31m\nred"}
     by_rank = {rank: [bf16(730.0, labels=labels)] for rank in range(8)}
     verdict = hold(by_rank, sku=None, gpu_name="NVIDIA H300")
@@ -290,10 +284,10 @@ def test_a_label_the_loader_would_refuse_is_left_out_of_the_yaml(tmp_path: Path)
 
 
 @pytest.fixture
-def scoped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Thresholds:
+def scoped(monkeypatch, tmp_path):
     monkeypatch.setattr(metrics, "_REGISTRY", dict(metrics.METRICS))
     for scope in ("node", "world"):
-        metrics.register(Metric(name=f"site.{scope}", unit="s", better="lower", scope=scope, doc="x"))  # type: ignore[arg-type]
+        metrics.register(Metric(name=f"site.{scope}", unit="s", better="lower", scope=scope, doc="x"))
     path = tmp_path / "site.yaml"
     path.write_text(
         "schema_version: 1\nskus:\n  H200:\n    limits:\n"
@@ -303,29 +297,27 @@ def scoped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Thresholds:
     return loader.load(path)
 
 
-def test_a_metric_of_the_node_needs_one_value_per_node(scoped: Thresholds) -> None:
+def test_a_metric_of_the_node_needs_one_value_per_node(scoped):
     one = [measurement("site.node", 5, unit="s")]
     arguments = {"size": 16, "sku": "H200", "limits": scoped}
-    assert hold({0: one, 8: one}, **arguments).outcome == "passed"  # type: ignore[arg-type]
-    verdict = hold({0: one, 7: one}, **arguments)  # type: ignore[arg-type]
+    assert hold({0: one, 8: one}, **arguments).outcome == "passed"
+    verdict = hold({0: one, 7: one}, **arguments)
     assert verdict.outcome == "error"
     assert in_order(verdict.message, "site.node 1 rank 8 gpu-01 GPU 0 GPU-1f2e")
-    silent = hold({0: one}, **{**arguments, "size": 24})  # type: ignore[arg-type]
+    silent = hold({0: one}, **{**arguments, "size": 24})
     assert in_order(silent.message, "site.node node 1 gpu-01 and 1 more")
 
 
-def test_with_both_bounds_the_value_nearest_to_missing_decides(scoped: Thresholds) -> None:
+def test_with_both_bounds_the_value_nearest_to_missing_decides(scoped):
     values = {rank: [measurement("site.node", value, unit="s")] for rank, value in enumerate((5, 0.5, 9.9))}
     verdict = hold(values, size=3, sku="H200", limits=scoped)
     assert verdict.message == "site.node 0.5 s < 1 s on rank 1 (gpu-00, GPU 1 GPU-1f2e)"
 
 
-def test_a_metric_of_the_world_needs_one_value_and_a_bound_of_zero_can_be_met_and_missed(
-    scoped: Thresholds,
-) -> None:
+def test_a_metric_of_the_world_needs_one_value_and_a_bound_of_zero_can_be_met_and_missed(scoped):
     arguments = {"size": 16, "sku": "H200", "limits": scoped}
-    assert hold({3: [measurement("site.world", 0, unit="s")]}, **arguments).outcome == "passed"  # type: ignore[arg-type]
-    verdict = hold({3: [measurement("site.world", 2, unit="s")]}, **arguments)  # type: ignore[arg-type]
+    assert hold({3: [measurement("site.world", 0, unit="s")]}, **arguments).outcome == "passed"
+    verdict = hold({3: [measurement("site.world", 2, unit="s")]}, **arguments)
     assert verdict.message == "site.world 2 s > 0 s on rank 3 (gpu-00, GPU 3 GPU-1f2e)"
 
 
@@ -353,9 +345,7 @@ def test_a_metric_of_the_world_needs_one_value_and_a_bound_of_zero_can_be_met_an
     st.sampled_from([None, "H100 SXM", "H300", "cpu-rehearsal"]),
     st.one_of(st.none(), st.text()),
 )
-def test_whatever_was_measured_gives_one_line_and_strict_json(
-    by_rank: dict[int, list[Measurement]], sku: str | None, gpu_name: str | None
-) -> None:
+def test_whatever_was_measured_gives_one_line_and_strict_json(by_rank, sku, gpu_name):
     verdict = hold(by_rank, sku=sku, gpu_name=gpu_name)
     assert len(verdict.message) <= 200
     assert (verdict.message == "") == (verdict.outcome == "passed")
@@ -370,7 +360,7 @@ def test_whatever_was_measured_gives_one_line_and_strict_json(
             assert judged.inconclusive == ""
 
 
-def test_a_value_that_surely_misses_is_not_inconclusive_because_another_one_is() -> None:
+def test_a_value_that_surely_misses_is_not_inconclusive_because_another_one_is():
     values = all_ranks(r3=312.4)
     values[5] = [replace(busbw(405.0), interval=(390.0, 420.0))]
     (judged,) = hold(values).measurements

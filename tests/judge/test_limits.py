@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,14 +9,14 @@ from pytest_gpucluster.metrics import catalogue, datasheets
 BUSBW = "nccl.all_reduce.busbw"
 
 
-def ranks(low: float, high: float) -> Condition:
+def ranks(low, high):
     return Condition(key="world_size", text=f"{low:g} to {high:g}", dimension="number", low=low, high=high)
 
 
 LARGE = Condition(key="size", text="1 GB or more", dimension="amount of data", low=1e9)
 
 
-def limit(source: str, *when: Condition, minimum: float = 100.0, layer: int = 0) -> Limit:
+def limit(source, *when, minimum=100.0, layer=0):
     return Limit(
         metric=BUSBW,
         sku="H100 SXM",
@@ -32,7 +30,7 @@ def limit(source: str, *when: Condition, minimum: float = 100.0, layer: int = 0)
     )
 
 
-def decides(limits: list[Limit], world_size: int, nnodes: int, labels: dict[str, str]) -> str | None:
+def decides(limits, world_size, nnodes, labels):
     """The source of the entry that decides, wherever it stands among the others."""
     found = {
         chosen and chosen.source
@@ -66,14 +64,14 @@ RANGES = st.builds(
 
 
 @given(RANGES, RANGES)
-def test_conditions_overlap_if_and_only_if_some_fact_satisfies_both(a: Condition, b: Condition) -> None:
+def test_conditions_overlap_if_and_only_if_some_fact_satisfies_both(a, b):
     # Half numbers too: the ranges are real intervals.
     facts = [str(n / 2) for n in range(-2, 24)]
     both = any(a.holds(fact) and b.holds(fact) for fact in facts)
     assert a.overlaps(b) == b.overlaps(a) == both
 
 
-def test_a_count_beyond_all_numbers_is_refused() -> None:
+def test_a_count_beyond_all_numbers_is_refused():
     for text in ("1e999", "1e999 or more", "2 to 1e999"):
         with pytest.raises(ThresholdsError, match=r"world_size .* whole numbers from 1"):
             condition("world_size", text)
@@ -82,7 +80,7 @@ def test_a_count_beyond_all_numbers_is_refused() -> None:
 # Choosing --------------------------------------------------------------------------------------------------------
 
 
-def test_the_entry_with_the_most_conditions_decides_then_the_more_exact_one() -> None:
+def test_the_entry_with_the_most_conditions_decides_then_the_more_exact_one():
     limits = [
         limit("any"),
         limit("some", ranks(2, float("inf"))),
@@ -98,7 +96,7 @@ def test_the_entry_with_the_most_conditions_decides_then_the_more_exact_one() ->
     assert decides([limit("eight", ranks(8, 8))], 16, 2, {}) is None
 
 
-def test_labels_that_describe_a_subgroup_win_over_the_topology_of_the_run() -> None:
+def test_labels_that_describe_a_subgroup_win_over_the_topology_of_the_run():
     limits = [limit("inside", ranks(8, 8)), limit("across", ranks(16, 16))]
     assert decides(limits, 16, 2, {}) == "across"
     assert decides(limits, 16, 2, {"world_size": "8", "nnodes": "1"}) == "inside"
@@ -107,7 +105,7 @@ def test_labels_that_describe_a_subgroup_win_over_the_topology_of_the_run() -> N
 # Hardware --------------------------------------------------------------------------------------------------------
 
 
-def test_a_gpu_claimed_by_two_skus_is_an_error() -> None:
+def test_a_gpu_claimed_by_two_skus_is_an_error():
     mine = datasheets.Sku(name="mine", nvml_names=("NVIDIA H200.*",))
     limits = Thresholds(skus={**datasheets.SKUS, "mine": mine}, limits=())
     assert limits.sku_for("NVIDIA H200 NVL") == "mine"
@@ -115,7 +113,7 @@ def test_a_gpu_claimed_by_two_skus_is_an_error() -> None:
         limits.sku_for("NVIDIA H200")
 
 
-def test_a_site_metric_naming_a_peak_that_does_not_exist_is_refused() -> None:
+def test_a_site_metric_naming_a_peak_that_does_not_exist_is_refused():
     metric = catalogue.Metric(name="x", unit="GB/s", better="higher", peak="lnik", doc="x")
     with pytest.raises(MeasurementError, match="names the peak 'lnik'"):
         peak_of(metric, datasheets.SKUS["H200"])

@@ -1,13 +1,10 @@
 """A slow node and a slow GPU are distinguished, and a fleet that is slow throughout is neither."""
 
-from __future__ import annotations
-
 import pytest
 from complaints import in_order
 from verdicts import LIMITS, all_ranks, bf16, hold, world_of
 
-from pytest_gpucluster.judge.judge import Judgement, describe_nodes, judge, whole_nodes
-from pytest_gpucluster.metrics.measurement import Measurement
+from pytest_gpucluster.judge.judge import describe_nodes, judge, whole_nodes
 
 NODES = {0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 2: [8, 9, 10, 11]}
 HOSTS = {rank: f"gpu-{node}" for node, ranks in NODES.items() for rank in ranks}
@@ -25,11 +22,11 @@ HOSTS = {rank: f"gpu-{node}" for node, ranks in NODES.items() for rank in ranks}
         pytest.param([], "", id="no rank"),
     ],
 )
-def test_a_node_is_named_if_all_of_it_is_concerned(ranks: list[int], text: str) -> None:
+def test_a_node_is_named_if_all_of_it_is_concerned(ranks, text):
     assert describe_nodes(ranks, nodes=NODES, host_of=HOSTS, noun="GPUs") == text
 
 
-def test_more_than_two_nodes_are_counted_and_a_single_one_is_no_node_among_others() -> None:
+def test_more_than_two_nodes_are_counted_and_a_single_one_is_no_node_among_others():
     nodes = {node: [2 * node, 2 * node + 1] for node in range(5)}
     assert in_order(describe_nodes(range(8), nodes=nodes, host_of={}, noun="ranks"), "node 0 3 more nodes")
     assert "look at" not in hold(all_ranks(300.0)).message
@@ -37,13 +34,13 @@ def test_more_than_two_nodes_are_counted_and_a_single_one_is_no_node_among_other
 
 
 @pytest.mark.parametrize("nodes", [{0: [0, 1]}, {0: [0], 1: [1]}], ids=["one node", "one GPU on each"])
-def test_where_node_and_gpu_are_the_same_nothing_is_distinguished(nodes: dict[int, list[int]]) -> None:
+def test_where_node_and_gpu_are_the_same_nothing_is_distinguished(nodes):
     assert whole_nodes([0, 1], nodes) == []
     assert whole_nodes([1], nodes) == []
 
 
-def held(slow: dict[int, float], good: float = 790.0) -> Judgement:
-    by_rank: dict[int, list[Measurement]] = {rank: [bf16(slow.get(rank, good))] for rank in range(16)}
+def held(slow, good=790.0):
+    by_rank = {rank: [bf16(slow.get(rank, good))] for rank in range(16)}
     return judge(
         by_rank,
         world=world_of(16),
@@ -55,7 +52,7 @@ def held(slow: dict[int, float], good: float = 790.0) -> Judgement:
     )
 
 
-def test_a_slow_node_is_named_as_a_node_with_its_worst_gpu() -> None:
+def test_a_slow_node_is_named_as_a_node_with_its_worst_gpu():
     verdict = held({rank: 612.0 + rank for rank in range(8, 16)})
     assert in_order(
         verdict.message, "matmul.bf16.tflops 620 TFLOPS < 700 TFLOPS 8 GPUs gpu-01 rank 8 gpu-01 GPU 0 GPU-1f2e"
@@ -63,13 +60,13 @@ def test_a_slow_node_is_named_as_a_node_with_its_worst_gpu() -> None:
     assert sorted(verdict.measurements[0].misses) == list(range(8, 16))
 
 
-def test_a_node_behind_the_others_is_named_though_all_its_gpus_keep_the_floor() -> None:
+def test_a_node_behind_the_others_is_named_though_all_its_gpus_keep_the_floor():
     verdict = held(dict.fromkeys(range(8, 16), 705.0))
     assert verdict.outcome == "failed"
     assert in_order(verdict.message, "8 GPUs gpu-01")
 
 
-def test_a_fleet_that_is_slow_throughout_is_caught_by_the_floor_and_no_node_is_blamed() -> None:
+def test_a_fleet_that_is_slow_throughout_is_caught_by_the_floor_and_no_node_is_blamed():
     verdict = held({}, good=612.0)
     assert verdict.outcome == "failed"
     assert in_order(verdict.message, "matmul.bf16.tflops 612 TFLOPS < 700 TFLOPS rank 0 gpu-00 GPU 0 GPU-1f2e 15 ranks")

@@ -1,12 +1,8 @@
 """Published measurements: how they are read, how they are put into the suite's own labels, and what the shipped limits
 make of all of them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 from complaints import in_order
@@ -16,8 +12,7 @@ from written_runs import MATMUL, case, read
 
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.errors import ThresholdsError
-from pytest_gpucluster.judge import evidence, limits, loader
-from pytest_gpucluster.judge.evidence import Row
+from pytest_gpucluster.judge import evidence, loader
 from pytest_gpucluster.judge.judge import judge_value
 from pytest_gpucluster.reports.html import page
 from pytest_gpucluster.reports.tables import measurement_text
@@ -26,20 +21,20 @@ HEADER = "\t".join(evidence.COLUMNS)
 GOOD = "H100 SXM\tmatmul.bf16.tflops\t700 TFLOPS\t8\t1\tn=8192; eager\thealthy\ttorch\towner/repository"
 
 
-def table(tmp_path: Path, *lines: str) -> Path:
+def table(tmp_path, *lines):
     path = tmp_path / "table.tsv"
     path.write_text("\n".join(("# a remark", HEADER, *lines)) + "\n", encoding="utf-8")
     return path
 
 
-def test_a_row_is_read_in_the_metric_s_unit_with_its_labels(tmp_path: Path) -> None:
+def test_a_row_is_read_in_the_metric_s_unit_with_its_labels(tmp_path):
     (row,) = evidence.read(table(tmp_path, GOOD.replace("700 TFLOPS", "0.7 PFLOPS")))
     assert (row.sku, row.world_size, row.nodes, row.kind, row.line) == ("H100 SXM", 8, 1, "healthy", 3)
     assert row.value == pytest.approx(700)
     assert dict(row.labels) == {"n": "8192", "eager": ""}
 
 
-def test_every_wrong_line_is_named(tmp_path: Path) -> None:
+def test_every_wrong_line_is_named(tmp_path):
     wrong = {
         "columns": GOOD.rpartition("\t")[0],
         "unknown metric": GOOD.replace("matmul.bf16", "matmul.bf61"),
@@ -59,7 +54,7 @@ def test_every_wrong_line_is_named(tmp_path: Path) -> None:
         assert in_order(line, f"table.tsv:{number}: {words}")
 
 
-def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
+def test_a_table_without_its_columns_is_refused(tmp_path):
     path = tmp_path / "table.tsv"
     for text, words in (("# nothing\n", "columns"), (f"{HEADER}\tmore\n", "columns")):
         path.write_text(text, encoding="utf-8")
@@ -82,16 +77,14 @@ def test_a_table_without_its_columns_is_refused(tmp_path: Path) -> None:
         ("training.mfu", {"model": "MPT-7b"}, {"model": "large"}),
     ],
 )
-def test_conditions_are_put_into_the_labels_of_a_measurement(
-    metric: str, labels: dict[str, str], found: dict[str, str]
-) -> None:
+def test_conditions_are_put_into_the_labels_of_a_measurement(metric, labels, found):
     assert found.items() <= evidence.as_measured(metric, labels).items()
 
 
 # All rows, through the judge -------------------------------------------------------------------------------------
 
 
-def status(row: Row) -> str:
+def status(row):
     judged = judge_value(
         row.metric,
         row.value,
@@ -112,27 +105,27 @@ FAULTY = [row for row in COMPARABLE if row.kind == "faulty"]
 
 
 @of_each("row", HEALTHY, lambda row: f"line {row.line}")
-def test_no_comparable_healthy_value_fails(row: Row) -> None:
+def test_no_comparable_healthy_value_fails(row):
     assert status(row) in ("passed", "not judged"), row
 
 
-def test_every_faulty_value_fails_that_is_judged() -> None:
+def test_every_faulty_value_fails_that_is_judged():
     assert [row for row in FAULTY if status(row) not in ("failed", "not judged")] == []
     assert sum(status(row) == "failed" for row in FAULTY) >= 36
 
 
-def test_most_of_the_healthy_values_are_judged() -> None:
+def test_most_of_the_healthy_values_are_judged():
     assert sum(status(row) == "passed" for row in HEALTHY) >= 270
 
 
 # The lint over the shipped limits --------------------------------------------------------------------------------
 
 
-def test_no_shipped_floor_is_too_near_to_a_healthy_value() -> None:
+def test_no_shipped_floor_is_too_near_to_a_healthy_value():
     assert evidence.too_high(SHIPPED) == []
 
 
-def limits_with(tmp_path: Path, entry: str) -> limits.Thresholds:
+def limits_with(tmp_path, entry):
     path = tmp_path / "mine.yaml"
     path.write_text(f"schema_version: 1\nskus: {{H100 SXM: {{limits: {{matmul.fp32.tflops: {entry}}}}}}}\n")
     return loader.load(loader.shipped_path(), path)
@@ -148,16 +141,15 @@ def limits_with(tmp_path: Path, entry: str) -> limits.Thresholds:
         ("{min: 60 TFLOPS, source: we}", 5),  # the best of shapes is below it as well
     ],
 )
-def test_a_floor_that_leaves_a_healthy_gpu_no_room_is_named(tmp_path: Path, entry: str, wrong: int) -> None:
+def test_a_floor_that_leaves_a_healthy_gpu_no_room_is_named(tmp_path, entry, wrong):
     found = evidence.too_high(limits_with(tmp_path, entry))
     assert len(found) == wrong
     assert all("mine.yaml:2:" in line and "evidence.tsv:" in line for line in found)
 
 
-def test_the_losses_of_a_floor_are_those_of_its_evidence(tmp_path: Path) -> None:
+def test_the_losses_of_a_floor_are_those_of_its_evidence(tmp_path):
     limits = limits_with(tmp_path, "{min: 40 TFLOPS, min_ratio_to_median: 90 %, source: we}")
     limit = limits.limit("matmul.fp32.tflops", sku="H100 SXM", world_size=1, nnodes=1, labels={})
-    assert limit is not None
     support = evidence.supports(limits)["H100 SXM", "matmul.fp32.tflops", limit.origin]
     assert (len(support.healthy), support.healthy[0], support.typical) == (4, 49.61, pytest.approx(50.995))
     assert support.uniform_loss(limit) == pytest.approx(1 - 40 / 50.995)
@@ -168,7 +160,7 @@ def test_the_losses_of_a_floor_are_those_of_its_evidence(tmp_path: Path) -> None
 # Shown -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_shows_its_share_of_the_typical_one_where_it_is_judged() -> None:
+def test_a_value_shows_its_share_of_the_typical_one_where_it_is_judged():
     missed = hold({rank: [bf16(500.0)] for rank in range(8)}, limits=SHIPPED)
     share = "71 % of typical for H100 SXM, 8 published"
     assert missed.measurements[0].evidence == share
@@ -184,7 +176,7 @@ def test_a_value_shows_its_share_of_the_typical_one_where_it_is_judged() -> None
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shipped_once() -> Iterator[None]:
+def shipped_once():
     """Read the shipped file once for all commands of this module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "load", cache(loader.load))
@@ -214,9 +206,7 @@ TWO_NODES = ("--world-size", "16", "--nodes", "2")
         (("GB300", "--world-size", "8", "--nodes", "2", f"{BUSBW}=895 GB/s"), 0, "PASSED"),
     ],
 )
-def test_values_of_others_are_judged(
-    words: tuple[str, ...], code: int, output: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_of_others_are_judged(words, code, output, capsys):
     assert main.main(["thresholds", "judge", "--sku", *words]) == code
     assert in_order(" ".join(capsys.readouterr().out.split()), output)
 
@@ -237,18 +227,16 @@ def test_values_of_others_are_judged(
         ((f"{FP32}=51.5 TFLOPS",), "--sku"),
     ],
 )
-def test_wrong_usage_of_judge_is_exit_code_2(
-    words: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_of_judge_is_exit_code_2(words, error, capsys):
     try:
         code = main.main(["thresholds", "judge", *words])
     except SystemExit as end:
-        code = end.code  # type: ignore[assignment]
+        code = end.code
     assert code == 2
     assert error in capsys.readouterr().err
 
 
-def test_a_label_that_no_limit_looks_at_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_label_that_no_limit_looks_at_is_noted(capsys):
     labels = ("--label", "vm=p5", "--label", "size=8 GiB")
     assert (
         main.main(["thresholds", "judge", "--sku", "H100 SXM", "--world-size", "8", *labels, f"{BUSBW}=480 GB/s"]) == 0

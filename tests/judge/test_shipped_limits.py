@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from complaints import in_order
@@ -15,11 +14,11 @@ from each import of_each
 from verdicts import SHIPPED, world_of
 
 from pytest_gpucluster.judge import evidence
-from pytest_gpucluster.judge.judge import Judgement, judge
-from pytest_gpucluster.judge.limits import EVERY_SKU, TOPOLOGY, Limit, facts, peak_of
+from pytest_gpucluster.judge.judge import judge
+from pytest_gpucluster.judge.limits import EVERY_SKU, TOPOLOGY, facts, peak_of
 from pytest_gpucluster.metrics import datasheets, units
 from pytest_gpucluster.metrics import measurement as metrics
-from pytest_gpucluster.metrics.measurement import Measurement, measurement
+from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
 
 BUSBW = "nccl.all_reduce.busbw"
@@ -35,7 +34,7 @@ class Run(NamedTuple):
     sku: str = ""
 
     @property
-    def world_size(self) -> int:
+    def world_size(self):
         return self.nnodes * self.local_world_size
 
 
@@ -49,7 +48,7 @@ RUNS = [
 
 
 @cache
-def run_of(limit: Limit) -> Run:
+def run_of(limit):
     """The first run, on the first SKU, in which this limit decides."""
     named = {part.key: part.text for part in limit.when if part.key not in (*TOPOLOGY, "size")}
     for sku, run in product(datasheets.SKUS if limit.sku == EVERY_SKU else (limit.sku,), RUNS):
@@ -57,18 +56,18 @@ def run_of(limit: Limit) -> Run:
         if not limit.applies(facts(world_size=run.world_size, nnodes=run.nnodes, labels=labels)):
             continue
         where = {"world_size": run.world_size, "nnodes": run.nnodes, "labels": labels}
-        if SHIPPED.limit(limit.metric, sku=sku, **where) is limit:  # type: ignore[arg-type]
+        if SHIPPED.limit(limit.metric, sku=sku, **where) is limit:
             return run._replace(labels=labels, sku=sku)
     raise AssertionError(f"no run of {len(RUNS)} is decided by {limit.origin}: {limit.conditions()}")
 
 
-def hold(limit: Limit, value: Callable[[int], object], *, sku: str | None = "", transport: str = "") -> Judgement:
+def hold(limit, value, *, sku="", transport=""):
     """Judge where ``limit`` decides; ``value`` gives each rank's, None for none."""
     run = run_of(limit)
     labels = dict(run.labels)
     if limit.expect_transport:
         labels["transport"] = transport or limit.expect_transport[0]
-    made: dict[int, list[Measurement]] = {}
+    made = {}
     for rank in range(run.world_size):
         given = value(rank)
         made[rank] = [] if given is None else [measurement(limit.metric, given, unit=limit.unit, labels=labels)]
@@ -82,21 +81,21 @@ def hold(limit: Limit, value: Callable[[int], object], *, sku: str | None = "", 
     )
 
 
-def one_bad(limit: Limit, bad: object, good: float | None = None) -> Judgement:
+def one_bad(limit, bad, good=None):
     """Rank 1 is bad, or the only rank; all others are well within the limit."""
     alone = run_of(limit).world_size == 1
     return hold(limit, lambda rank: bad if rank == 1 or alone else good_value(limit) if good is None else good)
 
 
-def good_value(limit: Limit) -> float:
+def good_value(limit):
     return limit.min * 1.02 if limit.min is not None else (limit.max or 0.0) / 2
 
 
-def sure(low: float, value: float, high: float) -> Series:
+def sure(low, value, high):
     return Series(samples=(low, value, high), median=value, low=low, high=high)
 
 
-def name(limit: Limit) -> str:
+def name(limit):
     return f"{limit.sku}-{limit.metric}-{limit.origin.removeprefix('thresholds.yaml:')}"
 
 
@@ -107,13 +106,13 @@ RECORDED = [limit for limit in ENTRIES if limit.record_only is not None]
 every_limit = of_each("limit", JUDGED, name)
 
 
-def test_there_is_something_to_try() -> None:
+def test_there_is_something_to_try():
     assert {limit.sku for limit in SHIPPED.limits if limit.record_only is None} == {*datasheets.SKUS, EVERY_SKU}
     assert len(JUDGED) > 100
 
 
 @every_limit
-def test_a_value_exactly_at_the_limit_passes_and_the_next_number_fails(limit: Limit) -> None:
+def test_a_value_exactly_at_the_limit_passes_and_the_next_number_fails(limit):
     bound = limit.min if limit.min is not None else limit.max
     assert bound is not None
     verdict = one_bad(limit, bound)
@@ -127,7 +126,7 @@ def test_a_value_exactly_at_the_limit_passes_and_the_next_number_fails(limit: Li
 
 
 @every_limit
-def test_what_is_not_surely_within_the_limit_fails(limit: Limit) -> None:
+def test_what_is_not_surely_within_the_limit_fails(limit):
     if limit.min is not None:
         inside, across = (sure(limit.min * share, limit.min * 1.01, limit.min * 1.02) for share in (1, 0.99))
     else:
@@ -144,7 +143,7 @@ def test_what_is_not_surely_within_the_limit_fails(limit: Limit) -> None:
 
 @every_limit
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, None], ids=["nan", "inf", "negative", "missing"])
-def test_what_cannot_be_judged_is_an_error(limit: Limit, bad: float | None) -> None:
+def test_what_cannot_be_judged_is_an_error(limit, bad):
     if bad is None and run_of(limit).world_size == 1:
         assert hold(limit, lambda rank: None).measurements == ()  # the criterion has measured nothing: see judging
         return
@@ -158,7 +157,7 @@ def test_what_cannot_be_judged_is_an_error(limit: Limit, bad: float | None) -> N
 
 
 @of_each("limit", [limit for limit in JUDGED if metrics.known(limit.metric).scope == "node"], name)
-def test_a_node_that_reports_nothing_is_an_error(limit: Limit) -> None:
+def test_a_node_that_reports_nothing_is_an_error(limit):
     labels = {part.key: part.text for part in limit.when if part.key not in TOPOLOGY}
     verdict = judge(
         {0: [measurement(limit.metric, good_value(limit), unit=limit.unit, labels=labels)]},
@@ -172,7 +171,7 @@ def test_a_node_that_reports_nothing_is_an_error(limit: Limit) -> None:
     assert in_order(verdict.message, "no value node 1")
 
 
-def with_peak() -> Iterator[tuple[Limit, float]]:
+def with_peak():
     for limit in JUDGED:
         metric = metrics.known(limit.metric)
         peak = peak_of(metric, SHIPPED.skus.get(limit.sku))
@@ -183,7 +182,7 @@ def with_peak() -> Iterator[tuple[Limit, float]]:
 
 
 @of_each("case", list(with_peak()), lambda case: name(case[0]))
-def test_what_is_above_the_data_sheet_peak_is_an_error(case: tuple[Any, ...]) -> None:
+def test_what_is_above_the_data_sheet_peak_is_an_error(case):
     limit, peak = case
     # All ranks near the peak, or the one would be out of line with the others too.
     verdict = one_bad(limit, peak * 1.001, good=peak * 0.99)
@@ -193,7 +192,7 @@ def test_what_is_above_the_data_sheet_peak_is_an_error(case: tuple[Any, ...]) ->
 
 
 @of_each("limit", [limit for limit in JUDGED if limit.min_ratio_to_median], name)
-def test_a_rank_behind_the_others_fails(limit: Limit) -> None:
+def test_a_rank_behind_the_others_fails(limit):
     ratio = limit.min_ratio_to_median
     peak = peak_of(metrics.known(limit.metric), SHIPPED.skus.get(limit.sku))
     assert ratio is not None
@@ -211,7 +210,7 @@ def test_a_rank_behind_the_others_fails(limit: Limit) -> None:
 
 
 @of_each("limit", [limit for limit in JUDGED if limit.expect_transport], name)
-def test_another_transport_fails(limit: Limit) -> None:
+def test_another_transport_fails(limit):
     assert hold(limit, lambda rank: good_value(limit)).outcome == "passed"
     verdict = hold(limit, lambda rank: good_value(limit), transport="NET/Socket")
     assert verdict.outcome == "failed"
@@ -219,7 +218,7 @@ def test_another_transport_fails(limit: Limit) -> None:
 
 
 @of_each("limit", RECORDED, name)
-def test_what_is_only_recorded_can_come_up_and_says_why(limit: Limit) -> None:
+def test_what_is_only_recorded_can_come_up_and_says_why(limit):
     verdict = hold(limit, lambda rank: 1.0)
     assert verdict.outcome == "passed"
     assert [judged.status for judged in verdict.measurements] == ["recorded"]
@@ -236,11 +235,11 @@ NO_FLOOR = {
 
 
 @of_each("case", list(product([sku for sku in datasheets.SKUS if sku != datasheets.CPU_REHEARSAL], (1, 2, 16))), str)
-def test_every_rate_that_a_criterion_asks_for_has_a_floor_on_a_node_of_each_sku(case: tuple[str, int]) -> None:
+def test_every_rate_that_a_criterion_asks_for_has_a_floor_on_a_node_of_each_sku(case):
     sku, nnodes = case
     gpus = GPUS_OF_A_NODE.get(sku, 8)
     world = {"size": "1 GB", "world_size": str(gpus * nnodes), "nnodes": str(nnodes), "transport": "NET/IB"}
-    asked: list[tuple[str, dict[str, str]]] = [
+    asked = [
         *((name, {"best_of": ALL_SIZES}) for name in metrics.METRICS if re.fullmatch(r"matmul\..*\.tflops", name)),
         *((name, {"size": "8 GiB"}) for name in metrics.METRICS if name.startswith("hbm.")),
         *(
@@ -267,7 +266,7 @@ def test_every_rate_that_a_criterion_asks_for_has_a_floor_on_a_node_of_each_sku(
     assert all(metrics.known(metric).is_rate for metric in without)
 
 
-def test_groups_inside_one_run_are_judged_by_their_own_size() -> None:
+def test_groups_inside_one_run_are_judged_by_their_own_size():
     where = {"sku": "H100 SXM", "world_size": 16, "nnodes": 2}
     for labels, expected in (
         ({"world_size": "1", "nnodes": "1"}, None),
@@ -276,8 +275,7 @@ def test_groups_inside_one_run_are_judged_by_their_own_size() -> None:
         ({}, 415.0),
     ):
         for dtype in ("bf16", "fp32"):
-            limit = SHIPPED.limit(BUSBW, labels={"size": "1 GB", "dtype": dtype} | labels, **where)  # type: ignore[arg-type]
-            assert limit is not None
+            limit = SHIPPED.limit(BUSBW, labels={"size": "1 GB", "dtype": dtype} | labels, **where)
             assert limit.min == expected
 
 
@@ -295,38 +293,32 @@ def test_groups_inside_one_run_are_judged_by_their_own_size() -> None:
         (BUSBW, (8, 1, {"size": "8 GiB"}), 400.0),
     ],
 )
-def test_the_h100_limits_are_the_accepted_figures_to_the_digit(
-    metric: str, where: tuple[int, int, dict[str, str]], minimum: float
-) -> None:
+def test_the_h100_limits_are_the_accepted_figures_to_the_digit(metric, where, minimum):
     world_size, nnodes, labels = where
     limit = SHIPPED.limit(metric, sku="H100 SXM", world_size=world_size, nnodes=nnodes, labels=labels)
-    assert limit is not None
     assert (limit.min, limit.max) == (minimum, None)
     assert "accept" in limit.source
 
 
-def test_an_agreed_figure_that_healthy_gpus_miss_is_shown_and_not_judged() -> None:
+def test_an_agreed_figure_that_healthy_gpus_miss_is_shown_and_not_judged():
     limit = SHIPPED.limit("matmul.fp32.tflops", sku="H100 SXM", world_size=16, nnodes=2, labels={})
-    assert limit is not None
     assert (limit.min, limit.expected) == (47.5, 60.0)
     assert "acceptance of 2 x 8 H100 SXM, > 60 TFLOPS" in limit.source
 
 
-def test_an_agreed_figure_that_lets_a_quarter_pass_is_kept_by_a_higher_one() -> None:
+def test_an_agreed_figure_that_lets_a_quarter_pass_is_kept_by_a_higher_one():
     limit = SHIPPED.limit(BUSBW, sku="H100 SXM", world_size=16, nnodes=2, labels={"size": "1 GB"})
-    assert limit is not None
     assert limit.min is not None
     assert limit.min >= 350
     assert "acceptance of 2 x 8 H100 SXM: > 350 GB/s" in limit.source
 
 
-def test_small_messages_are_recorded_and_an_unforeseen_topology_has_no_limit() -> None:
+def test_small_messages_are_recorded_and_an_unforeseen_topology_has_no_limit():
     where = {"sku": "H100 SXM", "nnodes": 2}
-    small = SHIPPED.limit(BUSBW, world_size=16, labels={"size": "100 MB"}, **where)  # type: ignore[arg-type]
-    assert small is not None
+    small = SHIPPED.limit(BUSBW, world_size=16, labels={"size": "100 MB"}, **where)
     assert small.record_only
-    assert SHIPPED.limit(BUSBW, world_size=12, labels={"size": "1 GB"}, **where) is None  # type: ignore[arg-type]
-    assert SHIPPED.limit(BUSBW, world_size=16, labels={}, **where) is None  # type: ignore[arg-type]
+    assert SHIPPED.limit(BUSBW, world_size=12, labels={"size": "1 GB"}, **where) is None
+    assert SHIPPED.limit(BUSBW, world_size=16, labels={}, **where) is None
 
 
 # Taken before any test runs: other tests add metrics of their own.
@@ -334,7 +326,7 @@ KNOWN = [name for name, metric in metrics.METRICS.items() if metric.better != "n
 
 
 @of_each("sku", list(datasheets.SKUS))
-def test_every_sku_says_something_about_every_metric(sku: str) -> None:
+def test_every_sku_says_something_about_every_metric(sku):
     assert [name for name in KNOWN if not SHIPPED.entries(name, sku=sku)] == []
 
 
@@ -380,7 +372,7 @@ SUPPORTS = evidence.supports(SHIPPED)
 
 
 @of_each("limit", SHIPPED.limits, name)
-def test_every_shipped_figure_agrees_with_the_source_it_cites(limit: Limit) -> None:
+def test_every_shipped_figure_agrees_with_the_source_it_cites(limit):
     if limit.record_only is not None:
         assert (limit.min, limit.max, limit.source) == (None, None, "")
         return
@@ -404,7 +396,7 @@ def test_every_shipped_figure_agrees_with_the_source_it_cites(limit: Limit) -> N
 
 
 @pytest.mark.parametrize("sku", NVML_TOTALS)
-def test_a_healthy_card_s_memory_as_nvml_counts_it_keeps_the_limit(sku: str) -> None:
+def test_a_healthy_card_s_memory_as_nvml_counts_it_keeps_the_limit(sku):
     limit = SHIPPED.limit("gpu.memory.total", sku=sku, world_size=1, nnodes=1, labels={})
     assert limit is not None
     total = units.convert(NVML_TOTALS[sku], "MiB", "GB")

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import math
 import statistics
-from typing import Any
 
 import pytest
 from each import of_each
@@ -10,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.judge.misses import straggler_ratios
-from pytest_gpucluster.metrics.catalogue import Better
 
 VALUES = st.dictionaries(st.integers(0, 63), st.floats(0, 1e12), min_size=2, max_size=24)
 SIDES = st.sampled_from(["higher", "lower"])
@@ -28,19 +24,19 @@ SIDES = st.sampled_from(["higher", "lower"])
         pytest.param([0, 5], [0.0, math.inf], id="nothing reached by one"),
     ],
 )
-def test_a_rank_is_compared_with_the_median_of_the_others(values: list[float], ratios: list[float]) -> None:
+def test_a_rank_is_compared_with_the_median_of_the_others(values, ratios):
     found = straggler_ratios(dict(enumerate(values)), "higher")
     assert list(found.values()) == pytest.approx(ratios)
 
 
-def test_where_less_is_better_the_largest_value_is_behind() -> None:
+def test_where_less_is_better_the_largest_value_is_behind():
     found = straggler_ratios({0: 20.0, 1: 20.0, 2: 40.0, 3: 0.0}, "lower")
     assert found == {0: 1.0, 1: 1.0, 2: 0.5, 3: math.inf}
     assert straggler_ratios({0: 0.0, 1: 0.0}, "lower") == {0: 1.0, 1: 1.0}
 
 
 @given(VALUES, SIDES)
-def test_the_ratio_is_that_of_the_median_of_a_list_without_the_rank(values: dict[int, float], better: Better) -> None:
+def test_the_ratio_is_that_of_the_median_of_a_list_without_the_rank(values, better):
     found = straggler_ratios(values, better)
     for rank, value in values.items():
         others = statistics.median([other for key, other in values.items() if key != rank])
@@ -49,7 +45,7 @@ def test_the_ratio_is_that_of_the_median_of_a_list_without_the_rank(values: dict
 
 
 @given(VALUES, SIDES)
-def test_the_worst_value_has_the_lowest_ratio(values: dict[int, float], better: Better) -> None:
+def test_the_worst_value_has_the_lowest_ratio(values, better):
     found = straggler_ratios(values, better)
     worst = min(values, key=values.__getitem__) if better == "higher" else max(values, key=values.__getitem__)
     assert found[worst] == min(found.values())
@@ -66,7 +62,7 @@ def test_the_worst_value_has_the_lowest_ratio(values: dict[int, float], better: 
         ({0: 1.0, 1: 1.0}, "none", "none"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(case: tuple[Any, ...]) -> None:
+def test_what_cannot_be_compared_is_refused(case):
     values, better, why = case
     with pytest.raises(ValueError, match=why):
         straggler_ratios(values, better)

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 from complaints import require_complaints
@@ -9,18 +6,17 @@ from each import of_each
 
 from pytest_gpucluster.errors import ThresholdsError
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.judge.limits import Condition, Limit, Thresholds
 from pytest_gpucluster.metrics.measurement import known
 
 BUSBW, LATENCY = "nccl.all_reduce.busbw", "nccl.all_reduce.latency"
 
 
-def entry(text: str, *, sku: str = "H100 SXM", metric: str = "matmul.bf16.tflops") -> str:
+def entry(text, *, sku="H100 SXM", metric="matmul.bf16.tflops"):
     """Wrap one entry, given in flow style, into a whole file; it starts at line 5, column 27 for bf16."""
     return f"schema_version: 1\nskus:\n  {sku}:\n    limits:\n      {metric}: {text}\n"
 
 
-def read(tmp_path: Path, *files: str, shipped: bool = False) -> Thresholds:
+def read(tmp_path, *files, shipped=False):
     paths = [loader.shipped_path()] if shipped else []
     for number, text in enumerate(files):
         paths.append(tmp_path / f"limits{number}.yaml")
@@ -28,7 +24,7 @@ def read(tmp_path: Path, *files: str, shipped: bool = False) -> Thresholds:
     return loader.load(*paths)
 
 
-def errors_of(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def errors_of(tmp_path, text, monkeypatch):
     (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ThresholdsError) as caught:
@@ -161,16 +157,12 @@ BROKEN = [
 
 
 @of_each("case", BROKEN)
-def test_a_broken_file_is_refused_with_place_finding_and_remedy(
-    case: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_file_is_refused_with_place_finding_and_remedy(case, tmp_path, monkeypatch):
     text, *wanted = case
     require_complaints(errors_of(tmp_path, text, monkeypatch), wanted)
 
 
-def test_all_errors_of_all_files_come_at_once_in_the_order_of_the_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_errors_of_all_files_come_at_once_in_the_order_of_the_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(entry("{min: 1 GB, sorce: us}"))
     Path("b.yaml").write_text("schema_version: 1\nskus: {H200: {limit: {}}, H300: {limits: {x: {}}}}\n")
@@ -184,10 +176,9 @@ def test_all_errors_of_all_files_come_at_once_in_the_order_of_the_files(
 # Reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_limit_is_in_the_canonical_unit_and_cites_its_line_and_source(tmp_path: Path) -> None:
+def test_a_limit_is_in_the_canonical_unit_and_cites_its_line_and_source(tmp_path):
     limits = read(tmp_path, entry("{min: 0.7 PFLOPS, source: us}"))
     limit = limits.limit("matmul.bf16.tflops", sku="H100 SXM", world_size=1, nnodes=1, labels={})
-    assert limit is not None
     assert (limit.min, limit.max, limit.unit) == (700.0, None, "TFLOPS")
     assert limit.to_json() == {
         "min": 700.0,
@@ -199,7 +190,7 @@ def test_a_limit_is_in_the_canonical_unit_and_cites_its_line_and_source(tmp_path
     }
 
 
-def test_ratios_and_transports_are_read(tmp_path: Path) -> None:
+def test_ratios_and_transports_are_read(tmp_path):
     for text, ratio in {"75 %": 0.75, "0.75 ratio": 0.75, "100 %": 1.0, "5 %": 0.05, "92.9%": 0.929}.items():
         [limit] = read(tmp_path, entry("{min_ratio_to_median: " + text + ", source: us}")).limits
         assert (limit.min, limit.max, limit.min_ratio_to_median) == (None, None, pytest.approx(ratio))
@@ -209,7 +200,7 @@ def test_ratios_and_transports_are_read(tmp_path: Path) -> None:
         assert limit.to_json()["expect_transport"] == names
 
 
-def test_a_reason_in_writing_admits_an_unusual_floor(tmp_path: Path) -> None:
+def test_a_reason_in_writing_admits_an_unusual_floor(tmp_path):
     assert read(tmp_path, entry("{min: 990 TFLOPS, source: us, despite_peak: overclocked}")).limits[0].min == 990.0
     above = entry("{min: 700 TFLOPS, expected: 990 TFLOPS, source: us, despite_peak: overclocked}")
     assert read(tmp_path, above).limits[0].expected == 990.0
@@ -217,7 +208,7 @@ def test_a_reason_in_writing_admits_an_unusual_floor(tmp_path: Path) -> None:
     assert [limit.min for limit in read(tmp_path, anchor).limits] == [700.0, 700.0], "an anchor may be used again"
 
 
-def test_a_floor_of_a_slow_fabric_is_no_mistake_but_inside_a_node_it_is(tmp_path: Path) -> None:
+def test_a_floor_of_a_slow_fabric_is_no_mistake_but_inside_a_node_it_is(tmp_path):
     across = entry("{when: {nnodes: 2}, min: 5 GB/s, source: us}", metric=BUSBW)
     assert read(tmp_path, across).limits[0].min == 5.0
     with pytest.raises(ThresholdsError, match="under 5 % of 450 GB/s"):
@@ -227,7 +218,7 @@ def test_a_floor_of_a_slow_fabric_is_no_mistake_but_inside_a_node_it_is(tmp_path
             read(tmp_path, across.replace("nnodes: 2", both))
 
 
-def condition(key: str, text: str, tmp_path: Path) -> Condition:
+def condition(key, text, tmp_path):
     limits = read(tmp_path, entry("{when: {" + f"{key}: {text}" + "}, " + OK + "}"))
     return limits.limits[0].when[0]
 
@@ -246,58 +237,55 @@ def condition(key: str, text: str, tmp_path: Path) -> Condition:
         ("transport", "NVLS", ["NVLS"], ["Ring"]),
     ],
 )
-def test_a_condition_holds_by_amount_or_by_text(case: tuple[Any, ...], tmp_path: Path) -> None:
+def test_a_condition_holds_by_amount_or_by_text(case, tmp_path):
     key, text, holds, fails = case
     made = condition(key, text, tmp_path)
     assert [made.holds(fact) for fact in holds] == [True] * len(holds)
     assert [made.holds(fact) for fact in fails] == [False] * len(fails)
 
 
-def test_other_labels_stand_under_labels(tmp_path: Path) -> None:
+def test_other_labels_stand_under_labels(tmp_path):
     limits = read(tmp_path, entry("{when: {labels: {bucket: 25 or more}}, " + OK + "}"))
     where = {"sku": "H100 SXM", "world_size": 1, "nnodes": 1}
-    assert limits.limit("matmul.bf16.tflops", labels={"bucket": "25"}, **where)  # type: ignore[arg-type]
-    assert not limits.limit("matmul.bf16.tflops", labels={"bucket": "24"}, **where)  # type: ignore[arg-type]
-    assert not limits.limit("matmul.bf16.tflops", labels={}, **where)  # type: ignore[arg-type]
+    assert limits.limit("matmul.bf16.tflops", labels={"bucket": "25"}, **where)
+    assert not limits.limit("matmul.bf16.tflops", labels={"bucket": "24"}, **where)
+    assert not limits.limit("matmul.bf16.tflops", labels={}, **where)
 
 
 # Choosing --------------------------------------------------------------------------------------------------------
 
 
-def busbw(limits: Thresholds, world_size: int, nnodes: int, size: str | None, sku: str = "H100 SXM") -> Limit | None:
+def busbw(limits, world_size, nnodes, size, sku="H100 SXM"):
     labels = {} if size is None else {"size": size}
     return limits.limit(BUSBW, sku=sku, world_size=world_size, nnodes=nnodes, labels=labels)
 
 
-def test_a_later_file_decides_where_it_applies_and_leaves_the_rest(tmp_path: Path) -> None:
+def test_a_later_file_decides_where_it_applies_and_leaves_the_rest(tmp_path):
     mine = entry("{when: {nnodes: 2 or more}, min: 380 GB/s, source: contract}", metric=BUSBW)
     limits = read(tmp_path, mine, shipped=True)
     across, inside = busbw(limits, 16, 2, "1 GB"), busbw(limits, 8, 1, "1 GB")
-    assert across is not None
     assert (across.min, across.origin) == (380.0, f"{tmp_path}/limits0.yaml:5:30")
-    assert inside is not None
     assert inside.min == 400.0
     assert inside.origin.startswith("thresholds.yaml:")
 
 
-def test_an_entry_with_the_same_conditions_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
+def test_an_entry_with_the_same_conditions_takes_the_place_of_the_earlier_one(tmp_path):
     first, second = entry("{" + OK + "}"), entry("{min: 650 TFLOPS, source: later}")
     assert [limit.min for limit in read(tmp_path, first, second).limits] == [650.0]
 
 
-def test_two_files_of_the_same_name_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_files_of_the_same_name_are_distinguished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("thresholds.yaml").write_text(entry("{" + OK + "}"))
     limits = loader.load(loader.shipped_path(), Path("thresholds.yaml"))
     limit = limits.limit("matmul.bf16.tflops", sku="H100 SXM", world_size=1, nnodes=1, labels={})
-    assert limit is not None
     assert limit.origin == f"{tmp_path.resolve()}/thresholds.yaml:5:27"
 
 
 # SKUs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_sku_is_recognised_by_its_whole_name(tmp_path: Path) -> None:
+def test_a_new_sku_is_recognised_by_its_whole_name(tmp_path):
     text = "schema_version: 1\nskus:\n  H300:\n    nvml_name: [NVIDIA H300, 'NVIDIA H300 \\d+GB']\n"
     limits = read(tmp_path, text)
     assert limits.sku_for("NVIDIA H300") == limits.sku_for("NVIDIA H300 96GB") == "H300"
@@ -309,17 +297,17 @@ EVERY = EVERY_SKU % "ddp.loss_error: %s"
 """A file of its own, or the top of one that goes on with skus."""
 
 
-def loss(limits: Thresholds, sku: str, **labels: str) -> str | None:
+def loss(limits, sku, **labels):
     found = limits.limit("ddp.loss_error", sku=sku, world_size=8, nnodes=1, labels=labels)
     return found and found.source
 
 
-def test_what_holds_on_every_sku_holds_on_a_new_one_too_but_on_no_unknown_gpu(tmp_path: Path) -> None:
+def test_what_holds_on_every_sku_holds_on_a_new_one_too_but_on_no_unknown_gpu(tmp_path):
     found = read(tmp_path, EVERY % "{max: 1 ratio, source: all}" + "skus: {H300: {nvml_name: NVIDIA H300}}\n")
     assert [loss(found, sku) for sku in ("H100 SXM", "cpu-rehearsal", "H300", "H400")] == ["all", "all", "all", None]
 
 
-def test_a_sku_s_own_entry_decides_where_it_applies_and_the_later_file_before_it(tmp_path: Path) -> None:
+def test_a_sku_s_own_entry_decides_where_it_applies_and_the_later_file_before_it(tmp_path):
     own = "skus: {H200: {limits: {ddp.loss_error: {when: {dtype: bf16}, max: 2 ratio, source: own}}}}\n"
     first = EVERY % "[{max: 1 ratio, source: all}, {when: {dtype: bf16, world_size: 8}, max: 1 ratio, source: two}]"
     found = read(tmp_path, first + own)
@@ -346,7 +334,7 @@ skus:
 """
 
 
-def test_an_entry_has_the_defaults_of_its_metric_that_it_does_not_give_itself(tmp_path: Path) -> None:
+def test_an_entry_has_the_defaults_of_its_metric_that_it_does_not_give_itself(tmp_path):
     found = {
         (limit.sku, limit.metric, limit.conditions()): (limit.min_ratio_to_median, limit.source)
         for limit in read(tmp_path, DEFAULTS).limits
@@ -364,15 +352,13 @@ def test_an_entry_has_the_defaults_of_its_metric_that_it_does_not_give_itself(tm
     }
 
 
-def test_a_metric_that_is_declared_as_recorded_needs_no_entry_and_can_have_one(tmp_path: Path) -> None:
-    where: dict[str, Any] = {"sku": "H100 SXM", "world_size": 8, "nnodes": 1, "labels": {}}
+def test_a_metric_that_is_declared_as_recorded_needs_no_entry_and_can_have_one(tmp_path):
+    where = {"sku": "H100 SXM", "world_size": 8, "nnodes": 1, "labels": {}}
     other = read(tmp_path, entry("{" + OK + "}"))
     limit = other.limit(LATENCY, **where)
-    assert limit is not None
     assert limit.record_only == known(LATENCY).recorded
     assert LATENCY in other.metrics
     assert other.limit(LATENCY, **(where | {"sku": "an unknown one"})) is None
     assert other.limit(BUSBW, **where) is None, "a metric that is judged needs one"
     mine = read(tmp_path, entry("{max: 30 us, source: us}", metric=LATENCY)).limit(LATENCY, **where)
-    assert mine is not None
     assert mine.max == 30.0

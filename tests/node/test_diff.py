@@ -1,7 +1,5 @@
 """Which nodes differ in what."""
 
-from __future__ import annotations
-
 from each import of_each
 from node_info_files import node_info
 

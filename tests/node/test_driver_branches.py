@@ -1,11 +1,7 @@
 """The product on NVML's own C interface, as each branch of the driver has it: the library of nvml_stub.c."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from each import of_each
@@ -26,7 +22,7 @@ MISSING = {
 }
 """Queries that a branch does not know; an H100 has no retired pages with any."""
 DEGRADED = 0b10_10_10_01
-FAULTS: tuple[tuple[Mapping[str, Any], Mapping[str, str]], ...] = (
+FAULTS = (
     ({"ecc.uncorrected.volatile": 2}, {"ecc_uncorrected": "hardware"}),
     ({"ecc": 0}, {"ecc_off": "hardware"}),
     ({"rows.failed": 1}, {"row_remap_failed": "hardware"}),
@@ -52,17 +48,17 @@ FAULTS: tuple[tuple[Mapping[str, Any], Mapping[str, str]], ...] = (
 """Answers of one GPU -> the findings about it, with driver 580."""
 
 
-def planted(gpu: int, answers: Mapping[str, Any]) -> dict[str, Any]:
+def planted(gpu, answers):
     return {f"{gpu}.{key}": value for key, value in answers.items()}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("drivers")
 
 
 @of_each("branch", list(BRANCHES))
-def test_each_branch_is_read_as_far_as_it_knows_and_healthy_gpus_have_no_finding(branch: int, folder: Path) -> None:
+def test_each_branch_is_read_as_far_as_it_knows_and_healthy_gpus_have_no_finding(branch, folder):
     driver = Driver(folder, branch)
     driver.plant({"3.fabric.mask": DEGRADED})
     ranks = driver.examine()
@@ -72,14 +68,14 @@ def test_each_branch_is_read_as_far_as_it_knows_and_healthy_gpus_have_no_finding
     assert ranks[0]["values"]["fabric"] == {"state": "completed", "status": "success", "health": []}
 
 
-def test_the_newest_cuda_of_a_driver_is_read(folder: Path) -> None:
+def test_the_newest_cuda_of_a_driver_is_read(folder):
     driver = Driver(folder, 580)
     driver.plant({"cuda": 12080})
     read = "from pytest_gpucluster.node.nvml import PyNvml; print(PyNvml().cuda_version())"
     assert driver.run("-c", read) == "12.8\n"
 
 
-def test_each_fault_is_found_on_its_gpu_and_no_other_is_accused(folder: Path) -> None:
+def test_each_fault_is_found_on_its_gpu_and_no_other_is_accused(folder):
     for first in range(0, len(FAULTS), 8):
         driver, faults = Driver(folder, 580), FAULTS[first : first + 8]
         for gpu, (answers, _) in enumerate(faults):
@@ -88,7 +84,7 @@ def test_each_fault_is_found_on_its_gpu_and_no_other_is_accused(folder: Path) ->
         assert found == [*(codes for _, codes in faults), *(8 - len(faults)) * [{}]]
 
 
-def test_a_lost_gpu_is_reported_by_its_node_and_the_others_are_read(folder: Path) -> None:
+def test_a_lost_gpu_is_reported_by_its_node_and_the_others_are_read(folder):
     driver = Driver(folder, 580)
     driver.plant({"3.lost": 1})
     ranks = driver.examine()
@@ -97,14 +93,14 @@ def test_a_lost_gpu_is_reported_by_its_node_and_the_others_are_read(folder: Path
     assert all(rank["values"]["power.draw"] == 690.0 for rank in ranks)
 
 
-def test_gpus_that_a_cgroup_denies_are_not_counted(folder: Path) -> None:
+def test_gpus_that_a_cgroup_denies_are_not_counted(folder):
     driver = Driver(folder, 535)
     driver.plant({f"{gpu}.handle": NO_PERMISSION for gpu in range(4, 8)})
     ranks = driver.examine()
     assert [(rank["gpu"], rank["wrong"]) for rank in ranks] == [(gpu, {}) for gpu in range(4)]
 
 
-def test_memory_and_processes_of_a_mig_slice_are_its_own_and_the_rest_is_its_gpus(folder: Path) -> None:
+def test_memory_and_processes_of_a_mig_slice_are_its_own_and_the_rest_is_its_gpus(folder):
     driver, slice_ = Driver(folder, 550), "MIG-3a"
     own = {"uuid": slice_, "memory.total": 20_000_000_000, "compute": "77:5000"}
     driver.plant({"3.mig": 1, **planted(3, {f"slice.{key}": value for key, value in own.items()})})
@@ -115,7 +111,7 @@ def test_memory_and_processes_of_a_mig_slice_are_its_own_and_the_rest_is_its_gpu
 
 
 @of_each("branch", list(BRANCHES))
-def test_node_info_and_node_watch_read_every_gpu(branch: int, folder: Path) -> None:
+def test_node_info_and_node_watch_read_every_gpu(branch, folder):
     driver = Driver(folder, branch)
     node = ["-m", "pytest_gpucluster", "node"]
     facts = json.loads(driver.run(*node, "info", "gpu", "--json"))["gpus"]
@@ -123,7 +119,7 @@ def test_node_info_and_node_watch_read_every_gpu(branch: int, folder: Path) -> N
     assert [gpu["not_available"] for gpu in facts["gpus"]] == 8 * [{}]
     watch = [*node, "watch", "--once", "--interval", "0.2"]
 
-    def power(text: str) -> dict[str, str]:
+    def power(text):
         rows = [line.split() for line in text.partition("throttled by\n")[2].splitlines()[:8]]
         return {row[0]: row[4].partition("/")[0] for row in rows}
 
@@ -137,15 +133,13 @@ def test_node_info_and_node_watch_read_every_gpu(branch: int, folder: Path) -> N
 
 
 @of_each("branch", list(BRANCHES))
-def test_the_sampler_process_reads_each_gpu_and_names_one_that_is_lost(
-    branch: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sampler_process_reads_each_gpu_and_names_one_that_is_lost(branch, folder, monkeypatch):
     driver = Driver(folder, branch)
     for name in ("LD_LIBRARY_PATH", "NVML_STUB"):
         monkeypatch.setenv(name, driver.environment[name])
     sampler = telemetry.start_sampler()
 
-    def summary(gpu: int, answers: Mapping[str, Any]) -> dict[str, Any]:
+    def summary(gpu, answers):
         driver.plant(planted(3, answers))
         link = Link(sampler.address, uuid(gpu), answer_seconds=30.0)
         with link.window() as window:
@@ -166,7 +160,7 @@ def test_the_sampler_process_reads_each_gpu_and_names_one_that_is_lost(
     assert (other["samples"], other.get("lost", ""), other["not_available"]) == (1, "", {})
 
 
-GROWTH: tuple[tuple[Mapping[str, Any], list[str]], ...] = (
+GROWTH = (
     ({}, []),
     ({"ecc.uncorrected.volatile": 2}, ["ecc_uncorrected"]),
     ({"rows.uncorrected": 1}, ["row_remapped"]),
@@ -183,7 +177,7 @@ GROWTH: tuple[tuple[Mapping[str, Any], list[str]], ...] = (
 
 
 @of_each("branch", list(BRANCHES))
-def test_counters_that_grow_during_a_test_are_faults(branch: int, folder: Path) -> None:
+def test_counters_that_grow_during_a_test_are_faults(branch, folder):
     driver = Driver(folder, branch)
     found = driver.count(uuid(3), [planted(3, answers) for answers, _ in GROWTH])
     old = {"recovery_action"} if branch < 570 else set()  # older branches do not report it
@@ -196,7 +190,7 @@ def test_counters_that_grow_during_a_test_are_faults(branch: int, folder: Path) 
 
 RECORDED = Path(__file__).parents[1] / "data/selftest/cuda-580.159.04-2.11.0-2.28.9"
 """Recorded in November 2026 in a virtual machine with one H100 SXM, driver 580.159.04: its README in tests/data."""
-OF_THAT_MACHINE: Mapping[str, Any] = {
+OF_THAT_MACHINE = {
     **{key: None for key in H100 if key.startswith(("link", "field.13", "field.147"))},
     "driver": "580.159.04",
     "gsp": "580.159.04",
@@ -214,7 +208,7 @@ OF_THAT_MACHINE: Mapping[str, Any] = {
 """What that GPU has answered otherwise than H100: no NVLink is passed through, and nothing runs on it."""
 
 
-def test_the_answers_of_a_recorded_gpu_are_read_as_they_were_recorded(folder: Path) -> None:
+def test_the_answers_of_a_recorded_gpu_are_read_as_they_were_recorded(folder):
     driver = Driver(folder, 580, gpus=1)
     driver.plant(OF_THAT_MACHINE)
     [rank] = driver.examine()
@@ -226,7 +220,7 @@ def test_the_answers_of_a_recorded_gpu_are_read_as_they_were_recorded(folder: Pa
     assert rank["wrong"] == {}
 
 
-def test_the_gpu_is_found_among_the_recorded_pci_devices_and_its_node_is_unknown(tmp_path: Path) -> None:
+def test_the_gpu_is_found_among_the_recorded_pci_devices_and_its_node_is_unknown(tmp_path):
     tree = Tree(root=tmp_path)
     for line in (RECORDED / "pci.txt").read_text().splitlines():
         path, vendor, device, kind, node, *_ = line.split()
@@ -238,7 +232,7 @@ def test_the_gpu_is_found_among_the_recorded_pci_devices_and_its_node_is_unknown
     assert tree.numa_node("00000000:00:06.0") is None, "the kernel's -1 is no node"
 
 
-def test_the_recorded_kernel_log_has_no_xid() -> None:
+def test_the_recorded_kernel_log_has_no_xid():
     lines = (RECORDED / "dmesg-nvrm.txt").read_text().splitlines()
     assert len(lines) == 3
     assert list(kernel_log.parse(lines)) == []

@@ -1,10 +1,7 @@
 """The facts of a host, as the kernel shows them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -25,14 +22,14 @@ JOB = "/sys/fs/cgroup/system.slice/job"
 OWN = len(os.sched_getaffinity(0))
 
 
-def test_a_host_without_limits_gives_all_that_it_has(tmp_path: Path) -> None:
+def test_a_host_without_limits_gives_all_that_it_has(tmp_path):
     found = facts(tmp_path, ranks=8)
     assert (found.ranks, found.cpus, found.nofile, found.tasks) == (8, 128, 1048576, 4194304)
     assert (found.memlock_ratio, found.memory_bytes) == (1.0, 2113568112 * 1024)
     assert found.shm_bytes == 10**12
 
 
-def test_the_control_group_s_limits_hold_where_they_are_tighter(tmp_path: Path) -> None:
+def test_the_control_group_s_limits_hold_where_they_are_tighter(tmp_path):
     found = facts(
         tmp_path,
         {
@@ -50,7 +47,7 @@ def test_the_control_group_s_limits_hold_where_they_are_tighter(tmp_path: Path) 
         assert facts(tmp_path / str(nofile), {"/proc/self/limits": limits(nofile=nofile)}).nofile == most
 
 
-def test_a_rank_counts_on_its_part_and_on_no_more_than_it_may_run_on(tmp_path: Path) -> None:
+def test_a_rank_counts_on_its_part_and_on_no_more_than_it_may_run_on(tmp_path):
     # The test's own CPUs, of which the planted host may have more.
     assert facts(tmp_path, ranks=128).cpus_per_rank == 1
     assert facts(tmp_path, ranks=256).cpus_per_rank == 0.5
@@ -66,23 +63,23 @@ def test_a_rank_counts_on_its_part_and_on_no_more_than_it_may_run_on(tmp_path: P
         (65536, 0, 65536 / (2113568112 * 1024)),
     ],
 )
-def test_locked_memory_is_a_part_of_what_there_is(tmp_path: Path, case: tuple[Any, ...]) -> None:
+def test_locked_memory_is_a_part_of_what_there_is(tmp_path, case):
     memlock, capabilities, ratio = case
     files = {"/proc/self/limits": limits(memlock=memlock), "/proc/self/status": status(capabilities)}
     assert facts(tmp_path, files).memlock_ratio == pytest.approx(ratio)
 
 
-def test_workers_without_a_launcher_share_the_node(tmp_path: Path) -> None:
+def test_workers_without_a_launcher_share_the_node(tmp_path):
     assert facts(tmp_path, environ={WORKERS: "8"}).ranks == 8
     assert facts(tmp_path, environ={WORKERS: "nonsense"}).ranks == 1
 
 
-def test_ranks_of_other_nodes_do_not_count(tmp_path: Path) -> None:
+def test_ranks_of_other_nodes_do_not_count(tmp_path):
     inventory = [who(0), who(1), who(2, node_rank=1), who(3, host="gpu-08")]
     assert facts(tmp_path, inventory=inventory).ranks == 2
 
 
-def test_the_gpus_of_this_node_are_there_with_their_paths(tmp_path: Path) -> None:
+def test_the_gpus_of_this_node_are_there_with_their_paths(tmp_path):
     files = {"/sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n"}
     inventory = [
         who(0, pci="00000000:3B:00.0"),
@@ -93,8 +90,8 @@ def test_the_gpus_of_this_node_are_there_with_their_paths(tmp_path: Path) -> Non
     assert [(gpu.who.index, gpu.path is None) for gpu in found] == [(0, False), (1, True)]
 
 
-def test_what_the_kernel_does_not_report_is_unknown(tmp_path: Path) -> None:
-    def refuse(path: Path) -> tuple[int, int]:
+def test_what_the_kernel_does_not_report_is_unknown(tmp_path):
+    def refuse(path):
         raise FileNotFoundError(path)
 
     without = {
@@ -116,12 +113,12 @@ V1 = "".join(
 )
 
 
-def read(root: Path, files: dict[str, str], *, mounts: str = V2, groups: str = "0::/a/b\n") -> Cgroup:
+def read(root, files, *, mounts=V2, groups="0::/a/b\n"):
     planted = {"/proc/self/mountinfo": mounts, "/proc/self/cgroup": groups, **files}
     return host.read_cgroup(plant(root, planted, healthy=False))
 
 
-def test_version_2_is_read_and_unlimited_is_none(tmp_path: Path) -> None:
+def test_version_2_is_read_and_unlimited_is_none(tmp_path):
     found = read(
         tmp_path,
         {
@@ -134,7 +131,7 @@ def test_version_2_is_read_and_unlimited_is_none(tmp_path: Path) -> None:
     assert found == Cgroup(versions=(2,), memory_bytes=64 * 2**30, cpus=7.5, tasks=None, cpuset=frozenset({4, 5, 6, 7}))
 
 
-def test_a_group_above_that_allows_less_decides(tmp_path: Path) -> None:
+def test_a_group_above_that_allows_less_decides(tmp_path):
     found = read(
         tmp_path,
         {
@@ -148,7 +145,7 @@ def test_a_group_above_that_allows_less_decides(tmp_path: Path) -> None:
     assert (found.memory_bytes, found.tasks, found.cpus) == (1000, 100, 1.0)
 
 
-def test_in_a_container_the_mount_is_the_group(tmp_path: Path) -> None:
+def test_in_a_container_the_mount_is_the_group(tmp_path):
     files = {"/sys/fs/cgroup/memory.max": "1000\n", "/sys/fs/cgroup/cpu.max": "max 1\n"}
     assert read(tmp_path / "root", files, groups="0::/\n") == Cgroup(versions=(2,), memory_bytes=1000)
     # Its own, dots, and one outside of what is mounted.
@@ -158,7 +155,7 @@ def test_in_a_container_the_mount_is_the_group(tmp_path: Path) -> None:
         assert found.tasks == 77
 
 
-def version_1(root: Path, **changes: str) -> Cgroup:
+def version_1(root, **changes):
     files = {
         "memory/job/memory.limit_in_bytes": "9223372036854771712\n",
         "cpu,cpuacct/job/cpu.cfs_quota_us": "-1\n",
@@ -172,11 +169,11 @@ def version_1(root: Path, **changes: str) -> Cgroup:
     return read(root, planted, mounts=V1.format(root="/"), groups=groups)
 
 
-def test_version_1_without_limits_has_none(tmp_path: Path) -> None:
+def test_version_1_without_limits_has_none(tmp_path):
     assert version_1(tmp_path) == Cgroup(versions=(1,), cpuset=frozenset(range(8)))
 
 
-def test_version_1_s_limits_are_read_from_the_tree_of_each_controller(tmp_path: Path) -> None:
+def test_version_1_s_limits_are_read_from_the_tree_of_each_controller(tmp_path):
     found = version_1(
         tmp_path,
         **{
@@ -191,11 +188,11 @@ def test_version_1_s_limits_are_read_from_the_tree_of_each_controller(tmp_path: 
     assert found == Cgroup(versions=(1,), memory_bytes=900000, cpus=2.5, tasks=64, cpuset=frozenset(range(4)))
 
 
-def test_a_host_without_control_groups_says_that_nothing_was_seen(tmp_path: Path) -> None:
+def test_a_host_without_control_groups_says_that_nothing_was_seen(tmp_path):
     assert read(tmp_path, {}, mounts="", groups="") == Cgroup()
 
 
-def test_what_is_no_limit_is_taken_for_none(tmp_path: Path) -> None:
+def test_what_is_no_limit_is_taken_for_none(tmp_path):
     found = read(
         tmp_path,
         {"/sys/fs/cgroup/a/b/cpu.max": "100000 0\n", "/sys/fs/cgroup/a/b/cpuset.cpus.effective": "some\n"},
@@ -203,14 +200,14 @@ def test_what_is_no_limit_is_taken_for_none(tmp_path: Path) -> None:
     assert found == Cgroup(versions=(2,))
 
 
-def refuse(path: Path) -> tuple[int, int]:
+def refuse(path):
     raise FileNotFoundError(path)
 
 
 # ---- files below a root ----------------------------------------------------------------------------------------------
 
 
-def test_numbers_and_lists_are_read_and_anything_else_is_none(tmp_path: Path) -> None:
+def test_numbers_and_lists_are_read_and_anything_else_is_none(tmp_path):
     tree, file = Tree(root=tmp_path), tmp_path / "proc/it"
     assert (tree.text("/proc/it"), tree.number("/proc/it"), tree.numbers("/proc/it")) == (None, None, None)
     assert tree.mounts() == ()
@@ -226,15 +223,13 @@ def test_numbers_and_lists_are_read_and_anything_else_is_none(tmp_path: Path) ->
 # ---- limits of a process ---------------------------------------------------------------------------------------------
 
 
-def test_soft_and_hard_limits_are_read_and_unlimited_is_none(tmp_path: Path) -> None:
+def test_soft_and_hard_limits_are_read_and_unlimited_is_none(tmp_path):
     found = host.read_process_limits(
         plant(tmp_path, {"/proc/self/limits": limits(nofile=1024, memlock=65536, nproc=4096)})
     )
-    assert found is not None
     assert (found.nofile, found.memlock) == (Limit(soft=1024, hard=1048576), Limit(soft=65536, hard=65536))
     assert (found.nproc.soft, found.max_files, found.max_tasks) == (4096, 1048576, 4194304)
     found = host.read_process_limits(plant(tmp_path, {"/proc/self/limits": limits(nofile="unlimited")}))
-    assert found is not None
     assert (found.nofile.soft, found.memlock.soft) == (None, None)
     for text in ("", "Max open files            1024                 4096                 files\n"):
         assert host.read_process_limits(plant(tmp_path, {"/proc/self/limits": text})) is None
@@ -251,21 +246,18 @@ def test_soft_and_hard_limits_are_read_and_unlimited_is_none(tmp_path: Path) -> 
         (1 << IPC_LOCK, "0 100000 65536", False),
     ],
 )
-def test_memory_may_be_locked_without_limit_by_a_capability_that_holds_on_the_host(
-    tmp_path: Path, case: tuple[Any, ...]
-) -> None:
+def test_memory_may_be_locked_without_limit_by_a_capability_that_holds_on_the_host(tmp_path, case):
     capabilities, uid_map, may = case
     files = {"/proc/self/status": status(capabilities), "/proc/self/uid_map": uid_map}
     (tmp_path / "proc/self/uid_map").unlink(missing_ok=True)
     found = host.read_process_limits(plant(tmp_path, files))
-    assert found is not None
     assert found.may_lock_all is may
 
 
 # ---- processors and memory -------------------------------------------------------------------------------------------
 
 
-def test_cpus_governors_nodes_and_balancing_are_read(tmp_path: Path) -> None:
+def test_cpus_governors_nodes_and_balancing_are_read(tmp_path):
     governors = {
         f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor": name
         for cpu, name in enumerate(("performance", "powersave", "powersave", "performance"))
@@ -278,7 +270,7 @@ def test_cpus_governors_nodes_and_balancing_are_read(tmp_path: Path) -> None:
     assert host.read_processors(Tree(root=tmp_path / "none")) == Processors(online=None)
 
 
-def test_memory_is_read_in_bytes(tmp_path: Path) -> None:
+def test_memory_is_read_in_bytes(tmp_path):
     found = host.read_memory(plant(tmp_path / "host", {}), space(64, 60))
     assert found.total_bytes == 2113568112 * 1024
     assert found.shm == SharedMemory(kind="tmpfs", total_bytes=64, free_bytes=60)
@@ -288,7 +280,6 @@ def test_memory_is_read_in_bytes(tmp_path: Path) -> None:
     # What lies at /dev/shm is the last mount there.
     for mounts, kind in {"": None, MOUNTS + "31 1 0:9 / /dev/shm rw - ext4 /dev/sda rw\n": "ext4"}.items():
         found = host.read_memory(plant(tmp_path / "host", {"/proc/self/mountinfo": mounts}), space())
-        assert found.shm is not None
         assert found.shm.kind == kind
 
 
@@ -296,20 +287,20 @@ WHO = who(5, pci="00000000:3B:00.0")
 NODE_1 = Place(cpus=frozenset({64}), nodes=frozenset({1}))
 
 
-def test_memory_on_the_gpu_s_node_or_on_an_unknown_one_passes() -> None:
+def test_memory_on_the_gpu_s_node_or_on_an_unknown_one_passes():
     for nodes in ({1: 1.0}, {1: 0.96, 0: 0.04}, {}):
         require_local(WHO, nodes, NODE_1)
     require_local(WHO, {0: 1.0}, None)
 
 
 @pytest.mark.parametrize(("nodes", "part"), [({0: 1.0}, "0 %"), ({0: 0.5, 1: 0.5}, "50 %")], ids=["none", "half"])
-def test_memory_elsewhere_is_an_error_that_names_gpu_node_and_part(nodes: dict[int, float], part: str) -> None:
+def test_memory_elsewhere_is_an_error_that_names_gpu_node_and_part(nodes, part):
     with pytest.raises(EnvironmentBroken) as caught:
         require_local(WHO, nodes, NODE_1)
     assert in_order(str(caught.value), f"GPU 5 (GPU-5, PCI 00000000:3B:00.0) gpu-07 {part} rank 5 NUMA node 1 numactl")
 
 
-def test_this_host_can_be_read(tmp_path: Path) -> None:
+def test_this_host_can_be_read(tmp_path):
     facts, here, (total, free) = host.collect_node([who(0)], rank=0), own_place(), host.space(tmp_path)
     assert facts.own_cpus == here.cpus == os.sched_getaffinity(0)
     assert facts.cpus
@@ -319,7 +310,6 @@ def test_this_host_can_be_read(tmp_path: Path) -> None:
     assert host.read_process_limits(Tree())
     assert host.read_processors(Tree()).online
     proc = mount_of(Path("/proc"), read_mounts())
-    assert proc is not None
     assert proc.kind == "proc"
     assert "/proc" in {mount.point for mount in Tree().mounts()}
     assert not Tree().has(PCI_DEVICES) or isinstance(unlisted_gpus(()), tuple)

@@ -1,13 +1,10 @@
 """Settings of a host that slow GPUs down, its figures, and ranks away from their GPU."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -15,14 +12,13 @@ from fake_host import HEALTHY, MOUNTS, facts
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics import measurement
-from pytest_gpucluster.metrics.finding import Finding, Identity, require_nothing
+from pytest_gpucluster.metrics.finding import Identity, require_nothing
 from pytest_gpucluster.node import host_checks
-from pytest_gpucluster.node.host import GpuPath, NodeSnapshot
+from pytest_gpucluster.node.host import GpuPath
 from pytest_gpucluster.node.host_checks import (
     ANY,
     BINDING,
     Place,
-    Reading,
     Wanted,
     examine_affinity,
     examine_host,
@@ -36,26 +32,26 @@ from pytest_gpucluster.node.sysfs import Tree, format_ranges, parse_ranges
 SMALL = {"/sys/devices/system/node/online": "0\n"}
 
 
-def gpu(index: int = 0, **path: object) -> GpuPath:
-    there = PciPath(pci="0000:3b:00.0", **path)  # type: ignore[arg-type]
+def gpu(index=0, **path):
+    there = PciPath(pci="0000:3b:00.0", **path)
     return GpuPath(who=Identity(host="gpu-07", index=index), path=there)
 
 
-def with_gpus(found: NodeSnapshot, *gpus: GpuPath) -> NodeSnapshot:
+def with_gpus(found, *gpus):
     return replace(found, gpus=gpus, machine="x86_64")
 
 
-def found(host: NodeSnapshot, code: str, wanted: Wanted | None = None) -> list[Finding]:
+def found(host, code, wanted=None):
     return [finding for finding in examine_host(host, wanted or Wanted()) if finding.code == code]
 
 
-def test_a_healthy_host_has_no_findings(tmp_path: Path) -> None:
+def test_a_healthy_host_has_no_findings(tmp_path):
     host = with_gpus(facts(tmp_path), gpu(iommu="identity"))
     assert examine_host(host, Wanted()) == []
 
 
 @pytest.mark.parametrize("wanted", ["performance", ANY])
-def test_a_governor_that_saves_power_is_named_with_its_cpus(tmp_path: Path, wanted: str) -> None:
+def test_a_governor_that_saves_power_is_named_with_its_cpus(tmp_path, wanted):
     files = {"/sys/devices/system/cpu/cpu127/cpufreq/scaling_governor": "powersave\n"}
     [finding] = found(facts(tmp_path, files), "governor", replace(Wanted(), governor=wanted))
     assert in_order(finding.found, "powersave CPUs 127")
@@ -72,15 +68,13 @@ def test_a_governor_that_saves_power_is_named_with_its_cpus(tmp_path: Path, want
         ("acpi-cpufreq", ["environment"]),
     ],
 )
-def test_powersave_of_a_driver_that_follows_the_load_is_no_finding(
-    tmp_path: Path, driver: str, kinds: list[str]
-) -> None:
+def test_powersave_of_a_driver_that_follows_the_load_is_no_finding(tmp_path, driver, kinds):
     folder = "/sys/devices/system/cpu/cpu127/cpufreq"
     files = {f"{folder}/scaling_governor": "powersave\n", f"{folder}/scaling_driver": f"{driver}\n"}
     assert [finding.kind for finding in found(facts(tmp_path, files), "governor")] == kinds
 
 
-def test_with_such_a_driver_another_governor_is_still_a_finding(tmp_path: Path) -> None:
+def test_with_such_a_driver_another_governor_is_still_a_finding(tmp_path):
     files = {
         f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/{name}": f"{value}\n"
         for cpu, governor in ((126, "powersave"), (127, "schedutil"))
@@ -90,13 +84,13 @@ def test_with_such_a_driver_another_governor_is_still_a_finding(tmp_path: Path) 
     assert (finding.kind, finding.found.endswith(" is schedutil on the CPUs 127")) == ("environment", True)
 
 
-def test_a_machine_without_governors_is_a_note(tmp_path: Path) -> None:
+def test_a_machine_without_governors_is_a_note(tmp_path):
     files = {name: None for name in HEALTHY if "governor" in name}
     [finding] = found(facts(tmp_path, files), "governor")
     assert (finding.kind, "no CPU frequency governor" in finding.found) == ("note", True)
 
 
-def test_numa_balancing_is_named_where_there_are_several_nodes(tmp_path: Path) -> None:
+def test_numa_balancing_is_named_where_there_are_several_nodes(tmp_path):
     on = {"/proc/sys/kernel/numa_balancing": "1\n"}
     for wanted, kind in ((ANY, "note"), ("off", "environment")):
         [finding] = found(facts(tmp_path / wanted, on), "numa_balancing", replace(Wanted(), numa_balancing=wanted))
@@ -110,7 +104,7 @@ def test_numa_balancing_is_named_where_there_are_several_nodes(tmp_path: Path) -
     ("machine", "wanted", "kind"),
     [("x86_64", "passthrough", "environment"), ("x86_64", ANY, "note"), ("aarch64", "passthrough", "note")],
 )
-def test_an_iommu_that_translates_is_named_with_the_gpu(tmp_path: Path, machine: str, wanted: str, kind: str) -> None:
+def test_an_iommu_that_translates_is_named_with_the_gpu(tmp_path, machine, wanted, kind):
     host = replace(with_gpus(facts(tmp_path), gpu(3, iommu="DMA-FQ")), machine=machine)
     [finding] = found(host, "iommu", replace(Wanted(), iommu=wanted))
     assert (finding.kind, finding.gpu.index, "DMA-FQ" in finding.found) == (kind, 3, True)
@@ -118,7 +112,7 @@ def test_an_iommu_that_translates_is_named_with_the_gpu(tmp_path: Path, machine:
 
 
 @pytest.mark.parametrize(("wanted", "kind"), [("off", "environment"), (ANY, "note")])
-def test_switch_ports_that_redirect_are_named_with_the_gpu(tmp_path: Path, wanted: str, kind: str) -> None:
+def test_switch_ports_that_redirect_are_named_with_the_gpu(tmp_path, wanted, kind):
     redirecting = (("0000:3a:04.0", ("request redirect",)),)
     host = with_gpus(facts(tmp_path), gpu(), gpu(1, redirecting=redirecting))
     [finding] = found(host, "acs", replace(Wanted(), acs=wanted))
@@ -127,7 +121,7 @@ def test_switch_ports_that_redirect_are_named_with_the_gpu(tmp_path: Path, wante
     assert "ECAP_ACS+0x6.w=0000" in finding.remedy
 
 
-def test_ports_that_cannot_be_looked_at_are_a_note(tmp_path: Path) -> None:
+def test_ports_that_cannot_be_looked_at_are_a_note(tmp_path):
     host = with_gpus(facts(tmp_path), gpu(hidden=True), gpu(1), replace(gpu(2), path=None))
     [finding] = found(host, "acs")
     assert (finding.kind, in_order(finding.found, "ACS 2 of 3 GPUs")) == ("note", True)
@@ -140,12 +134,12 @@ def test_ports_that_cannot_be_looked_at_are_a_note(tmp_path: Path) -> None:
     [("", "not a mount of its own"), (MOUNTS.replace("tmpfs", "overlay"), "a overlay")],
     ids=["none", "on disk"],
 )
-def test_a_dev_shm_on_disk_is_named(tmp_path: Path, mounts: str, words: str) -> None:
+def test_a_dev_shm_on_disk_is_named(tmp_path, mounts, words):
     [finding] = found(facts(tmp_path, {"/proc/self/mountinfo": mounts}), "shm_is_no_memory")
     assert (finding.kind, finding.found) == ("environment", f"/dev/shm is {words}")
 
 
-def test_all_that_is_more_than_a_note_is_raised_at_once(tmp_path: Path) -> None:
+def test_all_that_is_more_than_a_note_is_raised_at_once(tmp_path):
     files = {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "schedutil\n", "/proc/self/mountinfo": ""}
     findings = examine_host(with_gpus(facts(tmp_path, files), gpu(iommu="DMA")), Wanted())
     with pytest.raises(EnvironmentBroken) as caught:
@@ -155,11 +149,11 @@ def test_all_that_is_more_than_a_note_is_raised_at_once(tmp_path: Path) -> None:
     assert all("; allowed: " in line and "; what to do: " in line for line in lines)
 
 
-def of(root: Path, files: dict[str, str | None] | None = None, **others: object) -> dict[str, Reading]:
-    return {one.metric: one for one in readings(facts(root, files, **others))}  # type: ignore[arg-type]
+def of(root, files=None, **others):
+    return {one.metric: one for one in readings(facts(root, files, **others))}
 
 
-def test_every_figure_of_a_host_is_in_its_metric_s_unit(tmp_path: Path) -> None:
+def test_every_figure_of_a_host_is_in_its_metric_s_unit(tmp_path):
     found = of(tmp_path, ranks=8)
     declared = {name for name in measurement.METRICS if name.startswith("host.")}
     assert set(found) == declared
@@ -176,8 +170,8 @@ def test_every_figure_of_a_host_is_in_its_metric_s_unit(tmp_path: Path) -> None:
     }
 
 
-def test_a_figure_that_is_not_known_is_an_error_and_never_a_pass(tmp_path: Path) -> None:
-    def refuse(path: Path) -> tuple[int, int]:
+def test_a_figure_that_is_not_known_is_an_error_and_never_a_pass(tmp_path):
+    def refuse(path):
         raise FileNotFoundError(path)
 
     for metric, missing in {
@@ -194,13 +188,13 @@ def test_a_figure_that_is_not_known_is_an_error_and_never_a_pass(tmp_path: Path)
 PAGE = (Path(__file__).parents[2] / "docs" / "discovery.md").read_text(encoding="utf-8")
 
 
-def first_cells(header: str) -> set[str]:
+def first_cells(header):
     """The names in the first column of the table whose header begins so."""
     rows = PAGE[PAGE.index(f"| {header} |") :].split("\n\n")[0].splitlines()[2:]
     return {name for row in rows for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
 
 
-def test_every_finding_is_documented() -> None:
+def test_every_finding_is_documented():
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(host_checks))) if isinstance(node, ast.Call)]
     named = {call: getattr(call.func, "id", "") for call in calls}
     kinds = ("finding", "note", "environment")
@@ -209,12 +203,12 @@ def test_every_finding_is_documented() -> None:
     assert first_cells("host finding") | {"affinity"} == codes
 
 
-def test_every_figure_is_documented() -> None:
+def test_every_figure_is_documented():
     assert first_cells("metric") == {name for name in measurement.METRICS if name.startswith("host.")}
 
 
 PCI = "00000000:3B:00.0"
-WHO: dict[str, Any] = {
+WHO = {
     "rank": 5,
     "host": "node-a",
     "gpu": {"index": 1, "uuid": "GPU-1f2e", "serial": "1320", "pci_bus_id": PCI},
@@ -222,7 +216,7 @@ WHO: dict[str, Any] = {
 GPU = Place(cpus=parse_ranges("0-31,64-95"), nodes=frozenset({0}))
 
 
-def sysfs(tmp_path: Path, **files: str) -> Tree:
+def sysfs(tmp_path, **files):
     devices = tmp_path / "sys/bus/pci/devices"
     folder = devices / "0000:3b:00.0"
     folder.mkdir(parents=True)
@@ -232,11 +226,11 @@ def sysfs(tmp_path: Path, **files: str) -> Tree:
     return Tree(root=tmp_path)
 
 
-def place(cpus: str, nodes: str = "0") -> Place:
+def place(cpus, nodes="0"):
     return Place(cpus=parse_ranges(cpus), nodes=parse_ranges(nodes))
 
 
-def test_the_kernel_s_lists_are_read_and_written() -> None:
+def test_the_kernel_s_lists_are_read_and_written():
     for written, count in {"0": 1, "0-3": 4, "0-3,8\n": 5, "0-31,64-95": 64, "": 0}.items():
         assert len(parse_ranges(written)) == count
         assert format_ranges(parse_ranges(written)) == (written.strip() or "none")
@@ -245,7 +239,7 @@ def test_the_kernel_s_lists_are_read_and_written() -> None:
             parse_ranges(wrong)
 
 
-def test_the_place_of_a_gpu_is_read_by_the_address_that_nvml_gives(tmp_path: Path) -> None:
+def test_the_place_of_a_gpu_is_read_by_the_address_that_nvml_gives(tmp_path):
     devices = sysfs(tmp_path)
     assert place_of_gpu(PCI, devices) == GPU
     for pci in ("00000000:99:00.0", "", None, "nonsense"):
@@ -259,7 +253,7 @@ def test_the_place_of_a_gpu_is_read_by_the_address_that_nvml_gives(tmp_path: Pat
         assert place_of_gpu(PCI, devices) is None
 
 
-def test_a_kernel_without_the_memory_nodes_is_an_error(tmp_path: Path) -> None:
+def test_a_kernel_without_the_memory_nodes_is_an_error(tmp_path):
     for text in ("", "Name:\tpython\n", "Mems_allowed_list:\tall\n"):
         status = tmp_path / "proc/self/status"
         status.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +264,7 @@ def test_a_kernel_without_the_memory_nodes_is_an_error(tmp_path: Path) -> None:
         own_place(Tree(root=tmp_path / "none"))
 
 
-def test_a_rank_on_another_node_s_cpus_is_named_with_what_was_found_and_wanted() -> None:
+def test_a_rank_on_another_node_s_cpus_is_named_with_what_was_found_and_wanted():
     [finding] = examine_affinity(WHO, place("32-63", "0-1"), GPU)
     assert in_order(
         str(finding),
@@ -280,14 +274,14 @@ def test_a_rank_on_another_node_s_cpus_is_named_with_what_was_found_and_wanted()
         require_nothing([finding])
 
 
-def test_a_rank_without_memory_on_its_gpu_s_node_is_named() -> None:
+def test_a_rank_without_memory_on_its_gpu_s_node_is_named():
     [finding] = examine_affinity(WHO, place("0-31", "1"), GPU)
     assert (finding.kind, in_order(finding.found, "rank 5 memory of node 1")) == ("environment", True)
     with pytest.raises(EnvironmentBroken, match="node 1"):
         require_nothing([finding])
 
 
-def test_a_rank_that_is_not_bound_is_a_note() -> None:
+def test_a_rank_that_is_not_bound_is_a_note():
     [finding] = examine_affinity(WHO, place("0-127", "0-1"), GPU)
     assert (finding.kind, "not all" in finding.found) == ("note", True)
     require_nothing([finding])

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 from complaints import in_order
 from sysfs_ports import add_port, add_roce, write
 
@@ -9,7 +5,7 @@ from pytest_gpucluster.node import infiniband
 from pytest_gpucluster.node.infiniband import Gid, read
 
 
-def test_a_port_is_read_as_the_kernel_shows_it(tmp_path: Path) -> None:
+def test_a_port_is_read_as_the_kernel_shows_it(tmp_path):
     add_port(tmp_path, "mlx5_3", counters={"link_downed": 2, "symbol_error": 5}, hw_counters={"out_of_sequence": 9})
     found = read(tmp_path)
     [device] = found.devices
@@ -25,7 +21,7 @@ def test_a_port_is_read_as_the_kernel_shows_it(tmp_path: Path) -> None:
     assert str(port) == "mlx5_3/1 InfiniBand ACTIVE (LinkUp), 400 Gb/sec (4X NDR)"
 
 
-def test_data_are_counted_in_words_of_four_bytes_and_reported_in_bytes(tmp_path: Path) -> None:
+def test_data_are_counted_in_words_of_four_bytes_and_reported_in_bytes(tmp_path):
     add_port(tmp_path, counters={"port_xmit_data": 25_000_000_000, "port_rcv_data": 3})
     [port] = read(tmp_path).ports
     assert (port.counters["port_xmit_bytes"], port.counters["port_rcv_bytes"]) == (100_000_000_000, 12)
@@ -35,7 +31,7 @@ def test_data_are_counted_in_words_of_four_bytes_and_reported_in_bytes(tmp_path:
     assert (port.gids, port.is_active) == ((), True)
 
 
-def test_odd_entries_are_read_for_what_they_are(tmp_path: Path) -> None:
+def test_odd_entries_are_read_for_what_they_are(tmp_path):
     gids = {0: ("fe80:0000:0000:0000:a088:c203:00ab:1234", ""), 1: ("fe80::", ""), 2: ("gone", "")}
     add_port(tmp_path, gids=gids, numa_node=-1, rate="2.5 Gb/sec (1X SDR)")
     [device] = read(tmp_path).devices
@@ -43,7 +39,7 @@ def test_odd_entries_are_read_for_what_they_are(tmp_path: Path) -> None:
     assert (device.numa_node, device.ports[0].rate_gbps) == (None, 2.5)
 
 
-def test_a_roce_port_has_its_gids_and_the_carrier_of_its_own_interface(tmp_path: Path) -> None:
+def test_a_roce_port_has_its_gids_and_the_carrier_of_its_own_interface(tmp_path):
     add_roce(tmp_path, interface="eth2")
     function = tmp_path / "devices" / "pci0000:16" / "0000:18:00.0" / "net"
     write(function / "eth2" / "carrier_down_count", 4)
@@ -57,7 +53,7 @@ def test_a_roce_port_has_its_gids_and_the_carrier_of_its_own_interface(tmp_path:
     assert read(tmp_path, gids=False).ports[0].counters == port.counters
 
 
-def test_only_an_active_port_is_active(tmp_path: Path) -> None:
+def test_only_an_active_port_is_active(tmp_path):
     for state in ("1: DOWN", "2: INIT", "5: ACTIVE_DEFER"):
         add_port(tmp_path / state, state=state)
         [port] = read(tmp_path / state).ports
@@ -65,7 +61,7 @@ def test_only_an_active_port_is_active(tmp_path: Path) -> None:
         assert state[3:] in str(port)
 
 
-def test_what_a_driver_lacks_or_refuses_is_unknown_and_nothing_else_suffers(tmp_path: Path) -> None:
+def test_what_a_driver_lacks_or_refuses_is_unknown_and_nothing_else_suffers(tmp_path):
     port = add_port(tmp_path, counters={"symbol_error": "N/A (no PMA)", "link_error_recovery": None})
     for name in ("state", "phys_state", "rate", "link_layer", "lid"):
         write(port / name, None)
@@ -79,7 +75,7 @@ def test_what_a_driver_lacks_or_refuses_is_unknown_and_nothing_else_suffers(tmp_
     assert in_order(str(found), "mlx5_0/1")
 
 
-def test_a_node_without_infiniband_says_so(tmp_path: Path) -> None:
+def test_a_node_without_infiniband_says_so(tmp_path):
     found = read(tmp_path)
     assert (found.devices, found.ports) == ((), ())
     assert in_order(found.why_not, f"{tmp_path} /class/infiniband No")

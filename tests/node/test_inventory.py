@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -15,7 +11,6 @@ from pytest_gpucluster.device.identity import VisibleGpus
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.node.inventory import NVML_QUERIES, choose_cuda_index, full_uuid, identify
-from pytest_gpucluster.node.nvml import Nvml
 
 FACTS = RankFacts(
     rank=9,
@@ -31,7 +26,7 @@ FACTS = RankFacts(
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def fake_torch(uuids: Sequence[str] = ("bb", "aa"), cuda_version: str | None = "13.0") -> SimpleNamespace:
+def fake_torch(uuids=("bb", "aa"), cuda_version="13.0"):
     """Return a torch with two GPUs, which CUDA numbers the other way round than NVML does."""
     cuda = SimpleNamespace(
         is_available=lambda: bool(uuids),
@@ -44,22 +39,22 @@ def fake_torch(uuids: Sequence[str] = ("bb", "aa"), cuda_version: str | None = "
     return SimpleNamespace(__version__="2.13.0", version=version, cuda=cuda, distributed=distributed)
 
 
-def fake_nvml(uuids: Sequence[str] = ("GPU-aa", "GPU-bb", "GPU-cc")) -> FakeNvml:
+def fake_nvml(uuids=("GPU-aa", "GPU-bb", "GPU-cc")):
     return FakeNvml(dict.fromkeys(uuids, HEALTHY_H100), name=H100)
 
 
 class HalfWay(FakeNvml):
     """NVML that breaks after its first answer."""
 
-    def gpus(self) -> Any:
+    def gpus(self):
         raise RuntimeError("GPU is lost")
 
 
-def no_nvml() -> Nvml:
+def no_nvml():
     raise EnvironmentBroken("NVML is not available: NVML Shared Library Not Found")
 
 
-def test_a_gpu_is_carried_from_cuda_to_nvml_by_uuid_not_by_index() -> None:
+def test_a_gpu_is_carried_from_cuda_to_nvml_by_uuid_not_by_index():
     who = identify(FACTS, "cuda", gpus=VisibleGpus(fake_torch()), open_nvml=fake_nvml)
     assert who["cuda_index"] == 1
     gpu = who["gpu"]
@@ -73,7 +68,7 @@ def test_a_gpu_is_carried_from_cuda_to_nvml_by_uuid_not_by_index() -> None:
     assert (who["visible_gpus"], who["node_gpus"], who["nvml"]) == (2, 3, "")
 
 
-def test_what_nvml_does_not_report_of_a_gpu_is_none() -> None:
+def test_what_nvml_does_not_report_of_a_gpu_is_none():
     without_mig = {query: value for query, value in HEALTHY_H100.items() if query != "mig.mode"}
     who = identify(FACTS, "cuda", gpus=VisibleGpus(fake_torch()), open_nvml=lambda: FakeNvml({"GPU-aa": without_mig}))
     assert (who["gpu"]["mig"], who["gpu"]["vbios"], who["nvml"]) == (None, "96.00.74.00.01", "")
@@ -81,7 +76,7 @@ def test_what_nvml_does_not_report_of_a_gpu_is_none() -> None:
     assert [who["gpu"][key] for key in NVML_QUERIES] == [None] * 8
 
 
-def test_a_rehearsal_looks_at_no_gpu_even_where_there_is_one() -> None:
+def test_a_rehearsal_looks_at_no_gpu_even_where_there_is_one():
     who = identify(FACTS, "cpu", gpus=VisibleGpus(fake_torch()), open_nvml=no_nvml)
     assert who["gpu"] is None
     assert who["versions"]["driver"] is None
@@ -97,7 +92,7 @@ def test_a_rehearsal_looks_at_no_gpu_even_where_there_is_one() -> None:
     ],
     ids=["no NVML", "NVML that fails half way", "a GPU that it does not know"],
 )
-def test_a_failure_of_nvml_is_named_and_the_gpu_keeps_its_uuid(open_nvml: Any, driver: str, words: str) -> None:
+def test_a_failure_of_nvml_is_named_and_the_gpu_keeps_its_uuid(open_nvml, driver, words):
     who = identify(FACTS, "cuda", gpus=VisibleGpus(fake_torch()), open_nvml=open_nvml)
     assert who["gpu"]["uuid"] == "GPU-aa"
     assert who["versions"]["driver"] == driver
@@ -106,19 +101,19 @@ def test_a_failure_of_nvml_is_named_and_the_gpu_keeps_its_uuid(open_nvml: Any, d
         assert (who["gpu"]["index"], who["node_gpus"]) == (None, None)
 
 
-def test_uuids_look_as_in_nvidia_smi() -> None:
+def test_uuids_look_as_in_nvidia_smi():
     for uuid in ("1f2e", "GPU-1f2e"):  # torch gives no prefix
         assert full_uuid(uuid, H100) == "GPU-1f2e"
     assert full_uuid("1f2e", f"{H100} MIG 1g.10gb") == "MIG-1f2e"
 
 
-def test_the_cuda_index_follows_what_the_launcher_shows() -> None:
+def test_the_cuda_index_follows_what_the_launcher_shows():
     # The last one: the launcher shows each rank its own as cuda:0.
     for local_rank, visible, index in ((0, 8, 0), (7, 8, 7), (0, 1, 0), (7, 1, 0)):
         assert choose_cuda_index(replace(FACTS, local_rank=local_rank), visible) == index
 
 
-def test_a_local_rank_beyond_the_gpus_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_rank_beyond_the_gpus_is_an_error_with_the_way_out(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(LaunchError) as caught:
         choose_cuda_index(replace(FACTS, local_rank=3), 2)
@@ -135,7 +130,7 @@ def test_a_local_rank_beyond_the_gpus_is_an_error_with_the_way_out(monkeypatch: 
         pytest.param("13.0", "torch 2.13.0 (CUDA 13.0) finds no usable GPU", id="no GPU"),
     ],
 )
-def test_cuda_without_a_gpu_names_rank_host_and_the_rehearsal(cuda_version: str | None, why: str) -> None:
+def test_cuda_without_a_gpu_names_rank_host_and_the_rehearsal(cuda_version, why):
     with pytest.raises(OptionError) as caught:
         identify(FACTS, "cuda", gpus=VisibleGpus(fake_torch([], cuda_version)), open_nvml=no_nvml)
     text = str(caught.value)

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import errno
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -40,7 +37,7 @@ FALLEN = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU h
         ("", None),
     ],
 )
-def test_xids_are_found_in_lines_of_the_log(case: tuple[Any, ...]) -> None:
+def test_xids_are_found_in_lines_of_the_log(case):
     line, xid = case
     assert [(one.pci, one.code, one.text) for one in parse([line])] == ([] if xid is None else [xid])
 
@@ -48,7 +45,7 @@ def test_xids_are_found_in_lines_of_the_log(case: tuple[Any, ...]) -> None:
 SWITCH = "nvidia-nvswitch3: SXid (PCI:0000:04:00.0): 22013, "
 
 
-def test_reports_of_switches_are_distinguished_from_those_of_gpus_also_on_one_line() -> None:
+def test_reports_of_switches_are_distinguished_from_those_of_gpus_also_on_one_line():
     lines = [
         f"[ 38.1] {SWITCH}Data {{0x0000002b, 0x0000002b}}",
         f"[ 38.2] {SWITCH}Non-fatal, Link 44 Minion Link DLREQ interrupt",
@@ -67,8 +64,8 @@ def test_reports_of_switches_are_distinguished_from_those_of_gpus_also_on_one_li
     ]
 
 
-def test_a_buffer_that_may_not_be_opened_or_is_none_is_no_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
+def test_a_buffer_that_may_not_be_opened_or_is_none_is_no_log(monkeypatch):
+    def refuse(*_):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     log = read(kmsg=Path(os.devnull), commands=())
@@ -77,7 +74,7 @@ def test_a_buffer_that_may_not_be_opened_or_is_none_is_no_log(monkeypatch: pytes
     assert read(kmsg=Path("/kmsg"), commands=()).why_not == "/kmsg: Operation not permitted"
 
 
-def test_an_address_is_the_same_in_every_form() -> None:
+def test_an_address_is_the_same_in_every_form():
     # NVML, sysfs, the kernel log, lspci.
     for address in ("00000000:3B:00.0", "0000:3b:00.0", "0000:3b:00", "3b:00.0"):
         assert pci_address(address) == "0000:3b:00.0"
@@ -86,17 +83,17 @@ def test_an_address_is_the_same_in_every_form() -> None:
     assert (pci_address("not an address"), pci_address("")) == (None, None)
 
 
-def records(*texts: str) -> list[bytes | OSError]:
+def records(*texts):
     """What reads of /dev/kmsg give: one record each, then that there is nothing more yet."""
-    found: list[bytes | OSError] = [f"6,{n},{n},-;{text}\n SUBSYSTEM=pci\n".encode() for n, text in enumerate(texts)]
+    found = [f"6,{n},{n},-;{text}\n SUBSYSTEM=pci\n".encode() for n, text in enumerate(texts)]
     return [*found, BlockingIOError(errno.EAGAIN, "later")]
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, answers: list[bytes | OSError]) -> None:
+def serve(monkeypatch, answers):
     """Let reads of any descriptor give these answers."""
     rest = iter(answers)
 
-    def reads(_: int, __: int) -> bytes:
+    def reads(_, __):
         answer = next(rest)
         if isinstance(answer, OSError):
             raise answer
@@ -105,7 +102,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, answers: list[bytes | OSError]) -> No
     monkeypatch.setattr(kernel_log.os, "read", reads)
 
 
-def test_the_kernels_buffer_is_read_record_by_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_buffer_is_read_record_by_record(tmp_path, monkeypatch):
     (tmp_path / "kmsg").touch()
     # An overwritten record in between is an error of one read only.
     first, *rest = records("usb 1-1: new device; fast", FALLEN)
@@ -116,11 +113,11 @@ def test_the_kernels_buffer_is_read_record_by_record(tmp_path: Path, monkeypatch
     assert [xid.code for xid in log.xids()] == [79]
 
 
-def command(text: str) -> tuple[str, ...]:
+def command(text):
     return (sys.executable, "-c", text)
 
 
-def test_where_the_buffer_is_refused_commands_are_asked_in_turn(tmp_path: Path) -> None:
+def test_where_the_buffer_is_refused_commands_are_asked_in_turn(tmp_path):
     refused = command("import sys; print('dmesg: read kernel buffer failed', file=sys.stderr); sys.exit(1)")
     reporting = command(f"print({FALLEN!r})")
     log = read(kmsg=tmp_path / "none", commands=(refused, reporting))
@@ -129,7 +126,7 @@ def test_where_the_buffer_is_refused_commands_are_asked_in_turn(tmp_path: Path) 
     assert log.source.startswith(sys.executable)
 
 
-def test_a_log_that_cannot_be_read_has_each_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_read_has_each_reason(tmp_path, monkeypatch):
     # The others are a shell's, for those are done long before it, also on a busy machine.
     monkeypatch.setattr(kernel_log, "COMMAND_SECONDS", 1.0)
     silent = ("true",)
@@ -148,7 +145,7 @@ def test_a_log_that_cannot_be_read_has_each_reason(tmp_path: Path, monkeypatch: 
     assert in_order(log.why_not, "no-such-command-here No")
 
 
-def test_records_that_the_kernel_has_overwritten_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_the_kernel_has_overwritten_are_counted(tmp_path, monkeypatch):
     (tmp_path / "kmsg").touch()
     serve(monkeypatch, [b"6,512,9,-;usb 1-1", b"6,513,9,-;usb 1-2", BlockingIOError(errno.EAGAIN, "later")])
     log = read(kmsg=tmp_path / "kmsg", commands=())
@@ -157,7 +154,7 @@ def test_records_that_the_kernel_has_overwritten_are_counted(tmp_path: Path, mon
     assert read(kmsg=tmp_path / "kmsg", commands=()).lost_records == 0
 
 
-def test_the_messages_that_a_sandbox_makes_up_are_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_messages_that_a_sandbox_makes_up_are_no_log(tmp_path, monkeypatch):
     made_up = ("Starting gVisor...", "Feeding the init monster...")
     reporting = command(f"print('[    0.000000] {made_up[0]}'); print('[    0.400000] {made_up[1]}')")
     log = read(kmsg=tmp_path / "none", commands=(reporting,))
@@ -180,9 +177,7 @@ LOADED = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  580.65.06"
         pytest.param(("usb 1-1: new device", "usb 1-2: new device"), True, id="the boot is overwritten"),
     ],
 )
-def test_a_log_since_boot_that_never_names_the_driver_is_another_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: tuple[str, ...], is_read: bool
-) -> None:
+def test_a_log_since_boot_that_never_names_the_driver_is_another_kernels(tmp_path, monkeypatch, lines, is_read):
     (tmp_path / "kmsg").touch()
     serve(monkeypatch, records(*lines))
     log = read(kmsg=tmp_path / "kmsg", commands=())

@@ -1,7 +1,5 @@
 """Names are looked up within their time, whatever the resolver does, and a missing answer is reported."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -22,10 +20,10 @@ from pytest_gpucluster.node.name_resolution import (
 class Resolver:
     """Knows some names; waits for some, and for ever for others."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.never = threading.Event()
 
-    def forward(self, name: str) -> str:
+    def forward(self, name):
         if name == "silent":
             self.never.wait(30)
         if name == "slow":
@@ -36,17 +34,17 @@ class Resolver:
             raise OSError("no such name")
         return "10.0.0.1"
 
-    def reverse(self, address: str) -> str:
+    def reverse(self, address):
         if address == "10.0.0.9":
             raise OSError("no name")
         return f"host-of-{address}"
 
 
-def forward(*names: str) -> list[Question]:
+def forward(*names):
     return [Question(kind="forward", node=node, name=name) for node, name in enumerate(names)]
 
 
-def test_answers_come_in_the_order_of_the_questions() -> None:
+def test_answers_come_in_the_order_of_the_questions():
     questions = [
         *forward("slow", "a", "unknown", "b", "c", "d", ""),
         Question(kind="reverse", node=1, name="10.0.0.2"),
@@ -60,7 +58,7 @@ def test_answers_come_in_the_order_of_the_questions() -> None:
     assert answers[-1].found == "host-of-10.0.0.2"
 
 
-def test_a_resolver_that_never_answers_is_given_up_and_the_others_are_asked_all_the_same() -> None:
+def test_a_resolver_that_never_answers_is_given_up_and_the_others_are_asked_all_the_same():
     resolver = Resolver()
     try:
         answers = look_up(forward(*["silent"] * 6, "a", "b"), deadline_seconds=0.2, resolver=resolver)
@@ -72,14 +70,14 @@ def test_a_resolver_that_never_answers_is_given_up_and_the_others_are_asked_all_
         assert answer.seconds >= 0.2
 
 
-def test_this_host_knows_its_loopback() -> None:
+def test_this_host_knows_its_loopback():
     [answer] = look_up(forward("localhost"), deadline_seconds=30.0)
     assert "127.0.0.1" in answer.found
     assert longest_seconds(9, 10.0) == 30.0
     assert look_up([], deadline_seconds=1.0) == ()
 
 
-def test_the_address_that_the_store_looks_up_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_that_the_store_looks_up_is_looked_up(monkeypatch):
     # A line for 10.0.0.1 in /etc/hosts answers for that form alone, and hides how slow DNS is with the other one.
     seen = []
     monkeypatch.setattr("socket.getnameinfo", lambda place, flags: seen.append(place[0]) or ("gpu-001", "0"))
@@ -92,14 +90,14 @@ def test_the_address_that_the_store_looks_up_is_looked_up(monkeypatch: pytest.Mo
 HOSTS = {0: "node-a", 1: "node-b"}
 
 
-def answer(kind: str = "forward", *, error: str = "", seconds: float = 0.01, timed_out: bool = False) -> Answer:
-    question = Question(kind=kind, node=1, name="gpu-2")  # type: ignore[arg-type]
+def answer(kind="forward", *, error="", seconds=0.01, timed_out=False):
+    question = Question(kind=kind, node=1, name="gpu-2")
     return Answer(
         question=question, seconds=seconds, found="" if error else "10.0.0.2", error=error, timed_out=timed_out
     )
 
 
-def test_a_name_without_an_address_is_an_error_that_says_who_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_without_an_address_is_an_error_that_says_who_asked(capsys):
     wrong = answer(error="no such name")
     with pytest.raises(EnvironmentBroken, match=r"dns\.unknown: node-a") as raised:
         require_known([answer(), wrong], HOSTS, me=0, in_pods=False)
@@ -110,7 +108,7 @@ def test_a_name_without_an_address_is_an_error_that_says_who_asked(capsys: pytes
         require_known([answer(error="Temporary failure", seconds=5.0)], HOSTS, me=0, in_pods=False)
 
 
-def test_what_is_slow_and_addresses_without_a_name_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_slow_and_addresses_without_a_name_are_listed(capsys):
     slow, late = answer(seconds=4.0), answer(error="no answer within 10 s", seconds=10.0, timed_out=True)
     require_known([slow, late, answer("reverse", error="no name"), answer()], HOSTS, me=0, in_pods=False)
     printed = capsys.readouterr().out

@@ -1,15 +1,11 @@
 """Which nodes reach which, and how far apart their clocks are."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -37,7 +33,7 @@ from pytest_gpucluster.node.network import (
 
 
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 2048], ids=["nothing", "a byte", "512 KiB"])
-def test_what_was_sent_comes_back(payload: bytes) -> None:
+def test_what_was_sent_comes_back(payload):
     with (
         respond("127.0.0.1", deadline_seconds=5) as service,
         Caller(**service, deadline_seconds=5) as caller,
@@ -46,7 +42,7 @@ def test_what_was_sent_comes_back(payload: bytes) -> None:
         caller.echo(b"and again")
 
 
-def test_the_times_are_of_the_other_host_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_times_are_of_the_other_host_s_clock(monkeypatch):
     times = iter((100.0, 100.5))
     monkeypatch.setattr(network, "NOW", lambda: next(times))
     with respond("127.0.0.1", deadline_seconds=5) as service, Caller(**service, deadline_seconds=5) as caller:
@@ -54,7 +50,7 @@ def test_the_times_are_of_the_other_host_s_clock(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("token", ["0" * 16, "Ü" * 8], ids=["another token", "other bytes"])
-def test_who_does_not_know_the_token_gets_no_answer(token: str) -> None:
+def test_who_does_not_know_the_token_gets_no_answer(token):
     with (
         respond("127.0.0.1", deadline_seconds=5) as service,
         Caller("127.0.0.1", service["port"], token, deadline_seconds=5) as caller,
@@ -63,7 +59,7 @@ def test_who_does_not_know_the_token_gets_no_answer(token: str) -> None:
         caller.echo(b"x")
 
 
-def test_a_length_beyond_reason_gets_no_answer() -> None:
+def test_a_length_beyond_reason_gets_no_answer():
     with (
         respond("127.0.0.1", deadline_seconds=5) as service,
         socket.create_connection(("127.0.0.1", service["port"]), timeout=5) as connection,
@@ -73,11 +69,11 @@ def test_a_length_beyond_reason_gets_no_answer() -> None:
             receive(connection, 1)
 
 
-def answering(answer: bytes) -> int:
+def answering(answer):
     """Start something that answers these bytes to whatever comes, and return its port."""
     server = socket.create_server(("127.0.0.1", 0))
 
-    def serve() -> None:
+    def serve():
         with server, server.accept()[0] as connection:
             connection.recv(1000)
             connection.sendall(answer)
@@ -87,7 +83,7 @@ def answering(answer: bytes) -> int:
     return int(server.getsockname()[1])
 
 
-def test_other_bytes_than_were_sent_are_noticed() -> None:
+def test_other_bytes_than_were_sent_are_noticed():
     with (
         Caller("127.0.0.1", answering(bytes(16) + b"abd"), "x" * 16, deadline_seconds=5) as caller,
         pytest.raises(ConnectionError, match="3 bytes"),
@@ -95,7 +91,7 @@ def test_other_bytes_than_were_sent_are_noticed() -> None:
         caller.echo(b"abc")
 
 
-def test_silence_ends_at_the_deadline_and_a_port_without_a_listener_is_refused() -> None:
+def test_silence_ends_at_the_deadline_and_a_port_without_a_listener_is_refused():
     with Caller("127.0.0.1", answering(b""), "x" * 16, deadline_seconds=0.1) as caller, pytest.raises(TimeoutError):
         caller.echo(b"abc")
     with respond("127.0.0.1", deadline_seconds=5) as service:
@@ -111,7 +107,7 @@ INVENTORY = [
 ]
 
 
-def reached(count: int, *broken: tuple[int, int], absent: dict[int, str] | None = None) -> Reachability:
+def reached(count, *broken, absent=None):
     """Everybody reaches everybody, but for some pairs."""
     away = absent or {}
     return Reachability(
@@ -123,7 +119,7 @@ def reached(count: int, *broken: tuple[int, int], absent: dict[int, str] | None 
     )
 
 
-def test_all_who_reach_each_other_are_whole() -> None:
+def test_all_who_reach_each_other_are_whole():
     found = reached(4)
     assert (found.reached_ratio, found.whole_nodes, found.suspects()) == (1.0, 4, ())
     assert found.slowest[2] == pytest.approx(0.003)
@@ -131,7 +127,7 @@ def test_all_who_reach_each_other_are_whole() -> None:
         found.require_whole(node)
 
 
-def around(node: int, count: int) -> list[tuple[int, int]]:
+def around(node, count):
     return [pair for other in range(count) if other != node for pair in ((node, other), (other, node))]
 
 
@@ -148,9 +144,7 @@ def around(node: int, count: int) -> list[tuple[int, int]]:
         pytest.param(8, [(3, 3), *around(3, 8)], (3,), id="a node that reaches no node, nor itself"),
     ],
 )
-def test_failures_point_to_the_nodes_that_explain_them(
-    count: int, broken: list[tuple[int, int]], blamed: tuple[int, ...]
-) -> None:
+def test_failures_point_to_the_nodes_that_explain_them(count, broken, blamed):
     found = reached(count, *broken)
     assert found.suspects() == blamed
     for node in range(count):
@@ -161,7 +155,7 @@ def test_failures_point_to_the_nodes_that_explain_them(
             found.require_whole(node)
 
 
-def test_both_ends_of_a_pair_are_named_with_address_and_reason() -> None:
+def test_both_ends_of_a_pair_are_named_with_address_and_reason():
     with pytest.raises(HardwareFault) as raised:
         reached(4, (2, 1)).require_whole(1)
     text = str(raised.value)
@@ -170,7 +164,7 @@ def test_both_ends_of_a_pair_are_named_with_address_and_reason() -> None:
     assert "NCCL's own choice): timed out" in text
 
 
-def test_a_node_without_an_interface_is_an_error_and_no_fault_of_the_hardware() -> None:
+def test_a_node_without_an_interface_is_an_error_and_no_fault_of_the_hardware():
     found = reached(3, absent={2: "no interface"})
     assert (found.reached_ratio, found.whole_nodes, found.suspects()) == (1.0, 0, (2,))
     found.require_whole(0)
@@ -178,7 +172,7 @@ def test_a_node_without_an_interface_is_an_error_and_no_fault_of_the_hardware() 
         found.require_whole(2)
 
 
-def test_a_node_that_is_silent_is_reported_by_the_first_one_and_its_pairs_count_as_broken() -> None:
+def test_a_node_that_is_silent_is_reported_by_the_first_one_and_its_pairs_count_as_broken():
     found = replace(reached(4), silent=(2,), untried=frozenset((2, other) for other in range(4)))
     assert (found.reached_ratio, found.whole_nodes, found.suspects()) == (0.75, 0, (2,))
     for node in (1, 3):
@@ -191,20 +185,14 @@ def test_a_node_that_is_silent_is_reported_by_the_first_one_and_its_pairs_count_
 # Over real sockets of this host ------------------------------------------------------------------------------------
 
 
-def connect(
-    count: int,
-    exchange: Callable[[int], Callable[..., float]] | None = None,
-    choose: Callable[[int], Callable[[], Chosen]] | None = None,
-    deadline_seconds: float = 5.0,
-    done: Callable[[int], object] = lambda node: None,
-) -> list[Reachability]:
+def connect(count, exchange=None, choose=None, deadline_seconds=5.0, done=lambda node: None):
     """Let nodes, each a thread, connect to each other; each calls ``done`` at its end."""
     store = HashStore()
 
-    def loopback() -> Chosen:
+    def loopback():
         return Chosen(interface="lo", address="127.0.0.1", why="a test")
 
-    def run(node: int) -> Reachability:
+    def run(node):
         nodes = Nodes.of([who for who in INVENTORY if who["node_rank"] < count], node)
         found = connect_all(
             Board(store, nodes.representative, lambda: 1),
@@ -222,7 +210,7 @@ def connect(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_nodes_that_reach_each_other_all_learn_of_it(count: int) -> None:
+def test_nodes_that_reach_each_other_all_learn_of_it(count):
     for found in connect(count):
         assert (found.reached_ratio, found.whole_nodes) == (1.0, count)
         assert (found.failures, found.untried) == ({}, frozenset())
@@ -230,12 +218,12 @@ def test_nodes_that_reach_each_other_all_learn_of_it(count: int) -> None:
         assert in_order(found.addresses[0], "127.0.0.1 lo")
 
 
-def test_a_node_whose_results_do_not_come_is_silent_on_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_whose_results_do_not_come_is_silent_on_all_others(monkeypatch):
     monkeypatch.setattr(network, "_MARGIN_SECONDS", 0.1)
     late, given_up = threading.Event(), threading.Barrier(2, action=lambda: late.set())
 
-    def exchange(node: int) -> Callable[..., float]:
-        def call(address: str, port: int, token: str, **more: Any) -> float:
+    def exchange(node):
+        def call(address, port, token, **more):
             if node == 2:
                 late.wait(60)
             return 0.001
@@ -247,12 +235,12 @@ def test_a_node_whose_results_do_not_come_is_silent_on_all_others(monkeypatch: p
     assert found[0].reached_ratio == pytest.approx(6 / 9)
 
 
-def test_a_node_that_cannot_be_called_is_named_on_every_node() -> None:
-    def choose(node: int) -> Callable[[], Chosen]:
+def test_a_node_that_cannot_be_called_is_named_on_every_node():
+    def choose(node):
         return lambda: Chosen(interface="lo", address=f"127.0.0.{1 + node}", why="a test")
 
-    def exchange(node: int) -> Callable[..., float]:
-        def call(address: str, port: int, token: str, **more: Any) -> float:
+    def exchange(node):
+        def call(address, port, token, **more):
             if (address == "127.0.0.3") != (node == 2):
                 raise ConnectionRefusedError("Connection refused")
             return network.call(address, port, token, **more)
@@ -265,8 +253,8 @@ def test_a_node_that_cannot_be_called_is_named_on_every_node() -> None:
         assert found.reached_ratio == pytest.approx(5 / 9)
 
 
-def test_few_bytes_that_pass_where_many_do_not_point_to_the_mtu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def echo(self: Any, payload: bytes) -> None:
+def test_few_bytes_that_pass_where_many_do_not_point_to_the_mtu(monkeypatch):
+    def echo(self, payload):
         if len(payload) > 1500:
             raise TimeoutError("timed out")
 
@@ -276,9 +264,9 @@ def test_few_bytes_that_pass_where_many_do_not_point_to_the_mtu(monkeypatch: pyt
     assert in_order(found.failures[0, 1], "4096 MTUs")
 
 
-def test_a_node_without_an_interface_delays_no_other_node() -> None:
-    def choose(node: int) -> Callable[[], Chosen]:
-        def loopback() -> Chosen:
+def test_a_node_without_an_interface_delays_no_other_node():
+    def choose(node):
+        def loopback():
             if node == 1:
                 raise EnvironmentBroken("no interface")
             return Chosen(interface="lo", address="127.0.0.1", why="a test")
@@ -290,8 +278,8 @@ def test_a_node_without_an_interface_delays_no_other_node() -> None:
         assert (found.failures, found.whole_nodes) == ({}, 0)
 
 
-def test_an_address_that_nothing_can_listen_on_is_reported_as_well() -> None:
-    def choose(node: int) -> Callable[[], Chosen]:
+def test_an_address_that_nothing_can_listen_on_is_reported_as_well():
+    def choose(node):
         return lambda: Chosen(interface="eth9", address="203.0.113.77" if node else "127.0.0.1", why="a test")
 
     found = connect(2, choose=choose)[0]
@@ -304,7 +292,7 @@ THREE_NODES = [{"rank": node, "node_rank": node, "local_rank": 0, "host": f"node
 
 @pytest.mark.parametrize("by", [0.0, 3600.0, -0.25])
 @pytest.mark.parametrize("there", [0.001, 0.004], ids=["equal ways", "a slow way there"])
-def test_the_offset_is_right_within_its_error(by: float, there: float) -> None:
+def test_the_offset_is_right_within_its_error(by, there):
     back = 0.001
     sample = (100.0, 100.0 + there + by, 100.0 + there + by + 0.5, 100.0 + there + 0.5 + back)
     found = offset([sample])
@@ -312,7 +300,7 @@ def test_the_offset_is_right_within_its_error(by: float, there: float) -> None:
     assert found.error == pytest.approx((there + back) / 2)
 
 
-def test_of_several_answers_the_one_that_came_back_fastest_counts() -> None:
+def test_of_several_answers_the_one_that_came_back_fastest_counts():
     slow, fast = (0.0, 5.9, 5.9, 1.0), (10.0, 15.001, 15.001, 10.002)
     assert offset([slow, fast, slow]) == Offset(seconds=5.0, error=0.001)
     assert offset([(10.0, 10.0, 10.5, 10.2)]).error == 0.0, "a clock that is set during the exchange"
@@ -322,7 +310,7 @@ def test_of_several_answers_the_one_that_came_back_fastest_counts() -> None:
         skew(offsets(0.0), 0)
 
 
-def offsets(*seconds: float) -> dict[int, Offset]:
+def offsets(*seconds):
     return {node: Offset(seconds=one, error=0.001) for node, one in enumerate(seconds)}
 
 
@@ -336,22 +324,22 @@ def offsets(*seconds: float) -> dict[int, Offset]:
         ((0.0, 5.0, -5.0, 0.0, 0.0), (0.0, 5.0, 5.0, 0.0, 0.0)),
     ],
 )
-def test_each_clock_is_held_against_the_median_of_the_others(case: tuple[tuple[float, ...], ...]) -> None:
+def test_each_clock_is_held_against_the_median_of_the_others(case):
     seconds, skews = case
     assert [skew(offsets(*seconds), node) for node in range(len(seconds))] == [(value, 0.002) for value in skews]
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, choose: object = None) -> list[object]:
+def compared(monkeypatch, choose=None):
     store = HashStore()
 
-    def loopback() -> Chosen:
+    def loopback():
         return Chosen(interface="lo", address="127.0.0.1", why="a test")
 
-    def run(node: int) -> object:
+    def run(node):
         nodes = Nodes.of(THREE_NODES, node)
         board = Board(store, nodes.representative, lambda: 1)
         try:
-            return skew_of_nodes(board, nodes, choose or loopback, samples=4, deadline_seconds=0.3)  # type: ignore[arg-type]
+            return skew_of_nodes(board, nodes, choose or loopback, samples=4, deadline_seconds=0.3)
         except EnvironmentBroken as error:
             return error
 
@@ -360,14 +348,14 @@ def compared(monkeypatch: pytest.MonkeyPatch, choose: object = None) -> list[obj
         return list(pool.map(run, range(3)))
 
 
-def test_nodes_on_one_host_have_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_on_one_host_have_one_clock(monkeypatch):
     for series in compared(monkeypatch):
         assert isinstance(series, sampling.Series)
         assert series.low <= series.median <= series.high < 1.0
 
 
-def test_a_first_node_without_an_address_delays_no_other_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> Chosen:
+def test_a_first_node_without_an_address_delays_no_other_node(monkeypatch):
+    def none():
         raise EnvironmentBroken("no interface")
 
     for error in compared(monkeypatch, none):
@@ -375,8 +363,8 @@ def test_a_first_node_without_an_address_delays_no_other_node(monkeypatch: pytes
         assert in_order(str(error), "node-a: no interface node-b: node-a: no interface node-c: node-a: no interface")
 
 
-def test_a_first_node_that_does_not_answer_is_an_error_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(_: bytes) -> None:
+def test_a_first_node_that_does_not_answer_is_an_error_on_all_nodes(monkeypatch):
+    def never(_):
         time.sleep(1)
         raise EOFError
 

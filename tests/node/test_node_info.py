@@ -1,7 +1,5 @@
 """`gpucluster node info`: parts, GPUs, topology and text."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pynvml
 import pytest
@@ -18,42 +15,42 @@ GPU, SLICE, OTHER = "GPU-aa", "MIG-bb", "GPU-cc"
 class Library:
     """The driver's library under the real nvidia-ml-py: its functions answer, or fail with NVML's own errors."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self._monkeypatch = monkeypatch
-        self.asked: list[tuple[str, Any]] = []
+        self.asked = []
         self.answers("nvmlInit", lambda: None)
         self.answers("nvmlDeviceGetHandleByUUID", lambda uuid: f"handle of {uuid}")
         self.answers("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", lambda slice_: "its GPU")
 
-    def answers(self, function: str, answer: Any) -> None:
+    def answers(self, function, answer):
         assert hasattr(pynvml, function), f"nvidia-ml-py has no {function}"
 
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(*arguments, **named):
             self.asked.append((function, arguments[0] if arguments else None))
             return answer(*arguments, **named) if callable(answer) else answer
 
         self._monkeypatch.setattr(pynvml, function, call)
 
-    def fails(self, function: str, error: int) -> None:
-        def fail(*_: Any, **__: Any) -> Any:
+    def fails(self, function, error):
+        def fail(*_, **__):
             raise pynvml.NVMLError(error)
 
         self.answers(function, fail)
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(monkeypatch):
     return Library(monkeypatch)
 
 
-def given(expected: Any, answer: int) -> Any:
+def given(expected, answer):
     """Answer a call with these arguments behind the handle, and no other."""
     return lambda _, *asked: {expected if isinstance(expected, tuple) else (expected,): answer}[asked]
 
 
 BAD, MENDED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
 SLOWDOWN = given(pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, 89)
-SIMPLE: list[tuple[str, str, Any, Any]] = [
+SIMPLE = [
     ("ecc.uncorrected.volatile", "nvmlDeviceGetTotalEccErrors", given((BAD, pynvml.NVML_VOLATILE_ECC), 7), 7),
     ("ecc.uncorrected.aggregate", "nvmlDeviceGetTotalEccErrors", given((BAD, pynvml.NVML_AGGREGATE_ECC), 7), 7),
     ("ecc.corrected.volatile", "nvmlDeviceGetTotalEccErrors", given((MENDED, pynvml.NVML_VOLATILE_ECC), 7), 7),
@@ -93,26 +90,26 @@ SIMPLE: list[tuple[str, str, Any, Any]] = [
 
 
 @of_each("case", SIMPLE)
-def test_a_query_is_one_plain_value_in_its_unit(case: tuple[Any, ...], library: Library) -> None:
+def test_a_query_is_one_plain_value_in_its_unit(case, library):
     query, function, answer, value = case
     library.answers(function, answer)
     assert PyNvml().read(GPU, query) == value
 
 
-def test_a_driver_that_has_only_the_older_name_of_the_throttle_reasons_is_asked_by_that(library: Library) -> None:
+def test_a_driver_that_has_only_the_older_name_of_the_throttle_reasons_is_asked_by_that(library):
     library.fails("nvmlDeviceGetCurrentClocksEventReasons", pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     library.answers("nvmlDeviceGetCurrentClocksThrottleReasons", 0x44)
     assert PyNvml().read(GPU, "throttle.reasons") == ("sw_power_cap", "hw_thermal")
 
 
-def test_memory_of_the_driver_is_not_counted_as_used(library: Library) -> None:
+def test_memory_of_the_driver_is_not_counted_as_used(library):
     values = {"total": 100, "reserved": 10, "free": 60, "used": 30}
     answers = {pynvml.nvmlMemory_v2: SimpleNamespace(**values)}
     library.answers("nvmlDeviceGetMemoryInfo", lambda _, version: answers[version])
     assert {field: PyNvml().read(GPU, f"memory.{field}") for field in values} == values
 
 
-def test_processes_come_once_each_also_where_graphics_is_not_supported(library: Library) -> None:
+def test_processes_come_once_each_also_where_graphics_is_not_supported(library):
     library.answers(
         "nvmlDeviceGetComputeRunningProcesses",
         [SimpleNamespace(pid=9, usedGpuMemory=None), SimpleNamespace(pid=7, usedGpuMemory=500)],
@@ -126,9 +123,9 @@ def test_processes_come_once_each_also_where_graphics_is_not_supported(library: 
     assert PyNvml().read(GPU, "processes") == ((3, 2), (7, 500), (9, None))
 
 
-def test_links_that_are_up_have_a_version_and_another_end(library: Library) -> None:
-    def of(answers: dict[int, Any]) -> Any:
-        def answer(_: object, link: int) -> Any:
+def test_links_that_are_up_have_a_version_and_another_end(library):
+    def of(answers):
+        def answer(_, link):
             if link not in answers:
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
             return answers[link]
@@ -148,7 +145,7 @@ def test_links_that_are_up_have_a_version_and_another_end(library: Library) -> N
     }
 
 
-def test_the_names_of_versions_and_ends_are_the_librarys() -> None:
+def test_the_names_of_versions_and_ends_are_the_librarys():
     named = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_NVLINK_VERSION_")}
     values = {number: name[20:].replace("_", ".") for number, name in named.items() if number}
     # An nvidia-ml-py of 13.580 does not have the latest one yet; what it has must be ours.
@@ -158,8 +155,8 @@ def test_the_names_of_versions_and_ends_are_the_librarys() -> None:
     assert {kind: name[24:].lower().removeprefix("ibm") for kind, name in kinds.items()} == dict(LINK_ENDS)
 
 
-def test_nvlinks_are_those_that_the_card_has(library: Library) -> None:
-    def state(_: object, link: int) -> int:
+def test_nvlinks_are_those_that_the_card_has(library):
+    def state(_, link):
         if link < 3:
             return int(link != 1)
         raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT if link < 10 else pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -168,10 +165,10 @@ def test_nvlinks_are_those_that_the_card_has(library: Library) -> None:
     assert PyNvml().read(GPU, "nvlink.up") == {0: True, 1: False, 2: True}
 
 
-def field_values(answers: dict[int, int]) -> Any:
+def field_values(answers):
     """Answer as nvmlDeviceGetFieldValues: each field has its own return code and its own type."""
 
-    def values(_: object, asked: list[tuple[int, int]]) -> list[Any]:
+    def values(_, asked):
         found = []
         for field, scope in asked:
             value = pynvml.c_nvmlFieldValue_t()
@@ -185,10 +182,10 @@ def field_values(answers: dict[int, int]) -> Any:
     return values
 
 
-def test_nvlink_errors_are_the_counters_of_the_links_that_are_up(library: Library) -> None:
+def test_nvlink_errors_are_the_counters_of_the_links_that_are_up(library):
     library.answers("nvmlDeviceGetNvLinkState", lambda _, link: {0: 1, 1: 0, 2: 1}.get(link, 0))
 
-    def counter(_: object, link: int, which: int) -> int:
+    def counter(_, link, which):
         if which == pynvml.NVML_NVLINK_ERROR_DL_REPLAY:
             return 10 + link
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -200,7 +197,7 @@ def test_nvlink_errors_are_the_counters_of_the_links_that_are_up(library: Librar
 
 
 @pytest.mark.parametrize("error", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_DEPRECATED])
-def test_a_card_without_the_older_counters_has_the_newer_ones(library: Library, error: int) -> None:
+def test_a_card_without_the_older_counters_has_the_newer_ones(library, error):
     library.answers("nvmlDeviceGetNvLinkState", lambda _, link: int(link == 0))
     library.fails("nvmlDeviceGetNvLinkErrorCounter", error)
     received = pynvml.NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS
@@ -211,7 +208,7 @@ def test_a_card_without_the_older_counters_has_the_newer_ones(library: Library, 
         PyNvml().read(GPU, "nvlink.errors")
 
 
-def test_nvlink_bytes_are_counted_for_all_links_together(library: Library) -> None:
+def test_nvlink_bytes_are_counted_for_all_links_together(library):
     sent, received = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX
     every = 2**32 - 1  # UINT_MAX, which the fake adds to each answer as the scope
     library.answers("nvmlDeviceGetFieldValues", field_values({sent: 5, received: 7}))
@@ -227,7 +224,7 @@ def test_nvlink_bytes_are_counted_for_all_links_together(library: Library) -> No
             PyNvml().read(GPU, "nvlink.bytes")
 
 
-def test_nvlinks_to_a_switch_are_a_field_value(library: Library) -> None:
+def test_nvlinks_to_a_switch_are_a_field_value(library):
     field = pynvml.NVML_FI_DEV_NVSWITCH_CONNECTED_LINK_COUNT
     library.answers("nvmlDeviceGetFieldValues", field_values({field: 18}))
     assert PyNvml().read(GPU, "nvlink.switch") == 18
@@ -238,7 +235,7 @@ def test_nvlinks_to_a_switch_are_a_field_value(library: Library) -> None:
         assert caught.value.kind == kind
 
 
-def test_the_recovery_action_is_a_field_value_that_older_drivers_lack(library: Library) -> None:
+def test_the_recovery_action_is_a_field_value_that_older_drivers_lack(library):
     field = pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
     library.answers("nvmlDeviceGetFieldValues", field_values({field: pynvml.NVML_GPU_RECOVERY_ACTION_NODE_REBOOT}))
     assert PyNvml().read(GPU, "recovery.action") == 2
@@ -249,16 +246,16 @@ def test_the_recovery_action_is_a_field_value_that_older_drivers_lack(library: L
         assert caught.value.kind == kind
 
 
-def lost(_: object, asked: list[tuple[int, int]]) -> list[Any]:
+def lost(_, asked):
     value = pynvml.c_nvmlFieldValue_t()
     value.nvmlReturn = pynvml.NVML_ERROR_GPU_IS_LOST
     return [value for _ in asked]
 
 
-def fills(structure: str, refusal: int = pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH, /, **fields: int) -> Any:
+def fills(structure, refusal=pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH, /, **fields):
     """Fill the structure that was handed over by reference, and refuse others."""
 
-    def fill(_: object, reference: Any) -> None:
+    def fill(_, reference):
         info = reference._obj
         if type(info) is not getattr(pynvml, structure):
             raise pynvml.NVMLError(refusal)
@@ -269,7 +266,7 @@ def fills(structure: str, refusal: int = pynvml.NVML_ERROR_ARGUMENT_VERSION_MISM
 
 
 @pytest.mark.parametrize("structure", ["c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"])
-def test_the_fabric_has_state_status_and_health(library: Library, structure: str) -> None:
+def test_the_fabric_has_state_status_and_health(library, structure):
     library.answers(
         "nvmlDeviceGetGpuFabricInfoV",
         fills(structure, state=pynvml.NVML_GPU_FABRIC_STATE_COMPLETED, status=0, healthMask=0b10_10),
@@ -289,7 +286,7 @@ def test_the_fabric_has_state_status_and_health(library: Library, structure: str
     assert PyNvml().read(GPU, "fabric")["state"] == "unknown (9)", "a future state is no known one"
 
 
-def test_an_older_driver_is_asked_for_the_fabric_with_an_older_structure(library: Library) -> None:
+def test_an_older_driver_is_asked_for_the_fabric_with_an_older_structure(library):
     answer = fills("c_nvmlGpuFabricInfo_v2_t", pynvml.NVML_ERROR_INVALID_ARGUMENT, state=3, status=0, healthMask=1)
     library.answers("nvmlDeviceGetGpuFabricInfoV", answer)
     assert PyNvml().read(GPU, "fabric")["health"] == ("bandwidth degraded",)
@@ -311,7 +308,7 @@ REASONS = {
 
 
 @of_each("error", list(REASONS))
-def test_each_reason_of_a_missing_value_has_its_kind(library: Library, error: int) -> None:
+def test_each_reason_of_a_missing_value_has_its_kind(library, error):
     library.fails("nvmlDeviceGetPowerUsage", error)
     kind, words = REASONS[error]
     with pytest.raises(NotAvailable, match=f"{words}.*power.draw") as caught:
@@ -319,10 +316,8 @@ def test_each_reason_of_a_missing_value_has_its_kind(library: Library, error: in
     assert caught.value.kind == kind
 
 
-def test_a_query_that_package_or_driver_are_too_old_for_is_not_available(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def mismatch(_: object) -> None:
+def test_a_query_that_package_or_driver_are_too_old_for_is_not_available(library, monkeypatch):
+    def mismatch(_):
         raise pynvml.NVMLLibraryMismatchError("driver and package do not match")
 
     library.answers("nvmlDeviceGetComputeRunningProcesses", mismatch)
@@ -333,29 +328,29 @@ def test_a_query_that_package_or_driver_are_too_old_for_is_not_available(
         PyNvml().read(GPU, "temperature.margin")
 
 
-def test_a_programming_error_is_not_taken_for_an_old_package(library: Library) -> None:
+def test_a_programming_error_is_not_taken_for_an_old_package(library):
     library.answers("nvmlDeviceGetUtilizationRates", SimpleNamespace())
     with pytest.raises(AttributeError):
         PyNvml().read(GPU, "utilization.gpu")
 
 
-def test_a_slice_has_its_own_memory_and_its_gpu_has_the_rest(library: Library) -> None:
+def test_a_slice_has_its_own_memory_and_its_gpu_has_the_rest(library):
     library.answers("nvmlDeviceGetMemoryInfo", lambda handle, version: SimpleNamespace(total=SLICE in handle))
     library.answers("nvmlDeviceGetPersistenceMode", lambda handle: handle == "its GPU")
     assert PyNvml().read(SLICE, "memory.total") == 1
     assert PyNvml().read(SLICE, "persistence.mode") is True
 
 
-def test_gpus_are_found_although_others_of_their_node_are_lost_or_kept_from_this_process(library: Library) -> None:
+def test_gpus_are_found_although_others_of_their_node_are_lost_or_kept_from_this_process(library):
     errors = {0: pynvml.NVML_ERROR_NO_PERMISSION, 1: pynvml.NVML_ERROR_GPU_IS_LOST}
     uuids = {0: "GPU-dd", 1: GPU, 2: OTHER, 3: "no UUID"}
 
-    def handle(index: int) -> int:
+    def handle(index):
         if index in errors:
             raise pynvml.NVMLError(errors[index])
         return index
 
-    def uuid(index: int) -> str:
+    def uuid(index):
         if index == 3:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
         return uuids[index]
@@ -373,7 +368,6 @@ def test_gpus_are_found_although_others_of_their_node_are_lost_or_kept_from_this
     assert [gpu and gpu.uuid for gpu in listed] == [None, OTHER, None], "what a cgroup hides is not ours"
     assert listed[1] == nvml.find(OTHER)
     found = nvml.find(OTHER)
-    assert found is not None
     assert (found.index, found.pci_bus_id) == (2, "00000000:02:00.0")
     assert nvml.read(OTHER, "power.draw") == 3.0
     assert nvml.find(GPU) is None
@@ -382,7 +376,7 @@ def test_gpus_are_found_although_others_of_their_node_are_lost_or_kept_from_this
     assert caught.value.kind == "lost"
 
 
-def test_nvml_that_is_not_there_or_cannot_even_count_is_an_environment_that_is_broken(library: Library) -> None:
+def test_nvml_that_is_not_there_or_cannot_even_count_is_an_environment_that_is_broken(library):
     library.fails("nvmlDeviceGetCount", pynvml.NVML_ERROR_UNKNOWN)
     with pytest.raises(EnvironmentBroken, match=r"Unknown Error \(nvmlDeviceGetCount\)"):
         PyNvml().gpus()
@@ -391,7 +385,7 @@ def test_nvml_that_is_not_there_or_cannot_even_count_is_an_environment_that_is_b
         PyNvml()
 
 
-def test_real_nvml_answers_or_says_that_it_is_not_available() -> None:
+def test_real_nvml_answers_or_says_that_it_is_not_available():
     try:
         nvml = PyNvml()
     except EnvironmentBroken as error:

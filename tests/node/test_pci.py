@@ -1,11 +1,8 @@
 """GPUs on the PCI bus, their paths, and the access of network cards to their memory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import struct
-from pathlib import Path
 
 import pytest
 from complaints import in_order
@@ -22,7 +19,7 @@ GPU, OTHER = "0000:3b:00.0", "0000:5e:00.0"
 class Bus:
     """A bus, the driver's folder and /dev in a folder."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.tree = Tree(root=root)
         self.devices, self.driver = root / "sys/bus/pci/devices", root / "proc/driver/nvidia/gpus"
         self.nodes, self.mounts = root / "dev", root / "proc/self/mountinfo"
@@ -32,15 +29,15 @@ class Bus:
 
     def add(
         self,
-        address: str,
+        address,
         *,
-        vendor: str = "0x10de",
-        kind: str = "0x030200",
-        config: bytes = b"\xde\x10\x30\x23",
-        driver: str | None = "nvidia",
-        minor: int | None = 0,
-        node: bool = True,
-    ) -> None:
+        vendor="0x10de",
+        kind="0x030200",
+        config=b"\xde\x10\x30\x23",
+        driver="nvidia",
+        minor=0,
+        node=True,
+    ):
         entry = self.devices / address
         entry.mkdir()
         (entry / "vendor").write_text(f"{vendor}\n")
@@ -56,14 +53,14 @@ class Bus:
             if node:
                 (self.nodes / f"nvidia{minor}").touch()
 
-    def states(self, *listed: str) -> dict[str, str]:
+    def states(self, *listed):
         found = unlisted_gpus(listed, self.tree)
         assert all(gpu.detail for gpu in found)
         return {gpu.address: gpu.state for gpu in found}
 
 
 @pytest.fixture
-def bus(tmp_path: Path) -> Bus:
+def bus(tmp_path):
     return Bus(tmp_path)
 
 
@@ -81,7 +78,7 @@ def bus(tmp_path: Path) -> Bus:
         ({"kind": "0x030000"}, "answers"),
     ],
 )
-def test_a_gpu_that_nvml_does_not_list_is_reported_with_its_state(case: tuple[dict, str], tmp_path: Path) -> None:
+def test_a_gpu_that_nvml_does_not_list_is_reported_with_its_state(case, tmp_path):
     device, state = case
     bus = Bus(tmp_path / repr(device))
     bus.add(OTHER, minor=None if device.get("minor", 0) is None else 7)
@@ -89,7 +86,7 @@ def test_a_gpu_that_nvml_does_not_list_is_reported_with_its_state(case: tuple[di
     assert bus.states(OTHER) == {GPU: state}
 
 
-def test_what_is_no_gpu_or_listed_by_nvml_is_left_out(bus: Bus, tmp_path: Path) -> None:
+def test_what_is_no_gpu_or_listed_by_nvml_is_left_out(bus, tmp_path):
     bus.add(GPU)
     assert bus.states("00000000:3B:00.0") == {}
     # Of another vendor; an NVSwitch; the audio part of a card.
@@ -100,7 +97,7 @@ def test_what_is_no_gpu_or_listed_by_nvml_is_left_out(bus: Bus, tmp_path: Path) 
         unlisted_gpus((), Tree(root=tmp_path / "none"))
 
 
-def test_a_container_that_shows_a_part_of_the_gpus_hides_the_others(bus: Bus) -> None:
+def test_a_container_that_shows_a_part_of_the_gpus_hides_the_others(bus):
     bus.add(GPU, minor=None)
     bus.mounts.write_text("99 35 0:5 / /proc/driver/nvidia rw - tmpfs tmpfs rw\n")
     assert bus.states() == {GPU: "hidden"}
@@ -112,12 +109,10 @@ def test_a_container_that_shows_a_part_of_the_gpus_hides_the_others(bus: Bus) ->
     ("code", "state"),
     [(errno.EPERM, "hidden"), (errno.EACCES, "hidden"), (errno.EIO, "dead"), (errno.ENODEV, "dead")],
 )
-def test_the_error_of_opening_distinguishes_hidden_from_dead(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch, code: int, state: str
-) -> None:
+def test_the_error_of_opening_distinguishes_hidden_from_dead(bus, monkeypatch, code, state):
     bus.add(GPU)
 
-    def refuse(*_: object) -> int:
+    def refuse(*_):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(pci.os, "open", refuse)
@@ -129,7 +124,7 @@ PORTS = ("0000:00:01.0", "0000:39:00.0", "0000:3a:04.0")  # root port, upstream 
 ROOT, UPSTREAM, DOWNSTREAM = 4, 5, 6
 
 
-def config(kind: int, control: int | None, *, size: int = 4096, before: bool = True) -> bytes:
+def config(kind, control, *, size=4096, before=True):
     """The configuration of a port: its PCIe capability, and ACS behind another extended one."""
     data = bytearray(4096)
     data[0x34] = 0x40
@@ -145,7 +140,7 @@ def config(kind: int, control: int | None, *, size: int = 4096, before: bool = T
     return bytes(data[:size])
 
 
-def plant(root: Path, configs: tuple[bytes, bytes, bytes], *, iommu: str | None = None) -> Tree:
+def plant(root, configs, *, iommu=None):
     folder = root / "sys/devices/pci0000:00"
     for port, data in zip(PORTS, configs, strict=True):
         folder /= port
@@ -167,7 +162,7 @@ def plant(root: Path, configs: tuple[bytes, bytes, bytes], *, iommu: str | None 
 QUIET = (config(ROOT, 0), config(UPSTREAM, None), config(DOWNSTREAM, 0))
 
 
-def test_a_switch_port_that_redirects_is_named_with_its_bits(tmp_path: Path) -> None:
+def test_a_switch_port_that_redirects_is_named_with_its_bits(tmp_path):
     tree = plant(tmp_path, (config(ROOT, 0x1D), config(UPSTREAM, None), config(DOWNSTREAM, 0x1D)))
     found = pci_path.read_pci_path(tree, ADDRESS)
     assert found is not None
@@ -176,7 +171,7 @@ def test_a_switch_port_that_redirects_is_named_with_its_bits(tmp_path: Path) -> 
     assert (found.hidden, found.iommu, found.is_translated) == (False, "", False)
 
 
-def test_only_a_switch_port_redirects_wherever_its_acs_stands() -> None:
+def test_only_a_switch_port_redirects_wherever_its_acs_stands():
     for before in (True, False):
         assert pci_path.redirects(config(DOWNSTREAM, 0x04, before=before)) == ("request redirect",)
     # Off, source validation, blocking, egress; an endpoint, a legacy one, a root port, an upstream port.
@@ -189,17 +184,16 @@ def test_only_a_switch_port_redirects_wherever_its_acs_stands() -> None:
         assert pci_path.redirects(data) == ()
 
 
-def test_lists_that_run_in_a_circle_end() -> None:
+def test_lists_that_run_in_a_circle_end():
     data = bytearray(config(DOWNSTREAM, None, before=False))
     data[0x100:0x104] = struct.pack("<I", 0x0001 | 0x100 << 20)
     data[0x68:0x6A] = bytes((0x11, 0x68))
     assert pci_path.redirects(bytes(data)) == ()
 
 
-def test_without_root_the_ports_are_hidden(tmp_path: Path) -> None:
+def test_without_root_the_ports_are_hidden(tmp_path):
     cut = tuple(data[:64] for data in (config(ROOT, 4), config(UPSTREAM, 4), config(DOWNSTREAM, 4)))
-    found = pci_path.read_pci_path(plant(tmp_path, cut), ADDRESS)  # type: ignore[arg-type]  # three of them
-    assert found is not None
+    found = pci_path.read_pci_path(plant(tmp_path, cut), ADDRESS)
     assert (found.hidden, found.redirecting) == (True, ())
 
 
@@ -207,14 +201,13 @@ def test_without_root_the_ports_are_hidden(tmp_path: Path) -> None:
     ("kind", "translated"),
     [("DMA", True), ("DMA-FQ", True), ("identity", False), ("blocked", False), (None, False)],
 )
-def test_the_iommu_is_known_by_the_gpu_s_group(tmp_path: Path, kind: str | None, translated: bool) -> None:
+def test_the_iommu_is_known_by_the_gpu_s_group(tmp_path, kind, translated):
     found = pci_path.read_pci_path(plant(tmp_path, QUIET, iommu=kind), ADDRESS)
-    assert found is not None
     assert (found.iommu, found.is_translated, found.pci) == (kind or "", translated, "0000:3b:00.0")
 
 
 @pytest.mark.parametrize("pci", [None, "", "nonsense", "00000000:99:00.0"])
-def test_a_gpu_that_the_kernel_does_not_show_has_no_path(tmp_path: Path, pci: str | None) -> None:
+def test_a_gpu_that_the_kernel_does_not_show_has_no_path(tmp_path, pci):
     assert pci_path.read_pci_path(plant(tmp_path, QUIET), pci) is None
 
 
@@ -222,7 +215,7 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Rele
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05"
 
 
-def look(folder: Path, *, driver: str | None = OPEN, module: str = "", release: str = "6.8.0-45-generic") -> PeerMemory:
+def look(folder, *, driver=OPEN, module="", release="6.8.0-45-generic"):
     if driver is not None:
         (folder / "proc/driver/nvidia").mkdir(parents=True)
         (folder / "proc/driver/nvidia/version").write_text(driver)
@@ -234,14 +227,14 @@ def look(folder: Path, *, driver: str | None = OPEN, module: str = "", release: 
 
 
 @pytest.mark.parametrize("module", ["nvidia_peermem", "nv_peer_mem", "efa_nv_peermem"])
-def test_a_loaded_module_is_a_way(tmp_path: Path, module: str) -> None:
+def test_a_loaded_module_is_a_way(tmp_path, module):
     found = look(tmp_path, driver=CLOSED, module=module)
     assert found.is_reachable
     assert str(found) == f"module {module}"
 
 
 @pytest.mark.parametrize("release", ["5.12.0", "5.15.0-1063-nvidia", "6.1"])
-def test_a_kernel_with_dma_buf_needs_no_module(tmp_path: Path, release: str) -> None:
+def test_a_kernel_with_dma_buf_needs_no_module(tmp_path, release):
     assert look(tmp_path, release=release) == PeerMemory(module="", why_no_dma_buf="")
     assert str(PeerMemory(module="", why_no_dma_buf="")) == "DMA-BUF"
 
@@ -256,8 +249,8 @@ def test_a_kernel_with_dma_buf_needs_no_module(tmp_path: Path, release: str) -> 
     ],
     ids=["closed driver", "old kernel", "no version", "no driver"],
 )
-def test_what_is_missing_is_named(tmp_path: Path, settings: dict[str, str], why: str) -> None:
-    found = look(tmp_path, **settings)  # type: ignore[arg-type]
+def test_what_is_missing_is_named(tmp_path, settings, why):
+    found = look(tmp_path, **settings)
     assert not found.is_reachable
     assert why in str(found)
     assert in_order(str(found), "DMA-BUF")

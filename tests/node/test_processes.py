@@ -1,11 +1,8 @@
 """Processes by their pids, programs with a deadline, and what others run on the GPUs."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import re
-from pathlib import Path
 
 import pytest
 from complaints import in_order
@@ -19,7 +16,7 @@ from pytest_gpucluster.node.processes import (
 )
 
 
-def test_a_process_has_its_user_and_command() -> None:
+def test_a_process_has_its_user_and_command():
     who = find_process(os.getpid())
     assert who.known
     assert who.user == pwd.getpwuid(os.getuid()).pw_name
@@ -27,13 +24,13 @@ def test_a_process_has_its_user_and_command() -> None:
     assert str(who).startswith(f"pid {os.getpid()} of user {who.user} (")
 
 
-def test_a_process_that_this_host_does_not_show_says_so(tmp_path: Path) -> None:
+def test_a_process_that_this_host_does_not_show_says_so(tmp_path):
     who = find_process(4711, proc=tmp_path)
     assert who == Process(pid=4711, known=False)
     assert in_order(str(who), "pid 4711")
 
 
-def test_a_zombie_has_its_name_and_an_unknown_user_its_number(tmp_path: Path) -> None:
+def test_a_zombie_has_its_name_and_an_unknown_user_its_number(tmp_path):
     folder = tmp_path / "7"
     folder.mkdir()
     (folder / "status").write_text("Name:\tpython\nState:\tZ (zombie)\nUid:\t3999999999\t0\t0\t0\n")
@@ -66,7 +63,7 @@ def test_a_program_that_hangs_is_killed_and_its_output_is_kept():
         os.kill(int(answer.text), 0)
 
 
-def test_processes_of_others_on_the_gpus_are_errors_and_this_job_s_are_not() -> None:
+def test_processes_of_others_on_the_gpus_are_errors_and_this_job_s_are_not():
     people = {7: Process(pid=7, user="ann", command="python train.py"), 8: Process(pid=8, known=False)}
     found = list(
         stale_process_findings("node-a", {5: 100, 7: 2 * 10**9, 8: None}, own={5}, find_process=people.__getitem__)

@@ -1,14 +1,9 @@
 """What a job can use of its allocation, what Slurm's commands report, and what a pod lacks."""
 
-from __future__ import annotations
-
 import os
 import stat
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -18,7 +13,6 @@ from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement.store import Board
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.node import host, scheduler
 from pytest_gpucluster.node.host import (
     Cgroup,
@@ -66,25 +60,25 @@ GIVEN = Allocation(gpus=4, cpus=16, memory_bytes=64 * GIB)
         ({"SLURM_CPUS_ON_NODE": "many"}, Allocation()),
     ],
 )
-def test_what_slurm_s_variables_give(case: tuple[Any, ...]) -> None:
+def test_what_slurm_s_variables_give(case):
     environ, given = case
     assert allocation(environ) == given
 
 
-def test_a_rank_reports_its_cpus_and_visible_devices() -> None:
+def test_a_rank_reports_its_cpus_and_visible_devices():
     place = place_of(3, {"CUDA_VISIBLE_DEVICES": "1"})
     assert place == {"rank": 3, "cpus": sorted(os.sched_getaffinity(0)), "visible_devices": "1"}
     assert place_of(3, {})["visible_devices"] is None
 
 
-def ranks(count: int = 4, *, visible: int = 4, uuids: int = 4) -> list[dict[str, Any]]:
+def ranks(count=4, *, visible=4, uuids=4):
     return [
         {"rank": rank, "gpu": {"uuid": f"GPU-{rank % uuids}", "index": rank}, "visible_gpus": visible}
         for rank in range(count)
     ]
 
 
-def places(count: int = 4, cpus: int = 16, *, devices: str | None = "0,1,2,3") -> list[dict[str, Any]]:
+def places(count=4, cpus=16, *, devices="0,1,2,3"):
     each = max(1, cpus // count)
     return [
         {"rank": rank, "cpus": [(rank * each + i) % cpus for i in range(each)], "visible_devices": devices}
@@ -92,15 +86,7 @@ def places(count: int = 4, cpus: int = 16, *, devices: str | None = "0,1,2,3") -
     ]
 
 
-def found(
-    given: Allocation = GIVEN,
-    places_: list[dict[str, Any]] | None = None,
-    who: list[dict[str, Any]] | None = None,
-    limit: int | None = 64 * GIB,
-    *,
-    versions: tuple[int, ...] = (2,),
-    on_cpu: bool = False,
-) -> list[Finding]:
+def found(given=GIVEN, places_=None, who=None, limit=64 * GIB, *, versions=(2,), on_cpu=False):
     return allocation_findings(
         "node-a",
         given,
@@ -111,7 +97,7 @@ def found(
     )
 
 
-def test_a_job_that_is_bound_as_it_was_given_has_no_findings() -> None:
+def test_a_job_that_is_bound_as_it_was_given_has_no_findings():
     assert found() == []
     assert found(who=ranks(visible=1)) == [], "each rank sees its own GPU only"
     assert found(limit=62 * GIB) == found(limit=66 * GIB) == [], "nearly the same"
@@ -137,14 +123,14 @@ THREE = {"who": ranks(visible=3, uuids=3), "places_": places(devices=None)}
         ({"limit": None, "versions": ()}, "note", "control group"),
     ],
 )
-def test_what_is_bound_otherwise_is_named(case: tuple[Any, ...]) -> None:
+def test_what_is_bound_otherwise_is_named(case):
     arguments, kind, words = case
     [finding] = found(**arguments)
     assert finding.kind == kind
     assert in_order(str(finding), words)
 
 
-def test_ranks_that_share_one_cpu_are_an_error_that_points_to_srun() -> None:
+def test_ranks_that_share_one_cpu_are_an_error_that_points_to_srun():
     one_cpu = [{"rank": rank, "cpus": [0], "visible_devices": None} for rank in range(4)]
     shared, fewer = found(places_=one_cpu)
     assert shared.kind == "environment"
@@ -167,11 +153,11 @@ POD = NodeSnapshot(
 )
 
 
-def test_a_pod_with_everything_has_no_findings() -> None:
+def test_a_pod_with_everything_has_no_findings():
     assert pod_findings(POD, nnodes=2) == pod_findings(replace(POD, cgroup=Cgroup(versions=(2,))), nnodes=2) == []
 
 
-def test_what_is_not_needed_is_not_demanded() -> None:
+def test_what_is_not_needed_is_not_demanded():
     for pod, nnodes in ((replace(POD, verbs=()), 1), (replace(POD, hcas=(), verbs=()), 2)):
         assert pod_findings(pod, nnodes=nnodes) == []
 
@@ -183,7 +169,7 @@ def test_what_is_not_needed_is_not_demanded() -> None:
         (replace(POD, verbs=()), "rdma", "2 (mlx5_0, mlx5_1)"),
     ],
 )
-def test_what_is_missing_is_an_error_that_says_what_to_add(case: tuple[Any, ...]) -> None:
+def test_what_is_missing_is_an_error_that_says_what_to_add(case):
     pod, code, words = case
     findings = pod_findings(pod, nnodes=2)
     assert [(one.code, one.kind) for one in findings] == [(f"kubernetes.{code}", "environment")]
@@ -191,7 +177,7 @@ def test_what_is_missing_is_an_error_that_says_what_to_add(case: tuple[Any, ...]
     assert findings[0].remedy
 
 
-def test_a_pod_is_read_from_what_the_kernel_shows(tmp_path: Path) -> None:
+def test_a_pod_is_read_from_what_the_kernel_shows(tmp_path):
     files = {
         "proc/self/mountinfo": "30 1 0:30 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
         "31 1 0:31 / /dev/shm rw - tmpfs shm rw\n",
@@ -214,11 +200,10 @@ def test_a_pod_is_read_from_what_the_kernel_shows(tmp_path: Path) -> None:
     assert (pod.cgroup.memory_bytes, pod.cgroup.cpus) == (32 * GIB, 8.0)
     assert pod.memory.shm == SharedMemory(kind="tmpfs", total_bytes=2 * GIB, free_bytes=GIB)
     assert (pod.hcas, pod.verbs) == (("mlx5_0",), ("uverbs0",))
-    assert pod.limits is not None
     assert pod.limits.may_lock_all
 
 
-def test_where_the_kernel_shows_nothing_nothing_is_known(tmp_path: Path) -> None:
+def test_where_the_kernel_shows_nothing_nothing_is_known(tmp_path):
     pod = read_node(Tree(root=tmp_path), host="node-a")
     assert (pod.cgroup, pod.memory.shm, pod.limits, pod.hcas, pod.verbs) == (Cgroup(), None, None, (), ())
     assert [one.code for one in pod_findings(pod, nnodes=2)] == ["kubernetes.resources"]
@@ -230,26 +215,26 @@ PING = Ping(up=("primary head",), down=(), seconds=0.1)
 class Commands:
     """Executables in a folder that is first on PATH."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder, monkeypatch):
         self.folder = folder
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
-    def say(self, name: str, output: str, code: int = 0, before: str = "", stderr: str = "") -> None:
+    def say(self, name, output, code=0, before="", stderr=""):
         path = self.folder / name
         begin = f'#!/bin/sh\necho "$@" > {path}.asked\n{before}\necho "{stderr}" >&2\n'
         path.write_text(f'{begin}cat <<"END"\n{output}\nEND\nexit {code}\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
-    def asked(self, name: str) -> list[str]:
+    def asked(self, name):
         return (self.folder / f"{name}.asked").read_text().split()
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+def commands(tmp_path, monkeypatch):
     return Commands(tmp_path, monkeypatch)
 
 
-def test_a_controller_that_answers_is_timed(commands: Commands) -> None:
+def test_a_controller_that_answers_is_timed(commands):
     commands.say("scontrol", "Slurmctld(primary) at head1 is UP\nSlurmctld(backup) at head2 is DOWN")
     found = ping()
     assert (found.up, found.down) == (("primary head1",), ("backup head2",))
@@ -258,7 +243,7 @@ def test_a_controller_that_answers_is_timed(commands: Commands) -> None:
 
 
 @of_each("case", [("Slurmctld(primary) at head1 is DOWN", 1), ("slurm_load_ctl_conf error", 1), ("", 0)])
-def test_no_controller_that_answers_is_an_error(commands: Commands, case: tuple[str, int]) -> None:
+def test_no_controller_that_answers_is_an_error(commands, case):
     output, code = case
     commands.say("scontrol", output, code)
     with pytest.raises(EnvironmentBroken, match="controller") as raised:
@@ -266,9 +251,7 @@ def test_no_controller_that_answers_is_an_error(commands: Commands, case: tuple[
     assert (output or "exit code 0") in str(raised.value)
 
 
-def test_a_command_that_does_not_end_or_is_not_there_is_an_error(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_does_not_end_or_is_not_there_is_an_error(commands, monkeypatch):
     commands.say("scontrol", "Slurmctld(primary) at head1 is UP", before="exec sleep 30")
     with pytest.raises(EnvironmentBroken, match=r"scontrol: no answer within 0\.2 s"):
         ping(answer_seconds=0.2)
@@ -277,7 +260,7 @@ def test_a_command_that_does_not_end_or_is_not_there_is_an_error(
         ping()
 
 
-def test_the_states_of_the_job_s_nodes_are_asked_for(commands: Commands) -> None:
+def test_the_states_of_the_job_s_nodes_are_asked_for(commands):
     commands.say("sinfo", "gpu-001|train*|up|allocated|none\ngpu-002|train*|up|Draining@|bad cable|x")
     assert node_states(["gpu-001", "gpu-002"], "train") == (
         NodeState(node="gpu-001", partition="train", available="up", state="allocated", reason=""),
@@ -289,13 +272,13 @@ def test_the_states_of_the_job_s_nodes_are_asked_for(commands: Commands) -> None
 
 
 @of_each("case", [("slurm_load_partitions: Unable to contact", 1), ("gpu-001 allocated", 0), ("", 0)])
-def test_what_is_no_list_of_states_is_an_error(commands: Commands, case: tuple[str, int]) -> None:
+def test_what_is_no_list_of_states_is_an_error(commands, case):
     commands.say("sinfo", *case)
     with pytest.raises(EnvironmentBroken, match="gpu-001"):
         node_states(["gpu-001"], None)
 
 
-def test_a_warning_is_not_part_of_the_answer(commands: Commands) -> None:
+def test_a_warning_is_not_part_of_the_answer(commands):
     warning = "sinfo: error: If munged is up, restart with --num-threads=10"
     commands.say("sinfo", "gpu-001|train*|up|mixed|none", stderr=warning)
     assert [one.state for one in node_states(["gpu-001"], "train")] == ["mixed"]
@@ -304,9 +287,7 @@ def test_a_warning_is_not_part_of_the_answer(commands: Commands) -> None:
         node_states(["gpu-001"], "train")
 
 
-def test_what_is_missing_in_a_container_is_reported_with_the_way_to_bring_it_in(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_in_a_container_is_reported_with_the_way_to_bring_it_in(commands, monkeypatch):
     commands.say("scontrol", "")
     monkeypatch.setenv("PATH", str(commands.folder))
     assert in_order(str(scheduler.why_unavailable()), "sinfo container")
@@ -314,25 +295,25 @@ def test_what_is_missing_in_a_container_is_reported_with_the_way_to_bring_it_in(
     assert scheduler.why_unavailable() is None
 
 
-def of(state: str, *, available: str = "up", reason: str = "") -> list[NodeState]:
+def of(state, *, available="up", reason=""):
     return [NodeState(node="gpu-001", partition="train", available=available, state=state, reason=reason)]
 
 
 @of_each("state", ["allocated", "mixed", "allocated+", "mixed-", "allocated$", "mixed@"])
-def test_a_node_that_runs_jobs_is_well(state: str) -> None:
+def test_a_node_that_runs_jobs_is_well(state):
     assert examine_slurm(PING, of(state), ["gpu-001"], "head") == []
     assert healthy_count(of(state), ["gpu-001"]) == 1
 
 
 @of_each("state", ["draining", "drained*", "down", "mixed*", "allocated^", "allocated#", "idle", "something new"])
-def test_a_node_in_another_state_is_named_with_slurm_s_reason(state: str) -> None:
+def test_a_node_in_another_state_is_named_with_slurm_s_reason(state):
     [finding] = examine_slurm(PING, of(state, reason="ECC errors"), ["gpu-001"], "head")
     assert (finding.code, finding.kind, str(finding.gpu)) == ("slurm.node", "environment", "gpu-001")
     assert in_order(finding.found, f"{state} (ECC errors)")
     assert healthy_count(of(state), ["gpu-001"]) == 0
 
 
-def test_a_node_that_sinfo_does_not_list_and_a_partition_that_is_not_up_are_named() -> None:
+def test_a_node_that_sinfo_does_not_list_and_a_partition_that_is_not_up_are_named():
     found = examine_slurm(PING, of("mixed", available="drain"), ["gpu-001", "gpu-002"], "head")
     assert [(one.code, one.kind, str(one.gpu)) for one in found] == [
         ("slurm.node", "environment", "gpu-002"),
@@ -343,7 +324,7 @@ def test_a_node_that_sinfo_does_not_list_and_a_partition_that_is_not_up_are_name
     assert (backup.kind, in_order(backup.found, "backup b")) == ("note", True)
 
 
-def test_the_nodes_of_the_job_are_slurm_s() -> None:
+def test_the_nodes_of_the_job_are_slurm_s():
     assert nodes_of_job({"SLURM_JOB_NODELIST": "gpu-[001-002,7]"}) == ["gpu-001", "gpu-002", "gpu-7"]
     assert nodes_of_job({"SLURM_NODELIST": "a"}) == ["a"]
     for environ in ({}, {"SLURM_JOB_NODELIST": "gpu-[1"}):
@@ -357,9 +338,7 @@ def test_the_nodes_of_the_job_are_slurm_s() -> None:
 
 
 @pytest.mark.parametrize(("partition", "asked"), [("train", "--partition"), (None, "--all")])
-def test_sinfo_is_never_asked_for_all_partitions_and_for_one(
-    commands: Commands, partition: str | None, asked: str
-) -> None:
+def test_sinfo_is_never_asked_for_all_partitions_and_for_one(commands, partition, asked):
     # Slurm 22.05: "Conflicting options, -a and -p, specified. Please choose one or the other."
     commands.say("sinfo", "n1|train*|up|mixed|none")
     assert [state.node for state in node_states(["n1"], partition)] == ["n1"]
@@ -369,12 +348,12 @@ def test_sinfo_is_never_asked_for_all_partitions_and_for_one(
 ENVIRON = {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "2"}
 
 
-def nvml(*processes: tuple[tuple[int, int | None], ...] | None) -> FakeNvml:
+def nvml(*processes):
     """GPUs with the processes on each; None: not supported."""
     return FakeNvml({f"GPU-{n}": {} if of is None else {"processes": of} for n, of in enumerate(processes)})
 
 
-def inventory(ranks: int = 2) -> list[dict[str, Any]]:
+def inventory(ranks=2):
     return [
         {
             "rank": rank,
@@ -390,7 +369,7 @@ def inventory(ranks: int = 2) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def clean_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_node(tmp_path, monkeypatch):
     """A node with two CPUs, of which each rank has one."""
     cpu = tmp_path / "sys/devices/system/cpu"
     cpu.mkdir(parents=True)
@@ -401,7 +380,7 @@ def clean_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def examined(asked: FakeNvml | None, *, silent: bool = False, environ: Mapping[str, str] = ENVIRON) -> list[Finding]:
+def examined(asked, *, silent=False, environ=ENVIRON):
     store = HashStore()
     sources = (
         None if asked is None else SimpleNamespace(nvml=asked, find_process=lambda pid: Process(pid=pid, user="ann"))
@@ -417,12 +396,12 @@ def examined(asked: FakeNvml | None, *, silent: bool = False, environ: Mapping[s
     return found
 
 
-def test_a_node_that_is_this_job_s_alone_has_no_findings() -> None:
+def test_a_node_that_is_this_job_s_alone_has_no_findings():
     assert examined(nvml(((100, 10),), ((101, None),))) == []
     assert examined(None, environ={"SLURM_CPUS_ON_NODE": "2"}) == [], "a rehearsal asks no GPU"
 
 
-def test_other_processes_on_the_gpus_are_named() -> None:
+def test_other_processes_on_the_gpus_are_named():
     [finding] = examined(nvml(((100, 10), (7, 10**9)), ((101, 10),)))
     assert (finding.code, finding.kind) == ("leftovers.process", "environment")
     assert finding.found.startswith("pid 7 of user ann")
@@ -434,7 +413,7 @@ def test_other_processes_on_the_gpus_are_named() -> None:
 @pytest.mark.parametrize(
     ("siblings", "kind"), [("0-1", "note"), (None, "environment")], ids=["one core", "cores are not known"]
 )
-def test_all_threads_of_the_allocated_cores_are_no_error(tmp_path: Path, siblings: str | None, kind: str) -> None:
+def test_all_threads_of_the_allocated_cores_are_no_error(tmp_path, siblings, kind):
     for cpu in range(2) if siblings else ():
         folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
@@ -444,7 +423,7 @@ def test_all_threads_of_the_allocated_cores_are_no_error(tmp_path: Path, sibling
     assert ("which are 1 cores" in finding.found) == (siblings is not None)
 
 
-def test_a_rank_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setattr(scheduler, "_WITHIN_SECONDS", 0.05)
     with pytest.raises(EnvironmentBroken, match="node-a: rank 1 "):
         examined(None, silent=True)

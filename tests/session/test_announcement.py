@@ -1,14 +1,10 @@
 """The hook pytest_gpucluster_verdict: called once, when everything is on disk, and unable to change the verdict."""
 
-from __future__ import annotations
-
 import json
 import textwrap
-from pathlib import Path
 
 import pytest
 import torchrun
-from sessions import Left, Project
 
 TOLD = """
 import json
@@ -34,14 +30,14 @@ PASS = "def test_a(measure): measure('inventory.ranks', 1, unit='ranks', record_
 FAIL = "def test_a(): assert 0"
 
 
-def told(project: Project) -> dict[str, object]:
+def told(project):
     """What the hook was told, which must be once."""
     [line] = (project.path / "told.jsonl").read_text().splitlines()
-    found: dict[str, object] = json.loads(line)
+    found = json.loads(line)
     return found
 
 
-def run(project: Project, suite: str, *options: str, conftest: str = TOLD) -> Left:
+def run(project, suite, *options, conftest=TOLD):
     project.suite(textwrap.dedent(suite), conftest=textwrap.dedent(conftest))
     return project.run(*options)
 
@@ -56,9 +52,7 @@ def run(project: Project, suite: str, *options: str, conftest: str = TOLD) -> Le
     ],
     ids=["passed", "failed", "interrupted", "refused before its first test"],
 )
-def test_it_is_called_once_with_everything_on_disk(
-    project: Project, suite: str, options: list[str], verdict: str, exit: int, results: list[str]
-) -> None:
+def test_it_is_called_once_with_everything_on_disk(project, suite, options, verdict, exit, results):
     left = run(project, suite, *options)
     seen = told(project)
     assert (left.exit, seen["verdict"], seen["exit"], seen["results"]) == (exit, verdict, exit, results)
@@ -66,10 +60,10 @@ def test_it_is_called_once_with_everything_on_disk(
     assert seen["files"] == FILES
     assert seen["reason"] == left.journal.reason
     if exit < 2:
-        assert len(seen["hosts"]) == 1  # type: ignore[arg-type]  # a list
+        assert len(seen["hosts"]) == 1
 
 
-def test_it_is_not_called_where_nothing_is_run(project: Project) -> None:
+def test_it_is_not_called_where_nothing_is_run(project):
     run(project, PASS, "--collect-only", conftest=TOLD)
     assert not (project.path / "told.jsonl").exists()
 
@@ -86,7 +80,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("exit", [0, 1])
-def test_whatever_goes_wrong_in_it_is_shown_and_changes_nothing(project: Project, exit: int) -> None:
+def test_whatever_goes_wrong_in_it_is_shown_and_changes_nothing(project, exit):
     plugins = {
         f"broken{number}": f"def pytest_gpucluster_verdict(record):\n    {what}\n" for number, what in enumerate(BROKEN)
     }
@@ -101,7 +95,7 @@ def test_whatever_goes_wrong_in_it_is_shown_and_changes_nothing(project: Project
         assert what.split(";")[-1].strip().split("+")[0] in left.stdout, "its traceback"
 
 
-def test_an_exclude_list_that_cannot_be_read_is_told(project: Project) -> None:
+def test_an_exclude_list_that_cannot_be_read_is_told(project):
     suite = """
     def test_a(artifacts):
         (artifacts.parents[1] / "exclude.txt").write_text("[slurm]")
@@ -112,7 +106,7 @@ def test_an_exclude_list_that_cannot_be_read_is_told(project: Project) -> None:
     assert "exclude.txt: " in left.stdout
 
 
-def test_a_report_that_could_not_be_made_is_named_and_nothing_else_is_lost(project: Project) -> None:
+def test_a_report_that_could_not_be_made_is_named_and_nothing_else_is_lost(project):
     suite = """
     def test_a(artifacts):
         (artifacts.parents[1] / "metrics.prom").mkdir()
@@ -124,7 +118,7 @@ def test_a_report_that_could_not_be_made_is_named_and_nothing_else_is_lost(proje
     assert told(project)["files"] == [name for name in FILES if name != "metrics.prom"]
 
 
-def test_with_workers_of_one_node_the_controller_calls_it_once(project: Project) -> None:
+def test_with_workers_of_one_node_the_controller_calls_it_once(project):
     project.suite(PASS, conftest=TOLD)
     left = project.run_apart("-n", "2", "--dist", "each", "--max-worker-restart=0")
     assert left.exit == 0, left.output
@@ -134,7 +128,7 @@ def test_with_workers_of_one_node_the_controller_calls_it_once(project: Project)
 # ---- with a launcher ------------------------------------------------------------------------------------------------
 
 
-def test_when_a_rank_is_lost_rank_0_still_calls_it_with_everything_on_disk(tmp_path: Path) -> None:
+def test_when_a_rank_is_lost_rank_0_still_calls_it_with_everything_on_disk(tmp_path):
     suite = """
     import os, signal
 

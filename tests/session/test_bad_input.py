@@ -1,12 +1,10 @@
 """What is asked for in a way that cannot work: a clear error, its exit code, and a report that is no pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sessions import CPU, Left, Project
+from sessions import CPU
 
 from pytest_gpucluster.session.startup import Startup
 
@@ -23,7 +21,7 @@ skus:
 
 
 @pytest.fixture
-def stale(project: Project) -> Project:
+def stale(project):
     """A project whose last run has passed, as its report says."""
     project.suite(SUITE)
     (project.path / "report.xml").write_text(STALE)
@@ -34,7 +32,7 @@ def stale(project: Project) -> Project:
     return project
 
 
-def refused(left: Left, *texts: str, exit: int = 4) -> None:
+def refused(left, *texts, exit=4):
     """Check that a session was refused with these texts, on the terminal and in the report."""
     assert left.exit == exit, left.output
     name = "usage" if exit == 4 else "preflight"
@@ -104,9 +102,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(("options", "texts"), OPTIONS.values(), ids=OPTIONS)
-def test_a_wrong_option_is_told_and_replaces_an_earlier_report(
-    stale: Project, options: list[str], texts: list[str]
-) -> None:
+def test_a_wrong_option_is_told_and_replaces_an_earlier_report(stale, options, texts):
     refused(stale.run(*options, device=None), *texts)
 
 
@@ -122,8 +118,8 @@ CONTRADICTIONS = {
 
 @pytest.mark.parametrize(("variables", "texts"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
 def test_contradictory_variables_of_a_launcher_are_told_and_replace_an_earlier_report(
-    stale: Project, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], texts: list[str]
-) -> None:
+    stale, monkeypatch, variables, texts
+):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     refused(stale.run(), "do not define a rank", "what to do: ", *texts)
@@ -141,9 +137,7 @@ def test_contradictory_variables_of_a_launcher_are_told_and_replace_an_earlier_r
         ("--junitxml=/proc/self/fd/1", ["--junitxml /proc/self/fd/1: "]),
     ],
 )
-def test_a_report_that_cannot_be_kept_is_refused_and_the_one_beside_the_journal_says_so(
-    stale: Project, option: str, texts: list[str]
-) -> None:
+def test_a_report_that_cannot_be_kept_is_refused_and_the_one_beside_the_journal_says_so(stale, option, texts):
     left = stale.run(option, junit=False)
     left.junit_path = Path("gpucluster-report/latest/junit.xml")
     refused(left, *texts)
@@ -151,25 +145,25 @@ def test_a_report_that_cannot_be_kept_is_refused_and_the_one_beside_the_journal_
     assert left.end == ("BROKEN", 4)
 
 
-def test_a_report_replaces_no_other_file(stale: Project) -> None:
+def test_a_report_replaces_no_other_file(stale):
     left = stale.run("--junitxml=bad.yaml", junit=False)
     assert left.exit == 4
     assert "bad.yaml: is a file that is no JUnit report" in left.output
     assert (stale.path / "bad.yaml").read_text() == BAD_LIMITS
 
 
-def test_a_report_at_dev_null_is_a_way_to_have_none(stale: Project) -> None:
+def test_a_report_at_dev_null_is_a_way_to_have_none(stale):
     stale.suite("def test_it(): pass")
     assert stale.run("--junitxml=/dev/null", junit=False).exit == 0
 
 
-def test_where_nothing_can_be_written_the_reason_is_still_told(stale: Project) -> None:
+def test_where_nothing_can_be_written_the_reason_is_still_told(stale):
     left = stale.run("--junitxml=file/report.xml", "--gpucluster-report-dir=file/reports", junit=False)
     assert left.exit == 4
     assert "the directory of --junitxml " in left.output
 
 
-def test_the_report_directory_of_the_command_line_counts_although_another_option_is_wrong(stale: Project) -> None:
+def test_the_report_directory_of_the_command_line_counts_although_another_option_is_wrong(stale):
     left = stale.run("--gpucluster-device=gpu", "--gpucluster-report-dir=elsewhere", device=None)
     assert left.exit == 4
     assert (stale.path / "elsewhere" / "latest" / "journal.jsonl").exists()
@@ -177,7 +171,7 @@ def test_the_report_directory_of_the_command_line_counts_although_another_option
 
 
 @pytest.mark.parametrize("options", [["no/such/dir"], ["test_it.py::test_no_such"]])
-def test_a_path_that_is_not_there_replaces_an_earlier_report(stale: Project, options: list[str]) -> None:
+def test_a_path_that_is_not_there_replaces_an_earlier_report(stale, options):
     left = stale.run(*options)
     assert left.exit == 4
     assert left.end == ("BROKEN", 4)
@@ -185,12 +179,11 @@ def test_a_path_that_is_not_there_replaces_an_earlier_report(stale: Project, opt
     assert options[0] in left.output
 
 
-def test_of_many_ranks_with_different_problems_a_few_are_told_and_the_others_counted() -> None:
+def test_of_many_ranks_with_different_problems_a_few_are_told_and_the_others_counted():
     who = {rank: {"problem": f"rank {rank} has no GPU\nwhat to do: look", "exit": 4} for rank in range(16)}
     refusal = Startup(SimpleNamespace(config=SimpleNamespace(pluginmanager=pytest.PytestPluginManager())))._check(
         {**who, 15: {"problem": who[2]["problem"], "exit": 4}}
     )
-    assert refusal is not None
     assert (refusal.message, refusal.exit) == ("rank 0 has no GPU", 4)
     assert refusal.text.count("has no GPU") == 4
     assert refusal.text.splitlines()[-1] == "and 11 other problems"

@@ -1,7 +1,5 @@
 """Process groups: gloo's for real, and what is asked of torch for NCCL where there is no GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,11 +1,8 @@
 """What rank 0 says on pytest's terminal: a header, a line for each criterion beside pytest's own word, a summary."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
-from sessions import Left, Project
 
 from pytest_gpucluster.judge import loader
 
@@ -35,12 +32,12 @@ SUITE = """
 
 
 @pytest.fixture(autouse=True)
-def at_80_columns(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def at_80_columns(project, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("GPUCLUSTER_HOSTNAME", "node-a")
 
 
-def between(left: Left, first: str, last: str) -> list[str]:
+def between(left, first, last):
     """The lines of the terminal from one that begins so to one that begins so."""
     lines = left.stdout.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith(first))
@@ -48,7 +45,7 @@ def between(left: Left, first: str, last: str) -> list[str]:
     return lines[begin:end]
 
 
-def test_a_criterion_has_a_line_of_its_own(project: Project) -> None:
+def test_a_criterion_has_a_line_of_its_own(project):
     project.suite(SUITE)
     left = project.run()
     told = between(left, "test_it.py", "===")
@@ -63,9 +60,7 @@ def test_a_criterion_has_a_line_of_its_own(project: Project) -> None:
     ]
 
 
-def test_verbose_has_the_number_under_the_word_and_the_short_summary_begins_with_the_culprit(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verbose_has_the_number_under_the_word_and_the_short_summary_begins_with_the_culprit(project, monkeypatch):
     project.suite(SUITE)
     monkeypatch.setenv("COLUMNS", "100")
     left = project.run("-v", "-rA")
@@ -85,7 +80,7 @@ def test_verbose_has_the_number_under_the_word_and_the_short_summary_begins_with
     assert left.verdicts["test_slow"].startswith("failure: matmul.fp32.tflops 0.000001 TFLOPS < 0.0005 TFLOPS")
 
 
-def test_colour_is_pytest_s(project: Project) -> None:
+def test_colour_is_pytest_s(project):
     project.suite(SUITE)
     coloured = project.run("--color=yes")
     # pytest writes a line feed between the codes of a letter and its colour.
@@ -93,7 +88,7 @@ def test_colour_is_pytest_s(project: Project) -> None:
     assert "\x1b[31mFAILED\x1b[0m  slow" in coloured.stdout
 
 
-def test_the_summary_tells_what_the_journal_cannot(project: Project) -> None:
+def test_the_summary_tells_what_the_journal_cannot(project):
     # The recorder is stopped, as it is on a disk that takes nothing: what rank 0 has sent it knows by itself.
     project.suite(
         """
@@ -117,7 +112,7 @@ def test_the_summary_tells_what_the_journal_cannot(project: Project) -> None:
     assert left.stdout.splitlines()[-1].startswith("BROKEN (a REHEARSAL")
 
 
-def test_a_name_cannot_act_on_the_terminal(project: Project) -> None:
+def test_a_name_cannot_act_on_the_terminal(project):
     project.suite(
         """
         import pytest
@@ -134,7 +129,7 @@ def test_a_name_cannot_act_on_the_terminal(project: Project) -> None:
     assert "\u202e" not in left.stdout.partition("Criteria:")[2]
 
 
-def test_local_workers_are_told_once_for_all(project: Project) -> None:
+def test_local_workers_are_told_once_for_all(project):
     project.suite(SUITE)
     left = project.run_apart(
         "-n", "2", "--dist", "each", "--max-worker-restart=0", "-p", "no:randomly", more={"COLUMNS": "80"}

@@ -1,7 +1,5 @@
 """A pass with looser limits, reruns over a missed limit or a weaker workload is no plain pass: exit code 12."""
 
-from __future__ import annotations
-
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -9,7 +7,6 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from sessions import Project
 
 from pytest_gpucluster.config.workload_loader import Override, load
 from pytest_gpucluster.journal.records import TestResult
@@ -117,7 +114,7 @@ def test_a_workload_is_weaker_unless_it_surely_asks_for_as_much(override, weaker
     assert [text.partition("=")[0] for text in found] == ([override.partition("=")[0]] if weaker else [])
 
 
-def run(project: Project, *options, fault="None"):
+def run(project, *options, fault="None"):
     project.suite(TEST.format(fault=fault), conftest=AS_ON_GPUS)
     (project.path / "criteria.txt").write_text("test_it.py::test_it\n")
     return project.run("--gpucluster-sku=H100 SXM", *options)

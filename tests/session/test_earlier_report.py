@@ -1,11 +1,8 @@
 """An earlier run's JUnit file never passes for this one's, and two runs do not write one file."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest
-from sessions import Project
 
 from pytest_gpucluster.session import rejected_run
 
@@ -20,7 +17,7 @@ EARLIER = "<testsuites><testsuite><testcase name='earlier'/></testsuite></testsu
         pytest.param("", ("--no-such-option",), 4, id="an unknown option"),
     ],
 )
-def test_a_run_that_ends_before_it_begins_replaces_the_report(project: Project, conftest, options, code):
+def test_a_run_that_ends_before_it_begins_replaces_the_report(project, conftest, options, code):
     project.suite("def test_it(): pass", conftest=conftest)
     (project.path / "report.xml").write_text(EARLIER)
     left = project.run_apart(*options)
@@ -29,7 +26,7 @@ def test_a_run_that_ends_before_it_begins_replaces_the_report(project: Project, 
     assert (left.properties["verdict"], left.properties["exit"]) == ("BROKEN", "4")
 
 
-def test_a_rank_0_that_is_killed_in_its_conftest_leaves_a_report_under_torchrun(project: Project):
+def test_a_rank_0_that_is_killed_in_its_conftest_leaves_a_report_under_torchrun(project):
     project.suite("def test_it(): pass", conftest="import os; os.kill(os.getpid(), 9)")
     left = project.run_apart(more={"TORCHELASTIC_ERROR_FILE": str(project.path / "error.json")})
     assert left.exit == -9
@@ -55,14 +52,14 @@ def test_rank_0_alone_replaces_the_report(tmp_path, variables, is_replaced):
 
 
 @pytest.mark.parametrize("options", [("--collect-only",), ("--version",)])
-def test_what_runs_nothing_leaves_the_report(project: Project, options):
+def test_what_runs_nothing_leaves_the_report(project, options):
     project.suite("def test_it(): pass")
     (project.path / "report.xml").write_text(EARLIER)
     project.run(*options)
     assert (project.path / "report.xml").read_text() == EARLIER
 
 
-def test_a_second_run_with_the_same_file_is_refused_while_the_first_is_alive(project: Project, monkeypatch):
+def test_a_second_run_with_the_same_file_is_refused_while_the_first_is_alive(project, monkeypatch):
     project.suite("def test_it(): pass")
     file = project.path / "report.xml"
     first = rejected_run.claim(file)
@@ -84,7 +81,7 @@ def test_a_file_is_claimed_once_by_whatever_path(tmp_path):
     found[0].close()
 
 
-def test_what_is_no_report_is_not_replaced(project: Project):
+def test_what_is_no_report_is_not_replaced(project):
     project.suite("def test_it(): pass", conftest="raise RuntimeError('no')")
     (project.path / "report.xml").write_text("schema_version: 1\n")
     assert project.run_apart().exit == 4

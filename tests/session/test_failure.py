@@ -5,7 +5,6 @@ import traceback
 import weakref
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -46,12 +45,12 @@ OTHERS = {
 
 
 @pytest.fixture
-def printed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
+def printed(pytester, monkeypatch):
     """Run one failing test whose report says what the ranks agreed on; return what pytest prints."""
 
     monkeypatch.setenv("COLUMNS", "120")
 
-    def run(*arguments: str, **merged: Any) -> pytest.RunResult:
+    def run(*arguments, **merged):
         pytester.makeconftest(CONFTEST.replace("MERGED", repr(merged)).replace("\\\\n", "\\n"))
         pytester.makepyfile(test_it=TEST)
         result = pytester.runpytest_inprocess(*QUICK, "-s", *arguments)
@@ -61,7 +60,7 @@ def printed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_a_failure_of_another_rank_is_shown_instead_of_rank_0s_own(printed: Any) -> None:
+def test_a_failure_of_another_rank_is_shown_instead_of_rank_0s_own(printed):
     result = printed(**OTHERS)
     result.stdout.fnmatch_lines(
         [
@@ -76,7 +75,7 @@ def test_a_failure_of_another_rank_is_shown_instead_of_rank_0s_own(printed: Any)
     result.stdout.no_fnmatch_line("*value == 42*")
 
 
-def test_where_rank_0_alone_failed_its_own_traceback_is_shown_with_the_name_of_the_rank(printed: Any) -> None:
+def test_where_rank_0_alone_failed_its_own_traceback_is_shown_with_the_name_of_the_rank(printed):
     result = printed(message="rank 0 (gpu-06): assert 41 == 42", text="unused", culprits=[0])
     result.stdout.fnmatch_lines(
         ["*= FAILURES =*", ">   *assert value == 42", "E   *assert 41 == 42", "rank 0 (gpu-06): assert 41 == 42"]
@@ -93,14 +92,14 @@ def test_where_rank_0_alone_failed_its_own_traceback_is_shown_with_the_name_of_t
         pytest.param({"culprits": []}, id="no culprit"),
     ],
 )
-def test_where_more_is_to_be_told_the_merged_text_is_shown(printed: Any, more: dict[str, Any]) -> None:
+def test_where_more_is_to_be_told_the_merged_text_is_shown(printed, more):
     result = printed(message="m", text="the merged text", **more)
     result.stdout.fnmatch_lines(["*= FAILURES =*", "the merged text"])
     result.stdout.no_fnmatch_line("*assert value == 42*")
 
 
 @pytest.mark.parametrize("style", ["long", "short", "native", "line"])
-def test_every_style_of_traceback_names_the_rank(printed: Any, style: str) -> None:
+def test_every_style_of_traceback_names_the_rank(printed, style):
     result = printed(f"--tb={style}", **OTHERS)
     lines = [line for line in result.outlines if line.startswith("rank 3 (gpu-07)")]
     assert lines
@@ -113,7 +112,7 @@ def test_every_style_of_traceback_names_the_rank(printed: Any, style: str) -> No
 class BadText(Exception):
     """An exception that cannot say what it is."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise ValueError("no text")
 
     __repr__ = __str__
@@ -128,29 +127,27 @@ class BadText(Exception):
         pytest.param(BadText(), "BadText: (its text cannot be read: ValueError)", id="one that cannot say what it is"),
     ],
 )
-def test_a_failure_is_summed_up_by_its_kind_and_its_text(error: BaseException, expected: str) -> None:
+def test_a_failure_is_summed_up_by_its_kind_and_its_text(error, expected):
     assert summary_of(error) == expected
 
 
 @pytest.mark.parametrize(("name", "hint"), [("gpu", "gpucluster_gpu"), ("no_such", "not found")])
-def test_a_fixture_that_is_missing_is_named_with_what_to_ask_for(
-    request: pytest.FixtureRequest, name: str, hint: str
-) -> None:
+def test_a_fixture_that_is_missing_is_named_with_what_to_ask_for(request, name, hint):
     text = summary_of(pytest.FixtureLookupError(name, request))
     assert f"'{name}'" in text
     assert hint in text
     assert "object at 0x" not in text
 
 
-def test_an_item_that_cannot_show_its_failure_does_not_hide_it() -> None:
-    item: Any = SimpleNamespace(repr_failure=lambda excinfo: 1 // 0)
+def test_an_item_that_cannot_show_its_failure_does_not_hide_it():
+    item = SimpleNamespace(repr_failure=lambda excinfo: 1 // 0)
     with pytest.raises(KeyError) as raised:
         raise KeyError("x")
     assert re.match(r"KeyError \(.*: ZeroDivisionError\)$", traceback_of(item, "call", raised.value))
     assert re.match(r"KeyError \(.*: AssertionError\)$", traceback_of(item, "call", KeyError()))
 
 
-def report(**fields: Any) -> Any:
+def report(**fields):
     return SimpleNamespace(**{"skipped": False, "failed": True, "longrepr": None, "longreprtext": "", **fields})
 
 
@@ -167,7 +164,7 @@ def report(**fields: Any) -> Any:
         pytest.param(report(skipped=True, longreprtext="text"), "text", id="a skip of another kind"),
     ],
 )
-def test_a_report_is_summed_up_in_one_line(told: Any, expected: str) -> None:
+def test_a_report_is_summed_up_in_one_line(told, expected):
     assert line_of(told) == expected
     assert skip_reason(report(skipped=True, longrepr=("a.py", 3, "Skipped: one\ntwo"))) == "one\ntwo"
 
@@ -176,15 +173,15 @@ class Group:
     """Something that only frames hold."""
 
 
-def test_a_failure_that_is_kept_lets_go_of_what_its_frames_hold() -> None:
-    groups: list[weakref.ref[Group]] = []
+def test_a_failure_that_is_kept_lets_go_of_what_its_frames_hold():
+    groups = []
 
-    def waits() -> None:
+    def waits():
         group = Group()
         groups.append(weakref.ref(group))
         raise RuntimeError("cut")
 
-    def fails() -> None:
+    def fails():
         other = Group()
         groups.append(weakref.ref(other))
         try:
@@ -197,7 +194,6 @@ def test_a_failure_that_is_kept_lets_go_of_what_its_frames_hold() -> None:
     assert [group() is None for group in groups] == [False, False]
     # pytest looks at the locals of every frame that it may show; until Python 3.12 that leaves a copy of them.
     for error in (kept.value, kept.value.__cause__):
-        assert error is not None
         for frame, _ in traceback.walk_tb(error.__traceback__):
             assert isinstance(frame.f_locals, Mapping)
         del frame
@@ -213,10 +209,10 @@ class Several(Exception):
 
 
 @pytest.mark.parametrize("others", [(), ("no exception",)], ids=repr)
-def test_a_group_of_failures_lets_go_of_what_their_frames_hold_too(others: tuple[object, ...]) -> None:
-    groups: list[weakref.ref[Group]] = []
+def test_a_group_of_failures_lets_go_of_what_their_frames_hold_too(others):
+    groups = []
 
-    def fails() -> None:
+    def fails():
         group = Group()
         groups.append(weakref.ref(group))
         raise RuntimeError("cut")

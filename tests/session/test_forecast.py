@@ -1,7 +1,5 @@
 """What ``gpucluster doctor`` learns of a run from its collection: required tests, and why they would not run."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json
@@ -9,9 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from pytest_gpucluster.config.workload import CRITERIA
 from pytest_gpucluster.judge.loader import load, shipped_path
@@ -22,30 +17,30 @@ ACCEPTANCE = Path(__file__).parents[2] / "acceptance"
 TWO_NODES = Room(ranks=16, nodes=2, ranks_per_node=8)
 
 
-def item(nodeid: str, **values: Any) -> Any:
+def item(nodeid, **values):
     marks = {"criterion": nodeid.partition("::")[2], **values}
     named = {name: SimpleNamespace(args=(value,), kwargs={}) for name, value in marks.items()}
     return SimpleNamespace(nodeid=nodeid, get_closest_marker=named.get)
 
 
-def settings(**given: Any) -> Any:
+def settings(**given):
     return SimpleNamespace(**{"model": None, "scratch": None, "report_dir": Path("/"), **given})
 
 
-def skipped(nodeid: str, launched: Room = TWO_NODES, given: Any = None, **marks: Any) -> str:
+def skipped(nodeid, launched=TWO_NODES, given=None, **marks):
     [found] = forecast.required_tests([item(nodeid, **marks)], launched, TWO_NODES, given or settings())
     assert bool(found["skipped"]) == bool(found["remedy"]) or not found["skipped"]
     return str(found["skipped"])
 
 
-def test_a_test_with_room_as_declared_but_not_as_launched_is_required_and_skipped() -> None:
+def test_a_test_with_room_as_declared_but_not_as_launched_is_required_and_skipped():
     one = Room(ranks=8, nodes=1, ranks_per_node=8)
     assert skipped("test_links.py::test_x", one, needs_nodes=2) == "needs 2 nodes, and there is 1"
     found = forecast.required_tests([item("a::b", needs_nodes=3)], TWO_NODES, TWO_NODES, settings())
     assert found == []
 
 
-def test_missing_packages_inputs_and_a_folder_that_is_not_shared_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_inputs_and_a_folder_that_is_not_shared_are_named(monkeypatch):
     assert "were not given" in skipped("acceptance/test_qwen2_lora.py::test_qwen2_lora")
     given = Room(ranks=16, nodes=2, ranks_per_node=8, data=frozenset({"function_calls"}))
     assert skipped("test_qwen2_lora.py::test_qwen2_lora", given, settings(model="x")) == ""
@@ -72,7 +67,7 @@ sys.exit(forecast.main(sys.argv[1:]))
 """
 
 
-def test_elsewhere_ranks_and_sku_are_those_ordered_and_limits_that_only_record_are_deviations(tmp_path: Path) -> None:
+def test_elsewhere_ranks_and_sku_are_those_ordered_and_limits_that_only_record_are_deviations(tmp_path):
     file, own = tmp_path / "forecast.json", tmp_path / "own.yaml"
     own.write_text("schema_version: 1\nskus:\n  H100 SXM:\n    limits:\n      matmul.fp32.tflops: {record_only: off}\n")
     words = ["-m", "pytest", "acceptance/", "--gpucluster-expect=2x8xH100", f"--gpucluster-thresholds={own}"]
@@ -84,7 +79,7 @@ def test_elsewhere_ranks_and_sku_are_those_ordered_and_limits_that_only_record_a
     assert found["part"].count("recorded only") == 1
 
 
-def test_shipped_limits_are_no_deviation_and_conditions_that_do_not_hold_are_none(tmp_path: Path) -> None:
+def test_shipped_limits_are_no_deviation_and_conditions_that_do_not_hold_are_none(tmp_path):
     own, known = tmp_path / "own.yaml", {"world_size": "8", "nnodes": "1"}
     assert forecast.recorded_only(load(shipped_path()), "H100 SXM", known, list(CRITERIA)) == []
     for nodes, count in (("1", 1), ("2", 0)):
@@ -94,7 +89,7 @@ def test_shipped_limits_are_no_deviation_and_conditions_that_do_not_hold_are_non
         assert len(forecast.recorded_only(limits, "H100 SXM", known, list(CRITERIA))) == count
 
 
-def test_the_packages_are_those_that_the_suite_asks_for() -> None:
+def test_the_packages_are_those_that_the_suite_asks_for():
     asked = set()
     for path in ACCEPTANCE.glob("test_*.py"):
         for call in ast.walk(ast.parse(path.read_text())):

@@ -1,13 +1,11 @@
 """In a project that merely has the plugin installed, pytest behaves as without it."""
 
-from __future__ import annotations
-
 import re
 import sys
 import xml.etree.ElementTree as ET
 
 import pytest
-from sessions import Left, Process, Project, environment
+from sessions import Process, environment
 
 WITHOUT = ("-p", "no:gpucluster")
 SUITE = """
@@ -40,14 +38,14 @@ SUITE = """
 
 
 @pytest.fixture
-def plain(project: Project) -> Project:
+def plain(project):
     """A project that does not use the plugin."""
     project.ini("")
     project.suite(SUITE)
     return project
 
 
-def normalised(left: Left) -> str:
+def normalised(left):
     """Return what was printed, without times and without the line of plugins."""
     text = re.sub(r"\d+\.\d+s", "0s", left.output)
     lines = [line for line in text.splitlines() if not line.startswith("plugins: ")]
@@ -68,7 +66,7 @@ def normalised(left: Left) -> str:
     ],
     ids=" ".join,
 )
-def test_it_prints_and_returns_what_pytest_does(plain: Project, options: list[str]) -> None:
+def test_it_prints_and_returns_what_pytest_does(plain, options):
     found = [plain.run("-p", "no:cacheprovider", *extra, *options, device=None, junit=False) for extra in ((), WITHOUT)]
     assert normalised(found[0]) == normalised(found[1])
     assert found[0].exit == found[1].exit
@@ -76,8 +74,8 @@ def test_it_prints_and_returns_what_pytest_does(plain: Project, options: list[st
 
 
 @pytest.mark.parametrize("family", ["xunit2", "xunit1", "legacy"])
-def test_junit_is_pytests_own(plain: Project, family: str) -> None:
-    def report(*extra: str) -> str:
+def test_junit_is_pytests_own(plain, family):
+    def report(*extra):
         arguments = ["-p", "no:cacheprovider", "-o", f"junit_family={family}", "--junitxml=own.xml", *extra]
         # Here a warning is an error, and pytest warns of record_property in xunit2.
         left = plain.run("-W", "default::pytest.PytestWarning", *arguments, device=None, junit=False)
@@ -91,7 +89,7 @@ def test_junit_is_pytests_own(plain: Project, family: str) -> None:
     assert report() == report(*WITHOUT)
 
 
-def test_the_environment_does_not_turn_it_on(plain: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_does_not_turn_it_on(plain, monkeypatch):
     for name, value in {"DEVICE": "cpu", "EXPECT": "2x8", "DEADLINE": "soon", "REPORT_DIR": "elsewhere"}.items():
         monkeypatch.setenv(f"GPUCLUSTER_{name}", value)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "half"}.items():
@@ -112,7 +110,7 @@ atexit.register(tell)
 """
 
 
-def run_apart(plain: Project, *options: str) -> Left:
+def run_apart(plain, *options):
     command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", *options]
     with Process(command, plain.path, environment()) as process:
         left = process.wait()
@@ -121,7 +119,7 @@ def run_apart(plain: Project, *options: str) -> Left:
 
 
 @pytest.mark.parametrize("options", [["--help"], ["-q"], ["--fixtures"], ["--co"]], ids=" ".join)
-def test_nothing_heavy_is_loaded(plain: Project, options: list[str]) -> None:
+def test_nothing_heavy_is_loaded(plain, options):
     plain.suite("def test_it(): pass", conftest=HEAVY)
     left = run_apart(plain, *options)
     assert ("--gpucluster-device" in left.stdout) == (options == ["--help"])
@@ -132,7 +130,7 @@ def test_nothing_heavy_is_loaded(plain: Project, options: list[str]) -> None:
     assert own <= {"plugin", "errors", "session", "session.options"}
 
 
-def test_xdist_distributes_as_without_it_and_environment_variables_for_torch_are_left_alone(plain: Project) -> None:
+def test_xdist_distributes_as_without_it_and_environment_variables_for_torch_are_left_alone(plain):
     plain.suite(
         """
         import os, pytest

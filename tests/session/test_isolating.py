@@ -1,7 +1,5 @@
 """The search for who is to blame, in real sessions: torchrun over gloo, with faults in the fabric of some ranks."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

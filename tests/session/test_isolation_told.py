@@ -1,7 +1,5 @@
 """How what a search has found is told."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

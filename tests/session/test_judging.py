@@ -1,14 +1,10 @@
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from verdicts import LIMITS
 
-from pytest_gpucluster.agreement.exchange import Merged, RankOutcome, merge
+from pytest_gpucluster.agreement.exchange import RankOutcome, merge
 from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.journal.verdict import ACCEPTED, INCOMPLETE, decide
@@ -23,7 +19,7 @@ NAMES = {0: "rank 0 (gpu-06)", 1: "rank 1 (gpu-06)"}
 GOOD, SLOW, NAN = 731.0, 312.4, float("nan")
 
 
-def run(*, sku: str | None = "H100 SXM", rehearsal: bool = False) -> Any:
+def run(*, sku="H100 SXM", rehearsal=False):
     return SimpleNamespace(
         names=NAMES,
         rehearsal=rehearsal,
@@ -37,11 +33,11 @@ def run(*, sku: str | None = "H100 SXM", rehearsal: bool = False) -> Any:
     )
 
 
-def bf16(value: float, **more: Any) -> dict[str, Any]:
+def bf16(value, **more):
     return measurement(BF16, value, unit="TFLOPS", **more).to_json()
 
 
-def said(*values: float | None, kinds: Sequence[str] = ("passed", "passed")) -> list[RankOutcome]:
+def said(*values, kinds=("passed", "passed")):
     """What the ranks measured, None for a rank that measured nothing."""
     return [
         RankOutcome(
@@ -55,13 +51,11 @@ def said(*values: float | None, kinds: Sequence[str] = ("passed", "passed")) -> 
     ]
 
 
-def record(criterion: str | None = "matmul") -> TestRecord:
+def record(criterion="matmul"):
     return TestRecord(test=CollectedTest.of("a.py::test_matmul", ("a.py", 1, "test_matmul"), criterion))
 
 
-def judged(
-    outcomes: Sequence[RankOutcome], criterion: str | None = "matmul", *, sku: str | None = "H100 SXM"
-) -> tuple[Merged, Sequence[Mapping[str, Any]]]:
+def judged(outcomes, criterion="matmul", *, sku="H100 SXM"):
     test = record(criterion)
     return judge_merged(run(sku=sku), test, merge(outcomes, NAMES), outcomes), test.measurements
 
@@ -91,14 +85,12 @@ def judged(
         pytest.param(said(GOOD, None, kinds=("passed", "lost")), "matmul", "error", [1], id="a lost rank stays lost"),
     ],
 )
-def test_what_was_measured_and_what_happened_make_one_outcome(
-    outcomes: list[RankOutcome], criterion: str | None, outcome: str, culprits: list[int]
-) -> None:
+def test_what_was_measured_and_what_happened_make_one_outcome(outcomes, criterion, outcome, culprits):
     merged, _ = judged(outcomes, criterion)
     assert (merged.outcome, list(merged.culprits)) == (outcome, culprits)
 
 
-def test_a_missed_limit_names_rank_value_and_limit_in_one_line() -> None:
+def test_a_missed_limit_names_rank_value_and_limit_in_one_line():
     merged, _ = judged(said(GOOD, SLOW))
     assert merged.message.startswith(f"{BF16} 312.4 TFLOPS < 700 TFLOPS")
     assert "rank 1 (gpu-06)" in merged.message
@@ -108,30 +100,30 @@ def test_a_missed_limit_names_rank_value_and_limit_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(("values", "has_table"), [((GOOD, SLOW), True), ((GOOD, GOOD), False)])
-def test_the_terminal_shows_the_values_of_a_test_that_they_have_decided(values: Any, has_table: bool) -> None:
+def test_the_terminal_shows_the_values_of_a_test_that_they_have_decided(values, has_table):
     test, outcomes = record("matmul"), said(*values)
     merged = judge_merged(run(), test, merge(outcomes, NAMES), outcomes)
-    lines: list[str] = []
+    lines = []
     failure = MergedRepr(merged, SimpleNamespace(longrepr=None), test)
     failure.toterminal(SimpleNamespace(line=lambda text="", **_: lines.append(text)))
     assert any(">= 700" in line for line in lines) == has_table
 
 
-def measured(*values: float | Series) -> list[RankOutcome]:
+def measured(*values):
     return [
         RankOutcome(rank=rank, outcome="passed", measurements=[measurement(BF16, value, unit="TFLOPS").to_json()])
         for rank, value in enumerate(values)
     ]
 
 
-def test_a_rank_whose_value_is_not_sure_is_a_culprit_and_says_why() -> None:
+def test_a_rank_whose_value_is_not_sure_is_a_culprit_and_says_why():
     merged, _ = judged(measured(GOOD, Series(samples=(697, 703, 709), median=703, low=697, high=709)))
     assert (merged.outcome, list(merged.culprits)) == ("failed", [1])
     assert merged.ranks[0]["message"].startswith(f"{BF16} 703 TFLOPS is not surely above 700 TFLOPS: ")
     assert "697 to 709 TFLOPS" in merged.ranks[0]["message"]
 
 
-def test_a_rank_behind_the_others_is_a_culprit() -> None:
+def test_a_rank_behind_the_others_is_a_culprit():
     merged, [metric] = judged(measured(790.0, 710.0))
     assert (merged.outcome, list(merged.culprits)) == ("failed", [1])
     assert "710 TFLOPS is 0.8987 " in merged.ranks[0]["message"]
@@ -139,7 +131,7 @@ def test_a_rank_behind_the_others_is_a_culprit() -> None:
     assert (metric["ratio_to_median"], metric["worst_rank"]) == (pytest.approx(710 / 790), 1)
 
 
-def test_a_wrong_transport_is_a_failure_of_no_rank_in_particular() -> None:
+def test_a_wrong_transport_is_a_failure_of_no_rank_in_particular():
     label = {"size": "1 GB", "world_size": "16", "nnodes": "2", "transport": "NET/Socket"}
     value = measurement("nccl.all_reduce.busbw", 435.0, unit="GB/s", labels=label).to_json()
     merged, _ = judged([RankOutcome(rank=rank, outcome="passed", measurements=[value]) for rank in NAMES])
@@ -147,19 +139,19 @@ def test_a_wrong_transport_is_a_failure_of_no_rank_in_particular() -> None:
     assert merged.message.index("NET/Socket") < merged.message.index("NET/IB")
 
 
-def test_a_criterion_without_a_measurement_says_so() -> None:
+def test_a_criterion_without_a_measurement_says_so():
     merged, measurements = judged(said(None, None))
     assert merged.message.startswith("criterion matmul has measured nothing")
     assert measurements == []
 
 
-def test_what_was_measured_goes_on_record_whatever_the_outcome() -> None:
+def test_what_was_measured_goes_on_record_whatever_the_outcome():
     for outcomes in (said(GOOD, GOOD), said(GOOD, SLOW), said(GOOD, GOOD, kinds=("error", "passed"))):
         _, measurements = judged(outcomes)
         assert [(m["metric"], list(m["values"])) for m in measurements] == [(BF16, ["0", "1"])]
 
 
-def test_a_missed_limit_beside_an_error_keeps_the_errors_text_and_blames_no_victim() -> None:
+def test_a_missed_limit_beside_an_error_keeps_the_errors_text_and_blames_no_victim():
     merged, _ = judged(said(GOOD, SLOW, kinds=("error", "released")))
     assert merged.outcome == "failed"
     assert merged.text.endswith("not culprits: rank 1.")
@@ -169,7 +161,7 @@ def test_a_missed_limit_beside_an_error_keeps_the_errors_text_and_blames_no_vict
     assert merged.group_invalid
 
 
-def test_a_gpu_without_limits_is_never_a_pass() -> None:
+def test_a_gpu_without_limits_is_never_a_pass():
     merged, _ = judged(said(GOOD, GOOD), sku=None)
     assert merged.outcome == "error"
     assert "unknown GPU" in merged.message
@@ -190,9 +182,7 @@ def test_a_gpu_without_limits_is_never_a_pass() -> None:
         ),
     ],
 )
-def test_a_measurement_that_cannot_be_read_is_an_error_and_not_the_end_of_rank_0(
-    bad: dict[str, Any], message: str
-) -> None:
+def test_a_measurement_that_cannot_be_read_is_an_error_and_not_the_end_of_rank_0(bad, message):
     for kinds, outcome in ((("passed", "passed"), "error"), (("passed", "failed"), "failed")):
         outcomes = said(GOOD, GOOD, kinds=kinds)
         outcomes[1] = RankOutcome(rank=1, outcome=kinds[1], message="m1", measurements=[bad])
@@ -201,8 +191,8 @@ def test_a_measurement_that_cannot_be_read_is_an_error_and_not_the_end_of_rank_0
         assert merged.message.startswith(message if outcome == "error" else "rank 1 (gpu-06): m1")
 
 
-def test_a_criterion_whose_values_the_limits_file_only_records_is_not_judged() -> None:
-    def values(*, record_only: bool) -> list[RankOutcome]:
+def test_a_criterion_whose_values_the_limits_file_only_records_is_not_judged():
+    def values(*, record_only):
         measured = measurement(
             "nccl.all_reduce.busbw", 12.0, unit="GB/s", labels={"size": "1 GB"}, record_only=record_only
         )
@@ -225,7 +215,7 @@ def test_a_criterion_whose_values_the_limits_file_only_records_is_not_judged() -
     [("H100 SXM", False, True), ("GH200", False, False), ("GH200", True, True)],
     ids=["with a floor", "recorded on this SKU", "in a rehearsal"],
 )
-def test_a_ratio_to_the_other_links_does_not_stand_for_their_rate(sku: str, rehearsal: bool, is_judged: bool) -> None:
+def test_a_ratio_to_the_other_links_does_not_stand_for_their_rate(sku, rehearsal, is_judged):
     labels = {"nnodes": 1, "world_size": 2}
     values = [
         measurement("link.bandwidth", 300.0, unit="GB/s", labels=labels).to_json(),
@@ -241,7 +231,7 @@ def test_a_ratio_to_the_other_links_does_not_stand_for_their_rate(sku: str, rehe
     assert is_judged or all(words in found.reason for words in ("links", "link.bandwidth", sku, "calibrate"))
 
 
-def test_a_slow_node_is_called_by_its_host() -> None:
+def test_a_slow_node_is_called_by_its_host():
     """Four ranks on two nodes, of which one is slow throughout."""
     outcomes = said(GOOD, GOOD, SLOW, SLOW - 1, kinds=("passed",) * 4)
     names = {rank: f"rank {rank}" for rank in range(4)}
@@ -254,7 +244,7 @@ def test_a_slow_node_is_called_by_its_host() -> None:
     assert merged.culprits == [2, 3]
 
 
-def noisy(rank: int, value: float) -> RankOutcome:
+def noisy(rank, value):
     series = Series(samples=(value,) * 3, median=value, low=value, high=value, inconclusive="it varies")
     measured = measurement(BF16, series, unit="TFLOPS")
     return RankOutcome(rank=rank, outcome="passed", measurements=[measured.to_json()])
@@ -272,9 +262,7 @@ def noisy(rank: int, value: float) -> RankOutcome:
         ),
     ],
 )
-def test_values_that_do_not_settle_skip_a_rehearsal_and_nothing_else(
-    outcomes: Sequence[RankOutcome], rehearsal: bool, outcome: str
-) -> None:
+def test_values_that_do_not_settle_skip_a_rehearsal_and_nothing_else(outcomes, rehearsal, outcome):
     test = record()
     merged = judge_merged(run(rehearsal=rehearsal), test, merge(outcomes, NAMES), outcomes)
     assert (merged.outcome, merged.too_slow) == (outcome, outcome == "skipped")

@@ -1,7 +1,5 @@
 """The GPUs of one node without a launcher: N workers' reports become one testcase, one verdict, one report."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -9,7 +7,7 @@ import textwrap
 import time
 
 import pytest
-from sessions import DEADLINE_SECONDS, Left, Project
+from sessions import DEADLINE_SECONDS
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal import journal
@@ -21,13 +19,13 @@ RANK = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 """
 
 
-def local(project: Project, suite: str, *options: str) -> Left:
+def local(project, suite, *options):
     """Run a suite on two workers."""
     project.suite(HEAD + textwrap.dedent(suite))
     return project.run_apart(*WORKERS, *options)
 
 
-def test_the_reports_of_two_workers_become_one_testcase_each(project: Project) -> None:
+def test_the_reports_of_two_workers_become_one_testcase_each(project):
     left = local(
         project,
         """
@@ -59,7 +57,7 @@ def test_the_reports_of_two_workers_become_one_testcase_each(project: Project) -
     (judged,) = left.journal.results[0].measurements
     assert (judged.value, judged.worst_rank, judged.values) == (1.0, 0, {0: 1.0, 1: 2.0})
     assert left.journal.run.world_size == 2
-    assert [place.rank for place in left.journal.cluster.ranks] == [0, 1]  # type: ignore[union-attr]  # there is one
+    assert [place.rank for place in left.journal.cluster.ranks] == [0, 1]
     assert "output of 0" in (left.case("test_speed[bf16]").findtext("system-out") or "")
     assert "[[PROPERTY|serial=4711]]" in (left.case("test_speed[bf16]").findtext("system-out") or "")
     assert len(re.findall("PASSED test_it.py::test_speed.bf16.", left.stdout)) == 1
@@ -71,7 +69,7 @@ def test_the_reports_of_two_workers_become_one_testcase_each(project: Project) -
     assert [case.attrib["name"] for case in alone.cases] == [case.attrib["name"] for case in left.cases]
 
 
-def test_what_happens_on_one_worker_decides(project: Project) -> None:
+def test_what_happens_on_one_worker_decides(project):
     left = local(
         project,
         """
@@ -161,7 +159,7 @@ def test_what_happens_on_one_worker_decides(project: Project) -> None:
     assert f"{failed} failed, 1 passed, 1 skipped, 1 xfailed, {errors} errors in" in left.stdout
 
 
-def test_a_killed_worker_is_named_and_what_ran_before_is_kept(project: Project) -> None:
+def test_a_killed_worker_is_named_and_what_ran_before_is_kept(project):
     left = local(
         project,
         """
@@ -182,7 +180,7 @@ def test_a_killed_worker_is_named_and_what_ran_before_is_kept(project: Project) 
     assert len(left.cases) == 4
 
 
-def test_different_tests_in_the_workers_are_never_a_pass(project: Project) -> None:
+def test_different_tests_in_the_workers_are_never_a_pass(project):
     left = local(project, "@pytest.mark.parametrize('value', range(2 + RANK))\ndef test_it(value): pass\n")
     assert (left.exit, left.end) == (11, ("BROKEN", 11)), left.output
     message = "different tests collected: rank 1 (gw1) alone has 1 test (test_it.py::test_it[2])"
@@ -192,20 +190,20 @@ def test_different_tests_in_the_workers_are_never_a_pass(project: Project) -> No
     assert left.last_line == ("BROKEN", 11, message)
 
 
-def test_an_import_error_on_one_worker_is_told(project: Project) -> None:
+def test_an_import_error_on_one_worker_is_told(project):
     left = local(project, "if RANK:\n    import no_such_module_here\ndef test_it(): pass\n")
     assert (left.exit, left.end) == (11, ("BROKEN", 11)), left.output
     assert "cannot collect test_it.py: ModuleNotFoundError" in left.verdicts["collection"]
     assert left.verdicts["test_it"].startswith("error: ")
 
 
-def test_an_import_error_on_all_workers_is_pytests_own_end(project: Project) -> None:
+def test_an_import_error_on_all_workers_is_pytests_own_end(project):
     left = local(project, "import no_such_module_here\n")
     assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
     assert "cannot collect test_it.py: ModuleNotFoundError" in left.verdicts["collection"]
 
 
-def test_a_worker_that_refuses_to_start_says_why(project: Project) -> None:
+def test_a_worker_that_refuses_to_start_says_why(project):
     project.pytester.makeconftest(
         "import os\nif os.environ.get('PYTEST_XDIST_WORKER') == 'gw1': os.environ['GPUCLUSTER_DEADLINE'] = 'soon'"
     )
@@ -222,7 +220,7 @@ def test_a_worker_that_refuses_to_start_says_why(project: Project) -> None:
         ("--maxfail=2", {"test_fails": "failure", "test_fails_too": "failure"}),
     ],
 )
-def test_stopping_counts_merged_failures(project: Project, option: str, verdicts: dict[str, str]) -> None:
+def test_stopping_counts_merged_failures(project, option, verdicts):
     left = local(
         project,
         """
@@ -239,13 +237,13 @@ def test_stopping_counts_merged_failures(project: Project, option: str, verdicts
     assert found == {**verdicts, "test_slow": "skipped"}
 
 
-def test_a_selection_of_nothing_is_broken(project: Project) -> None:
+def test_a_selection_of_nothing_is_broken(project):
     left = local(project, "def test_it(): pass", "-k", "nothing_is_called_so")
     assert (left.exit, left.end) == (5, ("BROKEN", 5)), left.output
     assert [verdict.split(":")[0] for verdict in left.verdicts.values()] == ["error"]
 
 
-def test_of_reruns_on_one_worker_the_first_attempt_counts(project: Project) -> None:
+def test_of_reruns_on_one_worker_the_first_attempt_counts(project):
     pytest.importorskip("pytest_rerunfailures")
     left = local(
         project,
@@ -262,13 +260,13 @@ def test_of_reruns_on_one_worker_the_first_attempt_counts(project: Project) -> N
     assert left.verdicts["test_flaky"].startswith("failure: rank 1 (")
 
 
-def interrupted(project: Project, *, everybody: bool) -> Left:
+def interrupted(project, *, everybody):
     """Press Ctrl-C once all workers are in their long test, and the one before is in the journal.
 
     It reaches the controller, or all of its group.
     """
 
-    def is_there() -> bool:
+    def is_there():
         if not all((project.path / f"at{rank}").exists() for rank in (0, 1)):
             return False
         try:
@@ -287,7 +285,7 @@ def interrupted(project: Project, *, everybody: bool) -> Left:
 
 
 @pytest.mark.parametrize("everybody", [False, True], ids=["controller", "terminal"])
-def test_ctrl_c_leaves_a_report(project: Project, everybody: bool) -> None:
+def test_ctrl_c_leaves_a_report(project, everybody):
     project.suite(HEAD + "def test_before(): pass\ndef test_long():\n    open(f'at{RANK}', 'w')\n    time.sleep(30)\n")
     left = interrupted(project, everybody=everybody)
     assert (left.exit, left.end) == (2, ("BROKEN", 2)), left.output
@@ -308,7 +306,7 @@ inventory.identify = identify
 
 
 @pytest.mark.parametrize("workers", [3, 16])
-def test_more_workers_than_gpus_is_wrong_usage_that_says_how_many_there_are(project: Project, workers: int) -> None:
+def test_more_workers_than_gpus_is_wrong_usage_that_says_how_many_there_are(project, workers):
     project.suite("def test_it(): pass", conftest=SHOWN_GPUS)
     left = project.run_apart("-n", str(workers), *WORKERS[2:], device=None)
     assert left.exit == 4, left.output
@@ -317,7 +315,7 @@ def test_more_workers_than_gpus_is_wrong_usage_that_says_how_many_there_are(proj
     assert "created:" not in left.stdout, "no worker was started"
 
 
-def test_what_is_too_slow_on_one_worker_is_skipped(project: Project) -> None:
+def test_what_is_too_slow_on_one_worker_is_skipped(project):
     left = local(
         project,
         """
@@ -343,7 +341,7 @@ def test_what_is_too_slow_on_one_worker_is_skipped(project: Project) -> None:
     assert "1 too slow" in left.last_line[2]
 
 
-def test_a_test_whose_body_did_not_run_in_a_worker_is_no_pass(project: Project) -> None:
+def test_a_test_whose_body_did_not_run_in_a_worker_is_no_pass(project):
     project.pytester.makeconftest(
         """
         import os

@@ -1,20 +1,16 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from sessions import Project
 
 from pytest_gpucluster.session.selection import criterion_of, deadline_of, require_usable, turn_of
 
 
-def marker(name: str, /, *args: object, **kwargs: object) -> SimpleNamespace:
+def marker(name, /, *args, **kwargs):
     """A marker as pytest keeps it; pytest's own needs a session, which looks through the whole heap at its end."""
     return SimpleNamespace(name=name, args=args, kwargs=kwargs)
 
 
-def item_with(*marks: SimpleNamespace, name: str = "test_func") -> Any:
+def item_with(*marks, name="test_func"):
     """A test with these markers."""
     own = {mark.name: mark for mark in marks}
     return SimpleNamespace(name=name, nodeid=f"t.py::{name}", get_closest_marker=own.get)
@@ -30,9 +26,7 @@ def item_with(*marks: SimpleNamespace, name: str = "test_func") -> Any:
         (marker("deadline", seconds=0.5), None, 0.5),
     ],
 )
-def test_a_test_has_the_criterion_and_the_deadline_of_its_markers(
-    mark: SimpleNamespace, name: str | None, seconds: float
-) -> None:
+def test_a_test_has_the_criterion_and_the_deadline_of_its_markers(mark, name, seconds):
     item = item_with(mark)
     assert (criterion_of(item), deadline_of(item, 300.0)) == (name, seconds)
 
@@ -51,14 +45,12 @@ def test_a_test_has_the_criterion_and_the_deadline_of_its_markers(
         pytest.param(marker("first", "1"), r"first\(place\) needs a number, not '1'", id="a place in words"),
     ],
 )
-def test_a_marker_that_says_nothing_usable_is_a_usage_error_before_the_first_test(
-    mark: SimpleNamespace, told: str
-) -> None:
+def test_a_marker_that_says_nothing_usable_is_a_usage_error_before_the_first_test(mark, told):
     with pytest.raises(pytest.UsageError, match=told):
         require_usable([item_with(mark)])
 
 
-def test_what_finds_out_why_others_would_hang_comes_before_them() -> None:
+def test_what_finds_out_why_others_would_hang_comes_before_them():
     first, nccl = marker("first"), marker("nccl")
     items = [
         item_with(name="a"),
@@ -69,7 +61,7 @@ def test_what_finds_out_why_others_would_hang_comes_before_them() -> None:
     assert [one.name for one in sorted(items, key=turn_of)] == ["b", "d", "a", "c"]
 
 
-def test_the_markers_of_the_order_put_numbered_tests_first_and_the_last_ones_behind_a_soak() -> None:
+def test_the_markers_of_the_order_put_numbered_tests_first_and_the_last_ones_behind_a_soak():
     items = [
         item_with(marker("last"), name="last"),
         item_with(marker("soak"), name="soak"),
@@ -82,7 +74,7 @@ def test_the_markers_of_the_order_put_numbered_tests_first_and_the_last_ones_beh
     assert [item.name for item in sorted(items, key=turn_of)] == ["9", "10", "first", "a", "b", "soak", "last"]
 
 
-def test_the_markers_move_tests_of_a_session_and_leave_the_others_in_their_order(project: Project) -> None:
+def test_the_markers_move_tests_of_a_session_and_leave_the_others_in_their_order(project):
     project.suite(
         test_a="import pytest\n@pytest.mark.soak\ndef test_a(): pass\ndef test_b(): pass\n",
         test_z="import pytest\ndef test_y(): pass\n@pytest.mark.first\ndef test_z(): pass\n",

@@ -1,11 +1,8 @@
 """What nothing measured is no pass: values outside a test's call, GPUs without a rank, a rehearsal by a variable."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
-from sessions import Project
 
 from pytest_gpucluster.agreement.preflight import Expectation, gpus_without_a_rank
 from pytest_gpucluster.launch.launchers import Allocation, detect
@@ -47,7 +44,7 @@ def test_fewer_ranks_than_gpus_may_be_meant(who, facts, expectation):
     assert gpus_without_a_rank(who, facts, expectation) == ""
 
 
-def test_gpus_without_a_rank_are_a_skipped_testcase_and_leave_the_run_incomplete(project: Project, monkeypatch):
+def test_gpus_without_a_rank_are_a_skipped_testcase_and_leave_the_run_incomplete(project, monkeypatch):
     monkeypatch.setattr(startup.preflight, "gpus_without_a_rank", lambda *_: "node-a shows 8 GPUs and has 1 rank")
     project.suite("def test_it(): pass")
     left = project.run()
@@ -66,7 +63,7 @@ def test_gpus_without_a_rank_are_a_skipped_testcase_and_leave_the_run_incomplete
         ("answers", ("--gpucluster-device=cpu",), 0),
     ],
 )
-def test_a_rehearsal_on_a_node_with_gpus_must_be_asked_for(project: Project, monkeypatch, state, options, code):
+def test_a_rehearsal_on_a_node_with_gpus_must_be_asked_for(project, monkeypatch, state, options, code):
     gpu = PciGpu(address="0000:3b:00.0", state=state, detail="planted")
     monkeypatch.setattr(startup.pci, "unlisted_gpus", lambda listed: [gpu])
     monkeypatch.setenv("GPUCLUSTER_DEVICE", "cpu")
@@ -83,7 +80,7 @@ def test_a_rehearsal_on_a_node_with_gpus_must_be_asked_for(project: Project, mon
         pytest.param("yield; measured()", "test_it", id="after the test"),
     ],
 )
-def test_what_is_measured_outside_a_test_s_call_is_an_error(project: Project, body, name):
+def test_what_is_measured_outside_a_test_s_call_is_an_error(project, body, name):
     project.suite(f"""
         import pytest
 
@@ -102,7 +99,7 @@ def test_what_is_measured_outside_a_test_s_call_is_an_error(project: Project, bo
 
 
 @pytest.mark.parametrize("handler", ["os._exit, 0", "lambda: os._exit(0)"], ids=["itself", "by its name"])
-def test_no_atexit_handler_and_no_plugin_changes_the_exit_code(project: Project, handler: str):
+def test_no_atexit_handler_and_no_plugin_changes_the_exit_code(project, handler):
     project.suite(
         "def test_it(): assert False",
         conftest=f"""
@@ -138,7 +135,7 @@ _EXIT_CODE = """
 
 
 @pytest.mark.parametrize(("test", "code"), [("def test_it(): assert False", 1), ("", 5)], ids=["failed", "no test"])
-def test_a_plugin_that_suppresses_an_exit_code_does_not(project: Project, test: str, code: int):
+def test_a_plugin_that_suppresses_an_exit_code_does_not(project, test, code):
     project.suite(test or "# nothing here", conftest=_EXIT_CODE)
     left = project.run(f"--suppress={code}")
     assert left.exit == code, left.output

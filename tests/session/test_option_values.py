@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from pytest_gpucluster.errors import OptionError
@@ -7,12 +5,12 @@ from pytest_gpucluster.session.options import Timeouts, names_value, one_of, pos
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e400", "five", "", "5 s"])
-def test_seconds_are_a_positive_finite_number(text: str) -> None:
+def test_seconds_are_a_positive_finite_number(text):
     with pytest.raises(OptionError, match=r"is not a (positive )?number of seconds"):
         positive_seconds(text)
 
 
-def test_timeouts_are_read_by_name() -> None:
+def test_timeouts_are_read_by_name():
     assert Timeouts.parse("") == Timeouts()
     assert Timeouts.parse(" grace=2 , join=900 ,") == Timeouts(grace=2.0, join=900.0)
     every = {"join": 1.0, "grace": 2.0, "stuck": 3.0, "dead": 4.0, "unresponsive": 5.0, "terminate": 6.5}
@@ -30,13 +28,13 @@ def test_timeouts_are_read_by_name() -> None:
         pytest.param("grace=1,grace=2", "timeout 'grace' is given twice", id="twice"),
     ],
 )
-def test_wrong_timeouts_are_refused(text: str, message: str) -> None:
+def test_wrong_timeouts_are_refused(text, message):
     with pytest.raises(OptionError) as caught:
         Timeouts.parse(text)
     assert str(caught.value).startswith(message)
 
 
-def test_words_and_names() -> None:
+def test_words_and_names():
     assert one_of("a", "b")("b") == "b"
     with pytest.raises(OptionError, match=r"'c' .*: a, b"):
         one_of("a", "b")("c")

@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,20 +12,20 @@ INI = "gpucluster_deadline = 30\ngpucluster_sku = from-ini\n"
 
 
 @pytest.fixture
-def configure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Any:
+def configure(pytester, monkeypatch):
     """Make pytest's configuration of an empty project, from command line and ini; nothing is started."""
     for name in [name for name in os.environ if name.startswith("GPUCLUSTER_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(xdist.environment, "prepare", lambda environ: None)
 
-    def make(*arguments: str, ini: str = "") -> pytest.Config:
+    def make(*arguments, ini=""):
         pytester.makeini(f"[pytest]\n{ini}")
         return pytester.parseconfig(*arguments)
 
     return make
 
 
-def test_the_options_are_these_and_no_others() -> None:
+def test_the_options_are_these_and_no_others():
     frozen = [(option.flag, option.dest, option.variable, option.metavar, option.default) for option in OPTIONS]
     assert frozen == [
         ("--gpucluster-device", "gpucluster_device", "GPUCLUSTER_DEVICE", "DEVICE", "cuda"),
@@ -53,7 +50,7 @@ def test_the_options_are_these_and_no_others() -> None:
     assert [option.flag for option in OPTIONS if option.bare] == ["--gpucluster-resume"]
 
 
-def test_nothing_given_means_the_defaults(configure: Any) -> None:
+def test_nothing_given_means_the_defaults(configure):
     settings = resolve(configure(), {})
     assert (settings.deadline, settings.report_dir, settings.baseline_fail) == (300.0, Path("gpucluster-report"), 0.03)
     assert (settings.require, settings.workload, settings.data, settings.resume) == ((), (), (), "no")
@@ -73,16 +70,14 @@ def test_nothing_given_means_the_defaults(configure: Any) -> None:
         pytest.param(["-o", "gpucluster_deadline=40"], {}, INI, 40.0, "ini", id="an overridden ini setting"),
     ],
 )
-def test_the_closest_setting_counts_and_its_origin_is_known(
-    configure: Any, arguments: list[str], environ: dict[str, str], ini: str, value: float, origin: str
-) -> None:
+def test_the_closest_setting_counts_and_its_origin_is_known(configure, arguments, environ, ini, value, origin):
     settings = resolve(configure(*arguments, ini=ini), environ)
     assert settings.deadline == value
     assert settings.settings["deadline"].origin == origin
     assert settings.settings["device"].origin == "default"
 
 
-def test_settings_are_read_by_name_and_unknown_names_are_no_settings(configure: Any) -> None:
+def test_settings_are_read_by_name_and_unknown_names_are_no_settings(configure):
     settings = resolve(configure("--gpucluster-require=lora, matmul ,,", "--gpucluster-thresholds=a b.yaml"), {})
     assert settings.require == ("lora", "matmul")
     assert settings.thresholds == Path("a b.yaml")
@@ -90,7 +85,7 @@ def test_settings_are_read_by_name_and_unknown_names_are_no_settings(configure: 
         _ = settings.no_such
 
 
-def test_settings_go_on_record_as_text_with_their_origin(configure: Any) -> None:
+def test_settings_go_on_record_as_text_with_their_origin(configure):
     body = resolve(configure("--gpucluster-deadline=10"), {"GPUCLUSTER_SKU": "B200"}).to_json()
     assert body["deadline"] == {"value": "10.0", "origin": "command line"}
     assert body["sku"] == {"value": "B200", "origin": "environment"}
@@ -149,7 +144,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("which", WRONG)
-def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(configure: Any, which: str) -> None:
+def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(configure, which):
     given, message = WRONG[which]
     text = given if isinstance(given, str) else ""
     ini = text.removeprefix("ini: ") if text.startswith("ini: ") else ""
@@ -167,14 +162,12 @@ def test_a_wrong_value_is_told_with_its_place_and_what_is_allowed(configure: Any
         pytest.param([], "", ("no", "default"), id="default"),
     ],
 )
-def test_a_flag_needs_no_value_and_may_have_one(
-    configure: Any, arguments: list[str], ini: str, expected: tuple[str, str]
-) -> None:
+def test_a_flag_needs_no_value_and_may_have_one(configure, arguments, ini, expected):
     settings = resolve(configure(*arguments, "--gpucluster-scratch=/scratch", ini=ini), {})
     assert (settings.resume, settings.settings["resume"].origin) == expected
 
 
-def test_data_and_model_go_on_record_as_they_were_understood(configure: Any, tmp_path: Path) -> None:
+def test_data_and_model_go_on_record_as_they_were_understood(configure, tmp_path):
     ini = f"gpucluster_data =\n    images={tmp_path}\n    function_calls=org/calls@v1\ngpucluster_model = org/model"
     settings = resolve(configure(ini=ini), {})
     assert settings.to_json()["data"] == {
@@ -184,7 +177,7 @@ def test_data_and_model_go_on_record_as_they_were_understood(configure: Any, tmp
     assert settings.to_json()["model"]["value"].startswith("org/model ")
 
 
-def test_the_report_directory_is_known_also_where_another_setting_is_wrong(configure: Any) -> None:
+def test_the_report_directory_is_known_also_where_another_setting_is_wrong(configure):
     config = configure("--gpucluster-device=x", "--gpucluster-report-dir=there")
     assert options.report_directory(config, {}) == Path("there")
     assert options.report_directory(configure(), {"GPUCLUSTER_REPORT_DIR": "elsewhere"}) == Path("elsewhere")
@@ -205,17 +198,15 @@ def test_the_report_directory_is_known_also_where_another_setting_is_wrong(confi
         pytest.param(["-o", "gpucluster=true"], "", True, id="an overridden ini setting"),
     ],
 )
-def test_the_plugin_takes_part_where_the_project_or_the_command_line_asks(
-    configure: Any, arguments: list[str], ini: str, expected: bool
-) -> None:
+def test_the_plugin_takes_part_where_the_project_or_the_command_line_asks(configure, arguments, ini, expected):
     assert active(configure(*arguments, ini=ini)) is expected
 
 
-def test_every_option_turns_it_on_whatever_its_value(configure: Any) -> None:
+def test_every_option_turns_it_on_whatever_its_value(configure):
     assert [option.name for option in OPTIONS if not active(configure(f"{option.flag}=1"))] == []
 
 
-def test_the_environment_alone_never_turns_it_on(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_alone_never_turns_it_on(configure, monkeypatch):
     for option in OPTIONS:
         monkeypatch.setenv(option.variable, "cpu")
     monkeypatch.setenv("GPUCLUSTER", "1")
@@ -235,13 +226,11 @@ def test_the_environment_alone_never_turns_it_on(configure: Any, monkeypatch: py
         pytest.param([], "gpucluster_workload = health.mig=on", True, id="a list in the ini file"),
     ],
 )
-def test_options_are_recognised_before_pytest_has_parsed_them(
-    configure: Any, arguments: list[str], ini: str, expected: bool
-) -> None:
+def test_options_are_recognised_before_pytest_has_parsed_them(configure, arguments, ini, expected):
     assert asked_for(configure(ini=ini), arguments) is expected
 
 
-def test_a_path_of_the_ini_file_is_relative_to_that_file(configure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_of_the_ini_file_is_relative_to_that_file(configure, monkeypatch):
     config = configure(
         ini="gpucluster_thresholds = limits.yaml\ngpucluster_report_dir = /reports\n"
         "gpucluster_reference_curve = g.json\ngpucluster_data = images=pictures\ngpucluster_model = ./qwen2"
@@ -256,7 +245,7 @@ def test_a_path_of_the_ini_file_is_relative_to_that_file(configure: Any, monkeyp
     assert resolve(config, {"GPUCLUSTER_THRESHOLDS": "mine.yaml"}).thresholds == Path("mine.yaml")
 
 
-def test_an_allowance_without_a_baseline_is_no_silent_nothing(configure: Any) -> None:
+def test_an_allowance_without_a_baseline_is_no_silent_nothing(configure):
     with pytest.raises(OptionError, match="without --gpucluster-baseline"):
         resolve(configure("--gpucluster-baseline-fail=5%"), {})
     with pytest.raises(OptionError, match="'much'"):
@@ -264,7 +253,7 @@ def test_an_allowance_without_a_baseline_is_no_silent_nothing(configure: Any) ->
     assert resolve(configure("--gpucluster-baseline=x", "--gpucluster-baseline-fail=5 %"), {}).baseline_fail == 0.05
 
 
-def test_the_latest_run_is_looked_up_before_this_one_becomes_it(configure: Any, tmp_path: Path) -> None:
+def test_the_latest_run_is_looked_up_before_this_one_becomes_it(configure, tmp_path):
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "journal.jsonl").write_text("{}")
     (tmp_path / "latest").symlink_to("first")

@@ -3,10 +3,7 @@
 tests/acceptance/test_acceptance_links.py those of the ranks of torchrun.
 """
 
-from __future__ import annotations
-
 import pytest
-from sessions import Project
 
 from pytest_gpucluster.session.progress import PLAIN_SECONDS, Progress, progress_of, silent
 
@@ -14,19 +11,19 @@ from pytest_gpucluster.session.progress import PLAIN_SECONDS, Progress, progress
 class Steps:
     """A progress whose clock stands still until it is moved. Its lines that stay are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.time = 0.0
-        self.shown: list[str] = []
+        self.shown = []
         self.progress = Progress(self.shown.append, "test_it", now=lambda: self.time)
 
-    def after(self, seconds: float, step: int, of: int = 100, **figures: object) -> list[str]:
+    def after(self, seconds, step, of=100, **figures):
         """Take a step, and return all that was shown by then."""
         self.time += seconds
-        self.progress(step, of, **figures)  # type: ignore[arg-type]  # figures of any kind
+        self.progress(step, of, **figures)
         return self.shown
 
 
-def test_a_plain_line_comes_now_and_then_and_for_the_last_step() -> None:
+def test_a_plain_line_comes_now_and_then_and_for_the_last_step():
     steps = Steps()
     assert steps.after(0, 1) == []
     assert steps.after(PLAIN_SECONDS - 0.1, 2) == []
@@ -36,16 +33,16 @@ def test_a_plain_line_comes_now_and_then_and_for_the_last_step() -> None:
 
 
 @pytest.mark.parametrize("odd", [(0, 0), (12, 10), (-3, 10)])
-def test_odd_numbers_of_steps_fail_no_test(odd: tuple[int, int]) -> None:
+def test_odd_numbers_of_steps_fail_no_test(odd):
     steps = Steps()
     for _ in range(3):
         steps.after(11, *odd)
 
 
-def test_ranks_above_0_show_nothing_at_no_cost(pytestconfig: pytest.Config) -> None:
+def test_ranks_above_0_show_nothing_at_no_cost(pytestconfig):
     assert progress_of(pytestconfig, "test_it", rank=1) is silent
 
-    def unread() -> float:
+    def unread():
         raise AssertionError("a figure was read")
 
     silent(1, 1, loss=unread)
@@ -75,9 +72,7 @@ SUITE = """
     [((), True), (("--capture=no",), False), (("--capture=sys",), False), (("-v",), False)],
     ids=["usual", "uncaptured", "sys", "verbose"],
 )
-def test_the_last_step_is_a_plain_line_of_its_own_and_no_report_holds_it(
-    project: Project, options: tuple[str, ...], is_apart: bool
-) -> None:
+def test_the_last_step_is_a_plain_line_of_its_own_and_no_report_holds_it(project, options, is_apart):
     project.suite(SUITE)
     left = (project.run_apart if is_apart else project.run)(*options, "-o", "junit_logging=all")
     lines = left.stdout.splitlines()
@@ -88,7 +83,7 @@ def test_the_last_step_is_a_plain_line_of_its_own_and_no_report_holds_it(
     assert "step 3" not in str(left.journal)
 
 
-def test_quiet_is_silent_and_without_a_terminal_reporter_the_test_goes_on(project: Project) -> None:
+def test_quiet_is_silent_and_without_a_terminal_reporter_the_test_goes_on(project):
     project.suite("def test_it(progress): progress(1, 1)")
     assert "step" not in project.run("-q").output
     assert project.run("-p", "no:terminal").exit == 0

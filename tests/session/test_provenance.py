@@ -1,7 +1,5 @@
 """The lines of the journal that say which limits were in force, and in which environment."""
 
-from __future__ import annotations
-
 import hashlib
 
 from pytest_gpucluster.journal.journal import JournalBuilder

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,18 +14,11 @@ from pytest_gpucluster.session.shutdown import decide
 A100 = "NVIDIA A100-SXM4-80GB"
 
 
-def run_on(
-    gpu: str | None,
-    *,
-    sku: str | None = None,
-    expect: str | None = None,
-    allocated: tuple[int | None, int | None] = (None, None),
-    overlay: Path | None = None,
-) -> Any:
+def run_on(gpu, *, sku=None, expect=None, allocated=(None, None), overlay=None):
     """Two nodes with four ranks each; nothing of it is started."""
     run = Run.__new__(Run)
     scheduler = SimpleNamespace(name=None, nnodes=allocated[0], gpus_per_node=allocated[1])
-    made: dict[str, Any] = {
+    made = {
         "facts": SimpleNamespace(world_size=8, nnodes=2, local_world_size=4, scheduler=scheduler),
         "settings": SimpleNamespace(
             device="cpu" if gpu is None else "cuda",
@@ -63,14 +53,14 @@ def run_on(
     return run
 
 
-def test_there_is_room_for_tests_of_the_data_that_were_given() -> None:
+def test_there_is_room_for_tests_of_the_data_that_were_given():
     run = run_on(None)
     assert run.room().data == frozenset()
     run.settings.data = (SimpleNamespace(key="images"),)
     assert run.room().data == {"images"}
 
 
-def test_there_is_room_for_what_was_launched() -> None:
+def test_there_is_room_for_what_was_launched():
     room = run_on("NVIDIA H100 80GB HBM3").room()
     assert (room.ranks, room.nodes, room.ranks_per_node, room.on_cpu) == (8, 2, 4, False)
 
@@ -86,9 +76,7 @@ def test_there_is_room_for_what_was_launched() -> None:
     ],
     ids=["as launched", "as expected", "as allocated", "nodes as allocated", "expected rather than allocated"],
 )
-def test_what_was_ordered_decides_which_tests_apply(
-    expect: str | None, allocated: tuple[int | None, int | None], room: tuple[int, int, int]
-) -> None:
+def test_what_was_ordered_decides_which_tests_apply(expect, allocated, room):
     found = run_on(A100, expect=expect, allocated=allocated).declared_room()
     assert (found.ranks, found.nodes, found.ranks_per_node) == room
 
@@ -104,7 +92,7 @@ def test_what_was_ordered_decides_which_tests_apply(
     ],
     ids=["by its name", "by the option", "an unknown GPU", "an unknown SKU", "cpu"],
 )
-def test_the_data_sheet_is_that_of_the_sku_in_force(gpu: str | None, sku: str | None, known: str | None) -> None:
+def test_the_data_sheet_is_that_of_the_sku_in_force(gpu, sku, known):
     sheet = run_on(gpu, sku=sku).room().data_sheet()
     assert (None if sheet is None else sheet.name) == known
 
@@ -118,7 +106,7 @@ def test_the_data_sheet_is_that_of_the_sku_in_force(gpu: str | None, sku: str | 
     ],
     ids=["another SKU and limits", "other limits", "the shipped limits"],
 )
-def test_a_verdict_tells_by_which_limits_it_was_reached(sku: str | None, overlay: Path | None, told: str) -> None:
+def test_a_verdict_tells_by_which_limits_it_was_reached(sku, overlay, told):
     run = run_on(A100, sku=sku, overlay=overlay)
     reached = decide(run, pytest_exit=0, abort=None)
     assert reached.word == "ACCEPTED"
@@ -126,9 +114,7 @@ def test_a_verdict_tells_by_which_limits_it_was_reached(sku: str | None, overlay
 
 
 @pytest.mark.parametrize(("outcome", "end"), [("passed", ("BROKEN", 11)), ("failed", ("REJECTED", 1))])
-def test_a_record_that_cannot_be_read_is_never_a_pass_and_does_not_hide_a_failure(
-    outcome: str, end: tuple[str, int]
-) -> None:
+def test_a_record_that_cannot_be_read_is_never_a_pass_and_does_not_hide_a_failure(outcome, end):
     run = run_on(A100)
     run.records["test_a"].outcome = outcome
     run.records["test_a"].ranks = [{"rank": "not a number"}]
@@ -136,12 +122,12 @@ def test_a_record_that_cannot_be_read_is_never_a_pass_and_does_not_hide_a_failur
     assert (reached.word, reached.exit) == end
 
 
-def test_on_cpu_the_profile_is_always_that_of_a_rehearsal() -> None:
+def test_on_cpu_the_profile_is_always_that_of_a_rehearsal():
     assert run_on(None).profile == "cpu"
     assert run_on(A100).profile == "quick"
 
 
-def test_a_job_that_was_requeued_says_which_attempt_it_is() -> None:
+def test_a_job_that_was_requeued_says_which_attempt_it_is():
     run = run_on(A100)
     run.environ = {"SLURM_JOB_ID": "123", "SLURM_RESTART_COUNT": "2"}
     reason = decide(run, pytest_exit=0, abort=None).reason

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from each import of_each
@@ -14,14 +11,14 @@ from pytest_gpucluster.session.selection import Room, is_selection, only_lists, 
 
 
 @pytest.fixture
-def project(pytester: pytest.Pytester) -> pytest.Pytester:
+def project(pytester):
     for folder in ("acceptance/gpu", "acceptance/net", "more", "tests"):
         (pytester.path / folder).mkdir(parents=True)
     (pytester.path / "acceptance/gpu/test_a.py").write_text("def test_a(): pass")
     return pytester
 
 
-def asked(project: pytest.Pytester, *arguments: str, testpaths: str = "acceptance", below: str = ".") -> bool:
+def asked(project, *arguments, testpaths="acceptance", below="."):
     """Tell whether these arguments, given in a folder of the project, are a selection."""
     project.makeini(f"[pytest]\ntestpaths = {testpaths}" if testpaths else "[pytest]")
     os.chdir(project.path / below)
@@ -56,7 +53,7 @@ def asked(project: pytest.Pytester, *arguments: str, testpaths: str = "acceptanc
         pytest.param(["-k", "", "acceptance"], False, id="an empty keyword"),
     ],
 )
-def test_what_is_a_selection(project: pytest.Pytester, arguments: list[str], expected: bool) -> None:
+def test_what_is_a_selection(project, arguments, expected):
     assert asked(project, *arguments) is expected
 
 
@@ -80,13 +77,11 @@ def test_what_is_a_selection(project: pytest.Pytester, arguments: list[str], exp
         pytest.param([], "acceptance", "acceptance/gpu", True, id="from a part, and no argument"),
     ],
 )
-def test_the_suite_is_the_test_paths_or_all_below_the_root(
-    project: pytest.Pytester, arguments: list[str], testpaths: str, below: str, expected: bool
-) -> None:
+def test_the_suite_is_the_test_paths_or_all_below_the_root(project, arguments, testpaths, below, expected):
     assert asked(project, *arguments, testpaths=testpaths, below=below) is expected
 
 
-def test_a_link_to_the_suite_is_the_suite(project: pytest.Pytester) -> None:
+def test_a_link_to_the_suite_is_the_suite(project):
     Path(project.path / "link").symlink_to("acceptance")
     assert not asked(project, "link")
 
@@ -100,7 +95,7 @@ def test_a_link_to_the_suite_is_the_suite(project: pytest.Pytester) -> None:
         pytest.param(["--fixtures-per-test"], True, id="fixtures per test"),
     ],
 )
-def test_what_only_lists_is_no_run(project: pytest.Pytester, arguments: list[str], expected: bool) -> None:
+def test_what_only_lists_is_no_run(project, arguments, expected):
     assert only_lists(project.parseconfig(*arguments)) is expected
 
 
@@ -109,20 +104,18 @@ class Marked:
 
     nodeid = "a.py::test"
 
-    def __init__(self, **markers: Any) -> None:
+    def __init__(self, **markers):
         self._markers = markers
 
-    def get_closest_marker(self, name: str) -> Any:
+    def get_closest_marker(self, name):
         return self._markers.get(name)
 
 
-def marker(*args: Any, **kwargs: Any) -> Any:
+def marker(*args, **kwargs):
     return SimpleNamespace(args=args, kwargs=kwargs)
 
 
-def room(
-    ranks: int = 8, nodes: int = 1, per_node: int | None = None, *, on_cpu: bool = False, sku: str | None = "H100 SXM"
-) -> Room:
+def room(ranks=8, nodes=1, per_node=None, *, on_cpu=False, sku="H100 SXM"):
     known = None if sku is None else SKUS.get(sku, Sku(name=sku))
     per_node = ranks // nodes if per_node is None else per_node
     return Room(ranks=ranks, nodes=nodes, ranks_per_node=per_node, on_cpu=on_cpu, data_sheet=lambda: known)
@@ -191,8 +184,8 @@ def room(
         pytest.param({"needs_scheduler": marker("slurm")}, room(), "needs a job of slurm, and this is none", id="none"),
     ],
 )
-def test_a_test_does_not_run_where_it_has_no_room(markers: dict[str, Any], place: Room, why: str | None) -> None:
-    item: Any = Marked(**markers)
+def test_a_test_does_not_run_where_it_has_no_room(markers, place, why):
+    item = Marked(**markers)
     assert why_not_applicable(item, place) == why
 
 
@@ -220,16 +213,16 @@ REFUSED = [
 
 @of_each("case", REFUSED)
 @pytest.mark.parametrize("sku", ["H100 SXM", "A100 80GB", None], ids=["H100", "A100", "cpu"])
-def test_a_marker_that_is_wrong_is_refused_wherever_it_runs(sku: str | None, case: tuple[str, Any, str]) -> None:
+def test_a_marker_that_is_wrong_is_refused_wherever_it_runs(sku, case):
     name, bad, told = case
-    item: Any = Marked(**{name: bad})
+    item = Marked(**{name: bad})
     with pytest.raises(pytest.UsageError, match=rf"^a\.py::test: .*{told}"):
         why_not_applicable(item, room(sku=sku, on_cpu=sku is None))
 
 
-def test_the_data_sheet_is_looked_up_only_for_a_test_that_depends_on_it() -> None:
-    def fail() -> Sku | None:
+def test_the_data_sheet_is_looked_up_only_for_a_test_that_depends_on_it():
+    def fail():
         raise AssertionError("asked for")
 
-    item: Any = Marked(needs_ranks=marker(1))
+    item = Marked(needs_ranks=marker(1))
     assert why_not_applicable(item, Room(ranks=1, nodes=1, ranks_per_node=1, data_sheet=fail)) is None

@@ -1,11 +1,6 @@
 """Sessions in this process: each finds the product's modules as if it were the first one."""
 
-from __future__ import annotations
-
 import sys
-
-import pytest
-from sessions import Project
 
 SUITE = """
 def test_it():
@@ -15,9 +10,7 @@ def test_it():
 """
 
 
-def test_modules_of_an_earlier_session_are_not_mixed_with_new_ones(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_of_an_earlier_session_are_not_mixed_with_new_ones(project, monkeypatch):
     import pytest_gpucluster.node.fabric as package
 
     for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.")]:

@@ -1,12 +1,8 @@
 """The fixture ``settings``: from the options to the test and the journal; ranks that were given other things stop."""
 
-from __future__ import annotations
-
 import re
 import shutil
-from pathlib import Path
 
-from sessions import Project
 from torchrun import start, write_suite
 
 SUITE = """
@@ -29,7 +25,7 @@ NOTHING = """
 MUST_NOT_RUN = "def test_it(settings): raise AssertionError('must not run')"
 
 
-def test_a_test_gets_what_the_options_say(project: Project) -> None:
+def test_a_test_gets_what_the_options_say(project):
     project.suite(SUITE)
     for name in ("pictures", "scratch"):
         (project.path / name).mkdir()
@@ -46,12 +42,12 @@ def test_a_test_gets_what_the_options_say(project: Project) -> None:
     assert "resume=yes (command line)" in told
 
 
-def test_without_options_there_is_nothing(project: Project) -> None:
+def test_without_options_there_is_nothing(project):
     project.suite(NOTHING)
     assert project.run().verdicts == {"test_nothing": "passed"}
 
 
-def test_ranks_that_were_given_other_things_do_not_start(tmp_path: Path) -> None:
+def test_ranks_that_were_given_other_things_do_not_start(tmp_path):
     write_suite(tmp_path, {"test_it.py": MUST_NOT_RUN})
     shutil.copytree(tmp_path / "suite", tmp_path / "other")
     (tmp_path / "suite" / "pictures").mkdir()

@@ -1,12 +1,8 @@
 """One process without a launcher: every verdict that one CPU rank can reach, and pytest's features under the plugin."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 
 import pytest
-from sessions import Project
 
 from pytest_gpucluster.metrics import measurement
 
@@ -14,7 +10,7 @@ RECORDED = 'measure("inventory.ranks", 1, unit="ranks", record_only=True)'
 
 
 @pytest.fixture(autouse=True)
-def metrics_as_before() -> Iterator[None]:
+def metrics_as_before():
     """Forget the metrics that suites of these tests add: a session in this process shares them with other tests."""
     before = dict(measurement._REGISTRY)
     yield
@@ -25,7 +21,7 @@ def metrics_as_before() -> Iterator[None]:
 # ---- verdicts and exit codes ----------------------------------------------------------------------------------------
 
 
-def test_all_passed_on_cpu_is_a_rehearsal(project: Project) -> None:
+def test_all_passed_on_cpu_is_a_rehearsal(project):
     project.suite(
         f"""
         import pytest
@@ -114,9 +110,7 @@ TOLD = {  # found in the testcase and on the terminal
 
 
 @pytest.mark.parametrize(("end", "which"), [(end, which) for end, cases in VERDICTS.items() for which in cases])
-def test_what_happens_in_the_body_decides_word_exit_code_and_testcase(
-    project: Project, end: tuple[str, int], which: str
-) -> None:
+def test_what_happens_in_the_body_decides_word_exit_code_and_testcase(project, end, which):
     body, verdict = VERDICTS[end][which]
     project.suite(
         f"""
@@ -152,9 +146,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize(("fixture", "end", "verdict"), AROUND.values(), ids=AROUND)
-def test_a_fault_around_the_body_is_an_error_and_never_hides_a_missed_limit(
-    project: Project, fixture: str, end: tuple[str, int], verdict: str
-) -> None:
+def test_a_fault_around_the_body_is_an_error_and_never_hides_a_missed_limit(project, fixture, end, verdict):
     unit = "MFLOPS" if end[1] == 1 else "TFLOPS"
     project.suite(
         f"import pytest\n\n@pytest.fixture\ndef thing():\n    {fixture}\n\n"
@@ -198,8 +190,8 @@ NEEDS = """
     ids=["none", "room for a criterion", "a node that was not launched"],
 )
 def test_what_the_allocation_has_no_room_for_is_skipped_and_what_it_has_room_for_is_missed(
-    project: Project, monkeypatch: pytest.MonkeyPatch, allocated: dict[str, str], end: tuple[str, int]
-) -> None:
+    project, monkeypatch, allocated, end
+):
     for name, value in (allocated | {"SLURM_JOB_ID": "77"} if allocated else {}).items():
         monkeypatch.setenv(name, value)
     project.suite(NEEDS)
@@ -218,7 +210,7 @@ def test_what_the_allocation_has_no_room_for_is_skipped_and_what_it_has_room_for
     ("required", "end"),
     [("alone", ("REHEARSED", 0)), ("alone,links", ("INCOMPLETE", 10)), ("alnoe", ("INCOMPLETE", 10))],
 )
-def test_required_criteria_must_have_run(project: Project, required: str, end: tuple[str, int]) -> None:
+def test_required_criteria_must_have_run(project, required, end):
     project.suite(NEEDS)
     left = project.run(f"--gpucluster-require={required}")
     assert (left.exit, left.end) == (end[1], end)
@@ -239,7 +231,7 @@ def test_required_criteria_must_have_run(project: Project, required: str, end: t
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
-def test_a_selection_has_its_own_verdict(project: Project, options: list[str], end: tuple[str, int]) -> None:
+def test_a_selection_has_its_own_verdict(project, options, end):
     project.suite(NEEDS)
     left = project.run(*options)
     assert (left.exit, left.end) == (end[1], end), left.output
@@ -248,7 +240,7 @@ def test_a_selection_has_its_own_verdict(project: Project, options: list[str], e
         assert [verdict.split(":")[0] for verdict in left.verdicts.values()] == ["error"]
 
 
-def test_only_collecting_starts_nothing_and_leaves_no_report(project: Project) -> None:
+def test_only_collecting_starts_nothing_and_leaves_no_report(project):
     project.suite(NEEDS)
     left = project.run("--collect-only", "-q")
     assert left.exit == 0
@@ -256,7 +248,7 @@ def test_only_collecting_starts_nothing_and_leaves_no_report(project: Project) -
     assert not (project.path / "gpucluster-report").exists()
 
 
-def test_a_body_that_was_released_and_came_back_as_if_nothing_had_been_has_not_passed(project: Project) -> None:
+def test_a_body_that_was_released_and_came_back_as_if_nothing_had_been_has_not_passed(project):
     project.suite(
         """
         import time, pytest
@@ -280,9 +272,7 @@ def test_a_body_that_was_released_and_came_back_as_if_nothing_had_been_has_not_p
 
 
 @pytest.mark.parametrize(("code", "exit"), [(0, 2), (1, 2), (10, 2), (7, 7)])
-def test_exit_in_a_test_ends_the_run_and_never_looks_like_a_verdict_about_hardware(
-    project: Project, code: int, exit: int
-) -> None:
+def test_exit_in_a_test_ends_the_run_and_never_looks_like_a_verdict_about_hardware(project, code, exit):
     project.suite(
         f"""
         import pytest
@@ -300,7 +290,7 @@ def test_exit_in_a_test_ends_the_run_and_never_looks_like_a_verdict_about_hardwa
     assert left.verdicts["test_after"].startswith("skipped: not run: ")
 
 
-def test_what_was_measured_before_ctrl_c_is_on_record_and_is_no_pass(project: Project) -> None:
+def test_what_was_measured_before_ctrl_c_is_on_record_and_is_no_pass(project):
     project.suite(
         """
         import pytest
@@ -328,7 +318,7 @@ def test_what_was_measured_before_ctrl_c_is_on_record_and_is_no_pass(project: Pr
 
 
 # Here, as in every test of this project, a warning is an error.
-def test_without_junitxml_the_report_lies_beside_the_journal(project: Project) -> None:
+def test_without_junitxml_the_report_lies_beside_the_journal(project):
     project.suite("def test_it(): pass")
     left = project.run(junit=False)
     left.junit_path = next((project.path / "gpucluster-report" / "latest").glob("*.xml"))
@@ -336,7 +326,7 @@ def test_without_junitxml_the_report_lies_beside_the_journal(project: Project) -
     assert f"JUnit:   {left.journal.run.junit.path}" in left.stdout
 
 
-def test_expected_failures_are_shown_as_pytest_shows_them(project: Project) -> None:
+def test_expected_failures_are_shown_as_pytest_shows_them(project):
     project.suite(
         """
         import pytest
@@ -364,11 +354,11 @@ def test_expected_failures_are_shown_as_pytest_shows_them(project: Project) -> N
     assert "XPASS(strict)" in left.verdicts["test_strict"]
     assert left.verdicts["test_not_run"] == "skipped: [NOTRUN] never"
     assert left.verdicts["test_imperative"] == "skipped: imperative"
-    assert left.case("test_fails").find("skipped").get("type") == "pytest.xfail"  # type: ignore[union-attr]
+    assert left.case("test_fails").find("skipped").get("type") == "pytest.xfail"
     assert re.search(r"1 failed, 3 xfailed, 1 xpassed", left.stdout)
 
 
-def test_an_expected_failure_is_no_evidence_for_its_criterion(project: Project) -> None:
+def test_an_expected_failure_is_no_evidence_for_its_criterion(project):
     project.suite(
         """
         import pytest
@@ -384,7 +374,7 @@ def test_an_expected_failure_is_no_evidence_for_its_criterion(project: Project) 
     assert left.verdicts == {"test_it": "skipped: too slow"}
 
 
-def test_a_rerun_counts_its_attempts_and_keeps_what_the_first_one_said(project: Project) -> None:
+def test_a_rerun_counts_its_attempts_and_keeps_what_the_first_one_said(project):
     pytest.importorskip("pytest_rerunfailures")
     project.suite(
         """
@@ -410,7 +400,7 @@ def test_a_rerun_counts_its_attempts_and_keeps_what_the_first_one_said(project: 
     assert "1 failed, 1 passed, 3 rerun" in left.stdout
 
 
-def test_unittest_classes_run(project: Project) -> None:
+def test_unittest_classes_run(project):
     project.suite(
         """
         import unittest
@@ -432,7 +422,7 @@ def test_unittest_classes_run(project: Project) -> None:
 
 
 @pytest.mark.skipif(pytest.version_tuple < (9, 0), reason="subtests came with pytest 9")
-def test_a_failed_subtest_fails_its_test_in_one_testcase(project: Project) -> None:
+def test_a_failed_subtest_fails_its_test_in_one_testcase(project):
     project.suite(
         """
         def test_it(subtests):
@@ -459,7 +449,7 @@ def test_a_failed_subtest_fails_its_test_in_one_testcase(project: Project) -> No
 # ---- fixtures -------------------------------------------------------------------------------------------------------
 
 
-def test_fixtures_say_what_this_rank_is(project: Project) -> None:
+def test_fixtures_say_what_this_rank_is(project):
     project.suite(
         """
         import pytest
@@ -503,7 +493,7 @@ def test_fixtures_say_what_this_rank_is(project: Project) -> None:
     assert "test_artifacts" in plot.parent.name
 
 
-def test_the_groups_of_some_ranks_are_closed_after_each_test_however_it_ends(project: Project) -> None:
+def test_the_groups_of_some_ranks_are_closed_after_each_test_however_it_ends(project):
     project.suite(
         """
         import pytest
@@ -538,9 +528,7 @@ def test_the_groups_of_some_ranks_are_closed_after_each_test_however_it_ends(pro
     assert "in its body" in left.verdicts["test_fails"]
 
 
-def test_after_nvls_has_failed_later_values_say_that_it_is_off_and_a_second_failure_ends_the_run(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_nvls_has_failed_later_values_say_that_it_is_off_and_a_second_failure_ends_the_run(project, monkeypatch):
     for name in ("NCCL_NVLS_ENABLE", "GPUCLUSTER_NVLS_SWITCHED_OFF", "NCCL_NO_CACHE"):
         monkeypatch.setenv(name, "")  # so that it is put back afterwards
     project.suite(
@@ -579,7 +567,7 @@ def test_after_nvls_has_failed_later_values_say_that_it_is_off_and_a_second_fail
     assert left.verdicts["test_last"].startswith("skipped: not run: NVLS fails ")
 
 
-def test_groups_that_cannot_be_aborted_end_the_run_as_broken_with_that_cause(project: Project) -> None:
+def test_groups_that_cannot_be_aborted_end_the_run_as_broken_with_that_cause(project):
     project.suite(
         """
         from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken
@@ -600,7 +588,7 @@ def test_groups_that_cannot_be_aborted_end_the_run_as_broken_with_that_cause(pro
     assert left.verdicts["test_next"].startswith("skipped: not run")
 
 
-def test_a_failure_that_holds_the_process_group_does_not_abort_the_process_at_its_end(project: Project) -> None:
+def test_a_failure_that_holds_the_process_group_does_not_abort_the_process_at_its_end(project):
     project.suite(
         """
         def test_fails(cluster):
@@ -613,7 +601,7 @@ def test_a_failure_that_holds_the_process_group_does_not_abort_the_process_at_it
     assert left.stderr == ""
 
 
-def test_fixtures_say_how_to_turn_the_plugin_on_where_it_is_off(project: Project) -> None:
+def test_fixtures_say_how_to_turn_the_plugin_on_where_it_is_off(project):
     project.ini("")
     project.suite("def test_it(cluster): pass")
     left = project.run(device=None)
@@ -621,7 +609,7 @@ def test_fixtures_say_how_to_turn_the_plugin_on_where_it_is_off(project: Project
     assert "fixture 'cluster' not found" in left.stdout
 
 
-def test_a_second_run_never_overwrites_the_evidence_of_the_first(project: Project) -> None:
+def test_a_second_run_never_overwrites_the_evidence_of_the_first(project):
     project.suite("def test_it(): pass")
     assert [project.run("-q").exit for _ in range(2)] == [0, 0]
     runs = [path for path in (project.path / "gpucluster-report").iterdir() if not path.is_symlink()]
@@ -638,7 +626,7 @@ def pytest_addoption(parser):
 
 
 @pytest.mark.parametrize("option", ["--setup-only", "--setup-plan", "--forked"])
-def test_an_option_by_which_no_test_would_run_here_is_a_usage_error(project: Project, option: str) -> None:
+def test_an_option_by_which_no_test_would_run_here_is_a_usage_error(project, option):
     project.suite("def test_it(): pass\n", conftest=_FORKED)
     left = project.run(option)
     assert (left.exit, left.end) == (4, ("BROKEN", 4))
@@ -664,7 +652,7 @@ def pytest_runtest_protocol(item, nextitem):
 @pytest.mark.parametrize(
     "phases", [["setup", "call", "teardown"], ["setup", "teardown"], []], ids=["all", "without a call", "none"]
 )
-def test_reports_of_a_body_that_did_not_run_here_are_no_pass(project: Project, phases: list[str]) -> None:
+def test_reports_of_a_body_that_did_not_run_here_are_no_pass(project, phases):
     project.suite("def test_it(): pass\n", conftest=_ELSEWHERE.format(phases=phases))
     left = project.run()
     assert (left.exit, left.end) == (11, ("BROKEN", 11))
@@ -680,7 +668,7 @@ def test_reports_of_a_body_that_did_not_run_here_are_no_pass(project: Project, p
     ],
     ids=["maxfail", "a plugin", "pytest.exit"],
 )
-def test_what_did_not_run_says_what_ended_the_run_and_not_what_failed_first(project, second, option, told) -> None:
+def test_what_did_not_run_says_what_ended_the_run_and_not_what_failed_first(project, second, option, told):
     project.suite(
         f"""
         import pytest

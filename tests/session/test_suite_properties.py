@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 
 from pytest_gpucluster.session import reporting
@@ -11,19 +6,19 @@ from pytest_gpucluster.session import reporting
 class Sent:
     """Keeps what is put on record, and gives pytest's fixtures their place to write to."""
 
-    def __init__(self) -> None:
-        self.lines: list[Mapping[str, Any]] = []
+    def __init__(self):
+        self.lines = []
 
     @pytest.hookimpl(trylast=True)
-    def pytest_configure(self, config: pytest.Config) -> None:
+    def pytest_configure(self, config):
         reporting.register_suite_properties(config, self.lines.append)
 
 
 @pytest.fixture
-def sent(pytester: pytest.Pytester) -> Any:
+def sent(pytester):
     """Run tests; return the lines that were put on record."""
 
-    def run(text: str, *arguments: str, **outcomes: int) -> list[Mapping[str, Any]]:
+    def run(text, *arguments, **outcomes):
         pytester.makepyfile(text)
         plugin = Sent()
         # Hypothesis' plugin takes time and plays no part here.
@@ -34,7 +29,7 @@ def sent(pytester: pytest.Pytester) -> Any:
     return run
 
 
-def test_a_property_of_the_suite_goes_on_record_as_text(sent: Any) -> None:
+def test_a_property_of_the_suite_goes_on_record_as_text(sent):
     lines = sent(
         """
         def test_it(record_testsuite_property):
@@ -50,7 +45,7 @@ def test_a_property_of_the_suite_goes_on_record_as_text(sent: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["xunit1", "xunit2", "legacy"])
-def test_a_property_of_a_test_is_no_error_and_no_warning_in_any_family(sent: Any, family: str) -> None:
+def test_a_property_of_a_test_is_no_error_and_no_warning_in_any_family(sent, family):
     lines = sent(
         """
         def test_it(record_property, request):
@@ -66,7 +61,7 @@ def test_a_property_of_a_test_is_no_error_and_no_warning_in_any_family(sent: Any
     assert lines == [], "it travels with the report of its test"
 
 
-def test_an_attribute_of_a_testcase_is_left_out_with_a_warning(sent: Any) -> None:
+def test_an_attribute_of_a_testcase_is_left_out_with_a_warning(sent):
     lines = sent(
         """
         import pytest

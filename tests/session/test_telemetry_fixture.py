@@ -1,9 +1,5 @@
 """The fixture ``telemetry``: from the node's sampler to the journal and the JUnit file, and nothing of it on cpu."""
 
-from __future__ import annotations
-
-import pytest
-from sessions import Project
 from watched_gpus import pretend
 
 from pytest_gpucluster.node import nvml
@@ -21,8 +17,8 @@ SUITE = """
     """
 
 
-def test_on_cpu_nothing_is_recorded_and_nothing_is_started(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+def test_on_cpu_nothing_is_recorded_and_nothing_is_started(project, monkeypatch):
+    def refuse():
         raise AssertionError("asked on cpu")
 
     monkeypatch.setattr(nvml, "PyNvml", refuse)
@@ -34,7 +30,7 @@ def test_on_cpu_nothing_is_recorded_and_nothing_is_started(project: Project, mon
     assert judged.telemetry == {}
 
 
-def test_what_the_gpu_did_reaches_the_journal_and_the_report(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_gpu_did_reaches_the_journal_and_the_report(project, monkeypatch):
     pretend(monkeypatch.setattr, project.path)
     project.suite(SUITE)
     left = project.run()

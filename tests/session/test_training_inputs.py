@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -16,7 +13,7 @@ HASH = "e9b5d671812b5ca2fbd7b625a37d5c99a19576c37252cdc806defe256aea6dad"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path):
     """A folder with pictures, rows and a model in it."""
     (tmp_path / "pictures").mkdir()
     (tmp_path / "rows.json").write_text("[]")
@@ -39,7 +36,7 @@ def place(tmp_path: Path) -> Path:
         ("function_calls=./o/c", "function_calls", "./o/c", True, None, None),
     ],
 )
-def test_data_are_a_path_or_a_name_on_the_hub(case: tuple[Any, ...], place: Path) -> None:
+def test_data_are_a_path_or_a_name_on_the_hub(case, place):
     text, key, name, local, revision, sha256 = case
     found = read_data(text, place)
     path = place / name if local else None
@@ -58,7 +55,7 @@ def test_data_are_a_path_or_a_name_on_the_hub(case: tuple[Any, ...], place: Path
         (f"images=x@sha256:{HASH}", "@sha256 folder"),
     ],
 )
-def test_other_data_are_refused(case: tuple[str, str]) -> None:
+def test_other_data_are_refused(case):
     text, words = case
     with pytest.raises(OptionError) as caught:
         read_data(text)
@@ -79,24 +76,24 @@ def test_other_data_are_refused(case: tuple[str, str]) -> None:
         ("a/b/c", "a/b/c", True, None),
     ],
 )
-def test_a_model_is_a_folder_or_a_name_on_the_hub(place: Path, case: tuple[Any, ...]) -> None:
+def test_a_model_is_a_folder_or_a_name_on_the_hub(place, case):
     text, name, local, revision = case
     assert read_model(text, place) == Source(name=name, path=place / name if local else None, revision=revision)
 
 
-def test_no_model_is_refused_and_a_home_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_model_is_refused_and_a_home_is_found(monkeypatch):
     with pytest.raises(OptionError, match="folder, or ORG/NAME"):
         read_model(" ")
     monkeypatch.setenv("HOME", "/home/me")
     assert read_model("~/qwen2").path == Path("/home/me/qwen2")
 
 
-def inputs(place: Path, **settings: Any) -> TrainingInputs:
+def inputs(place, **settings):
     given = {"data": (), "model": None, "resume": "no", "scratch": None, "reference_curve": None, **settings}
     return TrainingInputs.of(SimpleNamespace(**given))
 
 
-def test_what_is_there_is_no_problem_and_is_told(place: Path) -> None:
+def test_what_is_there_is_no_problem_and_is_told(place):
     found = inputs(
         place,
         data=(read_data("images=pictures", place), read_data("function_calls=o/c@v1", place)),
@@ -113,7 +110,7 @@ def test_what_is_there_is_no_problem_and_is_told(place: Path) -> None:
     assert (nothing.values(), nothing.problems(), dict(nothing.data)) == ({}, [], {})
 
 
-def test_a_pipe_is_not_waited_for(place: Path) -> None:
+def test_a_pipe_is_not_waited_for(place):
     os.mkfifo(place / "pipe")
     found = TrainingInputs(
         data={"function_calls": Source(name="pipe", path=place / "pipe")}, reference_curve=place / "pipe"
@@ -122,7 +119,7 @@ def test_a_pipe_is_not_waited_for(place: Path) -> None:
         assert in_order(problem, f"--gpucluster{words} pipe file")
 
 
-def test_a_scratch_folder_must_be_writable(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scratch_folder_must_be_writable(place, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # everything is allowed to root
     [problem] = inputs(place, scratch=place / "pictures").problems()
     assert in_order(problem, f"--gpucluster-scratch {place}/pictures: written")
@@ -147,9 +144,9 @@ def test_a_scratch_folder_must_be_writable(place: Path, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_what_is_not_there_is_named_with_its_option(case: tuple[Any, ...], place: Path) -> None:
+def test_what_is_not_there_is_named_with_its_option(case, place):
     settings, words = case
-    readers: dict[str, Any] = {
+    readers = {
         "data": lambda text: (read_data(text, place),),
         "model": lambda text: read_model(text, place),
         "scratch": lambda text: place / text,

@@ -1,13 +1,10 @@
 """Sessions that measure with a workload: which file, told where, refused when, and the same on every rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 from complaints import in_order
-from sessions import Left, Project
-from torchrun import Run, torchrun
+from torchrun import torchrun
 
 SHIPPED = Path(__file__).parents[2] / "acceptance" / "workloads.yaml"
 SUITE = """
@@ -23,14 +20,14 @@ def test_other():
 """
 
 
-def with_file(project: Project, text: str | None = None, folder: str = ".") -> Path:
+def with_file(project, text=None, folder="."):
     path = project.path / folder / "workloads.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(SHIPPED.read_text(encoding="utf-8") if text is None else text, encoding="utf-8")
     return path
 
 
-def refused(left: Left, *texts: str) -> None:
+def refused(left, *texts):
     """Check that nothing was run, and that the terminal and the report say why, each of them once."""
     assert (left.exit, left.end) == (4, ("BROKEN", 4)), left.output
     assert list(left.verdicts) == ["usage"], left.verdicts
@@ -45,7 +42,7 @@ def refused(left: Left, *texts: str) -> None:
 # ---- what was run is told ------------------------------------------------------------------------------------------
 
 
-def test_a_report_states_what_was_run_and_where_it_was_set(project: Project) -> None:
+def test_a_report_states_what_was_run_and_where_it_was_set(project):
     project.suite(SUITE)
     with_file(project)
     left = project.run("--gpucluster-workload=matmul.sizes=32,64")
@@ -53,7 +50,6 @@ def test_a_report_states_what_was_run_and_where_it_was_set(project: Project) -> 
     (judged,) = left.journal.results[0].measurements
     assert judged.labels["sizes"] == "32,64"
     said = left.journal.workload
-    assert said is not None
     assert (said.profile, said.file) == ("cpu", "workloads.yaml")
     assert (said.values["matmul.sizes"], said.values["health.product_size"]) == ("32, 64", "64")
     assert said.origins["matmul.sizes"] == "command line: --gpucluster-workload matmul.sizes=32,64"
@@ -62,21 +58,18 @@ def test_a_report_states_what_was_run_and_where_it_was_set(project: Project) -> 
     assert left.last_line[2].endswith("; workload overridden: matmul.sizes=32, 64")
 
 
-def test_a_rehearsal_takes_the_profile_cpu_whatever_was_asked_for_and_its_verdict_does_not_speak_of_it(
-    project: Project,
-) -> None:
+def test_a_rehearsal_takes_the_profile_cpu_whatever_was_asked_for_and_its_verdict_does_not_speak_of_it(project):
     project.suite(SUITE)
     with_file(project)
     left = project.run("--gpucluster-profile=soak")
     assert (left.exit, left.end) == (0, ("REHEARSED", 0)), left.output
     assert in_order(left.stdout, "\ngpucluster profile: cpu instead of soak: ")
     assert "gpucluster workload: cpu (workloads.yaml)" in left.stdout.splitlines()
-    assert left.journal.workload is not None
     assert left.journal.workload.profile == "cpu"
     assert not {"workload", "profile"} & set(left.last_line[2].split())
 
 
-def test_a_suite_without_the_fixture_needs_no_file(project: Project) -> None:
+def test_a_suite_without_the_fixture_needs_no_file(project):
     project.suite(
         "def test_it(): pass",
         test_own="import pytest\n@pytest.fixture\ndef workload(): return 7\n"
@@ -93,13 +86,13 @@ def test_a_suite_without_the_fixture_needs_no_file(project: Project) -> None:
     [["-k", "other"], ["test_it.py::test_other"], ["--collect-only"]],
     ids=["deselected", "not named", "only listed"],
 )
-def test_a_broken_file_matters_only_to_tests_that_are_to_run(project: Project, options: list[str]) -> None:
+def test_a_broken_file_matters_only_to_tests_that_are_to_run(project, options):
     project.suite(SUITE)
     with_file(project, "nonsense")
     assert project.run(*options).exit == 0
 
 
-def test_the_nearest_file_above_the_tests_is_taken(project: Project) -> None:
+def test_the_nearest_file_above_the_tests_is_taken(project):
     folder = project.path / "deep" / "deeper"
     folder.mkdir(parents=True)
     (folder / "test_deep.py").write_text(
@@ -110,14 +103,13 @@ def test_the_nearest_file_above_the_tests_is_taken(project: Project) -> None:
     with_file(project, folder="deep")
     left = project.run()
     assert (left.exit, left.end) == (0, ("REHEARSED", 0)), left.output
-    assert left.journal.workload is not None
     assert left.journal.workload.file == "deep/workloads.yaml"
 
 
 # ---- refused -------------------------------------------------------------------------------------------------------
 
 
-def test_every_error_of_the_file_is_told_before_the_first_test(project: Project) -> None:
+def test_every_error_of_the_file_is_told_before_the_first_test(project):
     project.suite(SUITE)
     text = SHIPPED.read_text(encoding="utf-8").replace("sizes: [128, 256]", "sizes: [128, 250]")
     (number,) = (number for number, line in enumerate(text.splitlines(), 1) if "[128, 250]" in line)
@@ -131,7 +123,7 @@ def test_every_error_of_the_file_is_told_before_the_first_test(project: Project)
     refused(project.run(option), f"command line: {option.replace('=', ' ', 1)}: matmul.window is 1h")
 
 
-def test_two_files_in_one_run_are_refused(project: Project) -> None:
+def test_two_files_in_one_run_are_refused(project):
     project.suite(SUITE)
     with_file(project)
     with_file(project, folder="more")
@@ -143,7 +135,7 @@ def test_two_files_in_one_run_are_refused(project: Project) -> None:
     )
 
 
-def test_an_override_that_nobody_understands_is_refused_before_anything_is_collected(project: Project) -> None:
+def test_an_override_that_nobody_understands_is_refused_before_anything_is_collected(project):
     project.suite("raise AssertionError('must not be imported')")
     left = project.run("--gpucluster-workload=matmul.size=16")
     assert left.exit == 4
@@ -154,7 +146,7 @@ def test_an_override_that_nobody_understands_is_refused_before_anything_is_colle
     assert "AssertionError" not in left.output
 
 
-def test_a_test_that_asks_while_it_runs_gets_no_workload(project: Project) -> None:
+def test_a_test_that_asks_while_it_runs_gets_no_workload(project):
     project.suite("def test_late(request): request.getfixturevalue('workload')")
     with_file(project)
     left = project.run()
@@ -183,7 +175,7 @@ def test_peak(measure): measure("inventory.ranks", 1, unit="ranks", record_only=
 """
 
 
-def test_what_does_not_apply_is_skipped_and_a_rehearsal_stays_one(project: Project) -> None:
+def test_what_does_not_apply_is_skipped_and_a_rehearsal_stays_one(project):
     project.suite(NEEDS)
     left = project.run()
     assert (left.exit, left.end) == (0, ("REHEARSED", 0)), left.output
@@ -195,7 +187,7 @@ def test_what_does_not_apply_is_skipped_and_a_rehearsal_stays_one(project: Proje
     assert (nothing.exit, nothing.end) == (10, ("INCOMPLETE", 10)), nothing.output
 
 
-def test_markers_that_say_nothing_usable_are_told_in_the_report(project: Project) -> None:
+def test_markers_that_say_nothing_usable_are_told_in_the_report(project):
     for marker, words in {"needs_gpu(1)": "needs_gpu 1", "criterion": "criterion(name) None"}.items():
         project.suite(f"import pytest\n\n@pytest.mark.{marker}\ndef test_it(): raise AssertionError('must not run')")
         left = project.run()
@@ -209,7 +201,7 @@ WORKERS = ("-n", "2", "--dist", "each", "--max-worker-restart=0")
 
 
 @pytest.mark.extended
-def test_what_local_workers_cannot_run_is_told_once(project: Project) -> None:
+def test_what_local_workers_cannot_run_is_told_once(project):
     project.suite(SUITE)
     text = SHIPPED.read_text(encoding="utf-8").replace("load: 0.05 s", "load: 0.05").replace("8 MiB", "8 Mib")
     with_file(project, text)
@@ -222,7 +214,7 @@ def test_what_local_workers_cannot_run_is_told_once(project: Project) -> None:
     assert "INTERNALERROR" not in left.output
 
 
-def test_local_workers_with_different_workloads_are_no_pass(project: Project) -> None:
+def test_local_workers_with_different_workloads_are_no_pass(project):
     project.suite(
         SUITE,
         conftest="import os\nif os.environ.get('PYTEST_XDIST_WORKER') == 'gw1':\n"
@@ -246,12 +238,12 @@ def test_sweep(workload, cluster):
 """
 
 
-def sweep(folder: Path, override_of_rank_1: str) -> Run:
+def sweep(folder, override_of_rank_1):
     files = {"test_sweep.py": SWEEP, "workloads.yaml": SHIPPED.read_text(encoding="utf-8")}
     return torchrun(folder, {**files, "conftest.py": ON_RANK_1.format(override_of_rank_1)})
 
 
-def test_ranks_with_different_sizes_start_nothing_and_the_difference_is_named(tmp_path: Path) -> None:
+def test_ranks_with_different_sizes_start_nothing_and_the_difference_is_named(tmp_path):
     run = sweep(tmp_path, "nccl.all_reduce.sizes=1 MB; matmul.window=500 ms")
     said = run.verdicts["collection"]
     assert in_order(said, "error: different workloads: rank 1 (node-a) lacks 2 values alone has 2 values"), run.output
@@ -268,14 +260,14 @@ def test_ranks_with_different_sizes_start_nothing_and_the_difference_is_named(tm
     assert (run.stamps, run.end, run.exits, run.left_over) == ({}, ("BROKEN", 11, "rank 0"), [1], [])
 
 
-def test_a_workload_that_only_rank_1_cannot_use_is_told_with_its_rank(tmp_path: Path) -> None:
+def test_a_workload_that_only_rank_1_cannot_use_is_told_with_its_rank(tmp_path):
     run = sweep(tmp_path, "hbm.window=1h")
     said = run.verdicts["collection"]
     assert in_order(said, "rank rank 1 node-a GPUCLUSTER_WORKLOAD=hbm.window=1h hbm.window 1h hbm.longest"), run.output
     assert (run.stamps, run.end) == ({}, ("BROKEN", 11, "rank 0"))
 
 
-def test_a_file_that_no_rank_can_read_is_a_usage_error_told_once(tmp_path: Path) -> None:
+def test_a_file_that_no_rank_can_read_is_a_usage_error_told_once(tmp_path):
     run = torchrun(tmp_path, {"test_sweep.py": SWEEP, "workloads.yaml": "schema_version: 1\nprofiles: {cup: {}}\n"})
     said = "workloads.yaml:2:12: unknown key 'cup'; allowed are quick, full, soak, cpu; did you mean 'cpu'?"
     assert run.verdicts == {"usage": f"error: {said}"}, run.output

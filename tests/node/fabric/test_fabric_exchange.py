@@ -1,9 +1,4 @@
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from boards import SharedBoard
@@ -14,8 +9,6 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node.fabric import port_exchange
 from pytest_gpucluster.node.fabric.nccl_environment import Setting
 from pytest_gpucluster.node.fabric.port_exchange import (
-    PortsReport,
-    SettingsReport,
     differences,
     ports_of_all,
     settings_of_all,
@@ -24,7 +17,7 @@ from pytest_gpucluster.node.fabric.ports import FabricSources
 from pytest_gpucluster.node.sysfs import Tree
 
 
-def inventory(nodes: int, local_ranks: int = 2) -> list[dict[str, Any]]:
+def inventory(nodes, local_ranks=2):
     return [
         {"rank": rank, "host": f"gpu-{rank // local_ranks:02d}", "node_rank": rank // local_ranks,
          "local_rank": rank % local_ranks}
@@ -35,25 +28,25 @@ def inventory(nodes: int, local_ranks: int = 2) -> list[dict[str, Any]]:
 class Nodes:
     """Nodes with a sysfs each, and two healthy ports."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder, count):
         self.folder, self.count = folder, count
         self.board = SharedBoard()
-        self.settings: dict[int, dict[str, str]] = {}
+        self.settings = {}
         for index in range(count):
             for device in range(2):
                 add_port(self.sysfs(index), f"mlx5_{device}", pci=f"0000:{device + 16}:00.0")
             (self.sysfs(index) / "module" / "nvidia_peermem").mkdir(parents=True)
 
-    def sysfs(self, index: int) -> Path:
+    def sysfs(self, index):
         return self.folder / f"node-{index}" / "sys"
 
-    def port(self, index: int, device: int = 0) -> Path:
+    def port(self, index, device=0):
         return self.sysfs(index) / "class" / "infiniband" / f"mlx5_{device}" / "ports" / "1"
 
-    def look(self, *, expected: bool = True, without: tuple[int, ...] = (), within: float = 20.0) -> dict[int, Any]:
+    def look(self, *, expected=True, without=(), within=20.0):
         everyone = inventory(self.count)
 
-        def one(rank: int) -> PortsReport | None:
+        def one(rank):
             sources = FabricSources(tree=Tree(root=self.sysfs(rank // 2).parent), environ={})
             settings = self.settings.get(rank, {})
             board = self.board.of(rank)
@@ -62,7 +55,7 @@ class Nodes:
         return self.board.run([rank for rank in range(2 * self.count) if rank not in without], one)
 
 
-def test_nodes_that_are_alike_have_nothing_to_say(tmp_path: Path) -> None:
+def test_nodes_that_are_alike_have_nothing_to_say(tmp_path):
     found = Nodes(tmp_path, 3).look()
     assert [found[rank] for rank in (1, 3, 5)] == [None, None, None]
     for rank in (0, 2, 4):
@@ -70,7 +63,7 @@ def test_nodes_that_are_alike_have_nothing_to_say(tmp_path: Path) -> None:
         assert [port.name for port in found[rank].mine.active] == ["mlx5_0/1", "mlx5_1/1"]
 
 
-def test_a_bad_node_gets_its_finding_and_the_others_do_not(tmp_path: Path) -> None:
+def test_a_bad_node_gets_its_finding_and_the_others_do_not(tmp_path):
     nodes = Nodes(tmp_path, 3)
     write(nodes.port(1) / "state", "1: DOWN")
     found = nodes.look()
@@ -79,7 +72,7 @@ def test_a_bad_node_gets_its_finding_and_the_others_do_not(tmp_path: Path) -> No
     assert found[0].findings == found[4].findings == ()
 
 
-def test_faults_that_share_a_rail_have_a_note_on_their_nodes(tmp_path: Path) -> None:
+def test_faults_that_share_a_rail_have_a_note_on_their_nodes(tmp_path):
     nodes = Nodes(tmp_path, 4)
     for index in (1, 2):
         write(nodes.port(index, 1) / "state", "1: DOWN")
@@ -90,7 +83,7 @@ def test_faults_that_share_a_rail_have_a_note_on_their_nodes(tmp_path: Path) -> 
     assert found[0].findings == ()
 
 
-def test_cards_and_the_index_of_an_address_are_read_from_the_settings(tmp_path: Path) -> None:
+def test_cards_and_the_index_of_an_address_are_read_from_the_settings(tmp_path):
     nodes = Nodes(tmp_path, 1)
     for settings, index in ({"NCCL_IB_GID_INDEX": "3"}, 3), ({"NCCL_IB_GID_INDEX": "-1"}, None):
         nodes.settings = {0: settings}
@@ -101,21 +94,21 @@ def test_cards_and_the_index_of_an_address_are_read_from_the_settings(tmp_path: 
     assert [port.name for port in nodes.look()[0].mine.used] == ["mlx5_0/1", "mlx5_1/1"], "of all ranks of the node"
 
 
-def test_a_node_that_does_not_report_is_an_error_and_no_port_of_it_counts(tmp_path: Path) -> None:
+def test_a_node_that_does_not_report_is_an_error_and_no_port_of_it_counts(tmp_path):
     found = Nodes(tmp_path, 3).look(without=(2, 3), within=0.3)
     [silent] = found[0].findings
     assert (silent.code, silent.kind, silent.gpu.host) == ("silent", "environment", "gpu-01")
     assert found[4].findings == ()
 
 
-def test_a_rank_that_compares_and_does_not_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_compares_and_does_not_answer_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(port_exchange, "_JUDGED_WITHIN_SECONDS", 0.2)
     found = Nodes(tmp_path, 2).look(without=(0, 1), within=0.1)
     assert isinstance(found[2], EnvironmentBroken)
     assert in_order(str(found[2]), "rank 0 0.2 s")
 
 
-def test_nodes_without_ports_differ_from_a_run_without_any(tmp_path: Path) -> None:
+def test_nodes_without_ports_differ_from_a_run_without_any(tmp_path):
     nodes = Nodes(tmp_path, 2)
     (nodes.sysfs(1) / "class" / "infiniband").rename(tmp_path / "gone")
     found = nodes.look(expected=False)
@@ -126,20 +119,20 @@ def test_nodes_without_ports_differ_from_a_run_without_any(tmp_path: Path) -> No
     assert not nodes.look(expected=False)[0].anywhere
 
 
-def setting(name: str, value: str) -> Setting:
+def setting(name, value):
     return Setting(name=name, value=value, origin="environment")
 
 
-def settings_seen(of_rank: dict[int, list[Setting]], nodes: int = 2, within: float = 20.0) -> dict[int, Any]:
+def settings_seen(of_rank, nodes=2, within=20.0):
     board, everyone = SharedBoard(), inventory(nodes)
 
-    def one(rank: int) -> SettingsReport | None:
+    def one(rank):
         return settings_of_all(board.of(rank), of_rank[rank], everyone, rank, within_seconds=within)
 
     return board.run(list(of_rank), one)
 
 
-def test_ranks_with_the_same_settings_have_nothing_to_say() -> None:
+def test_ranks_with_the_same_settings_have_nothing_to_say():
     found = settings_seen({rank: [setting("NCCL_ALGO", "Tree")] for rank in range(4)})
     assert [found[rank] for rank in (1, 2, 3)] == [None] * 3
     assert found[0].findings == ()
@@ -148,7 +141,7 @@ def test_ranks_with_the_same_settings_have_nothing_to_say() -> None:
     ]
 
 
-def test_a_rank_with_another_value_is_named_with_its_host() -> None:
+def test_a_rank_with_another_value_is_named_with_its_host():
     found = settings_seen({rank: [setting("NCCL_ALGO", "Ring")] if rank == 3 else [] for rank in range(4)})
     [finding] = found[0].findings
     assert (finding.kind, finding.gpu.host) == ("environment", "gpu-01")
@@ -158,7 +151,7 @@ def test_a_rank_with_another_value_is_named_with_its_host() -> None:
     assert finding.kind == "note", "a card for each local rank is meant"
 
 
-def test_a_rank_that_reports_no_settings_is_an_error() -> None:
+def test_a_rank_that_reports_no_settings_is_an_error():
     found = settings_seen({0: [], 1: [], 2: []}, within=0.2)
     [finding] = found[0].findings
     assert (finding.code, finding.kind) == ("silent", "environment")
@@ -170,7 +163,7 @@ def test_a_rank_that_reports_no_settings_is_an_error() -> None:
     [("NCCL_IB_HCA", lambda rank: f"mlx5_{rank % 4}"), ("NCCL_SOCKET_IFNAME", lambda rank: f"ens{rank // 4}f0")],
     ids=["a card for each local rank", "an interface for each node"],
 )
-def test_a_pattern_that_a_launcher_sets_is_meant_and_any_other_is_not(name: str, of: Callable[[int], str]) -> None:
+def test_a_pattern_that_a_launcher_sets_is_meant_and_any_other_is_not(name, of):
     pattern = {rank: {name: of(rank)} for rank in range(8)}
     other = {rank: {"NCCL_ALGO": of(rank)} for rank in range(8)}
     for values, kind in ((pattern, "note"), ({**pattern, 6: {name: "odd"}}, "environment"), (other, "environment")):

@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 from each import of_each
 from sysfs_ports import add_port, add_roce
@@ -12,7 +8,6 @@ from pytest_gpucluster.judge import loader
 from pytest_gpucluster.node import infiniband
 from pytest_gpucluster.node.fabric.ports import (
     FabricSources,
-    NodePorts,
     examine_ports,
     expects_infiniband,
     network_cards,
@@ -24,10 +19,10 @@ from pytest_gpucluster.node.fabric.ports import (
 from pytest_gpucluster.node.sysfs import Tree
 
 
-def node(root: Path, **changes: object) -> NodePorts:
+def node(root, **changes):
     sources = FabricSources(tree=Tree(root=root), environ={})
     settings = {"host": "gpu-00", "hcas": [""], "gid_index": None, **changes}
-    return read_ports(sources, **settings)  # type: ignore[arg-type]
+    return read_ports(sources, **settings)
 
 
 @of_each(
@@ -44,7 +39,7 @@ def node(root: Path, **changes: object) -> NodePorts:
         (",", []),
     ],
 )
-def test_a_choice_of_cards_means_what_it_means_to_nccl(case: tuple[Any, ...], tmp_path: Path) -> None:
+def test_a_choice_of_cards_means_what_it_means_to_nccl(case, tmp_path):
     wanted, chosen = case
     add_port(tmp_path / "sys", "mlx5_1")
     add_port(tmp_path / "sys", "mlx5_10", 1, pci="0000:19:00.0")
@@ -53,7 +48,7 @@ def test_a_choice_of_cards_means_what_it_means_to_nccl(case: tuple[Any, ...], tm
     assert [port.name for port in ports if selects(wanted, port)] == chosen
 
 
-def test_a_slow_card_for_storage_is_not_the_slowest_port_of_the_fabric(tmp_path: Path) -> None:
+def test_a_slow_card_for_storage_is_not_the_slowest_port_of_the_fabric(tmp_path):
     for index in range(3):
         slow = {"rate": "200 Gb/sec (4X HDR)"} if index == 2 else {}
         add_port(tmp_path / "sys", f"mlx5_{index}", pci=f"0000:{index + 16}:00.0", **slow)
@@ -85,7 +80,7 @@ STORAGE = {"kind": "MT4123", "board": "MT_0000000223", "rate": "200 Gb/sec (4X H
     ],
     lambda case: case[0],
 )
-def test_the_cards_of_a_node_are_those_that_are_plugged_in_for_data(case: tuple[Any, ...], tmp_path: Path) -> None:
+def test_the_cards_of_a_node_are_those_that_are_plugged_in_for_data(case, tmp_path):
     name, ports, environ, count = case
     for index, changes in enumerate(ports):
         add_port(tmp_path / name / "sys", f"mlx5_{index}", **{"pci": f"0000:{index + 16:02x}:00.0", **changes})
@@ -116,7 +111,7 @@ IMBUE = {
         ({"mlx5_0": EDR, "mlx5_1": EDR | {"pci": "0000:19:00.0"}}, {"mlx5_0", "mlx5_1"}, 100.0),
     ],
 )
-def test_the_fabric_of_published_nodes_is_found(case: tuple[Any, ...], tmp_path: Path) -> None:
+def test_the_fabric_of_published_nodes_is_found(case, tmp_path):
     ports, fabric, rate = case
     root = tmp_path / str(len(ports))
     for device, attributes in ports.items():
@@ -129,14 +124,14 @@ def test_the_fabric_of_published_nodes_is_found(case: tuple[Any, ...], tmp_path:
     assert [finding.code for finding in findings if finding.kind != "note"] == ["peer_memory"]  # no driver is planted
 
 
-def test_a_card_that_shows_no_port_is_plugged_in_still(tmp_path: Path) -> None:
+def test_a_card_that_shows_no_port_is_plugged_in_still(tmp_path):
     for index in range(2):
         port = add_port(tmp_path / "sys", f"mlx5_{index}", pci=f"0000:{index + 16:02x}:00.0")
     port.rename(tmp_path / "port")
     assert network_cards(FabricSources(tree=Tree(root=tmp_path), environ={}, home=lambda: None)) == 2
 
 
-def test_of_two_kinds_of_ports_those_of_infiniband_are_the_fabric_where_any_is_active(tmp_path: Path) -> None:
+def test_of_two_kinds_of_ports_those_of_infiniband_are_the_fabric_where_any_is_active(tmp_path):
     both, without, nothing = (tmp_path / name for name in ("both", "without", "nothing"))
     add_port(both / "sys", "mlx5_0")
     for root in (both, without, nothing):
@@ -152,7 +147,7 @@ def test_of_two_kinds_of_ports_those_of_infiniband_are_the_fabric_where_any_is_a
     assert node(nothing).active == ()
 
 
-def test_ranks_that_use_a_card_each_use_all_of_them_together(tmp_path: Path) -> None:
+def test_ranks_that_use_a_card_each_use_all_of_them_together(tmp_path):
     for index in range(3):
         add_port(tmp_path / "sys", f"mlx5_{index}", pci=f"0000:{index + 16}:00.0")
     adapters = infiniband.read(tmp_path / "sys")
@@ -160,20 +155,19 @@ def test_ranks_that_use_a_card_each_use_all_of_them_together(tmp_path: Path) -> 
     assert len(used_ports(adapters, ("=mlx5_0", ""))) == 3, "a rank without a choice uses all"
 
 
-def test_roce_needs_a_gid_that_can_be_routed(tmp_path: Path) -> None:
+def test_roce_needs_a_gid_that_can_be_routed(tmp_path):
     add_roce(tmp_path / "sys")
     [port] = node(tmp_path).used
     assert [roce_gid(port, index) and roce_gid(port, index).index for index in (None, 3, 1, 7)] == [3, 3, 1, None]
     without_ipv4 = dataclasses.replace(port, gids=tuple(gid for gid in port.gids if not gid.is_ipv4))
     found = roce_gid(without_ipv4, None)
-    assert found is not None
     assert (found.index, found.kind) == (1, "RoCE v2")
     assert roce_gid(dataclasses.replace(port, gids=port.gids[:1]), None) is None
 
 
-def expects(sku: str | None = "H100 SXM", nnodes: int = 2, *, on_cpu: bool = False, limits: object = SHIPPED) -> bool:
+def expects(sku="H100 SXM", nnodes=2, *, on_cpu=False, limits=SHIPPED):
     found, why = expects_infiniband(
-        limits,  # type: ignore[arg-type]
+        limits,
         sku=sku,
         world_size=8 * nnodes,
         nnodes=nnodes,
@@ -184,7 +178,7 @@ def expects(sku: str | None = "H100 SXM", nnodes: int = 2, *, on_cpu: bool = Fal
     return found
 
 
-def test_a_fabric_is_expected_between_nodes_unless_limits_expect_another_transport(tmp_path: Path) -> None:
+def test_a_fabric_is_expected_between_nodes_unless_limits_expect_another_transport(tmp_path):
     assert expects(), "and where no limit says otherwise"
     assert expects(sku="L40S")
     assert expects(sku=None)

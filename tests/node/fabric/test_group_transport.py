@@ -1,7 +1,5 @@
 """What a group uses by NCCL's log, and why nothing better."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -15,7 +13,6 @@ from pytest_gpucluster.node.fabric.nccl_log import (
     NETWORK,
     NODE,
     Choice,
-    Reason,
     choice,
     describe_reasons,
     find_reasons,
@@ -234,7 +231,7 @@ def test_where_no_better_transport_is_known_there_is_no_reason(lines):
     ],
     ids=["expected", "another", "unknown"],
 )
-def test_two_nodes_pass_over_infiniband_only_and_the_log_has_the_reason(log: Choice, outcome: str, words: str) -> None:
+def test_two_nodes_pass_over_infiniband_only_and_the_log_has_the_reason(log, outcome, words):
     found = group_transport([log] * 16, ranks=16, hosts=2)
     labels = {"size": "1 GB", "dtype": "bf16", **found.labels}
     made = measurement("nccl.all_reduce.busbw", 440.0, unit="GB/s", labels=labels, telemetry=found.add_to({}))
@@ -266,9 +263,7 @@ def test_a_node_that_has_lost_cards_does_not_lower_the_number_of_all(case):
     ("cards", "outcome", "words"),
     [(4, "passed", ""), (8, "failed", "320 GB/s < 437 GB/s"), (None, "failed", "437 GB/s network cards unknown")],
 )
-def test_four_cards_are_judged_by_what_four_can_do_and_an_unknown_number_as_a_full_set(
-    cards: int | None, outcome: str, words: str
-) -> None:
+def test_four_cards_are_judged_by_what_four_can_do_and_an_unknown_number_as_a_full_set(cards, outcome, words):
     found = group_transport([saying(IB, cards=cards)] * 16, ranks=16, hosts=2)
     labels = {"size": "1 GB", "dtype": "bf16", **found.labels}
     made = measurement("nccl.all_reduce.busbw", 320.0, unit="GB/s", labels=labels, telemetry=found.add_to({}))
@@ -278,7 +273,7 @@ def test_four_cards_are_judged_by_what_four_can_do_and_an_unknown_number_as_a_fu
 
 
 @pytest.mark.parametrize("sku", ["H100 SXM", "H20", "H200", "A100 80GB", "B200", "B300"])
-def test_with_fewer_cards_no_rate_between_nodes_is_judged_by_the_floor_of_a_full_set(sku: str) -> None:
+def test_with_fewer_cards_no_rate_between_nodes_is_judged_by_the_floor_of_a_full_set(sku):
     for metric in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "link"):
         name = "link.bandwidth" if metric == "link" else f"nccl.{metric}.busbw"
         for nnodes in (2, 4, 16):
@@ -313,15 +308,15 @@ node-a:4101:4205 [0] NCCL INFO Connected all rings, use ring PXN 0 GDR 1
 """.splitlines()
 
 
-def gather(*lines: str) -> tuple[Reason, ...]:
+def gather(*lines):
     return tuple(find_reasons(lines))
 
 
-def test_a_log_without_a_fall_back_has_no_reasons() -> None:
+def test_a_log_without_a_fall_back_has_no_reasons():
     assert gather(*HEALTHY) == ()
 
 
-def test_a_fall_back_to_sockets_has_the_sufficient_reason_first() -> None:
+def test_a_fall_back_to_sockets_has_the_sufficient_reason_first():
     text = describe_reasons([gather(*SOCKETS)], NETWORK)
     assert in_order(text, "NCCL InfiniBand IB libnccl-net.so NCCL_IB_HCA=mlx5_8 eth0 eth1")
     assert describe_reasons([gather(*SOCKETS)], DIRECT) == ""
@@ -353,7 +348,7 @@ def test_a_fall_back_to_sockets_has_the_sufficient_reason_first() -> None:
         ("INFO P2P is disabled between connected GPUs 1 and 0. You can repress this message", NODE, "P2P GPUs 1 0"),
     ],
 )  # fmt: skip
-def test_a_line_with_a_reason_has_a_short_text(case: tuple[str, str, str]) -> None:
+def test_a_line_with_a_reason_has_a_short_text(case):
     line, about, words = case
     [reason] = gather(f"node-a:1:2 [0] NCCL {line}\n")
     assert reason.about == about
@@ -372,11 +367,11 @@ def test_a_line_with_a_reason_has_a_short_text(case: tuple[str, str, str]) -> No
         "\0\0NET/",
     ],
 )
-def test_any_other_line_is_no_reason(line: str) -> None:
+def test_any_other_line_is_no_reason(line):
     assert gather(line) == ()
 
 
-def test_ranks_are_named_where_a_reason_is_not_that_of_all() -> None:
+def test_ranks_are_named_where_a_reason_is_not_that_of_all():
     none = gather("NCCL INFO NET/IB : No device found.")
     assert in_order(describe_reasons([none, none], NETWORK), "NCCL InfiniBand")
     assert in_order(describe_reasons([(), none, none, ()], NETWORK), "NCCL InfiniBand ranks 1-2")

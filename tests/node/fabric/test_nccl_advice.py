@@ -1,18 +1,15 @@
 """Each piece of advice, and what is printed of it, in the hands of a real bash."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from each import of_each
-from made_nodes import MAKERS, Node, azure, efa, eight_gpus, ethernet, google, infiniband, laptop, pod, roce
+from made_nodes import MAKERS, azure, efa, eight_gpus, ethernet, google, infiniband, laptop, pod, roce
 from sysfs_ports import write
 
-from pytest_gpucluster.node.fabric.nccl_advice import Advice, NcclAdvice, advise, render_advice, shell_lines
+from pytest_gpucluster.node.fabric.nccl_advice import advise, render_advice, shell_lines
 from pytest_gpucluster.node.fabric.nccl_facts import collect_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES, judge_environment
 
@@ -20,24 +17,24 @@ GUIDE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 IFNAME, HCA = "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"
 
 
-def of(node: Node) -> NcclAdvice:
+def of(node):
     return advise(collect_facts(node.sources()))
 
 
-def values(advised: NcclAdvice) -> dict[str, str]:
+def values(advised):
     return {one.name: one.value for one in advised.set}
 
 
-def wanted(advised: NcclAdvice, name: str) -> Advice:
+def wanted(advised, name):
     [found] = [one for one in advised.set if one.name == name]
     return found
 
 
-def steps(advised: NcclAdvice) -> str:
+def steps(advised):
     return "\n".join(f"{step.what}: {step.why}" for step in advised.steps)
 
 
-def names(*words: str, text: str) -> bool:
+def names(*words, text):
     """Whether a text has all of these."""
     return all(word in text for word in words)
 
@@ -45,25 +42,25 @@ def names(*words: str, text: str) -> bool:
 # ---- the network cards -----------------------------------------------------------------------------------------------
 
 
-def test_a_rail_optimised_node_of_infiniband_needs_nothing(tmp_path: Path) -> None:
+def test_a_rail_optimised_node_of_infiniband_needs_nothing(tmp_path):
     found = of(infiniband(tmp_path))
     assert (found.set, found.remove, found.steps, found.unknown, found.differs) == ((), (), (), (), False)
 
 
-def with_storage(root: Path) -> Node:
+def with_storage(root):
     node = infiniband(root)
     node.card("mlx5_8", board="MT_0000000359", rate="100 Gb/sec (4X EDR)")
     return node
 
 
-def test_the_cards_are_named_exactly_where_others_are_active(tmp_path: Path) -> None:
+def test_the_cards_are_named_exactly_where_others_are_active(tmp_path):
     hca = wanted(of(with_storage(tmp_path)), HCA)
     assert hca.value == "=" + ",".join(f"mlx5_{number}:1" for number in range(8))
     assert names("mlx5_8:1", "100 Gb/s", text=hca.why)
     assert (hca.source, hca.is_met) == (GUIDE, False)
 
 
-def test_a_choice_of_the_same_cards_is_as_good_however_it_is_written(tmp_path: Path) -> None:
+def test_a_choice_of_the_same_cards_is_as_good_however_it_is_written(tmp_path):
     node = with_storage(tmp_path)
     for value, is_met in {
         "=mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7": True,
@@ -80,7 +77,7 @@ def test_a_choice_of_the_same_cards_is_as_good_however_it_is_written(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["mlx5,0", "ml:x", "=mlx5", "ml x", "mlx\N{LATIN SMALL LETTER E WITH ACUTE}"])
-def test_a_card_that_no_list_can_name_is_not_named(tmp_path: Path, name: str) -> None:
+def test_a_card_that_no_list_can_name_is_not_named(tmp_path, name):
     node = infiniband(tmp_path, ports=7)
     node.card(name, close_to=7)
     node.card("mlx5_8")
@@ -92,7 +89,7 @@ def test_a_card_that_no_list_can_name_is_not_named(tmp_path: Path, name: str) ->
 # ---- the interface of the bootstrap, and of TCP ----------------------------------------------------------------------
 
 
-def without_networks(root: Path, *, routes: bool = True) -> Node:
+def without_networks(root, *, routes=True):
     node = infiniband(root)
     node.found.clear()
     if not routes:
@@ -100,7 +97,7 @@ def without_networks(root: Path, *, routes: bool = True) -> Node:
     return node
 
 
-def test_over_rdma_the_bootstrap_goes_over_a_card_and_neither_a_bridge_nor_a_rail(tmp_path: Path) -> None:
+def test_over_rdma_the_bootstrap_goes_over_a_card_and_neither_a_bridge_nor_a_rail(tmp_path):
     assert values(of(roce(tmp_path / "roce")))[IFNAME] == "=eth0"
     node = without_networks(tmp_path / "bridge")
     node.network("cni0", real=False, bridge=True)
@@ -110,7 +107,7 @@ def test_over_rdma_the_bootstrap_goes_over_a_card_and_neither_a_bridge_nor_a_rai
     assert names("cni0", "eth0", text=found.why)
 
 
-def test_for_the_bootstrap_the_first_interface_that_is_meant_counts(tmp_path: Path) -> None:
+def test_for_the_bootstrap_the_first_interface_that_is_meant_counts(tmp_path):
     node = without_networks(tmp_path)
     node.network("cni0", real=False, bridge=True)
     node.network("eth0", driver="igb")
@@ -120,7 +117,7 @@ def test_for_the_bootstrap_the_first_interface_that_is_meant_counts(tmp_path: Pa
         assert wanted(of(node), IFNAME).is_met is is_met, value
 
 
-def test_the_way_to_the_bmc_reaches_no_other_node(tmp_path: Path) -> None:
+def test_the_way_to_the_bmc_reaches_no_other_node(tmp_path):
     node = without_networks(tmp_path / "rdma")
     node.network("enxbe3af2b6059f", driver="cdc_ether", speed=None, address="169.254.3.1")
     node.network("eth0", driver="igb")
@@ -132,13 +129,13 @@ def test_the_way_to_the_bmc_reaches_no_other_node(tmp_path: Path) -> None:
     assert values(of(plain))[IFNAME] == "=ens1"
 
 
-def two_networks(root: Path, slow: int | None = 10_000) -> Node:
+def two_networks(root, slow=10_000):
     node = ethernet(root, speed=100_000)
     node.network("ens9", driver="ice", speed=slow)
     return node
 
 
-def test_tcp_goes_over_the_fast_network_only(tmp_path: Path) -> None:
+def test_tcp_goes_over_the_fast_network_only(tmp_path):
     node = two_networks(tmp_path / "slow")
     found = wanted(of(node), IFNAME)
     assert found.value == "=ens1"
@@ -153,7 +150,7 @@ def test_tcp_goes_over_the_fast_network_only(tmp_path: Path) -> None:
     assert any("ens9" in text for text in unknown.unknown)
 
 
-def test_tcp_of_100_gb_takes_several_connections_and_slower_or_unknown_does_not(tmp_path: Path) -> None:
+def test_tcp_of_100_gb_takes_several_connections_and_slower_or_unknown_does_not(tmp_path):
     fast = of(ethernet(tmp_path / "fast"))
     assert values(fast) == {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
     cloud = eight_gpus(tmp_path / "cloud")
@@ -173,7 +170,7 @@ def test_tcp_of_100_gb_takes_several_connections_and_slower_or_unknown_does_not(
         (google, "", "GPUDirect-TCPXO nccl-env-profile.sh"),
     ],
 )
-def test_a_cloud_s_own_plugin_or_file_is_something_to_do(case: Any, tmp_path: Path) -> None:
+def test_a_cloud_s_own_plugin_or_file_is_something_to_do(case, tmp_path):
     make, name, words = case
     node = make(tmp_path / make.__name__)
     found = of(node)
@@ -183,7 +180,7 @@ def test_a_cloud_s_own_plugin_or_file_is_something_to_do(case: Any, tmp_path: Pa
     assert not names(*words.split(), text=steps(of(node)))
 
 
-def test_google_s_script_for_roce_is_named_and_azure_s_file_is_not_asked_for_twice(tmp_path: Path) -> None:
+def test_google_s_script_for_roce_is_named_and_azure_s_file_is_not_asked_for_twice(tmp_path):
     node = roce(tmp_path / "google")
     node.dmi(product_name="Google Compute Engine")
     assert "/usr/local/gib/scripts/set_nccl_env.sh" in steps(of(node))
@@ -192,7 +189,7 @@ def test_google_s_script_for_roce_is_named_and_azure_s_file_is_not_asked_for_twi
     assert "NCCL_TOPO_FILE" not in steps(of(node))
 
 
-def test_what_google_s_plugin_demands_is_no_leftover_where_it_is_in_use(tmp_path: Path) -> None:
+def test_what_google_s_plugin_demands_is_no_leftover_where_it_is_in_use(tmp_path):
     node = google(tmp_path)
     node.environ |= {"NCCL_ALGO": "Ring,Tree", "NCCL_NVLS_ENABLE": "0"}
     assert {one.name for one in of(node).remove} == {"NCCL_ALGO", "NCCL_NVLS_ENABLE"}
@@ -213,7 +210,7 @@ def test_what_google_s_plugin_demands_is_no_leftover_where_it_is_in_use(tmp_path
 # ---- what is to be done ----------------------------------------------------------------------------------------------
 
 
-def test_ports_out_of_reach_are_something_to_do(tmp_path: Path) -> None:
+def test_ports_out_of_reach_are_something_to_do(tmp_path):
     node = infiniband(tmp_path)
     node.environ["KUBERNETES_SERVICE_HOST"] = "10.96.0.1"
     assert steps(of(node)) == ""
@@ -222,13 +219,13 @@ def test_ports_out_of_reach_are_something_to_do(tmp_path: Path) -> None:
     assert names("(kubernetes)", "/dev/infiniband/uverbs*", text=steps(of(node)))
 
 
-def test_where_the_fabric_is_not_known_nothing_is_advised_about_it(tmp_path: Path) -> None:
+def test_where_the_fabric_is_not_known_nothing_is_advised_about_it(tmp_path):
     found = of(pod(tmp_path))
     assert (found.set, found.steps, found.differs) == ((), (), False)
     assert "RDMA" in found.unknown[0]
 
 
-def test_a_laptop_needs_nothing(tmp_path: Path) -> None:
+def test_a_laptop_needs_nothing(tmp_path):
     found = of(laptop(tmp_path))
     assert (found.set, found.remove, found.steps) == ((), (), ())
     [unknown] = found.unknown
@@ -238,7 +235,7 @@ def test_a_laptop_needs_nothing(tmp_path: Path) -> None:
 # ---- what is set ------------------------------------------------------------------------
 
 
-def test_what_is_set_and_hurts_is_to_be_removed_by_the_rules_of_the_criterion(tmp_path: Path) -> None:
+def test_what_is_set_and_hurts_is_to_be_removed_by_the_rules_of_the_criterion(tmp_path):
     node = infiniband(tmp_path)
     file = str(tmp_path / "etc/nccl.conf")
     node.environ |= {"NCCL_IB_DISABLE": "1", "NCCL_IB_TIMEOUT": "22", "NCCL_CROSS_NIC": "0"}
@@ -252,7 +249,7 @@ def test_what_is_set_and_hurts_is_to_be_removed_by_the_rules_of_the_criterion(tm
     assert found.differs
 
 
-def test_what_only_hurts_over_several_nodes_is_no_harm_in_a_job_of_one(tmp_path: Path) -> None:
+def test_what_only_hurts_over_several_nodes_is_no_harm_in_a_job_of_one(tmp_path):
     node = infiniband(tmp_path)
     node.environ |= {"NCCL_IB_DISABLE": "1", IFNAME: "lo"}
     assert {one.name for one in of(node).remove} == {"NCCL_IB_DISABLE", IFNAME}, "several, where nothing says how many"
@@ -261,7 +258,7 @@ def test_what_only_hurts_over_several_nodes_is_no_harm_in_a_job_of_one(tmp_path:
 
 
 @of_each("name", list(MAKERS))
-def test_all_advice_has_a_reason_and_a_source(tmp_path: Path, name: str) -> None:
+def test_all_advice_has_a_reason_and_a_source(tmp_path, name):
     node = MAKERS[name](tmp_path / name)
     node.environ |= {"NCCL_CHECK_POINTERS": "1", "NCCL_DEBUG": "INFO"}
     found = of(node)
@@ -270,7 +267,7 @@ def test_all_advice_has_a_reason_and_a_source(tmp_path: Path, name: str) -> None
     assert len(variables) == len(set(variables)), "one opinion about each variable"
 
 
-def test_the_properties_have_the_fabric_and_every_difference(tmp_path: Path) -> None:
+def test_the_properties_have_the_fabric_and_every_difference(tmp_path):
     node = with_storage(tmp_path)
     node.environ[HCA] = "mlx5"
     found = of(node)
@@ -286,12 +283,12 @@ HOSTILE = ("$(touch${IFS}x)", "`touch${IFS}x`", "a';touch${IFS}x;'", 'a"b\\n', "
 """Names that Linux takes for an interface or an RDMA device: no blank, no slash."""
 
 
-def shown(node: Node) -> str:
+def shown(node):
     facts = collect_facts(node.sources())
     return shell_lines(facts, advise(facts))
 
 
-def after(script: str, folder: Path, environ: dict[str, str] | None = None, how: str = 'eval "$1"') -> dict[str, str]:
+def after(script, folder, environ=None, how='eval "$1"'):
     """Return the environment that a bash has after it was given these lines."""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
@@ -309,7 +306,7 @@ def after(script: str, folder: Path, environ: dict[str, str] | None = None, how:
 
 
 @pytest.mark.parametrize("how", ['eval "$1"', 'source /dev/stdin <<<"$1"'])
-def test_a_shell_has_what_is_advised_and_no_longer_what_hurts(tmp_path: Path, how: str) -> None:
+def test_a_shell_has_what_is_advised_and_no_longer_what_hurts(tmp_path, how):
     node = azure(tmp_path / "node")
     node.environ |= {"NCCL_ALGO": "Ring", "NCCL_IB_TIMEOUT": "22"}
     found = after(shown(node), tmp_path / "empty", node.environ, how)
@@ -322,7 +319,7 @@ def test_a_shell_has_what_is_advised_and_no_longer_what_hurts(tmp_path: Path, ho
     assert after(lines_out, tmp_path / "empty", node.environ, how)["NCCL_IB_HCA"].startswith("=mlx5_ib0:1,")
 
 
-def hostile(root: Path, name: str) -> Node:
+def hostile(root, name):
     node = infiniband(root)
     node.found.clear()
     (node.proc / "net/route").unlink()
@@ -336,7 +333,7 @@ def hostile(root: Path, name: str) -> Node:
 
 
 @of_each("name", HOSTILE)
-def test_names_that_mean_harm_are_one_word_of_a_shell(name: str, tmp_path: Path) -> None:
+def test_names_that_mean_harm_are_one_word_of_a_shell(name, tmp_path):
     node = hostile(tmp_path / f"node-{HOSTILE.index(name)}", name)
     found = after(shown(node), tmp_path / "empty", {"NCCL_CHECK_POINTERS": "1"})
     assert found["NCCL_SOCKET_IFNAME"] == f"={name}"
@@ -344,7 +341,7 @@ def test_names_that_mean_harm_are_one_word_of_a_shell(name: str, tmp_path: Path)
     assert "NCCL_CHECK_POINTERS" not in found
 
 
-def test_everything_else_is_a_comment_of_one_printable_line(tmp_path: Path) -> None:
+def test_everything_else_is_a_comment_of_one_printable_line(tmp_path):
     node = hostile(tmp_path, "eth0")
     node.environ["NCCL_DEBUG"] = "TRACE\x1b[2J\nexport X=1"
     node.gpus_unknown = "NVML has not answered within 30 s"
@@ -355,7 +352,7 @@ def test_everything_else_is_a_comment_of_one_printable_line(tmp_path: Path) -> N
     assert any(node.gpus_unknown in line for line in lines if line.startswith("# "))
 
 
-def test_what_a_file_sets_cannot_be_unset_and_is_named(tmp_path: Path) -> None:
+def test_what_a_file_sets_cannot_be_unset_and_is_named(tmp_path):
     node = infiniband(tmp_path)
     file = tmp_path / "etc/nccl.conf"
     write(file, "NCCL_ALGO=Ring\nNCCL_P2P_DISABLE=1")
@@ -368,7 +365,7 @@ def test_what_a_file_sets_cannot_be_unset_and_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_text_is_never_wider_and_has_everything(tmp_path: Path, name: str) -> None:
+def test_the_text_is_never_wider_and_has_everything(tmp_path, name):
     node = MAKERS[name](tmp_path)
     node.environ |= {"NCCL_CHECK_POINTERS": "1\x1b[2J", "NCCL_IB_TIMEOUT": "22"}
     facts = collect_facts(node.sources())

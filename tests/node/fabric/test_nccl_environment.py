@@ -1,24 +1,18 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from pytest_gpucluster.device import environment
 from pytest_gpucluster.node.fabric import nccl_environment
-from pytest_gpucluster.node.fabric.nccl_environment import Setting, effective, read_environment
+from pytest_gpucluster.node.fabric.nccl_environment import effective, read_environment
 
 
-def settings(
-    environ: dict[str, str], folder: Path, user: str | None = None, system: str | None = None
-) -> tuple[Setting, ...]:
+def settings(environ, folder, user=None, system=None):
     for name, text in {".nccl.conf": user, "etc.conf": system}.items():
         if text is not None:
             (folder / name).write_text(text)
     return read_environment(environ, home_of_user=lambda: folder, system_file=folder / "etc.conf")
 
 
-def test_every_variable_of_nccl_and_ucx_is_there_and_a_few_more(tmp_path: Path) -> None:
+def test_every_variable_of_nccl_and_ucx_is_there_and_a_few_more(tmp_path):
     environ = {
         "NCCL_IB_HCA": "mlx5",
         "UCX_TLS": "rc",
@@ -36,7 +30,7 @@ def test_every_variable_of_nccl_and_ucx_is_there_and_a_few_more(tmp_path: Path) 
     assert {setting.origin for setting in found} == {"environment"}
 
 
-def test_the_environment_comes_before_the_user_s_file_and_that_before_the_system_s(tmp_path: Path) -> None:
+def test_the_environment_comes_before_the_user_s_file_and_that_before_the_system_s(tmp_path):
     found = settings(
         {"NCCL_ALGO": "Tree"},
         tmp_path,
@@ -61,8 +55,8 @@ def test_the_environment_comes_before_the_user_s_file_and_that_before_the_system
     ],
 )
 def test_nvls_can_be_switched_off_later_and_what_the_suite_sets_for_it_is_nobodys_leftover(
-    tmp_path: Path, before: str | None, after: str, shown: list[str]
-) -> None:
+    tmp_path, before, after, shown
+):
     environ = {"NCCL_NO_CACHE": before} if before else {}
     environment.prepare(environ)
     environment.prepare(environ)
@@ -74,22 +68,22 @@ def test_nvls_can_be_switched_off_later_and_what_the_suite_sets_for_it_is_nobody
     assert [setting.name for setting in operators] == ["NCCL_NVLS_ENABLE"]
 
 
-def test_a_named_file_takes_the_place_of_the_user_s(tmp_path: Path) -> None:
+def test_a_named_file_takes_the_place_of_the_user_s(tmp_path):
     (tmp_path / "mine.conf").write_text("NCCL_PROTO=Simple\n")
     found = settings({"NCCL_CONF_FILE": str(tmp_path / "mine.conf")}, tmp_path, user="NCCL_ALGO=Ring\n")
     assert effective(found) == {"NCCL_CONF_FILE": str(tmp_path / "mine.conf"), "NCCL_PROTO": "Simple"}
 
 
-def test_lines_are_read_as_nccl_reads_them(tmp_path: Path) -> None:
+def test_lines_are_read_as_nccl_reads_them(tmp_path):
     text = "# NCCL_ALGO=Ring\n\nNCCL_PROTO = LL\n NCCL_NET=IB\nNCCL_IB_HCA==mlx5_0\nnonsense\nNCCL_DEBUG=\n"
     found = settings({}, tmp_path, user=text)
     assert effective(found) == {"NCCL_PROTO ": " LL", "NCCL_IB_HCA": "=mlx5_0", "NCCL_DEBUG": ""}
 
 
-def test_a_user_without_a_home_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_no_file(tmp_path, monkeypatch):
     assert read_environment({}, home_of_user=lambda: None, system_file=tmp_path / "none") == ()
 
-    def unknown(uid: int) -> object:
+    def unknown(uid):
         raise KeyError(uid)
 
     assert nccl_environment.home() is not None

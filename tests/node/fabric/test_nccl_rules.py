@@ -1,10 +1,7 @@
 """Variables that hurt are errors where they do, and others are notes or nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -17,7 +14,7 @@ from pytest_gpucluster.node.fabric.nccl_rules import RULES, excludes, judge_envi
 from pytest_gpucluster.node.pci import PeerMemory
 
 
-def cards(**changes: Any) -> tuple[Card, ...]:
+def cards(**changes):
     return tuple(Card(port=port) for port in node(**changes).adapters.ports)
 
 
@@ -35,13 +32,13 @@ TWO_NODES = dataclasses.replace(
 )
 
 
-def kind(name: str, value: str, facts: Facts = TWO_NODES, **changes: Any) -> str | None:
+def kind(name, value, facts=TWO_NODES, **changes):
     setting = Setting(name=name, value=value, origin="environment")
     found = judge_environment(setting, dataclasses.replace(facts, **changes))
     return None if found is None else found.kind
 
 
-def written(text: str) -> dict[str, str]:
+def written(text):
     return dict(setting.split("=", 1) for setting in text.split())
 
 
@@ -57,10 +54,9 @@ TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 
 @of_each("case", list(HURTS.items()))
-def test_what_hurts_on_two_nodes_with_a_fabric_is_an_error_of_the_environment(case: tuple[Any, ...]) -> None:
+def test_what_hurts_on_two_nodes_with_a_fabric_is_an_error_of_the_environment(case):
     name, value = case
     found = judge_environment(Setting(name=name, value=value, origin="/etc/nccl.conf"), TWO_NODES)
-    assert found is not None
     assert (found.kind, found.gpu.host, found.code) == ("environment", "gpu-00", name.lower())
     assert found.found.startswith(f"{name}={value} (/etc/nccl.conf): ")
     assert RULES[name].does in found.found
@@ -119,34 +115,33 @@ UCX_TLS=ud,self,sm UCX_NET_DEVICES=mlx5_0:1 OMP_NUM_THREADS=1 CUDA_DEVICE_MAX_CO
         ("UCX_NET_DEVICES", "all", {}, None),
     ],
 )
-def test_where_it_is_set_decides(case: tuple[Any, ...]) -> None:
+def test_where_it_is_set_decides(case):
     name, value, changes, expected = case
     assert kind(name, value, **changes) == expected
 
 
-def test_settings_that_are_usual_or_help_or_describe_the_system_are_no_errors() -> None:
+def test_settings_that_are_usual_or_help_or_describe_the_system_are_no_errors():
     assert {name: kind(name, value) for name, value in FINE.items()} == dict.fromkeys(FINE)
     assert {name: kind(name, value) for name, value in NOTED.items()} == dict.fromkeys(NOTED, "note")
     assert "environment" not in {kind(name, value) for name, value in USUAL.items()}
 
 
 @of_each("name", NEEDS_OTHERS.split())
-def test_what_needs_other_gpus_or_nodes_to_hurt_does_not_hurt_one_gpu(name: str) -> None:
+def test_what_needs_other_gpus_or_nodes_to_hurt_does_not_hurt_one_gpu(name):
     assert kind(name, HURTS[name], ONE_GPU) != "environment"
 
 
-def test_a_topology_file_that_is_there_is_a_note(tmp_path: Path) -> None:
+def test_a_topology_file_that_is_there_is_a_note(tmp_path):
     (tmp_path / "topo.xml").touch()
     assert kind("NCCL_TOPO_FILE", str(tmp_path / "topo.xml")) == "note"
 
 
-def test_a_blank_before_the_equals_sign_is_a_setting_without_effect() -> None:
+def test_a_blank_before_the_equals_sign_is_a_setting_without_effect():
     found = judge_environment(Setting(name="NCCL_P2P_DISABLE ", value="1", origin="/etc/nccl.conf"), TWO_NODES)
-    assert found is not None
     assert (found.kind, in_order(found.remedy, "NCCL_P2P_DISABLE= /etc/nccl.conf")) == ("note", True)
 
 
-def test_every_rule_has_a_source_and_the_reference_has_it() -> None:
+def test_every_rule_has_a_source_and_the_reference_has_it():
     page = (Path(__file__).parents[3] / "docs" / "reference.md").read_text(encoding="utf-8")
     rows = page.partition("| variable | what it does |")[2].partition("\n\n")[0].splitlines()
     documented = {row.split("`")[1]: row for row in rows if row.startswith("| `")}
@@ -161,7 +156,7 @@ def test_every_rule_has_a_source_and_the_reference_has_it() -> None:
     ("text", "value"),
     [("1", 1), (" 1", 1), ("+2", 2), ("-1", -1), ("0x1F", 31), ("017", 15), ("09", 0), ("", 0), ("yes", 0), ("1x", 1)],
 )
-def test_a_number_is_what_strtoll_takes_it_for(text: str, value: int) -> None:
+def test_a_number_is_what_strtoll_takes_it_for(text, value):
     assert number(text) == value
 
 
@@ -180,5 +175,5 @@ def test_a_number_is_what_strtoll_takes_it_for(text: str, value: int) -> None:
         ("^LL128", "ll128", True),
     ],
 )
-def test_a_list_leaves_out_what_nccl_takes_it_to_leave_out(value: str, word: str, without: bool) -> None:
+def test_a_list_leaves_out_what_nccl_takes_it_to_leave_out(value, word, without):
     assert excludes(value, word) == without

@@ -4,11 +4,7 @@ Hosts, addresses and pointers are replaced by others. Where no address is given,
 the search for it did not name.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from complaints import in_order
 from each import of_each
@@ -18,7 +14,7 @@ from pytest_gpucluster.node.fabric.nccl_log import NETWORK, choice, describe_rea
 RECORDED = Path(__file__).parents[2] / "data/selftest/cuda-580.159.04-2.11.0-2.28.9/NCCL.775.log"
 """Recorded in November 2026 in a virtual machine with one H100 SXM, driver 580.159.04."""
 NO_PLUGIN = "NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin."
-LOGS: tuple[tuple[str, str, str, Mapping[str, Any], str], ...] = (
+LOGS = (
     (
         "2.18.3+cuda12.2",
         "github.com/NVIDIA/nccl-tests/issues/166",
@@ -180,7 +176,7 @@ comm 0x5a0ca40 rank 1 nranks 4 cudaDev 1 nvmlDev 1 busId 38000 commId 0xf021d903
 
 
 @of_each("log", LOGS, name=lambda log: log[0])
-def test_published_lines_of_each_version_are_read(log: tuple[str, str, str, Mapping[str, Any], str]) -> None:
+def test_published_lines_of_each_version_are_read(log):
     version, _, text, expected, reasons = log
     prefix = "node-a:14159:14168 [0] NCCL INFO "
     # Up to 2.22 the line with the version has no prefix.
@@ -193,7 +189,7 @@ def test_published_lines_of_each_version_are_read(log: tuple[str, str, str, Mapp
     assert unread(lines)[1] == []
 
 
-def test_older_lines_on_algorithms_are_unknown_and_all_others_are_read() -> None:
+def test_older_lines_on_algorithms_are_unknown_and_all_others_are_read():
     lines = [f"node-a:14159:14168 [0] NCCL INFO {line}" for line in OF_UNKNOWN_VERSION.strip().splitlines()]
     found = choice(lines)
     assert (found.transports, found.nvls, found.ranks) == (("P2P", "NET/IB"), "used", (4,))
@@ -201,7 +197,7 @@ def test_older_lines_on_algorithms_are_unknown_and_all_others_are_read() -> None
     assert unread(lines)[1] == ["805306368 Bytes -> Algo 1 proto 2 time 3970.683594"]
 
 
-def test_the_recorded_log_of_one_gpu_is_read_and_no_line_that_matters_is_left() -> None:
+def test_the_recorded_log_of_one_gpu_is_read_and_no_line_that_matters_is_left():
     lines = RECORDED.read_text().splitlines()
     found = choice(lines)
     assert (found.version, found.network, found.ranks) == ("2.28.9+cuda13.0", "Socket", (1,))

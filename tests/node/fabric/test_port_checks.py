@@ -1,22 +1,18 @@
 """Bad ports are found on their node, and what several bad nodes share is named."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 from complaints import in_order
 from each import of_each
 from fabric_nodes import DOWN, PEERMEM, node, port, roce
 
-from pytest_gpucluster.metrics.finding import Finding
-from pytest_gpucluster.node.fabric.ports import Findings, NodePorts, examine_ports, leaf_of, shared_rails
+from pytest_gpucluster.node.fabric.ports import examine_ports, leaf_of, shared_rails
 from pytest_gpucluster.node.infiniband import Adapters
 from pytest_gpucluster.node.pci import PeerMemory
 
 
-def fleet(count: int = 4, odd: dict[int, dict[str, Any]] | None = None, **common: Any) -> dict[int, NodePorts]:
+def fleet(count=4, odd=None, **common):
     """Nodes that are alike, some of which are different."""
     return {
         index: node(f"gpu-{index:02d}", **{**common, "leaf": f"leaf-{index // 2}", **(odd or {}).get(index, {})})
@@ -24,11 +20,11 @@ def fleet(count: int = 4, odd: dict[int, dict[str, Any]] | None = None, **common
     }
 
 
-def found(nodes: dict[int, NodePorts], expected: bool = True) -> Findings:
+def found(nodes, expected=True):
     return examine_ports(nodes, expected=expected)
 
 
-def decisive(findings: Findings) -> dict[int, list[Finding]]:
+def decisive(findings):
     return {
         index: some
         for index, every in findings.of_node.items()
@@ -36,7 +32,7 @@ def decisive(findings: Findings) -> dict[int, list[Finding]]:
     }
 
 
-def only(findings: Findings, on: int) -> Finding:
+def only(findings, on):
     """The only finding that decides, which must be on this node."""
     [(index, [finding])] = decisive(findings).items()
     assert index == on
@@ -45,7 +41,7 @@ def only(findings: Findings, on: int) -> Finding:
 
 
 @pytest.mark.parametrize("make", [port, roce], ids=["InfiniBand", "RoCE"])
-def test_nothing_is_wrong_with_nodes_that_are_alike(make: Any) -> None:
+def test_nothing_is_wrong_with_nodes_that_are_alike(make):
     boards = fleet(cards={7: {"board": "MT_0000000999", "firmware": "22.31.1014"}}, make=make)
     for nodes in (fleet(make=make), {}, boards):  # another board may have another firmware
         assert (found(nodes).of_node, found(nodes).shared) == ({}, [])
@@ -69,14 +65,14 @@ NO_WAY = PeerMemory(module="", why_no_dma_buf="kernel 5.4 is older than 5.12")
     ],
     ids=["down", "slow", "missing", "board", "firmware", "peer memory", "choice", "none"],
 )
-def test_the_node_that_is_different_is_named(different: dict[str, Any], code: str, kind: str, words: str) -> None:
+def test_the_node_that_is_different_is_named(different, code, kind, words):
     finding = only(found(fleet(odd={2: different})), on=2)
     assert (finding.code, finding.kind) == (code, kind)
     assert in_order(finding.found, words)
     assert finding.remedy
 
 
-def test_an_ethernet_port_without_an_address_in_an_infiniband_fabric_is_named_twice() -> None:
+def test_an_ethernet_port_without_an_address_in_an_infiniband_fabric_is_named_twice():
     odd = {2: {"changed": {3: {"link_layer": "Ethernet"}}, "hcas": ("mlx5",)}}
     findings = {finding.code: finding for finding in found(fleet(odd=odd)).of_node[2]}
     assert set(findings) == {"link_layer", "roce_gid"}
@@ -84,7 +80,7 @@ def test_an_ethernet_port_without_an_address_in_an_infiniband_fabric_is_named_tw
     assert in_order(findings["link_layer"].found, "mlx5_3/1 Ethernet InfiniBand 3 4")
 
 
-def test_of_two_nodes_the_one_whose_port_is_down_or_slow_is_the_bad_one() -> None:
+def test_of_two_nodes_the_one_whose_port_is_down_or_slow_is_the_bad_one():
     assert only(found(fleet(2, odd={1: {"changed": {0: DOWN}}})), on=1).code == "port_state"
     no_manager = found(fleet(2, odd={1: {"changed": {0: {"state": "INIT"}}}}))
     assert in_order(no_manager.of_node[1][0].found, "subnet manager")
@@ -93,7 +89,7 @@ def test_of_two_nodes_the_one_whose_port_is_down_or_slow_is_the_bad_one() -> Non
     assert only(found(fleet(2, odd={0: {"without": (7,)}})), on=0).code == "port_missing"
 
 
-def test_of_two_nodes_with_different_firmware_both_are_named_and_neither_is_blamed() -> None:
+def test_of_two_nodes_with_different_firmware_both_are_named_and_neither_is_blamed():
     cards = {index: {"firmware": "28.36.1010"} for index in range(8)}
     findings = decisive(found(fleet(2, odd={1: {"cards": cards}})))
     assert sorted(findings) == [0, 1]
@@ -115,7 +111,7 @@ ERRORS = {5: {"counters": {"link_downed": 7, "symbol_error": 0, "port_rcv_errors
         ({}, {"peer_memory": DMA_BUF}, "peer_memory_differs", f"DMA-BUF, {PEERMEM} 3 4"),
     ],
 )
-def test_what_is_no_fault_is_a_note(case: tuple[Any, ...]) -> None:
+def test_what_is_no_fault_is_a_note(case):
     common, odd, code, words = case
     findings = found(fleet(odd={1: odd}, **common))
     [note] = findings.of_node[1]
@@ -124,7 +120,7 @@ def test_what_is_no_fault_is_a_note(case: tuple[Any, ...]) -> None:
     assert decisive(findings) == {}
 
 
-def test_as_many_ports_under_other_names_are_a_note() -> None:
+def test_as_many_ports_under_other_names_are_a_note():
     nodes = fleet(4)
     renamed = tuple(
         dataclasses.replace(
@@ -149,7 +145,7 @@ def test_as_many_ports_under_other_names_are_a_note() -> None:
         ((0, 1), 2, "note", "has a GID of IB/RoCE v1, which is not routed, at NCCL_IB_GID_INDEX=2"),
     ],
 )
-def test_a_roce_port_without_a_usable_address_is_named(case: tuple[Any, ...]) -> None:
+def test_a_roce_port_without_a_usable_address_is_named(case):
     gids, index, kind, words = case
     both = roce(0).gids
     changed = {0: {"gids": tuple(both[position] for position in gids)}}
@@ -159,7 +155,7 @@ def test_a_roce_port_without_a_usable_address_is_named(case: tuple[Any, ...]) ->
     assert words in some[0].found
 
 
-def test_where_no_fabric_is_expected_everything_is_a_note() -> None:
+def test_where_no_fabric_is_expected_everything_is_a_note():
     odd = {1: {"changed": {0: DOWN}, "cards": {1: {"firmware": "1"}}}, 2: {"adapters": Adapters(why_not="none")}}
     findings = found(fleet(odd=odd), expected=False)
     assert decisive(findings) == {}
@@ -167,7 +163,7 @@ def test_where_no_fabric_is_expected_everything_is_a_note() -> None:
     assert findings.shared == []
 
 
-def test_one_rail_that_is_down_on_several_nodes_points_to_its_switch() -> None:
+def test_one_rail_that_is_down_on_several_nodes_points_to_its_switch():
     odd = {index: {"changed": {3: DOWN}} for index in (4, 5)}
     findings = found(fleet(8, odd=odd))
     assert findings.shared == [
@@ -192,21 +188,21 @@ LEAVES = {host: "leaf-a" if index < 6 else "leaf-b" for index, host in enumerate
     ],
     ids=["tree", "one switch", "dots in the name", "no tree", "broken", "not under Slurm"],
 )
-def test_slurm_has_the_leaf_switch_of_a_node(address: str, pattern: str, leaf: str) -> None:
+def test_slurm_has_the_leaf_switch_of_a_node(address, pattern, leaf):
     variables = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
     assert leaf_of({name: text for name, text in variables.items() if text}) == leaf
 
 
-def fault(host: str, rail: str = "mlx5_0/1") -> tuple[str, str]:
+def fault(host, rail="mlx5_0/1"):
     return host, rail
 
 
-def test_single_faults_share_nothing() -> None:
+def test_single_faults_share_nothing():
     assert shared_rails([fault("gpu-00"), fault("gpu-07", "mlx5_3/1")], LEAVES) == []
     assert shared_rails([], {}) == []
     assert shared_rails([fault("gpu-00"), fault("gpu-00")], LEAVES) == [], "two faults of one node"
 
 
-def test_several_nodes_of_one_leaf_switch_point_to_it() -> None:
+def test_several_nodes_of_one_leaf_switch_point_to_it():
     faults = [fault("gpu-06", "mlx5_0/1"), fault("gpu-08", "mlx5_1/1"), fault("gpu-09", "mlx5_2/1")]
     assert shared_rails(faults, LEAVES) == ["leaf switch leaf-b: faults on 3 of its 6 nodes (gpu-06, gpu-08, gpu-09)"]

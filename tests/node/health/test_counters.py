@@ -1,10 +1,5 @@
 """Fault counters of a rank: what is read, and which of their changes are a fault."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from complaints import in_order
 from counted import GPU, PCI, UUID, XID_79, nvml, sources
@@ -16,13 +11,13 @@ from pytest_gpucluster.errors import HardwareFault
 from pytest_gpucluster.metrics.finding import Identity
 from pytest_gpucluster.node import infiniband, kernel_log
 from pytest_gpucluster.node.health import counters
-from pytest_gpucluster.node.health.counters import QUERIES, Changes, Counters, Sources, changes, read
+from pytest_gpucluster.node.health.counters import QUERIES, Sources, changes, read
 from pytest_gpucluster.node.infiniband import Adapters
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import NotAvailable
 
 
-def test_flags_links_and_counts_become_numbers_by_name() -> None:
+def test_flags_links_and_counts_become_numbers_by_name():
     planted = {"rows.pending": True, "nvlink.errors": {"replay": {0: 0, 17: 3}}, "nvlink.up": {0: True, 1: False}}
     taken = counters.read(sources(nvml=nvml(**planted)))
     assert taken.values["rows.pending"] == 1
@@ -33,22 +28,19 @@ def test_flags_links_and_counts_become_numbers_by_name() -> None:
     assert set(taken.missing) == {"pages.pending", "infiniband"}, "an H100 has no retired pages"
 
 
-def test_lines_that_are_alike_are_different_xids() -> None:
+def test_lines_that_are_alike_are_different_xids():
     taken = counters.read(sources())
-    assert taken.log is not None
     assert [(xid.pci, xid.code) for xid in taken.log.xids.values()] == [("0000:3b:00.0", 79)] * 2
     log = KernelLog(lines=(XID_79 * 2,), source="/dev/kmsg", numbers=(5,))
     taken = counters.read(sources(kernel_log=lambda: log))
-    assert taken.log is not None
     assert list(taken.log.xids) == ["5 #1", "5 #2"], "two on one line"
     log = KernelLog(lines=("a", XID_79, "b"), source="/dev/kmsg", numbers=(7, 8, 9))
     taken = counters.read(sources(kernel_log=lambda: log))
-    assert taken.log is not None
     assert (list(taken.log.xids), taken.log.numbers) == (["8 #1"], (7, 9)), "where the kernel numbers its records"
 
 
-def test_a_rank_that_is_not_the_first_of_its_node_looks_at_its_gpu_only() -> None:
-    def not_read() -> object:
+def test_a_rank_that_is_not_the_first_of_its_node_looks_at_its_gpu_only():
+    def not_read():
         raise AssertionError("asked")
 
     taken = counters.read(sources(of_node=False, kernel_log=not_read, adapters=not_read))
@@ -61,7 +53,7 @@ def test_a_rank_that_is_not_the_first_of_its_node_looks_at_its_gpu_only() -> Non
     assert (made.has_gpu, dict(made.gpus_of_node)) == (False, {})
 
 
-def test_what_cannot_be_read_is_missing_by_name_and_the_rest_is_there() -> None:
+def test_what_cannot_be_read_is_missing_by_name_and_the_rest_is_there():
     log = KernelLog(why_not="dmesg: refused")
     taken = counters.read(sources(nvml=nvml(**{"ecc.uncorrected.volatile": NotAvailable("ask root", "no permission")}),
                                   kernel_log=lambda: log))  # fmt: skip
@@ -76,12 +68,12 @@ def test_what_cannot_be_read_is_missing_by_name_and_the_rest_is_there() -> None:
     assert set(QUERIES) <= set(taken.missing)
 
 
-def who(rank: int, node: int = 0, local_rank: int = 0, pci: str | None = PCI) -> dict[str, object]:
+def who(rank, node=0, local_rank=0, pci=PCI):
     gpu = {"index": local_rank, "uuid": f"GPU-{rank}", "serial": "1", "pci_bus_id": pci}
     return {"rank": rank, "host": f"gpu-{node}", "node_rank": node, "local_rank": local_rank, "gpu": gpu}
 
 
-def test_a_rank_knows_the_gpus_of_its_own_node_by_their_address() -> None:
+def test_a_rank_knows_the_gpus_of_its_own_node_by_their_address():
     inventory = [
         who(0),
         who(1, local_rank=1, pci="00000000:5E:00.0"),
@@ -104,23 +96,23 @@ def test_a_rank_knows_the_gpus_of_its_own_node_by_their_address() -> None:
 QUIET = KernelLog(lines=("NVRM: loading",), source="dmesg")
 
 
-def compared(before: dict[str, object], after: dict[str, object], **more: object) -> Changes:
+def compared(before, after, **more):
     """What a test finds on an H100 whose values were ``before`` and are ``after``."""
     both = {"kernel_log": lambda: QUIET, **more}
     return changes(read(sources(nvml=nvml(**before), **both)), read(sources(nvml=nvml(**after), **both)))
 
 
-def logged(*lines: str, source: str = "dmesg", numbers: tuple[int, ...] = ()) -> Counters:
+def logged(*lines, source="dmesg", numbers=()):
     log = KernelLog(lines=("NVRM: loading", *lines), source=source, numbers=numbers)
     return read(sources(kernel_log=lambda: log))
 
 
-def on_port(sysfs: Path) -> Counters:
+def on_port(sysfs):
     return read(Sources(gpu=GPU, of_node=True, kernel_log=lambda: QUIET, nvml=nvml(),
                         adapters=lambda: infiniband.read(sysfs, gids=False)))  # fmt: skip
 
 
-def test_nothing_has_changed_on_a_healthy_node() -> None:
+def test_nothing_has_changed_on_a_healthy_node():
     found = compared({}, {})
     assert (found.changed, found.faults, found.notes) == ({}, [], [])
     found.require_no_fault()
@@ -143,7 +135,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("code", FAULTS)
-def test_new_trouble_of_the_gpu_is_a_fault_that_names_it(code: str) -> None:
+def test_new_trouble_of_the_gpu_is_a_fault_that_names_it(code):
     before, after, words = FAULTS[code]
     code = code.partition(" ")[0]
     found = compared(before, after)
@@ -154,7 +146,7 @@ def test_new_trouble_of_the_gpu_is_a_fault_that_names_it(code: str) -> None:
         assert word in str(caught.value)
 
 
-def test_errors_of_the_card_s_life_are_not_reported_twice_and_count_where_the_driver_was_loaded_anew() -> None:
+def test_errors_of_the_card_s_life_are_not_reported_twice_and_count_where_the_driver_was_loaded_anew():
     both = compared({}, {"ecc.uncorrected.volatile": 2, "ecc.uncorrected.aggregate": 2})
     assert [fault.code for fault in both.faults] == ["ecc_uncorrected"]
     reset = compared({"ecc.uncorrected.volatile": 3, "ecc.uncorrected.aggregate": 3}, {"ecc.uncorrected.aggregate": 4})
@@ -180,19 +172,19 @@ NO_FAULTS = [
 
 
 @of_each("case", NO_FAULTS)
-def test_what_was_corrected_or_there_before_is_no_fault(case: tuple[dict, dict, dict]) -> None:
+def test_what_was_corrected_or_there_before_is_no_fault(case):
     before, after, changed = case
     found = compared(before, after)
     assert (dict(found.changed), found.faults) == (changed, [])
 
 
-def test_a_card_that_shows_no_link_any_more_has_lost_them() -> None:
+def test_a_card_that_shows_no_link_any_more_has_lost_them():
     found = compared({"nvlink.up": {0: True, 1: True, 2: False}}, {"nvlink.up": {}})
     assert [fault.code for fault in found.faults] == ["nvlink_down"]
     assert "link 0, link 1" in found.faults[0].found
 
 
-def test_a_gpu_that_is_lost_during_the_test_is_a_fault_and_one_lost_before_is_not_again() -> None:
+def test_a_gpu_that_is_lost_during_the_test_is_a_fault_and_one_lost_before_is_not_again():
     lost = read(sources(nvml=FakeNvml({UUID: {}}, silent=[UUID]), kernel_log=lambda: QUIET))
     healthy = read(sources(kernel_log=lambda: QUIET))
     assert [fault.code for fault in changes(healthy, lost).faults] == ["gpu_lost"]
@@ -200,7 +192,7 @@ def test_a_gpu_that_is_lost_during_the_test_is_a_fault_and_one_lost_before_is_no
     assert "ecc.uncorrected.volatile" in changes(lost, lost).missing
 
 
-def test_a_value_that_was_there_once_only_is_missing_and_no_fault() -> None:
+def test_a_value_that_was_there_once_only_is_missing_and_no_fault():
     gone = {"ecc.uncorrected.volatile": NotAvailable("driver busy", "failed"), "nvlink.errors": {"replay": {0: 0}}}
     found = compared({}, gone)
     assert found.missing["ecc.uncorrected.volatile"] == "driver busy"
@@ -214,7 +206,7 @@ def test_a_value_that_was_there_once_only_is_missing_and_no_fault() -> None:
 # ---- Xids ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_xid_that_demands_action_is_a_fault_of_its_gpu() -> None:
+def test_a_new_xid_that_demands_action_is_a_fault_of_its_gpu():
     found = changes(logged(), logged(XID_79))
     [fault] = found.faults
     assert (fault.code, fault.gpu) == ("xid_79", GPU)
@@ -229,7 +221,7 @@ SWITCH = "nvidia-nvswitch0: SXid (PCI:0000:84:00.0): 20034, {}, Link 30 LTSSM Fa
 RECOVERY = XID_79.partition("79,")[0] + "154, GPU recovery action changed from 0x0 (None) to 0x{:x} (as it says)"
 
 
-def test_other_xids_are_notes() -> None:
+def test_other_xids_are_notes():
     # A program's, that of another job's GPU, a recovery that is over, and an error that an NVSwitch has corrected.
     remapped = XID_79.replace("79,", "63,")
     for line in (XID_79.replace("79,", "13,"), XID_79.replace("0000:3b", "0000:99"), remapped, RECOVERY.format(0),
@@ -239,7 +231,7 @@ def test_other_xids_are_notes() -> None:
         assert "action: " in found.notes[0]
 
 
-def test_the_action_that_the_driver_wants_and_a_switch_s_fatal_error_are_faults() -> None:
+def test_the_action_that_the_driver_wants_and_a_switch_s_fatal_error_are_faults():
     [fault] = changes(logged(), logged(RECOVERY.format(2))).faults
     assert (fault.code, fault.gpu, fault.remedy) == ("xid_154", GPU, "reboot the node")
     found = changes(logged(SWITCH.format("Non-fatal")), logged(SWITCH.format("Non-fatal"), SWITCH.format("Fatal")))
@@ -251,7 +243,7 @@ def test_the_action_that_the_driver_wants_and_a_switch_s_fatal_error_are_faults(
     assert changes(*(read(sources(kernel_log=lambda log=log: log).without_ports()) for log in logs)).faults == []
 
 
-def test_a_recovery_action_that_nvml_asks_for_is_a_fault_also_where_no_log_can_be_read() -> None:
+def test_a_recovery_action_that_nvml_asks_for_is_a_fault_also_where_no_log_can_be_read():
     refused = {"kernel_log": lambda: KernelLog(why_not="dmesg: not permitted")}
     for before, after, remedies in ((0, 1, ["reset the GPU"]), (1, 2, ["reboot the node"]), (2, 0, []), (2, 2, [])):
         found = compared({"recovery.action": before}, {"recovery.action": after}, **refused)
@@ -260,7 +252,7 @@ def test_a_recovery_action_that_nvml_asks_for_is_a_fault_also_where_no_log_can_b
         assert found.notes == []
 
 
-def test_records_that_were_overwritten_do_not_make_old_xids_new() -> None:
+def test_records_that_were_overwritten_do_not_make_old_xids_new():
     before = logged("x", XID_79, source="/dev/kmsg", numbers=(1, 2, 3))
     assert changes(before, logged(XID_79, source="/dev/kmsg", numbers=(2, 3))).faults == []
     found = changes(before, logged(XID_79, "y", source="/dev/kmsg", numbers=(4, 5, 6)))
@@ -268,7 +260,7 @@ def test_records_that_were_overwritten_do_not_make_old_xids_new() -> None:
     assert "xid" not in found.missing
 
 
-def test_records_that_were_overwritten_unread_are_missing() -> None:
+def test_records_that_were_overwritten_unread_are_missing():
     before = logged("x", source="/dev/kmsg", numbers=(1, 2))
     found = changes(before, logged("y", source="/dev/kmsg", numbers=(10, 11)))
     assert in_order(found.missing["xid"], "7 records")
@@ -290,7 +282,7 @@ def test_records_that_were_overwritten_unread_are_missing() -> None:
         ({"rate": "200 Gb/sec (2X NDR)"}, "port_rate", "400 200 Gb/s"),
     ],
 )
-def test_a_port_that_loses_its_link_or_speed_is_a_fault_of_the_host(tmp_path: Path, case: tuple[Any, ...]) -> None:
+def test_a_port_that_loses_its_link_or_speed_is_a_fault_of_the_host(tmp_path, case):
     changed, code, words = case
     port = add_port(tmp_path / code)
     before = on_port(tmp_path / code)
@@ -302,7 +294,7 @@ def test_a_port_that_loses_its_link_or_speed_is_a_fault_of_the_host(tmp_path: Pa
     assert "cable" in fault.remedy
 
 
-def test_what_happens_to_a_port_of_no_fabric_or_one_that_was_not_active_is_a_note(tmp_path: Path) -> None:
+def test_what_happens_to_a_port_of_no_fabric_or_one_that_was_not_active_is_a_note(tmp_path):
     add_port(tmp_path)
     storage = add_port(tmp_path, "mlx5_9", pci="0000:9a:00.0", link_layer="Ethernet")
     unused = add_port(tmp_path, "mlx5_1", pci="0000:9b:00.0", state="1: DOWN")
@@ -317,7 +309,7 @@ def test_what_happens_to_a_port_of_no_fabric_or_one_that_was_not_active_is_a_not
     assert [in_order(note, "mlx5_9/1 Ethernet InfiniBand") for note in notes[1:]] == [True, True]
 
 
-def test_a_roce_port_whose_interface_lost_its_carrier_is_a_fault(tmp_path: Path) -> None:
+def test_a_roce_port_whose_interface_lost_its_carrier_is_a_fault(tmp_path):
     add_roce(tmp_path)
     before = on_port(tmp_path)
     write(tmp_path / "devices" / "pci0000:16" / "0000:18:00.0" / "net" / "eth2" / "carrier_down_count", 2)
@@ -325,7 +317,7 @@ def test_a_roce_port_whose_interface_lost_its_carrier_is_a_fault(tmp_path: Path)
     assert (fault.code, in_order(fault.found, "mlx5_0/1 1 (carrier_down_count)")) == ("link_down", True)
 
 
-def test_an_hca_that_vanishes_is_a_fault_and_a_port_that_was_down_is_none(tmp_path: Path) -> None:
+def test_an_hca_that_vanishes_is_a_fault_and_a_port_that_was_down_is_none(tmp_path):
     add_port(tmp_path)
     add_port(tmp_path, "mlx5_1", state="1: DOWN")
     before = on_port(tmp_path)
@@ -336,7 +328,7 @@ def test_an_hca_that_vanishes_is_a_fault_and_a_port_that_was_down_is_none(tmp_pa
     assert in_order(fault.found, "mlx5_0/1 Active HCA")
 
 
-def test_bytes_and_errors_of_a_port_are_changes(tmp_path: Path) -> None:
+def test_bytes_and_errors_of_a_port_are_changes(tmp_path):
     port = add_port(tmp_path)
     before = on_port(tmp_path)
     write(port / "counters" / "port_xmit_data", 3000)

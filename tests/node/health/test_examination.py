@@ -1,11 +1,7 @@
 """A GPU in trouble is found by the checks of one snapshot; a fleet is uniform; the page lists every finding."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from complaints import in_order
@@ -16,7 +12,7 @@ from patient import NAMES, PCI, PID, UUID, examined, nvml, sources, who
 from pytest_gpucluster import errors
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.metrics import datasheets
-from pytest_gpucluster.metrics.finding import Finding, identity
+from pytest_gpucluster.metrics.finding import identity
 from pytest_gpucluster.node.health.checks import FINDINGS
 from pytest_gpucluster.node.health.snapshot import UNDER_LOAD, collect, require_uniform
 from pytest_gpucluster.node.kernel_log import KernelLog
@@ -25,28 +21,28 @@ from pytest_gpucluster.node.nvml_queries import QUERIES
 from pytest_gpucluster.node.pci import PciGpu
 
 
-def codes(findings: tuple[Finding, ...]) -> set[str]:
+def codes(findings):
     return {finding.code for finding in findings}
 
 
-def log(*lines: str) -> KernelLog:
+def log(*lines):
     return KernelLog(lines=lines, source="dmesg")
 
 
-def xid(code: int, pci: str = "0000:3b:00") -> str:
+def xid(code, pci="0000:3b:00"):
     return f"NVRM: Xid (PCI:{pci}): {code}, pid=17, something happened"
 
 
-def links(down: set[int] = frozenset(), count: int = 18) -> dict[int, bool]:
+def links(down=frozenset(), count=18):
     return {link: link not in down for link in range(count)}
 
 
-def grows(*values: Any) -> Any:
+def grows(*values):
     """A value that is another one at each reading; the last one stays."""
-    rest: Iterator[Any] = iter(values)
-    last: list[Any] = []
+    rest = iter(values)
+    last = []
 
-    def read() -> Any:
+    def read():
         for value in rest:
             last[:] = [value]
             break
@@ -55,7 +51,7 @@ def grows(*values: Any) -> Any:
     return read
 
 
-def test_nothing_is_wrong_with_a_healthy_gpu() -> None:
+def test_nothing_is_wrong_with_a_healthy_gpu():
     found = examined()
     assert codes(found.findings) == set()
     found.require_healthy()
@@ -67,7 +63,7 @@ def test_nothing_is_wrong_with_a_healthy_gpu() -> None:
     }
 
 
-def fabric(state: str = "completed", status: str = "success", health: tuple[str, ...] = ()) -> dict[str, Any]:
+def fabric(state="completed", status="success", health=()):
     return {"fabric": {"state": state, "status": status, "health": health}}
 
 
@@ -75,7 +71,7 @@ GB = 10**9
 FULL = {"memory.used": 5 * GB}
 REASONS, ECC, UP, ERRORS = "throttle.reasons", "ecc.uncorrected.volatile", "nvlink.up", "nvlink.errors"
 # id: (what is planted, the code, what the finding names)
-HARDWARE: dict[str, tuple[Any, ...]] = {
+HARDWARE = {
     "memory too small": ({"memory.total": 79 * GB}, "memory_size", "79.00 GB", "80 GB"),
     "ecc off": ({"ecc.mode": False}, "ecc_off", "nvidia-smi -e 1"),
     "uncorrected errors": ({ECC: 3}, "ecc_uncorrected", "3 ", "dcgmi diag"),
@@ -105,7 +101,7 @@ HARDWARE: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", HARDWARE)
-def test_a_hardware_finding_names_its_gpu_and_what_to_do_and_rejects(case: str) -> None:
+def test_a_hardware_finding_names_its_gpu_and_what_to_do_and_rejects(case):
     planted, code, *words = HARDWARE[case]
     found = examined(planted)
     assert codes(found.of_kind("hardware")) == {code}
@@ -121,7 +117,7 @@ TAKER = "pid 99 of user alice (python train.py)"
 REFUSED, FAILED = NotAvailable("no permission", "no permission"), NotAvailable("Unknown Error", "failed")
 LEAK = {**FULL, "processes": ((99, 4 * GB + GB // 2), (PID, 5 * GB // 10))}
 HIDDEN_LEAK = {**FULL, "processes": ((70001, 4 * GB),)}
-ENVIRONMENT: dict[str, tuple[Any, ...]] = {
+ENVIRONMENT = {
     "memory taken by a leaked process": ({"planted": LEAK}, "memory_taken", "4.50 GB", f"{TAKER} with 4.50 GB"),
     "memory taken by no process": ({"planted": {**FULL, "processes": ()}}, "memory_taken", "reset the GPU"),
     "memory of a process without its size": ({"planted": {**FULL, "processes": ((99, None),)}}, "memory_taken", TAKER),
@@ -139,7 +135,7 @@ ENVIRONMENT: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", ENVIRONMENT)
-def test_what_cannot_be_judged_or_is_disturbed_is_an_error_and_never_a_pass(case: str) -> None:
+def test_what_cannot_be_judged_or_is_disturbed_is_an_error_and_never_a_pass(case):
     arguments, code, *words = ENVIRONMENT[case]
     found = examined(**arguments)
     assert codes(found.of_kind("environment")) == {code}
@@ -154,7 +150,7 @@ def test_what_cannot_be_judged_or_is_disturbed_is_an_error_and_never_a_pass(case
 CLOCKS = ("applications_clocks", "gpu_idle", "unknown_0x1000")
 HIDDEN = PciGpu(address="0000:5e:00.0", state="hidden", detail="/dev/nvidia4: no such file")
 NO_BUS = PermissionError(13, "Permission denied", "/sys/bus/pci/devices")
-NOTES: list[tuple[dict[str, Any], str, str]] = [
+NOTES = [
     ({"planted": {REASONS: CLOCKS}}, "clocks_held", "applications_clocks, unknown_0x1000;"),
     ({"log": KernelLog(source="/dev/kmsg", lost_records=512)}, "kernel_log", "512 older records of /dev/kmsg"),
     ({"log": KernelLog(why_not="dmesg: not permitted")}, "kernel_log", "dmesg: not permitted"),
@@ -180,7 +176,7 @@ NOTES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @of_each("case", NOTES)
-def test_a_note_is_reported_and_fails_nothing(case: tuple[Any, ...]) -> None:
+def test_a_note_is_reported_and_fails_nothing(case):
     arguments, code, words = case
     found = examined(**arguments)
     assert codes(found.findings) == {code}
@@ -190,7 +186,7 @@ def test_a_note_is_reported_and_fails_nothing(case: tuple[Any, ...]) -> None:
     found.require_healthy()
 
 
-ONLY_GPU_DOUBTED: list[dict[str, Any]] = [
+ONLY_GPU_DOUBTED = [
     {"unlisted": (HIDDEN,)},
     {"unlisted": NO_BUS},
     # Another rank is shown another GPU; each rank is shown its own; there is another one.
@@ -201,13 +197,13 @@ ONLY_GPU_DOUBTED: list[dict[str, Any]] = [
 
 
 @of_each("arguments", ONLY_GPU_DOUBTED)
-def test_links_that_are_down_are_excused_on_the_only_gpu_of_a_node_alone(arguments: dict[str, Any]) -> None:
+def test_links_that_are_down_are_excused_on_the_only_gpu_of_a_node_alone(arguments):
     found = examined({"nvlink.up": links(set(range(18)))}, **arguments)
     assert "nvlink_down" in codes(found.of_kind("hardware"))
 
 
 @of_each("code", [48, 79])  # test_xid_table has all
-def test_an_xid_after_which_the_gpu_is_out_of_service_rejects(code: int) -> None:
+def test_an_xid_after_which_the_gpu_is_out_of_service_rejects(code):
     found = examined(log=log("usb 1-1: new device", xid(code), xid(code), xid(13)))
     assert codes(found.of_kind("hardware")) == {f"xid_{code}"}
     assert codes(found.of_kind("note")) == {"xid_13"}
@@ -218,7 +214,7 @@ def test_an_xid_after_which_the_gpu_is_out_of_service_rejects(code: int) -> None
 
 
 @of_each("code", [31, 63])
-def test_an_xid_that_a_program_can_cause_is_a_note(code: int) -> None:
+def test_an_xid_that_a_program_can_cause_is_a_note(code):
     found = examined(log=log(xid(code)))
     assert codes(found.findings) == codes(found.of_kind("note")) == {f"xid_{code}"}
     found.require_healthy()
@@ -229,7 +225,7 @@ LINK = "NVRM: Xid (PCI:0000:3b:00): 149, NETIR_LINK_EVT  {}   XC0 i0 Link 01 (0x
 SWITCH = "nvidia-nvswitch0: SXid (PCI:0000:84:00.0): 20034, {}, Link 30 LTSSM Fault Up"
 
 
-def test_the_line_itself_decides_where_it_says_what_to_do() -> None:
+def test_the_line_itself_decides_where_it_says_what_to_do():
     harmless = (ACTION.format("0x1 (GPU Reset Required)", "0x0 (None)"), LINK.format("Nonfatal"))
     for bad, code, action in (
         (ACTION.format("0x0 (None)", "0x4 (Drain and Reset)"), "xid_154", "drain, then reset the GPU"),
@@ -247,14 +243,14 @@ def test_the_line_itself_decides_where_it_says_what_to_do() -> None:
     found.require_healthy()
 
 
-def test_what_nvml_wants_collected_the_gpu_rejects_it_also_without_a_log() -> None:
+def test_what_nvml_wants_collected_the_gpu_rejects_it_also_without_a_log():
     for value, action in ((1, "reset the GPU"), (2, "reboot the node"), (3, "drain"), (99, "not stated")):
         found = examined({"recovery.action": value}, log=KernelLog(why_not="dmesg: not permitted"))
         [finding] = found.of_kind("hardware")
         assert (finding.code, finding.remedy.startswith(action)) == ("recovery_action", True)
 
 
-HEALTHY: list[dict[str, Any]] = [
+HEALTHY = [
     {"planted": {REASONS: ("sw_power_cap", "gpu_idle")}},
     # A card without a limit of its own: one that slows down has a throttle reason.
     {"planted": {"temperature.slowdown": 0}, "without": ["temperature.margin"]},
@@ -270,40 +266,40 @@ HEALTHY: list[dict[str, Any]] = [
 
 
 @of_each("arguments", HEALTHY)
-def test_what_is_just_good_enough_and_what_is_another_s_is_healthy(arguments: dict[str, Any]) -> None:
+def test_what_is_just_good_enough_and_what_is_another_s_is_healthy(arguments):
     assert codes(examined(**arguments).findings) == set()
 
 
-def test_what_is_just_not_good_enough_is_found() -> None:
+def test_what_is_just_not_good_enough_is_found():
     taken = examined({"memory.total": 100 * GB, "memory.used": round(5.0001 * GB)})
     assert codes(taken.of_kind("environment")) == {"memory_taken"}
     assert codes(examined({"rows.remapped.uncorrected": 513}).of_kind("hardware")) == {"rows_remapped"}
 
 
-def test_without_an_address_no_xid_is_taken_for_anothers() -> None:
+def test_without_an_address_no_xid_is_taken_for_anothers():
     fake = nvml()
     fake.pci[UUID] = ""
     found = examined(fake=fake, log=log(xid(79)))
     assert codes(found.of_kind("environment")) == {"pci_unknown"}
 
 
-def lost_after(reads: int) -> FakeNvml:
+def lost_after(reads):
     """A GPU that answers a number of queries, and then none."""
     fake, left = nvml(), [reads]
     read = fake.read
 
-    def answer(uuid: str, query: str) -> Any:
+    def answer(uuid, query):
         left[0] -= 1
         if left[0] < 0:
             fake.silent = {uuid}
         return read(uuid, query)
 
-    fake.read = answer  # type: ignore[method-assign]
+    fake.read = answer
     return fake
 
 
 @of_each("reads", [0, 5, len(QUERIES) - 1, len(QUERIES), len(QUERIES) + 1, len(QUERIES) + len(UNDER_LOAD) - 1])
-def test_a_gpu_that_is_lost_at_any_moment_is_rejected_by_its_names(reads: int) -> None:
+def test_a_gpu_that_is_lost_at_any_moment_is_rejected_by_its_names(reads):
     found = examined(fake=lost_after(reads))
     assert "gpu_lost" in codes(found.of_kind("hardware"))
     assert found.of_kind("environment") == ()
@@ -313,10 +309,10 @@ def test_a_gpu_that_is_lost_at_any_moment_is_rejected_by_its_names(reads: int) -
         assert word in str(caught.value)
 
 
-def test_a_load_that_dies_of_a_lost_gpu_is_the_gpus_fault() -> None:
+def test_a_load_that_dies_of_a_lost_gpu_is_the_gpus_fault():
     fake = nvml()
 
-    def die(look: Any) -> None:
+    def die(look):
         look()
         fake.silent = {UUID}
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -326,10 +322,8 @@ def test_a_load_that_dies_of_a_lost_gpu_is_the_gpus_fault() -> None:
     assert "unspecified launch failure" in str(found.findings[0])
 
 
-def test_a_load_that_fails_on_a_gpu_that_answers_is_raised_as_it_is_after_the_findings_are_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def die(look: Any) -> None:
+def test_a_load_that_fails_on_a_gpu_that_answers_is_raised_as_it_is_after_the_findings_are_printed(capsys):
+    def die(look):
         look()
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
@@ -343,13 +337,13 @@ def test_a_load_that_fails_on_a_gpu_that_answers_is_raised_as_it_is_after_the_fi
     assert all(name in output for name in NAMES)
 
 
-def test_a_load_without_a_look_is_never_a_pass() -> None:
+def test_a_load_without_a_look_is_never_a_pass():
     found = examined(load=lambda look: None)
     assert codes(found.of_kind("environment")) == {"query_missing"}
     assert REASONS in str(found.of_kind("environment"))
 
 
-def test_memory_of_this_jobs_ranks_is_no_leak() -> None:
+def test_memory_of_this_jobs_ranks_is_no_leak():
     taken = {"memory.used": 60 * GB, "processes": ((PID, 40 * GB), (PID + 1, 19 * GB))}
     inventory = [who(), {**who(1), "local_rank": 1}]
     assert codes(examined(taken, inventory=inventory).findings) == set()
@@ -357,7 +351,7 @@ def test_memory_of_this_jobs_ranks_is_no_leak() -> None:
     assert codes(examined(taken, inventory=other_node).of_kind("environment")) == {"memory_taken"}
 
 
-def test_in_a_container_with_pids_of_its_own_the_allocator_counts_as_this_jobs() -> None:
+def test_in_a_container_with_pids_of_its_own_the_allocator_counts_as_this_jobs():
     taken = {"memory.used": 31 * GB, "processes": ((70001, 31 * GB),)}
     found = examined(taken, held_bytes=30 * GB, known_pids=False)
     assert codes(found.findings) == set()
@@ -371,7 +365,7 @@ def test_in_a_container_with_pids_of_its_own_the_allocator_counts_as_this_jobs()
     ("state", "kind"),
     [("dead", "hardware"), ("answers", "hardware"), ("no driver", "environment"), ("elsewhere", "note")],
 )
-def test_a_gpu_that_the_bus_shows_and_nvml_does_not_is_reported_by_its_address(state: Any, kind: str) -> None:
+def test_a_gpu_that_the_bus_shows_and_nvml_does_not_is_reported_by_its_address(state, kind):
     gone = PciGpu(address="0000:5e:00.0", state=state, detail="its PCI configuration reads as all ones")
     found = examined(unlisted=(gone,), log=log(xid(79, "0000:5e:00")))
     (finding,) = (f for f in found.findings if f.code == "gpu_not_listed")
@@ -380,7 +374,7 @@ def test_a_gpu_that_the_bus_shows_and_nvml_does_not_is_reported_by_its_address(s
         assert word in str(finding)
 
 
-def test_a_gpu_that_nvml_counts_and_that_does_not_answer_is_not_forgotten() -> None:
+def test_a_gpu_that_nvml_counts_and_that_does_not_answer_is_not_forgotten():
     found = examined(count=2)
     (finding,) = found.of_kind("hardware")
     assert finding.code == "gpu_silent"
@@ -391,7 +385,7 @@ def test_a_gpu_that_nvml_counts_and_that_does_not_answer_is_not_forgotten() -> N
     assert codes(examined(count=2, unlisted=(named,)).of_kind("hardware")) == {"gpu_not_listed"}
 
 
-def test_a_slice_is_judged_by_its_gpu_but_for_memory_and_links() -> None:
+def test_a_slice_is_judged_by_its_gpu_but_for_memory_and_links():
     uuid = "MIG-aa"
     values = {**HEALTHY_H100, "memory.total": 10 * GB, "memory.used": 0, "mig.mode": True, "nvlink.up": links({0, 1})}
     fake = FakeNvml({uuid: values}, pci={uuid: PCI})
@@ -407,7 +401,7 @@ def test_a_slice_is_judged_by_its_gpu_but_for_memory_and_links() -> None:
 
 
 WITHOUT_LINKS = ("nvlink.up", "nvlink.switch", "nvlink.errors", "fabric")
-OTHER_CARDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+OTHER_CARDS = {
     "H200": ({"memory.total": 150_754_820_096}, ()),
     "H100 PCIe": ({}, WITHOUT_LINKS),
     "H100 NVL": ({"memory.total": 100_485_038_080}, WITHOUT_LINKS),
@@ -451,7 +445,7 @@ OTHER_CARDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @of_each("sku", list(OTHER_CARDS))
-def test_a_healthy_card_of_another_kind_is_healthy_without_what_it_does_not_have(sku: str) -> None:
+def test_a_healthy_card_of_another_kind_is_healthy_without_what_it_does_not_have(sku):
     planted, without = OTHER_CARDS[sku]
     found = examined(planted, without=without, sku=sku)
     assert {f.code for f in found.findings if f.kind != "note"} == set()
@@ -459,31 +453,30 @@ def test_a_healthy_card_of_another_kind_is_healthy_without_what_it_does_not_have
 
 
 @of_each("sku", [*OTHER_CARDS, "H100 SXM"])
-def test_each_required_query_is_required(sku: str) -> None:
+def test_each_required_query_is_required(sku):
     planted, without = OTHER_CARDS.get(sku, ({}, ()))
     promise = datasheets.promise_of(sku)
-    assert promise is not None
     for query in promise.required_queries:
         found = examined(planted, without=(*without, query), sku=sku)
         missing = [f for f in found.of_kind("environment") if f.code == "query_missing"]
         assert [f" {query}: " in f.found for f in missing] == [True]
 
 
-def test_an_unknown_gpu_is_still_judged_by_its_own_word() -> None:
+def test_an_unknown_gpu_is_still_judged_by_its_own_word():
     found = examined({"pcie.width": 8, "ecc.uncorrected.volatile": 1, "power.limit": 600.0}, sku=None)
     assert codes(found.of_kind("hardware")) == {"pcie_width", "ecc_uncorrected", "power_limit"}
     found = examined(without=["temperature.gpu"], sku=None)
     assert codes(found.of_kind("environment")) == {"query_missing"}
 
 
-def test_an_optional_query_that_fails_is_noted_and_one_that_is_not_supported_is_not() -> None:
+def test_an_optional_query_that_fails_is_noted_and_one_that_is_not_supported_is_not():
     denied = NotAvailable("no permission for this user or container", "no permission")
     for planted, noted in (({"pcie.replays": denied}, True), ({}, False)):
         notes = [one for one in examined(planted, without=("pages.pending",)).findings if one.code == "not_available"]
         assert ["pcie.replays" in note.found and "pages" not in note.found for note in notes] == [True] * noted
 
 
-def test_a_snapshot_has_each_query_as_a_value_or_as_missing() -> None:
+def test_a_snapshot_has_each_query_as_a_value_or_as_missing():
     snapshot = read_values(nvml({"power.draw": NotAvailable("asleep", "failed")}), UUID)
     assert set(snapshot.values) | set(snapshot.missing) == set(QUERIES)
     assert not set(snapshot.values) & set(snapshot.missing)
@@ -491,11 +484,11 @@ def test_a_snapshot_has_each_query_as_a_value_or_as_missing() -> None:
     assert snapshot.get("power.draw") is None
 
 
-def test_a_lost_gpu_is_not_asked_again() -> None:
+def test_a_lost_gpu_is_not_asked_again():
     asked = []
     fake = nvml(silent=[UUID])
     read = fake.read
-    fake.read = lambda uuid, query: asked.append(query) or read(uuid, query)  # type: ignore[method-assign]
+    fake.read = lambda uuid, query: asked.append(query) or read(uuid, query)
     snapshot = read_values(fake, UUID)
     assert len(asked) == 1
     assert {missing.kind for missing in snapshot.missing.values()} == {"lost"}
@@ -503,12 +496,12 @@ def test_a_lost_gpu_is_not_asked_again() -> None:
     assert examined(fake=nvml(silent=[UUID])).snapshot.gpu == identity(who()), "it keeps its names"
 
 
-def test_what_means_something_under_load_only_is_read_under_load() -> None:
+def test_what_means_something_under_load_only_is_read_under_load():
     fake, asked = nvml(), []
     read = fake.read
-    fake.read = lambda uuid, query: asked.append(query) or read(uuid, query)  # type: ignore[method-assign]
+    fake.read = lambda uuid, query: asked.append(query) or read(uuid, query)
 
-    def load(look: Any) -> None:
+    def load(look):
         asked.clear()
         look()
         assert asked == list(UNDER_LOAD)
@@ -518,7 +511,7 @@ def test_what_means_something_under_load_only_is_read_under_load() -> None:
     assert snapshot.loaded("clock.sm") == [1755]
 
 
-def test_the_rank_that_asks_finds_itself_and_the_ranks_of_its_node() -> None:
+def test_the_rank_that_asks_finds_itself_and_the_ranks_of_its_node():
     others = [{**who(rank), "host": "gpu-08" if rank == 2 else "gpu-07", "node_rank": rank // 2} for rank in (1, 2)]
     snapshot = collect(
         sources(nvml()),
@@ -538,7 +531,7 @@ def test_the_rank_that_asks_finds_itself_and_the_ranks_of_its_node() -> None:
 PAGE = Path(__file__).parents[3] / "docs" / "single-node.md"
 
 
-def test_every_finding_is_documented_with_its_kind_and_none_is_invented() -> None:
+def test_every_finding_is_documented_with_its_kind_and_none_is_invented():
     _, _, table = PAGE.read_text(encoding="utf-8").partition("| finding | kind | raised when |")
     rows = [line.split("|")[1:3] for line in table.partition("\n\n")[0].splitlines() if line.startswith("| `")]
     documented = {code: kinds for names, kinds in rows for code in re.findall(r"`(\w+)`", names)}
@@ -547,18 +540,18 @@ def test_every_finding_is_documented_with_its_kind_and_none_is_invented() -> Non
         assert kind in documented[code], code
 
 
-def fleet(*changes: dict[str, Any]) -> list[dict[str, Any]]:
+def fleet(*changes):
     """One GPU on each of several hosts."""
     return [{**who(rank, **change), "host": f"gpu-{rank:02}"} for rank, change in enumerate(changes)]
 
 
-def test_equal_gpus_are_a_fleet() -> None:
+def test_equal_gpus_are_a_fleet():
     require_uniform(fleet({}, {}, {}))
     # A card that cannot be cut into slices does not say whether it is.
     require_uniform(fleet({"mig": None}, {"mig": None}))
 
 
-def test_the_odd_ranks_are_named_with_their_values_and_hosts() -> None:
+def test_the_odd_ranks_are_named_with_their_values_and_hosts():
     odd = {"vbios": "96.00.30", "memory_bytes": 79 * 10**9, "power_limit_watts": 650.0, "ecc": False, "mig": True}
     for key, value in odd.items():
         with pytest.raises(HardwareFault, match=rf"{value} on rank 2 \(gpu-02\)"):
@@ -572,14 +565,14 @@ def test_the_odd_ranks_are_named_with_their_values_and_hosts() -> None:
         require_uniform(fleet({"vbios": None}, {"vbios": "x"}, {"vbios": "y"}))
 
 
-def test_the_odd_gpus_are_reported_by_all_their_names_and_no_others() -> None:
+def test_the_odd_gpus_are_reported_by_all_their_names_and_no_others():
     with pytest.raises(HardwareFault) as caught:
         require_uniform(fleet({}, {}, {"vbios": "x", "serial": "odd"}, {}))
     names = [line for line in str(caught.value).splitlines() if line.startswith("- ")]
     assert names == ["- rank 2: GPU 2 (GPU-2, serial odd, PCI 00000000:3B:00.0) on gpu-02"]
 
 
-def test_what_is_not_known_is_never_taken_for_equal() -> None:
+def test_what_is_not_known_is_never_taken_for_equal():
     for changes, words in (
         ([{"vbios": None}, {"vbios": None}], "VBIOS: ranks 0-1"),
         ([{}, {"power_limit_watts": None}], "power limit rank 1"),

@@ -1,18 +1,14 @@
 """One GPU's sampler: the summary of a window, and that a misbehaving NVML delays no caller."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from fake_nvml import FakeNvml
 
-from pytest_gpucluster.node.health.gpu_sampler import IN_TURN, GpuSampler, GpuWindow, Pace
+from pytest_gpucluster.node.health.gpu_sampler import IN_TURN, GpuSampler, Pace
 from pytest_gpucluster.node.health.telemetry import QUERIES
 from pytest_gpucluster.node.nvml import NotAvailable
 
@@ -32,7 +28,7 @@ VALUES = {
 LOST = NotAvailable("the GPU is lost", "lost")
 
 
-def turns(*values: Any, then: Any) -> Callable[[], Any]:
+def turns(*values, then):
     """Answer with each value once, then always with the last."""
     left = iter(values)
     return lambda: next(left, then)
@@ -41,18 +37,18 @@ def turns(*values: Any, then: Any) -> Callable[[], Any]:
 class Passes:
     """Counts how often all queries were asked. The last query of a pass counts."""
 
-    def __init__(self, value: Any = ()) -> None:
+    def __init__(self, value=()):
         self._value = value
         self._condition = threading.Condition()
         self.count = 0
 
-    def __call__(self) -> Any:
+    def __call__(self):
         with self._condition:
             self.count += 1
             self._condition.notify_all()
         return self._value
 
-    def wait_for(self, count: int) -> None:
+    def wait_for(self, count):
         with self._condition:
             assert self._condition.wait_for(lambda: self.count >= count, DEADLINE)
 
@@ -60,18 +56,18 @@ class Passes:
 class Hang:
     """A query that does not answer until it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked = threading.Event()
         self.let_go = threading.Event()
 
-    def __call__(self) -> Any:
+    def __call__(self):
         self.asked.set()
         assert self.let_go.wait(DEADLINE)
         return 1000
 
 
 @contextmanager
-def watched_by(window: GpuWindow) -> Iterator[GpuWindow]:
+def watched_by(window):
     """Open a window and close it, as the process does for a rank."""
     window.open()
     try:
@@ -81,10 +77,10 @@ def watched_by(window: GpuWindow) -> Iterator[GpuWindow]:
 
 
 @pytest.fixture
-def sampler() -> Iterator[Callable[..., GpuSampler]]:
-    made: list[Pace] = []
+def sampler():
+    made = []
 
-    def make(values: dict[str, Any], interval_seconds: float = 0.001, close_seconds: float = DEADLINE) -> GpuSampler:
+    def make(values, interval_seconds=0.001, close_seconds=DEADLINE):
         made.append(Pace(interval_seconds, close_seconds=close_seconds))
         return GpuSampler(FakeNvml({GPU: values}), GPU, made[-1])
 
@@ -98,7 +94,7 @@ def sampler() -> Iterator[Callable[..., GpuSampler]]:
 # ---- windows
 
 
-def test_a_window_summarises_the_gpu(sampler: Callable[..., GpuSampler]) -> None:
+def test_a_window_summarises_the_gpu(sampler):
     passes = Passes(VALUES["throttle.reasons"])
     clock = turns(1740, 1980, then=1755)
     with watched_by(sampler({**VALUES, "clock.sm": clock, "throttle.reasons": passes}).window()) as window:
@@ -116,9 +112,7 @@ def test_a_window_summarises_the_gpu(sampler: Callable[..., GpuSampler]) -> None
     assert json.loads(json.dumps(summary)) == summary
 
 
-def test_a_short_window_costs_one_pass_and_none_is_made_outside_of_it(
-    sampler: Callable[..., GpuSampler],
-) -> None:
+def test_a_short_window_costs_one_pass_and_none_is_made_outside_of_it(sampler):
     passes = Passes()
     rare = sampler({**VALUES, "throttle.reasons": passes}, NEVER)
     for _ in range(50):
@@ -135,13 +129,13 @@ def test_a_short_window_costs_one_pass_and_none_is_made_outside_of_it(
     assert passes.count <= before + 1, "at most the pass that was under way"
 
 
-def test_a_window_that_was_never_opened_says_so() -> None:
+def test_a_window_that_was_never_opened_says_so():
     summary = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace()).window().summary()
     assert summary["samples"] == 0
     assert set(summary["not_available"]) == set(QUERIES)
 
 
-def test_windows_can_follow_and_overlap(sampler: Callable[..., GpuSampler]) -> None:
+def test_windows_can_follow_and_overlap(sampler):
     watched = sampler(VALUES, NEVER)
     with watched_by(watched.window()) as outer:
         with watched_by(watched.window()) as first:
@@ -155,16 +149,16 @@ def test_windows_can_follow_and_overlap(sampler: Callable[..., GpuSampler]) -> N
     assert first.summary()["samples"] == 2, "one that is entered again adds up"
 
 
-def test_a_window_is_not_entered_while_it_is_open(sampler: Callable[..., GpuSampler]) -> None:
+def test_a_window_is_not_entered_while_it_is_open(sampler):
     with watched_by(sampler(VALUES).window()) as window, pytest.raises(RuntimeError, match="open already"):
         window.open()
 
 
-def test_windows_of_many_threads_each_have_their_readings(sampler: Callable[..., GpuSampler]) -> None:
+def test_windows_of_many_threads_each_have_their_readings(sampler):
     watched = sampler(VALUES)
-    summaries: list[dict[str, Any]] = []
+    summaries = []
 
-    def measure() -> None:
+    def measure():
         for _ in range(20):
             with watched_by(watched.window()) as window:
                 pass
@@ -182,7 +176,7 @@ def test_windows_of_many_threads_each_have_their_readings(sampler: Callable[...,
 # ---- NVML at its worst
 
 
-def test_without_nvml_a_window_says_why() -> None:
+def test_without_nvml_a_window_says_why():
     watched = GpuSampler(None, GPU, Pace(), why_not="no driver library")
     with watched_by(watched.window()) as window:
         pass
@@ -191,7 +185,7 @@ def test_without_nvml_a_window_says_why() -> None:
     assert summary["not_available"] == dict.fromkeys(QUERIES, "no driver library")
 
 
-def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Callable[..., GpuSampler]) -> None:
+def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler):
     asked, passes = Passes(NotAvailable("no sensor")), Passes()
     watched = sampler({**VALUES, "power.draw": asked, "throttle.reasons": passes})
     for window in (watched.window(), watched.window()):
@@ -212,9 +206,7 @@ def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler: Callabl
         pytest.param("fast", "ValueError: NVML gave 'fast'", id="text for a number"),
     ],
 )
-def test_a_failure_costs_only_its_own_key_and_only_in_this_window(
-    sampler: Callable[..., GpuSampler], answer: Any, why: str
-) -> None:
+def test_a_failure_costs_only_its_own_key_and_only_in_this_window(sampler, answer, why):
     watched = sampler({**VALUES, "clock.sm": turns(answer, then=1755)}, NEVER)
     with watched_by(watched.window()) as first:
         pass
@@ -226,7 +218,7 @@ def test_a_failure_costs_only_its_own_key_and_only_in_this_window(
     assert second.summary()["not_available"] == {}
 
 
-def test_a_lost_gpu_is_on_record_with_what_was_read_before(sampler: Callable[..., GpuSampler]) -> None:
+def test_a_lost_gpu_is_on_record_with_what_was_read_before(sampler):
     temperature = Passes(67)
     watched = sampler({**VALUES, "temperature.gpu": temperature, "power.draw": turns(700, 700, then=LOST)})
     with watched_by(watched.window()) as window, watched._condition:
@@ -241,7 +233,7 @@ def test_a_lost_gpu_is_on_record_with_what_was_read_before(sampler: Callable[...
     assert after.summary()["lost"] == "the GPU is lost"
 
 
-def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Callable[..., GpuSampler]) -> None:
+def test_nvml_that_hangs_does_not_keep_the_measurement(sampler):
     hang = Hang()
     watched = sampler({**VALUES, "power.draw": hang}, close_seconds=0.01)
     with watched_by(watched.window()) as window:
@@ -262,7 +254,7 @@ def test_nvml_that_hangs_does_not_keep_the_measurement(sampler: Callable[..., Gp
     assert window.summary() == summary, "what came after it was left is not its own"
 
 
-def test_a_hang_after_some_readings_is_named_too(sampler: Callable[..., GpuSampler]) -> None:
+def test_a_hang_after_some_readings_is_named_too(sampler):
     hang = Hang()
     answers = turns(lambda: 700, lambda: 701, then=hang)
     watched = sampler({**VALUES, "power.draw": lambda: answers()()}, close_seconds=0.01)
@@ -276,10 +268,8 @@ def test_a_hang_after_some_readings_is_named_too(sampler: Callable[..., GpuSampl
     hang.let_go.set()
 
 
-def test_without_a_thread_the_measurement_goes_on(
-    sampler: Callable[..., GpuSampler], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: threading.Thread) -> None:
+def test_without_a_thread_the_measurement_goes_on(sampler, monkeypatch):
+    def refuse(self):
         raise RuntimeError("no threads left")
 
     watched = sampler(VALUES)
@@ -294,7 +284,7 @@ def test_without_a_thread_the_measurement_goes_on(
     assert again.summary()["samples"] >= 1
 
 
-def test_a_closed_sampler_asks_nothing_and_says_so(sampler: Callable[..., GpuSampler]) -> None:
+def test_a_closed_sampler_asks_nothing_and_says_so(sampler):
     watched = sampler(VALUES, NEVER)
     with watched_by(watched.window()):
         pass
@@ -308,7 +298,7 @@ def test_a_closed_sampler_asks_nothing_and_says_so(sampler: Callable[..., GpuSam
 # ---- what is asked when, and what a reading stands for
 
 
-def test_slow_figures_are_read_in_turn_and_all_of_them_first(sampler: Callable[..., GpuSampler]) -> None:
+def test_slow_figures_are_read_in_turn_and_all_of_them_first(sampler):
     counts = {query: Passes(value) for query, value in VALUES.items()}
     with watched_by(sampler(dict(counts)).window()):
         counts["throttle.reasons"].wait_for(1 + 4 * len(IN_TURN))
@@ -318,7 +308,7 @@ def test_slow_figures_are_read_in_turn_and_all_of_them_first(sampler: Callable[.
         assert 4 <= counts[query].count <= 2 + throttle / len(IN_TURN)
 
 
-def test_a_reason_has_the_time_from_its_reading_to_the_next_one() -> None:
+def test_a_reason_has_the_time_from_its_reading_to_the_next_one():
     window = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace()).window()
     window._opened_at = 10.0
     for at, reasons in ((11.0, ("hw_thermal",)), (13.0, ("sw_power_cap",)), (14.0, ("hw_thermal", "sw_power_cap"))):
@@ -328,7 +318,7 @@ def test_a_reason_has_the_time_from_its_reading_to_the_next_one() -> None:
     assert window._throttle_seconds == {"hw_thermal": 3.0 + 6.0, "sw_power_cap": 1.0 + 6.0}
 
 
-def test_shares_are_of_the_time_in_which_the_window_was_open(sampler: Callable[..., GpuSampler]) -> None:
+def test_shares_are_of_the_time_in_which_the_window_was_open(sampler):
     window = sampler({**VALUES, "throttle.reasons": ("hw_thermal",)}, NEVER).window()
     window.open(at=100.0)
     window.close(at=104.0)
@@ -339,9 +329,7 @@ def test_shares_are_of_the_time_in_which_the_window_was_open(sampler: Callable[.
     assert summary["throttle_share"] == {"hw_thermal": 1.0}
 
 
-def test_constants_of_the_card_are_read_once_and_are_optional(
-    sampler: Callable[..., GpuSampler],
-) -> None:
+def test_constants_of_the_card_are_read_once_and_are_optional(sampler):
     asked, passes = Passes(1980), Passes()
     watched = sampler({**VALUES, "clock.sm.max": asked, "throttle.reasons": passes})
     for _ in range(2):
@@ -357,7 +345,7 @@ def test_constants_of_the_card_are_read_once_and_are_optional(
     assert "slowdown_celsius" not in summary
 
 
-def test_a_card_that_hangs_over_its_own_data_costs_no_reading(sampler: Callable[..., GpuSampler]) -> None:
+def test_a_card_that_hangs_over_its_own_data_costs_no_reading(sampler):
     hang = Hang()
     watched = sampler({**VALUES, "clock.sm.max": hang}, 0.001, close_seconds=0.01)
     with watched_by(watched.window()) as window:
@@ -370,7 +358,7 @@ def test_a_card_that_hangs_over_its_own_data_costs_no_reading(sampler: Callable[
 # ---- several GPUs at one pace
 
 
-def test_gpus_at_one_pace_are_asked_only_in_their_own_windows_and_in_time() -> None:
+def test_gpus_at_one_pace_are_asked_only_in_their_own_windows_and_in_time():
     other = "GPU-5a6b7c8d"
     asked, passes = Passes(), Passes()
     nvml = FakeNvml({GPU: {**VALUES, "throttle.reasons": asked}, other: {**VALUES, "throttle.reasons": passes}})
@@ -386,7 +374,7 @@ def test_gpus_at_one_pace_are_asked_only_in_their_own_windows_and_in_time() -> N
     pace.close()
 
 
-def test_a_hang_over_another_gpu_is_named() -> None:
+def test_a_hang_over_another_gpu_is_named():
     other, hang = "GPU-5a6b7c8d", Hang()
     nvml = FakeNvml({GPU: {**VALUES, "clock.sm": hang}, other: VALUES})
     pace = Pace(0.001, close_seconds=0.01)

@@ -1,7 +1,5 @@
 """The criteria as the operator runs them, on CPU tensors, with NVML, kernel log and PCI bus planted at their seam."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from pathlib import Path
@@ -9,7 +7,6 @@ from pathlib import Path
 import pytest
 import torchrun
 from patient import NAMES
-from sessions import Left, Project
 
 ACCEPTANCE = Path(__file__).parents[3] / "acceptance"
 
@@ -36,7 +33,7 @@ CONFTEST = """
 """
 
 
-def suite_without(*markers: str) -> dict[str, str]:
+def suite_without(*markers):
     """Return the acceptance suite's files for health, without markers that keep a test off this machine."""
     suite = (ACCEPTANCE / "test_health.py").read_text(encoding="utf-8")
     for marker in markers:
@@ -46,17 +43,8 @@ def suite_without(*markers: str) -> dict[str, str]:
 
 
 def criterion(
-    project: Project,
-    name: str,
-    *,
-    planted: str = "{}",
-    without: tuple[str, ...] = (),
-    log: str = "None",
-    unlisted: str = "()",
-    silent: tuple[str, ...] = (),
-    sku: str = "H100 SXM",
-    change: dict[str, object] | None = None,
-) -> Left:
+    project, name, *, planted="{}", without=(), log="None", unlisted="()", silent=(), sku="H100 SXM", change=None
+):
     """Run one criterion of the acceptance suite as it is, but for the marker that keeps it off a CPU."""
     for path, text in suite_without("needs_gpu", "needs_ranks(2)").items():
         (project.path / path).write_text(text, encoding="utf-8")
@@ -73,7 +61,7 @@ def criterion(
     return project.run("-k", name)
 
 
-def test_a_healthy_gpu_passes_and_its_figures_are_on_record(project: Project) -> None:
+def test_a_healthy_gpu_passes_and_its_figures_are_on_record(project):
     left = criterion(project, "test_gpu_health")
     assert left.verdicts == {"test_gpu_health": "passed"}, left.output
     judged = {m.metric: m.value for m in left.journal.results[0].measurements}
@@ -92,7 +80,7 @@ FAULTS = """{
     'nvlink.up': {0: True, 1: False}, 'memory.total': 40 * 10**9, 'power.limit': 350.0}"""
 XID = "KernelLog(lines=('NVRM: Xid (PCI:0000:3b:00): 79, pid=1, fallen off the bus',), source='dmesg')"
 GONE = "(PciGpu(address='0000:5e:00.0', state='dead', detail='its PCI configuration reads as all ones'),)"
-REJECTED: list[tuple[dict, tuple[str, ...]]] = [
+REJECTED = [
     (
         {"planted": FAULTS, "log": XID, "unlisted": GONE},
         ("ecc_uncorrected", "2 uncorrected", "xid_79", "gen1 under load", "hw_thermal", "nvlink_down", "down: 1",
@@ -105,7 +93,7 @@ REJECTED: list[tuple[dict, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), REJECTED, ids=["faults of all kinds", "lost", "lost under load"])
-def test_a_gpu_with_faults_is_rejected_by_name(project: Project, arguments: dict, words: tuple[str, ...]) -> None:
+def test_a_gpu_with_faults_is_rejected_by_name(project, arguments, words):
     left = criterion(project, "test_gpu_health", **arguments)
     assert left.verdicts["test_gpu_health"].startswith("failure: "), left.output
     for word in (*NAMES, "what to do: ", *words):
@@ -113,7 +101,7 @@ def test_a_gpu_with_faults_is_rejected_by_name(project: Project, arguments: dict
     assert left.last_line[:2] == ("REJECTED", 1)
 
 
-def test_a_gpu_that_cannot_be_judged_is_an_error_and_no_verdict_on_it(project: Project) -> None:
+def test_a_gpu_that_cannot_be_judged_is_an_error_and_no_verdict_on_it(project):
     planted = """{'memory.used': 9 * 10**9, 'processes': ((99, 8 * 10**9),),
         'fabric': {'state': 'not started', 'status': 'success', 'health': ()}}"""
     left = criterion(project, "test_gpu_health", planted=planted, without=("ecc.mode",))
@@ -125,11 +113,11 @@ def test_a_gpu_that_cannot_be_judged_is_an_error_and_no_verdict_on_it(project: P
     assert left.last_line[:2] == ("BROKEN", 11)
 
 
-def test_no_nvml_is_an_error(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_nvml_is_an_error(project, monkeypatch):
     # The fixture itself, which opens NVML: on this machine the library is taken away.
     import pynvml
 
-    def missing() -> None:
+    def missing():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
@@ -146,19 +134,19 @@ def test_no_nvml_is_an_error(project: Project, monkeypatch: pytest.MonkeyPatch) 
     assert left.exit == 11
 
 
-def test_a_rehearsal_multiplies_on_the_cpu(project: Project) -> None:
+def test_a_rehearsal_multiplies_on_the_cpu(project):
     left = criterion(project, "test_gpu_computes")
     assert left.verdicts == {"test_gpu_computes": "passed"}, left.output
     (measured,) = left.journal.results[0].measurements
     assert (measured.metric, measured.value) == ("gpu.usable_dtypes", 4)
 
 
-def test_a_wrong_product_names_its_gpu_and_rejects(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_product_names_its_gpu_and_rejects(project, monkeypatch):
     import torch
 
     mm = torch.mm
 
-    def wrong(*arguments: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+    def wrong(*arguments, **named):
         product = mm(*arguments, **named)
         product[3, 4] += 1
         return product
@@ -194,7 +182,7 @@ TWO_RANKS = """
 """
 
 
-def test_of_two_ranks_the_one_with_the_bad_gpu_is_named(tmp_path: Path) -> None:
+def test_of_two_ranks_the_one_with_the_bad_gpu_is_named(tmp_path):
     files = {**suite_without("needs_gpu"), "conftest.py": TWO_RANKS}
     path = os.pathsep.join(str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[2]))
     run = torchrun.torchrun(tmp_path, files, environment={"PYTHONPATH": path}, deadline=20.0)

@@ -1,19 +1,13 @@
 """What goes along with every test: the sampler's window and the counters, and what they decide."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import fake_sampler
 import pytest
 from each import of_each
 from fake_nvml import HEALTHY_H100, FakeNvml
-from sessions import Left, Project
 from sysfs_ports import add_port, write
 from torchrun import torchrun
 from watched_gpus import SAMPLED, conftest, pci_of, pretend, uuid_of
@@ -35,12 +29,12 @@ ECC = "ecc.uncorrected.volatile"
 WORKERS = ("-n", "2", "--dist", "each", "--max-worker-restart=0")
 
 
-def who(rank: int = 0, *, gpu: bool = True, host: str = "gpu-07") -> dict[str, Any]:
+def who(rank=0, *, gpu=True, host="gpu-07"):
     known = {"index": rank, "uuid": uuid_of(rank), "pci_bus_id": pci_of(rank), "serial": "165", "name": "H100"}
     return {"rank": rank, "host": host, "node_rank": 0, "local_rank": rank, "gpu": known if gpu else None}
 
 
-def sources(values: dict[str, Any], *, log: Callable[[], KernelLog] | None = None) -> Sources:
+def sources(values, *, log=None):
     """Of an H100 whose NVML answers with these values, which may change."""
     fake = FakeNvml({GPU: {}})
     fake.planted[GPU] = values
@@ -48,15 +42,15 @@ def sources(values: dict[str, Any], *, log: Callable[[], KernelLog] | None = Non
     return Sources.of([who()], rank=0, nvml=fake, kernel_log=log or (lambda: quiet))
 
 
-def company(values: dict[str, Any], required: tuple[str, ...] = (ECC,), **more: Any) -> TestMonitor:
+def company(values, required=(ECC,), **more):
     settings = {"window": Link(None, None).window(), "sources": sources(values), "required": lambda: required}
-    return TestMonitor(**{**settings, **more})  # type: ignore[arg-type]
+    return TestMonitor(**{**settings, **more})
 
 
 # ---- one body
 
 
-def test_changed_counters_are_added_to_every_measurement() -> None:
+def test_changed_counters_are_added_to_every_measurement():
     values = dict(HEALTHY_H100)
     went = company(values)
     went.end()
@@ -72,7 +66,7 @@ def test_changed_counters_are_added_to_every_measurement() -> None:
     assert went.annotate(measured)[0].telemetry == {"notes": ["kept"], "counters": {"pcie.replays": 3}}
 
 
-def test_a_new_uncorrected_error_is_a_fault_which_outweighs_a_missing_counter() -> None:
+def test_a_new_uncorrected_error_is_a_fault_which_outweighs_a_missing_counter():
     values = dict(HEALTHY_H100)
     del values["rows.failed"], values["pcie.replays"]
     went = company(values, required=(ECC, "rows.failed"))
@@ -88,7 +82,7 @@ def test_a_new_uncorrected_error_is_a_fault_which_outweighs_a_missing_counter() 
 
 
 @of_each("known_before", [False, True])
-def test_a_required_counter_that_is_missing_is_an_error(known_before: bool) -> None:
+def test_a_required_counter_that_is_missing_is_an_error(known_before):
     refused = NotAvailable("no permission", "no permission")
     values = dict(HEALTHY_H100) if known_before else {**HEALTHY_H100, ECC: refused}
     went = company(values)
@@ -100,7 +94,7 @@ def test_a_required_counter_that_is_missing_is_an_error(known_before: bool) -> N
     went.require_no_fault()
 
 
-def test_a_driver_that_hangs_over_the_counters_delays_no_test() -> None:
+def test_a_driver_that_hangs_over_the_counters_delays_no_test():
     let_go = threading.Event()
     values = {**HEALTHY_H100, ECC: lambda: let_go.wait(30) and 0}
     went = company(values, read_seconds=0.01)
@@ -114,8 +108,8 @@ def test_a_driver_that_hangs_over_the_counters_delays_no_test() -> None:
     assert set(went.telemetry["counters_not_available"]) == {"all"}
 
 
-def test_counters_that_break_are_an_error_where_any_is_required_and_a_note_where_none_is() -> None:
-    def broken() -> KernelLog:
+def test_counters_that_break_are_an_error_where_any_is_required_and_a_note_where_none_is():
+    def broken():
         raise OSError("broken")
 
     for required, is_error in (((ECC,), True), ((), False)):
@@ -133,7 +127,7 @@ def test_counters_that_break_are_an_error_where_any_is_required_and_a_note_where
 # ---- a rank's part
 
 
-def joined(sku: str | None = "H100 SXM", *, gpu: bool = True) -> RankMonitor:
+def joined(sku="H100 SXM", *, gpu=True):
     made = RankMonitor()
     made.join(Place(node=[who(gpu=gpu)], rank=0, sku=lambda: sku))
     return made
@@ -146,9 +140,7 @@ def joined(sku: str | None = "H100 SXM", *, gpu: bool = True) -> RankMonitor:
         pytest.param(None, set(), id="of an unknown GPU"),
     ],
 )
-def test_required_counters_are_those_of_the_health_criterion(
-    sku: str | None, required: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_required_counters_are_those_of_the_health_criterion(sku, required, monkeypatch):
     monkeypatch.setattr(nvml, "PyNvml", lambda: FakeNvml({GPU: HEALTHY_H100}))
     assert required <= set(joined(sku).test_monitor(counters=True).required())
     if not required:
@@ -156,8 +148,8 @@ def test_required_counters_are_those_of_the_health_criterion(
     assert not joined(sku).test_monitor(counters=False).required()
 
 
-def test_where_nvml_cannot_be_opened_a_criterion_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+def test_where_nvml_cannot_be_opened_a_criterion_is_an_error(monkeypatch):
+    def refuse():
         raise EnvironmentBroken("NVML is not available: no driver library")
 
     monkeypatch.setattr(nvml, "PyNvml", refuse)
@@ -168,8 +160,8 @@ def test_where_nvml_cannot_be_opened_a_criterion_is_an_error(monkeypatch: pytest
         went.require_healthy()
 
 
-def test_on_cpu_nothing_is_required_and_nvml_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+def test_on_cpu_nothing_is_required_and_nvml_is_not_touched(monkeypatch):
+    def refuse():
         raise AssertionError("NVML on cpu")
 
     monkeypatch.setattr(nvml, "PyNvml", refuse)
@@ -180,17 +172,15 @@ def test_on_cpu_nothing_is_required_and_nvml_is_not_touched(monkeypatch: pytest.
     assert set(went.telemetry) <= {"counters", "counter_notes"}
 
 
-def test_a_rank_knows_the_gpus_of_its_node_and_one_rank_answers_for_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_knows_the_gpus_of_its_node_and_one_rank_answers_for_the_node(monkeypatch):
     monkeypatch.setattr(nvml, "PyNvml", lambda: FakeNvml({GPU: HEALTHY_H100}))
     node = [who(0), who(1)]
     assert [sources_of(node, rank).of_node for rank in (0, 1)] == [True, False]
     assert set(sources_of(node, 1).gpus_of_node) == {"0000:1b:00.0", "0000:1c:00.0"}
 
 
-def test_a_rank_whose_gpu_the_nodes_sampler_does_not_see_starts_its_own_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[telemetry.NodeSampler] = []
+def test_a_rank_whose_gpu_the_nodes_sampler_does_not_see_starts_its_own_and_no_more(tmp_path, monkeypatch):
+    started = []
     real = telemetry.start_sampler
     monkeypatch.setattr(telemetry, "start_sampler", lambda: started.append(real()) or started[-1])
     monkeypatch.setattr(telemetry, "ANSWER_SECONDS", 30.0)
@@ -229,8 +219,8 @@ SUITE = """
 
 
 @pytest.fixture
-def session(project: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Left]]:
-    def run(suite: str = SUITE, *options: str, **settings: Any) -> Left:
+def session(project, monkeypatch):
+    def run(suite=SUITE, *options, **settings):
         pretend(monkeypatch.setattr, project.path, **settings)
         project.suite(suite)
         return project.run(*options)
@@ -239,7 +229,7 @@ def session(project: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     assert "gpucluster-telemetry" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_the_whole_body_of_every_test_is_watched(session: Callable[..., Left]) -> None:
+def test_the_whole_body_of_every_test_is_watched(session):
     left = session()
     assert set(left.verdicts.values()) == {"passed"}, left.output
     for result in left.journal.results:
@@ -263,9 +253,7 @@ def test_the_whole_body_of_every_test_is_watched(session: Callable[..., Left]) -
         ),
     ],
 )  # fmt: skip
-def test_a_criterion_that_passes_fails_for_what_was_counted(
-    session: Callable[..., Left], settings: dict[str, Any], found: str
-) -> None:
+def test_a_criterion_that_passes_fails_for_what_was_counted(session, settings, found):
     left = session(**settings)
     assert left.verdicts["test_speed"].startswith("failure: ")
     assert found in left.verdicts["test_speed"]
@@ -279,11 +267,11 @@ def test_a_criterion_that_passes_fails_for_what_was_counted(
     assert ": rank 0: sm clock" in left.body("test_speed")
 
 
-def test_a_link_that_goes_down_under_a_criterion_fails_it(session: Callable[..., Left], tmp_path: Path) -> None:
+def test_a_link_that_goes_down_under_a_criterion_fails_it(session, tmp_path):
     port = add_port(tmp_path)
     read = [0]
 
-    def ports() -> infiniband.Adapters:
+    def ports():
         read[0] += 1
         if read[0] == 2:
             write(port / "counters" / "link_downed", 1)
@@ -307,9 +295,7 @@ def test_a_link_that_goes_down_under_a_criterion_fails_it(session: Callable[...,
         ),
     ],
 )  # fmt: skip
-def test_what_no_hardware_is_rejected_for_is_reported_and_passes(
-    session: Callable[..., Left], settings: dict[str, Any]
-) -> None:
+def test_what_no_hardware_is_rejected_for_is_reported_and_passes(session, settings):
     left = session(**settings)
     assert left.verdicts["test_speed"] == "passed"
     if settings.get("counted") != [{ECC: 4}]:
@@ -317,7 +303,7 @@ def test_what_no_hardware_is_rejected_for_is_reported_and_passes(
         assert "counters: " in left.properties["test_it.test_speed[telemetry]"]
 
 
-def test_a_required_counter_that_is_missing_makes_the_criterion_an_error(session: Callable[..., Left]) -> None:
+def test_a_required_counter_that_is_missing_makes_the_criterion_an_error(session):
     refused = NotAvailable("no permission for this user", "no permission")
     left = session(SUITE, "--gpucluster-sku=H100 SXM", counted=[{"rows.failed": refused}])
     assert left.verdicts["test_speed"].startswith("error: rank 0 (")
@@ -326,7 +312,7 @@ def test_a_required_counter_that_is_missing_makes_the_criterion_an_error(session
     assert left.end == ("BROKEN", 11)
 
 
-def body(text: str) -> str:
+def body(text):
     return f"""
     import pytest
     from pytest_gpucluster.errors import EnvironmentBroken
@@ -346,9 +332,7 @@ def body(text: str) -> str:
         pytest.param("raise EnvironmentBroken('its own')", "EnvironmentBroken: its own; ecc_", id="an error"),
     ],
 )
-def test_a_fault_fails_the_test_and_what_the_body_itself_came_to_stays_first(
-    session: Callable[..., Left], text: str, first: str
-) -> None:
+def test_a_fault_fails_the_test_and_what_the_body_itself_came_to_stays_first(session, text, first):
     left = session(body(text), counted=[{}, {ECC: 2}])
     assert left.verdicts["test_speed"].startswith("failure: ")
     assert first in left.verdicts["test_speed"]
@@ -356,7 +340,7 @@ def test_a_fault_fails_the_test_and_what_the_body_itself_came_to_stays_first(
     assert left.end == ("REJECTED", 1)
 
 
-def test_a_missed_value_is_explained_by_its_own_window_or_by_the_whole_test(session: Callable[..., Left]) -> None:
+def test_a_missed_value_is_explained_by_its_own_window_or_by_the_whole_test(session):
     hot = {**SAMPLED, "throttle.reasons": ["hw_thermal"], "temperature.gpu": 91, "clock.sm": 1200}
     left = session(
         """
@@ -379,7 +363,7 @@ def test_a_missed_value_is_explained_by_its_own_window_or_by_the_whole_test(sess
         assert message.endswith(": HW thermal slowdown 100 % of the time, 91 degC")
 
 
-def test_a_sampler_that_hangs_or_is_not_there_fails_nothing(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_that_hangs_or_is_not_there_fails_nothing(project, monkeypatch):
     pretend(monkeypatch.setattr, project.path, sampled={GPU: {**SAMPLED, "power.draw": {"hang": 3600}}})
     project.suite(SUITE)
     hung = project.run()
@@ -394,7 +378,7 @@ def test_a_sampler_that_hangs_or_is_not_there_fails_nothing(project: Project, mo
     assert why.endswith(": '/no/such/program'")
 
 
-def test_workers_without_a_launcher_share_their_controllers_sampler(project: Project) -> None:
+def test_workers_without_a_launcher_share_their_controllers_sampler(project):
     project.suite(
         """
     import pytest, time
@@ -425,7 +409,7 @@ def test_workers_without_a_launcher_share_their_controllers_sampler(project: Pro
     assert clocks == {0: 1755, 1: 1200}
 
 
-def test_of_local_workers_one_looks_at_the_ports_of_the_node(project: Project) -> None:
+def test_of_local_workers_one_looks_at_the_ports_of_the_node(project):
     project.suite(
         """
     import pytest
@@ -488,7 +472,7 @@ RANKS_SUITE = """
     """
 
 
-def test_ranks_of_a_node_share_its_sampler_and_the_one_at_fault_is_named(tmp_path: Path) -> None:
+def test_ranks_of_a_node_share_its_sampler_and_the_one_at_fault_is_named(tmp_path):
     hot = {**SAMPLED, "throttle.reasons": ["hw_thermal"], "temperature.gpu": 91}
     sampled = {uuid_of(0): SAMPLED, uuid_of(1): hot}
     healthy, faulty = conftest(sampled=sampled), conftest(sampled=sampled, counted=[{}, {}, {}, {ECC: 2}])

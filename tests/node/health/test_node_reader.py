@@ -1,7 +1,5 @@
 """What `gpucluster node watch` reads, in a process of its own, and the state that is made of it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -11,9 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import fake_reader
 import pytest
@@ -42,11 +38,11 @@ class Stopped(Exception):
     """Enough lines were written."""
 
 
-def lines_of(read: Any, *arguments: Any, after: int) -> list[Mapping[str, Any]]:
+def lines_of(read, *arguments, after):
     """Return the first lines, and stop there."""
-    lines: list[Mapping[str, Any]] = []
+    lines = []
 
-    def say(one: Mapping[str, Any]) -> None:
+    def say(one):
         lines.append(one)
         if len(lines) >= after:
             raise Stopped
@@ -56,7 +52,7 @@ def lines_of(read: Any, *arguments: Any, after: int) -> list[Mapping[str, Any]]:
     return lines
 
 
-def test_all_gpus_are_listed_and_those_that_answer_are_read_round_after_round() -> None:
+def test_all_gpus_are_listed_and_those_that_answer_are_read_round_after_round():
     nvml = FakeNvml({"GPU-0": {"power.draw": 5.0}, "GPU-1": {}, "GPU-2": {}}, silent=["GPU-1"])
     first, *looks = lines_of(node_reader.read_gpus, lambda: nvml, 0.01, ("power_watts",), after=5)
     assert [(gpu["index"], gpu["uuid"]) for gpu in first["nvml"]["gpus"]] == [(0, "GPU-0"), (1, None), (2, "GPU-2")]
@@ -68,16 +64,16 @@ def test_all_gpus_are_listed_and_those_that_answer_are_read_round_after_round() 
 class Listener:
     """Keeps the lines of the process."""
 
-    def __init__(self) -> None:
-        self.lines: list[Mapping[str, Any]] = []
+    def __init__(self):
+        self.lines = []
         self._condition = threading.Condition()
 
-    def take(self, one: Mapping[str, Any]) -> None:
+    def take(self, one):
         with self._condition:
             self.lines.append(one)
             self._condition.notify_all()
 
-    def wait_for(self, key: str) -> Mapping[str, Any]:
+    def wait_for(self, key):
         with self._condition:
             there = self._condition.wait_for(lambda: any(key in one for one in self.lines), DEADLINE_SECONDS)
             assert there, f"{key} was never written: {self.lines}"
@@ -85,10 +81,10 @@ class Listener:
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    opened: list[node_reader.NodeReader] = []
+def started(tmp_path, monkeypatch):
+    opened = []
 
-    def start(gpus: Mapping[str, Any] | None, take: Any, **settings: Any) -> node_reader.NodeReader:
+    def start(gpus, take, **settings):
         monkeypatch.setattr(node_reader, "COMMAND", fake_reader.command(tmp_path, gpus, tmp_path))
         opened.append(node_reader.NodeReader(take, 0.05, **settings))
         return opened[-1]
@@ -98,9 +94,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         one.close()
 
 
-def test_a_driver_that_hangs_over_one_gpu_leaves_the_rest_of_the_node_fresh(
-    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_hangs_over_one_gpu_leaves_the_rest_of_the_node_fresh(started, tmp_path, monkeypatch):
     monkeypatch.setattr(node_reader, "STALE_SECONDS", 0.5)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/loadavg").write_text("1.0 1.0 1.0 1/2 3\n")
@@ -117,7 +111,7 @@ def test_a_driver_that_hangs_over_one_gpu_leaves_the_rest_of_the_node_fresh(
     assert node.host.values["load"] == [1.0, 1.0, 1.0]
 
 
-def test_a_reader_that_is_closed_has_not_ended_on_its_own(started: Any) -> None:
+def test_a_reader_that_is_closed_has_not_ended_on_its_own(started):
     listener = Listener()
     opened = started({"GPU-0": fake_reader.h100()}, listener.take)
     listener.wait_for("gpu")
@@ -125,7 +119,7 @@ def test_a_reader_that_is_closed_has_not_ended_on_its_own(started: Any) -> None:
     assert not any("ended" in one for one in listener.lines)
 
 
-def test_a_reader_that_ends_on_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_ends_on_its_own_says_so(monkeypatch):
     monkeypatch.setattr(
         node_reader, "COMMAND", (sys.executable, "-c", "print('cut'); print(3); raise SystemExit(3)", "--")
     )
@@ -136,13 +130,11 @@ def test_a_reader_that_ends_on_its_own_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert listener.lines == [{"ended": 3}], "other output is ignored"
 
 
-def test_without_a_thread_there_is_no_reader_and_its_process_is_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def refuse(self: threading.Thread) -> None:
+def test_without_a_thread_there_is_no_reader_and_its_process_is_ended(monkeypatch, tmp_path):
+    def refuse(self):
         raise RuntimeError("can't start new thread")
 
-    started: list[Any] = []
+    started = []
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **named: started.append(real(*args, **named)) or started[0])
     monkeypatch.setattr(node_reader, "COMMAND", fake_reader.command(tmp_path, {}))
@@ -153,10 +145,9 @@ def test_without_a_thread_there_is_no_reader_and_its_process_is_ended(
     assert started[0].poll() is not None
 
 
-def test_it_exits_when_its_output_is_closed_and_with_its_parent(tmp_path: Path) -> None:
+def test_it_exits_when_its_output_is_closed_and_with_its_parent(tmp_path):
     command = [*fake_reader.command(tmp_path, {"GPU-0": {}}), "--interval", "0.05", "--parent", str(os.getpid())]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
     json.loads(process.stdout.readline())
     process.stdout.close()
     assert process.wait(timeout=DEADLINE_SECONDS) == 0
@@ -175,8 +166,8 @@ def test_it_exits_when_its_output_is_closed_and_with_its_parent(tmp_path: Path) 
     ("error", "why"),
     [(EnvironmentBroken("no driver library"), "no driver library"), (KeyError("x"), "NVML failed: KeyError: 'x'")],
 )
-def test_without_nvml_the_reason_is_written(error: Exception, why: str) -> None:
-    def fail() -> Any:
+def test_without_nvml_the_reason_is_written(error, why):
+    def fail():
         raise error
 
     assert lines_of(node_reader.read_gpus, fail, 0.01, (), after=9) == [{"nvml": {"why_not": why}}]
@@ -186,15 +177,15 @@ GPU = "GPU-aa"
 COMPLETE = {**HEALTHY_H100, "nvlink.bytes": {"sent": 5, "received": 7}}
 
 
-def who(pid: int) -> Process:
+def who(pid):
     return Process(pid=pid, user="ada", command="train \x1b[2J") if pid == 7 else Process(pid=pid, known=False)
 
 
-def look(changes: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+def look(changes=None, **others):
     return sample_gpu(FakeNvml({GPU: {**COMPLETE, **(changes or {})}}), GPU, find_process=who, **others)
 
 
-def test_every_value_has_a_query_and_a_json_type() -> None:
+def test_every_value_has_a_query_and_a_json_type():
     assert set(QUERIES.values()) <= set(KNOWN)
     sample = look({"processes": ((7, 2**30), (9, None))})
     assert sample == json.loads(json.dumps(sample))
@@ -220,7 +211,7 @@ def test_every_value_has_a_query_and_a_json_type() -> None:
         (math.nan, "ValueError: NVML gave nan"),
     ],
 )
-def test_a_missing_value_has_its_reason_and_the_others_are_there(case: tuple[Any, str]) -> None:
+def test_a_missing_value_has_its_reason_and_the_others_are_there(case):
     answer, why = case
     sample = look({"temperature.gpu": answer})
     assert "temperature_celsius" not in sample
@@ -229,7 +220,7 @@ def test_a_missing_value_has_its_reason_and_the_others_are_there(case: tuple[Any
     assert sample["lost"] == ""
 
 
-def test_a_lost_gpu_is_asked_nothing_more() -> None:
+def test_a_lost_gpu_is_asked_nothing_more():
     sample = look({"temperature.gpu": NotAvailable("off the bus", "lost")})
     assert sample["lost"] == "off the bus"
     asked = list(QUERIES)
@@ -245,7 +236,7 @@ FILES = {
 }
 
 
-def plant(root: Path, changes: dict[str, str | None]) -> Tree:
+def plant(root, changes):
     for name, text in {**FILES, **changes}.items():
         if text is not None:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +244,7 @@ def plant(root: Path, changes: dict[str, str | None]) -> Tree:
     return Tree(root=root)
 
 
-def test_load_cpus_time_and_memory_are_read(tmp_path: Path) -> None:
+def test_load_cpus_time_and_memory_are_read(tmp_path):
     assert read_host_load(plant(tmp_path, {})) == {
         "load": [12.3, 11.0, 9.8],
         "cpus": 128,
@@ -276,7 +267,7 @@ def test_load_cpus_time_and_memory_are_read(tmp_path: Path) -> None:
         (dict.fromkeys(FILES), {*read_host_load(Tree(root=Path("/nowhere")))}),
     ],
 )
-def test_what_the_kernel_does_not_report_is_none(tmp_path: Path, case: tuple[dict[str, str | None], set[str]]) -> None:
+def test_what_the_kernel_does_not_report_is_none(tmp_path, case):
     changes, missing = case
     load = read_host_load(plant(Path(tempfile.mkdtemp(dir=tmp_path)), changes))
     assert {key for key, value in load.items() if value is None} == missing
@@ -293,31 +284,31 @@ HOST = {"load": [1.0, 1.0, 1.0], "busy_ticks": 100, "all_ticks": 1000}
 class Watched:
     """A state, and the lines that the reader would say."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.time = 100.0  # stands still until it is moved
         self.state = NodeState(1.0, now=lambda: self.time)
 
-    def nvml(self, gpus: list[dict[str, Any]] | None = None) -> None:
+    def nvml(self, gpus=None):
         self.state.take({"nvml": {"driver": "580", "gpus": LISTED if gpus is None else gpus}, "at": self.time})
 
-    def gpu(self, uuid: str = "GPU-0", **values: Any) -> None:
+    def gpu(self, uuid="GPU-0", **values):
         values = {"uuid": uuid, "not_available": {}, "lost": "", **values}
         self.state.take({"gpu": values, "at": self.time})
 
-    def ports(self, why_not: str = "", **sent: int | None) -> None:
+    def ports(self, why_not="", **sent):
         ports = [{"name": name, "port_xmit_bytes": count, "port_rcv_bytes": count} for name, count in sent.items()]
         self.state.take({"ports": ports, "why_not": why_not, "at": self.time})
 
-    def host(self, **changes: Any) -> None:
+    def host(self, **changes):
         self.state.take({"host": {**HOST, **changes}, "at": self.time})
 
 
 @pytest.fixture
-def watched() -> Watched:
+def watched():
     return Watched()
 
 
-def test_gpus_come_in_nvmls_order_also_those_that_do_not_answer(watched: Watched) -> None:
+def test_gpus_come_in_nvmls_order_also_those_that_do_not_answer(watched):
     watched.nvml()
     watched.gpu("GPU-1", power_watts=5)
     first, second, third = watched.state.node().gpus
@@ -326,7 +317,7 @@ def test_gpus_come_in_nvmls_order_also_those_that_do_not_answer(watched: Watched
     assert "NVML" in third.values["lost"]
 
 
-def test_what_is_not_read_any_more_becomes_stale_and_keeps_its_values(watched: Watched) -> None:
+def test_what_is_not_read_any_more_becomes_stale_and_keeps_its_values(watched):
     watched.nvml()
     watched.gpu("GPU-0", power_watts=5)
     watched.host()
@@ -344,7 +335,7 @@ def test_what_is_not_read_any_more_becomes_stale_and_keeps_its_values(watched: W
     assert not watched.state.node().gpus[0].is_stale
 
 
-def test_rates_are_differences_of_counters_over_the_time_between(watched: Watched) -> None:
+def test_rates_are_differences_of_counters_over_the_time_between(watched):
     watched.nvml()
     watched.gpu(nvlink_bytes={"sent": 1000, "received": 5000})
     watched.ports(a=100)
@@ -360,14 +351,14 @@ def test_rates_are_differences_of_counters_over_the_time_between(watched: Watche
     assert node.host.rates == {"busy_ratio": 0.5}
 
 
-def test_a_counter_that_was_reset_or_is_missing_has_no_rate() -> None:
+def test_a_counter_that_was_reset_or_is_missing_has_no_rate():
     assert [growth(2.0, 10, 30), growth(2.0, 30, 30)] == [10.0, 0.0]
-    none: list[tuple[float, Any, Any]] = [(2.0, 30, 10), (0.0, 10, 30), (-1.0, 10, 30)]
+    none = [(2.0, 30, 10), (0.0, 10, 30), (-1.0, 10, 30)]
     none += [(2.0, None, 30), (2.0, 10, None), (2.0, "10", 30)]
     assert [growth(*each) for each in none] == [None] * len(none)
 
 
-def test_a_problem_of_the_reader_is_reported(watched: Watched) -> None:
+def test_a_problem_of_the_reader_is_reported(watched):
     watched.time += 7
     node = watched.state.node()
     assert (node.gpus, node.silent_seconds, node.why_no_gpus) == ((), 7.0, "")

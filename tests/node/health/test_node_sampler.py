@@ -1,7 +1,5 @@
 """A rank's end of the node's sampler: its summaries, and that no failure of it disturbs the measurement."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -9,9 +7,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fake_sampler
 import pytest
@@ -35,11 +32,11 @@ Start = Callable[..., NodeSampler]
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(tmp_path, monkeypatch):
     """Start a sampler whose GPUs are not there, and end it after the test."""
-    started: list[NodeSampler] = []
+    started = []
 
-    def make(gpus: dict[str, Any] | None) -> NodeSampler:
+    def make(gpus):
         monkeypatch.setattr(telemetry, "COMMAND", fake_sampler.command(tmp_path, gpus))
         started.append(telemetry.start_sampler())
         return started[-1]
@@ -49,22 +46,22 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         each.close()
 
 
-_made: list[Link] = []
+_made = []
 
 
-def linked(address: str | None, *arguments: Any, **settings: Any) -> Link:
+def linked(address, *arguments, **settings):
     """A link that is closed after the test."""
     _made.append(Link(address, *arguments, **settings))
     return _made[-1]
 
 
-def patient(sampler: NodeSampler, uuid: str = GPU, interval_seconds: float = 0.01) -> Link:
+def patient(sampler, uuid=GPU, interval_seconds=0.01):
     """A link that waits for a process which is still starting."""
     return linked(sampler.address, uuid, interval_seconds, answer_seconds=DEADLINE)
 
 
 @pytest.fixture(autouse=True)
-def links_are_closed() -> Iterator[None]:
+def links_are_closed():
     yield
     while _made:
         link = _made.pop()
@@ -72,7 +69,7 @@ def links_are_closed() -> Iterator[None]:
         link.close()
 
 
-def missing(summary: dict[str, Any]) -> set[str]:
+def missing(summary):
     assert set(summary["not_available"]) == set(QUERIES)
     return set(summary["not_available"].values())
 
@@ -80,27 +77,27 @@ def missing(summary: dict[str, Any]) -> set[str]:
 class Mute:
     """A process in the sampler's place that sends given answers, or none."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.address = f"gpucluster-test-{os.urandom(8).hex()}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{self.address}")
         self._listener.listen()
-        self.channel: socket.socket | None = None
+        self.channel = None
 
-    def accept(self) -> list[Any]:
+    def accept(self):
         """Accept the rank; return its messages so far."""
         self.channel, _ = self._listener.accept()
         self.channel.settimeout(DEADLINE)
         return [json.loads(self.channel.recv(65536)), json.loads(self.channel.recv(65536))]
 
-    def close(self) -> None:
+    def close(self):
         for each in (self.channel, self._listener):
             if each is not None:
                 each.close()
 
 
 @pytest.fixture
-def mute() -> Iterator[Mute]:
+def mute():
     made = Mute()
     yield made
     made.close()
@@ -109,7 +106,7 @@ def mute() -> Iterator[Mute]:
 # ---- what a rank receives
 
 
-def test_a_window_summarises_each_rank_s_own_gpu(start: Start) -> None:
+def test_a_window_summarises_each_rank_s_own_gpu(start):
     sampler = start({GPU: VALUES, OTHER: {**VALUES, "clock.sm": 1200}})
     with patient(sampler, OTHER).window() as second, patient(sampler).window() as window:
         pass
@@ -123,7 +120,7 @@ def test_a_window_summarises_each_rank_s_own_gpu(start: Start) -> None:
     assert json.loads(json.dumps(summary)) == summary
 
 
-def test_windows_can_lie_inside_each_other(start: Start) -> None:
+def test_windows_can_lie_inside_each_other(start):
     link = patient(start({GPU: VALUES}), interval_seconds=60.0)
     with link.window() as outer:
         for _ in range(2):
@@ -135,12 +132,12 @@ def test_windows_can_lie_inside_each_other(start: Start) -> None:
     assert inner.summary()["samples"] == 2, "one that is entered again adds up, and hides no error"
 
 
-def test_a_window_is_not_entered_while_it_is_open(start: Start) -> None:
+def test_a_window_is_not_entered_while_it_is_open(start):
     with patient(start({GPU: VALUES})).window() as window, pytest.raises(RuntimeError, match="open already"):
         window.__enter__()
 
 
-def test_windows_without_a_reference_are_forgotten(mute: Mute) -> None:
+def test_windows_without_a_reference_are_forgotten(mute):
     link = linked(mute.address, GPU, answer_seconds=0.0)
     with link.window() as window:
         pass
@@ -151,12 +148,11 @@ def test_windows_without_a_reference_are_forgotten(mute: Mute) -> None:
         hello, first = mute.accept()
     assert hello == {"gpu": GPU, "interval": 0.1}
     assert (first["open"], first["forget"]) == (number, [])
-    assert mute.channel is not None
     assert json.loads(mute.channel.recv(65536))["close"] == number
     assert json.loads(mute.channel.recv(65536))["forget"] == [number]
 
 
-def test_on_cpu_windows_do_nothing() -> None:
+def test_on_cpu_windows_do_nothing():
     link = linked(None, None)
     with link.window() as window:
         pass
@@ -167,19 +163,19 @@ def test_on_cpu_windows_do_nothing() -> None:
 # ---- a sampler at its worst
 
 
-def test_without_nvml_a_window_says_why(start: Start) -> None:
+def test_without_nvml_a_window_says_why(start):
     with patient(start(None)).window() as window:
         pass
     assert [why.endswith(fake_sampler.NO_NVML) for why in missing(window.summary())] == [True]
 
 
-def test_a_gpu_that_nvml_does_not_know_is_lost_and_named(start: Start) -> None:
+def test_a_gpu_that_nvml_does_not_know_is_lost_and_named(start):
     with patient(start({OTHER: VALUES})).window() as window:
         pass
     assert window.summary()["lost"].startswith("the GPU is lost")
 
 
-def test_nvml_that_hangs_is_named_on_every_rank_and_keeps_none_waiting(start: Start) -> None:
+def test_nvml_that_hangs_is_named_on_every_rank_and_keeps_none_waiting(start):
     hanging = {**VALUES, "power.draw": {"hang": 3600}}
     sampler = start({GPU: hanging, OTHER: VALUES})
     with patient(sampler).window() as window:
@@ -193,7 +189,7 @@ def test_nvml_that_hangs_is_named_on_every_rank_and_keeps_none_waiting(start: St
     assert re.match(f"not read: .* power_watts of {GPU}$", why)
 
 
-def test_without_a_sampler_or_an_opened_window_or_after_the_end_it_says_why(start: Start) -> None:
+def test_without_a_sampler_or_an_opened_window_or_after_the_end_it_says_why(start):
     closed = patient(start({GPU: VALUES}))
     closed.close()
     for link, expected in (
@@ -207,7 +203,7 @@ def test_without_a_sampler_or_an_opened_window_or_after_the_end_it_says_why(star
     assert ["never opened" in why for why in missing(linked("none", GPU).window().summary())] == [True]
 
 
-def test_a_sampler_that_is_killed_leaves_the_summary_of_before(start: Start) -> None:
+def test_a_sampler_that_is_killed_leaves_the_summary_of_before(start):
     sampler = start({GPU: VALUES})
     link = patient(sampler)
     window = link.window()
@@ -226,7 +222,7 @@ def test_a_sampler_that_is_killed_leaves_the_summary_of_before(start: Start) -> 
     assert all("the node's sampler" in why for why in missing(later.summary()))
 
 
-def test_a_sampler_that_is_stopped_delays_no_caller(start: Start) -> None:
+def test_a_sampler_that_is_stopped_delays_no_caller(start):
     sampler = start({GPU: VALUES})
     link = patient(sampler)
     with link.window():
@@ -248,7 +244,7 @@ def test_a_sampler_that_is_stopped_delays_no_caller(start: Start) -> None:
     assert not link._is_silent
 
 
-def test_who_has_not_answered_is_not_waited_for_as_long_again(mute: Mute) -> None:
+def test_who_has_not_answered_is_not_waited_for_as_long_again(mute):
     link = linked(mute.address, GPU, answer_seconds=0.2)
     begin = time.monotonic()
     with link.window():
@@ -258,7 +254,7 @@ def test_who_has_not_answered_is_not_waited_for_as_long_again(mute: Mute) -> Non
     assert link._patience == 0.05
 
 
-def test_a_sampler_that_takes_nothing_is_not_waited_for(mute: Mute) -> None:
+def test_a_sampler_that_takes_nothing_is_not_waited_for(mute):
     link = linked(mute.address, GPU, answer_seconds=0.0)
     windows = [link.window() for _ in range(100_000)]
     for window in windows:  # until the socket's buffer is full
@@ -279,18 +275,17 @@ def test_a_sampler_that_takes_nothing_is_not_waited_for(mute: Mute) -> None:
         ),
     ],
 )
-def test_a_sampler_that_makes_no_sense_is_left(mute: Mute, answer: bytes, why: str) -> None:
+def test_a_sampler_that_makes_no_sense_is_left(mute, answer, why):
     link = linked(mute.address, GPU, answer_seconds=DEADLINE)
     with link.window() as window:
         mute.accept()
-        assert mute.channel is not None
         mute.channel.send(answer)
     (summary,) = missing(window.summary())
     assert summary.startswith(why)
     assert link._channel is None
 
 
-def test_a_process_that_was_forked_from_the_rank_says_nothing_in_its_name(start: Start) -> None:
+def test_a_process_that_was_forked_from_the_rank_says_nothing_in_its_name(start):
     link = patient(start({GPU: VALUES}))
     with link.window():
         pass
@@ -303,7 +298,7 @@ def test_a_process_that_was_forked_from_the_rank_says_nothing_in_its_name(start:
 # ---- the process, for who has started it
 
 
-def test_nothing_of_it_is_left_when_it_is_closed(start: Start) -> None:
+def test_nothing_of_it_is_left_when_it_is_closed(start):
     sampler = start({GPU: VALUES})
     sampler.close()
     assert not Path(f"/proc/{sampler.pid}").exists()

@@ -1,7 +1,5 @@
 """The node's sampler process: light, deaf to what launchers send, and never left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -9,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
@@ -19,21 +16,21 @@ from each import of_each
 
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node.health import sampler_process, telemetry
-from pytest_gpucluster.node.health.telemetry import Link, NodeSampler
+from pytest_gpucluster.node.health.telemetry import Link
 
 GPU = "GPU-1f2e3d4c"
 DEADLINE = 30.0
 
 
 @pytest.fixture
-def sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeSampler]:
+def sampler(tmp_path, monkeypatch):
     monkeypatch.setattr(telemetry, "COMMAND", fake_sampler.command(tmp_path, {GPU: {"clock.sm": 1755}}))
     started = telemetry.start_sampler()
     yield started
     started.close()
 
 
-def answers(sampler: NodeSampler) -> bool:
+def answers(sampler):
     link = Link(sampler.address, GPU, answer_seconds=DEADLINE)
     with link.window() as window:
         pass
@@ -41,7 +38,7 @@ def answers(sampler: NodeSampler) -> bool:
     return window.summary().get("sm_clock_mhz") == [1755, 1755, 1755]
 
 
-def test_it_has_its_own_session_and_no_torch_and_outlives_what_launchers_send(sampler: NodeSampler) -> None:
+def test_it_has_its_own_session_and_no_torch_and_outlives_what_launchers_send(sampler):
     assert answers(sampler)
     assert os.getsid(sampler.pid) == sampler.pid
     assert "torch" not in Path(f"/proc/{sampler.pid}/maps").read_text()
@@ -50,7 +47,7 @@ def test_it_has_its_own_session_and_no_torch_and_outlives_what_launchers_send(sa
     assert answers(sampler)
 
 
-def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_it_ends_with_a_parent_that_is_killed(tmp_path):
     command = fake_sampler.command(tmp_path, {GPU: {"clock.sm": {"hang": 3600}}})
     code = f"""
         import time
@@ -65,7 +62,6 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         time.sleep({DEADLINE})
     """
     with subprocess.Popen([sys.executable, "-c", dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
     until = time.monotonic() + DEADLINE
@@ -74,7 +70,7 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_it_ends_without_descriptors_of_processes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_without_descriptors_of_processes_too(monkeypatch):
     """Some kernels and sandboxes have none."""
     monkeypatch.setattr(detached_process, "end_descriptor", lambda parent: None)
     monkeypatch.setattr(sampler_process, "_TICK_SECONDS", 0.001)
@@ -84,7 +80,7 @@ def test_it_ends_without_descriptors_of_processes_too(monkeypatch: pytest.Monkey
     assert next(parents, None) is None
 
 
-def test_a_rank_that_leaves_takes_its_windows_with_it(sampler: NodeSampler) -> None:
+def test_a_rank_that_leaves_takes_its_windows_with_it(sampler):
     link = Link(sampler.address, GPU, 0.001, answer_seconds=DEADLINE)
     link.window().__enter__()
     link.close()
@@ -101,7 +97,7 @@ NO_MESSAGES = {
 
 
 @of_each("packet", list(NO_MESSAGES.values()))
-def test_what_no_rank_says_ends_only_its_own_connection(sampler: NodeSampler, packet: bytes) -> None:
+def test_what_no_rank_says_ends_only_its_own_connection(sampler, packet):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
         channel.settimeout(DEADLINE)
         channel.connect(f"\0{sampler.address}")
@@ -111,7 +107,7 @@ def test_what_no_rank_says_ends_only_its_own_connection(sampler: NodeSampler, pa
     assert answers(sampler)
 
 
-def test_only_its_own_user_is_served(sampler: NodeSampler, tmp_path: Path) -> None:
+def test_only_its_own_user_is_served(sampler, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("only root can be somebody else")
     code = f"""
@@ -127,7 +123,7 @@ def test_only_its_own_user_is_served(sampler: NodeSampler, tmp_path: Path) -> No
     assert done.stdout.strip() == "b''", done.stderr
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid):
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

@@ -1,14 +1,12 @@
 """Telemetry: what a window's readings are summed up to."""
 
-from __future__ import annotations
-
 import pytest
 
 from pytest_gpucluster.node import nvml_queries
 from pytest_gpucluster.node.health.telemetry import CARD_QUERIES, QUERIES, THROTTLE, empty_summary, summary, validated
 
 
-def test_each_series_is_summed_up_as_least_median_and_most() -> None:
+def test_each_series_is_summed_up_as_least_median_and_most():
     readings = {
         "sm_clock_mhz": (1980.0, 1740.0, 1755.0),
         "power_watts": (698.26, 650.06),
@@ -29,7 +27,7 @@ def test_each_series_is_summed_up_as_least_median_and_most() -> None:
     }
 
 
-def test_each_throttle_reason_has_its_part_of_the_time() -> None:
+def test_each_throttle_reason_has_its_part_of_the_time():
     readings = {THROTTLE: (("hw_thermal",), ("gpu_idle",), ("hw_thermal", "sw_power_cap"))}
     spent = {"hw_thermal": 6.2, "sw_power_cap": 2.0, "gpu_idle": 3.8}
     result = summary(readings, seconds=10.0, not_available={}, throttle_seconds=spent)
@@ -42,7 +40,7 @@ def test_each_throttle_reason_has_its_part_of_the_time() -> None:
     assert summary({THROTTLE: (("gpu_idle",),)}, seconds=1, not_available={})["throttle"] == []
 
 
-def test_what_is_read_is_what_nvml_can_be_asked_for() -> None:
+def test_what_is_read_is_what_nvml_can_be_asked_for():
     units = [nvml_queries.QUERIES[query].unit for key, query in {**QUERIES, **CARD_QUERIES}.items() if key != THROTTLE]
     assert units == ["MHz", "MHz", "W", "degC", "%", "MHz", "degC"]
     result = summary({}, seconds=1, not_available={}, card={"sm_clock_max_mhz": 1980, "slowdown_celsius": 89.04})
@@ -52,12 +50,12 @@ def test_what_is_read_is_what_nvml_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize("value", ["fast", float("nan"), float("inf"), True, None, (1, 2)], ids=repr)
-def test_what_is_no_number_is_no_reading(value: object) -> None:
+def test_what_is_no_number_is_no_reading(value):
     with pytest.raises(ValueError, match="NVML gave"):
         validated("sm_clock_mhz", value)
 
 
-def test_what_are_no_names_are_no_throttle_reasons() -> None:
+def test_what_are_no_names_are_no_throttle_reasons():
     assert validated(THROTTLE, ["hw_thermal"]) == ("hw_thermal",)
     for value in ("sw_power_cap", [1], 4):
         with pytest.raises(ValueError, match="NVML gave"):

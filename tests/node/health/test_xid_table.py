@@ -1,17 +1,15 @@
 """What the driver's reports mean. The lines are recorded ones, each with where it was published; what must be done is
 what NVIDIA's catalogue, or the Fabric Manager's guide, asks for, read there and not from the product's table."""
 
-from __future__ import annotations
-
 import pytest
 from each import of_each
 
 from pytest_gpucluster.node.health import xid_table
-from pytest_gpucluster.node.health.xid_table import Entry, lookup, recovery_action
+from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.node.kernel_log import parse
 
 
-def entry_of(line: str) -> Entry:
+def entry_of(line):
     [report] = parse([line])
     return lookup(report)
 
@@ -139,7 +137,7 @@ RECORDED = [
 
 
 @of_each("case", RECORDED)
-def test_a_recorded_line_asks_for_what_the_vendor_asks_for(case: tuple[str, str, str]) -> None:
+def test_a_recorded_line_asks_for_what_the_vendor_asks_for(case):
     _, line, action = case
     found = entry_of(line)
     assert found.action == action
@@ -162,7 +160,7 @@ NOT_STATED = (165, 167, 168, 169, 171, 172, 173, 999)
      (INFORMS, "none"), (NOT_STATED, "not stated"), ((79, 151), "reboot the node"), ((48,), DRAIN),
      ((54, 142), "check or replace hardware")],
 )  # fmt: skip
-def test_each_number_has_the_action_of_the_catalogue(codes: tuple[int, ...], action: str) -> None:
+def test_each_number_has_the_action_of_the_catalogue(codes, action):
     found = {code: entry_of(f"NVRM: Xid (PCI:0000:3b:00): {code}, pid=17, something happened") for code in codes}
     assert {code: entry.action for code, entry in found.items() if entry.action != action} == {}
     assert {entry.rejects for entry in found.values()} == {action not in ("none", RESTART)}
@@ -183,11 +181,11 @@ TORN = [
 
 
 @of_each("line", TORN)
-def test_what_is_cut_off_unknown_or_contradictory_rejects(line: str) -> None:
+def test_what_is_cut_off_unknown_or_contradictory_rejects(line):
     assert entry_of(line).rejects
 
 
-def test_a_recovery_action_that_is_over_asks_for_nothing() -> None:
+def test_a_recovery_action_that_is_over_asks_for_nothing():
     line = "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
     assert entry_of(line).action == "none"
     # Source: nvidia-ml-py, NVML_GPU_RECOVERY_ACTION_*; what it does not have is never nothing.
@@ -196,7 +194,7 @@ def test_a_recovery_action_that_is_over_asks_for_nothing() -> None:
                        "reboot the node", "not stated"]  # fmt: skip
 
 
-def test_the_table_refuses_what_it_would_not_understand(tmp_path, monkeypatch) -> None:
+def test_the_table_refuses_what_it_would_not_understand(tmp_path, monkeypatch):
     for text in ("1-3\tnone\ta\t\n2\tnone\tb\t\n", "1\tpray\ta\t\n"):
         (tmp_path / "xid.tsv").write_text(text, encoding="utf-8")
         monkeypatch.setattr(xid_table, "TABLE", tmp_path / "xid.tsv")
