@@ -30,8 +30,8 @@ def test_nccl_environment(artifacts, board, cluster, fabric_sources, gpu, invent
     Why: NCCL_P2P_DISABLE=1 or NCCL_ALGO=Ring, once set to look for a bug, costs half of the bandwidth for years, and no
     message reports it.
 
-    When it fails: unset what is named, where its origin says, on the named hosts. docs/reference.md lists what
-    each variable does. It is an error, no verdict on the hardware.
+    When it fails: unset what is named, where its origin says, on the named hosts. What each variable does is in
+    docs/reference/reference.md. It is an error, no verdict on the hardware.
 
     On cpu nothing uses NCCL; the variables are checked all the same.
     """

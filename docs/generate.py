@@ -53,8 +53,8 @@ def files() -> dict[Path, str]:
     """Return each generated file with its text."""
     limits = loader.load(loader.shipped_path())
     return {
-        DOCS / "reference.md": _program("reference")["page"](),
-        **_program("limits")["pages"](limits),
+        DOCS / "reference" / "reference.md": _program("reference")["page"](),
+        DOCS / "reference" / "limits.md": _program("limits")["page"](limits),
         **schemas(),
         _CRITERIA: _list_of_criteria(),
         **dict(_playbook()),
@@ -158,7 +158,7 @@ def _with_section(page: str, criterion: str, test: dict[str, Any]) -> str:
 
 `{test["name"]}`. {accepted[:1].upper()}{accepted[1:]}
 
-Limits: [`{criterion}`](limits.md#{anchor}).
+Limits: [`{criterion}`](reference/limits.md#{anchor}).
 
 | you see | look at | what to do | call |
 |---|---|---|---|

@@ -9,8 +9,8 @@
 #
 #   LOG_SECONDS, REPORTS_SECONDS   how long one pod may take then to give its log (300), or its reports (1800)
 #
-# Exit codes: those of the run (docs/reference.md); 11 also where a pod is missing or has no exit code of the suite's, or
-# where something could not be fetched; 2 for wrong usage. It changes nothing in the cluster but a pod of its own, which
+# Exit codes: those of the run; 11 also where a pod is missing or has no exit code of the suite's, or where something
+# could not be fetched; 2 for wrong usage. It changes nothing in the cluster but a pod of its own, which
 # reads the volume of the reports and is deleted, and the file that lets the collectors go.
 set -euo pipefail
 

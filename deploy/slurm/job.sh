@@ -7,7 +7,7 @@
 
 say() { printf 'gpucluster: %s\n' "$*"; }
 
-# Codes of the suite itself (docs/reference.md): 2 is wrong usage, nothing was measured; 11 is a fault of the environment.
+# Codes of the suite itself: 2 is wrong usage, nothing was measured; 11 is a fault of the environment.
 refuse() { say "BROKEN, exit code 2: $*" >&2; exit 2; }
 broken() { say "BROKEN, exit code 11: $*" >&2; exit 11; }
 

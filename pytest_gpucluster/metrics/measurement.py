@@ -51,8 +51,8 @@ def known(name: str) -> Metric:
         return _REGISTRY[name]
     except KeyError:
         raise MeasurementError(
-            f"unknown metric {name!r}{units.did_you_mean(name, _REGISTRY) or ';'} docs/reference.md lists the metrics; "
-            "the hook pytest_gpucluster_metrics of a conftest.py declares more"
+            f"unknown metric {name!r}{units.did_you_mean(name, _REGISTRY) or ';'} docs/reference/reference.md lists "
+            "them; the hook pytest_gpucluster_metrics of a conftest.py declares more"
         ) from None
 
 

@@ -19,7 +19,7 @@ FIGURES_PROGRAM = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "limits.p
 LIMITS = loader.load(loader.shipped_path())
 PHASES = ("discovery", "single-node", "fabric", "training", "lora")
 PLAYBOOK = {phase: page_named(f"docs/{phase}.md").text for phase in PHASES}
-FIGURES = page_named("docs/limits.md")
+FIGURES = page_named("docs/reference/limits.md")
 SEEN = ["you see", "look at", "what to do", "call"]
 TROUBLE = page_named("docs/troubleshooting.md").text
 WHOLE = page_named("docs/playbook.md").text
@@ -38,7 +38,7 @@ def test_every_criterion_has_a_section_with_its_tests_and_what_to_do(items):
         tests = {item.name.partition("[")[0] for item in items if name in item.criteria}
         assert tests <= set(re.findall(r"`(test_\w+)(?:\[[\w-]+\])?`", text)), name
         assert any(row[2] for row in rows(text, SEEN)), name
-        assert re.findall(r"^Limits: \[`(.+)`\]\(limits\.md#[\w-]+\)\.$", text, re.MULTILINE) == [name]
+        assert re.findall(r"^Limits: \[`(.+)`\]\(reference/limits\.md#[\w-]+\)\.$", text, re.MULTILINE) == [name]
 
 
 @of_each("phase", PHASES)
@@ -57,7 +57,7 @@ def test_the_page_of_limits_has_those_in_force_and_a_changed_one_is_seen():
     assert {name for name in judged if f"`{name}`" not in FIGURES.text} == set()
     which = ("matmul.bf16.tflops", "H100 SXM")
     changed = [replace(one, min=701.0) if (one.metric, one.sku) == which else one for one in LIMITS.limits]
-    assert ">= 701 of 989" in FIGURES_PROGRAM.limits_page(replace(LIMITS, limits=tuple(changed)))
+    assert ">= 701 of 989" in FIGURES_PROGRAM.page(replace(LIMITS, limits=tuple(changed)))
 
 
 def numbers(text):
@@ -69,7 +69,7 @@ def numbers(text):
 def test_every_xid_is_listed_with_its_action_and_a_reset_alone_is_no_first_step():
     entries = {int(key): entry for key, entry in table().items() if key.isdecimal() and key != "0"}
     header = ["Xid", "meaning", "judged", "action", "next"]
-    reference = list(rows(page_named("docs/reference.md").text, header))
+    reference = list(rows(page_named("docs/reference/reference.md").text, header))
     listed = {code: (judged, action) for xids, _, judged, action, _ in reference for code in numbers(xids)}
     by_line = {*range(144, 151), 154}
     assert set(listed) == set(entries)

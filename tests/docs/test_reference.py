@@ -1,4 +1,4 @@
-"""docs/reference.md says what the code says."""
+"""docs/reference/reference.md says what the code says."""
 
 import argparse
 import functools

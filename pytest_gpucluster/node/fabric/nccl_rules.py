@@ -1,8 +1,8 @@
 """The variables of NCCL, UCX and CUDA: what each does, and how a value is judged. Pure.
 
 ``RULES`` is the one table of them: the criterion ``nccl.environment`` and the advice of ``gpucluster node nccl-env``
-follow it, and docs/reference.md lists it. :func:`judge_environment` returns the finding for a variable that is set:
-none, a note, or an error of the environment.
+follow it, and docs/reference/reference.md lists it. :func:`judge_environment` returns the finding for a variable that
+is set: none, a note, or an error of the environment.
 
 NCCL's guide has two kinds of variables: those that describe the system to NCCL may stay set; those of its section
 "Debugging" "should not be used in production nor retained in scripts". So each of the latter is worth a note, and what

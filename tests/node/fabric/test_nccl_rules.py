@@ -142,7 +142,7 @@ def test_a_blank_before_the_equals_sign_is_a_setting_without_effect():
 
 
 def test_every_rule_has_a_source_and_the_reference_has_it():
-    page = (Path(__file__).parents[3] / "docs" / "reference.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "reference.md").read_text(encoding="utf-8")
     rows = page.partition("| variable | what it does |")[2].partition("\n\n")[0].splitlines()
     documented = {row.split("`")[1]: row for row in rows if row.startswith("| `")}
     assert set(documented) == set(RULES)
