@@ -1,0 +1,309 @@
+"""Descriptions of simulated clusters: YAML files, those that come with this package and those of users.
+
+>>> load("4x8xH100").hosts
+('gpu-00', 'gpu-01', 'gpu-02', 'gpu-03')
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from pytest_gpucluster.config.yaml_source import Document, Node
+from pytest_gpucluster.errors import OptionError, UnitError
+from pytest_gpucluster.metrics import measurement, units
+from pytest_gpucluster.metrics.datasheets import SKUS
+from pytest_gpucluster.metrics.units import did_you_mean
+from pytest_gpucluster.simulation.faults import Fault, Faults, parse
+
+FOLDER = Path(__file__).with_name("clusters")
+"""The descriptions that come with this package."""
+_SHAPE = re.compile(r"(?P<nodes>[1-9][0-9]*)x(?P<gpus>[1-9][0-9]*)x(?P<gpu>\w.*)")
+
+
+def _in(unit: str) -> Any:
+    """A number that is written with a unit, and kept in this one."""
+    return field(metadata={"unit": unit})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuModel:
+    """One kind of GPU, as CUDA and NVML report it. Powers in W, clocks in MHz, temperatures in degrees Celsius."""
+
+    name: str
+    memory_bytes: int = _in("B")
+    capability: str
+    multiprocessors: int
+    cache_bytes: int = _in("B")
+    sm_clock_mhz: int = _in("MHz")
+    memory_clock_mhz: int = _in("MHz")
+    power_limit_watts: float = _in("W")
+    idle_power_watts: float = _in("W")
+    load_power_watts: float = _in("W")
+    idle_temperature_celsius: int = _in("degC")
+    load_temperature_celsius: int = _in("degC")
+    slowdown_temperature_celsius: int = _in("degC")
+    vbios: str
+    board: str
+    inforom: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeModel:
+    """A node but for its GPUs.
+
+    Attributes:
+        ports: RDMA ports, each a device of its own, ``mlx5_0`` and on.
+        port_rate_bits: of each of them.
+        link_layer: "InfiniBand" or "Ethernet".
+        numa_nodes: the GPUs and ports are spread over them evenly.
+    """
+
+    cpus: int
+    memory_bytes: int = _in("B")
+    numa_nodes: int
+    ports: int
+    port_rate_bits: float = _in("b/s")
+    link_layer: str
+    driver: str
+    cuda: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclModel:
+    """What NCCL does on this cluster.
+
+    Attributes:
+        version: such as 2.28.9.
+        transport: between nodes, as it is in the labels of measurements.
+        group_bytes: device memory of one communicator.
+        latency_seconds, net_latency_seconds: of a small collective on one node, and between nodes.
+    """
+
+    version: str
+    transport: str
+    group_bytes: int = _in("B")
+    latency_seconds: float = _in("s")
+    net_latency_seconds: float = _in("s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A described cluster.
+
+    Attributes:
+        name: of the description.
+        sku: as in thresholds.yaml.
+        nodes, gpus_per_node: its shape.
+        host_names: a pattern with the node's number.
+        spread: standard deviation of the GPUs' rates, as a ratio.
+        rates: metric -> what every healthy GPU reaches, in the metric's unit, instead of what is published.
+        seed: of all that is drawn.
+    """
+
+    name: str
+    sku: str
+    nodes: int
+    gpus_per_node: int
+    host_names: str = "gpu-{:02}"
+    spread: float = field(default=0.004, metadata={"unit": "ratio"})
+    gpu: GpuModel
+    node: NodeModel
+    nccl: NcclModel
+    rates: Mapping[str, float] = field(default_factory=dict)
+    faults: Faults = field(default_factory=Faults)
+    seed: int = 1
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of its nodes."""
+        return tuple(self.host_names.format(node) for node in range(self.nodes))
+
+    @property
+    def ports(self) -> tuple[str, ...]:
+        """The RDMA devices of a node."""
+        return tuple(f"mlx5_{number}" for number in range(self.node.ports))
+
+    def port_of(self, gpu: int) -> str | None:
+        """Return the RDMA device that is nearest to a GPU; None where there is none."""
+        return self.ports[gpu * self.node.ports // self.gpus_per_node] if self.node.ports else None
+
+    def with_faults(self, faults: Sequence[Fault]) -> Cluster:
+        """Return it with these faults.
+
+        Raises: OptionError: a fault is at a place that it does not have.
+        """
+        for fault in faults:
+            self._require_place(fault)
+        return replace(self, faults=Faults(faults))
+
+    def _require_place(self, fault: Fault) -> None:
+        where = fault.kind.where
+        gpus = [str(number) for number in range(self.gpus_per_node)]
+        for what, found, allowed in (
+            ("host", fault.host, self.hosts if where != "cluster" else ("",)),
+            ("GPU" if where == "gpu" else "port", fault.place, {"gpu": gpus, "port": self.ports}.get(where, ("",))),
+        ):
+            if found not in allowed:
+                known = ", ".join(allowed) if len(allowed) <= 16 else f"{allowed[0]} to {allowed[-1]}"
+                raise OptionError(
+                    f"{fault}: {self.name} has no {what} {found!r}; it has {known}{did_you_mean(found, allowed)}"
+                )
+
+
+def shipped() -> list[str]:
+    """Return the names of the descriptions that come with this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load(what: str) -> Cluster:
+    """Return a cluster by the name of a shipped description, by another shape of the same GPU, or from a file.
+
+    Args:
+        what: ``2x8xH100``, ``4x8xH100``, or the path of a YAML file.
+
+    Raises: OptionError that says where it is wrong, what was found and what is allowed.
+    """
+    if what in shipped():
+        return _read(FOLDER / f"{what}.yaml")
+    shape = _SHAPE.fullmatch(what)
+    if shape is not None and not Path(what).exists():
+        of_gpu = {name.rpartition("x")[2].lower(): name for name in shipped()}
+        like = of_gpu.get(shape["gpu"].lower())
+        if like is None:
+            raise OptionError(
+                f"{what}: no simulated cluster has {shape['gpu']} GPUs; known are {', '.join(shipped())}, and other "
+                f"numbers of nodes and GPUs of these; or write a file{did_you_mean(shape['gpu'], of_gpu)}"
+            )
+        return replace(load(like), name=what, nodes=int(shape["nodes"]), gpus_per_node=int(shape["gpus"]))
+    if not Path(what).is_file():
+        raise OptionError(
+            f"{what!r} is neither a file nor a simulated cluster; known are {', '.join(shipped())}"
+            f"{did_you_mean(what, shipped())}"
+        )
+    return _read(Path(what))
+
+
+_SECTIONS = {"gpu": GpuModel, "node": NodeModel, "nccl": NcclModel}
+_PLAIN = {"name": str, "sku": str, "nodes": int, "gpus_per_node": int, "host_names": str, "seed": int}
+_UNITS = ("bytes", "mhz", "watts", "celsius", "bits", "seconds")
+
+
+def _read(path: Path) -> Cluster:
+    document = Document(str(path))
+    root = document.root(path, needs="the keys of a cluster", block_scalar_hint="quote the text")
+    keys = ("schema_version", "like", *_PLAIN, "spread", *_SECTIONS, "rates", "faults")
+    top = None if root is None else document.mapping(root, "the file", keys)
+    cluster = None
+    if root is not None and top is not None:
+        document.require_version(root, top, 1)
+        cluster = _cluster(document, root, top, path)
+    if document.complaints or cluster is None:
+        raise OptionError("\n".join(document.report()))
+    return cluster
+
+
+def _cluster(document: Document, root: Node, top: Mapping[str, tuple[Node, Node]], path: Path) -> Cluster | None:
+    base: Cluster | None = None
+    if "like" in top:
+        try:
+            base = load(document.text(top["like"][1], "like") or "")
+        except OptionError as error:
+            document.fail(top["like"][1], str(error))
+    found: dict[str, Any] = {"name": path.stem}
+    for key, kind in _PLAIN.items():
+        if key in top:
+            found[key] = _value(document, top[key][1], key, kind, "")
+    if "spread" in top:
+        found["spread"] = _value(document, top["spread"][1], "spread", float, "ratio")
+    for key, model in _SECTIONS.items():
+        if key in top:
+            found[key] = _model(document, top[key][1], key, model, getattr(base, key, None))
+    if "rates" in top:
+        found["rates"] = _rates(document, top["rates"][1])
+    missing = (
+        [] if base is not None else [key for key in ("sku", "nodes", "gpus_per_node", *_SECTIONS) if key not in found]
+    )
+    if missing and not document.complaints:
+        document.fail(
+            root, f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing; or say what it is like"
+        )
+    if document.complaints:
+        return None
+    cluster = Cluster(**found) if base is None else replace(base, **found)
+    if cluster.sku not in SKUS:
+        document.fail(top["sku"][1], f"unknown SKU {cluster.sku!r}{did_you_mean(cluster.sku, SKUS)}")
+        return None
+    return _with_faults(document, cluster, top["faults"][1]) if "faults" in top else cluster
+
+
+def _with_faults(document: Document, cluster: Cluster, node: Node) -> Cluster:
+    found: list[Fault] = []
+    for item in document.items(node):
+        text = document.text(item, "a fault")
+        try:
+            if text is not None:
+                fault = parse(text)
+                cluster.with_faults([fault])
+                found.append(fault)
+        except OptionError as error:
+            document.fail(item, str(error))
+    return replace(cluster, faults=Faults(found))
+
+
+def _model(document: Document, node: Node, what: str, model: Any, base: Any) -> Any:
+    """Read one of ``_SECTIONS``: a key is called as its attribute without the unit."""
+    names = {_key(each.name): each for each in fields(model)}
+    items = document.mapping(node, what, list(names)) or {}
+    found = {
+        names[key].name: _value(
+            document,
+            value,
+            f"{what}.{key}",
+            {"int": int, "float": float}.get(str(names[key].type), str),
+            str(names[key].metadata.get("unit", "")),
+        )
+        for key, (_, value) in items.items()
+    }
+    if base is not None:
+        return replace(base, **found)
+    missing = [key for key, each in names.items() if each.name not in found and each.default is MISSING]
+    if missing and items:
+        document.fail(node, f"{what} lacks {', '.join(missing)}")
+    return None if missing else model(**found)
+
+
+def _key(name: str) -> str:
+    stem, _, last = name.rpartition("_")
+    return stem if last in _UNITS else name
+
+
+def _value(document: Document, node: Node, what: str, kind: type, unit: str) -> Any:
+    text = document.text(node, what)
+    if text is None:
+        return None
+    try:
+        if unit:
+            value = units.parse(text, like=unit).to(unit)
+            return round(value) if kind is int else value
+        if kind is int and not re.fullmatch("0|[1-9][0-9]*", text):
+            raise ValueError(f"{text!r} is no whole number")
+        return kind(text)
+    except (ValueError, UnitError) as error:
+        document.fail(node, f"{what}: {error}")
+        return None
+
+
+def _rates(document: Document, node: Node) -> dict[str, float]:
+    found = {}
+    for name, (key, value) in (document.mapping(node, "rates", None) or {}).items():
+        try:
+            metric = measurement.known(name)
+        except Exception as error:  # its message says which metrics there are
+            document.fail(key, str(error))
+            continue
+        found[name] = _value(document, value, name, float, metric.unit)
+    return found
