@@ -37,7 +37,7 @@ class Kind:
         does: what it does, for people.
         amount: how much of it, where nothing else is written; None where it has no amount.
         unit: of the amount: "%" (a ratio inside), "s" or "W".
-        healthy: no fault: it must be reported, and nobody accused.
+        healthy: no fault: it must be reported, and no part accused.
     """
 
     where: Where
