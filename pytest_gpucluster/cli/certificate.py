@@ -23,12 +23,12 @@ from pytest_gpucluster.cli.command import (
     DONE,
     NO_INPUT,
     STDOUT,
-    Command,
     Group,
-    add_journal,
-    add_option,
+    argument,
+    command,
     complain,
-    exit_codes,
+    journal_argument,
+    option,
     print_paragraph,
     require_new_file,
     require_other_file,
@@ -41,30 +41,34 @@ from pytest_gpucluster.text import plural, printable
 NOT_ACCEPTED = 1
 
 
-def _create_arguments(parser: argparse.ArgumentParser) -> None:
-    add_journal(parser)
-    add_option(parser, "--out FILE", "write the certificate here (default: standard output)")
-    add_option(parser, "--by NAME", "author, for the certificate")
-    add_option(parser, "--note TEXT", "a note, for the certificate")
-    add_option(parser, "--force", "replace an existing file")
-    add_option(
-        parser,
+_EXAMPLES = """\
+    gpucluster certificate create gpucluster-report/latest --out accepted.json --by "J. Doe" --note "order 4711"
+    gpucluster certificate verify accepted.json --journal gpucluster-report/latest
+    gpucluster certificate verify accepted.json --sha256 $DIGEST
+    gpucluster certificate diff accepted.json accepted-after-repair.json
+    """
+_EXIT_CODES = {
+    DONE: "the certificate is written; it is intact and of an accepted run; the two have the same parts",
+    NOT_ACCEPTED: "the run was not accepted (then no certificate is written without --even-though-not-accepted); "
+    "the certificate was changed, is not of this journal, or is of a run that was not accepted; the parts differ",
+    NO_INPUT: "the journal or a certificate is missing, damaged, of another kind, or of a newer version",
+}
+
+
+@command(
+    journal_argument(),
+    option("--out FILE", "write the certificate here (default: standard output)"),
+    option("--by NAME", "author, for the certificate"),
+    option("--note TEXT", "a note, for the certificate"),
+    option("--force", "replace an existing file"),
+    option(
         "--even-though-not-accepted",
         "write one of any run, such as a rejected delivery; it states that it accepts nothing, and why",
-    )
-
-
-def _verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("certificate", metavar="CERTIFICATE", type=Path, help="a file written by `create`")
-    add_option(parser, "--journal JOURNAL", "the run that it must match", type=Path)
-    add_option(parser, "--sha256 DIGEST", "its digest, as kept elsewhere")
-
-
-def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("old", metavar="OLD", type=Path, help="a certificate")
-    parser.add_argument("new", metavar="NEW", type=Path, help="a later one of the same nodes")
-
-
+    ),
+    help="create the certificate of an accepted run, sealed by a digest",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
 def _create(options: argparse.Namespace) -> int:
     """Write the certificate of an accepted run: the parts of each node (UUID, serial number, board part number, VBIOS,
     InfoROM and GSP firmware of each GPU, network adapters, driver and versions), the verdict, every value with its
@@ -95,6 +99,14 @@ def _create(options: argparse.Namespace) -> int:
     return DONE
 
 
+@command(
+    argument("certificate", metavar="CERTIFICATE", type=Path, help="a file written by `create`"),
+    option("--journal JOURNAL", "the run that it must match", type=Path),
+    option("--sha256 DIGEST", "its digest, as kept elsewhere"),
+    help="check whether a certificate is intact",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
 def _verify(options: argparse.Namespace) -> int:
     """Check whether a certificate was changed since it was made, and whether it belongs to a journal.
 
@@ -134,6 +146,13 @@ def _verify(options: argparse.Namespace) -> int:
     return DONE if document.is_accepted else NOT_ACCEPTED
 
 
+@command(
+    argument("old", metavar="OLD", type=Path, help="a certificate"),
+    argument("new", metavar="NEW", type=Path, help="a later one of the same nodes"),
+    help="compare the parts in two certificates",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
 def _diff(options: argparse.Namespace) -> int:
     """Name the parts that were moved, replaced, added or removed between two certificates, and firmware that
     changed.
@@ -163,29 +182,7 @@ def _print_entry(label: str, text: str, stream: TextIO | None = None) -> None:
     print_paragraph(text, first=f"{label} ", rest=" " * (len(label) + 1), stream=stream)
 
 
-_EXAMPLES = """\
-    gpucluster certificate create gpucluster-report/latest --out accepted.json --by "J. Doe" --note "order 4711"
-    gpucluster certificate verify accepted.json --journal gpucluster-report/latest
-    gpucluster certificate verify accepted.json --sha256 $DIGEST
-    gpucluster certificate diff accepted.json accepted-after-repair.json
-    """
-_EXIT_CODES = exit_codes(
-    {
-        DONE: "the certificate is written; it is intact and of an accepted run; the two have the same parts",
-        NOT_ACCEPTED: "the run was not accepted (then no certificate is written without --even-though-not-accepted); "
-        "the certificate was changed, is not of this journal, or is of a run that was not accepted; the parts differ",
-        NO_INPUT: "the journal or a certificate is missing, damaged, of another kind, or of a newer version",
-    }
-)
-
 COMMAND = Group(
     description="Certify what was accepted: every part, value and limit, sealed by a digest.",
-    commands={
-        name: Command(run=run, help=help, arguments=arguments, examples=_EXAMPLES, codes=_EXIT_CODES)
-        for name, run, help, arguments in (
-            ("create", _create, "create the certificate of an accepted run, sealed by a digest", _create_arguments),
-            ("verify", _verify, "check whether a certificate is intact", _verify_arguments),
-            ("diff", _diff, "compare the parts in two certificates", _diff_arguments),
-        )
-    },
+    commands={"create": _create, "verify": _verify, "diff": _diff},
 )

@@ -33,11 +33,8 @@ STDOUT = ("-", "/dev/stdout")
 
 JOURNAL_HELP = "a journal.jsonl, the folder of a run, or a report directory (its latest run)"
 _HELP_COLUMNS = 110
-_CODES = {
-    USAGE: "wrong usage",
-    NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version",
-    NO_OUTPUT: "the output cannot be written",
-}
+UNREADABLE = {NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version"}
+"""Exit code of commands that read journals."""
 
 
 class CommandError(Exception):
@@ -58,12 +55,9 @@ def complain(message: str, code: int) -> int:
 # ---- commands, their help and arguments
 
 
-def exit_codes(codes: Mapping[int, str], *, common: tuple[int, ...] = (USAGE, NO_OUTPUT), title: str = "") -> str:
-    """Return the help text on exit codes: those of a command, and common ones."""
-    lines = [f"exit codes{title}:"]
-    for code, text in sorted({**{code: _CODES[code] for code in common}, **codes}.items()):
-        lines += textwrap.wrap(text, _HELP_COLUMNS, initial_indent=f"  {code:<4}", subsequent_indent=" " * 6)
-    return "\n".join(lines) + "\n"
+Argument = Callable[[argparse._ActionsContainer], object]
+"""Adds itself to a parser."""
+_COMMON_CODES = {USAGE: "wrong usage", NO_OUTPUT: "the output cannot be written"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,31 +65,41 @@ class Command:
     """A command, such as ``gpucluster report`` or ``gpucluster node info``.
 
     Attributes:
-        run: carries it out and returns the exit code.
-        description: for the help; by default the docstring of ``run``.
+        run: carries it out and returns the exit code. Its docstring is the help.
         help: one line for the list of a group's commands.
-        arguments: adds its arguments to a parser, without heavy imports.
+        arguments: without heavy imports.
         examples: lines of the help, one command each.
-        codes: the help text on exit codes.
+        codes: exit code -> its meaning, in addition to the common ones.
         usage: instead of argparse's own.
     """
 
     run: Callable[[argparse.Namespace], int]
-    description: str = ""
     help: str = ""
-    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    arguments: Sequence[Argument] = ()
     examples: str
-    codes: str
+    codes: Mapping[int, str]
     usage: str | None = None
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Set a parser's help, and add the arguments. ``options.refuse`` is the usage error of the command."""
-        parser.description = self.description or inspect.getdoc(self.run)
-        parser.epilog = f"examples:\n{textwrap.indent(textwrap.dedent(self.examples), '  ')}\n{self.codes}"
+        lines = ["exit codes:"]
+        for code, text in sorted({**_COMMON_CODES, **self.codes}.items()):
+            lines += textwrap.wrap(text, _HELP_COLUMNS, initial_indent=f"  {code:<4}", subsequent_indent=" " * 6)
+        parser.description = inspect.getdoc(self.run)
+        examples = textwrap.indent(textwrap.dedent(self.examples), "  ")
+        parser.epilog = "\n".join([f"examples:\n{examples}", *lines]) + "\n"
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         parser.usage = self.usage
-        self.arguments(parser)
+        for add in self.arguments:
+            add(parser)
         parser.set_defaults(run=self.run, refuse=parser.error)
+
+
+def command(
+    *arguments: Argument, help: str = "", examples: str, codes: Mapping[int, str], usage: str | None = None
+) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Make a function a :class:`Command`. Its docstring is the help; ``codes`` are its own exit codes."""
+    return lambda run: Command(run=run, help=help, arguments=arguments, examples=examples, codes=codes, usage=usage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,40 +117,50 @@ class Group:
             command.configure(inner.add_parser(name, help=command.help))
 
 
-def add_option(parser: argparse._ActionsContainer, spec: str, help: str, **settings: Any) -> argparse.Action:
-    """Add an option as its usage states it, such as ``--port PORT``, or a flag such as ``--force``.
+def argument(name: str, help: str, **settings: Any) -> Argument:
+    """Return a positional argument; its metavar is the name in capitals."""
+    return lambda parser: parser.add_argument(name, help=help, **{"metavar": name.upper(), **settings})
+
+
+def option(spec: str, help: str, **settings: Any) -> Argument:
+    """Return an option as its usage states it, such as ``--port PORT``, or a flag such as ``--force``.
 
     A default is stated in the help. With ``action="append"`` the option is repeatable.
     """
     flag, _, metavar = spec.partition(" ")
     if not metavar:
-        return parser.add_argument(flag, action="store_true", help=help, **settings)
+        return lambda parser: parser.add_argument(flag, action="store_true", help=help, **settings)
     if settings.get("action") == "append":
         settings, help = {"default": [], **settings}, f"{help}; repeatable"
     elif "(default" not in help and settings.get("default") not in (None, ""):
         help += " (default: %(default)s)"
-    return parser.add_argument(flag, metavar=metavar, help=help, **settings)
+    return lambda parser: parser.add_argument(flag, metavar=metavar, help=help, **settings)
 
 
-def add_journal(parser: argparse.ArgumentParser, name: str = "journal", help: str = JOURNAL_HELP) -> None:
-    """Add the argument that names a run."""
-    parser.add_argument(name, metavar=name.upper(), type=Path, help=help)
+def one_of(*options: Argument, required: bool = False) -> Argument:
+    """Return options of which at most one may be given."""
+
+    def add(parser: argparse._ActionsContainer) -> None:
+        group = parser.add_mutually_exclusive_group(required=required)
+        for each in options:
+            each(group)
+
+    return add
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, for :func:`write_json_or_table`."""
-    add_option(parser, "--json FILE", "write the result as JSON; - for standard output")
+def journal_argument(name: str = "journal", help: str = JOURNAL_HELP) -> Argument:
+    """Return the argument that names a run."""
+    return argument(name, help, type=Path)
 
 
-def add_thresholds(parser: argparse.ArgumentParser) -> None:
-    """Add ``--thresholds``."""
-    add_option(
-        parser,
-        "--thresholds FILE",
-        "limits that override the shipped ones, as --gpucluster-thresholds",
-        type=Path,
-        action="append",
-    )
+JSON = option("--json FILE", "write the result as JSON; - for standard output")
+"""For :func:`write_json_or_table`."""
+THRESHOLDS = option(
+    "--thresholds FILE",
+    "limits that override the shipped ones, as --gpucluster-thresholds",
+    type=Path,
+    action="append",
+)
 
 
 def number(least: float = 1, most: float = 10**6, *, of: Callable[[str], float] = int) -> Callable[[str], int | float]:

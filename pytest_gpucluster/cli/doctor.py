@@ -20,12 +20,12 @@ from pytest_gpucluster.cli.command import (
     DONE,
     NEGATIVE,
     USAGE,
-    Command,
     CommandError,
-    add_option,
     columns,
-    exit_codes,
+    command,
     load_limits,
+    one_of,
+    option,
 )
 from pytest_gpucluster.cli.doctor_findings import (
     Facts,
@@ -60,19 +60,30 @@ _RIGHTS = (
 """What `gpucluster sweep kubernetes`, the overlays and collect.sh do."""
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.allow_abbrev = False
-    where = parser.add_mutually_exclusive_group()
-    add_option(where, "--hosts FILE", "the run is started over ssh from here, on these nodes", type=Path)
-    add_option(where, "--slurm", "the run is started by sbatch from here; without it in a job or on a node")
-    add_option(where, "--kubernetes", "the run is started by kubectl from here; without it in a pod")
-    add_option(parser, "--partition NAME", "of Slurm")
-    add_option(parser, "--namespace NAME", "of Kubernetes")
-    add_option(
-        parser, "--selector LABELS", "of Kubernetes' nodes, such as nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3"
-    )
-
-
+@command(
+    one_of(
+        option("--hosts FILE", "the run is started over ssh from here, on these nodes", type=Path),
+        option("--slurm", "the run is started by sbatch from here; without it in a job or on a node"),
+        option("--kubernetes", "the run is started by kubectl from here; without it in a pod"),
+    ),
+    option("--partition NAME", "of Slurm"),
+    option("--namespace NAME", "of Kubernetes"),
+    option("--selector LABELS", "of Kubernetes' nodes, such as nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3"),
+    examples="""\
+        gpucluster doctor -- acceptance/ --gpucluster-expect=1x8xH100
+        gpucluster doctor --nnodes=2 --nproc-per-node=8 --master-addr=$HEAD --master-port=29500 -- acceptance/
+        gpucluster doctor --slurm --partition=gpu --nnodes=2 -- acceptance/ --gpucluster-expect=2x8xH100
+        gpucluster doctor --kubernetes --nnodes=2 -- acceptance/ --gpucluster-expect=2x8xH100
+        gpucluster doctor --hosts hosts --expect 8xH100 -- acceptance/
+        """,
+    codes={
+        DONE: "nothing was found that keeps the run from ACCEPTED; nothing was measured",
+        NEGATIVE: "ACCEPTED cannot be reached",
+        USAGE: "wrong usage, also of torchrun or pytest",
+        BROKEN_EXIT: "the tests cannot be collected",
+    },
+    usage="gpucluster doctor [options] [torchrun options] -- [pytest options]",
+)
 def _doctor(options: argparse.Namespace) -> int:
     """Look for what would keep a run from ACCEPTED, for the way in which it is launched: write doctor in place of run.
     Nothing is measured, and nothing is started but pytest's collection. Arguments before -- are torchrun's, or with
@@ -270,23 +281,4 @@ def render(facts: Facts, found: Sequence[Obstacle], *, width: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-COMMAND = Command(
-    run=_doctor,
-    arguments=_arguments,
-    examples="""\
-        gpucluster doctor -- acceptance/ --gpucluster-expect=1x8xH100
-        gpucluster doctor --nnodes=2 --nproc-per-node=8 --master-addr=$HEAD --master-port=29500 -- acceptance/
-        gpucluster doctor --slurm --partition=gpu --nnodes=2 -- acceptance/ --gpucluster-expect=2x8xH100
-        gpucluster doctor --kubernetes --nnodes=2 -- acceptance/ --gpucluster-expect=2x8xH100
-        gpucluster doctor --hosts hosts --expect 8xH100 -- acceptance/
-        """,
-    codes=exit_codes(
-        {
-            DONE: "nothing was found that keeps the run from ACCEPTED; nothing was measured",
-            NEGATIVE: "ACCEPTED cannot be reached",
-            USAGE: "wrong usage, also of torchrun or pytest",
-            BROKEN_EXIT: "the tests cannot be collected",
-        }
-    ),
-    usage="gpucluster doctor [options] [torchrun options] -- [pytest options]",
-)
+COMMAND = _doctor

@@ -17,14 +17,15 @@ from pytest_gpucluster.cli.command import (
     NO_INPUT,
     NO_OUTPUT,
     USAGE,
-    Command,
     CommandError,
     Group,
-    add_option,
+    argument,
+    command,
     complain,
-    exit_codes,
     file_errors,
     number,
+    one_of,
+    option,
     quantity,
     require_other_file,
 )
@@ -40,35 +41,38 @@ if TYPE_CHECKING:
     from pytest_gpucluster.benchmarks.lora.evaluation import Answer, CallScore
 
 _SOURCE = "a file of rows, or owner/name or owner/name@revision on the Hugging Face hub"
-_PART = quantity("ratio", 0.0001, 0.9999)
 _MOST_EXAMPLES = 10
 _CHARACTERS = 300
 
 
-def _prepare_arguments(prepare: argparse.ArgumentParser) -> None:
-    prepare.add_argument("source", metavar="SOURCE", help=_SOURCE)
-    tokens = prepare.add_mutually_exclusive_group(required=True)
-    add_option(tokens, "--model PATH", "take the tokenizer of this model: a folder or a hub name")
-    add_option(tokens, "--tiny", "train a tokenizer of 512 tokens on the rows: for rehearsals")
-    add_option(prepare, "--sequence N", "positions of a block", type=number(), default=4096)
-    add_option(prepare, "--out FILE", "write the blocks here, as safetensors", type=Path, required=True)
-    _add_row_options(prepare)
+_EXAMPLES = """\
+    gpucluster lora prepare glaive-function-calling-v2.json --model Qwen2-7B/ --out blocks.safetensors
+    gpucluster lora evaluate final/ --data blocks.safetensors --limit 200
+    gpucluster lora reference-curve run-1/curve.csv run-2/curve.csv --out reference.json
+    """
+_EXIT_CODES = {
+    DONE: "done",
+    NO_INPUT: "the rows, model, adapter or curve cannot be used; the curves are of different experiments; "
+    "or a package is missing",
+}
 
 
-def _evaluate_arguments(evaluate: argparse.ArgumentParser) -> None:
-    evaluate.add_argument("adapter", metavar="ADAPTER_FOLDER", type=Path, help="a saved adapter, such as final/")
-    add_option(
-        evaluate,
-        "--data SOURCE",
-        f"the output of `lora prepare`; or {_SOURCE}, of which the same part is held out",
-        required=True,
-    )
-    add_option(evaluate, "--base MODEL", "the base model: a folder or a hub name (default: that of the adapter)")
-    add_option(evaluate, "--limit N", "the most calls to generate", type=number(), default=200)
-    add_option(evaluate, "--max-new-tokens N", "the longest answer, in tokens", type=number(), default=256)
-    add_option(evaluate, "--batch N", "prompts at a time", type=number(), default=8)
-    add_option(evaluate, "--device DEVICE", "cuda, cuda:1 or cpu (default: cuda if available)")
-    _add_row_options(evaluate)
+def _sha256(text: str) -> str:
+    if not re.fullmatch("[0-9A-Fa-f]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a SHA-256: 64 digits of 0-9 and a-f, as from sha256sum")
+    return text.lower()
+
+
+_ROW_OPTIONS = (
+    option("--sha256 HEX", "required digest of the file of rows", type=_sha256),
+    option(
+        "--held-out PART",
+        "the part of the conversations to hold out",
+        type=quantity("ratio", 0.0001, 0.9999),
+        default="2%",
+    ),
+    option("--seed N", "selects the held-out ones", type=int, default=0),
+)
 
 
 def _with_lora(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -88,12 +92,20 @@ def _with_lora(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
     return guarded
 
 
-def _add_row_options(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--sha256 HEX", "required digest of the file of rows", type=_sha256)
-    add_option(parser, "--held-out PART", "the part of the conversations to hold out", type=_PART, default="2%")
-    add_option(parser, "--seed N", "selects the held-out ones", type=int, default=0)
-
-
+@command(
+    argument("source", metavar="SOURCE", help=_SOURCE),
+    one_of(
+        option("--model PATH", "take the tokenizer of this model: a folder or a hub name"),
+        option("--tiny", "train a tokenizer of 512 tokens on the rows: for rehearsals"),
+        required=True,
+    ),
+    option("--sequence N", "positions of a block", type=number(), default=4096),
+    option("--out FILE", "write the blocks here, as safetensors", type=Path, required=True),
+    *_ROW_OPTIONS,
+    help="pack rows into blocks of tokens",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
 @_with_lora
 def _prepare(options: argparse.Namespace) -> int:
     """Read conversations, hold a part of them out, and pack both parts into blocks of tokens of one length.
@@ -134,6 +146,23 @@ def _prepare(options: argparse.Namespace) -> int:
     return complain(f"{len(prepared.train)} blocks for training, {len(prepared.held_out)} held out: {out}", DONE)
 
 
+@command(
+    argument("adapter", metavar="ADAPTER_FOLDER", type=Path, help="a saved adapter, such as final/"),
+    option(
+        "--data SOURCE",
+        f"the output of `lora prepare`; or {_SOURCE}, of which the same part is held out",
+        required=True,
+    ),
+    option("--base MODEL", "the base model: a folder or a hub name (default: that of the adapter)"),
+    option("--limit N", "the most calls to generate", type=number(), default=200),
+    option("--max-new-tokens N", "the longest answer, in tokens", type=number(), default=256),
+    option("--batch N", "prompts at a time", type=number(), default=8),
+    option("--device DEVICE", "cuda, cuda:1 or cpu (default: cuda if available)"),
+    *_ROW_OPTIONS,
+    help="evaluate the function calls of a saved adapter",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
 @_with_lora
 def _evaluate(options: argparse.Namespace) -> int:
     """Load an adapter on its model, let it generate the first function call of held-out conversations with greedy
@@ -201,23 +230,19 @@ def _wrong_answer(answer: Answer) -> dict[str, Any]:
     return {"expected": expected, "text": answer.text, "reason": reason}
 
 
-def _sha256(text: str) -> str:
-    if not re.fullmatch("[0-9A-Fa-f]{64}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a SHA-256: 64 digits of 0-9 and a-f, as from sha256sum")
-    return text.lower()
-
-
-def _reference_curve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+@command(
+    argument(
         "curves",
         metavar="CURVE.csv",
         type=Path,
         nargs="+",
         help="a curve among the artifacts of a run, of a test that passed",
-    )
-    add_option(parser, "--out FILE", "write the reference curve here", type=Path, required=True)
-
-
+    ),
+    option("--out FILE", "write the reference curve here", type=Path, required=True),
+    help="make a reference curve of the losses of one or more runs",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
 def _reference_curve(options: argparse.Namespace) -> int:
     """Make a reference loss curve of one or more runs of the same experiment, for --gpucluster-reference-curve."""
     out: Path = options.out
@@ -257,30 +282,7 @@ def _require_passed(curve: Path) -> None:
         raise CurveError(f"{curve}: its test did not pass; make the reference of a training that was accepted")
 
 
-_EXAMPLES = """\
-    gpucluster lora prepare glaive-function-calling-v2.json --model Qwen2-7B/ --out blocks.safetensors
-    gpucluster lora evaluate final/ --data blocks.safetensors --limit 200
-    gpucluster lora reference-curve run-1/curve.csv run-2/curve.csv --out reference.json
-    """
-_EXIT_CODES = exit_codes(
-    {
-        DONE: "done",
-        NO_INPUT: "the rows, model, adapter or curve cannot be used; the curves are of different experiments; "
-        "or a package is missing",
-    }
-)
-
 COMMAND = Group(
     description="Prepare the data of the LoRA criteria, and work with the results of a training.",
-    commands={
-        name: Command(run=run, help=help, arguments=arguments, examples=_EXAMPLES, codes=_EXIT_CODES)
-        for name, run, help, arguments in (
-            ("prepare", _prepare, "pack rows into blocks of tokens", _prepare_arguments),
-            ("evaluate", _evaluate, "evaluate the function calls of a saved adapter", _evaluate_arguments),
-            (
-                *("reference-curve", _reference_curve),
-                *("make a reference curve of the losses of one or more runs", _reference_curve_arguments),
-            ),
-        )
-    },
+    commands={"prepare": _prepare, "evaluate": _evaluate, "reference-curve": _reference_curve},
 )

@@ -128,7 +128,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     over_ssh = any(word == HOSTS or word.startswith(f"{HOSTS}=") for word in words)
     module = "run_hosts" if command == "run" and over_ssh else command
     for name in COMMANDS:
-        inner = commands.add_parser(name)
+        inner = commands.add_parser(name, allow_abbrev=False)
         if name == command:
             load(module).configure(inner)
     options, unknown = parser.parse_known_args(words)

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pytest_gpucluster.cli.command import (
     DONE,
+    JSON,
     NEGATIVE,
     NO_INPUT,
     NO_OUTPUT,
     UNDECIDED,
     USAGE,
-    Command,
     CommandError,
     Group,
-    add_json,
-    add_option,
+    argument,
     columns,
+    command,
     complain,
-    exit_codes,
     file_errors,
     number,
+    option,
     write_json_or_table,
 )
 from pytest_gpucluster.errors import LaunchError
@@ -47,8 +47,8 @@ _LEAST_COLUMNS = 72
 """Of a table of GPUs without truncated numbers."""
 
 
-def _info_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+@command(
+    argument(
         "view",
         metavar="VIEW",
         nargs="?",
@@ -56,10 +56,16 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
         default="summary",
         help="summary: a few lines on each part (default); gpu: driver stack, each GPU, topology; ib: InfiniBand and "
         "RoCE ports, network interfaces; cpu: system, CPUs, NUMA nodes, memory and limits; all: everything",
-    )
-    add_option(parser, "--json", "as one JSON object; docs/nodes.md lists its keys")
-
-
+    ),
+    option("--json", "as one JSON object; docs/nodes.md lists its keys"),
+    help="CPUs, GPUs, topology, ports and driver stack of this node",
+    examples="""\
+                gpucluster node info
+                gpucluster node info gpu
+                gpucluster node info all --json > node.json
+                """,
+    codes={DONE: "printed, even if parts are not available"},
+)
 def _info(options: argparse.Namespace) -> int:
     """Print what this node has: CPUs, NUMA nodes, memory, GPUs and their topology, NVLink, InfiniBand, driver stack,
     mounts, network, and the Slurm job or the pod that this is in. It takes a few seconds, changes nothing, needs no
@@ -73,12 +79,22 @@ def _info(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="with a file NODE.json for each node")
-    add_option(parser, "--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]")
-    add_json(parser)
-
-
+@command(
+    argument("folder", metavar="FOLDER", type=Path, help="with a file NODE.json for each node"),
+    option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]"),
+    JSON,
+    help="differences between many nodes, from the info of each",
+    examples="""\
+                gpucluster node diff gpucluster-report/discover-4711/nodes
+                gpucluster node diff answers/ --nodes 'gpu-[001-064]' --json nodes.json
+                """,
+    codes={
+        DONE: "all nodes answered, and are equal",
+        NEGATIVE: "they differ",
+        NO_INPUT: "the folder cannot be read, or no node answered",
+        UNDECIDED: "those that answered are equal, but some did not, or there is only one",
+    },
+)
 def _diff(options: argparse.Namespace) -> int:
     """Compare many nodes: CPUs, SMT, NUMA nodes, memory, limits, driver stack, GPUs, MIG, topology, InfiniBand ports,
     network and mounts. The folder has a file NODE.json for each node, written there by `gpucluster node info all
@@ -114,17 +130,26 @@ SCHEMA_VERSION = 1
 _FORMATS = ("text", "shell", "json")
 
 
-def _nccl_env_arguments(parser: argparse.ArgumentParser) -> None:
-    add_option(
-        parser,
+@command(
+    option(
         "--format FORMAT",
         "text: for people (default); shell: lines for eval or source; json: everything; docs/network.md has its keys",
         choices=_FORMATS,
         default="text",
-    )
-    add_option(parser, "--check", "exit with 1 for a difference, 3 for something unknown")
-
-
+    ),
+    option("--check", "exit with 1 for a difference, 3 for something unknown"),
+    help="which of NCCL's variables this node needs, and which are harmful",
+    examples="""\
+                gpucluster node nccl-env
+                eval "$(gpucluster node nccl-env --format shell)"
+                srun --ntasks-per-node=1 gpucluster node nccl-env --check
+                """,
+    codes={
+        DONE: "printed; with --check: the variables are as advised",
+        NEGATIVE: "with --check: a variable should be set, or is set and harmful",
+        UNKNOWN: "with --check: neither, but something is unknown",
+    },
+)
 def _nccl_env(options: argparse.Namespace) -> int:
     """Inspect this node's network cards, interfaces, GPUs, container and job, and print which of NCCL's variables it
     needs, and which are set and harmful, each with the reason and its source. All others are best left unset. Nothing
@@ -175,11 +200,25 @@ FRAME_SECONDS = 0.5
 """The longest time between two drawings on a terminal, so that the age of stale values goes on."""
 
 
-def _watch_arguments(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--interval SECONDS", "time between two samples", type=number(0.2, 3600, of=float), default=1.0)
-    add_option(parser, "--once", "print one sample after one interval, and end")
-
-
+@command(
+    option("--interval SECONDS", "time between two samples", type=number(0.2, 3600, of=float), default=1.0),
+    option("--once", "print one sample after one interval, and end"),
+    help="GPUs, links, ports and processes of this node, live",
+    examples="""\
+                gpucluster node watch
+                gpucluster node watch --interval 5
+                gpucluster node watch --once
+                ssh -t gpu-07 gpucluster node watch
+                """,
+    codes={
+        DONE: "ended by Ctrl-C; with --once: every GPU has answered",
+        NEGATIVE: "with --once: there is no GPU, or one of them has not answered; the others are shown",
+        USAGE: "wrong usage",
+        NO_OUTPUT: "no process could be started to read the node; or the output cannot be written",
+        129: "ended by SIGHUP, because its terminal was closed",
+        143: "ended by SIGTERM",
+    },
+)
 def _watch(options: argparse.Namespace) -> int:
     """Show the activity of this node: for each GPU utilisation, memory, temperature, power, clocks, NVLink traffic and
     throttle reasons; traffic of the InfiniBand and RoCE ports; load and memory of the host; the processes that use GPU
@@ -255,11 +294,22 @@ _NOT_TEXT = {
 """First bytes of logs that are not text -> the command that converts them."""
 
 
-def _kernel_log_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", type=Path, nargs="?", help="default: standard input, which is also -")
-    add_option(parser, "--host", "read this host's log of this boot instead")
-
-
+@command(
+    argument("file", metavar="FILE", type=Path, nargs="?", help="default: standard input, which is also -"),
+    option("--host", "read this host's log of this boot instead"),
+    help="errors of GPUs and NVSwitches in a kernel log, with actions",
+    examples="""\
+                gpucluster node kernel-log --host
+                gpucluster node kernel-log /var/log/messages
+                ssh gpu-017 sudo dmesg | gpucluster node kernel-log
+                journalctl -k -b --no-pager | gpucluster node kernel-log
+                """,
+    codes={
+        DONE: "no report demands action on a GPU, an NVLink or the node",
+        NEGATIVE: "one does",
+        NO_INPUT: "the log cannot be read, is empty, or is not text; 1 if a report before that demands action",
+    },
+)
 def _kernel_log(options: argparse.Namespace) -> int:
     """Print each report of NVIDIA's driver in a kernel log (Xid: of a GPU; SXid: of an NVSwitch) with its PCI address,
     number, meaning, action and message. FILE is any text with kernel lines, with or without timestamps: of dmesg,
@@ -322,13 +372,19 @@ def _file_lines(file: Path, name: str) -> Iterator[str]:
             line = stream.readline(_LINE_BYTES)
 
 
-def _selftest_arguments(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--device DEVICE", "cuda, or cpu to rehearse", choices=("cuda", "cpu"), default="cuda")
-    add_option(parser, "--all-gpus", "all visible GPUs at the same time, and not the first one alone")
-    add_option(parser, "--out FILE", "the archive (default: gpucluster-selftest-TIME.tar.gz, here)", type=Path)
-    add_option(parser, "--save-fixture", "in a checkout: keep its content below tests/data/selftest, for the tests")
-
-
+@command(
+    option("--device DEVICE", "cuda, or cpu to rehearse", choices=("cuda", "cpu"), default="cuda"),
+    option("--all-gpus", "all visible GPUs at the same time, and not the first one alone"),
+    option("--out FILE", "the archive (default: gpucluster-selftest-TIME.tar.gz, here)", type=Path),
+    option("--save-fixture", "in a checkout: keep its content below tests/data/selftest, for the tests"),
+    help="try GPUs, driver, torch and NCCL in 3 minutes: run it first on new hardware",
+    examples="""\
+                gpucluster node selftest
+                gpucluster node selftest --all-gpus --out node-17.tar.gz
+                gpucluster node selftest --device cpu
+                """,
+    codes={DONE: "no line is WRONG", NEGATIVE: "a line is WRONG"},
+)
 def _selftest(options: argparse.Namespace) -> int:
     """Try on this node what pytest-gpucluster assumes of GPUs, driver, torch and NCCL: names, clocks, rates, memory,
     the abort of a planted hang, a failing kernel, NVML's queries. The GPUs should be idle. There is no verdict: each
@@ -365,102 +421,11 @@ def _selftest(options: argparse.Namespace) -> int:
 COMMAND = Group(
     description="Inspect nodes. Only selftest measures, and needs a GPU.",
     commands={
-        "selftest": Command(
-            run=_selftest,
-            help="try GPUs, driver, torch and NCCL in 3 minutes: run it first on new hardware",
-            arguments=_selftest_arguments,
-            examples="""\
-                gpucluster node selftest
-                gpucluster node selftest --all-gpus --out node-17.tar.gz
-                gpucluster node selftest --device cpu
-                """,
-            codes=exit_codes({DONE: "no line is WRONG", NEGATIVE: "a line is WRONG"}),
-        ),
-        "info": Command(
-            run=_info,
-            help="CPUs, GPUs, topology, ports and driver stack of this node",
-            arguments=_info_arguments,
-            examples="""\
-                gpucluster node info
-                gpucluster node info gpu
-                gpucluster node info all --json > node.json
-                """,
-            codes=exit_codes({DONE: "printed, even if parts are not available"}),
-        ),
-        "diff": Command(
-            run=_diff,
-            help="differences between many nodes, from the info of each",
-            arguments=_diff_arguments,
-            examples="""\
-                gpucluster node diff gpucluster-report/discover-4711/nodes
-                gpucluster node diff answers/ --nodes 'gpu-[001-064]' --json nodes.json
-                """,
-            codes=exit_codes(
-                {
-                    DONE: "all nodes answered, and are equal",
-                    NEGATIVE: "they differ",
-                    NO_INPUT: "the folder cannot be read, or no node answered",
-                    UNDECIDED: "those that answered are equal, but some did not, or there is only one",
-                }
-            ),
-        ),
-        "nccl-env": Command(
-            run=_nccl_env,
-            help="which of NCCL's variables this node needs, and which are harmful",
-            arguments=_nccl_env_arguments,
-            examples="""\
-                gpucluster node nccl-env
-                eval "$(gpucluster node nccl-env --format shell)"
-                srun --ntasks-per-node=1 gpucluster node nccl-env --check
-                """,
-            codes=exit_codes(
-                {
-                    DONE: "printed; with --check: the variables are as advised",
-                    NEGATIVE: "with --check: a variable should be set, or is set and harmful",
-                    UNKNOWN: "with --check: neither, but something is unknown",
-                }
-            ),
-        ),
-        "kernel-log": Command(
-            run=_kernel_log,
-            help="errors of GPUs and NVSwitches in a kernel log, with actions",
-            arguments=_kernel_log_arguments,
-            examples="""\
-                gpucluster node kernel-log --host
-                gpucluster node kernel-log /var/log/messages
-                ssh gpu-017 sudo dmesg | gpucluster node kernel-log
-                journalctl -k -b --no-pager | gpucluster node kernel-log
-                """,
-            codes=exit_codes(
-                {
-                    DONE: "no report demands action on a GPU, an NVLink or the node",
-                    NEGATIVE: "one does",
-                    NO_INPUT: "the log cannot be read, is empty, or is not text; "
-                    "1 if a report before that demands action",
-                }
-            ),
-        ),
-        "watch": Command(
-            run=_watch,
-            help="GPUs, links, ports and processes of this node, live",
-            arguments=_watch_arguments,
-            examples="""\
-                gpucluster node watch
-                gpucluster node watch --interval 5
-                gpucluster node watch --once
-                ssh -t gpu-07 gpucluster node watch
-                """,
-            codes=exit_codes(
-                {
-                    DONE: "ended by Ctrl-C; with --once: every GPU has answered",
-                    NEGATIVE: "with --once: there is no GPU, or one of them has not answered; the others are shown",
-                    USAGE: "wrong usage",
-                    NO_OUTPUT: "no process could be started to read the node; or the output cannot be written",
-                    129: "ended by SIGHUP, because its terminal was closed",
-                    143: "ended by SIGTERM",
-                },
-                common=(),
-            ),
-        ),
+        "selftest": _selftest,
+        "info": _info,
+        "diff": _diff,
+        "nccl-env": _nccl_env,
+        "kernel-log": _kernel_log,
+        "watch": _watch,
     },
 )

@@ -11,16 +11,14 @@ from pathlib import Path
 
 from pytest_gpucluster.cli.command import (
     DONE,
-    NO_INPUT,
     NO_OUTPUT,
     STDOUT,
-    USAGE,
-    Command,
+    UNREADABLE,
     CommandError,
-    add_journal,
-    add_option,
+    command,
     complain,
-    exit_codes,
+    journal_argument,
+    option,
     read_journal,
     write_text,
 )
@@ -38,16 +36,27 @@ _KINDS = {
 }
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_journal(parser)
-    for kind, what in _KINDS.items():
-        parser.add_argument(f"--{kind}", metavar="OUT", help=what)
-    add_option(parser, "--text OUT", "text (default OUT: standard output)", nargs="?", const="-")
-    add_option(parser, "--all DIR", f"all of them in a folder: {', '.join(FILES.values())}")
-    parser.add_argument("-v", "--verbose", action="count", default=0, help="text: every measurement")
-    parser.add_argument("-q", "--quiet", action="count", default=0, help="text: only problems")
-
-
+@command(
+    journal_argument(),
+    *(option(f"--{kind} OUT", what) for kind, what in _KINDS.items()),
+    option("--text OUT", "text (default OUT: standard output)", nargs="?", const="-"),
+    option("--all DIR", f"all of them in a folder: {', '.join(FILES.values())}"),
+    lambda parser: parser.add_argument("-v", "--verbose", action="count", default=0, help="text: every measurement"),
+    lambda parser: parser.add_argument("-q", "--quiet", action="count", default=0, help="text: only problems"),
+    examples="""\
+        gpucluster report gpucluster-report/latest
+        gpucluster report gpucluster-report/latest --junitxml report.xml
+        gpucluster report gpucluster-report/latest --html run.html --json - | jq .verdict
+        gpucluster report gpucluster-report/latest --markdown - >> "$GITHUB_STEP_SUMMARY"
+        gpucluster report gpucluster-report/latest --prometheus /var/lib/node_exporter/gpucluster.prom
+        gpucluster report gpucluster-report/20260102-030405/journal.jsonl --junitxml -
+        """,
+    codes={
+        **UNREADABLE,
+        DONE: "done, whatever the verdict of the run",
+        NO_OUTPUT: "an output cannot be rendered or written",
+    },
+)
 def _report(options: argparse.Namespace) -> int:
     """Re-render the reports of a run from its journal, at any time and on any machine.
 
@@ -132,19 +141,4 @@ def _headline(journal: Journal) -> str:
     return printable(f"{rehearsal}{journal.verdict}{f' ({reason})' if reason else ''}")
 
 
-COMMAND = Command(
-    run=_report,
-    arguments=_arguments,
-    examples="""\
-        gpucluster report gpucluster-report/latest
-        gpucluster report gpucluster-report/latest --junitxml report.xml
-        gpucluster report gpucluster-report/latest --html run.html --json - | jq .verdict
-        gpucluster report gpucluster-report/latest --markdown - >> "$GITHUB_STEP_SUMMARY"
-        gpucluster report gpucluster-report/latest --prometheus /var/lib/node_exporter/gpucluster.prom
-        gpucluster report gpucluster-report/20260102-030405/journal.jsonl --junitxml -
-        """,
-    codes=exit_codes(
-        {DONE: "done, whatever the verdict of the run", NO_OUTPUT: "an output cannot be rendered or written"},
-        common=(USAGE, NO_INPUT),
-    ),
-)
+COMMAND = _report

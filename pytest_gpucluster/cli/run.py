@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pytest_gpucluster.cli.command import USAGE, Command, CommandError, exit_codes
+from pytest_gpucluster.cli.command import USAGE, CommandError, command
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE
 from pytest_gpucluster.text import printable
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from pytest_gpucluster.journal.verdict import ExitNote
 
 
-def run_exit_codes(more: Mapping[int, str], note: str = "") -> str:
-    """Return the help text on a run's exit codes, with more about some of them."""
-    codes = {code: "; ".join(filter(None, (EXIT_CODES.get(code), more.get(code)))) for code in {*EXIT_CODES, *more}}
-    return exit_codes(codes, common=(), title=", those of the run") + (f"{note}\n" if note else "")
+def run_exit_codes(more: Mapping[int, str]) -> dict[int, str]:
+    """Return the exit codes of a run, with more about some of them."""
+    return {code: "; ".join(filter(None, (EXIT_CODES.get(code), more.get(code)))) for code in {*EXIT_CODES, *more}}
 
 
 _REACHABLE = "Give the address at which the other nodes reach the first one, the same on every node"
@@ -43,10 +42,21 @@ _RECORDER_SECONDS = 20.0
 """How long the recorder may take after rank 0's death to write the end of the journal."""
 
 
-def _no_abbreviations(parser: argparse.ArgumentParser) -> None:
-    parser.allow_abbrev = False
-
-
+@command(
+    examples="""\
+        gpucluster run -- acceptance/ --gpucluster-device=cpu
+        gpucluster run -- acceptance/ --gpucluster-expect=1x8xH100 --junitxml=report.xml
+        gpucluster run --nnodes=2 --node-rank=$NODE_RANK --master-addr=$HEAD --master-port=29500 -- acceptance/
+        """,
+    codes=run_exit_codes(
+        {
+            2: "also wrong usage of this command or of torchrun",
+            11: "also: torchrun failed, or no rank has left a verdict",
+        }
+    ),
+    usage="gpucluster run [torchrun options] -- [pytest options]\n"
+    "       gpucluster run --hosts HOSTS [options] -- [pytest options]   (over ssh: --hosts HOSTS --help)",
+)
 def _run(options: argparse.Namespace) -> int:
     """Run torchrun with pytest. Arguments before -- go to torchrun, those after it to pytest.
 
@@ -153,20 +163,4 @@ def _print(line: str) -> None:
         print(f"gpucluster: {printable(line)}", file=sys.stderr, flush=True)
 
 
-COMMAND = Command(
-    run=_run,
-    arguments=_no_abbreviations,
-    examples="""\
-        gpucluster run -- acceptance/ --gpucluster-device=cpu
-        gpucluster run -- acceptance/ --gpucluster-expect=1x8xH100 --junitxml=report.xml
-        gpucluster run --nnodes=2 --node-rank=$NODE_RANK --master-addr=$HEAD --master-port=29500 -- acceptance/
-        """,
-    codes=run_exit_codes(
-        {
-            2: "also wrong usage of this command or of torchrun",
-            11: "also: torchrun failed, or no rank has left a verdict",
-        }
-    ),
-    usage="gpucluster run [torchrun options] -- [pytest options]\n"
-    "       gpucluster run --hosts HOSTS [options] -- [pytest options]   (over ssh: --hosts HOSTS --help)",
-)
+COMMAND = _run

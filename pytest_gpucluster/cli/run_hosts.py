@@ -18,11 +18,12 @@ from pytest_gpucluster.cli.command import (
     DONE,
     NO_OUTPUT,
     USAGE,
-    Command,
+    Argument,
     CommandError,
-    add_option,
+    command,
     file_errors,
     number,
+    option,
     port_number,
     seconds,
 )
@@ -50,52 +51,46 @@ NOT_READY, UNREACHABLE = 11, 12
 PYTEST_DEFAULT = ("acceptance/",)
 
 
-def add_access(parser: argparse.ArgumentParser, name: str = "hosts") -> None:
-    """Add the arguments that select nodes, and how they are reached."""
-    hosts = parser.add_argument(name, metavar="HOSTS", type=Path, help="the hosts file")
-    hosts.required = True
-    add_option(parser, "--nodes HOSTLIST", "only these of the file, such as 'gpu-[003,007]'")
-    add_option(parser, "--exclude HOSTLIST", "not these; or the path of an exclude.txt")
-    add_option(parser, "--directory DIR", "the folder of the suite on the nodes (default: the path of this one)")
-    add_option(
-        parser,
-        "--node-report-dir DIR",
-        "for the reports on the nodes, until they are copied",
-        default="gpucluster-report",
+def access_arguments(name: str = "hosts") -> tuple[Argument, ...]:
+    """Return the arguments that select nodes, and how they are reached."""
+    return (
+        lambda parser: setattr(
+            parser.add_argument(name, metavar="HOSTS", type=Path, help="the hosts file"), "required", True
+        ),
+        option("--nodes HOSTLIST", "only these of the file, such as 'gpu-[003,007]'"),
+        option("--exclude HOSTLIST", "not these; or the path of an exclude.txt"),
+        option("--directory DIR", "the folder of the suite on the nodes (default: the path of this one)"),
+        option(
+            "--node-report-dir DIR", "for the reports on the nodes, until they are copied", default="gpucluster-report"
+        ),
+        option(
+            "--env NAME[=VALUE]",
+            "a variable for the nodes, in addition to GPUCLUSTER_* and PYTEST_ADDOPTS",
+            action="append",
+        ),
+        option(
+            "--ssh OPTION", "an option for every ssh, such as --ssh=-oStrictHostKeyChecking=accept-new", action="append"
+        ),
+        option("--connect-within TIME", "deadline for connecting to a node", type=seconds, default="10 s"),
+        option("--answer-within TIME", "deadline for a node's first answer", type=seconds, default="60 s"),
     )
-    if not any("--python" in action.option_strings for action in parser._actions):
-        add_option(parser, "--python PATH", "python on the nodes (default: the path of this one)")
-    add_option(
-        parser,
-        "--env NAME[=VALUE]",
-        "a variable for the nodes, in addition to GPUCLUSTER_* and PYTEST_ADDOPTS",
-        action="append",
-    )
-    add_option(
-        parser,
-        "--ssh OPTION",
-        "an option for every ssh, such as --ssh=-oStrictHostKeyChecking=accept-new",
-        action="append",
-    )
-    add_option(parser, "--connect-within TIME", "deadline for connecting to a node", type=seconds, default="10 s")
-    add_option(parser, "--answer-within TIME", "deadline for a node's first answer", type=seconds, default="60 s")
 
 
-def add_expect(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Add ``--expect``."""
-    add_option(parser, "--expect GPUSxSKU", "what each node has, such as 8xH100: one rank per GPU", required=required)
+def expect(*, required: bool = False) -> Argument:
+    """Return ``--expect``."""
+    return option("--expect GPUSxSKU", "what each node has, such as 8xH100: one rank per GPU", required=required)
 
 
 def select_nodes(options: argparse.Namespace) -> tuple[tuple[Host, ...], Access]:
-    """Return the nodes that the options of :func:`add_access` select, and how they are reached.
+    """Return the nodes that the options of :func:`access_arguments` select, and how they are reached.
 
     Raises:
         OptionError: a wrong hosts file, list of nodes or variable.
         EnvironmentBroken: there is no ssh.
     """
-    for option in options.ssh:
-        if not option.startswith("-"):
-            raise OptionError(f"--ssh {option}: not an option of ssh; write it as one word: --ssh=-oProxyJump=bastion")
+    for word in options.ssh:
+        if not word.startswith("-"):
+            raise OptionError(f"--ssh {word}: not an option of ssh; write it as one word: --ssh=-oProxyJump=bastion")
     hosts = select_hosts(read_hosts(options.hosts), options.nodes, options.exclude)
     environ, kept = forwarded_environment(os.environ, options.env)
     require_ssh()
@@ -117,19 +112,32 @@ def unique_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--check", "only check whether the nodes are ready")
-    add_expect(parser)
-    add_option(parser, "--nproc-per-node N", "ranks on each node (default: one per GPU)", type=number(1, 1024))
-    add_option(parser, "--master-addr ADDRESS", "rendezvous address (default: the first node's)")
-    add_option(parser, "--port PORT", "rendezvous port on the first node (default: any)", type=port_number, default=0)
-    add_option(parser, "--within TIME", "deadline for the run", type=seconds, default="24 h")
-    add_option(
-        parser, "--report-dir DIR", "for the folder of each run, here", type=Path, default=Path("gpucluster-ssh")
-    )
-    add_access(parser, "--hosts")
-
-
+@command(
+    option("--check", "only check whether the nodes are ready"),
+    expect(),
+    option("--nproc-per-node N", "ranks on each node (default: one per GPU)", type=number(1, 1024)),
+    option("--master-addr ADDRESS", "rendezvous address (default: the first node's)"),
+    option("--port PORT", "rendezvous port on the first node (default: any)", type=port_number, default=0),
+    option("--within TIME", "deadline for the run", type=seconds, default="24 h"),
+    option("--report-dir DIR", "for the folder of each run, here", type=Path, default=Path("gpucluster-ssh")),
+    option("--python PATH", "python on the nodes (default: the path of this one)"),
+    *access_arguments("--hosts"),
+    examples="""\
+        gpucluster run --hosts hosts --check
+        gpucluster run --hosts hosts --expect 8xH100 -- acceptance/
+        gpucluster run --hosts hosts --expect 8xH100 --exclude gpucluster-sweep/latest/exclude.txt -- -k nccl
+        """,
+    codes=run_exit_codes(
+        {
+            0: "with --check: all nodes are ready",
+            2: "also wrong usage",
+            4: "also: nothing can be written here",
+            11: "also: nodes are not ready, a connection was lost, or rank 0's journal could not be copied",
+            12: "also: a node did not answer, and nothing was run",
+        }
+    ),
+    usage="gpucluster run --hosts HOSTS [options] [-- PYTEST_ARGUMENTS]",
+)
 def _run_hosts(options: argparse.Namespace) -> int:
     """Run the suite on the nodes of a hosts file: OpenSSH starts `gpucluster run` on each of them.
 
@@ -234,22 +242,4 @@ def show(line: str, is_error: bool) -> None:
     print(printable(line), file=sys.stderr if is_error else sys.stdout, flush=True)
 
 
-COMMAND = Command(
-    run=_run_hosts,
-    arguments=_arguments,
-    examples="""\
-        gpucluster run --hosts hosts --check
-        gpucluster run --hosts hosts --expect 8xH100 -- acceptance/
-        gpucluster run --hosts hosts --expect 8xH100 --exclude gpucluster-sweep/latest/exclude.txt -- -k nccl
-        """,
-    codes=run_exit_codes(
-        {
-            2: "also wrong usage",
-            4: "also: nothing can be written here",
-            11: "also: nodes are not ready, a connection was lost, or rank 0's journal could not be copied",
-            12: "a node did not answer, and nothing was run",
-        },
-        "With --check: 0 all nodes are ready, 11 some are not, 12 some did not answer.",
-    ),
-    usage="gpucluster run --hosts HOSTS [options] [-- PYTEST_ARGUMENTS]",
-)
+COMMAND = _run_hosts

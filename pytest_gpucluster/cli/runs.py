@@ -18,22 +18,23 @@ from pytest_gpucluster.analysis.run_view import RunView, without_samples
 from pytest_gpucluster.cli.command import (
     DONE,
     JOURNAL_HELP,
+    JSON,
     NEGATIVE,
     NO_INPUT,
     NO_OUTPUT,
     STDOUT,
     UNDECIDED,
+    UNREADABLE,
     USAGE,
-    Command,
     CommandError,
     Group,
-    add_journal,
-    add_json,
-    add_option,
+    argument,
     columns,
+    command,
     complain,
-    exit_codes,
     file_errors,
+    journal_argument,
+    option,
     percentage,
     read_journal,
     require_other_file,
@@ -52,17 +53,30 @@ _UNREADABLE = 6
 """Exit code: an output of nccl-tests cannot be read."""
 
 
-def _compare_arguments(parser: argparse.ArgumentParser) -> None:
-    add_journal(parser, "old", help="the baseline: a journal.jsonl, or the folder of a run")
-    add_journal(parser, "new", help="the run to compare with it")
-    what = "how much worse a value may be, in percent of the baseline"
-    add_option(parser, "--fail PERCENT", what, type=percentage, default="3%")
-    add_option(parser, "--recorded", "values without a limit can be regressions too")
-    add_option(parser, "--partial", "values that only one run has are reported, but do not end with 5")
-    add_option(parser, "--all", "show every metric, also unchanged ones")
-    add_json(parser)
-
-
+@command(
+    journal_argument("old", help="the baseline: a journal.jsonl, or the folder of a run"),
+    journal_argument("new", help="the run to compare with it"),
+    option(
+        "--fail PERCENT", "how much worse a value may be, in percent of the baseline", type=percentage, default="3%"
+    ),
+    option("--recorded", "values without a limit can be regressions too"),
+    option("--partial", "values that only one run has are reported, but do not end with 5"),
+    option("--all", "show every metric, also unchanged ones"),
+    JSON,
+    help="changes from one run to another",
+    examples="""\
+                gpucluster runs compare reports/before-the-driver-update gpucluster-report/latest
+                gpucluster runs compare old/journal.jsonl new/journal.jsonl --fail 5% --all
+                gpucluster runs compare old/journal.jsonl new/journal.jsonl --partial --json - | jq .answer
+                """,
+    codes={
+        **UNREADABLE,
+        DONE: "no regression, and everything that decides was compared",
+        NEGATIVE: "a regression",
+        UNDECIDED: "undecided: the runs are not comparable (another SKU, a rehearsal and a run on GPUs, "
+        "...), or there is no regression, but not everything could be compared",
+    },
+)
 def _compare(options: argparse.Namespace) -> int:
     """Compare two runs, criterion by criterion and rank by rank.
 
@@ -127,17 +141,27 @@ def _head(described: list[dict[str, Any]], width: int) -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def _merge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP)
-    add_option(
-        parser,
+@command(
+    argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP),
+    option(
         "--out PATH",
         "the merged journal: a folder, for its journal.jsonl, or a file whose name ends in .jsonl; never replaced",
         type=Path,
         required=True,
-    )
-
-
+    ),
+    help="one journal, with one verdict, of several runs of one cluster",
+    examples="""\
+                gpucluster runs merge gpucluster-report/20260102-030405 gpucluster-report/latest --out merged/
+                gpucluster runs merge first/journal.jsonl rerun/journal.jsonl --out merged.jsonl
+                gpucluster verdict merged.jsonl
+                """,
+    codes={
+        DONE: "merged, whatever the verdict: `gpucluster verdict` ends with its exit code",
+        USAGE: "wrong usage; also: the runs are not in order, or not of one cluster and one set of limits",
+        NO_INPUT: "a journal is missing, damaged, of another program, of a newer version, or of a run that is going on",
+        NO_OUTPUT: "the merged journal cannot be written",
+    },
+)
 def _merge(options: argparse.Namespace) -> int:
     """Merge the journals of several runs of one cluster into one journal with one verdict: a run that broke and the
     rerun of the rest, or a failure and its rerun with -k.
@@ -167,17 +191,27 @@ def _merge(options: argparse.Namespace) -> int:
     return complain(f"{len(sources)} runs merged: {out}", DONE)
 
 
-def _fleet_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+@command(
+    argument(
         "paths", metavar="JOURNAL|DIR", type=Path, nargs="+", help="a journal.jsonl, or a folder with journals below it"
-    )
-    add_option(parser, "--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]")
-    what = "how much worse than the fleet's median an outlier is"
-    add_option(parser, "--behind PERCENT", what, type=percentage, default="3%")
-    add_option(parser, "--drain FILE", "write the nodes to drain; - for standard output")
-    add_json(parser)
-
-
+    ),
+    option("--nodes HOSTLIST", "the nodes that should have answered: gpu-[001-064]"),
+    option("--behind PERCENT", "how much worse than the fleet's median an outlier is", type=percentage, default="3%"),
+    option("--drain FILE", "write the nodes to drain; - for standard output"),
+    JSON,
+    help="the runs of many nodes as one matrix: outliers, nodes to drain",
+    examples="""\
+                gpucluster runs fleet gpucluster-sweep/20260102-030405
+                gpucluster runs fleet node-a/journal.jsonl node-b/journal.jsonl node-c/journal.jsonl --json -
+                gpucluster runs fleet gpucluster-sweep/latest --nodes 'gpu-[001-064]' --drain drain.txt
+                """,
+    codes={
+        DONE: "every node is good",
+        NEGATIVE: "a node should be drained",
+        NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder has none",
+        UNDECIDED: "no node should be drained, but one gave no answer; or the runs are no fleet",
+    },
+)
 def _fleet(options: argparse.Namespace) -> int:
     """Show the runs of many nodes, each of which ran the suite alone, as one matrix of nodes and criteria.
 
@@ -191,8 +225,8 @@ def _fleet(options: argparse.Namespace) -> int:
     runs, unreadable = _node_runs(options.paths)
     if options.drain == options.json == "-":
         raise CommandError(USAGE, "--drain - and --json -: only one of them can use standard output")
-    for option, out in (("--drain", options.drain), ("--json", options.json)):
-        require_other_file(option, out, [run.path for run in runs])
+    for name, out in (("--drain", options.drain), ("--json", options.json)):
+        require_other_file(name, out, [run.path for run in runs])
     found = fleet(runs, expected=expected, unreadable=unreadable, behind=options.behind)
     if found.mixed or not found.nodes:
         return complain(found.mixed or "none of these runs was on one node alone; see gpucluster sweep", UNDECIDED)
@@ -234,15 +268,27 @@ def _node_runs(paths: list[Path]) -> tuple[list[NodeRun], list[tuple[str, str]]]
     return list(runs.values()), list(unreadable.values())
 
 
-def _crosscheck_arguments(parser: argparse.ArgumentParser) -> None:
-    add_journal(parser)
-    add_option(parser, "--output [COLLECTIVE=]FILE", "what nccl-tests has printed", action="append")
-    add_option(parser, "--beyond PERCENT", "how much the two may differ", type=percentage, default="5%")
-    add_option(parser, "--partial", "sizes that only one of them has are reported, but do not end with 5")
-    add_option(parser, "--other-hosts", "compare even if host names differ, as with pods")
-    add_json(parser)
-
-
+@command(
+    journal_argument(),
+    option("--output [COLLECTIVE=]FILE", "what nccl-tests has printed", action="append"),
+    option("--beyond PERCENT", "how much the two may differ", type=percentage, default="5%"),
+    option("--partial", "sizes that only one of them has are reported, but do not end with 5"),
+    option("--other-hosts", "compare even if host names differ, as with pods"),
+    JSON,
+    help="the collectives of a run compared with nccl-tests",
+    examples="""\
+                gpucluster runs crosscheck gpucluster-report/latest > nccl-tests.sh
+                gpucluster runs crosscheck gpucluster-report/latest --output all_reduce-bf16-8-1.txt --partial
+                gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=out.txt --json -
+                """,
+    codes={
+        **UNREADABLE,
+        DONE: "every size was compared, and none differs by more than --beyond",
+        NEGATIVE: "a finding: a difference, or wrong data",
+        UNDECIDED: "no finding, but not everything could be compared; also: only the commands were printed",
+        _UNREADABLE: "an output of nccl-tests cannot be read",
+    },
+)
 def _crosscheck(options: argparse.Namespace) -> int:
     """Compare busbw of a run of this suite with that of nccl-tests at each size.
 
@@ -294,82 +340,9 @@ def _read_output(text: str) -> Output:
 COMMAND = Group(
     description="Work with the journals of runs.",
     commands={
-        "compare": Command(
-            run=_compare,
-            help="changes from one run to another",
-            arguments=_compare_arguments,
-            examples="""\
-                gpucluster runs compare reports/before-the-driver-update gpucluster-report/latest
-                gpucluster runs compare old/journal.jsonl new/journal.jsonl --fail 5% --all
-                gpucluster runs compare old/journal.jsonl new/journal.jsonl --partial --json - | jq .answer
-                """,
-            codes=exit_codes(
-                {
-                    DONE: "no regression, and everything that decides was compared",
-                    NEGATIVE: "a regression",
-                    UNDECIDED: "undecided: the runs are not comparable (another SKU, a rehearsal and a run on GPUs, "
-                    "...), or there is no regression, but not everything could be compared",
-                },
-                common=(USAGE, NO_INPUT, NO_OUTPUT),
-            ),
-        ),
-        "merge": Command(
-            run=_merge,
-            help="one journal, with one verdict, of several runs of one cluster",
-            arguments=_merge_arguments,
-            examples="""\
-                gpucluster runs merge gpucluster-report/20260102-030405 gpucluster-report/latest --out merged/
-                gpucluster runs merge first/journal.jsonl rerun/journal.jsonl --out merged.jsonl
-                gpucluster verdict merged.jsonl
-                """,
-            codes=exit_codes(
-                {
-                    DONE: "merged, whatever the verdict: `gpucluster verdict` ends with its exit code",
-                    USAGE: "wrong usage; also: the runs are not in order, or not of one cluster and one set of limits",
-                    NO_INPUT: "a journal is missing, damaged, of another program, of a newer version, or of a run that "
-                    "is going on",
-                    NO_OUTPUT: "the merged journal cannot be written",
-                },
-                common=(),
-            ),
-        ),
-        "fleet": Command(
-            run=_fleet,
-            help="the runs of many nodes as one matrix: outliers, nodes to drain",
-            arguments=_fleet_arguments,
-            examples="""\
-                gpucluster runs fleet gpucluster-sweep/20260102-030405
-                gpucluster runs fleet node-a/journal.jsonl node-b/journal.jsonl node-c/journal.jsonl --json -
-                gpucluster runs fleet gpucluster-sweep/latest --nodes 'gpu-[001-064]' --drain drain.txt
-                """,
-            codes=exit_codes(
-                {
-                    DONE: "every node is good",
-                    NEGATIVE: "a node should be drained",
-                    NO_INPUT: "a journal is missing, damaged, of another program, or of a newer version; or a folder "
-                    "has none",
-                    UNDECIDED: "no node should be drained, but one gave no answer; or the runs are no fleet",
-                }
-            ),
-        ),
-        "crosscheck": Command(
-            run=_crosscheck,
-            help="the collectives of a run compared with nccl-tests",
-            arguments=_crosscheck_arguments,
-            examples="""\
-                gpucluster runs crosscheck gpucluster-report/latest > nccl-tests.sh
-                gpucluster runs crosscheck gpucluster-report/latest --output all_reduce-bf16-8-1.txt --partial
-                gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=out.txt --json -
-                """,
-            codes=exit_codes(
-                {
-                    DONE: "every size was compared, and none differs by more than --beyond",
-                    NEGATIVE: "a finding: a difference, or wrong data",
-                    UNDECIDED: "no finding, but not everything could be compared; also: only the commands were printed",
-                    _UNREADABLE: "an output of nccl-tests cannot be read",
-                },
-                common=(USAGE, NO_INPUT, NO_OUTPUT),
-            ),
-        ),
+        "compare": _compare,
+        "merge": _merge,
+        "fleet": _fleet,
+        "crosscheck": _crosscheck,
     },
 )

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -13,73 +14,149 @@ from typing import TYPE_CHECKING
 from pytest_gpucluster.cli.command import (
     BROKEN_EXIT,
     USAGE,
-    Command,
+    Argument,
     Group,
-    add_option,
+    command,
     complain,
-    exit_codes,
     file_errors,
     number,
+    one_of,
+    option,
     port_number,
     seconds,
 )
-from pytest_gpucluster.cli.run_hosts import PYTEST_DEFAULT, add_access, add_expect, select_nodes, unique_run_id
+from pytest_gpucluster.cli.run_hosts import PYTEST_DEFAULT, access_arguments, expect, select_nodes, unique_run_id
 from pytest_gpucluster.journal.verdict import EXIT_CODES
 
 if TYPE_CHECKING:
     from pytest_gpucluster.runners.sweep import Scheduler
 
-_AT_ONCE = "the most nodes that run alone at a time"
+_EXAMPLES = """\
+    salloc --nodes=64 --gpus-per-node=8 --exclusive --no-kill gpucluster sweep slurm --expect 8xH100
+    gpucluster sweep slurm --expect 8xH100 --nodes 'gpu-[001-016]' -- acceptance/ --gpucluster-profile quick
+    gpucluster sweep ssh hosts --expect 8xH100
+    gpucluster sweep kubernetes --expect 8xH100 --selector nvidia.com/gpu.count=8 --pod-template pod.yaml
+    """
+_EXIT_CODES = {
+    0: "every node passed alone, and all of them together",
+    1: EXIT_CODES[1].replace("REJECTED: ", "REJECTED: a node, or the nodes together: "),
+    2: "wrong usage, nothing was measured; or BROKEN: interrupted, with the table so far",
+    10: "INCOMPLETE: nothing failed, but something did not run or was not judged, or there was no joint run",
+    11: "BROKEN: a node gave no answer, or its run broke",
+    12: EXIT_CODES[12],
+}
+_USAGE = "gpucluster sweep {} --expect GPUSxSKU [options] [-- PYTEST_ARGUMENTS]"
+_COMMON = (
+    expect(required=True),
+    option(
+        "--alone-within TIME",
+        "deadline for a node's own run, after which it counts as no answer",
+        type=seconds,
+        default="2 h",
+    ),
+    option("--together-within TIME", "deadline for the joint run of the survivors", type=seconds, default="4 h"),
+    option(
+        "--min-nodes N",
+        "with fewer survivors there is no joint run, and the sweep is INCOMPLETE",
+        type=number(2),
+        default=2,
+    ),
+    option("--report-dir DIR", "for the folder of each sweep", type=Path, default=Path("gpucluster-sweep")),
+    option("--python PATH", "python on the nodes (default: this one; in pods: python)"),
+    option("--port PORT", "rendezvous port of the joint run (default: one is chosen)", type=port_number),
+)
 
 
-def _slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser)
-    add_option(parser, "--nodes HOSTLIST", "of the allocation, such as 'gpu-[003,007]' (default: all)")
-    add_option(parser, "--at-once N", _AT_ONCE, type=number(), default=1024)
-    add_option(parser, "--srun OPTION", "an option for every srun, such as --srun=--gpus-per-node=8", action="append")
+def _at_once(default: int) -> Argument:
+    return option("--at-once N", "the most nodes that run alone at a time", type=number(), default=default)
 
 
-def _ssh_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser)
-    add_access(parser)
-    add_option(parser, "--at-once N", _AT_ONCE, type=number(), default=256)
+@command(
+    *_COMMON,
+    option("--nodes HOSTLIST", "of the allocation, such as 'gpu-[003,007]' (default: all)"),
+    _at_once(1024),
+    option("--srun OPTION", "an option for every srun, such as --srun=--gpus-per-node=8", action="append"),
+    help="in a Slurm allocation",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+    usage=_USAGE.format("slurm"),
+)
+def _slurm(options: argparse.Namespace) -> int:
+    """Sweep the nodes of the Slurm allocation that this command runs in: one srun for each node, then one over the
+    survivors.
+
+    The report directory and this folder must be on a shared file system. Request the allocation with --no-kill:
+    otherwise a node that goes down ends the whole job.
+    """
+    from pytest_gpucluster.runners.sweep_slurm import Slurm
+
+    return _sweep(options, lambda gpus: Slurm(os.environ, wanted=options.nodes, options=options.srun))
 
 
-def _kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser)
-    which = parser.add_mutually_exclusive_group(required=True)
-    add_option(which, "--nodes HOSTLIST", "names of nodes, such as 'gpu-[003,007]' or a,b")
-    add_option(which, "--selector LABELS", "nodes with these labels, as of kubectl get nodes -l")
-    add_option(
-        parser,
+@command(
+    *_COMMON,
+    *access_arguments(),
+    _at_once(256),
+    help="over ssh, without a scheduler",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+    usage=_USAGE.format("ssh HOSTS"),
+)
+def _ssh(options: argparse.Namespace) -> int:
+    """Sweep the nodes of a hosts file over ssh.
+
+    Each node's reports are copied here. Nodes that do not answer are listed in the table, and the others go on. No
+    shared file system is needed.
+    """
+    from pytest_gpucluster.runners.sweep_ssh import Ssh
+
+    return _sweep(options, lambda gpus: Ssh(*select_nodes(options), unique_run_id()))
+
+
+@command(
+    *_COMMON,
+    one_of(
+        option("--nodes HOSTLIST", "names of nodes, such as 'gpu-[003,007]' or a,b"),
+        option("--selector LABELS", "nodes with these labels, as of kubectl get nodes -l"),
+        required=True,
+    ),
+    option(
         "--pod-template FILE",
         "a Pod as YAML or JSON: image, resources, volumes and everything else that a pod needs on these nodes",
         type=Path,
         required=True,
-    )
-    add_option(parser, "--namespace NAME", "of the Jobs (default: kubectl's own)")
-    add_option(
-        parser,
+    ),
+    option("--namespace NAME", "of the Jobs (default: kubectl's own)"),
+    option(
         "--pod-report-dir DIR",
         "for the folder of each run, in the pod; on a volume the journals remain",
         default="/tmp/gpucluster-report",
+    ),
+    help="with kubectl",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+    usage=_USAGE.format("kubernetes"),
+)
+def _kubernetes(options: argparse.Namespace) -> int:
+    """Sweep nodes of a cluster with kubectl: an Indexed Job with one pod for each node, then an Indexed Job with a
+    headless service over the survivors. The Jobs are deleted at the end.
+    """
+    from pytest_gpucluster.runners.sweep_kubernetes import Kubernetes
+
+    return _sweep(
+        options,
+        lambda gpus: Kubernetes(
+            options.namespace,
+            template=options.pod_template,
+            gpus=gpus,
+            wanted=options.nodes,
+            selector=options.selector,
+            report_dir=options.pod_report_dir,
+        ),
     )
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    add_expect(parser, required=True)
-    within = "deadline for a node's own run, after which it counts as no answer"
-    add_option(parser, "--alone-within TIME", within, type=seconds, default="2 h")
-    within = "deadline for the joint run of the survivors"
-    add_option(parser, "--together-within TIME", within, type=seconds, default="4 h")
-    fewer = "with fewer survivors there is no joint run, and the sweep is INCOMPLETE"
-    add_option(parser, "--min-nodes N", fewer, type=number(2), default=2)
-    add_option(parser, "--report-dir DIR", "for the folder of each sweep", type=Path, default=Path("gpucluster-sweep"))
-    add_option(parser, "--python PATH", "python on the nodes (default: this one; in pods: python)")
-    add_option(parser, "--port PORT", "rendezvous port of the joint run (default: one is chosen)", type=port_number)
-
-
-def _sweep(options: argparse.Namespace) -> int:
+def _sweep(options: argparse.Namespace, scheduler_of: Callable[[int], Scheduler]) -> int:
     from pytest_gpucluster.runners.ssh_job import handling
     from pytest_gpucluster.runners.sweep import Stopped
 
@@ -92,12 +169,12 @@ def _sweep(options: argparse.Namespace) -> int:
             handling((signal.SIGTERM, signal.SIGHUP), stop),
             file_errors(BROKEN_EXIT, "results of the sweep cannot be written"),
         ):
-            return _carry_out(options)
+            return _carry_out(options, scheduler_of)
     except (KeyboardInterrupt, Stopped):  # before anything was started; the sweep handles later ones
         return complain("interrupted", USAGE)
 
 
-def _carry_out(options: argparse.Namespace) -> int:
+def _carry_out(options: argparse.Namespace, scheduler_of: Callable[[int], Scheduler]) -> int:
     from pytest_gpucluster.journal.run_directory import new_run_directory
     from pytest_gpucluster.runners.plan import SweepPlan, parse_per_node, require_unreserved
     from pytest_gpucluster.runners.sweep import require_nodes, sweep
@@ -106,7 +183,7 @@ def _carry_out(options: argparse.Namespace) -> int:
     per_node = parse_per_node(options.expect)
     pytest_arguments = tuple(options.forwarded or PYTEST_DEFAULT)
     require_unreserved(pytest_arguments)
-    scheduler = _scheduler(options, per_node.gpus_per_node)
+    scheduler = scheduler_of(per_node.gpus_per_node)
     nodes = scheduler.nodes
     require_nodes(nodes)
     plan = SweepPlan(
@@ -126,79 +203,12 @@ def _carry_out(options: argparse.Namespace) -> int:
     return sweep(plan, scheduler, written, _print).exit
 
 
-def _scheduler(options: argparse.Namespace, gpus: int) -> Scheduler:
-    if options.step == "slurm":
-        from pytest_gpucluster.runners.sweep_slurm import Slurm
-
-        return Slurm(os.environ, wanted=options.nodes, options=options.srun)
-    if options.step == "ssh":
-        from pytest_gpucluster.runners.sweep_ssh import Ssh
-
-        return Ssh(*select_nodes(options), unique_run_id())
-    from pytest_gpucluster.runners.sweep_kubernetes import Kubernetes
-
-    return Kubernetes(
-        options.namespace,
-        template=options.pod_template,
-        gpus=gpus,
-        wanted=options.nodes,
-        selector=options.selector,
-        report_dir=options.pod_report_dir,
-    )
-
-
 def _print(line: str) -> None:
     print(line, flush=True)
 
 
-_EXAMPLES = """\
-    salloc --nodes=64 --gpus-per-node=8 --exclusive --no-kill gpucluster sweep slurm --expect 8xH100
-    gpucluster sweep slurm --expect 8xH100 --nodes 'gpu-[001-016]' -- acceptance/ --gpucluster-profile quick
-    gpucluster sweep ssh hosts --expect 8xH100
-    gpucluster sweep kubernetes --expect 8xH100 --selector nvidia.com/gpu.count=8 --pod-template pod.yaml
-    """
-_EXIT_CODES = exit_codes(
-    {
-        0: "every node passed alone, and all of them together",
-        1: EXIT_CODES[1].replace("REJECTED: ", "REJECTED: a node, or the nodes together: "),
-        2: "wrong usage, nothing was measured; or BROKEN: interrupted, with the table so far",
-        10: "INCOMPLETE: nothing failed, but something did not run or was not judged, or there was no joint run",
-        11: "BROKEN: a node gave no answer, or its run broke",
-        12: EXIT_CODES[12],
-    },
-    common=(),
-)
-
 COMMAND = Group(
     description="Run the acceptance suite on every node alone, all nodes at once, without any rendezvous between "
     "them; then run it on all nodes that survived together. Arguments after -- go to pytest (default: acceptance/).",
-    commands={
-        name: Command(
-            run=_sweep,
-            description=description,
-            help=help,
-            arguments=arguments,
-            examples=_EXAMPLES,
-            codes=_EXIT_CODES,
-            usage=f"gpucluster sweep {words} --expect GPUSxSKU [options] [-- PYTEST_ARGUMENTS]",
-        )
-        for name, words, arguments, help, description in (
-            (
-                *("slurm", "slurm", _slurm_arguments, "in a Slurm allocation"),
-                "Sweep the nodes of the Slurm allocation that this command runs in: one srun for each node, then one "
-                "over the survivors.\n\nThe report directory and this folder must be on a shared file system. "
-                "Request the allocation with --no-kill: otherwise a node that goes down ends the whole job.",
-            ),
-            (
-                *("ssh", "ssh HOSTS", _ssh_arguments, "over ssh, without a scheduler"),
-                "Sweep the nodes of a hosts file over ssh.\n\nEach node's reports are copied here. Nodes that do not "
-                "answer are listed in the table, and the others go on. No shared file system is needed.",
-            ),
-            (
-                *("kubernetes", "kubernetes", _kubernetes_arguments, "with kubectl"),
-                "Sweep nodes of a cluster with kubectl: an Indexed Job with one pod for each node, then an Indexed Job "
-                "with a headless service over the survivors. The Jobs are deleted at the end.",
-            ),
-        )
-    },
+    commands={"slurm": _slurm, "ssh": _ssh, "kubernetes": _kubernetes},
 )

@@ -32,19 +32,18 @@ from pytest_gpucluster.cli.command import (
     JOURNAL_HELP,
     NEGATIVE,
     NO_INPUT,
-    NO_OUTPUT,
+    THRESHOLDS,
     USAGE,
-    Command,
     CommandError,
     Group,
-    add_option,
-    add_thresholds,
+    argument,
+    command,
     complain,
-    exit_codes,
     file_errors,
     key_value,
     load_limits,
     number,
+    option,
     print_paragraph,
     require_new_file,
     require_other_file,
@@ -60,6 +59,22 @@ from pytest_gpucluster.judge.limits import Limit, Thresholds, demand, explain, p
 from pytest_gpucluster.metrics import datasheets, measurement, units
 from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.text import one_line, plural, printable
+
+_EXAMPLES = """\
+    gpucluster thresholds check my-limits.yaml
+    gpucluster thresholds explain --sku "H100 SXM" --world-size 16 --nnodes 2 nccl.all_reduce.busbw --label size="1 GB"
+    gpucluster thresholds calibrate run-1/ run-2/ --out my-limits.yaml
+    gpucluster thresholds judge --sku "H100 SXM" matmul.fp32.tflops="51.5 TFLOPS"
+    gpucluster thresholds judge --sku H200 --world-size 16 --nodes 2 --label size="8 GiB" --label transport=NET/IB \\
+        nccl.all_reduce.busbw="470 GB/s"
+    """
+_EXIT_CODES = {
+    DONE: "no problem in the files; explained; floors are written; every value meets its limit",
+    NEGATIVE: "check: the files have problems. explain: no limit decides about a metric that was named. calibrate: "
+    "no floor can be proposed. judge: a limit is missed",
+    NO_INPUT: "a journal, plugin or file of limits is missing, damaged, unusable or of a newer version",
+    10: "judge: no limit judges a value, and none is missed",
+}
 
 
 def declare_metrics(plugin: str) -> str:
@@ -84,6 +99,13 @@ def declare_metrics(plugin: str) -> str:
     return ""
 
 
+@command(
+    argument("files", metavar="FILE", type=Path, nargs="*", help="default: the shipped limits"),
+    option("--plugin FILE", "a conftest.py or a module that declares metrics of your own", action="append"),
+    help="find all problems in files of limits",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
 def _check(options: argparse.Namespace) -> int:
     """Find all problems in files of limits, each with file, line and column.
 
@@ -129,6 +151,16 @@ def _count_problems(count: int) -> int:
     return NEGATIVE
 
 
+@command(
+    argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP),
+    option("--out FILE", "write the file here; - for standard output", required=True),
+    option("--spreads K", "spreads below the median", type=number(0.001, 99.999, of=float), default=3.0),
+    option("--sku NAME", "the required SKU (default: that of the first journal)"),
+    option("--force", "replace an existing file"),
+    help="propose floors from accepted runs",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
 def _calibrate(options: argparse.Namespace) -> int:
     """Propose floors from the journals of one or more ACCEPTED runs of the same SKU and workload, as a file of limits
     for review: the median of all ranks' values less --spreads spreads, rounded down to 3 digits, never above the data
@@ -209,46 +241,22 @@ def _print_kept(kept: Sequence[NoFloor]) -> None:
         print("- no rate was judged in these runs", file=sys.stderr)
 
 
-def _check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", metavar="FILE", type=Path, nargs="*", help="default: the shipped limits")
-    add_option(parser, "--plugin FILE", "a conftest.py or a module that declares metrics of your own", action="append")
-
-
-def _explain_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "metrics", metavar="METRIC", nargs="*", help="default: all; matmul. selects all that begin with it"
-    )
-    add_option(parser, "--sku NAME", "the SKU, such as H100 SXM", required=True)
-    add_option(parser, "--world-size N", "ranks of the run", type=number())
-    add_option(parser, "--nnodes N", "nodes of the run", type=number())
-    add_option(
-        parser,
+@command(
+    argument("metrics", metavar="METRIC", nargs="*", help="default: all; matmul. selects all that begin with it"),
+    option("--sku NAME", "the SKU, such as H100 SXM", required=True),
+    option("--world-size N", "ranks of the run", type=number()),
+    option("--nnodes N", "nodes of the run", type=number()),
+    option(
         "--label KEY=VALUE",
         "a label of the measurement, such as transport=NET/IB",
         type=key_value,
         action="append",
-    )
-    add_thresholds(parser)
-
-
-def _calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP)
-    add_option(parser, "--out FILE", "write the file here; - for standard output", required=True)
-    add_option(parser, "--spreads K", "spreads below the median", type=number(0.001, 99.999, of=float), default=3.0)
-    add_option(parser, "--sku NAME", "the required SKU (default: that of the first journal)")
-    add_option(parser, "--force", "replace an existing file")
-
-
-def _judge_arguments(parser: argparse.ArgumentParser) -> None:
-    what = 'such as matmul.fp32.tflops="51.5 TFLOPS"'
-    parser.add_argument("values", metavar="METRIC=VALUE", type=key_value, nargs="+", help=what)
-    add_option(parser, "--sku NAME", "the SKU, such as H100 SXM", required=True)
-    add_option(parser, "--world-size N", "GPUs that took part", type=number(), default=1)
-    add_option(parser, "--nodes M", "nodes of these GPUs", type=number(), default=1)
-    add_option(parser, "--label KEY=VALUE", "how it was measured", type=key_value, action="append")
-    add_thresholds(parser)
-
-
+    ),
+    THRESHOLDS,
+    help="explain which limit decides, and why",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
 def _explain(options: argparse.Namespace) -> int:
     """Print the limits in force, each with its file, line and source.
 
@@ -338,6 +346,19 @@ def _print(indent: int, text: str) -> None:
 NOT_JUDGED = 10
 
 
+@command(
+    argument(
+        "values", metavar="METRIC=VALUE", type=key_value, nargs="+", help='such as matmul.fp32.tflops="51.5 TFLOPS"'
+    ),
+    option("--sku NAME", "the SKU, such as H100 SXM", required=True),
+    option("--world-size N", "GPUs that took part", type=number(), default=1),
+    option("--nodes M", "nodes of these GPUs", type=number(), default=1),
+    option("--label KEY=VALUE", "how it was measured", type=key_value, action="append"),
+    THRESHOLDS,
+    help="compare values that were measured elsewhere with the limits",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
 def _judge(options: argparse.Namespace) -> int:
     """Compare values that were measured elsewhere with the limits: a line for each, with its limit, margin, and
     published values of healthy GPUs.
@@ -399,35 +420,7 @@ def _judged_line(judged: JudgedMetric, unit: str) -> tuple[int, str]:
     )
 
 
-_EXAMPLES = """\
-    gpucluster thresholds check my-limits.yaml
-    gpucluster thresholds explain --sku "H100 SXM" --world-size 16 --nnodes 2 nccl.all_reduce.busbw --label size="1 GB"
-    gpucluster thresholds calibrate run-1/ run-2/ --out my-limits.yaml
-    gpucluster thresholds judge --sku "H100 SXM" matmul.fp32.tflops="51.5 TFLOPS"
-    gpucluster thresholds judge --sku H200 --world-size 16 --nodes 2 --label size="8 GiB" --label transport=NET/IB \\
-        nccl.all_reduce.busbw="470 GB/s"
-    """
-_EXIT_CODES = exit_codes(
-    {
-        DONE: "no problem in the files; explained; floors are written; every value meets its limit",
-        NEGATIVE: "check: the files have problems. explain: no limit decides about a metric that was named. calibrate: "
-        "no floor can be proposed. judge: a limit is missed",
-        NO_INPUT: "a journal, plugin or file of limits is missing, damaged, unusable or of a newer version",
-        NO_OUTPUT: "the output cannot be written",
-        10: "judge: no limit judges a value, and none is missed",
-    },
-    common=(USAGE,),
-)
-
 COMMAND = Group(
     description="Check files of limits, explain which limit decides, and propose floors from accepted runs.",
-    commands={
-        name: Command(run=run, help=help, arguments=arguments, examples=_EXAMPLES, codes=_EXIT_CODES)
-        for name, run, help, arguments in (
-            ("check", _check, "find all problems in files of limits", _check_arguments),
-            ("explain", _explain, "explain which limit decides, and why", _explain_arguments),
-            ("calibrate", _calibrate, "propose floors from accepted runs", _calibrate_arguments),
-            ("judge", _judge, "compare values that were measured elsewhere with the limits", _judge_arguments),
-        )
-    },
+    commands={"check": _check, "explain": _explain, "calibrate": _calibrate, "judge": _judge},
 )

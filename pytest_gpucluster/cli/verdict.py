@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_gpucluster.cli.command import BROKEN_EXIT, Command, add_journal, add_option, complain, file_errors
+from pytest_gpucluster.cli.command import BROKEN_EXIT, command, complain, file_errors, journal_argument, option
 from pytest_gpucluster.cli.run import run_exit_codes
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import locate, read
@@ -18,18 +18,27 @@ _PYTEST_CODES = range(2, 6)
 """pytest's own codes for a run that never began, kept if there is no journal. Its 1 may as well be srun's."""
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_journal(parser)
-    add_option(parser, "--json FILE", "write verdict and first failure, in at most 4096 bytes", type=Path)
-    add_option(
-        parser,
+@command(
+    journal_argument(),
+    option("--json FILE", "write verdict and first failure, in at most 4096 bytes", type=Path),
+    option(
         "--launcher-exit CODE",
         "exit code of the run's launcher, such as srun: the run has ended, and passes only with "
         "0; without a journal 2 to 5 are kept",
         type=int,
-    )
-
-
+    ),
+    examples="""\
+        gpucluster verdict gpucluster-report/latest
+        gpucluster verdict gpucluster-report/latest --launcher-exit 137
+        """,
+    codes=run_exit_codes(
+        {
+            2: "also wrong usage",
+            11: "also: the journal cannot be read, or --json cannot be written",
+            RUNNING_EXIT: f"{RUNNING}: no verdict yet, and the run's recorder is alive; never with --launcher-exit",
+        }
+    ),
+)
 def _verdict(options: argparse.Namespace) -> int:
     """Print the verdict of a run and exit with the run's own code, even if its journal was truncated.
 
@@ -57,18 +66,4 @@ def _verdict(options: argparse.Namespace) -> int:
     return result.exit
 
 
-COMMAND = Command(
-    run=_verdict,
-    arguments=_arguments,
-    examples="""\
-        gpucluster verdict gpucluster-report/latest
-        gpucluster verdict gpucluster-report/latest --launcher-exit 137
-        """,
-    codes=run_exit_codes(
-        {
-            2: "also wrong usage",
-            11: "also: the journal cannot be read, or --json cannot be written",
-            RUNNING_EXIT: f"{RUNNING}: no verdict yet, and the run's recorder is alive; never with --launcher-exit",
-        }
-    ),
-)
+COMMAND = _verdict

@@ -102,7 +102,7 @@ import sys
 from pytest_gpucluster.cli import main
 def run(options):
     {body}
-main.load = lambda name: main.Command(run=run, examples="", codes="")
+main.load = lambda name: main.Command(run=run, examples="", codes={{}})
 sys.exit(main.main(["verdict"]))
 """
     (tmp_path / "script.py").write_text(script)
