@@ -87,7 +87,7 @@ def run(number: int, plan: Plan, directory: Path, *, forked: bool = False) -> Ro
     """Run a round in a folder, and check its reports and leftovers.
 
     Args:
-        forked: torchrun's agent and ranks are forks of one process where they can be (tests/fork_server.py).
+        forked: torchrun's agent and ranks are forks of one process where they can be (session/fork_server.py).
     """
     found = Round(number=number, plan=plan, directory=directory)
     begin = time.monotonic()

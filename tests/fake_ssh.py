@@ -230,8 +230,7 @@ def _be_node(root: Path, words: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    from fork_server import as_python
-
     from pytest_gpucluster.runners import node_agent
+    from pytest_gpucluster.session.fork_server import as_python
 
     _serve(sys.argv[1])

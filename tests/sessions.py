@@ -24,12 +24,13 @@ from types import ModuleType
 import pytest
 import torch.distributed.fsdp  # noqa: F401  # sessions in this process must find it loaded: it cannot be imported twice
 import yaml
-from fork_server import Forked, keep_shipped_limits, server_for
+from fork_server import keep_shipped_limits, server_for
 from junit_files import require_junit
 from light_server import recorders_are_forks
 
 from pytest_gpucluster.device.environment import VARIABLES
 from pytest_gpucluster.journal import journal
+from pytest_gpucluster.launch.forks import Forked
 
 DEADLINE_SECONDS = 120.0
 """Generous: nothing here should take a third of it."""

@@ -24,12 +24,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 import junitparser
-from fork_server import Forked, holders, server_for
+from fork_server import server_for
 from junit_files import require_junit
 from ports import free_port
 from sessions import PLUGINS, environment
 
 from pytest_gpucluster.journal import journal
+from pytest_gpucluster.launch.forks import Forked, holders
 
 HERE = Path(__file__).parent
 SUITES = HERE / "faults" / "suites"
