@@ -198,7 +198,6 @@ def _not_comparable(judgement: Judgement, message: str) -> Judgement:
 
 
 def _with_regressions(judgement: Judgement, measurements: Sequence[JudgedMetric]) -> Judgement:
-    """Return the judgement with the regressions against the baseline."""
     measured = tuple(measurements)
     worse = [
         each

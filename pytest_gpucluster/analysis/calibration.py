@@ -432,7 +432,6 @@ def _listed(entry: Mapping[str, object], *comments: str) -> Iterator[str]:
 
 
 def _demands(series: Series, least: float | None) -> dict[str, object]:
-    """Return the conditions and the demands of an entry, with this min."""
     when = _when(series)
     found: dict[str, object] = {"when": when} if when else {}
     found |= {} if least is None else {"min": _amount(least, series.unit)}
@@ -444,7 +443,6 @@ def _demands(series: Series, least: float | None) -> dict[str, object]:
 
 
 def _demands_besides_min(series: Series) -> dict[str, object]:
-    """Return the demands of the limits other than min."""
     found: dict[str, object] = {}
     most = min((limit.max for limit in series.limits if limit.max is not None), default=None)
     if most is not None:

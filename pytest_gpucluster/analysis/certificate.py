@@ -352,7 +352,6 @@ def seal_problems(certificate: Certificate, *, known_digest: str | None = None) 
 
 
 def _contradictions(certificate: Certificate) -> Iterator[str]:
-    """Yield what contradicts an accepted run."""
     content = certificate.content
     if not certificate.is_accepted:
         yield "its verdict, its run or its reasons state otherwise"

@@ -110,7 +110,6 @@ def blockers(journal: Journal) -> tuple[str, ...]:
 
 
 def _named(names: Sequence[str], what: str) -> list[str]:
-    """Return a reason, or none where there are no names."""
     return [f"{some_of(names)}: {what}"] if names else []
 
 
@@ -168,7 +167,6 @@ def _contradictions(journal: Journal) -> Iterator[str]:
 
 
 def _missing_facts(journal: Journal) -> Iterator[str]:
-    """Yield what a certificate needs and the journal lacks."""
     for is_there, what in (
         (journal.run.run_id and journal.run.started_at, "run id or start time"),
         (journal.collected is not None, "list of the collected tests"),
@@ -185,7 +183,6 @@ def _missing_facts(journal: Journal) -> Iterator[str]:
 
 
 def _rank_problems(journal: Journal) -> Iterator[str]:
-    """Yield what a certificate needs of the ranks, and where they are not those of the run."""
     ranks = journal.ranks
     if not ranks:
         return

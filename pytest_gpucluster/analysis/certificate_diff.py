@@ -149,7 +149,6 @@ def _of_parts(before: list[_Part], after: list[_Part]) -> Iterator[Difference]:
 
 
 def _changes(old: Certificate, new: Certificate, before: list[_Part], after: list[_Part]) -> Iterator[Difference]:
-    """Yield the changed firmware and other properties of parts, and versions of nodes; equal changes are one line."""
     places: dict[tuple[str, str, str], list[str]] = {}
     is_now = {part.identity: part for part in after if part.identity[1]}
     for identity, part in {part.identity: part for part in before}.items():

@@ -90,7 +90,6 @@ def change_text(change: float | None) -> str:
 
 
 def _quantities(pair: Pair, unit: str) -> tuple[str, str] | None:
-    """Return the values before and now, with digits enough to distinguish them; None where one is unknown."""
     if pair.old is None or pair.new is None:
         return None
     before, now = pair.old.value, pair.new.value

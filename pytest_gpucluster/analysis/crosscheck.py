@@ -17,9 +17,7 @@ from pytest_gpucluster.analysis.nccl_tests import (
     PROGRAMS,
     Output,
     Row,
-    ranges,
     short_name,
-    size_arguments,
 )
 from pytest_gpucluster.analysis.output import fields_of, json_document, table, wrapped
 from pytest_gpucluster.analysis.run_view import key_of
@@ -309,21 +307,19 @@ def _notes(
         yield f"the journal has more, which is not compared: {some_of(others, 6, '; ')}"
 
 
-def program_commands(points: Iterable[Point]) -> Iterator[str]:
-    """Yield the commands of nccl-tests that measure these points, each for a file; with ``-c 1`` all data are checked.
+def program_commands(points: Iterable[Point]) -> list[str]:
+    """Return the commands of nccl-tests that measure these points, each for a file; with ``-c 1`` all data are checked.
 
     On one node a process has all GPUs; on several the program is built with MPI, and has a process for each GPU.
     """
-    groups: dict[tuple[str, str, int, int], set[int]] = {}
+    commands: dict[str, None] = {}
     for point in points:
-        key = point.collective, point.dtype, point.world_size, point.nnodes
-        groups.setdefault(key, set()).add(point.size_bytes)
-    for (collective, dtype, ranks, nnodes), sizes in groups.items():
-        launcher, gpus = ("", ranks) if nnodes == 1 else (f"mpirun -np {ranks} ", 1)
-        for number, each in enumerate(ranges(sizes), start=1):
-            arguments = [*size_arguments(each), "-g", str(gpus), "-d", DTYPES.get(dtype, dtype), "-c", "1"]
-            file = f"{collective}-{dtype}-{ranks}-{number}.txt"
-            yield f"{launcher}{PROGRAMS[collective]} {' '.join(arguments)} > {file}"
+        ranks, size = point.world_size, point.size_bytes
+        launcher, gpus = ("", ranks) if point.nnodes == 1 else (f"mpirun -np {ranks} ", 1)
+        options = f"-b {size} -e {size} -g {gpus} -d {DTYPES.get(point.dtype, point.dtype)} -c 1"
+        file = f"{point.collective}-{point.dtype}-{ranks}-{point.size.replace(' ', '')}.txt"
+        commands[f"{launcher}{PROGRAMS[point.collective]} {options} > {file}"] = None
+    return list(commands)
 
 
 _HEADS = (

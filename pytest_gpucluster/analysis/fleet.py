@@ -133,7 +133,6 @@ def _outliers(nodes: Iterable[Node], behind: float) -> tuple[Outlier, ...]:
 
 
 def _in_group(values: Sequence[_Value], behind: float) -> Iterator[Outlier]:
-    """Yield the outliers among the values of one metric of the whole fleet."""
     metrics = [judged for _, _, judged, _ in values]
     higher = next((better for judged in metrics if (better := is_better_higher(judged)) is not None), None)
     if higher is None or metrics[0].metric in STATES or len({name for name, *_ in values}) < 2:
@@ -373,7 +372,6 @@ def _order(found: Fleet, node: Node) -> int:
 
 
 def _node_row(found: Fleet, node: Node) -> tuple[list[str], list[str]]:
-    """Return node, verdict and counts of its tests, and below them the names of those that did not pass."""
     names: dict[str, list[str]] = {}
     titles = {OUTLIER: "behind", ABSENT: "not in its run"}
     for test, name in found.names.items():

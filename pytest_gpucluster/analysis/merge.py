@@ -127,7 +127,6 @@ def merge_journals(sources: Sequence[Source]) -> MergedJournal:
 
 
 def _require_order(sources: Sequence[Source]) -> None:
-    """Raise OptionError where the clocks of the runs contradict the given order."""
     for earlier, later in pairwise(sources):
         one, other = earlier.journal.run, later.journal.run
         began, next_began = time_of(one.started_at), time_of(other.started_at)
@@ -267,7 +266,6 @@ class MergedJournal:
             yield line
 
     def _deviations(self) -> list[str]:
-        """Return the deviations of all runs, with the tests that failed and passed within one run."""
         found = [text for source in self.sources for text in source.journal.deviations]
         for source in self.sources:
             again = [result for result in source.journal.results if failed_before(result.properties)]
@@ -275,7 +273,6 @@ class MergedJournal:
         return list(dict.fromkeys(found))
 
     def _remarks(self) -> list[str]:
-        """Return how the runs differ from the shipped workload and limits."""
         remarks: list[str] = []
         for journal in (source.journal for source in self.sources):
             if journal.workload is not None:

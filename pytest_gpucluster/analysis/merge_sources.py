@@ -202,7 +202,6 @@ def changes(sources: Sequence[Source]) -> list[str]:
 
 
 def _versions(source: Source) -> Mapping[str, str] | None:
-    """Return the versions of a run, each with its ranks' values."""
     if source.journal.cluster is None:
         return None
     found: dict[str, set[str]] = {}
@@ -215,7 +214,6 @@ def _versions(source: Source) -> Mapping[str, str] | None:
 
 
 def _environment(source: Source) -> Mapping[str, str] | None:
-    """Return the variables of a run, without those that differ in each job."""
     environment = source.journal.environment
     if environment is None:
         return None
@@ -223,7 +221,6 @@ def _environment(source: Source) -> Mapping[str, str] | None:
 
 
 def _workload(source: Source) -> Hashable:
-    """Return the workload, without deadlines."""
     workload = source.journal.workload
     if workload is None:
         return None if source.journal.results == () else ("none recorded",)
@@ -231,7 +228,6 @@ def _workload(source: Source) -> Hashable:
 
 
 def _difference(one: Hashable, other: Hashable) -> str:
-    """Return the difference of two values as a short text."""
     if not isinstance(one, tuple) or not isinstance(other, tuple):
         return f"{one} and {other}"
     parts = []

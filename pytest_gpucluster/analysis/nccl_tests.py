@@ -1,4 +1,4 @@
-"""nccl-tests: its programs, the ranges of sizes that they measure in one start, and their printed table, read strictly.
+"""nccl-tests: its programs, and their printed table, read strictly.
 
 Source: nccl-tests, src/util.cu (the table), src/common.cu (``test_typenames``), README.md (the options).
 
@@ -8,7 +8,7 @@ Tables of versions without the column ``#wrong``, which do not state whether the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -194,37 +194,3 @@ def _figure(half: Mapping[str, str]) -> Figure:
     digits, _, exponent = busbw.partition("e")
     resolution = 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
     return Figure(busbw=float(busbw), resolution=resolution, wrong=wrong)
-
-
-def ranges(sizes: Iterable[int]) -> list[tuple[int, ...]]:
-    """Return few ranges with exactly these sizes, each size a fixed factor of the one before: each start of a program
-    costs seconds.
-
-    Greedy: repeatedly the longest range that begins with the smallest remaining size.
-
-    >>> ranges([1_000_000, 10_000_000, 25_000_000, 100_000_000])
-    [(1000000, 10000000, 100000000), (25000000,)]
-    """
-    left = sorted(set(sizes))
-    found = []
-    while left:
-        best: tuple[int, ...] = (left[0],)
-        for second in left[1:]:
-            factor, rest = divmod(second, left[0])
-            candidate = [left[0]]
-            while not rest and candidate[-1] * factor in left:
-                candidate.append(candidate[-1] * factor)
-            best = max(best, tuple(candidate), key=len)
-        left = [size for size in left if size not in best]
-        found.append(best)
-    return found
-
-
-def size_arguments(sizes: Sequence[int]) -> list[str]:
-    """Return the arguments of nccl-tests for a range of sizes in bytes.
-
-    >>> size_arguments([1000, 10000]), size_arguments([512])
-    (['-b', '1000', '-e', '10000', '-f', '10'], ['-b', '512', '-e', '512'])
-    """
-    factor = ["-f", str(sizes[1] // sizes[0])] if len(sizes) > 1 else []
-    return ["-b", str(sizes[0]), "-e", str(sizes[-1]), *factor]

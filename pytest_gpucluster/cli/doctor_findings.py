@@ -165,7 +165,6 @@ https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.ht
 
 
 def _gpus(facts: Facts) -> Iterator[Obstacle]:
-    """Compare torch with the driver, and the visible GPUs with those that were ordered."""
     plan, count, expect = facts.plan, len(facts.plan.gpus), facts.plan.expect
     if plan.device == "cpu" or facts.elsewhere:
         return
@@ -233,7 +232,6 @@ def _host(facts: Facts) -> Iterator[Obstacle]:
 
 
 def _rendezvous(facts: Facts) -> Iterator[Obstacle]:
-    """Names that do not resolve, and a port that cannot be used."""
     place, plan = facts.rendezvous, facts.plan
     for name, why in facts.unknown_names.items():
         remedy = f"`getent ahosts {name}`; address= in the hosts file"
@@ -263,7 +261,6 @@ _LEAST_KILL_WAIT, _MOST_SLURMD_TIMEOUT = 30, 300
 
 
 def _slurm(facts: Facts) -> Iterator[Obstacle]:
-    """Slurm's timeouts and its count of GPUs."""
     slurm, plan = facts.slurm, facts.plan
     if slurm is None:
         return

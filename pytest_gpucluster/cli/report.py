@@ -87,7 +87,6 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _requested(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return each requested kind of report and its output."""
     requested = [(kind, out) for kind in FILES if (out := getattr(options, kind)) is not None]
     if options.all is not None:
         requested += [(kind, os.path.join(options.all, name) if options.all else "") for kind, name in FILES.items()]
@@ -130,7 +129,6 @@ def _render(kind: str, out: str, journal: Journal, folder: Path, options: argpar
 
 
 def _columns() -> int:
-    """Return the width of a text for a file or a pipe: COLUMNS, or 80."""
     width = os.environ.get("COLUMNS", "")
     return int(width) if width.isascii() and width.isdigit() else 80
 

@@ -278,7 +278,7 @@ def _node_runs(paths: list[Path]) -> tuple[list[NodeRun], list[tuple[str, str]]]
     help="the collectives of a run compared with nccl-tests",
     examples="""\
                 gpucluster runs crosscheck gpucluster-report/latest > nccl-tests.sh
-                gpucluster runs crosscheck gpucluster-report/latest --output all_reduce-bf16-8-1.txt --partial
+                gpucluster runs crosscheck gpucluster-report/latest --output all_reduce-bf16-8-1GB.txt --partial
                 gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=out.txt --json -
                 """,
     codes={

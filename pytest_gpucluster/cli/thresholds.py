@@ -301,7 +301,6 @@ def _explain_metric(limits: Thresholds, metric: str, *, sku: str, known: Mapping
 
 
 def _published_text(limit: Limit, support: Support) -> str:
-    """Return the published values for a limit, and the loss that would pass."""
     unit, parts = limit.unit, []
     if support.healthy and support.typical is not None:
         ends = f"{units.show(support.healthy[0], unit)} to {units.show(support.healthy[-1], unit)}"

@@ -133,7 +133,6 @@ def _gpu_row(gpu: Part) -> list[str]:
 
 
 def _state(gpu: Part) -> str:
-    """Return what is wrong with a GPU, the worst first; empty if nothing is."""
     if gpu.values.get("lost"):
         return "LOST"
     if gpu.is_stale:

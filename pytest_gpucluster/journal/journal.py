@@ -319,7 +319,6 @@ class JournalBuilder:
         return self._journal.running if self._journal is not None else None
 
     def _add_result(self, line: Any, where: str, running: Started | None) -> Started | None:
-        """Add a test's line and return the test that is running then."""
         result = read_test_result(line, where, keep_samples=self._keep_samples)
         result = result if self._slim is None else self._slim(result)
         earlier = self._results.pop(result.nodeid, None)

@@ -166,7 +166,6 @@ class VerdictRecord:
 
 
 def _excluded(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the hosts of exclude.txt, and why they are unknown where the file cannot be read."""
     try:
         return excluded_hosts(path.read_text(encoding="utf-8")), ()
     except FileNotFoundError:

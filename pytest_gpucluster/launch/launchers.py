@@ -178,7 +178,6 @@ class _Variables:
 
 
 def _pod(rank: int, world_size: int) -> dict[str, int]:
-    """Return the places of a rank that is alone on its node."""
     return {
         "rank": rank,
         "world_size": world_size,
@@ -314,7 +313,6 @@ def _slurm(read: _Variables) -> RankFacts:
 
 
 def _first_host(read: _Variables) -> tuple[str, str]:
-    """Return the first node and the list that it is from."""
     # Some sites' wrappers drop the step's list; for a step on all nodes the job's has the same first node.
     name = "SLURM_STEP_NODELIST" if read.text("SLURM_STEP_NODELIST", "") else "SLURM_JOB_NODELIST"
     nodelist = read.text(name)
@@ -326,7 +324,6 @@ def _first_host(read: _Variables) -> tuple[str, str]:
 
 
 def _tasks_per_node(read: _Variables, world_size: int, nnodes: int) -> list[int]:
-    """Expand ``8(x2),4`` to [8, 8, 4] and check it against the other counts."""
     text = read.text("SLURM_STEP_TASKS_PER_NODE")
     tasks: list[int] = []
     for item in filter(None, text.split(",")):

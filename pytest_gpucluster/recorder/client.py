@@ -268,7 +268,6 @@ class Recorder:
             self._receive(left)
 
     def _receive(self, timeout: float) -> None:
-        """Receive the answers of the recorder, waiting for the first one."""
         while not self._is_gone:
             try:
                 self._channel.settimeout(timeout)

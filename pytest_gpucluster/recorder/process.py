@@ -235,7 +235,6 @@ class Session:
             return 0
 
     def _fault_text(self) -> str:
-        """Return the output of faulthandler since the start of the test."""
         if self._fault_file is None:
             return ""
         try:
@@ -249,12 +248,10 @@ class Session:
         return f"\n\nIts faulthandler wrote:\n{text}" if text.strip() else ""
 
     def _fatal_error(self) -> str:
-        """Return the fatal signal of rank 0 that faulthandler reported, if any."""
         found = hang_diagnosis.fatal_error(self._fault_text())
         return f" ({found})" if found else ""
 
     def _report_failure(self) -> None:
-        """Send rank 0 the state of the disk when it has changed."""
         failure = self._writer.failure
         if failure != self._reported_failure and self._send({"failure": failure}):
             self._reported_failure = failure
@@ -269,7 +266,6 @@ class Session:
 
 
 def _process_facts(pid: int) -> str:
-    """Return what the kernel knows about a process."""
     lines = [f"Process {pid}: state {process_state(pid)}."]
     with contextlib.suppress(OSError):
         waits = Path(f"/proc/{pid}/wchan").read_text(errors="replace").strip()

@@ -92,7 +92,6 @@ def _write_all(journal: Journal, folder: Path, seconds: float, write: Write, ans
 
 
 def _read(reader: int, deadline: float) -> tuple[bytes, bool]:
-    """Return the answers of the process, and whether it ended in time."""
     answers = b""
     poller = select.poll()
     poller.register(reader, select.POLLIN)
@@ -243,7 +242,6 @@ class RunWriter:
         return render_in_child(journal, self._writer.path.parent, seconds)
 
     def _rescue(self) -> str:
-        """Write both files to the directory for temporary files and return where."""
         journal = self.journal()
         try:
             name = re.sub(r"[^A-Za-z0-9._-]", "_", journal.run.run_id if journal else "")[:100] or str(os.getpid())

@@ -91,7 +91,6 @@ def limits_text(journal: Journal) -> str:
 
 
 def _shape(cluster: Cluster) -> str:
-    """Return "2 nodes x 8 NVIDIA H100", or the number of each kind where the nodes differ."""
     per_node = Counter((place.node_rank, place.host) for place in cluster.ranks)
     kinds = Counter(place.gpu.get("name", "GPU") if place.gpu else _CPU for place in cluster.ranks)
     sizes = set(per_node.values())
@@ -134,7 +133,6 @@ def run_properties(journal: Journal) -> dict[str, str]:
 
 
 def _rank_facts(journal: Journal) -> dict[str, str]:
-    """Return hosts, GPUs and versions; where ranks differ, each value with its ranks."""
     facts: dict[str, dict[str, list[int]]] = {}
     for place in journal.ranks:
         known = {"host": place.host, "gpu": (place.gpu or {}).get("name", "")}

@@ -151,7 +151,6 @@ def _cases(journal: Journal, options: JUnitOptions) -> list[ET.Element]:
 def _case(
     address: tuple[str, str], test: CollectedTest | TestResult | None = None, options: JUnitOptions | None = None
 ) -> ET.Element:
-    """Return a testcase, which has passed until :func:`_decide`."""
     case = ET.Element("testcase", name=visible(address[1]), classname=visible(address[0]), time="0.000")
     if test is not None and options is not None and options.family != "xunit2":
         if test.file:
@@ -162,7 +161,6 @@ def _case(
 
 
 def _decide(case: ET.Element, verdict: str, message: str, body: str = "", *, kind: str = "") -> None:
-    """Add the element that makes a testcase a failure, an error, or skipped."""
     message = one_line(message, MESSAGE_CHARACTERS) or {"failure": "failed"}.get(verdict, verdict)
     case.append(_element(verdict, clip(body, _TEXT_CHARACTERS), type=kind or verdict, message=message))
 
@@ -198,7 +196,6 @@ def _ended_here(journal: Journal) -> str:
 
 
 def _fill(case: ET.Element, result: TestResult, journal: Journal, options: JUnitOptions) -> None:
-    """Add a result to its testcase: verdict, time, properties, and what was captured."""
     case.set("time", _seconds(result.call_seconds if options.duration_report == "call" else result.duration_seconds))
     properties = [*result_pairs(result), *result.properties]
     if properties and options.family != "xunit2":
@@ -232,7 +229,6 @@ def _prefixed(classname: str, options: JUnitOptions) -> str:
 
 
 def _captured(result: TestResult, options: JUnitOptions) -> tuple[str, str]:
-    """Return the texts of system-out and system-err by pytest's ``junit_logging``."""
     if options.logging == "no" or (result.outcome == "passed" and not options.log_passing):
         return "", ""
 

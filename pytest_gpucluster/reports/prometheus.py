@@ -196,7 +196,6 @@ def _add_measurements(families: _Families, journal: Journal, overview: Outline, 
 
 
 def _add_measurement(families: _Families, name: tuple[str, str], judged: JudgedMetric, labels: Labels) -> bool:
-    """Add one measurement, its limit and its median; return whether there was a value to add."""
     stem, unit = name
     metric = METRICS.get(judged.metric)
     what = f"{judged.metric}: {metric.doc if metric is not None else 'a metric of the site'}"
@@ -260,7 +259,6 @@ def _unit_word(symbol: str) -> str:
 
 
 def _base(judged: JudgedMetric, value: float) -> float:
-    """Return a value in the base unit; unchanged if none is known."""
     try:
         return units.convert(value, judged.unit, _BASE[units.unit(judged.unit).dimension][0])
     except (UnitError, KeyError):

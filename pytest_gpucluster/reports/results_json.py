@@ -124,7 +124,6 @@ def _properties(description: str, get: Get | None = None) -> _Type:
 
 
 def _object(description: str, get: Get | None = None, /, **keys: _Type) -> _Type:
-    """Return an object that has all of these keys and no other."""
     return _Type(
         schema={
             "description": description,
@@ -163,7 +162,6 @@ def _itself(source: Any, _: Journal) -> Any:
 
 
 def _test_values(row: Row, journal: Journal) -> dict[str, Any]:
-    """Return the values of a test by key, also of one without a result."""
     result = row.result or TestResult(nodeid=row.nodeid, outcome="error", phase="")
     started = result.started_at
     if row.result is None and journal.running is not None and journal.running.nodeid == row.nodeid:

@@ -301,7 +301,6 @@ def margin(judged: JudgedMetric, value: float, interval: tuple[float, float] | N
 
 
 def _distance(judged: JudgedMetric, value: float, interval: tuple[float, float] | None) -> float | None:
-    """Return the margin; for a limit of zero the distance."""
     low, high = interval or (value, value)
     if judged.limit is None or not math.isfinite(low) or not math.isfinite(high):
         return None
@@ -339,7 +338,6 @@ def culprit_text(row: Row, journal: Journal | None, characters: int = MESSAGE_CH
 
 
 def _without_place(reason: str, rank: int, journal: Journal | None) -> str:
-    """Remove the rank from a reason, because it is named first already."""
     place = journal.place(rank) if journal is not None else None
     if place is None:
         return reason
@@ -470,7 +468,6 @@ def _badness(judged: JudgedMetric, rank: int) -> tuple[int, float, int]:
 
 
 def _rank_value(judged: JudgedMetric, rank: int) -> str:
-    """Return a rank's value with its margin, clock and throttle reasons."""
     value, interval = judged.values[rank], judged.intervals.get(rank)
     text = quantity(value, judged.unit, compared_with=nearest_limit(judged, value)) + interval_text(judged, interval)
     distance = margin(judged, value, interval)

@@ -130,7 +130,6 @@ def _reports_of(journal: Journal) -> list[tuple[str, str]]:
 def _criteria(
     journal: Journal, overview: Outline, *, width: int, quiet: bool, verbose: bool, colour: bool
 ) -> list[str]:
-    """Return a row for each test that is a criterion, measured something or failed; failures first."""
     ran = [row for row in overview.worst_first if row.outcome not in (NOT_RUN, "skipped")]
     rows = [row for row in ran if not row.is_good or _is_unjudged(row) or (not quiet and _has_content(row))]
     plain = len([row for row in ran if row.is_good and not _has_content(row)])
@@ -226,7 +225,6 @@ def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) 
 
 
 def _did_not_run(overview: Outline, *, width: int, verbose: bool) -> list[str]:
-    """Return what was skipped or never reached, grouped by reason."""
     by_reason: dict[tuple[int, str], list[str]] = {}
     for row in overview.did_not_run:
         why = row.why_not_run or "no reason given"

@@ -101,7 +101,6 @@ class Supervisor:
         return code
 
     def _follow(self, child: subprocess.Popen[bytes]) -> int | None:
-        """Wait until none of its processes runs, and return its exit code; None if it was killed here."""
         output = threading.Thread(target=self._forward_output, args=(child.stdout,), daemon=True)
         output.start()
         ended_at: float | None = None
@@ -132,7 +131,6 @@ class Supervisor:
         return None if killed or code is None else code if code >= 0 else 128 - code
 
     def _read_commands(self) -> None:
-        """Wait a short time for the other side, and note what it wants."""
         if self._lost:
             time.sleep(_POLL_SECONDS)
             return

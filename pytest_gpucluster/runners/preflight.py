@@ -204,13 +204,11 @@ def _installed_version(name: str) -> str:
 
 
 def _paths(arguments: Sequence[str]) -> list[Path]:
-    """Return the files and folders among pytest's arguments."""
     named = [Path(word.partition("::")[0]) for word in arguments if word and not word.startswith("-")]
     return [path for path in named if path.exists()]
 
 
 def _digest(places: Iterable[Path]) -> str:
-    """Return a short digest of code and settings in these paths; empty if there are none."""
     found = hashlib.sha256()
     count = 0
     for place in places:

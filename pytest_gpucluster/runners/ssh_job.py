@@ -123,7 +123,6 @@ class RemoteJob:
         return f"{self.name}: its run was given up; the node ends it by itself within {_LOST_SECONDS:.0f} s"
 
     def _run(self) -> Generator[None, None, NodeResult]:
-        """Follow the run and copy its reports; yields wherever it has to wait."""
         yield from self._follow()
         seconds = round(time.monotonic() - self._started, 3)
         self.running = False
@@ -286,7 +285,6 @@ class RemoteRun:
         return "; ".join(problems)
 
     def _printer(self, name: str) -> Callable[[str], None]:
-        """Return what prints a node's lines, with its name in front except for rank 0's node."""
         prefix = f"[{name}] " if name else ""
         return lambda line: self._show(f"{prefix}{printable(line)}", False)
 

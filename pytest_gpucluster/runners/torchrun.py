@@ -180,12 +180,10 @@ def launched_shape(launch: Sequence[str], environ: Mapping[str, str]) -> tuple[i
 
 
 def _option(word: str) -> str:
-    """Return an option's name as torchrun normalises it."""
     return word.partition("=")[0].replace("_", "-")
 
 
 def _last_value(words: Sequence[str], option: str, default: str) -> str:
-    """Return the value of an option; the last one counts."""
     value = default
     for word, following in zip(words, [*words, ""][1:], strict=True):
         if _option(word) == option:
@@ -315,7 +313,6 @@ def conclude(
 
 
 def _contradiction(agent: AgentResult | None, notes: Sequence[ExitNote], how: str) -> str:
-    """Return what contradicts an exit code of 0; empty if nothing."""
     if agent is None:
         return f"torchrun {how}"
     if agent.outcome == "ranks failed":
@@ -332,7 +329,6 @@ def _contradiction(agent: AgentResult | None, notes: Sequence[ExitNote], how: st
 
 
 def _without_verdict(agent: AgentResult | None, how: str, signals: Sequence[int]) -> Conclusion:
-    """Conclude a run in which no rank came as far as a verdict."""
     code = BROKEN_EXIT
     if agent is None:
         if signals:

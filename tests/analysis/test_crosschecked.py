@@ -136,9 +136,10 @@ def test_the_commands_measure_each_size_of_the_run_with_its_ranks():
         collective({"1 GB": 440.0}, name="all_to_all", dtype="fp32", hosts=2),
         hosts=2,
     )
-    assert list(program_commands(run.points)) == [
-        "all_reduce_perf -b 1000000 -e 1000000000 -f 1000 -g 8 -d bfloat16 -c 1 > all_reduce-bf16-8-1.txt",
-        "mpirun -np 16 alltoall_perf -b 1000000000 -e 1000000000 -g 1 -d float -c 1 > all_to_all-fp32-16-1.txt",
+    assert program_commands(run.points) == [
+        "all_reduce_perf -b 1000000 -e 1000000 -g 8 -d bfloat16 -c 1 > all_reduce-bf16-8-1MB.txt",
+        "all_reduce_perf -b 1000000000 -e 1000000000 -g 8 -d bfloat16 -c 1 > all_reduce-bf16-8-1GB.txt",
+        "mpirun -np 16 alltoall_perf -b 1000000000 -e 1000000000 -g 1 -d float -c 1 > all_to_all-fp32-16-1GB.txt",
     ]
 
 

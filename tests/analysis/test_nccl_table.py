@@ -1,14 +1,12 @@
-"""The table of nccl-tests: what is read of it, and what is refused; the sizes that it is asked for."""
+"""The table of nccl-tests: what is read of it, and what is refused."""
 
 from __future__ import annotations
 
-import hypothesis
 import pytest
 from each import of_each
-from hypothesis import strategies
 from nccl_tests import table
 
-from pytest_gpucluster.analysis.nccl_tests import IN_PLACE, OUT_OF_PLACE, ranges, read_table, size_arguments
+from pytest_gpucluster.analysis.nccl_tests import IN_PLACE, OUT_OF_PLACE, read_table
 from pytest_gpucluster.errors import OutputError
 
 SIZES = {1_000_000: 40.4, 1_000_000_000: 442.28}
@@ -69,23 +67,3 @@ def test_what_is_no_whole_table_is_refused(case):
     text, message = BAD[case]
     with pytest.raises(OutputError, match=f"(?s)^out.txt.*{message}"):
         read_table(text, "out.txt")
-
-
-@of_each(
-    "case",
-    [
-        ([10**6, 10**7, 10**8, 10**9], ["-b 1000000 -e 1000000000 -f 10"]),
-        ([2**29, 2**30, 2**31], ["-b 536870912 -e 2147483648 -f 2"]),
-        ([10**6, 2**29, 10**9, 2**30], ["-b 1000000 -e 1000000000 -f 1000", "-b 536870912 -e 1073741824 -f 2"]),
-        ([10**6], ["-b 1000000 -e 1000000"]),
-    ],
-)  # fmt: skip
-def test_as_few_starts_as_a_factor_allows(case):
-    sizes, expected = case
-    assert [" ".join(size_arguments(each)) for each in ranges(sizes)] == expected
-
-
-@hypothesis.given(strategies.lists(strategies.integers(1, 5000), max_size=12))
-def test_every_size_is_asked_for_once_and_no_other(sizes):
-    asked = [size for each in ranges(sizes) for size in each]
-    assert sorted(asked) == sorted(set(sizes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -35,18 +34,14 @@ def crosscheck(*words, run="run"):
 
 def test_without_an_output_the_commands_are_printed_and_nothing_is_agreed(folder, capsys):
     assert crosscheck() == 5
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("all_reduce_perf -b 1000000 -e 1000000000 -f 1000 -g 8 -d bfloat16 -c 1 > ")
-
-
-def test_agreement_is_0(folder, capsys):
-    assert crosscheck("--output", "good.txt") == 0
-    assert re.search(r"^AGREEMENT: .* 5 % .*\(2 agree\)", capsys.readouterr().out, re.MULTILINE)
+    line, _ = capsys.readouterr().out.splitlines()
+    assert line.startswith("all_reduce_perf -b 1000000 -e 1000000 -g 8 -d bfloat16 -c 1 > ")
 
 
 @pytest.mark.parametrize(
     ("text", "name", "words", "code", "message"),
     [
+        (table(GOOD), "{}", [], 0, "(2 agree)"),
         (table(GOOD | {GB: 300.0}), "{}", [], 1, "FINDING: busbw"),
         (table(GOOD, wrong=3), "{}", [], 1, "FINDING: nccl-tests"),
         (table(GOOD, bounds=1), "{}", [], 1, "FINDING: nccl-tests"),
@@ -83,12 +78,6 @@ def test_a_journal_with_nothing_to_compare_is_reported(folder, capsys):
     assert crosscheck(run="matmul") == 5
     assert "no busbw" in capsys.readouterr().err
     assert crosscheck(run="none") == 3
-
-
-def test_an_unreadable_output_is_never_agreement(folder, capsys):
-    assert crosscheck("--output", "good.txt", "--output", "none.txt") == 6
-    out, err = capsys.readouterr()
-    assert (out, "none.txt" in err) == ("", True)
 
 
 def test_the_json_has_all_of_it(folder, capsys):

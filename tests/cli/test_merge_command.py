@@ -47,13 +47,6 @@ def test_a_cut_journal_is_merged_as_far_as_it_goes_and_that_is_reported(runs, ca
     assert f"{path}: its last line " in capsys.readouterr().err
 
 
-def test_a_verdict_that_is_bad_is_merged_all_the_same(runs, capsys):
-    write(runs / "c", case(MATMUL, "failed", message="slow"), run_id="r3", started_at=LATER)
-    assert main(["runs", "merge", str(runs / "a"), str(runs / "c"), "--out", str(runs / "m")]) == 0
-    assert "REJECTED, exit code 1" in capsys.readouterr().out
-    assert main(["verdict", str(runs / "m")]) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pytest_gpucluster.errors import EnvironmentBroken, OptionError
+from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.runners import sweep
 from pytest_gpucluster.runners.sweep_slurm import Step
 
@@ -44,25 +44,6 @@ def test_the_end_of_its_output_is_the_hint(tmp_path, output, hint):
     assert (ended.exit, ended.stop_reason, ended.hint, ended.log) == (7, "", hint, str(tmp_path / "n1.log"))
 
 
-def test_at_its_deadline_it_is_asked_to_end(tmp_path):
-    ended = end_of(step(tmp_path, "import time; time.sleep(600)", within=0.1))
-    assert (ended.exit, ended.stop_reason) == (-15, ended.stop_reason)
-    assert "0.1 s" in ended.stop_reason
-
-
-def test_one_that_is_deaf_is_killed_and_has_no_exit_code(tmp_path):
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-    )
-    started = step(tmp_path, code, grace=0.2)
-    until = time.monotonic() + 60
-    while (tmp_path / "n1.log").read_text() != "deaf\n" and time.monotonic() < until:
-        time.sleep(0.02)
-    started.stop("the sweep ended")
-    ended = end_of(started)
-    assert (ended.exit, ended.stop_reason) == (None, "the sweep ended")
-
-
 def test_one_that_cannot_be_started_is_named(tmp_path):
     with pytest.raises(EnvironmentBroken, match="no-such-srun"):
         Step(["no-such-srun"], environ={}, reports=tmp_path / "n1", within_seconds=1, grace=1)
@@ -84,9 +65,3 @@ def test_what_it_prints_is_returned():
 def test_anything_else_is_an_error(command, within, message):
     with pytest.raises(EnvironmentBroken, match=message):
         sweep.run_tool(command, within_seconds=within)
-
-
-def test_a_missing_program_is_named():
-    sweep.require_tool("sh")
-    with pytest.raises(OptionError, match="no-such-program"):
-        sweep.require_tool("sh", "no-such-program")

@@ -15,7 +15,6 @@ from fake_slurm import REJECTED, FakeSlurm, leaves
 from sessions import Process, environment
 
 from pytest_gpucluster.cli import main
-from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.runners import sweep_slurm
 
 PASSED = leaves()
@@ -223,13 +222,6 @@ def test_a_missing_program_of_slurm_is_named(fake, sweep, monkeypatch):
     code, _, printed = sweep("n[1-2]")
     assert code == 2
     assert "srun " in printed.err
-
-
-def test_the_nodes_of_the_job_are_swept_where_none_are_named():
-    environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu-[003,007]"}
-    assert sweep_slurm.allocated_nodes(environ, None) == ("gpu-003", "gpu-007")
-    with pytest.raises(OptionError, match="salloc"):
-        sweep_slurm.allocated_nodes({"SLURM_JOB_NODELIST": "a"}, None)
 
 
 def test_a_task_on_a_strange_node_does_not_take_part():

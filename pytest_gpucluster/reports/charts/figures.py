@@ -84,7 +84,6 @@ def by_number(name: object) -> list[tuple[str, int]]:
 
 
 def _find(folder: Path | None, nodeid: str, pattern: str) -> list[Path]:
-    """Return the files of a test that match a pattern, also in the folders of local workers."""
     try:
         paths = [path for place in artifact_folders(folder, nodeid) for path in place.glob(pattern)]
         return sorted(paths, key=by_number)[:_MOST_FILES]
@@ -127,7 +126,6 @@ _MOST_SWEEPS = 6
 
 
 def _sweeps(result: TestResult) -> Iterator[Figure]:
-    """Yield a figure for each metric with several sizes."""
     groups: dict[tuple[str, tuple[tuple[str, str], ...]], dict[float, JudgedMetric]] = {}
     for judged in result.measurements:
         size = _size_label(judged)
@@ -257,7 +255,6 @@ class _Survey:
 
 
 def _link_maps(result: TestResult, folder: Path | None) -> Iterator[Figure]:
-    """Yield the maps of each survey in a test's artifacts."""
     for path in _find(folder, result.nodeid, "links-*.json")[:_MOST_MAPS]:
         try:
             survey = _read_survey(path)
@@ -314,7 +311,6 @@ def _link_map(survey: _Survey, title: str, ranks: Sequence[int], more: str) -> F
 
 
 def _survey_caption(survey: _Survey, ranks: Container[int]) -> str:
-    """Return the culprits among these ranks, at most three, and the median of all links."""
     here = [each for each in survey.culprits if each.ranks is None or any(rank in ranks for rank in each.ranks)]
     parts = [f"{one_line(each.text, 300).rstrip('.')}." for each in here if each.text][:3]
     if survey.not_measured:
@@ -330,7 +326,6 @@ _MOST_GROUPS = 4
 
 
 def _loss_curves(result: TestResult, folder: Path | None) -> Iterator[Figure]:
-    """Yield the loss over the steps of each group of ranks of a LoRA training."""
     paths = _find(folder, result.nodeid, "curve-*.csv")
     limit = next((one.limit.max for one in result.measurements if one.metric == "lora.final_loss" and one.limit), None)
     for number, path in enumerate(paths[:_MOST_GROUPS], start=1):
@@ -343,7 +338,6 @@ def _loss_curves(result: TestResult, folder: Path | None) -> Iterator[Figure]:
 
 
 def _loss_curve(path: Path, title: str, limit: float | None, more: int) -> Figure:
-    """Return a loss over its steps, with held-out loss and the limit of the mean of the last steps, in nats."""
     _size(path)
     try:
         curve = read_csv(path)

@@ -136,7 +136,6 @@ def line_chart(
 
 
 def _drawable(line: Line, log_x: bool) -> list[tuple[float, float]]:
-    """Return the points that can be drawn, at most 240."""
     points = [(x, y) for x, y in line.points if math.isfinite(x) and (x > 0 or not log_x)]
     every = max(1, math.ceil(len(points) / _MOST_POINTS))
     return [*points[::every], points[-1]] if points and (len(points) - 1) % every else points[::every]
@@ -175,7 +174,6 @@ def _horizontal_axis(
 
 
 def _end_labels(drawing: Drawing, labels: Iterable[tuple[float, str, str]], *, x: float, lowest: float) -> None:
-    """Write names at the ends of lines, without overlap: (place of the end, name, colour)."""
     ordered = sorted((label for label in labels if label[1]), key=lambda label: label[0])
     places: list[float] = []
     for at, _, _ in ordered:
@@ -296,7 +294,6 @@ def _missing(judged: JudgedMetric, values: Mapping[int, float]) -> list[int]:
 
 
 def _hosts(journal: Journal, places: Mapping[int, float]) -> list[tuple[float, str]]:
-    """Return the middle of each host's ranks, and its name."""
     found = []
     hosts = {rank: place.host if (place := journal.place(rank)) is not None else "" for rank in places}
     for host, members in itertools.groupby(places, key=hosts.__getitem__):

@@ -113,7 +113,6 @@ def text_width(text: str, size: float = 11) -> float:
 
 
 def _safe(text: str, characters: int) -> str:
-    """Return a text on one line without direction characters."""
     return printable(one_line(text, characters))
 
 

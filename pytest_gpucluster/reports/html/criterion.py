@@ -176,14 +176,12 @@ _TELEMETRY = 24
 
 
 def _shared_labels(result: TestResult) -> Mapping[str, str]:
-    """Return the labels with the same value in all measurements of a test, if there are several."""
     judged = result.measurements
     first = judged[0].labels if len(judged) > 1 else {}
     return {key: value for key, value in first.items() if all(each.labels.get(key) == value for each in judged)}
 
 
 def _short_name(judged: JudgedMetric, shared: Mapping[str, str]) -> str:
-    """Return a measurement's name without the shared labels."""
     own = {key: value for key, value in judged.labels.items() if key not in shared}
     return word(metric_name(replace(judged, labels=own)))
 
@@ -241,7 +239,6 @@ def baseline_text(judged: JudgedMetric) -> str:
 
 
 def _by_rank(result: TestResult, journal: Journal) -> list[dict[str, Any]]:
-    """Return the values of each rank for the failed measurements, else for the deciding one."""
     chosen = [each for each in result.measurements if each.status in ("failed", "error")]
     deciding = headline(result.measurements)
     found = []

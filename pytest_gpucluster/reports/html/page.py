@@ -130,7 +130,6 @@ def _run_facts(journal: Journal) -> list[tuple[str, str]]:
 
 
 def _limits_table(journal: Journal) -> Table | None:
-    """Return each limit that a value was compared with, with its place and its source."""
     uses = Counter(
         (judged.metric, limit_text(judged), judged.limit.source or "not named", judged.limit.origin or "unknown")
         for result in journal.results
@@ -143,7 +142,6 @@ def _limits_table(journal: Journal) -> Table | None:
 
 
 def _merged_table(journal: Journal) -> Table | None:
-    """Return the runs that were merged into this one; None if it was not merged."""
     rows = [
         (str(number), each.run_id, each.started_at, f"{each.verdict}, exit code {each.exit}", each.journal, each.sha256)
         for number, each in enumerate(journal.run.merged_from, start=1)
@@ -183,7 +181,6 @@ def _tone(overview: Outline) -> str:
 
 
 def _details(environment: Environment, rows: Sequence[Row], journal: Journal, files: RunFiles) -> list[_Details]:
-    """Return the details of each row, failures first, until the page has its maximum size."""
     template = environment.get_template("details.html.j2")
     left = DETAILS_BYTES
     found = []
@@ -210,7 +207,6 @@ def _full(what: str) -> str:
 
 
 def _problems(journal: Journal) -> list[tuple[str, str, str, str]]:
-    """Return problems outside of any test: (name, outcome, message, text)."""
     problems = [
         (word(problem.name), problem.outcome, line(problem.message), passage(problem.text, 8192))
         for problem in journal.problems[:_PROBLEMS]
@@ -238,7 +234,6 @@ def _environment() -> Environment:
 
 
 def _asset(environment: Environment, name: str) -> Markup:
-    """Return a file of this package as trusted markup."""
     assert environment.loader is not None
     return Markup(environment.loader.get_source(environment, name)[0])
 
