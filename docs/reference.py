@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from pytest_gpucluster import fixtures, plugin
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.judge.limits import EVERY_SKU, KNOWN_LABELS, TOPOLOGY
+from pytest_gpucluster.judge.limits import EVERY_SKU
 from pytest_gpucluster.metrics import datasheets, measurement, units
 from pytest_gpucluster.node.fabric.nccl_rules import RULES
 from pytest_gpucluster.node.health.xid_table import Entry
@@ -70,7 +71,7 @@ def page() -> str:
             *_fixtures(),
             *_hooks(),
             *_metrics(),
-            *_limits(),
+            *_units(),
             *_skus(),
             *_commands(),
         ]
@@ -210,18 +211,24 @@ def _commands() -> Iterator[str]:
         ((f"[`gpucluster {word}`](#gpucluster-{word})", does) for word, does in main.COMMANDS.items()),
     )
     yield "2 is wrong usage everywhere; 141 means that the reader of the output has closed it.\n"
+    listed: dict[tuple[str, str], str] = {}
     for word in main.COMMANDS:
         parser = argparse.ArgumentParser(prog=f"gpucluster {word}")
         main.load(word).configure(parser)
-        yield from _command(parser, "###", epilogs=[])
+        yield from _command(parser, "###", [], listed)
         if word == "run":
             parser = argparse.ArgumentParser(prog=f"gpucluster {word} {main.HOSTS}")
             main.load("run_hosts").configure(parser)
-            yield from _command(parser, "####", epilogs=[])
+            yield from _command(parser, "####", [], listed)
 
 
-def _command(parser: argparse.ArgumentParser, level: str, epilogs: list[str]) -> Iterator[str]:
-    """Yield the section of one command: from its arguments, for argparse's help differs between versions of Python."""
+def _command(
+    parser: argparse.ArgumentParser, level: str, epilogs: list[str], listed: dict[tuple[str, str], str]
+) -> Iterator[str]:
+    """Yield the section of one command: from its arguments, for argparse's help differs between versions of Python.
+
+    ``listed`` has the rows of earlier commands: of those that share several with this one, the names are repeated only.
+    """
     yield f"{level} {parser.prog}\n"
     for paragraph in (parser.description or "").strip().split("\n\n"):
         preformatted = re.search(r"^  ", paragraph, re.MULTILINE)
@@ -229,8 +236,16 @@ def _command(parser: argparse.ArgumentParser, level: str, epilogs: list[str]) ->
     if parser.usage:
         yield f"```text\n{textwrap.dedent(parser.usage).strip()}\n```\n"
     rows = [row for action in parser._actions if (row := _argument(action, parser.prog))]
-    if rows:
-        yield from _table(("argument", "meaning"), rows)
+    earlier = Counter(listed[row] for row in rows if row in listed)
+    shared = [row for row in rows if earlier[listed.get(row, "")] > 3]
+    own = [row for row in rows if row not in shared]
+    if own:
+        yield from _table(("argument", "meaning"), own)
+    for prog in dict.fromkeys(listed[row] for row in shared):
+        names = ", ".join(row[0] for row in shared if listed[row] == prog)
+        anchor = re.sub(r"[^\w -]", "", prog).replace(" ", "-")
+        yield f"As for [{prog}](#{anchor}): {names}.\n"
+    listed.update((row, parser.prog) for row in own)
     for title, text in _parts(parser.epilog or ""):
         if text not in epilogs:
             epilogs.append(text)
@@ -238,7 +253,7 @@ def _command(parser: argparse.ArgumentParser, level: str, epilogs: list[str]) ->
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
-                yield from _command(inner, f"{level}#", epilogs)
+                yield from _command(inner, f"{level}#", epilogs, listed)
 
 
 def _argument(action: argparse.Action, prog: str) -> tuple[str, str] | None:
@@ -287,13 +302,7 @@ def _metrics() -> Iterator[str]:
     )
 
 
-def _limits() -> Iterator[str]:
-    yield "## Conditions of a limit\n"
-    names = [*TOPOLOGY, *KNOWN_LABELS]
-    yield (
-        f"Under `when`: {_listed(names)}, and under `labels:` any other label of a measurement. A condition is a value,"
-        " `X or more`, `below X` or `X to Y`.\n"
-    )
+def _units() -> Iterator[str]:
     yield "## Units\n"
     dimensions: dict[str, list[str]] = {}
     for unit in units.UNITS.values():
