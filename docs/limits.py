@@ -30,9 +30,10 @@ From `thresholds.yaml`, the data sheets and `pytest_gpucluster/judge/evidence.ts
 own another limit may decide: `gpucluster thresholds explain` shows which.
 
 - **GPU**: the SKUs that share the limit; a SKU that is `like` another has its limits, where it has none of its own. A
-  SKU that stands in no row of a metric, nor "every", has no limit there: it is never judged a pass.
-- **limit**: `>= 700 of 989` is a limit of 700 and a data sheet peak of 989. `expected` is shown, never judged; `over`
-  is the transport that must carry it. A share of the others' median is demanded of each rank in addition.
+  SKU's own row decides before one of "every". Where neither has a limit for what was measured, that is never a pass.
+- **limit**: `>= 700 of 989` is a limit of 700 and a data sheet peak of 989, above which a value is an error. `expected`
+  is shown, never judged; `over` is the transport that must carry it. A share of the others' median is demanded of each
+  rank in addition.
 - **published**: n healthy, comparable values of others that the floor would judge: the lowest, median and highest; the
   highest of faulty hardware; and what every GPU may lose and still pass, 1 - floor / median. An asterisk: all are the
   best of many shapes, which is more than the judged shape gives. Empty: nothing is published; the source says from what
