@@ -1,30 +1,26 @@
 """Boards for ranks that are threads of one process: what one posts, all can read."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 
 class SharedBoard:
     """The notices of all ranks. Values go through JSON, as on the run's own board."""
 
-    def __init__(self) -> None:
-        self.notices: dict[tuple[str, int], str] = {}
-        self.read_by: dict[int, int] = {}
+    def __init__(self):
+        self.notices = {}
+        self.read_by = {}
         self._changed = threading.Condition()
 
-    def of(self, rank: int) -> BoardOfRank:
+    def of(self, rank):
         return BoardOfRank(self, rank)
 
-    def run(self, ranks: Sequence[int], do: Callable[[int], Any]) -> dict[int, Any]:
+    def run(self, ranks, do):
         """Call ``do`` for each rank at once; return what each returned, or raised."""
-        found: dict[int, Any] = {}
+        found = {}
 
-        def one(rank: int) -> None:
+        def one(rank):
             try:
                 found[rank] = do(rank)
             except Exception as error:  # the test looks at it
@@ -40,16 +36,16 @@ class SharedBoard:
 
 
 class BoardOfRank:
-    def __init__(self, shared: SharedBoard, rank: int) -> None:
+    def __init__(self, shared, rank):
         self._shared, self._rank = shared, rank
 
-    def post(self, name: str, value: Any) -> None:
+    def post(self, name, value):
         with self._shared._changed:
             assert (name, self._rank) not in self._shared.notices, "once under each name"
             self._shared.notices[name, self._rank] = json.dumps(value)
             self._shared._changed.notify_all()
 
-    def read(self, name: str, ranks: Sequence[int], *, within_seconds: float) -> Mapping[int, Any]:
+    def read(self, name, ranks, *, within_seconds):
         until = time.monotonic() + within_seconds
         keys = {rank: (name, rank) for rank in ranks}
         with self._shared._changed:

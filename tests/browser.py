@@ -1,17 +1,9 @@
 """A browser without a window."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from programs import require_program
-
-if TYPE_CHECKING:
-    from selenium.webdriver import Chrome
 
 _PAGE_SECONDS = 60
 _OPTIONS = (
@@ -23,7 +15,7 @@ _OPTIONS = (
 
 
 @contextlib.contextmanager
-def browser(*, scripts: bool = True) -> Iterator[Chrome]:
+def browser(*, scripts=True):
     """Start Chromium without a window, with or without JavaScript; it ends with the block."""
     binary, driver_binary = require_program("chromium"), require_program("chromedriver")
     webdriver = pytest.importorskip("selenium.webdriver")
@@ -45,27 +37,27 @@ def browser(*, scripts: bool = True) -> Iterator[Chrome]:
         chrome.quit()
 
 
-def open_file(chrome: Chrome, path: Path) -> None:
+def open_file(chrome, path):
     """Load a page from disk, with a log that begins here."""
     assert path.is_file(), path
     chrome.get("about:blank")
     for kind in ("browser", "performance"):
-        chrome.get_log(kind)  # type: ignore[attr-defined]  # Chromium's own, not in the stubs
+        chrome.get_log(kind)
     chrome.get(path.resolve().as_uri())
 
 
-def console(chrome: Chrome) -> list[str]:
+def console(chrome):
     """Return what the page has written to the console since it was opened: errors, and what its policy forbade."""
-    return [str(entry["message"]) for entry in chrome.get_log("browser")]  # type: ignore[attr-defined]
+    return [str(entry["message"]) for entry in chrome.get_log("browser")]
 
 
-def requests(chrome: Chrome) -> list[str]:
+def requests(chrome):
     """Return the address of every request since the page was opened; what is in the page itself is none."""
     import json
 
-    sent: dict[str, str] = {}
-    for entry in chrome.get_log("performance"):  # type: ignore[attr-defined]
-        event: dict[str, Any] = json.loads(entry["message"])["message"]
+    sent = {}
+    for entry in chrome.get_log("performance"):
+        event = json.loads(entry["message"])["message"]
         told = event.get("params", {})
         if event.get("method") == "Network.requestWillBeSent":
             sent[str(told["requestId"])] = str(told["request"]["url"])

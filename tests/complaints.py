@@ -1,17 +1,14 @@
 """Messages by what they name: places, names, numbers, in their order, and not by their words."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
 
 
-def in_order(text: str, words: str) -> bool:
+def in_order(text, words):
     """Tell whether a text has all of these words, one behind the other, with anything between them."""
     return re.search(".*?".join(map(re.escape, words.split())), text, re.DOTALL) is not None
 
 
-def require_complaints(lines: Sequence[str], wanted: Sequence[str], *, file: str = "my.yaml:") -> None:
+def require_complaints(lines, wanted, *, file="my.yaml:"):
     """Check that each line is about this file, and that it begins with the place of its entry and has its words.
 
     The first word is the place, "5:33:".

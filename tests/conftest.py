@@ -1,7 +1,5 @@
 """What tests of whole pytest sessions share."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
@@ -14,9 +12,7 @@ import programs
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sessions import Project
+    pass
 
 # How long an example takes says something about the machine only: other tests, and what is first imported in it.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -30,16 +26,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_only_in_all: list[str] = []
+_only_in_all = []
 """Tests that this run leaves to ``make test-all``."""
 
 
-def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+def pytest_deselected(items):
     """Note what is left to the larger tier."""
     _only_in_all.extend(item.nodeid for item in items if item.get_closest_marker("extended"))
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     """Skip a test of a GPU where there is none. Torch is asked only where such a test is to run."""
     if item.get_closest_marker("cuda"):
         import torch
@@ -48,7 +44,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a GPU")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Say what has not been run, and what it takes."""
     skipped = terminalreporter.stats.get("skipped", [])
     without_gpu = sum("needs a GPU" in str(report.longrepr) for report in skipped)
@@ -62,7 +58,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
+def project(pytester, monkeypatch):
     """A folder with a suite that turns the plugin on by its ini file, in a clean environment."""
     import sessions  # imports torch, which other tests do without
 
@@ -70,7 +66,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
     return sessions.Project(pytester)
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure():
     """End the fork servers, say what CPU time the tests took, and let go of batches from a DataLoader's workers.
 
     Once pytest has put modules back that a test had changed, torch's own references to them complain at the end of the

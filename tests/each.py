@@ -1,11 +1,8 @@
 """A test over hundreds of cases, without an id for each: it tries all of them and lists every miss."""
 
-from __future__ import annotations
-
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -13,9 +10,7 @@ _T = TypeVar("_T")
 _SHOWN = 50
 
 
-def of_each(
-    argument: str, cases: Sequence[_T], name: Callable[[_T], str] = str
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def of_each(argument, cases, name=str):
     """Call the decorated test once for each case, and fail it with every case that has failed.
 
     Args:
@@ -24,9 +19,9 @@ def of_each(
         name: how a case is called in the failure.
     """
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+    def decorate(test):
         @functools.wraps(test)
-        def try_all(**given: Any) -> None:
+        def try_all(**given):
             assert cases, "there is nothing to try"
             misses = []
             for case in cases:
@@ -39,8 +34,8 @@ def of_each(
 
         signature = inspect.signature(test)
         kept = [given for given in signature.parameters.values() if given.name != argument]
-        del try_all.__wrapped__  # type: ignore[attr-defined]  # pytest would take its signature
-        try_all.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        del try_all.__wrapped__
+        try_all.__signature__ = signature.replace(parameters=kept)
         return try_all
 
     return decorate

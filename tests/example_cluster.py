@@ -10,7 +10,7 @@ import hashlib
 import math
 import random
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from pytest_gpucluster.agreement.exchange import RankOutcome, merge
 from pytest_gpucluster.config.workload import WorkloadRecord
-from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
+from pytest_gpucluster.isolation.finding import Outcome
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.records import CollectedTest, TestResult
@@ -72,7 +72,7 @@ class ExampleRun:
     tests: list[CollectedTest] = field(default_factory=list)
     _at: datetime = _BEGIN
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.random = random.Random(self.seed)
         self.ranks = range(len(self.hosts) * self.per_node)
         self.who = [self._identity(rank) for rank in self.ranks]
@@ -80,7 +80,7 @@ class ExampleRun:
 
     # ---- the ranks -------------------------------------------------------------------------------------------
 
-    def _identity(self, rank: int) -> dict[str, Any]:
+    def _identity(self, rank):
         node, local = divmod(rank, self.per_node)
         gpu = None
         if self.has_gpus:
@@ -107,36 +107,25 @@ class ExampleRun:
             "versions": dict(GPU_VERSIONS if self.has_gpus else CPU_VERSIONS),
         }
 
-    def _name(self, rank: int) -> str:
+    def _name(self, rank):
         who = self.who[rank]
         gpu = f", GPU {who['gpu']['index']} {who['gpu']['uuid'][:12]}…" if who["gpu"] else ""
         return f"rank {rank} ({who['host']}{gpu})"
 
-    def ranks_of(self, node: int) -> range:
+    def ranks_of(self, node):
         """Return the ranks of a node."""
         return range(node * self.per_node, (node + 1) * self.per_node)
 
     # ---- values ----------------------------------------------------------------------------------------------
 
-    def series_of(self, center: float) -> Any:
+    def series_of(self, center):
         """Return samples around a value as a benchmark takes them."""
         samples = [self.random.gauss(center, 0.006 * abs(center)) for _ in range(12)]
         settled = is_settled(samples, _SAMPLING)
         spent = _SAMPLING.window_seconds if settled else _SAMPLING.at_most_seconds
         return series(samples, _SAMPLING, spent_seconds=spent)
 
-    def values(
-        self,
-        metric: str,
-        center: float,
-        *,
-        unit: str,
-        others: Mapping[int, float] | None = None,
-        telemetry: Mapping[int, Mapping[str, Any]] | None = None,
-        record_only: bool = False,
-        exact: bool = False,
-        **labels: object,
-    ) -> dict[int, list[Measurement]]:
+    def values(self, metric, center, *, unit, others=None, telemetry=None, record_only=False, exact=False, **labels):
         """Return a metric's value of each rank, near ``center`` but for ``others``; ``exact``: just that, unsampled."""
         found = {}
         for rank in self.ranks:
@@ -147,9 +136,7 @@ class ExampleRun:
             found[rank] = [one]
         return found
 
-    def watched(
-        self, *, seconds: float = 3.2, watts: float = 690.0, hot: Mapping[int, float] | None = None
-    ) -> dict[int, dict[str, Any]]:
+    def watched(self, *, seconds=3.2, watts=690.0, hot=None):
         """Return what each rank's GPU did during a window; ``hot``: how long heat has slowed some of them, in s."""
         if not self.has_gpus:
             return {}
@@ -171,7 +158,7 @@ class ExampleRun:
 
     # ---- lines -----------------------------------------------------------------------------------------------
 
-    def begin(self, *, workload: Mapping[str, str] | None = None) -> None:
+    def begin(self, *, workload=None):
         """The first lines: the run, the cluster, limits, environment and workload."""
         device = "cuda" if self.has_gpus else "cpu"
         nodes = len(self.hosts)
@@ -233,14 +220,14 @@ class ExampleRun:
         )
         self.lines.append(record.line())
 
-    def collect(self, criteria: Mapping[str, str | None]) -> None:
+    def collect(self, criteria):
         """The line of collected tests: nodeid -> criterion."""
         for at, (nodeid, criterion) in enumerate(criteria.items()):
             location = (nodeid.partition("::")[0], 18 + 9 * at, "")
             self.tests.append(CollectedTest.of(nodeid, location, criterion))
         self.lines.append({"type": "collected", "tests": [asdict(test) for test in self.tests], "manifest": True})
 
-    def start(self, nodeid: str) -> TestRecord:
+    def start(self, nodeid):
         """The line of a test that begins; return its record."""
         self._at += timedelta(milliseconds=40)
         test = next(test for test in self.tests if test.nodeid == nodeid)
@@ -248,20 +235,10 @@ class ExampleRun:
         self.lines.append({"type": "start", "nodeid": nodeid, "at": record.started_at, "deadline_seconds": 300.0})
         return record
 
-    def test(
-        self,
-        nodeid: str,
-        *measured: Values,
-        seconds: float = 12.0,
-        bad: Mapping[int, RankOutcome] | None = None,
-        properties: Sequence[tuple[str, str]] = (),
-        telemetry: Mapping[int, Mapping[str, Any]] | None = None,
-        printed: str = "",
-        isolated: tuple[IsolationResult, Callable[[int], str]] | None = None,
-    ) -> dict[str, Any]:
+    def test(self, nodeid, *measured, seconds=12.0, bad=None, properties=(), telemetry=None, printed="", isolated=None):
         """The lines of a whole test: what every rank measured, and how those ended that did not simply pass."""
         record = self.start(nodeid)
-        by_rank: dict[int, list[Measurement]] = {rank: [] for rank in self.ranks}
+        by_rank = {rank: [] for rank in self.ranks}
         for values in measured:
             for rank, found in values.items():
                 by_rank[rank] += found
@@ -286,14 +263,14 @@ class ExampleRun:
         return self._finish(record, seconds)
 
     @staticmethod
-    def _spent(rank: int, seconds: float) -> list[float]:
+    def _spent(rank, seconds):
         """Return where a test's time went, in the order of ``time_spent.PARTS``: of four ranks each waits longer for
         the others, and is done with measuring earlier."""
         waits = 0.002 * seconds * (1 + rank % 4)
         shares = [0.004, 0.14 * seconds, 0.6 * seconds - waits, 0.22 * seconds, 0.01 * seconds + waits]
         return [round(share, 4) for share in (*shares, seconds + 0.004 - sum(shares))]
 
-    def _isolated(self, record: TestRecord, found: IsolationResult, name: Callable[[int], str]) -> None:
+    def _isolated(self, record, found, name):
         units = sorted({unit for outcomes in found.rounds for one in outcomes for unit in one.members})
         record.isolation = isolation.isolation_json(found, {unit: name(unit) for unit in units}, seconds=48.2)
         record.properties.append(("exclude", f"{FOLDER}/exclude.txt"))
@@ -301,7 +278,7 @@ class ExampleRun:
         record.text = f"{record.text}\n\n{isolation.describe(found, name, seconds=48.2)}"
         record.culprits |= {rank for one in found.culprits for node in one.units for rank in self.ranks_of(node)}
 
-    def skip(self, nodeid: str, why: str, *, applies: bool = False) -> None:
+    def skip(self, nodeid, why, *, applies=False):
         """The lines of a test that is skipped on every rank; if it ``applies``, it is missed."""
         record = self.start(nodeid)
         record.applicable = applies
@@ -310,7 +287,7 @@ class ExampleRun:
         record.spent = {rank: [0.0, 0.0, 0.0, 0.0, 0.002, 0.001] for rank in self.ranks}
         self._finish(record, 0.003)
 
-    def lose(self, nodeid: str, rank: int, why: str) -> None:
+    def lose(self, nodeid, rank, why):
         """The lines of a test in which a rank is lost, which ends the run."""
         record = self.start(nodeid)
         message = f"{self.names[rank]} is lost during call of {nodeid}: {why}"
@@ -328,7 +305,7 @@ class ExampleRun:
         record.add("call", outcome="failed", message=merged.message, text=merged.text, seconds=31.5, merged=merged)
         self._finish(record, 31.5)
 
-    def end(self, *, properties: Sequence[tuple[str, str]] = ()) -> verdict.Verdict:
+    def end(self, *, properties=()):
         """The closing lines, with the verdict that this run deserves."""
         self.lines += [{"type": "property", "name": name, "value": value} for name, value in properties]
         done = {result.nodeid for result in self.results}
@@ -360,7 +337,7 @@ class ExampleRun:
         )
         return decided
 
-    def _finish(self, record: TestRecord, seconds: float) -> dict[str, Any]:
+    def _finish(self, record, seconds):
         self._at += timedelta(seconds=seconds)
         self.results.append(record.result())
         line = record.line()
@@ -372,7 +349,7 @@ class ExampleRun:
         self.lines.append(line)
         return line
 
-    def _judge(self) -> Any:
+    def _judge(self):
         """What :func:`judge_merged` asks a run for."""
         gpu = "NVIDIA H100 80GB HBM3" if self.has_gpus else None
         return SimpleNamespace(
@@ -387,11 +364,11 @@ class ExampleRun:
             node_of=lambda: {who["rank"]: who["node_rank"] for who in self.who},
         )
 
-    def _now(self) -> str:
+    def _now(self):
         return self._at.isoformat(timespec="milliseconds")
 
 
-def searched(units: int, rate_of: Callable[[tuple[int, ...]], float]) -> IsolationResult:
+def searched(units, rate_of):
     """Let the planner search for the culprit among nodes; ``rate_of`` tells the busbw of a group in GB/s."""
     planner = Planner(range(units), floor=lambda count: 400.0 if count == 1 else 350.0)
     while (groups := planner.next_round()) is not None:

@@ -1,14 +1,8 @@
 """The files that the tests of an example run leave in its folder, written by what writes them in a real run."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
-from collections.abc import Sequence
-from pathlib import Path
-
-from example_cluster import ExampleRun
 
 from pytest_gpucluster.benchmarks.burn_in import Point as CoursePoint
 from pytest_gpucluster.benchmarks.burn_in import TimeSeries
@@ -21,7 +15,7 @@ PAYLOAD_BYTES = 256_000_000
 GB = 1e9
 
 
-def links_within_nodes(run: ExampleRun, *, slow: Sequence[int] = (), seed: int = 5) -> Survey:
+def links_within_nodes(run, *, slow=(), seed=5):
     """Return what a survey of all links within nodes has found; those of the ranks in ``slow`` carry 2/5."""
     drawn = random.Random(seed)
     places = Places.of(run.who)
@@ -46,7 +40,7 @@ def links_within_nodes(run: ExampleRun, *, slow: Sequence[int] = (), seed: int =
     )
 
 
-def _reading(sender: int, receiver: int, share: float, drawn: random.Random) -> Reading:
+def _reading(sender, receiver, share, drawn):
     rate = share * drawn.gauss(372, 2.5) * GB
     return Reading(
         sender=sender,
@@ -58,14 +52,14 @@ def _reading(sender: int, receiver: int, share: float, drawn: random.Random) -> 
     )
 
 
-def write_links(folder: Path, survey: Survey) -> None:
+def write_links(folder, survey):
     """Write a survey as the links criterion does."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"links-{survey.scope}.json").write_text(json.dumps(to_json(survey)), encoding="utf-8")
     (folder / f"links-{survey.scope}.txt").write_text(survey_text(survey), encoding="utf-8")
 
 
-def loss_curve(*, steps: int = 100, final: float = 0.31, seed: int = 6) -> Curve:
+def loss_curve(*, steps=100, final=0.31, seed=6):
     """Return a loss curve that falls to about ``final``."""
     drawn = random.Random(seed)
     points = []
@@ -84,15 +78,13 @@ def loss_curve(*, steps: int = 100, final: float = 0.31, seed: int = 6) -> Curve
     return Curve(points=tuple(points), held_out=held_out, context={"model": "lora_tiny", "precision": "bf16"})
 
 
-def write_curve(folder: Path, curve: Curve) -> None:
+def write_curve(folder, curve):
     """Write a loss curve as the LoRA criteria do."""
     folder.mkdir(parents=True, exist_ok=True)
     curve.write_csv(folder / "curve-group-0.csv")
 
 
-def write_courses(
-    folder: Path, ranks: Sequence[int], *, slow: Sequence[int] = (), seconds: float = 600.0, seed: int = 7
-) -> None:
+def write_courses(folder, ranks, *, slow=(), seconds=600.0, seed=7):
     """Write the course of each rank's burn-in; those in ``slow`` get slower as they get warm."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = random.Random(seed)

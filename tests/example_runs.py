@@ -7,15 +7,10 @@
 - ``hostile``: names and messages that must never be taken for markup, commands or control sequences
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from example_cluster import ExampleRun, searched
 from example_files import links_within_nodes, loss_curve, write_courses, write_curve, write_links
@@ -23,7 +18,7 @@ from example_files import links_within_nodes, loss_curve, write_courses, write_c
 from pytest_gpucluster.agreement.exchange import RankOutcome
 from pytest_gpucluster.isolation.finding import exclude_text
 from pytest_gpucluster.isolation.link_survey import compact, culprit_lines
-from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, JournalBuilder, encode
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, JournalBuilder, encode
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 
 HOSTS = ("gpu-01", "gpu-02")
@@ -47,7 +42,7 @@ THROUGHPUT = "acceptance/test_training.py::test_throughput[fsdp-large]"
 KUBERNETES = "acceptance/test_scheduler.py::test_kubernetes"
 CHECKPOINT = "acceptance/test_checkpoint.py::test_checkpoint_bandwidth"
 
-CRITERIA: dict[str, str | None] = {
+CRITERIA = {
     HEALTH: "gpu.health",
     MATMUL: "matmul",
     MATMUL_FP8: "matmul",
@@ -78,7 +73,7 @@ HOSTILE_TEXT = (
 )
 
 
-def lines(name: str) -> list[dict[str, Any]]:
+def lines(name):
     """Return the lines of an example run.
 
     Raises: KeyError if there is no such run.
@@ -86,7 +81,7 @@ def lines(name: str) -> list[dict[str, Any]]:
     return _RUNS[name]()[0]
 
 
-def read(*told: dict[str, Any]) -> Journal:
+def read(*told):
     """Return a journal of these lines as reports read it, without samples."""
     builder = JournalBuilder(keep_samples=False)
     for line in told:
@@ -95,12 +90,12 @@ def read(*told: dict[str, Any]) -> Journal:
 
 
 @functools.cache
-def journal_of(name: str) -> Journal:
+def journal_of(name):
     """Return an example run as reports read it. It is read once."""
     return read(*lines(name))
 
 
-def write(folder: Path, name: str) -> Path:
+def write(folder, name):
     """Write an example run into a folder as a run's own: ``journal.jsonl``, artifacts, exclude.txt. Return the folder.
 
     Raises: KeyError if there is no such run.
@@ -115,7 +110,7 @@ def write(folder: Path, name: str) -> Path:
     return folder
 
 
-def _cluster(is_well: bool) -> tuple[list[dict[str, Any]], Callable[[Path], None]]:
+def _cluster(is_well):
     run = ExampleRun(hosts=HOSTS, per_node=8, seed=1)
     run.begin()
     run.collect(CRITERIA)
@@ -180,7 +175,7 @@ def _cluster(is_well: bool) -> tuple[list[dict[str, Any]], Callable[[Path], None
         )
     run.end(properties=[("site", "hall 3"), ("ticket", "OPS-1234")])
 
-    def leave(folder: Path) -> None:
+    def leave(folder):
         artifacts = folder / ARTIFACTS
         write_links(artifacts / artifacts_name(LINKS), survey)
         write_curve(artifacts / artifacts_name(LORA), curve)
@@ -199,7 +194,7 @@ _NO_WEIGHTS = (
 )
 
 
-def _matmul(run: ExampleRun, hot: dict[int, float]) -> None:
+def _matmul(run, hot):
     slow = dict.fromkeys(hot, 588.0)
     seen = run.watched(hot=hot)
     largest = run.values("matmul.bf16.tflops", 672, unit="TFLOPS", others=slow, n=16384, record_only=True)
@@ -216,7 +211,7 @@ def _matmul(run: ExampleRun, hot: dict[int, float]) -> None:
     )
 
 
-def _all_reduce(run: ExampleRun, is_well: bool) -> None:
+def _all_reduce(run, is_well):
     inside = {rank: 442.0 if is_well or rank < run.per_node else 212.0 for rank in run.ranks}
     labels = {"dtype": "bf16", "world_size": 8, "nnodes": 1, "transport": "P2P"}
     run.test(
@@ -238,9 +233,7 @@ def _all_reduce(run: ExampleRun, is_well: bool) -> None:
     )
 
 
-def _sweep(
-    run: ExampleRun, top: dict[int, float], labels: dict[str, Any], why: dict[str, str] | None = None
-) -> Iterator[Any]:
+def _sweep(run, top, labels, why=None):
     """Yield busbw and algbw of each size as the all-reduce criterion records them: small messages are all latency."""
     ranks = labels["world_size"]
     for size, payload_bytes in zip(SIZES, (1e6, 16e6, 256e6, 1e9, 8e9), strict=True):
@@ -260,12 +253,12 @@ def _sweep(
             )
 
 
-def _search() -> Any:
+def _search():
     """Search for the node that is slow by itself: the second one."""
     return searched(len(HOSTS), lambda members: 212.0 if 1 in members else 441.0)
 
 
-def _burn_in(run: ExampleRun, hot: dict[int, float]) -> None:
+def _burn_in(run, hot):
     seen = run.watched(seconds=600.0, hot=dict.fromkeys(hot, 400.0))
     labels = {"n": 16384, "load": "burn-in", "telemetry": seen}
     slow = dict.fromkeys(hot, 611.0)
@@ -281,7 +274,7 @@ def _burn_in(run: ExampleRun, hot: dict[int, float]) -> None:
     )
 
 
-def _lora(run: ExampleRun, curve: Any, *, nodeid: str = LORA) -> None:
+def _lora(run, curve, *, nodeid=LORA):
     final = sum(point.loss for point in curve.points[-10:]) / 10
     labels = {"model": "lora_tiny", "precision": "bf16", "groups": 1, "group_ranks": len(run.ranks)}
     run.test(
@@ -295,7 +288,7 @@ def _lora(run: ExampleRun, curve: Any, *, nodeid: str = LORA) -> None:
     )
 
 
-def _throughput(run: ExampleRun) -> None:
+def _throughput(run):
     labels = {"strategy": "fsdp", "model": "large", "compiled": "on"}
     run.test(
         THROUGHPUT,
@@ -310,7 +303,7 @@ _REHEARSED = {MATMUL: "matmul", HBM: "hbm", NODE_ALL_REDUCE: "nccl.all_reduce", 
 _SMALL = {"matmul.sizes": "128, 256", "matmul.window": "0.3 s", "hbm.sizes": "8 MiB, 32 MiB"}
 
 
-def _rehearsal() -> tuple[list[dict[str, Any]], Callable[[Path], None]]:
+def _rehearsal():
     run = ExampleRun(hosts=("laptop",), per_node=2, has_gpus=False, seed=2)
     run.begin(workload=_SMALL)
     run.collect(_REHEARSED)
@@ -322,7 +315,7 @@ def _rehearsal() -> tuple[list[dict[str, Any]], Callable[[Path], None]]:
     return run.lines, lambda folder: write_curve(folder / ARTIFACTS / artifacts_name(LORA), curve)
 
 
-def _rehearse(run: ExampleRun) -> None:
+def _rehearse(run):
     run.test(MATMUL, run.values("matmul.bf16.tflops", 12.5, unit="GFLOPS", n=256), seconds=1.1)
     run.test(HBM, run.values("hbm.copy.bandwidth", 7.4, unit="GB/s", size="32 MiB"), seconds=0.9)
     labels = {"dtype": "bf16", "world_size": 2, "nnodes": 1, "transport": "gloo"}
@@ -336,7 +329,7 @@ def _rehearse(run: ExampleRun) -> None:
     )
 
 
-def _broken() -> tuple[list[dict[str, Any]], Callable[[Path], None]]:
+def _broken():
     run = ExampleRun(hosts=("laptop",), per_node=2, has_gpus=False, seed=3)
     run.begin(workload=_SMALL)
     run.collect(_REHEARSED)
@@ -345,7 +338,7 @@ def _broken() -> tuple[list[dict[str, Any]], Callable[[Path], None]]:
     return run.lines, lambda _: None
 
 
-def _hostile() -> tuple[list[dict[str, Any]], Callable[[Path], None]]:
+def _hostile():
     run = ExampleRun(hosts=(HOSTILE_HOST, "n" * 10_000), per_node=2, seed=4)
     hostile = f"acceptance/test_x.py::test_<b>bold</b>[{HOSTILE_TEXT}]"
     run.begin()
@@ -368,7 +361,7 @@ def _hostile() -> tuple[list[dict[str, Any]], Callable[[Path], None]]:
     return run.lines, lambda _: None
 
 
-_RUNS: dict[str, Callable[[], tuple[list[dict[str, Any]], Callable[[Path], None]]]] = {
+_RUNS = {
     "cluster": lambda: _cluster(is_well=False),
     "accepted": lambda: _cluster(is_well=True),
     "rehearsal": _rehearsal,
@@ -378,7 +371,7 @@ _RUNS: dict[str, Callable[[], tuple[list[dict[str, Any]], Callable[[Path], None]
 NAMES = tuple(_RUNS)
 
 
-def large(ranks: int = 1024, criteria: int = 40) -> Iterator[dict[str, Any]]:
+def large(ranks=1024, criteria=40):
     """Yield the lines of a large run one by one: all of them at once would fill the memory.
 
     Every fourth criterion is a sweep of an all-reduce over ``SIZES``, the others are products and copies; one GPU in
@@ -410,18 +403,18 @@ def large(ranks: int = 1024, criteria: int = 40) -> Iterator[dict[str, Any]]:
     yield from _taken(run)
 
 
-def _taken(run: ExampleRun) -> list[dict[str, Any]]:
+def _taken(run):
     taken, run.lines = run.lines, []
     return taken
 
 
-def write_large(folder: Path, *, ranks: int = 1024, criteria: int = 40) -> Path:
+def write_large(folder, *, ranks=1024, criteria=40):
     """Write the large run into a folder, which is returned: some 0.1 GB, which take some 15 s.
 
     Its first test has left a matrix of links, its second the course of a burn-in on each rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    nodeids: list[str] = []
+    nodeids = []
     with (folder / JOURNAL_FILE).open("wb") as file:
         for line in large(ranks, criteria):
             nodeids += [line["nodeid"]] if line["type"] == "start" else []
@@ -434,5 +427,5 @@ def write_large(folder: Path, *, ranks: int = 1024, criteria: int = 40) -> Path:
     return folder
 
 
-def _large_run(ranks: int) -> ExampleRun:
+def _large_run(ranks):
     return ExampleRun(hosts=[f"gpu-{node:03}" for node in range(max(1, ranks // 8))], per_node=min(8, ranks), seed=9)

@@ -1,10 +1,6 @@
 """Nodes with eight ports for tests, made of the product's own types, with anything changed."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from pytest_gpucluster.node.fabric.ports import NodePorts
 from pytest_gpucluster.node.infiniband import Adapters, Device, Gid, Port
@@ -13,7 +9,7 @@ from pytest_gpucluster.node.pci import PeerMemory
 PEERMEM = PeerMemory(module="nvidia_peermem", why_no_dma_buf="the driver's kernel modules are not the open ones")
 
 
-def port(index: int, **changes: Any) -> Port:
+def port(index, **changes):
     """Return an active InfiniBand port."""
     settings = {
         "device": f"mlx5_{index}",
@@ -30,7 +26,7 @@ def port(index: int, **changes: Any) -> Port:
     return Port(**{**settings, **changes})
 
 
-def roce(index: int, **changes: Any) -> Port:
+def roce(index, **changes):
     """Return an active RoCE port with an IPv4 address."""
     gids = (
         Gid(index=2, address="0000:0000:0000:0000:0000:ffff:0a00:0004", kind="IB/RoCE v1", interface="eth2"),
@@ -39,16 +35,7 @@ def roce(index: int, **changes: Any) -> Port:
     return port(index, **{"link_layer": "Ethernet", "gids": gids, **changes})
 
 
-def node(
-    host: str = "gpu-00",
-    *,
-    ports: int = 8,
-    changed: Mapping[int, Mapping[str, Any]] | None = None,
-    cards: Mapping[int, Mapping[str, Any]] | None = None,
-    without: tuple[int, ...] = (),
-    make: Any = port,
-    **changes: Any,
-) -> NodePorts:
+def node(host="gpu-00", *, ports=8, changed=None, cards=None, without=(), make=port, **changes):
     """Return a node. ``changed`` and ``cards``: number of a port -> what is different of it, or of its card."""
     devices = tuple(
         Device(

@@ -1,9 +1,6 @@
 """NVML for tests: GPUs whose every query has a planted value, or an exception in its place."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from pytest_gpucluster.node.nvml import NotAvailable, NvmlGpu
 from pytest_gpucluster.node.nvml_queries import QUERIES
@@ -15,16 +12,7 @@ class FakeNvml:
     A query without a planted value is not supported, as on a card that lacks it. GPUs are numbered as they come.
     """
 
-    def __init__(
-        self,
-        gpus: Mapping[str, Mapping[str, Any]],
-        *,
-        name: str = "NVIDIA H100 80GB HBM3",
-        driver: str = "580.65.06",
-        pci: Mapping[str, str] | None = None,
-        count: int | None = None,
-        silent: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, gpus, *, name="NVIDIA H100 80GB HBM3", driver="580.65.06", pci=None, count=None, silent=()):
         """``silent``: UUIDs that are counted and do not answer, as a lost GPU."""
         self.planted = {uuid: dict(values) for uuid, values in gpus.items()}
         for values in self.planted.values():
@@ -33,32 +21,32 @@ class FakeNvml:
         self.pci = dict(pci or {uuid: f"00000000:{0x1B + 0x10 * i:02X}:00.0" for i, uuid in enumerate(self.planted)})
         self._count = count
 
-    def driver_version(self) -> str:
+    def driver_version(self):
         return self.driver
 
-    def gpus(self) -> tuple[NvmlGpu | None, ...]:
+    def gpus(self):
         found = tuple(map(self.find, self.planted))
         return (*found, *[None] * ((self._count or 0) - len(found)))
 
-    def find(self, uuid: str) -> NvmlGpu | None:
+    def find(self, uuid):
         if uuid not in self.planted or uuid in self.silent:
             return None
         return NvmlGpu(index=list(self.planted).index(uuid), uuid=uuid, pci_bus_id=self.pci[uuid], name=self.name)
 
-    def read(self, uuid: str, query: str) -> Any:
+    def read(self, uuid, query):
         if uuid not in self.planted or uuid in self.silent:
             raise NotAvailable("the GPU is lost: it has fallen off the bus or is inaccessible", "lost")
         if query not in self.planted[uuid]:
             raise NotAvailable(f"not supported by this GPU or driver ({query})")
         value = self.planted[uuid][query]
-        if isinstance(value, Callable):  # type: ignore[arg-type]  # mypy takes no Callable here
+        if isinstance(value, Callable):
             value = value()
         if isinstance(value, BaseException):
             raise value
         return value
 
 
-HEALTHY_H100: Mapping[str, Any] = {
+HEALTHY_H100 = {
     "serial": "1650123456789",
     "vbios": "96.00.74.00.01",
     "board.part_number": "900-2G520-0000-000",

@@ -5,13 +5,9 @@
 Values are planted as for ``fake_sampler``. The kernel's files are those below the folder ``root``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # a light process is started without the folder of its script
     sys.path.insert(0, str(Path(__file__).parent))
@@ -19,21 +15,21 @@ if __name__ == "__main__":  # a light process is started without the folder of i
 from fake_nvml import HEALTHY_H100
 
 
-def command(folder: Path, gpus: Mapping[str, Mapping[str, Any]] | None, root: Path | None = None) -> tuple[str, ...]:
+def command(folder, gpus, root=None):
     """Write down the GPUs (None: NVML cannot be opened), and return what is to be started."""
     path = folder / "planted-for-the-reader.json"
     path.write_text(json.dumps(gpus))
     return (sys.executable, __file__, str(path), str(root or folder / "no files"))
 
 
-def h100(**changes: Any) -> dict[str, Any]:
+def h100(**changes):
     """Return what a busy H100 says, with these changes; a dot in a query's name is written ``__``."""
     told = {query: value for query, value in HEALTHY_H100.items() if isinstance(value, (int, float, tuple))}
     busy = {"memory.used": 76_450_000_000, "nvlink.bytes": {"turns": _growing()}, "processes": []}
     return {**told, **busy, **{name.replace("__", "."): value for name, value in changes.items()}}
 
 
-def _growing() -> list[dict[str, Any]]:
+def _growing():
     return [{"plain": {"sent": step * 300_000_000_000, "received": step * 290_000_000_000}} for step in range(400)]
 
 

@@ -7,26 +7,22 @@ once and then always the last; ``{"not available": [reason, kind]}`` raises; ``{
 so long; ``{"spend": SECONDS, "value": 5}`` burns processor time before it answers; ``{"plain": {...}}`` is an object.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 NO_NVML = "no driver library"
 
 
-def command(folder: Path, gpus: Mapping[str, Mapping[str, Any]] | None) -> tuple[str, ...]:
+def command(folder, gpus):
     """Write down the GPUs (none: NVML cannot be opened), and return what is to be started."""
     path = folder / "planted-gpus.json"
     path.write_text(json.dumps(gpus))
     return (sys.executable, __file__, str(path))
 
 
-def _answer(planted: Any) -> Any:
+def _answer(planted):
     if not isinstance(planted, dict):
         return tuple(planted) if isinstance(planted, list) else planted
     if "plain" in planted:
@@ -42,23 +38,23 @@ def _answer(planted: Any) -> Any:
     return lambda: _spend(planted["spend"]) or _answer(planted["value"])
 
 
-def _turns(values: list[Any]) -> Callable[[], Any]:
+def _turns(values):
     left = iter(values)
 
-    def turn() -> Any:
+    def turn():
         value = next(left, values[-1])
         return value() if callable(value) else value
 
     return turn
 
 
-def _spend(seconds: float) -> None:
+def _spend(seconds):
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         continue
 
 
-def _open_nvml(gpus: Mapping[str, Mapping[str, Any]] | None) -> Any:
+def _open_nvml(gpus):
     from fake_nvml import FakeNvml
 
     from pytest_gpucluster.errors import EnvironmentBroken

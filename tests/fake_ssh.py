@@ -4,8 +4,6 @@ It runs the real ``runners.node_agent`` in place of a node, except for the resul
 one process do so: to load the node agent costs more than all that it does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -16,9 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
 
 from pytest_gpucluster.journal import journal
 
@@ -37,7 +33,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
 class FakePrograms:
     """Programs that come first on the PATH: a file says what they do, and they note what they were asked."""
 
-    def __init__(self, root: Path, programs: Mapping[str, str]) -> None:
+    def __init__(self, root, programs):
         self.root, self.bin = root, root / "bin"
         self.bin.mkdir(parents=True)
         for name, text in programs.items():
@@ -46,45 +42,36 @@ class FakePrograms:
         (root / "log.jsonl").touch()
 
     @property
-    def path(self) -> str:
+    def path(self):
         """PATH with the programs in front."""
         return f"{self.bin}:{os.environ['PATH']}"
 
     @property
-    def notes(self) -> list[dict[str, Any]]:
+    def notes(self):
         """What they have noted, in its order."""
         return [json.loads(line) for line in (self.root / "log.jsonl").read_text().splitlines()]
 
-    def say(self, acts: Mapping[str, Any]) -> None:
+    def say(self, acts):
         (self.root / "acts.json").write_text(json.dumps(acts))
 
 
 class FakeSsh(FakePrograms):
     """The program, what the nodes do, and what they were asked to run."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         super().__init__(root, {"ssh": _SSH.replace("{server!r}", repr(_start_server()))})
 
-    def acts(self, acts: Mapping[str, Mapping[str, Any]]) -> None:
+    def acts(self, acts):
         """Say what happens on which node; "*" for what is the same on all."""
         self.say({"*": {"exit": 0}, **acts})
 
     @property
-    def started(self) -> dict[str, dict[str, Any]]:
+    def started(self):
         """Node -> the last request to run something."""
         return {note["name"]: note for note in self.notes}
 
 
-def journal_lines(
-    *,
-    outcome: str = "passed",
-    message: str = "",
-    verdict: str | None = "ACCEPTED",
-    exit: int = 0,
-    nnodes: int = 1,
-    ranks: int = 8,
-    rehearsal: bool = False,
-) -> list[dict[str, Any]]:
+def journal_lines(*, outcome="passed", message="", verdict="ACCEPTED", exit=0, nnodes=1, ranks=8, rehearsal=False):
     """Return the lines of the journal of a run; without a verdict it was cut off after its first test."""
     test = {"type": "test", "nodeid": "t.py::test_it", "criterion": "matmul", "outcome": outcome, "message": message}
     lines = [
@@ -101,10 +88,10 @@ def journal_lines(
 # ---- the process whose forks are the nodes ---------------------------------------------------------------------------
 
 _MOST_BYTES = 1 << 20
-_server: list[tuple[Path, subprocess.Popen[bytes]]] = []
+_server = []
 
 
-def _start_server() -> str:
+def _start_server():
     """Start it, unless it is there; return its address."""
     if not _server:
         folder = Path(tempfile.mkdtemp(prefix="fake-ssh-"))
@@ -114,13 +101,12 @@ def _start_server() -> str:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        assert process.stdout is not None
         assert process.stdout.read(1) == b".", "it does not listen"
         _server.append((folder, process))
     return str(_server[0][0] / "socket")
 
 
-def turn_off() -> None:
+def turn_off():
     """End it."""
     while _server:
         folder, process = _server.pop()
@@ -128,7 +114,7 @@ def turn_off() -> None:
         shutil.rmtree(folder)
 
 
-def _serve(address: str) -> None:
+def _serve(address):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(1024)
@@ -146,7 +132,7 @@ def _serve(address: str) -> None:
                 running.add(pid)
 
 
-def _become(client: socket.socket) -> NoReturn:
+def _become(client):
     code = 255
     try:
         asked, descriptors, _, _ = socket.recv_fds(client, _MOST_BYTES, 3)
@@ -164,13 +150,13 @@ def _become(client: socket.socket) -> NoReturn:
         os._exit(code)
 
 
-def _end_with(client: socket.socket) -> None:
+def _end_with(client):
     """End where the program is killed."""
     client.recv(1)
     os._exit(255)
 
 
-def _be_node(root: Path, words: list[str]) -> NoReturn:
+def _be_node(root, words):
     name = words[words.index("--") + 1]
     acts = json.loads((root / "acts.json").read_text())
     act = {**acts["*"], **acts.get(name, {})}
@@ -181,11 +167,11 @@ def _be_node(root: Path, words: list[str]) -> NoReturn:
     print(f"Welcome to {name}! ", end="", flush=True)
     real_collect = node_agent.REQUESTS["collect"]
 
-    def probe(request: Mapping[str, Any]) -> int:
+    def probe(request):
         print(act.get("answers") or json.dumps({**node_agent.collect_facts(request), **act.get("facts", {})}))
         return int(act.get("probe exit", 0))
 
-    def run(request: Mapping[str, Any]) -> int:
+    def run(request):
         with (root / "log.jsonl").open("a") as log:
             log.write(json.dumps({"name": name, "ssh": words, **request}) + "\n")
         folder = Path(request["directory"]) / (request["folder"] or ".")
@@ -217,7 +203,7 @@ def _be_node(root: Path, words: list[str]) -> NoReturn:
             raise node_agent.EnvironmentBroken(act["error"])
         return int(act["exit"])
 
-    def collect(request: Mapping[str, Any]) -> int:
+    def collect(request):
         if "keeps for long" in act:
             (root / "collecting").touch()
             time.sleep(100)

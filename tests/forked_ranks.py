@@ -3,8 +3,6 @@
 They are no forks of the test's own process: that may have had groups of its own, and a fork has none of their threads.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import multiprocessing
@@ -12,10 +10,7 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +25,7 @@ _LOADED += ["transformers.models.qwen2.modeling_qwen2", "pytest_gpucluster.bench
 _CONTEXT.set_forkserver_preload(_LOADED)
 
 
-def on_ranks(count: int, do: Callable[..., Any], *given: Any) -> list[Any]:
+def on_ranks(count, do, *given):
     """Call ``do(rank, *given)`` on each rank of a new group, ``dist.group.WORLD`` there; return what each has returned.
 
     Past the deadline all are killed.
@@ -58,7 +53,7 @@ def on_ranks(count: int, do: Callable[..., Any], *given: Any) -> list[Any]:
     return [told for _, told in answers]
 
 
-def run_script(body: str, *, ranks: int) -> list[list[Any]]:
+def run_script(body, *, ranks):
     """Run the same text on each rank; return what each one has said.
 
     The text has rank, world_size, group, device, outcome, torch, dist and ``say(value)``: a value of JSON.
@@ -66,7 +61,7 @@ def run_script(body: str, *, ranks: int) -> list[list[Any]]:
     return on_ranks(ranks, _say, textwrap.dedent(body))
 
 
-def outcome(function: Callable[[], Any]) -> Any:
+def outcome(function):
     """Return what a function returns, or which error it has raised, as text."""
     try:
         return function()
@@ -74,8 +69,8 @@ def outcome(function: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def _say(rank: int, body: str) -> list[Any]:
-    said: list[Any] = []
+def _say(rank, body):
+    said = []
     given = {"rank": rank, "world_size": dist.get_world_size(), "group": dist.group.WORLD, "device": CPU}
     given |= {
         "outcome": outcome,
@@ -87,9 +82,7 @@ def _say(rank: int, body: str) -> list[Any]:
     return said
 
 
-def _start(
-    rank: int, count: int, store: Path, do: Callable[..., Any], given: tuple[Any, ...]
-) -> tuple[Any, Connection]:
+def _start(rank, count, store, do, given):
     answer, ours = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_be_rank, args=(rank, count, store, do, given, ours), daemon=True)
     process.start()
@@ -97,9 +90,7 @@ def _start(
     return process, answer
 
 
-def _be_rank(
-    rank: int, count: int, store: Path, do: Callable[..., Any], given: tuple[Any, ...], ours: Connection
-) -> None:
+def _be_rank(rank, count, store, do, given, ours):
     faulthandler.dump_traceback_later(0.8 * DEADLINE_SECONDS, file=store.with_name(f"rank-{rank}").open("w"))
     torch.set_num_threads(1)
     try:
@@ -113,11 +104,11 @@ def _be_rank(
     time.sleep(DEADLINE_SECONDS)  # to be killed: an interpreter that ends may be aborted by gloo
 
 
-def _read(answer: Connection, until: float) -> tuple[bool, Any]:
+def _read(answer, until):
     if not answer.poll(max(0.0, until - time.monotonic())):
         return False, "has not come back"
     try:
-        told: tuple[bool, Any] = answer.recv()
+        told = answer.recv()
     except EOFError:
         return False, "has ended without an answer"
     return told

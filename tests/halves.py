@@ -6,8 +6,6 @@ One process takes the folders of FIRST, the other all else, whose output comes w
 that both take about as long.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -19,7 +17,7 @@ TESTS = Path(__file__).resolve().parent
 FIRST = ("acceptance", "config", "deploy", "journal", "perf", "recorder", "session")
 
 
-def main(options: list[str]) -> int:
+def main(options):
     """Run both; return the worse exit code."""
     paths = [path for path in TESTS.iterdir() if path.match("test_*.py") or any(path.rglob("test_*.py"))]
     first = {path for path in paths if path.name in FIRST}

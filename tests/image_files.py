@@ -1,20 +1,17 @@
 """Small data sets on disk, laid out as the real ones are."""
 
-from __future__ import annotations
-
 import gzip
 import struct
-from pathlib import Path
 
 import torch
 
 
-def idx(values: torch.Tensor) -> bytes:
+def idx(values):
     """An IDX file of unsigned bytes."""
     return struct.pack(f">I{values.dim()}I", 0x0800 | values.dim(), *values.shape) + bytes(values.flatten().tolist())
 
 
-def write_idx(folder: Path, *, rows: int = 24, side: int = 28, suffix: str = "") -> Path:
+def write_idx(folder, *, rows=24, side=28, suffix=""):
     """FashionMNIST with a few rows: the first pixel of each is its number, and labels go round."""
     folder.mkdir(parents=True, exist_ok=True)
     images = torch.arange(rows, dtype=torch.uint8)[:, None, None].repeat(1, side, side)
@@ -25,12 +22,12 @@ def write_idx(folder: Path, *, rows: int = 24, side: int = 28, suffix: str = "")
     return folder
 
 
-def cifar_rows(rows: int, first: int) -> list[tuple[int, bytes]]:
+def cifar_rows(rows, first):
     """Label and 3072 bytes of each row: red is its number, green 100 and blue 200."""
     return [((first + row) % 10, bytes([first + row] * 1024 + [100] * 1024 + [200] * 1024)) for row in range(rows)]
 
 
-def write_cifar(folder: Path, *, rows: int = 5) -> Path:
+def write_cifar(folder, *, rows=5):
     """The binary version of CIFAR-10 with a few rows a file."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(5):
@@ -39,7 +36,7 @@ def write_cifar(folder: Path, *, rows: int = 5) -> Path:
     return folder
 
 
-def write_image_folder(folder: Path, *, classes: int = 3, images: int = 6, side: tuple[int, int] = (60, 44)) -> Path:
+def write_image_folder(folder, *, classes=3, images=6, side=(60, 44)):
     """JPEG and PNG files of one tint for each class."""
     from PIL import Image
 

@@ -32,7 +32,6 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +49,7 @@ class Subject:
     tests: tuple[str, ...]
 
 
-def _subject(module: str, *tests: str) -> Subject:
+def _subject(module, *tests):
     return Subject(module=f"pytest_gpucluster/{module}.py", tests=tuple(f"tests/{name}.py" for name in tests))
 
 
@@ -60,7 +59,7 @@ _JUDGE = (
     "judge/test_misses",
     "judge/test_stragglers",
 )
-SUBJECTS: Mapping[str, Subject] = {
+SUBJECTS = {
     "judge": _subject("judge/judge", *_JUDGE),
     "misses": _subject("judge/misses", *_JUDGE, "judge/test_explanation"),
     "verdict": _subject("journal/verdict", "journal/test_verdict", "journal/test_exit_note"),
@@ -98,12 +97,12 @@ class Planted:
     tests: tuple[str, ...]
 
 
-def _bug(file: str, old: str, new: str, tests: str) -> Planted:
+def _bug(file, old, new, tests):
     folder = "" if file == "thresholds.yaml" else "pytest_gpucluster/"
     return Planted(file=folder + file, old=old, new=new, tests=tuple(f"tests/{each}.py" for each in tests.split()))
 
 
-PLANTED: Mapping[str, Planted] = {
+PLANTED = {
     "the busbw factor of reduce_scatter is doubled": _bug(
         "benchmarks/collectives.py",
         '"reduce_scatter": (1, 0)',
@@ -239,14 +238,14 @@ class Mutant:
     tests: tuple[str, ...]
 
     @property
-    def change(self) -> str:
+    def change(self):
         """The lines that differ, as a diff without context."""
         before = (ROOT / self.file).read_text(encoding="utf-8").splitlines()
         lines = difflib.unified_diff(before, self.text.splitlines(), n=0, lineterm="")
         return "\n".join(f"    {line}" for line in list(lines)[2:])
 
 
-def planted_bugs() -> Iterator[Mutant]:
+def planted_bugs():
     """Yield the bugs that were planted by hand.
 
     Raises:
@@ -259,7 +258,7 @@ def planted_bugs() -> Iterator[Mutant]:
         yield Mutant(name=name, subject="planted", file=bug.file, text=text.replace(bug.old, bug.new), tests=bug.tests)
 
 
-def sample(names: Sequence[str], count: int, seed: int) -> list[Mutant]:
+def sample(names, count, seed):
     """Draw mutants of some subjects, at most one of a place."""
     places = [(name, place) for name in names for place in _places(ROOT / SUBJECTS[name].module)]
     drawn, found = random.Random(seed), []
@@ -278,13 +277,13 @@ def sample(names: Sequence[str], count: int, seed: int) -> list[Mutant]:
     return found
 
 
-def _places(path: Path) -> list[tuple[int, list[tuple[object, int]]]]:
+def _places(path):
     """Return the places of a file that operators change: each its line, and operators with their occurrence."""
     from cosmic_ray.ast import ast_nodes, get_ast_from_path
     from cosmic_ray.operators.provider import OperatorProvider
 
     tree, provider = get_ast_from_path(path), OperatorProvider()
-    found: dict[tuple[object, object], list[tuple[object, int]]] = {}
+    found = {}
     for name in provider:
         if provider[name].arguments():
             continue
@@ -295,7 +294,7 @@ def _places(path: Path) -> list[tuple[int, list[tuple[object, int]]]]:
     return [(begin[0], choices) for (begin, _), choices in sorted(found.items())]
 
 
-def _mutated(source: str, operator: object, occurrence: int) -> str | None:
+def _mutated(source, operator, occurrence):
     from cosmic_ray.mutating import mutate_code
 
     text = mutate_code(source, operator, occurrence)
@@ -311,7 +310,7 @@ the others decide about time and memory alone."""
 _SAME = {ast.Is: ast.Eq, ast.IsNot: ast.NotEq}
 
 
-def _meaning(source: str) -> str:
+def _meaning(source):
     """Return what a source does: without annotations, which are never evaluated here, without docstrings, without what
     only forbids something (arguments by place or by name, changes of an instance) or has no effect on results."""
     tree = ast.parse(source)
@@ -326,7 +325,7 @@ def _meaning(source: str) -> str:
             node.annotation = ast.Constant(None)
         elif isinstance(node, ast.arguments):
             placed = [*node.posonlyargs, *node.args]
-            required: list[ast.expr | None] = [None] * (len(placed) - len(node.defaults))
+            required = [None] * (len(placed) - len(node.defaults))
             # An argument and its default, however it is given.
             node.kw_defaults = [*required, *node.defaults, *node.kw_defaults]
             node.args = [*placed, *node.kwonlyargs]
@@ -346,13 +345,13 @@ def _meaning(source: str) -> str:
 class Slot:
     """A copy of the tree in which one mutant at a time is tested."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         ignored = shutil.ignore_patterns(".git", ".venv", "gpucluster-report", ".*_cache")
         shutil.copytree(ROOT, folder, symlinks=True, ignore=ignored)
 
     @contextlib.contextmanager
-    def _changed(self, mutant: Mutant) -> Iterator[None]:
+    def _changed(self, mutant):
         path = self.folder / mutant.file
         before = path.read_text(encoding="utf-8")
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
@@ -363,7 +362,7 @@ class Slot:
         finally:
             path.write_text(before, encoding="utf-8")
 
-    def exit_of(self, mutant: Mutant, seconds: float) -> int | None:
+    def exit_of(self, mutant, seconds):
         """Run the tests over a mutant; return pytest's exit code, or None if they do not end in time."""
         with self._changed(mutant):
             pid = os.fork()
@@ -379,7 +378,7 @@ class Slot:
             os.waitpid(pid, 0)
             return None
 
-    def _test(self, tests: Sequence[str]) -> None:
+    def _test(self, tests):
         """Become pytest over some tests; never returns."""
         code = 70
         try:
@@ -402,7 +401,7 @@ class Slot:
             os._exit(code)
 
 
-def _load() -> None:
+def _load():
     """Load what most tests import, but nothing of the product, and no thread."""
     for name in ("torch", "torch.distributed", "numpy", "yaml", "pytest", "xmlschema", "junitparser"):
         importlib.import_module(name)
@@ -413,7 +412,7 @@ def _load() -> None:
     gc.freeze()
 
 
-def _unchanged_seconds(slot: Slot, mutants: Sequence[Mutant]) -> dict[tuple[str, ...], float]:
+def _unchanged_seconds(slot, mutants):
     """Run each group of tests over the unchanged product, and return how long it takes.
 
     Raises:
@@ -438,7 +437,7 @@ def _unchanged_seconds(slot: Slot, mutants: Sequence[Mutant]) -> dict[tuple[str,
     return taken
 
 
-def table(results: Sequence[tuple[Mutant, bool]]) -> list[str]:
+def table(results):
     """Return how many mutants of each subject were killed."""
     all_of, killed = Counter(m.subject for m, _ in results), Counter(m.subject for m, dead in results if dead)
     lines = ["| subject | mutants | killed | share |", "| --- | ---: | ---: | ---: |"]
@@ -448,7 +447,7 @@ def table(results: Sequence[tuple[Mutant, bool]]) -> list[str]:
     return lines + [f"| {name} | {count} | {dead} | {dead / count:.0%} |" for name, dead, count in rows]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     """Test mutants; return 1 if too many survive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300, help="mutants to draw (default: 300)")
@@ -461,7 +460,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _load()
     mutants = list(planted_bugs()) if "planted" in names else []
     mutants += sample([name for name in names if name != "planted"], asked.count, asked.seed)
-    results: list[tuple[Mutant, bool]] = []
+    results = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         slot = Slot(Path(folder) / "tree")
         usual = _unchanged_seconds(slot, mutants)

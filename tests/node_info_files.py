@@ -1,11 +1,7 @@
 """The info of made-up nodes, in the form of `gpucluster node info all --json`."""
 
-from __future__ import annotations
-
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 from pytest_gpucluster.node.info import Sources, collect_info
 
@@ -24,7 +20,7 @@ _GPU = {
 }
 
 
-def node_info(**more: Any) -> dict[str, Any]:
+def node_info(**more):
     """Return the info of a node of two GPUs and one HCA; ``more`` are "part.key" -> value."""
     node = copy.deepcopy(_HERE)
     node["gpus"] = {"why_not": "", "driver": "570.1", "count": 2, "gpus": [dict(_GPU), dict(_GPU)]}
@@ -39,7 +35,7 @@ def node_info(**more: Any) -> dict[str, Any]:
     return node
 
 
-def write(folder: Path, **nodes: Any) -> None:
+def write(folder, **nodes):
     """Write nodes' files; "_" in a name is "-"."""
     for name, node in nodes.items():
         text = node if isinstance(node, str) else json.dumps(node)

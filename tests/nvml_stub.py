@@ -5,16 +5,12 @@ GPU and what the health checks find, of one rank on each; ``python tests/nvml_st
 counters of a GPU say after each of the lists of answers in the JSON was planted, compared with before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from programs import require_program
 
@@ -23,9 +19,9 @@ from pytest_gpucluster.node.health import counters, snapshot
 from pytest_gpucluster.node.health.checks import examine_gpu
 from pytest_gpucluster.node.health.counters import Sources
 from pytest_gpucluster.node.kernel_log import KernelLog
-from pytest_gpucluster.node.nvml import NvmlGpu, PyNvml
+from pytest_gpucluster.node.nvml import PyNvml
 
-BRANCHES: Mapping[int, str] = {
+BRANCHES = {
     525: "525.147.05",
     535: "535.161.08",
     550: "550.90.07",
@@ -37,7 +33,7 @@ BRANCHES: Mapping[int, str] = {
 _LINKS = {
     f"{key}.{link}": value for link in range(18) for key, value in (("link", 1), ("link.version", 6), ("link.end", 2))
 }
-H100: Mapping[str, Any] = {
+H100 = {
     "name": "NVIDIA H100 80GB HBM3",
     "vbios": "96.00.74.00.01",
     "part": "900-2G520-0000-000",
@@ -90,7 +86,7 @@ H100: Mapping[str, Any] = {
 class Driver:
     """A driver of one branch with healthy H100s; faults are planted at any time, also while a process reads it."""
 
-    def __init__(self, folder: Path, branch: int, *, gpus: int = 8) -> None:
+    def __init__(self, folder, branch, *, gpus=8):
         library, source = folder / str(branch) / "libnvidia-ml.so.1", Path(__file__).with_suffix(".c")
         if not library.exists():
             library.parent.mkdir(parents=True)
@@ -98,7 +94,7 @@ class Driver:
             subprocess.run([require_program("cc"), *flags, "-o", str(library), str(source)], check=True)
         self._file = library.parent / "answers.txt"
         self.environment = {**os.environ, "LD_LIBRARY_PATH": str(library.parent), "NVML_STUB": str(self._file)}
-        self.answers: dict[str, Any] = {"gpus": gpus, "driver": BRANCHES[branch], "gsp": BRANCHES[branch], **H100}
+        self.answers = {"gpus": gpus, "driver": BRANCHES[branch], "gsp": BRANCHES[branch], **H100}
         for gpu in range(gpus):
             self.answers |= {
                 f"{gpu}.uuid": uuid(gpu),
@@ -107,36 +103,36 @@ class Driver:
             }
         self.plant()
 
-    def plant(self, answers: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def plant(self, answers=MappingProxyType({})):
         """Change answers, in one step for whoever reads. A key without a number is every GPU's; None removes it."""
         self.answers = {key: value for key, value in {**self.answers, **answers}.items() if value is not None}
         new = self._file.with_suffix(".new")
         new.write_text("".join(f"{key} {value}\n" for key, value in self.answers.items()))
         new.replace(self._file)
 
-    def run(self, *arguments: str, code: int = 0) -> str:
+    def run(self, *arguments, code=0):
         """Run Python with this driver; return its output, after its exit code was compared."""
         command = [sys.executable, *arguments]
         ended = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=100, check=False)
         assert ended.returncode == code, ended.stdout + ended.stderr
         return ended.stdout
 
-    def count(self, uuid: str, plantings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def count(self, uuid, plantings):
         """Return what has changed of a GPU's counters after each of these plantings, by the product's comparison."""
-        changed: list[dict[str, Any]] = json.loads(self.run(__file__, "count", uuid, json.dumps(plantings)))
+        changed = json.loads(self.run(__file__, "count", uuid, json.dumps(plantings)))
         return changed
 
-    def examine(self, *slices: str) -> list[dict[str, Any]]:
+    def examine(self, *slices):
         """Return what a rank on each GPU that answers, or on each of these MIG slices, reads, misses and finds."""
-        ranks: list[dict[str, Any]] = json.loads(self.run(__file__, *slices))
+        ranks = json.loads(self.run(__file__, *slices))
         return ranks
 
 
-def uuid(gpu: int) -> str:
+def uuid(gpu):
     return f"GPU-{gpu:08x}-0000-4000-8000-000000000000"
 
 
-def _examine(gpus: Sequence[NvmlGpu], rank: int, nvml: PyNvml) -> dict[str, Any]:
+def _examine(gpus, rank, nvml):
     ranks = [
         {
             "rank": number,
@@ -161,7 +157,7 @@ def _examine(gpus: Sequence[NvmlGpu], rank: int, nvml: PyNvml) -> dict[str, Any]
     }
 
 
-def _count(uuid: str, plantings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _count(uuid, plantings):
     file = Path(os.environ["NVML_STUB"])
     healthy, found = file.read_text(), []
     sources = Sources(gpu=Identity(host="gpu-00", uuid=uuid), nvml=PyNvml())

@@ -5,20 +5,13 @@ sessions are shared by the tests of several modules. Of devices, links and nodes
 which fault (``run_planted``).
 """
 
-from __future__ import annotations
-
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import image_files
-import pytest
 import torchrun
-from torchrun import Run
-
-from pytest_gpucluster.journal.records import TestResult
 
 TESTS = Path(__file__).parent
 ACCEPTANCE = TESTS.parent / "acceptance"
@@ -62,7 +55,7 @@ Plan = Mapping[str, Mapping[str, str]]
 """Copy of a file, such as "matmul__noisy" of test_matmul.py -> name of a test -> its fault; "" for none."""
 
 
-def session(directory: Path, criteria: Sequence[str], *options: str, **settings: object) -> Run:
+def session(directory, criteria, *options, **settings):
     """Run the tests of some files of acceptance/, each once for each fault that ``planted/`` has for it."""
     files = {path.name: path.read_text(encoding="utf-8") for path in (TESTS / "planted").glob("*.py")}
     files["conftest.py"] = files.pop("each_fault.py")
@@ -73,11 +66,11 @@ def session(directory: Path, criteria: Sequence[str], *options: str, **settings:
     return started.wait()
 
 
-def _once(start: Callable[[pytest.TempPathFactory], Run]) -> Callable[[pytest.TempPathFactory], Run]:
-    runs: list[Run] = []
+def _once(start):
+    runs = []
 
     @functools.wraps(start)
-    def started(factory: pytest.TempPathFactory) -> Run:
+    def started(factory):
         if not runs:
             runs.append(start(factory))
         return runs[0]
@@ -86,25 +79,25 @@ def _once(start: Callable[[pytest.TempPathFactory], Run]) -> Callable[[pytest.Te
 
 
 @_once
-def two_ranks(factory: pytest.TempPathFactory) -> Run:
+def two_ranks(factory):
     """Every training criterion on two ranks of one node."""
     return session(factory.mktemp("two_ranks"), TRAININGS, *SMALL)
 
 
 @_once
-def four_ranks(factory: pytest.TempPathFactory) -> Run:
+def four_ranks(factory):
     """What takes two nodes with two ranks each, or shows on one rank of many."""
     return session(factory.mktemp("four_ranks"), ("fsdp", "checkpoint", "scaling"), *SMALL, hosts=NODES)
 
 
 @_once
-def one_rank_a_node(factory: pytest.TempPathFactory) -> Run:
+def one_rank_a_node(factory):
     """Two nodes with one rank each, and nothing wrong."""
     return session(factory.mktemp("one_rank"), ("scaling", "failure_propagation"), hosts=NODES, ranks=1)
 
 
 @_once
-def fine_tuning(factory: pytest.TempPathFactory) -> Run:
+def fine_tuning(factory):
     """What needs transformers and peft, on two ranks."""
     directory = factory.mktemp("fine_tuning")
     images = image_files.write_idx(directory / "data", rows=30, suffix=".gz")
@@ -116,27 +109,27 @@ def fine_tuning(factory: pytest.TempPathFactory) -> Run:
     return session(directory, ("qwen2_lora", "vision"), *options, extras=True)
 
 
-def nodeid(test: str, fault: str) -> str:
+def nodeid(test, fault):
     """Return how ``FILE::test[parameters]`` is called with a fault: test_FILE.py of the acceptance suite."""
     file, _, name = test.partition("::")
     name = f"{name[:-1]}-{fault}]" if name.endswith("]") else f"{name}[{fault}]"
     return f"test_{file}.py::{name}"
 
 
-def result(run: Run, test: str, fault: str) -> TestResult:
+def result(run, test, fault):
     """Return what the journal has of a test with a fault."""
     [found] = [each for each in run.journal.results if each.nodeid == nodeid(test, fault)]
     return found
 
 
-def assert_failed(found: TestResult, culprits: tuple[int, ...], *fields: str, kind: str = "WrongResult") -> None:
+def assert_failed(found, culprits, *fields, kind="WrongResult"):
     """A test has failed because of these ranks, with an error that has all the fields in its text."""
     assert (found.outcome, tuple(found.culprits)) == ("failed", culprits), found.text
     assert kind in found.message, found.message
     assert [field for field in fields if field not in found.text] == [], found.text
 
 
-def others(run: Run, *expected: str) -> list[str]:
+def others(run, *expected):
     """Return tests that have neither passed nor failed, but for those whose fault is expected to do something else."""
     return [
         one.nodeid
@@ -148,21 +141,12 @@ def others(run: Run, *expected: str) -> list[str]:
 # ---- a plan of copies and their faults -------------------------------------------------------------------------------
 
 
-def acceptance_file(name: str) -> str:
+def acceptance_file(name):
     """Return the text of a file of acceptance/."""
     return (ACCEPTANCE / name).read_text(encoding="utf-8")
 
 
-def run_planted(
-    directory: Path,
-    plan: Plan,
-    conftest: str,
-    *options: str,
-    ranks: int,
-    hosts: Sequence[str] = ("node-a",),
-    environment: Mapping[str, str] | None = None,
-    **files: str,
-) -> Run:
+def run_planted(directory, plan, conftest, *options, ranks, hosts=("node-a",), environment=None, **files):
     """Run the planned tests, and no others, by torchrun.
 
     Args:
@@ -194,19 +178,19 @@ def run_planted(
     return run.wait()
 
 
-def result_of(run: Run, copy: str, test: str) -> Any:
+def result_of(run, copy, test):
     """Return what the journal has of a test of a copy; its name is without "test_"."""
     wanted = f"test_{copy}.py::test_{test}"
     [found] = [each for each in run.journal.results if each.nodeid == wanted]
     return found
 
 
-def measured(result: Any) -> dict[str, Any]:
+def measured(result):
     """Return the measurements of a result by their metrics. Of several with one metric the last counts."""
     return {one.metric: one for one in result.measurements}
 
 
-def artifacts_of(run: Run, copy: str, test: str) -> dict[str, str]:
+def artifacts_of(run, copy, test):
     """Return the files in the folder of a test: name -> text."""
     name = test.replace("[", "_").replace("]", "")
     [folder] = (run.directory / "reports" / "latest" / "artifacts").glob(f"test_{copy}.py_test_{name}")

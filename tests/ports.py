@@ -1,12 +1,10 @@
 """A port for a run on this host."""
 
-from __future__ import annotations
-
 import atexit
 import socket
 
 
-def free_port() -> int:
+def free_port():
     """Return a port that nothing else is given while this process lives.
 
     It stays bound here, and nothing listens on it: who binds it with SO_REUSEADDR, as torch's stores do, may listen.

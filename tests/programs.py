@@ -1,13 +1,10 @@
 """Programs that only some tests need: where they are, and what to install for those that are missing."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -39,22 +36,22 @@ PACKAGES = {
 """Program -> the Debian package that has it. kubectl is not here: Debian 12's is too old (CONTRIBUTING.md)."""
 
 _ELSEWHERE = os.pathsep.join((str(Path(sys.executable).parent), "/usr/sbin", "/usr/local/sbin", "/sbin"))
-_missed: dict[str, set[str]] = {}
+_missed = {}
 """Missing program -> the tests that were skipped for it."""
 
 
-def find_program(name: str) -> str | None:
+def find_program(name):
     """Return the path of a program, or None. Programs of PyPI lie beside Python, daemons where only root looks."""
     return shutil.which(name) or shutil.which(name, path=_ELSEWHERE)
 
 
-def needs_modules(*names: str) -> pytest.MarkDecorator:
+def needs_modules(*names):
     """Skip the tests of a module where one of these is not installed; without importing them, which takes seconds."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"could not import {', '.join(missing)}")
 
 
-def require_program(name: str) -> str:
+def require_program(name):
     """Return the path of a program. Where it is missing the test is skipped, and the end of the run says so."""
     path = find_program(name)
     if path is None:
@@ -62,14 +59,14 @@ def require_program(name: str) -> str:
     return path
 
 
-def skip_without(name: str, why: str) -> NoReturn:
+def skip_without(name, why):
     """Skip the test for want of a program, which is missing or of no use."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     _missed.setdefault(name, set()).add(test)
     pytest.skip(why)
 
 
-def missing_programs() -> list[str]:
+def missing_programs():
     """Return a line for each program for which tests were skipped: how many, and what brings it."""
     lines = []
     for name, tests in sorted(_missed.items()):

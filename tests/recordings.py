@@ -1,13 +1,8 @@
 """What the recorder has left on disk, for its tests."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from journal_lines import end
 from junit_files import require_junit
@@ -17,7 +12,7 @@ DEADLINE = 60.0
 END = end()
 
 
-def verdicts(path: Path) -> dict[str | None, str]:
+def verdicts(path):
     """Read a JUnit file, which must be valid, as {test: its failure, error or skip}."""
     document = path.read_text(encoding="utf-8")
     require_junit(document)
@@ -28,7 +23,7 @@ def verdicts(path: Path) -> dict[str | None, str]:
     return found
 
 
-def wait_until(condition: Callable[[], Any]) -> Any:
+def wait_until(condition):
     deadline = time.monotonic() + DEADLINE
     while True:
         with contextlib.suppress(FileNotFoundError):

@@ -1,14 +1,11 @@
 """The acceptance suite as pytest collects it: its tests, and what options select of them. One session for all of it."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import sessions
 
@@ -53,7 +50,7 @@ def pytest_collection_finish(session):
 
 
 @functools.cache
-def _collected() -> dict[str, list[dict[str, Any]]]:
+def _collected():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "shipped_plugin.py").write_text(_PLUGIN)
@@ -64,16 +61,16 @@ def _collected() -> dict[str, list[dict[str, Any]]]:
         with sessions.Process(command, folder, environ, forked=True) as process:
             left = process.wait()
         assert left.exit == 0, left.output
-        found: dict[str, list[dict[str, Any]]] = json.loads((folder / "found.json").read_text())
+        found = json.loads((folder / "found.json").read_text())
     return found
 
 
-def shipped_tests() -> list[SimpleNamespace]:
+def shipped_tests():
     """Return every test in the order of a run: its id, file, name, markers and criteria."""
     return [SimpleNamespace(**told) for told in _collected()[""]]
 
 
-def selected() -> dict[str, dict[str, None]]:
+def selected():
     """Return what each option selects, in the order of the run and without the folder; of "" the whole suite."""
     return {
         options: dict.fromkeys(told["id"].removeprefix("acceptance/") for told in tests)

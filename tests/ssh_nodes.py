@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,18 +28,18 @@ class SshNode:
     process: subprocess.Popen[bytes]
 
     @property
-    def line(self) -> str:
+    def line(self):
         """Its line in a hosts file."""
         return f"{self.name} address={self.address} port={self.port}"
 
-    def cut(self) -> int:
+    def cut(self):
         """Kill every connection of this node, as if a switch had died; return how many there were."""
         sessions = [pid for pid in descendants(self.process.pid) if _is_sshd(pid)]
         for pid in sessions:
             _kill(pid)
         return len(sessions)
 
-    def down(self) -> None:
+    def down(self):
         """End it and everything that came of it."""
         for pid in [*descendants(self.process.pid), self.process.pid]:
             _kill(pid)
@@ -50,7 +49,7 @@ class SshNode:
 class SshNodes:
     """Some nodes, and the client's settings that reach them."""
 
-    def __init__(self, folder: Path, sshd: str, names: Sequence[str], forced: Mapping[str, str]) -> None:
+    def __init__(self, folder, sshd, names, forced):
         """Start them. ``forced`` is node -> a command that it runs whatever it is asked."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +58,7 @@ class SshNodes:
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True, timeout=60
             )
         (folder / "authorized").write_bytes((folder / "user_key.pub").read_bytes())
-        self.nodes: dict[str, SshNode] = {}
+        self.nodes = {}
         try:
             for number, name in enumerate(names):
                 self.nodes[name] = self._start(sshd, name, f"127.0.0.{number + 2}", forced.get(name, ""))
@@ -77,21 +76,21 @@ class SshNodes:
         )
 
     @property
-    def option(self) -> str:
+    def option(self):
         """What the command is told so that its ssh reaches these nodes and asks nobody else's settings."""
         return f"--ssh=-F{self.config}"
 
-    def hosts(self, path: Path, *more: str) -> Path:
+    def hosts(self, path, *more):
         """Write a hosts file of all of them, and of more lines."""
         path.write_text("\n".join([*(node.line for node in self.nodes.values()), *more]) + "\n")
         return path
 
-    def down(self) -> None:
+    def down(self):
         """End all of them."""
         for node in self.nodes.values():
             node.down()
 
-    def _start(self, sshd: str, name: str, address: str, forced: str) -> SshNode:
+    def _start(self, sshd, name, address, forced):
         with socket.socket() as probe:
             probe.bind((address, 0))
             port = int(probe.getsockname()[1])
@@ -115,7 +114,7 @@ class SshNodes:
             )
         return SshNode(name, address, port, process)
 
-    def _await_all(self) -> None:
+    def _await_all(self):
         until = time.monotonic() + _UP_SECONDS
         for node in self.nodes.values():
             while True:
@@ -128,7 +127,7 @@ class SshNodes:
 
 
 @contextlib.contextmanager
-def ssh_nodes(folder: Path, sshd: str, names: Sequence[str], forced: Mapping[str, str]) -> Iterator[SshNodes]:
+def ssh_nodes(folder, sshd, names, forced):
     """Start nodes; they end with the block, and so does all that was started on them."""
     nodes = SshNodes(folder, sshd, names, forced)
     try:
@@ -137,12 +136,12 @@ def ssh_nodes(folder: Path, sshd: str, names: Sequence[str], forced: Mapping[str
         nodes.down()
 
 
-def _is_sshd(pid: int) -> bool:
+def _is_sshd(pid):
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip().startswith("sshd")
     return False
 
 
-def _kill(pid: int) -> None:
+def _kill(pid):
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -1,10 +1,6 @@
 """A sysfs with InfiniBand ports for tests, written as the kernel writes it."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Mapping
-from pathlib import Path
 
 COUNTERS = {
     "link_downed": 0,
@@ -17,7 +13,7 @@ COUNTERS = {
 }
 
 
-def write(path: Path, text: object) -> None:
+def write(path, text):
     """Write an attribute; None removes it."""
     if text is None:
         path.unlink(missing_ok=True)
@@ -27,26 +23,26 @@ def write(path: Path, text: object) -> None:
 
 
 def add_port(
-    sysfs: Path,
-    device: str = "mlx5_0",
-    number: int = 1,
+    sysfs,
+    device="mlx5_0",
+    number=1,
     *,
-    pci: str = "0000:18:00.0",
-    state: str = "4: ACTIVE",
-    phys_state: str = "5: LinkUp",
-    rate: str = "400 Gb/sec (4X NDR)",
-    link_layer: str = "InfiniBand",
-    firmware: str = "28.39.2048",
-    kind: str = "MT4129",
-    board: str = "MT_0000000838",
-    numa_node: int = 0,
-    lid: str = "0x1f",
-    sm_lid: str = "0x1",
-    gids: Mapping[int, tuple[str, str]] | None = None,
-    interface: str = "",
-    counters: Mapping[str, object] | None = None,
-    hw_counters: Mapping[str, object] | None = None,
-) -> Path:
+    pci="0000:18:00.0",
+    state="4: ACTIVE",
+    phys_state="5: LinkUp",
+    rate="400 Gb/sec (4X NDR)",
+    link_layer="InfiniBand",
+    firmware="28.39.2048",
+    kind="MT4129",
+    board="MT_0000000838",
+    numa_node=0,
+    lid="0x1f",
+    sm_lid="0x1",
+    gids=None,
+    interface="",
+    counters=None,
+    hw_counters=None,
+):
     """Add a port, and its device with it. ``gids``: index -> (address, type). Returns the port's folder."""
     function = sysfs / "devices" / "pci0000:16" / pci
     (function / "infiniband" / device).mkdir(parents=True, exist_ok=True)
@@ -89,13 +85,13 @@ ROCE_GIDS = {
 """As mlx5 has them on an interface with one IPv4 address."""
 
 
-def add_roce(sysfs: Path, device: str = "mlx5_0", **changes: object) -> Path:
+def add_roce(sysfs, device="mlx5_0", **changes):
     """Add a RoCE port with an IPv4 address."""
-    settings: dict[str, object] = {
+    settings = {
         "link_layer": "Ethernet",
         "lid": "0x0",
         "sm_lid": "0x0",
         "gids": ROCE_GIDS,
         "interface": "eth2",
     }
-    return add_port(sysfs, device, **{**settings, **changes})  # type: ignore[arg-type]  # passed through
+    return add_port(sysfs, device, **{**settings, **changes})

@@ -1,16 +1,11 @@
 """Judging made short, for tests: values of all ranks held against limits."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from pytest_gpucluster.judge import loader
-from pytest_gpucluster.judge.judge import Judgement, judge
-from pytest_gpucluster.judge.limits import Thresholds
+from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.judge.misses import NOTHING
-from pytest_gpucluster.metrics.measurement import Measurement, measurement
+from pytest_gpucluster.metrics.measurement import measurement
 
 BUSBW = "nccl.all_reduce.busbw"
 ALGBW = "nccl.all_reduce.algbw"
@@ -27,20 +22,20 @@ LIMITS = replace(
 """The shipped limits, but 700 TFLOPS for bf16 on H100 SXM also where no label says which sizes were measured."""
 
 
-def world_of(size: int) -> dict[int, str]:
+def world_of(size):
     return {rank: f"rank {rank} (gpu-{rank // 8:02}, GPU {rank % 8} GPU-1f2e)" for rank in range(size)}
 
 
 def hold(
-    by_rank: Mapping[int, list[Measurement]],
+    by_rank,
     *,
-    size: int = 8,
-    ranks_per_node: int = 8,
-    sku: str | None = "H100 SXM",
-    gpu_name: str | None = "NVIDIA H100 80GB HBM3",
-    limits: Thresholds = LIMITS,
-    telemetry: Mapping[int, Mapping[str, Any]] = NOTHING,
-) -> Judgement:
+    size=8,
+    ranks_per_node=8,
+    sku="H100 SXM",
+    gpu_name="NVIDIA H100 80GB HBM3",
+    limits=LIMITS,
+    telemetry=NOTHING,
+):
     return judge(
         by_rank,
         world=world_of(size),
@@ -52,14 +47,14 @@ def hold(
     )
 
 
-def busbw(value: float, **arguments: object) -> Measurement:
-    return measurement(BUSBW, value, **({"unit": "GB/s", "labels": GB} | arguments))  # type: ignore[arg-type]
+def busbw(value, **arguments):
+    return measurement(BUSBW, value, **({"unit": "GB/s", "labels": GB} | arguments))
 
 
-def bf16(value: float, **arguments: object) -> Measurement:
-    return measurement(BF16, value, **({"unit": "TFLOPS"} | arguments))  # type: ignore[arg-type]
+def bf16(value, **arguments):
+    return measurement(BF16, value, **({"unit": "TFLOPS"} | arguments))
 
 
-def all_ranks(value: float = 442.1, size: int = 8, **others: float) -> dict[int, list[Measurement]]:
+def all_ranks(value=442.1, size=8, **others):
     """Every rank measured ``value``, but ``r3=312.4`` for rank 3."""
     return {rank: [busbw(others.get(f"r{rank}", value))] for rank in range(size)}

@@ -4,12 +4,8 @@ In this process :func:`pretend` patches what asks the hardware. In a process of 
 ``conftest.py`` of :func:`conftest`, which calls the same.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import fake_sampler
 from fake_nvml import HEALTHY_H100, FakeNvml
@@ -23,7 +19,7 @@ from pytest_gpucluster.node.kernel_log import KernelLog
 NAME = "NVIDIA H100 80GB HBM3"
 QUIET = KernelLog(lines=("NVRM: loading",), source="dmesg")
 NO_PORTS = Adapters(why_not="no InfiniBand here")
-SAMPLED: Mapping[str, Any] = {
+SAMPLED = {
     "clock.sm": 1755,
     "clock.sm.max": 1980,
     "clock.memory": 2619,
@@ -36,25 +32,17 @@ SAMPLED: Mapping[str, Any] = {
 """What the sampler reads of a GPU that is well and at its power limit."""
 
 
-def uuid_of(rank: int) -> str:
+def uuid_of(rank):
     """Return the GPU of a rank."""
     return f"GPU-{rank:08x}"
 
 
-def pci_of(rank: int) -> str:
+def pci_of(rank):
     """Return its address, as NVML writes it."""
     return f"00000000:{0x1B + rank:02X}:00.0"
 
 
-def pretend(
-    patch: Callable[[object, str, object], None],
-    folder: Path,
-    *,
-    sampled: Mapping[str, Mapping[str, Any]] | None = None,
-    counted: Sequence[Mapping[str, Any]] = ({},),
-    kernel_logs: Sequence[KernelLog] = (QUIET,),
-    ports: Callable[[], Adapters] = lambda: NO_PORTS,
-) -> None:
+def pretend(patch, folder, *, sampled=None, counted=({},), kernel_logs=(QUIET,), ports=lambda: NO_PORTS):
     """Give every rank the GPU of its number on its node.
 
     Args:
@@ -68,12 +56,12 @@ def pretend(
     planted = {uuid_of(rank): SAMPLED for rank in range(8)} if sampled is None else sampled
     real_identify = inventory.identify
 
-    def identify(facts: Any, device: Any, **more: Any) -> dict[str, Any]:
+    def identify(facts, device, **more):
         number = facts.local_rank
         gpu = {"index": number, "uuid": uuid_of(number), "pci_bus_id": pci_of(number), "name": NAME, "serial": "165"}
         return {**real_identify(facts, "cpu", **more), "gpu": gpu, "visible_gpus": facts.local_world_size}
 
-    def sources_of(node: Sequence[Mapping[str, Any]], rank: int) -> Sources:
+    def sources_of(node, rank):
         uuid = next(who for who in node if who["rank"] == rank)["gpu"]["uuid"]
         logs = iter(kernel_logs)
         nvml = _Turning(uuid, counted)
@@ -90,18 +78,18 @@ def pretend(
 class _Turning(FakeNvml):
     """An H100 whose counters are others each time they are taken. ``ecc.uncorrected.volatile`` is asked first."""
 
-    def __init__(self, uuid: str, counted: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, uuid, counted):
         super().__init__({uuid: HEALTHY_H100})
         self._counted = list(counted)
 
-    def read(self, uuid: str, query: str) -> Any:
+    def read(self, uuid, query):
         if query == "ecc.uncorrected.volatile":
             changed = self._counted.pop(0) if len(self._counted) > 1 else self._counted[0]
             self.planted[uuid] = {**HEALTHY_H100, **changed}
         return super().read(uuid, query)
 
 
-def conftest(**settings: Any) -> str:
+def conftest(**settings):
     """Return a conftest.py for a suite in a process of its own. ``settings`` are of :func:`pretend`, plain ones."""
     here = str(Path(__file__).parent)
     return (

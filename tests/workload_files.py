@@ -1,9 +1,6 @@
 """Files of workloads: a complete one, and broken ones with what is wrong in them."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -36,7 +33,7 @@ profiles:
 """
 
 
-def flow(value: Any) -> str:
+def flow(value):
     """Write a value as YAML on one line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {flow(below)}' for key, below in value.items())}}}"
@@ -51,7 +48,7 @@ NEXT = COMPLETE.count("\n") + 1
 """The line of what is appended."""
 
 
-def replaced(old: str, new: str) -> str:
+def replaced(old, new):
     assert old in COMPLETE
     return COMPLETE.replace(old, new, 1)
 

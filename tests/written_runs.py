@@ -1,10 +1,6 @@
 """Small journals for tests: what is not said is that of two good runs on the same node of H100s."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 from pytest_gpucluster.journal import journal
 
@@ -13,7 +9,7 @@ MATMUL, HBM = f"{SUITE}::test_matmul", f"{SUITE}::test_hbm"
 BF16 = "matmul.bf16.tflops"
 
 
-def place(rank: int, *, host: str = "gpu-a", local_rank: int | None = None, uuid: str | None = None) -> dict[str, Any]:
+def place(rank, *, host="gpu-a", local_rank=None, uuid=None):
     """Return where a rank is; ``uuid`` "" is a rank on cpu."""
     uuid = f"GPU-{host}-{rank}" if uuid is None else uuid
     return {
@@ -24,19 +20,10 @@ def place(rank: int, *, host: str = "gpu-a", local_rank: int | None = None, uuid
     }
 
 
-def measured(
-    values: Sequence[float | str] | Mapping[int, float | str],
-    metric: str = BF16,
-    *,
-    unit: str = "TFLOPS",
-    width: float | None = 0.005,
-    status: str = "passed",
-    limit: Mapping[str, Any] | None = None,
-    **labels: str,
-) -> dict[str, Any]:
+def measured(values, metric=BF16, *, unit="TFLOPS", width=0.005, status="passed", limit=None, **labels):
     """Return a judged metric; ``width`` is that of each interval, as a share of its value; None: without."""
     by_rank = dict(values) if isinstance(values, Mapping) else dict(enumerate(values))
-    line: dict[str, Any] = {
+    line = {
         "metric": metric,
         "unit": unit,
         "labels": labels,
@@ -55,9 +42,7 @@ def measured(
     return line
 
 
-def case(
-    nodeid: str = MATMUL, outcome: str = "passed", *measurements: Mapping[str, Any], **more: Any
-) -> dict[str, Any]:
+def case(nodeid=MATMUL, outcome="passed", *measurements, **more):
     """Return a test's line."""
     return {
         "type": "test",
@@ -70,26 +55,29 @@ def case(
     }
 
 
+TWO = (place(0), place(1))
+
+
 def lines(
-    *tests: Mapping[str, Any],
-    run_id: str = "r1",
-    started_at: str = "2026-01-02T03:04:05+00:00",
-    ranks: Sequence[Mapping[str, Any]] = (place(0), place(1)),
-    sku: str | None = "H100 SXM",
-    digest: str = "d" * 64,
-    workload: Mapping[str, str] | None = None,
-    collected: Sequence[str] | None = None,
-    end: Mapping[str, Any] | None = None,
-    closed: bool = True,
-    then: Sequence[Mapping[str, Any]] = (),
-    **run: Any,
-) -> list[dict[str, Any]]:
+    *tests,
+    run_id="r1",
+    started_at="2026-01-02T03:04:05+00:00",
+    ranks=TWO,
+    sku="H100 SXM",
+    digest="d" * 64,
+    workload=None,
+    collected=None,
+    end=None,
+    closed=True,
+    then=(),
+    **run,
+):
     """Return a journal's lines: ``then`` follows the tests; without ``closed`` the run was killed there."""
     hosts = dict.fromkeys(rank["host"] for rank in ranks)
     ids = [each["nodeid"] for each in tests] if collected is None else collected
     failed = any(each["outcome"] == "failed" for each in tests)
     word, code = ("REJECTED", 1) if failed else ("ACCEPTED", 0)
-    found: list[dict[str, Any]] = [
+    found = [
         {
             "type": "run",
             "schema_version": 1,
@@ -124,7 +112,7 @@ def lines(
     return found
 
 
-def write(folder: Path, *tests: Mapping[str, Any], **more: Any) -> Path:
+def write(folder, *tests, **more):
     """Write a journal into a folder, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / journal.JOURNAL_FILE
@@ -132,7 +120,7 @@ def write(folder: Path, *tests: Mapping[str, Any], **more: Any) -> Path:
     return path
 
 
-def read(*tests: Mapping[str, Any], **more: Any) -> journal.Journal:
+def read(*tests, **more):
     """Return a journal without a file."""
     builder = journal.JournalBuilder()
     for line in lines(*tests, **more):

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 from pytest_gpucluster.launch.launchers import RankFacts
 
@@ -20,6 +17,6 @@ _TWO_NODES = RankFacts(
 )
 
 
-def facts_of(**changes: Any) -> RankFacts:
+def facts_of(**changes):
     """Return rank 0 of two nodes with one rank each, with changes."""
     return replace(_TWO_NODES, **changes)

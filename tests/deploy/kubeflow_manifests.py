@@ -11,11 +11,9 @@ way is one that Trainer does not know. PyTorchJob has no model that could be ins
 closed schema of the fields that we use (schemas/pytorchjob.json, which names its source).
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ _MODELS = ("TrainJob", "ClusterTrainingRuntime")
 _CLOSED = {"PyTorchJob": "pytorchjob.json"}
 
 
-def kind_problems(document: Document) -> list[str]:
+def kind_problems(document):
     """Return what the operator would not take, or would take and forget."""
     kind = str(document["kind"])
     if kind in _MODELS:
@@ -46,13 +44,13 @@ def kind_problems(document: Document) -> list[str]:
 
 
 @cache
-def _schema(kind: str) -> jsonschema.Draft202012Validator:
+def _schema(kind):
     schema = json.loads((SCHEMAS / _CLOSED[kind]).read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
 
 
-def _lost(document: Document) -> list[str]:
+def _lost(document):
     from kubeflow_trainer_api import models  # here, because it takes most of a second
 
     model = getattr(models, f"TrainerV1alpha1{document['kind']}")
@@ -61,11 +59,10 @@ def _lost(document: Document) -> list[str]:
     except (pydantic.ValidationError, ValueError, AttributeError, TypeError) as error:
         # The generated readers meet a mapping where a text stands, and the like, with whatever Python raises there.
         return [f"its model refuses it: {' '.join(str(error).split())}"]
-    assert read is not None
     return list(_differences(document, json.loads(json.dumps(read.to_dict(), default=str)), ""))
 
 
-def _differences(ours: object, back: object, where: str) -> Iterator[str]:
+def _differences(ours, back, where):
     if isinstance(ours, Mapping) and isinstance(back, Mapping):
         for key in ours:
             if key not in back:
@@ -80,7 +77,7 @@ def _differences(ours: object, back: object, where: str) -> Iterator[str]:
         yield f"{where.lstrip('.')}: {ours!r} was read as {back!r}"
 
 
-def problems(documents: Sequence[Document], version: str | None = None) -> list[str]:
+def problems(documents, version=None):
     """Return all that is wrong with the documents of one kustomization."""
     found = kubernetes_manifests.problems(documents, version)
     for document in documents:
@@ -88,7 +85,7 @@ def problems(documents: Sequence[Document], version: str | None = None) -> list[
     return found
 
 
-def kustomizations() -> list[Path]:
+def kustomizations():
     """Return every folder that can be applied and has a kind of Kubeflow's."""
     return [
         path
@@ -97,7 +94,7 @@ def kustomizations() -> list[Path]:
     ]
 
 
-def _judge(documents: list[dict[str, Any]]) -> tuple[str, list[str]]:
+def _judge(documents):
     kinds = ", ".join(document["kind"] for document in documents if is_custom(document))
     if not kinds:
         raise kubernetes_manifests.RenderError("no kind of Kubeflow's is in it")
@@ -105,7 +102,7 @@ def _judge(documents: list[dict[str, Any]]) -> tuple[str, list[str]]:
     return kinds, problems(documents, kubernetes_manifests.VERSIONS[-1])
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments):
     """Look at all of them, or at those that are named, tell of each, and return the exit code."""
     folders = [Path(argument) for argument in arguments] or kustomizations()
     return kubernetes_manifests.judge_all(folders, _judge)

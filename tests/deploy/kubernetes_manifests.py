@@ -10,15 +10,12 @@ What a schema cannot say is looked at here as well: a volume that is mounted mus
 that a pod reads. Kubernetes takes such a manifest, and its pods wait for ever.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import kubectl
 import kubernetes_validate
@@ -30,7 +27,7 @@ KUBERNETES = ROOT / "deploy" / "kubernetes"
 OLDEST = "1.29"
 """Where the fields that the manifests rest on are on by default: backoffLimitPerIndex, podReplacementPolicy. Source:
 https://kubernetes.io/docs/concepts/workloads/controllers/job/."""
-VERSIONS: Sequence[str] = tuple(
+VERSIONS = tuple(
     dict.fromkeys(  # each stands twice: with schemas that are strict, and with others
         major_minor(version)
         for version in all_versions()
@@ -51,12 +48,12 @@ class RenderError(Exception):
     """A kustomization that cannot be rendered, with kustomize's words; or kubectl is missing."""
 
 
-def load(text: str) -> list[dict[str, Any]]:
+def load(text):
     """Return the documents of a YAML text; empty ones are left out."""
     return [document for document in yaml.safe_load_all(text) if document]
 
 
-def kustomizations(root: Path = KUBERNETES) -> list[Path]:
+def kustomizations(root=KUBERNETES):
     """Return every folder below with a kustomization that can be applied.
 
     Components are parts of others, and so are folders that hold nothing but configuration of kustomize's transformers.
@@ -64,7 +61,7 @@ def kustomizations(root: Path = KUBERNETES) -> list[Path]:
     return [path.parent for path in sorted(root.rglob("kustomization.yaml")) if _can_be_applied(path)]
 
 
-def _can_be_applied(path: Path) -> bool:
+def _can_be_applied(path):
     [kustomization] = load(path.read_text())
     if kustomization.get("kind", "Kustomization") != "Kustomization":
         return False
@@ -74,7 +71,7 @@ def _can_be_applied(path: Path) -> bool:
     return not (documents and only_files and all(each.get("apiVersion") == "builtin" for each in documents))
 
 
-def render(path: Path) -> list[dict[str, Any]]:
+def render(path):
     """Return what ``kubectl apply -k`` would send. A test asks for kubectl first: ``kubectl.require_kubectl()``.
 
     Raises:
@@ -92,14 +89,14 @@ def render(path: Path) -> list[dict[str, Any]]:
     return documents
 
 
-def name_of(document: Mapping[str, Any]) -> str:
+def name_of(document):
     """Return kind and name of a document, as kubectl names it."""
     return f"{document.get('kind', '?')}/{(document.get('metadata') or {}).get('name', '?')}"
 
 
-def core_problems(document: Mapping[str, Any], version: str | None = None) -> list[str]:
+def core_problems(document, version=None):
     """Hold a document against the schemas of one Kubernetes, or of all ``VERSIONS``; an unknown field is an error."""
-    wrong: dict[str, list[str]] = {}
+    wrong = {}
     for each in VERSIONS if version is None else [version]:
         try:
             kubernetes_validate.validate(dict(document), each, strict=True)
@@ -113,12 +110,12 @@ def core_problems(document: Mapping[str, Any], version: str | None = None) -> li
     return [f"{name_of(document)} ({', '.join(versions)}): {problem}" for problem, versions in wrong.items()]
 
 
-def pod_templates(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def pod_templates(document):
     """Return every pod template in a document, or the pod that it is, each with the place where it stands."""
     return list(_templates(document, ""))
 
 
-def _templates(value: object, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _templates(value, where):
     if isinstance(value, Mapping):
         spec = value.get("spec")
         if isinstance(spec, Mapping) and "containers" in spec:
@@ -131,7 +128,7 @@ def _templates(value: object, where: str) -> Iterator[tuple[str, Mapping[str, An
             yield from _templates(inner, f"{where}.{index}")
 
 
-def pod_problems(document: Mapping[str, Any], version: str | None = None) -> list[str]:
+def pod_problems(document, version=None):
     """Hold every pod template in a document against the schema of a Pod."""
     found = []
     for where, template in pod_templates(document):
@@ -140,7 +137,7 @@ def pod_problems(document: Mapping[str, Any], version: str | None = None) -> lis
     return found
 
 
-def reference_problems(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+def reference_problems(documents):
     """Return what a pod refers to and nobody has: volumes, ConfigMaps, claims, accounts, services; and bad names."""
     there = {(document["kind"], document["metadata"]["name"]) for document in documents}
     found = [] if len(there) == len(documents) else ["two documents have the same kind and name"]
@@ -155,7 +152,7 @@ def reference_problems(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _dangling(spec: Mapping[str, Any], document: Mapping[str, Any], there: set[tuple[str, str]]) -> Iterator[str]:
+def _dangling(spec, document, there):
     volumes = [volume["name"] for volume in spec.get("volumes") or ()]
     yield from _twice("volume", volumes)
     for volume in spec.get("volumes") or ():
@@ -175,7 +172,7 @@ def _dangling(spec: Mapping[str, Any], document: Mapping[str, Any], there: set[t
         yield f"the Service {subdomain} is nowhere, so the pods have no names"
     containers = [*(spec.get("initContainers") or ()), *spec["containers"]]
     yield from _twice("container", [container["name"] for container in containers])
-    mounted: set[str] = set()
+    mounted = set()
     for container in containers:
         who = f"the container {container['name']}"
         mounts = container.get("volumeMounts") or ()
@@ -190,15 +187,15 @@ def _dangling(spec: Mapping[str, Any], document: Mapping[str, Any], there: set[t
     yield from (f"the volume {name} is mounted nowhere" for name in volumes if name not in mounted)
 
 
-def _sources(container: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _sources(container):
     return [variable["valueFrom"] for variable in container.get("env") or () if "valueFrom" in variable]
 
 
-def _twice(what: str, names: Sequence[str]) -> Iterator[str]:
+def _twice(what, names):
     yield from (f"the {what} {name} stands twice" for name in sorted({n for n in names if names.count(n) > 1}))
 
 
-def dangers(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+def dangers(documents):
     """Return what is against Kubernetes' Pod Security Standard `restricted`, and some more that no pod here needs.
 
     Source: https://kubernetes.io/docs/concepts/security/pod-security-standards/.
@@ -228,7 +225,7 @@ def dangers(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def claim_problems(template: Mapping[str, Any], paths: Sequence[Path]) -> list[str]:
+def claim_problems(template, paths):
     """Return which containers of a pod have a path not on a claim that they can only read."""
     volumes = template["spec"]["volumes"]
     claims = [each["name"] for each in volumes if each.get("persistentVolumeClaim", {}).get("readOnly")]
@@ -240,12 +237,12 @@ def claim_problems(template: Mapping[str, Any], paths: Sequence[Path]) -> list[s
     return found
 
 
-def is_custom(document: Mapping[str, Any]) -> bool:
+def is_custom(document):
     """Tell whether a document is of a kind that an operator has brought."""
     return str(document.get("apiVersion", "")).startswith(CUSTOM)
 
 
-def problems(documents: Sequence[Mapping[str, Any]], version: str | None = None) -> list[str]:
+def problems(documents, version=None):
     """Return all that is wrong with the documents of one kustomization."""
     found = reference_problems(documents)
     for document in documents:
@@ -253,7 +250,7 @@ def problems(documents: Sequence[Mapping[str, Any]], version: str | None = None)
     return found
 
 
-def judge_all(folders: Sequence[Path], judge: Callable[[list[dict[str, Any]]], tuple[str, list[str]]]) -> int:
+def judge_all(folders, judge):
     """Look at kustomizations, of which there must be one, tell of each, and return the exit code.
 
     ``judge`` returns what the documents are, in some words, and what is wrong with them.
@@ -277,7 +274,7 @@ def judge_all(folders: Sequence[Path], judge: Callable[[list[dict[str, Any]]], t
     return code
 
 
-def _judge(documents: list[dict[str, Any]]) -> tuple[str, list[str]]:
+def _judge(documents):
     custom = sorted({document["kind"] for document in documents if is_custom(document)})
     beside = f"; of {', '.join(custom)} only the pod templates" if custom else ""
     return f"Kubernetes {VERSIONS[0]} to {VERSIONS[-1]}{beside}", problems(documents)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,19 +28,19 @@ class PodError(Exception):
     """Kubernetes would not start this pod: a variable refers to what is not there."""
 
 
-def find(documents: Sequence[Mapping[str, Any]], kind: str, name: str | None = None) -> Mapping[str, Any]:
+def find(documents, kind, name=None):
     """Return the one document of a kind."""
     [found] = [each for each in documents if each["kind"] == kind and name in (None, each["metadata"]["name"])]
     return found
 
 
-def container(job: Mapping[str, Any], name: str = "suite") -> Mapping[str, Any]:
+def container(job, name="suite"):
     """Return a container of a Job's pod template."""
     [found] = [each for each in job["spec"]["template"]["spec"]["containers"] if each["name"] == name]
     return found
 
 
-def expanded(text: str, environ: Mapping[str, str]) -> str:
+def expanded(text, environ):
     """Replace $(NAME) as Kubernetes does: an unknown one stays as it is, and $$ is one $.
 
     Source: https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/.
@@ -48,10 +48,10 @@ def expanded(text: str, environ: Mapping[str, str]) -> str:
     return _REFERENCE.sub(lambda found: "$" if found[0] == "$$" else environ.get(found[1], found[0]), text)
 
 
-def from_maps(documents: Sequence[Mapping[str, Any]], container: Mapping[str, Any]) -> dict[str, str]:
+def from_maps(documents, container):
     """Return what a container takes from ConfigMaps, the last one counting; an optional one need not be there."""
     there = {each["metadata"]["name"] for each in documents if each["kind"] == "ConfigMap"}
-    found: dict[str, str] = {}
+    found = {}
     for source in container.get("envFrom") or ():
         told = source["configMapRef"]
         if told["name"] in there or not told.get("optional"):
@@ -59,18 +59,13 @@ def from_maps(documents: Sequence[Mapping[str, Any]], container: Mapping[str, An
     return found
 
 
-def declared(
-    documents: Sequence[Mapping[str, Any]],
-    container: Mapping[str, Any],
-    fields: Mapping[str, str],
-    operator: Mapping[str, str],
-) -> dict[str, str]:
+def declared(documents, container, fields, operator):
     """Return a container's variables: of ConfigMaps, its own with the pod's fields, and what the operator adds last.
 
     Raises:
         PodError: a ConfigMap or a field is not there.
     """
-    environ: dict[str, str] = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", **from_maps(documents, container)}
+    environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", **from_maps(documents, container)}
     for variable in container.get("env") or ():
         if "valueFrom" in variable:
             path = variable["valueFrom"]["fieldRef"]["fieldPath"]
@@ -82,9 +77,7 @@ def declared(
     return {**environ, **operator}
 
 
-def environment(
-    documents: Sequence[Mapping[str, Any]], index: int, *, node: str, name: str = "suite"
-) -> dict[str, str]:
+def environment(documents, index, *, node, name="suite"):
     """Return the variables of a container of pod number ``index`` of a Job, which runs on ``node``."""
     job = find(documents, "Job")
     fields = {
@@ -95,20 +88,20 @@ def environment(
     return declared(documents, container(job, name), fields, {"JOB_COMPLETION_INDEX": str(index)})
 
 
-def command(documents: Sequence[Mapping[str, Any]], environ: Mapping[str, str], name: str = "suite") -> list[str]:
+def command(documents, environ, name="suite"):
     """Return the words that a container is started with."""
     which = container(find(documents, "Job"), name)
     return [expanded(word, environ) for word in [*which.get("command", ()), *which.get("args", ())]]
 
 
-def write_scripts(documents: Sequence[Mapping[str, Any]], folder: Path) -> None:
+def write_scripts(documents, folder):
     """Write the ConfigMap of the scripts, as it is mounted."""
     folder.mkdir(exist_ok=True)
     for name, text in find(documents, "ConfigMap", "gpucluster-scripts")["data"].items():
         (folder / name).write_text(text)
 
 
-def programs(folder: Path) -> Path:
+def programs(folder):
     """Make a folder with the programs of the image: this interpreter, and its gpucluster."""
     folder.mkdir(exist_ok=True)
     for name in ("python", "gpucluster"):
@@ -118,7 +111,7 @@ def programs(folder: Path) -> Path:
     return folder
 
 
-def prepare(directory: Path, documents: Sequence[Mapping[str, Any]], suite: Mapping[str, str]) -> None:
+def prepare(directory, documents, suite):
     """Write a suite, the scripts and the programs of pods, and make the folders that are their volumes."""
     torchrun.write_suite(directory, suite)
     (directory / "suite" / "acceptance").mkdir()
@@ -148,7 +141,7 @@ class Pod:
     directory: Path
     places: Mapping[str, str] = field(default_factory=dict)
 
-    def here(self, text: str) -> str:
+    def here(self, text):
         """Replace the manifest's paths and names."""
         folders = {
             "/opt/gpucluster-scripts": "scripts",
@@ -161,12 +154,12 @@ class Pod:
         return text
 
     @property
-    def words(self) -> list[str]:
+    def words(self):
         """What it is started with."""
         words = [*self.container["command"], *self.container.get("args", ())]
         return [self.here(expanded(word, self.variables)) for word in words]
 
-    def environ(self, more: Mapping[str, str]) -> dict[str, str]:
+    def environ(self, more):
         """Return its whole environment; ``more`` stands instead of the manifest's."""
         tmp = str(self.directory / "tmp")
         own = {
@@ -183,7 +176,7 @@ class Pod:
             **more,
         }
 
-    def start(self, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def start(self, more):
         """Start it, in the folder of the suite."""
         with (self.directory / f"output-{self.name}.txt").open("wb") as output:
             return subprocess.Popen(
@@ -197,7 +190,7 @@ class Pod:
             )
 
 
-def over(directory: Path, agents: list[subprocess.Popen[bytes]], token: str) -> torchrun.Run:
+def over(directory, agents, token):
     """Wait for the end of pods that have been started."""
     run = torchrun.Run(
         directory=directory, agents=agents, token=token, started=time.monotonic(), deadline=torchrun.DEADLINE_SECONDS
@@ -205,9 +198,7 @@ def over(directory: Path, agents: list[subprocess.Popen[bytes]], token: str) -> 
     return run.wait()
 
 
-def run_job(
-    documents: Sequence[Mapping[str, Any]], directory: Path, nodes: Sequence[str], more: Mapping[str, str]
-) -> torchrun.Run:
+def run_job(documents, directory, nodes, more):
     """Run a pod of a Job for each node to its end, with some variables instead of the manifest's."""
     job = find(documents, "Job")
     suite = container(job)

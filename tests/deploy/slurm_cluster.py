@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,16 +96,16 @@ class SlurmCluster:
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
-    def conf(self) -> Path:
+    def conf(self):
         """slurm.conf."""
         return self.folder / "slurm.conf"
 
-    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+    def environment(self, environ):
         """Return an environment in which Slurm's commands speak with this Slurm, and no job of another one is known."""
         kept = {name: value for name, value in environ.items() if not name.startswith(("SLURM", "SBATCH", "SALLOC"))}
         return {**kept, "SLURM_CONF": str(self.conf), "PATH": f"{environ.get('PATH', os.defpath)}{os.pathsep}{_SBIN}"}
 
-    def up(self) -> None:
+    def up(self):
         """Start it, and wait until every node is idle."""
         missing = [name for name in PROGRAMS if find(name) is None]
         if missing:
@@ -121,7 +120,7 @@ class SlurmCluster:
             self.down()
             raise
 
-    def configure(self, *more: str) -> None:
+    def configure(self, *more):
         """Let it go on with these lines in slurm.conf, instead of those of the last time."""
         marker = "# --- for a while"
         kept = self.conf.read_text().partition(marker)[0]
@@ -130,7 +129,7 @@ class SlurmCluster:
         beside.replace(self.conf)  # whoever reads it meanwhile finds a whole one
         self.ask("scontrol", "reconfigure")
 
-    def down(self) -> None:
+    def down(self):
         """End its jobs, its daemons, and whatever is left of them."""
         # Daemons, steps and tasks: all of them know this slurm.conf, and there is no state worth keeping.
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -145,7 +144,7 @@ class SlurmCluster:
         for daemon in self.daemons.values():
             daemon.wait(END_SECONDS / 2)  # one that is ending has given up its environment before it can be waited for
 
-    def ask(self, *command: str) -> str:
+    def ask(self, *command):
         """Run one of Slurm's commands and return what it says; it must not fail."""
         try:
             done = finished(command, env=self.environment(os.environ), seconds=ASK_SECONDS)
@@ -155,12 +154,12 @@ class SlurmCluster:
             raise SlurmError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
-    def logs(self) -> str:
+    def logs(self):
         """Return the last lines that the daemons have written."""
         paths = sorted(path for path in self.folder.glob("*.log") if not path.name.endswith(".out.log"))
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in paths)
 
-    def _configure(self) -> None:
+    def _configure(self):
         (self.folder / "state").mkdir(parents=True, exist_ok=True)
         ports = [free_port() for _ in range(1 + len(NODES))]
         nodes = [
@@ -186,7 +185,7 @@ class SlurmCluster:
         prolog.write_text(_TASK_PROLOG)
         prolog.chmod(0o755)
 
-    def _start(self, program: str, *words: str) -> None:
+    def _start(self, program, *words):
         name = f"{program}-{words[-1]}" if program == "slurmd" else program
         with (self.folder / f"{name}.out.log").open("wb") as output:
             self.daemons[name] = subprocess.Popen(
@@ -199,7 +198,7 @@ class SlurmCluster:
                 start_new_session=True,
             )
 
-    def _wait_for_nodes(self) -> None:
+    def _wait_for_nodes(self):
         until = time.monotonic() + UP_SECONDS
         said = ""
         while time.monotonic() < until:
@@ -214,7 +213,7 @@ class SlurmCluster:
             time.sleep(_POLL_SECONDS)
         raise SlurmError(f"not up within {UP_SECONDS:g} s; sinfo says {said!r}\n{self.logs()}")
 
-    def _processes(self) -> list[int]:
+    def _processes(self):
         """Return everything that has this slurm.conf in its environment, or on its command line, but this process."""
         needle, found = os.fsencode(self.conf), []
         for entry in Path("/proc").iterdir():
@@ -227,13 +226,13 @@ class SlurmCluster:
         return found
 
 
-def find(program: str) -> str | None:
+def find(program):
     """Return the path of a program of Slurm's; its daemons lie where only root looks."""
     return shutil.which(program) or shutil.which(program, path=_SBIN)
 
 
 @contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[SlurmCluster]:
+def cluster(folder):
     """A Slurm for as long as the block lasts."""
     slurm = SlurmCluster(folder=folder)
     slurm.up()
@@ -243,7 +242,7 @@ def cluster(folder: Path) -> Iterator[SlurmCluster]:
         slurm.down()
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments):
     """Run a command in a Slurm."""
     if arguments[:2] != ["run", "--"]:
         print(__doc__, file=sys.stderr)

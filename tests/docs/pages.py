@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ class Block(NamedTuple):
 class Page:
     """One Markdown file; ``name`` is its path in the repository."""
 
-    def __init__(self, name: str, text: str) -> None:
+    def __init__(self, name, text):
         self.name, self.text = name, text
         self.prose = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
         self.blocks = []
@@ -35,14 +34,14 @@ class Page:
             line = text.count("\n", 0, match.start()) + 2
             self.blocks.append(Block(line, match["language"], textwrap.dedent(match["text"]), "".join(named[-1:])))
 
-    def blocks_of(self, *languages: str) -> list[Block]:
+    def blocks_of(self, *languages):
         """The blocks in these languages."""
         return [block for block in self.blocks if block.language in languages]
 
     @functools.cached_property
-    def anchors(self) -> set[str]:
+    def anchors(self):
         """What a link to a part of this page may name, as GitHub makes it of the headings."""
-        slugs: list[str] = []
+        slugs = []
         for heading in re.findall(r"^#{1,6} +(.*?) *#*$", self.prose, re.MULTILINE):
             text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
             slugs.append(re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-"))
@@ -50,7 +49,7 @@ class Page:
         return {*slugs, *numbered, *re.findall(r"""<a (?:name|id)=["']([^"']+)["']""", self.prose)}
 
     @functools.cached_property
-    def links(self) -> list[tuple[str, str]]:
+    def links(self):
         """File and anchor of every link within the repository; what stands in backticks is none."""
         bare = re.sub(r"(?<!\\)`[^`\n]*`", "``", self.prose)
         targets = re.findall(r"\]\(\s*<?([^)\s>]*)>?(?:\s+\"[^\"]*\")?\s*\)|^\[[^\]]+\]:\s+(\S+)", bare, re.MULTILINE)
@@ -58,32 +57,32 @@ class Page:
         return [(target.partition("#")[0], target.partition("#")[2]) for target in own]
 
     @functools.cached_property
-    def code(self) -> list[tuple[int, str]]:
+    def code(self):
         """Line and text of everything in backticks."""
         found = re.finditer(r"(?<![`\\])(`+)(?!`)((?:(?!\n\n).)+?)(?<!`)\1(?!`)", self.prose, re.DOTALL)
         return [
             (self.prose.count("\n", 0, one.start()) + 1, " ".join(one[2].split()).replace("\\|", "|")) for one in found
         ]
 
-    def place(self, target: str = "") -> Path:
+    def place(self, target=""):
         """Where a link of this page leads; where the page itself is."""
         return (ROOT / self.name).parent.joinpath(target).resolve() if target else (ROOT / self.name).resolve()
 
 
-def page_named(name: str) -> Page:
+def page_named(name):
     """Read one page, by its path in the repository."""
     return Page(name, (ROOT / name).read_text(encoding="utf-8"))
 
 
 @functools.cache
-def every_page() -> tuple[Page, ...]:
+def every_page():
     """All that a reader may be sent to."""
     below = [path for folder in ("docs", "deploy") for path in (ROOT / folder).rglob("*.md")]
     paths = [*ROOT.glob("*.md"), *(path for path in below if "node_modules" not in path.parts)]
     return tuple(page_named(path.relative_to(ROOT).as_posix()) for path in sorted(paths))
 
 
-def rows(text: str, header: Sequence[str]) -> Iterator[list[str]]:
+def rows(text, header):
     """The cells of the rows of every table with this header."""
     inside = False
     for line in text.splitlines():

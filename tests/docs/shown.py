@@ -1,7 +1,5 @@
 """The commands and files of a page, checked: commands by their programs' own parsers, files by their readers."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -10,14 +8,12 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from pages import ROOT, Block, Page
+from pages import ROOT
 
 from pytest_gpucluster import plugin
 from pytest_gpucluster.cli import main
@@ -40,13 +36,13 @@ _LINE = re.compile(
 
 
 @functools.cache
-def source(*folders: str, ext: str = "py") -> str:
+def source(*folders, ext="py"):
     """Return all of the source below these folders."""
     paths = [path for name in folders for path in sorted((ROOT / name).rglob(f"*.{ext}"))]
     return "".join(path.read_text(encoding="utf-8") for path in paths)
 
 
-def wrong_variables(text: str) -> Iterator[str]:
+def wrong_variables(text):
     """Yield the variables of this project that it does not have."""
     known = {option.variable for option in options.OPTIONS}
     for name in sorted(set(re.findall(r"\bGPUCLUSTER_[A-Z_]*[A-Z]\b", text)) - known):
@@ -54,7 +50,7 @@ def wrong_variables(text: str) -> Iterator[str]:
             yield f"there is no variable {name}"
 
 
-def wrong_commands(page: Page, config: pytest.Config) -> Iterator[str]:
+def wrong_commands(page, config):
     """Yield what is wrong with the commands of a page, also with those in the steps of a CI."""
     shown = "".join(block.text for block in page.blocks_of("console", "bash"))
     made = {block.file for block in page.blocks}
@@ -64,12 +60,12 @@ def wrong_commands(page: Page, config: pytest.Config) -> Iterator[str]:
         yield from (f"{page.name}:{block.line}: {wrong}" for wrong in wrong_lines(text, config, made))
 
 
-def lines_in(text: str) -> list[str]:
+def lines_in(text):
     """Return the commands in lines that are otherwise no shell's."""
     return _LINE.findall(re.sub(r"\\\n[#\s]*", " ", text))
 
 
-def wrong_lines(text: str, config: pytest.Config, made: Collection[str] = ()) -> Iterator[str]:
+def wrong_lines(text, config, made=()):
     """Yield what is wrong with lines for a shell; files that are ``made`` by the page need not be in the repository."""
     yield from wrong_variables(text)
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30, check=False)
@@ -87,7 +83,7 @@ def wrong_lines(text: str, config: pytest.Config, made: Collection[str] = ()) ->
                 yield f"{line}: there is no {path}"
 
 
-def _commands(text: str) -> Iterator[list[str]]:
+def _commands(text):
     """Yield the words of each command. A variable and the output of a command stand as 1, which most options take."""
     text = re.sub(r"<<-?\s*['\"]?(\w+)['\"]?[^\n]*\n.*?^\s*\1$", "", text.replace("\\\n", " "), flags=re.S | re.M)
     text = re.sub(r"(?m)(?:^|(?<=\s))#(?: .*)?$", "", text)
@@ -96,7 +92,7 @@ def _commands(text: str) -> Iterator[list[str]]:
     text = re.sub(r"""(?<=\s)\d?(?:>>?|<)&?\s*(?:"[^"]*"|[^\s"']+)""", " ", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";|&()\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
-    words: list[str] = []
+    words = []
     for token in [*lexer, "\n"]:
         if token and set(token) <= set(";|&()\n"):
             yield from [words] if words else []
@@ -110,7 +106,7 @@ def _commands(text: str) -> Iterator[list[str]]:
             yield from _commands(shown)
 
 
-def _parsed(parse: Any, *arguments: Any) -> tuple[Any, list[str]]:
+def _parsed(parse, *arguments):
     """Return what a parser makes of arguments, or None and what it complains of."""
     stderr = io.StringIO()
     try:
@@ -124,7 +120,7 @@ def _parsed(parse: Any, *arguments: Any) -> tuple[Any, list[str]]:
         return None, [] if type(error).__name__ == "PrintHelp" else [repr(error)]
 
 
-def _gpucluster(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
+def _gpucluster(words, config):
     if words[:1] == ["doctor"] and main.HOSTS in words:
         words = ["run", *words[1:]]  # whose options it takes
     parsed, wrong = _parsed(main.parse, list(words))
@@ -136,7 +132,7 @@ def _gpucluster(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
         yield from _pytest(parsed.forwarded, config)
 
 
-def _torchrun(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
+def _torchrun(words, config):
     from torch.distributed.run import get_args_parser
 
     parsed, wrong = _parsed(get_args_parser().parse_args, list(words))
@@ -145,7 +141,7 @@ def _torchrun(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
         yield from _pytest(parsed.training_script_args, config)
 
 
-def _pytest(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
+def _pytest(words, config):
     parsed, wrong = _parsed(config._parser.parse, list(words))
     yield from wrong
     for option in options.OPTIONS if parsed is not None else ():
@@ -157,14 +153,14 @@ def _pytest(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
         yield f"there is no marker {word}"
 
 
-def _make(words: Sequence[str], config: pytest.Config) -> Iterator[str]:
+def _make(words, config):
     yield from (f"there is no target {word}" for word in words if word not in TARGETS and "=" not in word)
 
 
 _CHECKS = {"gpucluster": _gpucluster, "torchrun": _torchrun, "pytest": _pytest, "make": _make}
 
 
-def wrong_files(page: Page, folder: Path) -> Iterator[str]:
+def wrong_files(page, folder):
     """Yield what is wrong with the blocks that are files: read by the product, by Kubernetes' schema, or by Python."""
     before = dict(measurement._REGISTRY)
     try:
@@ -181,7 +177,7 @@ def wrong_files(page: Page, folder: Path) -> Iterator[str]:
         measurement._REGISTRY.update(before)
 
 
-def _wrong_file(block: Block, folder: Path) -> Iterator[str]:
+def _wrong_file(block, folder):
     if block.language == "yaml":
         for document in filter(None, yaml.safe_load_all(block.text)):
             group = str(document.get("apiVersion", "a.b/")).rpartition("/")[0] if isinstance(document, dict) else "a.b"

@@ -1,25 +1,16 @@
 """Which faults a module makes: those that its selected tests ask for, some at once."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
-from torchrun import Run, with_one_fault
+from torchrun import with_one_fault
 
 TIMES_VARIABLE = "FAULT_TIMES"
 """Names the file that the times are written to. Then only one run goes on at a time in this pytest, so that none
 disturbs another."""
 
 
-def runs_of(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    *,
-    deadline: float,
-    at_once: int = 2,
-    timeouts: str = "stuck=2",
-) -> dict[tuple[str, int], Run]:
+def runs_of(request, tmp_path_factory, *, deadline, at_once=2, timeouts="stuck=2"):
     """Run the suite of one fault for each fault and victim that is the parameter ``case`` of a selected test."""
     found = [
         item.callspec.params["case"]
@@ -36,6 +27,6 @@ def runs_of(
     )
 
 
-def params(*cases: tuple[str, int]) -> list[object]:
+def params(*cases):
     """Return the cases as parameters, with their ids."""
     return [pytest.param(case, id=f"{case[0]}-{case[1]}") for case in cases]

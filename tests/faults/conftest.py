@@ -1,7 +1,5 @@
 """The table of times, printed under the tests for faults."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -13,12 +11,12 @@ _TIMES = pytest.StashKey[Times]()
 
 
 @pytest.fixture(scope="session")
-def times(request: pytest.FixtureRequest) -> Times:
+def times(request):
     """Takes times for the table at the end."""
     return request.config.stash.setdefault(_TIMES, Times())
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     """Print the table, and write it for perf/faults.py."""
     times = config.stash.get(_TIMES, None)
     if times is None or not times.rows:

@@ -8,15 +8,9 @@ perf/faults.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from pytest_gpucluster.session.options import Timeouts
-
-if TYPE_CHECKING:
-    from torchrun import Run
 
 
 @dataclass(frozen=True)
@@ -26,7 +20,7 @@ class Goal:
     text: str
     seconds: float
 
-    def is_met(self, seconds: float | None) -> bool:
+    def is_met(self, seconds):
         """Tell whether a time is short enough. What was not measured is not."""
         return seconds is not None and seconds <= self.seconds  # False of NaN, too
 
@@ -41,13 +35,13 @@ _BESIDE_DEAD_SECONDS = 2.0
 """As of a death on the same host. The two heartbeats that may come on top of `dead` are within it."""
 
 
-def stuck(setting: float) -> Goal:
+def stuck(setting):
     """Return the goal where a rank cannot be released: 20 s as shipped, and less where `stuck` is set shorter."""
     seconds = _STUCK_SECONDS - (Timeouts().stuck - setting)
     return Goal(f"a hang that nothing ends to a complete JUnit, past the deadline, with stuck={setting:g}", seconds)
 
 
-def lost_node(dead: float) -> Goal:
+def lost_node(dead):
     """Return the goal for a node that is lost, which is noticed by its silence alone."""
     return Goal(f"a lost node to a complete JUnit, with dead={dead:g}", dead + _BESIDE_DEAD_SECONDS)
 
@@ -60,7 +54,7 @@ class Cell:
     goal: Goal | None = None
 
     @property
-    def is_missed(self) -> bool:
+    def is_missed(self):
         """Tell whether something is demanded and not so."""
         return self.goal is not None and not self.goal.is_met(self.seconds)
 
@@ -74,7 +68,7 @@ class Row:
     next_test: Cell = Cell()
 
     @property
-    def is_missed(self) -> bool:
+    def is_missed(self):
         """Tell whether one of its goals is missed."""
         return self.report.is_missed or self.next_test.is_missed
 
@@ -85,7 +79,7 @@ class Times:
 
     rows: list[Row] = field(default_factory=list)
 
-    def ended(self, fault: str, run: Run, *, since: float, goal: Goal) -> None:
+    def ended(self, fault, run, *, since, goal):
         """Add a fault that the run has ended of: the time until the JUnit file was what it is now, with all tests.
 
         Args:
@@ -95,9 +89,7 @@ class Times:
         written = run.completed_at > 0.0
         self.rows.append(Row(fault, Cell(run.completed_at - since if written else None, goal)))
 
-    def survived(
-        self, fault: str, run: Run, case: str, *, since: float, passed: str, report: Goal | None = None
-    ) -> None:
+    def survived(self, fault, run, case, *, since, passed, report=None):
         """Add a fault that the run has gone on after.
 
         Args:
@@ -112,12 +104,12 @@ class Times:
             Row(fault, Cell(None if settled is None else settled - since, report), Cell(after - since, SURVIVED))
         )
 
-    def write(self, path: Path) -> None:
+    def write(self, path):
         """Write all rows as JSON."""
         path.write_text(json.dumps([asdict(row) for row in self.rows]), encoding="utf-8")
 
 
-def read(path: Path) -> list[Row]:
+def read(path):
     """Return what :meth:`Times.write` has written."""
     return [
         Row(told["fault"], _cell(told["report"]), _cell(told["next_test"]))
@@ -125,14 +117,14 @@ def read(path: Path) -> list[Row]:
     ]
 
 
-def _cell(told: dict[str, Any]) -> Cell:
+def _cell(told):
     return Cell(told["seconds"], None if told["goal"] is None else Goal(**told["goal"]))
 
 
 _TITLES = ("seconds after the fault, or after its deadline", "report", "goal", "next test", "goal", "")
 
 
-def table(rows: Iterable[Row]) -> list[str]:
+def table(rows):
     """Return the lines of a Markdown table."""
     found = [_shown(row) for row in rows]
     widths = [max(len(line[column]) for line in [_TITLES, *found]) for column in range(len(_TITLES))]
@@ -140,19 +132,19 @@ def table(rows: Iterable[Row]) -> list[str]:
     return [_line(_TITLES, widths), _line(marks, widths), *(_line(line, widths) for line in found)]
 
 
-def _shown(row: Row) -> tuple[str, ...]:
+def _shown(row):
     cells = [part for cell in (row.report, row.next_test) for part in _parts(cell)]
     return (row.fault, *cells, "MISSED" if row.is_missed else "met")
 
 
-def _parts(cell: Cell) -> tuple[str, str]:
+def _parts(cell):
     seconds = "-" if cell.seconds is None else f"{round(cell.seconds, 2) + 0.0:.2f}"  # no -0.00
     if cell.seconds is None and cell.goal is None:
         seconds = ""
     return seconds, "" if cell.goal is None else f"{cell.goal.seconds:g}"
 
 
-def _line(parts: Sequence[str], widths: Sequence[int]) -> str:
+def _line(parts, widths):
     first, *others, last = [
         part.ljust(width) if column in (0, len(widths) - 1) else part.rjust(width)
         for column, (part, width) in enumerate(zip(parts, widths, strict=True))
@@ -160,9 +152,9 @@ def _line(parts: Sequence[str], widths: Sequence[int]) -> str:
     return f"| {' | '.join([first, *others, last])} |"
 
 
-def verdicts(rows: Sequence[Row]) -> list[str]:
+def verdicts(rows):
     """Return a line for each goal: whether it is met, by how many rows, and the worst of them."""
-    by_goal: dict[Goal, list[tuple[float | None, str]]] = {}
+    by_goal = {}
     for row in rows:
         for cell in (row.report, row.next_test):
             if cell.goal is not None:
@@ -170,7 +162,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     return [_verdict(goal, found) for goal, found in by_goal.items()]
 
 
-def _verdict(goal: Goal, found: Sequence[tuple[float | None, str]]) -> str:
+def _verdict(goal, found):
     met = all(goal.is_met(seconds) for seconds, _ in found)
     # Without a time, or NaN, is worse than any time.
     seconds, fault = max(found, key=lambda one: (one[0] is None or one[0] != one[0], one[0] or 0.0))

@@ -1,18 +1,15 @@
 """A fabric that exists in numbers only: what each link would carry, with planted faults and noise."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterable
 
 from pytest_gpucluster.isolation.link_matrix import Matrix, Reading
 from pytest_gpucluster.isolation.link_survey import Survey, matrix_of
-from pytest_gpucluster.isolation.round_robin import Places, Round
+from pytest_gpucluster.isolation.round_robin import Places
 
 GB = 10**9
 
 
-def places(nodes: int, rails: int) -> Places:
+def places(nodes, rails):
     """Nodes with equally many ranks, in the order of torchrun."""
     return Places.of(
         [
@@ -29,20 +26,12 @@ def places(nodes: int, rails: int) -> Places:
     )
 
 
-def everything(rounds: Iterable[Round]) -> list[tuple[int, int]]:
+def everything(rounds):
     """All pairs of some rounds."""
     return [link for round_ in rounds for link in round_]
 
 
-def measured(
-    rounds: Iterable[Round],
-    fault: Callable[[int, int], float] = lambda sender, receiver: 1.0,
-    *,
-    rate: float = 48.0,
-    noise: float = 0.05,
-    seed: int = 0,
-    wrong: Iterable[tuple[int, int]] = (),
-) -> list[Reading]:
+def measured(rounds, fault=lambda sender, receiver: 1.0, *, rate=48.0, noise=0.05, seed=0, wrong=()):
     """Measure every pair of the rounds in both directions.
 
     Args:
@@ -72,10 +61,8 @@ def measured(
     return found
 
 
-def surveyed(
-    readings: Iterable[Reading], there: Places, scope: str = "node", *, alone: Iterable[Reading] = (), **changed: object
-) -> Survey:
+def surveyed(readings, there, scope="node", *, alone=(), **changed):
     """What was measured in three rounds."""
     given = {"below": 0.75, "rounds": 3, "planned_seconds": 1.5, "seconds": 2.0, **changed}
     matrix = matrix_of(list(readings), scope, there)
-    return Survey(scope=scope, places=there, matrix=matrix, alone=Matrix(alone), **given)  # type: ignore[arg-type]
+    return Survey(scope=scope, places=there, matrix=matrix, alone=Matrix(alone), **given)

@@ -1,12 +1,6 @@
 """A host for tests: the files that the kernel shows, planted below a folder."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from pytest_gpucluster.node.host import NodeSnapshot, collect_node
+from pytest_gpucluster.node.host import collect_node
 from pytest_gpucluster.node.sysfs import Tree
 
 LIMITS = """\
@@ -24,17 +18,17 @@ MOUNTS = """\
 """
 
 
-def limits(*, nofile: object = 1048576, memlock: object = "unlimited", nproc: object = 8255000) -> str:
+def limits(*, nofile=1048576, memlock="unlimited", nproc=8255000):
     """Write /proc/self/limits."""
     return LIMITS.format(nofile=nofile, memlock=memlock, nproc=nproc)
 
 
-def status(capabilities: int = 0) -> str:
+def status(capabilities=0):
     """Write the lines of /proc/self/status that matter."""
     return f"Name:\tpython\nCapEff:\t{capabilities:016x}\nMems_allowed_list:\t0-1\n"
 
 
-HEALTHY: Mapping[str, str] = {
+HEALTHY = {
     "/proc/self/limits": limits(),
     "/proc/self/status": status(),
     "/proc/self/uid_map": "         0          0 4294967295\n",
@@ -60,7 +54,7 @@ HEALTHY: Mapping[str, str] = {
 """A host with 128 CPUs on two NUMA nodes and 2 TiB, in a control group that allows all of it."""
 
 
-def plant(root: Path, files: Mapping[str, str | None], *, healthy: bool = True) -> Tree:
+def plant(root, files, *, healthy=True):
     """Write files below a folder; with ``healthy`` also those of a healthy host. None leaves one out."""
     for name, text in {**(HEALTHY if healthy else {}), **files}.items():
         if text is not None:
@@ -70,18 +64,18 @@ def plant(root: Path, files: Mapping[str, str | None], *, healthy: bool = True) 
     return Tree(root=root)
 
 
-def space(total: int = 10**12, free: int = 10**12) -> Any:
+def space(total=10**12, free=10**12):
     """Return a function with this size for every file system."""
     return lambda path: (total, free)
 
 
-def who(rank: int = 0, *, node_rank: int = 0, host: str = "gpu-07", pci: str | None = None) -> dict[str, Any]:
+def who(rank=0, *, node_rank=0, host="gpu-07", pci=None):
     """What a rank says of itself; with ``pci`` it has a GPU there."""
     gpu = {"index": rank, "uuid": f"GPU-{rank}", "serial": None, "pci_bus_id": pci} if pci else None
     return {"rank": rank, "host": host, "node_rank": node_rank, "gpu": gpu}
 
 
-def facts(root: Path, files: Mapping[str, str | None] | None = None, *, ranks: int = 1, **others: Any) -> NodeSnapshot:
+def facts(root, files=None, *, ranks=1, **others):
     """Collect the facts of a healthy host with these changes."""
     tree = plant(root, files or {})
     inventory = others.pop("inventory", [who(rank) for rank in range(ranks)])

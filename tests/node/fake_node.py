@@ -1,12 +1,7 @@
 """A node for tests: eight H100 behind NVSwitches, eight HCAs, two sockets. Nothing of it is this machine's."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import sysfs_ports
 from fake_host import plant, space
@@ -16,14 +11,13 @@ from pytest_gpucluster.node import info_gpus
 from pytest_gpucluster.node.info import Sources
 from pytest_gpucluster.node.interfaces import Interface
 from pytest_gpucluster.node.processes import Output, Process
-from pytest_gpucluster.node.sysfs import Tree
 
 CPUINFO = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8480+\n\n"
 DRIVER = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (builder@host)  Sun Jul 27\n"
     "GCC version:  gcc version 12.3.0\n"
 )
-FILES: Mapping[str, str] = {
+FILES = {
     "/etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 22.04.4 LTS"\n',
     "/proc/cpuinfo": CPUINFO,
     "/proc/sys/kernel/osrelease": "5.15.0-1063-nvidia\n",
@@ -58,11 +52,11 @@ MOUNTS = (
 NIC = "mlx5_{}"
 
 
-def gpu_pci(number: int) -> str:
+def gpu_pci(number):
     return f"0000:{0x20 + number:02x}:00.0"
 
 
-def add_pci(tree: Tree, address: str, *above: str, numa_node: int = 0, cpus: str = "0-63") -> Path:
+def add_pci(tree, address, *above, numa_node=0, cpus="0-63"):
     """Add a device below its host bridge and the bridges ``above`` it, as the kernel shows it."""
     folder = tree.path("/sys/devices").joinpath(*above, address)
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +68,7 @@ def add_pci(tree: Tree, address: str, *above: str, numa_node: int = 0, cpus: str
     return folder
 
 
-def tree(root: Path, changes: Mapping[str, str | None] | None = None) -> Tree:
+def tree(root, changes=None):
     """Plant the node: each GPU shares a PCIe switch with one HCA; four of either are on each socket."""
     cores = {}
     for cpu in range(128):
@@ -93,7 +87,7 @@ def tree(root: Path, changes: Mapping[str, str | None] | None = None) -> Tree:
     return planted
 
 
-def add_hca(planted: Tree, number: int, function: Path) -> None:
+def add_hca(planted, number, function):
     name = NIC.format(number)
     sysfs_ports.add_port(planted.path("/sys"), name, pci="0000:18:00.0")
     device = planted.path(f"/sys/class/infiniband/{name}/device")
@@ -101,24 +95,24 @@ def add_hca(planted: Tree, number: int, function: Path) -> None:
     os.symlink(function, device)
 
 
-def nvml(changes: Mapping[str, Any] | None = None, *, count: int = 8, **others: Any) -> FakeNvml:
+def nvml(changes=None, *, count=8, **others):
     """Return eight GPUs, each with these values in place of a healthy H100's."""
     uuids = [f"GPU-{number:08x}-0000-0000-0000-000000000000" for number in range(count)]
     pci = {uuid: gpu_pci(number).replace("0000:", "00000000:", 1).upper() for number, uuid in enumerate(uuids)}
     return FakeNvml({uuid: {**HEALTHY_H100, **(changes or {})} for uuid in uuids}, pci=pci, **others)
 
 
-def child_answer(fake: FakeNvml) -> Output:
+def child_answer(fake):
     """Return what the child would write of these GPUs."""
-    lines: list[str] = []
+    lines = []
     info_gpus.query_gpus(lambda: fake, lambda line: lines.append(json.dumps(line)))
     return Output(text="\n".join(lines))
 
 
-def sources(planted: Tree, fake: FakeNvml | None = None, **changes: Any) -> Sources:
+def sources(planted, fake=None, **changes):
     """Return the sources of the node."""
     answer = child_answer(nvml() if fake is None else fake)
-    planned: dict[str, Any] = {
+    planned = {
         "tree": planted,
         "environ": {},
         "hostname": lambda: "gpu-07",

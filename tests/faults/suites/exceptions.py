@@ -7,13 +7,14 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from stamps import RANK, all_reduce, meet, stamp
+from stamps import RANK, all_reduce, meet, stamp, then_meet
 
 
 def test_first(cluster):
     meet(cluster, "nothing")
 
 
+@then_meet
 def test_before(cluster):
     stamp("before")
     if RANK == 1:
@@ -21,10 +22,7 @@ def test_before(cluster):
     all_reduce(cluster)
 
 
-def test_after_before(cluster):
-    meet(cluster, "before")
-
-
+@then_meet
 def test_before_on_rank_0(cluster):
     stamp("before_on_rank_0")
     if RANK == 0:
@@ -32,10 +30,7 @@ def test_before_on_rank_0(cluster):
     all_reduce(cluster)
 
 
-def test_after_before_on_rank_0(cluster):
-    meet(cluster, "before_on_rank_0")
-
-
+@then_meet
 def test_inside(cluster):
     import torch
 
@@ -47,10 +42,7 @@ def test_inside(cluster):
     torch.distributed.barrier(group=cluster.group)
 
 
-def test_after_inside(cluster):
-    meet(cluster, "inside")
-
-
+@then_meet
 def test_afterwards(cluster):
     all_reduce(cluster)
     stamp("afterwards")
@@ -58,10 +50,7 @@ def test_afterwards(cluster):
         raise RuntimeError("raised after the collective")
 
 
-def test_after_afterwards(cluster):
-    meet(cluster, "afterwards")
-
-
+@then_meet
 def test_while_the_group_is_made(cluster):
     cluster.discard(epoch=10_000)
     stamp("while_the_group_is_made")
@@ -70,19 +59,12 @@ def test_while_the_group_is_made(cluster):
     all_reduce(cluster)
 
 
-def test_after_while_the_group_is_made(cluster):
-    meet(cluster, "while_the_group_is_made")
-
-
+@then_meet
 def test_skip(cluster):
     stamp("skip")
     if RANK == 1:
         pytest.skip("no NVLink here")
     all_reduce(cluster)
-
-
-def test_after_skip(cluster):
-    meet(cluster, "skip")
 
 
 @pytest.fixture
@@ -92,13 +74,10 @@ def without_scratch_space():
         raise RuntimeError("no scratch space")
 
 
+@then_meet
 def test_setup(cluster, without_scratch_space):
     stamp("body_entered_in_spite_of_the_setup")
     all_reduce(cluster)
-
-
-def test_after_setup(cluster):
-    meet(cluster, "setup")
 
 
 @pytest.fixture
@@ -109,12 +88,9 @@ def not_cleaned_up():
         raise RuntimeError("cannot clean up")
 
 
+@then_meet
 def test_teardown(cluster, not_cleaned_up):
     all_reduce(cluster)
-
-
-def test_after_teardown(cluster):
-    meet(cluster, "teardown")
 
 
 @pytest.fixture(scope="session")
@@ -134,24 +110,18 @@ def test_after_with_a_session_fixture(cluster, shared):
     meet(cluster, "with_a_session_fixture")
 
 
+@then_meet
 def test_nan(cluster, measure):
     stamp("nan")
     measure("matmul.bf16.tflops", float("nan") if RANK == 1 else 1.0, unit="TFLOPS")
 
 
-def test_after_nan(cluster):
-    meet(cluster, "nan")
-
-
+@then_meet
 def test_huge(cluster):
     stamp("huge")
     if RANK == 1:
         raise RuntimeError("first words\n" + "x" * 10_000_000 + "\nlast words")
     all_reduce(cluster)
-
-
-def test_after_huge(cluster):
-    meet(cluster, "huge")
 
 
 class Hostile(Exception):
@@ -166,6 +136,7 @@ class Hostile(Exception):
         raise TypeError("cannot be pickled")
 
 
+@then_meet
 def test_hostile(cluster):
     stamp("hostile")
     if RANK == 1:
@@ -173,10 +144,7 @@ def test_hostile(cluster):
     all_reduce(cluster)
 
 
-def test_after_hostile(cluster):
-    meet(cluster, "hostile")
-
-
+@then_meet
 def test_sys_exit(cluster):
     stamp("sys_exit")
     if RANK == 1:
@@ -184,19 +152,13 @@ def test_sys_exit(cluster):
     all_reduce(cluster)
 
 
-def test_after_sys_exit(cluster):
-    meet(cluster, "sys_exit")
-
-
+@then_meet
 def test_alike_on_all_ranks(cluster):
     stamp("alike_on_all_ranks")
     raise RuntimeError("the same everywhere")
 
 
-def test_after_alike_on_all_ranks(cluster):
-    meet(cluster, "alike_on_all_ranks")
-
-
+@then_meet
 def test_swallowed_by_the_peer(cluster):
     stamp("swallowed_by_the_peer")
     if RANK == 1:
@@ -207,10 +169,7 @@ def test_swallowed_by_the_peer(cluster):
         stamp("swallowed")
 
 
-def test_after_swallowed_by_the_peer(cluster):
-    meet(cluster, "swallowed_by_the_peer")
-
-
+@then_meet
 def test_point_to_point(cluster):
     stamp("point_to_point")
     if RANK == 1:
@@ -218,10 +177,7 @@ def test_point_to_point(cluster):
     dist.recv(torch.zeros(4), src=1, group=cluster.group)
 
 
-def test_after_point_to_point(cluster):
-    meet(cluster, "point_to_point")
-
-
+@then_meet
 @pytest.mark.xfail(reason="a known weakness", raises=RuntimeError)
 def test_expected_to_fail(cluster):
     stamp("expected_to_fail")
@@ -230,10 +186,7 @@ def test_expected_to_fail(cluster):
     all_reduce(cluster)
 
 
-def test_after_expected_to_fail(cluster):
-    meet(cluster, "expected_to_fail")
-
-
+@then_meet
 def test_binary(cluster):
     garbage = bytes(range(256)) * 4
     for descriptor in (1, 2):
@@ -245,16 +198,9 @@ def test_binary(cluster):
     all_reduce(cluster)
 
 
-def test_after_binary(cluster):
-    meet(cluster, "binary")
-
-
+@then_meet
 @pytest.mark.parametrize("text", ["\x00\x1b[31m", "\ud800", "]]><&\"'", "nul\\0", "ü " * 400, "\n\r\t", "\ufffe"])
 def test_names(cluster, text):
     all_reduce(cluster)
     if text == "\ud800" and RANK == 1:
         raise RuntimeError(text)
-
-
-def test_after_names(cluster):
-    meet(cluster, "names")

@@ -5,13 +5,14 @@ import threading
 import time
 
 import pytest
-from stamps import RANK, all_reduce, meet, stamp
+from stamps import RANK, all_reduce, meet, stamp, then_meet
 
 
 def test_first(cluster):
     meet(cluster, "nothing")
 
 
+@then_meet
 def test_sleep(cluster):
     stamp("sleep")
     if RANK == 1:
@@ -19,10 +20,7 @@ def test_sleep(cluster):
     all_reduce(cluster)
 
 
-def test_after_sleep(cluster):
-    meet(cluster, "sleep")
-
-
+@then_meet
 def test_lock(cluster):
     stamp("lock")
     if RANK == 1:
@@ -32,10 +30,7 @@ def test_lock(cluster):
     all_reduce(cluster)
 
 
-def test_after_lock(cluster):
-    meet(cluster, "lock")
-
-
+@then_meet
 def test_loop(cluster):
     stamp("loop")
     while RANK == 0:
@@ -43,10 +38,7 @@ def test_loop(cluster):
     all_reduce(cluster)
 
 
-def test_after_loop(cluster):
-    meet(cluster, "loop")
-
-
+@then_meet
 def test_finished_early(cluster):
     stamp("finished_early")
     all_reduce(cluster)
@@ -54,10 +46,7 @@ def test_finished_early(cluster):
         all_reduce(cluster)
 
 
-def test_after_finished_early(cluster):
-    meet(cluster, "finished_early")
-
-
+@then_meet
 def test_another_collective(cluster):
     import torch
 
@@ -69,19 +58,12 @@ def test_another_collective(cluster):
         all_reduce(cluster)
 
 
-def test_after_another_collective(cluster):
-    meet(cluster, "another_collective")
-
-
+@then_meet
 def test_never_joined_the_group(cluster):
     stamp("never_joined_the_group")
     cluster.discard(epoch=10_000)
     if RANK == 0:
         all_reduce(cluster)
-
-
-def test_after_never_joined_the_group(cluster):
-    meet(cluster, "never_joined_the_group")
 
 
 @pytest.fixture
@@ -91,13 +73,10 @@ def slow_setup():
         time.sleep(600)
 
 
+@then_meet
 def test_setup(cluster, slow_setup):
     stamp("body_entered_in_spite_of_the_setup")
     all_reduce(cluster)
-
-
-def test_after_setup(cluster):
-    meet(cluster, "setup")
 
 
 @pytest.fixture
@@ -108,14 +87,12 @@ def slow_teardown():
         time.sleep(600)
 
 
+@then_meet
 def test_teardown(cluster, slow_teardown):
     all_reduce(cluster)
 
 
-def test_after_teardown(cluster):
-    meet(cluster, "teardown")
-
-
+@then_meet
 def test_c_call_that_signals_end(cluster):
     stamp("c_call_that_signals_end")
     if RANK == 1:
@@ -123,17 +100,10 @@ def test_c_call_that_signals_end(cluster):
     all_reduce(cluster)
 
 
-def test_after_c_call_that_signals_end(cluster):
-    meet(cluster, "c_call_that_signals_end")
-
-
+@then_meet
 def test_everywhere():
     stamp("everywhere")
     time.sleep(600)
-
-
-def test_after_everywhere(cluster):
-    meet(cluster, "everywhere")
 
 
 @pytest.mark.deadline(20)
@@ -142,6 +112,7 @@ def test_slow_but_within_its_own_deadline(cluster):
     all_reduce(cluster)
 
 
+@then_meet
 @pytest.mark.deadline(20)
 def test_peer_that_still_computes(cluster):
     stamp("peer_that_still_computes")
@@ -150,7 +121,3 @@ def test_peer_that_still_computes(cluster):
     time.sleep(2)
     stamp("computed")
     all_reduce(cluster)
-
-
-def test_after_peer_that_still_computes(cluster):
-    meet(cluster, "peer_that_still_computes")

@@ -26,3 +26,16 @@ def meet(cluster, fault):
     """Show that all ranks are together again after a fault."""
     assert all_reduce(cluster).tolist() == [cluster.world_size] * 4
     stamp(f"after_{fault}")
+
+
+def then_meet(test):
+    """Follow ``test_FAULT`` with ``test_after_FAULT``, which needs all ranks."""
+    fault = test.__name__.removeprefix("test_")
+
+    def after(cluster):
+        meet(cluster, fault)
+
+    module = test.__globals__
+    module[test.__name__] = test
+    module[f"test_after_{fault}"] = after
+    return test

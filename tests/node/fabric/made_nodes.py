@@ -1,11 +1,6 @@
 """Nodes for tests, as the kernel shows them below a folder: InfiniBand, RoCE, EFA, Ethernet, clouds, a laptop."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
 from sysfs_ports import ROCE_GIDS, add_port, write
 
@@ -22,19 +17,19 @@ HEAD = "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWind
 class Node:
     """A node that is planted piece by piece."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         self.sysfs, self.proc = root / "sys", root / "proc"
-        self.found: list[Interface] = []
-        self.visible: list[Gpu] = []
-        self.environ: dict[str, str] = {}
-        self.nccl: str | None = "2.27.5"
+        self.found = []
+        self.visible = []
+        self.environ = {}
+        self.nccl = "2.27.5"
         self.gpus_unknown = ""
         for folder in (self.sysfs, self.proc):
             folder.mkdir(parents=True, exist_ok=True)
         write(self.root / "etc/nccl.conf", None)
 
-    def pci(self, address: str, *above: str, numa_node: int = 0, **files: str) -> Path:
+    def pci(self, address, *above, numa_node=0, **files):
         """Add a device below a host bridge and its bridges."""
         folder = self.sysfs.joinpath("devices", *above, address)
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,16 +41,14 @@ class Node:
             os.symlink(folder, devices / address)
         return folder
 
-    def gpu(self, number: int, name: str = H100) -> None:
+    def gpu(self, number, name=H100):
         """Add a GPU behind a PCIe switch of its own."""
         address = f"0000:{0x20 + number:02x}:00.0"
         identity = {"class": "0x030200", "vendor": "0x10de"}
         self.pci(address, *switch(number), f"0000:{0x90 + number:02x}:00.0", **identity)
         self.visible.append(Gpu(name=name, pci=address))
 
-    def card(
-        self, device: str, *, close_to: int | None = None, driver: str = "mlx5_core", interface: str = "", **port: Any
-    ) -> None:
+    def card(self, device, *, close_to=None, driver="mlx5_core", interface="", **port):
         """Add an RDMA port: behind the switch of a GPU, or on a bridge of its own. ``interface``: of RoCE."""
         number = len(list((self.sysfs / "class/infiniband").glob("*")))
         address = f"0000:{0x40 + number:02x}:00.0"
@@ -74,28 +67,18 @@ class Node:
         if interface:
             (function / "net" / interface).mkdir(parents=True, exist_ok=True)
 
-    def roce(self, device: str, interface: str, **card: Any) -> None:
+    def roce(self, device, interface, **card):
         """Add a RoCE port and its network interface."""
         self.card(device, link_layer="Ethernet", gids=ROCE_GIDS, interface=interface, **card)
         self.network(interface, speed=400_000)
 
-    def driver(self, function: Path, name: str) -> None:
+    def driver(self, function, name):
         drivers = self.sysfs / "bus/pci/drivers" / name
         drivers.mkdir(parents=True, exist_ok=True)
         if not (function / "driver").exists():
             os.symlink(drivers, function / "driver")
 
-    def network(
-        self,
-        name: str,
-        *,
-        real: bool = True,
-        bridge: bool = False,
-        driver: str = "mlx5_core",
-        speed: int | None = 10_000,
-        over: Iterable[str] = (),
-        address: str = "",
-    ) -> None:
+    def network(self, name, *, real=True, bridge=False, driver="mlx5_core", speed=10_000, over=(), address=""):
         """Add an interface that is up. ``over``: those that it is made of; without any of it, it is virtual."""
         folder = self.sysfs / "class/net" / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,18 +92,18 @@ class Node:
         write(folder / "speed", -1 if speed is None else speed)
         self.found.append(Interface(name=name, running=True, addresses=(address or f"10.0.0.{len(self.found) + 1}",)))
 
-    def default(self, name: str, metric: int = 0) -> None:
+    def default(self, name, metric=0):
         """Give an interface the default route."""
         routes = self.proc / "net/route"
         text = routes.read_text() if routes.exists() else HEAD + "eth9\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\n"
         write(routes, f"{text.rstrip()}\n{name}\t00000000\t0100000A\t0003\t0\t0\t{metric}\t00000000\t0\t0\t0")
 
-    def dmi(self, **tables: str) -> None:
+    def dmi(self, **tables):
         """Write the firmware's tables."""
         for name, text in tables.items():
             write(self.sysfs / "class/dmi/id" / name, text)
 
-    def sources(self) -> Sources:
+    def sources(self):
         """Return the sources of this node's facts."""
         home = self.root / "home"
         fabric = FabricSources(tree=Tree(root=self.root), environ=self.environ, home=lambda: home)
@@ -138,12 +121,12 @@ class Node:
         )
 
 
-def switch(number: int) -> tuple[str, ...]:
+def switch(number):
     """Return the host bridge of a GPU, and the ports down to its PCIe switch."""
     return (f"pci0000:{0x10 + number:02x}", f"0000:{0x10 + number:02x}:01.0", f"0000:{0x80 + number:02x}:00.0")
 
 
-def eight_gpus(root: Path) -> Node:
+def eight_gpus(root):
     """A node of eight H100 with GPUDirect RDMA, and no network so far."""
     node = Node(root)
     for number in range(8):
@@ -152,7 +135,7 @@ def eight_gpus(root: Path) -> Node:
     return node
 
 
-def infiniband(root: Path, ports: int = 8) -> Node:
+def infiniband(root, ports=8):
     """Rail-optimised: each of eight GPUs has its own port of 400 Gb/s; eth0 for everything else."""
     node = eight_gpus(root)
     for number in range(ports):
@@ -162,7 +145,7 @@ def infiniband(root: Path, ports: int = 8) -> Node:
     return node
 
 
-def roce(root: Path) -> Node:
+def roce(root):
     """Eight rails of RoCE, and eth0."""
     node = eight_gpus(root)
     for number in range(8):
@@ -172,7 +155,7 @@ def roce(root: Path) -> Node:
     return node
 
 
-def ethernet(root: Path, speed: int | None = 100_000) -> Node:
+def ethernet(root, speed=100_000):
     """No RDMA: one network card."""
     node = eight_gpus(root)
     node.network("ens1", driver="ice", speed=speed)
@@ -180,7 +163,7 @@ def ethernet(root: Path, speed: int | None = 100_000) -> Node:
     return node
 
 
-def efa(root: Path) -> Node:
+def efa(root):
     """A machine of AWS with four EFA devices."""
     node = eight_gpus(root)
     node.dmi(sys_vendor="Amazon EC2", product_name="p5.48xlarge")
@@ -191,7 +174,7 @@ def efa(root: Path) -> Node:
     return node
 
 
-def azure(root: Path) -> Node:
+def azure(root):
     """A machine of Azure: eight InfiniBand ports, and one of accelerated Ethernet."""
     node = eight_gpus(root)
     node.dmi(sys_vendor="Microsoft Corporation", product_name="Virtual Machine", chassis_asset_tag=AZURE)
@@ -203,7 +186,7 @@ def azure(root: Path) -> Node:
     return node
 
 
-def google(root: Path) -> Node:
+def google(root):
     """A machine of Google Cloud with several gVNICs: A3 Mega."""
     node = eight_gpus(root)
     node.dmi(sys_vendor="Google", product_name="Google Compute Engine")
@@ -213,7 +196,7 @@ def google(root: Path) -> Node:
     return node
 
 
-def laptop(root: Path) -> Node:
+def laptop(root):
     """No GPU, one wireless card, and what containers and a VPN leave."""
     node = Node(root)
     node.gpus_unknown = "NVML Shared Library Not Found"
@@ -224,7 +207,7 @@ def laptop(root: Path) -> Node:
     return node
 
 
-def pod(root: Path) -> Node:
+def pod(root):
     """A container to which only its own virtual interface was given."""
     node = eight_gpus(root)
     node.environ["KUBERNETES_SERVICE_HOST"] = "10.96.0.1"
@@ -233,7 +216,7 @@ def pod(root: Path) -> Node:
     return node
 
 
-MAKERS: Mapping[str, Any] = {
+MAKERS = {
     "infiniband": infiniband,
     "roce": roce,
     "ethernet": ethernet,

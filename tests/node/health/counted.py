@@ -1,7 +1,5 @@
 """A healthy H100 and its node, as the counters' sources report them, with planted values."""
 
-from __future__ import annotations
-
 from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster.metrics.finding import Identity
@@ -14,11 +12,11 @@ GPU = Identity(host="gpu-07", index=0, uuid=UUID, pci=PCI)
 XID_79 = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
 
 
-def nvml(**planted: object) -> FakeNvml:
+def nvml(**planted):
     return FakeNvml({UUID: {**HEALTHY_H100, **planted}}, pci={UUID: PCI})
 
 
-def sources(**changes: object) -> Sources:
+def sources(**changes):
     settings = {
         "gpu": GPU,
         "nvml": nvml(),
@@ -27,4 +25,4 @@ def sources(**changes: object) -> Sources:
         "kernel_log": lambda: KernelLog(lines=("Linux", XID_79, XID_79), source="dmesg"),
         "adapters": lambda: Adapters(why_not="none here"),
     }
-    return Sources(**{**settings, **changes})  # type: ignore[arg-type]
+    return Sources(**{**settings, **changes})

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fake_nvml import HEALTHY_H100, FakeNvml
 
 from pytest_gpucluster.metrics.finding import Finding
 from pytest_gpucluster.node.health.checks import examine_gpu
-from pytest_gpucluster.node.health.snapshot import HealthSnapshot, Reading, Sources, collect, readings, require_healthy
+from pytest_gpucluster.node.health.snapshot import HealthSnapshot, Sources, collect, readings, require_healthy
 from pytest_gpucluster.node.kernel_log import KernelLog
-from pytest_gpucluster.node.pci import PciGpu
 from pytest_gpucluster.node.processes import Process
 
 UUID, PCI = "GPU-5f2c", "00000000:3B:00.0"
@@ -22,7 +19,7 @@ PID = 4321
 """Of the one rank."""
 
 
-def who(rank: int = 0, **changes: Any) -> dict[str, Any]:
+def who(rank=0, **changes):
     """Return what a rank says of itself."""
     gpu = {
         "index": rank,
@@ -40,23 +37,17 @@ def who(rank: int = 0, **changes: Any) -> dict[str, Any]:
     return {**me, "gpu": {**gpu, **changes}}
 
 
-def nvml(planted: Mapping[str, Any] | None = None, without: Iterable[str] = (), **settings: Any) -> FakeNvml:
+def nvml(planted=None, without=(), **settings):
     """Return NVML with one healthy H100, some of whose values are planted, and some missing."""
     values = {**HEALTHY_H100, **(planted or {})}
     kept = {query: value for query, value in values.items() if query not in set(without)}
     return FakeNvml({UUID: kept}, pci={UUID: PCI}, **settings)
 
 
-def sources(
-    fake: FakeNvml,
-    *,
-    log: KernelLog | None = None,
-    unlisted: tuple[PciGpu, ...] | OSError = (),
-    known_pids: bool = True,
-) -> Sources:
+def sources(fake, *, log=None, unlisted=(), known_pids=True):
     """Return sources of a healthy GPU with these faults."""
 
-    def bus(listed: Iterable[str]) -> tuple[PciGpu, ...]:
+    def bus(listed):
         if isinstance(unlisted, OSError):
             raise unlisted
         return unlisted
@@ -76,37 +67,37 @@ class Examined:
     snapshot: HealthSnapshot
     findings: tuple[Finding, ...]
 
-    def of_kind(self, kind: str) -> tuple[Finding, ...]:
+    def of_kind(self, kind):
         return tuple(finding for finding in self.findings if finding.kind == kind)
 
-    def readings(self) -> Iterator[Reading]:
+    def readings(self):
         return readings(self.snapshot)
 
-    def require_healthy(self) -> None:
+    def require_healthy(self):
         require_healthy(self.snapshot, self.findings)
 
 
-def look_twice(look: Callable[[], None]) -> None:
+def look_twice(look):
     """A load that lets two looks be taken."""
     look()
     look()
 
 
 def examined(
-    planted: Mapping[str, Any] | None = None,
+    planted=None,
     *,
-    without: Iterable[str] = (),
-    sku: str | None = "H100 SXM",
-    mig: str = "off",
-    load: Callable[[Callable[[], None]], object] = look_twice,
-    held_bytes: int = 0,
-    inventory: list[dict[str, Any]] | None = None,
-    log: KernelLog | None = None,
-    unlisted: tuple[PciGpu, ...] | OSError = (),
-    known_pids: bool = True,
-    fake: FakeNvml | None = None,
-    **settings: Any,
-) -> Examined:
+    without=(),
+    sku="H100 SXM",
+    mig="off",
+    load=look_twice,
+    held_bytes=0,
+    inventory=None,
+    log=None,
+    unlisted=(),
+    known_pids=True,
+    fake=None,
+    **settings,
+):
     """Gather a GPU's snapshot and apply every check."""
     fake = fake or nvml(planted, without, **settings)
     snapshot = collect(
