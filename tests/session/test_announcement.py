@@ -63,11 +63,6 @@ def test_it_is_called_once_with_everything_on_disk(project, suite, options, verd
         assert len(seen["hosts"]) == 1
 
 
-def test_it_is_not_called_where_nothing_is_run(project):
-    run(project, PASS, "--collect-only", conftest=TOLD)
-    assert not (project.path / "told.jsonl").exists()
-
-
 BROKEN = {
     "1 / 0": "ZeroDivisionError: division by zero",
     "import sys; sys.exit(0)": "SystemExit: 0",

@@ -113,11 +113,6 @@ def test_a_nodes_ranks_need_not_be_consecutive(nccl):
     assert nccl.made[1][0] == [1, 3, 5, 7, 9, 11, 13, 15]
 
 
-def test_the_node_of_one_node_is_the_world(nccl):
-    assert nccl.cluster.node_group([0] * 16) is nccl.cluster.group
-    assert len(nccl.made) == 1
-
-
 def test_nodes_with_different_numbers_of_ranks_are_refused_on_all_ranks(nccl):
     with pytest.raises(CommunicationError, match=r"\(node 0 has 10, node 1 has 6\)"):
         nccl.cluster.node_group([0] * 10 + [1] * 6)

@@ -80,14 +80,6 @@ def test_verbose_has_the_number_under_the_word_and_the_short_summary_begins_with
     assert left.verdicts["test_slow"].startswith("failure: matmul.fp32.tflops 0.000001 TFLOPS < 0.0005 TFLOPS")
 
 
-def test_colour_is_pytest_s(project):
-    project.suite(SUITE)
-    coloured = project.run("--color=yes")
-    # pytest writes a line feed between the codes of a letter and its colour.
-    assert re.search(r"\x1b\[32m\n  PASSED ", coloured.stdout)
-    assert "\x1b[31mFAILED\x1b[0m  slow" in coloured.stdout
-
-
 def test_the_summary_tells_what_the_journal_cannot(project):
     # The recorder is stopped, as it is on a disk that takes nothing: what rank 0 has sent it knows by itself.
     project.suite(

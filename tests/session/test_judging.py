@@ -11,7 +11,6 @@ from pytest_gpucluster.journal.verdict import ACCEPTED, INCOMPLETE, decide
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.session.judging import judge_merged
-from pytest_gpucluster.session.reporting import MergedRepr
 
 H100 = "NVIDIA H100 80GB HBM3"
 BF16 = "matmul.bf16.tflops"
@@ -99,50 +98,12 @@ def test_a_missed_limit_names_rank_value_and_limit_in_one_line():
     assert (merged.judged, merged.group_invalid) == (True, False)
 
 
-@pytest.mark.parametrize(("values", "has_table"), [((GOOD, SLOW), True), ((GOOD, GOOD), False)])
-def test_the_terminal_shows_the_values_of_a_test_that_they_have_decided(values, has_table):
-    test, outcomes = record("matmul"), said(*values)
-    merged = judge_merged(run(), test, merge(outcomes, NAMES), outcomes)
-    lines = []
-    failure = MergedRepr(merged, SimpleNamespace(longrepr=None), test)
-    failure.toterminal(SimpleNamespace(line=lambda text="", **_: lines.append(text)))
-    assert any(">= 700" in line for line in lines) == has_table
-
-
-def measured(*values):
-    return [
-        RankOutcome(rank=rank, outcome="passed", measurements=[measurement(BF16, value, unit="TFLOPS").to_json()])
-        for rank, value in enumerate(values)
-    ]
-
-
-def test_a_rank_whose_value_is_not_sure_is_a_culprit_and_says_why():
-    merged, _ = judged(measured(GOOD, Series(samples=(697, 703, 709), median=703, low=697, high=709)))
-    assert (merged.outcome, list(merged.culprits)) == ("failed", [1])
-    assert merged.ranks[0]["message"].startswith(f"{BF16} 703 TFLOPS is not surely above 700 TFLOPS: ")
-    assert "697 to 709 TFLOPS" in merged.ranks[0]["message"]
-
-
-def test_a_rank_behind_the_others_is_a_culprit():
-    merged, [metric] = judged(measured(790.0, 710.0))
-    assert (merged.outcome, list(merged.culprits)) == ("failed", [1])
-    assert "710 TFLOPS is 0.8987 " in merged.ranks[0]["message"]
-    assert "(790 TFLOPS), 0.929 " in merged.ranks[0]["message"]
-    assert (metric["ratio_to_median"], metric["worst_rank"]) == (pytest.approx(710 / 790), 1)
-
-
 def test_a_wrong_transport_is_a_failure_of_no_rank_in_particular():
     label = {"size": "1 GB", "world_size": "16", "nnodes": "2", "transport": "NET/Socket"}
     value = measurement("nccl.all_reduce.busbw", 435.0, unit="GB/s", labels=label).to_json()
     merged, _ = judged([RankOutcome(rank=rank, outcome="passed", measurements=[value]) for rank in NAMES])
     assert (merged.outcome, list(merged.culprits)) == ("failed", [])
     assert merged.message.index("NET/Socket") < merged.message.index("NET/IB")
-
-
-def test_a_criterion_without_a_measurement_says_so():
-    merged, measurements = judged(said(None, None))
-    assert merged.message.startswith("criterion matmul has measured nothing")
-    assert measurements == []
 
 
 def test_what_was_measured_goes_on_record_whatever_the_outcome():

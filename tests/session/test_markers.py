@@ -50,17 +50,6 @@ def test_a_marker_that_says_nothing_usable_is_a_usage_error_before_the_first_tes
         require_usable([item_with(mark)])
 
 
-def test_what_finds_out_why_others_would_hang_comes_before_them():
-    first, nccl = marker("first"), marker("nccl")
-    items = [
-        item_with(name="a"),
-        item_with(first, name="b"),
-        item_with(nccl, name="c"),
-        item_with(nccl, first, name="d"),
-    ]
-    assert [one.name for one in sorted(items, key=turn_of)] == ["b", "d", "a", "c"]
-
-
 def test_the_markers_of_the_order_put_numbered_tests_first_and_the_last_ones_behind_a_soak():
     items = [
         item_with(marker("last"), name="last"),

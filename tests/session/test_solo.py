@@ -44,10 +44,12 @@ def test_all_passed_on_cpu_is_a_rehearsal(project):
     assert left.properties["rehearsal"] == "true"
     assert left.properties["test_it.test_limited[matmul.fp32.tflops{n=256}]"].startswith("0.002 TFLOPS (limit >= 0.00")
     header = " ".join(left.stdout.partition("rootdir")[0].split())  # at 80 columns its lines go on in the next one
-    assert "gpucluster: 1 rank on 1 node (pytest), device cpu, REHEARSAL" in header
-    assert "gpucluster settings: device=cpu (command line)" in header
-    assert "gpucluster cluster: 1 node x 1 CPU rank, torch " in header
-    assert "gpucluster limits: cpu-rehearsal, from " in header
+    for told in (
+        "1 rank on 1 node (pytest), device cpu, REHEARSAL",
+        "device=cpu (command line)",
+        "cpu-rehearsal, from ",
+    ):
+        assert told in header
     assert left.last_line[:2] == ("REHEARSED", 0)
     assert left.last_line[2].startswith("3 passed; 1 node, 1 rank, as launched")
 
@@ -71,6 +73,7 @@ VERDICTS = {
         ),
         "skipped in the body": ("pytest.skip('no disk here')", "skipped: no disk here"),
         "a missing extra": ("pytest.importorskip('no_such_module')", "skipped: could not import"),
+        "an expected failure": (f"{SLOW}; pytest.xfail('too slow')", "skipped: too slow"),
     },
     ("BROKEN", 11): {
         "a broken environment": ("raise errors.CommunicationError('no group')", "error: rank 0 ("),
@@ -100,15 +103,6 @@ SITE = """
 """
 
 
-TOLD = {  # found in the testcase and on the terminal
-    "no limit for the metric": ["cpu-rehearsal:", "site.thing:", "- min: <what you accept> GB/s"],
-    "the wrong dimension": ["matmul.fp32.tflops", "'GB/s'", "TFLOPS"],
-    "an unknown metric": ["unknown metric 'matmul.bf32.tflops'", "did you mean"],
-    "a limit missed": ["[limit: thresholds.yaml:", "< 0.0005 TFLOPS"],
-    "measured twice": ["inventory.ranks", "label"],
-}
-
-
 @pytest.mark.parametrize(("end", "which"), [(end, which) for end, cases in VERDICTS.items() for which in cases])
 def test_what_happens_in_the_body_decides_word_exit_code_and_testcase(project, end, which):
     body, verdict = VERDICTS[end][which]
@@ -132,9 +126,8 @@ def test_what_happens_in_the_body_decides_word_exit_code_and_testcase(project, e
     assert left.verdicts.keys() == {"test_it", "test_other"}
     assert left.verdicts["test_it"].startswith(verdict), left.verdicts
     assert left.verdicts["test_other"] == "passed"
-    for text in TOLD.get(which, ()):
-        assert text in left.body("test_it")
-        assert text in left.stdout
+    if which == "no limit for the metric":
+        assert all("- min: <what you accept> GB/s" in text for text in (left.body("test_it"), left.stdout))
 
 
 AROUND = {
@@ -226,7 +219,6 @@ def test_required_criteria_must_have_run(project, required, end):
         (["-k", "nothing_is_called_so"], ("BROKEN", 5)),
         (["-m", "needs_ranks"], ("INCOMPLETE", 10)),
         (["test_it.py::test_alone"], ("REHEARSED", 0)),
-        (["no_such_file.py"], ("BROKEN", 4)),
         (["--deselect", "test_it.py::test_links"], ("REHEARSED", 0)),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
@@ -236,7 +228,7 @@ def test_a_selection_has_its_own_verdict(project, options, end):
     left = project.run(*options)
     assert (left.exit, left.end) == (end[1], end), left.output
     assert left.journal.run.selection is True
-    if end[1] in (4, 5):
+    if end[1] == 5:
         assert [verdict.split(":")[0] for verdict in left.verdicts.values()] == ["error"]
 
 
@@ -358,22 +350,6 @@ def test_expected_failures_are_shown_as_pytest_shows_them(project):
     assert re.search(r"1 failed, 3 xfailed, 1 xpassed", left.stdout)
 
 
-def test_an_expected_failure_is_no_evidence_for_its_criterion(project):
-    project.suite(
-        """
-        import pytest
-
-        @pytest.mark.xfail(reason="too slow")
-        @pytest.mark.criterion("speed")
-        def test_it(measure):
-            measure("matmul.fp32.tflops", 1, unit="MFLOPS")
-        """
-    )
-    left = project.run()
-    assert (left.exit, left.end) == (10, ("INCOMPLETE", 10))
-    assert left.verdicts == {"test_it": "skipped: too slow"}
-
-
 def test_a_rerun_counts_its_attempts_and_keeps_what_the_first_one_said(project):
     pytest.importorskip("pytest_rerunfailures")
     project.suite(
@@ -398,52 +374,6 @@ def test_a_rerun_counts_its_attempts_and_keeps_what_the_first_one_said(project):
     assert "the first time" in dict(flaky.properties)["attempt 1"]
     assert [judged.value for judged in flaky.measurements] == [2]
     assert "1 failed, 1 passed, 3 rerun" in left.stdout
-
-
-def test_unittest_classes_run(project):
-    project.suite(
-        """
-        import unittest
-
-        class TestIt(unittest.TestCase):
-            def setUp(self): self.value = 1
-            def test_passes(self): self.assertEqual(self.value, 1)
-            def test_fails(self): self.assertEqual(self.value, 2)
-            def test_skips(self): self.skipTest("not here")
-            @unittest.expectedFailure
-            def test_expected(self): self.fail("as known")
-        """
-    )
-    left = project.run()
-    assert (left.exit, left.end) == (1, ("REJECTED", 1))
-    kinds = [left.verdicts[f"test_{name}"].split(":")[0] for name in ("passes", "fails", "skips", "expected")]
-    assert kinds == ["passed", "failure", "skipped", "skipped"]
-    assert {case.get("classname") for case in left.cases} == {"test_it.TestIt"}
-
-
-@pytest.mark.skipif(pytest.version_tuple < (9, 0), reason="subtests came with pytest 9")
-def test_a_failed_subtest_fails_its_test_in_one_testcase(project):
-    project.suite(
-        """
-        def test_it(subtests):
-            for number in range(3):
-                with subtests.test(msg="sub", number=number):
-                    assert number != 1
-
-        def test_fine(subtests):
-            with subtests.test(msg="fine"):
-                pass
-        """
-    )
-    left = project.run("-v")
-    assert (left.exit, left.end) == (1, ("REJECTED", 1))
-    assert left.verdicts["test_fine"] == "passed"
-    assert left.verdicts["test_it"].startswith("failure: ")
-    assert "1 subtest failed: [sub] (number=1): assert 1 != 1" in left.body("test_it")
-    assert "assert number != 1" in left.body("test_it")
-    assert "assert number != 1" in left.stdout
-    assert len(left.cases) == 2
-    assert "1 failed, 1 passed" in left.stdout  # with -v pytest counts the subtests behind it
 
 
 # ---- fixtures -------------------------------------------------------------------------------------------------------
@@ -599,22 +529,6 @@ def test_a_failure_that_holds_the_process_group_does_not_abort_the_process_at_it
     left = project.run_apart()
     assert (left.exit, left.end) == (1, ("REJECTED", 1)), left.output
     assert left.stderr == ""
-
-
-def test_fixtures_say_how_to_turn_the_plugin_on_where_it_is_off(project):
-    project.ini("")
-    project.suite("def test_it(cluster): pass")
-    left = project.run(device=None)
-    assert left.exit == 1
-    assert "fixture 'cluster' not found" in left.stdout
-
-
-def test_a_second_run_never_overwrites_the_evidence_of_the_first(project):
-    project.suite("def test_it(): pass")
-    assert [project.run("-q").exit for _ in range(2)] == [0, 0]
-    runs = [path for path in (project.path / "gpucluster-report").iterdir() if not path.is_symlink()]
-    assert len(runs) == 2
-    assert all((path / "journal.jsonl").stat().st_size > 0 for path in runs)
 
 
 _FORKED = """

@@ -156,36 +156,6 @@ def test_a_test_that_asks_while_it_runs_gets_no_workload(project):
 
 # ---- what does not apply ---------------------------------------------------------------------------------------------
 
-NEEDS = """
-import pytest
-
-def test_alone(): pass
-
-@pytest.mark.needs_gpu
-@pytest.mark.criterion("host link")
-def test_gpu(): raise AssertionError("must not run")
-
-@pytest.mark.needs_local_ranks(2)
-@pytest.mark.criterion("node")
-def test_node(): raise AssertionError("must not run")
-
-@pytest.mark.needs_peak("fp8_tflops")
-@pytest.mark.criterion("fp8")
-def test_peak(measure): measure("inventory.ranks", 1, unit="ranks", record_only=True)
-"""
-
-
-def test_what_does_not_apply_is_skipped_and_a_rehearsal_stays_one(project):
-    project.suite(NEEDS)
-    left = project.run()
-    assert (left.exit, left.end) == (0, ("REHEARSED", 0)), left.output
-    assert left.verdicts["test_alone"] == left.verdicts["test_peak"] == "passed"
-    assert in_order(left.verdicts["test_gpu"], "skipped: GPU, rehearsal")
-    assert in_order(left.verdicts["test_node"], "skipped: 2 ranks on each node, 1")
-    assert left.last_line[2].startswith("2 passed; ")
-    nothing = project.run("-k", "gpu or node")
-    assert (nothing.exit, nothing.end) == (10, ("INCOMPLETE", 10)), nothing.output
-
 
 def test_markers_that_say_nothing_usable_are_told_in_the_report(project):
     for marker, words in {"needs_gpu(1)": "needs_gpu 1", "criterion": "criterion(name) None"}.items():
