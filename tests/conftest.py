@@ -4,15 +4,11 @@ import os
 import resource
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 import fork_server
 import hypothesis
 import programs
 import pytest
-
-if TYPE_CHECKING:
-    pass
 
 # How long an example takes says something about the machine only: other tests, and what is first imported in it.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -58,12 +54,13 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture
-def project(pytester, monkeypatch):
+def project(request, monkeypatch):
     """A folder with a suite that turns the plugin on by its ini file, in a clean environment."""
-    import sessions  # imports torch, which other tests do without
+    # It imports torch, which other tests do without. Pytester comes later: at its end it forgets what came after it.
+    import sessions
 
     sessions.clean_environment(monkeypatch)
-    return sessions.Project(pytester)
+    return sessions.Project(request.getfixturevalue("pytester"))
 
 
 def pytest_unconfigure():
