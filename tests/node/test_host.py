@@ -118,19 +118,6 @@ def read(root, files, *, mounts=V2, groups="0::/a/b\n"):
     return host.read_cgroup(plant(root, planted, healthy=False))
 
 
-def test_version_2_is_read_and_unlimited_is_none(tmp_path):
-    found = read(
-        tmp_path,
-        {
-            "/sys/fs/cgroup/a/b/memory.max": "68719476736\n",
-            "/sys/fs/cgroup/a/b/cpu.max": "750000 100000\n",
-            "/sys/fs/cgroup/a/b/pids.max": "max\n",
-            "/sys/fs/cgroup/a/b/cpuset.cpus.effective": "4-7\n",
-        },
-    )
-    assert found == Cgroup(versions=(2,), memory_bytes=64 * 2**30, cpus=7.5, tasks=None, cpuset=frozenset({4, 5, 6, 7}))
-
-
 def test_a_group_above_that_allows_less_decides(tmp_path):
     found = read(
         tmp_path,
@@ -169,10 +156,6 @@ def version_1(root, **changes):
     return read(root, planted, mounts=V1.format(root="/"), groups=groups)
 
 
-def test_version_1_without_limits_has_none(tmp_path):
-    assert version_1(tmp_path) == Cgroup(versions=(1,), cpuset=frozenset(range(8)))
-
-
 def test_version_1_s_limits_are_read_from_the_tree_of_each_controller(tmp_path):
     found = version_1(
         tmp_path,
@@ -186,10 +169,6 @@ def test_version_1_s_limits_are_read_from_the_tree_of_each_controller(tmp_path):
         },
     )
     assert found == Cgroup(versions=(1,), memory_bytes=900000, cpus=2.5, tasks=64, cpuset=frozenset(range(4)))
-
-
-def test_a_host_without_control_groups_says_that_nothing_was_seen(tmp_path):
-    assert read(tmp_path, {}, mounts="", groups="") == Cgroup()
 
 
 def test_what_is_no_limit_is_taken_for_none(tmp_path):

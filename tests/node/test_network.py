@@ -155,15 +155,6 @@ def test_failures_point_to_the_nodes_that_explain_them(count, broken, blamed):
             found.require_whole(node)
 
 
-def test_both_ends_of_a_pair_are_named_with_address_and_reason():
-    with pytest.raises(HardwareFault) as raised:
-        reached(4, (2, 1)).require_whole(1)
-    text = str(raised.value)
-    assert in_order(text, "2 of 4 node-1, node-2")
-    assert in_order(text, "node-2 10.0.0.2 eth0 NCCL's node-1 10.0.0.1 eth0")
-    assert "NCCL's own choice): timed out" in text
-
-
 def test_a_node_without_an_interface_is_an_error_and_no_fault_of_the_hardware():
     found = reached(3, absent={2: "no interface"})
     assert (found.reached_ratio, found.whole_nodes, found.suspects()) == (1.0, 0, (2,))

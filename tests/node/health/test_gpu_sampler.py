@@ -129,60 +129,7 @@ def test_a_short_window_costs_one_pass_and_none_is_made_outside_of_it(sampler):
     assert passes.count <= before + 1, "at most the pass that was under way"
 
 
-def test_a_window_that_was_never_opened_says_so():
-    summary = GpuSampler(FakeNvml({GPU: VALUES}), GPU, Pace()).window().summary()
-    assert summary["samples"] == 0
-    assert set(summary["not_available"]) == set(QUERIES)
-
-
-def test_windows_can_follow_and_overlap(sampler):
-    watched = sampler(VALUES, NEVER)
-    with watched_by(watched.window()) as outer:
-        with watched_by(watched.window()) as first:
-            pass
-        with watched_by(watched.window()) as second:
-            pass
-    assert [window.summary()["samples"] for window in (first, second)] == [1, 1]
-    assert outer.summary()["samples"] == 2
-    with watched_by(first):
-        pass
-    assert first.summary()["samples"] == 2, "one that is entered again adds up"
-
-
-def test_a_window_is_not_entered_while_it_is_open(sampler):
-    with watched_by(sampler(VALUES).window()) as window, pytest.raises(RuntimeError, match="open already"):
-        window.open()
-
-
-def test_windows_of_many_threads_each_have_their_readings(sampler):
-    watched = sampler(VALUES)
-    summaries = []
-
-    def measure():
-        for _ in range(20):
-            with watched_by(watched.window()) as window:
-                pass
-            summaries.append(window.summary())
-
-    threads = [threading.Thread(target=measure) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-    assert len(summaries) == 160
-    assert all(each["samples"] >= 1 and each["not_available"] == {} for each in summaries)
-
-
 # ---- NVML at its worst
-
-
-def test_without_nvml_a_window_says_why():
-    watched = GpuSampler(None, GPU, Pace(), why_not="no driver library")
-    with watched_by(watched.window()) as window:
-        pass
-    summary = window.summary()
-    assert summary["samples"] == 0
-    assert summary["not_available"] == dict.fromkeys(QUERIES, "no driver library")
 
 
 def test_a_query_without_an_answer_is_named_and_not_asked_again(sampler):
@@ -284,17 +231,6 @@ def test_without_a_thread_the_measurement_goes_on(sampler, monkeypatch):
     assert again.summary()["samples"] >= 1
 
 
-def test_a_closed_sampler_asks_nothing_and_says_so(sampler):
-    watched = sampler(VALUES, NEVER)
-    with watched_by(watched.window()):
-        pass
-    watched._pace.close()
-    with watched_by(watched.window()) as window:
-        pass
-    [why] = set(window.summary()["not_available"].values())
-    assert why.endswith(" closed")
-
-
 # ---- what is asked when, and what a reading stands for
 
 
@@ -371,20 +307,4 @@ def test_gpus_at_one_pace_are_asked_only_in_their_own_windows_and_in_time():
         before = asked.count
         passes.wait_for(passes.count + 3)
     assert asked.count == before
-    pace.close()
-
-
-def test_a_hang_over_another_gpu_is_named():
-    other, hang = "GPU-5a6b7c8d", Hang()
-    nvml = FakeNvml({GPU: {**VALUES, "clock.sm": hang}, other: VALUES})
-    pace = Pace(0.001, close_seconds=0.01)
-    with watched_by(GpuSampler(nvml, GPU, pace).window()):
-        assert hang.asked.wait(DEADLINE)
-        with watched_by(GpuSampler(nvml, other, pace).window()) as window:
-            pass
-    summary = window.summary()
-    assert summary["samples"] == 0
-    assert re.match(f"not read: .* sm_clock_mhz of {GPU}$", summary["not_available"]["sm_clock_mhz"])
-    hang.let_go.set()
-    pace.close_seconds = DEADLINE
     pace.close()

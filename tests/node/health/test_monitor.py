@@ -8,13 +8,12 @@ import fake_sampler
 import pytest
 from each import of_each
 from fake_nvml import HEALTHY_H100, FakeNvml
-from sysfs_ports import add_port, write
 from torchrun import torchrun
 from watched_gpus import SAMPLED, conftest, pci_of, pretend, uuid_of
 
 from pytest_gpucluster.errors import EnvironmentBroken, HardwareFault
 from pytest_gpucluster.metrics.measurement import measurement
-from pytest_gpucluster.node import infiniband, nvml
+from pytest_gpucluster.node import nvml
 from pytest_gpucluster.node.health import telemetry
 from pytest_gpucluster.node.health.counters import Sources
 from pytest_gpucluster.node.health.monitor import Place, RankMonitor, TestMonitor, sources_of
@@ -265,22 +264,6 @@ def test_a_criterion_that_passes_fails_for_what_was_counted(session, settings, f
     assert result.measurements[0].telemetry[0]["counters"] == result.telemetry[0]["counters"]
     assert "what to do: " in left.body("test_speed")
     assert ": rank 0: sm clock" in left.body("test_speed")
-
-
-def test_a_link_that_goes_down_under_a_criterion_fails_it(session, tmp_path):
-    port = add_port(tmp_path)
-    read = [0]
-
-    def ports():
-        read[0] += 1
-        if read[0] == 2:
-            write(port / "counters" / "link_downed", 1)
-        return infiniband.read(tmp_path, gids=False)
-
-    left = session(ports=ports)
-    assert "link_down during" in left.verdicts["test_speed"]
-    assert left.journal.results[0].telemetry[0]["counters"] == {"infiniband.mlx5_0/1.link_downed": 1}
-    assert left.end == ("REJECTED", 1)
 
 
 @pytest.mark.parametrize(
