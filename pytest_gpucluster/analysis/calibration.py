@@ -327,13 +327,7 @@ def overlay(
             "# next to the shipped one: copy into this one what is to stay in force of",
             *(f"#   {_comment(path)} (sha256 {digest})" for path, digest in others),
         ]
-    lines += [
-        "",
-        "schema_version: 1",
-        "skus:",
-        f"  {json.dumps(printable(sku))}:",
-        "    limits:",
-    ]
+    lines += ["", "schema_version: 1", "skus:", f"  {json.dumps(printable(sku))}:", "    limits:"]
     by_metric: dict[str, list[Proposal]] = {}
     for proposal in proposals:
         by_metric.setdefault(proposal.series.metric, []).append(proposal)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pytest_gpucluster.analysis.compare import (
+    BETTER,
     KINDS,
     NO_REGRESSION,
     NOT_COMPARED,
@@ -54,10 +55,14 @@ def comparison_table(
         lines += wrapped(f"not comparable: {obstacle}", width)
     for note in comparison.notes:
         lines += wrapped(f"note: {note}", width)
-    relevant = [change for change in comparison.changes if everything or _is_relevant(change)]
+    relevant = [
+        change
+        for change in comparison.changes
+        if everything or (change.decides and change.kind in (REGRESSED, *OPEN, WORSE, BETTER))
+    ]
     rows = relevant if everything else relevant[:_ROWS]
     if rows:
-        cells = ((_cells(change), [_what(change), *_who(change, old_name, new_name)]) for change in rows)
+        cells = ((_cells(change), list(_details(change, old_name, new_name))) for change in rows)
         lines += ["", *table(_HEADS, cells, width)]
     hidden = len(comparison.changes) - len(rows)
     if hidden:
@@ -105,21 +110,14 @@ def pair_text(pair: Pair, unit: str) -> str:
     return f"{quantities[0]} before, {quantities[1]} now{change}" + (f": {pair.why}" if pair.why else "")
 
 
-def _is_relevant(change: Change) -> bool:
-    return change.decides and (change.kind in (REGRESSED, *OPEN, WORSE) or change.kind == "better")
-
-
 def _cells(change: Change) -> tuple[str, str, str, str]:
     kind = change.kind if change.decides else f"({change.kind})"
     quantities = _quantities(change.worst, change.unit)
     return (kind, "", "", "") if quantities is None else (kind, change_text(change.worst.change_ratio), *quantities)
 
 
-def _what(change: Change) -> str:
-    return change.test.name if change.judged is None else f"{change.test.name}: {metric_name(change.judged)}"
-
-
-def _who(change: Change, old_name: NameOf, new_name: NameOf) -> Iterator[str]:
+def _details(change: Change, old_name: NameOf, new_name: NameOf) -> Iterator[str]:
+    yield change.test.name if change.judged is None else f"{change.test.name}: {metric_name(change.judged)}"
     if change.note:
         yield change.note
     same_kind = change.of_kind(change.kind)

@@ -10,15 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pytest_gpucluster.analysis.nccl_tests import (
-    DTYPES,
-    IN_PLACE,
-    OUT_OF_PLACE,
-    PROGRAMS,
-    Output,
-    Row,
-    short_name,
-)
+from pytest_gpucluster.analysis.nccl_tests import DTYPES, IN_PLACE, OUT_OF_PLACE, PROGRAMS, Output, Row, short_name
 from pytest_gpucluster.analysis.output import fields_of, json_document, table, wrapped
 from pytest_gpucluster.analysis.run_view import key_of
 from pytest_gpucluster.errors import JournalError, UnitError

@@ -204,7 +204,12 @@ def metric_obstacles(old: Conditions, new: Conditions) -> Callable[[str], str]:
     """Return a function: metric -> why it is not comparable between these two runs, "" where it is."""
     shape = f"{old.shape} before, {new.shape} now" if _is_other_shape(old, new) else ""
     before, now = old.workload or {}, new.workload or {}
-    changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not _is_harmless(key)]
+    harmless = (*IN_LABELS, *TIMES)
+    changed = [
+        key
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key) and key.rpartition(".")[2] not in harmless
+    ]
 
     def why_not(metric: str) -> str:
         if shape and not metric.startswith(OF_ONE_GPU):
@@ -226,10 +231,6 @@ def _concerns(key: str, metric: str) -> bool:
 
 def _is_other_shape(old: Conditions, new: Conditions) -> bool:
     return (old.world_size, old.nnodes) != (new.world_size, new.nnodes)
-
-
-def _is_harmless(key: str) -> bool:
-    return key.rpartition(".")[2] in (*IN_LABELS, *TIMES)
 
 
 GPU, SLOT, NUMBER = "GPU", "slot", "rank number"
@@ -266,14 +267,12 @@ def match(old: Mapping[int, RankPlace], new: Mapping[int, RankPlace], *, by_gpu:
             before = free.pop(key(place), None) if rank not in found else None
             if before is not None:
                 taken.add(before)
-                found[rank] = Match(old=before, by=by, swapped=_swapped(old[before], place) if by_gpu else "")
+                was = old[before].uuid
+                is_swapped = by_gpu and was and place.uuid and was != place.uuid
+                found[rank] = Match(old=before, by=by, swapped=was if is_swapped else "")
 
     if by_gpu:
         take(GPU, lambda place: place.uuid or None)
     take(SLOT, lambda place: (place.host, place.local_rank) if place.host else None)
     take(NUMBER, lambda place: place.rank)
     return found
-
-
-def _swapped(before: RankPlace, now: RankPlace) -> str:
-    return before.uuid if before.uuid and now.uuid and before.uuid != now.uuid else ""

@@ -156,10 +156,7 @@ def journal_argument(name: str = "journal", help: str = JOURNAL_HELP) -> Argumen
 JSON = option("--json FILE", "write the result as JSON; - for standard output")
 """For :func:`write_json_or_table`."""
 THRESHOLDS = option(
-    "--thresholds FILE",
-    "limits that override the shipped ones, as --gpucluster-thresholds",
-    type=Path,
-    action="append",
+    "--thresholds FILE", "limits that override the shipped ones, as --gpucluster-thresholds", type=Path, action="append"
 )
 
 

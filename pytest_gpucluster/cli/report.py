@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pytest_gpucluster.cli.command import (
     STDOUT,
     UNREADABLE,
     CommandError,
+    columns,
     command,
     complain,
     journal_argument,
@@ -118,7 +118,7 @@ def _render(kind: str, out: str, journal: Journal, folder: Path, options: argpar
         is_terminal = out in STDOUT and sys.stdout.isatty()
         return terminal.render(
             journal,
-            width=shutil.get_terminal_size().columns if is_terminal else _columns(),
+            width=columns(),
             verbosity=options.verbose - options.quiet,
             colour=is_terminal and "NO_COLOR" not in os.environ,
             # A text in a file must not name paths of this machine.
@@ -126,11 +126,6 @@ def _render(kind: str, out: str, journal: Journal, folder: Path, options: argpar
         )
     page_folder = None if out in STDOUT else Path(os.path.realpath(out)).parent
     return render(kind, journal, folder=folder, page_folder=page_folder)
-
-
-def _columns() -> int:
-    width = os.environ.get("COLUMNS", "")
-    return int(width) if width.isascii() and width.isdigit() else 80
 
 
 def _headline(journal: Journal) -> str:

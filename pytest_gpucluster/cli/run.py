@@ -12,15 +12,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from pytest_gpucluster.cli.command import USAGE, CommandError, command
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE
+from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE, ExitNote, read_begin_note, read_exit_notes
 from pytest_gpucluster.text import printable
-
-if TYPE_CHECKING:
-    from pytest_gpucluster.journal.verdict import ExitNote
 
 
 def run_exit_codes(more: Mapping[int, str]) -> dict[int, str]:
@@ -83,8 +79,9 @@ def _run(options: argparse.Namespace) -> int:
             code = agent.wait()
             notes, journal_note = _read_notes(folder, agent.pid)
         found = conclude(AgentResult.read(folder), notes, journal_note, agent_code=code, signals=forwarder.signals)
-    if journal_note is not None:
-        _end_line()
+    if journal_note is not None:  # the line that rank 0 was writing when it died ends here
+        with suppress(OSError):
+            print(file=sys.stderr)
     _print(found.line)
     return found.exit
 
@@ -126,12 +123,11 @@ class _SignalForwarder:
 
 def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNote | None]:
     """Return the notes of this node's ranks, and the journal's verdict if rank 0 was here and left no note."""
-    from pytest_gpucluster.journal import verdict
     from pytest_gpucluster.journal.journal import JOURNAL_FILE, read
     from pytest_gpucluster.recorder.client import wait_for_end
 
-    notes = verdict.read_exit_notes(folder, launcher)
-    begun = verdict.read_begin_note(folder, launcher)
+    notes = read_exit_notes(folder, launcher)
+    begun = read_begin_note(folder, launcher)
     if begun is None or any(note.rank == 0 for note in notes):
         return notes, None
     wait_for_end(begun.recorder, _RECORDER_SECONDS)
@@ -140,7 +136,7 @@ def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNo
     except JournalError as error:
         _print(f"the journal of the run cannot be used: {error}")
         return notes, None
-    return notes, verdict.ExitNote(
+    return notes, ExitNote(
         rank=0,
         local_world_size=1,
         launcher=launcher,
@@ -150,12 +146,6 @@ def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNo
         rehearsal=journal.run.rehearsal,
         directory=begun.directory,
     )
-
-
-def _end_line() -> None:
-    """End the line that rank 0 was writing when it died."""
-    with suppress(OSError):
-        print(file=sys.stderr)
 
 
 def _print(line: str) -> None:

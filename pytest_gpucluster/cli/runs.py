@@ -46,6 +46,7 @@ from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, encode, locate
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.reports.tables import rank_name
+from pytest_gpucluster.runners.run_result import conclusion
 from pytest_gpucluster.text import one_line, paragraph, printable
 
 _INDENT = 8
@@ -184,10 +185,9 @@ def _merge(options: argparse.Namespace) -> int:
             complain(f"{source.path}: its last line is truncated and left out", DONE)
     with file_errors(NO_OUTPUT, f"--out {out}"):
         atomic_write(out, "".join(encode(line).decode() for line in merged.lines()))
-    rehearsal = "REHEARSAL, " if sources[0].journal.run.rehearsal else ""
-    verdict = merged.verdict
-    line = f"gpucluster: {rehearsal}{verdict.word}, exit code {verdict.exit}: {verdict.reason}"
-    print(printable(one_line(line, 2000)))
+    verdict, rehearsal = merged.verdict, sources[0].journal.run.rehearsal
+    line = conclusion(verdict.word, verdict.exit, verdict.reason, rehearsal=rehearsal).line
+    print(f"gpucluster: {printable(line)}")
     return complain(f"{len(sources)} runs merged: {out}", DONE)
 
 
@@ -339,10 +339,5 @@ def _read_output(text: str) -> Output:
 
 COMMAND = Group(
     description="Work with the journals of runs.",
-    commands={
-        "compare": _compare,
-        "merge": _merge,
-        "fleet": _fleet,
-        "crosscheck": _crosscheck,
-    },
+    commands={"compare": _compare, "merge": _merge, "fleet": _fleet, "crosscheck": _crosscheck},
 )

@@ -247,10 +247,7 @@ def _print_kept(kept: Sequence[NoFloor]) -> None:
     option("--world-size N", "ranks of the run", type=number()),
     option("--nnodes N", "nodes of the run", type=number()),
     option(
-        "--label KEY=VALUE",
-        "a label of the measurement, such as transport=NET/IB",
-        type=key_value,
-        action="append",
+        "--label KEY=VALUE", "a label of the measurement, such as transport=NET/IB", type=key_value, action="append"
     ),
     THRESHOLDS,
     help="explain which limit decides, and why",

@@ -11,8 +11,8 @@ from pytest_gpucluster.cli.run import run_exit_codes
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import locate, read
 from pytest_gpucluster.journal.verdict import BROKEN, RUNNING, RUNNING_EXIT
-from pytest_gpucluster.runners.run_result import RunResult
-from pytest_gpucluster.text import printable, visible
+from pytest_gpucluster.runners.run_result import RunResult, conclusion
+from pytest_gpucluster.text import printable
 
 _PYTEST_CODES = range(2, 6)
 """pytest's own codes for a run that never began, kept if there is no journal. Its 1 may as well be srun's."""
@@ -55,10 +55,8 @@ def _verdict(options: argparse.Namespace) -> int:
     if result.exit == 0 and launcher_exit:
         reason = f"its journal states {result.verdict}, but its launcher ended with exit code {launcher_exit}"
         result = replace(result, verdict=BROKEN, exit=BROKEN_EXIT, reason=reason, failure=result.failure or reason)
-    rehearsal = "REHEARSAL, " if result.rehearsal else ""
-    reason = f": {result.reason}" if result.reason else ""
-    line = f"gpucluster: {rehearsal}{result.verdict}, exit code {result.exit}{reason}"
-    print(printable(" ".join(visible(line).split())))
+    end = conclusion(result.verdict, result.exit, result.reason, rehearsal=result.rehearsal)
+    print(f"gpucluster: {printable(end.line)}")
     if options.json is not None:
         with file_errors(BROKEN_EXIT, f"--json {options.json}"):
             # In place: a termination message is a mounted file.

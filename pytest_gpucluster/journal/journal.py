@@ -339,11 +339,7 @@ class JournalBuilder:
 
 
 def read(
-    path: Path,
-    *,
-    keep_samples: bool = True,
-    slim: Callable[[TestResult], TestResult] | None = None,
-    live: bool = False,
+    path: Path, *, keep_samples: bool = True, slim: Callable[[TestResult], TestResult] | None = None, live: bool = False
 ) -> Journal:
     """Read a journal, also one whose writer was killed.
 

@@ -20,7 +20,7 @@ def expand_hostlist(text: str) -> list[str]:
     Source: https://slurm.schedmd.com/scontrol.html (``show hostnames``).
     """
     hosts: list[str] = []
-    for part in _split_outside_brackets(text):
+    for part in map(str.strip, re.split(r",(?![^\[]*\])", text)):  # outside of brackets
         names = [""]
         for piece in re.split(r"(\[[^\[\]]*\])", part):
             choices = list(_bracket(piece[1:-1], text)) if piece.startswith("[") else [piece]
@@ -83,10 +83,6 @@ def _short(prefix: str, numbers: Sequence[str]) -> Iterator[str]:
         yield prefix + ranges[0]
     elif runs:
         yield f"{prefix}[{','.join(ranges)}]"
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    return [part.strip() for part in re.split(r",(?![^\[]*\])", text)]
 
 
 def _bracket(ranges: str, text: str) -> Iterator[str]:

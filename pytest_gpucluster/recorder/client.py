@@ -86,12 +86,7 @@ class Recorder:
 
     @classmethod
     def start(
-        cls,
-        run_dir: Path,
-        junit_path: Path | None,
-        *,
-        stderr: int | None = None,
-        quiet_seconds: float = 2.5,
+        cls, run_dir: Path, junit_path: Path | None, *, stderr: int | None = None, quiet_seconds: float = 2.5
     ) -> Recorder:
         """Start the recorder of this process. Takes milliseconds, because it need not be ready yet.
 

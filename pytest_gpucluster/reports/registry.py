@@ -15,26 +15,16 @@ from typing import Any
 from pytest_gpucluster import files
 from pytest_gpucluster.journal.journal import Journal
 
-FILES: Mapping[str, str] = MappingProxyType(
-    {
-        "junitxml": "junit.xml",
-        "html": "report.html",
-        "json": "results.json",
-        "prometheus": "metrics.prom",
-        "markdown": "report.md",
-        "text": "report.txt",
-    }
-)
-"""Kind of report -> the name of its file."""
-
-_MODULES = {
-    "junitxml": "pytest_gpucluster.reports.junit",
-    "html": "pytest_gpucluster.reports.html.page",
-    "json": "pytest_gpucluster.reports.results_json",
-    "prometheus": "pytest_gpucluster.reports.prometheus",
-    "markdown": "pytest_gpucluster.reports.markdown",
-    "text": "pytest_gpucluster.reports.terminal",
+_KINDS = {
+    "junitxml": ("junit.xml", "junit"),
+    "html": ("report.html", "html.page"),
+    "json": ("results.json", "results_json"),
+    "prometheus": ("metrics.prom", "prometheus"),
+    "markdown": ("report.md", "markdown"),
+    "text": ("report.txt", "terminal"),
 }
+FILES: Mapping[str, str] = MappingProxyType({kind: file for kind, (file, _) in _KINDS.items()})
+"""Kind of report -> the name of its file."""
 
 OF_A_RUN = ("json", "prometheus", "html")
 """Those that every run writes next to its journal and JUnit file. The slowest comes last."""
@@ -62,13 +52,7 @@ def existing_files(folder: Path, *, junit: Path | None = None) -> list[tuple[str
     return [(name, str(path)) for name, path in places if path.exists()]
 
 
-def render(
-    kind: str,
-    journal: Journal,
-    *,
-    folder: Path | None = None,
-    page_folder: Path | None = None,
-) -> str:
+def render(kind: str, journal: Journal, *, folder: Path | None = None, page_folder: Path | None = None) -> str:
     """Return a report. Only the modules that it needs are imported.
 
     Args:
@@ -77,16 +61,20 @@ def render(
         folder: of the run, for the artifacts in the page.
         page_folder: where the page will be; by default the run's folder.
     """
-    module: Any = importlib.import_module(_MODULES[kind])
+    module = _module(kind)
     more: dict[str, Any] = {"folder": folder, "page_folder": page_folder} if kind == "html" else {}
     return str(module.render(journal, **more))
+
+
+def _module(kind: str) -> Any:
+    return importlib.import_module(f"pytest_gpucluster.reports.{_KINDS[kind][1]}")
 
 
 def prepare(kinds: Iterable[str] = OF_A_RUN) -> None:
     """Import what reports need, early: at the end of the run the disk may have failed, and time is limited."""
     for kind in kinds:
         with contextlib.suppress(Exception):  # reported when it is to be rendered
-            importlib.import_module(_MODULES[kind])
+            _module(kind)
 
 
 def write(

@@ -395,11 +395,7 @@ def rank_reports(result: TestResult, journal: Journal) -> tuple[RankReport, ...]
     ordered = sorted(rows.items(), key=lambda row: (not row[0][0], _WORST_FIRST.get(row[0][1], 1), min(row[1])))
     return tuple(
         RankReport(
-            who=_who(journal, ranks),
-            outcome=outcome,
-            is_culprit=is_culprit,
-            message=message,
-            ranks=tuple(ranks),
+            who=_who(journal, ranks), outcome=outcome, is_culprit=is_culprit, message=message, ranks=tuple(ranks)
         )
         for (is_culprit, outcome, message), ranks in ordered
     )

@@ -36,17 +36,7 @@ from pytest_gpucluster.reports.tables import (
     rank_name,
     value_text,
 )
-from pytest_gpucluster.text import (
-    Column,
-    clean,
-    columns,
-    fitted_table,
-    one_line,
-    paragraph,
-    plural,
-    shortened,
-    styled,
-)
+from pytest_gpucluster.text import Column, clean, columns, fitted_table, one_line, paragraph, plural, shortened, styled
 
 LEAST_WIDTH = 80
 """Narrower terminals break the lines themselves."""
@@ -84,13 +74,13 @@ def render(
         colour: add colour control sequences.
         reports: name and path of each report, such as ("journal", "run/journal.jsonl").
     """
-    width = max(width, LEAST_WIDTH)
+    width, junit = max(width, LEAST_WIDTH), journal.run.junit.path
     overview = outline(journal)
     head = [] if verbosity < 0 else ["", *header_lines(journal, width=width)]
     blocks = [
         verdict_lines(overview, width=width, colour=colour) + head,
         *summary(journal, overview, width=width, verbosity=verbosity, colour=colour),
-        report_lines(reports or _reports_of(journal)),
+        report_lines(reports or ([("JUnit", junit)] if junit else [])),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
@@ -118,10 +108,6 @@ def report_lines(reports: Iterable[tuple[str, str]]) -> list[str]:
     pairs = [(f"{clean(name)}:", clean(path)) for name, path in reports]
     wide = max((columns(name) for name, _ in pairs), default=0)
     return [f"{name.ljust(wide)} {path}" for name, path in pairs]
-
-
-def _reports_of(journal: Journal) -> list[tuple[str, str]]:
-    return [("JUnit", journal.run.junit.path)] if journal.run.junit.path else []
 
 
 # ---- the table of criteria ---------------------------------------------------------------------------------------

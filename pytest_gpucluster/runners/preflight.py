@@ -54,7 +54,9 @@ def check_nodes(hosts: Sequence[Host], replies: Mapping[str, Reply], version: st
         version: of this package, here.
     """
     facts = {name: reply.facts for name, reply in replies.items() if reply.facts}
-    common = {key: _most_common([str(node.get(key, "")) for node in facts.values()]) for key in _COMPARED}
+    # Counter keeps the order of the first seen among equals.
+    counts = {key: Counter(str(node.get(key, "")) for node in facts.values()) for key in _COMPARED}
+    common = {key: next((value for value, _ in count.most_common(1)), "") for key, count in counts.items()}
     named = Counter(str(node.get("host", "")) for node in facts.values())
     found = []
     for host in hosts:
@@ -108,11 +110,6 @@ def readiness_text(nodes: Sequence[NodeCheck]) -> str:
         if names:
             texts.append(f"{state}: {some_of(names, 8)}")
     return "; ".join(texts)
-
-
-def _most_common(values: Sequence[str]) -> str:
-    # Counter keeps the order of the first seen among equals.
-    return Counter(values).most_common(1)[0][0] if values else ""
 
 
 def _value(value: str) -> str:

@@ -123,6 +123,6 @@ def conclusion(word: str, code: int, reason: str, *, rehearsal: bool = False, re
     >>> conclusion("REHEARSED", 0, "40 passed", rehearsal=True, reports="gpucluster-report/1").line
     'REHEARSAL, REHEARSED, exit code 0: 40 passed (reports: gpucluster-report/1)'
     """
-    line = f"{'REHEARSAL, ' if rehearsal else ''}{word}, exit code {code}: {reason}"
+    line = f"{'REHEARSAL, ' if rehearsal else ''}{word}, exit code {code}{f': {reason}' if reason else ''}"
     line += f" (reports: {reports})" if reports else ""
     return Conclusion(exit=code, line=one_line(line, _LINE_CHARACTERS))

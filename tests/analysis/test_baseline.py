@@ -49,9 +49,7 @@ def test_a_value_above_its_limit_and_below_the_baseline_fails_and_names_its_rank
     assert (found.status, list(found.misses), found.baseline["kind"]) == ("failed", [1], "regressed")
     assert (found.baseline["old"]["value"], found.baseline["allowed_ratio"]) == (781, 0.03)
     assert found.to_json()["baseline"]["old_rank"] == 1
-    assert notes == [
-        (f"baseline[{BF16}]", "regressed: 781 TFLOPS before, 740 TFLOPS now (-5.2 %) on rank 1 (gpu-a)"),
-    ]
+    assert notes == [(f"baseline[{BF16}]", "regressed: 781 TFLOPS before, 740 TFLOPS now (-5.2 %) on rank 1 (gpu-a)")]
 
 
 @of_each(

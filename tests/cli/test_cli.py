@@ -86,11 +86,7 @@ def test_help_names_every_command_and_imports_nothing_heavy():
 
 def test_the_module_is_the_command():
     done = subprocess.run(
-        [sys.executable, "-m", "pytest_gpucluster", "--version"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+        [sys.executable, "-m", "pytest_gpucluster", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == f"pytest-gpucluster {pytest_gpucluster.__version__}\n"
 

@@ -15,13 +15,7 @@ from pytest_gpucluster.cli.main import main
 from pytest_gpucluster.journal import journal, run_directory
 
 LINES = [
-    {
-        "type": "run",
-        "schema_version": 1,
-        "run_id": "r1",
-        "started_at": "2026-01-02T03:04:05Z",
-        "rehearsal": True,
-    },
+    {"type": "run", "schema_version": 1, "run_id": "r1", "started_at": "2026-01-02T03:04:05Z", "rehearsal": True},
     {"type": "collected", "tests": [{"nodeid": f"t.py::test_{name}"} for name in "ab"]},
     {"type": "start", "nodeid": "t.py::test_a"},
     {

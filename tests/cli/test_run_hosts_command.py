@@ -70,7 +70,7 @@ def test_a_run_that_passes_on_all_nodes_is_0_and_its_reports_are_here(ssh, fake,
     output = "a warning\x1b[31m\n\x1b[2Jother\n"
     assert (folder / "gpu-2.log").read_text() == f"Welcome to gpu-2! gpucluster-node: ready\n{output}"
     assert [(node["name"], node["exit"], node["copy_problem"]) for node in kept["nodes"]] == [
-        *(("localhost", 0, ""), ("gpu-2", 0, "")),
+        *(("localhost", 0, ""), ("gpu-2", 0, ""))
     ]
     first, second = fake.started["localhost"], fake.started["gpu-2"]
     assert first["words"][:6] == [
@@ -87,18 +87,8 @@ def test_a_run_that_passes_on_all_nodes_is_0_and_its_reports_are_here(ssh, fake,
     ("first", "second", "code", "line"),
     [
         (REJECTED, {"lost": "Timeout"}, 1, "REJECTED, exit code 1: matmul: matmul 1 TFLOPS < 2 TFLOPS"),
-        (
-            PASSED,
-            {"lost": "Timeout, server gpu-2."},
-            11,
-            "BROKEN, exit code 11: gpu-2: the connection was lost",
-        ),
-        (
-            {**PASSED, "keeps": "disk gone"},
-            {"exit": 0},
-            11,
-            "BROKEN, exit code 11: ended with exit code 0 and no",
-        ),
+        (PASSED, {"lost": "Timeout, server gpu-2."}, 11, "BROKEN, exit code 11: gpu-2: the connection was lost"),
+        ({**PASSED, "keeps": "disk gone"}, {"exit": 0}, 11, "BROKEN, exit code 11: ended with exit code 0 and no"),
         (leaves(verdict=None), {"exit": 0}, 11, "BROKEN, exit code 11: its journal has no end"),
         (PASSED, {"exit": None, "error": "killed"}, 11, "BROKEN, exit code 11: gpu-2: killed"),
         (leaves(rehearsal=True, verdict="REHEARSED"), {"exit": 0}, 0, "REHEARSAL, REHEARSED, exit code 0: 1 passed"),

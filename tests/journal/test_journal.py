@@ -191,11 +191,6 @@ def test_what_is_no_readable_journal_is_an_error_that_says_where(tmp_path, case)
     assert str(path) in str(error.value)
 
 
-def test_a_missing_journal_is_an_error_that_says_what_to_name(tmp_path):
-    with pytest.raises(JournalError, match=r"no such journal; .*journal\.jsonl"):
-        journal.read(tmp_path / "nothing.jsonl")
-
-
 def test_a_journal_is_found_by_its_folder_and_by_the_latest_run(tmp_path):
     directory = run_directory_module.new_run_directory(tmp_path)
     path = written(directory / "journal.jsonl", RUN)
@@ -212,13 +207,7 @@ def test_lines_and_fields_of_a_later_version_within_the_schema_are_passed_over(t
 
 
 def test_numbers_and_objects_that_json_does_not_have_become_text():
-    line = {
-        "a": [math.nan, math.inf, -math.inf],
-        3: b"\xff",
-        "path": Path("/x"),
-        "set": {1},
-        "deep": {"b": math.nan},
-    }
+    line = {"a": [math.nan, math.inf, -math.inf], 3: b"\xff", "path": Path("/x"), "set": {1}, "deep": {"b": math.nan}}
     assert json.loads(journal.encode(line)) == {
         "a": ["NaN", "Infinity", "-Infinity"],
         "3": "\\xff",
@@ -234,16 +223,6 @@ def test_any_line_is_one_line_of_utf_8(line):
     assert raw.count(b"\n") == 1
     assert raw.endswith(b"\n")
     json.loads(raw.decode("utf-8"))
-
-
-def test_lines_are_on_disk_when_append_returns(tmp_path):
-    writer = journal.JournalWriter(tmp_path / "journal.jsonl")
-    writer.append(b"one\n")
-    assert (tmp_path / "journal.jsonl").read_bytes() == b"one\n"
-    writer.append(b"two\n")
-    writer.sync()
-    writer.close()
-    assert (tmp_path / "journal.jsonl").read_bytes() == b"one\ntwo\n"
 
 
 def test_a_writer_never_appends_to_another_runs_journal(tmp_path):

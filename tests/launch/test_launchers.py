@@ -399,10 +399,7 @@ def test_no_gpu_on_any_rank_is_reported_once_under_torchrun(project: Project) ->
     assert "--gpucluster-device=cpu" in left.stderr
 
 
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [("-n2", "-n (pytest-xdist) and slurm "), ("--pdb", "--pdb and --trace ")],
-)
+@pytest.mark.parametrize(("option", "text"), [("-n2", "-n (pytest-xdist) and slurm "), ("--pdb", "--pdb and --trace ")])
 def test_workers_and_debuggers_under_a_launcher_are_refused_with_the_way_out(
     project: Project, option: str, text: str
 ) -> None:

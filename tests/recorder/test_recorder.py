@@ -288,11 +288,7 @@ def test_a_rank_0_that_ends_without_a_word_is_named_with_its_test(place, ending)
         ("t.py::test_c",),
     )
     verdict = json.loads((place / "run" / "results.json").read_text())["verdict"]
-    assert (verdict["word"], verdict["exit"], verdict["reason"]) == (
-        "BROKEN",
-        11,
-        lost,
-    )
+    assert (verdict["word"], verdict["exit"], verdict["reason"]) == ("BROKEN", 11, lost)
     assert {"metrics.prom", "report.html"} <= set(os.listdir(place / "run"))
 
 

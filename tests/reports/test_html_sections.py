@@ -118,22 +118,11 @@ def test_a_search_is_shown_as_the_product_writes_it_and_a_link_with_both_ends() 
     assert re.search("not reproduced.*rank lost", shown(culprits=[], reproduced=False, cut_short="rank lost")["result"])
 
 
-def test_a_form_of_another_version_is_reported() -> None:
-    search = shown(culprits=[{"units": "gpu-02"}])
-    assert "culprits[0].units must be a list, found 'gpu-02'; see the journal" in search["undecided"]
-    assert search["culprits"] == []
-
-
 GPU = Identity(host="gpu-02", index=3, uuid="GPU-1", serial="165", pci="00000000:5D:00.0")
 
 
 def finding(**changes: str) -> Finding:
-    fields = {
-        "code": "ecc.uncorrected",
-        "found": "2 errors: since reboot",
-        "allowed": "0",
-        "remedy": "drain; reset",
-    }
+    fields = {"code": "ecc.uncorrected", "found": "2 errors: since reboot", "allowed": "0", "remedy": "drain; reset"}
     return Finding(kind="hardware", gpu=GPU, **{**fields, **changes})
 
 

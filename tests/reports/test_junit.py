@@ -141,10 +141,7 @@ def tags(*lines):
 A, B, C = "test_a", "test_b", "test_c"
 PESSIMISM = {
     "nothing collected": ([], {"run": "error"}),
-    "in a test": (
-        [COLLECTED, start("a"), result("a"), start("b")],
-        {A: "passed", B: "error", C: "skipped"},
-    ),
+    "in a test": ([COLLECTED, start("a"), result("a"), start("b")], {A: "passed", B: "error", C: "skipped"}),
     "between two tests": (
         [COLLECTED, start("a"), result("a")],
         {A: "passed", B: "skipped", C: "skipped", "run": "error"},

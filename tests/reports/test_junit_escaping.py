@@ -52,14 +52,6 @@ def case_of(suite: junitparser.TestSuite) -> junitparser.TestCase:
     return next(iter(suite))
 
 
-@given(name=TEXT)
-@QUICK
-def test_two_testcases_never_have_one_name(name: str) -> None:
-    lines = [{**finished(name), "nodeid": f"{i}"} for i in range(2)]
-    names = [case.name for case in read_back(*lines)][:2]
-    assert names == [visible(name), f"{visible(name)} (2)"]
-
-
 @given(
     names=st.tuples(TEXT, TEXT, TEXT),
     kind=st.tuples(st.sampled_from(["failed", "error", "skipped"]), st.sampled_from(["xunit1", "xunit2"])),

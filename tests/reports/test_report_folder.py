@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import example_runs
@@ -43,9 +42,3 @@ def test_a_report_that_cannot_be_written_is_named_and_what_was_there_stays(run: 
     [(name, why)] = registry.write(journal.read(run / journal.JOURNAL_FILE, keep_samples=False), run).items()
     assert (name, why.startswith("not written: ")) == ("metrics.prom", True)
     assert (run / "metrics.prom" / "mine").exists()
-
-
-def test_what_is_prepared_is_what_is_needed_later() -> None:
-    registry.prepare()
-    assert {registry._MODULES[kind] for kind in registry.OF_A_RUN} <= set(sys.modules)
-    assert set(registry._MODULES) == set(registry.FILES)

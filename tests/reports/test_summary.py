@@ -36,10 +36,7 @@ HEADLINES: dict[str, tuple[list[JudgedMetric], str | None]] = {
     "nothing": ([], None),
     "the least margin": ([judged("a", margin=0.2), judged("b", margin=0.1)], "b"),
     "a miss wins": ([judged("a", margin=0.1), judged("b", status="failed", margin=-0.1)], "b"),
-    "the worst miss": (
-        [judged("a", status="failed", margin=-0.1), judged("b", status="failed", margin=-0.3)],
-        "b",
-    ),
+    "the worst miss": ([judged("a", status="failed", margin=-0.1), judged("b", status="failed", margin=-0.3)], "b"),
     "the miss that explains the others, however far they miss": (
         [
             judged("lora.resume_error", status="failed", margin=-90.0),

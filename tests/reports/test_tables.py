@@ -134,10 +134,7 @@ def test_the_worst_rank_comes_first_by_its_interval_or_where_nothing_is_allowed_
 
 
 STOPPED: dict[str, tuple[dict[str, Any], str]] = {
-    "sure": (
-        {"by": "interval", "seconds": 3.012},
-        "precise after 12 samples in 3.01 s: interval 0.62 %, allowed 1 %",
-    ),
+    "sure": ({"by": "interval", "seconds": 3.012}, "precise after 12 samples in 3.01 s: interval 0.62 %, allowed 1 %"),
     "time up, in the extension": (
         {"by": "time", "seconds": 20.0, "width_ratio": 0.29, "extended": True},
         "time up after 12 samples in 20 s, extended: interval 29 %, allowed 1 %",

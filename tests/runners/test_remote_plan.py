@@ -33,7 +33,7 @@ def test_each_node_gets_its_own_rank_and_folder_and_the_same_rendezvous():
         *("--gpucluster-report-dir=out/r1/gpu-2", "--junitxml=out/r1/gpu-2/report.xml"),
     ]
     assert [a for a, b in zip(*words, strict=True) if a != b] == [
-        *("--node-rank=0", "--gpucluster-report-dir=out/r1/gpu-1", "--junitxml=out/r1/gpu-1/report.xml"),
+        *("--node-rank=0", "--gpucluster-report-dir=out/r1/gpu-1", "--junitxml=out/r1/gpu-1/report.xml")
     ]
 
 

@@ -80,11 +80,7 @@ def test_another_version_one_machine_twice_and_problems_of_a_node_make_it_not_re
 
 
 def test_a_node_without_an_answer_is_never_ready_and_makes_no_other_node_differ():
-    for reply in (
-        Reply(problem="ssh: connect to host gpu-2 port 22: No route to host"),
-        Reply(),
-        sent({}),
-    ):
+    for reply in (Reply(problem="ssh: connect to host gpu-2 port 22: No route to host"), Reply(), sent({})):
         nodes = check_nodes(HOSTS, replies(gpu_2=reply), "0.1.0")
         assert states(nodes) == [READY, NO_ANSWER, READY, READY]
         assert reply.problem in nodes[1].problems[0]

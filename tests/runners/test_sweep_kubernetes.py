@@ -92,10 +92,7 @@ def test_every_node_has_a_pod_of_its_own_and_then_all_meet(fake, sweep, tmp_path
     script = alone["spec"]["template"]["spec"]["containers"][0]["command"][2]
     arguments = ["--standalone", "--nproc-per-node=8", "-m", "pytest", "acceptance/", "-k", "a$$b"]
     assert alone == expected_job(
-        f"{name}-alone",
-        name,
-        ["sh", "-c", script, "python", *arguments, "--gpucluster-expect=1x8xH100"],
-        seconds=7200,
+        f"{name}-alone", name, ["sh", "-c", script, "python", *arguments, "--gpucluster-expect=1x8xH100"], seconds=7200
     )
     script = together["spec"]["template"]["spec"]["containers"][0]["command"][2]
     arguments = ["--nnodes=2", f"--master-addr={name}-together-0.{name}-together", "--master-port=29500"]

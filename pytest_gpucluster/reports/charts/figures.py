@@ -55,11 +55,7 @@ def figures_of(result: TestResult, folder: Path | None) -> tuple[Figure, ...]:
         result: of the test.
         folder: of the run; None if there is only the journal.
     """
-    return (
-        *_sweeps(result),
-        *_link_maps(result, folder),
-        *_loss_curves(result, folder),
-    )
+    return (*_sweeps(result), *_link_maps(result, folder), *_loss_curves(result, folder))
 
 
 # ---- reading artifacts -------------------------------------------------------------------------------------------

@@ -94,7 +94,10 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
             for number, (row, below) in enumerate(zip(rows[:_ROWS], details_of_rows, strict=True), start=1)
         ],
         rows_left_out=max(0, len(rows) - _ROWS),
-        did_not_run=[_not_run(row) for row in overview.did_not_run[:_ROWS]],
+        did_not_run=[
+            (word(row.name), word(row.criterion or ""), row.outcome, line(row.why_not_run))
+            for row in overview.did_not_run[:_ROWS]
+        ],
         not_run=NOT_RUN,
         running=RUNNING,
         tightest=[(word(row.name), headline_values(judged, journal)) for row, judged in overview.tightest(_TIGHTEST)],
@@ -165,10 +168,6 @@ def _facts_of(place: RankPlace) -> dict[str, str]:
     known = {"rank": str(place.rank), "host": place.host, "local rank": str(place.local_rank)}
     known |= {f"GPU {key.replace('_', ' ')}": value for key, value in (place.gpu or {}).items()}
     return known | {f"{name} version": version for name, version in place.versions.items()}
-
-
-def _not_run(row: Row) -> tuple[str, str, str, str]:
-    return word(row.name), word(row.criterion or ""), row.outcome, line(row.why_not_run)
 
 
 def _tone(overview: Outline) -> str:
