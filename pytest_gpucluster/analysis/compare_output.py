@@ -55,11 +55,8 @@ def comparison_table(
         lines += wrapped(f"not comparable: {obstacle}", width)
     for note in comparison.notes:
         lines += wrapped(f"note: {note}", width)
-    relevant = [
-        change
-        for change in comparison.changes
-        if everything or (change.decides and change.kind in (REGRESSED, *OPEN, WORSE, BETTER))
-    ]
+    kinds = (REGRESSED, *OPEN, WORSE, BETTER)
+    relevant = [each for each in comparison.changes if everything or (each.decides and each.kind in kinds)]
     rows = relevant if everything else relevant[:_ROWS]
     if rows:
         cells = ((_cells(change), list(_details(change, old_name, new_name))) for change in rows)

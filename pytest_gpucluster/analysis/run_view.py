@@ -204,12 +204,8 @@ def metric_obstacles(old: Conditions, new: Conditions) -> Callable[[str], str]:
     """Return a function: metric -> why it is not comparable between these two runs, "" where it is."""
     shape = f"{old.shape} before, {new.shape} now" if _is_other_shape(old, new) else ""
     before, now = old.workload or {}, new.workload or {}
-    harmless = (*IN_LABELS, *TIMES)
-    changed = [
-        key
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) and key.rpartition(".")[2] not in harmless
-    ]
+    keys = [key for key in sorted({*before, *now}) if key.rpartition(".")[2] not in (*IN_LABELS, *TIMES)]
+    changed = [key for key in keys if before.get(key) != now.get(key)]
 
     def why_not(metric: str) -> str:
         if shape and not metric.startswith(OF_ONE_GPU):
