@@ -157,3 +157,4 @@ _new_worker = Popen2IOMaster.__init__
 if __name__ == "__main__":
     _load()
     shipped.serve(socket.socket(fileno=int(sys.argv[1])), _become)
+    os._exit(0)

@@ -48,7 +48,7 @@ session: short_fixtures launch metrics config isolation device benchmarks judge 
 fixtures: metrics config judge node agreement journal session
 plugin: journal metrics device session fixtures
 runners: launch metrics isolation agreement journal
-cli: launch metrics benchmarks judge node selftest agreement journal reports recorder analysis runners
+cli: launch metrics benchmarks judge node simulation selftest agreement journal reports recorder analysis runners
 __main__: cli
 """)
 

@@ -31,6 +31,7 @@ _STDOUT_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a standard output that is redirected to a file."""
 
 BEFORE = {
+    "demo": "the acceptance suite on a simulated cluster with planted faults, on this machine",
     "doctor": "what would be skipped or fail in a run, before it is started",
     "node": "try and inspect nodes: selftest, info, diff, nccl-env, kernel-log, watch",
     "thresholds": "limits: check, explain, calibrate, judge",
@@ -49,7 +50,7 @@ AFTER = {
 COMMANDS = BEFORE | DURING | AFTER
 """Command -> help, in this order. ``COMMAND`` of the module ``cli.<command>`` carries it out."""
 
-FORWARDING = {"run", "sweep", "doctor"}
+FORWARDING = {"run", "sweep", "doctor", "demo"}
 """Commands whose arguments after the first ``--`` belong to another program."""
 
 HOSTS = "--hosts"

@@ -16,6 +16,7 @@ from types import FrameType
 from pytest_gpucluster.cli.command import USAGE, CommandError, command
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE, ExitNote, read_begin_note, read_exit_notes
+from pytest_gpucluster.launch.forks import Forked
 from pytest_gpucluster.text import printable
 
 
@@ -25,8 +26,8 @@ def run_exit_codes(more: Mapping[int, str]) -> dict[int, str]:
 
 
 _REACHABLE = "Give the address at which the other nodes reach the first one, the same on every node"
-_AGENT = "pytest_gpucluster.runners.torchrun"
-_FORWARDED = {
+AGENT = "pytest_gpucluster.runners.torchrun"
+FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
@@ -73,20 +74,23 @@ def _run(options: argparse.Namespace) -> int:
         raise CommandError(USAGE, f"{place[0]}: {place[1]} does not resolve on this host: {why}. {_REACHABLE}")
     with tempfile.TemporaryDirectory(prefix="gpucluster-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        forwarder = _SignalForwarder()
-        with handling(list(_FORWARDED), forwarder.handle):
-            agent = forwarder.start(arguments, {**os.environ, VARIABLE: name})
+        forwarder = SignalForwarder()
+        with handling(list(FORWARDED), forwarder.handle):
+            agent = subprocess.Popen(
+                [sys.executable, "-m", AGENT, *arguments],
+                env={**os.environ, VARIABLE: name},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # it must not get the terminal's Ctrl-C twice
+            )
+            forwarder.add(agent)
             code = agent.wait()
-            notes, journal_note = _read_notes(folder, agent.pid)
+            notes, journal_note = read_notes(folder, agent.pid)
         found = conclude(AgentResult.read(folder), notes, journal_note, agent_code=code, signals=forwarder.signals)
-    if journal_note is not None:  # the line that rank 0 was writing when it died ends here
-        with suppress(OSError):
-            print(file=sys.stderr)
-    _print(found.line)
+    print_line(found.line)
     return found.exit
 
 
-class _SignalForwarder:
+class SignalForwarder:
     """Forwards each signal once: a second one of a kind would end torchrun before its ranks have ended.
 
     Attributes:
@@ -95,33 +99,27 @@ class _SignalForwarder:
 
     def __init__(self) -> None:
         self.signals: list[int] = []
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._agents: list[subprocess.Popen[bytes] | Forked] = []
         self._sent: list[int] = []
 
-    def start(self, arguments: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start torchrun's agent in a session of its own: it must not get the terminal's Ctrl-C twice."""
-        self._agent = subprocess.Popen(
-            [sys.executable, "-m", _AGENT, *arguments],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    def add(self, agent: subprocess.Popen[bytes] | Forked) -> None:
+        """Forward to one more agent of torchrun, also what came before."""
+        self._agents.append(agent)
         for number in self._sent:
-            self._agent.send_signal(number)
-        return self._agent
+            agent.send_signal(number)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         self.signals.append(number)
-        passed = _FORWARDED[signal.Signals(number)]
+        passed = FORWARDED[signal.Signals(number)]
         if passed in self._sent:
             return
         self._sent.append(passed)
-        if self._agent is not None:
-            self._agent.send_signal(passed)
+        for agent in self._agents:
+            agent.send_signal(passed)
 
 
-def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNote | None]:
+def read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNote | None]:
     """Return the notes of this node's ranks, and the journal's verdict if rank 0 was here and left no note."""
     from pytest_gpucluster.journal.journal import JOURNAL_FILE, read
     from pytest_gpucluster.recorder.client import wait_for_end
@@ -131,10 +129,12 @@ def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNo
     if begun is None or any(note.rank == 0 for note in notes):
         return notes, None
     wait_for_end(begun.recorder, _RECORDER_SECONDS)
+    with suppress(OSError):  # the line that rank 0 was writing when it died ends here
+        print(file=sys.stderr)
     try:
         journal = read(Path(begun.directory) / JOURNAL_FILE, keep_samples=False)
     except JournalError as error:
-        _print(f"the journal of the run cannot be used: {error}")
+        print_line(f"the journal of the run cannot be used: {error}")
         return notes, None
     return notes, ExitNote(
         rank=0,
@@ -148,7 +148,8 @@ def _read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNo
     )
 
 
-def _print(line: str) -> None:
+def print_line(line: str) -> None:
+    """Print a line of this command below what the ranks have printed."""
     with suppress(OSError):  # standard error is closed; the exit code is the result all the same
         print(f"gpucluster: {printable(line)}", file=sys.stderr, flush=True)
 

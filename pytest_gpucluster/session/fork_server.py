@@ -262,4 +262,7 @@ def _start_rank(handler: Any, args: Sequence[str], env: Mapping[str, str]) -> su
 
 if __name__ == "__main__":
     load()
+    with contextlib.suppress(Exception):  # the criteria that need them say so themselves
+        load_extras()
     serve(socket.socket(fileno=int(sys.argv[1])), become_agent)
+    os._exit(0)  # at once: what is loaded has nothing to close

@@ -96,12 +96,11 @@ def test_ctrl_c_reaches_the_ranks_once_and_the_reports_are_written(tmp_path):
     assert "exit code 2: " in last_lines(run)[0]
 
 
-def test_a_terminal_that_is_gone_ends_the_ranks_in_order(monkeypatch):
+def test_a_terminal_that_is_gone_ends_the_ranks_in_order():
     got = []
-    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: SimpleNamespace(send_signal=got.append))
-    forwarder = run_command._SignalForwarder()
+    forwarder = run_command.SignalForwarder()
     forwarder.handle(signal.SIGHUP, None)  # before torchrun was started
-    forwarder.start([], {})
+    forwarder.add(SimpleNamespace(send_signal=got.append))
     for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGINT, signal.SIGINT):
         forwarder.handle(number, None)
     assert got == [signal.SIGTERM, signal.SIGINT]
@@ -129,6 +128,6 @@ def test_options_of_torchrun_are_not_looked_into():
 
 
 def test_a_place_to_meet_that_does_not_resolve_is_wrong_usage_before_torchrun_starts(capsys, monkeypatch):
-    monkeypatch.setattr(run_command._SignalForwarder, "start", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(run_command.SignalForwarder, "add", lambda *_: pytest.fail("torchrun was started"))
     assert main.main(["run", "--nnodes=2", "--master-addr=no-such-host.invalid", "--", "acceptance/"]) == 2
     assert "--master-addr: no-such-host.invalid " in capsys.readouterr().err

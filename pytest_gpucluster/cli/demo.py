@@ -1,0 +1,292 @@
+"""``gpucluster demo``: the acceptance suite on a simulated cluster, with planted faults, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpucluster import files
+from pytest_gpucluster.cli.command import (
+    NO_OUTPUT,
+    Argument,
+    CommandError,
+    command,
+    file_errors,
+    number,
+    option,
+    print_paragraph,
+)
+from pytest_gpucluster.cli.run import AGENT, FORWARDED, SignalForwarder, print_line, read_notes, run_exit_codes
+from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.journal.verdict import VARIABLE
+from pytest_gpucluster.launch.forks import Forked, ForkServer, holders
+from pytest_gpucluster.reports.registry import existing_files
+from pytest_gpucluster.runners.run_result import Conclusion
+from pytest_gpucluster.simulation.faults import KINDS, Fault, parse
+from pytest_gpucluster.text import plural
+
+if TYPE_CHECKING:
+    from pytest_gpucluster.simulation.cluster import Cluster
+
+REFUSED = 4
+"""Exit code of pytest, and of this command, where nothing was run."""
+DEVICE = "--gpucluster-device=simulated"
+DESCRIPTION = "simulation.yaml"
+JUNIT = "report.xml"
+_NARRATION = "pytest_gpucluster.session.narration"
+_SUITE = "acceptance"
+_OTHERS_SECONDS = 60.0
+"""How long the other nodes may go on once the first one has ended."""
+_SHOWN = 3
+
+
+def _what(parser: argparse._ActionsContainer) -> None:
+    from pytest_gpucluster.simulation.cluster import shipped  # it loads YAML
+
+    known = ", ".join(shipped())
+    parser.add_argument("what", metavar="WHAT", help=f"{known}, another shape of these GPUs, or a YAML file")
+
+
+def _fault() -> Argument:
+    words = {"gpu": "HOST/GPU", "port": "HOST/PORT", "host": "HOST", "cluster": "the cluster"}
+    names = "; ".join(
+        f"at {place}: {', '.join(name for name, kind in KINDS.items() if kind.where == where)}"
+        for where, place in words.items()
+    )
+    text = f"a fault as NAME:PLACE, maybe with =AMOUNT, such as slow-gpu:gpu-01/3=10%% ({names})"
+    return option("--fault FAULT", text, action="append")
+
+
+@command(
+    _what,
+    _fault(),
+    option("--profile PROFILE", "sizes and times", choices=("quick", "full", "soak"), default="quick"),
+    option("--seed N", "of all that is drawn (default: the description's)", type=number(0)),
+    option("--report-dir DIR", "for the reports", type=Path, default="gpucluster-report"),
+    option("--suite PATH", "tests to run (default: acceptance, here or next to the package)", type=Path),
+    option("--narrate", "explain each group of criteria before and after it, and where the culprit stands"),
+    examples="""\
+        gpucluster demo 2x8xH100
+        gpucluster demo 2x8xH100 --fault slow-gpu:gpu-01/3=10% --narrate
+        gpucluster demo 2x4xH100 --fault dead-rail:gpu-00/mlx5_1 -- -k nccl
+        """,
+    codes=run_exit_codes(
+        {
+            2: "also wrong usage of this command",
+            4: "also an unknown shape, fault or place",
+            11: "also: no rank has left a verdict",
+        }
+    ),
+    usage="gpucluster demo WHAT [options] -- [pytest options]",
+)
+def _demo(options: argparse.Namespace) -> int:
+    """Run the acceptance suite on a simulated cluster, on this machine: no GPU is needed, and nothing is accepted.
+
+    Each simulated GPU is a rank on the CPU, and each host has an agent of torchrun. GPUs, network and what NVML and the
+    system report come from a description; faults are planted there, and the suite is the one that runs on real
+    clusters. You see the terminal of the first host; those of the others are files in DIR. Ctrl-C ends it, and the
+    reports are written.
+    """
+    from pytest_gpucluster.runners.ssh_job import handling
+
+    cluster = _described(options)
+    suite = _suite(options.suite)
+    folder = Path(os.path.abspath(options.report_dir))
+    with file_errors(NO_OUTPUT, f"--report-dir {options.report_dir}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        files.atomic_write(folder / DESCRIPTION, description(options, cluster.faults.all))
+    ranks = cluster.nodes * cluster.gpus_per_node
+    planted = ", ".join(map(str, cluster.faults.all)) or "no fault"
+    print_line(f"{plural(ranks, 'rank')} on {plural(cluster.nodes, 'simulated host')}, with {planted}; loading torch")
+    words = [str(suite), *pytest_options(options, cluster, folder), *options.forwarded]
+    forwarder = SignalForwarder()
+    with (
+        tempfile.TemporaryDirectory(prefix="gpucluster-demo-", ignore_cleanup_errors=True) as name,
+        handling(list(FORWARDED), forwarder.handle),
+        closing(ForkServer()) as server,
+    ):
+        folders = Path(name), folder
+        found, directory = _run_nodes(server, forwarder, cluster.hosts, folders, _launch(cluster, words))
+    if directory:
+        reports = dict(existing_files(Path(directory), junit=folder / JUNIT))
+        for line in culprit_lines(reports, cluster.faults.all) if options.narrate else ():
+            print_paragraph(line, rest="    ", stream=sys.stderr)
+        if "report" in reports:
+            print_line(f"page: {reports['report']}")
+    print_line(found.line)
+    return found.exit
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+def _described(options: argparse.Namespace) -> Cluster:
+    """Return the cluster with its own and the planted faults; a fault at a place that it does not have is an error."""
+    from pytest_gpucluster.simulation.cluster import load
+
+    try:
+        cluster = load(options.what)
+        return cluster.with_faults([*cluster.faults.all, *map(parse, options.fault)])
+    except OptionError as error:
+        raise CommandError(REFUSED, str(error)) from None
+
+
+def _suite(given: Path | None) -> Path:
+    places = [given] if given is not None else [Path(_SUITE), Path(__file__).resolve().parents[2] / _SUITE]
+    found = next((place for place in places if place.exists()), None)
+    if found is None:
+        looked = " and ".join(map(str, places))
+        raise CommandError(REFUSED, f"no tests at {looked}: run this in a checkout, or name them with --suite")
+    return found
+
+
+def description(options: argparse.Namespace, faults: Sequence[Fault]) -> str:
+    """Return the YAML file that all ranks read: a described cluster, its faults and its seed."""
+    like = os.path.abspath(options.what) if Path(options.what).is_file() else options.what
+    lines = ["schema_version: 1", f"like: {json.dumps(like)}", f"name: {json.dumps(Path(options.what).stem)}"]
+    lines += [f"seed: {options.seed}"] if options.seed is not None else []
+    lines += ["faults:", *(f"- {json.dumps(str(fault))}" for fault in faults)] if faults else []
+    return "\n".join(lines) + "\n"
+
+
+def pytest_options(options: argparse.Namespace, cluster: Cluster, folder: Path) -> list[str]:
+    """Return what an operator would type for this cluster, and what makes it a simulated one."""
+    return [
+        DEVICE,
+        f"--gpucluster-simulate={folder / DESCRIPTION}",
+        f"--gpucluster-expect={cluster.nodes}x{cluster.gpus_per_node}x{cluster.sku}",
+        f"--gpucluster-profile={options.profile}",
+        f"--gpucluster-report-dir={folder}",
+        f"--junitxml={folder / JUNIT}",
+        *(["-p", _NARRATION] if options.narrate else []),
+    ]
+
+
+def _launch(cluster: Cluster, words: Sequence[str]) -> list[str]:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    launch = [f"--nproc-per-node={cluster.gpus_per_node}", f"--nnodes={cluster.nodes}"]
+    return [*launch, "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "pytest", *words]
+
+
+# ---- the processes ---------------------------------------------------------------------------------------------------
+
+
+def _run_nodes(
+    server: ForkServer, forwarder: SignalForwarder, hosts: Sequence[str], folders: tuple[Path, Path], words: list[str]
+) -> tuple[Conclusion, str]:
+    """Run an agent of torchrun for each host to its end; return the conclusion, and the folder of the run or "".
+
+    Whatever happens, no process of it is left.
+
+    Args:
+        server: of forks.
+        forwarder: gets the agents.
+        hosts: the first one has rank 0, whose terminal is this command's.
+        folders: for the ranks' notes, and for the terminals of the other hosts.
+        words: arguments of each agent.
+    """
+    from pytest_gpucluster.runners.torchrun import AgentResult, conclude
+
+    token, agents, found, directory = f"gpucluster-demo-{os.getpid()}", list[Forked](), list[Conclusion](), ""
+    if forwarder.signals:  # while torch was loaded
+        return conclude(None, [], None, agent_code=0, signals=forwarder.signals), directory
+    try:
+        for rank, host in enumerate(hosts):
+            agents.append(_start(server, rank, host, folders, words, token))
+            forwarder.add(agents[-1])
+        for host, agent in zip(hosts, agents, strict=True):
+            with suppress(subprocess.TimeoutExpired):
+                agent.wait(_OTHERS_SECONDS if found else None)
+            code = agent.poll()
+            notes, of_journal = read_notes(folders[0] / host, agent.pid)
+            directory = directory or next((note.directory for note in [*notes, of_journal] if note), "")
+            found.append(
+                conclude(
+                    AgentResult.read(folders[0] / host),
+                    notes,
+                    of_journal,
+                    agent_code=-signal.SIGKILL if code is None else code,
+                    signals=forwarder.signals,
+                )
+            )
+    finally:
+        for pid in holders(token):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for host in hosts[1:]:
+            with suppress(OSError):
+                if not (terminal := folders[1] / f"{host}.txt").stat().st_size:
+                    terminal.unlink()
+    # The first host has the verdict, but a pass needs one of each host.
+    return next((one for one in found if one.exit), found[0]), directory
+
+
+def _start(
+    server: ForkServer, rank: int, host: str, folders: tuple[Path, Path], words: Sequence[str], token: str
+) -> Forked:
+    notes, terminal = folders[0] / host, folders[1] / f"{host}.txt"
+    notes.mkdir()
+    environ = {"OMP_NUM_THREADS": "1", **os.environ, VARIABLE: str(notes), "GPUCLUSTER_HOSTNAME": host}
+    command = [sys.executable, "-m", AGENT, f"--node-rank={rank}", *words]
+    if rank == 0:
+        return server.start(command, cwd=Path.cwd(), env=environ, output=1, errors=2, token=token)
+    with terminal.open("wb") as file:
+        output = file.fileno()
+        return server.start(command, cwd=Path.cwd(), env=environ, output=output, errors=output, token=token)
+
+
+# ---- where the culprit stands ----------------------------------------------------------------------------------------
+
+
+def culprit_lines(reports: Mapping[str, str], planted: Sequence[Fault]) -> Iterator[str]:
+    """Yield what was planted, and where terminal, JUnit file and page have what did not pass, as these files state it.
+
+    Args:
+        reports: as :func:`~pytest_gpucluster.reports.registry.existing_files` has them.
+        planted: the faults.
+    """
+    from pytest_gpucluster.journal.journal import read
+    from pytest_gpucluster.reports.summary import outline
+    from pytest_gpucluster.reports.tables import culprit_text
+
+    for fault in planted:
+        yield f"planted: {fault}: {fault.kind.does}{'; no part may be accused of it' if fault.kind.healthy else ''}"
+    journal = read(Path(reports["journal"]), keep_samples=False)
+    bad = outline(journal).bad
+    if not bad:
+        yield "no test failed, so no part is accused; what was noticed nevertheless is on the page"
+    cases = (
+        {case.get("name"): case for case in ET.parse(reports["JUnit"]).iter("testcase")} if "JUnit" in reports else {}
+    )
+    page = Path(reports["report"]).read_text(encoding="utf-8") if "report" in reports else ""
+    for row in bad[:_SHOWN]:
+        yield f"{row.name}: {culprit_text(row, journal)}"
+        yield "  terminal: the line of this test above, and again in the summary before the verdict"
+        for result in cases.get(row.name, ()):
+            if result.tag in ("failure", "error"):
+                yield f"  JUnit: {reports['JUnit']}, testcase {row.name}, <{result.tag}>: {result.get('message')}"
+        anchor = re.search(rf'<tbody id="(c\d+)"[^>]* data-name="{re.escape(html.escape(row.name))}"', page)
+        if anchor is not None:
+            yield f"  page: {reports['report']}#{anchor[1]}"
+    if len(bad) > _SHOWN:
+        yield f"and {plural(len(bad) - _SHOWN, 'more test')} that did not pass"
+    if "exclude" in reports:
+        yield f"hosts to leave out of the next jobs: {reports['exclude']}"
+
+
+COMMAND = _demo

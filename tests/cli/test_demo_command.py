@@ -1,0 +1,215 @@
+"""``gpucluster demo``: forked hosts and ranks, the verdict last, exit codes, and nothing left behind."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sessions
+import torchrun
+
+from pytest_gpucluster.cli import demo, main
+from pytest_gpucluster.journal.journal import read
+from pytest_gpucluster.launch.forks import ForkServer
+from pytest_gpucluster.simulation import cluster
+
+SUITE = {
+    "test_first.py": '''
+        """Is anything there?"""
+        import os, signal, time
+        import pytest
+        from stamps import stamp
+
+        @pytest.mark.criterion("inventory")
+        def test_first(cluster, measure):
+            stamp("first")
+            measure("inventory.ranks", cluster.world_size, unit="ranks", record_only=True)
+            if os.environ.get("WAIT"):
+                time.sleep(60)
+        ''',
+    "test_second.py": '''
+        """Is any GPU slow?"""
+        import os, signal, time
+        import pytest
+
+        @pytest.mark.criterion("matmul")
+        def test_second(cluster, measure):
+            measure("matmul.bf16.tflops", 1.0, unit="TFLOPS", record_only=True)
+            assert os.environ.get("VICTIM") != str(cluster.rank), "too slow"
+            if os.environ.get("DIES") == str(cluster.rank):
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(60)
+        ''',
+}
+WORDS = ["--", *sessions.PLUGINS, "-p", "no:cacheprovider", "--gpucluster-timeouts=stuck=2,dead=4"]
+
+
+def rehearse(*given, made=demo.pytest_options):
+    """What the command gives to pytest, but for a rehearsal: how ranks are launched is the subject here."""
+    kept = [word for word in made(*given) if not word.startswith(("--gpucluster-simulate", "--gpucluster-expect"))]
+    return [word.replace("simulated", "cpu") for word in kept]
+
+
+PROGRAM = f"""
+import sys
+from pytest_gpucluster.cli import demo, main
+{inspect.getsource(rehearse)}
+demo.pytest_options = rehearse
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One server of forks for the runs in this process."""
+    found = ForkServer()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def run(server, tmp_path, monkeypatch, capfd):
+    """Run the command over the suite in this process; return its exit code and what was printed."""
+    sessions.clean_environment(monkeypatch)
+    monkeypatch.setattr(demo, "ForkServer", lambda: SimpleNamespace(start=server.start, close=lambda: None))
+    monkeypatch.setattr(demo, "pytest_options", rehearse)
+    torchrun.write_suite(tmp_path, SUITE)
+    (tmp_path / "stamps").mkdir()
+    monkeypatch.setenv("STAMPS", str(tmp_path / "stamps"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path / "suite")
+
+    def call(*words, **variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        code = main.main(["demo", "2x2xH100", "--suite=.", "--report-dir=../reports", *words, *WORDS])
+        printed = capfd.readouterr()
+        assert left_over() == []
+        return code, printed.out, printed.err.splitlines()
+
+    return call
+
+
+def left_over():
+    """Processes of a run of this process or of its children."""
+    return sorted(demo.holders(f"gpucluster-demo-{os.getpid()}"))
+
+
+def test_each_host_has_an_agent_and_the_verdict_comes_last(run, tmp_path):
+    code, output, errors = run("--fault", "slow-gpu:gpu-01/1=20%", "--seed=7")
+    assert code == 0, output
+    assert "PASSED  second" in output
+    assert errors[0].startswith("gpucluster: 4 ranks on 2 simulated hosts, with slow-gpu:gpu-01/1=20%;")
+    folder = (tmp_path / "reports" / "latest").resolve()
+    assert errors[-2] == f"gpucluster: page: {folder}/report.html"
+    assert re.match(r"gpucluster: \w+.*, exit code 0: 2 passed; 2 nodes, 4 ranks", errors[-1])
+    assert [place.host for place in read(folder / "journal.jsonl").ranks] == ["gpu-00"] * 2 + ["gpu-01"] * 2
+    described = cluster.load(str(tmp_path / "reports" / "simulation.yaml"))
+    assert (described.name, described.seed, described.hosts) == ("2x2xH100", 7, ("gpu-00", "gpu-01"))
+    assert [str(fault) for fault in described.faults.all] == ["slow-gpu:gpu-01/1=20%"]
+
+
+def test_narration_says_what_happens_and_where_the_culprit_stands(run, tmp_path):
+    code, output, errors = run("--narrate", "--fault=slow-gpu:gpu-01/1", VICTIM="3")
+    assert code == 1, output
+    said = "\n".join(line for line in output.splitlines() if line.startswith(">> "))
+    assert said.splitlines()[0] == ">> Is anything there?"
+    assert "1 test of matmul on every rank; look at matmul.bf16.tflops" in said
+    assert re.search(r"1 failed\. test_second names rank 3 \(gpu-01", said)
+    told = "\n".join(errors)
+    page = (tmp_path / "reports" / "latest").resolve() / "report.html"
+    assert "planted: slow-gpu:gpu-01/1: all rates of the GPU are lower by this much" in told
+    assert re.search(r"JUnit: \S+/reports/report.xml, testcase test_second, <failure>: rank 3 \(gpu-01", told)
+    anchor = re.search(rf"page: {page}#(c\d+)", told)
+    assert anchor is not None
+    assert f'id="{anchor[1]}"' in page.read_text()
+    assert errors[-1].startswith("gpucluster: REHEARSAL, REJECTED, exit code 1: ")
+
+
+def test_a_host_whose_launcher_is_killed_breaks_the_run(run):
+    code, output, errors = run(DIES="3")
+    assert code == 11, output
+    assert "BROKEN, exit code 11: " in errors[-1]
+
+
+def test_ctrl_c_ends_all_processes_and_leaves_the_reports(tmp_path):
+    torchrun.write_suite(tmp_path, SUITE)
+    (tmp_path / "stamps").mkdir()
+    more = {"WAIT": "yes", "STAMPS": str(tmp_path / "stamps"), "GPUCLUSTER_TEST_TOKEN": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM, "demo", "2x2xH100", "--suite=.", "--report-dir=../reports", *WORDS]
+    with (tmp_path / "output").open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path / "suite",
+            env=sessions.environment(more),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        until = time.monotonic() + sessions.DEADLINE_SECONDS
+        while len(list((tmp_path / "stamps").iterdir())) < 4:
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < until, (tmp_path / "output").read_text()
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert process.wait(sessions.DEADLINE_SECONDS) == 2
+    finally:
+        process.kill()
+        process.wait()
+    assert torchrun.processes(str(tmp_path)) == []
+    assert demo.holders(f"gpucluster-demo-{process.pid}") == set()
+    printed = (tmp_path / "output").read_text().splitlines()
+    assert "exit code 2: " in printed[-1]
+    assert read(tmp_path / "reports" / "latest" / "journal.jsonl").exit == 2
+    assert (tmp_path / "reports" / "latest" / "report.html").exists()
+    assert (tmp_path / "reports" / "report.xml").exists()
+
+
+def test_ctrl_c_while_torch_is_loaded_starts_nothing(run, monkeypatch, server):
+    def load():
+        os.kill(os.getpid(), signal.SIGINT)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(demo, "ForkServer", load)
+    code, _, errors = run()
+    assert code == 2
+    assert "interrupted (SIGINT) before there was a verdict" in errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["2x8xH100", "--fault=slow-gp:gpu-01/3"], "known are slow-gpu, .*; did you mean 'slow-gpu'"),
+        (["2x8xH100", "--fault=slow-gpu:gpu-01"], "is written as slow-gpu:gpu-01/3"),
+        (["2x8xH100", "--fault=slow-gpu:gpu-07/3"], "has no host 'gpu-07'; it has gpu-00, gpu-01"),
+        (["2x8xH100", "--fault=slow-gpu:gpu-01/8"], "has no GPU '8'; it has 0, 1, 2, 3, 4, 5, 6, 7"),
+        (["2x8xH100", "--fault=dead-rail:gpu-01/mlx5_9"], "has no port 'mlx5_9'; .*did you mean 'mlx5_"),
+        (["2x8xH100", "--fault=hang:gpu-01/3=10%"], "takes no amount"),
+        (["2x8xH10"], "no simulated cluster has H10 GPUs; known are .*did you mean 'h100'"),
+        (["2x8xH100", "--suite=nowhere"], "no tests at nowhere"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_what_is_allowed_before_anything_starts(
+    words, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "ForkServer", None)
+    assert main.main(["demo", *words]) == 4
+    assert re.search(message, capsys.readouterr().err)
+    assert list(Path().iterdir()) == []
+
+
+def test_help_lists_the_shapes_and_the_faults(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["demo", "--help"])
+    text = "".join(capsys.readouterr().out.split())
+    assert {name for name in [*cluster.shipped(), *demo.KINDS] if name not in text} == set()
