@@ -178,9 +178,9 @@ def gpucluster_telemetry(request: pytest.FixtureRequest) -> Telemetry:
 @pytest.fixture(scope="session")
 def nvml() -> Nvml:
     """NVML of this node, opened on first use. Where there is none the test is an error: health is then unknown."""
-    from pytest_gpucluster.node.nvml import PyNvml
+    from pytest_gpucluster.node.nvml import open_nvml
 
-    return PyNvml()
+    return open_nvml()
 
 
 @pytest.fixture(scope="session")

@@ -365,9 +365,13 @@ class Memory:
     huge_pages: tuple[HugePages, ...] = ()
 
 
+STATVFS: Callable[[Path], os.statvfs_result] = os.statvfs
+"""The state of a file system. The simulation replaces it."""
+
+
 def space(path: Path) -> tuple[int, int]:
     """Return the size of a file system and the bytes that this user may still use."""
-    status = os.statvfs(path)
+    status = STATVFS(path)
     return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
@@ -408,9 +412,6 @@ def _shm(tree: Tree, space: Space) -> SharedMemory | None:
 WORKERS = "PYTEST_XDIST_WORKER_COUNT"
 """Number of worker processes on a node without a launcher. Source:
 pytest-xdist, "How-tos", "Identifying the worker process during a test"."""
-
-TREE = Tree()
-"""Where facts are read, unless the caller gives another tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -499,12 +500,12 @@ class NodeSnapshot:
 
 def read_node(tree: Tree | None = None, *, host: str = "", ranks: int = 1, space: Space = space) -> NodeSnapshot:
     """Read a node without its GPUs, within milliseconds."""
-    tree = TREE if tree is None else tree
+    tree = tree or Tree()
     return NodeSnapshot(
         host=host,
         ranks=ranks,
         machine=platform.machine(),
-        own_cpus=frozenset(os.sched_getaffinity(0)),
+        own_cpus=tree.own_cpus(),
         limits=read_process_limits(tree),
         cgroup=read_cgroup(tree),
         memory=read_memory(tree, space),
@@ -523,7 +524,7 @@ def collect_node(
     space: Space = space,
 ) -> NodeSnapshot:
     """Read this rank's node, with its GPUs."""
-    tree = TREE if tree is None else tree
+    tree = tree or Tree()
     me = next(who for who in inventory if who["rank"] == rank)
     here = [who for who in inventory if (who["host"], who["node_rank"]) == (me["host"], me["node_rank"])]
     workers = environ.get(WORKERS, "")

@@ -4,7 +4,6 @@ how to raise it, and whether a rank and its host memory are on the NUMA node of 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -254,11 +253,11 @@ def own_place(tree: Tree | None = None) -> Place:
 
     Raises: EnvironmentBroken if the kernel does not report them.
     """
-    status = (tree or Tree()).text("/proc/self/status") or ""
-    found = re.search(r"^Mems_allowed_list:\s*([0-9,-]+)$", status, re.MULTILINE)
+    tree = tree or Tree()
+    found = re.search(r"^Mems_allowed_list:\s*([0-9,-]+)$", tree.text("/proc/self/status") or "", re.MULTILINE)
     if found is None:
         raise EnvironmentBroken("the memory nodes of this process are unknown: /proc/self/status has no list of them")
-    return Place(cpus=frozenset(os.sched_getaffinity(0)), nodes=parse_ranges(found[1]))
+    return Place(cpus=tree.own_cpus(), nodes=parse_ranges(found[1]))
 
 
 def place_of_gpu(pci: str | None, tree: Tree | None = None) -> Place | None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from pytest_gpucluster.node.sysfs import Tree, pci_address
 
-SYSFS = Path("/sys")
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 ROCE_V2 = "RoCE v2"
 ACTIVE = "ACTIVE"
@@ -150,15 +149,15 @@ class Adapters:
 _CLASS = "/class/infiniband"
 
 
-def read(sysfs: Path = SYSFS, *, gids: bool = True, only_bytes: bool = False) -> Adapters:
+def read(sysfs: Path | None = None, *, gids: bool = True, only_bytes: bool = False) -> Adapters:
     """Read all HCAs of this node.
 
     Args:
-        sysfs: where sysfs is mounted.
+        sysfs: where sysfs is mounted, by default /sys.
         gids: whether to read the tables of GIDs, which have hundreds of entries on RoCE ports.
         only_bytes: of the counters only ``BYTES``: each of the others queries the firmware.
     """
-    tree = Tree(root=sysfs)
+    tree = Tree(root=sysfs or Tree().path("/sys"))
     folder = tree.path(_CLASS)
     try:
         names = sorted((entry.name for entry in folder.iterdir()), key=_by_number)

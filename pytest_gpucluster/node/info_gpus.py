@@ -18,7 +18,7 @@ from typing import Any
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.node.nvml import NotAvailable, Nvml, PyNvml
+from pytest_gpucluster.node.nvml import NotAvailable, Nvml, open_nvml
 from pytest_gpucluster.node.nvml_queries import keys
 from pytest_gpucluster.node.processes import Output, Process, find_process, run_program
 from pytest_gpucluster.node.sysfs import Tree, pci_address
@@ -194,4 +194,4 @@ def _path(tree: Tree, pci: str | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    query_gpus(PyNvml, write_line)
+    query_gpus(open_nvml, write_line)

@@ -16,7 +16,7 @@ from pytest_gpucluster import __version__
 from pytest_gpucluster.device.identity import VisibleGpus
 from pytest_gpucluster.errors import EnvironmentBroken, LaunchError, OptionError
 from pytest_gpucluster.launch.launchers import RankFacts
-from pytest_gpucluster.node.nvml import NOT_AVAILABLE, Nvml, NvmlGpu, PyNvml, read_values
+from pytest_gpucluster.node.nvml import NOT_AVAILABLE, Nvml, NvmlGpu, open_nvml, read_values
 from pytest_gpucluster.node.nvml_queries import keys
 
 Device = Literal["cuda", "cpu"]
@@ -24,6 +24,8 @@ NVML_QUERIES = keys(
     *("serial", "vbios", "board.part_number", "inforom", "gsp.firmware", "power.limit", "ecc.mode", "mig.mode")
 )
 """Key of a rank's ``gpu`` -> NVML query."""
+VISIBLE_GPUS: Callable[[], VisibleGpus] = VisibleGpus
+"""What CUDA shows to this process. The simulation replaces it."""
 
 
 def identify(
@@ -31,7 +33,7 @@ def identify(
     device: Device,
     *,
     gpus: VisibleGpus | None = None,
-    open_nvml: Callable[[], Nvml] = PyNvml,
+    open_nvml: Callable[[], Nvml] = open_nvml,
 ) -> dict[str, Any]:
     """Describe this rank in plain JSON types.
 
@@ -51,7 +53,7 @@ def identify(
         OptionError: the device is cuda, and this process has none.
         LaunchError: LOCAL_RANK is beyond the visible GPUs.
     """
-    gpus = gpus or VisibleGpus()
+    gpus = gpus or VISIBLE_GPUS()
     who: dict[str, Any] = {
         "rank": facts.rank,
         "host": facts.hostname,

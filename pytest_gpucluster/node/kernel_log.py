@@ -160,9 +160,26 @@ def _records(kmsg: Path) -> KernelLog:
     One read returns one record: ``priority,sequence,time,flags;text``.
     Source: Linux, Documentation/ABI/testing/dev-kmsg.
     """
-    descriptor = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK)
     lines: list[str] = []
     numbers: list[int] = []
+    for record in RECORDS(kmsg):
+        fields = record.partition(b";")[0].split(b",")
+        number = int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
+        for line in record.decode("utf-8", "replace").splitlines():
+            # The lines after a record's first are its fields, and begin with a blank.
+            if line and not line.startswith(" "):
+                lines.append(line.partition(";")[2] or line)
+                numbers.append(number)
+    lost = numbers[0] if numbers else 0
+    return KernelLog(lines=tuple(lines), source=str(kmsg), lost_records=lost, numbers=tuple(numbers))
+
+
+def device_records(kmsg: Path) -> Iterator[bytes]:
+    """Yield the records of the kernel's buffer, as one read of the device returns each.
+
+    Raises: OSError if it cannot be read.
+    """
+    descriptor = os.open(kmsg, os.O_RDONLY | os.O_NONBLOCK)
     try:
         for _ in range(_MOST_RECORDS):
             try:
@@ -175,17 +192,13 @@ def _records(kmsg: Path) -> KernelLog:
                 raise
             if not record:
                 break
-            fields = record.partition(b";")[0].split(b",")
-            number = int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
-            for line in record.decode("utf-8", "replace").splitlines():
-                # The lines after a record's first are its fields, and begin with a blank.
-                if line and not line.startswith(" "):
-                    lines.append(line.partition(";")[2] or line)
-                    numbers.append(number)
+            yield record
     finally:
         os.close(descriptor)
-    lost = numbers[0] if numbers else 0
-    return KernelLog(lines=tuple(lines), source=str(kmsg), lost_records=lost, numbers=tuple(numbers))
+
+
+RECORDS: Callable[[Path], Iterable[bytes]] = device_records
+"""The records of a kernel's buffer. The simulation replaces it."""
 
 
 def _output(command: Sequence[str]) -> KernelLog:

@@ -47,6 +47,8 @@ class Nvml(Protocol):
 
     def driver_version(self) -> str: ...
 
+    def cuda_version(self) -> str: ...
+
     def gpus(self) -> tuple[NvmlGpu | None, ...]:
         """GPUs that this process may use, in NVML's order; None for one that does not answer."""
 
@@ -225,6 +227,18 @@ class PyNvml:
         if key not in self._handles:
             self._handles[key] = self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self._handle(uuid))
         return self._handles[key]
+
+
+MAKER: Callable[[], Nvml] = PyNvml
+"""Opens NVML. The simulation and tests replace it."""
+
+
+def open_nvml() -> Nvml:
+    """Open the NVML of this node.
+
+    Raises: EnvironmentBroken: there is no driver library, or it does not answer.
+    """
+    return MAKER()
 
 
 def _not_available(nvml: Any, error: Exception, query: str) -> NotAvailable:

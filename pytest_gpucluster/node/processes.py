@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpucluster.metrics.finding import Finding, finding
+from pytest_gpucluster.node.sysfs import Tree
 from pytest_gpucluster.text import first_line
 
-PROC = Path("/proc")
 _LONGEST_COMMAND = 120
 
 
@@ -37,9 +37,12 @@ class Process:
         return f"pid {self.pid} of user {self.user or 'unknown'} ({self.command or 'no command'})"
 
 
-def find_process(pid: int, proc: Path = PROC) -> Process:
-    """Look a process up. Source: proc_pid_status(5), proc_pid_cmdline(5), proc_pid_comm(5)."""
-    folder = proc / str(pid)
+def find_process(pid: int, proc: Path | None = None) -> Process:
+    """Look a process up in ``proc``, by default /proc.
+
+    Source: proc_pid_status(5), proc_pid_cmdline(5), proc_pid_comm(5).
+    """
+    folder = (proc or Tree().path("/proc")) / str(pid)
     try:
         status = (folder / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:

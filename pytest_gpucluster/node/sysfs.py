@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_gpucluster import files
 from pytest_gpucluster.files import Mount
 from pytest_gpucluster.text import number_ranges
 
+ROOT = Path("/")
+"""Where a tree begins unless the caller states it. The simulation and tests replace it."""
 PCI_DEVICES = "/sys/bus/pci/devices"
 _NUMBER = re.compile(r"-?[0-9]+|0x[0-9a-f]+")
 _PCI = re.compile(
@@ -25,7 +27,7 @@ _LAST_DEVICE = 0x1F
 class Tree:
     """The file system below ``/``, or a test's. What is missing, invalid or not accessible is None or empty."""
 
-    root: Path = Path("/")
+    root: Path = field(default_factory=lambda: ROOT)
 
     def path(self, absolute: str) -> Path:
         """Return an absolute path below the root."""
@@ -91,6 +93,11 @@ class Tree:
         folder = self.pci_device(pci)
         node = None if folder is None else self.number(f"{folder}/numa_node")
         return None if node is None or node < 0 else node
+
+    def own_cpus(self) -> frozenset[int]:
+        """Return the CPUs that this process may run on. Source: proc_pid_status(5), Cpus_allowed_list."""
+        found = re.search(r"^Cpus_allowed_list:\s*([0-9,-]+)$", self.text("/proc/self/status") or "", re.MULTILINE)
+        return parse_ranges(found[1]) if found else frozenset(os.sched_getaffinity(0))
 
     def mounts(self) -> tuple[Mount, ...]:
         """Return the mounts of this process, in the order of mounting."""

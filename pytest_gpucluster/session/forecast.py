@@ -37,7 +37,7 @@ from pytest_gpucluster.errors import EnvironmentBroken, OptionError, UsageProble
 from pytest_gpucluster.judge.limits import Limit, Thresholds, demand, explain
 from pytest_gpucluster.judge.loader import load, shipped_path
 from pytest_gpucluster.launch.launchers import allocation
-from pytest_gpucluster.node.nvml import PyNvml
+from pytest_gpucluster.node.nvml import open_nvml
 from pytest_gpucluster.session.options import Settings, resolve
 from pytest_gpucluster.session.run import load_limits
 from pytest_gpucluster.session.selection import (
@@ -219,7 +219,7 @@ def _software(without_gpus: bool) -> dict[str, Any]:
         return found
     found["gpus"] = [visible[index].name for index in range(visible.count())]
     try:
-        nvml = PyNvml()
+        nvml = open_nvml()
         return found | {"driver": nvml.driver_version(), "driver_cuda": nvml.cuda_version()}
     except EnvironmentBroken as error:
         return found | {"nvml": str(error)}

@@ -6,9 +6,8 @@ import re
 import pytest
 from planted_runs import acceptance_file, measured
 
-from pytest_gpucluster.node import host
 from pytest_gpucluster.node import scheduler as job
-from pytest_gpucluster.node.sysfs import Tree
+from pytest_gpucluster.node import sysfs
 
 UP, DOWN = (f"Slurmctld(primary) at head is {state}" for state in ("UP", "DOWN"))
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu-001", "SLURM_JOB_PARTITION": "train"}
@@ -27,7 +26,7 @@ def root(tmp_path, monkeypatch):
     """A host on which nothing is shown and nothing is left."""
     for name in ("sys/devices/system/cpu", "shm", "bin"):
         (tmp_path / name).mkdir(parents=True)
-    monkeypatch.setattr(host, "TREE", Tree(root=tmp_path))
+    monkeypatch.setattr(sysfs, "ROOT", tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     return tmp_path
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from pytest_gpucluster.agreement.store import Board
 from pytest_gpucluster.errors import EnvironmentBroken
-from pytest_gpucluster.node import host, scheduler
+from pytest_gpucluster.node import scheduler, sysfs
 from pytest_gpucluster.node.host import (
     Cgroup,
     Memory,
@@ -374,7 +374,7 @@ def clean_node(tmp_path, monkeypatch):
     cpu = tmp_path / "sys/devices/system/cpu"
     cpu.mkdir(parents=True)
     (cpu / "online").write_text("0-1\n")
-    monkeypatch.setattr(host, "TREE", Tree(root=tmp_path))
+    monkeypatch.setattr(sysfs, "ROOT", tmp_path)
     monkeypatch.setattr(
         scheduler, "place_of", lambda rank, environ: {"rank": rank, "cpus": [rank], "visible_devices": None}
     )

@@ -14,7 +14,7 @@ from planted import criterion_of, fault_of, pytest_collection_modifyitems  # noq
 
 from pytest_gpucluster.benchmarks.storage import checkpoint, consistency
 from pytest_gpucluster.files import Mount
-from pytest_gpucluster.node import host, name_resolution, network, pci
+from pytest_gpucluster.node import name_resolution, network, pci, sysfs
 from pytest_gpucluster.node.fabric import ports
 from pytest_gpucluster.node.fabric.nccl_log import NcclLog
 from pytest_gpucluster.node.fabric.ports import FabricSources
@@ -39,8 +39,7 @@ def pytest_runtest_setup(item):
     checkpoint.VISIBILITY_SECONDS = honest_seen_seconds if fault_of(item) == "right" else 0.5
     consistency._MOST_SECONDS_EACH = 0.02
     consistency.OPERATIONS = replace(HONEST, **BROKEN.get(FAULT, {}))
-    if criterion_of(item) == "test_host":
-        host.TREE = Tree(root=ROOT / "host" / fault_of(item))
+    sysfs.ROOT = ROOT / "host" / fault_of(item) if criterion_of(item) == "test_host" else Path("/")
 
 
 # ---- network, resolver -----------------------------------------------------------------------------------------------

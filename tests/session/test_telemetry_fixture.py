@@ -21,7 +21,7 @@ def test_on_cpu_nothing_is_recorded_and_nothing_is_started(project, monkeypatch)
     def refuse():
         raise AssertionError("asked on cpu")
 
-    monkeypatch.setattr(nvml, "PyNvml", refuse)
+    monkeypatch.setattr(nvml, "MAKER", refuse)
     monkeypatch.setattr(telemetry, "start_sampler", refuse)
     project.suite(SUITE)
     left = project.run()

@@ -30,7 +30,7 @@ def sources_of(node: Sequence[Mapping[str, Any]], rank: int) -> Sources:
     if not any(who["rank"] == rank and who["gpu"] for who in node):
         return Sources.of(node, rank=rank)
     try:
-        return Sources.of(node, rank=rank, nvml=nvml.PyNvml())
+        return Sources.of(node, rank=rank, nvml=nvml.open_nvml())
     except EnvironmentBroken as error:
         return Sources.of(node, rank=rank, why_no_nvml=str(error))
 

@@ -37,7 +37,7 @@ from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node import infiniband
 from pytest_gpucluster.node.health.sampler_process import wait_for_end
 from pytest_gpucluster.node.health.telemetry import THROTTLE, validated
-from pytest_gpucluster.node.nvml import Nvml, PyNvml, read_values
+from pytest_gpucluster.node.nvml import Nvml, open_nvml, read_values
 from pytest_gpucluster.node.nvml_queries import keys
 from pytest_gpucluster.node.processes import Process, find_process, kill
 from pytest_gpucluster.node.sysfs import Tree
@@ -233,7 +233,7 @@ def line_writer(descriptor: int) -> Take:
     return write
 
 
-def main(open_nvml: Callable[[], Nvml] = PyNvml, tree: Tree | None = None) -> NoReturn:
+def main(open_nvml: Callable[[], Nvml] = open_nvml, tree: Tree | None = None) -> NoReturn:
     """Run as the reader process."""
     detached_process.shield()
     parser = argparse.ArgumentParser(description="The reader of a node, started by gpucluster node watch, not by hand.")

@@ -30,7 +30,7 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.node.health.gpu_sampler import GpuSampler, GpuWindow, Pace
 from pytest_gpucluster.node.health.telemetry import MESSAGE_BYTES
-from pytest_gpucluster.node.nvml import Nvml, PyNvml
+from pytest_gpucluster.node.nvml import Nvml, open_nvml
 
 _TICK_SECONDS = 0.5
 _CREDENTIALS = struct.Struct("3i")
@@ -144,7 +144,7 @@ def wait_for_end(parent: int) -> None:
         time.sleep(_TICK_SECONDS)
 
 
-def main(open_nvml: Callable[[], Nvml] = PyNvml) -> NoReturn:
+def main(open_nvml: Callable[[], Nvml] = open_nvml) -> NoReturn:
     """Run as the sampler process."""
     detached_process.shield()
     parser = argparse.ArgumentParser(description="The sampler of a node, started by a rank, not by hand.")

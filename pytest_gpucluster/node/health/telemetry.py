@@ -134,7 +134,7 @@ def validated(key: str, value: Any) -> Any:
 
 
 COMMAND: tuple[str, ...] = (sys.executable, "-m", "pytest_gpucluster.node.health.sampler_process")
-"""The command line. Tests replace it by one with simulated GPUs."""
+"""The command line. The simulation and tests replace it."""
 
 MESSAGE_BYTES = 64 * 1024
 """Larger than any message, smaller than the default send buffer of a Unix socket."""

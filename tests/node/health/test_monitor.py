@@ -140,7 +140,7 @@ def joined(sku="H100 SXM", *, gpu=True):
     ],
 )
 def test_required_counters_are_those_of_the_health_criterion(sku, required, monkeypatch):
-    monkeypatch.setattr(nvml, "PyNvml", lambda: FakeNvml({GPU: HEALTHY_H100}))
+    monkeypatch.setattr(nvml, "MAKER", lambda: FakeNvml({GPU: HEALTHY_H100}))
     assert required <= set(joined(sku).test_monitor(counters=True).required())
     if not required:
         assert not joined(sku).test_monitor(counters=True).required()
@@ -151,7 +151,7 @@ def test_where_nvml_cannot_be_opened_a_criterion_is_an_error(monkeypatch):
     def refuse():
         raise EnvironmentBroken("NVML is not available: no driver library")
 
-    monkeypatch.setattr(nvml, "PyNvml", refuse)
+    monkeypatch.setattr(nvml, "MAKER", refuse)
     went = joined().test_monitor(counters=True)
     went.begin()
     went.end()
@@ -163,7 +163,7 @@ def test_on_cpu_nothing_is_required_and_nvml_is_not_touched(monkeypatch):
     def refuse():
         raise AssertionError("NVML on cpu")
 
-    monkeypatch.setattr(nvml, "PyNvml", refuse)
+    monkeypatch.setattr(nvml, "MAKER", refuse)
     went = joined(gpu=False).test_monitor(counters=True)
     went.begin()
     went.end()
@@ -172,7 +172,7 @@ def test_on_cpu_nothing_is_required_and_nvml_is_not_touched(monkeypatch):
 
 
 def test_a_rank_knows_the_gpus_of_its_node_and_one_rank_answers_for_the_node(monkeypatch):
-    monkeypatch.setattr(nvml, "PyNvml", lambda: FakeNvml({GPU: HEALTHY_H100}))
+    monkeypatch.setattr(nvml, "MAKER", lambda: FakeNvml({GPU: HEALTHY_H100}))
     node = [who(0), who(1)]
     assert [sources_of(node, rank).of_node for rank in (0, 1)] == [True, False]
     assert set(sources_of(node, 1).gpus_of_node) == {"0000:1b:00.0", "0000:1c:00.0"}
