@@ -36,7 +36,7 @@ benchmarks: isolation device metrics
 criteria: metrics config benchmarks
 judge: config metrics
 node: launch metrics device judge
-simulation: metrics config device node
+simulation: launch metrics config device judge node
 agreement: launch metrics device
 selftest: launch metrics config device benchmarks judge node agreement
 journal: metrics config isolation judge agreement
@@ -54,7 +54,7 @@ __main__: cli
 
 # What only these may import, wherever in the file.
 ONLY_IN = _table("""
-torch: device benchmarks criteria session node agreement selftest runners
+torch: device benchmarks criteria session node simulation agreement selftest runners
 pynvml: node
 yaml: config
 jinja2: reports

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, Bursts
-from pytest_gpucluster.benchmarks.matmul import Products, prepare_shape, square_shape
+from pytest_gpucluster.benchmarks.matmul import KEPT, Products, prepare_shape, square_shape
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.device.clock import Clock
@@ -233,7 +233,7 @@ def burn_in(
     progress: Progress | None = None,
     clock: Clock | None = None,
     multiply: Multiply | None = None,
-    now: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] | None = None,
 ) -> None:
     """Multiply random n x n matrices without a pause for ``series.seconds``, and verify every product.
 
@@ -253,7 +253,7 @@ def burn_in(
             those requested, and the figure ``tflops``.
         clock: takes the time of the products; by default the device's own.
         multiply: ``multiply(a, b, out)``; by default the device's own.
-        now: the clock of ``series.seconds``; it only moves forward.
+        now: the clock of ``series.seconds``, which only moves forward; by default the device's.
 
     Raises:
         WrongResult: a product is wrong; names it, its first wrong element, and the time.
@@ -266,13 +266,12 @@ def burn_in(
     instead = "choose smaller matrices, such as --gpucluster-workload burn_in.n=8192"
     buffers = prepare_shape(device, square_shape(n, dtype), dtype=dtype, instead=instead)
     name = f"{device}: burn-in {dtype} n={n}"
-    by = multiply or accelerator(device).product(scaled=buffers.kind.is_scaled)
+    by = multiply or accelerator(device).product(scaled=buffers.kind.is_scaled, of=buffers.shape.sizes)
     try:
         with numerics(buffers.kind.float32_precision):
             products = Products(device, buffers, name=name, seed=seed, multiply=by)
-            _burn(
-                products, Bursts(products, clock or clock_for(device)), series, interval_seconds, during, progress, now
-            )
+            bursts = Bursts(products, clock or clock_for(device))
+            _burn(products, bursts, series, interval_seconds, during, progress, now or accelerator(device).now)
     except WrongResult as error:
         raise WrongResult(f"{error}; {series.progress_text}") from error
     except KeyboardInterrupt:
@@ -297,12 +296,12 @@ def _burn(
     begin, gone = now(), 0.0
     with counted(MEASURING), during:
         while gone < series.seconds:
-            before, busy = bursts.done, 0.0
+            done, busy = 0, 0.0
             until = min(gone + interval_seconds, series.seconds)
             while gone < until:
                 busy += bursts.burst(products.max_in_flight)
+                done += products.max_in_flight
                 gone = now() - begin
-            done = bursts.done - before
             tflops = done * products.flops / busy / 1e12
             point = Point(at_seconds=gone, products=done, busy_seconds=busy, tflops=tflops)
             series.add(point)
@@ -315,7 +314,7 @@ def _burn(
 SAMPLE_SECONDS = 0.2
 """How long the device continues to work after a sample, about."""
 
-ROWS = {"cuda": 8192, "cpu": 256}
+ROWS, ROWS_ON_CPU = 8192, 256
 """Rows and columns of the matrices. A product of 8192 takes a data center GPU to its power limit."""
 
 COPY_BYTES = 64 * 2**20
@@ -345,10 +344,10 @@ def keep_busy(device: torch.device, sample: Callable[[], None], *, seconds: floa
     Raises: RuntimeError if the device failed.
     """
     with counted(MEASURING):
-        step = _Step(device)
-        each = _seconds_of(step)
-        until, samples, sample_seconds = time.monotonic() + seconds, 0, 0.0
-        while samples == 0 or time.monotonic() < until:
+        step, now = _Step(device), accelerator(device).now
+        each = _seconds_of(step, now)
+        until, samples, sample_seconds = now() + seconds, 0, 0.0
+        while samples == 0 or now() < until:
             for _ in range(max(1, min(_STEPS_AT_MOST, round((SAMPLE_SECONDS + sample_seconds) / each)))):
                 step.enqueue()
             begin = time.monotonic()
@@ -359,15 +358,15 @@ def keep_busy(device: torch.device, sample: Callable[[], None], *, seconds: floa
         return samples
 
 
-def _seconds_of(step: _Step) -> float:
+def _seconds_of(step: _Step, now: Callable[[], float]) -> float:
     """Measure one step from a growing number of them, which also loads the kernels and raises the clocks."""
     count = 1
     while True:
-        begin = time.monotonic()
+        begin = now()
         for _ in range(count):
             step.enqueue()
         step.wait()
-        took = time.monotonic() - begin
+        took = now() - begin
         if took >= _MEASURED_SECONDS or count >= _STEPS_AT_MOST:
             return max(took / count, 1e-6)
         count *= 2
@@ -377,15 +376,15 @@ class _Step:
     """Some products and one copy, which run at the same time where the device has streams."""
 
     def __init__(self, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        n = ROWS[device.type]
+        generator, self._by = torch.Generator(device).manual_seed(0), accelerator(device)
+        rows = ROWS_ON_CPU if self._by.capability is None else ROWS
+        n = self._by.kept(rows, KEPT)
         # Random: zeros would let the device run cooler than real work.
         self._a, self._b = (
             torch.randn(n, n, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
         )
         self._out = torch.empty_like(self._a)
-        self._by = accelerator(device)
-        self._multiply = self._by.product(scaled=False)
+        self._multiply = self._by.product(scaled=False, of=(rows, rows, rows))
         # Pinned, or the copy would go through a buffer of the driver at a fraction of the link's speed.
         streams = self._by.asynchronous
         self._host = torch.empty(COPY_BYTES if streams else 2**16, dtype=torch.uint8, pin_memory=streams)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.metrics.units import show
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
@@ -117,6 +118,9 @@ CHUNK_ELEMENTS = 2**24
 _CHECK_BYTES_PER_ELEMENT = 64
 """For each element of a chunk: its index, contributor and addend in 8 bytes each, and temporary values."""
 
+KEPT_BYTES = 1024
+"""For each rank of a larger payload on a simulated device."""
+
 _UNLIMITED = 2**31
 
 
@@ -165,6 +169,7 @@ class Payload:
         sent, received: this rank's input and output: one-dimensional, of the dtype, on the device; of an all_reduce and
             a broadcast the same tensor.
         shape: their sizes.
+        payload_bytes: the size S of nccl-tests, of which a simulated device keeps only a part.
         finite_calls: number of consecutive calls that keep the sums finite.
         verified: elements that were compared so far.
     """
@@ -181,8 +186,10 @@ class Payload:
     ) -> None:
         self._group, self._device = group, device
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self.dtype = dtype
-        self.shape = shape_of(collective, payload_bytes, itemsize=DTYPES[dtype].itemsize, ranks=self._ranks)
+        self.dtype, itemsize = dtype, DTYPES[dtype].itemsize
+        self.payload_bytes = shape_of(collective, payload_bytes, itemsize=itemsize, ranks=self._ranks).payload_bytes
+        kept = accelerator(device).kept(payload_bytes, KEPT_BYTES * self._ranks)
+        self.shape = shape_of(collective, kept, itemsize=itemsize, ranks=self._ranks)
         self.sent = torch.empty(self.shape.sent, dtype=DTYPES[dtype], device=device)
         self.received = self.sent if self.shape.in_place else self.sent.new_empty(self.shape.received)
         self._is_sum = collective in SUMMED
@@ -190,6 +197,11 @@ class Payload:
         self._grows = self._is_sum and self.shape.in_place
         self.finite_calls = finite_calls(self._ranks, dtype) if self._grows else _UNLIMITED
         self._calls = self._round = 0
+
+    @property
+    def summed(self) -> torch.Tensor | None:
+        """What this rank contributes to a sum; None where data are only moved."""
+        return self.sent if self._is_sum else None
 
     def fill(self) -> None:
         """Write this rank's input, different from the last one, so that old results are wrong; clear its output."""
@@ -286,5 +298,5 @@ class Payload:
         return (3 * index + self._round + (low + high * place) * place) % LARGEST_ADDEND + 1
 
     def __str__(self) -> str:
-        size = show(self.shape.payload_bytes, "B")
+        size = show(self.payload_bytes, "B")
         return f"rank {dist.get_rank()}: {self.shape.collective} of {size} {self.dtype} over {self.shape.ranks} ranks"

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +38,7 @@ from pytest_gpucluster.benchmarks.collective_payload import (
 )
 from pytest_gpucluster.benchmarks.group import Ranks, Samples
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
-from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.device.clock import RESOLUTION_SECONDS, Clock
 from pytest_gpucluster.errors import InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series
@@ -207,7 +207,7 @@ def measure_collective(
     during: AbstractContextManager[object] | None = None,
     clock: Clock | None = None,
     call: Call | None = None,
-    now: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] | None = None,
 ) -> CollectiveResult:
     """Measure one collective of all ranks of a group, in seconds a call.
 
@@ -238,7 +238,7 @@ def measure_collective(
         during: entered for the time of the windows that count, without warm-up and verification.
         clock: takes the time; by default the device's own.
         call: ``call(sent, received, group)``, by default the one in ``CALLS``.
-        now: the time of day of the first rank, in seconds.
+        now: the time by which the first rank plans, in seconds; by default the device's.
 
     Raises:
         WrongResult: an element on this rank is wrong; names the rank, the count, the first element, and its source
@@ -260,16 +260,22 @@ def measure_collective(
         f"{what} with its verification",
         instead=f"leave this size out (--gpucluster-workload nccl.{section}.sizes=...)",
     )
-    payload = Payload(group, device, payload_bytes, dtype, collective)
-    measurement = _Measurement(group, ranks, payload, clock or clock_for(device), call or CALLS[collective])
-    return measurement.measure(sampling, during or nullcontext(), now)
+    by, payload = accelerator(device), Payload(group, device, payload_bytes, dtype, collective)
+    run = partial(call or CALLS[collective], payload.sent, payload.received, group)
+    measurement = _Measurement(
+        ranks,
+        payload,
+        clock or clock_for(device),
+        lambda: by.communicate(run, collective, payload.payload_bytes, group, sent=payload.summed),
+    )
+    return measurement.measure(sampling, during or nullcontext(), now or by.now)
 
 
 class _Measurement:
     """One collective, size and dtype on one group."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Ranks, payload: Payload, clock: Clock, call: Call) -> None:
-        self._group, self._ranks, self._payload, self._clock, self._call = group, ranks, payload, clock, call
+    def __init__(self, ranks: Ranks, payload: Payload, clock: Clock, call: Callable[[], object]) -> None:
+        self._ranks, self._payload, self._clock, self._call = ranks, payload, clock, call
         self._launches = launches(payload.shape.collective, ranks.count)
         self._own_defect: str | None = None
         """The first defect of a single call: this rank's own."""
@@ -296,7 +302,7 @@ class _Measurement:
         self._raise_defect()
         return CollectiveResult(
             collective=self._payload.shape.collective,
-            payload_bytes=self._payload.shape.payload_bytes,
+            payload_bytes=self._payload.payload_bytes,
             dtype=self._payload.dtype,
             ranks=self._ranks.count,
             calls_per_window=plan.calls,
@@ -322,7 +328,9 @@ class _Measurement:
 
     def _sample(self, plan: WindowPlan) -> list[float]:
         """Return the seconds per call of each rank, over all windows of a sample."""
-        elapsed = sum(self._window(plan) for _ in range(plan.windows))
+        windows = self._clock.real(plan.windows)
+        with self._clock.scaled(plan.windows / windows):
+            elapsed = sum(self._window(plan) for _ in range(windows))
         times = [seconds for [seconds] in self._ranks.gather([elapsed / (plan.calls * plan.windows)])]
         stopped = [index for index, seconds in enumerate(times) if not 0 < seconds < math.inf]
         if stopped:
@@ -334,11 +342,13 @@ class _Measurement:
 
     def _window(self, plan: WindowPlan) -> float:
         """Return the seconds of all calls of a window on this rank."""
-        found = self._payload.ready(plan.calls)
+        calls = self._clock.real(plan.calls)
+        found = self._payload.ready(calls)
         self._window_defect = self._window_defect or found
-        with self._ranks.window(self._clock, plan.calls * self._launches, seconds=plan.window_seconds):
-            for _ in range(plan.calls):
-                self._call(self._payload.sent, self._payload.received, self._group)
+        launched = self._ranks.window(self._clock, plan.calls * self._launches, seconds=plan.window_seconds)
+        with self._clock.scaled(plan.calls / calls), launched:
+            for _ in range(calls):
+                self._call()
         [elapsed] = self._clock.read()
         # One GPU alone has nothing to do for a sum in place, which may be below its clock's resolution.
         return max(elapsed, RESOLUTION_SECONDS) if self._ranks.count == 1 else elapsed
@@ -353,6 +363,6 @@ class _Measurement:
     def _verify(self) -> None:
         with counted(VERIFYING):
             self._payload.fill()
-            self._call(self._payload.sent, self._payload.received, self._group)
+            self._call()
             found = self._payload.defect()
         self._own_defect = self._own_defect or found

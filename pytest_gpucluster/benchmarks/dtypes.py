@@ -165,6 +165,9 @@ def require_fp8(device: torch.device) -> None:
         )
 
 
+KEPT = 64
+"""Rows and columns of the result that a simulated device keeps."""
+
 K = 256
 """Terms of each sum: few enough for it to be exact in every dtype."""
 
@@ -199,7 +202,7 @@ def check_product(
         WrongResult: an element differs; names dtype, device, how many do and the first of them.
         ValueError: there is no such dtype.
     """
-    kind = arithmetic(dtype)
+    kind, n = arithmetic(dtype), accelerator(device).kept(n, KEPT)
     generator = torch.Generator().manual_seed(seed)
     a, b = (
         torch.randint(-kind.largest, kind.largest + 1, shape, generator=generator, dtype=torch.float64)

@@ -35,6 +35,9 @@ from pytest_gpucluster.metrics.time_budget import MEASURING, counted
 HEAD = 64
 """Width of a head of attention, for which every kernel is made."""
 
+KEPT = 128
+"""Rows and columns that a simulated device keeps."""
+
 _ROWS_A_HEAD = 512
 
 _MATRICES = 24
@@ -156,7 +159,7 @@ def take_fingerprint(
     require_switches(device, arithmetic("fp32"))
     instead = "choose smaller matrices, such as --gpucluster-workload determinism.n=1024"
     require_free(device, _MATRICES * 4 * n * n, f"the fingerprint of n={n}", instead=instead)
-    drawn = torch.Generator().manual_seed(seed)
+    n, drawn = accelerator(device).kept(n, KEPT), torch.Generator().manual_seed(seed)
     a, b = (torch.randn(n, n, generator=drawn).to(device) for _ in range(2))
     digests, changed = {}, {}
     with counted(MEASURING), deterministic(), torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 
 from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT, measure_rate
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free, sets_beyond_cache
-from pytest_gpucluster.benchmarks.memory_passes import KINDS, WORD_BYTES
+from pytest_gpucluster.benchmarks.memory_passes import KEPT_WORDS, KINDS, WORD_BYTES
 from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.device.interface import Accelerator
@@ -99,7 +99,7 @@ def measure_hbm(
         instead="choose smaller buffers, such as --gpucluster-workload hbm.sizes=8GiB",
     )
     name, by = f"{device}: {what}", operations or accelerator(device)
-    passes = make(device, words, sets, by, name=name)
+    passes = make(device, by.kept(words, KEPT_WORDS), sets, by, name=name)
     rate = measure_rate(passes, clock or clock_for(device), sampling=sampling, during=during)
     bytes_per_pass = make.touched_bytes(words)
     return HbmResult(

@@ -22,6 +22,7 @@ from pytest_gpucluster.benchmarks.host_link_copies import (
     D2H,
     DIRECTIONS,
     H2D,
+    KEPT_WORDS,
     WORD_BYTES,
     HostCopies,
     Turn,
@@ -225,6 +226,7 @@ def measure_host_link(
     words = check_sizes(device, directions, payload_bytes, copies)
     name = f"{device}: host link {way}, {show_bytes(payload_bytes)}"
     clock, by = clock or clock_for(device), by or accelerator(device)
+    words = by.kept(words, KEPT_WORDS)
     host_words = words_on_host(words, copies, directions)
     with turn or Turn() as mine, host_memory(device, host_words, cpus=cpus) as host:
         work = HostCopies(by, host.words, words, copies, directions, name=name, turn=mine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.group import Ranks, Samples
 from pytest_gpucluster.benchmarks.host_link import TOGETHER, HostLinkResult, check_sizes, host_memory
-from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS, HostCopies, words_on_host
+from pytest_gpucluster.benchmarks.host_link_copies import DIRECTIONS, KEPT_WORDS, HostCopies, words_on_host
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.device.clock import Clock
@@ -108,7 +108,7 @@ def measure_host_links_concurrently(
     with ExitStack() as stack:
         host, failure = None, None
         try:
-            words = check_sizes(device, (direction,), payload_bytes, copies)
+            words = by.kept(check_sizes(device, (direction,), payload_bytes, copies), KEPT_WORDS)
             wanted = words_on_host(words, copies, (direction,))
             host = stack.enter_context(host_memory(device, wanted, cpus=cpus))
         except EnvironmentBroken as error:  # the others must know of it before they wait
@@ -116,8 +116,8 @@ def measure_host_links_concurrently(
         ranks.raise_failure(failure)
         ranks.require_same(f"copies {direction} {copies} x {show_bytes(payload_bytes)}", sampling)
         assert host is not None  # or the failure has been raised
-        work = HostCopies(by, host.words, payload_bytes // 8, copies, (direction,), name=name)
-        copying = _ConcurrentCopies(ranks, clock or clock_for(device), sampling, work)
+        work = HostCopies(by, host.words, words, copies, (direction,), name=name)
+        copying = _ConcurrentCopies(ranks, clock or clock_for(device), sampling, work, by.now)
         try:
             rates = copying.rates(payload_bytes, during or nullcontext())
         except InconclusiveMeasurement:
@@ -140,8 +140,10 @@ def measure_host_links_concurrently(
 class _ConcurrentCopies:
     """All ranks of a group, copying at once."""
 
-    def __init__(self, ranks: Ranks, clock: Clock, sampling: Sampling, work: HostCopies) -> None:
-        self._ranks, self._clock, self._sampling, self._work = ranks, clock, sampling, work
+    def __init__(
+        self, ranks: Ranks, clock: Clock, sampling: Sampling, work: HostCopies, now: Callable[[], float]
+    ) -> None:
+        self._ranks, self._clock, self._sampling, self._work, self._now = ranks, clock, sampling, work, now
         self.done, self.wrong = 0, ""
         self._each_seconds = 0.0  # unknown: then the clock prepares for the shortest
 
@@ -159,13 +161,13 @@ class _ConcurrentCopies:
 
     def _warm_up(self) -> Plan:
         """Copy until the time is up; return the plan of all ranks."""
-        plan, begin, samples, more = Plan(copies=(1,) * self._ranks.count), time.monotonic(), 0, 1.0
+        plan, begin, samples, more = Plan(copies=(1,) * self._ranks.count), self._now(), 0, 1.0
         while more:
             taken = self._sample(plan)
             each = [taken[-1][rank] / count for rank, count in enumerate(plan.copies)]
             plan = plan.after(each, most=self._work.max_in_flight, sampling=self._sampling)
             samples += 1
-            continues = samples < _WARM_UP_SAMPLES or time.monotonic() - begin < self._sampling.warmup_seconds
+            continues = samples < _WARM_UP_SAMPLES or self._now() - begin < self._sampling.warmup_seconds
             [more] = self._ranks.of_first([continues])
         return plan
 
@@ -182,13 +184,15 @@ class _ConcurrentCopies:
         return [list(window) for window in zip(*of_ranks, strict=True)]
 
     def _window(self, copies: int) -> float:
-        batch = range(self.done, self.done + copies)
-        with self._ranks.window(self._clock, copies, seconds=copies * self._each_seconds):
+        real = self._clock.real(copies)
+        batch = range(self.done, self.done + real)
+        launched = self._ranks.window(self._clock, copies, seconds=copies * self._each_seconds)
+        with self._clock.scaled(copies / real), launched:
             begun = time.perf_counter()
             for index in batch:
                 self._work.start(index)
         started = time.perf_counter()
-        self.done += copies
+        self.done += real
         try:
             self._work.verify(batch)
         except WrongResult as error:  # raised after the last collective, so that the others do not wait

@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -107,6 +107,9 @@ H2D, D2H = "h2d", "d2h"
 DIRECTIONS = (H2D, D2H)
 
 WORD_BYTES = 8
+
+KEPT_WORDS = 1024
+"""Of a longer copy on a simulated device."""
 
 _STEP_WORDS = 64
 """How far the next round is shifted: 512 bytes, so that all begin as aligned as an allocation does."""
@@ -223,6 +226,12 @@ class _CopyClock:
 
     def synchronize(self) -> None:
         self._clock.synchronize()
+
+    def real(self, count: int) -> int:
+        return self._clock.real(count)
+
+    def scaled(self, ratio: float) -> AbstractContextManager[None]:
+        return self._clock.scaled(ratio)
 
     def get_ahead(self, launches: int, *, seconds: float) -> None:
         if self._turn is not None:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
-from pytest_gpucluster.benchmarks.memory_passes import WORD_BYTES
+from pytest_gpucluster.benchmarks.memory_passes import KEPT_WORDS, WORD_BYTES
 from pytest_gpucluster.benchmarks.verify import Pattern, PatternWriter
-from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import InconclusiveMeasurement
 from pytest_gpucluster.isolation.link_matrix import Matrix, Reading, Scope
 from pytest_gpucluster.isolation.link_survey import Survey, matrix_of
@@ -136,7 +137,7 @@ def sweep(
     longest_seconds: float = math.inf,
     progress: Progress | None = None,
     clock: Clock | None = None,
-    now: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] | None = None,
 ) -> Sweep:
     """Measure the pairs of each round at the same time, round after round, in bytes a second for each direction.
 
@@ -164,7 +165,7 @@ def sweep(
         longest_seconds: after a round that ends later than this, the others are left out. The first rank decides.
         progress: called after each round.
         clock: takes the time; by default the device's own.
-        now: the time of day of the first rank, in seconds.
+        now: the time by which the first rank plans, in seconds; by default the device's.
 
     Raises:
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
@@ -175,7 +176,8 @@ def sweep(
     what = f"sending and receiving {show(payload_bytes, 'B')} with its verification"
     instead = "send less (--gpucluster-workload links.size=64MiB)"
     require_free_on_all(ranks, device, needed_bytes(payload_bytes), what, instead=instead)
-    links = _Links(group, ranks, device, payload_bytes, round_seconds, clock or clock_for(device))
+    by = accelerator(device)
+    links, now = _Links(group, ranks, by, payload_bytes, round_seconds, clock or clock_for(device)), now or by.now
     found: list[Reading] = []
     begin, done, more = now(), 0, float(bool(rounds))
     while more:
@@ -205,18 +207,19 @@ class _Links:
         self,
         group: dist.ProcessGroup,
         ranks: Ranks,
-        device: torch.device,
+        by: Accelerator,
         payload_bytes: int,
         round_seconds: float,
         clock: Clock,
     ) -> None:
         self.ranks = ranks
-        self._group, self._clock = group, clock
+        self._group, self._clock, self._by = group, clock, by
         self._payload_bytes, self._round_seconds = payload_bytes, round_seconds
         self._rank = dist.get_rank()
-        self._outgoing = torch.zeros(payload_bytes // WORD_BYTES, dtype=torch.int64, device=device)
+        words = by.kept(payload_bytes // WORD_BYTES, KEPT_WORDS)
+        self._outgoing = torch.zeros(words, dtype=torch.int64, device=by.place)
         self._incoming = torch.zeros_like(self._outgoing)
-        self._writer = PatternWriter(device, len(self._outgoing))
+        self._writer = PatternWriter(by.place, len(self._outgoing))
 
     def round(self, pairs: Round, number: int) -> list[Reading]:
         """Measure all pairs of a round; return the readings of all of them."""
@@ -238,7 +241,8 @@ class _Links:
 
     def _probe(self, peer: int | None) -> Pace:
         """Probe all links of a round; return the pace of this rank's, the same on both of its ends."""
-        words = probe_bytes(self._payload_bytes) // WORD_BYTES
+        probed = probe_bytes(self._payload_bytes)
+        words = self._by.kept(probed // WORD_BYTES, KEPT_WORDS)
         outgoing, incoming = self._outgoing[:words], self._incoming[:words]
         probes: list[float] = []
         for _ in range(3):  # the first one connects, and one of the others may have been disturbed
@@ -246,7 +250,7 @@ class _Links:
             self.ranks.barrier()
             with self._clock.region():
                 if peer is not None:
-                    _exchange(self._group, outgoing, incoming, peer)
+                    self._exchange(outgoing, incoming, peer, probed)
             probes += self._clock.read()
         of_ranks = [seconds for [seconds] in self.ranks.gather([min(probes[1:])])]
         slower = of_ranks[self.ranks.index]
@@ -256,8 +260,9 @@ class _Links:
 
     def _one_way(self, peer: int | None, own: Pace, *, sends: bool, when: int) -> Reading | None:
         """Send, receive, or only take part in the barriers; return the reading of what was received."""
-        outgoing = self._outgoing[: own.words] if sends else None
-        incoming = self._incoming[: own.words] if peer is not None and not sends else None
+        words, sent_bytes = self._by.kept(own.words, KEPT_WORDS), WORD_BYTES * own.words
+        outgoing = self._outgoing[:words] if sends else None
+        incoming = self._incoming[:words] if peer is not None and not sends else None
         ends = (self._rank, peer or 0) if sends else (peer or 0, self._rank)
         defects: list[tuple[int, int, int, int]] = []
         rates: list[float] = []
@@ -268,11 +273,11 @@ class _Links:
                     self._writer.fill(outgoing, pattern)
                 if incoming is not None:
                     incoming.fill_(_EMPTY)
-            elapsed = [self._window(peer, outgoing, incoming, calls) for _ in range(windows)]
+            elapsed = [self._window(peer, outgoing, incoming, calls, sent_bytes) for _ in range(windows)]
             if incoming is not None:
                 with counted(VERIFYING):
                     defects.append(self._defect(incoming, pattern))
-                rates = [calls * incoming.nbytes / seconds if seconds > 0 else math.inf for seconds in elapsed]
+                rates = [calls * sent_bytes / seconds if seconds > 0 else math.inf for seconds in elapsed]
         if incoming is None:
             return None
         return Reading(
@@ -281,7 +286,7 @@ class _Links:
             bytes_per_second=stats.median(rates),
             low=min(rates),
             high=max(rates),
-            payload_bytes=incoming.nbytes,
+            payload_bytes=sent_bytes,
             defect=next((one for one in defects if one[0]), (0, 0, 0, 0)),
         )
 
@@ -294,15 +299,28 @@ class _Links:
         return wrong.count, WORD_BYTES * wrong.offset, found, expected
 
     def _window(
-        self, peer: int | None, outgoing: torch.Tensor | None, incoming: torch.Tensor | None, calls: int
+        self,
+        peer: int | None,
+        outgoing: torch.Tensor | None,
+        incoming: torch.Tensor | None,
+        calls: int,
+        sent_bytes: int,
     ) -> float:
         """Return the seconds of all calls of a window on this rank."""
-        with self.ranks.window(self._clock, calls, seconds=window_seconds(self._round_seconds)):
+        real = self._clock.real(calls)
+        launched = self.ranks.window(self._clock, calls, seconds=window_seconds(self._round_seconds))
+        with self._clock.scaled(calls / real), launched:
             if peer is not None:
-                for _ in range(calls):
-                    _exchange(self._group, outgoing, incoming, peer)
+                for _ in range(real):
+                    self._exchange(outgoing, incoming, peer, sent_bytes)
         [elapsed] = self._clock.read()
         return elapsed
+
+    def _exchange(
+        self, outgoing: torch.Tensor | None, incoming: torch.Tensor | None, peer: int, sent_bytes: int
+    ) -> None:
+        run = partial(_exchange, self._group, outgoing, incoming, peer)
+        self._by.communicate(run, "message", sent_bytes, self._group, peer=peer)
 
 
 def _exchange(

@@ -22,10 +22,14 @@ from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_
 from pytest_gpucluster.benchmarks.verify import Comparison, bytes_to_compare, difference_seen, element_text
 from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.device.clock import Clock
+from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.device.products import Multiply, numerics
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
+
+KEPT = 64
+"""Rows and columns that a simulated device keeps of larger matrices."""
 
 LAYOUTS = ("nn", "nt", "tn", "tt")
 """The order of the left and the right operand: n row by row, t column by column, which is its transpose row by row."""
@@ -69,6 +73,16 @@ class Shape:
         Source: 2 m n k: Golub and Van Loan, "Matrix Computations" (4th edition), section 1.1.
         """
         return 2 * self.m * self.n * self.k
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """m, n and k."""
+        return self.m, self.n, self.k
+
+    def kept(self, by: Accelerator) -> Shape:
+        """Return the shape that a device keeps of this one."""
+        m, n, k = (by.kept(size, KEPT) for size in self.sizes)
+        return Shape(m=m, n=n, k=k, layout=self.layout)
 
     @property
     def labels(self) -> dict[str, str]:
@@ -223,7 +237,8 @@ class Products:
     """
 
     def __init__(self, device: torch.device, buffers: Buffers, *, name: str, seed: int, multiply: Multiply) -> None:
-        self._buffers, self._shape, self._name, self._multiply = buffers, buffers.shape, name, multiply
+        self._buffers, self._name, self._multiply = buffers, name, multiply
+        self._shape = buffers.shape.kept(accelerator(device))
         random = torch.Generator(device).manual_seed(seed)
         size, dtype = (self._shape.m, self._shape.n), buffers.kind.result
         # An element that is never written must not be right by chance.
@@ -411,7 +426,7 @@ def measure_matmul(
     """
     buffers = prepare_shape(device, shape, dtype=dtype, cache=cache, instead=instead)
     name = f"{device}: matmul {dtype} {buffers.name}"
-    by = multiply or accelerator(device).product(scaled=buffers.kind.is_scaled)
+    by = multiply or accelerator(device).product(scaled=buffers.kind.is_scaled, of=shape.sizes)
     with numerics(buffers.kind.float32_precision):
         products = Products(device, buffers, name=name, seed=seed, multiply=by)
         rate = measure_rate(products, clock or clock_for(device), sampling=sampling, during=during)

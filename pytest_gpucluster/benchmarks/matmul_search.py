@@ -199,10 +199,11 @@ def search_matmul(
         )
     kind = arithmetic(dtype)
     everything = [prepare_shape(device, shape, dtype=dtype, cache=cache, instead=_INSTEAD) for shape in shapes]
-    by, timed_by = multiply or accelerator(device).product(scaled=kind.is_scaled), clock or clock_for(device)
+    timed_by = clock or clock_for(device)
     trials, warmup_seconds = [], sampling.warmup_seconds
     for buffers in everything:
         name = f"{device}: trial of matmul {dtype} {buffers.shape}"
+        by = multiply or accelerator(device).product(scaled=kind.is_scaled, of=buffers.shape.sizes)
         with numerics(kind.float32_precision):
             tflops = _trial(device, buffers, name, seed + 1, by, timed_by, warmup_seconds, trial_seconds)
         trials.append(Trial(shape=buffers.shape, tflops=tflops))

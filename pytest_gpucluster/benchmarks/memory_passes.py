@@ -17,6 +17,9 @@ WORD_BYTES = 8
 STEP_WORDS = 64
 """The shift of one pass against the next: 512 bytes, so that all begin as aligned as an allocation does."""
 
+KEPT_WORDS = 8192
+"""Of a larger buffer on a simulated device: more than all shifts together."""
+
 PASSES_AT_ONCE = 64
 """Passes until the next verification: a quarter of a second of 8 GiB copies is about as many."""
 

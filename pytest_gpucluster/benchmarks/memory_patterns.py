@@ -307,6 +307,9 @@ PART_WORDS = 2**25
 BUFFER_WORDS = 2**29
 """4 GiB: one allocation of most of the memory may fail where several of them do not."""
 
+KEPT_WORDS = 2**16
+"""Of more memory on a simulated device."""
+
 _SEARCH_WORDS = 2**20
 """Wrong words are searched for in this number at a time, to need little memory."""
 
@@ -414,14 +417,16 @@ class _Memory:
         self, device: torch.device, survey: Survey, words: int, cells: Cells, part_words: int, buffer_words: int
     ) -> None:
         self._survey, self._cells = survey, cells
-        longest = min(part_words, buffer_words, words)
+        by = accelerator(device)
+        kept = by.kept(words, KEPT_WORDS)
+        longest = min(part_words, buffer_words, kept)
         self._words = Words(device, longest)
         self._mask = torch.empty(longest, dtype=torch.bool, device=device)
         self._parts: list[tuple[int, int, torch.Tensor]] = []
         """Of each part: its buffer, its first word in it, the words."""
-        for number, first in enumerate(range(0, words, buffer_words)):
-            buffer = torch.empty(min(buffer_words, words - first), dtype=torch.int64, device=device)
-            survey.buffer_bytes.append(buffer.nbytes)
+        for number, first in enumerate(range(0, kept, buffer_words)):
+            buffer = torch.empty(min(buffer_words, kept - first), dtype=torch.int64, device=device)
+            survey.buffer_bytes.append(buffer.nbytes * words // kept)
             for start in range(0, len(buffer), part_words):
                 self._parts.append((number, start, buffer[start : start + part_words]))
 

@@ -81,7 +81,14 @@ def find(start: Path, root: Path, name: str = FILE_NAME) -> Path | None:
     return next((folder / name for folder in (start, *inside) if (folder / name).is_file()), None)
 
 
-def load(path: Path, *, profile: str, overrides: Sequence[Override] = (), name: str | None = None) -> Loaded:
+def load(
+    path: Path,
+    *,
+    profile: str,
+    overrides: Sequence[Override] = (),
+    name: str | None = None,
+    small_training: bool = False,
+) -> Loaded:
     """Read a file of workloads and return the profile in force.
 
     Args:
@@ -89,6 +96,7 @@ def load(path: Path, *, profile: str, overrides: Sequence[Override] = (), name: 
         profile: one of PROFILES.
         overrides: laid over the profile.
         name: how reports call the file; by default its path.
+        small_training: what trains for the correctness of its results has the sizes of the profile cpu.
 
     Raises:
         ThresholdsError: lists every error of the file, each as ``file:line:column: ...``; or the profile in force is
@@ -103,6 +111,8 @@ def load(path: Path, *, profile: str, overrides: Sequence[Override] = (), name: 
         if profile == CPU_PROFILE:
             raise ThresholdsError(f"{found}; add it to the file: a rehearsal on cpu takes no other")
         raise ThresholdsError(f"{found}; add it to the file, or choose another with --gpucluster-profile")
+    if small_training:
+        profiles[profile] = {**profiles[profile], **_small_training(profiles.get(CPU_PROFILE, {}))}
     entries = dict(profiles[profile])
     for override in overrides:
         value, _ = KEYS[override.key].read(override.texts)
@@ -127,6 +137,18 @@ def load(path: Path, *, profile: str, overrides: Sequence[Override] = (), name: 
     )
     return Loaded(workload=build(profile, {path: entry.value for path, entry in entries.items()}), record=record)
 
+
+def _small_training(of_cpu: _Entries) -> _Entries:
+    """Return what a simulated cluster takes of the profile cpu: all trainings but those whose rate is simulated."""
+    return {
+        key: entry
+        for key, entry in of_cpu.items()
+        if (key.startswith(_TRAININGS) and not key.startswith("training.throughput")) or key.endswith(_OF_THE_HOST)
+    }
+
+
+_TRAININGS = ("training.", "fsdp.", "checkpoint.", "vision.", "lora.", "failure_propagation.")
+_OF_THE_HOST = (".compiled", ".workers", ".prefetch")
 
 _LONGER_ASKS_MORE = frozenset(
     (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -38,6 +38,12 @@ class Clock(Protocol):
         would run dry between two launches, and the region would measure the host. Call it outside of regions.
         """
 
+    def real(self, count: int) -> int:
+        """Return how many of ``count`` equal operations to really start: all, but on a simulated device few."""
+
+    def scaled(self, ratio: float) -> AbstractContextManager[None]:
+        """Let the regions inside count this many times: planned operations for each one that is really started."""
+
 
 SHORT_REGION_SECONDS = 1e-3
 """In a longer region the first launch on an idle device, some 10 us, is no more than 1 %."""
@@ -53,7 +59,19 @@ RESOLUTION_SECONDS = 0.5e-6
 """About the resolution of CUDA events. Source: CUDA Runtime API, event management, cudaEventElapsedTime."""
 
 
-class EventClock:
+class _RealClock:
+    """What clocks of real devices have in common: each operation is started."""
+
+    def real(self, count: int) -> int:
+        """Return all of them."""
+        return count
+
+    def scaled(self, ratio: float) -> AbstractContextManager[None]:
+        """Change nothing."""
+        return nullcontext()
+
+
+class EventClock(_RealClock):
     """Device time between pairs of CUDA events on the current stream, to about ``RESOLUTION_SECONDS``.
 
     Source: CUDA Runtime API, event management, cudaEventElapsedTime.
@@ -98,7 +116,7 @@ def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-class WallClock:
+class WallClock(_RealClock):
     """Host time, for devices that have completed the work when the call returns.
 
     Args:

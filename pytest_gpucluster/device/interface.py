@@ -7,11 +7,14 @@ inside a timed region are a single call into torch.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
+from torch.distributed import ProcessGroup
 
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.device.products import Multiply, product, scaled_product
@@ -58,11 +61,65 @@ class Accelerator(ABC):
     def join(self, side: torch.Stream | None) -> None:
         """Let the current stream wait for what a side stream has to do."""
 
+    def now(self) -> float:
+        """Return the time by which the host plans: seconds of a clock that only goes forward."""
+        return time.monotonic()
+
     # ---- timed operations
 
-    def product(self, *, scaled: bool) -> Multiply:
-        """Return the function that multiplies matrices: ``torch.mm``, or for fp8 torch's scaled product."""
+    def kept(self, count: int, least: int) -> int:
+        """Return how many of ``count`` elements of a row or a buffer a benchmark really keeps: all of them.
+
+        A simulated device keeps ``least``, where these are fewer, and times its work as that of all.
+        """
+        return count
+
+    def product(self, *, scaled: bool, of: tuple[int, int, int] | None = None) -> Multiply:
+        """Return the function that multiplies matrices: ``torch.mm``, or for fp8 torch's scaled product.
+
+        Args:
+            scaled: the operands are fp8.
+            of: rows, columns and inner size as planned, where fewer may be kept.
+        """
         return scaled_product(self.place) if scaled else product
+
+    def communicate(
+        self,
+        call: Callable[[], object],
+        name: str,
+        payload_bytes: int,
+        group: ProcessGroup,
+        *,
+        sent: torch.Tensor | None = None,
+        peer: int | None = None,
+    ) -> None:
+        """Start one collective of a group, or one message between two of its ranks.
+
+        Args:
+            call: starts it.
+            name: "all_reduce" and so on, or "message".
+            payload_bytes: as planned, where less may be kept.
+            group: whose ranks take part.
+            sent: what this rank contributes to a sum.
+            peer: the other rank of a message, by its number in the world.
+        """
+        call()
+
+    def trained(self, flops: float, group: ProcessGroup | None) -> None:  # noqa: B027
+        """Note that this rank has taken its part of a training step, inside of its timed region.
+
+        Args:
+            flops: operations of this rank's part.
+            group: the ranks that train together; None: this rank alone.
+        """
+
+    # ---- groups
+
+    def joined(self, group: ProcessGroup) -> None:  # noqa: B027  # most devices need not know
+        """Note that a group of this rank was made. Collective: every rank of the group calls it."""
+
+    def left(self, groups: Iterable[ProcessGroup]) -> None:  # noqa: B027
+        """Note that groups of this rank are no longer used. Each call names only those that are."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy all words. Between contiguous buffers of one dtype torch leaves it to the driver (cudaMemcpyAsync).

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from pytest_gpucluster.device.interface import Accelerator
+
 _BEYOND_DEADLINE_SECONDS = 60.0
 """How much later than a test's deadline the group's own timeout fires: our own release comes first."""
 
@@ -98,12 +100,16 @@ class Cluster:
 
         return torch.device("cpu") if self._device_type == "cpu" else torch.device("cuda", self._device_index)
 
+    @property
+    def _by(self) -> Accelerator:
+        from pytest_gpucluster.device.backends import accelerator
+
+        return accelerator(self.device)
+
     def take_device(self) -> None:
         """Make this rank's GPU the current one: what says "cuda" without a number must not mean GPU 0 on all ranks."""
         if self._device_type == "cuda":
-            from pytest_gpucluster.device.backends import accelerator
-
-            accelerator(self.device).make_current()
+            self._by.make_current()
 
     def allow(self, deadline_seconds: float) -> None:
         """Let groups that are made from now on outlast the longest deadline of any test."""
@@ -136,12 +142,10 @@ class Cluster:
         """Wait for all ranks. Collective: every rank must call this."""
         import torch
 
-        from pytest_gpucluster.device.backends import accelerator
-
         if self._device_type == "cuda":
             flag = torch.zeros(1, device=self.device)
             torch.distributed.all_reduce(flag, group=self.group)
-            accelerator(self.device).synchronize()
+            self._by.synchronize()
         else:
             torch.distributed.barrier(group=self.group)
 
@@ -267,6 +271,7 @@ class Cluster:
             return
         import torch.distributed as dist
 
+        self._by.left([*self._subgroups.values(), *([self._group] if self._group is not None else [])])
         self._group = None
         self._subgroups.clear()
         self.nccl_log.begin_again()
@@ -291,7 +296,10 @@ class Cluster:
         import torch.distributed as dist
 
         self._used = False
-        if self.backend == "gloo" or not self._subgroups:
+        if not self._subgroups:
+            return
+        self._by.left(self._subgroups.values())
+        if self.backend == "gloo":
             return
         made, self._subgroups = self._subgroups, {}
         _drop_references()
@@ -352,6 +360,7 @@ class Cluster:
             self._guard(self._releaser, self._sockets)
             if self.nvls_off:
                 self._require_without_nvls()
+        self._by.joined(group)
         return group
 
     def _group_of(self, ranks: Iterable[int]) -> ProcessGroup:
@@ -379,6 +388,7 @@ class Cluster:
             if self._device_type == "cuda":
                 self._guard(self._releaser, self._sockets)
         self._subgroups[mine] = made
+        self._by.joined(made)
         return made
 
     def _not_made(self, ranks: str, error: Exception) -> CommunicationError:

@@ -113,7 +113,7 @@ class Faulty(Cpu):
     def free_bytes(self):
         return 1000 if FAULT == "full" else super().free_bytes()
 
-    def product(self, *, scaled):
+    def product(self, *, scaled, of=None):
         multiply = super().product(scaled=scaled)
 
         def spoilt(a, b, out):

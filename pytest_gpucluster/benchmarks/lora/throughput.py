@@ -106,7 +106,7 @@ def lora_throughput(
                     progress(taken, recipe.steps, loss=step.loss, tokens_per_second=rate)
             return seconds
 
-        steady = SteadySteps(trainer.ranks, take, sampling)
+        steady = SteadySteps(trainer.ranks, take, sampling, now=memory.now)
         with counted(WARM_UP):
             planned = steady.warm_up()
         with counted(MEASURING), during:

@@ -30,7 +30,7 @@ from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.training.sharding import local, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import BETAS, clip_gradients, optimizer_step, without_gradient_sync
 from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler
-from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 
@@ -238,7 +238,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self._trained.values(), lr=recipe.learning_rate, betas=BETAS, weight_decay=0.0, fused=True
         )
-        self._clock = clock_for(device)
+        self._clock, self._by = clock_for(device), accelerator(device)
+        self._flops = self.tokens_of_rank * base.flops_per_token(self.sequence)
 
     # ---- training
 
@@ -263,6 +264,7 @@ class Trainer:
             with self._clock.region():
                 sums, norm = self._accumulate(mine, targets / self.ranks.count)
                 self._components.update(self.model, self.optimizer)
+                self._by.trained(self._flops, self.ranks.group)
         except torch.OutOfMemoryError as error:
             during = f"step {number}"
             raise EnvironmentBroken(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ from pytest_gpucluster.benchmarks.training.throughput_setup import (
     fresh_compiler,
     missing_compiler,
 )
-from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series, series
@@ -169,9 +170,10 @@ def throughput(
             slow_attention = missing_flash_attention(device, setup.geometry)
             if slow_attention:
                 notes.append(f"no flash attention: {slow_attention}")
-            training = _training(group, ranks, device, setup, compiled=compiled, seed=seed, components=used)
-            loading = Loading(batch=setup.batch, workers=setup.workers, prefetch=setup.prefetch, seed=seed)
-            batches = used.batches(setup.geometry, loading, device, rank=ranks.index, count=ranks.count)
+            kept = setup.kept(accelerator(device))
+            training = _training(group, ranks, device, kept, compiled=compiled, seed=seed, components=used)
+            loading = Loading(batch=kept.batch, workers=setup.workers, prefetch=setup.prefetch, seed=seed)
+            batches = used.batches(kept.geometry, loading, device, rank=ranks.index, count=ranks.count)
             return _Steps(
                 ranks,
                 device,
@@ -256,6 +258,7 @@ class SteadySteps:
         take: takes a number of steps, and returns the seconds of each on this rank.
         sampling: how long to warm up and to measure, and the required confidence.
         show: called after some steps each, with the number of the next ones and the seconds of one.
+        now: the time by which the warm-up is planned, in seconds.
     """
 
     def __init__(
@@ -264,17 +267,18 @@ class SteadySteps:
         take: Callable[[int], list[float]],
         sampling: Sampling,
         show: Callable[[int, float], None] = lambda count, seconds: None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ranks, self._take, self._sampling, self._show = ranks, take, sampling, show
+        self._ranks, self._take, self._sampling, self._show, self._now = ranks, take, sampling, show, now
         self._samples, self._spent = Samples(ranks, sampling), 0.0
 
     def warm_up(self) -> int:
         """Take steps until the time is up; return how many to take next."""
-        begin, count, more = time.monotonic(), FIRST_STEPS, True
+        begin, count, more = self._now(), FIRST_STEPS, True
         while more:
             of_ranks = self._on_all(self._take(count))
             each = median([max(of_step) for of_step in zip(*of_ranks, strict=True)])
-            left = self._sampling.warmup_seconds - (time.monotonic() - begin)
+            left = self._sampling.warmup_seconds - (self._now() - begin)
             wanted = self._sampling.window_seconds if left <= 0 else min(left, BATCH_SECONDS)
             decision = self._ranks.of_first([left > 0, _steps_in(wanted, each)])
             more, count = bool(decision[0]), int(decision[1])
@@ -328,7 +332,8 @@ class _Steps:
     _progress: Progress
 
     def __post_init__(self) -> None:
-        self._evidence = Evidence(self._ranks, self._setup, self._training)
+        self._by = accelerator(self._device)
+        self._evidence = Evidence(self._ranks, self._setup.kept(self._by), self._training)
 
     def measure(
         self,
@@ -340,7 +345,8 @@ class _Steps:
         in_parts: bool,
         ready: Callable[[], object],
     ) -> Throughput:
-        steady = SteadySteps(self._ranks, lambda count: self._take(self._batches, count), sampling, self._show)
+        take = partial(self._take, self._batches)
+        steady = SteadySteps(self._ranks, take, sampling, self._show, now=self._by.now)
         with counted(WARM_UP):
             first_rows = next(self._batches)
             self._take(iter([first_rows]))
@@ -377,10 +383,12 @@ class _Steps:
     def _take(self, batches: Iterator[torch.Tensor], count: int = 1) -> list[float]:
         """Take steps as a training does; return the seconds of each on this rank."""
         results: list[StepResult] = []
+        flops = self._setup.tokens * self._setup.geometry.training_flops_per_token
         for _ in range(count):
             with self._clock.region():
                 rows = next(batches)
                 results.append(self._training.step([rows]))
+                self._by.trained(flops, self._ranks.group)
             self._evidence.tokens.append(rows[:, 1:].numel())
         seconds = self._clock.read()
         self._evidence.add(results)

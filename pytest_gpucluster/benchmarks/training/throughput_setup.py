@@ -13,7 +13,7 @@ import subprocess
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from pytest_gpucluster.benchmarks.training.fingerprint import NOT_REDUCED, finge
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry
 from pytest_gpucluster.benchmarks.training.sharding import local
 from pytest_gpucluster.benchmarks.training.step import StepResult, Training
+from pytest_gpucluster.device.interface import Accelerator
 
 Strategy = Literal["ddp", "fsdp"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp")
@@ -40,6 +41,8 @@ MFU_DEFINITION = "MFU: tokens/s per GPU x FLOPs per token over the dense bf16 pe
 
 _STATE_BYTES = 16
 """A weight, its gradient and both moments of AdamW, all fp32."""
+
+_KEPT_WIDTH = 64
 
 _SPARE = 1.1
 """The allocator's losses, and the communication's own buffers. Source: this suite's rule."""
@@ -72,6 +75,20 @@ class Setup:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
+
+    def kept(self, by: Accelerator) -> Setup:
+        """Return what a device really trains of it: all, but a simulated device a small model with few tokens."""
+        whole = self.geometry
+        if by.kept(whole.width, _KEPT_WIDTH) == whole.width:
+            return self
+        small = Geometry(
+            layers=by.kept(whole.layers, 2),
+            width=_KEPT_WIDTH,
+            heads=4,
+            vocab=by.kept(whole.vocab, 256),
+            sequence=by.kept(whole.sequence, 32),
+        )
+        return replace(self, geometry=small, batch=by.kept(self.batch, 4))
 
     @property
     def tokens(self) -> int:

@@ -6,7 +6,6 @@ The networks are ResNet-18 and ResNet-50, which transformers creates with random
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from pytest_gpucluster.benchmarks.training.loader import (
 )
 from pytest_gpucluster.benchmarks.training.step import Replicate, Update, optimizer_step, replicate
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, Images
-from pytest_gpucluster.device.backends import clock_for
+from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
 from pytest_gpucluster.metrics import stats
@@ -265,7 +264,7 @@ def image_rate(
     during: AbstractContextManager[object] | None = None,
     clock: Clock | None = None,
     components: Components | None = None,
-    now: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] | None = None,
 ) -> ImageRate:
     """Train a ResNet with DistributedDataParallel, products in bf16 by autocast, channels last, and AdamW.
 
@@ -287,7 +286,7 @@ def image_rate(
         during: entered for the time of the blocks that count.
         clock: takes the time; by default the device's own.
         components: of the training; by default ``COMPONENTS`` of this module.
-        now: the time of day of the first rank, in seconds.
+        now: the time by which the first rank plans, in seconds; by default the device's.
 
     Raises:
         WrongResult: on the rank at fault, or on every rank where none can be identified: a loss is not finite, or the
@@ -299,9 +298,13 @@ def image_rate(
         ImportError: transformers is missing.
     """
     with _fastest_convolutions():
-        return _Training(group, device, setup, clock or clock_for(device), components or COMPONENTS, now).run(
-            images, node, sampling, during or nullcontext()
-        )
+        return _Training(
+            group, device, setup, clock or clock_for(device), components or COMPONENTS, now or accelerator(device).now
+        ).run(images, node, sampling, during or nullcontext())
+
+
+FLOPS_PER_IMAGE = 3 * 2 * 3.8e9
+"""Of a step with ResNet-50, forward and backward. Source: 3.8e9 multiply-adds forward, He et al. (arXiv:1512.03385)."""
 
 
 @dataclass(eq=False)
@@ -314,7 +317,7 @@ class _Training:
     _now: Callable[[], float]
 
     def __post_init__(self) -> None:
-        self._ranks = Ranks(self._group, self._device)
+        self._ranks, self._by = Ranks(self._group, self._device), accelerator(self._device)
         self._failure: EnvironmentBroken | None = None
         self._batches: Batches | None = None
         self._batch: Any = None
@@ -449,6 +452,7 @@ class _Training:
                 batch = self._take()
             with self._clock.region():
                 losses.append(self._step(batch))
+                self._by.trained(FLOPS_PER_IMAGE * self._setup.batch, self._ranks.group)
         regions = self._clock.read()
         values = torch.stack(losses).tolist()
         first_bad = next((step for step, loss in enumerate(values) if not math.isfinite(loss)), steps)

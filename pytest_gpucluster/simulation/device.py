@@ -1,0 +1,405 @@
+"""The simulated GPU of a rank: torch computes small tensors on the CPU, and time goes by as on the described GPU.
+
+What a benchmark measures is made here: seconds on a simulated clock, from the rate of a healthy GPU, its spread, and
+the faults at its place. Results are torch's own; a fault may change what the device has computed or moved.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from pytest_gpucluster.device.backends import Cpu
+from pytest_gpucluster.device.clock import LAUNCH_SECONDS, Clock, WallClock
+from pytest_gpucluster.device.interface import Capability
+from pytest_gpucluster.device.products import Multiply
+from pytest_gpucluster.metrics.datasheets import SKUS
+from pytest_gpucluster.metrics.units import show
+from pytest_gpucluster.simulation.cluster import Cluster
+from pytest_gpucluster.simulation.machine import Machine
+from pytest_gpucluster.simulation.rates import Rates
+
+CONTEXT_BYTES = 500_000_000
+"""Device memory of a CUDA context. derived: an H100 showed 0.5 GB for a process that had only made one."""
+NOISE = 0.001
+"""Standard deviation of one operation's time, as a ratio."""
+HOT_FACTOR, DEAD_FACTOR, LANES_FACTOR, SOCKET_FACTOR, NO_GDR_FACTOR, NO_NVLS_FACTOR = 0.6, 0.1, 0.5, 0.1, 0.5, 0.78
+"""What is left of a rate: of a hot GPU (Source: an A100 at 85 C), of a dead rail, of half the lanes, over TCP instead
+of RDMA, without GPUDirect RDMA, and of a sum within a node without NVLS (Source: 367.2 of 467.58 GB/s, 8 H200)."""
+FAULT_AFTER_SECONDS = 1.0
+"""Simulated seconds of load until what shows under load does."""
+PROCESS_FAULT_AFTER_SECONDS = 20.0
+"""Simulated seconds of load until a rank is killed, stopped or hangs: in the middle of a test."""
+EXPOSED = 0.03
+"""Part of a training step in which ranks of several nodes wait for the network. derived: it leaves 0.97 of a rate."""
+_REAL_OPERATIONS = 2
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
+_TRAFFIC: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "send_recv": lambda n: 1.0,
+}
+"""What goes through a rank's link for each byte of payload. Source: nccl-tests, doc/PERFORMANCE.md."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A GPU of the cluster: its host, and its number there."""
+
+    host: str
+    gpu: int
+
+
+@dataclass(eq=False)
+class World:
+    """What this rank knows of the simulated cluster.
+
+    Attributes:
+        cluster: its description.
+        machine: this rank's GPU.
+        places: of the ranks of each group, as they have told each other when it was made.
+    """
+
+    cluster: Cluster
+    machine: Machine
+    places: dict[ProcessGroup, tuple[Place, ...]] = field(default_factory=dict)
+    scale: float = 1.0
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.rates = Rates(self.cluster)
+        self.me = Place(self.machine.host, self.machine.index)
+        self.random = random.Random(f"{self.cluster.seed}/{self.me}")
+
+    # ---- how fast a place is
+
+    @cache  # noqa: B019  # one world a process
+    def spread(self, place: Place) -> float:
+        """Return how much faster than the median this GPU is, as a factor."""
+        return 1 + self.cluster.spread * max(-2.0, min(2.0, random.Random(f"{self.cluster.seed}/{place}").gauss(0, 1)))
+
+    def factor(self, place: Place, *, of: str = "") -> float:
+        """Return what is left of a rate at a place: ``of`` is "hbm", "host_link" or "" for all others."""
+        has = self.cluster.faults.amount
+        left = self.spread(place) * (1 - (has("slow-gpu", place.host, place.gpu) or 0))
+        left *= (1 - (has("slow-host", place.host) or 0)) * (has("half-rate") or 1)
+        hot_after = has("throttle", place.host, place.gpu)
+        if hot_after is not None and self._busy(place) > hot_after:
+            left *= HOT_FACTOR
+        if of == "hbm":
+            left *= has("hbm", place.host, place.gpu) or 1
+        elif of == "host_link":
+            left *= LANES_FACTOR if has("pcie", place.host, place.gpu) else 1
+        else:
+            watts = has("power-cap", place.host)
+            # Source: an H100 held at 500 of 700 W gave 585 of 682 TFLOPS in bf16: their ratio to the power of 0.46.
+            left *= (watts / self.cluster.gpu.power_limit_watts) ** 0.46 if watts else 1
+        return left
+
+    def _busy(self, place: Place) -> float:
+        """How long a place has been under load; all ranks of a suite work alike."""
+        return self.machine.busy_seconds
+
+    def port_factor(self, place: Place) -> float:
+        """Return what is left of the rate of the port of a place."""
+        port, has = self.cluster.port_of(place.gpu) or "", self.cluster.faults.amount
+        left = DEAD_FACTOR if has("dead-rail", place.host, port) else has("slow-rail", place.host, port) or 1.0
+        if has("nic-down", place.host) and port == self.cluster.ports[-1]:
+            left *= LANES_FACTOR  # it shares another one
+        if has("no-gdr", place.host):
+            left *= NO_GDR_FACTOR
+        often = has("flapping-port", place.host, port)
+        if often and random.Random(f"{self.cluster.seed}/{port}/{self.calls // 8}").random() < often:
+            left *= DEAD_FACTOR
+        return left
+
+    # ---- time
+
+    def work(self, seconds: float) -> None:
+        """Let this GPU work; faults that end its rank show here."""
+        self.machine.work(self.scale * seconds * (1 + self.random.gauss(0, NOISE)))
+        self._end()
+
+    def _end(self) -> None:
+        has, busy = self.cluster.faults.amount, self.machine.busy_seconds
+        if busy < FAULT_AFTER_SECONDS:
+            return
+        for name, text in _LOST.items():
+            if has(name, self.me.host, self.me.gpu):
+                raise torch.AcceleratorError(text) if hasattr(torch, "AcceleratorError") else RuntimeError(text)
+        if busy < PROCESS_FAULT_AFTER_SECONDS:
+            return
+        if has("kill", self.me.host, self.me.gpu) or has("node-down", self.me.host):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if has("stop", self.me.host, self.me.gpu):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while has("hang", self.me.host, self.me.gpu):
+            time.sleep(1)
+
+
+_LOST = {
+    "xid79": "CUDA error: GPU is lost",
+    "xid94": "CUDA error: uncorrectable ECC error encountered",
+    "xid119": "CUDA error: unspecified launch failure",
+}
+
+
+class SimulatedClock(WallClock):
+    """Simulated time. Of many equal operations few are started, and stand for all."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(lambda: world.machine.now)
+        self._world = world
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Time the work inside; without any it takes as long as a launch."""
+        before = self._world.machine.now
+        with super().region():
+            yield
+            if self._world.machine.now == before:
+                self._world.machine.wait(LAUNCH_SECONDS)
+
+    def real(self, count: int) -> int:
+        """Return a few."""
+        return min(count, _REAL_OPERATIONS)
+
+    @contextmanager
+    def scaled(self, ratio: float) -> Iterator[None]:
+        """Let each operation take as long as this many."""
+        before = self._world.scale
+        self._world.scale = before * ratio
+        try:
+            yield
+        finally:
+            self._world.scale = before
+
+
+class Simulated(Cpu):
+    """The back end of a simulated GPU: memory of the host, time of the description.
+
+    Args:
+        place: the CPU.
+        world: what this rank knows of the cluster.
+    """
+
+    def __init__(self, place: torch.device, world: World) -> None:
+        super().__init__(place)
+        self._world, self._ratio, self._side_until = world, 1.0, 0.0
+        self._on_side = False
+
+    # ---- time and streams
+
+    def now(self) -> float:
+        """Return simulated seconds."""
+        return self._world.machine.now
+
+    def clock(self) -> Clock:
+        """Make one of simulated time."""
+        return SimulatedClock(self._world)
+
+    def synchronize(self) -> None:
+        """Wait for the side stream in simulated time."""
+        late = self._side_until - self._world.machine.now
+        if late > 0:
+            self._world.machine.work(late)
+
+    def side_stream(self) -> Any:
+        """Return what stands for a second stream."""
+        return self
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Count work in the side stream by itself."""
+        return self._in_side() if stream is self else nullcontext()
+
+    @contextmanager
+    def _in_side(self) -> Iterator[None]:
+        self._on_side = True
+        try:
+            yield
+        finally:
+            self._on_side = False
+
+    def fork(self, side: Any) -> None:
+        """Let the side stream begin now."""
+        self._side_until = self._world.machine.now
+
+    def join(self, side: Any) -> None:
+        """Wait for the side stream in simulated time."""
+        if side is self:
+            self.synchronize()
+
+    def _work(self, seconds: float) -> None:
+        if self._on_side:
+            self._side_until += self._world.scale * seconds
+        else:
+            self._world.work(seconds)
+
+    # ---- timed operations
+
+    def kept(self, count: int, least: int) -> int:
+        """Return how many are kept, and time work by all of them from here on."""
+        found = min(count, least)
+        self._ratio = count / found
+        return found
+
+    def product(self, *, scaled: bool, of: tuple[int, int, int] | None = None) -> Multiply:
+        """Multiply small matrices in the time of those that are planned."""
+        multiply, world = super().product(scaled=scaled), self._world
+
+        def timed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            multiply(a, b, out)
+            m, n, k = of or (a.shape[0], b.shape[1], a.shape[1])
+            dtype = _DTYPES[a.dtype]
+            if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest":
+                dtype = "tf32"
+            rate = world.rates.of(f"matmul.{dtype}.tflops", n=round((m * n * k) ** (1 / 3))).value * 1e12
+            self._work(2 * m * n * k / (rate * world.factor(world.me)))
+            self._spoil(out)
+
+        return timed
+
+    def _spoil(self, out: torch.Tensor) -> None:
+        """Flip a bit of one product in so many, those that one stands for included."""
+        world = self._world
+        one_in = world.cluster.faults.amount("wrong-product", world.me.host, world.me.gpu)
+        before, world.calls = world.calls, world.calls + max(1, round(world.scale))
+        if one_in and before // one_in != world.calls // one_in:
+            out.view(-1).view(torch.uint8)[0] ^= 64
+
+    def _memory(self, kind: str, moved_bytes: int) -> None:
+        world = self._world
+        rate = world.rates.of(f"hbm.{kind}.bandwidth").value * 1e12
+        self._work(self._ratio * moved_bytes / (rate * world.factor(world.me, of="hbm")))
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy, in the time of the planned bytes."""
+        super().copy(source, target)
+        self._memory("copy", source.nbytes + target.nbytes)
+
+    def read(self, source: torch.Tensor, total: torch.Tensor) -> None:
+        """Sum up, in the time of the planned bytes."""
+        super().read(source, total)
+        self._memory("read", source.nbytes)
+
+    def write(self, target: torch.Tensor, value: int) -> None:
+        """Fill, in the time of the planned bytes."""
+        super().write(target, value)
+        self._memory("write", target.nbytes)
+
+    def copy_over_link(self, direction: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy, in the time that the planned bytes take over the host's link."""
+        super().copy_over_link(direction, source, target)
+        world = self._world
+        rate = world.rates.of(f"host_link.{direction}.bandwidth", {"mode": "alone"}).value * 1e9
+        self._work(self._ratio * source.nbytes / (rate * world.factor(world.me, of="host_link")))
+
+    def trained(self, flops: float, group: ProcessGroup | None) -> None:
+        """Take the time of the slowest rank of the group: the others wait for its gradients."""
+        world = self._world
+        places = (world.me,) if group is None else world.places.get(group, (world.me,))
+        has, peaks = world.cluster.faults.amount, SKUS[world.cluster.sku].peaks
+        assert peaks is not None  # a cluster's SKU has limits, and so a data sheet
+        utilisation = world.rates.of("training.mfu", {"model": "large"}).value / 100
+        left = min(world.factor(place) * (1 - (has("straggler", place.host, place.gpu) or 0)) for place in places)
+        seconds = flops / (utilisation * peaks.bf16_tflops * 1e12 * left)
+        if len({place.host for place in places}) > 1:
+            seconds *= 1 + EXPOSED / min(world.port_factor(place) for place in places)
+        self._work(seconds)
+
+    # ---- groups
+
+    def joined(self, group: ProcessGroup) -> None:
+        """Tell the group's ranks where this one is, and take the memory of its communicator."""
+        world, places = self._world, [("", 0)] * dist.get_world_size(group)
+        dist.all_gather_object(places, (world.me.host, world.me.gpu), group=group)
+        world.places[group] = tuple(Place(*place) for place in places)
+        world.machine.add_group(world.cluster.nccl.group_bytes)
+
+    def left(self, groups: Iterable[ProcessGroup]) -> None:
+        """Return the memory of their communicators."""
+        self._world.machine.add_group(-len(list(groups)) * self._world.cluster.nccl.group_bytes)
+
+    def communicate(
+        self,
+        call: Callable[[], object],
+        name: str,
+        payload_bytes: int,
+        group: ProcessGroup,
+        *,
+        sent: torch.Tensor | None = None,
+        peer: int | None = None,
+    ) -> None:
+        """Start it, in the time that it takes on the described links: the slowest part decides."""
+        world = self._world
+        if sent is not None and world.cluster.faults.amount("wrong-reduce", world.me.host, world.me.gpu):
+            sent[len(sent) // 2] += 1
+        call()
+        world.calls += 1
+        places = world.places.get(group, (world.me,))
+        if peer is not None:
+            places = (world.me, places[dist.get_group_rank(group, peer)])
+        self._work(self._transfer_seconds(name, payload_bytes, places))
+
+    def _transfer_seconds(self, name: str, payload_bytes: int, places: tuple[Place, ...]) -> float:
+        world, nccl, count = self._world, self._world.cluster.nccl, len(places)
+        nodes = len({place.host for place in places})
+        if count == 1:
+            return payload_bytes / (world.rates.of("hbm.copy.bandwidth").value * 1e12)
+        labels = {"transport": nccl.transport if nodes > 1 else "P2P"}
+        if name == "message":
+            rate, traffic = world.rates.of("link.bandwidth", labels, world_size=count, nodes=nodes).value, 1.0
+        else:
+            labels["size"] = show(max(payload_bytes, 1e9), "B")
+            rate = world.rates.of(f"nccl.{name}.busbw", labels, world_size=count, nodes=nodes).value
+            traffic = _TRAFFIC[name](count)
+        left = min(world.factor(place) for place in places)
+        has = world.cluster.faults.amount
+        if nodes > 1 and nccl.transport != "P2P":
+            left *= min(world.port_factor(place) for place in places) * (SOCKET_FACTOR if has("net-socket") else 1)
+        elif name == "all_reduce" and has("nvls-off"):
+            left *= NO_NVLS_FACTOR
+        latency = nccl.latency_seconds if nodes == 1 else nccl.net_latency_seconds
+        return latency + payload_bytes * traffic / (rate * 1e9 * left)
+
+    # ---- memory
+
+    def free_bytes(self) -> int | None:
+        """Return what neither the context nor NCCL's communicators take."""
+        return self._world.cluster.gpu.memory_bytes - CONTEXT_BYTES - self._world.machine.group_bytes
+
+    def total_bytes(self) -> int | None:
+        """Return the described memory."""
+        return self._world.cluster.gpu.memory_bytes
+
+    def cache_bytes(self) -> int:
+        """Return the described cache."""
+        return self._world.cluster.gpu.cache_bytes
+
+    # ---- identity
+
+    @property
+    def capability(self) -> Capability | None:  # type: ignore[override]  # on a CPU it is None for all
+        """As it is described."""
+        major, minor = self._world.cluster.gpu.capability.split(".")
+        return int(major), int(minor)
+
+    @property
+    def kind(self) -> str:
+        """Model and multiprocessors, simulated."""
+        gpu = self._world.cluster.gpu
+        return f"simulated {gpu.name} with {gpu.multiprocessors} multiprocessors, torch {torch.__version__}"

@@ -1,0 +1,52 @@
+"""Turns the simulation on in a process: from then on its device, NVML, kernel log and files are the described ones."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import MutableMapping
+from dataclasses import replace
+from pathlib import Path
+
+from pytest_gpucluster.errors import LaunchError
+from pytest_gpucluster.launch.launchers import RankFacts
+from pytest_gpucluster.simulation import cluster as descriptions
+from pytest_gpucluster.simulation.cluster import Cluster
+from pytest_gpucluster.simulation.machine import Machine
+
+
+def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> RankFacts:
+    """Let this rank be one of a simulated cluster.
+
+    Args:
+        what: of ``--gpucluster-simulate``.
+        facts: of the rank: node number ``node_rank``, and its GPU ``local_rank``.
+        environ: of this process, which its children inherit.
+
+    Returns: the facts with the described host's name.
+
+    Raises:
+        OptionError: the description is wrong.
+        LaunchError: the cluster has no such node or GPU.
+    """
+    found = descriptions.load(what)
+    _require_room(found, facts)
+    host = found.hosts[facts.node_rank]
+    folder = Path(tempfile.gettempdir()) / f"gpucluster-simulation-{os.getuid()}-{facts.run_id}"
+    machine = Machine(folder, host, facts.local_rank)
+    machine.take(os.getpid())
+    from pytest_gpucluster.device import backends
+    from pytest_gpucluster.simulation.device import Simulated, World
+
+    world = World(found, machine)
+    backends.BACKENDS["cpu"] = lambda place: Simulated(place, world)
+    return replace(facts, hostname=host)
+
+
+def _require_room(found: Cluster, facts: RankFacts) -> None:
+    if facts.nnodes > found.nodes or facts.local_world_size > found.gpus_per_node:
+        raise LaunchError(
+            f"{facts.nnodes} nodes with {facts.local_world_size} ranks each were launched, and the simulated cluster "
+            f"{found.name} has {found.nodes} nodes with {found.gpus_per_node} GPUs each. Start "
+            f"torchrun --nnodes={found.nodes} --nproc-per-node={found.gpus_per_node}, or name another shape"
+        )

@@ -1,0 +1,226 @@
+"""The simulated device: healthy GPUs reach their limits, and each fault acts on what its GPU does."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pytest_gpucluster.benchmarks.burn_in import TimeSeries, burn_in
+from pytest_gpucluster.benchmarks.hbm import measure_hbm
+from pytest_gpucluster.benchmarks.host_link import measure_host_link
+from pytest_gpucluster.benchmarks.matmul import measure_matmul, square_shape
+from pytest_gpucluster.device import backends
+from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.judge import loader
+from pytest_gpucluster.metrics.sampling import Sampling
+from pytest_gpucluster.simulation.cluster import load, shipped
+from pytest_gpucluster.simulation.device import Place, Simulated, World
+from pytest_gpucluster.simulation.faults import parse
+from pytest_gpucluster.simulation.machine import Machine
+from pytest_gpucluster.simulation.rates import Rates
+
+CPU = torch.device("cpu")
+SAMPLING = Sampling(warmup_seconds=1, window_seconds=2, longest_seconds=10, tolerance_ratio=0.01)
+GROUP = object()
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Make a rank's world: GPU 3 of gpu-01, with these faults."""
+
+    def make(*faults, name="2x8xH100"):
+        described = load(name).with_faults([parse(fault) for fault in faults])
+        found = World(described, Machine(tmp_path, described.hosts[-1], 3))
+        found.places[GROUP] = tuple(Place(host, gpu) for host in described.hosts for gpu in range(8))
+        monkeypatch.setitem(backends.BACKENDS, "cpu", lambda place: Simulated(place, found))
+        return found
+
+    return make
+
+
+def tflops(dtype="bf16", n=8192):
+    return measure_matmul(CPU, square_shape(n, dtype), dtype=dtype, sampling=SAMPLING).tflops
+
+
+def hbm():
+    return measure_hbm(CPU, "copy", payload_bytes=8 * 2**30, sampling=SAMPLING).bytes_per_second
+
+
+def h2d():
+    return measure_host_link(CPU, "h2d", payload_bytes=2**26, copies=32, sampling=SAMPLING).bytes_per_second
+
+
+def step():
+    by, begin = backends.accelerator(CPU), backends.accelerator(CPU).now()
+    by.trained(1e15, GROUP)
+    return 1 / (by.now() - begin)
+
+
+def busbw(name="all_reduce", ranks=GROUP, **more):
+    by, seconds = backends.accelerator(CPU), []
+    for _ in range(200):
+        begin = by.now()
+        by.communicate(lambda: None, name, 10**9, ranks, **more)
+        seconds.append(by.now() - begin)
+    return seconds
+
+
+CONDITIONS = [
+    *(("matmul." + dtype + ".tflops", {"best_of": "4096, 8192, 16384"}, 1, 1) for dtype in ("bf16", "tf32", "fp32")),
+    *((f"hbm.{kind}.bandwidth", {}, 1, 1) for kind in ("copy", "read", "write")),
+    *((f"host_link.{way}.bandwidth", {"mode": "alone"}, 1, 1) for way in ("h2d", "d2h")),
+    *(
+        (f"nccl.{name}.busbw", {"size": "1 GB", "transport": "P2P"}, "node", 1)
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+    ),
+    ("nccl.all_reduce.busbw", {"size": "1 GB"}, "world", "all"),
+    ("link.bandwidth", {}, "node", 1),
+]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_healthy_gpu_reaches_every_limit(name):
+    described, limits, low = load(name), loader.load(), []
+    for seed in range(20):
+        rates = Rates(replace(described, seed=seed), limits)
+        for metric, labels, size, nodes in CONDITIONS:
+            count = described.nodes if nodes == "all" else 1
+            ranks = {"node": described.gpus_per_node, "world": described.gpus_per_node * count}.get(size, 1)
+            if ranks > 1 and "transport" not in labels and metric.startswith("nccl"):
+                labels = labels | {"transport": described.nccl.transport}
+            limit = limits.limit(metric, sku=described.sku, world_size=ranks, nnodes=count, labels=labels)
+            rate = rates.of(metric, labels, world_size=ranks, nodes=count)
+            if limit is not None and limit.min is not None and rate.value * (1 - 3 * described.spread) < limit.min:
+                low.append(f"seed {seed}: {metric} {labels}: {rate.value:g} of {limit.min:g}: {rate.basis}")
+    assert not low
+
+
+def test_rows_set_a_rate_and_others_check_it():
+    found = Rates(load("2x8xH100")).of("nccl.all_reduce.busbw", {"size": "1 GB"}, world_size=16, nodes=2)
+    assert found.basis == "published"
+    assert not {row.line for row in found.setting} & {row.line for row in found.checking}
+    checked = sorted(row.value for row in found.checking)
+    assert checked[0] * 0.9 < found.value < checked[-1] * 1.1
+    assert Rates(load("2x8xB200")).of("hbm.write.bandwidth").basis == "floor"
+    assert Rates(replace(load("2x8xH100"), rates={"hbm.copy.bandwidth": 3.0})).of("hbm.copy.bandwidth").value == 3.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "measured", "left"),
+    [
+        ("slow-gpu:gpu-01/3=20%", tflops, 0.8),
+        ("slow-gpu:gpu-01/3", hbm, 0.9),
+        ("slow-host:gpu-01", tflops, 0.85),
+        ("half-rate", h2d, 0.5),
+        ("power-cap:gpu-01", tflops, (500 / 700) ** 0.46),
+        ("hbm:gpu-01/3", hbm, 0.8),
+        ("pcie:gpu-01/3", h2d, 0.5),
+        ("straggler:gpu-01/3", step, 0.7),
+        ("straggler:gpu-00/1", step, 0.7),
+        ("slow-gpu:gpu-01/2", tflops, 1.0),
+        ("slow-gpu:gpu-00/3", hbm, 1.0),
+        ("hbm:gpu-01/3", tflops, 1.0),
+    ],
+)
+def test_a_fault_leaves_a_part_of_the_rates_of_its_gpu(world, fault, measured, left):
+    world()
+    healthy = measured()
+    world(fault)
+    found = measured()
+    assert getattr(found, "median", found) == pytest.approx(left * getattr(healthy, "median", healthy), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("fault", "left"),
+    [
+        ("dead-rail:gpu-00/mlx5_5", 0.1),
+        ("slow-rail:gpu-01/mlx5_0", 0.5),
+        ("slow-gpu:gpu-00/0", 0.9),
+        ("net-socket", 0.1),
+        ("no-gdr:gpu-00", 0.5),
+        ("nic-down:gpu-00", 0.5),
+        ("slow-rail:gpu-01/mlx5_0=100%", 1.0),
+    ],
+)
+def test_the_slowest_part_of_a_group_decides(world, fault, left):
+    world()
+    healthy = sum(busbw())
+    world(fault)
+    assert sum(busbw()) == pytest.approx(healthy / left, rel=0.02)
+
+
+def test_a_port_that_flaps_is_slow_now_and_then(world):
+    world("flapping-port:gpu-00/mlx5_5")
+    seconds = busbw()
+    slow = sum(one > 2 * min(seconds) for one in seconds) / len(seconds)
+    assert 0.02 < slow < 0.3
+
+
+def test_nvls_matters_within_a_node_only(world):
+    found = world("nvls-off")
+    found.places[GROUP] = found.places[GROUP][:8]
+    slow = sum(busbw())
+    found = world()
+    found.places[GROUP] = found.places[GROUP][:8]
+    assert sum(busbw()) == pytest.approx(0.78 * slow, rel=0.02)
+
+
+def test_a_message_takes_the_rails_of_both_ends(world, monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_group_rank", lambda group, rank: rank)
+    world("dead-rail:gpu-00/mlx5_5")
+    assert min(busbw("message", peer=5)) > 5 * max(busbw("message", peer=4))
+
+
+def test_a_wrong_product_is_found(world):
+    world("wrong-product:gpu-01/3")
+    with pytest.raises(WrongResult, match="is wrong in 1 of"):
+        tflops()
+    world("wrong-product:gpu-01/2")
+    assert not tflops().inconclusive
+
+
+def test_a_wrong_addend_is_added_by_its_gpu_only(world):
+    for fault, changed in (("wrong-reduce:gpu-01/3", 1), ("wrong-reduce:gpu-01/4", 0)):
+        world(fault)
+        sent = torch.zeros(10)
+        backends.accelerator(CPU).communicate(lambda: None, "all_reduce", 40, GROUP, sent=sent)
+        assert sent.count_nonzero() == changed
+
+
+def test_a_gpu_that_gets_hot_slows_down_after_its_time_of_load(world, tmp_path):
+    world("throttle:gpu-01/3=100s")
+    series = TimeSeries(200, tmp_path / "series.csv")
+    burn_in(CPU, series, n=16384, dtype="bf16", interval_seconds=5)
+    rates = [point.tflops for point in series.points]
+    assert rates[-1] == pytest.approx(0.6 * rates[0], rel=0.02)
+    assert sum(rate > 0.9 * rates[0] for rate in rates) == pytest.approx(len(rates) / 2, abs=3)
+
+
+@pytest.mark.parametrize("fault", ["xid79", "xid94", "xid119"])
+def test_a_lost_gpu_fails_as_cuda_does(world, fault):
+    world(f"{fault}:gpu-01/3")
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        tflops()
+
+
+def test_memory_and_identity_are_the_described_ones(world):
+    found = world()
+    by = backends.accelerator(CPU)
+    free = by.free_bytes()
+    found.machine.add_group(10**9)
+    assert by.free_bytes() == free - 10**9
+    by.left([GROUP])
+    assert by.free_bytes() == free - 10**9 + found.cluster.nccl.group_bytes
+    assert by.capability == (9, 0)
+    assert by.total_bytes() == 85520809984
+    assert "simulated NVIDIA H100" in by.kind
+
+
+def test_time_goes_by_only_with_work(world):
+    found = world()
+    before = found.machine.now
+    tflops()
+    assert 3 < found.machine.now - before < 60
+    assert math.isclose(found.machine.busy_seconds, found.machine.now, rel_tol=0.01)
+    assert found.machine.is_loaded
