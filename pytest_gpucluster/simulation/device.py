@@ -71,7 +71,7 @@ class World:
     Attributes:
         cluster: its description.
         machine: this rank's GPU.
-        places: of the ranks of each group, as they have told each other when it was made.
+        places: of the ranks of each group, which have exchanged them when it was made.
     """
 
     cluster: Cluster
@@ -274,7 +274,7 @@ class Simulated(Cpu):
         return timed
 
     def _spoil(self, out: torch.Tensor) -> None:
-        """Flip a bit of one product in so many, those that one stands for included."""
+        """Flip a bit of one product in N, those that one stands for included."""
         world = self._world
         one_in = world.cluster.faults.amount("wrong-product", world.me.host, world.me.gpu)
         before, world.calls = world.calls, world.calls + max(1, round(world.scale))
@@ -324,7 +324,7 @@ class Simulated(Cpu):
     # ---- groups
 
     def joined(self, group: ProcessGroup) -> None:
-        """Tell the group's ranks where this one is, and take the memory of its communicator."""
+        """Exchange the places of the group's ranks, and take the memory of its communicator."""
         world, places = self._world, [("", 0)] * dist.get_world_size(group)
         dist.all_gather_object(places, (world.me.host, world.me.gpu), group=group)
         world.places[group] = tuple(Place(*place) for place in places)
