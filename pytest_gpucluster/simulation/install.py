@@ -13,6 +13,7 @@ from pytest_gpucluster.launch.launchers import RankFacts
 from pytest_gpucluster.simulation import cluster as descriptions
 from pytest_gpucluster.simulation.cluster import Cluster
 from pytest_gpucluster.simulation.machine import Machine
+from pytest_gpucluster.simulation.node import install_node
 
 
 def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> RankFacts:
@@ -21,7 +22,7 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
     Args:
         what: of ``--gpucluster-simulate``.
         facts: of the rank: node number ``node_rank``, and its GPU ``local_rank``.
-        environ: of this process, which its children inherit.
+        environ: of this process: TMPDIR has the folder that the ranks of a machine share.
 
     Returns: the facts with the described host's name.
 
@@ -29,15 +30,16 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
         OptionError: the description is wrong.
         LaunchError: the cluster has no such node or GPU.
     """
+    from pytest_gpucluster.device import backends
+    from pytest_gpucluster.simulation.device import Simulated, World
+
     found = descriptions.load(what)
     _require_room(found, facts)
     host = found.hosts[facts.node_rank]
     folder = Path(tempfile.gettempdir()) / f"gpucluster-simulation-{os.getuid()}-{facts.run_id}"
     machine = Machine(folder, host, facts.local_rank)
     machine.take(os.getpid())
-    from pytest_gpucluster.device import backends
-    from pytest_gpucluster.simulation.device import Simulated, World
-
+    install_node(found, host, folder)
     world = World(found, machine)
     backends.BACKENDS["cpu"] = lambda place: Simulated(place, world)
     return replace(facts, hostname=host)
