@@ -124,17 +124,12 @@ class _Variables:
             self._numbers[name] = int(value)
         return self._numbers.get(name, least)
 
-    def below(self, index: str, count: str) -> None:
-        """Require an index to be below its count. Unreadable values are recorded already."""
+    def below(self, part: str, whole: str, *, or_equal: bool = False) -> None:
+        """Require a number to be below another one. Unreadable values are recorded already."""
         numbers = self._numbers
-        if index in numbers and count in numbers and numbers[index] >= numbers[count]:
-            self.complain(f"{index}={numbers[index]} is not below {count}={numbers[count]}")
-
-    def at_most(self, part: str, whole: str) -> None:
-        """Require a part not to be above the whole."""
-        numbers = self._numbers
-        if part in numbers and whole in numbers and numbers[part] > numbers[whole]:
-            self.complain(f"{part}={numbers[part]} is above {whole}={numbers[whole]}")
+        if part in numbers and whole in numbers and numbers[part] >= numbers[whole] + or_equal:
+            is_wrong = "above" if or_equal else "not below"
+            self.complain(f"{part}={numbers[part]} is {is_wrong} {whole}={numbers[whole]}")
 
     def equal(self, name: str, expected: int, problem: str) -> None:
         """Require a variable, where it is set, to have this value."""
@@ -209,9 +204,9 @@ def _torchrun(read: _Variables) -> RankFacts:
     read.below("RANK", "WORLD_SIZE")
     read.below("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     read.below("GROUP_RANK", "GROUP_WORLD_SIZE")
-    read.at_most("LOCAL_WORLD_SIZE", "WORLD_SIZE")
-    read.at_most("GROUP_WORLD_SIZE", "WORLD_SIZE")
-    read.at_most("LOCAL_RANK", "RANK")
+    read.below("LOCAL_WORLD_SIZE", "WORLD_SIZE", or_equal=True)
+    read.below("GROUP_WORLD_SIZE", "WORLD_SIZE", or_equal=True)
+    read.below("LOCAL_RANK", "RANK", or_equal=True)
     agent_store = read.text("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
     facts = read.facts(**fields, launcher="torchrun", run_id=given, agent_store=agent_store)
     return replace(facts, local_rank=_position_on_node(environ, facts))

@@ -99,13 +99,6 @@ def test_a_baseline_that_cannot_be_compared_is_never_a_pass(tmp_path, changes):
     assert (judgement.outcome, "baseline: " in judgement.text) == ("failed", True)
 
 
-def test_a_gpu_is_compared_with_itself_wherever_it_is_now(tmp_path):
-    ranks = [place(0, uuid="GPU-gpu-a-1"), place(1, uuid="GPU-gpu-a-0")]
-    slow_one = case(MATMUL, "passed", measured([720, 781]))
-    judgement, _ = compare(tmp_path, judged(about(720), about(781)), slow_one, ranks=ranks)
-    assert (judgement.outcome, list(judgement.measurements[0].misses)) == ("failed", [0])
-
-
 def test_ranks_that_only_the_baseline_has_do_not_hide_the_comparison_of_the_others(tmp_path):
     ranks = [place(0), place(1), place(2, host="gpu-b", local_rank=0), place(3, host="gpu-b", local_rank=1)]
     larger = case(MATMUL, "passed", measured([780, 781, 782, 783]))

@@ -87,16 +87,6 @@ def matched(found):
     return {rank: (one.old, one.by, one.swapped) for rank, one in found.items()}
 
 
-def test_a_gpu_is_known_wherever_it_is():
-    now = ranks(("b", 1, "G3"), ("b", 0, "G2"), ("c", 0, "G1"), ("a", 0, "G0"))
-    assert matched(match(BEFORE, now)) == {0: (3, "GPU", ""), 1: (2, "GPU", ""), 2: (1, "GPU", ""), 3: (0, "GPU", "")}
-
-
-def test_a_new_gpu_stands_in_the_slot_of_the_old_one_and_that_is_reported():
-    now = ranks(("a", 0, "G0"), ("a", 1, "NEW"), ("b", 0, "G2"), ("b", 1, "G3"))
-    assert matched(match(BEFORE, now))[1] == (1, "slot", "G1")
-
-
 def test_on_other_hosts_the_number_decides_and_no_rank_is_taken_twice():
     now = ranks(("x", 0, "N0"), ("x", 1, "N1"), ("a", 0, "G0"), ("y", 1, "N3"), ("y", 2, "N4"))
     found = match(BEFORE, now)

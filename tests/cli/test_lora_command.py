@@ -274,16 +274,6 @@ def test_an_output_without_a_place_is_exit_code_4_before_anything_is_read(out, w
     assert errors.startswith(f"gpucluster: --out {tmp_path / out}: {why}")
 
 
-def test_an_output_that_cannot_be_written_is_exit_code_4(source, tmp_path, capsys, monkeypatch):
-    def full(path, made):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(packed_file, "write", full)
-    code, output, errors = run(capsys, "prepare", source, "--tiny", "--sequence", 64, "--out", tmp_path / "out")
-    assert (code, output) == (4, "")
-    assert errors.startswith(f"gpucluster: --out {tmp_path / 'out'}: ")
-
-
 def test_conversations_without_a_call_are_reported(base, adapter, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     chats = [f"USER: Say {n}\nASSISTANT: {n}" for n in range(9)]

@@ -48,34 +48,6 @@ def test_a_run_is_named_by_its_journal_its_folder_or_the_report_directory(run, t
     assert re.fullmatch(rf"gpucluster: REHEARSAL, BROKEN \(.* t\.py::test_b\): {out}\n", capsys.readouterr().err)
 
 
-def test_a_journal_of_today_is_rendered_with_what_was_run_and_how_sure_it_is(tmp_path):
-    judged = {
-        "metric": "nccl.all_reduce.busbw",
-        "unit": "GB/s",
-        "status": "passed",
-        "value": 442.1,
-        "worst_rank": 0,
-        "interval": [440.2, 443.9],
-        "telemetry": {"0": {"throttle": ["sw_power_cap"]}},
-        "limit": {"min": 400.0, "min_ratio_to_median": None, "expect_transport": ["P2P"]},
-    }
-    lines = [
-        LINES[0],
-        {"type": "workload", "profile": "quick", "file": "w.yaml", "values": {"hbm.window": "3 s"}, "origins": {}},
-        {"type": "test", "nodeid": "t.py::test_a", "outcome": "passed", "measurements": [judged]},
-    ]
-    path, out = tmp_path / "journal.jsonl", tmp_path / "out.xml"
-    path.write_bytes(b"".join(journal.encode(line) for line in lines))
-    assert main(["report", str(path), "--junitxml", str(out)]) == 0
-    require_junit(str(out))
-    found = {each.get("name"): each.get("value") for each in ET.parse(out).getroot().iter("property")}
-    assert found["workload.hbm.window"] == "3 s"
-    assert found["t.test_a[nccl.all_reduce.busbw]"] == (
-        "442.1 GB/s, 95 % interval 440.2 to 443.9 (limit >= 400 GB/s, over P2P, worst rank 0)"
-    )
-    assert found["t.test_a[nccl.all_reduce.busbw.telemetry]"] == "rank 0: throttle: sw_power_cap"
-
-
 def test_a_truncated_journal_is_rendered_and_reported_as_truncated(run, tmp_path, capsys):
     path = run / "journal.jsonl"
     path.write_bytes(path.read_bytes()[:-10])

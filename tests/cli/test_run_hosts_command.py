@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import signal
@@ -14,7 +13,6 @@ from fake_ssh import FakeSsh, journal_lines
 from sessions import Process, environment
 
 from pytest_gpucluster.cli import main
-from pytest_gpucluster.cli.command import seconds
 from pytest_gpucluster.reports import registry
 
 
@@ -244,9 +242,3 @@ def test_a_report_directory_that_cannot_be_written_is_reported(ssh, fake, tmp_pa
     code, _, err, _ = ssh("--report-dir=file/out")
     assert (code, fake.started) == (2, {})
     assert "file" in err
-
-
-@pytest.mark.parametrize("text", ["", "x", "0 s", "31 days", "5 GB"])
-def test_a_time_that_is_none_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError):
-        seconds(text)

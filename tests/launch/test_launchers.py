@@ -397,16 +397,3 @@ def test_no_gpu_on_any_rank_is_reported_once_under_torchrun(project: Project) ->
     assert left.stderr.count("ERROR: rank 0 on ") == 1
     assert left.stderr.count("what to do: ") == left.body("usage").count("what to do: ")
     assert "--gpucluster-device=cpu" in left.stderr
-
-
-@pytest.mark.parametrize(("option", "text"), [("-n2", "-n (pytest-xdist) and slurm "), ("--pdb", "--pdb and --trace ")])
-def test_workers_and_debuggers_under_a_launcher_are_refused_with_the_way_out(
-    project: Project, option: str, text: str
-) -> None:
-    project.suite(SUITE)
-    with started(project, slurm, free_port(), "--gpucluster-timeouts=join=0.1", option, ranks=1) as (process,):
-        left = process.wait()
-    assert left.exit == 4, left.output
-    assert text in left.stderr
-    assert "-m single_gpu" in left.stderr
-    assert text in left.verdicts["usage"]

@@ -23,12 +23,6 @@ def result(**of):
     return RunResult.of(journal_of(journal_lines(**of)), "/j")
 
 
-def test_a_pass_has_no_failure():
-    found = result()
-    assert (found.verdict, found.exit, found.ended, found.failure) == ("ACCEPTED", 0, True, "")
-    assert (found.nnodes, found.world_size, found.journal) == (1, 8, "/j")
-
-
 def test_the_first_failure_comes_before_any_error():
     lines = journal_lines(outcome="failed", message="slow\nthere", verdict=None)
     lines.insert(2, {"type": "problem", "name": "preflight", "outcome": "error", "message": "odd"})
@@ -60,11 +54,6 @@ def test_it_fits_and_is_read_back(text):
 )
 def test_what_is_no_answer_is_no_pass(change):
     read = json.loads(result().to_json()) | change
-    with pytest.raises(JournalError):
-        RunResult.from_json(json.dumps(read))
-
-
-def test_any_other_text_is_no_result():
-    for text in ("", "Killed", "[]", "3", "[" * 4000, "{}"):
+    for text in (json.dumps(read), "", "Killed", "[]", "[" * 4000, "{}"):
         with pytest.raises(JournalError):
             RunResult.from_json(text)

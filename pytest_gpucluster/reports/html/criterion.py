@@ -7,6 +7,7 @@ paths relative to the page.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -53,7 +54,6 @@ from pytest_gpucluster.text import duration_text, plural, some_of
 
 _OF_THE_RUN = (JOURNAL_FILE, "junit.xml", "results.json", "metrics.prom", "exclude.txt")
 _MOST_LINKS = 40
-_MOST_VISITED = 2000
 Link = tuple[str, str]
 """Name of a file, and its quoted relative path."""
 
@@ -72,19 +72,13 @@ class RunFiles:
 
     def of_test(self, nodeid: str) -> tuple[list[Link], str]:
         """Return the files of a test, and a remark about those not listed. Symbolic links are not followed."""
-        found: list[Link] = []
-        count = 0
+        found = []
         for place in artifact_folders(self.folder, nodeid):
             rank = "" if place.parent.name == ARTIFACTS else f"{place.parent.name}/"
-            for path in _files(place):
-                count += 1
-                if count > _MOST_VISITED:
-                    break
-                if count <= _MOST_LINKS:
-                    found.append(self._link(path, f"{rank}{path.relative_to(place)}"))
-        amount = "more than " if count > _MOST_VISITED else ""
-        more = f"and {amount}{count - len(found)} more in {ARTIFACTS}/{artifacts_name(nodeid)}"
-        return found, more if count > len(found) else ""
+            paths = itertools.islice(_files(place), _MOST_LINKS + 1)
+            found += [self._link(path, f"{rank}{path.relative_to(place)}") for path in paths]
+        more = f"and more in {ARTIFACTS}/{artifacts_name(nodeid)}" if len(found) > _MOST_LINKS else ""
+        return found[:_MOST_LINKS], more
 
     def _link(self, path: Path, name: str) -> Link:
         base = self.page_folder or self.folder
