@@ -1,15 +1,12 @@
 """The faults that a sharded training can have."""
 
-import math
-import os
 from dataclasses import replace
 
 import torch
-from torch.utils.data import DistributedSampler
+from parts import ON_LAST, RANKS, frozen, nan, other, read_of_rank_0
 
 from pytest_gpucluster.benchmarks.training import fsdp, parity, sharding
 from pytest_gpucluster.benchmarks.training.fsdp import COMPONENTS
-from pytest_gpucluster.benchmarks.training.model import make_decoder
 from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients, token_mean
 
 CASES = {
@@ -22,8 +19,6 @@ CASES = {
     },
     "2x2": {"test_fsdp": ("bit", "replay", "between")},
 }
-RANKS = int(os.environ["WORLD_SIZE"])
-ON_LAST = int(os.environ["RANK"]) == RANKS - 1
 
 
 def flip(weight):
@@ -104,28 +99,6 @@ class Between:
         if self.calls == 2 and ON_LAST:
             flip(next(self.model.parameters()))
         return parity.read_rows(data, rows)
-
-
-def read_of_rank_0(data, rows):
-    mine, its = (list(DistributedSampler(data, num_replicas=RANKS, rank=rank, seed=0)) for rank in (RANKS - 1, 0))
-    if not ON_LAST:
-        return parity.read_rows(data, rows)
-    at = mine.index(rows[0])
-    return parity.read_rows(data, its[at : at + len(rows)])
-
-
-def frozen(*arguments, **more):
-    model = make_decoder(*arguments, **more)
-    model.blocks[1].down.requires_grad_(False)
-    return model
-
-
-def other(*arguments, seed, **more):
-    return make_decoder(*arguments, seed=seed + ON_LAST, **more)
-
-
-def nan(*given):
-    return token_mean(*given) * (math.nan if ON_LAST else 1.0)
 
 
 def with_step(**parts):

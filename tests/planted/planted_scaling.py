@@ -1,16 +1,16 @@
 """What can go wrong with four ranks on two nodes."""
 
-import math
 import os
 from dataclasses import replace
 
 import torch.distributed as dist
+from parts import nan
 from planted_clock import CLOCK, SLOW_SECONDS, clock_for, delayed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from pytest_gpucluster.benchmarks import collectives
 from pytest_gpucluster.benchmarks.training import throughput
-from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
+from pytest_gpucluster.benchmarks.training.step import PARTS
 from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS
 from pytest_gpucluster.device.backends import Cpu
 
@@ -66,10 +66,6 @@ def slow_sum(sent, received, group):
     if dist.get_world_size(group) == 4:
         CLOCK.advance(SLOW_SECONDS)
     SUM(sent, received, group)
-
-
-def nan(*given):
-    return token_mean(*given) * (math.nan if RANK == 3 else 1.0)
 
 
 PLANTED = replace(COMPONENTS, clock=clock_for, replicate=replicate)

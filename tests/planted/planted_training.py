@@ -1,19 +1,18 @@
 """The faults that a timed training can have."""
 
 import itertools
-import math
 import os
 from dataclasses import replace
 
+from parts import ON_LAST, nan, unsynchronized
 from planted_clock import CLOCK, clock_for, delayed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from pytest_gpucluster.benchmarks.training import throughput
-from pytest_gpucluster.benchmarks.training.step import PARTS, optimizer_step, token_mean
+from pytest_gpucluster.benchmarks.training.step import PARTS, optimizer_step
 from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS
 from pytest_gpucluster.benchmarks.training.throughput_setup import compile_blocks
 
-ON_RANK_1 = os.environ["RANK"] == "1"
 BOTH = ("none", "nan", "frozen")
 CASES = {
     "1x2": {
@@ -48,10 +47,6 @@ def timed(model, device, group):
 PLANTED = replace(COMPONENTS, clock=clock_for, replicate=timed)
 
 
-def nan(*given):
-    return token_mean(*given) * (math.nan if ON_RANK_1 else 1.0)
-
-
 def frozen(model, optimizer):
     for name, weight in model.named_parameters():
         if name.endswith("blocks.1.down.weight"):
@@ -69,20 +64,14 @@ def skipping():
     return update
 
 
-def unsynchronized(model, device, group):
-    replica = COMPONENTS.replicate(model, device, group)
-    replica.require_backward_grad_sync = False
-    return replica
-
-
 def half(*arguments, **more):
     for rows in PLANTED.batches(*arguments, **more):
-        yield rows[:2] if ON_RANK_1 else rows
+        yield rows[:2] if ON_LAST else rows
 
 
 def slow(*arguments, **more):
     batches = PLANTED.batches(*arguments, **more)
-    return delayed(batches) if ON_RANK_1 else batches
+    return delayed(batches) if ON_LAST else batches
 
 
 def without_a_compiler(model):
@@ -102,7 +91,7 @@ FAULTS = {
     "nosync": lambda: replace(PLANTED, replicate=unsynchronized),
     "half": lambda: replace(PLANTED, batches=half),
     "slow": lambda: replace(PLANTED, batches=slow),
-    "nocompiler": lambda: replace(PLANTED, missing_compiler=lambda device: "none found" if ON_RANK_1 else ""),
+    "nocompiler": lambda: replace(PLANTED, missing_compiler=lambda device: "none found" if ON_LAST else ""),
 }
 
 

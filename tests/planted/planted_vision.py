@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from parts import ON_LAST, unsynchronized
 from planted_clock import CLOCK, clock_for
 from torch import nn
 
@@ -21,7 +22,6 @@ CASES = {
         "test_vision_data[resnet18]": ("small",),
     }
 }
-ON_RANK_1 = os.environ["RANK"] == "1"
 NETWORKS["resnet18"] = Network(layer="basic", depths=(1, 1, 1, 1), widths=(16, 32, 64, 128), parameters=453_576)
 
 
@@ -46,7 +46,7 @@ class Images:
 
 class Dying(Images):
     def happens(self):
-        if ON_RANK_1 and self.read == 20:
+        if ON_LAST and self.read == 20:
             os.kill(os.getpid(), signal.SIGBUS)
 
 
@@ -64,17 +64,11 @@ def of(kind, images, **more):
 
 def nan(logits, labels, seen=[]):  # noqa: B006  # remembers
     seen.append(1)
-    return class_mean(logits, labels) * (math.nan if ON_RANK_1 and len(seen) == 5 else 1.0)
-
-
-def unsynchronized(model, device, group):
-    replica = COMPONENTS.replicate(model, device, group)
-    replica.require_backward_grad_sync = False
-    return replica
+    return class_mean(logits, labels) * (math.nan if ON_LAST and len(seen) == 5 else 1.0)
 
 
 def little():
-    return SharedMemory(total_bytes=2**26, free_bytes=2**20 if ON_RANK_1 else 2**16, device=1)
+    return SharedMemory(total_bytes=2**26, free_bytes=2**20 if ON_LAST else 2**16, device=1)
 
 
 SMALL = replace(COMPONENTS, make=small)
