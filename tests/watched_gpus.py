@@ -42,7 +42,7 @@ def pci_of(rank):
     return f"00000000:{0x1B + rank:02X}:00.0"
 
 
-def pretend(patch, folder, *, sampled=None, counted=({},), kernel_logs=(QUIET,), ports=lambda: NO_PORTS):
+def pretend(patch, folder, *, sampled=None, counted=({},), kernel_logs=(QUIET,)):
     """Give every rank the GPU of its number on its node.
 
     Args:
@@ -51,7 +51,6 @@ def pretend(patch, folder, *, sampled=None, counted=({},), kernel_logs=(QUIET,),
         sampled: GPU -> what the sampler reads; None: a GPU that is well, for each of 8 ranks.
         counted: what differs from a healthy H100, each time counters are taken; the last one stays.
         kernel_logs: likewise, on the first rank of a node.
-        ports: the InfiniBand ports.
     """
     planted = {uuid_of(rank): SAMPLED for rank in range(8)} if sampled is None else sampled
     real_identify = inventory.identify
@@ -66,7 +65,7 @@ def pretend(patch, folder, *, sampled=None, counted=({},), kernel_logs=(QUIET,),
         logs = iter(kernel_logs)
         nvml = _Turning(uuid, counted)
         return Sources.of(
-            node, rank=rank, nvml=nvml, kernel_log=lambda: next(logs, kernel_logs[-1]), adapters=lambda: ports()
+            node, rank=rank, nvml=nvml, kernel_log=lambda: next(logs, kernel_logs[-1]), adapters=lambda: NO_PORTS
         )
 
     patch(inventory, "identify", identify)

@@ -104,21 +104,6 @@ def test_a_resolver_without_an_answer_is_not_waited_for(resolver, hang):
     assert time.perf_counter() - begin < 20.0
 
 
-@pytest.mark.parametrize(
-    ("launcher", "way"),
-    [
-        ("torchrun", "torchrun with --master-addr=<address at which the other nodes reach the first one>"),
-        ("torchrun", "choose the address: set each one's by --local-addr="),
-        ("slurm", "before srun, which forwards it"),
-        ("openmpi", "mpirun -x MASTER_ADDR"),
-        ("kubernetes", "`until getent hosts $MASTER_ADDR; do sleep 1; done`"),
-    ],
-)
-def test_the_way_out_is_that_of_the_launcher(resolver, launcher, way):
-    resolver(UNKNOWN, seconds=0.1)
-    assert way in refused(replace(FACTS, launcher=launcher)).partition("what to do: ")[2]
-
-
 def test_other_ranks_end_after_rank_0_which_has_a_report_to_write(resolver, monkeypatch):
     resolver(UNKNOWN)
     slept = []

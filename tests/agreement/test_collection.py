@@ -59,13 +59,6 @@ def test_what_rank_0_left_out_by_its_cache_may_be_known_elsewhere():
     assert compare({1: TESTS[:2]}, subset=True) is not None
 
 
-def test_a_long_diff_is_cut_and_says_how_much_is_left_out():
-    told = compare({1: []}, expected=[f"t.py::test[{n}]" for n in range(25)])
-    lines = told[1].splitlines()
-    assert lines[-1] == "- and 5 more"
-    assert len(lines) == 1 + 20 + 1
-
-
 # ---- workloads -------------------------------------------------------------------------------------------------------
 
 FULL = ["profile = full", "matmul.sizes = 4096, 8192", "hbm.sizes = 8 GiB"]

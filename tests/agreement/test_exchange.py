@@ -69,21 +69,6 @@ def test_every_rank_gets_the_verdict_that_rank_0_made_of_what_all_said(kind):
     assert len(deciders) == 10
 
 
-def test_a_rank_that_is_ahead_waits_for_the_others():
-    store = HashStore()
-    go = threading.Event()
-
-    def rank(number):
-        numbers = Exchange(over(store), number, 2)
-        if number == 1:
-            go.wait(10)
-        else:
-            threading.Timer(0.05, go.set).start()
-        return one_round(numbers, {"x": number}), go.is_set()
-
-    assert together(2, rank) == [({"said": [0, 1]}, True)] * 2
-
-
 def test_a_single_rank_decides_alone_and_leaves_nothing_in_the_store():
     store = HashStore()
     numbers = Exchange(over(store), 0, 1)

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_nodes import Node, azure, infiniband, pod
 
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.node.fabric import nccl_facts
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "node" / "fabric"))
-
-from made_nodes import Node, azure, infiniband, pod
 
 FORMATS = ("text", "shell", "json")
 

@@ -1,18 +1,14 @@
 """The variables of deploy/kubernetes/components/nccl-*, held against the advice for a node with that fabric."""
 
-import sys
 from pathlib import Path
 
+import made_nodes
 import pytest
 import yaml
 
 from pytest_gpucluster.node.fabric.nccl_advice import GOOGLE_SCRIPT, advise
 from pytest_gpucluster.node.fabric.nccl_facts import collect_facts
 from pytest_gpucluster.node.fabric.nccl_rules import RULES
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "node" / "fabric"))
-
-import made_nodes
 
 COMPONENTS = Path(__file__).parent.parent.parent / "deploy" / "kubernetes" / "components"
 OF_NCCL = ("NCCL_", "FI_", "UCX_")

@@ -1,5 +1,3 @@
-import pytest
-
 from pytest_gpucluster.isolation.finding import Outcome
 from pytest_gpucluster.isolation.inference import Probe, below_floor, judge_probes
 
@@ -41,23 +39,6 @@ def test_earlier_rounds_count_and_a_later_one_can_change_a_verdict():
     assert [one.verdict for one in judge_probes([first], floor=no_floor)] == ["passed", "passed"]
     assert [one.verdict for one in judge_probes([first, later], floor=no_floor)] == ["failed", "failed", "passed"]
     assert [one.number for one in judge_probes([first, later], floor=no_floor)] == [1, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("outcome", "reason"),
-    [
-        (pair(4, None, failure="not done after 60 s"), "not done after 60 s"),
-        (pair(4, 380, wrong="rank 9 at 4 KiB"), "wrong data: rank 9 at 4 KiB"),
-        (pair(4, None), "no value, and no reason was reported"),
-        (pair(4, float("nan")), "nan GB/s; usual for 2 units is 380 GB/s"),
-    ],
-    ids=["timeout", "wrong data", "no reason", "nan"],
-)
-def test_what_is_broken_has_failed_whatever_the_others_do(outcome, reason):
-    outcomes = [pair(0, 380), pair(2, 380), outcome]
-    assert verdicts(outcomes) == ["passed", "passed", "failed"]
-    assert reasons(outcomes)[2] == reason
-    assert verdicts([outcome]) == ["failed"]
 
 
 def test_the_floor_decides_also_where_there_is_no_other_group():

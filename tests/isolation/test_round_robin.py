@@ -15,11 +15,6 @@ def test_all_pairs_meet_once_and_no_player_is_in_two_pairs_at_a_time(players):
     assert sorted(met) == [(one, other) for one in range(players) for other in range(one + 1, players)]
 
 
-@pytest.mark.parametrize(("players", "count"), [(2, 1), (3, 3), (8, 7), (9, 9), (128, 127)])
-def test_no_tournament_is_shorter(players, count):
-    assert len(rounds(players)) == count_of_rounds(players) == count
-
-
 @given(st.integers(2, 1024), st.data())
 def test_partners_are_partners_of_each_other(players, data):
     player = data.draw(st.integers(0, players - 1))

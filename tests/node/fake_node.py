@@ -1,11 +1,10 @@
 """A node for tests: eight H100 behind NVSwitches, eight HCAs, two sockets. Nothing of it is this machine's."""
 
 import json
-import os
 
-import sysfs_ports
 from fake_host import plant, space
 from fake_nvml import HEALTHY_H100, FakeNvml
+from made_nodes import Node
 
 from pytest_gpucluster.node import info_gpus
 from pytest_gpucluster.node.info import Sources
@@ -49,23 +48,10 @@ MOUNTS = (
     "23 1 0:21 / /home rw - nfs4 filer:/home rw\n24 1 0:22 / /data ro - lustre mgs@o2ib:/scratch ro\n"
     "25 1 0:23 / /dev/shm rw - tmpfs tmpfs rw\n30 1 0:27 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 )
-NIC = "mlx5_{}"
 
 
 def gpu_pci(number):
     return f"0000:{0x20 + number:02x}:00.0"
-
-
-def add_pci(tree, address, *above, numa_node=0, cpus="0-63"):
-    """Add a device below its host bridge and the bridges ``above`` it, as the kernel shows it."""
-    folder = tree.path("/sys/devices").joinpath(*above, address)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "numa_node").write_text(f"{numa_node}\n")
-    (folder / "local_cpulist").write_text(f"{cpus}\n")
-    devices = tree.path("/sys/bus/pci/devices")
-    devices.mkdir(parents=True, exist_ok=True)
-    (devices / address).symlink_to(folder)
-    return folder
 
 
 def tree(root, changes=None):
@@ -76,23 +62,15 @@ def tree(root, changes=None):
         cores[f"{folder}/topology/physical_package_id"] = f"{cpu // 64}\n"
         cores[f"{folder}/topology/thread_siblings_list"] = f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}\n"
     planted = plant(root, {**FILES, **cores, "/proc/self/mountinfo": MOUNTS, **(changes or {})})
+    node = Node(planted.root)
     for number in range(8):
-        numa, switch = number // 4, f"0000:{0x10 + number:02x}"
-        host = f"pci0000:{0x10 + number:02x}"
-        place = {"numa_node": numa, "cpus": "64-127" if numa else "0-63"}
-        above = (host, f"{switch}:01.0", f"0000:{0x80 + number:02x}:00.0")
-        add_pci(planted, gpu_pci(number), *above, f"0000:{0x90 + number:02x}:00.0", **place)
-        nic = f"0000:{0x40 + number:02x}:00.0"
-        add_hca(planted, number, add_pci(planted, nic, *above, f"0000:{0x90 + number:02x}:01.0", **place))
+        node.gpu(number)
+        node.card(f"mlx5_{number}", close_to=number)
+        for device in (gpu_pci(number), f"0000:{0x40 + number:02x}:00.0"):
+            folder = planted.path(f"/sys/bus/pci/devices/{device}")
+            (folder / "numa_node").write_text(f"{number // 4}\n")
+            (folder / "local_cpulist").write_text("64-127\n" if number >= 4 else "0-63\n")
     return planted
-
-
-def add_hca(planted, number, function):
-    name = NIC.format(number)
-    sysfs_ports.add_port(planted.path("/sys"), name, pci="0000:18:00.0")
-    device = planted.path(f"/sys/class/infiniband/{name}/device")
-    device.unlink()
-    os.symlink(function, device)
 
 
 def nvml(changes=None, *, count=8, **others):

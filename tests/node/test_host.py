@@ -156,6 +156,10 @@ def version_1(root, **changes):
     return read(root, planted, mounts=V1.format(root="/"), groups=groups)
 
 
+def test_version_1_without_limits_has_none(tmp_path):
+    assert version_1(tmp_path) == Cgroup(versions=(1,), cpuset=frozenset(range(8)))
+
+
 def test_version_1_s_limits_are_read_from_the_tree_of_each_controller(tmp_path):
     found = version_1(
         tmp_path,

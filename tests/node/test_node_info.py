@@ -6,6 +6,7 @@ import re
 import fake_node
 import pytest
 from each import of_each
+from made_nodes import Node
 
 from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.node import info, info_gpus
@@ -238,8 +239,9 @@ ROOT, PORT, UP = "pci0000:16", "0000:16:01.0", "0000:17:00.0"
 def test_the_way_between_two_devices_is_what_their_paths_do_not_share(tmp_path_factory, case):
     one, other, numa, way = case
     tree = Tree(root=tmp_path_factory.mktemp("node"))
-    fake_node.add_pci(tree, "0000:50:00.0", *one)
-    fake_node.add_pci(tree, "0000:51:00.0", *other, numa_node=numa)
+    made = Node(tree.root)
+    made.pci("0000:50:00.0", *one)
+    made.pci("0000:51:00.0", *other, numa_node=numa)
     assert info_gpus.by_kernel(tree, "00000000:50:00.0", "0000:51:00.0") == way
     assert info_gpus.by_kernel(tree, "0000:51:00.0", "0000:50:00.0") == way
     assert info_gpus.by_kernel(tree, "0000:51:00.0", None) == "?"
