@@ -138,7 +138,7 @@ class Cluster:
         """
         for fault in faults:
             self._require_place(fault)
-        return replace(self, faults=Faults(faults))
+        return replace(self, faults=Faults(tuple(faults)))
 
     def _require_place(self, fault: Fault) -> None:
         where = fault.kind.where
@@ -251,7 +251,7 @@ def _with_faults(document: Document, cluster: Cluster, node: Node) -> Cluster:
                 found.append(fault)
         except OptionError as error:
             document.fail(item, str(error))
-    return replace(cluster, faults=Faults(found))
+    return replace(cluster, faults=Faults(tuple(found)))
 
 
 def _model(document: Document, node: Node, what: str, model: Any, base: Any) -> Any:

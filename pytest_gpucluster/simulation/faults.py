@@ -11,7 +11,7 @@ A fault acts on what the device, NVML, files or processes do. It never touches a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -142,11 +142,11 @@ def parse(text: str) -> Fault:
     return Fault(name=name, host=found["host"] or "", place=found["place"] or "", amount=amount or 0.0)
 
 
+@dataclass(frozen=True)
 class Faults:
     """The faults of a cluster, asked for by name and place."""
 
-    def __init__(self, faults: Iterable[Fault] = ()) -> None:
-        self.all: Sequence[Fault] = tuple(faults)
+    all: tuple[Fault, ...] = ()
 
     def amount(self, name: str, host: str = "", place: str | int = "") -> float | None:
         """Return how much of this fault is at this place; None where it is not there. A fault without an amount is 1.

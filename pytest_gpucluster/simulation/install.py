@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import MutableMapping
 from dataclasses import replace
@@ -36,13 +40,33 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
     found = descriptions.load(what)
     _require_room(found, facts)
     host = found.hosts[facts.node_rank]
-    folder = Path(tempfile.gettempdir()) / f"gpucluster-simulation-{os.getuid()}-{facts.run_id}"
+    folder = _shared_folder(found, facts)
     machine = Machine(folder, host, facts.local_rank)
     machine.take(os.getpid())
     install_node(found, host, folder)
     world = World(found, machine)
     backends.BACKENDS["cpu"] = lambda place: Simulated(place, world)
     return replace(facts, hostname=host)
+
+
+def _shared_folder(found: Cluster, facts: RankFacts) -> Path:
+    """Return the folder of this run's ranks on this machine; the last one to leave removes it."""
+    of_run = hashlib.sha256(f"{found!r} {facts.run_id} {facts.master_port}".encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"gpucluster-simulation-{os.getuid()}-{of_run}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    users = os.open(folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(users, fcntl.LOCK_SH)
+    atexit.register(_leave, folder, users)
+    return folder
+
+
+def _leave(folder: Path, users: int) -> None:
+    fcntl.flock(users, fcntl.LOCK_UN)
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another rank is still there
+        return
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _require_room(found: Cluster, facts: RankFacts) -> None:

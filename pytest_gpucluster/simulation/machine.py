@@ -83,7 +83,9 @@ class Machine:
         self._set("now", self._get("now") + seconds)
 
     def take(self, pid: int) -> None:
-        """Make it the GPU of a rank."""
+        """Make it the GPU of a rank, from a new beginning."""
+        for name in _FIELDS:
+            self._set(name, 0.0)
         self._set("pid", float(pid))
 
     def hold(self, amount_bytes: int) -> None:

@@ -42,7 +42,7 @@ def test_an_amount_is_a_ratio_seconds_or_watts():
 
 def test_a_fault_is_found_at_its_place_only():
     has = faults.Faults(
-        [faults.parse("slow-gpu:gpu-01/3=20%"), faults.parse("slow-host:gpu-00"), faults.parse("nvls-off")]
+        (faults.parse("slow-gpu:gpu-01/3=20%"), faults.parse("slow-host:gpu-00"), faults.parse("nvls-off"))
     )
     assert has.amount("slow-gpu", "gpu-01", 3) == 0.2
     assert has.amount("slow-gpu", "gpu-01", 2) is None
