@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from pytest_gpucluster.cli.command import (
     print_paragraph,
 )
 from pytest_gpucluster.cli.run import AGENT, FORWARDED, SignalForwarder, print_line, read_notes, run_exit_codes
-from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal.verdict import VARIABLE
 from pytest_gpucluster.launch.forks import Forked, ForkServer, holders
 from pytest_gpucluster.reports.registry import existing_files
@@ -100,6 +99,7 @@ def _demo(options: argparse.Namespace) -> int:
     clusters. You see the terminal of the first host; those of the others are files in DIR. Ctrl-C ends it, and the
     reports are written.
     """
+    from pytest_gpucluster.runners.plan import random_port, torchrun_options
     from pytest_gpucluster.runners.ssh_job import handling
 
     cluster = _described(options)
@@ -107,11 +107,13 @@ def _demo(options: argparse.Namespace) -> int:
     folder = Path(os.path.abspath(options.report_dir))
     with file_errors(NO_OUTPUT, f"--report-dir {options.report_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / JUNIT).unlink(missing_ok=True)  # of an earlier run
         files.atomic_write(folder / DESCRIPTION, description(options, cluster.faults.all))
     ranks = cluster.nodes * cluster.gpus_per_node
     planted = ", ".join(map(str, cluster.faults.all)) or "no fault"
     print_line(f"{plural(ranks, 'rank')} on {plural(cluster.nodes, 'simulated host')}, with {planted}; loading torch")
-    words = [str(suite), *pytest_options(options, cluster, folder), *options.forwarded]
+    words = torchrun_options(cluster.nodes, cluster.gpus_per_node, "127.0.0.1", random_port())
+    words += ["-m", "pytest", str(suite), *pytest_options(options, cluster, folder), *options.forwarded]
     forwarder = SignalForwarder()
     with (
         tempfile.TemporaryDirectory(prefix="gpucluster-demo-", ignore_cleanup_errors=True) as name,
@@ -119,11 +121,14 @@ def _demo(options: argparse.Namespace) -> int:
         closing(ForkServer()) as server,
     ):
         folders = Path(name), folder
-        found, directory = _run_nodes(server, forwarder, cluster.hosts, folders, _launch(cluster, words))
+        found, directory = _run_nodes(server, forwarder, cluster.hosts, folders, words)
     if directory:
         reports = dict(existing_files(Path(directory), junit=folder / JUNIT))
-        for line in culprit_lines(reports, cluster.faults.all) if options.narrate else ():
-            print_paragraph(line, rest="    ", stream=sys.stderr)
+        try:
+            for line in culprit_lines(reports, cluster.faults.all) if options.narrate else ():
+                print_paragraph(line, rest="    ", stream=sys.stderr)
+        except (JournalError, OSError, ET.ParseError, KeyError) as error:
+            print_line(f"where the culprit stands is unknown: {error}")  # the verdict still comes
         if "report" in reports:
             print_line(f"page: {reports['report']}")
     print_line(found.line)
@@ -164,23 +169,16 @@ def description(options: argparse.Namespace, faults: Sequence[Fault]) -> str:
 
 def pytest_options(options: argparse.Namespace, cluster: Cluster, folder: Path) -> list[str]:
     """Return what an operator would type for this cluster, and what makes it a simulated one."""
+    from pytest_gpucluster.runners.plan import report_arguments
+
     return [
         DEVICE,
         f"--gpucluster-simulate={folder / DESCRIPTION}",
         f"--gpucluster-expect={cluster.nodes}x{cluster.gpus_per_node}x{cluster.sku}",
         f"--gpucluster-profile={options.profile}",
-        f"--gpucluster-report-dir={folder}",
-        f"--junitxml={folder / JUNIT}",
+        *report_arguments(str(folder), str(folder / JUNIT)),
         *(["-p", _NARRATION] if options.narrate else []),
     ]
-
-
-def _launch(cluster: Cluster, words: Sequence[str]) -> list[str]:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    launch = [f"--nproc-per-node={cluster.gpus_per_node}", f"--nnodes={cluster.nodes}"]
-    return [*launch, "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "pytest", *words]
 
 
 # ---- the processes ---------------------------------------------------------------------------------------------------
