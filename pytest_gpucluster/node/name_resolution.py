@@ -45,6 +45,7 @@ class SystemResolver:
 
 
 SYSTEM = SystemResolver()
+"""The resolver that is asked. The simulation and tests replace it."""
 
 
 def store_form(address: str) -> str:

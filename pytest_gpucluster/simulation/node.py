@@ -19,7 +19,7 @@ from typing import Any
 
 from pytest_gpucluster.device.identity import VisibleGpu, VisibleGpus
 from pytest_gpucluster.node import host as host_facts
-from pytest_gpucluster.node import inventory, kernel_log, network, nvml, sysfs
+from pytest_gpucluster.node import inventory, kernel_log, name_resolution, network, nvml, sysfs
 from pytest_gpucluster.node.health import telemetry
 from pytest_gpucluster.node.infiniband import ETHERNET
 from pytest_gpucluster.node.interfaces import interfaces
@@ -130,6 +130,25 @@ class SimulatedVisibleGpus(VisibleGpus):
         gpu = self._gpus[index]
         name, memory_bytes = gpu.cluster.gpu.name, gpu.cluster.gpu.memory_bytes
         return VisibleGpu(name=name, uuid=gpu.uuid.removeprefix("GPU-"), memory_bytes=memory_bytes)
+
+
+class SimulatedResolver(name_resolution.SystemResolver):
+    """The names of the cluster's hosts, which all share this machine.
+
+    Args:
+        host: of this process.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def forward(self, name: str) -> str:
+        """Return this machine's own address for any name."""
+        return "127.0.0.1"
+
+    def reverse(self, address: str) -> str:
+        """Return the host's name for any address."""
+        return self._host
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -348,6 +367,8 @@ def seams(cluster: Cluster, host: str, folder: Path) -> Mapping[tuple[ModuleType
             draft = root.with_name(f"root-{os.getpid()}")
             write_node(cluster, host, draft)
             draft.rename(root)
+    from pytest_gpucluster.benchmarks import host_link  # it imports torch
+
     gpus = gpus_of(cluster, host, folder)
     ahead_seconds = cluster.faults.amount("clock-skew", host) or 0.0
 
@@ -360,6 +381,8 @@ def seams(cluster: Cluster, host: str, folder: Path) -> Mapping[tuple[ModuleType
         (inventory, "VISIBLE_GPUS"): lambda: SimulatedVisibleGpus(gpus),
         (kernel_log, "RECORDS"): lambda kmsg: kernel_records(gpus),
         (host_facts, "STATVFS"): _half_of(cluster.node.memory_bytes),
+        (name_resolution, "SYSTEM"): SimulatedResolver(host),
+        (host_link, "NUMA_MAPS"): root / "proc/self/numa_maps",  # not there: on which node pages lie is unknown
         (network, "NOW"): lambda: time.time() + ahead_seconds,
         (telemetry, "COMMAND"): (sys.executable, "-m", "pytest_gpucluster.simulation.nvml", str(folder), host),
     }

@@ -35,7 +35,7 @@ STALE_PID = 3_900_000
 """And the number of the GPU: the process that an earlier job has left behind."""
 IDLE_CLOCK_MHZ, VIDEO_MARGIN_CELSIUS = 345, 2
 CLUSTER_FILE = "cluster.pickle"
-"""In the folder above those of the hosts: for processes that know only the folder."""
+"""In the folder of a simulated run: the cluster, for processes that know only this folder."""
 _LINK_VERSIONS = {"8": "3.1", "9": "4.0", "10": "5.0", "12": "5.0"}
 """Major compute capability -> version of its NVLinks."""
 _LOST = {

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from examined import Examined
 
-from pytest_gpucluster.node import kernel_log, network, nvml
+from pytest_gpucluster.benchmarks import host_link
+from pytest_gpucluster.node import kernel_log, name_resolution, network, nvml
 from pytest_gpucluster.node.fabric.nccl_advice import find_fabric
 from pytest_gpucluster.node.health import counters, telemetry
 from pytest_gpucluster.node.nvml import read_values
@@ -110,6 +111,13 @@ def on(tmp_path, monkeypatch):
         return gpus_of(found, "gpu-01", tmp_path)
 
     return enter
+
+
+def test_names_resolve_and_host_memory_is_on_no_known_numa_node(on):
+    on()
+    questions = [name_resolution.Question(kind="forward", node=0, name="gpu-00")]
+    assert name_resolution.look_up(questions, deadline_seconds=30)[0].error == ""
+    assert host_link.nodes_of(2**47) == {}
 
 
 def test_load_memory_and_processes_are_shown(on):
