@@ -32,7 +32,7 @@ def test_fabric_ports(board, cluster, fabric_sources, gpu, inventory, limits, me
         world_size=cluster.world_size,
         nnodes=cluster.nnodes,
         sizes=workload.all_reduce.sizes,
-        on_cpu=cluster.device.type == "cpu",
+        on_cpu=not cluster.has_gpus,
     )
     settings = effective(fabric_sources.settings())
     ports = ports_of_all(board, fabric_sources, settings, inventory, cluster.rank, expected=expected)

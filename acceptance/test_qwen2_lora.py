@@ -56,7 +56,7 @@ def reference_curve(request, cluster, settings):
             return curve
         trains = TRAINED_BY.get(model, "test_lora_of_model")
         has_inputs = trains == "test_lora_tiny" or (settings.model is not None and "function_calls" in settings.data)
-        has_gpu = trains != "test_qwen2_lora" or cluster.device.type == "cuda"
+        has_gpu = trains != "test_qwen2_lora" or cluster.has_gpus
         others = {getattr(item, "originalname", "") for item in request.session.items} - {request.node.originalname}
         if trains in others and has_inputs and has_gpu:
             return None

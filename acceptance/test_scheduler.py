@@ -59,7 +59,7 @@ def test_slurm_allocation(board, cluster, inventory, measure, request):
     On cpu there are no GPUs to look at.
     """
     nodes = Nodes.of(inventory, cluster.node_rank)
-    sources = request.getfixturevalue("gpu_sources") if cluster.device.type == "cuda" else None
+    sources = request.getfixturevalue("gpu_sources") if cluster.has_gpus else None
     findings = examine_allocation(board, nodes, inventory, os.environ, rank=cluster.rank, sources=sources)
     if findings is None:
         return

@@ -187,7 +187,7 @@ def _report_problems(found: Round, run: torchrun.Run, promised: list[str]) -> It
         yield f"{plan.launcher} ended with {code}, not {allowed}"
     # A rank 0 that has crashed prints nothing more.
     prints = plan.kind != "start" and not (plan.victim == 0 and must.ends_the_run)
-    if f"{must.verdict} (a REHEARSAL" not in run.output and prints:
+    if f"REHEARSAL, {must.verdict} (" not in run.output and prints:
         yield f"the terminal does not have {must.verdict}"
     folder = root if plan.fault == "fill_disk" else root / "reports" / "latest"
     if plan.kind != "start":  # a failed launch may have no journal

@@ -122,6 +122,6 @@ class HookSpecs:
         Example, in a conftest.py::
 
             def pytest_gpucluster_verdict(record):
-                if record.verdict == "REJECTED" and not record.rehearsal:
+                if record.verdict == "REJECTED" and not record.kind:
                     print(record.reason, record.excluded, record.directory / "report.html")
         """

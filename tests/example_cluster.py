@@ -22,7 +22,7 @@ from pytest_gpucluster.config.workload import WorkloadRecord
 from pytest_gpucluster.isolation.finding import Outcome
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.records import CollectedTest, TestResult
+from pytest_gpucluster.journal.records import KINDS, CollectedTest, TestResult
 from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics.measurement import Measurement, measurement
@@ -57,14 +57,14 @@ class ExampleRun:
     Attributes:
         hosts: of the nodes, in order.
         per_node: ranks on each.
-        has_gpus: H100; else it is a rehearsal on cpu.
+        device: of the run. Unless it is cpu, each rank has an H100.
         seed: of all that is drawn.
         lines: so far.
     """
 
     hosts: Sequence[str]
     per_node: int
-    has_gpus: bool = True
+    device: str = "cuda"
     seed: int = 1
     lines: list[dict[str, Any]] = field(default_factory=list)
     results: list[TestResult] = field(default_factory=list)
@@ -73,6 +73,7 @@ class ExampleRun:
     _at: datetime = _BEGIN
 
     def __post_init__(self):
+        self.has_gpus = self.device != "cpu"
         self.random = random.Random(self.seed)
         self.ranks = range(len(self.hosts) * self.per_node)
         self.who = [self._identity(rank) for rank in self.ranks]
@@ -160,11 +161,10 @@ class ExampleRun:
 
     def begin(self, *, workload=None):
         """The first lines: the run, the cluster, limits, environment and workload."""
-        device = "cuda" if self.has_gpus else "cpu"
         nodes = len(self.hosts)
         expect = f"{nodes}x{self.per_node}xH100" if self.has_gpus else None
         options = {
-            "device": (device, "default" if self.has_gpus else "command line"),
+            "device": (self.device, "default" if self.device == "cuda" else "command line"),
             "expect": (expect, "command line" if expect else "default"),
             "thresholds": (_LIMITS_NAME, "ini file"),
             "profile": ("full", "default"),
@@ -176,7 +176,7 @@ class ExampleRun:
                 "schema_version": 1,
                 "run_id": f"example-{self.seed}",
                 "started_at": self._now(),
-                "argv": ["acceptance/", f"--gpucluster-device={device}", "--junitxml=report.xml"],
+                "argv": ["acceptance/", f"--gpucluster-device={self.device}", "--junitxml=report.xml"],
                 "hostname": self.hosts[0],
                 "versions": {"python": "3.11.7", "pytest": "9.2.0"},
                 "plugin_version": "0.1.0",
@@ -189,7 +189,7 @@ class ExampleRun:
                     "log_passing": True,
                     "duration_report": "total",
                 },
-                "device": device,
+                "device": self.device,
                 "rehearsal": not self.has_gpus,
                 "selection": False,
                 "launcher": "torchrun",
@@ -317,7 +317,7 @@ class ExampleRun:
             pytest_exit=0 if all(one.outcome in ("passed", "skipped") for one in self.results) else 1,
             abort=(11, self.problems[0]) if self.problems else None,
             not_run=not_run if not self.problems else (),
-            rehearsal=not self.has_gpus,
+            kind=KINDS[self.device],
             selection=False,
             manifest=True,
             topology=f"{shape}, as expected ({nodes}x{self.per_node}xH100)" if self.has_gpus else shape,

@@ -304,7 +304,7 @@ _SMALL = {"matmul.sizes": "128, 256", "matmul.window": "0.3 s", "hbm.sizes": "8 
 
 
 def _rehearsal():
-    run = ExampleRun(hosts=("laptop",), per_node=2, has_gpus=False, seed=2)
+    run = ExampleRun(hosts=("laptop",), per_node=2, device="cpu", seed=2)
     run.begin(workload=_SMALL)
     run.collect(_REHEARSED)
     _rehearse(run)
@@ -330,7 +330,7 @@ def _rehearse(run):
 
 
 def _broken():
-    run = ExampleRun(hosts=("laptop",), per_node=2, has_gpus=False, seed=3)
+    run = ExampleRun(hosts=("laptop",), per_node=2, device="cpu", seed=3)
     run.begin(workload=_SMALL)
     run.collect(_REHEARSED)
     _rehearse(run)

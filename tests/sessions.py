@@ -90,10 +90,9 @@ class Left:
     def last_line(self) -> tuple[str, int, str]:
         """The last line of the terminal: verdict, exit code and reason. It says that this is a rehearsal."""
         line = self.stdout.splitlines()[-1]
-        found = re.match(r"([A-Z ]+?)( \(.*\))?, exit code (\d+): (.*)", line)
+        found = re.match(r"REHEARSAL, ([A-Z ]+?) \(no statement about hardware\), exit code (\d+): (.*)", line)
         assert found is not None, self.output
-        assert "REHEARSAL on cpu" in line
-        return found[1], int(found[3]), found[4]
+        return found[1], int(found[2]), found[3]
 
     @cached_property
     def document(self) -> ET.Element:

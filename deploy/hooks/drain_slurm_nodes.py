@@ -4,8 +4,8 @@
     pytest_plugins = ["drain_slurm_nodes"]              # or in the conftest.py of the suite
 
 It drains the nodes that the isolation has confirmed and written to ``exclude.txt``, and only if the run was REJECTED on
-GPUs: never on a suspicion, and never after a rehearsal. The user needs the right to change nodes (Slurm's operator or
-admin). A failure is an error that is shown and kept in the run's folder; the verdict stays.
+GPUs: never on a suspicion, and never after a rehearsal or on a simulated cluster. The user needs the right to change
+nodes (Slurm's operator or admin). A failure is an error that is shown and kept in the run's folder; the verdict stays.
 
 Source: https://slurm.schedmd.com/scontrol.html (update node: State=DRAIN with a Reason).
 """
@@ -26,7 +26,7 @@ SECONDS = 30
 
 def pytest_gpucluster_verdict(record: VerdictRecord) -> None:
     """Drain the hosts of exclude.txt."""
-    if record.verdict != "REJECTED" or record.rehearsal or not record.excluded:
+    if record.verdict != "REJECTED" or record.kind or not record.excluded:
         return
     nodes = compress_hostlist(record.excluded)
     reason = f"pytest-gpucluster job {record.job_id}: isolated as bad, see {record.directory}"

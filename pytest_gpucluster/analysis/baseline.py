@@ -13,7 +13,8 @@ from pytest_gpucluster.analysis.compare_output import change_text, pair_text
 from pytest_gpucluster.analysis.run_view import Conditions, RunView, key_of, obstacles, without_samples
 from pytest_gpucluster.errors import JournalError, OptionError
 from pytest_gpucluster.journal.journal import locate, read
-from pytest_gpucluster.journal.records import TestResult
+from pytest_gpucluster.journal.records import KIND_NAMES, TestResult
+from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.judge.judge import Judgement
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics.codec import to_json
@@ -37,7 +38,7 @@ class Baseline:
     allowed: float
 
     @classmethod
-    def read(cls, place: Path, *, allowed: float, rehearsal: bool) -> Baseline:
+    def read(cls, place: Path, *, allowed: float, kind: str) -> Baseline:
         """Read the baseline of a run that is starting.
 
         Raises:
@@ -52,10 +53,9 @@ class Baseline:
             raise OptionError(f"{option}: {error}") from None
         except OSError as error:
             raise OptionError(f"{option} {place}: cannot be read: {error.strerror or error}") from None
-        if journal.run.rehearsal != rehearsal:
-            kinds = ("a run on GPUs", "a REHEARSAL on cpu")
+        if journal.run.kind != kind:
             raise OptionError(
-                f"{option} {path}: is {kinds[journal.run.rehearsal]}, and this is {kinds[rehearsal]}: they "
+                f"{option} {path}: is a {KIND_NAMES[journal.run.kind]}, and this is a {KIND_NAMES[kind]}: they "
                 "cannot be compared; name a run of the same kind, or leave the option out"
             )
         view = RunView.of(journal)
@@ -64,7 +64,7 @@ class Baseline:
                 f"{option} {path}: none of its tests passed with a measurement, so there is nothing to "
                 "compare with; name a run that was accepted"
             )
-        run = f"{journal.run.title}, {journal.verdict}"
+        run = f"{journal.run.title}, {marked(journal.verdict, kind)}"
         return cls(path=path, sha256=digest, run=run, view=view, allowed=allowed)
 
     @property

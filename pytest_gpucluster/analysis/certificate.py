@@ -183,7 +183,7 @@ class Certificate:
             content.accepted
             and not content.not_accepted_because
             and (content.verdict.get("word"), content.verdict.get("exit")) == ("ACCEPTED", 0)
-            and content.run.get("rehearsal") is False
+            and content.run.get("kind") == ""
             and content.run.get("selection") is False
         )
 
@@ -292,7 +292,7 @@ def certificate_content(journal: Journal, *, sha256: str) -> dict[str, Any]:
             "verdict": {"word": journal.verdict, "exit": journal.exit, "reason": journal.reason},
             "run": {
                 **fields_of(run, "run_id", "started_at", "launcher", "world_size", "nnodes", "plugin_version"),
-                **fields_of(run, "rehearsal", "selection"),
+                **fields_of(run, "kind", "selection"),
                 "ended_at": journal.end.at if journal.end is not None else "",
                 "host": run.hostname,
                 "profile": journal.profile,

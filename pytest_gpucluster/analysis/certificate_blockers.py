@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from pytest_gpucluster.analysis.output import fields_of
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import OUTCOMES
+from pytest_gpucluster.journal.records import KIND_NAMES, OUTCOMES
 from pytest_gpucluster.journal.verdict import ACCEPTED
 from pytest_gpucluster.judge.judge import judge
 from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
@@ -118,8 +118,8 @@ def _run_problems(journal: Journal) -> Iterator[str]:
         yield "the journal's last line is cut off"
     if journal.end is None:
         yield f"the journal has no closing line: {journal.reason}"
-    if journal.run.rehearsal:
-        yield "it is a rehearsal on cpu, which states nothing about hardware"
+    if journal.run.kind:
+        yield f"it is a {KIND_NAMES[journal.run.kind]}, which states nothing about hardware"
     elif journal.run.device != "cuda":
         yield f"it ran on {journal.run.device or 'an unknown device'}, not on cuda"
     if journal.run.selection:

@@ -15,6 +15,7 @@ from pytest_gpucluster.analysis.output import fields_of, json_document, table, w
 from pytest_gpucluster.analysis.run_view import key_of
 from pytest_gpucluster.errors import JournalError, UnitError
 from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import KIND_NAMES
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.reports.tables import percent, quantity
@@ -85,9 +86,9 @@ def collectives_of(journal: Journal) -> RunCollectives:
     nccl = {place.versions.get("nccl", "") for place in journal.ranks} | {journal.run.versions.get("nccl", "")}
     points = tuple(_points(journal))
     why_not = "" if points else "no busbw of a collective was measured in this run"
-    if journal.run.rehearsal or journal.run.device != "cuda":
-        device = journal.run.device or "an unknown device"
-        why_not = f"the journal is of a rehearsal on {device}, where gloo replaces NCCL"
+    if journal.run.kind or journal.run.device != "cuda":
+        what = KIND_NAMES[journal.run.kind] if journal.run.kind else "run on an unknown device"
+        why_not = f"the journal is of a {what}, where gloo replaces NCCL"
     return RunCollectives(points=points, ranks_of=by_host, nccl=", ".join(sorted(filter(None, nccl))), why_not=why_not)
 
 

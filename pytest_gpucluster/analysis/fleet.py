@@ -21,7 +21,8 @@ from pytest_gpucluster.analysis.output import fields_of, json_document, table, w
 from pytest_gpucluster.analysis.run_view import STATES, key_of
 from pytest_gpucluster.isolation.finding import EXCLUDE_FILE, node_sections
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
-from pytest_gpucluster.journal.records import TestResult
+from pytest_gpucluster.journal.records import KIND_NAMES, TestResult
+from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import straggler_ratios
 from pytest_gpucluster.metrics import stats
@@ -61,7 +62,7 @@ class Node:
         """Return the verdict, and the first failure or else its reason."""
         bad = outline(self.journal).bad
         why = f"{bad[0].name}: {bad[0].why}" if bad and bad[0].why else self.journal.reason
-        return f"{self.journal.verdict}: {why}"
+        return f"{marked(self.journal.verdict, self.journal.run.kind)}: {why}"
 
 
 def journals_below(place: Path) -> list[Path]:
@@ -119,7 +120,7 @@ def _outliers(nodes: Iterable[Node], behind: float) -> tuple[Outlier, ...]:
     groups: dict[tuple[object, ...], list[_Value]] = {}
     for node in nodes:
         journal = node.journal
-        kind = (journal.run.rehearsal, journal.sku, journal.run.world_size)
+        kind = (journal.run.kind, journal.sku, journal.run.world_size)
         for result in journal.results:
             for judged in result.measurements:
                 group = groups.setdefault((*kind, result.nodeid, judged.unit, key_of(judged)), [])
@@ -232,9 +233,8 @@ class Fleet:
     @property
     def mixed(self) -> str:
         """Return why these runs cannot be compared as a fleet, or an empty text."""
-        if len({node.journal.run.rehearsal for node in self.nodes}) > 1:
-            return "a REHEARSAL on cpu states nothing about hardware, and cannot be compared with runs on GPUs"
-        return ""
+        kinds = sorted({f"a {KIND_NAMES[node.journal.run.kind]}" for node in self.nodes})
+        return f"{' and '.join(kinds)} cannot be compared" if len(kinds) > 1 else ""
 
     @property
     def notes(self) -> Iterator[str]:
@@ -379,7 +379,7 @@ def _node_row(found: Fleet, node: Node) -> tuple[list[str], list[str]]:
         names.setdefault(titles.get(outcome, outcome), []).append(name)
     counts = ", ".join(f"{len(tests)} {title}" for title, tests in names.items())
     details = [f"{title}: {some_of(tests, 6)}" for title, tests in names.items() if title != "passed"]
-    return [shortened(clean(node.name), 24), node.journal.verdict, counts], details
+    return [shortened(clean(node.name), 24), marked(node.journal.verdict, node.journal.run.kind), counts], details
 
 
 def fleet_document(found: Fleet, *, exit_code: int) -> str:
@@ -396,6 +396,7 @@ def fleet_document(found: Fleet, *, exit_code: int) -> str:
                     "journal": str(node.run.path),
                     **fields_of(node.journal.run, "run_id", "started_at"),
                     **fields_of(node.journal, "verdict", "exit", "reason"),
+                    "kind": node.journal.run.kind,
                     "earlier": [{"journal": str(run.path), "verdict": run.journal.verdict} for run in node.earlier],
                     "cells": {test: _cell(found, node, test) for test in found.names},
                 }

@@ -17,7 +17,7 @@ from typing import Any
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import Journal, read
-from pytest_gpucluster.journal.records import MergedFrom
+from pytest_gpucluster.journal.records import KIND_NAMES, MergedFrom
 from pytest_gpucluster.text import some_of
 
 Line = Mapping[str, Any]
@@ -158,7 +158,7 @@ _OF_A_JOB = ("SLURM_", "TORCHELASTIC_", "GPUCLUSTER_", "NCCL_DEBUG_FILE")
 
 
 _COMPARED: tuple[tuple[str, Callable[[Source], Hashable]], ...] = (
-    ("kinds of run", lambda s: "a REHEARSAL on cpu" if s.journal.run.rehearsal else "a run on GPUs"),
+    ("kinds of run", lambda s: f"a {KIND_NAMES[s.journal.run.kind]}"),
     ("SKUs", lambda s: s.journal.sku),
     ("limits (SHA-256)", lambda s: s.journal.limits and tuple(digest for _, digest in s.journal.limits.files)),
     ("workloads", lambda s: _workload(s)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from pytest_gpucluster.config.workload import SECTIONS
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import RankPlace, TestResult
+from pytest_gpucluster.journal.records import KIND_NAMES, RankPlace, TestResult
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics import stats
 from pytest_gpucluster.metrics.measurement import METRICS
@@ -62,7 +62,8 @@ class Conditions:
 
     sku: str | None = None
     gpu_name: str | None = None
-    rehearsal: bool = False
+    kind: str = ""
+    """Of the run (``KINDS``)."""
     world_size: int = 1
     nnodes: int = 1
     places: Mapping[int, RankPlace] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Conditions:
         return cls(
             sku=journal.sku,
             gpu_name=journal.gpu_name or first_name,
-            rehearsal=journal.run.rehearsal,
+            kind=journal.run.kind,
             world_size=journal.run.world_size,
             nnodes=journal.run.nnodes,
             places={place.rank: place for place in journal.ranks},
@@ -180,9 +181,8 @@ OF_A_SEARCH = ".best_tflops"
 
 def obstacles(old: Conditions, new: Conditions) -> Iterator[str]:
     """Yield why two runs cannot be compared; nothing where they can."""
-    if old.rehearsal != new.rehearsal:
-        words = ("a run on GPUs", "a REHEARSAL on cpu")
-        yield f"{words[old.rehearsal]} before, {words[new.rehearsal]} now"
+    if old.kind != new.kind:
+        yield f"a {KIND_NAMES[old.kind]} before, a {KIND_NAMES[new.kind]} now"
     elif old.sku != new.sku:
         yield f"another SKU: {old.sku or 'unknown'} before, {new.sku or 'unknown'} now"
     elif old.gpu_name != new.gpu_name:

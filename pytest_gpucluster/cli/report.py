@@ -24,6 +24,7 @@ from pytest_gpucluster.cli.command import (
 )
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.reports.registry import FILES, existing_files, render
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, printable
 
@@ -129,9 +130,8 @@ def _render(kind: str, out: str, journal: Journal, folder: Path, options: argpar
 
 
 def _headline(journal: Journal) -> str:
-    rehearsal = "REHEARSAL, " if journal.run.rehearsal else ""
     reason = one_line(journal.reason, MESSAGE_CHARACTERS)
-    return printable(f"{rehearsal}{journal.verdict}{f' ({reason})' if reason else ''}")
+    return printable(f"{marked(journal.verdict, journal.run.kind)}{f' ({reason})' if reason else ''}")
 
 
 COMMAND = _report

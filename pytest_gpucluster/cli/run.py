@@ -143,7 +143,7 @@ def read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNot
         word=journal.verdict,
         exit=journal.exit,
         reason=journal.reason,
-        rehearsal=journal.run.rehearsal,
+        kind=journal.run.kind,
         directory=begun.directory,
     )
 

@@ -44,6 +44,7 @@ from pytest_gpucluster.cli.command import (
 from pytest_gpucluster.errors import JournalError, LaunchError, OutputError
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, encode, locate
+from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.launch.hostlist import expand_hostlist
 from pytest_gpucluster.reports.tables import rank_name
 from pytest_gpucluster.runners.run_result import conclusion
@@ -123,7 +124,7 @@ def _describe(path: Path, journal: Journal) -> dict[str, Any]:
         "run_id": journal.run.run_id,
         "started_at": journal.run.started_at,
         "verdict": journal.verdict,
-        "rehearsal": journal.run.rehearsal,
+        "kind": journal.run.kind,
         "sku": journal.limits.sku if journal.limits is not None else None,
         "world_size": journal.run.world_size,
         "nnodes": journal.run.nnodes,
@@ -133,10 +134,9 @@ def _describe(path: Path, journal: Journal) -> dict[str, Any]:
 def _head(described: list[dict[str, Any]], width: int) -> str:
     lines = []
     for when, run in zip(("before", "now"), described, strict=True):
-        rehearsal = "REHEARSAL, " if run["rehearsal"] else ""
         shape = run_view.Conditions(world_size=run["world_size"], nnodes=run["nnodes"]).shape
         sku = f"{run['sku'] or 'SKU unknown'}, {shape}"
-        text = one_line(f"{run['started_at'][:19]}, {rehearsal}{run['verdict']}, {sku}", 300)
+        text = one_line(f"{run['started_at'][:19]}, {marked(run['verdict'], run['kind'])}, {sku}", 300)
         lines += paragraph(text, width, first=f"{when}:".ljust(_INDENT), rest=" " * _INDENT)
         lines.append(" " * _INDENT + printable(run["journal"]))  # not wrapped: for copying
     return "\n".join(lines) + "\n\n"
@@ -185,8 +185,8 @@ def _merge(options: argparse.Namespace) -> int:
             complain(f"{source.path}: its last line is truncated and left out", DONE)
     with file_errors(NO_OUTPUT, f"--out {out}"):
         atomic_write(out, "".join(encode(line).decode() for line in merged.lines()))
-    verdict, rehearsal = merged.verdict, sources[0].journal.run.rehearsal
-    line = conclusion(verdict.word, verdict.exit, verdict.reason, rehearsal=rehearsal).line
+    verdict, kind = merged.verdict, sources[0].journal.run.kind
+    line = conclusion(verdict.word, verdict.exit, verdict.reason, kind=kind).line
     print(f"gpucluster: {printable(line)}")
     return complain(f"{len(sources)} runs merged: {out}", DONE)
 

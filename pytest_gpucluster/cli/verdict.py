@@ -55,7 +55,7 @@ def _verdict(options: argparse.Namespace) -> int:
     if result.exit == 0 and launcher_exit:
         reason = f"its journal states {result.verdict}, but its launcher ended with exit code {launcher_exit}"
         result = replace(result, verdict=BROKEN, exit=BROKEN_EXIT, reason=reason, failure=result.failure or reason)
-    end = conclusion(result.verdict, result.exit, result.reason, rehearsal=result.rehearsal)
+    end = conclusion(result.verdict, result.exit, result.reason, kind=result.kind)
     print(f"gpucluster: {printable(end.line)}")
     if options.json is not None:
         with file_errors(BROKEN_EXIT, f"--json {options.json}"):

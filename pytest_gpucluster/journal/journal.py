@@ -130,7 +130,7 @@ class Journal:
     def verdict(self) -> str:
         """Return the verdict. A run without a closing line is BROKEN, or REJECTED if something failed."""
         if self.end is not None:
-            return self.end.verdict
+            return verdict.word_of_kind(self.end.verdict, self.run.kind)
         if self.is_live:
             return verdict.RUNNING
         return "REJECTED" if self.has_failed else "BROKEN"
@@ -203,7 +203,7 @@ class Journal:
             problems=[problem.message or problem.name for problem in self.problems],
             not_run=[test.nodeid for test in self.not_run],
             required=self.run.required,
-            rehearsal=self.run.rehearsal,
+            kind=self.run.kind,
             selection=self.run.selection,
             manifest=self.has_manifest,
             deviations=self.deviations,

@@ -59,6 +59,13 @@ def _convert_options(value: object) -> Mapping[str, tuple[str, str]]:
     return {name: (str(pair.get("value")), str(pair.get("origin", ""))) for name, pair in pairs.items()}
 
 
+REHEARSAL, SIMULATED = "REHEARSAL", "SIMULATED"
+KINDS = {"cuda": "", "cpu": REHEARSAL, "simulated": SIMULATED}
+"""Device -> kind of run: what stands before its verdict wherever that is shown; "" where it is about hardware."""
+KIND_NAMES = {"": "run on GPUs", REHEARSAL: "REHEARSAL on cpu", SIMULATED: "SIMULATED cluster"}
+"""Kind of run -> its name, to follow "a"."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The first line: options, host and versions."""
@@ -85,6 +92,11 @@ class Run:
         """Return the value of an option; "" where it was not given."""
         value, _ = self.options.get(name, ("None", ""))
         return "" if value == "None" else value
+
+    @property
+    def kind(self) -> str:
+        """Return "REHEARSAL" or "SIMULATED", or "" for a run on GPUs (``KINDS``)."""
+        return REHEARSAL if self.rehearsal else KINDS.get(self.device, "")
 
     @property
     def required(self) -> tuple[str, ...]:

@@ -110,13 +110,14 @@ class VerdictRecord:
     """A finished run. A hook cannot change its verdict or its exit code."""
 
     verdict: str
-    """ACCEPTED, SELECTION PASSED, PASSED WITH DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE or BROKEN."""
+    """ACCEPTED, SELECTION PASSED, PASSED WITH DEVIATIONS, REHEARSED, SIMULATED, REJECTED, INCOMPLETE or BROKEN."""
     exit: int
     """The exit code of pytest on this rank (``gpucluster verdict --help`` has the table)."""
     reason: str
     """Why, in one line. It quotes names and messages of any origin: treat it as text, never as a command."""
-    rehearsal: bool
-    """True on cpu: the result states nothing about hardware, so no action on hardware is due."""
+    kind: str
+    """Empty for a run on GPUs. REHEARSAL on cpu, SIMULATED on a simulated cluster: the result states nothing about
+    hardware, so no action on hardware is due."""
     selection: bool
     """True where only a part of the suite was selected."""
     directory: Path
@@ -135,7 +136,7 @@ class VerdictRecord:
     @property
     def is_accepted(self) -> bool:
         """Return whether the whole suite passed on GPUs: exit code 0 alone does not state that."""
-        return self.verdict == ACCEPTED and self.exit == 0 and not self.rehearsal
+        return self.verdict == ACCEPTED and self.exit == 0 and not self.kind
 
     @classmethod
     def of(cls, journal: Journal, directory: Path, *, verdict: str, exit: int, reason: str) -> VerdictRecord:
@@ -154,7 +155,7 @@ class VerdictRecord:
             verdict=verdict,
             exit=exit,
             reason=reason,
-            rehearsal=journal.run.rehearsal,
+            kind=journal.run.kind,
             selection=journal.run.selection,
             directory=directory,
             journal=journal,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from pytest_gpucluster.errors import JournalError
-from pytest_gpucluster.journal.records import TestResult, failed_before
+from pytest_gpucluster.journal.records import REHEARSAL, SIMULATED, TestResult, failed_before
 from pytest_gpucluster.metrics.catalogue import declared
 from pytest_gpucluster.metrics.codec import read
 
@@ -29,13 +29,15 @@ REHEARSED = "REHEARSED"
 REJECTED = "REJECTED"
 INCOMPLETE = "INCOMPLETE"
 BROKEN = "BROKEN"
-VERDICTS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, REJECTED, INCOMPLETE, BROKEN)
+VERDICTS = (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS, REHEARSED, SIMULATED, REJECTED, INCOMPLETE, BROKEN)
+_PASSES = {REHEARSAL: REHEARSED, SIMULATED: SIMULATED}
+"""Kind of run -> its verdict where everything passed."""
 
 RUNNING, RUNNING_EXIT = "RUNNING", 13
 """State of a run that has no verdict yet, and the exit code of ``gpucluster verdict`` then. No run ends with it."""
 
 EXIT_CODES = {
-    0: "ACCEPTED, SELECTION PASSED or REHEARSED: everything that ran passed",
+    0: "ACCEPTED, SELECTION PASSED, REHEARSED or SIMULATED: everything that ran passed",
     1: "REJECTED: a limit missed, a wrong result, or a GPU identified as bad",
     2: "BROKEN: interrupted, or collection failed on every rank",
     3: "BROKEN: an internal error",
@@ -61,6 +63,25 @@ class Verdict:
     reason: str
 
 
+def marked(word: str, kind: str) -> str:
+    """Return a verdict as it is shown: with the kind of run before it, unless it is about hardware.
+
+    >>> marked("REJECTED", "SIMULATED"), marked("SIMULATED", "SIMULATED"), marked("ACCEPTED", "")
+    ('SIMULATED, REJECTED', 'SIMULATED', 'ACCEPTED')
+    """
+    return word if kind in ("", word) else f"{kind}, {word}"
+
+
+def title(word: str, kind: str) -> str:
+    """Return a verdict as a headline: :func:`marked`, and what that means."""
+    return f"{marked(word, kind)} (no statement about hardware)" if kind else word
+
+
+def word_of_kind(word: str, kind: str) -> str:
+    """Return the verdict of a run of this kind: one that is not about hardware accepts none, whatever is recorded."""
+    return _PASSES[kind] if kind and word in (ACCEPTED, SELECTION_PASSED, PASSED_WITH_DEVIATIONS) else word
+
+
 def decide(
     results: Sequence[TestResult],
     *,
@@ -69,7 +90,7 @@ def decide(
     problems: Sequence[str] = (),
     not_run: Collection[str] = (),
     required: Collection[str] = (),
-    rehearsal: bool,
+    kind: str,
     selection: bool,
     manifest: bool,
     deviations: Sequence[str] = (),
@@ -84,6 +105,7 @@ def decide(
         problems: faults outside any test.
         not_run: collected tests that were never started.
         required: names of criteria that the operator requires.
+        kind: of the run (``KINDS``). On a simulated cluster the rules are those of GPUs, but for the word of a pass.
         manifest: a criteria.txt next to the tests lists what an acceptance needs.
         deviations: where limits or workload demand less than the shipped ones.
         topology: how the number of nodes and GPUs was declared, for the reason's text.
@@ -104,7 +126,7 @@ def decide(
         return Verdict(word=BROKEN, exit=pytest_exit, reason=EXIT_CODES[pytest_exit].partition(": ")[2])
     if pytest_exit != 0:
         return Verdict(word=BROKEN, exit=11, reason=f"pytest ended with exit status {pytest_exit}")
-    slow = [r for r in results if r.too_slow] if rehearsal else []
+    slow = [r for r in results if r.too_slow] if kind == REHEARSAL else []
     gaps = _listed("did not run", _missing(results, not_run, required, excused=slow))
     gaps += _listed("too slow to rehearse here", _not_rehearsed(results, slow))
     criteria = [r for r in results if r.criterion and r.outcome == "passed"]
@@ -112,7 +134,7 @@ def decide(
     gaps += _listed("not judged", {str(r.criterion): r.unjudged for r in results if r.criterion and r.unjudged})
     if (
         criteria
-        and not (selection or rehearsal or gaps)
+        and not (selection or kind == REHEARSAL or gaps)
         and not any(judged.status == "passed" for r in criteria for judged in r.measurements)
     ):
         gaps.append("no value was compared with a limit")
@@ -126,11 +148,12 @@ def decide(
         reason += f"; passed only when run again: {', '.join(again[:5])}"
     if selection:
         reason += "; only a selection ran"
-    if rehearsal:
-        return Verdict(word=REHEARSED, exit=0, reason=reason)
     deviations = [*deviations, *(f"{r.criterion or r.nodeid} failed, and passed when run again" for r in missed_before)]
     if deviations:
         reason = f"{'; '.join(deviations)}; {reason}"
+    if kind:
+        return Verdict(word=_PASSES[kind], exit=0, reason=reason)
+    if deviations:
         return Verdict(word=PASSED_WITH_DEVIATIONS, exit=12, reason=reason)
     if selection:
         return Verdict(word=SELECTION_PASSED, exit=0, reason=reason)
@@ -200,7 +223,7 @@ class ExitNote:
         rank, local_world_size: this rank, and the number of ranks on its node.
         launcher: process id of its parent. A job inside a test may write to the same folder, and does not count.
         word, exit, reason: the verdict that all ranks agreed on, or what this rank knows of it.
-        rehearsal: the run was on cpu.
+        kind: of the run (``KINDS``).
         host: of rank 0, where the reports are.
         directory: of the run there; "" where this rank does not know it.
     """
@@ -211,7 +234,7 @@ class ExitNote:
     word: str
     exit: int
     reason: str
-    rehearsal: bool
+    kind: str
     host: str = ""
     directory: str = ""
 

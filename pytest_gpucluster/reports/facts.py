@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import Cluster
+from pytest_gpucluster.journal.records import SIMULATED, Cluster
 from pytest_gpucluster.text import paragraph, plural, rank_ranges
 
 NAME = "gpucluster"
@@ -39,7 +39,7 @@ def facts(journal: Journal) -> dict[str, str]:
     if launcher == "single":
         launcher = "pytest" if run.world_size == 1 else "pytest -n"
     shape = f"{plural(run.world_size, 'rank')} on {plural(run.nnodes, 'node')} ({launcher})"
-    remark = ", REHEARSAL: no statement about hardware" if run.rehearsal else ""
+    remark = f", {run.kind}: no statement about hardware" if run.kind else ""
     found = {"": f"{shape}, device {run.device or 'unknown'}{remark}"}
     if run.merged_from:
         found["merged"] = ", ".join(f"{each.run_id} of {each.started_at} ({each.verdict})" for each in run.merged_from)
@@ -109,6 +109,7 @@ def run_properties(journal: Journal) -> dict[str, str]:
         "exit": str(journal.exit),
         "reason": journal.reason,
         "rehearsal": "true" if run.rehearsal else "false",
+        "simulated": "true" if run.kind == SIMULATED else "",
         "selection": "true" if run.selection else "false",
         "deviations": "; ".join(journal.deviations),
         "device": run.device,

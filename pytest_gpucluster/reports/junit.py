@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import timezone
 
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import CollectedTest, JUnitOptions, TestResult
+from pytest_gpucluster.journal.records import KIND_NAMES, SIMULATED, CollectedTest, JUnitOptions, TestResult
 from pytest_gpucluster.journal.verdict import ACCEPTED, INCOMPLETE, PASSED_WITH_DEVIATIONS, REHEARSED, SELECTION_PASSED
 from pytest_gpucluster.reports.facts import run_properties
 from pytest_gpucluster.reports.summary import moment, run_seconds
@@ -58,8 +58,8 @@ def render(journal: Journal, options: JUnitOptions | None = None) -> str:
         timestamp="" if began is None else began.astimezone(timezone.utc).isoformat(timespec="seconds"),
     )
     suite.append(_properties(_suite_properties(journal, options).items()))
-    if journal.run.rehearsal:
-        note = f"REHEARSAL on {journal.run.device or 'cpu'}: no statement about the acceptance of a cluster."
+    if journal.run.kind:
+        note = f"{KIND_NAMES[journal.run.kind]}: no statement about the acceptance of a cluster."
         suite.append(_element("system-out", note))
     suite.extend(cases)
     root = ET.Element("testsuites", name="pytest tests")
@@ -173,7 +173,7 @@ def _closing(journal: Journal, cases: Iterable[ET.Element], options: JUnitOption
     if journal.end is None:
         _decide(case, "error", journal.reason, _ended_here(journal))
         return [case] if journal.running is None else []
-    if journal.verdict in (ACCEPTED, SELECTION_PASSED, REHEARSED, PASSED_WITH_DEVIATIONS):
+    if journal.verdict in (ACCEPTED, SELECTION_PASSED, REHEARSED, SIMULATED, PASSED_WITH_DEVIATIONS):
         return []
     if journal.verdict == INCOMPLETE:
         _decide(case, "skipped", message, kind=_SKIP)

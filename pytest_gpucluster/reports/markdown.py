@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Sequence
 
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
-from pytest_gpucluster.journal.verdict import ACCEPTED
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.reports.facts import facts
 from pytest_gpucluster.reports.summary import RUNNING, Row, outline, run_seconds
@@ -43,7 +42,7 @@ _LAST = f"\nAll values are in `results.json` and `{JOURNAL_FILE}` of the run's f
 def render(journal: Journal) -> str:
     """Return the Markdown of a run, also of one that was cut off."""
     overview = outline(journal)
-    mark = _GOOD if overview.word == ACCEPTED and not overview.rehearsal else _WEAK
+    mark = _GOOD if overview.is_accepted else _WEAK
     counts = ", ".join(f"{count} {outcome}" for outcome, count in overview.counts.items()) or "no test"
     page = _Page(
         f"## {mark if overview.is_good else _BAD} {text(overview.title)}\n\n"

@@ -1,8 +1,8 @@
 """metrics.prom: a run for node_exporter's textfile collector.
 
 Base units, as Prometheus requires: bytes, seconds, ratios. 1 is only what is known to be good: a run that was cut off,
-a rehearsal on cpu, a test that was skipped or never reached is 0. Samples have no timestamps, which the collector would
-reject; start and end of the run are metrics of their own.
+a rehearsal on cpu, a simulated cluster, a test that was skipped or never reached is 0. Samples have no timestamps,
+which the collector would reject; start and end of the run are metrics of their own.
 
 The number of series is bounded: one per GPU, two or three per test, and per measurement the deciding rank's value with
 its host and GPU, for the first ``MOST_MEASUREMENTS``, failures first. The number of those left out is a metric, too.
@@ -25,8 +25,8 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from pytest_gpucluster.errors import UnitError
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import OUTCOMES
-from pytest_gpucluster.journal.verdict import ACCEPTED, VERDICTS
+from pytest_gpucluster.journal.records import OUTCOMES, REHEARSAL, SIMULATED
+from pytest_gpucluster.journal.verdict import VERDICTS
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics import units
 from pytest_gpucluster.metrics.measurement import METRICS
@@ -69,10 +69,11 @@ _OWN_LABELS = ("criterion", "test", "host", "gpu_uuid", "sku", "others")
 _HELP = {
     "run_info": "The run; always 1.",
     "run_accepted": "1 only if the whole suite passed on GPUs: the verdict is ACCEPTED. 0 for anything else, such as a "
-    "rehearsal, a selection, or a run that was cut off.",
+    "rehearsal, a simulated cluster, a selection, or a run that was cut off.",
     "run_verdict": "1 for the verdict, 0 for the others.",
     "run_exit_code": "The exit code of the verdict.",
     "run_rehearsal": "1 on cpu: no statement about hardware.",
+    "run_simulated": "1 on a simulated cluster: no statement about hardware.",
     "run_selection": "1 if only a part of the suite was selected.",
     "run_ranks": "Ranks as launched.",
     "run_nodes": "Nodes as launched.",
@@ -84,7 +85,7 @@ _HELP = {
     "gpu_info": "A rank of the run and its GPU; always 1.",
     "gpu_culprit_tests": "Tests that failed or broke and name this GPU's rank as a culprit.",
     "criterion_passed": "1 only if the test passed on GPUs. 0 for anything else: failed, broken, skipped, never "
-    "reached, or passed in a rehearsal.",
+    "reached, or passed in a rehearsal or on a simulated cluster.",
     "criterion_duration_seconds": "Duration of the test, with setup and teardown.",
     "criterion_margin_ratio": "Margin of the deciding value as a ratio of its limit; negative: missed.",
     "run_left_out_measurements": f"Measurements left out: beyond {MOST_MEASUREMENTS}, without a value, or with the "
@@ -139,7 +140,7 @@ def render(journal: Journal) -> str:
     for row in overview.rows:
         # A test that is no criterion has its own name, so that no two tests share a series.
         labels = {"criterion": row.criterion or row.name, "test": row.nodeid, "sku": sku}
-        families.add("criterion_passed", row.is_good and not overview.rehearsal, labels)
+        families.add("criterion_passed", row.is_good and not overview.kind, labels)
         if row.result is not None:
             families.add("criterion_duration_seconds", row.result.duration_seconds, labels)
         if row.margin is not None and row.headline is not None:
@@ -154,11 +155,12 @@ def _add_run(families: _Families, journal: Journal, overview: Outline, sku: str)
     run = journal.run
     info = {"run_id": run.run_id, "host": run.hostname, "sku": sku, "device": run.device, "launcher": run.launcher}
     families.add("run_info", 1, info | {"profile": journal.profile, "version": run.plugin_version})
-    families.add("run_accepted", overview.word == ACCEPTED and overview.exit == 0 and not overview.rehearsal)
+    families.add("run_accepted", overview.is_accepted)
     for word in dict.fromkeys((*VERDICTS, overview.word)):
         families.add("run_verdict", word == overview.word, {"verdict": word})
     families.add("run_exit_code", overview.exit)
-    families.add("run_rehearsal", overview.rehearsal)
+    families.add("run_rehearsal", overview.kind == REHEARSAL)
+    families.add("run_simulated", overview.kind == SIMULATED)
     families.add("run_selection", run.selection)
     families.add("run_ranks", run.world_size)
     families.add("run_nodes", run.nnodes)

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
-from pytest_gpucluster.journal.records import OUTCOMES, RankPlace, TestResult
+from pytest_gpucluster.journal.records import OUTCOMES, REHEARSAL, SIMULATED, RankPlace, TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
-from pytest_gpucluster.journal.verdict import ACCEPTED, VERDICTS
 from pytest_gpucluster.journal.verdict import RUNNING as RUN_IN_PROGRESS
+from pytest_gpucluster.journal.verdict import VERDICTS
 from pytest_gpucluster.metrics.codec import number_to_json
 from pytest_gpucluster.metrics.sampling import STOPPED_BY
 from pytest_gpucluster.metrics.time_budget import PARTS
@@ -437,10 +437,14 @@ _RESULTS = _object(
         exit=_integer("Its exit code."),
         reason=_text("Why, in one line."),
         accepted=_flag(
-            "True only if the verdict is ACCEPTED: not for a rehearsal or a selection, whose exit code is 0 too.",
-            lambda run, _: run.word == ACCEPTED and run.exit == 0 and not run.rehearsal,
+            "True only if the verdict is ACCEPTED: not for a rehearsal, a simulated cluster or a selection, whose exit"
+            " code is 0 too.",
+            lambda run, _: run.is_accepted,
         ),
-        rehearsal=_flag("True on cpu: no statement about hardware."),
+        rehearsal=_flag("True on cpu: no statement about hardware.", lambda run, _: run.kind == REHEARSAL),
+        simulated=_flag(
+            "True on a simulated cluster: no statement about hardware.", lambda run, _: run.kind == SIMULATED
+        ),
         counts=_map("Number of tests by outcome; without zeros.", _integer("Tests.", minimum=0)),
     ),
     run=_RUN,

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
+from pytest_gpucluster.journal.verdict import ACCEPTED, title
 from pytest_gpucluster.judge.judged import JudgedMetric, cause_order
 from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.text import first_line
@@ -68,7 +69,8 @@ class Outline:
     """The verdict, or RUNNING."""
     exit: int
     reason: str
-    rehearsal: bool
+    kind: str
+    """Of the run (``KINDS``)."""
     rows: tuple[Row, ...]
     """In the order of execution; those that did not run come last."""
     counts: dict[str, int]
@@ -78,8 +80,13 @@ class Outline:
 
     @property
     def title(self) -> str:
-        """Return the verdict; of a rehearsal with the remark that it is not about hardware."""
-        return f"{self.word} (a REHEARSAL on cpu, no statement about hardware)" if self.rehearsal else self.word
+        """Return the verdict; with a remark where it is not about hardware."""
+        return title(self.word, self.kind)
+
+    @property
+    def is_accepted(self) -> bool:
+        """Return whether the whole suite passed on GPUs."""
+        return self.word == ACCEPTED and self.exit == 0 and not self.kind
 
     @property
     def is_good(self) -> bool:
@@ -157,7 +164,7 @@ def outline(journal: Journal) -> Outline:
         word=journal.verdict,
         exit=journal.exit,
         reason=journal.reason,
-        rehearsal=journal.run.rehearsal,
+        kind=journal.run.kind,
         rows=tuple(rows),
         counts={outcome: found[outcome] for outcome in _WORST_FIRST if found[outcome]},
         absent=tuple(name for name in required if name not in criteria),

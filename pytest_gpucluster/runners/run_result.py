@@ -12,6 +12,7 @@ from typing import Any
 
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal, read
+from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.text import one_line
 
@@ -36,7 +37,8 @@ class RunResult:
     failure: str = ""
     """The first failed criterion, or else the first problem outside of tests, with its one-line message."""
     ended: bool
-    rehearsal: bool
+    kind: str
+    """Of the run (``KINDS``)."""
     nnodes: int
     world_size: int
     run_id: str = ""
@@ -52,7 +54,7 @@ class RunResult:
             reason=one_line(journal.reason, _REASON_CHARACTERS),
             failure=one_line(_first_failure(journal), _REASON_CHARACTERS),
             ended=journal.end is not None,
-            rehearsal=journal.run.rehearsal,
+            kind=journal.run.kind,
             nnodes=journal.run.nnodes,
             world_size=journal.run.world_size,
             run_id=one_line(journal.run.run_id, _REASON_CHARACTERS),
@@ -117,12 +119,12 @@ class Conclusion:
     line: str
 
 
-def conclusion(word: str, code: int, reason: str, *, rehearsal: bool = False, reports: str = "") -> Conclusion:
+def conclusion(word: str, code: int, reason: str, *, kind: str = "", reports: str = "") -> Conclusion:
     """Return exit code and last line from a verdict.
 
-    >>> conclusion("REHEARSED", 0, "40 passed", rehearsal=True, reports="gpucluster-report/1").line
+    >>> conclusion("REHEARSED", 0, "40 passed", kind="REHEARSAL", reports="gpucluster-report/1").line
     'REHEARSAL, REHEARSED, exit code 0: 40 passed (reports: gpucluster-report/1)'
     """
-    line = f"{'REHEARSAL, ' if rehearsal else ''}{word}, exit code {code}{f': {reason}' if reason else ''}"
+    line = f"{marked(word, kind)}, exit code {code}{f': {reason}' if reason else ''}"
     line += f" (reports: {reports})" if reports else ""
     return Conclusion(exit=code, line=one_line(line, _LINE_CHARACTERS))

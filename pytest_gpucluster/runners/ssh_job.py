@@ -362,4 +362,4 @@ def conclude(
     elif code in passing and code != (worst.exit or 0):
         reason = f"its journal states {word}, exit code {code}, but {worst.name} ended with {worst.exit or 0}"
         word, code = BROKEN, BROKEN_EXIT
-    return conclusion(word, code, reason, rehearsal=journal is not None and journal.rehearsal)
+    return conclusion(word, code, reason, kind=journal.kind if journal else "")

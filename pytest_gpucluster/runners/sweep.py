@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pytest_gpucluster.errors import EnvironmentBroken, OptionError
+from pytest_gpucluster.journal.records import SIMULATED
 from pytest_gpucluster.journal.verdict import (
     BROKEN,
     INCOMPLETE,
@@ -174,8 +175,8 @@ def conclude(
     if deviating:
         return Verdict(word=PASSED_WITH_DEVIATIONS, exit=12, reason=_reason("with deviations", deviating))
     words = {outcome.verdict for outcome in everything}
-    # The weakest pass is the sweep's: a rehearsal accepts nothing.
-    word = next(word for word in (REHEARSED, SELECTION_PASSED, *PASSES) if word in words)
+    # The weakest pass is the sweep's: neither a simulated cluster nor a rehearsal accepts anything.
+    word = next(word for word in (SIMULATED, REHEARSED, SELECTION_PASSED, *PASSES) if word in words)
     return Verdict(word=word, exit=0, reason=f"{len(nodes)} nodes passed alone, and together")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.isolation.finding import node_sections
+from pytest_gpucluster.journal.records import SIMULATED
 from pytest_gpucluster.journal.verdict import (
     ACCEPTED,
     BROKEN,
@@ -25,7 +26,7 @@ from pytest_gpucluster.text import Column, fitted_table, one_line
 
 NO_ANSWER = "NO ANSWER"
 """The run left no journal, or did not end in time. Never a pass."""
-PASSES = (ACCEPTED, SELECTION_PASSED, REHEARSED)
+PASSES = (ACCEPTED, SELECTION_PASSED, REHEARSED, SIMULATED)
 _NOTHING_FAILED = ((INCOMPLETE, 10), (PASSED_WITH_DEVIATIONS, 12))
 BROKEN_EXIT = 11
 JOINT = "together"

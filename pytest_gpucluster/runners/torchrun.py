@@ -309,7 +309,7 @@ def conclude(
         verdict = replace(verdict, word=BROKEN, exit=BROKEN_EXIT, reason=reason)
     is_remote = verdict.rank and verdict.host and verdict.directory
     reports = f"{verdict.host}:{verdict.directory}" if is_remote else verdict.directory
-    return conclusion(verdict.word, verdict.exit, verdict.reason, rehearsal=verdict.rehearsal, reports=reports)
+    return conclusion(verdict.word, verdict.exit, verdict.reason, kind=verdict.kind, reports=reports)
 
 
 def _contradiction(agent: AgentResult | None, notes: Sequence[ExitNote], how: str) -> str:

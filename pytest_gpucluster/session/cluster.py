@@ -46,7 +46,8 @@ class Cluster:
     Attributes:
         rank, local_rank, world_size, local_world_size, node_rank, nnodes, hostname: as torchrun names them.
         hosts: the host of each rank, a list of world_size names.
-        device: the torch device of this rank, ``cuda:<index>`` or ``cpu``.
+        has_gpus: each rank has a GPU, be it one of a simulated cluster; False in a rehearsal on cpu.
+        device: the torch device of this rank, ``cuda:<index>``, or ``cpu`` where there is no real GPU.
         backend: "nccl" for cuda, "gloo" for cpu.
         nccl_log: NCCL's log of this rank.
         nvls_off: NVLS was switched off for the groups that are made from now on.
@@ -57,6 +58,7 @@ class Cluster:
         facts: RankFacts,
         *,
         hosts: list[str],
+        has_gpus: bool,
         device_type: str,
         device_index: int,
         store_for_group: Callable[[str], Any],
@@ -75,6 +77,7 @@ class Cluster:
         self.nnodes = facts.nnodes
         self.hostname = facts.hostname
         self.hosts = hosts
+        self.has_gpus = has_gpus
         self.backend = GROUP_BACKENDS[device_type]
         self._device_type, self._device_index = device_type, device_index
         self._store_for_group = store_for_group
@@ -231,6 +234,7 @@ class Cluster:
         return Cluster(
             facts,
             hosts=[self.hosts[rank] for rank in ranks],
+            has_gpus=self.has_gpus,
             device_type=self._device_type,
             device_index=self._device_index,
             store_for_group=lambda key: self._store_for_group(f"{name}/{key}"),

@@ -28,7 +28,7 @@ from pytest_gpucluster.agreement.watchdog import Watch
 from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.errors import EnvironmentBroken, OutOfStep, ThresholdsError
 from pytest_gpucluster.journal import verdict
-from pytest_gpucluster.journal.records import CollectedTest
+from pytest_gpucluster.journal.records import KINDS, CollectedTest
 from pytest_gpucluster.journal.run_directory import ARTIFACTS
 from pytest_gpucluster.journal.test_record import JournalCopy, TestRecord
 from pytest_gpucluster.launch.launchers import RankFacts, detect
@@ -225,13 +225,23 @@ class Run:
 
     @property
     def device(self) -> str:
-        """ "cuda" or "cpu"."""
+        """ "cuda", "cpu" or "simulated"."""
         return str(self.settings.device)
 
     @property
     def rehearsal(self) -> bool:
-        """Return whether this run says nothing about hardware."""
+        """Return whether there are no GPUs, so that nothing is asked of them. A simulated cluster has some."""
         return self.device == "cpu"
+
+    @property
+    def simulated(self) -> bool:
+        """Return whether the GPUs are those of a described cluster."""
+        return self.device == "simulated"
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of run: "" where its verdict is about hardware (``KINDS``)."""
+        return KINDS[self.device]
 
     @property
     def profile(self) -> str:
@@ -239,8 +249,8 @@ class Run:
         return "cpu" if self.rehearsal else str(self.settings.profile)
 
     def headline(self, decided: verdict.Verdict) -> str:
-        """Return the verdict's word; a rehearsal never stands alone as a verdict about hardware."""
-        return f"{decided.word}{' (a REHEARSAL on cpu, no statement about hardware)' if self.rehearsal else ''}"
+        """Return the verdict's word, with a remark where it is not about hardware."""
+        return verdict.title(decided.word, self.kind)
 
     def conditions(self, who: Mapping[int, Mapping[str, Any]]) -> Conditions:
         """Return under which conditions this run measures, for a comparison with another one."""
@@ -252,7 +262,7 @@ class Run:
         return Conditions(
             sku=self.sku(name),
             gpu_name=name,
-            rehearsal=self.rehearsal,
+            kind=self.kind,
             world_size=self.facts.world_size,
             nnodes=self.facts.nnodes,
             places={

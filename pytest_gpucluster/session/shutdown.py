@@ -96,7 +96,7 @@ def decide(run: Run, *, pytest_exit: int, abort: AbortReason | None) -> verdict.
         problems=problems if abort is None else (),
         not_run=run.not_run() if pytest_exit == 0 else (),
         required=run.settings.require,
-        rehearsal=run.rehearsal,
+        kind=run.kind,
         selection=run.selection,
         manifest=run.manifest is not None,
         deviations=run.deviations,
@@ -272,8 +272,7 @@ def report_to_launcher(run: Run) -> None:
         _leave_note(run, result)
     if path is None or result is None or result.exit == 0:
         return
-    rehearsal = "REHEARSAL, " if run.rehearsal else ""
-    text = f"{rehearsal}{result.word} (exit code {result.exit}): {result.reason}"
+    text = f"{verdict.marked(result.word, run.kind)} (exit code {result.exit}): {result.reason}"
     body = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
     try:
         Path(path).write_text(json.dumps(body), encoding="utf-8")
@@ -293,7 +292,7 @@ def _leave_note(run: Run, result: verdict.Verdict) -> None:
             word=result.word,
             exit=result.exit,
             reason=result.reason,
-            rehearsal=run.rehearsal,
+            kind=run.kind,
             host=run.roll.first_host,
             directory=str(directory),
         ),

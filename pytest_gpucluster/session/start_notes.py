@@ -212,7 +212,7 @@ def begun(config: pytest.Config) -> Iterator[None]:
             word=verdict.BROKEN,
             exit=11,
             reason=message,
-            rehearsal=False,
+            kind="",
             host=host,
         )
         if wrong := write_note(os.environ, last):

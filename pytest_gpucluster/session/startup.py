@@ -129,7 +129,7 @@ class Startup:
             return
         from pytest_gpucluster.analysis.baseline import Baseline
 
-        baseline = Baseline.read(settings.baseline, allowed=settings.baseline_fail, rehearsal=self._run.rehearsal)
+        baseline = Baseline.read(settings.baseline, allowed=settings.baseline_fail, kind=self._run.kind)
         self._run.baseline = baseline
         self._run.send(baseline.line())
 
@@ -233,7 +233,8 @@ class Startup:
         cluster = run.cluster = Cluster(
             facts,
             hosts=list(run.roll.hosts),
-            device_type=run.device,
+            has_gpus=not run.rehearsal,
+            device_type="cuda" if run.device == "cuda" else "cpu",
             device_index=cuda_index,
             store_for_group=stores.for_group,
             after_abort=stores.after_abort,

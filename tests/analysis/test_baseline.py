@@ -37,7 +37,7 @@ def judged(*values: Any, **more: Any):
 
 def compare(folder: Path, judgement: Any, *tests: Any, nodeid: str = MATMUL, conditions: Any = CONDITIONS, **more: Any):
     path = write(folder, *(tests or (case(MATMUL, "passed", measured([780, 781])),)), **more)
-    baseline = Baseline.read(path, allowed=0.03, rehearsal=False)
+    baseline = Baseline.read(path, allowed=0.03, kind="")
     return baseline.compare(judgement, nodeid=nodeid, name="test_it", conditions=conditions, names=NAMES)
 
 
@@ -90,7 +90,7 @@ def test_what_is_only_recorded_does_not_fail(tmp_path):
     assert judgement.measurements[0].baseline["kind"] == "regressed"
 
 
-@of_each("changes", [{"sku": "H200 SXM"}, {"rehearsal": True}, {"workload": None}])
+@of_each("changes", [{"sku": "H200 SXM"}, {"kind": "SIMULATED"}, {"workload": None}])
 def test_a_baseline_that_cannot_be_compared_is_never_a_pass(tmp_path, changes):
     conditions = replace(CONDITIONS, **changes)
     judgement, _ = compare(tmp_path, judged(about(780), about(780)), conditions=conditions)
@@ -113,6 +113,7 @@ def test_ranks_that_only_the_baseline_has_do_not_hide_the_comparison_of_the_othe
     "one",
     [
         ((case(MATMUL, "passed", measured([1])),), {"rehearsal": True}, "REHEARSAL"),
+        ((case(MATMUL, "passed", measured([1])),), {"device": "simulated"}, "SIMULATED"),
         ((case(MATMUL, "failed", measured([1])),), {}, "none of its tests"),
         ((case(MATMUL, "passed"),), {}, "none of its tests"),
         ((), {"schema_version": 99}, "up to 1"),
@@ -121,7 +122,7 @@ def test_ranks_that_only_the_baseline_has_do_not_hide_the_comparison_of_the_othe
 def test_a_baseline_of_no_use_is_refused(tmp_path, one):
     tests, more, message = one
     with pytest.raises(OptionError, match="--gpucluster-baseline") as error:
-        Baseline.read(write(tmp_path, *tests, **more), allowed=0.03, rehearsal=False)
+        Baseline.read(write(tmp_path, *tests, **more), allowed=0.03, kind="")
     assert message in str(error.value)
 
 
@@ -129,7 +130,7 @@ def test_no_baseline_and_no_journal_are_refused(tmp_path):
     (tmp_path / "text").write_text("a shopping list\n")
     for name, message in (("none", "no such journal"), ("text", "not a journal"), ("", "neither a journal.jsonl nor")):
         with pytest.raises(OptionError, match=message):
-            Baseline.read(tmp_path / name, allowed=0.03, rehearsal=False)
+            Baseline.read(tmp_path / name, allowed=0.03, kind="")
 
 
 SUITE = """
@@ -185,9 +186,7 @@ def test_a_baseline_that_cannot_serve_is_a_usage_error_before_the_first_test(mea
 
 
 def test_a_verdict_states_how_many_values_were_compared_with_the_baseline(tmp_path):
-    baseline = Baseline.read(
-        write(tmp_path, case(MATMUL, "passed", measured([780, 781]))), allowed=0.03, rehearsal=False
-    )
+    baseline = Baseline.read(write(tmp_path, case(MATMUL, "passed", measured([780, 781]))), allowed=0.03, kind="")
 
     def compared(judgement, **more):
         now, _ = baseline.compare(

@@ -77,7 +77,7 @@ def _next_to_last(**line: object) -> Change:
 X = {"nodeid": "t.py::test_x"}
 CHANGES: dict[str, tuple[Change, str]] = {
     "no end": (_drop("end"), "closing line"),
-    "rehearsal": (_line("run", rehearsal=True), "rehearsal"),
+    "rehearsal": (_line("run", rehearsal=True), "REHEARSAL"),
     "selection": (_line("run", selection=True), "selection"),
     "rejected": (_line("end", verdict="REJECTED", exit=1), "REJECTED"),
     "selection passed": (_line("end", verdict="SELECTION PASSED"), "SELECTION PASSED"),
@@ -106,7 +106,9 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "another GPU than was judged": (_gpu_3(name="NVIDIA A100"), "NVIDIA A100: .* NVIDIA H100 80GB HBM3"),
     "no list of tests": (_drop("collected"), "collected tests"),
     "a run without a name": (_line("run", run_id=""), "run id"),
-    "on cpu": (_line("run", device="cpu"), "on cpu, not on cuda"),
+    "on cpu": (_line("run", device="cpu"), "REHEARSAL on cpu"),
+    "on a simulated cluster": (_line("run", device="simulated"), "SIMULATED cluster"),
+    "on another device": (_line("run", device="tpu"), "on tpu, not on cuda"),
     "a test that was taken out": (
         lambda found: (found.remove(line_of(found, "test")), line_of(found, "collected")["tests"].pop(0)),
         "14 passed, .* 13",

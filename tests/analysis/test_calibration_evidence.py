@@ -17,7 +17,7 @@ def line_of(found: Lines, kind: str) -> dict:
 
 
 REFUSED: dict[str, tuple[Callable[[Lines], object], str]] = {
-    "rehearsal": (lambda found: found[0].update(rehearsal=True), "run-2/journal.jsonl: .*rehearsal"),
+    "rehearsal": (lambda found: found[0].update(rehearsal=True), "run-2/journal.jsonl: .*REHEARSAL"),
     "selection": (lambda found: found[0].update(selection=True), "selection"),
     "rejected": (lambda found: line_of(found, "end").update(verdict="REJECTED", exit=1), "REJECTED"),
     "not closed": (lambda found: found.pop(), "closing line"),

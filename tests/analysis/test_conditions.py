@@ -23,7 +23,8 @@ def changed(**changes: object) -> Conditions:
 @of_each(
     "case",
     [
-        ({"rehearsal": True}, "REHEARSAL on cpu"),
+        ({"kind": "REHEARSAL"}, "REHEARSAL on cpu"),
+        ({"kind": "SIMULATED"}, "SIMULATED cluster"),
         ({"sku": "H200 SXM"}, "SKU: H100 SXM before, H200 SXM"),
         ({"sku": None}, "SKU: H100 SXM before, unknown"),
         ({"gpu_name": "H100 NVL"}, "GPU: H100 before, H100 NVL"),

@@ -45,7 +45,7 @@ def kinds(found):
 def test_two_programs_that_measure_the_same_agree():
     found = compare_outputs(mine(), [theirs({MB: 39.0, GB: 431.0})])
     assert (kinds(found), found.answer) == ([AGREES, AGREES], crosscheck.AGREEMENT)
-    assert "rehearsal" in mine(device="cpu", rehearsal=True).why_not
+    assert "REHEARSAL" in mine(device="cpu", rehearsal=True).why_not
     assert (found.wrong, found.unmatched, found.notes) == ((), (), ())
 
 

@@ -76,6 +76,9 @@ def test_nodes_that_should_be_alike_and_are_not_are_noted():
     assert any("H100 SXM, H200 SXM" in note for note in found.notes)
     assert any("different limits" in note for note in found.notes)
     assert picture(answer("gpu-1"), answer("gpu-2", rehearsal=True)).mixed
+    simulated = [answer(name, device="simulated") for name in ("gpu-1", "gpu-2")]
+    assert picture(answer("gpu-0"), simulated[0]).mixed
+    assert not picture(*simulated).mixed
 
 
 def test_nothing_hostile_reaches_the_terminal_or_the_drain_file():

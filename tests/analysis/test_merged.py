@@ -153,7 +153,7 @@ def test_a_rehearsal_stays_one_and_what_is_required_stays_required(merged):
     asked = {"options": {"require": {"value": "hbm, matmul", "origin": "ini"}}}
     read = merged(([good(values=[1])], {**cpu, **asked}), ([good(values=[2])], cpu))
     assert (read.verdict, "hbm (required" in read.reason) == ("INCOMPLETE", True)
-    assert read.run.rehearsal
+    assert read.run.kind == "REHEARSAL"
     assert merged(([good(values=[1])], cpu), ([good(values=[2])], cpu)).verdict == "REHEARSED"
 
 
@@ -189,6 +189,7 @@ def test_other_versions_and_variables_are_stated_in_the_verdict(merged):
         ({"ranks": [place(0)]}, "other GPUs"),
         ({"options": {"expect": {"value": "2x8xH100"}}}, "other expectations"),
         ({"rehearsal": True}, "REHEARSAL"),
+        ({"device": "simulated"}, "SIMULATED cluster"),
         ({"sku": "H200 SXM"}, "H100 SXM and H200 SXM"),
         ({"digest": "e" * 64}, "other limits"),
         ({"workload": {"matmul.sizes": "64", "training.batch": "8"}}, "matmul.sizes=16384 and matmul.sizes=64"),

@@ -80,7 +80,7 @@ def test_a_journal_that_cannot_be_read_is_a_node_without_an_answer(sweep, capsys
         (["sweep", "--drain", "sweep/gpu-000/journal.jsonl/x"], 4, "--drain sweep/gpu-000/journal.jsonl/x: "),
         (["sweep", "--drain", "sweep/gpu-000/journal.jsonl"], 2, "that is a journal; name another file"),
         (["sweep", "--drain", "-", "--json", "-"], 2, "only one of them can use standard output"),
-        (["sweep", "rehearsal"], 5, "a REHEARSAL on cpu states nothing about hardware"),
+        (["sweep", "rehearsal"], 5, "a REHEARSAL on cpu and a run on GPUs cannot"),
         (["joint"], 5, "none of these runs was on one node alone"),
     ],
 )

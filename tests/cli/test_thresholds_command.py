@@ -181,7 +181,7 @@ def test_floors_of_an_accepted_run_are_written_and_pass_the_check(runs, tmp_path
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("cluster", "its verdict is REJECTED"), ("rehearsal", "a rehearsal on cpu"), ("hostile", "its verdict is")],
+    [("cluster", "its verdict is REJECTED"), ("rehearsal", "REHEARSAL on cpu"), ("hostile", "its verdict is")],
 )
 def test_a_run_that_was_not_accepted_is_no_basis(runs, tmp_path, capsys, name, why):
     out = tmp_path / "floors.yaml"

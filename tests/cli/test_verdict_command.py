@@ -115,7 +115,7 @@ def test_the_answer_is_written_as_json(tmp_path, capsys):
         "reason": "hbm",
         "failure": "hbm: slow",
         "ended": True,
-        "rehearsal": False,
+        "kind": "",
         "nnodes": 2,
         "world_size": 16,
         "run_id": "r",

@@ -419,7 +419,7 @@ def test_a_health_check_drains_a_bad_node_and_gives_a_good_one_back(site):
 def test_the_hook_drains_who_was_isolated(site):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]); import types, drain_slurm_nodes as hook\n"
-        "hook.pytest_gpucluster_verdict(types.SimpleNamespace(verdict=sys.argv[2], rehearsal=False, job_id='4711',"
+        "hook.pytest_gpucluster_verdict(types.SimpleNamespace(verdict=sys.argv[2], kind='', job_id='4711',"
         " excluded=sys.argv[3:], directory='/reports/x'))"
     )
     for verdict, nodes, state in (("BROKEN", NODES[1:], "IDLE"), ("REJECTED", NODES[1:], "IDLE+DRAIN")):

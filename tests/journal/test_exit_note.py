@@ -12,7 +12,7 @@ from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.journal.verdict import VARIABLE, BeginNote, ExitNote
 
 NOTE = ExitNote(
-    rank=1, local_world_size=2, launcher=7, word="REJECTED", exit=1, reason="<script>\x1b \ud83d slow", rehearsal=False
+    rank=1, local_world_size=2, launcher=7, word="REJECTED", exit=1, reason="<script>\x1b \ud83d slow", kind=""
 )
 BEGUN = BeginNote(launcher=7, directory="/reports/1", recorder=99)
 
@@ -69,10 +69,10 @@ def test_nothing_is_written_without_a_folder_and_a_full_disk_is_an_error(tmp_pat
         "null",
         json.dumps({**asdict(NOTE), "exit": "0"}),
         json.dumps({**asdict(NOTE), "exit": True}),
-        json.dumps({**asdict(NOTE), "rehearsal": 0}),
+        json.dumps({**asdict(NOTE), "kind": 0}),
         json.dumps({name: value for name, value in asdict(NOTE).items() if name != "exit"}),
     ],
-    ids=["empty", "cut", "list", "null", "exit as text", "exit as bool", "rehearsal as number", "no exit"],
+    ids=["empty", "cut", "list", "null", "exit as text", "exit as bool", "kind as number", "no exit"],
 )
 def test_what_is_no_note_is_ignored(tmp_path, text):
     (tmp_path / "rank-1.json").write_text(text)

@@ -15,6 +15,7 @@ from pytest_gpucluster.journal.verdict import (
     REHEARSED,
     REJECTED,
     SELECTION_PASSED,
+    SIMULATED,
     Verdict,
     decide,
 )
@@ -45,7 +46,7 @@ HELPER_SKIPPED = result("helper", "skipped", "not here", criterion=False)
 
 
 def verdict(*results: TestResult, **changes: Any) -> Verdict:
-    settings: dict[str, Any] = {"pytest_exit": 0, "rehearsal": False, "selection": False, "manifest": True}
+    settings: dict[str, Any] = {"pytest_exit": 0, "kind": "", "selection": False, "manifest": True}
     settings["topology"] = TOPOLOGY
     return decide(results, **{**settings, **changes})
 
@@ -62,11 +63,29 @@ TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
     "a suite without a list of criteria": ([PASSED], {"manifest": False}, SELECTION_PASSED, 0),
     "a criterion without a value": ([PASSED, result("x", "passed", measurements=())], {}, INCOMPLETE, 10),
     "nothing compared with a limit": ([result("x", "passed", measurements=(RECORDED,))], {}, INCOMPLETE, 10),
-    "a rehearsal": ([PASSED], {"rehearsal": True}, REHEARSED, 0),
-    "a selection of a rehearsal": ([PASSED], {"rehearsal": True, "selection": True}, REHEARSED, 0),
+    "a rehearsal": ([PASSED], {"kind": "REHEARSAL"}, REHEARSED, 0),
+    "a selection of a rehearsal": ([PASSED], {"kind": "REHEARSAL", "selection": True}, REHEARSED, 0),
+    "a simulated cluster": ([PASSED], {"kind": "SIMULATED"}, SIMULATED, 0),
+    "a selection on a simulated cluster": ([PASSED], {"kind": "SIMULATED", "selection": True}, SIMULATED, 0),
+    "deviations on a simulated cluster": ([PASSED], {"kind": "SIMULATED", "deviations": ["small"]}, SIMULATED, 0),
+    "a criterion skipped on a simulated cluster": ([PASSED, SKIPPED], {"kind": "SIMULATED"}, INCOMPLETE, 10),
+    "too slow is no excuse on a simulated cluster": (
+        [PASSED, result("lora", "skipped", too_slow=True)],
+        {"kind": "SIMULATED"},
+        INCOMPLETE,
+        10,
+    ),
+    "nothing compared on a simulated cluster": (
+        [result("x", "passed", measurements=(RECORDED,))],
+        {"kind": "SIMULATED"},
+        INCOMPLETE,
+        10,
+    ),
+    "a limit missed on a simulated cluster": ([FAILED], {"pytest_exit": 1, "kind": "SIMULATED"}, REJECTED, 1),
+    "an error on a simulated cluster": ([BROKE], {"kind": "SIMULATED"}, BROKEN, 11),
     # A verdict about the hardware.
     "a limit missed": ([FAILED], {"pytest_exit": 1}, REJECTED, 1),
-    "also in a rehearsal": ([FAILED], {"pytest_exit": 1, "rehearsal": True}, REJECTED, 1),
+    "also in a rehearsal": ([FAILED], {"pytest_exit": 1, "kind": "REHEARSAL"}, REJECTED, 1),
     "also in a selection": ([FAILED], {"pytest_exit": 1, "selection": True}, REJECTED, 1),
     "any test counts": ([HELPER, result("x", "failed", criterion=False)], {}, REJECTED, 1),
     "a GPU died of it": ([PASSED], {"abort": (1, "the GPU of rank 3 no longer works")}, REJECTED, 1),
@@ -85,7 +104,7 @@ TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
     "pytest says an internal error": ([PASSED], {"pytest_exit": 3}, BROKEN, 3),
     "pytest says a usage error": ([], {"pytest_exit": 4}, BROKEN, 4),
     "nothing collected": ([], {"pytest_exit": 5}, BROKEN, 5),
-    "nothing collected in a rehearsal": ([], {"pytest_exit": 5, "rehearsal": True}, BROKEN, 5),
+    "nothing collected in a rehearsal": ([], {"pytest_exit": 5, "kind": "REHEARSAL"}, BROKEN, 5),
     # The run broke.
     "an error": ([PASSED, BROKE], {"pytest_exit": 1}, BROKEN, 11),
     "an error wins over what did not run": ([BROKE, SKIPPED], {"pytest_exit": 1}, BROKEN, 11),
@@ -93,12 +112,12 @@ TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
     "a rank lost": ([PASSED], {"abort": LOST}, BROKEN, 11),
     "which pytest calls interrupted": ([PASSED], {"abort": LOST, "pytest_exit": 2}, BROKEN, 11),
     "a problem outside any test": ([PASSED], {"problems": ["no space left"]}, BROKEN, 11),
-    "an error in a rehearsal": ([BROKE], {"rehearsal": True}, BROKEN, 11),
+    "an error in a rehearsal": ([BROKE], {"kind": "REHEARSAL"}, BROKEN, 11),
     "pytest knows of a failure that is not recorded": ([PASSED], {"pytest_exit": 1}, BROKEN, 11),
     "another plugin's exit status": ([PASSED], {"pytest_exit": 77}, BROKEN, 11),
     # Something had to run and did not.
     "a criterion skipped": ([PASSED, SKIPPED], {}, INCOMPLETE, 10),
-    "a criterion skipped in a rehearsal": ([PASSED, SKIPPED], {"rehearsal": True}, INCOMPLETE, 10),
+    "a criterion skipped in a rehearsal": ([PASSED, SKIPPED], {"kind": "REHEARSAL"}, INCOMPLETE, 10),
     "a criterion skipped in a selection": ([PASSED, SKIPPED], {"selection": True}, INCOMPLETE, 10),
     "a required one is not in the suite": ([PASSED], {"required": ["lora"]}, INCOMPLETE, 10),
     "a required one has no room": ([PASSED, NO_ROOM], {"required": ["fabric"]}, INCOMPLETE, 10),
@@ -106,7 +125,7 @@ TABLE: dict[str, tuple[list[TestResult], dict[str, Any], str, int]] = {
     "nothing has room": ([NO_ROOM], {}, INCOMPLETE, 10),
     "everything was skipped": ([HELPER_SKIPPED], {}, INCOMPLETE, 10),
     "nothing ran": ([], {}, INCOMPLETE, 10),
-    "nothing ran in a rehearsal": ([], {"rehearsal": True}, INCOMPLETE, 10),
+    "nothing ran in a rehearsal": ([], {"kind": "REHEARSAL"}, INCOMPLETE, 10),
 }
 
 
@@ -164,7 +183,7 @@ def test_a_single_failure_has_no_more() -> None:
 def test_every_exit_code_of_the_table_is_explained() -> None:
     assert sorted(EXIT_CODES) == [0, 1, 2, 3, 4, 5, 10, 11, 12]
     for code, text in EXIT_CODES.items():
-        words = {0: "ACCEPTED, SELECTION PASSED or REHEARSED", 1: REJECTED, 10: INCOMPLETE}
+        words = {0: "ACCEPTED, SELECTION PASSED, REHEARSED or SIMULATED", 1: REJECTED, 10: INCOMPLETE}
         words[12] = PASSED_WITH_DEVIATIONS
         word = words.get(code, BROKEN)
         assert text.startswith(f"{word}: ")
@@ -219,13 +238,13 @@ GROUPED: dict[str, tuple[list[TestResult], str, int]] = {
 @of_each("case", list(GROUPED))
 def test_a_rehearsal_that_was_too_slow_in_part_needs_the_rest(case: str) -> None:
     results, word, code = GROUPED[case]
-    found = verdict(*results, rehearsal=True)
+    found = verdict(*results, kind="REHEARSAL")
     assert (found.word, found.exit) == (word, code)
 
 
 def test_what_was_too_slow_is_counted_and_missed_where_it_is_required_or_on_a_gpu() -> None:
-    assert "3 passed, 1 too slow" in verdict(INVENTORY, COMPUTES, FSDP, TINY, rehearsal=True).reason
-    assert "lora_tiny" in verdict(INVENTORY, COMPUTES, TINY, rehearsal=True).reason
-    for changes in ({"rehearsal": True, "required": ["lora_tiny"]}, {}):
+    assert "3 passed, 1 too slow" in verdict(INVENTORY, COMPUTES, FSDP, TINY, kind="REHEARSAL").reason
+    assert "lora_tiny" in verdict(INVENTORY, COMPUTES, TINY, kind="REHEARSAL").reason
+    for changes in ({"kind": "REHEARSAL", "required": ["lora_tiny"]}, {}):
         found = verdict(INVENTORY, COMPUTES, FSDP, TINY, **changes)
         assert (found.word, found.exit) == (INCOMPLETE, 10)

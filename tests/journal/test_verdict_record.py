@@ -20,7 +20,7 @@ def record_of(folder: Path, name: str) -> VerdictRecord:
 
 def test_it_has_the_excluded_hosts_and_the_folder(tmp_path: Path) -> None:
     record = record_of(tmp_path, "cluster")
-    assert (record.verdict, record.exit, record.rehearsal, record.selection) == ("REJECTED", 1, False, False)
+    assert (record.verdict, record.exit, record.kind, record.selection) == ("REJECTED", 1, "", False)
     assert record.hosts == ("gpu-01", "gpu-02")
     assert record.excluded == ("gpu-02",)
     assert record.directory == tmp_path / "run"

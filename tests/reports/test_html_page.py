@@ -164,7 +164,6 @@ def test_every_control_character_and_change_of_direction_is_shown_wherever_it_co
 
 TONES = {
     ("ACCEPTED", 0, False): "good",
-    ("ACCEPTED", 0, True): "neutral",
     ("ACCEPTED", 1, False): "broken",
     ("REHEARSED", 0, True): "neutral",
     ("SELECTION PASSED", 0, False): "neutral",
@@ -179,11 +178,12 @@ TONES = {
 @of_each("verdict", list(TONES))
 def test_only_an_acceptance_looks_like_one(verdict: tuple[str, int, bool]) -> None:
     word, code, rehearsal = verdict
+    heading = f"REHEARSAL, {word}" if rehearsal else word
     selection = word == "SELECTION PASSED"
     begun = Run(run_id="r", started_at="", rehearsal=rehearsal, selection=selection)
     document = page.render(run(run=begun, end=end(word, code)))
     assert f'<header class="verdict v-{TONES[verdict]}">' in document
-    assert f"<h1>{word}</h1>" in document
+    assert f"<h1>{heading}</h1>" in document
     assert ("REHEARSAL" in parsed(document).text) is rehearsal
     assert ("Only a selection" in parsed(document).text) is selection
 

@@ -17,9 +17,9 @@ def ends(*codes):
     ]
 
 
-def record(word="ACCEPTED", exit=0, nnodes=2, reason="42 passed", rehearsal=False):
+def record(word="ACCEPTED", exit=0, nnodes=2, reason="42 passed", kind=""):
     return RunResult(
-        verdict=word, exit=exit, reason=reason, rehearsal=rehearsal, nnodes=nnodes, world_size=8 * nnodes, ended=True
+        verdict=word, exit=exit, reason=reason, kind=kind, nnodes=nnodes, world_size=8 * nnodes, ended=True
     )
 
 
@@ -32,7 +32,12 @@ LATE = [NodeResult(name="gpu-0", exit=0, stop_reason="late"), *ends(0)]
 
 CASES = {
     "all well": (ends(0, 0), record(), {}, "ACCEPTED, exit code 0: 42 passed"),
-    "rehearsed": (ends(0, 0), record("REHEARSED", rehearsal=True), {}, "REHEARSAL, REHEARSED, exit code 0: 42 passed"),
+    "rehearsed": (
+        ends(0, 0),
+        record("REHEARSED", kind="REHEARSAL"),
+        {},
+        "REHEARSAL, REHEARSED, exit code 0: 42 passed",
+    ),
     "rejected by the record only": (ends(0, 0), REJECTED, {}, "REJECTED, exit code 1: hbm failed"),
     "rejected by one node only": (ends(0, 1), record(), {}, "REJECTED, exit code 1: "),
     "rejected, and a node lost": (ends(1, None), REJECTED, {}, "REJECTED, exit code 1: hbm failed"),
@@ -70,7 +75,7 @@ def test_what_a_run_comes_to(ends, record, more, line):
 
 def test_only_a_run_that_is_good_in_every_respect_is_0():
     codes = (None, 0, 1, 2, 3, 4, 5, 10, 11, 255, -9)
-    records = (None, record(), record(nnodes=1), REJECTED, BROKEN, INCOMPLETE, record("REHEARSED", rehearsal=True))
+    records = (None, record(), record(nnodes=1), REJECTED, BROKEN, INCOMPLETE, record("REHEARSED", kind="REHEARSAL"))
     good = set()
     cases = itertools.product(codes, codes, records, ("", "SIGINT"))
     for first, second, kept, interrupted in cases:

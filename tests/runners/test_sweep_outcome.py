@@ -11,7 +11,7 @@ from pytest_gpucluster.runners.sweep import conclude
 from pytest_gpucluster.runners.sweep_outcome import LauncherExit, Outcome, judge_run
 
 ANSWER = RunResult(
-    verdict="ACCEPTED", exit=0, reason="9 passed", ended=True, rehearsal=False, nnodes=1, world_size=8, journal="/j"
+    verdict="ACCEPTED", exit=0, reason="9 passed", ended=True, kind="", nnodes=1, world_size=8, journal="/j"
 )
 REJECTED = {"verdict": "REJECTED", "exit": 1, "reason": "t failed", "failure": "hbm: slow"}
 WELL = LauncherExit(exit=0, seconds=5.0, log="/l")

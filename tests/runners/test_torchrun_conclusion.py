@@ -20,7 +20,7 @@ ACCEPTED = ExitNote(
     word="ACCEPTED",
     exit=0,
     reason="40 passed",
-    rehearsal=False,
+    kind="",
     host="gpu-01",
     directory="/r/1",
 )
@@ -46,7 +46,7 @@ def test_what_all_ranks_agreed_on_is_the_end():
 
 
 def test_a_node_without_rank_0_says_where_the_reports_are():
-    notes = tuple(replace(REJECTED, rank=rank, rehearsal=True) for rank in (8, 9))
+    notes = tuple(replace(REJECTED, rank=rank, kind="REHEARSAL") for rank in (8, 9))
     line = "REHEARSAL, REJECTED, exit code 1: hbm: slow (reports: gpu-01:/r/1)"
     assert concluded(failed(1), notes) == (1, line)
 

@@ -15,7 +15,7 @@ def pytest_gpucluster_verdict(record):
         "verdict": record.verdict,
         "exit": record.exit,
         "reason": record.reason,
-        "rehearsal": record.rehearsal,
+        "kind": record.kind,
         "hosts": record.hosts,
         "is_absolute": record.directory.is_absolute(),
         "results": [result.outcome for result in record.journal.results],
@@ -56,7 +56,7 @@ def test_it_is_called_once_with_everything_on_disk(project, suite, options, verd
     left = run(project, suite, *options)
     seen = told(project)
     assert (left.exit, seen["verdict"], seen["exit"], seen["results"]) == (exit, verdict, exit, results)
-    assert (seen["rehearsal"], seen["closed"], seen["is_absolute"]) == (True, True, True)
+    assert (seen["kind"], seen["closed"], seen["is_absolute"]) == ("REHEARSAL", True, True)
     assert seen["files"] == FILES
     assert seen["reason"] == left.journal.reason
     if exit < 2:

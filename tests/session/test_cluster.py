@@ -51,6 +51,7 @@ class Nccl:
                 run_id="x",
             ),
             hosts=["node-a"] * 8 + ["node-b"] * 8,
+            has_gpus=True,
             device_type="cuda",
             device_index=5,
             store_for_group=lambda key: SimpleNamespace(set_timeout=lambda timeout: None),

@@ -101,7 +101,7 @@ def test_the_summary_tells_what_the_journal_cannot(project):
     assert left.exit == 11
     summary = left.stdout.partition("Criteria: 2 passed")[2]
     assert re.search(r"^PASSED  last +0\.002", summary, re.MULTILINE), left.stdout
-    assert left.stdout.splitlines()[-1].startswith("BROKEN (a REHEARSAL")
+    assert left.stdout.splitlines()[-1].startswith("REHEARSAL, BROKEN (")
 
 
 def test_a_name_cannot_act_on_the_terminal(project):

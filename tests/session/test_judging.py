@@ -187,7 +187,7 @@ def test_a_ratio_to_the_other_links_does_not_stand_for_their_rate(sku, rehearsal
     assert judge_merged(run(sku=sku, rehearsal=rehearsal), test, merge(outcomes, NAMES), outcomes).outcome == "passed"
     assert (test.unjudged == "") == is_judged
     passed = replace(test.result(), outcome="passed")
-    found = decide([passed], pytest_exit=0, rehearsal=False, selection=False, manifest=True, topology="")
+    found = decide([passed], pytest_exit=0, kind="", selection=False, manifest=True, topology="")
     assert (found.word, found.exit) == ((ACCEPTED, 0) if is_judged else (INCOMPLETE, 10))
     assert is_judged or all(words in found.reason for words in ("links", "link.bandwidth", sku, "calibrate"))
 

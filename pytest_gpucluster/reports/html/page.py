@@ -20,7 +20,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import RankPlace
+from pytest_gpucluster.journal.records import KIND_NAMES, RankPlace
+from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.reports.facts import facts, run_properties
 from pytest_gpucluster.reports.html.criterion import RunFiles, details_values, headline_values, row_values
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, readable, word
@@ -44,7 +45,6 @@ _TONES = {
 }
 _WORDS = {"not run": "not run", "running": "running when the run ended"}
 # Only this verdict accepts a cluster: nothing else has its colour.
-_ACCEPTED = "ACCEPTED"
 _TIGHTEST = 8
 _RANKS = 4096
 # They identify a rank, so they are in its row even if there is only one rank.
@@ -81,7 +81,8 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         script_hash=_digest(_asset(templates, "page.js")),
         overview=overview,
         tone=_tone(overview),
-        heading=overview.word,
+        heading=marked(overview.word, overview.kind),
+        kind=overview.kind and KIND_NAMES[overview.kind],
         reason=line(overview.reason),
         merged=_merged_table(journal),
         is_selection=journal.run.selection,
@@ -172,7 +173,7 @@ def _facts_of(place: RankPlace) -> dict[str, str]:
 
 def _tone(overview: Outline) -> str:
     """Return the tone of a verdict: good only if it accepts the cluster."""
-    if overview.word == _ACCEPTED and overview.exit == 0 and not overview.rehearsal:
+    if overview.is_accepted:
         return _GOOD
     if overview.exit == 0:
         return _NEUTRAL
