@@ -26,6 +26,7 @@ from pytest_gpucluster.cli.command import (
     load_limits,
     one_of,
     option,
+    write_text,
 )
 from pytest_gpucluster.cli.doctor_findings import (
     Facts,
@@ -95,7 +96,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     facts = collect(options, os.environ)
     found = examine(facts)
-    sys.stdout.write(render(facts, found, width=columns(60) if sys.stdout.isatty() else 80))
+    write_text("-", render(facts, found, width=columns(60)))
     return NEGATIVE if any(one.kind != "note" for one, _ in found) else DONE
 
 

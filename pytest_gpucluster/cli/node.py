@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from pytest_gpucluster.analysis.output import json_document
 from pytest_gpucluster.cli.command import (
     DONE,
     JSON,
@@ -33,6 +33,7 @@ from pytest_gpucluster.cli.command import (
     number,
     option,
     write_json_or_table,
+    write_text,
 )
 from pytest_gpucluster.errors import LaunchError
 from pytest_gpucluster.text import paragraph, plural, printable
@@ -75,7 +76,7 @@ def _info(options: argparse.Namespace) -> int:
     from pytest_gpucluster.node.info_text import render_info
 
     info = collect_info(options.view, Sources())
-    _write(_json_text(info) if options.json else render_info(info, width=columns(_LEAST_COLUMNS)))
+    write_text("-", json_document(info) if options.json else render_info(info, width=columns(_LEAST_COLUMNS)))
     return DONE
 
 
@@ -163,11 +164,11 @@ def _nccl_env(options: argparse.Namespace) -> int:
     facts = collect_facts(Sources())
     advice = advise(facts)
     if options.format == "json":
-        _write(_json_text(_advice_document(facts, advice)))
+        write_text("-", json_document(_advice_document(facts, advice)))
     elif options.format == "text":
-        _write(render_advice(facts, advice, width=columns(60) if sys.stdout.isatty() else 80))
+        write_text("-", render_advice(facts, advice, width=columns(60)))
     else:
-        _write(shell_lines(facts, advice))
+        write_text("-", shell_lines(facts, advice))
     if not options.check:
         return DONE
     return NEGATIVE if advice.differs else UNKNOWN if advice.unknown else DONE
@@ -188,10 +189,6 @@ def _advice_document(facts: Facts, advice: NcclAdvice) -> dict[str, object]:
         "nvls": facts.visible.nvls,
         **advice.to_json(),
     }
-
-
-def _json_text(document: object) -> str:
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
 ANSWER_SECONDS = 5.0
@@ -254,13 +251,13 @@ def _show(options: argparse.Namespace, state: NodeState) -> int:
 
     if options.once:
         node = state.node()
-        _write(block(node))
+        write_text("-", block(node))
         return DONE if is_complete(node) else NEGATIVE
     if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb"):
         watch_screen.draw(state.node, host=host, seconds=min(FRAME_SECONDS, options.interval))
     due = time.monotonic()
     while True:
-        _write(f"{block(state.node())}\n")
+        write_text("-", f"{block(state.node())}\n")
         due = max(due + options.interval, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
 
@@ -270,11 +267,6 @@ def is_complete(node: Node) -> bool:
     return bool(node.gpus) and not any(
         gpu.is_stale or gpu.age_seconds is None or gpu.values.get("lost") for gpu in node.gpus
     )
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _exit_on_signal(number: int, frame: object) -> NoReturn:
@@ -398,7 +390,7 @@ def _selftest(options: argparse.Namespace) -> int:
     if options.save_fixture and not fixtures.parent.is_dir():
         options.refuse("--save-fixture: this is no checkout")
     test = SelfTest(
-        options.device, every_gpu=options.all_gpus, say=lambda line: _write(f"{render(line, columns(60))}\n")
+        options.device, every_gpu=options.all_gpus, say=lambda line: write_text("-", f"{render(line, columns(60))}\n")
     )
     out = options.out or Path(
         f"gpucluster-selftest-{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}.tar.gz"
@@ -414,7 +406,7 @@ def _selftest(options: argparse.Namespace) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
     summary = "\n".join(paragraph(report.summary(), columns(60)))
-    _write(f"{summary}\narchive: {out}\n")
+    write_text("-", f"{summary}\narchive: {out}\n")
     return NEGATIVE if report.is_wrong else DONE
 
 

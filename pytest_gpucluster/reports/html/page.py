@@ -11,8 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -47,16 +46,11 @@ _WORDS = {"not run": "not run", "running": "running when the run ended"}
 # Only this verdict accepts a cluster: nothing else has its colour.
 _TIGHTEST = 8
 _RANKS = 4096
+_LEFT_OUT = Markup('<p class="note">The details are left out here, because {}; see the journal.</p>')
+_PAGE_IS_FULL = _LEFT_OUT.format("this page would become too large")
+_TOO_MANY = _LEFT_OUT.format("they are too many for a page")
 # They identify a rank, so they are in its row even if there is only one rank.
 _OF_EACH = ("rank", "host", "GPU index", "GPU uuid", "GPU serial", "GPU pci bus id")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Details:
-    """The details below a row as HTML, or why they are left out."""
-
-    body: Markup
-    left_out: str
 
 
 def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | None = None) -> str:
@@ -180,30 +174,21 @@ def _tone(overview: Outline) -> str:
     return _TONES.get(overview.word, _BROKEN)
 
 
-def _details(environment: Environment, rows: Sequence[Row], journal: Journal, files: RunFiles) -> list[_Details]:
-    template = environment.get_template("details.html.j2")
-    left = DETAILS_BYTES
-    found = []
+def _details(environment: Environment, rows: Sequence[Row], journal: Journal, files: RunFiles) -> Iterator[Markup]:
+    """Yield the details of each row until the page has its maximum size; then why they are left out."""
+    template, left = environment.get_template("details.html.j2"), DETAILS_BYTES
     for number, row in enumerate(rows[:_ROWS], start=1):
         content = details_values(row, journal, files=files) if left > 0 else None
         if content is None:
-            full = left <= 0 and row.result is not None
-            found.append(_Details(body=Markup(), left_out=_full("page") if full else ""))
+            yield _PAGE_IS_FULL if left <= 0 and row.result is not None else Markup()
             continue
         body = Markup(template.render(details=content, number=number, outcome=row.outcome))
         size = len(body.encode("utf-8", "backslashreplace"))
-        if size > min(left, DETAIL_BYTES):
-            # The next one may be small enough.
-            found.append(_Details(body=Markup(), left_out=_full("page" if size > left else "test")))
-            continue
-        left -= size
-        found.append(_Details(body=body, left_out=""))
-    return found
-
-
-def _full(what: str) -> str:
-    why = "this page would become too large" if what == "page" else "they are too many for a page"
-    return f"The details are left out here, because {why}; see the journal."
+        if size <= min(left, DETAIL_BYTES):
+            left -= size
+        else:  # the next one may be small enough
+            body = _PAGE_IS_FULL if size > left else _TOO_MANY
+        yield body
 
 
 def _problems(journal: Journal) -> list[tuple[str, str, str, str]]:
