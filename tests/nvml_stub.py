@@ -119,13 +119,11 @@ class Driver:
 
     def count(self, uuid, plantings):
         """Return what has changed of a GPU's counters after each of these plantings, by the product's comparison."""
-        changed = json.loads(self.run(__file__, "count", uuid, json.dumps(plantings)))
-        return changed
+        return json.loads(self.run(__file__, "count", uuid, json.dumps(plantings)))
 
     def examine(self, *slices):
         """Return what a rank on each GPU that answers, or on each of these MIG slices, reads, misses and finds."""
-        ranks = json.loads(self.run(__file__, *slices))
-        return ranks
+        return json.loads(self.run(__file__, *slices))
 
 
 def uuid(gpu):

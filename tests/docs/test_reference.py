@@ -21,7 +21,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def load_generator():
     spec = importlib.util.spec_from_file_location("gpucluster_reference", DOCS / "reference.py")
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

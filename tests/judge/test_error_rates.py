@@ -38,9 +38,7 @@ def passes(ranks, limits=SHIPPED):
 
 @cache
 def shipped_limit():
-    limit = SHIPPED.limit(METRIC, sku="H100 SXM", world_size=8, nnodes=1, labels=LABELS)
-    assert limit.min is not None
-    return limit
+    return SHIPPED.limit(METRIC, sku="H100 SXM", world_size=8, nnodes=1, labels=LABELS)
 
 
 # ---- one GPU, whose true median is a share of the limit
@@ -66,7 +64,6 @@ def sampled(sigma):
 def accepted(sigma, level):
     """Number of GPUs that pass, with a true median of ``level`` times the limit."""
     limit = shipped_limit().min
-    assert limit is not None
     return sum(passes([tflops(series.scaled(level * limit))] * 2) for series, _ in sampled(sigma))
 
 

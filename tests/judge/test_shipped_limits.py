@@ -308,7 +308,6 @@ def test_an_agreed_figure_that_healthy_gpus_miss_is_shown_and_not_judged():
 
 def test_an_agreed_figure_that_lets_a_quarter_pass_is_kept_by_a_higher_one():
     limit = SHIPPED.limit(BUSBW, sku="H100 SXM", world_size=16, nnodes=2, labels={"size": "1 GB"})
-    assert limit.min is not None
     assert limit.min >= 350
     assert "acceptance of 2 x 8 H100 SXM: > 350 GB/s" in limit.source
 
@@ -382,7 +381,6 @@ def test_every_shipped_figure_agrees_with_the_source_it_cites(limit):
         lowest = units.convert(float(published[1]), published[2].rstrip(","), limit.unit)
         support = SUPPORTS.get((limit.sku, limit.metric, limit.origin))
         # An entry that another SKU of the same kind shares cites the lower one.
-        assert limit.min is not None
         assert 0.91 * lowest <= limit.min <= 0.97 * lowest
         if support is not None and support.healthy and not support.best_only:
             assert lowest <= support.healthy[0] + 1e-9
@@ -398,9 +396,7 @@ def test_every_shipped_figure_agrees_with_the_source_it_cites(limit):
 @pytest.mark.parametrize("sku", NVML_TOTALS)
 def test_a_healthy_card_s_memory_as_nvml_counts_it_keeps_the_limit(sku):
     limit = SHIPPED.limit("gpu.memory.total", sku=sku, world_size=1, nnodes=1, labels={})
-    assert limit is not None
     total = units.convert(NVML_TOTALS[sku], "MiB", "GB")
-    assert limit.min is not None
     assert limit.min <= total <= limit.min * 1.08
 
 

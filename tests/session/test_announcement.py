@@ -33,8 +33,7 @@ FAIL = "def test_a(): assert 0"
 def told(project):
     """What the hook was told, which must be once."""
     [line] = (project.path / "told.jsonl").read_text().splitlines()
-    found = json.loads(line)
-    return found
+    return json.loads(line)
 
 
 def run(project, suite, *options, conftest=TOLD):

@@ -1,7 +1,7 @@
 import pytest
 
 from pytest_gpucluster.errors import OptionError
-from pytest_gpucluster.session.options import Timeouts, names_value, one_of, positive_seconds
+from pytest_gpucluster.session.options import Timeouts, positive_seconds
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e400", "five", "", "5 s"])
@@ -32,10 +32,3 @@ def test_wrong_timeouts_are_refused(text, message):
     with pytest.raises(OptionError) as caught:
         Timeouts.parse(text)
     assert str(caught.value).startswith(message)
-
-
-def test_words_and_names():
-    assert one_of("a", "b")("b") == "b"
-    with pytest.raises(OptionError, match=r"'c' .*: a, b"):
-        one_of("a", "b")("c")
-    assert names_value(" a,, b ") == ("a", "b")
