@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
-import importlib.util
 import os
+import runpy
 import sys
 import tempfile
 from collections.abc import Container, Mapping, Sequence
@@ -77,26 +77,18 @@ _EXIT_CODES = {
 }
 
 
-def declare_metrics(plugin: str) -> str:
-    """Register the metrics that a site's plugin or conftest.py declares; return the problem, or an empty text.
+def _declare_metrics(plugin: str) -> None:
+    """Register the metrics that a site declares in a Python file or a module.
 
-    Args:
-        plugin: a Python file, or the name of a module.
+    Raises: CommandError
     """
     try:
-        if plugin.endswith(".py"):
-            spec = importlib.util.spec_from_file_location("gpucluster_site", plugin)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(plugin)
-        for metric in module.pytest_gpucluster_metrics():
+        is_file = plugin.endswith(".py")
+        declared = runpy.run_path(plugin) if is_file else vars(importlib.import_module(plugin))
+        for metric in declared["pytest_gpucluster_metrics"]():
             measurement.register(metric)
     except Exception as error:  # the site's own code may raise anything
-        return f"--plugin {plugin}: {type(error).__name__}: {error}"
-    return ""
+        raise CommandError(NO_INPUT, f"--plugin {plugin}: {type(error).__name__}: {error}") from error
 
 
 @command(
@@ -117,9 +109,7 @@ def _check(options: argparse.Namespace) -> int:
     from pytest_gpucluster.judge.limits import EVERY_SKU
 
     for plugin in options.plugin:
-        problem = declare_metrics(plugin)
-        if problem:
-            raise CommandError(NO_INPUT, problem)
+        _declare_metrics(plugin)
     files: Sequence[Path] = options.files
     for path in files:
         with file_errors(NO_INPUT, f"{path}: cannot be read"):
