@@ -240,7 +240,13 @@ def fills(structure, refusal=pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH, /, **f
 def test_the_fabric_has_state_status_and_health(library, structure):
     library.answers(
         "nvmlDeviceGetGpuFabricInfoV",
-        fills(structure, state=pynvml.NVML_GPU_FABRIC_STATE_COMPLETED, status=0, healthMask=0b10_10),
+        fills(
+            structure,
+            pynvml.NVML_ERROR_INVALID_ARGUMENT,
+            state=pynvml.NVML_GPU_FABRIC_STATE_COMPLETED,
+            status=0,
+            healthMask=0b10_10,
+        ),
     )
     assert PyNvml().read(GPU, "fabric") == {"state": "completed", "status": "success", "health": ()}
     degraded = (1 << pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_DEGRADED_BW) | (
