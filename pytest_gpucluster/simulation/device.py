@@ -71,12 +71,12 @@ class World:
     Attributes:
         cluster: its description.
         machine: this rank's GPU.
-        places: of the ranks of each group, which have exchanged them when it was made.
+        places: name of each group -> where its ranks are; a group itself that outlives its end aborts the process.
     """
 
     cluster: Cluster
     machine: Machine
-    places: dict[ProcessGroup, tuple[Place, ...]] = field(default_factory=dict)
+    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
     scale: float = 1.0
     calls: int = 0
 
@@ -311,7 +311,7 @@ class Simulated(Cpu):
     def trained(self, flops: float, group: ProcessGroup | None) -> None:
         """Take the time of the slowest rank of the group: the others wait for its gradients."""
         world = self._world
-        places = (world.me,) if group is None else world.places.get(group, (world.me,))
+        places = (world.me,) if group is None else world.places.get(group.group_name, (world.me,))
         has, peaks = world.cluster.faults.amount, SKUS[world.cluster.sku].peaks
         assert peaks is not None  # a cluster's SKU has limits, and so a data sheet
         utilisation = world.rates.of("training.mfu", {"model": "large"}).value / 100
@@ -327,7 +327,7 @@ class Simulated(Cpu):
         """Exchange the places of the group's ranks, and take the memory of its communicator."""
         world, places = self._world, [("", 0)] * dist.get_world_size(group)
         dist.all_gather_object(places, (world.me.host, world.me.gpu), group=group)
-        world.places[group] = tuple(Place(*place) for place in places)
+        world.places[group.group_name] = tuple(Place(*place) for place in places)
         world.machine.add_group(world.cluster.nccl.group_bytes)
 
     def left(self, groups: Iterable[ProcessGroup]) -> None:
@@ -350,7 +350,7 @@ class Simulated(Cpu):
             sent[len(sent) // 2] += 1
         call()
         world.calls += 1
-        places = world.places.get(group, (world.me,))
+        places = world.places.get(group.group_name, (world.me,))
         if peer is not None:
             places = (world.me, places[dist.get_group_rank(group, peer)])
         self._work(self._transfer_seconds(name, payload_bytes, places))

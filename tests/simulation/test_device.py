@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from pytest_gpucluster.simulation.rates import Rates
 
 CPU = torch.device("cpu")
 SAMPLING = Sampling(warmup_seconds=1, window_seconds=2, longest_seconds=10, tolerance_ratio=0.01)
-GROUP = object()
+GROUP = SimpleNamespace(group_name="all")
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def world(tmp_path, monkeypatch):
     def make(*faults, name="2x8xH100"):
         described = load(name).with_faults([parse(fault) for fault in faults])
         found = World(described, Machine(tmp_path, described.hosts[-1], 3))
-        found.places[GROUP] = tuple(Place(host, gpu) for host in described.hosts for gpu in range(8))
+        found.places["all"] = tuple(Place(host, gpu) for host in described.hosts for gpu in range(8))
         monkeypatch.setitem(backends.BACKENDS, "cpu", lambda place: Simulated(place, found))
         return found
 
@@ -159,10 +160,10 @@ def test_a_port_that_flaps_is_slow_now_and_then(world):
 
 def test_nvls_matters_within_a_node_only(world):
     found = world("nvls-off")
-    found.places[GROUP] = found.places[GROUP][:8]
+    found.places["all"] = found.places["all"][:8]
     slow = sum(busbw())
     found = world()
-    found.places[GROUP] = found.places[GROUP][:8]
+    found.places["all"] = found.places["all"][:8]
     assert sum(busbw()) == pytest.approx(0.78 * slow, rel=0.02)
 
 
