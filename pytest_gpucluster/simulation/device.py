@@ -359,7 +359,7 @@ class Simulated(Cpu):
         world, nccl, count = self._world, self._world.cluster.nccl, len(places)
         nodes = len({place.host for place in places})
         if count == 1:
-            return payload_bytes / (world.rates.of("hbm.copy.bandwidth").value * 1e12)
+            return LAUNCH_SECONDS + payload_bytes / (world.rates.of("hbm.copy.bandwidth").value * 1e12)
         labels = {"transport": nccl.transport if nodes > 1 else "P2P"}
         if name == "message":
             rate, traffic = world.rates.of("link.bandwidth", labels, world_size=count, nodes=nodes).value, 1.0
