@@ -278,6 +278,10 @@ class Evidence:
                 (other,) = probe.members - {unit}
                 yield other, probe
 
+    def small_probes(self, unit: int) -> int:
+        """Return the number of probes of it, alone or in a pair."""
+        return sum(len(probe.members) <= 2 for probe in self._probes[unit])
+
     def alone(self, unit: int) -> list[Probe]:
         """Return the probes of it alone."""
         return [probe for probe in self._probes[unit] if len(probe.members) == 1]

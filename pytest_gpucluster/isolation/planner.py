@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
@@ -124,11 +125,13 @@ _NO_PASS_ROUNDS = 4
 """If no pair has passed in this number of rounds of pairs, there is no unit to compare with."""
 _ISLAND_ROUNDS = 8
 """Rounds of pairs that are tried where some pass among themselves, and fail with all others."""
-_INTERMITTENT_ROUNDS = 72
-"""Rounds of pairs without a culprit after which a unit that fails in one probe of eight would have been named with a
-probability of 97 % or more (simulated: docs/simulations.md)."""
+_SHOWN_PROBES = 24
+"""Probes of a unit, alone or in a pair, in which it fails once with 96 % probability if it fails in one of eight."""
+_NAMED_PROBES = 72
+"""Probes of a unit after which it would have been named with 96 % or more if it fails in one of eight (simulated:
+docs/simulations.md)."""
 MAX_ROUNDS = 120
-"""The budget, seldom needed. Random failures of any unit would else keep the search going."""
+"""The budget. Random failures of any unit would else keep the search going."""
 _SURE_ROUNDS = 9
 """How often a group is probed without a unit, and without another one, until that unit is sure to be the culprit."""
 _TRIES = 4
@@ -144,7 +147,7 @@ class Planner:
     the fault is confirmed to be one unit's or one link's; then the rest at once. If that fails although all pairs pass,
     only larger groups show the fault: groups are halved while a half fails; if neither does, the two ends of a link are
     searched crosswise, and then the unit without which the group passes. If nothing fails at all it is tried again with
-    new partners, a few times. Last, while no culprit is known, pairs go on until an intermittent one is excluded.
+    new partners, a few times. Last, what looks fine is probed again in pairs until an intermittent fault is excluded.
 
     >>> planner = Planner([0, 1, 2])
     >>> planner.next_round()
@@ -229,7 +232,7 @@ class Planner:
             cleared=tuple(unit for unit in self._units if unit not in accused and unit not in undecided),
             undecided=tuple(sorted(undecided)),
             rounds=tuple(self._rounds),
-            why_undecided="; ".join(self._reasons()),
+            why_undecided="; ".join([*self._reasons(), *self._not_excluded()]),
             reproduced=evidence.reproduced,
         )
 
@@ -263,19 +266,31 @@ class Planner:
             yield from self._settle(_RETRY_ROUNDS)
 
     def _exclude_intermittent(self) -> Work:
-        """Probe in pairs while there is no culprit, until a fault that shows now and then would have been found.
+        """Probe all but the culprits again in pairs, until a fault that shows now and then would have been found.
 
-        Among two units no pair can name one of them.
+        Among two units no pair can name one of them, so they are mostly probed alone.
         """
-        for number in itertools.count() if len(self._units) > 2 else ():
+        for number in itertools.count():
             now = self._evidence
-            paired = sum(any(len(outcome.members) == 2 for outcome in outcomes) for outcomes in self._rounds)
-            hopeless = self._is_fleet() or not any(map(now.has_passed, self._units)) or bool(now.islands())
-            groups = pairing(now, number)
-            if hopeless or not groups or paired >= _INTERMITTENT_ROUNDS or (now.culprits and not now.suspects):
+            left = [unit for unit in self._units if unit not in now.guilty]
+            hopeless = self._is_fleet() or not any(map(now.has_passed, left)) or bool(now.islands())
+            alone = self._alone and len(left) == 2 and number % 3 > 0
+            groups = [(unit,) for unit in left] if alone else pairing(now, number)
+            if hopeless or not groups or self._is_excluded(left):
                 return
             self.repeats = True
             yield groups
+
+    def _is_excluded(self, units: Sequence[int]) -> bool:
+        """Return whether an intermittent fault would have been named by now, or shown where a culprit is known.
+
+        Two failures that have a unit in common are pursued as long as the rounds last.
+        """
+        now = self._evidence
+        if any(now.failures(unit) > 1 for unit in now.suspects):
+            return False
+        enough = _SHOWN_PROBES if now.culprits and not now.unexplained else _NAMED_PROBES
+        return all(now.small_probes(unit) >= enough for unit in units)
 
     def _is_fleet(self) -> bool:
         """Return whether every pair is too slow by the limits: then larger groups would show nothing more."""
@@ -408,7 +423,7 @@ class Planner:
         if not self._rounds:
             yield "nothing was probed"
             return
-        if not self._done:
+        if not (self._done or self.repeats):
             yield f"the search ended after {len(self._rounds)} rounds, before it was complete"
         elif not found.reproduced:
             yield f"nothing failed again in {len(self._rounds)} rounds of probes"
@@ -430,6 +445,22 @@ class Planner:
         if unjudged:
             yield f"{len(unjudged[-1].members)} at once reached {unjudged[-1].reason}"
 
+    def _not_excluded(self) -> Iterator[str]:
+        """Yield which intermittent faults those that are cleared may have all the same."""
+        accused = {unit for culprit in self._evidence.culprits for unit in culprit.units}
+        cleared = [unit for unit in self._units if unit not in accused | self._evidence.undecided]
+        if len(cleared) < 2:
+            return
+        met: Counter[Group] = Counter()
+        for unit in cleared:
+            met.update(_pair(unit, other) for other, _ in self._evidence.pairs(unit) if unit < other)
+        unit = min(sum(1 for _ in self._evidence.pairs(unit)) for unit in cleared)
+        link = min(met[pair] for pair in itertools.combinations(cleared, 2))
+        yield (
+            f"not excluded: a unit that is bad {_rarer_than(unit)} (each was in {unit} or more pairs),"
+            f" or a link that is bad {_rarer_than(link)} ({link} or more probes)"
+        )
+
     def _unconfirmed(self) -> str:
         found = self._evidence
         left = [unit for unit in self._units if unit not in found.guilty]
@@ -450,6 +481,12 @@ class Planner:
 
     def _few(self, units: Sequence[int]) -> str:
         return some_of([*map(self._name, units)], 4)
+
+
+def _rarer_than(probes: int) -> str:
+    """Return which faults a number of probes shows once with a probability below 90 %."""
+    often = int(1 / (1 - 0.1 ** (1 / probes))) if probes else 0
+    return f"less often than in one probe of {often}" if often > 1 else "now and then"
 
 
 def _halves(group: Group) -> tuple[Group, Group]:
