@@ -43,8 +43,8 @@ journal: metrics config isolation judge agreement
 reports: metrics judge journal
 recorder: launch agreement journal reports
 analysis: launch metrics config isolation judge journal reports
-session: short_fixtures launch metrics config isolation device benchmarks judge node agreement journal reports recorder
- analysis
+session: short_fixtures launch metrics config isolation device benchmarks judge node simulation agreement journal
+ reports recorder analysis
 fixtures: metrics config judge node agreement journal session
 plugin: journal metrics device session fixtures
 runners: launch metrics isolation agreement journal

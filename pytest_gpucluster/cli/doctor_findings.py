@@ -58,8 +58,8 @@ class Forecast:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs that each node must have; 0 in a rehearsal."""
-        return 0 if self.device == "cpu" else self.expect.gpus_per_node if self.expect else self.ranks_per_node
+        """GPUs that each node must have; 0 in a rehearsal and where they are simulated."""
+        return 0 if self.device != "cuda" else self.expect.gpus_per_node if self.expect else self.ranks_per_node
 
     def criteria(self, file: str = "") -> tuple[str, ...]:
         """Return the required criteria, of one file or of all."""
@@ -136,9 +136,10 @@ def examine(facts: Facts) -> list[Obstacle]:
 def _launch(facts: Facts) -> Iterator[Obstacle]:
     """Launches that cannot be accepted, whatever the hardware; inputs that are unusable; tests that are skipped."""
     plan, expect = facts.plan, facts.plan.expect
-    if plan.device == "cpu":
-        remedy = "leave out --gpucluster-device=cpu, and `unset GPUCLUSTER_DEVICE`"
-        yield facts.stop("launch.rehearsal", "a rehearsal on cpu accepts nothing", "--gpucluster-device=cuda", remedy)
+    if plan.device != "cuda":
+        remedy = f"leave out --gpucluster-device={plan.device}, and `unset GPUCLUSTER_DEVICE GPUCLUSTER_SIMULATE`"
+        found = f"{'a rehearsal on cpu' if plan.device == 'cpu' else 'a simulated cluster'} accepts nothing"
+        yield facts.stop("launch.rehearsal", found, "--gpucluster-device=cuda", remedy)
     if plan.part:
         remedy = (
             "`gpucluster run -- acceptance/` without -k, -m, single tests, changed workloads, limits that only record"
@@ -166,7 +167,7 @@ https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.ht
 
 def _gpus(facts: Facts) -> Iterator[Obstacle]:
     plan, count, expect = facts.plan, len(facts.plan.gpus), facts.plan.expect
-    if plan.device == "cpu" or facts.elsewhere:
+    if plan.device != "cuda" or facts.elsewhere:
         return
     wanted, newest = read_version(plan.cuda or ""), read_version(plan.driver_cuda or "")
     index = "https://download.pytorch.org/whl/" + ("cu126" if newest[0] == 12 else "cu130")

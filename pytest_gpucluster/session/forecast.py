@@ -118,7 +118,7 @@ class Forecast:
     def _look(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         settings = resolve(config)
         on_cpu, expect, inputs = settings.device == "cpu", settings.expect, TrainingInputs.of(settings)
-        software = _software(on_cpu or self._elsewhere)
+        software = _software(settings.device != "cuda" or self._elsewhere)
         ranks = self._ranks or (2 if on_cpu else len(software["gpus"]) or (expect.gpus_per_node if expect else 1))
         limits = load_limits(settings)
         ordered = [sku for sku in limits.skus if expect and expect.sku and sku_matches(expect.sku, sku)]

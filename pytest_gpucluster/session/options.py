@@ -112,7 +112,7 @@ def journal_value(text: str, base: Path) -> Path:
         return path
 
 
-DEVICES = ("cuda", "cpu")
+DEVICES = ("cuda", "cpu", "simulated")
 PROFILES = ("quick", "full", "soak")
 
 
@@ -166,13 +166,27 @@ def _path(text: str, base: Path) -> Path:
     return base / os.path.expanduser(text)
 
 
+def _description(text: str, base: Path) -> str:
+    """Return the name of a simulated cluster, or the path of a file."""
+    return str(_path(text, base)) if Path(text).suffix in (".yaml", ".yml") else text
+
+
 OPTIONS = (
     _Option(
         name="device",
         metavar="DEVICE",
         default="cuda",
         parse=one_of(*DEVICES),
-        help="cuda, or cpu for a rehearsal with gloo, small sizes and the cpu-rehearsal limits (default: cuda)",
+        help="cuda; cpu for a rehearsal with gloo, small sizes and the cpu-rehearsal limits; or simulated, for the "
+        "cluster of --gpucluster-simulate (default: cuda)",
+    ),
+    _Option(
+        name="simulate",
+        metavar="WHAT",
+        parse=_description,
+        takes="base",
+        help="the cluster to simulate, with --gpucluster-device=simulated: a shape such as 2x8xH100, or a YAML file; "
+        "nothing is accepted there",
     ),
     _Option(
         name="expect",
@@ -410,8 +424,20 @@ def _base(config: pytest.Config, origin: str) -> Path:
 
 
 def _without_effect(found: Mapping[str, Setting]) -> list[str]:
-    """Complain about options that do nothing without another one."""
-    return [
+    """Complain about options that do nothing without another one, and about a simulation of nothing."""
+    device, simulate = found["device"], found["simulate"]
+    complaints = []
+    if device.value == "simulated" and not simulate.value:
+        complaints.append(
+            f"--gpucluster-device=simulated ({device.origin}): no cluster is described; add "
+            "--gpucluster-simulate=2x8xH100, another shape, or a YAML file"
+        )
+    elif device.value != "simulated" and simulate.value is not None:
+        complaints.append(
+            f"--gpucluster-simulate ({simulate.origin}): does nothing without --gpucluster-device=simulated, and the "
+            f"device is {device.value}"
+        )
+    return complaints + [
         f"--gpucluster-{name.replace('_', '-')} ({found[name].origin}): does nothing without --gpucluster-{needed}, "
         "which is not given"
         for name, needed in (("resume", "scratch"), ("baseline_fail", "baseline"))

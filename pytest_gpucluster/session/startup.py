@@ -103,6 +103,11 @@ class Startup:
             run.settings, run.has_settings = options.resolve(run.config, run.environ), True
             _refuse_conflicts(run.config, run.facts)
             _refuse_unasked_rehearsal(run.settings, run.facts.hostname)
+            if run.simulated:
+                from pytest_gpucluster.simulation.install import install
+
+                host = install(run.settings.simulate, self._on_its_gpu(), run.environ).hostname
+                run.facts = replace(run.facts, hostname=host)
         except GpuClusterError as error:
             problem = _refusal(error)
         if run.rank == 0 and run.place is None:
@@ -449,19 +454,20 @@ def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:
 
 
 def _refuse_unasked_rehearsal(settings: options.Settings, hostname: str) -> None:
-    """Refuse a rehearsal on a node with GPUs that only a variable asks for: left over in a shell, it would pass a gate.
+    """Refuse a rehearsal or simulation on a node with GPUs that only a variable asks for: left over in a shell, it
+    would pass a gate.
 
     Raises:
         OptionError: names the variable and the way out.
     """
     device = settings.settings["device"]
-    if device.value != "cpu" or device.origin != "environment":
+    if device.value == "cuda" or device.origin != "environment":
         return
     gpus = [gpu.address for gpu in pci.unlisted_gpus(()) if gpu.state not in ("hidden", "elsewhere")]
     if gpus:
         raise OptionError(
-            f"GPUCLUSTER_DEVICE=cpu is set, and {hostname} has {len(gpus)} GPUs, the first at PCI {gpus[0]}: a "
-            "rehearsal says nothing about them. Unset it; or give --gpucluster-device=cpu for a rehearsal"
+            f"GPUCLUSTER_DEVICE={device.value} is set, and {hostname} has {len(gpus)} GPUs, the first at PCI {gpus[0]}"
+            f": such a run says nothing about them. Unset it; or give --gpucluster-device={device.value}"
         )
 
 

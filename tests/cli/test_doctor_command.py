@@ -123,6 +123,7 @@ OF_SLURM = {"test.skipped", "slurm.silent"}
 """Findings that cost one criterion only."""
 FAULTS: Mapping[str, tuple[Callable[[Facts], Facts], str]] = {
     "a rehearsal": (of_plan(device="cpu"), "launch.rehearsal"),
+    "a simulated cluster": (of_plan(device="simulated"), "launch.rehearsal"),
     "a part": (of_plan(part="SELECTION PASSED at best"), "launch.part"),
     "one node of two": (of_plan(nodes=1), "launch.shape"),
     "four ranks of eight": (of_plan(ranks_per_node=4), "launch.shape"),

@@ -61,12 +61,14 @@ def test_gpus_without_a_rank_are_a_skipped_testcase_and_leave_the_run_incomplete
         ("hidden", (), 0),
         ("elsewhere", (), 0),
         ("answers", ("--gpucluster-device=cpu",), 0),
+        ("answers", ("simulated",), 4),
     ],
 )
 def test_a_rehearsal_on_a_node_with_gpus_must_be_asked_for(project, monkeypatch, state, options, code):
     gpu = PciGpu(address="0000:3b:00.0", state=state, detail="planted")
     monkeypatch.setattr(startup.pci, "unlisted_gpus", lambda listed: [gpu])
-    monkeypatch.setenv("GPUCLUSTER_DEVICE", "cpu")
+    monkeypatch.setenv("GPUCLUSTER_DEVICE", "simulated" if "simulated" in options else "cpu")
+    options = [option.replace("simulated", "--gpucluster-simulate=1x1xH100") for option in options]
     project.suite("def test_it(): pass")
     left = project.run(*options, device=None)
     assert left.exit == code, left.output

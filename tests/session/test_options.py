@@ -29,6 +29,7 @@ def test_the_options_are_these_and_no_others():
     frozen = [(option.flag, option.dest, option.variable, option.metavar, option.default) for option in OPTIONS]
     assert frozen == [
         ("--gpucluster-device", "gpucluster_device", "GPUCLUSTER_DEVICE", "DEVICE", "cuda"),
+        ("--gpucluster-simulate", "gpucluster_simulate", "GPUCLUSTER_SIMULATE", "WHAT", None),
         ("--gpucluster-expect", "gpucluster_expect", "GPUCLUSTER_EXPECT", "NODESxGPUS[xSKU]", None),
         ("--gpucluster-thresholds", "gpucluster_thresholds", "GPUCLUSTER_THRESHOLDS", "FILE", None),
         ("--gpucluster-sku", "gpucluster_sku", "GPUCLUSTER_SKU", "NAME", None),
@@ -94,9 +95,12 @@ def test_settings_go_on_record_as_text_with_their_origin(configure):
 
 
 WRONG = {
-    "command line": ("--gpucluster-device=gpu", "--gpucluster-device gpu: 'gpu' .*: cuda, cpu"),
-    "environment": ({"GPUCLUSTER_DEVICE": "CPU"}, "GPUCLUSTER_DEVICE=CPU: 'CPU' .*: cuda, cpu"),
-    "an empty variable is not the default": ({"GPUCLUSTER_DEVICE": ""}, "GPUCLUSTER_DEVICE=: '' .*: cuda, cpu"),
+    "command line": ("--gpucluster-device=gpu", "--gpucluster-device gpu: 'gpu' .*: cuda, cpu, simulated"),
+    "environment": ({"GPUCLUSTER_DEVICE": "CPU"}, "GPUCLUSTER_DEVICE=CPU: 'CPU' .*: cuda, cpu, simulated"),
+    "an empty variable is not the default": (
+        {"GPUCLUSTER_DEVICE": ""},
+        "GPUCLUSTER_DEVICE=: '' .*: cuda, cpu, simulated",
+    ),
     "ini": ("ini: gpucluster_deadline = soon", "{ini}: gpucluster_deadline = soon: 'soon' .* seconds"),
     "a timeout that is none": (
         "--gpucluster-timeouts=grce=1",
@@ -130,6 +134,18 @@ WRONG = {
         "--gpucluster-resume",
         r"--gpucluster-resume \(command line\): .* --gpucluster-scratch, .*",
     ),
+    "nothing to simulate": (
+        "--gpucluster-device=simulated",
+        r"--gpucluster-device=simulated \(command line\): .*; add --gpucluster-simulate=2x8xH100, .* YAML file",
+    ),
+    "nothing to simulate, by an empty variable": (
+        {"GPUCLUSTER_DEVICE": "simulated", "GPUCLUSTER_SIMULATE": ""},
+        r"--gpucluster-device=simulated \(environment\): .*; add --gpucluster-simulate=2x8xH100, .* YAML file",
+    ),
+    "simulated on GPUs": (
+        "--gpucluster-simulate=2x8xH100",
+        r"--gpucluster-simulate \(command line\): does nothing without --gpucluster-device=simulated, .* is cuda",
+    ),
     "a flag that took a path for its value": (
         "--gpucluster-resume acceptance/",
         "--gpucluster-resume acceptance/: 'acceptance/' .*: yes, no",
@@ -137,7 +153,7 @@ WRONG = {
     "a path that is empty": ({"GPUCLUSTER_SCRATCH": " "}, "GPUCLUSTER_SCRATCH= : no path"),
     "all of them at once": (
         "--gpucluster-device=x --gpucluster-deadline=0",
-        "--gpucluster-device x: 'x' .*: cuda, cpu\n--gpucluster-deadline 0: '0' .* seconds",
+        "--gpucluster-device x: 'x' .*: cuda, cpu, simulated\n--gpucluster-deadline 0: '0' .* seconds",
     ),
 }
 """Options, or variables of the environment, or lines of the ini file -> what the complaint says."""
