@@ -38,7 +38,6 @@ from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.units import require_one_of, show_bytes
 
 NUMA_MAPS = Path("/proc/self/numa_maps")
-"""Where pages lie. The simulation replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +87,13 @@ def host_memory(device: torch.device, words: int, *, cpus: frozenset[int] | None
         yield HostMemory(words=buffer, nodes=nodes_of(buffer.data_ptr()))
 
 
-def nodes_of(address: int, numa_maps: Path | None = None) -> dict[int, float]:
+def nodes_of(address: int, numa_maps: Path = NUMA_MAPS) -> dict[int, float]:
     """Return which part of the mapping at an address lies on which NUMA node; empty if the kernel does not report it.
 
     Source: proc_pid_numa_maps(5): each line is a mapping by its first address; ``N0=12`` are pages on node 0.
     """
     try:
-        lines = (numa_maps or NUMA_MAPS).read_text(encoding="ascii", errors="replace").splitlines()
+        lines = numa_maps.read_text(encoding="ascii", errors="replace").splitlines()
         entries = [line.split() for line in lines]
         found = [fields for fields in entries if fields and int(fields[0], 16) <= address]
         here = max(found, key=lambda fields: int(fields[0], 16), default=[])

@@ -367,8 +367,6 @@ def seams(cluster: Cluster, host: str, folder: Path) -> Mapping[tuple[ModuleType
             draft = root.with_name(f"root-{os.getpid()}")
             write_node(cluster, host, draft)
             draft.rename(root)
-    from pytest_gpucluster.benchmarks import host_link  # it imports torch
-
     gpus = gpus_of(cluster, host, folder)
     ahead_seconds = cluster.faults.amount("clock-skew", host) or 0.0
 
@@ -382,7 +380,6 @@ def seams(cluster: Cluster, host: str, folder: Path) -> Mapping[tuple[ModuleType
         (kernel_log, "RECORDS"): lambda kmsg: kernel_records(gpus),
         (host_facts, "STATVFS"): _half_of(cluster.node.memory_bytes),
         (name_resolution, "SYSTEM"): SimulatedResolver(host),
-        (host_link, "NUMA_MAPS"): root / "proc/self/numa_maps",  # not there: on which node pages lie is unknown
         (network, "NOW"): lambda: time.time() + ahead_seconds,
         (telemetry, "COMMAND"): (sys.executable, "-m", "pytest_gpucluster.simulation.nvml", str(folder), host),
     }

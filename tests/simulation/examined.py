@@ -10,7 +10,7 @@ from pytest_gpucluster.node import host, host_checks, inventory, nvml
 from pytest_gpucluster.node.fabric import nccl_advice, nccl_facts, nccl_rules, ports
 from pytest_gpucluster.node.health import checks, counters, snapshot
 from pytest_gpucluster.simulation import node
-from pytest_gpucluster.simulation.nvml import gpu_address, gpus_of
+from pytest_gpucluster.simulation.nvml import gpus_of
 
 INPUTS = {"values": {}, "problems": []}
 WORK_SECONDS = 700
@@ -45,7 +45,6 @@ class Examined:
                 device="cuda",
             )
         ]
-        self._by_pci = {gpu_address(gpu): gpu for gpu in range(cluster.gpus_per_node)}
         self._compare_gpus()
         self._compare_ports()
         for name in cluster.hosts:
@@ -73,10 +72,9 @@ class Examined:
 
     def _add(self, findings):
         for one in findings:
-            index = self._by_pci.get(one.gpu.pci) if one.gpu.index is None else one.gpu.index
-            place = one.gpu.host if index is None else f"{one.gpu.host}/{index}"
+            place = one.gpu.host if one.gpu.index is None else f"{one.gpu.host}/{one.gpu.index}"
             port = re.search(r"\bmlx5_\d+", one.found)
-            if port and index is None:
+            if port and one.gpu.index is None:
                 place = f"{place}/{port[0]}"
             if one.kind == "note":
                 self.notes.add((one.code, place))

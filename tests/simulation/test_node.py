@@ -1,18 +1,24 @@
 """A simulated node under the unmodified checks: a healthy one passes, and each fault is found where it is."""
 
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 from examined import Examined
 
-from pytest_gpucluster.benchmarks import host_link
 from pytest_gpucluster.node import kernel_log, name_resolution, network, nvml
 from pytest_gpucluster.node.fabric.nccl_advice import find_fabric
 from pytest_gpucluster.node.health import counters, telemetry
 from pytest_gpucluster.node.nvml import read_values
-from pytest_gpucluster.simulation import cluster, faults, node
+from pytest_gpucluster.simulation import cluster, faults, machine, node
 from pytest_gpucluster.simulation.nvml import SimulatedGpu, gpus_of
+
+
+@pytest.fixture(autouse=True)
+def load_lasts(monkeypatch):
+    """Let a GPU count as loaded for longer than any test takes on a slow machine."""
+    monkeypatch.setattr(machine, "_LOADED_SECONDS", 600.0)
 
 
 @pytest.fixture
@@ -113,11 +119,10 @@ def on(tmp_path, monkeypatch):
     return enter
 
 
-def test_names_resolve_and_host_memory_is_on_no_known_numa_node(on):
+def test_the_hosts_names_resolve(on):
     on()
     questions = [name_resolution.Question(kind="forward", node=0, name="gpu-00")]
     assert name_resolution.look_up(questions, deadline_seconds=30)[0].error == ""
-    assert host_link.nodes_of(2**47) == {}
 
 
 def test_load_memory_and_processes_are_shown(on):
@@ -167,13 +172,22 @@ def test_corrected_errors_are_counted_and_no_fault(on):
 
 def test_the_sampler_of_the_node_reads_the_simulated_gpus(on):
     gpu = on("power-cap:gpu-01=400W")[1]
-    sampler = telemetry.start_sampler()
+    sampler, is_over = telemetry.start_sampler(), threading.Event()
+
+    def work():
+        while not is_over.wait(0.05):
+            gpu.machine.work(1)
+
+    worker = threading.Thread(target=work)
+    worker.start()
     try:
         link = telemetry.Link(sampler.address, gpu.uuid, 0.01, answer_seconds=30)
         with link.window() as window:
-            gpu.machine.work(1)
+            pass
         link.close()
     finally:
+        is_over.set()
+        worker.join()
         sampler.close()
     summary = window.summary()
     assert summary["not_available"] == {}

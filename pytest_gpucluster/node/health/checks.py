@@ -496,7 +496,7 @@ def check_node(snapshot: HealthSnapshot) -> Iterator[Finding]:
         xids = sorted({xid.code for xid in snapshot.kernel_log.xids() if address and xid.pci[:-2] == address[:-2]})
         log = f"; Xids in the kernel log: {', '.join(map(str, xids))}" if xids else ""
         found = f"the PCI bus shows a GPU that NVML does not: {gpu.detail}{log}"
-        about = Identity(host=host.host, pci=gpu.address)
+        about = node.gpus.get(address or "") or Identity(host=host.host, pci=gpu.address)
         yield _finding(snapshot, "gpu_not_listed", found, kind=kind, about=about, remedy=remedy)
     silent = node.nvml_gpus - node.answering
     if silent > sum(gpu.state in ("dead", "answers") for gpu in node.unlisted):

@@ -21,12 +21,12 @@ from pytest_gpucluster.errors import HardwareFault
 from pytest_gpucluster.metrics.finding import Finding, Identity, hardware, identity
 from pytest_gpucluster.node import infiniband, kernel_log
 from pytest_gpucluster.node.health.checks import DIAGNOSE, FINDINGS, MEMORY_FAULTS, MUST_NOT_GROW, ZERO_TOLERANCE
+from pytest_gpucluster.node.health.snapshot import by_address
 from pytest_gpucluster.node.health.xid_table import lookup, recovery_action
 from pytest_gpucluster.node.infiniband import BYTES, CARRIER_DOWN, ETHERNET, LINK_DOWNED, Adapters, Port
 from pytest_gpucluster.node.infiniband import INFINIBAND as LAYER_OF_FABRIC
 from pytest_gpucluster.node.kernel_log import KernelLog, Xid
 from pytest_gpucluster.node.nvml import Nvml, read_values
-from pytest_gpucluster.node.sysfs import pci_address
 
 
 def ports_of_node() -> Adapters:
@@ -74,11 +74,11 @@ class Sources:
         """
         me = next(who for who in inventory if who["rank"] == rank)
         place = me["host"], me["node_rank"]
-        ranks = [identity(who) for who in inventory if (who["host"], who["node_rank"]) == place and who["gpu"]]
+        here = [who for who in inventory if (who["host"], who["node_rank"]) == place]
         return cls(
             gpu=identity(me),
             of_node=me["local_rank"] == 0,
-            gpus_of_node={address: gpu for gpu in ranks if (address := pci_address(gpu.pci or ""))},
+            gpus_of_node=by_address(here),
             **others,
         )
 

@@ -18,6 +18,7 @@ from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import Nvml, NvmlValues, read_values
 from pytest_gpucluster.node.pci import PciGpu
 from pytest_gpucluster.node.processes import Process
+from pytest_gpucluster.node.sysfs import pci_address
 from pytest_gpucluster.text import rank_ranges
 
 UNDER_LOAD = (
@@ -36,7 +37,8 @@ UNDER_LOAD = (
 class Node:
     """The GPUs of a node on the bus, in NVML and in the job, reported by one of its ranks.
 
-    ``bus_unreadable``: why the bus is unknown; then an empty ``unlisted`` means nothing.
+    ``bus_unreadable``: why the bus is unknown; then an empty ``unlisted`` means nothing. ``gpus``: PCI address -> the
+    GPU of a rank, as it was at the start.
     """
 
     nvml_gpus: int
@@ -44,6 +46,7 @@ class Node:
     ranks: int
     unlisted: tuple[PciGpu, ...] = ()
     bus_unreadable: str = ""
+    gpus: Mapping[str, Identity] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,7 @@ def collect(
     Returns: the snapshot, also where the load has failed: ``load_failure`` has the reason, if the GPU still answers.
     """
     me = next(who for who in inventory if who["rank"] == rank)
+    here = [who for who in inventory if all(who[key] == me[key] for key in ("host", "node_rank"))]
     own, nvml = identity(me), sources.nvml
     uuid = str(own.uuid)
     before = read_values(nvml, uuid)
@@ -164,23 +168,26 @@ def collect(
         is_slice=uuid.startswith("MIG-"),
         before=before,
         under_load=tuple(under_load),
-        own_pids=frozenset(
-            int(who["pid"]) for who in inventory if all(who[key] == me[key] for key in ("host", "node_rank"))
-        ),
+        own_pids=frozenset(int(who["pid"]) for who in here),
         held_bytes=held_bytes,
         who={pid: sources.find_process(pid) for pid, _ in before.get("processes") or ()},
         mig=mig,
         kernel_log=sources.kernel_log(),
-        node=_node(sources, int(me["local_world_size"])) if me["local_rank"] == 0 else None,
+        node=_node(sources, int(me["local_world_size"]), here) if me["local_rank"] == 0 else None,
         load_error=load_error,
         load_failure=load_failure,
     )
 
 
-def _node(sources: Sources, ranks: int) -> Node:
+def by_address(ranks: Iterable[Mapping[str, Any]]) -> dict[str, Identity]:
+    """Return PCI address, as the kernel writes it, -> GPU, from the inventory of some ranks; on cpu they have none."""
+    return {address: gpu for gpu in map(identity, ranks) if (address := pci_address(gpu.pci or ""))}
+
+
+def _node(sources: Sources, ranks: int, here: Iterable[Mapping[str, Any]]) -> Node:
     gpus = sources.nvml.gpus()
     answering = [gpu.pci_bus_id for gpu in gpus if gpu is not None]
-    found = Node(nvml_gpus=len(gpus), answering=len(answering), ranks=ranks)
+    found = Node(nvml_gpus=len(gpus), answering=len(answering), ranks=ranks, gpus=by_address(here))
     try:
         return replace(found, unlisted=sources.unlisted(answering))
     except OSError as error:  # a note reports it

@@ -372,6 +372,9 @@ def test_a_gpu_that_the_bus_shows_and_nvml_does_not_is_reported_by_its_address(s
     assert finding.kind == kind
     for word in ("PCI 0000:5e:00.0", "gpu-07", "reads as all ones", "log: 79"):
         assert word in str(finding)
+    known = {**who(1, pci_bus_id="00000000:5E:00.0"), "pid": 9}
+    (finding,) = (f for f in examined(unlisted=(gone,), inventory=[who(), known]).findings if f.code == finding.code)
+    assert finding.gpu.uuid == "GPU-1", "a rank had it at the start"
 
 
 def test_a_gpu_that_nvml_counts_and_that_does_not_answer_is_not_forgotten():
