@@ -37,8 +37,6 @@ from pytest_gpucluster.errors import EnvironmentBroken
 from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.units import require_one_of, show_bytes
 
-NUMA_MAPS = Path("/proc/self/numa_maps")
-
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
@@ -84,10 +82,10 @@ def host_memory(device: torch.device, words: int, *, cpus: frozenset[int] | None
         # One thread: torch's own, which fill tensors in parallel, run where they were before.
         ctypes.memset(buffer.data_ptr(), 0, nbytes)
     with accelerator(device).pinned(buffer):
-        yield HostMemory(words=buffer, nodes=nodes_of(buffer.data_ptr()))
+        yield HostMemory(words=buffer, nodes=nodes_of(buffer.data_ptr(), accelerator(device).numa_maps))
 
 
-def nodes_of(address: int, numa_maps: Path = NUMA_MAPS) -> dict[int, float]:
+def nodes_of(address: int, numa_maps: Path = Accelerator.numa_maps) -> dict[int, float]:
     """Return which part of the mapping at an address lies on which NUMA node; empty if the kernel does not report it.
 
     Source: proc_pid_numa_maps(5): each line is a mapping by its first address; ``N0=12`` are pages on node 0.

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -27,10 +28,12 @@ class Accelerator(ABC):
 
     Attributes:
         place: where its tensors lie.
+        numa_maps: where the kernel shows on which NUMA node the pages of this process lie.
         asynchronous: work that is started runs by itself, in streams, and copies need pinned host memory.
     """
 
     asynchronous: ClassVar[bool]
+    numa_maps = Path("/proc/self/numa_maps")
 
     def __init__(self, place: torch.device) -> None:
         self.place = place

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -196,6 +197,8 @@ class Simulated(Cpu):
         place: the CPU.
         world: what this rank knows of the cluster.
     """
+
+    numa_maps = Path("/nowhere")  # the real file shows this machine's nodes, and the GPUs are near described ones
 
     def __init__(self, place: torch.device, world: World) -> None:
         super().__init__(place)

@@ -65,7 +65,7 @@ def pytest_runtest_setup(item):
     CRITERION, CALLS, MADE, SINCE = criterion_of(item), 0, 0, TIME.now_seconds
     if CRITERION == "test_host_link":
         far = FAULT == "far"  # the memory is on node 0, and the GPU is near node 7
-        host_link.nodes_of = (lambda address: {0: 1.0}) if far else honest_nodes
+        host_link.nodes_of = (lambda address, maps: {0: 1.0}) if far else honest_nodes
         place = Place(cpus=frozenset(), nodes=frozenset({7})) if far else None
         item.module.place_of_gpu = lambda pci: place
 
