@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.device.backends import accelerator
+from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.metrics.units import show
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
@@ -183,12 +183,14 @@ class Payload:
         payload_bytes: int,
         dtype: str,
         collective: str = "all_reduce",
+        *,
+        by: Accelerator | None = None,
     ) -> None:
         self._group, self._device = group, device
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.dtype, itemsize = dtype, DTYPES[dtype].itemsize
         self.payload_bytes = shape_of(collective, payload_bytes, itemsize=itemsize, ranks=self._ranks).payload_bytes
-        kept = accelerator(device).kept(payload_bytes, KEPT_BYTES * self._ranks)
+        kept = payload_bytes if by is None else by.kept(payload_bytes, KEPT_BYTES * self._ranks)
         self.shape = shape_of(collective, kept, itemsize=itemsize, ranks=self._ranks)
         self.sent = torch.empty(self.shape.sent, dtype=DTYPES[dtype], device=device)
         self.received = self.sent if self.shape.in_place else self.sent.new_empty(self.shape.received)

@@ -260,7 +260,8 @@ def measure_collective(
         f"{what} with its verification",
         instead=f"leave this size out (--gpucluster-workload nccl.{section}.sizes=...)",
     )
-    by, payload = accelerator(device), Payload(group, device, payload_bytes, dtype, collective)
+    by = accelerator(device)
+    payload = Payload(group, device, payload_bytes, dtype, collective, by=by)
     run = partial(call or CALLS[collective], payload.sent, payload.received, group)
     measurement = _Measurement(
         ranks,

@@ -89,7 +89,7 @@ class Cluster:
         self._used = False
         self._group: ProcessGroup | None = None
         self.nccl_log = NcclLog(None, "NCCL is not used on cpu")
-        if self.backend == "nccl":
+        if has_gpus:
             self.nccl_log = NcclLog.of(os.environ, pid=os.getpid())
         self._subgroups: dict[tuple[int, ...], ProcessGroup] = {}
         self._sockets = SocketReleaser()
@@ -251,7 +251,7 @@ class Cluster:
         Collective: every rank of the world must call this, each with its group.
         """
         ranks = _ranks_of(group)
-        if self.backend == "gloo":
+        if not self.has_gpus:
             return GroupTransport(transport="gloo")
         mine = self.nccl_log.choice(ranks, rest=len(ranks) == self.world_size)
         mine = replace(mine, cards=self._count_cards())
@@ -343,7 +343,7 @@ class Cluster:
         # torch numbers its groups, and a making that was cut short has moved the count on this rank alone.
         dist.distributed_c10d._world.group_count = 0
         self.take_device()
-        if self._device_type == "cuda":
+        if self.has_gpus:
             self._open_log()
         self._sockets = self._sockets_of_world = SocketReleaser()
         self._releaser = self._sockets
@@ -355,6 +355,7 @@ class Cluster:
                 group = init_group(
                     self.device, store=store, rank=self.rank, world_size=self.world_size, timeout=self._timeout
                 )
+                self._by.joined(group)
         except (RuntimeError, ValueError) as error:
             raise self._not_made(f"{self.world_size} ranks", error) from error
         if self._device_type == "cuda":
@@ -364,7 +365,6 @@ class Cluster:
             self._guard(self._releaser, self._sockets)
             if self.nvls_off:
                 self._require_without_nvls()
-        self._by.joined(group)
         return group
 
     def _group_of(self, ranks: Iterable[int]) -> ProcessGroup:
@@ -386,13 +386,13 @@ class Cluster:
                 # Each rank asks for its own group only: one split of the communicator makes all of them, where naming
                 # every group to every rank would take as many splits as there are groups.
                 made: ProcessGroup = dist.new_group(list(mine), timeout=self._timeout, use_local_synchronization=True)
+                self._by.joined(made)
         except (RuntimeError, ValueError) as error:
             raise self._not_made(f"the ranks {mine[0]} to {mine[-1]}", error) from error
         finally:
             if self._device_type == "cuda":
                 self._guard(self._releaser, self._sockets)
         self._subgroups[mine] = made
-        self._by.joined(made)
         return made
 
     def _not_made(self, ranks: str, error: Exception) -> CommunicationError:

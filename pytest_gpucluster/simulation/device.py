@@ -27,6 +27,7 @@ from pytest_gpucluster.device.interface import Capability
 from pytest_gpucluster.device.products import Multiply
 from pytest_gpucluster.metrics.datasheets import SKUS
 from pytest_gpucluster.metrics.units import show
+from pytest_gpucluster.simulation import nccl
 from pytest_gpucluster.simulation.cluster import Cluster
 from pytest_gpucluster.simulation.machine import Machine
 from pytest_gpucluster.simulation.rates import Rates
@@ -332,6 +333,7 @@ class Simulated(Cpu):
         dist.all_gather_object(places, (world.me.host, world.me.gpu), group=group)
         world.places[group.group_name] = tuple(Place(*place) for place in places)
         world.machine.add_group(world.cluster.nccl.group_bytes)
+        nccl.write(world.cluster, places, dist.get_rank(group))
 
     def left(self, groups: Iterable[ProcessGroup]) -> None:
         """Return the memory of their communicators."""
@@ -359,11 +361,11 @@ class Simulated(Cpu):
         self._work(self._transfer_seconds(name, payload_bytes, places))
 
     def _transfer_seconds(self, name: str, payload_bytes: int, places: tuple[Place, ...]) -> float:
-        world, nccl, count = self._world, self._world.cluster.nccl, len(places)
+        world, count = self._world, len(places)
         nodes = len({place.host for place in places})
         if count == 1:
             return LAUNCH_SECONDS + payload_bytes / (world.rates.of("hbm.copy.bandwidth").value * 1e12)
-        labels = {"transport": nccl.transport if nodes > 1 else "P2P"}
+        labels = {"transport": world.cluster.nccl.transport if nodes > 1 else "P2P"}
         if name == "message":
             rate, traffic = world.rates.of("link.bandwidth", labels, world_size=count, nodes=nodes).value, 1.0
         else:
@@ -372,11 +374,12 @@ class Simulated(Cpu):
             traffic = _TRAFFIC[name](count)
         left = min(world.factor(place) for place in places)
         has = world.cluster.faults.amount
-        if nodes > 1 and nccl.transport != "P2P":
+        if nodes > 1 and world.cluster.nccl.transport != "P2P":
             left *= min(world.port_factor(place) for place in places) * (SOCKET_FACTOR if has("net-socket") else 1)
         elif name == "all_reduce" and has("nvls-off"):
             left *= NO_NVLS_FACTOR
-        latency = nccl.latency_seconds if nodes == 1 else nccl.net_latency_seconds
+        model = world.cluster.nccl
+        latency = model.latency_seconds if nodes == 1 else model.net_latency_seconds
         return latency + payload_bytes * traffic / (rate * 1e9 * left)
 
     # ---- memory
