@@ -32,7 +32,12 @@ FIXTURE = "gpucluster_workload"
 
 
 def read_workload(
-    items: Sequence[pytest.Item], *, root: Path, profile: str, overrides: Sequence[Override] = ()
+    items: Sequence[pytest.Item],
+    *,
+    root: Path,
+    profile: str,
+    overrides: Sequence[Override] = (),
+    small_training: bool = False,
 ) -> Loaded | None:
     """Return the workload of these tests, or None if none of them uses the fixture ``workload``.
 
@@ -41,6 +46,7 @@ def read_workload(
         root: pytest's root directory. The file lies next to the tests, or in a folder above them up to this one.
         profile: the one in force.
         overrides: what the operator has changed.
+        small_training: as on a simulated cluster.
 
     Raises:
         ThresholdsError: there is no file, or more than one, or it is malformed, or does not go with the overrides.
@@ -62,7 +68,7 @@ def read_workload(
             f"two workloads in one run: {listed}; run these tests apart, or keep one {FILE_NAME} above both"
         )
     for path in files:
-        return load(path, profile=profile, overrides=overrides, name=_shown(path, root))
+        return load(path, profile=profile, overrides=overrides, name=_shown(path, root), small_training=small_training)
     return None
 
 

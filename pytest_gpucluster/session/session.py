@@ -138,7 +138,11 @@ class Session:
                 (item.name, criterion_of(item)) for item in session.items if why_not_applicable(item, room) is None
             ]
             loaded = read_workload(
-                session.items, root=self._config.rootpath, profile=run.profile, overrides=run.settings.workload
+                session.items,
+                root=self._config.rootpath,
+                profile=run.profile,
+                overrides=run.settings.workload,
+                small_training=run.simulated,
             )
         except (pytest.UsageError, UsageProblem) as error:
             self._unusable = True
