@@ -30,17 +30,14 @@ from pytest_gpucluster.metrics.units import show
 from pytest_gpucluster.simulation import nccl
 from pytest_gpucluster.simulation.cluster import Cluster
 from pytest_gpucluster.simulation.machine import Machine
+from pytest_gpucluster.simulation.nvml import CONTEXT_BYTES, FAULT_AFTER_SECONDS, HOT_RATIO, POWER_EXPONENT
 from pytest_gpucluster.simulation.rates import Rates
 
-CONTEXT_BYTES = 500_000_000
-"""Device memory of a CUDA context. derived: an H100 showed 0.5 GB for a process that had only made one."""
 NOISE = 0.001
 """Standard deviation of one operation's time, as a ratio."""
-HOT_FACTOR, DEAD_FACTOR, LANES_FACTOR, SOCKET_FACTOR, NO_GDR_FACTOR, NO_NVLS_FACTOR = 0.6, 0.1, 0.5, 0.1, 0.5, 0.78
-"""What is left of a rate: of a hot GPU (Source: an A100 at 85 C), of a dead rail, of half the lanes, over TCP instead
-of RDMA, without GPUDirect RDMA, and of a sum within a node without NVLS (Source: 367.2 of 467.58 GB/s, 8 H200)."""
-FAULT_AFTER_SECONDS = 1.0
-"""Simulated seconds of load until what shows under load does."""
+DEAD_FACTOR, LANES_FACTOR, SOCKET_FACTOR, NO_GDR_FACTOR, NO_NVLS_FACTOR = 0.1, 0.5, 0.1, 0.5, 0.78
+"""What is left of a rate: of a dead rail, of half the lanes, over TCP instead of RDMA, without GPUDirect RDMA, and of a
+sum within a node without NVLS (Source: 367.2 of 467.58 GB/s, 8 H200)."""
 PROCESS_FAULT_AFTER_SECONDS = 20.0
 """Simulated seconds of load until a rank is killed, stopped or hangs: in the middle of a test."""
 EXPOSED = 0.03
@@ -101,15 +98,14 @@ class World:
         left *= (1 - (has("slow-host", place.host) or 0)) * (has("half-rate") or 1)
         hot_after = has("throttle", place.host, place.gpu)
         if hot_after is not None and self._busy(place) > hot_after:
-            left *= HOT_FACTOR
+            left *= HOT_RATIO
         if of == "hbm":
             left *= has("hbm", place.host, place.gpu) or 1
         elif of == "host_link":
             left *= LANES_FACTOR if has("pcie", place.host, place.gpu) else 1
         else:
             watts = has("power-cap", place.host)
-            # Source: an H100 held at 500 of 700 W gave 585 of 682 TFLOPS in bf16: their ratio to the power of 0.46.
-            left *= (watts / self.cluster.gpu.power_limit_watts) ** 0.46 if watts else 1
+            left *= (watts / self.cluster.gpu.power_limit_watts) ** POWER_EXPONENT if watts else 1
         return left
 
     def _busy(self, place: Place) -> float:

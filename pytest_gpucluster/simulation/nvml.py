@@ -24,9 +24,9 @@ from pytest_gpucluster.simulation.machine import Machine
 FAULT_AFTER_SECONDS = 1.0
 """Simulated seconds of load until a fault appears that appears under load."""
 HOT_RATIO = 0.6
-"""Clock of a GPU that is too hot, to that of a healthy one."""
+"""What is left of the clocks, and of the rates, of a GPU that is too hot. Source: an A100 at 85 C."""
 POWER_EXPONENT = 0.46
-"""Of clocks over power. Source: an H100 held at 500 of 700 W gave 585 of 682 TFLOPS in bf16."""
+"""Of clocks and rates over the power limit. Source: an H100 held at 500 of 700 W gave 585 of 682 TFLOPS in bf16."""
 CONTEXT_BYTES = 500_000_000
 """Device memory of a CUDA context. derived: an H100 showed 0.5 GB for a process that had only made one."""
 RESERVED_BYTES = 503_316_480
