@@ -126,7 +126,7 @@ def _demo(options: argparse.Namespace) -> int:
         reports = dict(existing_files(Path(directory), junit=folder / JUNIT))
         try:
             for line in culprit_lines(reports, cluster.faults.all) if options.narrate else ():
-                print_paragraph(line, rest="    ", stream=sys.stderr)
+                print_paragraph(line, first=">> ", rest=" " * 7, stream=sys.stderr)
         except (JournalError, OSError, ET.ParseError, KeyError) as error:
             print_line(f"where the culprit stands is unknown: {error}")  # the verdict still comes
         if "report" in reports:
@@ -240,6 +240,7 @@ def _start(
     notes, terminal = folders[0] / host, folders[1] / f"{host}.txt"
     notes.mkdir()
     environ = {"OMP_NUM_THREADS": "1", **os.environ, VARIABLE: str(notes), "GPUCLUSTER_HOSTNAME": host}
+    environ["TMPDIR"] = str(folders[0])  # what a rank that was killed has left goes with it
     command = [sys.executable, "-m", AGENT, f"--node-rank={rank}", *words]
     if rank == 0:
         return server.start(command, cwd=Path.cwd(), env=environ, output=1, errors=2, token=token)
@@ -274,13 +275,13 @@ def culprit_lines(reports: Mapping[str, str], planted: Sequence[Fault]) -> Itera
     page = Path(reports["report"]).read_text(encoding="utf-8") if "report" in reports else ""
     for row in bad[:_SHOWN]:
         yield f"{row.name}: {culprit_text(row, journal)}"
-        yield "  terminal: the line of this test above, and again in the summary before the verdict"
+        yield "- terminal: the line of this test above, and again in the summary before the verdict"
         for result in cases.get(row.name, ()):
             if result.tag in ("failure", "error"):
-                yield f"  JUnit: {reports['JUnit']}, testcase {row.name}, <{result.tag}>: {result.get('message')}"
+                yield f"- JUnit: {reports['JUnit']}, testcase {row.name}, <{result.tag}>: {result.get('message')}"
         anchor = re.search(rf'<tbody id="(c\d+)"[^>]* data-name="{re.escape(html.escape(row.name))}"', page)
         if anchor is not None:
-            yield f"  page: {reports['report']}#{anchor[1]}"
+            yield f"- page: {reports['report']}#{anchor[1]}"
     if len(bad) > _SHOWN:
         yield f"and {plural(len(bad) - _SHOWN, 'more test')} that did not pass"
     if "exclude" in reports:
