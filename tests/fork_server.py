@@ -90,7 +90,6 @@ def _load() -> None:
     yaml.compose = functools.lru_cache(maxsize=16)(yaml.compose)
     keep_shipped_limits()
     loader.load()
-    shipped.keep_unrewritten("xdist", "pytest_rerunfailures")
     Popen2IOMaster.__init__ = _start_worker  # type: ignore[method-assign]
 
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 REFUSED = 4
 """Exit code of pytest, and of this command, where nothing was run."""
-DEVICE = "--gpucluster-device=simulated"
 DESCRIPTION = "simulation.yaml"
 JUNIT = "report.xml"
 _NARRATION = "pytest_gpucluster.session.narration"
@@ -113,7 +112,7 @@ def _demo(options: argparse.Namespace) -> int:
     planted = ", ".join(map(str, cluster.faults.all)) or "no fault"
     print_line(f"{plural(ranks, 'rank')} on {plural(cluster.nodes, 'simulated host')}, with {planted}; loading torch")
     words = torchrun_options(cluster.nodes, cluster.gpus_per_node, "127.0.0.1", random_port())
-    words += ["-m", "pytest", str(suite), *pytest_options(options, cluster, folder), *options.forwarded]
+    words += ["-m", "pytest", str(suite), *_pytest_options(options, cluster, folder), *options.forwarded]
     forwarder = SignalForwarder()
     with (
         tempfile.TemporaryDirectory(prefix="gpucluster-demo-", ignore_cleanup_errors=True) as name,
@@ -167,12 +166,12 @@ def description(options: argparse.Namespace, faults: Sequence[Fault]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def pytest_options(options: argparse.Namespace, cluster: Cluster, folder: Path) -> list[str]:
+def _pytest_options(options: argparse.Namespace, cluster: Cluster, folder: Path) -> list[str]:
     """Return what an operator would type for this cluster, and what makes it a simulated one."""
     from pytest_gpucluster.runners.plan import report_arguments
 
     return [
-        DEVICE,
+        "--gpucluster-device=simulated",
         f"--gpucluster-simulate={folder / DESCRIPTION}",
         f"--gpucluster-expect={cluster.nodes}x{cluster.gpus_per_node}x{cluster.sku}",
         f"--gpucluster-profile={options.profile}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
+import importlib.metadata
 import json
 import os
 import pkgutil
@@ -48,7 +48,6 @@ def load() -> None:
     for module in pkgutil.iter_modules(pytest_gpucluster.__path__, "pytest_gpucluster."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    keep_unrewritten("pytest_gpucluster", "pytest_gpucluster.short_fixtures")
     SubprocessHandler._popen = _start_rank  # type: ignore[method-assign, assignment]
 
 
@@ -67,11 +66,11 @@ def load_extras() -> None:
     )
 
 
-def keep_unrewritten(*plugins: str) -> None:
+def _keep_unrewritten() -> None:
     """Keep pytest from complaining that it cannot rewrite the asserts of plugins that are loaded already."""
-    for name in plugins:
-        loaded = sys.modules[name]
-        loaded.__doc__ = f"{loaded.__doc__}\nPYTEST_DONT_REWRITE"
+    plugins = {plugin.module.partition(".")[0] for plugin in importlib.metadata.entry_points(group="pytest11")}
+    for name in {*plugins, "pytest_gpucluster.short_fixtures"} & set(sys.modules):
+        sys.modules[name].__doc__ = f"{sys.modules[name].__doc__}\nPYTEST_DONT_REWRITE"
 
 
 def serve(requests: socket.socket, become: Callable[[Sequence[str]], NoReturn]) -> None:
@@ -82,6 +81,7 @@ def serve(requests: socket.socket, become: Callable[[Sequence[str]], NoReturn]) 
         become: called in each fork with its command, once environment, folder and streams are the request's.
     """
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there in a fork, nor let go of its locks"
+    _keep_unrewritten()
     replies: dict[int, socket.socket] = {}
     ended, woken = os.pipe()
     for end in (ended, woken):

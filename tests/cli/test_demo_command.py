@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import signal
@@ -40,9 +39,9 @@ SUITE = {
         import os, signal, time
         import pytest
 
-        @pytest.mark.criterion("matmul")
+        @pytest.mark.criterion("gpu.compute")
         def test_second(cluster, measure):
-            measure("matmul.bf16.tflops", 1.0, unit="TFLOPS", record_only=True)
+            measure("gpu.usable_dtypes", 5, unit="dtypes")
             assert os.environ.get("VICTIM") != str(cluster.rank), "too slow"
             if os.environ.get("DIES") == str(cluster.rank):
                 os.kill(os.getppid(), signal.SIGKILL)
@@ -50,21 +49,6 @@ SUITE = {
         ''',
 }
 WORDS = ["--", *sessions.PLUGINS, "-p", "no:cacheprovider", "--gpucluster-timeouts=stuck=2,dead=4"]
-
-
-def rehearse(*given, made=demo.pytest_options):
-    """What the command gives to pytest, but for a rehearsal: how ranks are launched is the subject here."""
-    kept = [word for word in made(*given) if not word.startswith(("--gpucluster-simulate", "--gpucluster-expect"))]
-    return [word.replace("simulated", "cpu") for word in kept]
-
-
-PROGRAM = f"""
-import sys
-from pytest_gpucluster.cli import demo, main
-{inspect.getsource(rehearse)}
-demo.pytest_options = rehearse
-sys.exit(main.main(sys.argv[1:]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +64,6 @@ def run(server, tmp_path, monkeypatch, capfd):
     """Run the command over the suite in this process; return its exit code and what was printed."""
     sessions.clean_environment(monkeypatch)
     monkeypatch.setattr(demo, "ForkServer", lambda: SimpleNamespace(start=server.start, close=lambda: None))
-    monkeypatch.setattr(demo, "pytest_options", rehearse)
     torchrun.write_suite(tmp_path, SUITE)
     (tmp_path / "stamps").mkdir()
     monkeypatch.setenv("STAMPS", str(tmp_path / "stamps"))
@@ -107,10 +90,11 @@ def test_each_host_has_an_agent_and_the_verdict_comes_last(run, tmp_path):
     code, output, errors = run("--fault", "slow-gpu:gpu-01/1=20%", "--seed=7")
     assert code == 0, output
     assert "PASSED  second" in output
+    assert "Warning" not in output
     assert errors[0].startswith("gpucluster: 4 ranks on 2 simulated hosts, with slow-gpu:gpu-01/1=20%;")
     folder = (tmp_path / "reports" / "latest").resolve()
     assert errors[-2] == f"gpucluster: page: {folder}/report.html"
-    assert re.match(r"gpucluster: \w+.*, exit code 0: 2 passed; 2 nodes, 4 ranks", errors[-1])
+    assert errors[-1].startswith("gpucluster: SIMULATED, exit code 0: 2 passed; 2 nodes")
     assert [place.host for place in read(folder / "journal.jsonl").ranks] == ["gpu-00"] * 2 + ["gpu-01"] * 2
     described = cluster.load(str(tmp_path / "reports" / "simulation.yaml"))
     assert (described.name, described.seed, described.hosts) == ("2x2xH100", 7, ("gpu-00", "gpu-01"))
@@ -122,7 +106,7 @@ def test_narration_says_what_happens_and_where_the_culprit_stands(run, tmp_path)
     assert code == 1, output
     said = "\n".join(line for line in output.splitlines() if line.startswith(">> "))
     assert said.splitlines()[0] == ">> Is anything there?"
-    assert "1 test of matmul on every rank; look at matmul.bf16.tflops" in said
+    assert "1 test of gpu.compute on every rank; look at gpu.usable_dtypes" in said
     assert re.search(r"1 failed\. test_second names rank 3 \(gpu-01", said)
     told = "\n".join(errors)
     page = (tmp_path / "reports" / "latest").resolve() / "report.html"
@@ -131,7 +115,7 @@ def test_narration_says_what_happens_and_where_the_culprit_stands(run, tmp_path)
     anchor = re.search(rf"page: {page}#(c\d+)", told)
     assert anchor is not None
     assert f'id="{anchor[1]}"' in page.read_text()
-    assert errors[-1].startswith("gpucluster: REHEARSAL, REJECTED, exit code 1: ")
+    assert errors[-1].startswith("gpucluster: SIMULATED, REJECTED, exit code 1: ")
 
 
 def test_a_host_whose_launcher_is_killed_breaks_the_run(run):
@@ -144,7 +128,16 @@ def test_ctrl_c_ends_all_processes_and_leaves_the_reports(tmp_path):
     torchrun.write_suite(tmp_path, SUITE)
     (tmp_path / "stamps").mkdir()
     more = {"WAIT": "yes", "STAMPS": str(tmp_path / "stamps"), "GPUCLUSTER_TEST_TOKEN": str(tmp_path)}
-    command = [sys.executable, "-c", PROGRAM, "demo", "2x2xH100", "--suite=.", "--report-dir=../reports", *WORDS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest_gpucluster",
+        "demo",
+        "2x2xH100",
+        "--suite=.",
+        "--report-dir=../reports",
+        *WORDS,
+    ]
     with (tmp_path / "output").open("wb") as output:
         process = subprocess.Popen(
             command,
