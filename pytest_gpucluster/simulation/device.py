@@ -42,7 +42,6 @@ PROCESS_FAULT_AFTER_SECONDS = 20.0
 """Simulated seconds of load until a rank is killed, stopped or hangs: in the middle of a test."""
 EXPOSED = 0.03
 """Part of a training step in which ranks of several nodes wait for the network. derived: it leaves 0.97 of a rate."""
-_REAL_OPERATIONS = 2
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
 _TRAFFIC: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -157,7 +156,7 @@ _LOST = {
 
 
 class SimulatedClock(WallClock):
-    """Simulated time. Of many equal operations few are started, and stand for all."""
+    """Simulated time. Of equal operations one is started, and stands for all."""
 
     def __init__(self, world: World) -> None:
         super().__init__(lambda: world.machine.now)
@@ -173,8 +172,8 @@ class SimulatedClock(WallClock):
                 self._world.machine.wait(LAUNCH_SECONDS)
 
     def real(self, count: int) -> int:
-        """Return a few."""
-        return min(count, _REAL_OPERATIONS)
+        """Return one: it stands for all."""
+        return 1
 
     @contextmanager
     def scaled(self, ratio: float) -> Iterator[None]:
