@@ -229,6 +229,9 @@ class Process:
         self.directory = directory
         self._paths = [directory / f".{name}-{Process._count}" for name in ("stdout", "stderr")]
         self._started = time.monotonic()
+        # In the folder that it shares with every session of this user it would at its end delete what they have left,
+        # which takes minutes on a busy machine.
+        environ = {"PYTEST_DEBUG_TEMPROOT": str(directory.parent), **environ}
         server = server_for(environ) if forked else None
         self.popen: subprocess.Popen[bytes] | Forked
         with self._paths[0].open("wb") as stdout, self._paths[1].open("wb") as stderr:

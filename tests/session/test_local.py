@@ -1,5 +1,6 @@
 """The GPUs of one node without a launcher: N workers' reports become one testcase, one verdict, one report."""
 
+import getpass
 import os
 import re
 import signal
@@ -235,6 +236,16 @@ def test_stopping_counts_merged_failures(project, option, verdicts):
     assert (left.exit, left.end) == (1, ("REJECTED", 1)), left.output
     found = {name: verdict.split(":")[0] for name, verdict in left.verdicts.items()}
     assert found == {**verdicts, "test_slow": "skipped"}
+
+
+def test_a_session_of_a_test_deletes_nothing_of_other_sessions(project, tmp_path):
+    left_by_others = [tmp_path / f"pytest-of-{getpass.getuser()}" / f"pytest-{number}" for number in range(5)]
+    for folder in left_by_others:
+        folder.mkdir(parents=True)
+    project.suite("def test_it(): pass")
+    left = project.run_apart(*WORKERS, more={"TMPDIR": str(tmp_path)})
+    assert left.exit == 0, left.output
+    assert all(folder.exists() for folder in left_by_others)
 
 
 def test_a_selection_of_nothing_is_broken(project):
