@@ -234,6 +234,14 @@ def _cluster(document: Document, root: Node, top: Mapping[str, tuple[Node, Node]
     if document.complaints:
         return None
     cluster = Cluster(**found) if base is None else replace(base, **found)
+    try:
+        names = {*cluster.hosts}
+    except (ValueError, LookupError, AttributeError):  # of the pattern
+        names = set()
+    if len(names) < cluster.nodes:
+        text = f"host_names {cluster.host_names!r} does not give {cluster.nodes} nodes names of their own, as gpu-{{:02}} does"
+        document.fail(top.get("host_names", top.get("nodes", (root, root)))[1], text)
+        return None
     if cluster.sku not in SKUS:
         document.fail(top["sku"][1], f"unknown SKU {cluster.sku!r}{did_you_mean(cluster.sku, SKUS)}")
         return None

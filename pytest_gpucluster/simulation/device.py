@@ -33,6 +33,8 @@ from pytest_gpucluster.simulation.machine import Machine
 from pytest_gpucluster.simulation.nvml import CONTEXT_BYTES, FAULT_AFTER_SECONDS, HOT_RATIO, POWER_EXPONENT
 from pytest_gpucluster.simulation.rates import Rates
 
+PRODUCTS, TRAINING, MEMORY, COPIES = 1.0, 0.9, 0.6, 0.35
+"""What work takes of a GPU's full power. derived: only products bring a 700 W card to its limit."""
 NOISE = 0.001
 """Standard deviation of one operation's time, as a ratio."""
 DEAD_FACTOR, LANES_FACTOR, SOCKET_FACTOR, NO_GDR_FACTOR, NO_NVLS_FACTOR = 0.1, 0.5, 0.1, 0.5, 0.78
@@ -126,9 +128,9 @@ class World:
 
     # ---- time
 
-    def work(self, seconds: float) -> None:
-        """Let this GPU work; faults that end its rank show here."""
-        self.machine.work(self.scale * seconds * (1 + self.random.gauss(0, NOISE)))
+    def work(self, seconds: float, load: float) -> None:
+        """Let this GPU work at a part of its full power; faults that end its rank show here."""
+        self.machine.work(self.scale * seconds * (1 + self.random.gauss(0, NOISE)), load)
         self._end()
 
     def _end(self) -> None:
@@ -215,7 +217,7 @@ class Simulated(Cpu):
         """Wait for the side stream in simulated time."""
         late = self._side_until - self._world.machine.now
         if late > 0:
-            self._world.machine.work(late)
+            self._world.machine.work(late, COPIES)
 
     def side_stream(self) -> Any:
         """Return what stands for a second stream."""
@@ -242,11 +244,11 @@ class Simulated(Cpu):
         if side is self:
             self.synchronize()
 
-    def _work(self, seconds: float) -> None:
+    def _work(self, seconds: float, load: float) -> None:
         if self._on_side:
             self._side_until += self._world.scale * seconds
         else:
-            self._world.work(seconds)
+            self._world.work(seconds, load)
 
     # ---- timed operations
 
@@ -267,7 +269,7 @@ class Simulated(Cpu):
             if dtype == "fp32" and torch.get_float32_matmul_precision() != "highest":
                 dtype = "tf32"
             rate = world.rates.of(f"matmul.{dtype}.tflops", n=round((m * n * k) ** (1 / 3))).value * 1e12
-            self._work(2 * m * n * k / (rate * world.factor(world.me)))
+            self._work(2 * m * n * k / (rate * world.factor(world.me)), PRODUCTS)
             self._spoil(out)
 
         return timed
@@ -283,7 +285,7 @@ class Simulated(Cpu):
     def _memory(self, kind: str, moved_bytes: int) -> None:
         world = self._world
         rate = world.rates.of(f"hbm.{kind}.bandwidth").value * 1e12
-        self._work(self._ratio * moved_bytes / (rate * world.factor(world.me, of="hbm")))
+        self._work(self._ratio * moved_bytes / (rate * world.factor(world.me, of="hbm")), MEMORY)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy, in the time of the planned bytes."""
@@ -305,7 +307,7 @@ class Simulated(Cpu):
         super().copy_over_link(direction, source, target)
         world = self._world
         rate = world.rates.of(f"host_link.{direction}.bandwidth", {"mode": "alone"}).value * 1e9
-        self._work(self._ratio * source.nbytes / (rate * world.factor(world.me, of="host_link")))
+        self._work(self._ratio * source.nbytes / (rate * world.factor(world.me, of="host_link")), COPIES)
 
     def trained(self, flops: float, group: ProcessGroup | None) -> None:
         """Take the time of the slowest rank of the group: the others wait for its gradients."""
@@ -318,7 +320,7 @@ class Simulated(Cpu):
         seconds = flops / (utilisation * peaks.bf16_tflops * 1e12 * left)
         if len({place.host for place in places}) > 1:
             seconds *= 1 + EXPOSED / min(world.port_factor(place) for place in places)
-        self._work(seconds)
+        self._work(seconds, TRAINING)
 
     # ---- groups
 
@@ -353,7 +355,7 @@ class Simulated(Cpu):
         places = world.places.get(group.group_name, (world.me,))
         if peer is not None:
             places = (world.me, places[dist.get_group_rank(group, peer)])
-        self._work(self._transfer_seconds(name, payload_bytes, places))
+        self._work(self._transfer_seconds(name, payload_bytes, places), COPIES)
 
     def _transfer_seconds(self, name: str, payload_bytes: int, places: tuple[Place, ...]) -> float:
         world, count = self._world, len(places)

@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-_FIELDS = ("now", "busy", "worked_at", "held", "groups", "pid")
+_FIELDS = ("now", "busy", "worked_at", "load", "held", "groups", "pid")
 _LOADED_SECONDS = 1.0
 """How long a GPU counts as loaded after its last work, in real time: the host works in between."""
 
@@ -72,8 +72,14 @@ class Machine:
         """The process of its rank; 0 before there is one."""
         return int(self._get("pid"))
 
-    def work(self, seconds: float) -> None:
-        """Let it work for simulated seconds."""
+    @property
+    def load(self) -> float:
+        """How much of its full power the last work took, from 0 to 1."""
+        return self._get("load")
+
+    def work(self, seconds: float, load: float = 1.0) -> None:
+        """Let it work for simulated seconds, at this part of its full power."""
+        self._set("load", load)
         self._set("busy", self._get("busy") + seconds)
         self._set("worked_at", time.monotonic())
         self.wait(seconds)

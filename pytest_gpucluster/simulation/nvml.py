@@ -151,14 +151,15 @@ class SimulatedGpu:
         warmer = int(self._digest("temperature"), 16) % 4
         temperature = (gpu.load_temperature_celsius if is_loaded else gpu.idle_temperature_celsius) + warmer
         reasons: tuple[str, ...] = () if is_loaded else ("gpu_idle",)
-        if is_loaded and gpu.load_power_watts > 0.97 * limit:
+        drawn = gpu.idle_power_watts + self.machine.load * (gpu.load_power_watts - gpu.idle_power_watts)
+        if is_loaded and drawn > 0.97 * limit:
             reasons = ("sw_power_cap",)
         if self.is_hot:
             reasons = (*reasons, "hw_slowdown", "sw_thermal", "hw_thermal")
             temperature = gpu.slowdown_temperature_celsius - 1
         power = gpu.idle_power_watts + warmer
         if is_loaded:
-            power = min(gpu.load_power_watts, 0.99 * limit) * (HOT_RATIO if self.is_hot else 1)
+            power = min(drawn, 0.99 * limit) * (HOT_RATIO if self.is_hot else 1)
         ratio = (HOT_RATIO if self.is_hot else 1) * (limit / gpu.power_limit_watts) ** POWER_EXPONENT
         return {
             "clock.sm": round(gpu.sm_clock_mhz * ratio) if is_loaded else IDLE_CLOCK_MHZ,

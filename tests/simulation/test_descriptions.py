@@ -100,6 +100,8 @@ def test_a_file_is_like_another_one_with_faults(tmp_path):
         ("schema_version: 1\nlike: 2x8xH100\nsku: H1000\n", ":3:6: .*H100"),
         ("schema_version: 1\nlike: 2x8xH100\ngpu: {memory: 80}\n", ":3:15: "),
         ("schema_version: 1\nlike: 2x8xH100\nrates: {matmul.bf15.tflops: 1 TFLOPS}\n", ":3:9: .*matmul.bf16"),
+        ("schema_version: 1\nlike: 2x8xH100\nhost_names: gpu\n", ":3:13: .*of their own"),
+        ("schema_version: 1\nlike: 2x8xH100\nhost_names: 'gpu-{x}'\n", ":3:13: .*of their own"),
         ("schema_version: 1\nsku: H100 SXM\n", "nodes, gpus_per_node, gpu, node, nccl are missing"),
         ("schema_version: 2\nlike: 2x8xH100\n", ":1:17: "),
         ("", ":1:1: "),
