@@ -139,16 +139,21 @@ def load(
 
 
 def _small_training(of_cpu: _Entries) -> _Entries:
-    """Return what a simulated cluster takes of the profile cpu: all trainings but those whose rate is simulated."""
-    return {
-        key: entry
-        for key, entry in of_cpu.items()
-        if (key.startswith(_TRAININGS) and not key.startswith("training.throughput")) or key.endswith(_OF_THE_HOST)
-    }
+    """Return what a simulated cluster takes of the profile cpu: all trainings, and of those with a rate the times.
+
+    Each step is really taken, and a simulated one of milliseconds takes as long on the host.
+    """
+    return {key: entry for key, entry in of_cpu.items() if _is_small(key)}
 
 
 _TRAININGS = ("training.", "fsdp.", "checkpoint.", "vision.", "lora.", "failure_propagation.")
-_OF_THE_HOST = (".compiled", ".workers", ".prefetch")
+_WITH_A_RATE = ("training.throughput.", "scaling.")
+_OF_THE_HOST = (".compiled", ".workers", ".prefetch", ".warmup", ".window")
+
+
+def _is_small(key: str) -> bool:
+    return key.endswith(_OF_THE_HOST) if key.startswith(_WITH_A_RATE) else key.startswith(_TRAININGS)
+
 
 _LONGER_ASKS_MORE = frozenset(
     (

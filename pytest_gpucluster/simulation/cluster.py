@@ -239,7 +239,7 @@ def _cluster(document: Document, root: Node, top: Mapping[str, tuple[Node, Node]
     except (ValueError, LookupError, AttributeError):  # of the pattern
         names = set()
     if len(names) < cluster.nodes:
-        text = f"host_names {cluster.host_names!r} does not give {cluster.nodes} nodes names of their own, as gpu-{{:02}} does"
+        text = f"{cluster.host_names!r} does not give {cluster.nodes} nodes names of their own, as gpu-{{:02}} does"
         document.fail(top.get("host_names", top.get("nodes", (root, root)))[1], text)
         return None
     if cluster.sku not in SKUS:

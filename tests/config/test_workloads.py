@@ -63,3 +63,14 @@ def test_what_was_run_goes_on_record_and_comes_back() -> None:
 def test_a_verdict_must_say_what_is_unusual(profile: str, overridden: bool, remarks: list[str]) -> None:
     values = RECORD.values if overridden else {"matmul.sizes": "4096, 8192"}
     assert dataclasses.replace(RECORD, profile=profile, values=values).remarks == remarks
+
+
+def test_a_simulated_cluster_trains_small_models_and_keeps_what_is_simulated():
+    path = Path(__file__).parents[2] / "acceptance" / "workloads.yaml"
+    quick, cpu = (load(path, profile=profile).workload for profile in ("quick", "cpu"))
+    found = load(path, profile="quick", small_training=True).workload
+    assert (found.matmul, found.all_reduce, found.burn_in) == (quick.matmul, quick.all_reduce, quick.burn_in)
+    assert (found.fsdp, found.checkpoint) == (cpu.fsdp, cpu.checkpoint)
+    assert found.scaling.layers == quick.scaling.layers
+    assert found.scaling.sampling.window_seconds == cpu.scaling.sampling.window_seconds
+    assert found.scaling.compiled == "off"
