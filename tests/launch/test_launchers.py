@@ -165,7 +165,7 @@ def run(project: Project, variables: Variables, *options: str) -> list[Left]:
     port = free_port()
     with started(project, variables, port, *options) as processes:
         left = [process.wait() for process in processes]
-        wait_until_gone(port, 5.0)
+        wait_until_gone(port, 15.0)  # it lingers for 20 s where it has heard no goodbye
     return left
 
 
