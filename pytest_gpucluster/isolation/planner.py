@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from random import Random
 
 from pytest_gpucluster.isolation.finding import IsolationResult, Outcome
 from pytest_gpucluster.isolation.inference import CONFIRMED, MIN_RATIO, Evidence, Probe, below_floor, judge_probes
@@ -134,6 +135,8 @@ MAX_ROUNDS = 120
 """The budget. Random failures of any unit would else keep the search going."""
 _SURE_ROUNDS = 9
 """How often a group is probed without a unit, and without another one, until that unit is sure to be the culprit."""
+_NARROW_ROUNDS = 24
+"""Rounds without a failure that end the search for two ends that fail together now and then."""
 _TRIES = 4
 """How often all are probed at once, if nothing fails."""
 _RETRY_ROUNDS = 3
@@ -347,8 +350,12 @@ class Planner:
     def _inspect(self, group: Group) -> Work:
         """Inspect a group that has failed, and whose halves pass: a link between them, or a unit among many."""
         yield [group]
-        if group in self._inspected or not self._has_failed(group):
-            return  # it is intermittent: pairs with new partners find that sooner
+        if not all(probe.failed for probe in self._evidence.probes if probe.members == frozenset(group)):
+            yield from self._settle(_QUIET_ROUNDS)  # it comes and goes: pairs show a unit that does so sooner
+            yield from self._narrow(group)
+            return
+        if group in self._inspected:
+            return
         self._inspected.add(group)
         left, right = _halves(group)
         if len(left) > 1:
@@ -358,6 +365,19 @@ class Planner:
         yield from self._cross(left, right)
         if not self._evidence.suspects:
             yield from self._needed(group)
+
+    def _narrow(self, group: Group) -> Work:
+        """Search two ends that fail together now and then: a part that fails has both. It is split anew each time."""
+        random, quiet = Random(len(group)), 0
+        while len(group) > 2 and quiet < _NARROW_ROUNDS:
+            if not any(probe.members == frozenset(group) for probe in self._evidence.unexplained):
+                return
+            parts = [part for part in map(_join, _halves(tuple(random.sample(group, len(group))))) if len(part) > 1]
+            yield parts
+            failed = [part for part in parts if self._has_failed(part)]
+            group, quiet = (failed[0], 0) if failed else (group, quiet + 1)
+        if self._evidence.suspects:
+            yield from self._settle(1)
 
     def _cross(self, left: Group, right: Group) -> Work:
         """Search the two ends of a link: both sides pass, and the whole group fails."""
