@@ -364,7 +364,10 @@ class Simulated(Cpu):
             return LAUNCH_SECONDS + payload_bytes / (world.rates.of("hbm.copy.bandwidth").value * 1e12)
         labels = {"transport": world.cluster.nccl.transport if nodes > 1 else "P2P"}
         if name == "message":
-            rate, traffic = world.rates.of("link.bandwidth", labels, world_size=count, nodes=nodes).value, 1.0
+            # A link is judged as one of its node's, or of the whole cluster's.
+            whole = world.cluster.nodes if nodes > 1 else 1
+            ranks = whole * world.cluster.gpus_per_node
+            rate, traffic = world.rates.of("link.bandwidth", labels, world_size=ranks, nodes=whole).value, 1.0
         else:
             labels["size"] = show(max(payload_bytes, 1e9), "B")
             rate = world.rates.of(f"nccl.{name}.busbw", labels, world_size=count, nodes=nodes).value

@@ -171,6 +171,8 @@ def test_a_message_takes_the_rails_of_both_ends(world, monkeypatch):
     monkeypatch.setattr("torch.distributed.get_group_rank", lambda group, rank: rank)
     world("dead-rail:gpu-00/mlx5_5")
     assert min(busbw("message", peer=5)) > 5 * max(busbw("message", peer=4))
+    assert 38 < 1 / min(busbw("message", peer=4)) < 50  # GB/s of a card of 400 Gb/s
+    assert 255 < 1 / min(busbw("message", peer=12)) < 450
 
 
 def test_a_wrong_product_is_found(world):
