@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pytest_gpucluster.device.backends import Cpu
 from pytest_gpucluster.device.clock import LAUNCH_SECONDS, Clock, WallClock
@@ -42,6 +44,8 @@ DEAD_FACTOR, LANES_FACTOR, SOCKET_FACTOR, NO_GDR_FACTOR, NO_NVLS_FACTOR = 0.1, 0
 sum within a node without NVLS (Source: 367.2 of 467.58 GB/s, 8 H200)."""
 PROCESS_FAULT_AFTER_SECONDS = 20.0
 """Simulated seconds of load until a rank is killed, stopped or hangs: in the middle of a test."""
+GROWTH = 1.2
+"""Of all weights in each step of a training that diverges."""
 EXPOSED = 0.03
 """Part of a training step in which ranks of several nodes wait for the network. derived: it leaves 0.97 of a rate."""
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
@@ -148,6 +152,31 @@ class World:
             os.kill(os.getpid(), signal.SIGSTOP)
         while has("hang", self.me.host, self.me.gpu):
             time.sleep(1)
+
+
+def plant_in_training(world: World) -> None:
+    """Let what this rank trains from now on go wrong as its faults say: on its device, whatever the training.
+
+    A wrong gradient is that of every embedding, which no other gradient depends on. A training diverges by weights that
+    grow with each step of an optimizer, on all ranks alike.
+    """
+    has = world.cluster.faults.amount
+    wrong = has("wrong-gradient", world.me.host, world.me.gpu)
+
+    def spoil(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(module, torch.nn.Embedding) and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * (1 + (wrong or 0)))
+
+    def grow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for settings in optimizer.param_groups:
+                for weight in settings["params"]:
+                    weight.mul_(GROWTH)
+
+    if wrong is not None:
+        register_module_forward_hook(spoil)
+    if has("diverge") is not None:
+        register_optimizer_step_post_hook(grow)
 
 
 _LOST = {

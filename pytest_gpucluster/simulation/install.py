@@ -35,7 +35,7 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
         LaunchError: the cluster has no such node or GPU.
     """
     from pytest_gpucluster.device import backends
-    from pytest_gpucluster.simulation.device import Simulated, World
+    from pytest_gpucluster.simulation.device import Simulated, World, plant_in_training
 
     found = descriptions.load(what)
     _require_room(found, facts)
@@ -45,6 +45,7 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
     machine.take(os.getpid())
     install_node(found, host, folder)
     world = World(found, machine)
+    plant_in_training(world)
     backends.BACKENDS["cpu"] = lambda place: Simulated(place, world)
     return replace(facts, hostname=host)
 

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.modules.module import _global_forward_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from pytest_gpucluster.benchmarks.burn_in import TimeSeries, burn_in
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
@@ -16,7 +18,7 @@ from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.simulation.cluster import load, shipped
-from pytest_gpucluster.simulation.device import Place, Simulated, World
+from pytest_gpucluster.simulation.device import Place, Simulated, World, plant_in_training
 from pytest_gpucluster.simulation.faults import parse
 from pytest_gpucluster.simulation.machine import Machine
 from pytest_gpucluster.simulation.rates import Rates
@@ -218,6 +220,39 @@ def test_memory_and_identity_are_the_described_ones(world):
     assert by.capability == (9, 0)
     assert by.total_bytes() == 85520809984
     assert "simulated NVIDIA H100" in by.kind
+
+
+def trained(steps=1):
+    """Train a small model; return the gradient of its embedding in the first step, and the losses."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
+    optimizer, losses, first = torch.optim.SGD(model.parameters(), lr=0.1), [], None
+    for _ in range(steps):
+        loss = torch.nn.functional.cross_entropy(model(torch.arange(16)), torch.arange(16))
+        optimizer.zero_grad()
+        loss.backward()
+        first = model[0].weight.grad.clone() if first is None else first
+        optimizer.step()
+        losses.append(loss.item())
+    return first, losses
+
+
+@pytest.fixture
+def hooks():
+    """Take back what is planted in torch for the process."""
+    yield
+    for planted in (_global_forward_hooks, _global_optimizer_post_hooks):
+        planted.clear()
+
+
+def test_training_goes_wrong_where_it_is_planted(world, hooks):
+    healthy, falling = trained(20)
+    plant_in_training(world("wrong-gradient:gpu-01/2"))
+    assert torch.equal(trained()[0], healthy)
+    plant_in_training(world("wrong-gradient:gpu-01/3"))
+    torch.testing.assert_close(trained()[0], 1.1 * healthy)
+    plant_in_training(world("diverge"))
+    assert falling[-1] < falling[0] < trained(20)[1][-1]
 
 
 def test_time_goes_by_only_with_work(world):
