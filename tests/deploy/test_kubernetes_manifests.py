@@ -123,7 +123,7 @@ def test_every_overlay_is_right_in_the_oldest_and_the_newest_kubernetes(rendered
     for name, documents in rendered.items():
         assert some_problems(documents) == [], name
     page = (manifests.ROOT / "docs" / "kubernetes.md").read_text()
-    assert f"schemas of Kubernetes {manifests.OLDEST} to {manifests.VERSIONS[-1]}." in page
+    assert f"schemas of Kubernetes {manifests.OLDEST} to {manifests.VERSIONS[-1]}" in page
 
 
 def test_nothing_is_privileged_but_what_rdma_needs(rendered):
