@@ -296,9 +296,13 @@ def _value(document: Document, node: Node, what: str, kind: type, unit: str) -> 
     try:
         if unit:
             value = units.parse(text, like=unit).to(unit)
+            if value < 0 or (value == 0 and unit != "ratio"):
+                raise ValueError(f"{text!r} is not above zero")
             return round(value) if kind is int else value
         if kind is int and not re.fullmatch("0|[1-9][0-9]*", text):
             raise ValueError(f"{text!r} is no whole number")
+        if text == "0" and what.rpartition(".")[2] not in ("ports", "seed"):
+            raise ValueError("0 is not above zero")
         return kind(text)
     except (ValueError, UnitError) as error:
         document.fail(node, f"{what}: {error}")

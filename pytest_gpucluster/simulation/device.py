@@ -110,7 +110,7 @@ class World:
             left *= LANES_FACTOR if has("pcie", place.host, place.gpu) else 1
         else:
             watts = has("power-cap", place.host)
-            left *= (watts / self.cluster.gpu.power_limit_watts) ** POWER_EXPONENT if watts else 1
+            left *= min(1.0, watts / self.cluster.gpu.power_limit_watts) ** POWER_EXPONENT if watts else 1
         return left
 
     def _busy(self, place: Place) -> float:

@@ -10,6 +10,7 @@ A fault acts on what the device, NVML, files or processes do. It never touches a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,7 +79,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "mig": Kind(where="gpu", does="MIG is on"),
         "vbios": Kind(where="gpu", does="another VBIOS than all others"),
         "clock-skew": Kind(where="host", does="its clock is ahead by this much", amount=2.0, unit="s"),
-        "slow-files": Kind(where="cluster", does="the shared file system is slow"),
         "straggler": Kind(where="gpu", does="it is slower in training by this much", amount=0.3, unit="%"),
         "wrong-gradient": Kind(where="gpu", does="one of its gradients is wrong by this much", amount=0.1, unit="%"),
         "diverge": Kind(where="cluster", does="the training's loss rises"),
@@ -138,8 +138,20 @@ def parse(text: str) -> Fault:
         if kind.amount is None or (found["unit"] or "") != kind.unit:
             takes = f"an amount in {kind.unit or 'plain numbers'}" if kind.amount is not None else "no amount"
             raise OptionError(f"{text!r}: the fault {name} takes {takes}")
-        amount = float(found["amount"]) / (100 if kind.unit == "%" else 1)
+        amount = _amount(text, found["amount"], kind.unit)
     return Fault(name=name, host=found["host"] or "", place=found["place"] or "", amount=amount or 0.0)
+
+
+def _amount(text: str, written: str, unit: str) -> float:
+    """Return an amount, as a ratio where it is in percent. All of a rate, and nothing of it, are no part of it."""
+    try:
+        found = float(written)
+    except ValueError:  # such as 1.2.3
+        found = 0.0
+    if not 0 < found < (100 if unit == "%" else math.inf):
+        allowed = "above 0 % and below 100 %" if unit == "%" else f"above 0 {unit}".strip()
+        raise OptionError(f"{text!r}: an amount is a number {allowed}, not {written!r}")
+    return found / 100 if unit == "%" else found
 
 
 @dataclass(frozen=True)

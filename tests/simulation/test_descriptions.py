@@ -1,5 +1,7 @@
 """Descriptions of simulated clusters, and faults: what is read, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from pytest_gpucluster.errors import OptionError
@@ -33,6 +35,11 @@ def test_every_fault_is_read_as_it_is_written(text):
     assert cluster.load("2x8xH100").with_faults([found]).faults.all == (found,)
 
 
+def test_every_fault_acts_somewhere():
+    modules = [path.read_text() for path in Path(faults.__file__).parent.glob("*.py") if path.name != "faults.py"]
+    assert not [name for name in faults.KINDS if not any(f'"{name}"' in text for text in modules)]
+
+
 def test_an_amount_is_a_ratio_seconds_or_watts():
     assert faults.parse("slow-gpu:a/0=20%").amount == 0.2
     assert faults.parse("power-cap:a=400W").amount == 400
@@ -58,6 +65,11 @@ def test_a_fault_is_found_at_its_place_only():
         ("slow-gpu:gpu-00", "slow-gpu:gpu-01/3"),
         ("slow-gpu:gpu-00/1=3s", "in %"),
         ("ecc:gpu-00/1=3%", "no amount"),
+        ("slow-gpu:gpu-00/1=0%", "above 0 %"),
+        ("slow-gpu:gpu-00/1=100%", "below 100 %"),
+        ("hbm:gpu-00/1=150%", "below 100 %"),
+        ("wrong-product:gpu-00/1=0", "above 0"),
+        ("power-cap:gpu-00=1.2.3W", "a number"),
         ("nic-down:gpu-00/mlx5_0", "nic-down:gpu-01"),
         ("slow-gpu:gpu-07/1", "gpu-00, gpu-01"),
         ("slow-gpu:gpu-00/8", "0, 1, 2, 3, 4, 5, 6, 7"),
@@ -101,6 +113,8 @@ def test_a_file_is_like_another_one_with_faults(tmp_path):
         ("schema_version: 1\nlike: 2x8xH100\ngpu: {memory: 80}\n", ":3:15: "),
         ("schema_version: 1\nlike: 2x8xH100\nrates: {matmul.bf15.tflops: 1 TFLOPS}\n", ":3:9: .*matmul.bf16"),
         ("schema_version: 1\nlike: 2x8xH100\nhost_names: gpu\n", ":3:13: .*of their own"),
+        ("schema_version: 1\nlike: 2x8xH100\nnodes: 0\n", ":3:8: .*above zero"),
+        ("schema_version: 1\nlike: 2x8xH100\nrates: {hbm.copy.bandwidth: 0 TB/s}\n", ":3:29: .*above zero"),
         ("schema_version: 1\nlike: 2x8xH100\nhost_names: 'gpu-{x}'\n", ":3:13: .*of their own"),
         ("schema_version: 1\nsku: H100 SXM\n", "nodes, gpus_per_node, gpu, node, nccl are missing"),
         ("schema_version: 2\nlike: 2x8xH100\n", ":1:17: "),

@@ -143,7 +143,6 @@ def test_a_fault_leaves_a_part_of_the_rates_of_its_gpu(world, fault, measured, l
         ("net-socket", 0.1),
         ("no-gdr:gpu-00", 0.5),
         ("nic-down:gpu-00", 0.5),
-        ("slow-rail:gpu-01/mlx5_0=100%", 1.0),
     ],
 )
 def test_the_slowest_part_of_a_group_decides(world, fault, left):
