@@ -92,13 +92,13 @@ def given(settings, reference_curve):
 
 
 @pytest.fixture
-def train(cluster, settings, reference_curve, artifacts, progress, measure, peak_tflops, record_property):
+def train(cluster, settings, workload, reference_curve, artifacts, progress, measure, peak_tflops, record_property):
     """Train, record every condition as a measurement, and leave the loss curve in the test's folder."""
     from pytest_gpucluster.benchmarks.lora.convergence import converge, figures_of, write_tensorboard
     from pytest_gpucluster.benchmarks.lora.experiment import recipe_of
 
     def train(sizes, base, data):
-        recipe, expected = recipe_of(sizes, base), reference_curve(base.label)
+        recipe, expected = recipe_of(sizes, base, workload.lora.recipe), reference_curve(base.label)
         ranks = group_size(cluster.world_size, recipe.global_batch)
         group = f"group-{cluster.rank // ranks}"
         folder = (settings.scratch or artifacts) / base.label
@@ -154,7 +154,7 @@ def test_lora_tiny(workload, train):
     """
     from pytest_gpucluster.benchmarks.lora.experiment import tiny_experiment
 
-    train(workload.lora_tiny, *tiny_experiment(workload.lora_tiny))
+    train(workload.lora_tiny, *tiny_experiment(workload.lora_tiny, workload.lora.recipe))
 
 
 @pytest.mark.last
@@ -178,7 +178,7 @@ def test_qwen2_lora(given, reference_curve, workload, train):
     if base.label != QWEN2_LABEL:
         reference_curve(None)
         pytest.skip(f"{base.origin} does not have Qwen2-7B's sizes; test_lora_of_model trains it, for no criterion")
-    train(workload.qwen2_lora, base, given_experiment(workload.qwen2_lora, base, data()))
+    train(workload.qwen2_lora, base, given_experiment(workload.qwen2_lora, base, data(), workload.lora.recipe))
 
 
 @pytest.mark.last
@@ -191,7 +191,7 @@ def test_lora_of_model(given, reference_curve, workload, train):
     if base.label == QWEN2_LABEL:
         reference_curve(None)
         pytest.skip("test_qwen2_lora trains it")
-    train(workload.qwen2_lora, base, given_experiment(workload.qwen2_lora, base, data()))
+    train(workload.qwen2_lora, base, given_experiment(workload.qwen2_lora, base, data(), workload.lora.recipe))
 
 
 @pytest.mark.last

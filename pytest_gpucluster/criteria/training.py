@@ -160,12 +160,26 @@ class Lora:
         int,
         Spec("steps from one checkpoint to the next; those after the last one are taken twice", Whole(1, 1_000_000)),
     ]
-    calls: Annotated[int, Spec("function calls that are asked for after the training", Whole(1, 100_000))]
+    calls: Annotated[int, Spec("function calls that are asked for after the training; 0: none", Whole(0, 100_000))]
     call_tokens: Annotated[int, Spec("tokens of an answer, at most", Whole(1, 4096))]
     tolerance_ratio: Annotated[
         float, Spec("certain is a rate whose median's 95 % interval is no wider than this part of it", Ratio(0.0001, 3))
     ]
     deadline_seconds: Annotated[float, Spec("how long all of it may take", Duration(10, WEEK_SECONDS))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraTraining:
+    """How conversations are learned, of the tiny model and of a given one."""
+
+    recipe: Annotated[
+        str,
+        Spec(
+            "packed: the assistant's tokens, in full blocks; contract: all tokens of conversations one by one, with "
+            "weight decay 0.01, 3 warm-up steps, 2 conversations at once",
+            Choice(("contract", "packed")),
+        ),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +352,7 @@ METRICS = (
         "lower",
         {
             "lora.final_loss": "Mean loss of the last 10 steps, over the tokens of the assistant.",
+            "lora.all_token_loss": "Mean loss of the last 10 steps, over all tokens; padding does not count.",
             "lora.held_out_loss": (
                 "Mean loss of held-out blocks when the training has ended, over the tokens of the assistant."
             ),
@@ -411,6 +426,7 @@ SECTIONS = (
     Section("scaling", Scaling, metrics=("scaling.*",)),
     Section("failure_propagation", FailurePropagation, metrics=("failure_propagation.*",)),
     Section("vision", Vision, metrics=("vision.*",)),
+    Section("lora", LoraTraining, metrics=("lora.*",)),
     Section("lora.tiny", Lora, metrics=("lora.*",)),
     Section("lora.qwen2", Lora, attribute="qwen2_lora", metrics=("lora.*",)),
     Section("lora.throughput", LoraThroughput, metrics=("lora.*",)),
@@ -451,6 +467,7 @@ CRITERIA = (
         "lora.loss_error",
         "lora.gradient_error",
         "lora.final_loss",
+        "lora.all_token_loss",
         "lora.held_out_*",
         "lora.moved_adapters",
         "lora.unchanged_base",
@@ -462,6 +479,13 @@ CRITERIA = (
         "lora.calls.*",
         group="training",
     ),
-    Criterion("qwen2_lora", "lora.final_loss", "lora.tokens_per_second", "lora.mfu", "lora.peak_memory"),
+    Criterion(
+        "qwen2_lora",
+        "lora.final_loss",
+        "lora.all_token_loss",
+        "lora.tokens_per_second",
+        "lora.mfu",
+        "lora.peak_memory",
+    ),
     Criterion("qwen2_lora.throughput", "lora.tokens_per_second", "lora.mfu", "lora.peak_memory"),
 )

@@ -133,9 +133,9 @@ def read_csv(path: Path) -> Curve:
         raise CurveError(f"{path}: {error}") from None
 
 
-def mean_of_last(curve: Curve, count: int) -> float:
-    """Return the mean loss of the last ``count`` points; NaN if there are fewer."""
-    losses = [point.loss for point in curve.points[-count:]]
+def mean_of_last(curve: Curve, count: int, of: str = "loss") -> float:
+    """Return the mean loss of the last ``count`` points, or their mean ``all_token_loss``; NaN if there are fewer."""
+    losses = [getattr(point, of) for point in curve.points[-count:]]
     return math.fsum(losses) / count if len(losses) == count else math.nan
 
 

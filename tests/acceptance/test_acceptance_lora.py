@@ -93,6 +93,18 @@ def test_nan_is_found_on_the_rank_that_it_comes_from(run):
     assert found.values[0] > found.values[1]
 
 
+def test_the_recipe_of_the_contract_is_judged_by_the_loss_of_all_tokens_alone(run):
+    right, idle = (result(run, fault) for fault in ("contract", "idle"))
+    assert (right.outcome, idle.outcome) == ("passed", "failed")
+    for found, status in ((right, "passed"), (idle, "failed")):
+        assert of_metric(found, "lora.all_token_loss").status == status
+        assert {one.labels["recipe"] for one in found.measurements if "recipe" in one.labels} == {"contract"}
+        assert "lora.final_loss" not in {one.metric for one in found.measurements}
+    packed = result(run, RIGHT)
+    assert of_metric(packed, "lora.all_token_loss").status == "recorded"
+    assert of_metric(packed, "lora.all_token_loss").labels["recipe"] == "packed"
+
+
 def test_a_truncated_checkpoint_rejects_and_names_the_file(run):
     assert_failed(result(run, "truncated"), (0, 1), "__1_0.distcp is truncated")
 

@@ -130,6 +130,8 @@ COMPONENTS_OF = {
     "other": {"make": other},
     "groups": {},
     "drift": {"update": drifting},
+    "contract": {},
+    "idle": {"learning_rate": lambda step, recipe: 0.0},
     "foreign": {},
     "weights": {},
     "model": {},
@@ -139,17 +141,9 @@ COMPONENTS_OF = {
     "resumed": {},
 }
 
-make_tiny, tiny = experiment.tiny_experiment, []
-
-
-def tiny_experiment(sizes):
-    """The base and the data of the first fault, for all of them."""
-    if not tiny:
-        tiny.append(make_tiny(sizes))
-    return tiny[0]
-
-
-experiment.tiny_experiment = tiny_experiment
+# The base and the data of the first fault, for all of them.
+make_tiny, tiny = experiment.tiny_experiment, {}
+experiment.tiny_experiment = lambda sizes, kind: tiny.get(kind) or tiny.setdefault(kind, make_tiny(sizes, kind))
 
 # What the reference curve that is read is of.
 CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
@@ -175,6 +169,8 @@ LORA_TINY = {
     "drift": {**FEW, **ALONE},
 }
 WORKLOADS = {fault: {"lora_tiny": sizes} for fault, sizes in LORA_TINY.items()}
+CONTRACT = {"lora": {"recipe": "contract"}, "lora_tiny": {**TRAINED_ONLY, "steps": 10}}
+WORKLOADS |= dict.fromkeys(("contract", "idle"), CONTRACT)
 WORKLOADS["model"] = {"qwen2_lora": {"steps": 10, "checkpoint_every": 8, "parity_steps": 2}}
 
 

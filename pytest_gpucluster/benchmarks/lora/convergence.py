@@ -96,14 +96,14 @@ class Convergence:
         parity: by precision.
         curve: of the training.
         result: what a training whose steps were all finite has shown, by the name of its metric after ``lora.``; None
-            where a step was not finite on some rank, so that the training was stopped. In nats final_loss, the mean of
-            the last ``LAST`` losses, and held_out_loss; the others are ratios. held_out_ratio: of the loss of held-out
-            blocks after the training and before. moved_adapters: part of the adapters' B matrices that have changed.
-            unchanged_base: part of the frozen tensors on this rank that are the same bit by bit. replayed_steps: part
-            of the steps replayed from a checkpoint after which this rank's weights were the same as the first time, bit
-            by bit. resume_error: largest difference of a loss in the replay. reload_error: difference of the held-out
-            loss after ``final/`` was loaded again. group_error: largest difference of a loss from that of the first
-            group, where there are several.
+            where a step was not finite on some rank, so that the training was stopped. In nats final_loss and
+            all_token_loss, the means of the last ``LAST`` losses, and held_out_loss; the others are ratios.
+            held_out_ratio: of the loss of held-out blocks after the training and before. moved_adapters: part of the
+            adapters' B matrices that have changed. unchanged_base: part of the frozen tensors on this rank that are the
+            same bit by bit. replayed_steps: part of the steps replayed from a checkpoint after which this rank's
+            weights were the same as the first time, bit by bit. resume_error: largest difference of a loss in the
+            replay. reload_error: difference of the held-out loss after ``final/`` was loaded again. group_error:
+            largest difference of a loss from that of the first group, where there are several.
         calls: function calls of held-out conversations; None if the workload has none.
         tokens_per_second: of this GPU, in the steady steps, replayed ones included; None where there are too few, as
             in a training that was resumed near its end.
@@ -111,6 +111,7 @@ class Convergence:
         peak_bytes: of the GPU's memory, in training; None on cpu.
         recomputes: whether activations were recomputed.
         groups, ranks: how many groups trained at once, of how many ranks.
+        recipe: ``packed`` or ``contract``.
         notes: for the report.
     """
 
@@ -125,6 +126,7 @@ class Convergence:
     recomputes: bool
     groups: int
     ranks: int
+    recipe: str
     notes: tuple[str, ...]
 
 
@@ -185,7 +187,6 @@ class _Trained:
     """The training itself, without what is checked after it."""
 
     steps: Sequence[Step]
-    tokens_of_rank: int
     moved_adapters: float
     unchanged_base: float
     recomputes: bool
@@ -209,7 +210,7 @@ class _Run:
         self._context = self._context_of(0)  # until there is a model
         self._points: list[Point] = []
         self._held_out: list[tuple[int, float]] = []
-        self._notes: list[str] = []
+        self._notes = list(self._data.notes)
         self._taken: list[Step] = []
 
     def converge(self, folder: Path, final: Path, resume: bool, reference: ReferenceCurve | None) -> Convergence:
@@ -240,7 +241,7 @@ class _Run:
         # A restart has nothing to resume: the training is complete.
         on_first_rank(self._group, lambda: shutil.rmtree(folder) if folder.exists() else None)
         result = {
-            "final_loss": mean_of_last(self._curve(), LAST),
+            **self._last_losses(),
             "held_out_loss": self._held_out[-1][1],
             "held_out_ratio": self._held_out[-1][1] / self._held_out[0][1],
             "moved_adapters": trained.moved_adapters,
@@ -281,7 +282,7 @@ class _Run:
             if step.step < self._recipe.steps and step.step % self._sizes.checkpoint_every == 0:
                 trainer.save(folder, step.step, self._extra())
             if self._progress is not None:
-                rate = trainer.tokens_of_rank / step.seconds
+                rate = step.tokens / step.seconds
                 self._progress(step.step, self._recipe.steps, loss=step.loss, tokens_per_second=rate)
 
         steps = trainer.steps(self._recipe.steps, first=done + 1, on_step=on_step)
@@ -293,7 +294,6 @@ class _Run:
             trainer.save_final(final)
         return _Trained(
             steps=steps,
-            tokens_of_rank=trainer.tokens_of_rank,
             moved_adapters=trainer.moved_adapters(),
             unchanged_base=trainer.unchanged_base(),
             recomputes=trainer.recomputes,
@@ -369,6 +369,13 @@ class _Run:
         """Return whether a condition holds on all ranks of the world, so that all continue or none."""
         return all(flag for [flag] in self._everyone.gather([float(condition)]))
 
+    def _last_losses(self) -> dict[str, float]:
+        """Return the mean loss of the last steps over what counts, and over all tokens: if padded only this."""
+        last = {"final_loss": "loss", "all_token_loss": "all_token_loss"}
+        if self._data.train.padded:
+            del last["final_loss"]
+        return {name: mean_of_last(self._curve(), LAST, of) for name, of in last.items()}
+
     def _group_error(self) -> float:
         """Return the largest difference of this group's losses from those of the first group."""
         losses = self._everyone.gather([point.loss for point in self._points])
@@ -387,7 +394,7 @@ class _Run:
     ) -> Convergence:
         rate = None
         if trained is not None:
-            rate = steady_rate([trained.steps, again], trained.tokens_of_rank, self._sizes.tolerance_ratio)
+            rate = steady_rate([trained.steps, again], self._sizes.tolerance_ratio)
         return Convergence(
             finite_steps=sum(step.finite for step in self._taken) / len(self._taken) if self._taken else math.nan,
             parity=parity,
@@ -395,11 +402,14 @@ class _Run:
             result=result,
             calls=calls,
             tokens_per_second=rate,
-            flops_per_token=self._base.flops_per_token(int(self._data.train.loss_mask.shape[1])),
+            flops_per_token=self._base.flops_per_token(
+                self._data.train.input_tokens(range(len(self._data.train))) // len(self._data.train)
+            ),
             peak_bytes=trained.peak_bytes if trained is not None else None,
             recomputes=trained is not None and trained.recomputes,
             groups=self._everyone.count // self._ranks.count,
             ranks=self._ranks.count,
+            recipe="contract" if self._data.train.padded else "packed",
             notes=tuple(self._notes),
         )
 
@@ -435,6 +445,7 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
     context = found.curve.context
     labels = {
         "model": context["model"],
+        "recipe": found.recipe,
         "precision": context["precision"],
         "groups": str(found.groups),
         "group_ranks": str(found.ranks),
@@ -448,7 +459,7 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
     if found.result is None:
         return
     for name, value in found.result.items():
-        unit = "nats" if name in ("final_loss", "held_out_loss") else "ratio"
+        unit = "nats" if name.endswith("_loss") else "ratio"
         yield Figure(metric=f"lora.{name}", value=value, unit=unit, labels=labels)
     if found.calls is not None and found.calls.asked:
         asked = {**labels, "asked": str(found.calls.asked)}

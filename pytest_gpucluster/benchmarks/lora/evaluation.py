@@ -376,8 +376,7 @@ def reloaded_loss(model: Any, packed: Packed, ranks: Ranks, rank: int, device: t
     summed = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():
         for block in range(rank, len(packed), ranks.count):
-            one = slice(block, block + 1)
-            summed += whole(packed.tokens[one].to(device), packed.loss_mask[one].to(device))[0].double()
+            summed += whole(*packed.batch([block], device))[0].double()
     return sum(loss for [loss] in ranks.gather([float(summed)])) / int(packed.loss_mask.sum())
 
 

@@ -29,12 +29,12 @@ Sizes: TypeAlias = Any
 """A section ``lora.*`` of a workload: ``criteria.training.Lora``."""
 
 
-def recipe_of(sizes: Sizes, base: Base) -> Recipe:
-    """Return how to train a base.
+def recipe_of(sizes: Sizes, base: Base, kind: str = "packed") -> Recipe:
+    """Return how to train a base, by the recipe ``packed`` or ``contract``.
 
     Raises: ValueError if two sizes contradict each other.
     """
-    return Recipe(
+    recipe = Recipe(
         steps=sizes.steps,
         warmup_steps=sizes.warmup_steps,
         global_batch=sizes.global_batch,
@@ -45,9 +45,14 @@ def recipe_of(sizes: Sizes, base: Base) -> Recipe:
         compiled=sizes.compiled == "on",
         seed=SEED,
     )
+    if kind == "packed":
+        return recipe
+    # Each block is one conversation: there are too many lengths to compile for. Source: acceptance of 2 nodes x 8 H100
+    # SXM 80GB, which took 2 at once, 4 times a step on each of 16 GPUs.
+    return replace(recipe, warmup_steps=3, weight_decay=0.01, micro_batch=2, compiled=False)
 
 
-def tiny_experiment(sizes: Sizes) -> tuple[Base, TrainingData]:
+def tiny_experiment(sizes: Sizes, kind: str = "packed") -> tuple[Base, TrainingData]:
     """Return the base that needs no download, and synthetic conversations in the format of glaive-function-calling-v2.
 
     Its tokenizer is trained on them: the same on every rank.
@@ -55,7 +60,7 @@ def tiny_experiment(sizes: Sizes) -> tuple[Base, TrainingData]:
     rows = synthetic_rows(sizes.rows, SEED)
     tokenizer = tiny_tokenizer(held_out_split(rows, sizes.held_out_ratio, SEED)[0], TINY_VOCAB)
     origin = f"{sizes.rows} synthetic conversations from seed {SEED}"
-    return tiny_base(len(tokenizer)), _training_data(rows, tokenizer, sizes, origin)
+    return tiny_base(len(tokenizer)), _training_data(rows, tokenizer, sizes, origin, kind)
 
 
 def given_data(source: str | Path, *, sha256: str | None = None, revision: str | None = None) -> Rows | Prepared:
@@ -80,16 +85,21 @@ def given_data(source: str | Path, *, sha256: str | None = None, revision: str |
     return read(path)
 
 
-def given_experiment(sizes: Sizes, base: Base, data: Rows | Prepared) -> TrainingData:
-    """Return the operator's conversations, in the tokens of a given base.
+def given_experiment(sizes: Sizes, base: Base, data: Rows | Prepared, kind: str = "packed") -> TrainingData:
+    """Return the operator's conversations, in the tokens of a given base, as the recipe has them.
 
-    Raises: EnvironmentBroken if blocks were made for another tokenizer or another length.
+    Raises: EnvironmentBroken if blocks were made for another tokenizer, another length or another recipe.
     """
     assert base.folder is not None
     tokenizer = tokenizer_for(base.folder)
     if isinstance(data, Rows):
         return _training_data(
-            data.rows[: sizes.rows], tokenizer, sizes, _origin(data.source, data.revision, data.sha256)
+            data.rows[: sizes.rows], tokenizer, sizes, _origin(data.source, data.revision, data.sha256), kind
+        )
+    if kind == "contract":
+        raise EnvironmentBroken(
+            "lora.recipe=contract trains on conversations one by one, and the file has packed blocks: give the file of "
+            "rows (--gpucluster-data function_calls=FILE)"
         )
     require_fit(data, tokenizer, sizes.sequence)
     made = data.context
@@ -110,18 +120,22 @@ def _first(packed: Packed, blocks: int) -> Packed:
     return replace(packed, tokens=packed.tokens[:blocks], loss_mask=packed.loss_mask[:blocks])
 
 
-def _training_data(rows: Sequence[Row], tokenizer: Any, sizes: Sizes, origin: str) -> TrainingData:
+def _training_data(rows: Sequence[Row], tokenizer: Any, sizes: Sizes, origin: str, kind: str) -> TrainingData:
+    def blocks(of: Sequence[Row], most: int) -> Packed:
+        made = pack(of, tokenizer, sizes.sequence, blocks=most, padded=kind == "contract")
+        return trainable_blocks(made, sizes.sequence)
+
     train, held_out = held_out_split(rows, sizes.held_out_ratio, SEED)
+    packed = blocks(train, sizes.steps * sizes.global_batch)
+    found = packed.statistics
+    note = f"{found.truncated} of {found.rows} conversations are cut off; the longest has {found.longest} tokens"
     return TrainingData(
-        train=trainable_blocks(
-            pack(train, tokenizer, sizes.sequence, blocks=sizes.steps * sizes.global_batch), sizes.sequence
-        ),
-        held_out=trainable_blocks(
-            pack(held_out, tokenizer, sizes.sequence, blocks=sizes.held_out_blocks), sizes.sequence
-        ),
+        train=packed,
+        held_out=blocks(held_out, sizes.held_out_blocks),
         held_out_rows=held_out,
         tokenizer=tokenizer,
         origin=origin,
+        notes=(note,) if found.truncated else (),
     )
 
 
@@ -148,6 +162,7 @@ def context_of(base: Base, recipe: Recipe, data: TrainingData, *, ranks: int, we
         "steps": str(recipe.steps),
         "warmup_steps": str(recipe.warmup_steps),
         "learning_rate": repr(recipe.learning_rate),
+        "weight_decay": repr(recipe.weight_decay),
         "rank": str(base.adapters.rank),
         "alpha": str(base.adapters.alpha),
         "dropout": repr(dropout),

@@ -1,9 +1,9 @@
-"""Conversations as packed blocks of tokens: layout, loss mask, tokenizers.
+"""Conversations as blocks of tokens: layout, loss mask, tokenizers.
 
-Blocks have one length; only tokens of the assistant count in the loss. Nothing is padded, and attention is plainly
-causal: a block may begin in the middle of a conversation and may hold several. Source: training on packed blocks as
-torchtune and TRL name it; that a conversation sees the ones before it in its block is the price of static shapes and
-flash attention.
+Packed blocks have one length; only tokens of the assistant count in the loss. Nothing is padded, and attention is
+plainly causal: a block may begin in the middle of a conversation and may hold several. Source: training on packed
+blocks as torchtune and TRL name it; that a conversation sees the ones before it in its block is the price of static
+shapes and flash attention. Or each block is one conversation, padded at its end, in which all tokens count.
 
 A tokenizer is a tiny one that is trained on the rows, or the one that comes with a model.
 """
@@ -70,6 +70,10 @@ def text_of(row: Row) -> str:
 _AT_ONCE = 512
 """Rows that are passed to the tokenizer together: it spreads them over its threads."""
 
+LONGEST_ROW = 8
+"""Blocks that one conversation may fill; what is longer is cut off. Source: this suite's rule: 8 of 4096 tokens are the
+context that Qwen2-7B was trained with."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
@@ -82,7 +86,8 @@ class Statistics:
         dropped: tokens at the end that fill no block.
         blocks: of ``sequence + 1`` tokens.
         loss_targets: targets in the blocks that count in the loss. The first token of a block is no target.
-        longest: tokens of the longest row.
+        longest: tokens of the longest row, uncut.
+        truncated: rows that were cut off.
     """
 
     rows: int = 0
@@ -92,6 +97,7 @@ class Statistics:
     blocks: int = 0
     loss_targets: int = 0
     longest: int = 0
+    truncated: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,26 +106,42 @@ class Packed:
 
     Attributes:
         tokens: int64, blocks x (sequence + 1): inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
-        loss_mask: bool, blocks x sequence: which of the targets count in the loss: the assistant's.
+        loss_mask: bool, blocks x sequence: which of the targets count in the loss: the assistant's, or if padded, all
+            that are no padding.
         statistics: of the packing.
+        padded: each block is one conversation, with padding at its end.
     """
 
     tokens: torch.Tensor
     loss_mask: torch.Tensor
     statistics: Statistics
+    padded: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def input_tokens(self, blocks: Sequence[int]) -> int:
+        """Count the inputs of some blocks that are no padding."""
+        return int(self.loss_mask[blocks].sum()) if self.padded else len(blocks) * self.loss_mask.shape[1]
 
-def pack(rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | None = None) -> Packed:
-    """Tokenize rows, concatenate them in their order, and cut that into blocks.
+    def batch(self, blocks: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and loss mask of some blocks on a device; if padded, cut to the longest of them."""
+        tokens, loss_mask = self.tokens[blocks], self.loss_mask[blocks]
+        longest = int(loss_mask.sum(dim=1).max()) if self.padded else loss_mask.shape[1]
+        return tokens[:, : longest + 1].to(device), loss_mask[:, :longest].to(device)
+
+
+def pack(
+    rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | None = None, padded: bool = False
+) -> Packed:
+    """Tokenize rows, concatenate them in their order, and cut that into blocks; or make one padded block of each.
 
     Args:
         rows: conversations.
         tokenizer: of transformers, with an end token.
         sequence: positions of a block; it holds one token more.
         blocks: stop at this number; the rows after them are not read. None takes all rows.
+        padded: each row is a block, all of whose tokens count, cut off or padded at its end.
 
     Raises:
         EnvironmentBroken: the rows do not fill one block.
@@ -132,14 +154,16 @@ def pack(rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | No
     length = sequence + 1
     pieces: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []
-    used = total = longest = 0
-    for chunk in _chunks(rows, _AT_ONCE):
-        for tokens, loss_mask in encode(chunk, tokenizer):
-            pieces.append(torch.tensor(tokens, dtype=torch.int32))
-            masks.append(torch.tensor(loss_mask, dtype=torch.bool))
-            used, total, longest = used + 1, total + len(tokens), max(longest, len(tokens))
-            if blocks is not None and total >= blocks * length:
-                break
+    used = total = longest = truncated = loss_tokens = 0
+    most = length * (1 if padded else LONGEST_ROW)
+    encoded = (one for chunk in _chunks(rows, _AT_ONCE) for one in encode(chunk, tokenizer))
+    for tokens, loss_mask in encoded:
+        used, longest, truncated = used + 1, max(longest, len(tokens)), truncated + (len(tokens) > most)
+        kept = min(len(tokens), most)
+        filler = length - kept if padded else 0
+        pieces.append(torch.tensor(tokens[:kept] + [tokenizer.eos_token_id] * filler, dtype=torch.int32))
+        masks.append(torch.tensor(([True] * kept if padded else loss_mask[:kept]) + [False] * filler))
+        total, loss_tokens = total + kept + filler, loss_tokens + int(masks[-1].sum())
         if blocks is not None and total >= blocks * length:
             break
     count = total // length if blocks is None else min(total // length, blocks)
@@ -156,12 +180,14 @@ def pack(rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | No
         statistics=Statistics(
             rows=used,
             tokens=total,
-            loss_tokens=int(mask.sum()),
+            loss_tokens=loss_tokens,
             dropped=total - count * length,
             blocks=count,
             loss_targets=int(in_blocks.sum()),
             longest=longest,
+            truncated=truncated,
         ),
+        padded=padded,
     )
 
 

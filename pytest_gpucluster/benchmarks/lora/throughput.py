@@ -121,12 +121,11 @@ def lora_throughput(
         )
 
 
-def steady_rate(trainings: Sequence[Sequence[Step]], tokens: int, tolerance_ratio: float) -> Series | None:
+def steady_rate(trainings: Sequence[Sequence[Step]], tolerance_ratio: float) -> Series | None:
     """Return the rate of the steady steps of trainings; None where there are too few.
 
     Args:
         trainings: the steps of each, from its first one.
-        tokens: of a step on this rank.
         tolerance_ratio: the required confidence.
     """
     # The number of steps is fixed: the measurement is never extended for more confidence.
@@ -137,7 +136,7 @@ def steady_rate(trainings: Sequence[Sequence[Step]], tokens: int, tolerance_rati
         timed = [step for steps in trainings for step in steps]
     if len(timed) < _FEWEST_RATES:
         return None
-    return series([tokens / step.seconds for step in timed], sampling, spent_seconds=0)
+    return series([step.tokens / step.seconds for step in timed], sampling, spent_seconds=0)
 
 
 def random_blocks(count: int, sequence: int, vocab: int, seed: int) -> Packed:

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class TrainingData:
         held_out_rows: the conversations of ``held_out``, for function calls.
         tokenizer: of the blocks.
         origin: where the rows come from, for reports.
+        notes: remarks on them, for reports.
     """
 
     train: Packed
@@ -50,6 +51,7 @@ class TrainingData:
     held_out_rows: Sequence[Row]
     tokenizer: Any
     origin: str
+    notes: tuple[str, ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -70,10 +72,10 @@ def trainable_blocks(packed: Packed, sequence: int) -> Packed:
             f"none of {len(packed)} blocks of {sequence} tokens has a text of the assistant: give other data, or a "
             "longer sequence"
         )
-    return Packed(
+    return replace(
+        packed,
         tokens=packed.tokens[some, : sequence + 1].contiguous(),
         loss_mask=packed.loss_mask[some, :sequence].contiguous(),
-        statistics=packed.statistics,
     )
 
 
@@ -150,12 +152,13 @@ class Step:
     Attributes:
         step: from 1.
         loss: mean over the targets in the global batch's mask, in nats.
-        all_token_loss: mean over all targets; recorded only.
+        all_token_loss: mean over all targets, padding left out.
         gradient_norm: of all gradients together, before they are clipped.
         learning_rate: that the optimizer has used.
         finite: whether this rank's losses are, or, if those of all ranks are, the norm.
         all_finite: whether that holds on all ranks.
         seconds: the step's time on this rank.
+        tokens: input tokens of this rank, none of which is padding.
         weights: fingerprint of this rank's part of the trained weights, after the step.
     """
 
@@ -167,6 +170,7 @@ class Step:
     finite: bool
     all_finite: bool
     seconds: float
+    tokens: int
     weights: int
 
 
@@ -236,7 +240,7 @@ class Trainer:
         self._trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         self._before = {name: fingerprint([local(weight.detach())]) for name, weight in self.model.named_parameters()}
         self.optimizer = torch.optim.AdamW(
-            self._trained.values(), lr=recipe.learning_rate, betas=BETAS, weight_decay=0.0, fused=True
+            self._trained.values(), lr=recipe.learning_rate, betas=BETAS, weight_decay=recipe.weight_decay, fused=True
         )
         self._clock, self._by = clock_for(device), accelerator(device)
         self._flops = self.tokens_of_rank * base.flops_per_token(self.sequence)
@@ -280,12 +284,13 @@ class Trainer:
         return Step(
             step=number,
             loss=masked_sum / targets,
-            all_token_loss=total_sum / (len(blocks) * self.sequence),
+            all_token_loss=masked_sum / targets if self._packed.padded else total_sum / (len(blocks) * self.sequence),
             gradient_norm=float(norm),
             learning_rate=rate,
             finite=finite[self._rank],
             all_finite=all(finite),
             seconds=seconds,
+            tokens=self._packed.input_tokens(mine),
             weights=fingerprint(local(weight.detach()) for weight in self._trained.values()),
         )
 
@@ -318,7 +323,7 @@ class Trainer:
 
     @property
     def tokens_of_rank(self) -> int:
-        """Input tokens of a rank in a step, none of which is padding."""
+        """Input tokens of a rank in a step, padding included."""
         return self.recipe.global_batch // self.ranks.count * self.sequence
 
     def _accumulate(self, mine: Sequence[int], targets_per_rank: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,7 +333,7 @@ class Trainer:
         for number, blocks in enumerate(parts, start=1):
             # The ranks share the gradients once, those of all micro-batches together.
             with nullcontext() if number == len(parts) else without_gradient_sync(self.model):
-                masked_sum, total_sum = self.model(*self._on_device(self._packed, blocks))
+                masked_sum, total_sum = self.model(*self._packed.batch(blocks, self._device))
                 loss = self._components.loss(masked_sum, targets_per_rank)
                 loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             sums += torch.stack((masked_sum.detach(), total_sum)).double()
@@ -345,17 +350,13 @@ class Trainer:
         with torch.no_grad():
             for at in range(0, calls, self._micro):
                 blocks = mine[at : at + self._micro]
-                tokens, counts = self._on_device(packed, blocks or [0])
+                tokens, counts = packed.batch(blocks or [0], self._device)
                 summed += self.model(tokens, counts if blocks else torch.zeros_like(counts))[0].double()
         # After a forward pass without backward the root would stay gathered.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return sum(loss for [loss] in self.ranks.gather([float(summed)])) / int(loss_mask.sum())
-
-    def _on_device(self, packed: Packed, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = list(blocks)
-        return packed.tokens[rows].to(self._device), packed.loss_mask[rows].to(self._device)
 
     # ---- checks
 

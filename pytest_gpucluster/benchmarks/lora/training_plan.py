@@ -36,6 +36,7 @@ class Recipe:
         dropout: whether the adapters have theirs.
         recompute: ``on``, ``off``, or ``auto``: only where the memory would not suffice otherwise.
         compiled: whether each block is compiled.
+        weight_decay: of AdamW.
         seed: of weights, order and dropout.
 
     Raises: ValueError if a number is out of its range.
@@ -50,6 +51,7 @@ class Recipe:
     dropout: bool = True
     recompute: str = "auto"
     compiled: bool = False
+    weight_decay: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:

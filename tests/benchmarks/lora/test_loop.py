@@ -62,6 +62,28 @@ def test_the_loss_is_the_mean_over_the_judged_targets_alone(make):
     assert step.all_finite
 
 
+def test_padding_counts_neither_in_the_loss_nor_as_tokens(make):
+    packed = blocks(count=4)
+    packed.loss_mask[:] = torch.arange(16) < torch.tensor([[3], [8], [16], [11]])
+    padded = replace(packed, padded=True)
+    [step] = steps(make(padded, dropout=False, micro_batch=2), 1)
+    spoiled = replace(padded, tokens=torch.cat([packed.tokens[:, :1], packed.tokens[:, 1:] * packed.loss_mask], dim=1))
+    [same] = steps(make(spoiled, dropout=False, micro_batch=4), 1)
+    assert step.tokens == same.tokens == 38
+    assert step.loss == step.all_token_loss == pytest.approx(same.loss, rel=1e-6)
+    assert step.gradient_norm == pytest.approx(same.gradient_norm, rel=1e-4)
+
+
+def test_weight_decay_is_that_of_the_recipe(make):
+    def weights(decay):
+        trainer = make(weight_decay=decay, components=replace(COMPONENTS, loss=lambda summed, targets: 0 * summed))
+        trainer.step(1)
+        return [weight.full_tensor() for weight in trainer.model.parameters() if weight.requires_grad]
+
+    for kept, decayed in zip(weights(0.0), weights(0.5), strict=True):
+        torch.testing.assert_close(decayed, kept * (1 - 5e-3 * 0.5))
+
+
 def train_on_rank(rank):
     packed, others = blocks(), blocks(count=5)  # rank 1 has fewer loss_mask targets, and a held-out block less
     micro_batch = 4 if dist.get_world_size() == 1 else 1  # they add up to the same step

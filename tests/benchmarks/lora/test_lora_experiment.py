@@ -17,6 +17,7 @@ from pytest_gpucluster.benchmarks.lora.experiment import (
     context_of,
     given_data,
     given_experiment,
+    recipe_of,
     require_same_context,
 )
 from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
@@ -73,6 +74,28 @@ def test_blocks_of_another_length_or_sha256_and_data_that_are_not_there_are_refu
         given_data(path, sha256="00")
     with pytest.raises(EnvironmentBroken, match="no such file"):
         given_data(given / "missing.jsonl")
+
+
+def test_the_contract_trains_on_whole_conversations_by_its_own_recipe(given):
+    data = given_experiment(SIZES, base_in(given), given_data(given / "rows.jsonl"), "contract")
+    assert (data.train.padded, data.held_out.padded, len(data.train)) == (True, True, 20)
+    assert data.notes == (
+        f"20 of 20 conversations are cut off; the longest has {data.train.statistics.longest} tokens",
+    )
+    with pytest.raises(EnvironmentBroken, match=r"recipe=contract .*packed"):
+        given_experiment(SIZES, base_in(given), given_data(given / "blocks.safetensors"), "contract")
+    sizes = SimpleNamespace(
+        steps=5, warmup_steps=1, global_batch=128, micro_batch=4, precision="bf16", recompute="off", compiled="on"
+    )
+    packed, contract = (recipe_of(sizes, base_in(given), kind) for kind in ("packed", "contract"))
+    assert (packed.warmup_steps, packed.weight_decay, packed.micro_batch, packed.compiled) == (1, 0.0, 4, True)
+    assert (contract.warmup_steps, contract.weight_decay, contract.micro_batch, contract.compiled) == (
+        3,
+        0.01,
+        2,
+        False,
+    )
+    assert contract.global_batch == packed.global_batch == 128
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ FOUND = Convergence(
     recomputes=False,
     groups=1,
     ranks=8,
+    recipe="packed",
     notes=(),
 )
 

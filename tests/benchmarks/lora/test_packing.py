@@ -16,6 +16,7 @@ from programs import needs_modules
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS
 from pytest_gpucluster.benchmarks.lora.packing import (
+    LONGEST_ROW,
     encode,
     global_batch,
     order,
@@ -81,6 +82,33 @@ def test_as_many_blocks_as_are_wanted_are_made_of_as_few_rows(tokenizer):
     assert torch.equal(some.loss_mask, everything.loss_mask[:5])
     assert some.statistics.rows < 10
     assert len(pack(ROWS, tokenizer, 128, blocks=10**6)) == len(everything)
+
+
+def test_padded_each_block_is_one_row_whose_tokens_all_count_cut_to_the_longest_of_a_batch(tokenizer):
+    packed, rows = pack(ROWS, tokenizer, 256, padded=True), [tokens for tokens, _ in encode(ROWS, tokenizer)]
+    assert len(packed) == len(ROWS)
+    for block, tokens in enumerate(rows):
+        kept = tokens[:257]
+        assert packed.tokens[block].tolist() == kept + [tokenizer.eos_token_id] * (257 - len(kept))
+        assert packed.loss_mask[block].tolist() == [place < len(kept) - 1 for place in range(256)]
+        assert packed.input_tokens([block]) == len(kept) - 1
+    short = sorted(range(len(rows)), key=lambda block: len(rows[block]))[:2]
+    tokens, loss_mask = packed.batch(short, torch.device("cpu"))
+    assert tokens.shape == (2, len(rows[short[1]]))
+    assert loss_mask.shape == (2, len(rows[short[1]]) - 1)
+    truncated = sum(len(tokens) > 257 for tokens in rows)
+    assert 0 < packed.statistics.truncated == truncated < len(rows)
+    assert packed.statistics.loss_targets == packed.input_tokens(range(len(rows)))
+    assert len(pack(ROWS, tokenizer, 256, padded=True, blocks=3)) == 3
+
+
+def test_of_a_row_that_would_fill_many_blocks_the_first_ones_are_kept(tokenizer):
+    long = Row(system="", chat="USER: a\nASSISTANT: " + "b c " * 100_000)
+    packed = pack([long, *ROWS], tokenizer, 128)
+    [(tokens, _)] = encode([long], tokenizer)
+    assert packed.tokens.flatten()[: LONGEST_ROW * 129].tolist() == tokens[: LONGEST_ROW * 129]
+    assert (packed.statistics.truncated, packed.statistics.longest) == (1, len(tokens))
+    assert packed.statistics.tokens < 100_000 < len(tokens)
 
 
 @of_each("given", [(ROWS[:1], 10_000), ([], 8)])
