@@ -50,7 +50,8 @@ def test_training_step(cluster, geometry, workload, artifacts, measure):
 @pytest.mark.criterion("ddp")
 def test_ddp(cluster, geometry, workload, measure):
     """Accepted: all ranks together take the training steps that one process takes with the same rows, in fp32 and in
-    bf16: the same losses and gradients, and after every step the same weights on all ranks, bit by bit. Each rank is
+    bf16: before the exchange each rank has the loss and the gradients that two others compute from its rows, after it
+    all have their mean, and after every step the same weights on all ranks, bit by bit. Each rank is
     the rank that its launcher says, and reads its own rows: no two ranks share any, none is left out, and each epoch
     has another order.
 

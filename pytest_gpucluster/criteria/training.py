@@ -201,6 +201,18 @@ _CALLS = {
 }
 
 
+_OF_A_RANK = {
+    "loss": (
+        "Difference of the loss of a rank's share{}, before the exchange, to that of the same rows on this and two "
+        "other ranks."
+    ),
+    "gradient": (
+        "Likewise for the share's gradients{}: their distance; or that of the exchanged gradients from the mean of all "
+        "shares, or of their clipping, if that is larger."
+    ),
+}
+
+
 METRICS = (
     *metrics(
         "ratio",
@@ -218,16 +230,12 @@ METRICS = (
             "training.step.bf16_weight_error": (
                 "Distance of the weights after steps in bf16 to those in fp32, as above."
             ),
-            "ddp.loss_error": "Difference of a rank's loss to that of one process with the same global batch.",
-            "ddp.gradient_error": (
-                "Likewise for the gradients that the ranks share: of their norm, or their distance."
-            ),
-            "ddp.bf16_loss_error": "Difference of a rank's loss in bf16 to that of one process in bf16.",
-            "ddp.bf16_gradient_error": "Likewise for the gradients: of their norm, or their distance.",
-            "fsdp.loss_error": "Difference of a rank's loss, the model being sharded, to that of one process.",
-            "fsdp.gradient_error": "Likewise for the gradients: of their norm before clipping, or their distance.",
-            "fsdp.bf16_loss_error": "Difference of a rank's loss in bf16 to that of one process in bf16.",
-            "fsdp.bf16_gradient_error": "Likewise for the gradients: of their norm, or their distance.",
+            **{
+                f"{name}.{bf16}{metric}_error": doc.format(" in bf16" if bf16 else "")
+                for name in ("ddp", "fsdp")
+                for bf16 in ("", "bf16_")
+                for metric, doc in _OF_A_RANK.items()
+            },
             "fsdp.ddp_loss_error": (
                 "Difference of a rank's loss to that of DistributedDataParallel on the same ranks."
             ),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from parts import ON_LAST, frozen, nan, other, read_of_rank_0, unsynchronized
+from parts import ON_LAST, frozen, infinite, nan, other, read_of_rank_0, unsynchronized
 from torch.utils.data import DistributedSampler
 
 from pytest_gpucluster.benchmarks.training import ddp, step, step_check
@@ -16,7 +16,7 @@ CASES = {
         "test_training_step": OF_A_STEP,
         "test_ddp": (
             *("none", "nosync", "samedata", "bit", "scaled", "scaledone"),
-            *("nan", "sampler", "epoch", "frozen", "start"),
+            *("nan", "inf", "sampler", "epoch", "frozen", "start"),
         ),
     }
 }
@@ -51,6 +51,7 @@ DDP = {
     "scaled": with_step(loss=lambda *given: 2 * token_mean(*given)),
     "scaledone": with_step(loss=lambda *given: (1 + 0.001 * ON_LAST) * token_mean(*given)),
     "nan": with_step(loss=nan),
+    "inf": with_step(loss=infinite),
     "sampler": replace(COMPONENTS, sampler=overlapping),
     "epoch": replace(COMPONENTS, sampler=unshuffled),
     "frozen": replace(COMPONENTS, make=frozen),

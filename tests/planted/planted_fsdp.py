@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from parts import ON_LAST, RANKS, frozen, nan, other, read_of_rank_0
+from parts import ON_LAST, RANKS, frozen, infinite, nan, other, read_of_rank_0
 
 from pytest_gpucluster.benchmarks.training import fsdp, parity, sharding
 from pytest_gpucluster.benchmarks.training.fsdp import COMPONENTS
@@ -13,7 +13,7 @@ CASES = {
     "1x2": {
         "test_fsdp": (
             *("none", "nosync", "offload", "sum", "scaled", "moments"),
-            *("block", "weight", "samedata", "nan", "frozen", "start"),
+            *("block", "weight", "samedata", "nan", "inf", "frozen", "start"),
         ),
         "test_fsdp_memory": ("none",),
     },
@@ -120,6 +120,7 @@ FAULTS = {
     "samedata": replace(COMPONENTS, read=read_of_rank_0),
     "scaled": with_step(loss=lambda *given: RANKS * token_mean(*given)),
     "nan": with_step(loss=nan),
+    "inf": with_step(loss=infinite),
     "frozen": replace(COMPONENTS, make=frozen),
     "start": replace(COMPONENTS, make=other),
 }

@@ -32,11 +32,10 @@ def check_data_parallel(
 
     Collective: every rank of the group must call this, with the same sizes.
 
-    The one process takes the same steps with the rows of all ranks, one rank's after the other's. After each step the
-    ranks exchange the fingerprints of their weights, with the moments, and of the rows that they have read, and their
-    losses. So all ranks see a defect at the same time, and stop together; the ranks at fault raise. To decide which of
-    two ranks has the wrong weights, each rank repeats its optimizer's step on the one process's model: that must give
-    the same bits.
+    Each step is compared part by part (``parity``). After each step the ranks exchange the fingerprints of their
+    weights, with the moments, and of the rows that they have read. So all ranks see a defect at the same time, and stop
+    together; the ranks at fault raise. To decide which of two ranks has the wrong weights, each rank repeats its
+    optimizer's step on a copy: that must give the same bits.
 
     Args:
         group: the ranks that take part: all launched ones.
@@ -70,8 +69,7 @@ def check_data_parallel(
             check.require_memory(needed_bytes(geometry, batch), "training")
             check.compare_starts()
         alone = Training(make_decoder(geometry, device, seed=0), device, precision=precision)
-        # It takes the step with the gradients of all ranks: the next one begins with the same weights, bit by bit.
-        parity = check.train(together, check.reference_steps(alone, updates=False), "", copy=lambda: alone)
+        parity = check.train(together, alone, "")
         check.raise_defect()
         return parity
 

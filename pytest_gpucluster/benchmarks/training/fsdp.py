@@ -18,7 +18,6 @@ from pytest_gpucluster.benchmarks.training.parity import (
     Components,
     Parity,
     RanksAgainstOne,
-    ReferenceStep,
 )
 from pytest_gpucluster.benchmarks.training.sharding import (
     bytes_of,
@@ -104,14 +103,12 @@ def check_fully_sharded(
             parts = replace(parts, clip=clip_shards(group, device))
         return Training(model, device, precision="own", parts=parts)
 
-    def due(precision: str) -> list[ReferenceStep]:
-        if check.defects:
-            return []
+    def of_one(precision: str) -> Training:
         model = make_decoder(geometry, device, seed=0)
         if precision != "fp32":
             # The same precision for each value; autocast would choose others.
             model = shard(model, mesh_of(alone, device), precision=precision)
-        return list(check.reference_steps(Training(model, device, precision="own")))
+        return Training(model, device, precision="own")
 
     def wrong_layout(where: str, training: Training) -> str:
         assert isinstance(training.model, Decoder)
@@ -124,14 +121,11 @@ def check_fully_sharded(
         part, held = bytes_of(parts), bytes_of([*training.model.parameters(), *training.moments()])
         shares.append(held / (3 * part) if part else 1.0)  # AdamW keeps two moments of each weight
 
-    def train(
-        due: list[ReferenceStep], where: str, *, first: bool = False, before: Parity | None = None, **how: Any
-    ) -> Parity:
+    def train(where: str, *, first: bool = False, before: Parity | None = None, **how: Any) -> Parity:
         return check.train(
             lambda used: sharded(used, **how),
-            due,
+            of_one(how.get("precision", "fp32")) if before is None and not check.defects else None,
             f" {where}",
-            copy=(lambda: sharded(Components())) if first else None,
             before=before,
             defect_of=partial(wrong_layout, where),
             at_end=measure_share if first else lambda training: None,
@@ -140,13 +134,11 @@ def check_fully_sharded(
     with counted(VERIFYING), numerics("highest"), deterministic():
         check.require_memory(needed_bytes(geometry, batch), "fsdp")
         check.compare_starts()
-        in_fp32 = due("fp32")
-        fp32 = train(in_fp32, "in fp32", first=True)
-        train(in_fp32, "in the replay", before=fp32)
-        offloaded = train(in_fp32, "in fp32 with cpu_offload", cpu_offload=True)
-        del in_fp32
+        fp32 = train("in fp32", first=True)
+        train("in the replay", before=fp32)
+        offloaded = train("in fp32 with cpu_offload", cpu_offload=True)
         ddp_loss_error = _ddp_loss_error(check, fp32)
-        bf16 = train(due("bf16"), "in bf16", precision="bf16")
+        bf16 = train("in bf16", precision="bf16")
         check.raise_defect()
         return FullySharded(
             fp32=fp32,

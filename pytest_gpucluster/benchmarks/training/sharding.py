@@ -97,7 +97,7 @@ def allocate(model: Decoder, device: torch.device, *, seed: int, rank: int) -> D
     return model
 
 
-_CLIP_EPSILON = 1e-6
+CLIP_EPSILON = 1e-6
 """torch.nn.utils.clip_grad_norm_ divides by the norm plus this."""
 
 
@@ -168,7 +168,7 @@ def clip_shards(group: dist.ProcessGroup, device: torch.device) -> Clip:
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         dist.all_reduce(total, group=group)
         norm = total.sqrt().float()
-        factor = (LARGEST_NORM / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+        factor = (LARGEST_NORM / (norm + CLIP_EPSILON)).clamp(max=1.0)
         for part in parts:
             part.mul_(factor.to(part.device))
         return norm

@@ -7,10 +7,10 @@ separate steps, so that the timing does not affect the measured ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.metrics.stats import median
+
+T = TypeVar("T")
 
 PRECISIONS = ("fp32", "bf16", "own")
 """fp32: all of it. bf16: products and attention in bf16 by autocast; weights, gradients and optimizer in fp32.
@@ -97,10 +99,28 @@ class StepResult:
     gradient_norm: torch.Tensor
 
 
+def adamw(weights: Iterable[torch.Tensor], learning_rate: float, *, epsilon: float) -> torch.optim.AdamW:
+    """Make the optimizer of every training: without weight decay, so that a weight changes by its gradient alone."""
+    return torch.optim.AdamW(weights, lr=learning_rate, betas=BETAS, eps=epsilon, weight_decay=0.0, fused=True)
+
+
+def accumulate(model: nn.Module, batches: Sequence[T], loss_of: Callable[[T], torch.Tensor]) -> None:
+    """Add up the gradients of some micro-batches. The ranks share them once, those of all together.
+
+    Args:
+        model: wrapped for many ranks or not.
+        batches: of this rank.
+        loss_of: what to differentiate. Where nothing is trained, there is nothing to do.
+    """
+    for number, batch in enumerate(batches, start=1):
+        with nullcontext() if number == len(batches) else without_gradient_sync(model):
+            loss = loss_of(batch)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
 class Training:
     """A model with its optimizer, AdamW.
-
-    There is no weight decay: a weight changes by its gradient alone.
 
     Args:
         model: what to train; wrapped for many ranks or not.
@@ -126,9 +146,7 @@ class Training:
         self.model = model
         self._device, self._precision, self._parts = device, precision, parts or PARTS
         trained = [weight for weight in model.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            trained, lr=learning_rate, betas=BETAS, eps=EPSILON, weight_decay=0.0, fused=True
-        )
+        self.optimizer = adamw(trained, learning_rate, epsilon=EPSILON)
 
     def moments(self) -> list[torch.Tensor]:
         """Return the optimizer's moments of all weights."""
@@ -148,15 +166,20 @@ class Training:
             batches: int64 on the device, each batch x (positions + 1). One process passes more than one to reproduce
                 a step of many ranks.
         """
+        return StepResult(losses=self.accumulate(batches), gradient_norm=self.clip())
+
+    def accumulate(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Do the same without clipping; return the mean loss of each micro-batch."""
         losses = []
-        self.optimizer.zero_grad(set_to_none=True)
-        for number, rows in enumerate(batches, start=1):
-            # The ranks share the gradients once, those of all micro-batches together.
-            with nullcontext() if number == len(batches) else without_gradient_sync(self.model):
-                loss = self.loss(rows)
-                (loss / len(batches)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+        def loss_of(rows: torch.Tensor) -> torch.Tensor:
+            loss = self.loss(rows)
             losses.append(loss.detach())
-        return StepResult(losses=torch.stack(losses), gradient_norm=self.clip())
+            return loss / len(batches)
+
+        self.optimizer.zero_grad(set_to_none=True)
+        accumulate(self.model, batches, loss_of)
+        return torch.stack(losses)
 
     def clip(self) -> torch.Tensor:
         """Scale the gradients down to ``LARGEST_NORM``, and return their norm before. Collective, if sharded."""
