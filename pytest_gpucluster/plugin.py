@@ -51,6 +51,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> Generator[None]:
     """Set torch's environment before any conftest can import torch; note a conftest that fails."""
+    options.add_suite(early_config, args)
     if not options.asked_for(early_config, args):
         return (yield)
     from pytest_gpucluster.session import start_notes

@@ -51,7 +51,6 @@ begin_job() {
     [[ -x ${program[0]} ]] ||
       refuse "${program[0]} cannot be run on ${SLURMD_NODENAME:-this node}: install the suite into SUITE_VENV on a file" \
         "system that all nodes share, or export CONTAINER_IMAGE"
-    [[ -d $SUITE_DIR/acceptance ]] || refuse "$SUITE_DIR/acceptance is not there: export SUITE_DIR, the checkout"
   fi
   cd "$SUITE_DIR" || refuse "SUITE_DIR $SUITE_DIR cannot be entered"
 }
@@ -164,6 +163,7 @@ address_of_head() {
 }
 
 # run_suite PYTEST_ARGUMENT...: all nodes of the job together; then the verdict, the reports, and the end of this job.
+# Without a path: acceptance/ below SUITE_DIR, else the suite inside the package.
 #
 # The port is another one for each job, and below those that Linux gives away (ip_local_port_range).
 run_suite() {

@@ -45,7 +45,6 @@ REFUSED = 4
 DESCRIPTION = "simulation.yaml"
 JUNIT = "report.xml"
 _NARRATION = "pytest_gpucluster.session.narration"
-_SUITE = "acceptance"
 _OTHERS_SECONDS = 60.0
 """How long the other nodes may go on once the first one has ended."""
 _SHOWN = 3
@@ -74,7 +73,6 @@ def _fault() -> Argument:
     option("--profile PROFILE", "sizes and times", choices=("quick", "full", "soak"), default="quick"),
     option("--seed N", "of all that is drawn (default: the description's)", type=number(0)),
     option("--report-dir DIR", "for the reports", type=Path, default="gpucluster-report"),
-    option("--suite PATH", "tests to run (default: acceptance, here or next to the package)", type=Path),
     option("--narrate", "explain each group of criteria before and after it, and where the culprit stands"),
     examples="""\
         gpucluster demo 2x8xH100
@@ -102,7 +100,6 @@ def _demo(options: argparse.Namespace) -> int:
     from pytest_gpucluster.runners.ssh_job import handling
 
     cluster = _described(options)
-    suite = _suite(options.suite)
     folder = Path(os.path.abspath(options.report_dir))
     with file_errors(NO_OUTPUT, f"--report-dir {options.report_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +109,7 @@ def _demo(options: argparse.Namespace) -> int:
     planted = ", ".join(map(str, cluster.faults.all)) or "no fault"
     print_line(f"{plural(ranks, 'rank')} on {plural(cluster.nodes, 'simulated host')}, with {planted}; loading torch")
     words = torchrun_options(cluster.nodes, cluster.gpus_per_node, "127.0.0.1", random_port())
-    words += ["-m", "pytest", str(suite), *_pytest_options(options, cluster, folder), *options.forwarded]
+    words += ["-m", "pytest", *_pytest_options(options, cluster, folder), *options.forwarded]
     forwarder = SignalForwarder()
     with (
         tempfile.TemporaryDirectory(prefix="gpucluster-demo-", ignore_cleanup_errors=True) as name,
@@ -146,15 +143,6 @@ def _described(options: argparse.Namespace) -> Cluster:
         return cluster.with_faults([*cluster.faults.all, *map(parse, options.fault)])
     except OptionError as error:
         raise CommandError(REFUSED, str(error)) from None
-
-
-def _suite(given: Path | None) -> Path:
-    places = [given] if given is not None else [Path(_SUITE), Path(__file__).resolve().parents[2] / _SUITE]
-    found = next((place for place in places if place.exists()), None)
-    if found is None:
-        looked = " and ".join(map(str, places))
-        raise CommandError(REFUSED, f"no tests at {looked}: run this in a checkout, or name them with --suite")
-    return found
 
 
 def description(options: argparse.Namespace, faults: Sequence[Fault]) -> str:

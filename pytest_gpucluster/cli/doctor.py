@@ -38,6 +38,7 @@ from pytest_gpucluster.cli.doctor_findings import (
     examine,
 )
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.journal.verdict import VARIABLE
 from pytest_gpucluster.launch.master_address import why_unknown
 from pytest_gpucluster.metrics import codec
 from pytest_gpucluster.node import scheduler
@@ -88,7 +89,7 @@ _RIGHTS = (
 def _doctor(options: argparse.Namespace) -> int:
     """Look for what would keep a run from ACCEPTED, for the way in which it is launched: write doctor in place of run.
     Nothing is measured, and nothing is started but pytest's collection. Arguments before -- are torchrun's, or with
-    --hosts those of `gpucluster run --hosts`; those after it are pytest's (default: acceptance/).
+    --hosts those of `gpucluster run --hosts`; those after it are pytest's (default: the acceptance suite).
 
     Each finding has what was found, what is allowed, what to type, and the criteria that would be skipped or not
     satisfied. On a host that only starts the run (--slurm, --kubernetes, --hosts) GPUs and limits are not looked at.
@@ -122,7 +123,7 @@ def collect(
         OptionError: a wrong hosts file.
     """
     launch, here = options.for_torchrun, environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
-    words, hosts = options.forwarded or ["acceptance/"], tuple[Host, ...]()
+    words, hosts = options.forwarded, tuple[Host, ...]()
     in_job, in_pod = "SLURM_JOB_ID" in environ, "KUBERNETES_SERVICE_HOST" in environ
     if options.hosts is not None:
         hosts, launch, words = _over_ssh(options.hosts, launch, words)
@@ -191,7 +192,7 @@ def _forecast(run: Callable[..., Output], arguments: Sequence[str], environ: Map
     with tempfile.TemporaryDirectory(prefix="gpucluster-doctor-", ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "forecast.json"
         command = [sys.executable, "-m", _FORECAST, str(file), *arguments]
-        output = run(command, _FORECAST_SECONDS, environ=environ)
+        output = run(command, _FORECAST_SECONDS, environ={**environ, VARIABLE: folder})
         if output.code == 0 and file.exists():
             return codec.read(Forecast, json.loads(file.read_bytes()), "the forecast")
     text = "\n".join(line for line in (output.errors or output.text).splitlines() if line.strip())

@@ -31,6 +31,7 @@ _STDOUT_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a standard output that is redirected to a file."""
 
 BEFORE = {
+    "init": "write a site's files: limits, batch scripts, manifests, a CI job",
     "demo": "the acceptance suite on a simulated cluster with planted faults, on this machine",
     "doctor": "what would be skipped or fail in a run, before it is started",
     "node": "try and inspect nodes: selftest, info, diff, nccl-env, kernel-log, watch",

@@ -41,9 +41,9 @@ _RECORDER_SECONDS = 20.0
 
 @command(
     examples="""\
-        gpucluster run -- acceptance/ --gpucluster-device=cpu
-        gpucluster run -- acceptance/ --gpucluster-expect=1x8xH100 --junitxml=report.xml
-        gpucluster run --nnodes=2 --node-rank=$NODE_RANK --master-addr=$HEAD --master-port=29500 -- acceptance/
+        gpucluster run -- --gpucluster-device=cpu
+        gpucluster run -- --gpucluster-expect=1x8xH100 --junitxml=report.xml
+        gpucluster run --nnodes=2 --node-rank=$NODE_RANK --master-addr=$HEAD --master-port=29500 -- -k nccl
         """,
     codes=run_exit_codes(
         {
@@ -56,6 +56,9 @@ _RECORDER_SECONDS = 20.0
 )
 def _run(options: argparse.Namespace) -> int:
     """Run torchrun with pytest. Arguments before -- go to torchrun, those after it to pytest.
+
+    Without a path pytest runs the acceptance suite: acceptance/ of this folder or of the package's checkout, else the
+    one inside the package.
 
     On every node this command ends with pytest's own exit code, where torchrun ends with 1 for every code but 0, and
     with one line that states why, where torchrun prints a traceback. Without --nproc-per-node a node gets one rank per

@@ -48,7 +48,6 @@ from pytest_gpucluster.runners.ssh_job import RemoteRun, Signals, conclude, hand
 from pytest_gpucluster.text import printable
 
 NOT_READY, UNREACHABLE = 11, 12
-PYTEST_DEFAULT = ("acceptance/",)
 
 
 def access_arguments(name: str = "hosts") -> tuple[Argument, ...]:
@@ -144,7 +143,7 @@ def _run_hosts(options: argparse.Namespace) -> int:
     All nodes are checked first. Output of rank 0's node is printed as it is, that of others with the node's name in
     front, and the reports of every node are copied here. The first node of the file has rank 0 and the rendezvous port.
     When this command ends or a connection is lost, the node ends what runs there. Arguments after -- go to pytest
-    (default: acceptance/).
+    (default: the acceptance suite).
 
     hosts file, one node a line, such as deploy/bare-metal/hosts.example:
       gpu-001
@@ -160,7 +159,7 @@ def _run_hosts(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, signals: Signals) -> int:
-    arguments = tuple(options.forwarded or PYTEST_DEFAULT)
+    arguments = tuple(options.forwarded)
     require_unreserved(arguments)
     per_node = parse_per_node(options.expect) if options.expect is not None else None
     hosts, access = select_nodes(options)

@@ -25,8 +25,9 @@ from pytest_gpucluster.cli.command import (
     port_number,
     seconds,
 )
-from pytest_gpucluster.cli.run_hosts import PYTEST_DEFAULT, access_arguments, expect, select_nodes, unique_run_id
+from pytest_gpucluster.cli.run_hosts import access_arguments, expect, select_nodes, unique_run_id
 from pytest_gpucluster.journal.verdict import EXIT_CODES
+from pytest_gpucluster.launch.suite import MODULE
 
 if TYPE_CHECKING:
     from pytest_gpucluster.runners.sweep import Scheduler
@@ -181,7 +182,8 @@ def _carry_out(options: argparse.Namespace, scheduler_of: Callable[[int], Schedu
     from pytest_gpucluster.runners.sweep_outcome import SweepFiles
 
     per_node = parse_per_node(options.expect)
-    pytest_arguments = tuple(options.forwarded or PYTEST_DEFAULT)
+    suite = ("acceptance/",) if Path("acceptance").exists() else ("--pyargs", MODULE)
+    pytest_arguments = tuple(options.forwarded or suite)
     require_unreserved(pytest_arguments)
     scheduler = scheduler_of(per_node.gpus_per_node)
     nodes = scheduler.nodes
@@ -209,6 +211,7 @@ def _print(line: str) -> None:
 
 COMMAND = Group(
     description="Run the acceptance suite on every node alone, all nodes at once, without any rendezvous between "
-    "them; then run it on all nodes that survived together. Arguments after -- go to pytest (default: acceptance/).",
+    "them; then run it on all nodes that survived together. Arguments after -- go to pytest (default: acceptance/ of "
+    "this folder, else the suite in the package).",
     commands={"slurm": _slurm, "ssh": _ssh, "kubernetes": _kubernetes},
 )

@@ -17,6 +17,7 @@ from typing import Any
 from pytest_gpucluster import __version__
 from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.run_directory import require_writable
+from pytest_gpucluster.launch.suite import find_suite
 from pytest_gpucluster.runners.hosts import Host
 from pytest_gpucluster.runners.ssh import Reply
 from pytest_gpucluster.text import Column, fitted_table, one_line, some_of
@@ -144,7 +145,7 @@ def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
         "torch": _installed_version("torch"),
         "pytest": _installed_version("pytest"),
         "package": _digest([package, package.with_name("thresholds.yaml")]),  # in a checkout the limits are next to it
-        "suite": _digest(_paths(request["arguments"])),
+        "suite": _digest(_paths(request["arguments"]) or [find_suite()]),
         "interpreter": sys.executable,
         "problems": problems,
     }

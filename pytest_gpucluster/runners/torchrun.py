@@ -115,17 +115,14 @@ def command_line(launch: Sequence[str], pytest: Sequence[str], environ: Mapping[
         environ: the environment, in which either may have defaults.
 
     Raises:
-        OptionError: no arguments for pytest, unreadable ones, or an option of torchrun that selects another program.
+        OptionError: unreadable arguments, some of pytest before the dashes, or another program than pytest.
     """
     names = [_option(word) for word in launch]
     for name, word in zip(names, launch, strict=True):
         if name in _PROGRAM_OPTIONS:
             raise OptionError(f"{word}: the program is pytest; leave this option of torchrun out")
-    if not pytest:
-        raise OptionError(
-            "no arguments for pytest: write them after two dashes, such as `gpucluster run -- acceptance/` or "
-            "`gpucluster run --nproc-per-node=8 -- acceptance/ -k nccl`"
-        )
+    if launch and not launch[0].startswith("-"):
+        raise OptionError(f"{launch[0]}: arguments of pytest stand after two dashes: `gpucluster run -- {launch[0]}`")
     arguments = [*launch, "-m", "pytest", *pytest]
     if environ.get(_RANKS_VARIABLE) or _RANKS in names:
         return arguments

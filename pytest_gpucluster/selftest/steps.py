@@ -53,6 +53,7 @@ from pytest_gpucluster.device.process_group import (
 from pytest_gpucluster.errors import EnvironmentBroken, GpuClusterError, HardwareFault, WrongResult
 from pytest_gpucluster.judge import evidence, limits, loader
 from pytest_gpucluster.launch.launchers import detect
+from pytest_gpucluster.launch.suite import find_suite
 from pytest_gpucluster.metrics import codec, measurement, stats, units
 from pytest_gpucluster.metrics.datasheets import ANY_GPU, CPU_REHEARSAL, promise_of
 from pytest_gpucluster.metrics.sampling import Sampling, Series
@@ -445,9 +446,7 @@ def _logs(context: Context) -> Line:
 
 
 def _workload(context: Context) -> Any:
-    path = names.PACKAGE.parent / "acceptance" / workload_loader.FILE_NAME
-    if not path.is_file():
-        raise EnvironmentBroken(f"there is no {path}; run it in a checkout")
+    path = find_suite() / workload_loader.FILE_NAME
     return workload_loader.load(path, profile=USUAL_PROFILE if context.is_gpu else CPU_PROFILE).workload
 
 

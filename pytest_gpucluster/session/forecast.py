@@ -46,6 +46,7 @@ from pytest_gpucluster.session.selection import (
     criterion_of,
     is_selection,
     read_workload,
+    root_of,
     why_not_applicable,
 )
 
@@ -136,7 +137,7 @@ class Forecast:
         nodes, each = (expect.nodes, expect.gpus_per_node) if expect else (self._nodes, ranks)
         declared = replace(launched, ranks=nodes * each, nodes=nodes, ranks_per_node=each)
         tests, part = required_tests(items, launched, declared, settings), _part(config, items, settings)
-        manifest = read_manifest([item.nodeid for item in items], config.rootpath)
+        manifest = read_manifest([item.nodeid for item in items], root_of(config))
         for nodeid in [] if manifest is None or part else manifest.absent(item.nodeid for item in items):
             absent = {"skipped": "it was not collected", "remedy": "`git status acceptance/`; criteria.txt names it"}
             tests.append({"nodeid": nodeid, "criterion": nodeid.partition("::")[2], **absent})
@@ -190,7 +191,7 @@ def recorded_only(limits: Thresholds, sku: str, known: Mapping[str, str], criter
 
 def _part(config: pytest.Config, items: Sequence[pytest.Item], settings: Settings) -> str:
     profile = "cpu" if settings.device == "cpu" else settings.profile
-    loaded = read_workload(items, root=config.rootpath, profile=profile, overrides=settings.workload)
+    loaded = read_workload(items, root=root_of(config), profile=profile, overrides=settings.workload)
     if loaded is not None and loaded.record.weakened:
         return f"PASSED WITH DEVIATIONS at best: {'; '.join(loaded.record.weakened)}"
     return "SELECTION PASSED at best: a part of the suite was asked for" if is_selection(config) else ""

@@ -2,8 +2,8 @@
 
 The command line overrides the environment, which overrides the ini file, which overrides the default.
 
-The plugin is *active* only when this project's configuration, an ini setting or a ``--gpucluster-*`` option of the
-command line asks for it. An environment variable alone never turns it on: it may be left over in an operator's shell.
+The plugin is *active* only when this project's configuration, an ini setting, a ``--gpucluster-*`` option or a path of
+the acceptance suite asks for it. An environment variable alone never turns it on: it may be left over in a shell.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pytest_gpucluster.errors import OptionError
+from pytest_gpucluster.launch.suite import find_suite, suite_of
 
 if TYPE_CHECKING:
     import pytest
+
+EXIT_NOTES = "GPUCLUSTER_EXIT_NOTES"
+"""``journal.verdict.VARIABLE``, which is too heavy to import here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,20 +355,31 @@ def register(parser: pytest.Parser) -> None:
         parser.addini(option.dest, f"{option.help} (as {option.flag})", type=kind, default=None)
 
 
+def add_suite(early_config: pytest.Config, args: list[str]) -> None:
+    """Give pytest the acceptance suite where a command of this package has started it without a path."""
+    paths = early_config.known_args_namespace.file_or_dir
+    if EXIT_NOTES in os.environ and not paths:
+        args.append(str(find_suite()))
+        paths.append(args[-1])  # pytest loads its conftest before it reads the arguments again
+
+
 def asked_for(early_config: pytest.Config, args: list[str]) -> bool:
     """Return whether the plugin will take part, from raw command-line arguments and the ini file alone."""
-    return any(arg.startswith("--gpucluster-") for arg in args) or _in_ini(early_config)
+    paths = early_config.known_args_namespace.file_or_dir
+    return any(arg.startswith("--gpucluster-") for arg in args) or _by_ini_or_suite(early_config, paths)
 
 
-def _in_ini(config: pytest.Config) -> bool:
-    return bool(config.getini("gpucluster")) or any(_ini(config, option) for option in OPTIONS)
+def _by_ini_or_suite(config: pytest.Config, paths: Sequence[str]) -> bool:
+    if config.getini("gpucluster") or any(_ini(config, option) for option in OPTIONS):
+        return True
+    return suite_of(paths, config.invocation_params.dir) is not None
 
 
 def active(config: pytest.Config) -> bool:
     """Return whether the plugin takes part in this session."""
     if any(getattr(config.option, option.dest, None) is not None for option in OPTIONS):
         return True
-    return _in_ini(config)
+    return _by_ini_or_suite(config, config.args)
 
 
 def resolve(config: pytest.Config, environ: Mapping[str, str] = os.environ) -> Settings:

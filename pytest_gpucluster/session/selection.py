@@ -25,6 +25,7 @@ import pytest
 
 from pytest_gpucluster.config.workload_loader import FILE_NAME, Loaded, Override, find, load
 from pytest_gpucluster.errors import CurveError, OptionError, ThresholdsError
+from pytest_gpucluster.launch.suite import place_of, suite_of
 from pytest_gpucluster.metrics.datasheets import PEAK_UNITS, Sku
 from pytest_gpucluster.metrics.units import did_you_mean
 
@@ -275,11 +276,18 @@ def only_lists(config: pytest.Config) -> bool:
     return any(getattr(config.option, name, False) for name in LISTING)
 
 
+def root_of(config: pytest.Config) -> Path:
+    """Return the folder to which node ids are relative: that above the acceptance suite, else pytest's root."""
+    suite = suite_of(config.args, config.invocation_params.dir)
+    root = config.rootpath
+    return root if suite is None or suite.parent == root.resolve() else suite.parent
+
+
 def is_selection(config: pytest.Config) -> bool:
     """Return whether only a part of the suite was asked for: by ``-k``, ``-m``, the cache, a file or a single test.
 
-    The whole suite is ``testpaths``, or else what lies below the root directory; a directory that holds all of it is
-    no selection.
+    The whole suite is ``testpaths``, unless another suite was named; without any, what lies below the root directory.
+    A directory that holds all of it is no selection.
     """
     if any(getattr(config.option, name, None) for name in _CHOOSING):
         return True
@@ -287,13 +295,15 @@ def is_selection(config: pytest.Config) -> bool:
     if any(setting.startswith(("python_", "testpaths", "norecursedirs")) for setting in overridden):
         return True
     patterns = [str(config.rootpath / path) for path in config.getini("testpaths")]
-    found = [path for pattern in patterns for path in glob.glob(pattern, recursive=True)] or [str(config.rootpath)]
-    whole = [Path(path).resolve() for path in found]
+    whole = [Path(path).resolve() for pattern in patterns for path in glob.glob(pattern, recursive=True)]
+    suite = suite_of(config.args, config.invocation_params.dir)
+    if not whole or (suite is not None and not any(suite.is_relative_to(path) for path in whole)):
+        whole = [suite or config.rootpath]
     return bool(config.args) and not _covers(config.args, whole, config.invocation_params.dir)
 
 
 def _covers(arguments: Sequence[str], whole: Sequence[Path], directory: Path) -> bool:
-    asked = [(directory / argument.partition("::")[0]).resolve() for argument in arguments]
+    asked = [place_of(argument, directory) for argument in arguments]
     if any("::" in argument for argument in arguments):
         return False
     return all(any(path == part or path in part.parents for path in asked) for part in whole)

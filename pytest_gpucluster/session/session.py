@@ -27,6 +27,7 @@ from pytest_gpucluster.session.selection import (
     only_lists,
     read_workload,
     require_usable,
+    root_of,
     turn_of,
     why_not_applicable,
 )
@@ -35,6 +36,8 @@ from pytest_gpucluster.session.startup import Startup
 from pytest_gpucluster.text import first_line, rank_ranges
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from _pytest._io import TerminalWriter
 
 _OF_THE_CACHE = ("lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "stepwise_reset", "cacheclear")
@@ -64,6 +67,7 @@ class Session:
     def __init__(self, config: pytest.Config, run: Run) -> None:
         self._config = config
         self._run = run
+        self._root = root_of(config)
         self._phases = Phases(run)
         self._console = Console(config, run)
         config.pluginmanager.register(self._console, "gpucluster-console")
@@ -113,6 +117,14 @@ class Session:
         elif report.skipped:
             self._left_out[report.nodeid] = f"skipped: {skip_reason(report)}"
 
+    def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+        """Name the files of a suite outside of pytest's root, and so its tests, as in a checkout."""
+        if self._root == self._config.rootpath or not module_path.is_relative_to(self._root):
+            return None
+        name = module_path.relative_to(self._root).as_posix()
+        module: pytest.Module = pytest.Module.from_parent(parent, path=module_path, nodeid=name)
+        return module
+
     def pytest_deselected(self) -> None:
         self._run.selection = True
 
@@ -130,7 +142,7 @@ class Session:
         run = self._run
         try:
             require_usable(session.items)
-            manifest = read_manifest([item.nodeid for item in session.items], self._config.rootpath)
+            manifest = read_manifest([item.nodeid for item in session.items], self._root)
             if not run.has_joined:  # tests are listed only
                 return
             room = run.room()
@@ -139,7 +151,7 @@ class Session:
             ]
             loaded = read_workload(
                 session.items,
-                root=self._config.rootpath,
+                root=self._root,
                 profile=run.profile,
                 overrides=run.settings.workload,
                 small_training=run.simulated,

@@ -33,7 +33,7 @@ from pytest_gpucluster.session.judging import judge_merged
 from pytest_gpucluster.session.phases import Phases
 from pytest_gpucluster.session.reporting import BROKE, Console, MergedRepr, Status, line_of, skip_reason
 from pytest_gpucluster.session.run import RUN, Run, WorkerPlace
-from pytest_gpucluster.session.selection import criterion_of, is_selection, only_lists
+from pytest_gpucluster.session.selection import criterion_of, is_selection, only_lists, root_of
 from pytest_gpucluster.session.session import Session, last_error, take_junit
 from pytest_gpucluster.session.shutdown import call_verdict_hooks
 from pytest_gpucluster.session.startup import Startup
@@ -200,7 +200,7 @@ class Controller:
         expected = self._collections[min(self._collections)]
         names = [CollectedTest.of(nodeid, (nodeid.partition("::")[0], None, "")) for nodeid in expected]
         try:
-            self._run.manifest = read_manifest(expected, self._config.rootpath)
+            self._run.manifest = read_manifest(expected, root_of(self._config))
         except ThresholdsError as error:
             self._run.problem("usage", str(error), str(error))
         self._run.take_collected(names, left_out={})

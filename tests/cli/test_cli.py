@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import example_runs
 import pytest
 from each import of_each
 
@@ -82,6 +83,25 @@ def test_help_names_every_command_and_imports_nothing_heavy():
     for name in main.COMMANDS:
         assert f"\n  {name} " in done.stdout
         assert " ".join(main.COMMANDS[name].split()) in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("report run", "verdict run", "runs compare run run", "runs merge run run --out merged", "runs fleet run"),
+        *("certificate create run --out c.json", "thresholds explain hbm.copy.bandwidth --sku H100"),
+        *("thresholds judge run", "thresholds check", "node nccl-env", "init limits"),
+    ],
+)
+def test_a_command_of_reports_and_limits_works_where_torch_cannot_be_imported(line, tmp_path):
+    example_runs.write(tmp_path / "run", "accepted")
+    script = (
+        "import sys\nsys.modules['torch'] = None\n"
+        f"from pytest_gpucluster.cli import main\nsys.exit(main.main({line.split()!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "torch" not in done.stderr
 
 
 def test_the_module_is_the_command():

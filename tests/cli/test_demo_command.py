@@ -48,7 +48,7 @@ SUITE = {
                 time.sleep(60)
         ''',
 }
-WORDS = ["--", *sessions.PLUGINS, "-p", "no:cacheprovider", "--gpucluster-timeouts=stuck=2,dead=4"]
+WORDS = ["--", ".", *sessions.PLUGINS, "-p", "no:cacheprovider", "--gpucluster-timeouts=stuck=2,dead=4"]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def run(server, tmp_path, monkeypatch, capfd):
     def call(*words, **variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        code = main.main(["demo", "2x2xH100", "--suite=.", "--report-dir=../reports", *words, *WORDS])
+        code = main.main(["demo", "2x2xH100", "--report-dir=../reports", *words, *WORDS])
         printed = capfd.readouterr()
         assert left_over() == []
         return code, printed.out, printed.err.splitlines()
@@ -134,7 +134,6 @@ def test_ctrl_c_ends_all_processes_and_leaves_the_reports(tmp_path):
         "pytest_gpucluster",
         "demo",
         "2x2xH100",
-        "--suite=.",
         "--report-dir=../reports",
         *WORDS,
     ]
@@ -188,7 +187,6 @@ def test_ctrl_c_while_torch_is_loaded_starts_nothing(run, monkeypatch, server):
         (["2x8xH100", "--fault=dead-rail:gpu-01/mlx5_9"], "has no port 'mlx5_9'; .*did you mean 'mlx5_"),
         (["2x8xH100", "--fault=hang:gpu-01/3=10%"], "takes no amount"),
         (["2x8xH10"], "no simulated cluster has H10 GPUs; known are .*did you mean 'h100'"),
-        (["2x8xH100", "--suite=nowhere"], "no tests at nowhere"),
     ],
 )
 def test_what_does_not_exist_is_refused_with_what_is_allowed_before_anything_starts(

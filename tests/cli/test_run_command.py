@@ -111,7 +111,6 @@ def test_a_terminal_that_is_gone_ends_the_ranks_in_order():
     ("words", "message"),
     [
         (["run", "acceptance/"], "two dashes"),
-        (["run", "--nproc-per-node=2", "--"], "two dashes"),
         (["run", "--no-python", "--", "acceptance/"], "--no-python"),
     ],
 )

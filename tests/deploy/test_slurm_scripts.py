@@ -201,7 +201,7 @@ def test_each_node_is_told_its_number_and_where_all_meet(fakes):
     folder = fakes.reports / "slurm-4711"
     port = 20000 + 16 * 4711 % 10000
     assert fakes.log("run") == [
-        f"run --nnodes=2 --node-rank={rank} --nproc-per-node=8 --master-addr=n1 --master-port={port} -- acceptance/ "
+        f"run --nnodes=2 --node-rank={rank} --nproc-per-node=8 --master-addr=n1 --master-port={port} -- "
         f"{' '.join(words)} --gpucluster-report-dir={folder} --junitxml={folder}/report.xml"
         f" -o cache_dir={folder}/pytest-cache"
         for rank in (0, 1)

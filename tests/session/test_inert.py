@@ -127,7 +127,7 @@ def test_nothing_heavy_is_loaded(plain, options):
     assert "pytest_gpucluster.plugin" in loaded
     assert {name.partition(".")[0] for name in loaded} & {"torch", "numpy", "pynvml", "yaml", "jinja2"} == set()
     own = {name.partition(".")[2] for name in loaded if name.startswith("pytest_gpucluster.")}
-    assert own <= {"plugin", "errors", "session", "session.options"}
+    assert own <= {"plugin", "errors", "launch", "launch.suite", "session", "session.options"}
 
 
 def test_xdist_distributes_as_without_it_and_environment_variables_for_torch_are_left_alone(plain):

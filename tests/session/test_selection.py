@@ -81,6 +81,14 @@ def test_the_suite_is_the_test_paths_or_all_below_the_root(project, arguments, t
     assert asked(project, *arguments, testpaths=testpaths, below=below) is expected
 
 
+def test_an_acceptance_suite_that_is_named_is_the_whole_unless_the_test_paths_have_more(project):
+    (project.path / "acceptance" / "criteria.txt").touch()
+    assert not asked(project, "acceptance", testpaths="")
+    assert not asked(project, "acceptance", testpaths="tests")
+    assert asked(project, "acceptance/gpu", testpaths="tests")
+    assert asked(project, "acceptance", testpaths="acceptance more")
+
+
 def test_a_link_to_the_suite_is_the_suite(project):
     Path(project.path / "link").symlink_to("acceptance")
     assert not asked(project, "link")
