@@ -124,7 +124,7 @@ def train(cluster, settings, workload, reference_curve, artifacts, progress, mea
             record_property(f"lora.{name}", text or "none")
         for one in figures_of(result, peak_tflops=peak_tflops):
             measure(one.metric, one.value, unit=one.unit, record_only=one.recorded, **one.labels)
-        if expected is not None and result.result is not None:
+        if expected is not None and "final_loss" in result.result:
             far = deviation(expected, result.curve)
             print(f"reference curve: {far}")
             measure("lora.reference_deviation", far.largest, unit="ratio", model=base.label)

@@ -244,8 +244,11 @@ METRICS = (
                 "Difference of the losses after a checkpoint to those without a break, on the same ranks."
             ),
             "checkpoint.reshard_error": "Likewise on fewer ranks with the same global batch, or without sharding.",
-            "lora.loss_error": "Difference of the loss of some steps to that of one rank with the same global batch.",
-            "lora.gradient_error": "Likewise of the gradients' norm before clipping.",
+            **{f"lora.{metric}_error": doc.format(" in some steps") for metric, doc in _OF_A_RANK.items()},
+            "lora.weight_error": (
+                "Distance of a rank's weights after the optimizer's step to those of the same step on a copy, as a "
+                "part of the step."
+            ),
             "lora.held_out_ratio": "Held-out loss after the training as a part of that before it.",
             "lora.resume_error": (
                 "Largest difference of a loss when steps are taken again from the newest checkpoint."
@@ -474,6 +477,7 @@ CRITERIA = (
         "lora.finite_steps",
         "lora.loss_error",
         "lora.gradient_error",
+        "lora.weight_error",
         "lora.final_loss",
         "lora.all_token_loss",
         "lora.held_out_*",

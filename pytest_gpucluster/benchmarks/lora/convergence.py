@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,16 +24,16 @@ import torch.distributed as dist
 from pytest_gpucluster.benchmarks.group import Ranks, on_first_rank
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate, reload_adapter, reloaded_loss
 from pytest_gpucluster.benchmarks.lora.experiment import Sizes, context_of, require_same_context
-from pytest_gpucluster.benchmarks.lora.model import Base
+from pytest_gpucluster.benchmarks.lora.model import Base, TransformersLoss
 from pytest_gpucluster.benchmarks.lora.packing import Packed
 from pytest_gpucluster.benchmarks.lora.reference_curve import ReferenceCurve, require_same_experiment
 from pytest_gpucluster.benchmarks.lora.throughput import Figure, rate_figures, steady_rate
 from pytest_gpucluster.benchmarks.lora.trainer import Components, Step, Trainer, TrainingData, trainable_blocks
-from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
+from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, cosine
 from pytest_gpucluster.benchmarks.memory_budget import memory_released, releases_memory
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.training.fingerprint import relative
-from pytest_gpucluster.benchmarks.training.parity import Parity
+from pytest_gpucluster.benchmarks.training.parity import Parity, StepComparison
 from pytest_gpucluster.benchmarks.training.throughput_setup import fresh_compiler
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.products import deterministic, numerics
@@ -46,6 +47,7 @@ LAST = 10
 """Steps at the end whose mean loss is the final one. Source: acceptance of 2 nodes x 8 H100 SXM 80GB."""
 
 
+@releases_memory(cycles=True)
 def check_parity(
     group: dist.ProcessGroup,
     alone: dist.ProcessGroup,
@@ -53,38 +55,39 @@ def check_parity(
     base: Base,
     recipe: Recipe,
     packed: Packed,
-) -> tuple[Parity, list[Step]]:
-    """Take the steps of a recipe on all ranks of a group, and then on each rank alone, and compare them.
+) -> tuple[Parity, float]:
+    """Take the steps of a recipe on all ranks of a group, and compare each part of them with what one rank computes.
 
     Without it a training that learns less than it should passes: AdamW hides a wrong scale of the gradients, and a loss
-    falls also where ranks do not share gradients or read the same data.
+    falls also where ranks do not share gradients or read the same data. What one rank computes has transformers' own
+    loss.
 
     Collective: every rank of the group must call this, with the same arguments.
 
     Args: as of :func:`converge`; the recipe is without dropout, as ``Recipe.compared`` makes it.
 
-    Returns: the differences, NaN where a step was not finite and none where not even those of all ranks were; and the
-        steps of all ranks, with those of this rank alone.
+    Returns: the differences, until the first step that is not finite on some rank; and the part of the adapters' B
+        matrices that have changed on this rank.
 
     Raises: as ``Trainer``.
     """
+    trainer = Trainer(group, device, base, recipe, packed)
+    reference = Trainer(alone, device, base, recipe, packed, components=Components(model=TransformersLoss))
+    ranks, parity = trainer.ranks, Parity(global_batch=recipe.global_batch)
+    comparison = StepComparison(ranks, trainer, reference, device, reference.make_optimizer)
 
-    @releases_memory(cycles=True)
-    def run(ranks: dist.ProcessGroup, components: Components | None) -> list[Step]:
-        return Trainer(ranks, device, base, recipe, packed, components=components).steps(recipe.steps)
+    def take(number: int) -> bool:
+        return all(
+            comparison.step(
+                lambda: trainer.share(number, rank=ranks.index, ranks=ranks.count),
+                lambda rank: reference.share(number, rank=rank, ranks=ranks.count),
+                parity,
+                rate=cosine(number, recipe),
+            )
+        )
 
-    group_steps = run(group, None)
-    alone_steps = run(alone, Components()) if group_steps[-1].all_finite else []
-    taken = [*group_steps, *alone_steps]
-    parity = Parity(losses=[step.loss for step in group_steps], global_batch=recipe.global_batch)
-    if alone_steps:
-        finite = taken[-1].all_finite
-        pairs = list(zip(group_steps, alone_steps, strict=True)) if finite else []
-        parity.loss_errors = [relative(one.loss, other.loss) for one, other in pairs] or [math.nan]
-        parity.gradient_errors = [relative(one.gradient_norm, other.gradient_norm) for one, other in pairs] or [
-            math.nan
-        ]
-    return parity, taken
+    all(map(take, range(1, recipe.steps + 1)))
+    return parity, trainer.moved_adapters()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +98,8 @@ class Convergence:
         finite_steps: part of the steps, of all phases, in which what this rank contributed is finite.
         parity: by precision.
         curve: of the training.
-        result: what a training whose steps were all finite has shown, by the name of its metric after ``lora.``; None
-            where a step was not finite on some rank, so that the training was stopped. In nats final_loss and
+        result: what the training has shown, by the name of its metric after ``lora.``; without ``final_loss`` where it
+            was stopped: a step was not finite on some rank, or an optimizer does not step. In nats final_loss and
             all_token_loss, the means of the last ``LAST`` losses, and held_out_loss; the others are ratios.
             held_out_ratio: of the loss of held-out blocks after the training and before. moved_adapters: part of the
             adapters' B matrices that have changed. unchanged_base: part of the frozen tensors on this rank that are the
@@ -118,7 +121,7 @@ class Convergence:
     finite_steps: float
     parity: Mapping[str, Parity]
     curve: Curve
-    result: Mapping[str, float] | None
+    result: Mapping[str, float]
     calls: CallScore | None
     tokens_per_second: Series | None
     flops_per_token: int
@@ -211,15 +214,18 @@ class _Run:
         self._points: list[Point] = []
         self._held_out: list[tuple[int, float]] = []
         self._notes = list(self._data.notes)
-        self._taken: list[Step] = []
+        self._finite: list[bool] = []
 
     def converge(self, folder: Path, final: Path, resume: bool, reference: ReferenceCurve | None) -> Convergence:
-        found = dict[str, Parity]()
+        found, moved = dict[str, Parity](), [1.0]
         for precision in self._sizes.parity_precisions:
             with counted(VERIFYING):
-                found[precision] = self._parity(precision)
-        if not self._on_all_ranks(not any(math.isnan(parity.loss) for parity in found.values())):
+                found[precision] = self._parity(precision, moved)
+        if not self._on_all_ranks(all(self._finite)):
             return self._convergence(found)
+        # A rank that does not step would have no state of its optimizer to save.
+        if not self._on_all_ranks(all(moved)):
+            return self._convergence(found, result={"moved_adapters": min(moved)})
         newest = self._newest(folder)
         if newest is None and resume:
             self._notes.append(f"there was no checkpoint in {folder.name} to resume from")
@@ -255,14 +261,15 @@ class _Run:
 
     # ---- phases
 
-    def _parity(self, precision: str) -> Parity:
+    def _parity(self, precision: str, moved: list[float]) -> Parity:
         sizes, ranks = self._sizes, self._ranks.count
         # Rounded up to a multiple of the ranks.
         batch = -(-sizes.parity_batch // ranks) * ranks
         recipe = self._recipe.compared(steps=sizes.parity_steps, global_batch=batch, precision=precision)
         packed = trainable_blocks(self._data.train, sizes.parity_sequence)
-        found, steps = check_parity(self._group, self._alone, self._device, self._base, recipe, packed)
-        self._taken += steps
+        found, part = check_parity(self._group, self._alone, self._device, self._base, recipe, packed)
+        moved.append(part)
+        self._finite += found.finite
         return found
 
     def _train(self, folder: Path, final: Path, newest: Path | None, reference: ReferenceCurve | None) -> _Trained:
@@ -286,7 +293,7 @@ class _Run:
                 self._progress(step.step, self._recipe.steps, loss=step.loss, tokens_per_second=rate)
 
         steps = trainer.steps(self._recipe.steps, first=done + 1, on_step=on_step)
-        self._taken += steps
+        self._finite += [step.finite for step in steps]
         if not steps[-1].all_finite:
             self._points.append(_point(steps[-1]))
         else:
@@ -318,7 +325,7 @@ class _Run:
         start = int(trainer.load(newest)["step"]) if newest is not None else 0
         before = {step.step: step for step in trained.steps}
         again = trainer.steps(self._recipe.steps, first=start + 1)
-        self._taken += again
+        self._finite += [step.finite for step in again]
         pairs = [(step, before[step.step]) for step in again]
         same = sum(one.weights == other.weights for one, other in pairs)
         error = largest(relative(one.loss, other.loss) for one, other in pairs)
@@ -388,7 +395,7 @@ class _Run:
         self,
         parity: Mapping[str, Parity],
         trained: _Trained | None = None,
-        result: Mapping[str, float] | None = None,
+        result: Mapping[str, float] = MappingProxyType({}),
         calls: CallScore | None = None,
         again: Sequence[Step] = (),
     ) -> Convergence:
@@ -396,7 +403,7 @@ class _Run:
         if trained is not None:
             rate = steady_rate([trained.steps, again], self._sizes.tolerance_ratio)
         return Convergence(
-            finite_steps=sum(step.finite for step in self._taken) / len(self._taken) if self._taken else math.nan,
+            finite_steps=sum(self._finite) / len(self._finite) if self._finite else math.nan,
             parity=parity,
             curve=self._curve(),
             result=result,
@@ -452,15 +459,14 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
     }
     yield Figure(metric="lora.finite_steps", value=found.finite_steps, unit="ratio", labels=labels)
     for precision, parity in found.parity.items():
-        if parity.loss_errors:  # else not even all ranks together were finite
-            compared = {"model": context["model"], "precision": precision, "steps": str(len(parity.losses))}
-            yield Figure(metric="lora.loss_error", value=parity.loss, unit="ratio", labels=compared)
-            yield Figure(metric="lora.gradient_error", value=parity.gradient, unit="ratio", labels=compared)
-    if found.result is None:
-        return
+        compared = {"model": context["model"], "precision": precision, "steps": str(len(parity.losses))}
+        for name in ("loss", "gradient", "weight"):
+            yield Figure(metric=f"lora.{name}_error", value=getattr(parity, name), unit="ratio", labels=compared)
     for name, value in found.result.items():
         unit = "nats" if name.endswith("_loss") else "ratio"
         yield Figure(metric=f"lora.{name}", value=value, unit=unit, labels=labels)
+    if "final_loss" not in found.result:
+        return
     if found.calls is not None and found.calls.asked:
         asked = {**labels, "asked": str(found.calls.asked)}
         for name, ratio in found.calls.ratios().items():

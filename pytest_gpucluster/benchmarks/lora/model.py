@@ -88,6 +88,11 @@ def trained_parameters(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a weight of this name is an adapter's."""
+    return ".lora_" in name
+
+
 def is_outer_factor(name: str) -> bool:
     """Whether a weight of this name is an adapter's B: it starts as 0, so any training changes it.
 
@@ -158,6 +163,27 @@ class MaskedLoss(nn.Module):
         losses = functional.cross_entropy(self.causal.lm_head(hidden).float(), targets, reduction="none")
         # Not a product with the mask: an infinite loss outside of it would become NaN.
         return losses.masked_fill(~counts, 0.0).sum(), losses.detach().sum()
+
+
+class TransformersLoss(MaskedLoss):
+    """The same with the loss of transformers itself, to compare with: it shifts the labels and takes the mean."""
+
+    def forward(self, tokens: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the cross entropy of the targets in the mask, and again, detached."""
+        labels = tokens.clone()
+        labels[:, 1:][~loss_mask] = _IGNORED
+        summed = self.causal(
+            input_ids=tokens,
+            attention_mask={"full_attention": None},
+            labels=labels,
+            num_items_in_batch=1,  # it divides by this
+            use_cache=False,
+        ).loss
+        return summed, summed.detach()
+
+
+_IGNORED = -100
+"""A label that does not count. Source: torch.nn.functional.cross_entropy, ignore_index."""
 
 
 @dataclass(frozen=True, kw_only=True)

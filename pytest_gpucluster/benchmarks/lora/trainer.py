@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
 from pytest_gpucluster.benchmarks.lora.dataset import Row
-from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_outer_factor, make_adapted
+from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_adapter, is_outer_factor, make_adapted
 from pytest_gpucluster.benchmarks.lora.packing import Packed, global_batch, share
 from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, cosine, seed_of_step
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
+from pytest_gpucluster.benchmarks.training.parity import Share
 from pytest_gpucluster.benchmarks.training.sharding import local, mesh_of, shard
-from pytest_gpucluster.benchmarks.training.step import BETAS, clip_gradients, optimizer_step, without_gradient_sync
+from pytest_gpucluster.benchmarks.training.step import accumulate, adamw, clip_gradients, optimizer_step
 from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler
 from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -99,6 +99,11 @@ def require_same(ranks: Ranks, found: Mapping[str, int]) -> None:
             )
 
 
+EPSILON = 1e-8
+"""Of AdamW: torch's and transformers' own, with which the final loss of the acceptance was reached. With it a wrong
+scale of the gradients hardly changes the weights; it is found in the gradients themselves (``training.parity``).
+Source: Kingma and Ba, "Adam" (arXiv:1412.6980), section 2."""
+
 STARTING_STEPS = 3
 """Steps at the beginning that are slower than the others: memory is allocated and kernels are selected in them."""
 
@@ -133,6 +138,7 @@ class Components:
     """The replaceable parts of the training loop: tests inject a faulty one."""
 
     make: Callable[..., Any] = make_adapted
+    model: Callable[[Any], MaskedLoss] = MaskedLoss
     shard: Shard = fully_sharded
     share: Callable[..., list[int]] = share
     loss: Loss = token_mean
@@ -222,7 +228,7 @@ class Trainer:
         self.recomputes, lacking = self._plan.choose_recompute(self.ranks, device)
         if lacking:
             raise EnvironmentBroken(lacking)
-        self.model = MaskedLoss(
+        self.model = self._components.model(
             self._components.make(base, device, precision=recipe.precision, dropout=recipe.dropout, seed=recipe.seed)
         )
         self.start = fingerprint(self.model.parameters())
@@ -237,11 +243,11 @@ class Trainer:
             self.model.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.not_compiled = self._compile() if recipe.compiled else "not asked for"
         self._components.shard(self.model, group, device, recipe.precision)
-        self._trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
-        self._before = {name: fingerprint([local(weight.detach())]) for name, weight in self.model.named_parameters()}
-        self.optimizer = torch.optim.AdamW(
-            self._trained.values(), lr=recipe.learning_rate, betas=BETAS, weight_decay=recipe.weight_decay, fused=True
-        )
+        weights = dict(self.model.named_parameters())
+        # Adapters that are frozen by mistake too: then they do not move, and are found by that.
+        self._trained = {name: its for name, its in weights.items() if its.requires_grad or is_adapter(name)}
+        self._before = {name: fingerprint([local(weight.detach())]) for name, weight in weights.items()}
+        self.optimizer = self.make_optimizer(self._trained.values())
         self._clock, self._by = clock_for(device), accelerator(device)
         self._flops = self.tokens_of_rank * base.flops_per_token(self.sequence)
 
@@ -252,22 +258,15 @@ class Trainer:
 
         Raises: EnvironmentBroken with the figures if the device runs out of memory.
         """
-        rate = self._components.learning_rate(number, self.recipe)
-        for settings in self.optimizer.param_groups:
-            settings["lr"] = rate
-        blocks = global_batch(
-            number - 1, size=self.recipe.global_batch, blocks=len(self._packed), seed=self.recipe.seed
-        )
-        mine = self._components.share(blocks, rank=self._rank, world_size=self.ranks.count)
-        targets = int(self._packed.loss_mask[blocks].sum())
         # By step and rank: a resumed training draws the same dropout.
         torch.manual_seed(seed_of_step(number, self._rank, self.recipe.seed))
-        self.model.train()
+        blocks, mine, targets = self._begin(number, self._rank, self.ranks.count)
         sums, norm = torch.zeros(2, dtype=torch.float64), torch.zeros(())
         try:
             with self._clock.region():
-                sums, norm = self._accumulate(mine, targets / self.ranks.count)
-                self._components.update(self.model, self.optimizer)
+                sums = self._accumulate(mine, targets / self.ranks.count)
+                norm = self.clip()
+                self.update()
                 self._by.trained(self._flops, self.ranks.group)
         except torch.OutOfMemoryError as error:
             during = f"step {number}"
@@ -286,7 +285,7 @@ class Trainer:
             loss=masked_sum / targets,
             all_token_loss=masked_sum / targets if self._packed.padded else total_sum / (len(blocks) * self.sequence),
             gradient_norm=float(norm),
-            learning_rate=rate,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
             finite=finite[self._rank],
             all_finite=all(finite),
             seconds=seconds,
@@ -326,18 +325,48 @@ class Trainer:
         """Input tokens of a rank in a step, padding included."""
         return self.recipe.global_batch // self.ranks.count * self.sequence
 
-    def _accumulate(self, mine: Sequence[int], targets_per_rank: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accumulate the clipped gradients of all micro-batches; return the losses' sums and the norm."""
+    def share(self, number: int, *, rank: int, ranks: int) -> Share:
+        """Accumulate the gradients of the share of a step that one of some ranks has, as that rank would."""
+        _, mine, targets = self._begin(number, rank, ranks)
+        summed, _ = self._accumulate(mine, targets / ranks).tolist()
+        own = int(self._packed.loss_mask[mine].sum())
+        return Share(loss=summed / own if own else math.nan, targets=own)
+
+    def clip(self) -> torch.Tensor:
+        """Clip the gradients, and return their norm before. Collective."""
+        return clip_gradients(self.model)
+
+    def update(self) -> None:
+        """Take the optimizer's step."""
+        self._components.update(self.model, self.optimizer)
+
+    def make_optimizer(self, weights: Iterable[torch.Tensor]) -> torch.optim.AdamW:
+        """Make the recipe's optimizer of some weights."""
+        decay = self.recipe.weight_decay
+        return adamw(weights, self.recipe.learning_rate, epsilon=EPSILON, weight_decay=decay)
+
+    def _begin(self, number: int, rank: int, ranks: int) -> tuple[list[int], list[int], int]:
+        """Set the learning rate of a step; return its blocks, a rank's share of them, and the targets of all."""
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = self._components.learning_rate(number, self.recipe)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.train()
+        size, seed = self.recipe.global_batch, self.recipe.seed
+        blocks = global_batch(number - 1, size=size, blocks=len(self._packed), seed=seed)
+        mine = self._components.share(blocks, rank=rank, world_size=ranks)
+        return blocks, mine, int(self._packed.loss_mask[blocks].sum())
+
+    def _accumulate(self, mine: Sequence[int], targets_per_rank: float) -> torch.Tensor:
+        """Accumulate the gradients of all micro-batches; return the losses' sums."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        parts = [list(mine[at : at + self._micro]) for at in range(0, len(mine), self._micro)]
-        for number, blocks in enumerate(parts, start=1):
-            # The ranks share the gradients once, those of all micro-batches together.
-            with nullcontext() if number == len(parts) else without_gradient_sync(self.model):
-                masked_sum, total_sum = self.model(*self._packed.batch(blocks, self._device))
-                loss = self._components.loss(masked_sum, targets_per_rank)
-                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            sums += torch.stack((masked_sum.detach(), total_sum)).double()
-        return sums, clip_gradients(self.model)
+
+        def loss_of(blocks: Sequence[int]) -> torch.Tensor:
+            masked_sum, total_sum = self.model(*self._packed.batch(blocks, self._device))
+            sums.add_(torch.stack((masked_sum.detach(), total_sum)))
+            return self._components.loss(masked_sum, targets_per_rank)
+
+        accumulate(self.model, [mine[at : at + self._micro] for at in range(0, len(mine), self._micro)], loss_of)
+        return sums
 
     def held_out_loss(self, packed: Packed) -> float:
         """Return the mean loss over the loss mask of other blocks, without training on them."""
@@ -367,11 +396,10 @@ class Trainer:
         return same / len(frozen)
 
     def moved_adapters(self) -> float:
-        """Return the part of the adapters' B matrices that have changed on any rank of the group: 1 if all have."""
-        outer = [(name, weight) for name, weight in self.model.named_parameters() if is_outer_factor(name)]
-        moved = [float(fingerprint([local(weight.detach())]) != self._before[name]) for name, weight in outer]
-        on_any_rank = [max(flags) for flags in zip(*self.ranks.gather(moved), strict=True)]
-        return float(sum(on_any_rank)) / len(outer)
+        """Return the part of the adapters' B matrices whose part on this rank has changed; 1 if it has none of any."""
+        parts = {name: local(its.detach()) for name, its in self._trained.items() if is_outer_factor(name)}
+        moved = [fingerprint([part]) != self._before[name] for name, part in parts.items() if part.numel()]
+        return sum(moved) / len(moved) if moved else 1.0
 
     # ---- checkpoints
 

@@ -87,8 +87,13 @@ class Share:
 class Trains(Protocol):
     """A training, as far as it is compared: of all ranks together, or of one process."""
 
-    model: nn.Module
-    optimizer: torch.optim.AdamW
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of the trained weights."""
 
     def clip(self) -> torch.Tensor:
         """Clip the gradients; return their norm before."""
@@ -146,7 +151,7 @@ class StepComparison:
         training: of all ranks.
         reference: of one process, with the same weights in the same order; it is whole on each rank.
         device: where the ranks compute.
-        learning_rate, epsilon: of the optimizer's step on the copy.
+        optimizer: makes that of the copy.
 
     Attributes:
         must_move: of each weight, whether this rank's part of it has had a gradient.
@@ -159,9 +164,7 @@ class StepComparison:
         training: Trains,
         reference: Trains,
         device: torch.device,
-        *,
-        learning_rate: float,
-        epsilon: float,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
         self._ranks, self._training, self._reference, self._device = ranks, training, reference, device
         self._starts = _starts(training.model)
@@ -173,7 +176,7 @@ class StepComparison:
         self._trained = {name: weight for name, weight in weights.items() if id(weight) in trained}
         self._others = dict(zip(weights, reference.model.parameters(), strict=True))
         self._copies = [nn.Parameter(local(weight.detach()).clone()) for weight in self._trained.values()]
-        self._optimizer = adamw(self._copies, learning_rate, epsilon=epsilon) if self._copies else None
+        self._optimizer = optimizer(self._copies)
         self._start = {name: local(weight.detach()).clone() for name, weight in self._trained.items()}
         self.must_move = dict.fromkeys(weights, False)
 
@@ -199,10 +202,9 @@ class StepComparison:
             copy.grad = gradient.clone()
         clipped = [copy.grad for copy in self._copies]
         self._training.update()
-        if self._optimizer is not None:
-            for settings in self._optimizer.param_groups:
-                settings["lr"] = settings["lr"] if rate is None else rate
-            self._optimizer.step()
+        for settings in self._optimizer.param_groups:
+            settings["lr"] = settings["lr"] if rate is None else rate
+        self._optimizer.step()
 
         mine = [share.loss, float(share.targets), *sums]
         numbers = [_squares(reduced), *mine, *self._sketch_of_parts(reduced), *(one for vote in votes for one in vote)]
@@ -365,8 +367,8 @@ def _squares(
     return total
 
 
-def _state_fingerprint(weights: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer | None) -> int:
-    state = {} if optimizer is None else optimizer.state
+def _state_fingerprint(weights: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
+    state = optimizer.state
     moments = (state[weight][name] for weight in weights if weight in state for name in ("exp_avg", "exp_avg_sq"))
     return fingerprint(local(tensor.detach()) for tensor in (*weights, *moments))
 
@@ -463,8 +465,7 @@ class RanksAgainstOne:
             training,
             reference or training,
             self.device,
-            learning_rate=LEARNING_RATE,
-            epsilon=EPSILON,
+            lambda weights: adamw(weights, LEARNING_RATE, epsilon=EPSILON),
         )
         for step in range(self._steps):
             in_step = f"in step {step + 1}{where}"

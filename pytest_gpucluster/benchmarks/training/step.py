@@ -99,9 +99,11 @@ class StepResult:
     gradient_norm: torch.Tensor
 
 
-def adamw(weights: Iterable[torch.Tensor], learning_rate: float, *, epsilon: float) -> torch.optim.AdamW:
-    """Make the optimizer of every training: without weight decay, so that a weight changes by its gradient alone."""
-    return torch.optim.AdamW(weights, lr=learning_rate, betas=BETAS, eps=epsilon, weight_decay=0.0, fused=True)
+def adamw(
+    weights: Iterable[torch.Tensor], learning_rate: float, *, epsilon: float, weight_decay: float = 0.0
+) -> torch.optim.AdamW:
+    """Make the optimizer of every training. Without weight decay a weight changes by its gradient alone."""
+    return torch.optim.AdamW(weights, lr=learning_rate, betas=BETAS, eps=epsilon, weight_decay=weight_decay, fused=True)
 
 
 def accumulate(model: nn.Module, batches: Sequence[T], loss_of: Callable[[T], torch.Tensor]) -> None:
