@@ -4,6 +4,7 @@ import csv
 
 import planted_runs
 import pytest
+from each import of_each
 from planted_runs import assert_failed
 
 RIGHT = "none"
@@ -31,6 +32,7 @@ CONDITIONS = {
     "lora.finite_steps",
     "lora.loss_error",
     "lora.gradient_error",
+    "lora.weight_error",
     "lora.final_loss",
     "lora.held_out_ratio",
     "lora.moved_adapters",
@@ -50,25 +52,35 @@ def test_a_right_training_passes_beside_the_wrong_ones_and_each_condition_is_a_m
     assert all(len(one.values) == 2 for one in found.measurements)
 
 
-@pytest.mark.parametrize(
-    ("fault", "missed"),
-    [
-        ("nosync", {"lora.loss_error", "lora.gradient_error"}),
-        ("samedata", {"lora.loss_error", "lora.gradient_error"}),
-        ("scaled", {"lora.gradient_error"}),
-        ("rate", {"lora.loss_error"}),
-        ("frozen", {"lora.loss_error", "lora.gradient_error", "lora.moved_adapters"}),
-        ("bit", {"lora.replayed_steps"}),
-        ("base", {"lora.unchanged_base"}),
-    ],
-)
-def test_each_fault_fails_by_the_measurement_that_is_there_for_it(run, fault, missed):
+BOTH, SECOND = (0, 1), (1,)
+FAULTS = [
+    ("nosync", BOTH, {"gradient_error"}),
+    ("samedata", SECOND, {"loss_error", "gradient_error"}),
+    ("scaled", BOTH, {"gradient_error"}),
+    ("doubled", SECOND, {"gradient_error"}),
+    ("half", SECOND, {"loss_error", "gradient_error"}),
+    ("rate", BOTH, {"weight_error"}),
+    ("slowly", SECOND, {"weight_error"}),
+    ("never", SECOND, {"weight_error", "moved_adapters"}),
+    ("frozen", BOTH, {"gradient_error", "moved_adapters"}),
+    ("inf", SECOND, {"finite_steps"}),
+    ("bit", SECOND, {"replayed_steps"}),
+    ("base", SECOND, {"unchanged_base"}),
+]
+"""Fault, the ranks at fault, and the metrics that miss their limits."""
+
+
+@of_each("case", FAULTS)
+def test_each_fault_fails_by_the_measurement_that_is_there_for_it_and_names_the_rank(run, case):
+    fault, culprits, missed = case
     found = result(run, fault)
-    assert found.outcome == "failed"
-    assert failing(found) >= missed
-    assert "lora.finite_steps" not in failing(found)
-    if "lora.gradient_error" in missed:
-        assert found.message.startswith("lora.gradient_error ")
+    assert (found.outcome, tuple(found.culprits)) == ("failed", culprits), found.text
+    missing = {f"lora.{metric}" for metric in missed}
+    assert failing(found) >= missing
+    if culprits == SECOND:
+        assert failing(found) == missing
+        assert " on rank 1 (" in found.message
+        assert "rank 0" not in found.message
 
 
 @pytest.mark.parametrize("fault", ["bit", "base"])

@@ -63,6 +63,32 @@ def scaled(of_judged, targets):
     return 2 * token_mean(of_judged, targets)
 
 
+def doubled(of_judged, targets):
+    return (1 + ON_RANK_1) * token_mean(of_judged, targets)
+
+
+def infinite(of_judged, targets):
+    return token_mean(of_judged, targets) * (math.inf if ON_RANK_1 else 1.0)
+
+
+def half(blocks, *, rank, world_size):
+    mine = share(blocks, rank=rank, world_size=world_size)
+    return mine[: len(mine) // 2] if ON_RANK_1 else mine
+
+
+def never(model, optimizer):
+    if not ON_RANK_1:
+        optimizer.step()
+
+
+def slowly(model, optimizer):
+    before = [weight.detach().clone() for weight in model.parameters()]
+    optimizer.step()
+    if ON_RANK_1:
+        for weight, its in zip(model.parameters(), before, strict=True):
+            weight.detach().lerp_(its, 0.5)
+
+
 def nan(*given, **more):
     model = make_adapted(*given, **more)
     if ON_RANK_1:
@@ -121,6 +147,11 @@ COMPONENTS_OF = {
     "samedata": {"share": same},
     "bit": {"update": flipped},
     "scaled": {"loss": scaled},
+    "doubled": {"loss": doubled},
+    "half": {"share": half},
+    "slowly": {"update": slowly},
+    "never": {"update": never},
+    "inf": {"loss": infinite},
     "rate": {"learning_rate": lambda step, recipe: cosine(step, recipe) / 10},
     "frozen": {"make": frozen},
     "nan": {"make": nan},
@@ -161,7 +192,7 @@ TRAINED_ONLY = {"parity_precisions": (), "calls": 0}
 FEW = {**TRAINED_ONLY, "steps": 4, "checkpoint_every": 2}
 ALONE = {"global_batch": 3}  # not to be divided among two ranks: each trains by itself
 LORA_TINY = {
-    **dict.fromkeys(("nosync", "samedata", "scaled", "frozen"), COMPARED_ONLY),
+    **dict.fromkeys(("nosync", "samedata", "scaled", "doubled", "half", "slowly", "never", "frozen"), COMPARED_ONLY),
     **dict.fromkeys(("bit", "late", "truncated", "base"), FEW),
     **dict.fromkeys(("interrupted", "resumed", "foreign", "weights"), TRAINED_ONLY),
     "rate": {"calls": 0},

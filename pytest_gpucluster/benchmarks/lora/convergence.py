@@ -71,6 +71,9 @@ def check_parity(
 
     Raises: as ``Trainer``.
     """
+    loss_mask = packed.loss_mask.clone()
+    loss_mask[:, -1] = False  # transformers has no label there
+    packed = trainable_blocks(replace(packed, loss_mask=loss_mask), loss_mask.shape[1])
     trainer = Trainer(group, device, base, recipe, packed)
     reference = Trainer(alone, device, base, recipe, packed, components=Components(model=TransformersLoss))
     ranks, parity = trainer.ranks, Parity(global_batch=recipe.global_batch)

@@ -166,14 +166,17 @@ class MaskedLoss(nn.Module):
 
 
 class TransformersLoss(MaskedLoss):
-    """The same with the loss of transformers itself, to compare with: it shifts the labels and takes the mean."""
+    """The same with the loss of transformers itself, which shifts the labels by its own code, to compare with.
+
+    It has no label for the last position, so the last target must not be in the mask.
+    """
 
     def forward(self, tokens: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the cross entropy of the targets in the mask, and again, detached."""
-        labels = tokens.clone()
-        labels[:, 1:][~loss_mask] = _IGNORED
+        labels = tokens[:, :-1].clone()
+        labels[:, 1:][~loss_mask[:, :-1]] = _IGNORED
         summed = self.causal(
-            input_ids=tokens,
+            input_ids=tokens[:, :-1],
             attention_mask={"full_attention": None},
             labels=labels,
             num_items_in_batch=1,  # it divides by this

@@ -11,7 +11,7 @@ from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.parity import COMPONENTS, Components, Parity, RanksAgainstOne
 from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
-from pytest_gpucluster.device.products import numerics
+from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
 
 
@@ -61,7 +61,7 @@ def check_data_parallel(
         replica = used.replicate(used.make(geometry, device, seed=0), device, group)
         return Training(replica, device, precision=precision, parts=used.step)
 
-    with counted(VERIFYING), numerics("highest"):
+    with counted(VERIFYING), numerics("highest"), deterministic():
         _check_ranks(check, rank, world_size)
         if not check.defects:
             _check_shares(check)

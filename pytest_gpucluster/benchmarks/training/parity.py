@@ -228,7 +228,7 @@ class StepComparison:
             factor = min(1.0, LARGEST_NORM / (exact + CLIP_EPSILON))
             errors += [
                 _distance(exchanged, mean),
-                relative(norm, exact),
+                _ratio((norm - exact) ** 2, exact**2),
                 _ratio(_squares(reduced, clipped, factor=factor), factor**2 * _squares(reduced)),
             ]
         parity.gradient_errors.append(largest(errors))

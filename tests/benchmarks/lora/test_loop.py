@@ -15,12 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora import convergence
 from pytest_gpucluster.benchmarks.lora import trainer as lora_loop
-from pytest_gpucluster.benchmarks.lora.model import make_adapted, random_base, tiny_base
+from pytest_gpucluster.benchmarks.lora.model import MaskedLoss, make_adapted, random_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import global_batch
 from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, random_blocks
 from pytest_gpucluster.benchmarks.lora.trainer import COMPONENTS, Trainer
 from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe
 from pytest_gpucluster.device.backends import Cpu
+from pytest_gpucluster.device.products import deterministic
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling
 
@@ -184,15 +185,60 @@ def test_without_a_compiler_blocks_run_eagerly_and_it_is_said(make, monkeypatch)
     assert steps(trainer, 1)[0].all_finite
 
 
-def test_a_reference_that_is_not_finite_compares_nothing(make, monkeypatch):
-    monkeypatch.setattr(
-        convergence, "Components", lambda: replace(COMPONENTS, loss=lambda summed, targets: summed * math.nan)
-    )
-    recipe = RECIPE.compared(steps=2, global_batch=2, precision="fp32")
-    found, taken = convergence.check_parity(dist.group.WORLD, dist.group.WORLD, CPU, BASE, recipe, blocks())
-    assert ([step.finite for step in taken], len(found.losses)) == ([True, True, False], 2)
-    assert math.isnan(found.loss)
+def compare(*, ranks=1, steps=2, precision="fp32", base=BASE, alone=None):
+    """The comparison of some steps on this group; what is planted in the trainer is not in what one rank computes."""
+    recipe = RECIPE.compared(steps=steps, global_batch=2 * ranks, precision=precision)
+    with deterministic():
+        return convergence.check_parity(dist.group.WORLD, alone or dist.group.WORLD, CPU, base, recipe, blocks())
+
+
+def test_a_reference_that_is_not_finite_is_no_agreement(make, monkeypatch):
+    reference = {"loss": lambda summed, targets: summed * math.nan}
+    monkeypatch.setattr(convergence, "Components", lambda **more: replace(COMPONENTS, **reference, **more))
+    found, moved = compare()
+    assert (found.finite, moved) == ([True, True], 1.0)
     assert math.isnan(found.gradient)
+
+
+def shifted(self, hidden, targets, counts):
+    return MaskedLoss._sums(self, hidden, targets.roll(-1), counts)
+
+
+def test_labels_that_are_shifted_on_all_ranks_are_no_agreement_with_transformers(make, monkeypatch):
+    right, _ = compare()
+    model = type("Shifted", (MaskedLoss,), {"_sums": shifted})
+    monkeypatch.setattr(lora_loop, "COMPONENTS", replace(COMPONENTS, model=model))
+    found, _ = compare()
+    assert right.loss < 1e-6 < 1e-3 < found.loss
+    assert right.gradient < 1e-5 < 0.1 < found.gradient
+
+
+def test_adapters_that_are_frozen_do_not_move_and_are_no_accident(make, monkeypatch):
+    """Also where nothing else is trained."""
+    base = replace(BASE, adapters=replace(BASE.adapters, saved=()))
+
+    def frozen(*given, **more):
+        model = make_adapted(*given, **more)
+        return model.requires_grad_(False)
+
+    monkeypatch.setattr(lora_loop, "COMPONENTS", replace(COMPONENTS, make=frozen))
+    found, moved = compare(base=base)
+    assert (moved, found.gradient) == (0.0, 1.0)
+
+
+@of_each("case", [("fp32", 1), ("fp32", 3), ("bf16", 2), ("bf16", 4)])
+def test_steps_of_any_number_of_ranks_are_those_of_one_and_move_the_loss(case):
+    precision, ranks = case
+    for found, moved in on_ranks(ranks, compare_on_rank, precision):
+        assert (moved, found.finite) == (1.0, [True] * 4)
+        assert found.loss < 1e-6
+        assert found.gradient < (1e-5 if precision == "fp32" else 1e-3)
+        assert found.weight == 0
+
+
+def compare_on_rank(rank, precision):
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
+    return compare(ranks=len(groups), steps=4, precision=precision, alone=groups[rank])
 
 
 def test_running_out_of_memory_is_reported_with_its_figures(make):

@@ -14,7 +14,7 @@ from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.metrics.loss_curve import Curve
 from pytest_gpucluster.metrics.sampling import Series
 
-PARITY = Parity(losses=[1.0] * 10, loss_errors=[1e-7], gradient_errors=[1e-6], global_batch=4)
+PARITY = Parity(losses=[1.0] * 10, loss_errors=[1e-7], gradient_errors=[1e-6], weight_errors=[0.0], global_batch=4)
 RESULT = {"final_loss": 0.3, "held_out_loss": 0.6, "held_out_ratio": 0.1} | dict.fromkeys(
     ("moved_adapters", "unchanged_base", "replayed_steps"), 1.0
 )
@@ -60,10 +60,8 @@ def test_a_rate_that_no_rank_knows_is_nan_and_never_left_out():
 
 
 def test_a_training_that_ended_early_says_only_what_it_knows_and_leaves_no_gap_in_it():
-    early = replace(FOUND, result=None, finite_steps=0.0, tokens_per_second=None)
-    broken = replace(PARITY, loss_errors=[], gradient_errors=[])
-    assert values(replace(early, parity={"fp32": broken})) == {"lora.finite_steps": 0.0}
-    found = values(replace(early, parity={"fp32": replace(PARITY, loss_errors=[math.nan], gradient_errors=[math.nan])}))
-    assert set(found) == {"lora.finite_steps", "lora.loss_error", "lora.gradient_error"}
-    assert math.isnan(found["lora.loss_error"])
-    assert math.isnan(found["lora.gradient_error"])
+    early = replace(FOUND, result={}, finite_steps=0.0, tokens_per_second=None)
+    errors = {"lora.loss_error": 1e-7, "lora.gradient_error": 1e-6, "lora.weight_error": 0.0}
+    assert values(early) == {"lora.finite_steps": 0.0, **errors}
+    still = values(replace(early, result={"moved_adapters": 0.0}))
+    assert still == {"lora.finite_steps": 0.0, **errors, "lora.moved_adapters": 0.0}
