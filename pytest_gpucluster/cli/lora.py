@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,11 @@ _ROW_OPTIONS = (
         default="2%",
     ),
     option("--seed N", "selects the held-out ones", type=int, default=0),
+    option(
+        "--rendering HOW",
+        "glaive, or chat: by the chat template of the tokenizer (default: glaive, or that of packed blocks)",
+        choices=("glaive", "chat"),
+    ),
 )
 
 
@@ -110,9 +116,9 @@ def _with_lora(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.N
 def _prepare(options: argparse.Namespace) -> int:
     """Read conversations, hold a part of them out, and pack both parts into blocks of tokens of one length.
 
-    SOURCE is one JSON array or JSONL, with rows {system, chat} as in glaive-function-calling-v2; or the name of a data
-    set on the Hugging Face hub. The file holds the blocks, the tokens that count in the loss, the held-out
-    conversations, and the origin of all of it. The statistics go to standard output, as JSON.
+    SOURCE is one JSON array or JSONL, with rows {system, chat} as in glaive-function-calling-v2, or {messages, tools};
+    or the name of a data set on the Hugging Face hub. The file holds the blocks, the tokens that count in the loss, the
+    held-out conversations, and the origin of all of it. The statistics go to standard output, as JSON.
     """
     from pytest_gpucluster.benchmarks.lora import dataset, packed_file, packing
 
@@ -121,7 +127,8 @@ def _prepare(options: argparse.Namespace) -> int:
         wrong = "is a folder" if out.is_dir() else f"there is no folder {out.parent}"
         raise CommandError(NO_OUTPUT, f"--out {out}: {wrong}; name a file")
     require_other_file("--out", out, [Path(options.source)], "the source itself")
-    # The tokenizer first: it loads quickly, the rows do not.
+    # Before any hub is asked. Then the tokenizer: it loads quickly, the rows do not.
+    dataset.located(options.source)
     encoder = None if options.tiny else packing.tokenizer_for(options.model)
     loaded = dataset.load_rows(options.source, sha256=options.sha256)
     try:
@@ -134,6 +141,7 @@ def _prepare(options: argparse.Namespace) -> int:
             sequence=options.sequence,
             held_out=options.held_out,
             seed=options.seed,
+            rendering=options.rendering or "glaive",
         )
     except ValueError as error:
         return complain(f"{options.source}: {error}", NO_INPUT)
@@ -154,7 +162,7 @@ def _prepare(options: argparse.Namespace) -> int:
         required=True,
     ),
     option("--base MODEL", "the base model: a folder or a hub name (default: that of the adapter)"),
-    option("--limit N", "the most calls to generate", type=number(), default=200),
+    option("--limit N", "the most answers to generate", type=number(), default=200),
     option("--max-new-tokens N", "the longest answer, in tokens", type=number(), default=256),
     option("--batch N", "prompts at a time", type=number(), default=8),
     option("--device DEVICE", "cuda, cuda:1 or cpu (default: cuda if available)"),
@@ -166,18 +174,20 @@ def _prepare(options: argparse.Namespace) -> int:
 @_with_lora
 def _evaluate(options: argparse.Namespace) -> int:
     """Load an adapter on its model, let it generate the first function call of held-out conversations with greedy
-    decoding, and print as JSON how many of the answers are well-formed calls, call the right function, and have the
-    right arguments, with the first wrong answers.
+    decoding, or the first answer where no call is due, and print as JSON how many of the answers are well-formed calls,
+    call the right function, and have the right arguments, also by function; how well it knows whether to call; and the
+    first wrong answers.
     """
     from pytest_gpucluster.benchmarks.lora import evaluation
     from pytest_gpucluster.benchmarks.lora.evaluation import choose_device, evaluate
+    from pytest_gpucluster.benchmarks.lora.packing import rendering_of
 
     try:
         device = choose_device(options.device)
     except ValueError as error:
         return complain(f"--device {options.device}: {error}", USAGE)
     try:
-        held_out = _held_out(options)
+        held_out, rendering = _held_out(options)
     except ValueError as error:
         return complain(f"--data {options.data}: {error}", NO_INPUT)
     saved = evaluation.load_adapter(options.adapter, device, base=options.base)
@@ -189,45 +199,49 @@ def _evaluate(options: argparse.Namespace) -> int:
         limit=options.limit,
         max_new_tokens=options.max_new_tokens,
         batch=options.batch,
+        render=rendering_of(rendering, saved.tokenizer),
     )
-    if not score.asked:
+    if not score.asked + score.not_due:
         why = "; ".join(f"{count} times {reason}" for reason, count in score.skipped.items()) or "there are none"
-        return complain(f"--data {options.data}: no held-out conversation has a call to generate: {why}", NO_INPUT)
+        return complain(f"--data {options.data}: no held-out conversation has an answer to generate: {why}", NO_INPUT)
     print(json.dumps(_as_json(score, options, saved.base), indent=2))
     return DONE
 
 
-def _held_out(options: argparse.Namespace) -> tuple[Row, ...] | list[Row]:
+def _held_out(options: argparse.Namespace) -> tuple[Sequence[Row], str]:
     from pytest_gpucluster.benchmarks.lora import dataset, packed_file
     from pytest_gpucluster.benchmarks.lora.dataset import held_out_split
 
     path = Path(options.data)
     if path.is_file() and packed_file.is_prepared(path):
-        return packed_file.read(path).held_out_rows
+        prepared = packed_file.read(path)
+        return prepared.held_out_rows, options.rendering or prepared.context["rendering"]
     loaded = dataset.load_rows(options.data, sha256=options.sha256)
-    return held_out_split(loaded.rows, options.held_out, options.seed)[1]
+    return held_out_split(loaded.rows, options.held_out, options.seed)[1], options.rendering or "glaive"
 
 
 def _as_json(score: CallScore, options: argparse.Namespace, base: str) -> dict[str, Any]:
-    wrong = [answer for answer in score.answers if not answer.right_arguments]
+    wrong = [answer for answer in score.answers if not answer.right]
     return {
         "adapter": str(options.adapter),
         "base": base,
         "data": str(options.data),
-        "asked": score.asked,
-        **{name: getattr(score, name) for name in score.ratios()},
-        "ratios": score.ratios(),
+        **{name: value for name, value in vars(score).items() if isinstance(value, int)},
+        "ratios": {name: None if math.isnan(ratio) else ratio for name, ratio in score.ratios().items()},
+        "by_function": score.by_function(),
         "skipped": dict(score.skipped),
         "wrong": [_wrong_answer(answer) for answer in wrong[:_MOST_EXAMPLES]],
     }
 
 
 def _wrong_answer(answer: Answer) -> dict[str, Any]:
-    expected = {"name": answer.expected.name, "arguments": dict(answer.expected.arguments)}
+    due = answer.expected
+    if due is None:
+        return {"expected": None, "text": answer.text, "reason": "no call is due"}
     reason = getattr(answer.found, "reason", None)
     if reason is None:
         reason = "other arguments" if answer.right_function else "another function"
-    return {"expected": expected, "text": answer.text, "reason": reason}
+    return {"expected": {"name": due.name, "arguments": dict(due.arguments)}, "text": answer.text, "reason": reason}
 
 
 @command(

@@ -165,7 +165,13 @@ class Lora:
     tolerance_ratio: Annotated[
         float, Spec("certain is a rate whose median's 95 % interval is no wider than this part of it", Ratio(0.0001, 3))
     ]
-    deadline_seconds: Annotated[float, Spec("how long all of it may take", Duration(10, WEEK_SECONDS))]
+    deadline_seconds: Annotated[
+        float,
+        Spec(
+            "how long all of it may take; for a given model besides 1.5 times the predicted time of its steps",
+            Duration(10, WEEK_SECONDS),
+        ),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +184,13 @@ class LoraTraining:
             "packed: the assistant's tokens, in full blocks; contract: all tokens of conversations one by one, with "
             "weight decay 0.01, 3 warm-up steps, 2 conversations at once",
             Choice(("contract", "packed")),
+        ),
+    ]
+    rendering: Annotated[
+        str,
+        Spec(
+            "how the conversations of a given model are written: glaive's texts, or its tokenizer's chat template",
+            Choice(("chat", "glaive")),
         ),
     ]
 
@@ -198,6 +211,10 @@ _CALLS = {
     "well_formed": "are a function call that a program can read",
     "right_function": "call the function that is due",
     "right_arguments": "call it with the arguments that are due",
+    "intent_accuracy": "are a call where one is due, and none where none is",
+    "intent_precision": "are a due call, of those that are a call,",
+    "intent_recall": "are a call, of those where one is due,",
+    "intent_f1": "count for the harmonic mean of precision and recall of the intent to call",
 }
 
 

@@ -132,6 +132,7 @@ def test_rows_become_blocks_with_their_statistics(source, tmp_path, capsys):
         "sequence": "128",
         "seed": "5",
         "held_out": "0.1",
+        "rendering": "glaive",
     }
     printed = json.loads(output)
     assert (printed["rows"], printed["malformed"]) == (300, 1)
@@ -152,6 +153,9 @@ def test_the_tokenizer_of_a_model_is_taken_and_the_same_file_is_made_again(sourc
     assert packed_file.read(files[0]).context["tokenizer"] == str(base)
 
 
+ALL_RIGHT = {"well_formed": 8, "right_function": 8, "right_arguments": 8}
+
+
 def test_an_adapter_is_asked_for_the_calls_of_held_out_conversations(questions, base, adapter, tmp_path, capsys):
     blocks = tmp_path / "blocks"
     held_out = ["--held-out", "50%", "--seed", 3]
@@ -166,10 +170,14 @@ def test_an_adapter_is_asked_for_the_calls_of_held_out_conversations(questions, 
         "base": str(base),
         "data": str(blocks),
         "asked": 8,
-        "well_formed": 8,
-        "right_function": 8,
-        "right_arguments": 8,
-        "ratios": {"well_formed": 1.0, "right_function": 1.0, "right_arguments": 1.0},
+        "called": 8,
+        **ALL_RIGHT,
+        "not_due": 0,
+        "unneeded": 0,
+        "ratios": dict.fromkeys(
+            [*ALL_RIGHT, *(f"intent_{name}" for name in ("accuracy", "precision", "recall", "f1"))], 1
+        ),
+        "by_function": {"get_weather": {"asked": 8, **ALL_RIGHT}},
         "skipped": {},
         "wrong": [],
     }
@@ -240,7 +248,7 @@ def failing(capsys, *words):
     ("data", "words", "why"),
     [
         ("[]", [], "the file is empty"),
-        ('[{"a": 1}]', [], "a row has the keys a; needed are system and chat"),
+        ('[{"a": 1}]', [], "a row has the keys a; needed are messages"),
         (json.dumps(ROWS), ["--sha256", "0" * 64], "and " + "0" * 64 + " is expected"),
         (json.dumps(ROWS)[:-9], [], ": cut off, or no JSON array: "),
         (json.dumps([MANY_WORDS] * 3), [], "1 different conversations are too few"),
@@ -262,8 +270,21 @@ def test_rows_that_cannot_be_used_are_one_line_and_exit_code_3(data, words, why,
     assert not out.exists()
 
 
+def test_a_missing_file_is_reported_before_any_hub_is_asked(tmp_path, monkeypatch, capsys):
+    import huggingface_hub
+
+    asked = []
+    for name in ("model_info", "dataset_info"):
+        monkeypatch.setattr(huggingface_hub.HfApi, name, lambda *given, **more: asked.append(given))
+    for missing in ("MISSING", "data/MISSING.json", tmp_path / "none.json"):
+        errors = failing(capsys, "prepare", missing, "--model", "Qwen/Qwen2-7B", "--out", tmp_path / "out")
+        assert f"{missing}: no such file, and no name on the hub" in errors
+    assert asked == []
+
+
 def test_a_model_without_a_tokenizer_is_reported_before_the_rows_are_read(tmp_path, capsys):
-    errors = failing(capsys, "prepare", tmp_path / "none.json", "--model", tmp_path, "--out", tmp_path / "out")
+    (tmp_path / "rows.json").write_text("no rows")
+    errors = failing(capsys, "prepare", tmp_path / "rows.json", "--model", tmp_path, "--out", tmp_path / "out")
     assert f"{tmp_path}: no tokenizer" in errors
 
 
@@ -274,12 +295,15 @@ def test_an_output_without_a_place_is_exit_code_4_before_anything_is_read(out, w
     assert errors.startswith(f"gpucluster: --out {tmp_path / out}: {why}")
 
 
-def test_conversations_without_a_call_are_reported(base, adapter, tmp_path, capsys):
+def test_conversations_without_a_call_count_for_the_intent(adapter, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     chats = [f"USER: Say {n}\nASSISTANT: {n}" for n in range(9)]
     path.write_text("".join(json.dumps({"system": "", "chat": chat}) + "\n" for chat in chats))
-    errors = failing(capsys, "evaluate", adapter, "--data", path, "--device", "cpu")
-    assert "1 times no call in the row" in errors
+    code, output, _ = run(capsys, "evaluate", adapter, "--data", path, "--device", "cpu", "--max-new-tokens", 8)
+    found = json.loads(output)
+    assert (code, found["asked"], found["not_due"], found["ratios"]["well_formed"]) == (0, 0, 1, None)
+    path.write_text(path.read_text().replace("ASSISTANT: ", "ASSISTANT: <functioncall> {"))
+    assert "the call in the row is not" in failing(capsys, "evaluate", adapter, "--data", path, "--device", "cpu")
 
 
 def broken(adapter, tmp_path, **changes):

@@ -101,7 +101,7 @@ class Convergence:
         finite_steps: part of the steps, of all phases, in which what this rank contributed is finite.
         parity: by precision.
         curve: of the training.
-        result: what the training has shown, by the name of its metric after ``lora.``; without ``final_loss`` where it
+        result: what the training has shown, by the name of its metric after ``lora.``; without all_token_loss where it
             was stopped: a step was not finite on some rank, or an optimizer does not step. In nats final_loss and
             all_token_loss, the means of the last ``LAST`` losses, and held_out_loss; the others are ratios.
             held_out_ratio: of the loss of held-out blocks after the training and before. moved_adapters: part of the
@@ -346,8 +346,16 @@ class _Run:
             return error, None
         each = -(-sizes.calls // self._ranks.count)
         mine = list(data.held_out_rows)[dist.get_rank(self._group) :: self._ranks.count]
-        score = evaluate(model, data.tokenizer, mine, device=self._device, limit=each, max_new_tokens=sizes.call_tokens)
-        names = ("asked", "well_formed", "right_function", "right_arguments")
+        score = evaluate(
+            model,
+            data.tokenizer,
+            mine,
+            device=self._device,
+            limit=each,
+            max_new_tokens=sizes.call_tokens,
+            render=data.render,
+        )
+        names = [name for name, value in vars(score).items() if isinstance(value, int)]
         of_ranks = self._ranks.gather([getattr(score, name) for name in names])
         columns = zip(names, zip(*of_ranks, strict=True), strict=True)
         totals: dict[str, Any] = {name: int(sum(column)) for name, column in columns}
@@ -468,11 +476,12 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
     for name, value in found.result.items():
         unit = "nats" if name.endswith("_loss") else "ratio"
         yield Figure(metric=f"lora.{name}", value=value, unit=unit, labels=labels)
-    if "final_loss" not in found.result:
+    if "all_token_loss" not in found.result:
         return
-    if found.calls is not None and found.calls.asked:
-        asked = {**labels, "asked": str(found.calls.asked)}
+    if found.calls is not None:
+        asked = {**labels, "asked": str(found.calls.asked), "not_due": str(found.calls.not_due)}
         for name, ratio in found.calls.ratios().items():
-            yield Figure(metric=f"lora.calls.{name}", value=ratio, unit="ratio", labels=asked)
+            if not math.isnan(ratio):
+                yield Figure(metric=f"lora.calls.{name}", value=ratio, unit="ratio", labels=asked)
     rate_labels = {**labels, "recompute": "on" if found.recomputes else "off"}
     yield from rate_figures(found.tokens_per_second, found.flops_per_token, found.peak_bytes, peak_tflops, rate_labels)

@@ -6,6 +6,7 @@ how it generalizes beyond its own data.
 Source of the format: glaiveai/glaive-function-calling-v2. A row has two texts. ``system`` starts with ``SYSTEM: `` and
 holds the functions as indented JSON. ``chat`` holds the turns (``USER: ...``, ``ASSISTANT: ...``,
 ``FUNCTION RESPONSE: ...``), with two empty lines between them; a text of the assistant ends with ``<|endoftext|>``.
+A row of ``messages`` and ``tools``, as chat templates take them, becomes one of these.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_gpucluster.benchmarks.lora.hub import fetch, hub_name
+from pytest_gpucluster.benchmarks.lora.hub import HubName, fetch, hub_name
 from pytest_gpucluster.errors import EnvironmentBroken
 
 Role = Literal["user", "assistant", "function"]
@@ -32,6 +33,9 @@ BETWEEN = "\n\n\n"
 
 LABELS: dict[Role, str] = {"user": "USER:", "assistant": "ASSISTANT:", "function": "FUNCTION RESPONSE:"}
 """How a turn of each role begins."""
+
+WITH_FUNCTIONS = "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
+"""Precedes the functions."""
 
 _ROLES = {label: role for role, label in LABELS.items()}
 # At the start of a line only: a turn may contain "ASSISTANT:" in the middle of a sentence.
@@ -140,6 +144,21 @@ class Rows:
     revision: str | None = None
 
 
+def located(source: str | Path, revision: str | None = None) -> HubName | None:
+    """Return the name on the hub that a source is; None if it is a path that exists. Asks no network.
+
+    Raises: EnvironmentBroken if it is neither.
+    """
+    if Path(source).exists():
+        return None
+    found = None if isinstance(source, Path) else hub_name(source, revision)
+    if found is None:
+        raise EnvironmentBroken(
+            f"{source}: no such file, and no name on the hub, which is owner/name or owner/name@revision"
+        )
+    return found
+
+
 def load_rows(source: str | Path, *, sha256: str | None = None, revision: str | None = None) -> Rows:
     """Read conversations from a file, or from a repository of data sets on the Hugging Face hub.
 
@@ -156,13 +175,8 @@ def load_rows(source: str | Path, *, sha256: str | None = None, revision: str | 
             sha256 is another one; the file is empty, not UTF-8 or cut off; or more than
             ``MALFORMED_RATIO`` of its rows are malformed. The message says where.
     """
-    path, label, on_hub = Path(source), str(source), None
-    if not path.exists():
-        on_hub = None if isinstance(source, Path) else hub_name(source, revision)
-        if on_hub is None:
-            raise EnvironmentBroken(
-                f"{source}: no such file, and no name on the hub, which is owner/name or owner/name@revision"
-            )
+    path, label, on_hub = Path(source), str(source), located(source, revision)
+    if on_hub is not None:
         path, label, sha256 = fetch(on_hub), str(on_hub), sha256 or on_hub.sha256
     try:
         data = path.read_bytes()
@@ -218,20 +232,63 @@ def read_rows(data: bytes, where: str) -> tuple[list[Row], list[Malformed]]:
 
 
 def row_of(value: object) -> Row:
-    """Make a row of a JSON object with the texts ``system`` and ``chat``.
+    """Make a row of a JSON object with the texts ``system`` and ``chat``, or with ``messages`` and maybe ``tools``.
 
     Raises: ValueError: it is no object, a field is missing or no text, or its chat is no conversation.
     """
     if not isinstance(value, dict):
         raise ValueError(f"a row must be an object, not {value!r:.40}")
+    if "messages" in value:
+        value = _as_texts(value["messages"], value.get("tools"))
     if not {"system", "chat"} <= value.keys():
         keys = ", ".join(map(str, value)) or "none"
         raise ValueError(
-            f"a row has the keys {keys[:200]}; needed are system and chat, as in glaive-function-calling-v2"
+            f"a row has the keys {keys[:200]}; needed are messages, or system and chat as in glaive-function-calling-v2"
         )
     row = Row(system=_text(value, "system"), chat=_text(value, "chat"))
     turns_of(row.chat)
     return row
+
+
+_MESSAGES = {"user": LABELS["user"], "assistant": LABELS["assistant"]} | dict.fromkeys(
+    ("tool", "function"), LABELS["function"]
+)
+
+
+def _as_texts(messages: object, tools: object) -> dict[str, Any]:
+    """Return the texts of glaive's format for messages and tools as chat templates take them."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"messages must be a list of objects, not {messages!r:.40}")
+    functions = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in _listed(tools)]
+    systems, turns = list[str](), list[str]()
+    for message in messages:
+        role, content = message.get("role"), message.get("content") or ""
+        if role not in ("system", *_MESSAGES) or not isinstance(content, str):
+            raise ValueError(f"a message must have a known role and a text, not {role!r:.40} and {content!r:.40}")
+        if role == "system":
+            systems.append(content)
+            continue
+        calls = [call.get("function", call) for call in _listed(message.get("tool_calls")) if isinstance(call, dict)]
+        for call in calls:
+            given = call.get("arguments")
+            arguments = given if isinstance(given, str) else json.dumps(given)
+            content += f'\n<functioncall> {{"name": {json.dumps(call.get("name"))}, "arguments": \'{arguments}\'}}'
+        if found := _TURN.search(content):
+            raise ValueError(f"a line of a message begins as a turn does: {found[1]}")
+        turns.append(f"{_MESSAGES[role]} {content.strip()}")
+    if functions:
+        listed = "\n\n".join(json.dumps(function, indent=4) for function in functions)
+        systems.append(WITH_FUNCTIONS.removeprefix("SYSTEM: ") + listed)
+    system = "\n".join(systems)
+    return {"system": f"SYSTEM: {system}" if system else "", "chat": BETWEEN.join(turns)}
+
+
+def _listed(value: object) -> list[Any]:
+    """Return a list, which may be JSON in a text; an empty one for nothing."""
+    found: Any = (_json(value) if isinstance(value, str) and value.strip() else value) or []
+    if not isinstance(found, list):
+        raise ValueError(f"tools and tool_calls must be lists, not {value!r:.40}")
+    return found
 
 
 def _text(value: dict[str, Any], key: str) -> str:

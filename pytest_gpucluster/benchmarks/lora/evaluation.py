@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, NoCall, has_call, parse, same_json
 from pytest_gpucluster.benchmarks.lora.hub import first_line, local_only, not_installed
 from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, make_base
-from pytest_gpucluster.benchmarks.lora.packing import Packed, Segment, ids_of, segments, tokenizer_for
+from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, ids_of, segments, tokenizer_for
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.device.identity import VisibleGpus
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -31,15 +31,15 @@ from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The model's answer where a call is expected.
+    """The model's answer.
 
     Attributes:
-        expected: the call in the conversation.
+        expected: the call in the conversation; None where none is due.
         text: the model's text.
         found: the call in it, or the reason why there is none.
     """
 
-    expected: FunctionCall
+    expected: FunctionCall | None
     text: str
     found: FunctionCall | NoCall
 
@@ -51,45 +51,72 @@ class Answer:
     @property
     def right_function(self) -> bool:
         """Whether it calls the expected function."""
-        return isinstance(self.found, FunctionCall) and self.found.name == self.expected.name
+        found, expected = self.found, self.expected
+        return isinstance(found, FunctionCall) and expected is not None and found.name == expected.name
 
     @property
     def right_arguments(self) -> bool:
         """Whether it calls that function with exactly the expected arguments, compared as JSON values."""
-        if not isinstance(self.found, FunctionCall) or not self.right_function:
+        if not isinstance(self.found, FunctionCall) or self.expected is None or not self.right_function:
             return False
         try:
             return same_json(self.found.arguments, self.expected.arguments)
         except RecursionError:
             return False
 
+    @property
+    def right(self) -> bool:
+        """Whether it is the expected call, or none where none is due."""
+        return self.right_arguments if self.expected is not None else not has_call(self.text)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallScore:
-    """Calls expected, and calls made.
+    """Calls due, and calls made.
 
     Attributes:
         asked: conversations in which the model was prompted for a call.
+        called: answers to these that are a call, well-formed or not.
         well_formed: answers that are a well-formed call.
         right_function: answers that call the expected function.
         right_arguments: answers that call it with the expected arguments.
+        not_due: conversations without a call, in which the model was prompted for its first answer.
+        unneeded: answers to these that are a call.
         skipped: conversations that were left out, by the reason.
         answers: the model's answers, in the order of the rows.
     """
 
     asked: int
+    called: int
     well_formed: int
     right_function: int
     right_arguments: int
+    not_due: int
+    unneeded: int
     skipped: Mapping[str, int]
     answers: tuple[Answer, ...] = ()
 
     def ratios(self) -> dict[str, float]:
-        """Return the parts of ``asked``, by the name of the count; NaN if there was no prompt."""
-        return {
-            name: getattr(self, name) / self.asked if self.asked else math.nan
-            for name in ("well_formed", "right_function", "right_arguments")
+        """Return, by name, the parts of ``asked`` that are right; and of the intent, which is whether to call:
+        accuracy, precision, recall and F1. NaN where there is nothing to divide by."""
+        calls, right = self.called + self.unneeded, self.called + self.not_due - self.unneeded
+        parts = {
+            name: (getattr(self, name), self.asked) for name in ("well_formed", "right_function", "right_arguments")
         }
+        parts["intent_accuracy"] = (right, self.asked + self.not_due)
+        parts["intent_precision"], parts["intent_recall"] = (self.called, calls), (self.called, self.asked)
+        parts["intent_f1"] = (2 * self.called, calls + self.asked)
+        return {name: count / of if of else math.nan for name, (count, of) in parts.items()}
+
+    def by_function(self) -> dict[str, dict[str, int]]:
+        """Return the counts of the answers, by the function that is due."""
+        found: dict[str, Counter[str]] = {}
+        for answer in self.answers:
+            if answer.expected is not None:
+                counts = found.setdefault(answer.expected.name, Counter())
+                counts["asked"] += 1
+                counts.update(name for name in _COUNTS if getattr(answer, name))
+        return {name: {count: counts[count] for count in ("asked", *_COUNTS)} for name, counts in sorted(found.items())}
 
 
 @releases_memory()
@@ -102,22 +129,24 @@ def evaluate(
     limit: int | None,
     max_new_tokens: int,
     batch: int = 8,
+    render: Render = segments,
 ) -> CallScore:
-    """Let a model write the first call of each conversation, and compare it with the one in the conversation.
+    """Let a model write the first call of each conversation, or its first answer if no call is in it, and compare.
 
-    The prompt is the conversation up to ``ASSISTANT:``, laid out as for training. Decoding is greedy, until the end
-    token or ``max_new_tokens``, so it always ends.
+    The prompt is the conversation up to there, laid out as for training. Decoding is greedy, until the tokenizer's end
+    token, one of the model's generation config, or ``max_new_tokens``, so it always ends.
 
     Not collective: the model is whole on one device.
 
     Args:
         model: a causal language model of transformers, with or without peft's adapters. Its mode is put back.
         tokenizer: the one of its training.
-        rows: conversations; those without a call are left out.
+        rows: conversations.
         device: where the model is.
-        limit: maximum number of calls; None: all.
+        limit: maximum number of prompts; None: all.
         max_new_tokens: of an answer.
         batch: prompts that are answered together. They are padded on the left, and the padding is masked.
+        render: how a conversation is written, as for training.
 
     Raises:
         WrongResult: the model's logits are not finite.
@@ -130,7 +159,7 @@ def evaluate(
     skipped: Counter[str] = Counter()
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     room = math.inf if longest is None else longest - max_new_tokens
-    questions = list(islice(_questions(rows, tokenizer, room, skipped), limit))
+    questions = list(islice(_questions(rows, tokenizer, room, skipped, render), limit))
     was_training = model.training
     model.eval()
     try:
@@ -142,35 +171,39 @@ def evaluate(
         Answer(expected=expected, text=text, found=parse(text))
         for (_, expected), text in zip(questions, texts, strict=True)
     )
+    due = [answer for answer in answers if answer.expected is not None]
     return CallScore(
-        asked=len(answers),
-        well_formed=sum(answer.well_formed for answer in answers),
-        right_function=sum(answer.right_function for answer in answers),
-        right_arguments=sum(answer.right_arguments for answer in answers),
+        asked=len(due),
+        called=sum(has_call(answer.text) for answer in due),
+        **{name: sum(getattr(answer, name) for answer in due) for name in _COUNTS},
+        not_due=len(answers) - len(due),
+        unneeded=sum(has_call(answer.text) for answer in answers if answer.expected is None),
         skipped=dict(skipped),
         answers=answers,
     )
 
 
+_COUNTS = ("well_formed", "right_function", "right_arguments")
+
+
 def _questions(
-    rows: Iterable[Row], tokenizer: Any, room: float, skipped: Counter[str]
-) -> Iterator[tuple[list[int], FunctionCall]]:
+    rows: Iterable[Row], tokenizer: Any, room: float, skipped: Counter[str], render: Render
+) -> Iterator[tuple[list[int], FunctionCall | None]]:
     for row in rows:
-        before: list[Segment] = []
-        for segment in segments(row):
-            if segment.is_assistant and has_call(segment.text):
-                expected = parse(segment.text)
-                break
-            before.append(segment)
-        else:
-            skipped["no call in the row"] += 1
+        try:
+            parts = list(render(row))
+        except ValueError:
+            skipped["the chat template cannot write the row"] += 1
             continue
+        calls = [place for place, part in enumerate(parts) if part.is_assistant and has_call(part.text)]
+        place = calls[0] if calls else next(place for place, part in enumerate(parts) if part.is_assistant)
+        before, expected = parts[:place], parse(parts[place].text) if calls else None
         if isinstance(expected, NoCall):
             skipped["the call in the row is not well-formed"] += 1
             continue
         prompt: list[int] = []
         for segment, ids in zip(before, ids_of([segment.text for segment in before], tokenizer), strict=True):
-            prompt += ids + ([tokenizer.eos_token_id] if segment.is_assistant else [])
+            prompt += ids + [tokenizer.eos_token_id] * segment.ended
         if len(prompt) > room:
             skipped["the prompt is too long for the model"] += 1
             continue
@@ -187,23 +220,33 @@ def _write(
 ) -> list[str]:
     """Return the model's answer to each prompt, of ``most`` tokens at most."""
     texts = [""] * len(prompts)
+    ends = end_tokens(model, tokenizer)
     # Prompts of similar length together, for little padding; the longest first, so that one that does not fit into
     # the memory fails at once.
     ranked = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
     for start in range(0, len(ranked), batch):
         numbers = ranked[start : start + batch]
-        answers = _tokens(model, [prompts[number] for number in numbers], device, most, tokenizer.eos_token_id)
+        answers = _tokens(model, [prompts[number] for number in numbers], device, most, ends)
         for number, tokens in zip(numbers, answers, strict=True):
             texts[number] = tokenizer.decode(tokens, skip_special_tokens=False)
     return texts
 
 
-def _tokens(model: Any, prompts: Sequence[list[int]], device: torch.device, most: int, end: int) -> Iterator[list[int]]:
-    """Yield the likeliest tokens after each prompt, up to the end token."""
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer: the tokenizer's first, then those of the model's generation config."""
+    listed = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    more = [listed] if isinstance(listed, int) else listed or []
+    return list(dict.fromkeys([tokenizer.eos_token_id, *more]))
+
+
+def _tokens(
+    model: Any, prompts: Sequence[list[int]], device: torch.device, most: int, ends: Sequence[int]
+) -> Iterator[list[int]]:
+    """Yield the likeliest tokens after each prompt, up to an end token."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), end)
+    ids = torch.full((len(prompts), longest), ends[0])
     mask = torch.zeros(len(prompts), longest, dtype=torch.int64)
     for place, prompt in enumerate(prompts):
         ids[place, longest - len(prompt) :] = torch.tensor(prompt)
@@ -221,8 +264,8 @@ def _tokens(model: Any, prompts: Sequence[list[int]], device: torch.device, most
         num_beams=1,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
-        eos_token_id=end,
-        pad_token_id=end,
+        eos_token_id=list(ends),
+        pad_token_id=ends[0],
     )
     found = model.generate(
         input_ids=ids.to(device),
@@ -233,7 +276,7 @@ def _tokens(model: Any, prompts: Sequence[list[int]], device: torch.device, most
     if not bool(finite):
         raise WrongResult("the model's logits are not finite: its weights are broken")
     for tokens in found[:, longest:].tolist():
-        yield tokens[: tokens.index(end)] if end in tokens else tokens
+        yield list(takewhile(lambda token: token not in ends, tokens))
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 from pytest_gpucluster.benchmarks.lora.dataset import Row, Rows, held_out_split, load_rows
 from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packed_file import Prepared, is_prepared, read, require_fit
-from pytest_gpucluster.benchmarks.lora.packing import Packed, pack, tiny_tokenizer, tokenizer_for
+from pytest_gpucluster.benchmarks.lora.packing import Packed, pack, rendering_of, tiny_tokenizer, tokenizer_for
 from pytest_gpucluster.benchmarks.lora.reference_curve import differences
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.trainer import TrainingData, trainable_blocks
-from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
+from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, group_size
 from pytest_gpucluster.errors import EnvironmentBroken
 
 SEED = 0
@@ -52,7 +52,31 @@ def recipe_of(sizes: Sizes, base: Base, kind: str = "packed") -> Recipe:
     return replace(recipe, warmup_steps=3, weight_decay=0.01, micro_batch=2, compiled=False)
 
 
-def tiny_experiment(sizes: Sizes, kind: str = "packed") -> tuple[Base, TrainingData]:
+FLOOR = 2000.0
+"""Tokens/s of a GPU that predict a training where none were measured. Source: acceptance of 2 nodes x 8 H100 SXM
+80GB, "> 2,000"."""
+
+CONVERSATION = 512
+"""Tokens of one, at most on average. Source: that acceptance, some 60,000 tokens in steps of 128 conversations."""
+
+
+def training_deadline(sizes: Sizes, recipe: str, world_size: int, rate: float | None = None) -> float:
+    """Return the seconds that a training may take: 1.5 times those of its steps and of those that are taken again, as
+    predicted, and the workload's deadline for all else.
+
+    Args:
+        sizes: of Qwen2-7B's training.
+        recipe: ``packed`` or ``contract``.
+        world_size: of the run.
+        rate: tokens/s of a GPU at these sizes, of the slowest one, as measured; None: ``FLOOR``.
+    """
+    of_block = min(sizes.sequence, CONVERSATION) if recipe == "contract" else sizes.sequence
+    tokens = (sizes.steps + sizes.checkpoint_every) * sizes.global_batch * of_block
+    seconds = tokens / group_size(world_size, sizes.global_batch) / (rate or FLOOR)
+    return float(sizes.deadline_seconds + 1.5 * seconds)
+
+
+def tiny_experiment(sizes: Sizes, recipe: str = "packed") -> tuple[Base, TrainingData]:
     """Return the base that needs no download, and synthetic conversations in the format of glaive-function-calling-v2.
 
     Its tokenizer is trained on them: the same on every rank.
@@ -60,7 +84,7 @@ def tiny_experiment(sizes: Sizes, kind: str = "packed") -> tuple[Base, TrainingD
     rows = synthetic_rows(sizes.rows, SEED)
     tokenizer = tiny_tokenizer(held_out_split(rows, sizes.held_out_ratio, SEED)[0], TINY_VOCAB)
     origin = f"{sizes.rows} synthetic conversations from seed {SEED}"
-    return tiny_base(len(tokenizer)), _training_data(rows, tokenizer, sizes, origin, kind)
+    return tiny_base(len(tokenizer)), _training_data(rows, tokenizer, sizes, origin, recipe)
 
 
 def given_data(source: str | Path, *, sha256: str | None = None, revision: str | None = None) -> Rows | Prepared:
@@ -85,23 +109,25 @@ def given_data(source: str | Path, *, sha256: str | None = None, revision: str |
     return read(path)
 
 
-def given_experiment(sizes: Sizes, base: Base, data: Rows | Prepared, kind: str = "packed") -> TrainingData:
-    """Return the operator's conversations, in the tokens of a given base, as the recipe has them.
+def given_experiment(
+    sizes: Sizes, base: Base, data: Rows | Prepared, recipe: str = "packed", rendering: str = "glaive"
+) -> TrainingData:
+    """Return the operator's conversations, in the tokens of a given base, as the section ``lora`` has them.
 
-    Raises: EnvironmentBroken if blocks were made for another tokenizer, another length or another recipe.
+    Raises: EnvironmentBroken if blocks were made for another tokenizer, length, recipe or rendering, or the tokenizer
+        has no chat template.
     """
     assert base.folder is not None
     tokenizer = tokenizer_for(base.folder)
     if isinstance(data, Rows):
-        return _training_data(
-            data.rows[: sizes.rows], tokenizer, sizes, _origin(data.source, data.revision, data.sha256), kind
-        )
-    if kind == "contract":
+        origin = _origin(data.source, data.revision, data.sha256)
+        return _training_data(data.rows[: sizes.rows], tokenizer, sizes, origin, recipe, rendering)
+    if recipe == "contract":
         raise EnvironmentBroken(
             "lora.recipe=contract trains on conversations one by one, and the file has packed blocks: give the file of "
             "rows (--gpucluster-data function_calls=FILE)"
         )
-    require_fit(data, tokenizer, sizes.sequence)
+    require_fit(data, tokenizer, sizes.sequence, rendering)
     made = data.context
     return TrainingData(
         train=trainable_blocks(_first(data.train, sizes.steps * sizes.global_batch), sizes.sequence),
@@ -109,6 +135,7 @@ def given_experiment(sizes: Sizes, base: Base, data: Rows | Prepared, kind: str 
         held_out_rows=data.held_out_rows,
         tokenizer=tokenizer,
         origin=f"prepared blocks of {_origin(made.get('source'), made.get('revision'), made.get('sha256'))}",
+        render=rendering_of(rendering, tokenizer),
     )
 
 
@@ -120,22 +147,32 @@ def _first(packed: Packed, blocks: int) -> Packed:
     return replace(packed, tokens=packed.tokens[:blocks], loss_mask=packed.loss_mask[:blocks])
 
 
-def _training_data(rows: Sequence[Row], tokenizer: Any, sizes: Sizes, origin: str, kind: str) -> TrainingData:
+def _training_data(
+    rows: Sequence[Row], tokenizer: Any, sizes: Sizes, origin: str, recipe: str, rendering: str = "glaive"
+) -> TrainingData:
+    render = rendering_of(rendering, tokenizer)
+
     def blocks(of: Sequence[Row], most: int) -> Packed:
-        made = pack(of, tokenizer, sizes.sequence, blocks=most, padded=kind == "contract")
+        made = pack(of, tokenizer, sizes.sequence, blocks=most, padded=recipe == "contract", render=render)
         return trainable_blocks(made, sizes.sequence)
 
     train, held_out = held_out_split(rows, sizes.held_out_ratio, SEED)
     packed = blocks(train, sizes.steps * sizes.global_batch)
     found = packed.statistics
-    note = f"{found.truncated} of {found.rows} conversations are cut off; the longest has {found.longest} tokens"
+    notes = {
+        f"{found.truncated} of {found.rows} conversations are cut off; the longest has {found.longest} tokens": (
+            found.truncated
+        ),
+        f"the chat template cannot write {found.left_out} conversations, which are left out": found.left_out,
+    }
     return TrainingData(
         train=packed,
         held_out=blocks(held_out, sizes.held_out_blocks),
         held_out_rows=held_out,
         tokenizer=tokenizer,
         origin=origin,
-        notes=(note,) if found.truncated else (),
+        notes=tuple(note for note, count in notes.items() if count),
+        render=render,
     )
 
 

@@ -1,7 +1,8 @@
 """A function call as the assistant writes it: ``<functioncall> {"name": "f", "arguments": '{"a": 1}'}``.
 
 That is not JSON: the arguments are JSON inside single quotes, in which a double quote is not escaped. Source of the
-format: glaiveai/glaive-function-calling-v2.
+format: glaiveai/glaive-function-calling-v2. The chat templates of Qwen2.5 and Qwen3 write JSON between ``<tool_call>``
+and ``</tool_call>``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 from pytest_gpucluster.benchmarks.lora.dataset import END
 
 CALL = "<functioncall>"
+_OF_TEMPLATE, _TEMPLATE_END = "<tool_call>", "</tool_call>"
+_MARKER = re.compile(f"{CALL}|{_OF_TEMPLATE}")
 
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _OPENING = re.compile(r'"arguments"[ \t\r\n]*:[ \t\r\n]*\'')
@@ -45,7 +48,7 @@ class _NotWellFormed(ValueError):
 
 def has_call(text: str) -> bool:
     """Whether a text contains a function call, well-formed or not."""
-    return CALL in text
+    return _MARKER.search(text) is not None
 
 
 def write(call: FunctionCall) -> str:
@@ -70,11 +73,12 @@ def parse(text: str) -> FunctionCall | NoCall:
     >>> parse("Sorry, I cannot do that.")
     NoCall(reason='no <functioncall>')
     """
-    _, marker, after = text.partition(CALL)
+    marker = _MARKER.search(text)
     if not marker:
         return NoCall(reason=f"no {CALL}")
+    after = text[marker.end() :].rstrip().removesuffix(END).rstrip()
     try:
-        return _call(_fields(after.rstrip().removesuffix(END).rstrip()))
+        return _call(_fields(after.removesuffix(_TEMPLATE_END).rstrip() if marker[0] == _OF_TEMPLATE else after))
     except _NotWellFormed as error:
         return NoCall(reason=str(error))
     except RecursionError:

@@ -191,38 +191,62 @@ _IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry(decoder.Geometry):
-    """The size of a Qwen2 model: that of the suite's own decoder, with what Qwen2 has besides. Each field is given: the
-    defaults of transformers' configuration are another model.
+    """The size of a Qwen2 or Qwen3 model: that of the suite's own decoder, with what these have besides. Each field is
+    given: the defaults of transformers' configuration are another model.
 
     Attributes:
         sequence: the longest supported one.
         rms_epsilon, rope_base: of the norms and of the rotary positions.
         tied: whether the head is the embedding's own matrix.
+        head_width: of a head of the attention; 0: width / heads.
+        biased: whether query, key and value have biases, as in Qwen2.
+        normed: whether the heads of queries and keys have norms, as in Qwen3.
     """
 
     rms_epsilon: float = 1e-6
     rope_base: float = 1e6
     tied: bool = False
+    head_width: int = 0
+    biased: bool = True
+    normed: bool = False
+
+    @property
+    def query_width(self) -> int:
+        """Width of all queries of a position together."""
+        return self.head_width * self.heads or self.width
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys of a position together, and of all values."""
+        return self.query_width // self.heads * (self.key_heads or self.heads)
+
+    @property
+    def multiplied_parameters(self) -> int:
+        """Weights that each token is multiplied by."""
+        block = 2 * self.width * (self.query_width + self.key_width) + 3 * self.width * self.mlp_width
+        return self.layers * block + self.vocab * self.width
 
     @property
     def parameters(self) -> int:
         """All weights of the base: also embedding, norms, and the biases of query, key and value."""
         embedding = 0 if self.tied else self.vocab * self.width
-        biases = self.layers * (self.width + 2 * self.key_width)
-        return self.multiplied_parameters + embedding + biases + (2 * self.layers + 1) * self.width
+        biases = self.biased * (self.query_width + 2 * self.key_width)
+        norms = 2 * self.width + self.normed * 2 * self.query_width // self.heads
+        return self.multiplied_parameters + embedding + self.layers * (biases + norms) + self.width
 
     def adapter_parameters(self, rank: int) -> int:
         """Weights of LoRA's matrices on all seven linear layers: rank x (inputs + outputs) each.
 
         Source: Hu et al., "LoRA" (arXiv:2106.09685), section 4.1.
         """
-        return self.layers * rank * (9 * self.width + 2 * self.key_width + 3 * self.mlp_width)
+        widths = 7 * self.width + 2 * self.query_width + 2 * self.key_width + 3 * self.mlp_width
+        return self.layers * rank * widths
 
     def flops_per_token(self, sequence: int, *, rank: int, head_trained: bool = False) -> int:
         """Return the operations of forward and backward for one token, without recomputing anything.
 
         A frozen weight multiplies and adds once forward, and once backward, for the gradient of its input: 4. A trained
-        one once more, for its own: 6. Attention is 6 layers hidden sequence, of which the causal mask has halved 12.
+        one once more, for its own: 6. Attention is 6 layers queries sequence, of which the causal mask has halved 12.
 
         Source: as ``Geometry.training_flops_per_token`` of ``training.model``; Hu et al. (arXiv:2106.09685) for frozen
         weights.
@@ -233,7 +257,7 @@ class Geometry(decoder.Geometry):
             head_trained: whether the head is trained as a whole.
         """
         head = 2 * self.vocab * self.width if head_trained else 0
-        trained = self.adapter_parameters(rank) + self.layers * self.width * sequence
+        trained = self.adapter_parameters(rank) + self.layers * self.query_width * sequence
         return 4 * self.multiplied_parameters + 6 * trained + head
 
     def config_fields(self) -> dict[str, Any]:
@@ -322,10 +346,10 @@ def random_base(geometry: Geometry = QWEN2_7B, label: str = RANDOM_LABEL) -> Bas
 
 
 def given_base(name: str, *, path: Path | None = None, revision: str | None = None) -> Base:
-    """Return a pretrained base from a folder, or from the hub at a revision.
+    """Return a pretrained base from a folder, or from the hub at a revision: Qwen2, Qwen2.5 or Qwen3.
 
-    Only a model of Qwen2-7B's sizes has the label ``qwen2-7b``. Another Qwen2 model has its own name, so that no report
-    confuses the two.
+    Only a model of Qwen2-7B's sizes has the label ``qwen2-7b``, -Instruct among them. Another one has its own name, so
+    that no report confuses the two.
 
     Args:
         name: as the operator wrote it.
@@ -333,7 +357,7 @@ def given_base(name: str, *, path: Path | None = None, revision: str | None = No
         revision: of the hub's repository: a commit, tag or branch. Without one the hub is refused, for the trained
             weights could not be identified later.
 
-    Raises: EnvironmentBroken if it cannot be loaded, is no Qwen2 model, or transformers is missing.
+    Raises: EnvironmentBroken if it cannot be loaded, is another model, or transformers is missing.
     """
     folder = path if path is not None else _from_hub(name, revision)
     geometry = _geometry(folder)
@@ -373,17 +397,17 @@ def make_adapted(base: Base, device: torch.device, *, precision: str, dropout: b
 
 
 def make_base(base: Base, device: torch.device, *, precision: str, seed: int) -> Any:
-    """Create the base alone, as transformers' ``Qwen2ForCausalLM`` in the dtype of the precision.
+    """Create the base alone, as a causal language model of transformers in the dtype of the precision.
 
     It is created on the device itself, never on meta: what has no values there, such as the rotary frequencies, is in
     no state dict either.
     """
     from safetensors import SafetensorError
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     if base.folder is not None:
         try:
-            return Qwen2ForCausalLM.from_pretrained(
+            return AutoModelForCausalLM.from_pretrained(
                 base.folder,
                 dtype=DTYPES[precision],
                 device_map={"": device},
@@ -419,11 +443,14 @@ def _geometry(folder: Path) -> Geometry:
             f"{folder}: no model is there: {first_line(error)}. Expected is a folder as "
             "`hf download Qwen/Qwen2-7B --local-dir FOLDER` creates it"
         ) from error
-    if config.model_type != "qwen2":
-        raise EnvironmentBroken(f"{folder}: a model of type qwen2 is expected, and config.json has {config.model_type}")
+    if config.model_type not in ("qwen2", "qwen3"):
+        raise EnvironmentBroken(
+            f"{folder}: a model of type qwen2 or qwen3 is expected, and config.json has {config.model_type}"
+        )
     if getattr(config, "use_sliding_window", False):
         raise EnvironmentBroken(f"{folder}: config.json asks for a sliding window, which Qwen2-7B does not have")
     rope: Mapping[str, Any] = config.rope_parameters
+    head_width = getattr(config, "head_dim", None) or 0
     try:
         return Geometry(
             width=config.hidden_size,
@@ -436,6 +463,9 @@ def _geometry(folder: Path) -> Geometry:
             rms_epsilon=config.rms_norm_eps,
             rope_base=float(rope["rope_theta"]),
             tied=bool(config.tie_word_embeddings),
+            head_width=0 if head_width * config.num_attention_heads == config.hidden_size else head_width,
+            biased=bool(getattr(config, "attention_bias", True)),
+            normed=config.model_type == "qwen3",
         )
     except ValueError as error:
         raise EnvironmentBroken(f"{folder}: config.json contradicts itself: {error}") from error

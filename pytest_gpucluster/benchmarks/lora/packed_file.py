@@ -13,10 +13,10 @@ import torch
 
 from pytest_gpucluster.benchmarks.lora.dataset import Row, Rows, held_out_split, row_of
 from pytest_gpucluster.benchmarks.lora.hub import not_installed
-from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics, pack, tokenizer_fingerprint
+from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics, pack, rendering_of, tokenizer_fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _ENTRY = "pytest-gpucluster packed blocks"
 _PARTS = ("train", "held_out")
 _ROWS = "held_out.rows"
@@ -35,7 +35,7 @@ class Prepared:
         held_out: blocks of the other conversations.
         held_out_rows: these conversations, for the evaluation of function calls.
         context: the origin: source, its sha256 and revision, malformed rows, the tokenizer and its sha256, sequence,
-            seed and the held-out part.
+            seed, the held-out part and the rendering.
     """
 
     train: Packed
@@ -44,7 +44,16 @@ class Prepared:
     context: Mapping[str, str]
 
 
-def prepare(rows: Rows, tokenizer: Any, *, name: str, sequence: int, held_out: float, seed: int) -> Prepared:
+def prepare(
+    rows: Rows,
+    tokenizer: Any,
+    *,
+    name: str,
+    sequence: int,
+    held_out: float,
+    seed: int,
+    rendering: str = "glaive",
+) -> Prepared:
     """Hold a part of the rows out, and pack both parts.
 
     Args:
@@ -54,14 +63,16 @@ def prepare(rows: Rows, tokenizer: Any, *, name: str, sequence: int, held_out: f
         sequence: positions of a block.
         held_out: the part of the conversations to hold out, above 0 and below 1.
         seed: selects which are held out.
+        rendering: as of :func:`packing.rendering_of`.
 
     Raises:
-        EnvironmentBroken: a part does not fill one block.
+        EnvironmentBroken: a part does not fill one block, or cannot be written by the chat template.
         ValueError: nothing can be held out.
     """
     train, others = held_out_split(rows.rows, held_out, seed)
+    render = rendering_of(rendering, tokenizer)
     try:
-        packed = pack(others, tokenizer, sequence)
+        packed = pack(others, tokenizer, sequence, render=render)
     except EnvironmentBroken as error:
         raise EnvironmentBroken(f"held out: {error}, or hold more out") from None
     context = {
@@ -74,9 +85,13 @@ def prepare(rows: Rows, tokenizer: Any, *, name: str, sequence: int, held_out: f
         "sequence": str(sequence),
         "seed": str(seed),
         "held_out": f"{held_out:g}",
+        "rendering": rendering,
     }
     return Prepared(
-        train=pack(train, tokenizer, sequence), held_out=packed, held_out_rows=tuple(others), context=context
+        train=pack(train, tokenizer, sequence, render=render),
+        held_out=packed,
+        held_out_rows=tuple(others),
+        context=context,
     )
 
 
@@ -159,8 +174,8 @@ def read(path: Path) -> Prepared:
     return Prepared(train=train, held_out=held_out, held_out_rows=rows, context=context)
 
 
-def require_fit(prepared: Prepared, tokenizer: Any, sequence: int) -> None:
-    """Check that blocks have this length and were made with this tokenizer.
+def require_fit(prepared: Prepared, tokenizer: Any, sequence: int, rendering: str) -> None:
+    """Check that blocks have this length and rendering, and were made with this tokenizer.
 
     Raises: EnvironmentBroken otherwise: their numbers mean other tokens to another model.
     """
@@ -169,6 +184,11 @@ def require_fit(prepared: Prepared, tokenizer: Any, sequence: int) -> None:
         raise EnvironmentBroken(
             f"the blocks were made with the tokenizer of {made.get('tokenizer')}, which differs from the model's;"
             " make them again with `gpucluster lora prepare --model` and this model"
+        )
+    if made["rendering"] != rendering:
+        raise EnvironmentBroken(
+            f"the blocks were made with --rendering {made['rendering']}, and lora.rendering is {rendering}: set it, or "
+            "make them again"
         )
     if prepared.train.loss_mask.shape[1] != sequence:
         raise EnvironmentBroken(

@@ -11,16 +11,19 @@ A tokenizer is a tiny one that is trained on the rows, or the one that comes wit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, Row
+from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, MALFORMED_RATIO, WITH_FUNCTIONS, Row
+from pytest_gpucluster.benchmarks.lora.function_calls import CALL, FunctionCall, parse
 from pytest_gpucluster.benchmarks.lora.hub import first_line, local_only, not_installed
 from pytest_gpucluster.benchmarks.lora.synthetic import Draws
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -35,18 +38,25 @@ class Segment:
 
     Attributes:
         text: the part.
-        is_assistant: it is the assistant's. The end token follows it, and counts in the loss as well.
+        is_assistant: it is the assistant's, and counts in the loss.
+        ended: the end token follows it, and counts where it is the assistant's.
     """
 
     text: str
     is_assistant: bool
+    ended: bool = False
+
+
+Render: TypeAlias = Callable[[Row], Iterable[Segment]]
+"""Write a conversation as parts. Raises: ValueError if it cannot be written."""
 
 
 def segments(row: Row) -> Iterator[Segment]:
     """Yield a conversation part by part: what is given, then the assistant's text, and so on.
 
     ``ASSISTANT:`` is given; the assistant's text begins with the space after it. Turns are two empty lines apart, as
-    in glaive's files, whatever stood between them in the row.
+    in glaive's files, whatever stood between them in the row. A row that does not end with the assistant is closed by
+    an end token that does not count.
     """
     given, first = row.system.strip(), not row.system.strip()
     for turn in row.turns:
@@ -54,12 +64,84 @@ def segments(row: Row) -> Iterator[Segment]:
         first = False
         if turn.role == "assistant":
             yield Segment(text=given, is_assistant=False)
-            yield Segment(text=f" {turn.text}" if turn.text else "", is_assistant=True)
+            yield Segment(text=f" {turn.text}" if turn.text else "", is_assistant=True, ended=True)
             given = ""
         else:
             given += f" {turn.text}"
     if given:
-        yield Segment(text=given, is_assistant=False)
+        yield Segment(text=given, is_assistant=False, ended=True)
+
+
+def rendering_of(name: str, tokenizer: Any) -> Render:
+    """Return how rows are written: ``glaive``, as :func:`segments` does; or ``chat``, by the tokenizer's chat template.
+
+    Raises: EnvironmentBroken if the tokenizer has no chat template.
+    """
+    if name == "glaive":
+        return segments
+    if not tokenizer.chat_template:
+        raise EnvironmentBroken(
+            "the model's tokenizer has no chat template: set lora.rendering=glaive (lora prepare: --rendering glaive)"
+        )
+    takes_tools = "tools" in str(tokenizer.chat_template)
+    greeting = [{"role": "user", "content": "x"}]
+
+    def write(messages: list[dict[str, Any]], tools: list[Any] | None = None, answer: bool = False) -> str:
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=answer))
+
+    # What the template writes before an answer; the first special token after it ends the answer.
+    before = write(greeting, answer=True).removeprefix(write(greeting))
+    special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+
+    def render(row: Row) -> list[Segment]:
+        messages, tools = _messages(row, takes_tools)
+        try:
+            given, *others = write(messages, tools or None).split(before)
+        except Exception as error:  # of jinja2 and of the template itself
+            raise ValueError(f"the chat template refuses it: {first_line(error)}") from error
+        if len(others) != sum(message["role"] == "assistant" for message in messages):
+            raise ValueError("a text in it looks like the beginning of an answer")
+        found = []
+        for other in others:
+            end = special.search(other)
+            text, closing = (other[: end.start()], end[0]) if end else (other, "")
+            found += [Segment(text=given + before, is_assistant=False), Segment(text=text, is_assistant=True)]
+            found.append(Segment(text=closing, is_assistant=True))
+            given = other[len(text + closing) :]
+        return [*found, Segment(text=given, is_assistant=False)]
+
+    return render
+
+
+def _messages(row: Row, takes_tools: bool) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return a conversation as chat templates take it. For one that takes no tools, functions and calls are texts."""
+    system, tools = row.system.strip().removeprefix("SYSTEM:").strip(), list[Any]()
+    if takes_tools:
+        system, tools = _functions(system)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for turn in row.turns:
+        call = parse(turn.text) if takes_tools and turn.role == "assistant" else None
+        message: dict[str, Any] = {"role": "tool" if turn.role == "function" else turn.role, "content": turn.text}
+        if isinstance(call, FunctionCall):
+            function = {"name": call.name, "arguments": dict(call.arguments)}
+            message["content"] = turn.text.partition(CALL)[0].strip()
+            message["tool_calls"] = [{"type": "function", "function": function}]
+        messages.append(message)
+    return messages, tools
+
+
+def _functions(system: str) -> tuple[str, list[Any]]:
+    """Take the functions at the end of a system text out of it; without them it stays as it is."""
+    text, _, rest = system.partition(WITH_FUNCTIONS.removeprefix("SYSTEM: ").strip())
+    tools, rest = list[Any](), rest.strip()
+    try:
+        while rest:
+            function, end = json.JSONDecoder().raw_decode(rest)
+            tools.append({"type": "function", "function": function})
+            rest = rest[end:].strip()
+    except ValueError:
+        tools = []
+    return (text.strip(), tools) if tools else (system, [])
 
 
 def text_of(row: Row) -> str:
@@ -88,6 +170,7 @@ class Statistics:
         loss_targets: targets in the blocks that count in the loss. The first token of a block is no target.
         longest: tokens of the longest row, uncut.
         truncated: rows that were cut off.
+        left_out: rows that the chat template could not write.
     """
 
     rows: int = 0
@@ -98,6 +181,7 @@ class Statistics:
     loss_targets: int = 0
     longest: int = 0
     truncated: int = 0
+    left_out: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,7 +216,13 @@ class Packed:
 
 
 def pack(
-    rows: Iterable[Row], tokenizer: Any, sequence: int, *, blocks: int | None = None, padded: bool = False
+    rows: Iterable[Row],
+    tokenizer: Any,
+    sequence: int,
+    *,
+    blocks: int | None = None,
+    padded: bool = False,
+    render: Render = segments,
 ) -> Packed:
     """Tokenize rows, concatenate them in their order, and cut that into blocks; or make one padded block of each.
 
@@ -142,9 +232,10 @@ def pack(
         sequence: positions of a block; it holds one token more.
         blocks: stop at this number; the rows after them are not read. None takes all rows.
         padded: each row is a block, all of whose tokens count, cut off or padded at its end.
+        render: how a row is written.
 
     Raises:
-        EnvironmentBroken: the rows do not fill one block.
+        EnvironmentBroken: the rows do not fill one block, or more than ``MALFORMED_RATIO`` of them cannot be written.
         ValueError: ``sequence`` or ``blocks`` is below 1, or the tokenizer has no end token.
     """
     if sequence < 1 or (blocks is not None and blocks < 1):
@@ -154,10 +245,13 @@ def pack(
     length = sequence + 1
     pieces: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []
-    used = total = longest = truncated = loss_tokens = 0
+    used = total = longest = truncated = loss_tokens = left_out = 0
     most = length * (1 if padded else LONGEST_ROW)
-    encoded = (one for chunk in _chunks(rows, _AT_ONCE) for one in encode(chunk, tokenizer))
+    encoded = (one for chunk in _chunks(rows, _AT_ONCE) for one in encode(chunk, tokenizer, render))
     for tokens, loss_mask in encoded:
+        if not tokens:
+            left_out += 1
+            continue
         used, longest, truncated = used + 1, max(longest, len(tokens)), truncated + (len(tokens) > most)
         kept = min(len(tokens), most)
         filler = length - kept if padded else 0
@@ -166,6 +260,11 @@ def pack(
         total, loss_tokens = total + kept + filler, loss_tokens + int(masks[-1].sum())
         if blocks is not None and total >= blocks * length:
             break
+    if left_out > MALFORMED_RATIO * (used + left_out):
+        raise EnvironmentBroken(
+            f"{left_out} of {used + left_out} rows cannot be written by the chat template: it refuses them, or their "
+            "texts look like parts of it; give other rows, or set lora.rendering=glaive"
+        )
     count = total // length if blocks is None else min(total // length, blocks)
     if not count:
         raise EnvironmentBroken(
@@ -186,6 +285,7 @@ def pack(
             loss_targets=int(in_blocks.sum()),
             longest=longest,
             truncated=truncated,
+            left_out=left_out,
         ),
         padded=padded,
     )
@@ -225,13 +325,18 @@ def share(batch: Sequence[int], *, rank: int, world_size: int) -> list[int]:
     return list(batch[rank * each : (rank + 1) * each])
 
 
-def encode(rows: Sequence[Row], tokenizer: Any) -> Iterator[tuple[list[int], list[bool]]]:
+def encode(rows: Sequence[Row], tokenizer: Any, render: Render = segments) -> Iterator[tuple[list[int], list[bool]]]:
     """Yield the tokens of each row, and which of them count in the loss: the assistant's, and the end token after them.
+    A row that cannot be written has no tokens.
 
-    Each part of a row is tokenized by itself, so that no token belongs half to the assistant. A row that does not end
-    with the assistant is closed by an end token that does not count.
+    Each part of a row is tokenized by itself, so that no token belongs half to the assistant.
     """
-    parts_of_rows = [list(segments(row)) for row in rows]
+    parts_of_rows: list[list[Segment]] = []
+    for row in rows:
+        try:
+            parts_of_rows.append(list(render(row)))
+        except ValueError:
+            parts_of_rows.append([])
     # No special token of its own: a model that begins each text with one would have it at every turn.
     ids = iter(ids_of([segment.text for parts in parts_of_rows for segment in parts], tokenizer))
     end = tokenizer.eos_token_id
@@ -239,12 +344,9 @@ def encode(rows: Sequence[Row], tokenizer: Any) -> Iterator[tuple[list[int], lis
         tokens: list[int] = []
         loss_mask: list[bool] = []
         for segment in parts:
-            piece = list(next(ids)) + ([end] if segment.is_assistant else [])
+            piece = list(next(ids)) + [end] * segment.ended
             tokens += piece
             loss_mask += [segment.is_assistant] * len(piece)
-        if not parts[-1].is_assistant:
-            tokens.append(end)
-            loss_mask.append(False)
         yield tokens, loss_mask
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, Row
+from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, WITH_FUNCTIONS, Row
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, write
 
 Item = TypeVar("Item")
@@ -48,7 +48,6 @@ class Draws:
             items[last], items[other] = items[other], items[last]
 
 
-WITH_FUNCTIONS = "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
 WITHOUT_FUNCTIONS = "SYSTEM: You are a helpful assistant, with no access to external functions."
 
 _TALK_RATIO = 0.1

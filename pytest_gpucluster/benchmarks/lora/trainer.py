@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_adapter, is_outer_factor, make_adapted
-from pytest_gpucluster.benchmarks.lora.packing import Packed, global_batch, share
+from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, global_batch, segments, share
 from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, cosine, seed_of_step
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
@@ -44,6 +44,7 @@ class TrainingData:
         tokenizer: of the blocks.
         origin: where the rows come from, for reports.
         notes: remarks on them, for reports.
+        render: how they are written.
     """
 
     train: Packed
@@ -52,6 +53,7 @@ class TrainingData:
     tokenizer: Any
     origin: str
     notes: tuple[str, ...] = ()
+    render: Render = segments
 
     @property
     def sha256(self) -> str:

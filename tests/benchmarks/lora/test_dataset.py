@@ -15,7 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gpucluster.benchmarks.lora import hub
-from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, Row, load_rows, read_rows, turns_of
+from pytest_gpucluster.benchmarks.lora.dataset import (
+    BETWEEN,
+    END,
+    LABELS,
+    WITH_FUNCTIONS,
+    Row,
+    load_rows,
+    read_rows,
+    row_of,
+    turns_of,
+)
+from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, parse
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.errors import EnvironmentBroken
 
@@ -47,14 +58,54 @@ def test_every_layout_gives_the_same_rows(data):
     assert malformed == []
 
 
+CALLED = {"type": "function", "function": {"name": "heat", "arguments": {"city": "O'Hara"}}}
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How hot is it?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    {"role": "tool", "name": "heat", "content": '{"degrees": 30}'},
+    {"role": "assistant", "content": "30 degrees."},
+]
+TOOL = {"type": "function", "function": {"name": "heat", "parameters": {}}}
+
+
+def test_messages_and_tools_become_a_row_of_texts():
+    found = [
+        row_of({"messages": MESSAGES, "tools": [TOOL]}),
+        row_of({"messages": MESSAGES, "tools": json.dumps([TOOL["function"]]), "id": 7}),
+        row_of({"messages": [*MESSAGES[:2], {**MESSAGES[2], "tool_calls": [CALLED["function"]]}, *MESSAGES[3:]]}),
+    ]
+    functions = WITH_FUNCTIONS.removeprefix("SYSTEM: ") + json.dumps(TOOL["function"], indent=4)
+    assert [row.system for row in found] == [*[f"SYSTEM: Be brief.\n{functions}"] * 2, "SYSTEM: Be brief."]
+    for row in found:
+        assert [turn.role for turn in row.turns] == ["user", "assistant", "function", "assistant"]
+        assert parse(row.turns[1].text) == FunctionCall(name="heat", arguments={"city": "O'Hara"})
+        assert row.turns[2].text == '{"degrees": 30}'
+
+
+def answered(**message):
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", **message}]}
+
+
 BAD = [
+    ({"messages": "Hello"}, "messages must be a list of objects"),
+    ({"messages": ["Hello"]}, "messages must be a list of objects"),
+    (answered(content=["b"]), "a message must have a known role and a text, not 'assistant' and ['b']"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "a known role and a text, not 'robot'"),
+    ({**answered(content="b"), "tools": "[1"}, "no JSON"),
+    (answered(tool_calls={"name": "f"}), "tools and tool_calls must be lists"),
+    (answered(content="b\n USER: c"), "a line of a message begins as a turn does: USER:"),
+    (answered(content=""), "there is nothing to train on"),
     (7, "a row must be an object, not 7"),
     (None, "a row must be an object, not None"),
     ({"system": 1, "chat": "USER: a\n\n\nASSISTANT: b"}, "system must be a text, not 1"),
     ({"system": "", "chat": []}, "chat must be a text, not []"),
     ({"system": "", "chat": "Hello"}, "the chat does"),
     ({"system": "", "chat": "USER: a"}, "there is nothing to train on"),
-    ({"prompt": "a", "completion": "b"}, "a row has the keys prompt, completion; needed are system and chat"),
+    (
+        {"prompt": "a", "completion": "b"},
+        "a row has the keys prompt, completion; needed are messages, or system and chat",
+    ),
 ]
 
 

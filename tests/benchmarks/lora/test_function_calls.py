@@ -40,6 +40,17 @@ def test_every_call_that_is_written_is_read_again(name, arguments):
         assert parse(f"{CALL}\n{json.dumps({'arguments': value, 'name': name}, indent=2)}") == call
 
 
+@given(name=NAMES, arguments=ARGUMENTS)
+def test_a_call_as_chat_templates_write_it_is_read(name, arguments):
+    written = json.dumps({"name": name, "arguments": arguments})
+    for text in (
+        f"<tool_call>\n{written}\n</tool_call>",
+        f"Let me see.\n<tool_call>{written}</tool_call><|endoftext|>",
+    ):
+        assert parse(text) == FunctionCall(name=name, arguments=arguments)
+        assert function_calls.has_call(text)
+
+
 @given(arguments=st.dictionaries(st.sampled_from(["it's", "b"]), st.sampled_from(["don't", 'say "x"', "line\nline"])))
 def test_escapes_of_escapes_are_taken_off_where_nothing_else_gives_json(arguments):
     inner = json.dumps(arguments).replace("\\", "\\\\").replace("'", "\\'")

@@ -19,6 +19,7 @@ from pytest_gpucluster.benchmarks.lora.experiment import (
     given_experiment,
     recipe_of,
     require_same_context,
+    training_deadline,
 )
 from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import tiny_tokenizer
@@ -96,6 +97,17 @@ def test_the_contract_trains_on_whole_conversations_by_its_own_recipe(given):
         False,
     )
     assert contract.global_batch == packed.global_batch == 128
+
+
+def test_a_training_has_the_time_that_it_is_predicted_to_need_and_half_as_much():
+    sizes = SimpleNamespace(steps=100, checkpoint_every=10, global_batch=128, sequence=4096, deadline_seconds=3600.0)
+    tokens = 110 * 128 * 4096
+    assert training_deadline(sizes, "packed", 1) == 3600 + 1.5 * tokens / 2000  # 7.3 h of steps, of a GPU at the floor
+    assert training_deadline(sizes, "packed", 1) > 1.5 * 7.3 * 3600
+    assert training_deadline(sizes, "packed", 16) == 3600 + 1.5 * tokens / 16 / 2000
+    assert training_deadline(sizes, "packed", 24) == 3600 + 1.5 * tokens / 8 / 2000  # groups of 8 train at once
+    assert training_deadline(sizes, "packed", 16, 12_000.0) == 3600 + 1.5 * tokens / 16 / 12_000
+    assert training_deadline(sizes, "contract", 16) == 3600 + 1.5 * tokens / 8 / 16 / 2000
 
 
 @pytest.fixture(scope="module")

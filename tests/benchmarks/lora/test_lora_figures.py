@@ -24,7 +24,9 @@ FOUND = Convergence(
     parity={"fp32": PARITY},
     curve=Curve(points=(), context={"model": "lora_tiny", "precision": "bf16"}),
     result=RESULT,
-    calls=CallScore(asked=4, well_formed=3, right_function=2, right_arguments=1, skipped={}, answers=()),
+    calls=CallScore(
+        asked=4, called=3, well_formed=3, right_function=2, right_arguments=1, not_due=0, unneeded=0, skipped={}
+    ),
     tokens_per_second=Series(samples=(1e4,) * 6, median=1e4, low=1e4, high=1e4),
     flops_per_token=31_716_278_272,
     peak_bytes=70 * 10**9,

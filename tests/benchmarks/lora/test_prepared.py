@@ -50,6 +50,7 @@ def test_both_parts_are_packed_and_no_conversation_is_in_both(made, tokenizer):
 def test_the_context_says_where_it_comes_from(made, tokenizer):
     message = {"source": "rows.json", "sha256": "ab" * 32, "revision": "", "malformed": "1", "tokenizer": "tiny"}
     message |= {"tokenizer_sha256": tokenizer_fingerprint(tokenizer), "sequence": "64", "seed": "3", "held_out": "0.1"}
+    message["rendering"] = "glaive"
     assert made.context == message
 
 
@@ -119,7 +120,7 @@ def rewritten(path, change=None, tensors=None):
     "refused",
     [
         ({"change": ""}, "no packed blocks; make them with"),
-        ({"change": {"schema_version": 1}}, "schema_version 1, and 2"),
+        ({"change": {"schema_version": 1}}, "schema_version 1, and 3"),
         ({"change": {"statistics": {"train": {"rows": 1}}}}, "damaged"),
         ({"change": {"context": 1}}, "damaged"),
         ({"change": "{"}, "damaged"),
@@ -148,8 +149,10 @@ def test_too_few_rows_held_out_are_reported(tokenizer):
 
 
 def test_blocks_fit_the_tokenizer_and_the_length_that_they_were_made_with(made, tokenizer):
-    packed_file.require_fit(made, tokenizer, 64)
+    packed_file.require_fit(made, tokenizer, 64, "glaive")
     with pytest.raises(EnvironmentBroken, match="the blocks have 64 positions, and the workload has 128"):
-        packed_file.require_fit(made, tokenizer, 128)
+        packed_file.require_fit(made, tokenizer, 128, "glaive")
     with pytest.raises(EnvironmentBroken, match=r"the tokenizer"):
-        packed_file.require_fit(made, tiny_tokenizer(ROWS.rows[:150]), 64)
+        packed_file.require_fit(made, tiny_tokenizer(ROWS.rows[:150]), 64, "glaive")
+    with pytest.raises(EnvironmentBroken, match=r"rendering glaive, .* is chat"):
+        packed_file.require_fit(made, tokenizer, 64, "chat")
