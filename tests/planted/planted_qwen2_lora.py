@@ -201,7 +201,7 @@ LORA_TINY = {
 }
 WORKLOADS = {fault: {"lora_tiny": sizes} for fault, sizes in LORA_TINY.items()}
 CONTRACT = {"lora": {"recipe": "contract"}, "lora_tiny": {**TRAINED_ONLY, "steps": 10}}
-WORKLOADS |= dict.fromkeys(("contract", "idle"), CONTRACT)
+WORKLOADS |= {"idle": CONTRACT, "contract": {**CONTRACT, "lora_tiny": {"calls": 0, "steps": 10}}}
 WORKLOADS["model"] = {"qwen2_lora": {"steps": 10, "checkpoint_every": 8, "parity_steps": 2}}
 
 

@@ -209,10 +209,10 @@ class Packed:
         return int(self.loss_mask[blocks].sum()) if self.padded else len(blocks) * self.loss_mask.shape[1]
 
     def batch(self, blocks: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens and loss mask of some blocks on a device; if padded, cut to the longest of them."""
+        """Return tokens and loss mask of some blocks on a device; if padded, cut to one more than the longest."""
         tokens, loss_mask = self.tokens[blocks], self.loss_mask[blocks]
-        longest = int(loss_mask.sum(dim=1).max()) if self.padded else loss_mask.shape[1]
-        return tokens[:, : longest + 1].to(device), loss_mask[:, :longest].to(device)
+        kept = int(loss_mask.sum(dim=1).max()) + 1 if self.padded else loss_mask.shape[1]
+        return tokens[:, : kept + 1].to(device), loss_mask[:, :kept].to(device)
 
 
 def pack(

@@ -15,7 +15,7 @@ from pytest_gpucluster.metrics.loss_curve import Curve
 from pytest_gpucluster.metrics.sampling import Series
 
 PARITY = Parity(losses=[1.0] * 10, loss_errors=[1e-7], gradient_errors=[1e-6], weight_errors=[0.0], global_batch=4)
-RESULT = {"final_loss": 0.3, "held_out_loss": 0.6, "held_out_ratio": 0.1} | dict.fromkeys(
+RESULT = {"final_loss": 0.3, "all_token_loss": 0.4, "held_out_loss": 0.6, "held_out_ratio": 0.1} | dict.fromkeys(
     ("moved_adapters", "unchanged_base", "replayed_steps"), 1.0
 )
 RESULT |= {"resume_error": 0.0, "reload_error": 0.0}

@@ -94,8 +94,8 @@ def test_padded_each_block_is_one_row_whose_tokens_all_count_cut_to_the_longest_
         assert packed.input_tokens([block]) == len(kept) - 1
     short = sorted(range(len(rows)), key=lambda block: len(rows[block]))[:2]
     tokens, loss_mask = packed.batch(short, torch.device("cpu"))
-    assert tokens.shape == (2, len(rows[short[1]]))
-    assert loss_mask.shape == (2, len(rows[short[1]]) - 1)
+    assert tokens.shape == (2, len(rows[short[1]]) + 1)
+    assert loss_mask.shape == (2, len(rows[short[1]]))
     truncated = sum(len(tokens) > 257 for tokens in rows)
     assert 0 < packed.statistics.truncated == truncated < len(rows)
     assert packed.statistics.loss_targets == packed.input_tokens(range(len(rows)))
