@@ -2,6 +2,8 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/.installed
+REHEARSAL := .venv/.rehearsal$(if $(ALL),-all)
+comma := ,
 # constraints-oldest.txt has the oldest versions that are supported; for a .venv of its own.
 CONSTRAINTS ?= constraints.txt
 
@@ -14,20 +16,28 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 22
 
+define CHECK_PYTHON
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+  echo "make: $(PYTHON) is `$(PYTHON) --version 2>&1`; Python 3.10 or newer is needed: make PYTHON=/path/to/python3.12 ..." >&2; \
+  exit 1; }
+endef
+
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo "make: $(PYTHON) is `$(PYTHON) --version 2>&1`; Python 3.10 or newer is needed: make PYTHON=/path/to/python3.12 ..." >&2; \
-	  exit 1; }
+	@$(CHECK_PYTHON)
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,lora,vision]'
 	@touch $@
 
-rehearsal: $(STAMP) ## run the acceptance suite on two CPU ranks: no GPU needed, nothing is accepted by it
-	@OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --nproc-per-node=2 \
-	  -m pytest acceptance/ --gpucluster-device=cpu --junitxml=report.xml; \
-	status=$$?; \
-	echo "reports: $(CURDIR)/report.xml and $(CURDIR)/gpucluster-report/latest/"; \
-	exit $$status
+# A rehearsal needs neither linters nor, unless ALL=1, what the criteria lora and vision need. pip shows its progress.
+$(REHEARSAL): pyproject.toml $(CONSTRAINTS)
+	@$(CHECK_PYTHON)
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.$(if $(ALL),[lora$(comma)vision])'
+	@touch $@
+
+rehearsal: $(REHEARSAL) ## the acceptance suite on two CPU ranks: no GPU needed, nothing is accepted by it; ALL=1: lora and vision, too
+	@OMP_NUM_THREADS=1 $(PY) -m pytest_gpucluster run -- --gpucluster-device=cpu --junitxml=report.xml \
+	  $(if $(ALL),,-k 'not lora and not vision')
 
 docs: $(STAMP) ## write every file that is made from the code: pages, JSON Schemas, acceptance/criteria.txt
 	$(PY) docs/generate.py

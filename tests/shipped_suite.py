@@ -18,6 +18,7 @@ OPTIONS = (
     "-k fsdp",
     "-k checkpoint",
     "-k vision",
+    "-k not lora and not vision",  # make rehearsal
     "-k nccl",
     "-m nccl",
     "-m single_gpu",
@@ -68,6 +69,11 @@ def _collected():
 def shipped_tests():
     """Return every test in the order of a run: its id, file, name, markers and criteria."""
     return [SimpleNamespace(**told) for told in _collected()[""]]
+
+
+def criteria(options):
+    """Return the criteria that options select."""
+    return {name for told in _collected()[options] for name in told["criteria"]}
 
 
 def selected():

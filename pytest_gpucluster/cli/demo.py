@@ -28,8 +28,17 @@ from pytest_gpucluster.cli.command import (
     option,
     print_paragraph,
 )
-from pytest_gpucluster.cli.run import AGENT, FORWARDED, SignalForwarder, print_line, read_notes, run_exit_codes
+from pytest_gpucluster.cli.run import (
+    AGENT,
+    FORWARDED,
+    SignalForwarder,
+    print_line,
+    print_page,
+    read_notes,
+    run_exit_codes,
+)
 from pytest_gpucluster.errors import JournalError, OptionError
+from pytest_gpucluster.journal.records import SIMULATED
 from pytest_gpucluster.journal.verdict import VARIABLE
 from pytest_gpucluster.launch.forks import Forked, ForkServer, holders
 from pytest_gpucluster.reports.registry import existing_files
@@ -125,8 +134,7 @@ def _demo(options: argparse.Namespace) -> int:
                 print_paragraph(line, first=">> ", rest=" " * 7, stream=sys.stderr)
         except (JournalError, OSError, ET.ParseError, KeyError) as error:
             print_line(f"where the culprit stands is unknown: {error}")  # the verdict still comes
-        if "report" in reports:
-            print_line(f"page: {reports['report']}")
+        print_page(directory, found.exit, SIMULATED)
     print_line(found.line)
     return found.exit
 

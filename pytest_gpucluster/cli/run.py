@@ -35,6 +35,14 @@ FORWARDED = {
 }
 """Signal -> what torchrun gets. Ranks end in order after SIGINT and SIGTERM; the others, which a closed terminal sends,
 would end them without a report."""
+_NEXT = {
+    0: "`gpucluster certificate create DIR` where it is ACCEPTED; `gpucluster runs compare` with an earlier run",
+    10: "`gpucluster doctor` with the same arguments lists what cannot run, and what to type",
+    12: "run again without the deviations: without weaker limits or sizes, and without reruns",
+}
+"""Exit code -> what to do next."""
+_ON_GPUS = "on GPUs `gpucluster node selftest`, then `gpucluster run -- --gpucluster-expect=1x8xH100`"
+_SEE_PAGE = "the page names what went wrong, and what to do; more in docs/playbook.md and docs/troubleshooting.md"
 _RECORDER_SECONDS = 20.0
 """How long the recorder may take after rank 0's death to write the end of the journal."""
 
@@ -89,8 +97,19 @@ def _run(options: argparse.Namespace) -> int:
             code = agent.wait()
             notes, journal_note = read_notes(folder, agent.pid)
         found = conclude(AgentResult.read(folder), notes, journal_note, agent_code=code, signals=forwarder.signals)
+    note = next((note for note in [*notes, journal_note] if note is not None), None)
+    if note is not None:
+        print_page(note.directory, found.exit, note.kind)
     print_line(found.line)
     return found.exit
+
+
+def print_page(directory: str, code: int, kind: str) -> None:
+    """Print what to do after a run with this exit code, and where its page is, if it is on this node."""
+    page = Path(directory, "report.html")
+    if directory and page.exists():
+        print_line(f"next: {_ON_GPUS if kind and code == 0 else _NEXT.get(code, _SEE_PAGE)}")
+        print_line(f"page: {page}")
 
 
 class SignalForwarder:

@@ -13,7 +13,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pytest_gpucluster.errors import MeasurementError, ThresholdsError
@@ -176,6 +176,20 @@ class Thresholds:
         """The metrics with an entry, in the order of the files, and then the others that are declared as recorded."""
         declared = (metric.name for metric in measurement.METRICS.values() if metric.recorded)
         return list(dict.fromkeys([*(limit.metric for limit in self.limits), *declared]))
+
+    def slower(self, factor: float) -> Thresholds:
+        """Return the limits with a rehearsal's floors of rates divided by this factor, and its times multiplied."""
+
+        def slowed(limit: Limit) -> Limit:
+            if limit.sku != datasheets.CPU_REHEARSAL:
+                return limit
+            if limit.min is not None and limit.unit.endswith(("/s", "FLOPS")):
+                return replace(limit, min=limit.min / factor)
+            if limit.max is not None and limit.unit in ("s", "ms", "us"):
+                return replace(limit, max=limit.max * factor)
+            return limit
+
+        return self if factor == 1.0 else replace(self, limits=tuple(map(slowed, self.limits)))
 
     def sku_for(self, nvml_name: str) -> str | None:
         """Name the SKU whose pattern matches the whole NVML name. None: an unknown GPU.

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpucluster.agreement.liveness import process_state, start_time
-from pytest_gpucluster.journal.journal import encode
+from pytest_gpucluster.journal.journal import JOURNAL_FILE, encode
 from pytest_gpucluster.launch import detached_process
 from pytest_gpucluster.reports import registry as reports
 
@@ -55,6 +55,17 @@ class _Packet:
         self.content = content
         self.is_last = is_last
         self.number = 0
+
+
+def reports_seconds(run_dir: Path) -> float:
+    """Return how long closing the journal and all reports may take: 7 s, and 1 s for each 100 kB of it, at most 15 s.
+
+    Ranks and launchers wait 3 s more, and torchrun kills a rank 30 s after another one has failed.
+    """
+    try:
+        return min(7.0 + (run_dir / JOURNAL_FILE).stat().st_size / 100_000, 15.0)
+    except OSError:
+        return 7.0
 
 
 class Recorder:

@@ -22,15 +22,13 @@ from pytest_gpucluster.agreement import hang_diagnosis
 from pytest_gpucluster.agreement.liveness import process_state
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.recorder.client import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE, RETRY
+from pytest_gpucluster.recorder.client import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE, RETRY, reports_seconds
 from pytest_gpucluster.recorder.writer import OWN_PROBLEM, RunWriter
 from pytest_gpucluster.reports import registry as reports
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
 
 _TICK_SECONDS = 0.5
 _GRACE_SECONDS = 1.0  # after a test's deadline
-# For closing the journal and all reports. Rank 0 and the launchers wait for them: 10 s (session/shutdown.py).
-_REPORTS_SECONDS = 7.0
 _LEAST_SECONDS = 0.5
 _FAULT_BYTES = 64 * 1024
 
@@ -94,7 +92,7 @@ class Session:
             self._record_death()
         begin = time.monotonic()
         self._send_result("done", self._writer.close())
-        left = max(_LEAST_SECONDS, _REPORTS_SECONDS - (time.monotonic() - begin))
+        left = max(_LEAST_SECONDS, reports_seconds(self._writer.run_dir) - (time.monotonic() - begin))
         self._send_result("missing", self._writer.render_reports(left))
         if not self._is_closed and self._fault_file is not None:
             detached_process.end_stale_processes([str(self._fault_file)])

@@ -126,6 +126,7 @@ class RunWriter:
     """Journal and JUnit file of one run on disk. No disk error is raised: see :attr:`failure`."""
 
     def __init__(self, run_dir: Path, junit_path: Path | None) -> None:
+        self.run_dir = run_dir
         self.builder = JournalBuilder(keep_samples=False)
         self.rejected: str | None = None
         self._junit_path = junit_path
@@ -239,7 +240,7 @@ class RunWriter:
             # It may be another run's folder, or a full disk: nothing is written next to a journal that is not complete.
             names = ", ".join(FILES_OF_A_RUN)
             return f"{names}: not written, because the journal here is not complete; render them from its copy"
-        return render_in_child(journal, self._writer.path.parent, seconds)
+        return render_in_child(journal, self.run_dir, seconds)
 
     def _rescue(self) -> str:
         journal = self.journal()

@@ -45,7 +45,7 @@ def judge_merged(run: Run, record: TestRecord, merged: Merged, outcomes: Sequenc
         by_rank,
         world=dict(run.names),
         node_of=run.node_of(),
-        limits=run.limits,
+        limits=run.limits.slower(run.slowdown),
         sku=run.sku(gpu),
         gpu_name=gpu,
         telemetry=record.telemetry,

@@ -550,7 +550,7 @@ class Phases:
             item.session.shouldstop = run.watch.abort_reason.message
 
     def _deadline(self, item: pytest.Item) -> float:
-        return deadline_of(item, float(self._run.settings.deadline))
+        return deadline_of(item, float(self._run.settings.deadline)) * self._run.slowdown
 
 
 def label_of(item: pytest.Item, when: str) -> str:

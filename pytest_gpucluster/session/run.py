@@ -12,6 +12,7 @@ import platform
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -111,6 +112,23 @@ def environment_line(environ: Mapping[str, str], hostname: str) -> dict[str, Any
     }
 
 
+_ORDINARY_PER_SECOND, _CALIBRATION_SECONDS, _MOST_SLOWDOWN = 10_000.0, 0.25, 8.0
+"""An ordinary core makes 10,000 products of 128 x 128 in fp32 in a second: 42 GFLOPS. Other processes on a busy CPU
+take turns of some milliseconds, of which the time has several."""
+
+
+def measure_slowdown() -> float:
+    """Return how many times slower than an ordinary CPU this process computes now, from 1 to 8."""
+    import torch
+
+    square = torch.ones(128, 128)
+    begin, done, spent = time.monotonic(), 0, 0.0
+    while spent < _CALIBRATION_SECONDS:
+        torch.mm(square, square)
+        done, spent = done + 1, time.monotonic() - begin
+    return min(max(1.0, _ORDINARY_PER_SECOND * spent / done), _MOST_SLOWDOWN)
+
+
 def _digest(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -181,6 +199,8 @@ class Run:
         self.fault_file = FaultFile()
         self.while_open = contextlib.ExitStack()
         """What is undone when this process leaves the run."""
+        self.slowdown = 1.0
+        """How many times slower the slowest rank is than an ordinary CPU, in a rehearsal: see measure_slowdown."""
         self.selection = False
         """Only some of the tests were asked for."""
         self.uncovered = ""

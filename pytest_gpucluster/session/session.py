@@ -19,7 +19,7 @@ from pytest_gpucluster.session import reporting, shutdown
 from pytest_gpucluster.session.phases import ON_TRIAL, Phases, name_of
 from pytest_gpucluster.session.rejected_run import asked_path
 from pytest_gpucluster.session.reporting import BROKE, Console, Status, skip_reason
-from pytest_gpucluster.session.run import Run
+from pytest_gpucluster.session.run import Run, measure_slowdown
 from pytest_gpucluster.session.selection import (
     criterion_of,
     deadline_of,
@@ -182,9 +182,12 @@ class Session:
 
     def _collected(self, session: pytest.Session) -> None:
         self._node_ids = [item.nodeid for item in session.items]
-        self._run.cluster.allow(max((deadline_of(item, 0.0) for item in session.items), default=0.0))
+        if self._run.rehearsal and self._run.workload_record is not None:  # benchmarks are going to run
+            self._run.slowdown = measure_slowdown()
         if self._run.facts.world_size > 1:
             self._agree_on_collection(session)
+        longest = max((deadline_of(item, 0.0) for item in session.items), default=0.0)
+        self._run.cluster.allow(longest * self._run.slowdown)
         self._run.take_collected([name_of(item) for item in session.items], left_out=self._left_out)
         if self._run.abort_reason is not None:
             session.items[:] = []
@@ -221,10 +224,12 @@ class Session:
         run = self._run
         errors = [[nodeid, text[-8000:]] for nodeid, text in self._collection_errors]
         workload = run.workload_record.compared if run.workload_record is not None else []
-        body = {"ids": self._node_ids, "workload": workload, "errors": errors}
+        body: dict[str, Any] = {"ids": self._node_ids, "workload": workload, "errors": errors}
+        body["slowdown"] = run.slowdown
         run.watch.enter("collection", run.timeouts.join)
         run.watch.leave()
         first = run.agree(body, self._compare, deadline_seconds=run.timeouts.join) or {}
+        run.slowdown = float(first.get("slowdown", 1.0))
         if "ids" in first and run.rank != 0:
             by_id: dict[str, list[pytest.Item]] = {}
             for item in session.items:
@@ -257,7 +262,12 @@ class Session:
             different = rendezvous.collection_difference(found[0], found, names, subset=self._subset, kind=kind)
             if different is not None:
                 break
-        return {"ids": expected} if different is None else {"disagreement": list(different)}
+        if different is not None:
+            return {"disagreement": list(different)}
+        slowdown = max(body["slowdown"] for body in bodies.values())
+        if slowdown > 1.0:
+            self._run.write_lines([f"{slowdown:.1f} times slower than an ordinary CPU: limits and deadlines follow"])
+        return {"ids": expected, "slowdown": slowdown}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> bool | None:

@@ -29,7 +29,7 @@ from pytest_gpucluster.journal.run_directory import VerdictRecord
 from pytest_gpucluster.journal.test_record import now
 from pytest_gpucluster.journal.verdict import ExitNote, write_note
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.recorder.client import wait_for_end
+from pytest_gpucluster.recorder.client import reports_seconds, wait_for_end
 from pytest_gpucluster.session.run import Run
 from pytest_gpucluster.text import first_line, one_line, visible
 
@@ -74,7 +74,7 @@ def _say(run: Run, text: str, details: str = "") -> None:
     run.write_lines((line[:_SHOWN_CHARACTERS] for line in lines), red=True)
 
 
-_REPORTS_WRITTEN_SECONDS = 10.0
+_MORE_SECONDS = 3.0
 _FINISH_DEADLINE_SECONDS = 60.0
 _TRY_AGAIN_SECONDS = 2.0
 """How long the recorder may take to write once more what the disk had refused."""
@@ -208,7 +208,7 @@ def write_end(run: Run) -> None:
         "ended_by": run.ended_by(),
         "by": "rank 0",
     }
-    error = run.recorder.finish(end, timeout=_REPORTS_WRITTEN_SECONDS)
+    error = run.recorder.finish(end, timeout=_MORE_SECONDS + reports_seconds(run.directory or Path()))
     if error is not None:
         run.problems.append(error)
         if run.verdict.exit in (0, 10, 12):
@@ -262,7 +262,7 @@ def _wait_for_reports(run: Run) -> None:
     if pid is not None and start_time(int(pid)) == run.roll.shared["recorder_started"]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGCONT)  # somebody may have stopped it
-        wait_for_end(int(pid), _REPORTS_WRITTEN_SECONDS)
+        wait_for_end(int(pid), _MORE_SECONDS + reports_seconds(Path(str(run.roll.shared.get("directory")))))
 
 
 def report_to_launcher(run: Run) -> None:

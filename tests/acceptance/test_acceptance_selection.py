@@ -4,6 +4,9 @@ import pytest
 import shipped_suite
 from each import of_each
 
+from pytest_gpucluster.config.workload import CRITERIA
+from pytest_gpucluster.journal.verdict import REHEARSED_ALWAYS
+
 Selected = dict[str, dict[str, None]]
 
 
@@ -52,6 +55,18 @@ def test_the_keyword_and_the_marker_nccl_select_what_measures_collectives_and_wh
     assert measured <= found
     # What NCCL is told by its environment belongs to it, but measures nothing of it.
     assert {name.partition("::")[0] for name in found - measured} <= {"test_nccl_environment.py"}
+
+
+def test_make_rehearsal_measures_in_every_group_and_what_a_rehearsal_always_needs():
+    short, makefile = "-k not lora and not vision", (shipped_suite.ROOT / "Makefile").read_text()
+    assert f"-k '{short.removeprefix('-k ')}'" in makefile
+
+    def groups(options):
+        return {one.group for name in shipped_suite.criteria(options) if (one := CRITERIA[name])}
+
+    assert set(REHEARSED_ALWAYS) <= shipped_suite.criteria(short)
+    assert groups("") - groups(short) == {"qwen2_lora", "qwen2_lora.throughput"}, "they need weights"
+    assert 60 < len(shipped_suite.selected()[short]) < len(shipped_suite.selected()[""])
 
 
 def test_what_local_workers_run_compares_no_ranks(selected):

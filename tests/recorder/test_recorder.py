@@ -457,3 +457,11 @@ def test_killed_at_any_moment_a_valid_report_is_left(tmp_path):
             time.sleep(round_ * 0.013)
         assert any(verdict.startswith("error:") for verdict in verdicts(place / "report.xml").values())
         assert journal.read(place / "run" / "journal.jsonl").end is None
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(None, 7), (0, 7), (400_000, 11), (50_000_000, 15)])
+def test_the_time_for_the_reports_follows_the_size_of_the_journal(size, seconds, tmp_path):
+    if size is not None:
+        with (tmp_path / journal.JOURNAL_FILE).open("wb") as file:
+            file.truncate(size)
+    assert client.reports_seconds(tmp_path) == seconds

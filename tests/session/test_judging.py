@@ -8,6 +8,7 @@ from pytest_gpucluster.agreement.exchange import RankOutcome, merge
 from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.journal.verdict import ACCEPTED, INCOMPLETE, decide
+from pytest_gpucluster.judge.loader import load, shipped_path
 from pytest_gpucluster.metrics.measurement import measurement
 from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.session.judging import judge_merged
@@ -22,6 +23,7 @@ def run(*, sku="H100 SXM", rehearsal=False):
     return SimpleNamespace(
         names=NAMES,
         rehearsal=rehearsal,
+        slowdown=1.0,
         limits=LIMITS,
         gpu_name=lambda: H100,
         node_of=lambda: {0: 0, 1: 0},
@@ -229,3 +231,33 @@ def test_values_that_do_not_settle_skip_a_rehearsal_and_nothing_else(outcomes, r
     assert (merged.outcome, merged.too_slow) == (outcome, outcome == "skipped")
     if merged.too_slow:
         assert [one["status"] for one in test.measurements] == ["recorded"]
+
+
+def test_floors_and_times_of_a_rehearsal_follow_its_slowdown_and_no_other_limits():
+    shipped = load(shipped_path())
+    slower = shipped.slower(4.0)
+
+    def limit(limits, metric, sku="cpu-rehearsal"):
+        return limits.limit(metric, sku=sku, world_size=2, nnodes=1, labels={"size": "1 MB"})
+
+    for metric in ("matmul.bf16.tflops", "hbm.copy.bandwidth", "training.tokens_per_second"):
+        assert limit(slower, metric).min == limit(shipped, metric).min / 4
+        assert limit(slower, metric).min_ratio_to_median == limit(shipped, metric).min_ratio_to_median
+    assert limit(slower, "nccl.all_reduce.latency").max == limit(shipped, "nccl.all_reduce.latency").max * 4
+    for metric in ("gpu.findings", "gpu.usable_dtypes", "burn_in.retention", "scaling.efficiency"):
+        assert limit(slower, metric) == limit(shipped, metric)
+    others = [one for one in shipped.limits if one.sku != "cpu-rehearsal"]
+    assert others == [one for one in slower.limits if one.sku != "cpu-rehearsal"]
+    assert shipped.slower(1.0) is shipped
+
+
+def test_a_test_is_judged_by_the_limits_of_a_machine_as_slow_as_this_one():
+    outcomes = said(None, None)
+    slow = measurement("hbm.copy.bandwidth", 0.05, unit="GB/s").to_json()
+    outcomes = [replace(outcome, measurements=[slow]) for outcome in outcomes]
+    own = run(sku="cpu-rehearsal", rehearsal=True)
+    own.limits = load(shipped_path())
+    judged = []
+    for own.slowdown in (1.0, 4.0):
+        judged.append(judge_merged(own, record("hbm"), merge(outcomes, NAMES), outcomes).outcome)
+    assert judged == ["failed", "passed"]

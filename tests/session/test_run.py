@@ -1,3 +1,4 @@
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ from pytest_gpucluster.config.criteria_file import Manifest
 from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.test_record import TestRecord
 from pytest_gpucluster.judge import loader
+from pytest_gpucluster.session import run as session_run
 from pytest_gpucluster.session.run import Run
 from pytest_gpucluster.session.shutdown import decide
 
@@ -133,3 +135,11 @@ def test_a_job_that_was_requeued_says_which_attempt_it_is():
     reason = decide(run, pytest_exit=0, abort=None).reason
     assert "attempt 3" in reason
     assert "job 123" in reason
+
+
+@pytest.mark.parametrize(("seconds", "factor"), [(1 / 20_000, 1.0), (1 / 2500, 4.0), (2.0, 8.0)])
+def test_the_slowdown_of_a_rehearsal_is_measured_by_a_clock_in_a_moment(seconds, factor, monkeypatch):
+    times = itertools.count(0.0, seconds)
+    monkeypatch.setattr(session_run, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    assert session_run.measure_slowdown() == pytest.approx(factor, rel=0.02)
+    assert next(times) <= 0.25 + 3 * seconds

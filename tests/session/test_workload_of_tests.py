@@ -1,10 +1,14 @@
 """Sessions that measure with a workload: which file, told where, refused when, and the same on every rank."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from complaints import in_order
 from torchrun import torchrun
+
+from pytest_gpucluster.session import session
 
 SHIPPED = Path(__file__).parents[2] / "acceptance" / "workloads.yaml"
 SUITE = """
@@ -243,3 +247,27 @@ def test_a_file_that_no_rank_can_read_is_a_usage_error_told_once(tmp_path):
     assert run.verdicts == {"usage": f"error: {said}"}, run.output
     assert run.output.count(f"ERROR: {said}") == 1
     assert (run.stamps, run.end, run.left_over) == ({}, ("BROKEN", 4, "rank 0"), [])
+
+
+# ---- a slow machine ------------------------------------------------------------------------------------------------
+
+
+def test_deadlines_follow_the_slowdown_of_a_rehearsal_that_measures(project, monkeypatch):
+    project.suite(SUITE.replace("def test_other", "@pytest.mark.deadline(7)\ndef test_other"))
+    with_file(project)
+    monkeypatch.setattr(session, "measure_slowdown", lambda: 3.0)
+    left = project.run("--gpucluster-deadline=20")
+    assert (left.exit, left.end) == (0, ("REHEARSED", 0)), left.output
+    text = (project.path / "gpucluster-report/latest/journal.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["deadline_seconds"] for line in lines if line["type"] == "start"] == [60.0, 21.0]
+
+
+def test_the_slowest_rank_counts_and_is_announced():
+    lines = []
+    one = session.Session.__new__(session.Session)
+    one._run = SimpleNamespace(names={0: "rank 0", 1: "rank 1"}, write_lines=lines.extend)
+    one._subset = False
+    body = {"ids": ["a"], "workload": [], "errors": []}
+    assert one._compare({0: {**body, "slowdown": 1.0}, 1: {**body, "slowdown": 3.0}}) == {"ids": ["a"], "slowdown": 3.0}
+    assert lines == ["3.0 times slower than an ordinary CPU: limits and deadlines follow"]
