@@ -355,6 +355,7 @@ class ExampleRun:
         return SimpleNamespace(
             names=self.names,
             rehearsal=not self.has_gpus,
+            slowdown=1.0,
             baseline=None,
             settings=SimpleNamespace(thresholds=None),
             limits=_LIMITS,
