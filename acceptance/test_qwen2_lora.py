@@ -1,12 +1,14 @@
 """Does LoRA fine-tuning converge on these GPUs, and how fast is it?"""
 
 import importlib.util
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from pytest_gpucluster.benchmarks.lora.experiment import training_deadline
 from pytest_gpucluster.benchmarks.lora.hub import INSTALL
-from pytest_gpucluster.benchmarks.lora.model import QWEN2_LABEL, TINY_LABEL, given_base, random_base
+from pytest_gpucluster.benchmarks.lora.model import QWEN2_LABEL, TINY_LABEL, NodeWeights, given_base, random_base
 from pytest_gpucluster.benchmarks.lora.reference_curve import deviation, read
 from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, group_size
 from pytest_gpucluster.errors import CurveError
@@ -76,8 +78,9 @@ def reference_curve(request, cluster, settings):
 
 
 @pytest.fixture
-def given(settings, workload, reference_curve):
-    """What makes the base and the data that the options name, on call: a download is part of the test."""
+def given(cluster, inventory, settings, workload, reference_curve):
+    """What makes the base and the data that the options name, on call: a download is part of the test. The weights are
+    read once on each node."""
     from pytest_gpucluster.benchmarks.lora.experiment import given_data, given_experiment
 
     if settings.model is None or "function_calls" not in settings.data:
@@ -90,18 +93,24 @@ def given(settings, workload, reference_curve):
     def base():
         return given_base(settings.model.name, path=settings.model.path, revision=settings.model.revision)
 
+    def weights(base):
+        nodes = [who["node_rank"] for who in inventory]
+        if len(set(Counter(nodes).values())) > 1:
+            return base  # there is no group of a node then
+        return replace(base, weights=NodeWeights(base.folder, cluster.node_group(nodes)))
+
     def data(base):
         source = settings.data["function_calls"]
         found = given_data(source.path or source.name, sha256=source.sha256, revision=source.revision)
         return given_experiment(workload.qwen2_lora, base, found, workload.lora.recipe, workload.lora.rendering)
 
-    return base, data
+    return base, lambda base: (weights(base), data(base))
 
 
 @pytest.fixture
 def train(cluster, settings, workload, reference_curve, artifacts, progress, measure, peak_tflops, record_property):
-    """Train, record every condition as a measurement, and leave the loss curve in the test's folder."""
-    from pytest_gpucluster.benchmarks.lora.convergence import converge, figures_of, write_tensorboard
+    """Train, record every condition as a measurement, and write the loss curve into the test's folder step by step."""
+    from pytest_gpucluster.benchmarks.lora.convergence import converge, figures_of
     from pytest_gpucluster.benchmarks.lora.experiment import recipe_of
 
     def train(sizes, base, data):
@@ -122,11 +131,9 @@ def train(cluster, settings, workload, reference_curve, artifacts, progress, mea
             final=folder / f"final-{group}",
             resume=settings.resume,
             reference=expected,
+            curves=artifacts,
             progress=progress,
         )
-        if cluster.rank % ranks == 0:
-            result.curve.write_csv(artifacts / f"curve-{group}.csv")
-            write_tensorboard(result.curve, artifacts / f"tensorboard-{group}")
         for name, text in (("base", base.origin), ("data", data.origin), ("notes", "; ".join(result.notes))):
             record_property(f"lora.{name}", text or "none")
         for one in figures_of(result, peak_tflops=peak_tflops):
@@ -243,7 +250,7 @@ def test_qwen2_lora(given, reference_curve, workload, train):
     if base.label != QWEN2_LABEL:
         reference_curve(None)
         pytest.skip(f"{base.origin} does not have Qwen2-7B's sizes; test_lora_of_model trains it, for no criterion")
-    train(workload.qwen2_lora, base, given[1](base))
+    train(workload.qwen2_lora, *given[1](base))
 
 
 @pytest.mark.last
@@ -254,4 +261,4 @@ def test_lora_of_model(given, reference_curve, workload, train):
     if base.label == QWEN2_LABEL:
         reference_curve(None)
         pytest.skip("test_qwen2_lora trains it")
-    train(workload.qwen2_lora, base, given[1](base))
+    train(workload.qwen2_lora, *given[1](base))

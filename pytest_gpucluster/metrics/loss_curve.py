@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pytest_gpucluster.errors import CurveError
+from pytest_gpucluster.files import atomic_write
 
 FIRST_LINE = "# pytest-gpucluster loss curve 1"
 """The first line of a curve's file, with its version."""
@@ -57,7 +57,8 @@ class Curve:
                 raise CurveError(f"the {what} of a curve are not in the order of steps: {steps}")
 
     def write_csv(self, path: Path) -> None:
-        """Write the curve as CSV, every number so that it is read back exactly; NaN as ``nan``.
+        """Write the curve as CSV, every number so that it is read back exactly; NaN as ``nan``. A file that is there is
+        replaced at once.
 
         The context stands in lines with ``#`` above the header. A step at which only a held-out loss is known has a row
         with that alone.
@@ -68,14 +69,12 @@ class Curve:
         held_out = dict(self.held_out)
         points = {point.step: point for point in self.points}
         lines = [FIRST_LINE, *(f"# {key}={json.dumps(value)}" for key, value in self.context.items())]
-        with path.open("w", encoding="utf-8", newline="") as file:
-            file.writelines(f"{line}\n" for line in lines)
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow([*_COLUMNS, _HELD_OUT])
-            for step in sorted({*points, *held_out}):
-                values = [repr(float(getattr(points[step], name))) for name in _VALUES] if step in points else []
-                values = values or [""] * len(_VALUES)
-                writer.writerow([step, *values, repr(float(held_out[step])) if step in held_out else ""])
+        lines.append(",".join([*_COLUMNS, _HELD_OUT]))
+        for step in sorted({*points, *held_out}):
+            values = [repr(float(getattr(points[step], name))) for name in _VALUES] if step in points else []
+            values = values or [""] * len(_VALUES)
+            lines.append(",".join([str(step), *values, repr(float(held_out[step])) if step in held_out else ""]))
+        atomic_write(path, "".join(f"{line}\n" for line in lines))
 
 
 _COLUMNS = tuple(each.name for each in fields(Point))

@@ -127,6 +127,8 @@ def test_ranks_that_start_with_other_weights_are_found_before_they_are_sharded(r
 
 def test_an_interrupted_training_goes_on_from_its_checkpoint_and_reaches_the_same_losses(run):
     assert result(run, "interrupted").outcome == "failed"
+    steps = [row["step"] for row in curve(run, "interrupted")]
+    assert steps == [str(step) for step in range(10)], "what the killed training has written until then"
     found = result(run, "resumed")
     assert (found.outcome, found.culprits) == ("passed", ())
     assert "resumed from step-00000008" in dict(found.properties)["lora.notes"]

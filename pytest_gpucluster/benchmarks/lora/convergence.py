@@ -12,7 +12,7 @@ import importlib.util
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +42,9 @@ from pytest_gpucluster.metrics.loss_curve import Curve, Point, mean_of_last
 from pytest_gpucluster.metrics.sampling import Series
 from pytest_gpucluster.metrics.stats import largest
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, counted
+
+HELD_OUT_EVERY = 50
+"""Steps from one held-out loss to the next, besides those before and after the training."""
 
 LAST = 10
 """Steps at the end whose mean loss is the final one. Source: acceptance of 2 nodes x 8 H100 SXM 80GB."""
@@ -151,6 +154,7 @@ def converge(
     final: Path,
     resume: bool = False,
     reference: ReferenceCurve | None = None,
+    curves: Path | None = None,
     progress: Callable[..., None] | None = None,
 ) -> Convergence:
     """Train, and run every check that separates a right training from a wrong one.
@@ -176,6 +180,8 @@ def converge(
             The folder is removed once the training has completed.
         reference: the curve that this one will be compared with; used here only to reject one of another experiment
             before the first step.
+        curves: a folder for the curve as CSV and, where tensorboard is installed, as an event file, both named after
+            ``folder``. The group's first rank writes them step by step.
         progress: called with the step, the number of steps, the loss and the rate.
 
     Raises:
@@ -184,7 +190,7 @@ def converge(
         CurveError: the reference curve is of another experiment.
     """
     with numerics("highest"), deterministic():
-        run = _Run(world, group, alone, device, base, recipe, sizes, data, progress)
+        run = _Run(world, group, alone, device, base, recipe, sizes, data, progress, curves)
         return run.converge(folder, final, resume, reference)
 
 
@@ -210,6 +216,7 @@ class _Run:
     _sizes: Sizes
     _data: TrainingData
     _progress: Callable[..., None] | None
+    _curves: Path | None
 
     def __post_init__(self) -> None:
         self._everyone, self._ranks = Ranks(self._world, self._device), Ranks(self._group, self._device)
@@ -287,20 +294,31 @@ class _Run:
             self._held_out.append((0, trainer.held_out_loss(self._data.held_out)))
         self._notes += trainer.notes
 
+        live = LiveCurve(self._curves, folder.name) if self._curves and not dist.get_rank(self._group) else None
+
+        def write() -> None:
+            if live is not None:
+                live.write(self._curve())
+
         def on_step(step: Step) -> None:
             self._points.append(_point(step))
+            if not step.step % HELD_OUT_EVERY or step.step == self._recipe.steps:
+                self._held_out.append((step.step, trainer.held_out_loss(self._data.held_out)))
+            write()
             if step.step < self._recipe.steps and step.step % self._sizes.checkpoint_every == 0:
                 trainer.save(folder, step.step, self._extra())
             if self._progress is not None:
                 rate = step.tokens / step.seconds
                 self._progress(step.step, self._recipe.steps, loss=step.loss, tokens_per_second=rate)
 
-        steps = trainer.steps(self._recipe.steps, first=done + 1, on_step=on_step)
+        with closing(live) if live is not None else nullcontext():
+            write()
+            steps = trainer.steps(self._recipe.steps, first=done + 1, on_step=on_step)
+            if not steps[-1].all_finite:
+                self._points.append(_point(steps[-1]))
+                write()
         self._finite += [step.finite for step in steps]
-        if not steps[-1].all_finite:
-            self._points.append(_point(steps[-1]))
-        else:
-            self._held_out.append((self._recipe.steps, trainer.held_out_loss(self._data.held_out)))
+        if steps[-1].all_finite:
             trainer.save_final(final)
         return _Trained(
             steps=steps,
@@ -436,21 +454,34 @@ def _point(step: Step) -> Point:
     return Point(**{one.name: getattr(step, one.name) for one in fields(Point)})
 
 
-def write_tensorboard(curve: Curve, folder: Path) -> bool:
-    """Write a curve as a TensorBoard event file. Return False where tensorboard is not installed.
+class LiveCurve:
+    """The files of a curve, which are written at each step, so that a training that is killed leaves them:
+    ``curve-NAME.csv`` in a folder and, where tensorboard is installed, ``tensorboard-NAME``."""
 
-    Raises: OSError if it cannot be written.
-    """
-    if importlib.util.find_spec("tensorboard") is None:
-        return False
-    from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, folder: Path, name: str) -> None:
+        self._csv, self._events = folder / f"curve-{name}.csv", None
+        self._written = Curve(points=())
+        if importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
 
-    scalars = [(one.name, point.step, getattr(point, one.name)) for point in curve.points for one in fields(Point)[1:]]
-    scalars += [("held_out_loss", step, loss) for step, loss in curve.held_out]
-    with SummaryWriter(str(folder)) as writer:
-        for name, step, value in scalars:
-            writer.add_scalar(f"lora/{name}", value, step)
-    return True
+            self._events = SummaryWriter(str(folder / f"tensorboard-{name}"))
+
+    def write(self, curve: Curve) -> None:
+        """Write a curve, which begins with what was written before. Raises: OSError."""
+        curve.write_csv(self._csv)
+        if self._events is None:
+            return
+        points, held_out = curve.points[len(self._written.points) :], curve.held_out[len(self._written.held_out) :]
+        scalars = [(one.name, point.step, getattr(point, one.name)) for point in points for one in fields(Point)[1:]]
+        for name, step, value in [*scalars, *(("held_out_loss", step, loss) for step, loss in held_out)]:
+            self._events.add_scalar(f"lora/{name}", value, step)
+        self._events.flush()
+        self._written = curve
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._events is not None:
+            self._events.close()
 
 
 def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Figure]:

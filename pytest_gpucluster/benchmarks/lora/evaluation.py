@@ -22,7 +22,7 @@ from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.function_calls import FunctionCall, NoCall, has_call, parse, same_json
 from pytest_gpucluster.benchmarks.lora.hub import first_line, local_only, not_installed
-from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, make_base
+from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, make_base, read_model
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, ids_of, segments, tokenizer_for
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
 from pytest_gpucluster.device.identity import VisibleGpus
@@ -309,38 +309,13 @@ def load_adapter(folder: Path, device: torch.device, *, base: str | None = None)
     Raises: EnvironmentBroken: a package, file or weight is missing, or adapter and base do not fit together.
     """
     try:
-        from peft import PeftModel
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM
+        import peft  # noqa: F401
     except ImportError as error:
         raise not_installed(str(error.name)) from None
-    # Checked first: peft would look on the hub for a file that is missing in the folder.
-    base, saved = _base(folder, base), _saved_weights(folder)
-    local = local_only(base)
-    models: Any = AutoModelForCausalLM  # its types leave out what output_loading_info adds
-    try:
-        below, loading = models.from_pretrained(
-            base,
-            dtype="auto",
-            device_map={"": device},
-            local_files_only=local,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise EnvironmentBroken(f"{base}: the base model cannot be loaded: {first_line(error)}") from error
-    if missing := sorted(loading["missing_keys"]):
-        raise EnvironmentBroken(
-            f"{base}: {len(missing)} weights are not in its files, such as {missing[0]}: they would be random"
-        )
-    try:
-        with warnings.catch_warnings():
-            # Missing weights are an error below, not a warning.
-            warnings.filterwarnings("ignore", message=".*missing adapter keys")
-            model = PeftModel.from_pretrained(below, str(folder))
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise EnvironmentBroken(f"{folder}: does not fit on {base}: {first_line(error)}") from error
-    _require_all_weights(model, saved, folder, base)
+    base = _base(folder, base)
+    _saved_weights(folder)  # before the base, which takes long
+    below = read_model(base, device, "auto", local=local_only(base))
+    model = _with_adapter(below, folder, base)
     has_tokenizer = any((folder / name).is_file() for name in _OF_A_TOKENIZER)
     return SavedAdapter(
         model=model.to(device).eval(), tokenizer=tokenizer_for(folder if has_tokenizer else base), base=base
@@ -372,10 +347,24 @@ def _saved_weights(folder: Path) -> set[str]:
         raise EnvironmentBroken(f"{folder / WEIGHTS}: cannot be read: {first_line(error)}") from error
 
 
-def _require_all_weights(model: Any, saved: set[str], folder: Path, base: str) -> None:
-    """Check that each weight of the adapter was in the file, and that each in the file was used."""
-    from peft import get_peft_model_state_dict
+def _with_adapter(below: Any, folder: Path, base: str) -> Any:
+    """Return peft's model with a folder's adapter. Each of its weights must be in the file, and each of those used.
 
+    Raises: EnvironmentBroken.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import SafetensorError
+
+    saved = _saved_weights(folder)  # peft would look on the hub for a file that is missing
+    try:
+        with warnings.catch_warnings():
+            # Missing weights are an error below, not a warning.
+            warnings.filterwarnings("ignore", message=".*missing adapter keys")
+            model = PeftModel.from_pretrained(below, str(folder))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise EnvironmentBroken(f"{folder}: does not fit on {base}: {first_line(error)}") from error
     # Without looking for changed embeddings: that would ask the hub.
     needed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     for names, what in ((needed - saved, "are not in the file"), (saved - needed, "do not exist in this model")):
@@ -383,6 +372,7 @@ def _require_all_weights(model: Any, saved: set[str], folder: Path, base: str) -
             raise EnvironmentBroken(
                 f"{folder / WEIGHTS}: {len(names)} weights {what}, such as {min(names)}: it does not belong to {base}"
             )
+    return model
 
 
 def reload_adapter(base: Base, final: Path, device: torch.device, *, precision: str, seed: int) -> Any:
@@ -392,18 +382,12 @@ def reload_adapter(base: Base, final: Path, device: torch.device, *, precision: 
 
     Raises: WrongResult if the folder cannot be read, or the adapters do not fit.
     """
-    from peft import PeftModel
-    from safetensors import SafetensorError
-
     below = make_base(base, device, precision=precision, seed=seed)
     try:
-        model = PeftModel.from_pretrained(below, str(final))
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+        model = _with_adapter(below, final, base.label)
+    except EnvironmentBroken as error:
         raise WrongResult(
-            f"{final}: the saved adapters cannot be loaded again: {first_line(error)}. Check the file system, and the "
-            "version of peft"
+            f"{error}: the saved adapters cannot be loaded again. Check the file system, and the version of peft"
         ) from error
     for weight in model.parameters():
         weight.data = weight.data.to(device, DTYPES[precision])

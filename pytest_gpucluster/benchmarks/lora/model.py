@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from pytest_gpucluster.benchmarks.group import on_first_rank
 from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS, first_line, local_only, unavailable
 from pytest_gpucluster.benchmarks.training import model as decoder
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -318,6 +320,7 @@ class Base:
         adapters: the adapters to add.
         folder: where its weights are; None: they are random.
         origin: the origin of its weights, for reports.
+        weights: of the folder, where the ranks of a node share them.
     """
 
     label: str
@@ -325,6 +328,7 @@ class Base:
     adapters: Adapters
     folder: Path | None = None
     origin: str = "random weights from a seed"
+    weights: NodeWeights | None = None
 
     def flops_per_token(self, sequence: int) -> int:
         """Return ``Geometry.flops_per_token`` with these adapters, nothing being recomputed."""
@@ -402,27 +406,86 @@ def make_base(base: Base, device: torch.device, *, precision: str, seed: int) ->
     It is created on the device itself, never on meta: what has no values there, such as the rotary frequencies, is in
     no state dict either.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    if base.weights is not None:
+        return base.weights.model(device, DTYPES[precision])
     if base.folder is not None:
-        try:
-            return AutoModelForCausalLM.from_pretrained(
-                base.folder,
-                dtype=DTYPES[precision],
-                device_map={"": device},
-                attn_implementation="sdpa",
-                local_files_only=True,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise EnvironmentBroken(f"{base.folder}: the weights cannot be loaded: {first_line(error)}") from error
+        return read_model(base.folder, device, DTYPES[precision])
     torch.manual_seed(seed)
     fields: dict[str, Any] = {**base.geometry.config_fields(), "attn_implementation": "sdpa"}
     make: Any = Qwen2ForCausalLM._from_config  # transformers leaves it untyped
     with device:
         return make(Qwen2Config(**fields), dtype=DTYPES[precision])
+
+
+def read_model(source: str | Path, device: torch.device, dtype: torch.dtype | str, *, local: bool = True) -> Any:
+    """Return a causal language model of transformers from a folder, or if not ``local`` from the hub.
+
+    Raises: EnvironmentBroken if it cannot be loaded, or a weight of it is missing.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    models: Any = AutoModelForCausalLM  # its types leave out what output_loading_info adds
+    try:
+        model, loading = models.from_pretrained(
+            source,
+            dtype=dtype,
+            device_map={"": device},
+            attn_implementation="sdpa",
+            local_files_only=local,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise EnvironmentBroken(f"{source}: the weights cannot be loaded: {first_line(error)}") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise EnvironmentBroken(
+            f"{source}: {len(missing)} weights are not in its files, such as {missing[0]}: they would be random"
+        )
+    return model
+
+
+class NodeWeights:
+    """The weights of a folder, which the first rank of a node reads once, and sends whenever a model is made.
+
+    Collective: every rank of the group must create it, and call :meth:`model` equally often.
+
+    Args:
+        folder: with the weights.
+        group: the ranks of a node.
+
+    Raises: EnvironmentBroken on every rank, if they cannot be loaded.
+    """
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
+        self._folder, self._group = folder, group
+        self._read: Any = None
+
+        def read() -> None:
+            self._read = read_model(folder, torch.device("cpu"), "auto")
+
+        on_first_rank(group, read)
+
+    def model(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """Return a model with these weights, on a device."""
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+        config = AutoConfig.from_pretrained(self._folder, local_files_only=True)
+        make: Any = AutoModelForCausalLM.from_config  # transformers leaves it untyped
+        with device:
+            made = make(config, dtype=dtype, attn_implementation="sdpa")
+        if (self._folder / "generation_config.json").is_file():
+            made.generation_config = GenerationConfig.from_pretrained(self._folder, local_files_only=True)
+        read = self._read.state_dict() if self._read is not None else {}
+        for name, weight in made.state_dict().items():
+            if read:
+                weight.copy_(read[name])
+            dist.broadcast(weight, group=self._group, group_src=0)
+        return made.eval()
 
 
 def _require_count(base: Base, what: str, found: int, expected: int) -> None:

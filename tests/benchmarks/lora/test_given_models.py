@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from each import of_each
+from forked_ranks import on_ranks
 from programs import needs_modules
 
 from pytest_gpucluster.benchmarks.group import Ranks
+from pytest_gpucluster.benchmarks.lora import model as lora_model
 from pytest_gpucluster.benchmarks.lora.dataset import Row, held_out_split, row_of
 from pytest_gpucluster.benchmarks.lora.evaluation import end_tokens, evaluate, reload_adapter, reloaded_loss
-from pytest_gpucluster.benchmarks.lora.model import Geometry, given_base, make_adapted, make_base
+from pytest_gpucluster.benchmarks.lora.model import Geometry, NodeWeights, given_base, make_adapted, make_base
 from pytest_gpucluster.benchmarks.lora.packing import encode, pack, rendering_of, tiny_tokenizer, tokenizer_for
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.trainer import Trainer, trainable_blocks
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
+from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken
 
 pytestmark = needs_modules("transformers")
@@ -173,6 +178,46 @@ def test_a_given_model_is_trained_saved_reloaded_and_asked(folders, name, group,
 def chat(row):
     roles = {"function": "tool"}
     return [{"role": roles.get(turn.role, turn.role), "content": turn.text} for turn in row.turns]
+
+
+def shared(rank, folder, dtype):
+    """Make a model twice of a node's weights; return how often this rank has read them, and what the models are."""
+    reads, read = [], lora_model.read_model
+    lora_model.read_model = lambda *given: reads.append(given) or read(*given)
+    base = given_base("x", path=folder)
+    base = replace(base, weights=NodeWeights(folder, dist.group.WORLD))
+    models = [make_base(base, CPU, precision=dtype, seed=0) for _ in range(2)]
+    return len(reads), [fingerprint(model.parameters()) for model in models], models[1].generation_config.eos_token_id
+
+
+@of_each("name", TEMPLATES)
+def test_the_weights_are_read_once_a_node_and_are_the_same_as_read_by_each_rank(folders, name):
+    own = make_base(given_base("x", path=folders[name]), CPU, precision="bf16", seed=0)
+    expected = [fingerprint(own.parameters())] * 2, own.generation_config.eos_token_id
+    assert len(own.generation_config.eos_token_id) == 2
+    assert on_ranks(2, partial(shared, folder=folders[name], dtype="bf16")) == [(1, *expected), (0, *expected)]
+
+
+def unreadable(rank, folder):
+    with pytest.raises(EnvironmentBroken, match="weights cannot"):
+        NodeWeights(folder, dist.group.WORLD)
+    return rank
+
+
+def test_weights_that_the_first_rank_cannot_read_are_an_error_of_all(tmp_path, folders):
+    (tmp_path / "config.json").write_text((folders["qwen2"] / "config.json").read_text())
+    assert on_ranks(2, partial(unreadable, folder=tmp_path)) == [0, 1]
+
+
+def test_a_weight_that_is_missing_is_not_made_up(tmp_path, folders):
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "config.json").write_text((folders["qwen2"] / "config.json").read_text())
+    weights = load_file(folders["qwen2"] / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(EnvironmentBroken, match=r"1 weights are not .*up_proj"):
+        make_base(given_base("x", path=tmp_path), CPU, precision="fp32", seed=0)
 
 
 def test_weights_of_another_geometry_than_the_config_are_refused(folders, tmp_path):
