@@ -280,7 +280,7 @@ def _reference_curve(options: argparse.Namespace) -> int:
 
 
 def _require_passed(curve: Path) -> None:
-    """Refuse the curve of a test that did not pass, as the journal has it in whose run's folder the curve lies.
+    """Refuse the curve of a test that did not pass, or of a rejected run, as the journal of its run's folder has it.
 
     Raises: CurveError.
     """
@@ -288,12 +288,14 @@ def _require_passed(curve: Path) -> None:
     if folder is None or not (folder.parent / JOURNAL_FILE).is_file():
         return  # a copy, which states no outcome
     try:
-        results = journal.read(folder.parent / JOURNAL_FILE, keep_samples=False).results
+        run = journal.read(folder.parent / JOURNAL_FILE, keep_samples=False)
     except (JournalError, OSError) as error:
         raise CurveError(f"{curve}: whether its test passed cannot be read: {error}") from None
     name = curve.resolve().relative_to(folder).parts[0]
-    if not any(artifacts_name(result.nodeid) == name and result.outcome == "passed" for result in results):
-        raise CurveError(f"{curve}: its test did not pass; make the reference of a training that was accepted")
+    passed = any(artifacts_name(result.nodeid) == name and result.outcome == "passed" for result in run.results)
+    if not passed or run.has_failed:
+        what = "run was rejected" if passed else "test did not pass"
+        raise CurveError(f"{curve}: its {what}; make the reference of a training that was accepted")
 
 
 COMMAND = Group(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -115,6 +115,10 @@ class Accelerator(ABC):
             flops: operations of this rank's part.
             group: the ranks that train together; None: this rank alone.
         """
+
+    def computed_by_host(self) -> AbstractContextManager[object]:
+        """Note that the host computes what is inside, to compare the device with."""
+        return nullcontext()
 
     # ---- groups
 

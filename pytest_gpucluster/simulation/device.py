@@ -76,6 +76,7 @@ class World:
         cluster: its description.
         machine: this rank's GPU.
         places: name of each group -> where its ranks are; a group itself that outlives its end aborts the process.
+        host_computes: what is computed now is to compare the device with.
     """
 
     cluster: Cluster
@@ -83,6 +84,7 @@ class World:
     places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
     scale: float = 1.0
     calls: int = 0
+    host_computes: bool = False
 
     def __post_init__(self) -> None:
         self.rates = Rates(self.cluster)
@@ -164,7 +166,7 @@ def plant_in_training(world: World) -> None:
     wrong = has("wrong-gradient", world.me.host, world.me.gpu)
 
     def spoil(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(module, torch.nn.Embedding) and output.requires_grad:
+        if isinstance(module, torch.nn.Embedding) and output.requires_grad and not world.host_computes:
             output.register_hook(lambda gradient: gradient * (1 + (wrong or 0)))
 
     def grow(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -350,6 +352,15 @@ class Simulated(Cpu):
         if len({place.host for place in places}) > 1:
             seconds *= 1 + EXPOSED / min(world.port_factor(place) for place in places)
         self._work(seconds, TRAINING)
+
+    @contextmanager
+    def computed_by_host(self) -> Iterator[None]:
+        """Leave out the device's faults."""
+        self._world.host_computes = True
+        try:
+            yield
+        finally:
+            self._world.host_computes = False
 
     # ---- groups
 

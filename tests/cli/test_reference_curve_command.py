@@ -32,19 +32,26 @@ def csv(tmp_path: Path) -> Path:
 
 
 def test_a_reference_curve_of_two_runs(tmp_path: Path, csv: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    curve(3.0).write_csv(tmp_path / "other.csv")
+    curve(2.04).write_csv(tmp_path / "other.csv")
     out = tmp_path / "reference.json"
     assert main(["lora", "reference-curve", str(csv), str(tmp_path / "other.csv"), "--out", str(out)]) == 0
     found = reference_curve.read(out)
-    assert (found.runs, found.steps, found.loss) == (2, (1, 2), (2.5, 1.25))
+    assert (found.runs, found.steps, found.loss) == (2, (1, 2), (2.02, 1.01))
     printed = capsys.readouterr().err
-    assert re.findall(r"[\d.]+\d|\d", printed.removesuffix(f"{out}\n")) == ["2", "2", "2.5", "1.25", "2.1"]
+    assert re.findall(r"[\d.]+\d|\d", printed.removesuffix(f"{out}\n")) == ["2", "2", "2.02", "1.01", "0.085"]
 
 
-@pytest.mark.parametrize(("outcome", "code"), [("passed", 0), ("failed", 3), ("error", 3), ("skipped", 3), (None, 3)])
-def test_a_curve_in_a_runs_folder_is_of_a_test_that_passed(tmp_path: Path, outcome: str | None, code: int) -> None:
+OF_A_RUN = [("passed", 0), ("failed", 3), ("error", 3), ("skipped", 3), (None, 3), ("passed and rejected", 3)]
+
+
+@pytest.mark.parametrize(("outcome", "code"), OF_A_RUN)
+def test_a_curve_in_a_runs_folder_is_of_a_test_that_passed_in_a_run_that_was_not_rejected(
+    tmp_path: Path, outcome: str | None, code: int
+) -> None:
+    outcome, rejected = (outcome or "").removesuffix(" and rejected"), (outcome or "").endswith("rejected")
     lines = [{"type": "run", "schema_version": 1, "run_id": "r", "started_at": "2026-01-02T03:04:05Z"}]
     lines += [{"type": "test", "nodeid": NODEID, "outcome": outcome}] if outcome else []
+    lines += [{"type": "test", "nodeid": "test_matmul.py::test", "outcome": "failed"}] if rejected else []
     (tmp_path / "journal.jsonl").write_bytes(b"".join(map(journal.encode, lines)))
     artifacts = tmp_path / "artifacts" / artifacts_name(NODEID)
     artifacts.mkdir(parents=True)

@@ -250,6 +250,8 @@ def test_training_goes_wrong_where_it_is_planted(world, hooks):
     assert torch.equal(trained()[0], healthy)
     plant_in_training(world("wrong-gradient:gpu-01/3"))
     torch.testing.assert_close(trained()[0], 1.1 * healthy)
+    with backends.accelerator(CPU).computed_by_host():
+        assert torch.equal(trained()[0], healthy)
     plant_in_training(world("diverge"))
     assert falling[-1] < falling[0] < trained(20)[1][-1]
 

@@ -31,6 +31,9 @@ RELATIVE_FLOOR = 0.02
 """The band is at least this part of the loss. Source: this suite's rule. It lies between the effect of another seed on
 the early losses of the tiny model (2.5 to 5.7 %) and that of bf16 instead of fp32 at its end (1.5 %); of the faults
 that leave the last losses low, the mildest moves the first ones by 3.6 %."""
+WIDEST = 0.1
+"""The band is at most this part of the loss. Source: this suite's rule: beyond, a rank that reads another's data (26 %
+of the last losses of the tiny model) would be within some three bands, and its first losses (3.6 %) far within one."""
 ABSOLUTE_FLOOR = 1e-3
 """The band is at least this, in nats a token, since a part of a loss near 0 is nothing. Source: this suite's rule."""
 RULE = (
@@ -75,8 +78,8 @@ def reference_curve_of(curves: Sequence[Curve]) -> ReferenceCurve:
     """Make a reference curve of one or more runs of the same experiment.
 
     Raises:
-        CurveError: no curve, runs of different experiments or steps, an incomplete context, or a loss that is not
-            finite.
+        CurveError: no curve, runs of different experiments or steps, an incomplete context, a loss that is not
+            finite, or runs so far apart that the band would find nothing.
     """
     if not curves:
         raise CurveError("no curve to make a reference curve of")
@@ -94,12 +97,15 @@ def reference_curve_of(curves: Sequence[Curve]) -> ReferenceCurve:
             if not math.isfinite(point.loss):
                 raise CurveError(f"run {number} has a loss of {point.loss} at step {point.step}: not usable")
     losses = [[curve.points[index].loss for curve in curves] for index in range(len(steps))]
+    mean, band = [statistics.fmean(of_step) for of_step in losses], [_band(of_step) for of_step in losses]
+    for step, loss, width in zip(steps, mean, band, strict=True):
+        if width > max(WIDEST * abs(loss), ABSOLUTE_FLOOR):
+            raise CurveError(
+                f"the band at step {step} would be {width:.3g} nats, {width / abs(loss):.0%} of the loss, and "
+                f"{WIDEST:.0%} is the most: the runs do not agree. Take runs of one number of ranks that were accepted"
+            )
     return ReferenceCurve(
-        context=dict(first.context),
-        steps=steps,
-        loss=tuple(statistics.fmean(of_step) for of_step in losses),
-        band=tuple(_band(of_step) for of_step in losses),
-        runs=len(curves),
+        context=dict(first.context), steps=steps, loss=tuple(mean), band=tuple(band), runs=len(curves)
     )
 
 

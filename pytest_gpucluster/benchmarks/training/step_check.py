@@ -22,6 +22,7 @@ from pytest_gpucluster.benchmarks.training.fingerprint import (
 )
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import Training
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.products import numerics
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
@@ -98,7 +99,9 @@ def check_step(
             return training, taken
 
         start = weights_of(make_decoder(geometry, CPU, seed=0))
-        reference, bf16 = run(CPU, "fp32")[1], run(device, "bf16")[1]  # their models are freed here
+        with accelerator(device).computed_by_host():
+            reference = run(CPU, "fp32")[1]
+        bf16 = run(device, "bf16")[1]  # the models of both are freed by now
         training, fp32 = run(device, "fp32")
         other = Training(make_decoder(geometry, device, seed=1), device, precision="fp32")
         _check_checkpoint(training, other, batches[steps].to(device), checkpoint, store, where=str(device))

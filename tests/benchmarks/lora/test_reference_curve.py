@@ -41,14 +41,14 @@ def test_of_one_run_the_band_is_a_part_of_the_loss_and_never_nothing() -> None:
 
 
 def test_of_several_runs_the_band_is_their_spread_where_that_is_wider() -> None:
-    reference = reference_curve_of([curve(6.0, 1.0, 0.2), curve(6.0, 1.2, 0.2), curve(6.0, 1.1, 0.2)])
-    assert reference.loss == pytest.approx((6.0, 1.1, 0.2))
-    assert reference.band == pytest.approx((0.12, 3 * 0.1, 0.004))
+    reference = reference_curve_of([curve(6.0, 1.0, 0.2), curve(6.0, 1.04, 0.2), curve(6.0, 1.02, 0.2)])
+    assert reference.loss == pytest.approx((6.0, 1.02, 0.2))
+    assert reference.band == pytest.approx((0.12, 3 * 0.02, 0.004))
     assert re.search(r"3 standard deviations.*, 2 % .*the loss.* 0\.001 nats a token", reference.rule)
 
 
 def test_a_reference_curve_is_read_back_exactly(tmp_path: Path) -> None:
-    made = write(tmp_path / "g.json", [curve(1 / 3, 0.1, 5e-5), curve(1 / 7, 0.2, 5e-5)])
+    made = write(tmp_path / "g.json", [curve(1 / 3, 0.1, 5e-5), curve(0.33, 0.101, 5e-5)])
     assert read(tmp_path / "g.json") == made
 
 
@@ -63,6 +63,7 @@ def test_a_reference_curve_is_read_back_exactly(tmp_path: Path) -> None:
         ([curve(1, 2), curve(1)], "run 2 has no step 2: 1 steps, and 2 are"),
         ([curve(1), curve(1, 2)], "run 2 has an extra step 2: 2 steps, and 1"),
         ([curve(1), curve(1, first=2)], "run 2 has no step 1"),
+        ([curve(1, 1), curve(1, 1.06)], "the band at step 2 would be 0.127 nats, 12% of the loss"),
         ([curve(1), curve(1, seed="8")], "not the same experiment: seed is 8 in run 2 and 7 in run 1"),
     ],
 )

@@ -7,8 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from each import of_each
+from forked_ranks import on_ranks
+from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_gpucluster.benchmarks.training.ddp import check_data_parallel
+from pytest_gpucluster.benchmarks.training.fsdp import check_fully_sharded
 from pytest_gpucluster.benchmarks.training.model import Geometry
 from pytest_gpucluster.benchmarks.training.parity import Components
 from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients
@@ -57,3 +62,27 @@ def test_a_gradient_that_is_no_number_is_in_no_step_an_agreement(check, bad):
     found = check(components=Components(step=replace(PARTS, clip=clip)))
     assert len(steps) == 3
     assert math.isnan(found.gradient)
+
+
+def with_a_wrong_device(rank, bad):
+    """The last rank's device is wrong in the same way each time, also when it computes another rank's share."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+
+    def spoil(module, inputs, output):
+        if isinstance(module, torch.nn.Embedding) and rank == bad:
+            output.register_hook(lambda gradient: gradient * 1.1)
+
+    register_module_forward_hook(spoil)
+    groups = [dist.new_group([each]) for each in range(ranks)]
+    sizes = {"batch": 2, "steps": 2}
+    found = check_data_parallel(group, CPU, GEOMETRY, rank=rank, world_size=ranks, **sizes)
+    sharded = check_fully_sharded(group, CPU, GEOMETRY, alone=groups[rank], **sizes)
+    return [parity.gradient > 1e-3 for parity in (found, sharded.fp32, sharded.offloaded, sharded.bf16)]
+
+
+@of_each("case", [(3, 2, [2]), (4, 1, [1]), (2, 1, [0, 1])])
+def test_a_device_that_is_always_wrong_is_found_by_what_its_neighbours_compute(case):
+    """Of two ranks it stays open which is right: test_training_step compares each with its CPU."""
+    ranks, bad, named = case
+    found = on_ranks(ranks, with_a_wrong_device, bad)
+    assert found == [[rank in named] * 4 for rank in range(ranks)]
