@@ -34,6 +34,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "reports": ("reports.py", "--only", "reading alone,html,json,junit"),
     "reports of 4096 ranks": ("reports.py", "--ranks", "4096", "--only", "html"),
     "training": ("training.py", "--runs", "2", "--steps", "15"),
+    "power": ("power.py", "--ranks", "2", "--sizes", "0.01"),
     "loader": ("loader.py", "--pairs", "6"),
     "fidelity": ("fidelity.py", "--window", "0.1"),
     "collectives": ("collectives.py", "--sizes", "8 MiB", "--window", "0.05"),

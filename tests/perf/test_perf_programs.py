@@ -48,6 +48,7 @@ SMALL = {
     "fidelity.py": ["--only=matmul,rectangle,hbm", "--dtypes=bf16", "--n=64", "--mebibytes=1", "--window=0.01"],
     "loader.py": ["--side=16", "--pairs=6", "--images=16"],
     "overhead.py": ["--only=import", "--pairs=6"],
+    "power.py": ["--ranks=2", "--sizes=0.01"],
     "reports.py": ["--ranks=64", "--criteria=2", "--only=html"],
     "scale.py": ["--ranks=4", "--tests=2"],
 }
