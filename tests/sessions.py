@@ -24,7 +24,7 @@ from types import ModuleType
 import pytest
 import torch.distributed.fsdp  # noqa: F401  # sessions in this process must find it loaded: it cannot be imported twice
 import yaml
-from fork_server import keep_shipped_limits, server_for
+from fork_server import be_an_ordinary_cpu, keep_shipped_limits, server_for
 from junit_files import require_junit
 from light_server import recorders_are_forks
 
@@ -37,6 +37,7 @@ DEADLINE_SECONDS = 120.0
 
 yaml.compose = lru_cache(maxsize=16)(yaml.compose)
 keep_shipped_limits()
+be_an_ordinary_cpu()
 
 CPU = "--gpucluster-device=cpu"
 SHORT_FIXTURES = "pytest_gpucluster.short_fixtures"

@@ -186,7 +186,8 @@ class Session:
             self._run.slowdown = measure_slowdown()
         if self._run.facts.world_size > 1:
             self._agree_on_collection(session)
-        longest = max((deadline_of(item, 0.0) for item in session.items), default=0.0)
+        default = float(self._run.settings.deadline)
+        longest = max((deadline_of(item, default) for item in session.items), default=default)
         self._run.cluster.allow(longest * self._run.slowdown)
         self._run.take_collected([name_of(item) for item in session.items], left_out=self._left_out)
         if self._run.abort_reason is not None:

@@ -249,6 +249,8 @@ def test_floors_and_times_of_a_rehearsal_follow_its_slowdown_and_no_other_limits
     others = [one for one in shipped.limits if one.sku != "cpu-rehearsal"]
     assert others == [one for one in slower.limits if one.sku != "cpu-rehearsal"]
     assert shipped.slower(1.0) is shipped
+    own = replace(shipped, limits=tuple(replace(one, layer=1) for one in shipped.limits))
+    assert own.slower(4.0) == own, "those of an operator"
 
 
 def test_a_test_is_judged_by_the_limits_of_a_machine_as_slow_as_this_one():

@@ -140,6 +140,8 @@ def test_a_job_that_was_requeued_says_which_attempt_it_is():
 @pytest.mark.parametrize(("seconds", "factor"), [(1 / 20_000, 1.0), (1 / 2500, 4.0), (2.0, 8.0)])
 def test_the_slowdown_of_a_rehearsal_is_measured_by_a_clock_in_a_moment(seconds, factor, monkeypatch):
     times = itertools.count(0.0, seconds)
+    monkeypatch.setattr(session_run, "_MOST_SLOWDOWN", 8.0)
+    monkeypatch.setattr(session_run, "_CALIBRATION_SECONDS", 0.25)
     monkeypatch.setattr(session_run, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert session_run.measure_slowdown() == pytest.approx(factor, rel=0.02)
     assert next(times) <= 0.25 + 3 * seconds
