@@ -516,5 +516,11 @@ CRITERIA = (
         "lora.mfu",
         "lora.peak_memory",
     ),
-    Criterion("qwen2_lora.throughput", "lora.tokens_per_second", "lora.mfu", "lora.peak_memory"),
+    Criterion(
+        "qwen2_lora.throughput",
+        "lora.tokens_per_second",
+        "lora.mfu",
+        "lora.peak_memory",
+        span=lambda workload, name: series(workload.lora_throughput.sampling),
+    ),
 )

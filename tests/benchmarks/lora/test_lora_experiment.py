@@ -25,6 +25,7 @@ from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import tiny_tokenizer
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.benchmarks.lora.training_plan import Recipe
+from pytest_gpucluster.config.workload_loader import Override, load
 from pytest_gpucluster.errors import EnvironmentBroken
 
 SIZES = SimpleNamespace(
@@ -97,6 +98,16 @@ def test_the_contract_trains_on_whole_conversations_by_its_own_recipe(given):
         False,
     )
     assert contract.global_batch == packed.global_batch == 128
+
+
+def test_the_workload_takes_the_contract_the_chat_template_and_no_calls():
+    texts = {"lora.recipe": "contract", "lora.rendering": "chat", "lora.qwen2.calls": "0"}
+    overrides = [Override(key=key, texts=(text,), origin="here") for key, text in texts.items()]
+    path = Path(__file__).parents[3] / "acceptance" / "workloads.yaml"
+    found, shipped = (load(path, profile="full", overrides=given).workload for given in (overrides, []))
+    assert (found.lora.recipe, found.lora.rendering, found.qwen2_lora.calls) == ("contract", "chat", 0)
+    assert (shipped.lora.recipe, shipped.lora.rendering, shipped.qwen2_lora.calls) == ("packed", "glaive", 64)
+    assert training_deadline(shipped.qwen2_lora, "packed", 1) > 1.5 * 7.2 * 3600
 
 
 def test_a_training_has_the_time_that_it_is_predicted_to_need_and_half_as_much():
