@@ -53,10 +53,6 @@ every_sku:
       when: {labels: {model: lora_tiny, recipe: contract}}
       max: 6 nats
       source: a test's own, for few steps
-    lora.held_out_ratio:
-      when: {labels: {model: lora_tiny}}
-      max: 0.999 ratio
-      source: likewise
 """
 NODES = ("node-a", "node-b")
 Plan = Mapping[str, Mapping[str, str]]
