@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,11 +46,19 @@ class Ranks:
         """Return the numbers of each rank, in the order of the group's ranks. All must pass the same number of them."""
         if self.group is None:
             return [[float(number) for number in numbers]]
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        everyone = list(torch.empty(self.count, len(numbers), dtype=torch.float64, device=self._device))
-        dist.all_gather(everyone, mine, group=self.group)
-        of_ranks: list[list[float]] = torch.stack(everyone).tolist()
+        of_ranks: list[list[float]] = self._gather(torch.tensor(numbers, dtype=torch.float64)).tolist()
         return of_ranks
+
+    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, all of one shape and dtype, as rows."""
+        mine = mine.to(self._device)
+        everyone = mine.new_empty(self.count, len(mine))
+        if mine.is_cpu:  # gloo's all_gather is a ring, in which each rank sends to the next N - 1 times: here twice
+            dist.gather(mine, list(everyone) if self.index == 0 else None, group=self.group, group_dst=0)
+            dist.broadcast(everyone, group=self.group, group_src=0)
+        else:
+            dist.all_gather(list(everyone), mine, group=self.group)
+        return everyone
 
     def gather_fingerprints(self, *fingerprints: int) -> list[list[int]]:
         """Return the fingerprints of each rank, each a number below 2^64: in halves, for numbers are sent as fp64."""
@@ -61,10 +70,13 @@ class Ranks:
 
     def gather_objects(self, mine: T) -> list[T]:
         """Return the value of each rank, in the order of the group's ranks. They are pickled for the exchange."""
-        everyone: list[Any] = [mine] * self.count
-        if self.group is not None:
-            dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
+        if self.group is None:
+            return [mine]
+        pickled = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes = [int(size) for [size] in self.gather([len(pickled)])]
+        padded = torch.nn.functional.pad(pickled, (0, max(sizes) - len(pickled)))
+        rows = self._gather(padded).cpu().numpy()
+        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def raise_failure(self, failure: Exception | None) -> None:
         """Raise a rank's failure on that rank, and PeerGaveUp on the others, so that none waits for it."""

@@ -14,6 +14,7 @@ import yaml
 from pytest_gpucluster.metrics import units
 
 Node = yaml.Node
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times faster, where it was built
 
 
 class Document:
@@ -47,7 +48,7 @@ class Document:
             self.complaints.append((1, 1, f"the file is not UTF-8: {at}"))
             return None
         try:
-            root: Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+            root: Node | None = yaml.compose(text, Loader=_LOADER)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             place = (mark.line + 1, mark.column + 1) if mark else (1, 1)

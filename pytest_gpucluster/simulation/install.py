@@ -34,8 +34,9 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
         OptionError: the description is wrong.
         LaunchError: the cluster has no such node or GPU.
     """
+    from pytest_gpucluster.benchmarks import collectives
     from pytest_gpucluster.device import backends
-    from pytest_gpucluster.simulation.device import Simulated, World, plant_in_training
+    from pytest_gpucluster.simulation.device import CALLS, Simulated, World, plant_in_training
 
     found = descriptions.load(what)
     _require_room(found, facts)
@@ -47,6 +48,7 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
     world = World(found, machine)
     plant_in_training(world)
     backends.BACKENDS["cpu"] = lambda place: Simulated(place, world)
+    collectives.CALLS.update(CALLS)
     return replace(facts, hostname=host)
 
 
