@@ -146,9 +146,9 @@ def _small_training(of_cpu: _Entries) -> _Entries:
     return {key: entry for key, entry in of_cpu.items() if _is_small(key)}
 
 
-_TRAININGS = ("training.", "fsdp.", "checkpoint.", "vision.", "lora.", "failure_propagation.")
-_WITH_A_RATE = ("training.throughput.", "scaling.")
-_OF_THE_HOST = (".compiled", ".workers", ".prefetch", ".warmup", ".window")
+_TRAININGS = ("training.", "fsdp.", "checkpoint.", "lora.", "failure_propagation.")
+_WITH_A_RATE = ("training.throughput.", "scaling.", "vision.")
+_OF_THE_HOST = (".compiled", ".workers", ".prefetch", ".warmup", ".window", ".image_size")
 
 
 def _is_small(key: str) -> bool:

@@ -14,7 +14,6 @@ import yaml
 from pytest_gpucluster.metrics import units
 
 Node = yaml.Node
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times faster, where it was built
 
 
 class Document:
@@ -48,7 +47,7 @@ class Document:
             self.complaints.append((1, 1, f"the file is not UTF-8: {at}"))
             return None
         try:
-            root: Node | None = yaml.compose(text, Loader=_LOADER)
+            root = _compose(text)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             place = (mark.line + 1, mark.column + 1) if mark else (1, 1)
@@ -129,3 +128,12 @@ class Document:
     def fail(self, node: Node, text: str) -> None:
         """Complain about a node."""
         self.complaints.append((node.start_mark.line + 1, node.start_mark.column + 1, text))
+
+
+def _compose(text: str) -> Node | None:
+    """Return the syntax tree. PyYAML's parser in C is ten times faster; that in Python says better what is wrong."""
+    try:
+        root: Node | None = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    return root

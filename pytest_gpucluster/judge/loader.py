@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,22 @@ def load(*paths: Path) -> Thresholds:
 
     Raises: ThresholdsError listing every error of every file, each as ``file:line:column: ...``.
     """
+    shipped = shipped_path()
+    return _shipped(shipped) if paths in ((), (shipped,)) else _load(*paths)
+
+
+@cache
+def _shipped(path: Path) -> Thresholds:
+    """Read the shipped file once a process: several parts need it, and it takes as long as all else at a start."""
+    return _load(path)
+
+
+def _load(*paths: Path) -> Thresholds:
     skus = dict(datasheets.SKUS)
     limits: list[Limit] = []
     errors: list[str] = []
     names: set[str] = set()
-    for layer, path in enumerate(paths or (shipped_path(),)):
+    for layer, path in enumerate(paths):
         name = "thresholds.yaml" if path == shipped_path() else str(path)
         if name in names:
             name = str(path.resolve())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib.metadata
 import json
 import os
@@ -42,12 +43,14 @@ def load() -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     import pytest_gpucluster
+    from pytest_gpucluster.judge import loader
 
     for name in default_plugins:
         importlib.import_module(f"_pytest.{name}")
-    for module in pkgutil.iter_modules(pytest_gpucluster.__path__, "pytest_gpucluster."):
-        if not module.name.endswith("__main__"):
+    for module in pkgutil.walk_packages(pytest_gpucluster.__path__, "pytest_gpucluster."):
+        if not module.name.endswith(("__main__", __name__)):
             importlib.import_module(module.name)
+    loader.load()
     SubprocessHandler._popen = _start_rank  # type: ignore[method-assign, assignment]
 
 
@@ -82,6 +85,8 @@ def serve(requests: socket.socket, become: Callable[[Sequence[str]], NoReturn]) 
     """
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there in a fork, nor let go of its locks"
     _keep_unrewritten()
+    gc.collect()
+    gc.freeze()  # else the first collection of each fork copies the pages of all that is loaded
     replies: dict[int, socket.socket] = {}
     ended, woken = os.pipe()
     for end in (ended, woken):

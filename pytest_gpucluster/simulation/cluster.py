@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,12 @@ class Cluster:
     faults: Faults = field(default_factory=Faults)
     seed: int = 1
 
-    @property
+    @cached_property
     def hosts(self) -> tuple[str, ...]:
         """The names of its nodes."""
         return tuple(self.host_names.format(node) for node in range(self.nodes))
 
-    @property
+    @cached_property
     def ports(self) -> tuple[str, ...]:
         """The RDMA devices of a node."""
         return tuple(f"mlx5_{number}" for number in range(self.node.ports))

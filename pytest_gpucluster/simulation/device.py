@@ -91,6 +91,10 @@ class World:
         self.rates = Rates(self.cluster)
         self.me = Place(self.machine.host, self.machine.index)
         self.random = random.Random(f"{self.cluster.seed}/{self.me}")
+        planted = {fault.name for fault in self.cluster.faults.all}
+        self._changes = bool(planted & {"throttle", "flapping-port"})
+        self._can_end = bool(planted & {*_LOST, "kill", "node-down", "stop", "hang"})
+        self._slowest: dict[tuple[Place, ...], tuple[float, float]] = {}
 
     # ---- how fast a place is
 
@@ -133,12 +137,19 @@ class World:
             left *= DEAD_FACTOR
         return left
 
+    def slowest(self, places: tuple[Place, ...]) -> tuple[float, float]:
+        """Return what is left of the rates of the slowest of these GPUs, and of the slowest of their ports."""
+        if self._changes or places not in self._slowest:
+            self._slowest[places] = min(map(self.factor, places)), min(map(self.port_factor, places))
+        return self._slowest[places]
+
     # ---- time
 
     def work(self, seconds: float, load: float) -> None:
         """Let this GPU work at a part of its full power; faults that end its rank show here."""
         self.machine.work(self.scale * seconds * (1 + self.random.gauss(0, NOISE)), load)
-        self._end()
+        if self._can_end:
+            self._end()
 
     def _end(self) -> None:
         has, busy = self.cluster.faults.amount, self.machine.busy_seconds
@@ -351,7 +362,7 @@ class Simulated(Cpu):
         left = min(world.factor(place) * (1 - (has("straggler", place.host, place.gpu) or 0)) for place in places)
         seconds = flops / (utilisation * peaks.bf16_tflops * 1e12 * left)
         if len({place.host for place in places}) > 1:
-            seconds *= 1 + EXPOSED / min(world.port_factor(place) for place in places)
+            seconds *= 1 + EXPOSED / world.slowest(places)[1]
         self._work(seconds, TRAINING)
 
     @contextmanager
@@ -413,10 +424,10 @@ class Simulated(Cpu):
             labels["size"] = show(max(payload_bytes, 1e9), "B")
             rate = world.rates.of(f"nccl.{name}.busbw", labels, world_size=count, nodes=nodes).value
             traffic = _TRAFFIC[name](count)
-        left = min(world.factor(place) for place in places)
+        left, of_port = world.slowest(places)
         has = world.cluster.faults.amount
         if nodes > 1 and world.cluster.nccl.transport != "P2P":
-            left *= min(world.port_factor(place) for place in places) * (SOCKET_FACTOR if has("net-socket") else 1)
+            left *= of_port * (SOCKET_FACTOR if has("net-socket") else 1)
         elif name == "all_reduce" and has("nvls-off"):
             left *= NO_NVLS_FACTOR
         model = world.cluster.nccl

@@ -76,12 +76,19 @@ NETWORKS = {
 }
 
 
+_EMBEDDING = 64
+"""Width of the first layer."""
+_KEPT_EMBEDDING, _KEPT_BATCH = 16, 4
+"""What a simulated device really has of it, and of a batch."""
+
+
 class ResNet(nn.Module):
     """A ResNet of transformers that takes images and gives logits, both plain tensors.
 
     Args:
         name: one of ``NETWORKS``.
         classes: number of classes.
+        narrow: on a simulated device, by which its widths are divided.
 
     Raises:
         ValueError: there is no such network.
@@ -89,7 +96,7 @@ class ResNet(nn.Module):
         EnvironmentBroken: this version of transformers creates another network of the geometry.
     """
 
-    def __init__(self, name: str, *, classes: int = CLASSES) -> None:
+    def __init__(self, name: str, *, classes: int = CLASSES, narrow: int = 1) -> None:
         super().__init__()
         require_one_of("a network", name, NETWORKS)
         import transformers  # an extra, and slow to import
@@ -99,8 +106,8 @@ class ResNet(nn.Module):
         make_config: Any = transformers.ResNetConfig  # its type does not have num_labels
         config = make_config(
             num_channels=COLOURS,
-            embedding_size=64,
-            hidden_sizes=list(network.widths),
+            embedding_size=_EMBEDDING // narrow,
+            hidden_sizes=[width // narrow for width in network.widths],
             depths=list(network.depths),
             layer_type=network.layer,
             hidden_act="relu",
@@ -112,7 +119,7 @@ class ResNet(nn.Module):
         )
         self.network = transformers.ResNetForImageClassification(config)  # type: ignore[no-untyped-call]  # as it is
         made, due = sum(weight.numel() for weight in self.parameters()), network.parameters_with(classes)
-        if made != due:
+        if made != due and narrow == 1:
             raise EnvironmentBroken(
                 f"transformers {transformers.__version__} creates a {name} of {made:,} parameters for {classes} "
                 f"classes, expected {due:,}. Install the version of constraints.txt"
@@ -124,14 +131,14 @@ class ResNet(nn.Module):
         return logits
 
 
-def make_resnet(name: str, device: torch.device, *, classes: int, seed: int) -> nn.Module:
+def make_resnet(name: str, device: torch.device, *, classes: int, seed: int, narrow: int = 1) -> nn.Module:
     """Create a network in fp32 on a device, its weights in the channels-last format.
 
     The weights depend on the seed alone and are the same on every device: they are drawn on the CPU.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = ResNet(name, classes=classes)
+        model = ResNet(name, classes=classes, narrow=narrow)
     # torch's stubs do not have memory_format together with a device.
     return model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
@@ -389,7 +396,8 @@ class _Training:
             f"training a {setup.network} with {setup.batch} images of {side} x {side}",
             instead=f"choose a smaller batch: --gpucluster-workload vision.batch={max(2, setup.batch // 2)}",
         )
-        self._model = self._components.make(setup.network, self._device, classes=classes, seed=0)
+        narrow = _EMBEDDING // self._by.kept(_EMBEDDING, _KEPT_EMBEDDING)
+        self._model = self._components.make(setup.network, self._device, classes=classes, seed=0, narrow=narrow)
         self._replica = self._model
         if self._group is not None:
             self._replica = self._components.replicate(self._model, self._device, self._group)
@@ -402,7 +410,7 @@ class _Training:
         try:
             self._batches = self._components.batches(
                 images,
-                batch=setup.batch,
+                batch=self._by.kept(setup.batch, _KEPT_BATCH),
                 workers=setup.workers,
                 prefetch=setup.prefetch,
                 rank=self._ranks.index,
