@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -185,8 +186,10 @@ def _group(criterion: str) -> str:
 
 
 def _first(results: Sequence[TestResult], what: str) -> str:
+    """Return the result that names the fewest ranks: one slow GPU also slows all that it communicates with."""
+    told = min(results, key=lambda result: len(result.culprits) or math.inf)
     more = f" (and {len(results) - 1} more)" if len(results) > 1 else ""
-    return f"{results[0].nodeid} {what}: {results[0].message}{more}"
+    return f"{told.nodeid} {what}: {told.message}{more}"
 
 
 def _missing(

@@ -1,0 +1,208 @@
+"""Run the acceptance suite on simulated clusters, healthy ones and each fault, and print what was found and named.
+
+    python perf/simulate.py --into DIR                  # the whole series; what DIR has already is not run again
+    python perf/simulate.py --only dead-rail,healthy --seeds 1
+    python perf/simulate.py --today                     # a healthy cluster, and two faults that change with the date
+
+Each run is ``gpucluster demo``: a forked rank for each GPU. A fault counts as found where the run does not pass, as
+named where the one-line message of a test names its GPU, port or node, and as a false accusation where such a message
+names a few GPUs, and none of the right place. The exit code is 1 where fewer than 95 % are found and named, or a
+healthy part is accused.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import resource
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from comparison import parser_of, some_of
+
+from pytest_gpucluster.simulation.faults import KINDS, parse
+
+SHAPE = "2x8xH100"
+HEALTHY = ("2x8xH100", "2x8xH200", "1x8xA100", "2x8xB200", "4x4xGB200")
+"""The shipped descriptions, those of more than 16 GPUs with fewer nodes."""
+PLACES = {"gpu": ":gpu-01/3", "port": ":gpu-01/mlx5_3", "host": ":gpu-01", "cluster": ""}
+NODE = "inventory or health or fleet or host or gpu or matmul or hbm or memory or clock_skew"
+NETWORK = "nccl or links or collective or all_reduce or fabric or busbw or scaling"
+TRAINING = "test_ddp or training_step or lora_tiny or throughput or vision_throughput"
+TESTS = {
+    **dict.fromkeys(("slow-gpu", "slow-host", "half-rate"), f"{NODE} or {NETWORK}"),
+    **dict.fromkeys(("no-gdr", "net-socket", "nvls-off", "wrong-reduce", "nic-down"), NETWORK),
+    **dict.fromkeys(("straggler", "wrong-gradient", "diverge"), TRAINING),
+}
+"""Fault -> which tests run: those that look at what it is in, by default at nodes, for ports at the network."""
+UNTRAINED = f"not ({TRAINING} or fsdp or checkpoint or failure_propagation)"
+GOAL = 0.95
+_GPU = re.compile(r"\((gpu-\d+), GPU (\d+)")
+_FEW = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run: a cluster, a fault or none, and the seed."""
+
+    what: str
+    fault: str
+    seed: int
+    tests: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        case: its words.
+        exit: of the run.
+        cpu_seconds: of all its processes.
+        found, named: the fault.
+        accused: messages that name something healthy.
+        by: the first test that names it, or that found it.
+        message: of that test.
+    """
+
+    case: str
+    exit: int
+    cpu_seconds: float
+    found: bool
+    named: bool
+    accused: Sequence[str]
+    by: str
+    message: str
+
+
+def cases(names: Iterable[str], seeds: int) -> Iterator[Case]:
+    """Yield the healthy clusters, where asked for, and each named fault, for each seed."""
+    for seed in range(1, 1 + seeds):
+        for name in names:
+            if name == "healthy":
+                yield from (Case(what=what, fault="", seed=seed, tests=UNTRAINED) for what in HEALTHY)
+            else:
+                where = KINDS[name].where
+                tests = TESTS.get(name, NETWORK if where == "port" else NODE)
+                yield Case(what=SHAPE, fault=name + PLACES[where], seed=seed, tests=tests)
+
+
+def of_today(day: datetime.date) -> list[Case]:
+    """Return a healthy cluster, and two faults: all have had their turn after as many days as there are pairs."""
+    names, at = list(KINDS), 2 * day.toordinal()
+    healthy = Case(what=SHAPE, fault="", seed=day.toordinal(), tests=UNTRAINED)
+    return [healthy, *cases([names[at % len(names)], names[(at + 1) % len(names)]], 1)]
+
+
+def run(case: Case, folder: Path) -> Outcome:
+    """Run the suite on the simulated cluster."""
+    before = _cpu_seconds()
+    command = [sys.executable, "-m", "pytest_gpucluster", "demo", case.what, f"--seed={case.seed}"]
+    command += [f"--fault={case.fault}"] if case.fault else []
+    command += [f"--report-dir={folder}", "--", "-k", case.tests]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    (folder / "terminal.txt").write_text(done.stdout, encoding="utf-8")
+    results = json.loads((folder / "latest" / "results.json").read_text(encoding="utf-8"))
+    return judged(case, done.returncode, _cpu_seconds() - before, results["tests"])
+
+
+def judged(case: Case, code: int, cpu_seconds: float, tests: Sequence[Mapping[str, str]]) -> Outcome:
+    """Compare what the messages name with the place of the fault."""
+    bad = [test for test in tests if test["outcome"] in ("failed", "error")]
+    naming = [test for test in bad if case.fault and _names(test["message"], case.fault)]
+    accused = [
+        f"{test['name']}: {test['message']}"
+        for test in bad
+        if test not in naming and (not case.fault or 0 < len(set(_GPU.findall(test["message"]))) <= _FEW)
+        if "all there are" not in test["message"]
+    ]
+    first: Mapping[str, str] = next(iter([*naming, *bad]), {"name": "", "message": ""})
+    return Outcome(
+        case=str(case),
+        exit=code,
+        cpu_seconds=round(cpu_seconds, 1),
+        found=code != 0,
+        named=bool(naming),
+        accused=accused,
+        by=first["name"],
+        message=first["message"],
+    )
+
+
+def _names(message: str, fault: str) -> bool:
+    planted = parse(fault)
+    if not planted.host:
+        return True  # nothing is to be named
+    if not planted.place:
+        return planted.host in message
+    gpu = planted.place.removeprefix("mlx5_")
+    return (planted.host, gpu) in _GPU.findall(message) or planted.place in message
+
+
+def _cpu_seconds() -> float:
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+def table(outcomes: Mapping[Case, Outcome]) -> Iterator[str]:
+    """Yield the table, a row for each fault and each healthy cluster."""
+    yield "| fault | runs | found | named | healthy parts accused | named by | CPU s a run |"
+    yield "| --- | ---: | ---: | ---: | ---: | --- | ---: |"
+    rows = defaultdict[str, list[Outcome]](list)
+    for case, outcome in outcomes.items():
+        rows[case.fault or f"none, {case.what}"].append(outcome)
+    for name, of_fault in rows.items():
+        counts = [sum(bool(getattr(one, key)) for one in of_fault) for key in ("found", "named", "accused")]
+        by = ", ".join(dict.fromkeys(one.by for one in of_fault if one.by)) or "-"
+        seconds = sum(one.cpu_seconds for one in of_fault) / len(of_fault)
+        yield f"| {name} | {len(of_fault)} | {' | '.join(map(str, counts))} | {by} | {seconds:.0f} |"
+
+
+def is_good(outcomes: Mapping[Case, Outcome]) -> bool:
+    """Whether enough faults are found and named, and nothing healthy is accused."""
+    healthy = [one for case, one in outcomes.items() if _is_healthy(case)]
+    faulty = [one for case, one in outcomes.items() if not _is_healthy(case)]
+    enough = sum(one.found and one.named for one in faulty) >= GOAL * len(faulty)
+    return enough and not any(one.found or one.accused for one in healthy) and not any(one.accused for one in faulty)
+
+
+def _is_healthy(case: Case) -> bool:
+    return not case.fault or KINDS[parse(case.fault).name].healthy
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is not there yet, and print the table."""
+    parser = parser_of(__doc__)
+    known = ["healthy", *KINDS]
+    parser.add_argument("--only", type=some_of(known), default=known, help="faults, and healthy (default: all)")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each (default: 5)")
+    parser.add_argument("--today", action="store_true", help="a healthy cluster and the two faults of the day")
+    parser.add_argument("--into", type=Path, default=Path("simulated"), help="folder of all runs (default: simulated)")
+    options = parser.parse_args(arguments)
+    outcomes = {}
+    for case in of_today(datetime.date.today()) if options.today else cases(options.only, options.seeds):
+        name = re.sub("[^a-z0-9_=-]+", "-", f"{case.what}-{case.fault}-{case.seed}".lower())
+        folder = options.into / name
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / "outcome.json"
+        if kept.exists() and not options.today:
+            outcomes[case] = Outcome(**json.loads(kept.read_text(encoding="utf-8")))
+            continue
+        outcomes[case] = found = run(case, folder)
+        kept.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        print(f"{name}: exit code {found.exit}, {found.cpu_seconds:.0f} CPU s: {found.by}: {found.message}", flush=True)
+        for line in found.accused:
+            print(f"  ACCUSED: {line}", flush=True)
+    print("\n".join(table(outcomes)))
+    good = is_good(outcomes)
+    print("\ngoals: at least 95 % found and named, nothing healthy accused:", "met" if good else "MISSED")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
