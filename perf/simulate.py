@@ -27,13 +27,17 @@ from comparison import parser_of, some_of
 
 from pytest_gpucluster.simulation.faults import KINDS, parse
 
-SHAPE = "2x8xH100"
+SHAPE, OF_NODES = "2x8xH100", "2x4xH100"
+"""With published limits between nodes; and smaller, for the tests of single nodes."""
 HEALTHY = ("2x8xH100", "2x8xH200", "1x8xA100", "2x8xB200", "4x4xGB200")
 """The shipped descriptions, those of more than 16 GPUs with fewer nodes."""
 PLACES = {"gpu": ":gpu-01/3", "port": ":gpu-01/mlx5_3", "host": ":gpu-01", "cluster": ""}
-NODE = "inventory or health or fleet or host or gpu or matmul or hbm or memory or clock_skew"
-NETWORK = "nccl or links or collective or all_reduce or fabric or busbw or scaling"
-TRAINING = "test_ddp or training_step or lora_tiny or throughput or vision_throughput"
+NODE = (
+    "inventory or health or fleet or test_host or computes or agree or repeats or matmul or hbm or patterns or skew"
+    " or burn_in"
+)
+NETWORK = "nccl or links or test_collective or all_reduce or fabric_ports or busbw or scaling"
+TRAINING = "test_ddp or training_step or lora_tiny or test_throughput or vision_throughput"
 TESTS = {
     **dict.fromkeys(("slow-gpu", "slow-host", "half-rate"), f"{NODE} or {NETWORK}"),
     **dict.fromkeys(("no-gdr", "net-socket", "nvls-off", "wrong-reduce", "nic-down"), NETWORK),
@@ -89,7 +93,8 @@ def cases(names: Iterable[str], seeds: int) -> Iterator[Case]:
             else:
                 where = KINDS[name].where
                 tests = TESTS.get(name, NETWORK if where == "port" else NODE)
-                yield Case(what=SHAPE, fault=name + PLACES[where], seed=seed, tests=tests)
+                what = OF_NODES if tests == NODE else SHAPE
+                yield Case(what=what, fault=name + PLACES[where], seed=seed, tests=tests)
 
 
 def of_today(day: datetime.date) -> list[Case]:

@@ -8,7 +8,7 @@ The forward pass ends in the losses, so that no rank ever has to keep all logits
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_gpucluster.benchmarks.group import on_first_rank
 from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS, first_line, local_only, unavailable
 from pytest_gpucluster.benchmarks.training import model as decoder
+from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -310,6 +311,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TINY_LABEL, RANDOM_LABEL, QWEN2_LABEL = "lora_tiny", "qwen2-7b-random", "qwen2-7b"
 
 
+_KEPT_VOCAB = 256
+
+
 @dataclass(frozen=True, kw_only=True)
 class Base:
     """A model to train adapters on.
@@ -335,6 +339,12 @@ class Base:
         return self.geometry.flops_per_token(
             sequence, rank=self.adapters.rank, head_trained="lm_head" in self.adapters.saved
         )
+
+    def kept(self, by: Accelerator) -> Base:
+        """Return what a device really trains of it: all, but of random weights a simulated device a tiny model."""
+        tiny = tiny_base(_KEPT_VOCAB).geometry
+        width = self.geometry.width
+        return self if self.folder or by.kept(width, tiny.width) == width else replace(self, geometry=tiny)
 
 
 def tiny_base(vocab: int) -> Base:

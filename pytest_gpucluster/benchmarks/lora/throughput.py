@@ -85,7 +85,7 @@ def lora_throughput(
     with fresh_compiler() if recipe.compiled else nullcontext():
         memory = accelerator(device)
         memory.reset_peak()
-        packed = random_blocks(4 * recipe.global_batch, sequence, base.geometry.vocab, recipe.seed)
+        packed = random_blocks(4 * recipe.global_batch, sequence, base.kept(memory).geometry.vocab, recipe.seed)
         trainer = Trainer(group, device, base, recipe, packed, components=components)
         taken = 0
 

@@ -230,8 +230,9 @@ class Trainer:
         self.recomputes, lacking = self._plan.choose_recompute(self.ranks, device)
         if lacking:
             raise EnvironmentBroken(lacking)
+        kept = base.kept(accelerator(device))
         self.model = self._components.model(
-            self._components.make(base, device, precision=recipe.precision, dropout=recipe.dropout, seed=recipe.seed)
+            self._components.make(kept, device, precision=recipe.precision, dropout=recipe.dropout, seed=recipe.seed)
         )
         self.start = fingerprint(self.model.parameters())
         require_same(
