@@ -25,7 +25,7 @@ CASES = {
 NETWORKS["resnet18"] = Network(layer="basic", depths=(1, 1, 1, 1), widths=(16, 32, 64, 128), parameters=453_576)
 
 
-def small(name, device, *, classes, seed):
+def small(name, device, *, classes, seed, narrow=1):
     torch.manual_seed(seed)
     return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, classes)).to(device)
 

@@ -27,7 +27,7 @@ SAMPLING = Sampling(warmup_seconds=0, window_seconds=8, longest_seconds=8, toler
 IMAGES = partial(SyntheticImages, 100, 28)
 
 
-def small(_name, device, *, classes, seed):
+def small(_name, device, *, classes, seed, narrow=1):
     """A network of a few weights: what is looked at here does not depend on it."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, classes)).to(device)
