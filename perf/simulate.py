@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from comparison import parser_of, some_of
@@ -46,6 +46,7 @@ TESTS = {
 """Fault -> which tests run: those that look at what it is in, by default at nodes, for ports at the network."""
 UNTRAINED = f"not ({TRAINING} or fsdp or checkpoint or failure_propagation)"
 GOAL = 0.95
+FOLDER = Path("gpucluster-report/simulated")
 _GPU = re.compile(r"\((gpu-\d+), GPU (\d+)")
 _FEW = 2
 
@@ -65,7 +66,6 @@ class Outcome:
     """What came of it.
 
     Attributes:
-        case: its words.
         exit: of the run.
         cpu_seconds: of all its processes.
         found, named: the fault.
@@ -74,7 +74,6 @@ class Outcome:
         message: of that test.
     """
 
-    case: str
     exit: int
     cpu_seconds: float
     found: bool
@@ -104,16 +103,15 @@ def of_today(day: datetime.date) -> list[Case]:
     return [healthy, *cases([names[at % len(names)], names[(at + 1) % len(names)]], 1)]
 
 
-def run(case: Case, folder: Path) -> Outcome:
-    """Run the suite on the simulated cluster."""
+def run(case: Case, folder: Path) -> tuple[int, float]:
+    """Run the suite on the simulated cluster; return the exit code and the CPU seconds."""
     before = _cpu_seconds()
     command = [sys.executable, "-m", "pytest_gpucluster", "demo", case.what, f"--seed={case.seed}"]
     command += [f"--fault={case.fault}"] if case.fault else []
     command += [f"--report-dir={folder}", "--", "-k", case.tests]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     (folder / "terminal.txt").write_text(done.stdout, encoding="utf-8")
-    results = json.loads((folder / "latest" / "results.json").read_text(encoding="utf-8"))
-    return judged(case, done.returncode, _cpu_seconds() - before, results["tests"])
+    return done.returncode, _cpu_seconds() - before
 
 
 def judged(case: Case, code: int, cpu_seconds: float, tests: Sequence[Mapping[str, str]]) -> Outcome:
@@ -128,7 +126,6 @@ def judged(case: Case, code: int, cpu_seconds: float, tests: Sequence[Mapping[st
     ]
     first: Mapping[str, str] = next(iter([*naming, *bad]), {"name": "", "message": ""})
     return Outcome(
-        case=str(case),
         exit=code,
         cpu_seconds=round(cpu_seconds, 1),
         found=code != 0,
@@ -146,7 +143,9 @@ def _names(message: str, fault: str) -> bool:
     if not planted.place:
         return planted.host in message
     gpu = planted.place.removeprefix("mlx5_")
-    return (planted.host, gpu) in _GPU.findall(message) or planted.place in message
+    is_isolated = f"isolated: {planted.host}" in message  # the node, which its faulty GPU has made wrong
+    is_port = gpu != planted.place and planted.place in message
+    return (planted.host, gpu) in _GPU.findall(message) or is_isolated or is_port
 
 
 def _cpu_seconds() -> float:
@@ -187,19 +186,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=some_of(known), default=known, help="faults, and healthy (default: all)")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each (default: 5)")
     parser.add_argument("--today", action="store_true", help="a healthy cluster and the two faults of the day")
-    parser.add_argument("--into", type=Path, default=Path("simulated"), help="folder of all runs (default: simulated)")
+    parser.add_argument("--into", type=Path, default=FOLDER, help=f"folder of all runs (default: {FOLDER})")
+    parser.add_argument("--anew", action="store_true", help="run also what is there already")
     options = parser.parse_args(arguments)
     outcomes = {}
     for case in of_today(datetime.date.today()) if options.today else cases(options.only, options.seeds):
         name = re.sub("[^a-z0-9_=-]+", "-", f"{case.what}-{case.fault}-{case.seed}".lower())
         folder = options.into / name
         folder.mkdir(parents=True, exist_ok=True)
-        kept = folder / "outcome.json"
-        if kept.exists() and not options.today:
-            outcomes[case] = Outcome(**json.loads(kept.read_text(encoding="utf-8")))
-            continue
-        outcomes[case] = found = run(case, folder)
-        kept.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        kept = folder / "ended.json"
+        if options.anew or options.today or not kept.exists():
+            kept.write_text(json.dumps(run(case, folder)), encoding="utf-8")
+        code, seconds = json.loads(kept.read_text(encoding="utf-8"))
+        results = json.loads((folder / "latest" / "results.json").read_text(encoding="utf-8"))
+        outcomes[case] = found = judged(case, code, seconds, results["tests"])
         print(f"{name}: exit code {found.exit}, {found.cpu_seconds:.0f} CPU s: {found.by}: {found.message}", flush=True)
         for line in found.accused:
             print(f"  ACCUSED: {line}", flush=True)

@@ -38,6 +38,7 @@ PROGRAMS: Mapping[str, Sequence[str]] = {
     "loader": ("loader.py", "--pairs", "6"),
     "fidelity": ("fidelity.py", "--window", "0.1"),
     "collectives": ("collectives.py", "--sizes", "8 MiB", "--window", "0.05"),
+    "simulate": ("simulate.py", "--only", "hbm,row-remapped", "--seeds", "1", "--anew"),
     "soak": ("soak.py", "--rounds", "7", "--session", "0", "--at-once", "2"),
 }
 """Name -> script in this folder, and its arguments, chosen so that all fit into a quarter of an hour: with the defaults

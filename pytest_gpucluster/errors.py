@@ -30,7 +30,7 @@ Every message says where, what was found and what is allowed, and what to do.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class GpuClusterError(Exception):
@@ -95,7 +95,15 @@ class PeerGaveUp(EnvironmentBroken):
 
 
 class HardwareFault(GpuClusterError):
-    """A GPU, link or node gave a wrong result or failed: the hardware is rejected."""
+    """A GPU, link or node gave a wrong result or failed: the hardware is rejected.
+
+    Args:
+        ranks: whose GPUs are at fault, where one rank has looked at several; by default that of the rank that raises.
+    """
+
+    def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:
+        super().__init__(*args)
+        self.ranks = tuple(ranks)
 
 
 class WrongResult(HardwareFault):

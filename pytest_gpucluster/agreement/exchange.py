@@ -160,6 +160,8 @@ class RankOutcome:
     outcome: str
     message: str = ""
     text: str = ""
+    about: Sequence[int] = ()
+    """The ranks whose GPUs it is about; none: its own."""
     measurements: Sequence[Mapping[str, Any]] = ()
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     """What this rank's GPU did during the body, and what its counters have counted."""
@@ -205,7 +207,12 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     """
     outcomes = _cut_explained(outcomes)
     released = _ranks_of(outcomes, "released")
-    bad = [o for o in outcomes if o.outcome in ("failed", "error", "hung", "lost")]
+    bad = [
+        replace(o, rank=rank)
+        for o in outcomes
+        if o.outcome in ("failed", "error", "hung", "lost")
+        for rank in o.about or [o.rank]
+    ]
     skipped = [o for o in outcomes if o.outcome == "skipped"]
     ranks = [{"rank": o.rank, "outcome": o.outcome, "message": o.message} for o in outcomes if o.outcome != "passed"]
     if not bad and skipped and len(skipped) < len(outcomes):
@@ -231,8 +238,8 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
     order = ("lost", "hung", "failed", "error")
     bad.sort(key=lambda o: (order.index(o.outcome), o.rank))
     first = bad[0]
-    same = [o.rank for o in bad if (o.outcome, o.message) == (first.outcome, first.message)]
-    others = len(bad) - len(same)
+    same = sorted({o.rank for o in bad if (o.outcome, o.message) == (first.outcome, first.message)})
+    others = len({o.rank for o in bad} - set(same))
     shared = len(same) == len(outcomes) > 1 and first.outcome == "error"
     who = names[first.rank] if len(same) == 1 else f"all {len(same)} ranks" if shared else rank_ranges(same)
     # What says of a rank that it is lost begins with its name already.
@@ -246,7 +253,7 @@ def merge(outcomes: Sequence[RankOutcome], names: Mapping[int, str], *, unfinish
         message=first_line(message),
         text="\n\n".join(parts),
         # What breaks all of them alike, such as a missing library, is no rank's own.
-        culprits=[] if shared else sorted(o.rank for o in bad),
+        culprits=[] if shared else sorted({o.rank for o in bad}),
         released=released,
         ranks=ranks,
         group_invalid=True,

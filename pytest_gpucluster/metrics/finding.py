@@ -24,6 +24,7 @@ class Identity:
     uuid: str | None = None
     serial: str | None = None
     pci: str | None = None
+    rank: int | None = None
 
     def __str__(self) -> str:
         if self.index is None and not (self.uuid or self.serial or self.pci):
@@ -42,6 +43,7 @@ def identity(who: Mapping[str, Any]) -> Identity:
         uuid=gpu.get("uuid"),
         serial=gpu.get("serial"),
         pci=gpu.get("pci_bus_id"),
+        rank=who.get("rank"),
     )
 
 
@@ -88,6 +90,12 @@ def decisive(findings: Iterable[Finding]) -> list[Finding]:
     return [one for one in findings if one.kind != "note"]
 
 
+def ranks_of(findings: Iterable[Finding]) -> list[int]:
+    """Return the ranks of the GPUs; none where one is unknown, or a finding is about a host."""
+    ranks = {one.gpu.rank for one in findings}
+    return sorted(rank for rank in ranks if rank is not None) if None not in ranks else []
+
+
 def require_nothing(findings: Iterable[Finding]) -> None:
     """Check that there are no findings but notes; notes are printed.
 
@@ -106,5 +114,5 @@ def require_nothing(findings: Iterable[Finding]) -> None:
     places = ", ".join(dict.fromkeys(str(one.gpu) for one in wrong))
     text = "\n".join([f"{codes}: {places}", *(f"- {one}" for one in (*wrong, *notes))])
     if any(one.kind == "hardware" for one in wrong):
-        raise HardwareFault(text)
+        raise HardwareFault(text, ranks=ranks_of(wrong))
     raise EnvironmentBroken(text)

@@ -67,8 +67,14 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
     measurements = [m.to_json() for m in item.stash.get(MEASUREMENTS, [])] if when == "call" else []
 
     def ended(outcome: str, message: str, text: str = "") -> RankOutcome:
-        line = first_line(message)
-        return RankOutcome(rank=run.rank, outcome=outcome, message=line, text=text, measurements=measurements)
+        return RankOutcome(
+            rank=run.rank,
+            outcome=outcome,
+            message=first_line(message),
+            text=text,
+            measurements=measurements,
+            about=getattr(error, "ranks", ()),
+        )
 
     if error is None:
         # A body that was released may still come back as if nothing had been: an aborted wait returns without an
@@ -130,7 +136,9 @@ def escalated(own: RankOutcome, fault: HardwareFault) -> RankOutcome:
     What the body itself has come to stays first."""
     message = "; ".join(part for part in (own.message, first_line(str(fault))) if part)
     text = "\n\n".join(part for part in (own.text, f"{type(fault).__name__}: {fault}") if part)
-    return replace(own, outcome="failed", message=first_line(message), text=text)
+    of_body = (own.about or [own.rank]) if own.message else []
+    about = sorted({*of_body, *(fault.ranks or [own.rank])})
+    return replace(own, outcome="failed", message=first_line(message), text=text, about=about)
 
 
 def expects_failure(item: pytest.Item, error: BaseException | None) -> bool:

@@ -105,6 +105,14 @@ def test_different_failures_keep_a_section_each_with_the_name_of_the_rank():
     assert merged.text.count("same") == 2, "equal texts of different kinds are not folded"
 
 
+def test_what_a_rank_has_found_at_others_gpus_is_theirs():
+    found = outcome(0, "failed", "Xid 64 of two GPUs", about=[2, 3])
+    merged = merge([found, outcome(1, "passed"), outcome(2, "failed", "own"), outcome(3, "passed")], NAMES)
+    assert merged.culprits == [2, 3]
+    assert merged.message.startswith("ranks 2-3: Xid 64")
+    assert [one["rank"] for one in merged.ranks] == [0, 2]  # each rank's own end stays
+
+
 def test_released_ranks_are_listed_and_not_blamed():
     merged = merge(world("released", "failed", "released", "released"), NAMES)
     assert merged.text.endswith(": ranks 0, 2-3.")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_gpucluster.errors import HardwareFault
-from pytest_gpucluster.metrics.finding import Finding, Identity, hardware, identity
+from pytest_gpucluster.metrics.finding import Finding, Identity, hardware, identity, ranks_of
 from pytest_gpucluster.node import infiniband, kernel_log
 from pytest_gpucluster.node.health.checks import DIAGNOSE, FINDINGS, MEMORY_FAULTS, MUST_NOT_GROW, ZERO_TOLERANCE
 from pytest_gpucluster.node.health.snapshot import by_address
@@ -238,7 +238,7 @@ class Changes:
             codes = ", ".join(dict.fromkeys(fault.code for fault in self.faults))
             places = ", ".join(dict.fromkeys(str(fault.gpu) for fault in self.faults))
             text = [f"{codes} during this test: {places}", *(f"- {one}" for one in self.faults)]
-            raise HardwareFault("\n".join(text))
+            raise HardwareFault("\n".join(text), ranks=ranks_of(self.faults))
 
     def _fault(self, gpu: Identity, code: str, found: str, remedy: str) -> None:
         self.faults.append(hardware(code, gpu, found, allowed="none during a test", remedy=remedy))

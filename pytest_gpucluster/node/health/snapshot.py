@@ -281,7 +281,8 @@ def require_uniform(inventory: Sequence[Mapping[str, Any]]) -> None:
         names = [f"- rank {who['rank']}: {identity(who)}" for who in inventory if int(who["rank"]) in odd]
         more = [f"- and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
         first = f"GPUs of the fleet differ: {different[0]}"
-        raise HardwareFault("\n".join([first, *different[1:], *names[:_MOST_NAMED], *more, what_to_do]))
+        text = "\n".join([first, *different[1:], *names[:_MOST_NAMED], *more, what_to_do])
+        raise HardwareFault(text, ranks=sorted(odd))
     if unknown:
         raise EnvironmentBroken(
             f"GPUs cannot be compared: {'; '.join(unknown)}\n"
