@@ -11,7 +11,7 @@ CONSTRAINTS ?= constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help rehearsal docs test smoke test-all mutants simulate lint check-deploy perf clean
+.PHONY: help rehearsal docs test smoke test-all mutants simulate simulate-today lint check-deploy perf clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 22
@@ -64,8 +64,11 @@ lint: $(STAMP) ## check style, format and types
 check-deploy: $(STAMP) ## look at all of deploy/: shell, images, workflows, manifests; needs npm and kubectl 1.27 or newer
 	$(PY) tests/deploy/check_deploy.py
 
-simulate: $(STAMP) ## run the suite on simulated clusters, healthy and with each fault; SIMULATE=--today as .ci/run does
-	$(PY) perf/simulate.py $(SIMULATE)
+simulate: $(STAMP) ## run the suite on simulated clusters, healthy ones and each fault; goes on where it stopped
+	$(PY) perf/simulate.py
+
+simulate-today: $(STAMP) ## a healthy simulated cluster, and two faults that change with the date
+	$(PY) perf/simulate.py --today
 
 perf: $(STAMP) ## print all tables of perf/: what the suite costs, how faithful and how large it can be; simulate the rules
 	$(PY) perf/tables.py
