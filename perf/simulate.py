@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of it.
+    """The result of a run.
 
     Attributes:
         exit: of the run.

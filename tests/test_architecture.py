@@ -36,7 +36,7 @@ benchmarks: isolation device metrics
 criteria: metrics config benchmarks
 judge: config metrics
 node: launch metrics device judge
-simulation: launch metrics config device judge node
+simulation: launch metrics config device benchmarks judge node
 agreement: launch metrics device
 selftest: launch metrics config device benchmarks judge node agreement
 journal: metrics config isolation judge agreement

@@ -187,9 +187,9 @@ def _group(criterion: str) -> str:
 
 def _first(results: Sequence[TestResult], what: str) -> str:
     """Return the result that names the fewest ranks: one slow GPU also slows all that it communicates with."""
-    told = min(results, key=lambda result: len(result.culprits) or math.inf)
+    narrowest = min(results, key=lambda result: len(result.culprits) or math.inf)
     more = f" (and {len(results) - 1} more)" if len(results) > 1 else ""
-    return f"{told.nodeid} {what}: {told.message}{more}"
+    return f"{narrowest.nodeid} {what}: {narrowest.message}{more}"
 
 
 def _missing(
