@@ -49,6 +49,10 @@ every_sku:
       when: {labels: {model: lora_tiny}}
       max: 6.2 nats
       source: a test's own, for few steps
+    lora.held_out_ratio:
+      when: {labels: {model: lora_tiny}}
+      max: 0.999 ratio
+      source: likewise
     lora.all_token_loss:
       when: {labels: {model: lora_tiny, recipe: contract}}
       max: 6 nats
