@@ -47,8 +47,12 @@ from pytest_gpucluster.benchmarks.training.step import (
     adamw,
     replicate,
 )
+from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
 from pytest_gpucluster.errors import WrongResult
 from pytest_gpucluster.metrics.stats import largest
+
+_COPIED_BYTES = 20
+"""For each weight, besides two models in training: weights and gradients to compare with."""
 
 NEIGHBOURS = 2
 """Ranks that compute a rank's share besides itself: of three results the middle one is right if one rank is wrong."""
@@ -85,7 +89,7 @@ class Share:
 
 
 class Trains(Protocol):
-    """A training, as far as it is compared: of all ranks together, or of one process."""
+    """A training: of all ranks together, or of one process."""
 
     @property
     def model(self) -> nn.Module:
@@ -155,7 +159,6 @@ class StepComparison:
 
     Attributes:
         must_move: of each weight, whether this rank's part of it has had a gradient.
-        has_moved: whether it has changed.
     """
 
     def __init__(
@@ -417,11 +420,11 @@ class RanksAgainstOne:
         if self.rank in self.defects:
             raise WrongResult(f"{self.ranks.name(self.rank)} {self.defects[self.rank]}")
 
-    def require_memory(self, needed_bytes: int, section: str) -> None:
+    def require_memory(self, section: str) -> None:
         """Check that this rank has enough memory. Raises: EnvironmentBroken."""
         require_free(
             self.device,
-            needed_bytes,
+            needed_bytes(self.geometry, self._batch) + _COPIED_BYTES * self.geometry.parameters,
             f"training {self.geometry.parameters / 1e6:.3g}M parameters and comparing them",
             instead=f"choose a smaller one, such as --gpucluster-workload {section}.width=256",
         )
