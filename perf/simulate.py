@@ -32,6 +32,8 @@ SHAPE, OF_NODES = "2x8xH100", "2x4xH100"
 HEALTHY = ("2x8xH100", "2x8xH200", "1x8xA100", "2x8xB200", "4x4xGB200")
 """The shipped descriptions, those of more than 16 GPUs with fewer nodes."""
 PLACES = {"gpu": ":gpu-01/3", "port": ":gpu-01/mlx5_3", "host": ":gpu-01", "cluster": ""}
+AMOUNTS = {"throttle": "=20s"}
+"""Instead of the kind's own. The profile soak has load for ten minutes; here it is quick."""
 NODE = (
     "inventory or health or fleet or test_host or computes or agree or repeats or matmul or hbm or patterns or skew"
     " or burn_in"
@@ -93,7 +95,7 @@ def cases(names: Iterable[str], seeds: int) -> Iterator[Case]:
                 where = KINDS[name].where
                 tests = TESTS.get(name, NETWORK if where == "port" else NODE)
                 what = OF_NODES if tests == NODE else SHAPE
-                yield Case(what=what, fault=name + PLACES[where], seed=seed, tests=tests)
+                yield Case(what=what, fault=name + PLACES[where] + AMOUNTS.get(name, ""), seed=seed, tests=tests)
 
 
 def of_today(day: datetime.date) -> list[Case]:
