@@ -460,7 +460,7 @@ class RanksAgainstOne:
         if self.defects:
             return parity
         training = make(self.components)
-        self._share_defect(defect_of(training))
+        self._share_defect(defect_of(training) or self._other_start(training, reference, where))
         if self.defects:
             return parity
         comparison = StepComparison(
@@ -492,6 +492,23 @@ class RanksAgainstOne:
         )
         at_end(training)
         return parity
+
+    def _other_start(self, training: Training, reference: Training | None, where: str) -> str:
+        """Describe the sharded weights of which this rank has something else than its part of what was made."""
+        if reference is None or not self._is_sharded:
+            return ""
+        weights = zip(training.model.named_parameters(), reference.model.parameters(), strict=True)
+        parts = (
+            (name, local(weight.detach()), part_of(local(whole.detach()), ranks=self.count, rank=self.rank))
+            for (name, weight), whole in weights
+        )
+        other = [name for name, mine, due in parts if not torch.equal(mine.cpu(), due.cpu())]
+        return (
+            f"has other weights before the first step{where} than its part of those that were made: "
+            f"{', '.join(other[:8])}. Its memory or its arithmetic is wrong: {TAKE_OUT}"
+            if other
+            else ""
+        )
 
     def due_rows(self, rank: int, step: int) -> torch.Tensor:
         """Return a rank's rows of a step."""
