@@ -262,7 +262,9 @@ class Payload:
             count += here
         self.verified += len(self.received)
         after = f" after {1 + again} calls in place" if again else ""
-        return f"{self}: {count} of {len(self.received)} {are_wrong}{after}, {first}" if count else None
+        # Of a sum in place any rank may have spoilt it, and all that see the same say the same.
+        what = self._name if self._grows else str(self)
+        return f"{what}: {count} of {len(self.received)} {are_wrong}{after}, {first}" if count else None
 
     def _expected(self) -> Iterator[tuple[int, torch.Tensor | int, torch.Tensor]]:
         """Yield part after part of the received data: its start, the source rank of it or of each element, and its
@@ -300,5 +302,9 @@ class Payload:
         return (3 * index + self._round + (low + high * place) * place) % LARGEST_ADDEND + 1
 
     def __str__(self) -> str:
+        return f"rank {dist.get_rank()}: {self._name}"
+
+    @property
+    def _name(self) -> str:
         size = show(self.payload_bytes, "B")
-        return f"rank {dist.get_rank()}: {self.shape.collective} of {size} {self.dtype} over {self.shape.ranks} ranks"
+        return f"{self.shape.collective} of {size} {self.dtype} over {self.shape.ranks} ranks"
