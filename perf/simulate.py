@@ -46,7 +46,7 @@ TESTS = {
     **dict.fromkeys(("straggler", "wrong-gradient", "diverge"), TRAINING),
 }
 """Fault -> which tests run: those that look at what it is in, by default at nodes, for ports at the network."""
-UNTRAINED = f"not ({TRAINING} or fsdp or checkpoint or failure_propagation)"
+UNTRAINED = f"not ({TRAINING} or lora or fsdp or checkpoint or failure_propagation)"
 GOAL = 0.95
 FOLDER = Path("gpucluster-report/simulated")
 _GPU = re.compile(r"\((gpu-\d+), GPU (\d+)")

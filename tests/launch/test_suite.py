@@ -52,6 +52,15 @@ def test_a_folder_of_that_name_without_criteria_is_no_suite(places):
     assert suite.suite_of(["acceptance"], work) is None
 
 
+def test_a_sites_own_tests_are_run_without_a_list_of_criteria_and_other_projects_stay_as_they_are(places):
+    work, _, package = places
+    make_suite(package)
+    (work / "acceptance").mkdir()
+    (work / "acceptance" / "test_own.py").touch()
+    assert suite.find_suite() == work / "acceptance"
+    assert suite.suite_of(["acceptance"], work) is None
+
+
 @pytest.mark.parametrize(
     ("argument", "asked"),
     [
