@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -85,6 +86,8 @@ class World:
     places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
     scale: float = 1.0
     calls: int = 0
+    turn: int = 0
+    """How often the ranks that now exchange something have done so: the same on all of them."""
     host_computes: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +97,7 @@ class World:
         planted = {fault.name for fault in self.cluster.faults.all}
         self._changes = bool(planted & {"throttle", "flapping-port"})
         self._can_end = bool(planted & {*_LOST, "kill", "node-down", "stop", "hang"})
+        self.turns = Counter[frozenset[Place]]()
         self._slowest: dict[tuple[Place, ...], tuple[float, float]] = {}
 
     # ---- how fast a place is
@@ -133,7 +137,7 @@ class World:
         if has("no-gdr", place.host):
             left *= NO_GDR_FACTOR
         often = has("flapping-port", place.host, port)
-        if often and random.Random(f"{self.cluster.seed}/{port}/{self.calls // 8}").random() < often:
+        if often and random.Random(f"{self.cluster.seed}/{port}/{self.turn // 8}").random() < often:
             left *= DEAD_FACTOR
         return left
 
@@ -403,10 +407,11 @@ class Simulated(Cpu):
         if sent is not None and world.cluster.faults.amount("wrong-reduce", world.me.host, world.me.gpu):
             sent[len(sent) // 2] += 1
         call()
-        world.calls += 1
         places = world.places.get(group.group_name, (world.me,))
         if peer is not None:
             places = (world.me, places[dist.get_group_rank(group, peer)])
+        world.turns[frozenset(places)] += 1
+        world.turn = world.turns[frozenset(places)]
         self._work(self._transfer_seconds(name, payload_bytes, places), COPIES)
 
     def _transfer_seconds(self, name: str, payload_bytes: int, places: tuple[Place, ...]) -> float:
