@@ -118,7 +118,7 @@ def test_the_report_says_what_was_tried_and_calls_ranks_by_their_numbers_in_the_
     assert "  round 1: rank 2 (node-a), rank 3 (node-a): 0." in body
     later = [line for line in body.splitlines() if "rank 1 (node-a), rank 3 (node-a)" in line]
     assert later, body
-    assert all("rank 1 (node-a): rank 1: all_reduce of " in line for line in later), "rank 1 has the wrong sum"
+    assert all("rank 1 (node-a): all_reduce of " in line for line in later), "rank 1 has the wrong sum"
 
 
 def test_the_terminal_tells_of_the_search_before_the_result(runs):
