@@ -16,6 +16,7 @@ import datetime
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -107,6 +108,8 @@ def of_today(day: datetime.date) -> list[Case]:
 
 def run(case: Case, folder: Path) -> tuple[int, float]:
     """Run the suite on the simulated cluster; return the exit code and the CPU seconds."""
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier run there must not be taken for this one
+    folder.mkdir(parents=True)
     before = _cpu_seconds()
     command = [sys.executable, "-m", "pytest_gpucluster", "demo", case.what, f"--seed={case.seed}"]
     command += [f"--fault={case.fault}"] if case.fault else []
@@ -195,7 +198,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in of_today(datetime.date.today()) if options.today else cases(options.only, options.seeds):
         name = re.sub("[^a-z0-9_=-]+", "-", f"{case.what}-{case.fault}-{case.seed}".lower())
         folder = options.into / name
-        folder.mkdir(parents=True, exist_ok=True)
         kept = folder / "ended.json"
         if options.anew or options.today or not kept.exists():
             kept.write_text(json.dumps(run(case, folder)), encoding="utf-8")

@@ -73,7 +73,7 @@ def own_outcome(run: Run, item: pytest.Item, when: str, number: int, error: Base
             message=first_line(message),
             text=text,
             measurements=measurements,
-            about=getattr(error, "ranks", ()),
+            about=error.ranks if isinstance(error, HardwareFault) else (),
         )
 
     if error is None:

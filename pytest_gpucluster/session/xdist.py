@@ -280,7 +280,8 @@ class Controller:
             self._take_workload(rank, read(WorkloadRecord, body["workload"], f"worker {rank}"))
         if body["spent"] is not None:
             record.spent[rank] = body["spent"]
-        outcome = RankOutcome.from_json(rank, body["outcome"]) if body["outcome"] else None
+        # A worker takes itself for the only rank, so what it says is about itself.
+        outcome = replace(RankOutcome.from_json(rank, body["outcome"]), about=()) if body["outcome"] else None
         known = parts.outcomes.get(rank)
         if report.skipped and hasattr(report, "wasxfail"):
             parts.expected_failures[rank] = report.wasxfail

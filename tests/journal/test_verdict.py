@@ -147,6 +147,11 @@ REASONS: dict[str, tuple[list[TestResult], dict[str, Any], list[str]]] = {
         {},
         ["acceptance/test_it.py::test_nccl failed: 312 GB/s < 380 GB/s", "1 more"],
     ),
+    "the failure that names the fewest ranks": (
+        [replace(FAILED, culprits=(0, 1, 2)), replace(FAILED, nodeid="b.py::one", culprits=(1,)), FAILED],
+        {},
+        ["b.py::one failed", "2 more"],
+    ),
     "errors": ([BROKE, BROKE], {}, ["acceptance/test_it.py::test_nccl broke: rank 3 hangs", "1 more"]),
     "a problem before errors": ([BROKE], {"problems": ["no space left", "y"]}, ["no space left"]),
     "an abort that rejects": ([PASSED], {"abort": (1, "GPU died")}, ["GPU died"]),

@@ -10,6 +10,8 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import date, timedelta
 from pathlib import Path
 
 import example_runs
@@ -18,11 +20,13 @@ from each import of_each
 from sessions import DEADLINE_SECONDS, environment
 
 from pytest_gpucluster.journal import journal
+from pytest_gpucluster.simulation.faults import KINDS
 
 PERF = Path(__file__).parents[2] / "perf"
 sys.path.insert(0, str(PERF))  # programs, not a package
 try:
     import reports
+    import simulate
     import tables
 finally:
     sys.path.remove(str(PERF))
@@ -67,6 +71,41 @@ def test_every_program_is_among_the_tables() -> None:
     programs = {path.name for path in PERF.glob("*.py") if "parser_of(__doc__)" in path.read_text()}
     assert programs - {"tables.py"} == {script for script, *_ in tables.PROGRAMS.values()}
     assert set(SMALL) <= programs
+
+
+# ---- what a simulated run has found
+
+FAULT = simulate.Case(what="2x4xH100", fault="hbm:gpu-01/3", seed=1, tests="hbm")
+RIGHT, OTHER = "rank 7 (gpu-01, GPU 3 GPU-f0f0…): slow", "rank 0 (gpu-00, GPU 0 GPU-a2b8…): slow"
+JUDGED = [
+    (FAULT, 1, [RIGHT], (True, True, 0)),
+    (FAULT, 1, [RIGHT, OTHER], (True, True, 1)),
+    (FAULT, 1, [OTHER], (True, False, 1)),
+    (FAULT, 1, ["on rank 0 (gpu-00, GPU 0 GPU-a…), and 15 more ranks: all there are"], (True, False, 0)),
+    (FAULT, 11, [], (True, False, 0)),
+    (FAULT, 0, [], (False, False, 0)),
+    (replace(FAULT, fault=""), 0, [], (False, False, 0)),
+    (replace(FAULT, fault=""), 1, [OTHER], (True, False, 1)),
+]
+
+
+@of_each("row", JUDGED)
+def test_a_fault_is_found_and_named_and_no_other_part_accused(row) -> None:
+    case, code, messages, expected = row
+    tests = [{"name": "test_hbm[copy]", "outcome": "failed", "message": message} for message in messages]
+    found = simulate.judged(case, code, 20.0, tests)
+    assert (found.found, found.named, len(found.accused)) == expected
+    is_right = expected == (True, True, 0) if case.fault else not code
+    assert simulate.is_good({case: found}) is is_right
+
+
+def test_the_faults_of_a_day_are_others_the_next_day_and_all_have_their_turn() -> None:
+    names = set()
+    for day in range(len(KINDS)):
+        healthy, *faults = simulate.of_today(date(2026, 11, 27) + timedelta(day))
+        assert not healthy.fault
+        names |= {fault.fault.partition(":")[0] for fault in faults}
+    assert names == set(KINDS)
 
 
 # ---- wrong arguments

@@ -125,6 +125,12 @@ def test_what_happens_on_one_worker_decides(project):
         if RANK:
             time.sleep(30)
 
+    def test_gpu():
+        from pytest_gpucluster.errors import HardwareFault
+
+        if RANK:
+            raise HardwareFault("Xid 64", ranks=[0])  # it takes itself for the only rank
+
     def test_fine(): pass
         """,
     )
@@ -146,6 +152,7 @@ def test_what_happens_on_one_worker_decides(project):
         if has_subtests
         else "error: all 2 ranks: FixtureLookupError: fixture 'subtests' not found",
         "test_hangs": "error: rank 1 (): hangs at test_it.py:53 in test_hangs",
+        "test_gpu": "failure: rank 1 (): HardwareFault: Xid 64",
         "test_fine": "passed",
     }
     assert told["test_one_measures"].startswith("error: matmul.fp32.tflops: ")
@@ -156,7 +163,7 @@ def test_what_happens_on_one_worker_decides(project):
     assert left.body("test_fails_alike").count('assert False, "everywhere"') == 1
     assert "time.sleep(30)" in left.body("test_hangs")
     # Plain pytest's own counting sees each test once too.
-    failed, errors = (5, 5) if has_subtests else (4, 6)
+    failed, errors = (6, 5) if has_subtests else (5, 6)
     assert f"{failed} failed, 1 passed, 1 skipped, 1 xfailed, {errors} errors in" in left.stdout
 
 

@@ -1,5 +1,7 @@
 """Fault counters of a rank: what is read, and which of their changes are a fault."""
 
+from dataclasses import replace
+
 import pytest
 from complaints import in_order
 from counted import GPU, PCI, UUID, XID_79, nvml, sources
@@ -11,7 +13,7 @@ from pytest_gpucluster.errors import HardwareFault
 from pytest_gpucluster.metrics.finding import Identity
 from pytest_gpucluster.node import infiniband, kernel_log
 from pytest_gpucluster.node.health import counters
-from pytest_gpucluster.node.health.counters import QUERIES, Sources, changes, read
+from pytest_gpucluster.node.health.counters import QUERIES, Changes, Sources, changes, read
 from pytest_gpucluster.node.infiniband import Adapters
 from pytest_gpucluster.node.kernel_log import KernelLog
 from pytest_gpucluster.node.nvml import NotAvailable
@@ -215,6 +217,10 @@ def test_a_new_xid_that_demands_action_is_a_fault_of_its_gpu():
     assert changes(logged(XID_79), logged(XID_79)).faults == [], "it is from before"
     again = changes(logged(XID_79), logged(XID_79, XID_79))
     assert [fault.code for fault in again.faults] == ["xid_79"]
+    for rank, ranks in ((7, (7,)), (None, ())):
+        with pytest.raises(HardwareFault) as caught:
+            Changes(faults=[replace(again.faults[0], gpu=replace(GPU, rank=rank))]).require_no_fault()
+        assert caught.value.ranks == ranks
 
 
 SWITCH = "nvidia-nvswitch0: SXid (PCI:0000:84:00.0): 20034, {}, Link 30 LTSSM Fault Up"

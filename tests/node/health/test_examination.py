@@ -561,6 +561,7 @@ def test_the_odd_ranks_are_named_with_their_values_and_hosts():
             require_uniform(fleet({}, {}, {key: value}, {}))
     with pytest.raises(HardwareFault) as caught:
         require_uniform(fleet({}, {}, odd, {}))
+    assert caught.value.ranks == (2,)
     first, *rest = str(caught.value).splitlines()
     assert in_order(first, "VBIOS: 96.00.30 rank 2 (gpu-02); 96.00.74.00.01 ranks 0-1, 3 (gpu-00")
     assert "ECC" in "".join([first, *rest]), "all differences at once"
