@@ -75,8 +75,8 @@ class Ranks:
         pickled = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         sizes = [int(size) for [size] in self.gather([len(pickled)])]
         padded = torch.nn.functional.pad(pickled, (0, max(sizes) - len(pickled)))
-        rows = self._gather(padded).tolist()  # not by numpy, which torch does without
-        return [pickle.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
+        rows = self._gather(padded).cpu().numpy()
+        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def raise_failure(self, failure: Exception | None) -> None:
         """Raise a rank's failure on that rank, and PeerGaveUp on the others, so that none waits for it."""
