@@ -60,7 +60,6 @@ yaml: config
 jinja2: reports
 markupsafe: reports
 prometheus_client: reports
-rich: cli
 pytest: plugin fixtures short_fixtures session agreement
 _pytest: session agreement
 xdist:

@@ -34,7 +34,7 @@ BEFORE = {
     "init": "write a site's files: limits, batch scripts, manifests, a CI job",
     "demo": "the acceptance suite on a simulated cluster with planted faults, on this machine",
     "doctor": "what would be skipped or fail in a run, before it is started",
-    "node": "try and inspect nodes: selftest, info, diff, nccl-env, kernel-log, watch",
+    "node": "try and inspect nodes: selftest, info, diff, nccl-env, kernel-log",
     "thresholds": "limits: check, explain, calibrate, judge",
     "lora": "LoRA data and results: prepare, evaluate, reference-curve",
 }

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
-import signal
-import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from pytest_gpucluster.analysis.output import json_document
 from pytest_gpucluster.cli.command import (
@@ -30,7 +26,6 @@ from pytest_gpucluster.cli.command import (
     command,
     complain,
     file_errors,
-    number,
     option,
     write_json_or_table,
     write_text,
@@ -41,7 +36,6 @@ from pytest_gpucluster.text import paragraph, plural, printable
 if TYPE_CHECKING:
     from pytest_gpucluster.node.fabric.nccl_advice import NcclAdvice
     from pytest_gpucluster.node.fabric.nccl_facts import Facts
-    from pytest_gpucluster.node.health.node_reader import Node, NodeState
 
 _VIEWS = ("summary", "gpu", "ib", "cpu", "all")
 _LEAST_COLUMNS = 72
@@ -191,89 +185,6 @@ def _advice_document(facts: Facts, advice: NcclAdvice) -> dict[str, object]:
     }
 
 
-ANSWER_SECONDS = 5.0
-"""How long NVML may take to answer first, in addition to the interval: a driver takes seconds to wake up."""
-FRAME_SECONDS = 0.5
-"""The longest time between two drawings on a terminal, so that the age of stale values goes on."""
-
-
-@command(
-    option("--interval SECONDS", "time between two samples", type=number(0.2, 3600, of=float), default=1.0),
-    option("--once", "print one sample after one interval, and end"),
-    help="GPUs, links, ports and processes of this node, live",
-    examples="""\
-                gpucluster node watch
-                gpucluster node watch --interval 5
-                gpucluster node watch --once
-                ssh -t gpu-07 gpucluster node watch
-                """,
-    codes={
-        DONE: "ended by Ctrl-C; with --once: every GPU has answered",
-        NEGATIVE: "with --once: there is no GPU, or one of them has not answered; the others are shown",
-        USAGE: "wrong usage",
-        NO_OUTPUT: "no process could be started to read the node; or the output cannot be written",
-        129: "ended by SIGHUP, because its terminal was closed",
-        143: "ended by SIGTERM",
-    },
-)
-def _watch(options: argparse.Namespace) -> int:
-    """Show the activity of this node: for each GPU utilisation, memory, temperature, power, clocks, NVLink traffic and
-    throttle reasons; traffic of the InfiniBand and RoCE ports; load and memory of the host; the processes that use GPU
-    memory. On a terminal it is a live display (Ctrl-C ends it); elsewhere plain text, one block for each interval.
-
-    NVML is queried by a separate process. If the driver hangs, the display goes on and marks its values as stale.
-    """
-    from pytest_gpucluster.node.health.node_reader import NodeReader, NodeState
-    from pytest_gpucluster.runners.ssh_job import handling
-
-    state = NodeState(options.interval)
-    with file_errors(NO_OUTPUT, "this node cannot be read"):
-        reader = NodeReader(state.take, options.interval)
-    try:
-        with handling((signal.SIGTERM, signal.SIGHUP), _exit_on_signal):
-            # Rates need two samples.
-            state.wait(2 if options.once else 1, options.interval + ANSWER_SECONDS)
-            return _show(options, state)
-    except KeyboardInterrupt:
-        return DONE
-    finally:
-        reader.close()
-
-
-def _show(options: argparse.Namespace, state: NodeState) -> int:
-    from pytest_gpucluster.cli import watch_screen
-
-    host = socket.gethostname()
-
-    def block(node: Node) -> str:
-        now = datetime.datetime.now(datetime.timezone.utc)
-        return watch_screen.plain(node, host=host, clock=f"{now:%Y-%m-%d %H:%M:%S} UTC", width=columns(60))
-
-    if options.once:
-        node = state.node()
-        write_text("-", block(node))
-        return DONE if is_complete(node) else NEGATIVE
-    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb"):
-        watch_screen.draw(state.node, host=host, seconds=min(FRAME_SECONDS, options.interval))
-    due = time.monotonic()
-    while True:
-        write_text("-", f"{block(state.node())}\n")
-        due = max(due + options.interval, time.monotonic())
-        time.sleep(max(0.0, due - time.monotonic()))
-
-
-def is_complete(node: Node) -> bool:
-    """Whether there are GPUs, and every one of them has just answered."""
-    return bool(node.gpus) and not any(
-        gpu.is_stale or gpu.age_seconds is None or gpu.values.get("lost") for gpu in node.gpus
-    )
-
-
-def _exit_on_signal(number: int, frame: object) -> NoReturn:
-    """End in order when the terminal is closed, or by a scheduler: the screen is restored."""
-    raise SystemExit(128 + number)
-
-
 _LINE_BYTES = 1 << 20
 """Longer than any line of a kernel; bounds what is read at once."""
 _NOT_TEXT = {
@@ -418,6 +329,5 @@ COMMAND = Group(
         "diff": _diff,
         "nccl-env": _nccl_env,
         "kernel-log": _kernel_log,
-        "watch": _watch,
     },
 )

@@ -72,22 +72,6 @@ NVLINK5_COUNTERS: Mapping[str, str] = {
 }
 """Error counters of a link from NVLink 5 on: field values whose scope is the link."""
 
-NVLINK_KIBIBYTES: Mapping[str, str] = {
-    "sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX",
-    "received": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX",
-}
-"""Field values that count user data in KiB, of one link or, with ``ALL_LINKS`` as scope, of all. Source: nvml.h,
-NVLink throughput counters field values."""
-
-NVLINK5_BYTES: Mapping[str, str] = {
-    "sent": "NVML_FI_DEV_NVLINK_COUNT_XMIT_BYTES",
-    "received": "NVML_FI_DEV_NVLINK_COUNT_RCV_BYTES",
-}
-"""Field values that count the bytes of one link from NVLink 5 on."""
-
-ALL_LINKS = 2**32 - 1
-"""UINT_MAX as scope: the sum over all links. Source: nvml.h."""
-
 LINK_ENDS: Mapping[int, str] = {0: "gpu", 1: "npu", 2: "switch", 255: "unknown"}
 """Source: nvml.h, nvmlIntNvLinkDeviceType_t; an npu is IBM's POWER CPU."""
 
@@ -253,20 +237,6 @@ def _fabric_state(nvml: Any, info: Any, mask: int) -> dict[str, Any]:
     }
 
 
-def _link_bytes(nvml: Any, gpu: Any) -> dict[str, int]:
-    """Read the sum over all links; where a generation lacks it, add up the links' counters."""
-    found = _fields(nvml, gpu, NVLINK_KIBIBYTES, ALL_LINKS)
-    if len(found) == len(NVLINK_KIBIBYTES):
-        return {name: 1024 * count for name, count in found.items()}
-    totals: dict[str, int] = {}
-    for link in _up(nvml, gpu):
-        for name, count in _fields(nvml, gpu, NVLINK5_BYTES, link).items():
-            totals[name] = totals.get(name, 0) + count
-    if len(totals) < len(NVLINK5_BYTES):
-        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    return totals
-
-
 def _memory(field: str) -> Read:
     # Version 2 reports what the driver reserves separately from what processes use.
     return lambda nvml, gpu: int(getattr(nvml.nvmlDeviceGetMemoryInfo(gpu, version=nvml.nvmlMemory_v2), field))
@@ -363,7 +333,6 @@ _TABLE = (
     _define("nvlink.switch", "links", _field_value("NVML_FI_DEV_NVSWITCH_CONNECTED_LINK_COUNT")),
     _define("nvlink.errors", "counter -> link -> count", _link_errors),
     # Bytes over all of the GPU's links; they only grow.
-    _define("nvlink.bytes", "sent, received -> B", _link_bytes, key="nvlink_bytes"),
     # State, status and health of the GPU's registration with the Fabric Manager.
     _define("fabric", "state, status, health", _fabric),
     # The action that the GPU needs: 0 is none, the others are nvmlDeviceGpuRecoveryAction_t.

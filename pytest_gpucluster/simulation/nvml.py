@@ -183,14 +183,12 @@ class SimulatedGpu:
         major = self.cluster.gpu.capability.partition(".")[0]
         counters = NVLINK5_COUNTERS if int(major) >= 10 else NVLINK_COUNTERS
         state = "completed" if promise.fabric_state else "not supported"
-        moved = int(self.machine.busy_seconds * 1e9)
         return {
             "nvlink.up": {link: link in up for link in links},
             "nvlink.ends": dict.fromkeys(up, _SWITCH),
             "nvlink.version": dict.fromkeys(up, _LINK_VERSIONS[major]),
             "nvlink.switch": len(up) if promise.nvswitch else 0,
             "nvlink.errors": {counter: dict.fromkeys(up, 0) for counter in counters},
-            "nvlink.bytes": {"sent": moved, "received": moved},
             "fabric": {"state": state, "status": "success", "health": ()},
         }
 

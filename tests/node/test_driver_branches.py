@@ -111,25 +111,11 @@ def test_memory_and_processes_of_a_mig_slice_are_its_own_and_the_rest_is_its_gpu
 
 
 @of_each("branch", list(BRANCHES))
-def test_node_info_and_node_watch_read_every_gpu(branch, folder):
+def test_node_info_reads_every_gpu(branch, folder):
     driver = Driver(folder, branch)
-    node = ["-m", "pytest_gpucluster", "node"]
-    facts = json.loads(driver.run(*node, "info", "gpu", "--json"))["gpus"]
+    facts = json.loads(driver.run("-m", "pytest_gpucluster", "node", "info", "gpu", "--json"))["gpus"]
     assert (facts["driver"], [gpu["uuid"] for gpu in facts["gpus"]]) == (BRANCHES[branch], [*map(uuid, range(8))])
     assert [gpu["not_available"] for gpu in facts["gpus"]] == 8 * [{}]
-    watch = [*node, "watch", "--once", "--interval", "0.2"]
-
-    def power(text):
-        rows = [line.split() for line in text.partition("throttled by\n")[2].splitlines()[:8]]
-        return {row[0]: row[4].partition("/")[0] for row in rows}
-
-    healthy = {str(gpu): "690" for gpu in range(8)}
-    assert power(driver.run(*watch)) == healthy
-    driver.plant({"3.lost": 1})
-    text = driver.run(*watch, code=1)
-    assert power(text) == {**healthy, "3": "-"}
-    assert next(iter(power(text))) == "3", "what needs attention comes first"
-    assert [line.split()[0] for line in text.splitlines() if line.endswith("LOST")] == ["3"]
 
 
 @of_each("branch", list(BRANCHES))

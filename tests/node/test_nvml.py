@@ -184,22 +184,6 @@ def test_a_card_without_the_older_counters_has_the_newer_ones(library, error):
         PyNvml().read(GPU, "nvlink.errors")
 
 
-def test_nvlink_bytes_are_counted_for_all_links_together(library):
-    sent, received = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX
-    every = 2**32 - 1  # UINT_MAX, which the fake adds to each answer as the scope
-    library.answers("nvmlDeviceGetFieldValues", field_values({sent: 5, received: 7}))
-    assert PyNvml().read(GPU, "nvlink.bytes") == {"sent": 1024 * (5 + every), "received": 1024 * (7 + every)}
-    # Where a card counts them by link, those of the links that are up are added.
-    library.answers("nvmlDeviceGetNvLinkState", lambda _, link: {0: 1, 1: 0, 2: 1}.get(link, 0))
-    by_link = {pynvml.NVML_FI_DEV_NVLINK_COUNT_XMIT_BYTES: 100, pynvml.NVML_FI_DEV_NVLINK_COUNT_RCV_BYTES: 1000}
-    library.answers("nvmlDeviceGetFieldValues", field_values(by_link))
-    assert PyNvml().read(GPU, "nvlink.bytes") == {"sent": 100 + 102, "received": 1000 + 1002}
-    for known in ({}, {sent: 5}):
-        library.answers("nvmlDeviceGetFieldValues", field_values(known))
-        with pytest.raises(NotAvailable, match="not supported"):
-            PyNvml().read(GPU, "nvlink.bytes")
-
-
 @pytest.mark.parametrize(
     ("query", "field", "answer"),
     [
