@@ -10,13 +10,14 @@ from pytest_gpucluster.benchmarks.lora.experiment import training_deadline
 from pytest_gpucluster.benchmarks.lora.hub import INSTALL
 from pytest_gpucluster.benchmarks.lora.model import QWEN2_LABEL, TINY_LABEL, NodeWeights, given_base, random_base
 from pytest_gpucluster.benchmarks.lora.reference_curve import deviation, read
-from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, group_size
+from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, crosses_links, group_size
 from pytest_gpucluster.errors import CurveError
 
 SECTIONS = {"test_lora_tiny": "lora_tiny", "test_qwen2_lora": "qwen2_lora", "test_lora_of_model": "qwen2_lora"}
 TRAINED_BY = {TINY_LABEL: "test_lora_tiny", QWEN2_LABEL: "test_qwen2_lora"}
 SETUP_SECONDS = 1200.0  # making, moving and sharding a model of 7.6e9 weights, and compiling its blocks
 STEPS_AT_MOST = 1_000_000
+NO_LINK = "groups of {} ranks are trained, which cross no link between nodes, or between the GPUs of a single one"
 measured = {}
 """tokens_per_second: of the slowest GPU, where this run has measured it: the trainings after it are predicted by it."""
 
@@ -29,8 +30,14 @@ def extra():
         pytest.skip(f"{' and '.join(missing)} not installed; install them with {INSTALL}")
 
 
+@pytest.fixture
+def nodes(inventory):
+    """The node of each rank."""
+    return [who["node_rank"] for who in inventory]
+
+
 @pytest.fixture(autouse=True)
-def deadline(request, cluster, workload):
+def deadline(request, cluster, nodes, workload):
     """Give each test the time that its workload may take."""
     section = SECTIONS.get(request.node.originalname)
     sampling = workload.lora_throughput.sampling
@@ -39,7 +46,7 @@ def deadline(request, cluster, workload):
         seconds = workload.lora_tiny.deadline_seconds
     elif section is not None:
         rate = measured.get("tokens_per_second")
-        seconds = training_deadline(workload.qwen2_lora, workload.lora.recipe, cluster.world_size, rate)
+        seconds = training_deadline(workload.qwen2_lora, workload.lora.recipe, nodes, rate)
     request.node.add_marker(pytest.mark.deadline(seconds))
     cluster.allow(seconds)
 
@@ -78,7 +85,7 @@ def reference_curve(request, cluster, settings):
 
 
 @pytest.fixture
-def given(cluster, inventory, settings, workload, reference_curve):
+def given(cluster, nodes, settings, workload, reference_curve):
     """What makes the base and the data that the options name, on call: a download is part of the test. The weights are
     read once on each node."""
     from pytest_gpucluster.benchmarks.lora.experiment import given_data, given_experiment
@@ -94,7 +101,6 @@ def given(cluster, inventory, settings, workload, reference_curve):
         return given_base(settings.model.name, path=settings.model.path, revision=settings.model.revision)
 
     def weights(base):
-        nodes = [who["node_rank"] for who in inventory]
         if len(set(Counter(nodes).values())) > 1:
             return base  # there is no group of a node then
         return replace(base, weights=NodeWeights(base.folder, cluster.node_group(nodes)))
@@ -108,14 +114,16 @@ def given(cluster, inventory, settings, workload, reference_curve):
 
 
 @pytest.fixture
-def train(cluster, settings, workload, reference_curve, artifacts, progress, measure, peak_tflops, record_property):
+def train(
+    cluster, nodes, settings, workload, reference_curve, artifacts, progress, measure, peak_tflops, record_property
+):
     """Train, record every condition as a measurement, and write the loss curve into the test's folder step by step."""
     from pytest_gpucluster.benchmarks.lora.convergence import converge, figures_of
     from pytest_gpucluster.benchmarks.lora.experiment import recipe_of
 
     def train(sizes, base, data):
         recipe, expected = recipe_of(sizes, base, workload.lora.recipe), reference_curve(base.label)
-        ranks = group_size(cluster.world_size, recipe.global_batch)
+        ranks = group_size(nodes, recipe.global_batch)
         group = f"group-{cluster.rank // ranks}"
         folder = (settings.scratch or artifacts) / base.label
         result = converge(
@@ -134,7 +142,8 @@ def train(cluster, settings, workload, reference_curve, artifacts, progress, mea
             curves=artifacts,
             progress=progress,
         )
-        for name, text in (("base", base.origin), ("data", data.origin), ("notes", "; ".join(result.notes))):
+        notes = [*result.notes, *([] if crosses_links(nodes, ranks) else [NO_LINK.format(ranks)])]
+        for name, text in (("base", base.origin), ("data", data.origin), ("notes", "; ".join(notes))):
             record_property(f"lora.{name}", text or "none")
         for one in figures_of(result, peak_tflops=peak_tflops):
             measure(one.metric, one.value, unit=one.unit, record_only=one.recorded, **one.labels)
@@ -175,7 +184,7 @@ def test_lora_tiny(workload, train):
 @pytest.mark.training
 @pytest.mark.needs_gpu
 @pytest.mark.criterion("qwen2_lora.throughput")
-def test_qwen2_lora_throughput(cluster, workload, telemetry, progress, measure, peak_tflops, record_property):
+def test_qwen2_lora_throughput(cluster, nodes, workload, telemetry, progress, measure, peak_tflops, record_property):
     """Accepted: LoRA fine-tuning of a model of Qwen2-7B's sizes reaches the tokens/s and the part of the bf16 peak that
     the limits ask for, on the slowest GPU, within the GPUs' memory.
 
@@ -189,7 +198,7 @@ def test_qwen2_lora_throughput(cluster, workload, telemetry, progress, measure, 
     from pytest_gpucluster.benchmarks.lora.throughput import lora_throughput, rate_figures
 
     sizes, base = workload.lora_throughput, random_base()
-    ranks = group_size(cluster.world_size, cluster.world_size)
+    ranks = group_size(nodes, cluster.world_size)
     recipe = Recipe(
         steps=STEPS_AT_MOST,
         warmup_steps=1,
@@ -235,10 +244,11 @@ def test_qwen2_lora_throughput(cluster, workload, telemetry, progress, measure, 
 @pytest.mark.training
 @pytest.mark.needs_gpu
 @pytest.mark.criterion("qwen2_lora")
-def test_qwen2_lora(given, reference_curve, workload, train):
+def test_qwen2_lora(given, nodes, reference_curve, workload, train):
     """Accepted: Qwen2-7B learns function calls with LoRA (rank 64, alpha 128, dropout 0.05, all seven linear layers,
     161,480,704 trained parameters) in 100 steps of 128 blocks: the conditions of ``test_lora_tiny``, a final loss below
-    0.5, and more than 2,000 tokens/s on each GPU. Groups of at most 16 GPUs train at once, and must agree.
+    0.5, and more than 2,000 tokens/s on each GPU. Groups of up to 16 GPUs, each of several nodes where there are
+    several, train at once, and must agree.
 
     Why: this is the workload that the cluster is bought for, at full size. FSDP2 shards as DeepSpeed's ZeRO-3 does.
 
@@ -246,6 +256,9 @@ def test_qwen2_lora(given, reference_curve, workload, train):
     needs the weights (``--gpucluster-model``) and the data (``--gpucluster-data``). Out of memory: the error states how
     much is needed.
     """
+    ranks = group_size(nodes, workload.qwen2_lora.global_batch)
+    if not crosses_links(nodes, ranks):
+        pytest.skip(f"{NO_LINK.format(ranks)}, and this criterion is about them: use another number of nodes or GPUs")
     base = given[0]()
     if base.label != QWEN2_LABEL:
         reference_curve(None)

@@ -141,7 +141,7 @@ def train(turns: Turns, base: Any, recipe: Any, packed: Any, device: Any, ranks:
 
     from pytest_gpucluster.benchmarks.lora.model import make_adapted
     from pytest_gpucluster.benchmarks.lora.packing import global_batch
-    from pytest_gpucluster.benchmarks.lora.training_plan import micro_batch
+    from pytest_gpucluster.benchmarks.lora.training_plan import micro_batches
     from pytest_gpucluster.benchmarks.training.step import BETAS, LARGEST_NORM
 
     order = [
@@ -174,13 +174,13 @@ def train(turns: Turns, base: Any, recipe: Any, packed: Any, device: Any, ranks:
             if "loss" in (logs or {}):
                 turns.found["trainer_losses"].append(logs["loss"])
 
-    micro = micro_batch(recipe, ranks)
+    accumulation, micro = micro_batches(recipe, ranks)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as folder:
         settings = TrainingArguments(
             output_dir=folder,
             max_steps=recipe.steps,
             per_device_train_batch_size=micro,
-            gradient_accumulation_steps=recipe.global_batch // ranks // micro,
+            gradient_accumulation_steps=accumulation,
             learning_rate=recipe.learning_rate,
             lr_scheduler_type="constant",
             adam_beta1=BETAS[0],

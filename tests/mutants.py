@@ -145,8 +145,8 @@ PLANTED = {
     ),
     "gradients are not divided by the number of ranks": _bug(
         "benchmarks/lora/trainer.py",
-        "self._accumulate(mine, targets / self.ranks.count)",
-        "self._accumulate(mine, targets)",
+        "self._components.loss(masked_sum, targets / ranks)",
+        "self._components.loss(masked_sum, targets)",
         "benchmarks/lora/test_loop",
     ),
     "the reported loss is that of the own rank": _bug(

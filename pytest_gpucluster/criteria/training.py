@@ -153,7 +153,7 @@ class Lora:
     recompute: Annotated[str, _RECOMPUTE]
     compiled: Annotated[str, _COMPILED]
     parity_steps: Annotated[int, Spec("steps that one rank repeats alone, to be compared", Whole(2, 1000))]
-    parity_batch: Annotated[int, Spec("blocks of these steps; made a multiple of the ranks", Whole(1, 65536))]
+    parity_batch: Annotated[int, Spec("blocks of these steps; as many as ranks at least", Whole(1, 65536))]
     parity_sequence: Annotated[int, Spec("tokens of their blocks, at most sequence", Whole(16, 1_000_000))]
     parity_precisions: Annotated[tuple[str, ...], Spec("precisions of these steps", _PRECISION, key="parity")]
     checkpoint_every: Annotated[

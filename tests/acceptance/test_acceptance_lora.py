@@ -145,6 +145,14 @@ def test_groups_that_train_at_once_are_compared(run):
     assert (error.labels["groups"], error.labels["group_ranks"]) == ("2", "1")
 
 
+def test_a_training_that_crosses_no_link_says_so_and_does_not_stand_for_qwen2_lora(run):
+    assert "cross no link" in dict(result(run, "groups").properties)["lora.notes"]
+    assert "cross no link" not in dict(result(run, RIGHT).properties)["lora.notes"]
+    found = result(run, "nolink", "test_qwen2_lora")
+    assert (found.outcome, found.measurements, found.criterion) == ("skipped", (), "qwen2_lora")
+    assert "groups of 1 ranks are trained, which cross no link" in found.message
+
+
 def test_a_group_that_learns_otherwise_is_found(run):
     found = result(run, "drift")
     assert found.outcome == "failed"
@@ -207,5 +215,7 @@ def test_the_run_goes_on_after_each_fault_and_ends_in_a_rejection(run):
     """For the tests of vision as well."""
     assert run.end[:2] == ("REJECTED", 1)
     assert run.left_over == []
-    assert planted_runs.others(run, "model", "noextra", "nomemory", "foreign", "weights", "death", "shm") == []
+    assert (
+        planted_runs.others(run, "model", "noextra", "nomemory", "nolink", "foreign", "weights", "death", "shm") == []
+    )
     assert result(run, "model", "test_lora_of_model").outcome == "passed"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pytest_gpucluster.benchmarks.lora import experiment, packed_file, reference_curve, trainer
+from pytest_gpucluster.benchmarks.lora import experiment, packed_file, reference_curve, trainer, training_plan
 from pytest_gpucluster.benchmarks.lora.dataset import Rows
 from pytest_gpucluster.benchmarks.lora.model import make_adapted, make_base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packing import share, tiny_tokenizer, tokenizer_for
@@ -168,6 +168,7 @@ COMPONENTS_OF = {
     "model": {},
     "noextra": {},
     "nomemory": {},
+    "nolink": {},
     "interrupted": {"update": interrupted},
     "resumed": {},
 }
@@ -181,8 +182,8 @@ CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
 FIND, FREE = importlib.util.find_spec, Cpu.free_bytes
 CASES = {
     "1x2": {
-        "test_lora_tiny": tuple(fault for fault in COMPONENTS_OF if fault not in ("model", "nomemory")),
-        "test_qwen2_lora": ("model",),
+        "test_lora_tiny": tuple(fault for fault in COMPONENTS_OF if fault not in ("model", "nomemory", "nolink")),
+        "test_qwen2_lora": ("model", "nolink"),
         "test_lora_of_model": ("model",),
         "test_qwen2_lora_throughput": ("model", "nomemory"),
     }
@@ -190,14 +191,13 @@ CASES = {
 COMPARED_ONLY = {"steps": 2, "checkpoint_every": 1, "calls": 0}
 TRAINED_ONLY = {"parity_precisions": (), "calls": 0}
 FEW = {**TRAINED_ONLY, "steps": 4, "checkpoint_every": 2}
-ALONE = {"global_batch": 3}  # not to be divided among two ranks: each trains by itself
 LORA_TINY = {
     **dict.fromkeys(("nosync", "samedata", "scaled", "doubled", "half", "slowly", "never", "frozen"), COMPARED_ONLY),
     **dict.fromkeys(("bit", "late", "truncated", "base"), FEW),
     **dict.fromkeys(("interrupted", "resumed", "foreign", "weights"), TRAINED_ONLY),
     "rate": {"calls": 0},
-    "groups": {**FEW, **ALONE, "steps": 10},  # a final loss is of ten
-    "drift": {**FEW, **ALONE},
+    "groups": {**FEW, "steps": 10},  # a final loss is of ten
+    "drift": FEW,
 }
 WORKLOADS = {fault: {"lora_tiny": sizes} for fault, sizes in LORA_TINY.items()}
 CONTRACT = {"lora": {"recipe": "contract"}, "lora_tiny": {**TRAINED_ONLY, "steps": 10}}
@@ -245,17 +245,23 @@ SETTINGS = {
     "interrupted": going_on,
     "resumed": lambda: going_on() | reference_file(),
     "model": small_model,
+    "nolink": lambda: {
+        "model": Source(name="none", path=None),
+        "data": {"function_calls": Source(name="none", path=None)},
+    },
 }
 
 
 def prepare(item):
-    # So far as to look at the memory it needs no GPU.
-    if item.callspec.params["fault"] == "nomemory":
+    # So far as to look at the memory or the groups it needs no GPU.
+    if item.callspec.params["fault"] in ("nomemory", "nolink"):
         item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "needs_gpu"]
 
 
 def plant(fault, request):
     steps_taken[0] = 0
+    alone = fault in ("groups", "drift", "nolink")
+    request.module.group_size = (lambda nodes, global_batch: 1) if alone else training_plan.group_size
     missing = fault == "noextra"
     importlib.util.find_spec = lambda name, *more: None if missing and name == "peft" else FIND(name, *more)
     trainer.COMPONENTS = replace(COMPONENTS, **COMPONENTS_OF[fault])

@@ -273,8 +273,7 @@ class _Run:
 
     def _parity(self, precision: str, moved: list[float]) -> Parity:
         sizes, ranks = self._sizes, self._ranks.count
-        # Rounded up to a multiple of the ranks.
-        batch = -(-sizes.parity_batch // ranks) * ranks
+        batch = max(sizes.parity_batch, ranks)
         recipe = self._recipe.compared(steps=sizes.parity_steps, global_batch=batch, precision=precision)
         packed = trainable_blocks(self._data.train, sizes.parity_sequence)
         found, part = check_parity(self._group, self._alone, self._device, self._base, recipe, packed)

@@ -60,19 +60,19 @@ CONVERSATION = 512
 """Tokens of one, at most on average. Source: that acceptance, some 60,000 tokens in steps of 128 conversations."""
 
 
-def training_deadline(sizes: Sizes, recipe: str, world_size: int, rate: float | None = None) -> float:
+def training_deadline(sizes: Sizes, recipe: str, nodes: Sequence[int], rate: float | None = None) -> float:
     """Return the seconds that a training may take: 1.5 times those of its steps and of those that are taken again, as
     predicted, and the workload's deadline for all else.
 
     Args:
         sizes: of Qwen2-7B's training.
         recipe: ``packed`` or ``contract``.
-        world_size: of the run.
+        nodes: the node of each rank.
         rate: tokens/s of a GPU at these sizes, of the slowest one, as measured; None: ``FLOOR``.
     """
     of_block = min(sizes.sequence, CONVERSATION) if recipe == "contract" else sizes.sequence
-    tokens = (sizes.steps + sizes.checkpoint_every) * sizes.global_batch * of_block
-    seconds = tokens / group_size(world_size, sizes.global_batch) / (rate or FLOOR)
+    blocks = -(-sizes.global_batch // group_size(nodes, sizes.global_batch))
+    seconds = (sizes.steps + sizes.checkpoint_every) * blocks * of_block / (rate or FLOOR)
     return float(sizes.deadline_seconds + 1.5 * seconds)
 
 

@@ -315,14 +315,14 @@ def global_batch(step: int, *, size: int, blocks: int, seed: int) -> list[int]:
 
 
 def share(batch: Sequence[int], *, rank: int, world_size: int) -> list[int]:
-    """Return the part of a global batch for a rank of a group: the same number each, in their order.
+    """Return the part of a global batch for a rank of a group, in their order: the first ranks may have one more.
 
-    Raises: ValueError if the batch does not divide evenly.
+    >>> [share(range(8), rank=rank, world_size=3) for rank in range(3)]
+    [[0, 1, 2], [3, 4, 5], [6, 7]]
     """
-    if len(batch) % world_size:
-        raise ValueError(f"{len(batch)} blocks cannot be divided evenly among {world_size} ranks")
-    each = len(batch) // world_size
-    return list(batch[rank * each : (rank + 1) * each])
+    each, more = divmod(len(batch), world_size)
+    first = rank * each + min(rank, more)
+    return list(batch[first : first + each + (rank < more)])
 
 
 def encode(rows: Sequence[Row], tokenizer: Any, render: Render = segments) -> Iterator[tuple[list[int], list[bool]]]:

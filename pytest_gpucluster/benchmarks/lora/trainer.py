@@ -23,7 +23,7 @@ from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
 from pytest_gpucluster.benchmarks.lora.dataset import Row
 from pytest_gpucluster.benchmarks.lora.model import Base, MaskedLoss, is_adapter, is_outer_factor, make_adapted
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, global_batch, segments, share
-from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, cosine, seed_of_step
+from pytest_gpucluster.benchmarks.lora.training_plan import Plan, Recipe, cosine, micro_batches, seed_of_step
 from pytest_gpucluster.benchmarks.storage import checkpoint
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
 from pytest_gpucluster.benchmarks.training.parity import Share
@@ -252,7 +252,8 @@ class Trainer:
         self._before = {name: fingerprint([local(weight.detach())]) for name, weight in weights.items()}
         self.optimizer = self.make_optimizer(self._trained.values())
         self._clock, self._by = clock_for(device), accelerator(device)
-        self._flops = self.tokens_of_rank * base.flops_per_token(self.sequence)
+        most = -(-recipe.global_batch // self.ranks.count) * self.sequence  # the ranks wait for who has the most blocks
+        self._flops = most * base.flops_per_token(self.sequence)
 
     # ---- training
 
@@ -267,7 +268,7 @@ class Trainer:
         sums, norm = torch.zeros(2, dtype=torch.float64), torch.zeros(())
         try:
             with self._clock.region():
-                sums = self._accumulate(mine, targets / self.ranks.count)
+                sums = self._accumulate(mine, targets, self.ranks.count)
                 norm = self.clip()
                 self.update()
                 self._by.trained(self._flops, self.ranks.group)
@@ -325,13 +326,14 @@ class Trainer:
 
     @property
     def tokens_of_rank(self) -> int:
-        """Input tokens of a rank in a step, padding included."""
-        return self.recipe.global_batch // self.ranks.count * self.sequence
+        """Input tokens of this rank in a step, padding included."""
+        mine = share(range(self.recipe.global_batch), rank=self._rank, world_size=self.ranks.count)
+        return len(mine) * self.sequence
 
     def share(self, number: int, *, rank: int, ranks: int) -> Share:
         """Accumulate the gradients of the share of a step that one of some ranks has, as that rank would."""
         _, mine, targets = self._begin(number, rank, ranks)
-        summed, _ = self._accumulate(mine, targets / ranks).tolist()
+        summed, _ = self._accumulate(mine, targets, ranks).tolist()
         own = int(self._packed.loss_mask[mine].sum())
         return Share(loss=summed / own if own else math.nan, targets=own)
 
@@ -359,31 +361,35 @@ class Trainer:
         mine = self._components.share(blocks, rank=rank, world_size=ranks)
         return blocks, mine, int(self._packed.loss_mask[blocks].sum())
 
-    def _accumulate(self, mine: Sequence[int], targets_per_rank: float) -> torch.Tensor:
-        """Accumulate the gradients of all micro-batches; return the losses' sums."""
+    def _accumulate(self, mine: Sequence[int], targets: int, ranks: int) -> torch.Tensor:
+        """Accumulate the gradients of the share of one of some ranks; return the losses' sums."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        calls, _ = micro_batches(self.recipe, ranks)
 
         def loss_of(blocks: Sequence[int]) -> torch.Tensor:
-            masked_sum, total_sum = self.model(*self._packed.batch(blocks, self._device))
+            masked_sum, total_sum = self._losses(self._packed, blocks)
             sums.add_(torch.stack((masked_sum.detach(), total_sum)))
-            return self._components.loss(masked_sum, targets_per_rank)
+            return self._components.loss(masked_sum, targets / ranks)
 
-        accumulate(self.model, [mine[at : at + self._micro] for at in range(0, len(mine), self._micro)], loss_of)
+        accumulate(self.model, [share(mine, rank=call, world_size=calls) for call in range(calls)], loss_of)
         return sums
+
+    def _losses(self, packed: Packed, blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the model with some blocks. With none it is called as well, for the other ranks, and the sums are 0."""
+        tokens, counts = packed.batch(blocks or [0], self._device)
+        masked_sum, total_sum = self.model(tokens, counts if blocks else torch.zeros_like(counts))
+        return masked_sum, total_sum if blocks else torch.zeros_like(total_sum)
 
     def held_out_loss(self, packed: Packed) -> float:
         """Return the mean loss over the loss mask of other blocks, without training on them."""
         ranks, loss_mask = self.ranks.count, packed.loss_mask
-        # Each rank must call the model equally often: an added call does not count.
-        calls = -(-len(packed) // ranks)
+        calls = -(-len(packed) // ranks)  # equally many on each rank
         mine = list(range(self._rank, len(packed), ranks))
         summed = torch.zeros((), dtype=torch.float64, device=self._device)
         self.model.eval()
         with torch.no_grad():
             for at in range(0, calls, self._micro):
-                blocks = mine[at : at + self._micro]
-                tokens, counts = packed.batch(blocks or [0], self._device)
-                summed += self.model(tokens, counts if blocks else torch.zeros_like(counts))[0].double()
+                summed += self._losses(packed, mine[at : at + self._micro])[0].double()
         # After a forward pass without backward the root would stay gathered.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):

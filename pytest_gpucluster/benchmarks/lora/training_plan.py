@@ -7,6 +7,7 @@ training, to decide whether to recompute activations.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +17,8 @@ from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base
 from pytest_gpucluster.device.backends import accelerator
 
 LARGEST_GROUP = 16
-"""Ranks that train one model together, at most. More ranks train it several times at once, in groups that must agree.
-Source: acceptance of 2 nodes x 8 H100 SXM 80GB, which trained with 16."""
+"""Ranks that train one model together, unless only more cross nodes. The others train it at the same time, in groups
+that must agree. Source: acceptance of 2 nodes x 8 H100 SXM 80GB, which trained with 16."""
 
 _SEEDS_APART = 1_000_003
 
@@ -92,35 +93,53 @@ def cosine(step: int, recipe: Recipe) -> float:
     return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def group_size(world_size: int, global_batch: int) -> int:
-    """Return how many ranks train together: the largest number up to ``LARGEST_GROUP`` that makes groups of one size,
-    each rank with the same number of blocks.
+def crosses_links(nodes: Sequence[int], size: int) -> bool:
+    """Return whether each group of ``size`` consecutive ranks trains over links: those between nodes where there are
+    several. One rank alone has none to cross."""
+    if len(set(nodes)) == 1:
+        return size > 1 or len(nodes) == 1
+    return all(len(set(nodes[first : first + size])) > 1 for first in range(0, len(nodes), size))
 
-    >>> [group_size(ranks, 128) for ranks in (1, 2, 8, 16, 32, 24, 6)]
-    [1, 2, 8, 16, 16, 8, 2]
+
+def group_size(nodes: Sequence[int], global_batch: int) -> int:
+    """Return how many consecutive ranks train together, so that groups of this size have every rank and cross links.
+
+    It is the largest such number up to ``LARGEST_GROUP``, else the smallest; each rank has a block at least, and two of
+    a batch of 128. Where no number crosses links, as with 131 nodes, one that does not is returned.
+
+    Args:
+        nodes: the node of each rank, in the order of ranks.
+        global_batch: blocks of a step, of all ranks of a group.
+
+    >>> [group_size([rank // 8 for rank in range(8 * nodes)], 128) for nodes in (1, 2, 3, 4, 5, 7, 17, 131)]
+    [8, 16, 12, 16, 10, 14, 17, 8]
     """
-    fitting = (
-        size
-        for size in range(min(world_size, LARGEST_GROUP), 0, -1)
-        if world_size % size == 0 and global_batch % size == 0
-    )
-    return next(fitting)
+    most = min(len(nodes), global_batch, 4 * LARGEST_GROUP)
+    sizes = [size for size in range(1, most + 1) if len(nodes) % size == 0]
+    sizes = [size for size in sizes if crosses_links(nodes, size)] or sizes
+    return max((size for size in sizes if size <= LARGEST_GROUP), default=min(sizes))
 
 
-def micro_batch(recipe: Recipe, ranks: int) -> int:
-    """Return how many blocks a rank takes at once: the recipe's, or fewer, so that its share divides evenly.
+def micro_batches(recipe: Recipe, ranks: int) -> tuple[int, int]:
+    """Return how often each rank calls the model in a step, and how many blocks it takes at once, at most.
 
-    Raises: ValueError if the ranks cannot have the same number of blocks.
+    A call of a sharded model is collective: ranks with a block less call it as often, with fewer blocks.
+
+    Raises: ValueError if there are fewer blocks than ranks.
+
+    >>> micro_batches(Recipe(steps=2, warmup_steps=1, global_batch=128, micro_batch=4, learning_rate=1.0), ranks=12)
+    (3, 4)
     """
-    if recipe.global_batch % ranks:
+    if recipe.global_batch < ranks:
         raise ValueError(f"a global batch of {recipe.global_batch} blocks cannot be divided among {ranks} ranks")
-    each = recipe.global_batch // ranks
-    return next(size for size in range(min(recipe.micro_batch, each), 0, -1) if each % size == 0)
+    most = -(-recipe.global_batch // ranks)
+    calls = -(-most // recipe.micro_batch)
+    return calls, -(-most // calls)
 
 
 def seed_of_step(step: int, rank: int, seed: int) -> int:
     """Return the seed of a rank's dropout in a step."""
-    return (seed * _SEEDS_APART + step) * LARGEST_GROUP + rank
+    return (seed * _SEEDS_APART + step) * _SEEDS_APART + rank
 
 
 MARGIN = 1.1
@@ -144,8 +163,8 @@ class Plan:
 
     @property
     def micro_batch(self) -> int:
-        """Blocks that a rank takes at once."""
-        return micro_batch(self.recipe, self.ranks)
+        """Blocks that a rank takes at once, at most."""
+        return micro_batches(self.recipe, self.ranks)[1]
 
     def needed_bytes(self, *, recompute: bool) -> int:
         """Estimate the memory of one rank: the larger of the model's creation and of a training step.

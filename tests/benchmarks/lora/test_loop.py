@@ -87,15 +87,24 @@ def test_weight_decay_is_that_of_the_recipe(make):
 
 def train_on_rank(rank):
     packed, others = blocks(), blocks(count=5)  # rank 1 has fewer loss_mask targets, and a held-out block less
-    micro_batch = 4 if dist.get_world_size() == 1 else 1  # they add up to the same step
+    micro_batch = 4 if dist.get_world_size() == 1 else 1  # they add up to the same step; of 3 ranks one has two blocks
     trainer = Trainer(dist.group.WORLD, CPU, BASE, replace(RECIPE, dropout=False, micro_batch=micro_batch), packed)
     taken = steps(trainer)
     return taken, trainer.held_out_loss(others), trainer.moved_adapters(), trainer.unchanged_base()
 
 
-def test_ranks_take_the_steps_of_one_and_report_the_mean_of_all():
-    [(alone, held_out, _, _)] = on_ranks(1, train_on_rank)
-    for taken, loss, moved, unchanged in on_ranks(2, train_on_rank):
+@pytest.fixture(scope="module")
+def of_one_rank():
+    [found] = on_ranks(1, train_on_rank)
+    return found
+
+
+@of_each("ranks", [2, 3, 4])
+def test_ranks_take_the_steps_of_one_and_report_the_mean_of_all(of_one_rank, ranks):
+    alone, held_out, _, _ = of_one_rank
+    trained = on_ranks(ranks, train_on_rank)
+    assert sum(taken[0].tokens for taken, *_ in trained) == alone[0].tokens
+    for taken, loss, moved, unchanged in trained:
         assert (moved, unchanged) == (1.0, 1.0)
         assert loss == pytest.approx(held_out, rel=1e-4)
         for found, expected in zip(taken, alone, strict=True):
@@ -185,9 +194,9 @@ def test_without_a_compiler_blocks_run_eagerly_and_it_is_said(make, monkeypatch)
     assert steps(trainer, 1)[0].all_finite
 
 
-def compare(*, ranks=1, steps=2, precision="fp32", base=BASE, alone=None):
+def compare(*, steps=2, precision="fp32", base=BASE, alone=None):
     """The comparison of some steps on this group; what is planted in the trainer is not in what one rank computes."""
-    recipe = RECIPE.compared(steps=steps, global_batch=2 * ranks, precision=precision)
+    recipe = RECIPE.compared(steps=steps, global_batch=5, precision=precision)
     with deterministic():
         return convergence.check_parity(dist.group.WORLD, alone or dist.group.WORLD, CPU, base, recipe, blocks())
 
@@ -238,7 +247,19 @@ def test_steps_of_any_number_of_ranks_are_those_of_one_and_move_the_loss(case):
 
 def compare_on_rank(rank, precision):
     groups = [dist.new_group([each]) for each in range(dist.get_world_size())]
-    return compare(ranks=len(groups), steps=4, precision=precision, alone=groups[rank])
+    return compare(steps=4, precision=precision, alone=groups[rank])
+
+
+def weigh_ranks_alike(rank, precision):
+    """As the mean of the ranks' own means: of 5 blocks the last rank has one, and the others two."""
+    weight = 5 / 3 / (1 if rank == 2 else 2)
+    loss = lora_loop.token_mean
+    lora_loop.COMPONENTS = replace(COMPONENTS, loss=lambda summed, targets: weight * loss(summed, targets))
+    return compare_on_rank(rank, precision)
+
+
+def test_ranks_with_fewer_tokens_that_count_as_much_as_the_others_are_no_agreement():
+    assert [found.gradient > 0.1 for found, _ in on_ranks(3, weigh_ranks_alike, "fp32")] == [True] * 3
 
 
 def test_running_out_of_memory_is_reported_with_its_figures(make):

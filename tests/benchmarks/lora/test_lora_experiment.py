@@ -107,18 +107,21 @@ def test_the_workload_takes_the_contract_the_chat_template_and_no_calls():
     found, shipped = (load(path, profile="full", overrides=given).workload for given in (overrides, []))
     assert (found.lora.recipe, found.lora.rendering, found.qwen2_lora.calls) == ("contract", "chat", 0)
     assert (shipped.lora.recipe, shipped.lora.rendering, shipped.qwen2_lora.calls) == ("packed", "glaive", 64)
-    assert training_deadline(shipped.qwen2_lora, "packed", 1) > 1.5 * 7.2 * 3600
+    assert training_deadline(shipped.qwen2_lora, "packed", [0]) > 1.5 * 7.2 * 3600
 
 
 def test_a_training_has_the_time_that_it_is_predicted_to_need_and_half_as_much():
     sizes = SimpleNamespace(steps=100, checkpoint_every=10, global_batch=128, sequence=4096, deadline_seconds=3600.0)
     tokens = 110 * 128 * 4096
-    assert training_deadline(sizes, "packed", 1) == 3600 + 1.5 * tokens / 2000  # 7.3 h of steps, of a GPU at the floor
-    assert training_deadline(sizes, "packed", 1) > 1.5 * 7.3 * 3600
-    assert training_deadline(sizes, "packed", 16) == 3600 + 1.5 * tokens / 16 / 2000
-    assert training_deadline(sizes, "packed", 24) == 3600 + 1.5 * tokens / 8 / 2000  # groups of 8 train at once
-    assert training_deadline(sizes, "packed", 16, 12_000.0) == 3600 + 1.5 * tokens / 16 / 12_000
-    assert training_deadline(sizes, "contract", 16) == 3600 + 1.5 * tokens / 8 / 16 / 2000
+    one, two, three = ([rank // 8 for rank in range(ranks)] for ranks in (1, 16, 24))
+    assert (
+        training_deadline(sizes, "packed", one) == 3600 + 1.5 * tokens / 2000
+    )  # 7.3 h of steps, of a GPU at the floor
+    assert training_deadline(sizes, "packed", one) > 1.5 * 7.3 * 3600
+    assert training_deadline(sizes, "packed", two) == 3600 + 1.5 * tokens / 16 / 2000
+    assert training_deadline(sizes, "packed", three) == 3600 + 1.5 * tokens * 11 / 128 / 2000  # 12 with up to 11 blocks
+    assert training_deadline(sizes, "packed", two, 12_000.0) == 3600 + 1.5 * tokens / 16 / 12_000
+    assert training_deadline(sizes, "contract", two) == 3600 + 1.5 * tokens / 8 / 16 / 2000
 
 
 @pytest.fixture(scope="module")

@@ -117,12 +117,10 @@ def test_rows_that_fill_no_block_are_an_error(tokenizer, given):
         pack(given[0], tokenizer, given[1])
 
 
-def test_sizes_and_shares_that_cannot_be_are_refused(tokenizer):
+def test_sizes_that_cannot_be_are_refused(tokenizer):
     for sizes in ({"sequence": 0}, {"sequence": 8, "blocks": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             pack(ROWS, tokenizer, **sizes)
-    with pytest.raises(ValueError, match=r"ranks"):
-        share(list(range(16)), rank=0, world_size=3)
 
 
 def test_the_order_is_of_all_blocks_changes_with_the_epoch_and_the_seed_and_is_the_same_for_ever():
@@ -138,12 +136,12 @@ def test_the_steps_go_through_all_blocks_epoch_by_epoch():
     assert Counter(global_batch(0, size=25, blocks=10, seed=7)).most_common(1)[0][1] == 3
 
 
-@of_each("world_size", [1, 2, 4, 8])
+@of_each("world_size", [1, 2, 3, 5, 7, 16])
 def test_whatever_the_world_size_the_ranks_share_the_same_global_batch(world_size):
     batch = global_batch(3, size=16, blocks=50, seed=1)
     shares = [share(batch, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert [block for each in shares for block in each] == batch
-    assert {len(each) for each in shares} == {16 // world_size}
+    assert {len(each) for each in shares} <= {16 // world_size, -(-16 // world_size)}
 
 
 ROW = Row(

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.lora.training_plan import Recipe, cosine, group_size, micro_batch, seed_of_step
+from pytest_gpucluster.benchmarks.lora.packing import share
+from pytest_gpucluster.benchmarks.lora.training_plan import (
+    Recipe,
+    cosine,
+    crosses_links,
+    group_size,
+    micro_batches,
+    seed_of_step,
+)
 
 RECIPE = Recipe(steps=100, warmup_steps=10, global_batch=128, micro_batch=4, learning_rate=2e-5)
 
@@ -21,16 +29,41 @@ def test_the_learning_rate_rises_in_ten_steps_and_falls_as_half_a_cosine():
     assert rates[9:] == sorted(rates[9:], reverse=True)
 
 
-def test_groups_of_at_most_16_ranks_share_the_global_batch():
-    for world_size, ranks in [(1, 1), (2, 2), (16, 16), (32, 16), (64, 16), (24, 8), (7, 1)]:
-        assert group_size(world_size, 128) == ranks
-        assert micro_batch(RECIPE, ranks) == 4
+def nodes_of(*ranks):
+    return [node for node, count in enumerate(ranks) for _ in range(count)]
 
 
-def test_a_micro_batch_divides_the_share_of_a_rank():
-    assert micro_batch(Recipe(steps=2, warmup_steps=1, global_batch=18, micro_batch=4, learning_rate=1.0), 3) == 3
-    with pytest.raises(ValueError, match=r"divided among 5 ranks"):
-        micro_batch(RECIPE, 5)
+@of_each("each", [1, 2, 4, 8, 16])
+def test_on_any_number_of_nodes_groups_use_every_rank_and_cross_nodes_and_share_the_batch(each):
+    for count in range(1, 65):
+        nodes = nodes_of(*[each] * count)
+        size = group_size(nodes, 128)
+        assert len(nodes) % size == 0
+        assert crosses_links(nodes, size), (count, size)
+        shares = [len(share(range(128), rank=rank, world_size=size)) for rank in range(size)]
+        assert sum(shares) == 128
+        assert max(shares) <= 1.5 * min(shares), "a rank with less than most would look slow"
+        calls, at_once = micro_batches(RECIPE, size)
+        assert at_once <= 4
+        assert calls * at_once >= max(shares)
+
+
+@of_each("case", [((1,), 1), ((3,), 3), ((8,) * 3, 12), ((8,) * 5, 10), ((8,) * 7, 14), ((8,) * 17, 17), ((8, 4), 12)])
+def test_the_groups_of_clusters_that_do_not_divide_the_batch(case):
+    ranks, size = case
+    assert group_size(nodes_of(*ranks), 128) == size
+
+
+@of_each("case", [((8,) * 131, 128), ((1, 1), 1), ((2,), 1)])
+def test_groups_that_cross_no_link_are_known(case):
+    ranks, batch = case
+    nodes = nodes_of(*ranks)
+    assert not crosses_links(nodes, group_size(nodes, batch))
+
+
+def test_fewer_blocks_than_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"divided among 129 ranks"):
+        micro_batches(RECIPE, 129)
 
 
 def test_what_is_compared_has_no_dropout_and_a_schedule_of_its_own():
