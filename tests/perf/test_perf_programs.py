@@ -50,7 +50,6 @@ SMALL = {
     "agreement.py": ["--ranks=2", "--tests=4", "--pairs=1"],
     "collectives.py": ["--sizes=1 MiB", "--window=0.01"],
     "fidelity.py": ["--only=matmul,rectangle,hbm", "--dtypes=bf16", "--n=64", "--mebibytes=1", "--window=0.01"],
-    "loader.py": ["--side=16", "--pairs=6", "--images=16"],
     "overhead.py": ["--only=import", "--pairs=6"],
     "power.py": ["--ranks=2", "--sizes=0.01"],
     "reports.py": ["--ranks=64", "--criteria=2", "--only=html"],
