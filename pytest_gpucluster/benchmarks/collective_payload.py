@@ -118,7 +118,7 @@ CHUNK_ELEMENTS = 2**24
 _CHECK_BYTES_PER_ELEMENT = 64
 """For each element of a chunk: its index, contributor and addend in 8 bytes each, and temporary values."""
 
-KEPT_BYTES = 1024
+KEPT_BYTES = 128
 """For each rank of a larger payload on a simulated device."""
 
 _UNLIMITED = 2**31

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.device.clock import Clock
 from pytest_gpucluster.errors import EnvironmentBroken, PeerGaveUp, WrongResult
 from pytest_gpucluster.metrics.sampling import Sampling, Series, series, wants_more
@@ -34,31 +35,20 @@ class Ranks:
         self.count, self.index = 1, 0
         if group is not None:
             self.count, self.index = dist.get_world_size(group), dist.get_rank(group)
-        self.group, self._device = group, device
-        self._flag = torch.zeros(1, device=device)
+        self.group, self._device, self._by = group, device, accelerator(device)
 
     def barrier(self) -> None:
         """Enqueue a wait for all ranks: on a GPU the work that is enqueued after it waits, and not the host."""
         if self.group is not None:
-            dist.all_reduce(self._flag, group=self.group)
+            self._by.barrier(self.group)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of each rank, in the order of the group's ranks. All must pass the same number of them."""
         if self.group is None:
             return [[float(number) for number in numbers]]
-        of_ranks: list[list[float]] = self._gather(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        of_ranks: list[list[float]] = self._by.rows(mine, self.group).tolist()
         return of_ranks
-
-    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, all of one shape and dtype, as rows."""
-        mine = mine.to(self._device)
-        everyone = mine.new_empty(self.count, len(mine))
-        if mine.is_cpu:  # gloo's all_gather is a ring, in which each rank sends to the next N - 1 times: here twice
-            dist.gather(mine, list(everyone) if self.index == 0 else None, group=self.group, group_dst=0)
-            dist.broadcast(everyone, group=self.group, group_src=0)
-        else:
-            dist.all_gather(list(everyone), mine, group=self.group)
-        return everyone
 
     def gather_fingerprints(self, *fingerprints: int) -> list[list[int]]:
         """Return the fingerprints of each rank, each a number below 2^64: in halves, for numbers are sent as fp64."""
@@ -75,7 +65,7 @@ class Ranks:
         pickled = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         sizes = [int(size) for [size] in self.gather([len(pickled)])]
         padded = torch.nn.functional.pad(pickled, (0, max(sizes) - len(pickled)))
-        rows = self._gather(padded).cpu().numpy()
+        rows = self._by.rows(padded.to(self._device), self.group).cpu().numpy()
         return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def raise_failure(self, failure: Exception | None) -> None:
@@ -121,12 +111,7 @@ class Ranks:
 
     def of_first(self, numbers: Sequence[float]) -> list[float]:
         """Return the numbers of the first rank of the group, on every rank."""
-        if self.group is None:
-            return [float(number) for number in numbers]
-        shared = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        dist.broadcast(shared, group=self.group, group_src=0)
-        of_first: list[float] = shared.tolist()
-        return of_first
+        return self.gather(numbers)[0]
 
     def name(self, index: int) -> str:
         """Return the name of the rank with this number in the group: its number in the world."""

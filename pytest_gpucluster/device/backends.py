@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from pytest_gpucluster.device.clock import Clock, EventClock, WallClock
 from pytest_gpucluster.device.interface import Accelerator, Capability
@@ -139,6 +141,13 @@ class Cpu(Accelerator):
 
     def join(self, side: torch.Stream | None) -> None:
         """Return at once."""
+
+    def rows(self, mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """Let the first rank gather them, and send all: gloo's all_gather is a ring of N x N messages."""
+        everyone = mine.new_empty(dist.get_world_size(group), len(mine))
+        dist.gather(mine, list(everyone) if dist.get_rank(group) == 0 else None, group=group, group_dst=0)
+        dist.broadcast(everyone, group=group, group_src=0)
+        return everyone
 
     def free_bytes(self) -> int | None:
         """Read what the kernel could give."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from pytest_gpucluster.device.clock import Clock
@@ -121,6 +122,16 @@ class Accelerator(ABC):
         return nullcontext()
 
     # ---- groups
+
+    def barrier(self, group: ProcessGroup) -> None:
+        """Enqueue a wait for all ranks: on a GPU the work that is enqueued after it waits, and not the host."""
+        dist.all_reduce(torch.zeros(1, device=self.place), group=group)
+
+    def rows(self, mine: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """Return the tensors of all ranks, of one dimension, length and dtype, as rows in the order of the ranks."""
+        everyone = mine.new_empty(dist.get_world_size(group), len(mine))
+        dist.all_gather(list(everyone), mine, group=group)
+        return everyone
 
     def joined(self, group: ProcessGroup) -> None:  # noqa: B027  # most devices need not know
         """Note that a group of this rank was made. Collective: every rank of the group calls it."""

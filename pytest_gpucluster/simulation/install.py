@@ -36,7 +36,7 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
     """
     from pytest_gpucluster.benchmarks import collectives
     from pytest_gpucluster.device import backends
-    from pytest_gpucluster.simulation.device import CALLS, Simulated, World, plant_in_training
+    from pytest_gpucluster.simulation.device import Simulated, World, calls, plant_in_training
 
     found = descriptions.load(what)
     _require_room(found, facts)
@@ -48,7 +48,7 @@ def install(what: str, facts: RankFacts, environ: MutableMapping[str, str]) -> R
     world = World(found, machine)
     plant_in_training(world)
     backends.BACKENDS["cpu"] = lambda place: Simulated(place, world)
-    collectives.CALLS.update(CALLS)
+    collectives.CALLS.update(calls(world))
     return replace(facts, hostname=host)
 
 

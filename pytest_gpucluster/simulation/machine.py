@@ -43,6 +43,11 @@ class Machine:
         self._numbers[_FIELDS.index(name)] = value
 
     @property
+    def state(self) -> bytes:
+        """All numbers, and whether it works: what depends on no more is the same while these are."""
+        return self._numbers.tobytes() + bytes([self.is_loaded])
+
+    @property
     def now(self) -> float:
         """Simulated seconds since the run began, as this GPU's rank sees them."""
         return self._get("now")

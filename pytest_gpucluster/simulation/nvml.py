@@ -219,6 +219,8 @@ class SimulatedNvml:
     ) -> None:
         self._gpus, self._on_fall = tuple(gpus), on_fall
         self._by_uuid: Mapping[str, SimulatedGpu] = {gpu.uuid: gpu for gpu in gpus}
+        self._values: dict[str, tuple[bytes, Mapping[str, Any]]] = {}
+        """UUID -> the GPU's numbers, and what it shows with these."""
 
     def driver_version(self) -> str:
         """Return the described one."""
@@ -242,7 +244,10 @@ class SimulatedNvml:
         gpu = self._by_uuid.get(uuid)
         if gpu is None or gpu.lost():
             raise NotAvailable(f"{gpu.lost() if gpu else _LOST['xid79']} ({query})", "lost")
-        values = gpu.values()
+        state = gpu.machine.state
+        if self._values.get(uuid, (b"", {}))[0] != state:
+            self._values[uuid] = state, gpu.values()
+        values = self._values[uuid][1]
         if query not in values:
             raise NotAvailable(f"not supported by this GPU or driver ({query})")
         return values[query]

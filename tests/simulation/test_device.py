@@ -6,19 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from forked_ranks import on_ranks
 from torch.nn.modules.module import _global_forward_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from pytest_gpucluster.benchmarks import collectives
 from pytest_gpucluster.benchmarks.burn_in import TimeSeries, burn_in
+from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES, Payload
 from pytest_gpucluster.benchmarks.hbm import measure_hbm
 from pytest_gpucluster.benchmarks.host_link import measure_host_link
 from pytest_gpucluster.benchmarks.matmul import measure_matmul, square_shape
 from pytest_gpucluster.device import backends
-from pytest_gpucluster.errors import WrongResult
+from pytest_gpucluster.errors import WrongResult, connection_cut
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.simulation.cluster import load, shipped
-from pytest_gpucluster.simulation.device import Place, Simulated, World, plant_in_training
+from pytest_gpucluster.simulation.device import Place, Simulated, World, calls, plant_in_training
 from pytest_gpucluster.simulation.faults import parse
 from pytest_gpucluster.simulation.machine import Machine
 from pytest_gpucluster.simulation.rates import Rates
@@ -263,3 +267,33 @@ def test_time_goes_by_only_with_work(world):
     assert 3 < found.machine.now - before < 60
     assert math.isclose(found.machine.busy_seconds, found.machine.now, rel_tol=0.01)
     assert found.machine.is_loaded
+
+
+def exchanged(rank, folder):
+    """What each collective gives on this rank, simulated and by gloo; and the error once the first rank has ended."""
+    described = load("1x8xH100")
+    world = World(described, Machine(folder, described.hosts[0], rank))
+    group, found = dist.group.WORLD, {}
+    Simulated(CPU, world).joined(group)
+    for name, call in calls(world).items():
+        results = []
+        for how in (call, collectives.CALLS[name]):
+            payload = Payload(group, CPU, 4800, "fp32", name)
+            payload.fill()
+            how(payload.sent, payload.received, group)
+            results.append(payload.received.tolist())
+            assert payload.defect() is None
+        found[name] = results[0] == results[1]
+    exchange = world.exchanges.pop(group.group_name)
+    if rank:
+        with pytest.raises(RuntimeError) as error:
+            exchange.rows(torch.ones(3))
+        found["cut"] = connection_cut(error.value)
+    return found
+
+
+def test_ranks_exchange_the_same_as_by_gloo_and_do_not_wait_for_one_that_has_ended(tmp_path):
+    first, *others = on_ranks(3, exchanged, tmp_path)
+    assert set(first) == {*COLLECTIVES}
+    assert all(map(all, (each.values() for each in (first, *others))))
+    assert all(each["cut"] for each in others)
