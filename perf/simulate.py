@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import resource
 import shutil
@@ -113,8 +114,13 @@ def run(case: Case, folder: Path) -> tuple[int, float]:
     before = _cpu_seconds()
     command = [sys.executable, "-m", "pytest_gpucluster", "demo", case.what, f"--seed={case.seed}"]
     command += [f"--fault={case.fault}"] if case.fault else []
-    command += [f"--report-dir={folder}", "--", "-k", case.tests]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    command += [f"--report-dir={folder}", "--", "-k", case.tests, "-p", "no:logging"]
+    # Without the plugins of other packages, which are loaded in each rank.
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_gpucluster.plugin"}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    done = subprocess.run(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     (folder / "terminal.txt").write_text(done.stdout, encoding="utf-8")
     return done.returncode, _cpu_seconds() - before
 

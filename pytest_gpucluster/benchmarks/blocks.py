@@ -115,7 +115,8 @@ class Bursts:
         while bursts < 2 or spent < seconds:
             spent += self.burst(count)
             bursts += 1
-            count = max(1, min(10 * count, self.operations_in(BLOCK_SECONDS), self._work.max_in_flight))
+            count = max(1, min(10 * count, self.operations_in(BLOCK_SECONDS)))
+            count //= self._bursts_for(count)
 
     def operations_in(self, seconds: float) -> int:
         """Return how many operations take about ``seconds``, by the last burst."""
@@ -123,13 +124,17 @@ class Bursts:
 
     def block(self, operations: int) -> float:
         """Run operations in bursts of about the same size; return their seconds."""
-        bursts = math.ceil(operations / self._work.max_in_flight)
+        bursts = self._bursts_for(operations)
         ends = [operations * index // bursts for index in range(bursts + 1)]
         seconds = 0.0
         # No generator: as a frame in a traceback its closure would keep the work, and all its memory, alive.
         for begin, end in itertools.pairwise(ends):
             seconds += self.burst(end - begin)
         return seconds
+
+    def _bursts_for(self, operations: int) -> int:
+        """Return in how many bursts the results of operations are all kept until they are verified."""
+        return math.ceil(self._clock.real(operations) / self._work.max_in_flight)
 
     def burst(self, count: int) -> float:
         """Run operations in one timed region, and verify them; return their seconds.

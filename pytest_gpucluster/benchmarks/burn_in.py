@@ -348,8 +348,7 @@ def keep_busy(device: torch.device, sample: Callable[[], None], *, seconds: floa
         each = _seconds_of(step, now)
         until, samples, sample_seconds = now() + seconds, 0, 0.0
         while samples == 0 or now() < until:
-            for _ in range(max(1, min(_STEPS_AT_MOST, round((SAMPLE_SECONDS + sample_seconds) / each)))):
-                step.enqueue()
+            step.enqueue(max(1, min(_STEPS_AT_MOST, round((SAMPLE_SECONDS + sample_seconds) / each))))
             begin = time.monotonic()
             sample()
             sample_seconds = min(time.monotonic() - begin, seconds)
@@ -363,8 +362,7 @@ def _seconds_of(step: _Step, now: Callable[[], float]) -> float:
     count = 1
     while True:
         begin = now()
-        for _ in range(count):
-            step.enqueue()
+        step.enqueue(count)
         step.wait()
         took = now() - begin
         if took >= _MEASURED_SECONDS or count >= _STEPS_AT_MOST:
@@ -389,13 +387,16 @@ class _Step:
         streams = self._by.asynchronous
         self._host = torch.empty(COPY_BYTES if streams else 2**16, dtype=torch.uint8, pin_memory=streams)
         self._there = torch.empty_like(self._host, device=device, pin_memory=False)
-        self._side = self._by.side_stream()
+        self._side, self._clock = self._by.side_stream(), self._by.clock()
 
-    def enqueue(self) -> None:
-        for _ in range(PRODUCTS_PER_COPY):
-            self._multiply(self._a, self._b, self._out)
-        with self._by.on(self._side):
-            self._by.copy_over_link("h2d", self._host, self._there)
+    def enqueue(self, count: int) -> None:
+        real = self._clock.real(count)
+        with self._clock.scaled(count / real):
+            for _ in range(real):
+                for _ in range(PRODUCTS_PER_COPY):
+                    self._multiply(self._a, self._b, self._out)
+                with self._by.on(self._side):
+                    self._by.copy_over_link("h2d", self._host, self._there)
 
     def wait(self) -> None:
         self._by.synchronize()

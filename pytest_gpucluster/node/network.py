@@ -295,7 +295,7 @@ def connect_all(
     """
     exchange = exchange or CALL
     within = longest_seconds(len(nodes.hosts), deadline_seconds) / 2
-    payload = bytes(index * 7 % 251 for index in range(payload_bytes))
+    payload = (bytes(index * 7 % 251 for index in range(251)) * (1 + payload_bytes // 251))[:payload_bytes]
 
     def attempt(one: Mapping[str, Any]) -> float | str:
         try:

@@ -154,11 +154,9 @@ class Cluster:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, in the order of ranks. Collective: every rank must call this."""
-        import torch.distributed as dist
+        from pytest_gpucluster.benchmarks.group import Ranks
 
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        return Ranks(self.group, self.device).gather_objects(value)
 
     def subgroups(self, size: int) -> ProcessGroup:
         """Return the group of ``size`` consecutive ranks that this rank is in; ``size=1`` is this rank alone.

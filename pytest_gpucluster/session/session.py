@@ -382,14 +382,20 @@ def _freeze_loaded_objects() -> None:
     Some 250,000 objects live until the end of the process. To look through them takes 0.13 s, whenever enough others
     were made since: while tests are collected, and, worse, in the middle of a measurement.
     """
+    global _has_frozen
+    _has_frozen = True
     gc.freeze()
+
+
+_has_frozen = False
 
 
 def _free_what_an_earlier_session_left() -> None:
     """Free what an earlier session in this process has left, which the garbage collector was kept from.
 
-    At the end of that session it would make the process end 1 s later: Python then looks through everything.
+    At the end of that session it would make the process end 1 s later: Python then looks through everything. What the
+    server has frozen of which this process is a fork stays: the pages of a look at it would be copied.
     """
-    if gc.get_freeze_count():
+    if _has_frozen:
         gc.unfreeze()
         gc.collect()

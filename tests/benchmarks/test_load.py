@@ -20,7 +20,7 @@ class Device:
         self._step_seconds, self._look_seconds = step_seconds, look_seconds
         monkeypatch.setattr(burn_in.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(burn_in._Step, "__init__", lambda *_: None)
-        monkeypatch.setattr(burn_in._Step, "enqueue", lambda _: self.enqueue())
+        monkeypatch.setattr(burn_in._Step, "enqueue", lambda _, count: [self.enqueue() for _ in range(count)])
         monkeypatch.setattr(burn_in._Step, "wait", lambda _: self.wait())
 
     def enqueue(self) -> None:
@@ -77,7 +77,7 @@ def test_multiplying_outlasts_the_copy_in_every_step(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "mm", counted_mm)
     monkeypatch.setattr(torch.Tensor, "copy_", counted_copy)
     step = burn_in._Step(CPU)
-    step.enqueue()
+    step.enqueue(1)
     step.wait()
     assert done == ["mm"] * burn_in.PRODUCTS_PER_COPY + ["copy"]
     assert torch.equal(step._out, step._a @ step._b)
