@@ -135,7 +135,7 @@ def _demo(options: argparse.Namespace) -> int:
         except (JournalError, OSError, ET.ParseError, KeyError) as error:
             print_line(f"where the culprit stands is unknown: {error}")  # the verdict still comes
         print_page(directory, found.exit, SIMULATED)
-    print_line(found.line)
+    print_line(found.line, is_fitted=True)
     return found.exit
 
 

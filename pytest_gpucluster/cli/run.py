@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from pytest_gpucluster.cli.command import USAGE, CommandError, command
+from pytest_gpucluster.cli.command import USAGE, CommandError, columns, command
 from pytest_gpucluster.errors import JournalError
 from pytest_gpucluster.journal.verdict import EXIT_CODES, VARIABLE, ExitNote, read_begin_note, read_exit_notes
 from pytest_gpucluster.launch.forks import Forked
-from pytest_gpucluster.text import printable
+from pytest_gpucluster.text import one_line, printable
 
 
 def run_exit_codes(more: Mapping[int, str]) -> dict[int, str]:
@@ -42,7 +42,7 @@ _NEXT = {
 }
 """Exit code -> what to do next."""
 _ON_GPUS = "on GPUs `gpucluster node selftest`, then `gpucluster run -- --gpucluster-expect=1x8xH100`"
-_SEE_PAGE = "the page names what went wrong, and what to do; more in docs/playbook.md and docs/troubleshooting.md"
+_SEE_PAGE = "the page has what to do; more in docs/troubleshooting.md"
 _RECORDER_SECONDS = 20.0
 """How long the recorder may take after rank 0's death to write the end of the journal."""
 
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
     note = next((note for note in [*notes, journal_note] if note is not None), None)
     if note is not None:
         print_page(note.directory, found.exit, note.kind)
-    print_line(found.line)
+    print_line(found.line, is_fitted=True)
     return found.exit
 
 
@@ -170,9 +170,11 @@ def read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNot
     )
 
 
-def print_line(line: str) -> None:
-    """Print a line of this command below what the ranks have printed."""
+def print_line(line: str, *, is_fitted: bool = False) -> None:
+    """Print a line of this command below what the ranks have printed; ``is_fitted``: cut to the terminal's width."""
     with suppress(OSError):  # standard error is closed; the exit code is the result all the same
+        if is_fitted and sys.stderr.isatty():
+            line = one_line(line, columns() - len("gpucluster: "))
         print(f"gpucluster: {printable(line)}", file=sys.stderr, flush=True)
 
 

@@ -23,6 +23,16 @@ RUNNING, NOT_RUN, IN_PROGRESS = "running", "not run", "in progress"
 """Outcomes of a row besides a result's own: the run ended during this test; ended before it; is running it now."""
 
 _WORST_FIRST = {"failed": 0, "error": 1, RUNNING: 2, IN_PROGRESS: 3, NOT_RUN: 4, "skipped": 5, "passed": 6}
+GROUPS = ("deployment", "node", "fabric", "training", "other")
+"""Of criteria, in the order of the playbook's phases; "other": a site's own, and tests that are no criteria."""
+_GROUPS = (
+    "inventory connectivity dns clock_skew host shared_filesystem slurm kubernetes",
+    "gpu matmul hbm host_link affinity burn_in",
+    "fabric nccl links",
+    "training ddp fsdp checkpoint vision failure_propagation scaling lora_tiny qwen2_lora",
+)
+_GROUP_OF = {word: group for group, words in zip(GROUPS, _GROUPS, strict=False) for word in words.split()}
+"""First word of a criterion -> its group."""
 STATUS_ORDER = {"failed": 0, "error": 1, "passed": 2, "recorded": 3}
 """Of measurements, worst first. An unknown status counts as an error."""
 
@@ -51,6 +61,16 @@ class Row:
         return self.outcome == "passed"
 
     @property
+    def unjudged(self) -> str:
+        """Return why no limit judged a criterion that passed, which makes the run INCOMPLETE; or an empty text."""
+        return self.result.unjudged if self.result is not None and self.is_good and self.criterion is not None else ""
+
+    @property
+    def group(self) -> str:
+        """Return the group of its criterion, of ``GROUPS``."""
+        return _GROUP_OF.get((self.criterion or "").partition(".")[0], GROUPS[-1])
+
+    @property
     def why_not_run(self) -> str:
         """Return why it did not run, with "required: " if that makes the run INCOMPLETE."""
         return f"required: {self.why}" if self.is_gap else self.why
@@ -65,10 +85,10 @@ class Row:
 class Outline:
     """A run in short form."""
 
-    word: str
+    word: str = ""
     """The verdict, or RUNNING."""
-    exit: int
-    reason: str
+    exit: int = 11
+    reason: str = ""
     kind: str
     """Of the run (``KINDS``)."""
     rows: tuple[Row, ...]
@@ -111,14 +131,14 @@ class Outline:
         """Return the rows that were skipped or never reached."""
         return tuple(row for row in self.rows if row.outcome in (NOT_RUN, "skipped"))
 
-    def tightest(self, most: int = 5) -> tuple[tuple[Row, JudgedMetric], ...]:
-        """Return the passed values with the smallest margins, smallest first, one per test and metric.
+    def tightest(self, most: int = 5, group: str = "") -> tuple[tuple[Row, JudgedMetric], ...]:
+        """Return the passed values with the smallest margins, smallest first, one per test and metric; of one group.
 
         Values that cannot be better (``is_whole``) are left out.
         """
         best: dict[tuple[str, str], tuple[float, Row, JudgedMetric]] = {}
         for row in self.rows:
-            for judged in row.result.measurements if row.result is not None else ():
+            for judged in row.result.measurements if row.result is not None and group in ("", row.group) else ():
                 share = margin_ratio(judged)
                 key = row.nodeid, judged.metric
                 if judged.status != "passed" or share is None or is_whole(judged):
@@ -217,15 +237,13 @@ def margin_ratio(judged: JudgedMetric) -> float | None:
 
 
 def is_whole(judged: JudgedMetric) -> bool:
-    """Whether a value is at a limit that nothing can exceed: 100 % of something, or none of what must not occur.
+    """Whether a value equals its limit and has no interval, so that nothing scatters: all of something, none of what
+    must not occur, the number of ports, a link's set rate.
 
     Its margin of zero does not mean that it nearly failed.
     """
     limit = judged.limit
-    if limit is None or judged.value is None:
-        return False
-    everything = {"%": 100.0, "ratio": 1.0}.get(judged.unit)
-    return judged.value in (limit.min, limit.max) and judged.value in (0.0, everything)
+    return limit is not None and judged.interval is None and judged.value in ({limit.min, limit.max} - {None})
 
 
 def short_name(nodeid: str) -> str:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.judged import JudgedMetric
-from pytest_gpucluster.judge.misses import bound_margin, most_throttled
+from pytest_gpucluster.judge.misses import bound_margin, explanation, most_throttled
 from pytest_gpucluster.metrics.time_budget import PARTS, in_words
 from pytest_gpucluster.metrics.units import show
+from pytest_gpucluster.reports.findings import isolation_of
 from pytest_gpucluster.reports.summary import Row, margin_ratio, worst_first
-from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, rank_ranges
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, rank_ranges, some_of
 
 _CLOCK, _HIGHEST = "sm_clock_mhz", "sm_clock_max_mhz"
 _FIGURES = {
@@ -147,7 +148,10 @@ def _digits(value: float, digits: int) -> str:
 
 
 def percent(ratio: float) -> str:
-    """Return a ratio as "+10.5 %"; a tiny negative ratio keeps its sign."""
+    """Return a margin or a change as "+10.5 %", from 1,000 % on as a factor, "11 x"; a tiny negative one keeps its
+    sign."""
+    if math.isfinite(ratio) and abs(ratio) >= 9.995:
+        return f"{1 + abs(ratio):.0f} x"
     text = f"{ratio * 100:+.1f}"
     return ("-0.0 %" if ratio < 0 else "+0.0 %") if float(text) == 0 else f"{text} %"
 
@@ -179,12 +183,13 @@ def limit_text(judged: JudgedMetric, *, first_only: bool = False) -> str:
 
 
 def value_text(judged: JudgedMetric) -> str:
-    """Return the deciding value, with enough digits to distinguish it from its limit."""
-    return quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
-
-
-LARGEST_MARGIN = 9.995
-"""A larger margin is shown as "> +999 %": such a limit decides nothing."""
+    """Return the worst rank's value, with enough digits to distinguish it from its limit; where the end of its interval
+    decides, with that: "281.2 GB/s (at least 280.9)"."""
+    text = quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
+    decides, number = _deciding_value(judged), _deciding_number(judged)
+    if judged.value is None or decides is None or text.startswith(f"{number} "):
+        return text
+    return f"{text} (at {'least' if decides < judged.value else 'most'} {number})"
 
 
 def margin_text(judged: JudgedMetric) -> str:
@@ -192,17 +197,43 @@ def margin_text(judged: JudgedMetric) -> str:
     if judged.inconclusive:
         return "inconclusive"
     share = margin_ratio(judged)
-    if share is None:
-        return ""
-    return percent(share) if share < LARGEST_MARGIN else "> +999 %"
+    return "" if share is None else percent(share)
 
 
 def headline_text(judged: JudgedMetric) -> str:
-    """Return "482.1 GB/s, >= 440 GB/s, +9.5 %": value, limit and margin; or "482.1 GB/s, recorded only".
+    """Return "480.9 >= 440 GB/s, +9.3 %": the number that decides, the limit and the margin, which follows from the
+    two; or "482.1 GB/s, recorded only". The number is the value, or the end of its interval nearer to the limit."""
+    return ", ".join(filter(None, (_compared_text(judged), margin_text(judged))))
 
-    The sign is the limit's, also of a value that misses it.
-    """
-    return ", ".join(filter(None, (value_text(judged), limit_text(judged, first_only=True), margin_text(judged))))
+
+def _compared_text(judged: JudgedMetric) -> str:
+    limit, value = judged.limit, _deciding_value(judged)
+    bound = nearest_limit(judged, value)
+    if limit is None or value is None or bound is None or not math.isfinite(value):
+        return f"{quantity(value, judged.unit)}, {limit_text(judged, first_only=True)}"
+    unit = "" if judged.unit == "ratio" else judged.unit
+    if limit.min is not None and limit.max is not None:
+        relation = "in" if limit.min <= value <= limit.max else "not in"
+        allowed = f"{quantity(limit.min, '')} to {quantity(limit.max, unit)}"
+    else:
+        is_least, allowed = limit.min is not None, quantity(bound, unit)
+        relation = (">=" if value >= bound else "<") if is_least else ("<=" if value <= bound else ">")
+    shipped = f" (shipped: {', '.join(judged.shipped.demands(judged.unit)[:1])})" if judged.shipped else ""
+    return f"{_deciding_number(judged)} {relation} {allowed}{shipped}"
+
+
+def _deciding_number(judged: JudgedMetric) -> str:
+    value = _deciding_value(judged)
+    return quantity(value, "", compared_with=nearest_limit(judged, value))
+
+
+def _deciding_value(judged: JudgedMetric) -> float | None:
+    limit, value, interval = judged.limit, judged.value, judged.interval
+    if limit is None or value is None or interval is None or nearest_limit(judged, value) is None:
+        return value
+    if not 0 <= interval[0] <= value <= interval[1] < math.inf:
+        return value
+    return min(interval, key=lambda end: bound_margin(end, end, limit) or 0.0)
 
 
 def share(ratio: float) -> str:
@@ -236,7 +267,8 @@ def measurement_text(judged: JudgedMetric) -> str:
         details.append(f"inconclusive: {judged.inconclusive}")
     if judged.status == "error" and judged.reason:
         details.append(judged.reason)
-    text = value_text(judged) + interval_text(judged, judged.interval)
+    value = quantity(judged.value, judged.unit, compared_with=nearest_limit(judged, judged.value))
+    text = value + interval_text(judged, judged.interval)
     return f"{text} ({', '.join(details)})" if details else text
 
 
@@ -310,6 +342,96 @@ def _distance(judged: JudgedMetric, value: float, interval: tuple[float, float] 
 def _has_ratio(judged: JudgedMetric) -> bool:
     """Whether a margin is a ratio of the limit: for a limit of zero it is a distance."""
     return judged.limit is None or 0 not in (judged.limit.min, judged.limit.max)
+
+
+def culprit_ranks(row: Row, journal: Journal) -> frozenset[int]:
+    """Return the ranks of the culprits: those that the search for them found, or else those that the test named."""
+    if row.result is None:
+        return frozenset()
+    found = isolation_of(row.result.isolation)
+    names = [name for culprit in found.culprits for name in found.named(culprit.units)] if found is not None else []
+    ranks = [
+        place.rank
+        for place in journal.ranks
+        if place.host in names or any(name.startswith(f"rank {place.rank} (") for name in names)
+    ]
+    return frozenset(ranks or row.result.culprits)
+
+
+def place_text(ranks: Collection[int], journal: Journal) -> str:
+    """Return where ranks are: "gpu-02 GPU 3 (rank 11)", "gpu-02, all 8 GPUs", "all 16 ranks"."""
+    if len(ranks) > 1 and len(ranks) == journal.run.world_size:
+        return f"all {len(ranks)} ranks"
+    by_host: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        place = journal.place(rank)
+        by_host.setdefault("" if place is None else place.host, []).append(rank)
+    return some_of([_place_on_host(host, on_host, journal) for host, on_host in by_host.items()])
+
+
+def _place_on_host(host: str, ranks: Sequence[int], journal: Journal) -> str:
+    places = [place for place in journal.ranks if place.host == host]
+    if len(ranks) > 1 and len(ranks) == len(places):
+        return f"{host}, all {len(ranks)} GPUs"
+    gpus = [place.gpu.get("index", "?") for place in places if place.gpu and place.rank in ranks]
+    named = f" GPU {', '.join(gpus)}" if gpus else ""
+    return f"{host}{named} ({rank_ranges(ranks)})".strip()
+
+
+def failure_text(row: Row, journal: Journal, *, name: str = "") -> str:
+    """Return where and why a test did not pass: "gpu-02 GPU 3 (rank 11): tflops 584.4 < 700 TFLOPS, -16.5 %", or with
+    the whole message where no value decided."""
+    return ": ".join(filter(None, (place_text(culprit_ranks(row, journal), journal), name, _miss_text(row))))
+
+
+def _miss_text(row: Row) -> str:
+    judged = row.headline
+    if judged is not None and judged.status == "failed" and row.why.startswith(("isolated: ", judged.metric)):
+        own = _distance(judged, math.nan if judged.value is None else judged.value, None)
+        expected, carrier = judged.limit and judged.limit.expect_transport, judged.labels.get("transport")
+        over = f", over {carrier} and not {' or '.join(expected)}" if expected and carrier not in expected else ""
+        text = f"{judged.metric.rpartition('.')[2]} {headline_text(judged)}{over}"
+        return text if own is not None and own < 0 else judged.reason
+    if row.result is None or not row.why.endswith("\N{HORIZONTAL ELLIPSIS}"):
+        return row.why
+    start = row.why[:-1]
+    later = start.partition("): ")[2] or start  # the text has the rank in a line of its own
+    return next((each for each in row.result.text.splitlines() if start in each or later in each), row.why)
+
+
+def advice(row: Row) -> list[str]:
+    """Return what may explain a failure by the telemetry of the worst rank, and what to do, as far as it is known."""
+    judged, result = row.headline, row.result
+    if result is None:
+        return []
+    found = [f"what to do: {remedy}" for _, remedy in advice_in((result.message, result.text))]
+    if judged is not None and judged.status == "failed" and judged.worst_rank is not None:
+        own = judged.telemetry.get(judged.worst_rank, {})
+        whole = {} if own.get("samples") else result.telemetry.get(judged.worst_rank, {})
+        found.insert(0, explanation({**whole, **own}))
+    return list(dict.fromkeys(filter(None, found)))[:3]
+
+
+_MOST_ADVICE = 64
+_ADVICE = re.compile(r"(?:(?P<found>.{1,2000}?); )?what to do: *(?P<remedy>.+)")
+
+
+def advice_in(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """Return (finding or "", what to do) for each advice in some texts, each once, in their order.
+
+    Checks of GPUs and nodes write a line for each finding (``metrics.finding``); other failures end with "what to do".
+    """
+    found: dict[tuple[str, str], None] = {}
+    for text in texts:
+        for raw in text.splitlines():
+            stripped = raw.strip()
+            # A line that quotes source code or a pytest marker is no advice.
+            if stripped.startswith((">", "raise ", "E  ")):
+                stripped = stripped.lstrip("E ") if stripped.startswith("E  ") else ""
+            match = _ADVICE.fullmatch(stripped)
+            if match is not None and len(found) < _MOST_ADVICE:
+                found.setdefault((match["found"] or "", match["remedy"]))
+    return list(found)
 
 
 _MORE_RANKS = r"(, and (\d+ more ranks|rank \d+( \([^()]*\))?))?"

@@ -8,6 +8,8 @@ repeats the words.
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from pytest_gpucluster.journal.journal import Journal
@@ -15,34 +17,42 @@ from pytest_gpucluster.journal.verdict import RUNNING
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.reports.facts import header_lines
 from pytest_gpucluster.reports.summary import (
+    GROUPS,
     IN_PROGRESS,
     NOT_RUN,
     Outline,
     Row,
     display_name,
-    margin_ratio,
     outline,
     worst_first,
 )
 from pytest_gpucluster.reports.summary import RUNNING as ENDED_IN
 from pytest_gpucluster.reports.tables import (
-    LARGEST_MARGIN,
+    advice,
+    culprit_ranks,
     culprit_text,
+    failure_text,
     headline_text,
     limit_text,
     margin_text,
     measured_pairs,
     metric_name,
-    rank_name,
     value_text,
 )
 from pytest_gpucluster.text import Column, clean, columns, fitted_table, one_line, paragraph, plural, shortened, styled
 
 LEAST_WIDTH = 80
 """Narrower terminals break the lines themselves."""
-_MOST_NAMES = 6
+_MOST_PLACES = 4
 _MOST_PROBLEMS = 20
-_WHY_CHARACTERS = 400
+_INDENT = " " * 4
+_HEAD = 11
+"""Columns of a group's name."""
+_REST = " " * _HEAD
+_NAMES_CHARACTERS = 180
+_FAILURE_CHARACTERS = 700
+_LEAST_NAMES = 12
+_REQUIRED = "required"
 _LONGEST_NAME = 100
 _LONGEST_METRIC = 200
 _DETAIL = " " * 8
@@ -76,72 +86,117 @@ def render(
     """
     width, junit = max(width, LEAST_WIDTH), journal.run.junit.path
     overview = outline(journal)
-    head = [] if verbosity < 0 else ["", *header_lines(journal, width=width)]
     blocks = [
-        verdict_lines(overview, width=width, colour=colour) + head,
+        [] if verbosity < 0 else header_lines(journal, width=width),
         *summary(journal, overview, width=width, verbosity=verbosity, colour=colour),
-        report_lines(reports or ([("JUnit", junit)] if junit else [])),
+        report_lines(reports or ([("JUnit", junit)] if junit else []), verbose=verbosity > 0),
+        verdict_lines(overview, width=width, colour=colour),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
 def summary(journal: Journal, overview: Outline, *, width: int, verbosity: int, colour: bool) -> Iterator[list[str]]:
-    """Yield the parts between the verdict and the paths of reports, each as lines."""
-    quiet, verbose = verbosity < 0, verbosity > 0
-    yield _criteria(journal, overview, width=width, quiet=quiet, verbose=verbose, colour=colour)
-    if not quiet:
-        yield _did_not_run(overview, width=width, verbose=verbose)
-        yield _tightest(journal, overview, width=width)
+    """Yield the parts between the header and the paths of reports, each as lines."""
+    if verbosity > 0:
+        yield _criteria(journal, overview, width=width, colour=colour)
+    yield _culprits(journal, overview, width=width, colour=colour)
+    if verbosity >= 0:
+        did_not_run = _did_not_run(overview, width=width, verbose=verbosity > 0)
+        yield [*_groups(overview, width=width, colour=colour), *did_not_run]
     yield _problems(journal, width=width, colour=colour)
 
 
 def verdict_lines(overview: Outline, *, width: int, colour: bool) -> list[str]:
-    """Return verdict, exit code and reason."""
-    reason = f": {overview.reason}" if overview.reason else ""
-    lines = paragraph(f"{overview.title}, exit code {overview.exit}{reason}", width)
+    """Return verdict, exit code and reason; in place of a test's message, which stands above, the numbers of tests."""
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in overview.counts.items())
+    is_of_test = overview.reason.startswith(tuple(f"{row.nodeid} " for row in overview.bad))
+    reason = counts if is_of_test else overview.reason
+    lines = paragraph(f"{overview.title}, exit code {overview.exit}{': ' * bool(reason)}{reason}", width)
     style = "green" if overview.is_good else "yellow" if overview.word == RUNNING else "red"
     return [styled(line, style, colour=colour) for line in lines]
 
 
-def report_lines(reports: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the paths of reports, never broken, so that they can be copied."""
-    pairs = [(f"{clean(name)}:", clean(path)) for name, path in reports]
+def report_lines(reports: Iterable[tuple[str, str]], *, verbose: bool = True) -> list[str]:
+    """Return the paths of reports, never broken, so that they can be copied; without ``verbose`` not those of files for
+    programs that lie next to the page."""
+    found = dict(reports)
+    left_out = () if verbose or "report" not in found else ("journal", "results", "metrics")
+    pairs = [(f"{clean(name)}:", clean(path)) for name, path in found.items() if name not in left_out]
     wide = max((columns(name) for name, _ in pairs), default=0)
     return [f"{name.ljust(wide)} {path}" for name, path in pairs]
 
 
-# ---- the table of criteria ---------------------------------------------------------------------------------------
+# ---- culprits, and a line for each group ---------------------------------------------------------------------------
 
 
-def _criteria(
-    journal: Journal, overview: Outline, *, width: int, quiet: bool, verbose: bool, colour: bool
-) -> list[str]:
+def _culprits(journal: Journal, overview: Outline, *, width: int, colour: bool) -> list[str]:
+    """Return what failed where, the fewest ranks first; what a culprit takes part in is counted with it."""
+    by_place: dict[frozenset[int], list[Row]] = {}
+    for row in sorted(overview.bad, key=lambda row: (len(culprit_ranks(row, journal)) or math.inf, row.margin or 0.0)):
+        ranks = culprit_ranks(row, journal)
+        first = next((known for known in by_place if known and known < ranks), ranks)
+        by_place.setdefault(first, []).append(row)
+    lines = []
+    for rows in list(by_place.values())[:_MOST_PLACES]:
+        row, more = rows[0], f"; and {len(rows) - 1} more" if len(rows) > 1 else ""
+        text = one_line(failure_text(row, journal, name=display_name(row.name)), _FAILURE_CHARACTERS) + more
+        lines += [styled(line, "red", colour=colour) for line in paragraph(text, width, rest=_INDENT)]
+        for what in advice(row):
+            lines += paragraph(what, width, first=_INDENT, rest=_INDENT)
+    if len(by_place) > _MOST_PLACES:
+        lines.append(f"and {len(by_place) - _MOST_PLACES} more places; -v lists all that failed")
+    return lines
+
+
+def _groups(overview: Outline, *, width: int, colour: bool) -> list[str]:
+    """Return a line for each group: its tightest margin, or else what failed in it."""
+    lines = []
+    for group in GROUPS:
+        ran = [row for row in overview.rows if row.group == group and row.outcome not in (NOT_RUN, "skipped")]
+        bad = [row for row in ran if not row.is_good]
+        good = sum(row.is_good and not row.unjudged for row in ran)
+        head = f"{group:<{_HEAD}}" + (f"{good:3} OK  " if good else "")
+        if bad:
+            words = Counter(map(_word, bad))
+            failed = ", ".join(f"{number} {word}" for word, number in words.items())
+            text = one_line(f"{failed}: {_merged_names(bad)}", _NAMES_CHARACTERS)
+            lines += [styled(line, "red", colour=colour) for line in paragraph(text, width, first=head, rest=_REST)]
+        elif ran:
+            tightest = [
+                f"{headline_text(judged)}: {display_name(row.name)}" for row, judged in overview.tightest(1, group)
+            ]
+            lines.append(shortened(head + clean("".join(tightest)), width).rstrip())
+    return lines
+
+
+def _merged_names(rows: Iterable[Row]) -> str:
+    """Return "matmul (5), hbm[copy]": functions with the number of their tests that failed."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        name = display_name(row.name)
+        names.setdefault(name.partition("[")[0], []).append(name)
+    return ", ".join(each[0] if len(each) == 1 else f"{name} ({len(each)})" for name, each in names.items())
+
+
+# ---- the table of criteria, with -v --------------------------------------------------------------------------------
+
+
+def _criteria(journal: Journal, overview: Outline, *, width: int, colour: bool) -> list[str]:
     ran = [row for row in overview.worst_first if row.outcome not in (NOT_RUN, "skipped")]
-    rows = [row for row in ran if not row.is_good or _is_unjudged(row) or (not quiet and _has_content(row))]
-    plain = len([row for row in ran if row.is_good and not _has_content(row)])
+    rows = [row for row in ran if not row.is_good or _has_content(row)]
     if not rows:
         return []
     counts = ", ".join(f"{count} {outcome}" for outcome, count in overview.counts.items())
-    lines = [] if quiet else [styled(f"Criteria: {counts}", "bold", colour=colour)]
     head, table = fitted_table(_heads("test"), [_cells(row) for row in rows], width, name=_NAME)
-    if not quiet:
-        lines.append(head)
+    lines = [styled(f"Criteria: {counts}", "bold", colour=colour), head]
     for row, row_lines in zip(rows, table, strict=True):
         lines += [_coloured(line, row, colour) for line in row_lines]
-        if not row.is_good:
-            why = culprit_text(row, journal, 10_000 if verbose else _WHY_CHARACTERS)
-            lines += _detail(why, width) if why else []
-        if row.result is None:
-            continue
-        if row.is_good and _is_unjudged(row):
-            lines += _detail(one_line(f"not judged: {clean(row.result.unjudged)}", _WHY_CHARACTERS), width)
-        if verbose:
+        why = "" if row.is_good else culprit_text(row, journal, 10_000)
+        lines += _detail(why, width) if why else []
+        if row.result is not None:
             lines += _properties((*measured_pairs(row.result.measurements), *row.result.properties), width)
-        elif not quiet and row.result.attempts > 1:
-            attempts = [pair for pair in row.result.properties if pair[0].startswith("attempt ")]
-            lines += _properties([(name, one_line(text, _WHY_CHARACTERS)) for name, text in attempts], width)
-    if plain and not quiet:
-        lines.append(f"and {plural(plain, 'test')} passed that are no criteria and measured nothing")
+    if len(ran) > len(rows):
+        lines.append(f"and {plural(len(ran) - len(rows), 'test')} passed that are no criteria and measured nothing")
     return lines
 
 
@@ -156,11 +211,6 @@ def _properties(pairs: Iterable[tuple[str, str]], width: int) -> list[str]:
 
 def _has_content(row: Row) -> bool:
     return row.criterion is not None or row.headline is not None
-
-
-def _is_unjudged(row: Row) -> bool:
-    """Whether a criterion passed without being compared with a limit, which makes the run INCOMPLETE."""
-    return row.criterion is not None and row.result is not None and bool(row.result.unjudged)
 
 
 def _cells(row: Row) -> list[str]:
@@ -211,43 +261,41 @@ def measurement_table(measurements: Sequence[JudgedMetric], *, width: int = 80) 
 
 
 def _did_not_run(overview: Outline, *, width: int, verbose: bool) -> list[str]:
-    by_reason: dict[tuple[int, str], list[str]] = {}
-    for row in overview.did_not_run:
-        why = row.why_not_run or "no reason given"
-        reason = (2, why) if row.outcome == "skipped" else (1, f"not run: {why}")
-        by_reason.setdefault((0, why) if row.is_gap else reason, []).append(clean(display_name(row.name)))
+    """Return a line for each reason why tests did not run, or were not judged: those that make the run INCOMPLETE
+    first."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for row in overview.rows:
+        if row.unjudged or row.outcome in (NOT_RUN, "skipped"):
+            is_known = row.outcome == NOT_RUN and any(bad.nodeid in row.why for bad in overview.bad)
+            why = (
+                f"not judged: {row.unjudged}"
+                if row.unjudged
+                else "not reached"
+                if is_known
+                else row.why or "no reason given"
+            )
+            word = _REQUIRED if row.is_gap or row.unjudged else row.outcome
+            by_reason.setdefault((word, why), []).append(clean(display_name(row.name)))
     for name in overview.absent:
-        by_reason.setdefault((0, "required: this run has no test for it"), []).append(clean(name))
-    if not by_reason:
-        return []
-    count, gaps = sum(map(len, by_reason.values())), sum(len(by_reason[key]) for key in by_reason if key[0] == 0)
-    # Whether a test that was never reached applies here is unknown.
-    least = "at least " if any(order == 1 for order, _ in by_reason) else ""
-    lines = [f"Did not run: {count}{f', {least}{gaps} of them required' if gaps else ''}"]
-    for (_, why), names in sorted(by_reason.items(), key=lambda entry: entry[0][0]):
-        listed = names if verbose else names[:_MOST_NAMES]
-        more = f", and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
-        lines += paragraph(f"{', '.join(listed)}{more}", width, first="  ", rest="  ")
-        lines += paragraph(why, width, first="      ", rest="      ")
-    return lines
-
-
-def _tightest(journal: Journal, overview: Outline, *, width: int) -> list[str]:
-    found = [(row, judged) for row, judged in overview.tightest() if (margin_ratio(judged) or 0.0) < LARGEST_MARGIN]
-    if not found:
-        return []
-    lines = ["Tightest margins of passed values:"]
-    for row, judged in found:
-        rank = "" if judged.worst_rank is None else f", {rank_name(journal, judged.worst_rank)}"
-        text = one_line(
-            f"{display_name(row.name)}: {metric_name(judged)} {headline_text(judged)}{rank}", _WHY_CHARACTERS
-        )
-        lines += paragraph(text, width, first="  ", rest="    ")
+        by_reason.setdefault((_REQUIRED, "this run has no test for it"), []).append(clean(name))
+    lines: list[str] = []
+    explained: set[str] = set()
+    for (word, why), names in sorted(by_reason.items(), key=lambda entry: entry[0][0] != _REQUIRED):
+        what = "the same" if why in explained else why
+        explained.add(why)
+        listed, first = f" ({', '.join(names)})", f"{word:<{_HEAD}}{len(names):3}: "
+        if verbose or word == _REQUIRED:
+            lines += paragraph(what + listed, width, first=first, rest=_REST)
+        else:  # of what a test says about what to do nothing is cut
+            *whole, last = paragraph(what, width, first=first, rest=_REST)
+            free = width - columns(last)
+            lines += [*whole, last + (shortened(listed, free) if free >= _LEAST_NAMES else "")]
     return lines
 
 
 def _problems(journal: Journal, *, width: int, colour: bool) -> list[str]:
-    messages = list(dict.fromkeys(problem.message for problem in journal.problems if problem.message != journal.reason))
+    known = {journal.reason, *(result.message for result in journal.results)}
+    messages = list(dict.fromkeys(problem.message for problem in journal.problems if problem.message not in known))
     if journal.cut:
         messages.append("the last line of the journal is cut off and was ignored")
     if not messages:

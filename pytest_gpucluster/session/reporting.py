@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,10 +27,10 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.reports.facts import cluster_lines, fact, header_lines
 from pytest_gpucluster.reports.registry import existing_files
-from pytest_gpucluster.reports.summary import Row, outline, row_of
-from pytest_gpucluster.reports.tables import culprit_text, headline_text, rank_name
-from pytest_gpucluster.reports.terminal import measurement_table, report_lines, summary
-from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, clip, first_line, one_line, padded, paragraph
+from pytest_gpucluster.reports.summary import Outline, Row, outline, row_of
+from pytest_gpucluster.reports.tables import culprit_text, failure_text, headline_text, rank_name
+from pytest_gpucluster.reports.terminal import measurement_table, report_lines, summary, verdict_lines
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, clip, columns, first_line, one_line, padded, paragraph
 
 if TYPE_CHECKING:
     from pytest_gpucluster.session.run import Run
@@ -395,10 +396,10 @@ class Console:
         if self._verbosity == 0:
             name = padded(clean(row.name.removeprefix("test_")), _NAME_COLUMNS)
             text = _result_text(row, journal)
-            begun = " " * writer.width_of_current_line
+            begun, gap = " " * writer.width_of_current_line, "  " if columns(name) <= _NAME_COLUMNS else " "
             indent = " " * (2 + _WORD_COLUMNS + 1)
             lines = paragraph(
-                text, writer.fullwidth - _PROGRESS_COLUMNS, first=f"{begun} {name}{'  ' * bool(text)}", rest=indent
+                text, writer.fullwidth - _PROGRESS_COLUMNS, first=f"{begun} {name}{gap * bool(text)}", rest=indent
             )
             writer.write("\n".join([lines[0][len(begun) :].rstrip(), *lines[1:]]))
             self._ends_at = writer.width_of_current_line
@@ -429,12 +430,12 @@ class Console:
         reporter, run = self._reporter, self._run
         if reporter is None or run.verdict is None:
             return
-        writer = reporter._tw
-        width, colour = writer.fullwidth, writer.hasmarkup
-        verbosity = int(self._config.option.verbose)
+        width, colour = reporter._tw.fullwidth, reporter._tw.hasmarkup
+        verbosity, decided = int(self._config.option.verbose), run.verdict
         journal = run.journal_copy.journal()
+        seen = outline(journal) if journal is not None else Outline(kind=run.kind, rows=(), counts={})
+        seen = replace(seen, word=decided.word, exit=decided.exit, reason=one_line(decided.reason, 10_000))
         if journal is not None:
-            seen = outline(journal)
             for block in summary(journal, seen, width=width, verbosity=verbosity, colour=colour):
                 if block:
                     reporter.ensure_newline()
@@ -442,15 +443,11 @@ class Console:
                         reporter.write_line(line)
         for text in run.journal_copy.errors:
             reporter.write_line(one_line(f"this summary leaves a line out: {text}", MESSAGE_CHARACTERS), red=True)
-        for line in report_lines(self._reports()):
+        for line in [
+            *report_lines(self._reports(), verbose=verbosity > 0),
+            *verdict_lines(seen, width=10_000, colour=colour),  # the last line, whole
+        ]:
             reporter.write_line(line)
-        good = run.verdict.exit == 0
-        reporter.write_line(
-            f"{run.headline(run.verdict)}, exit code {run.verdict.exit}: {one_line(run.verdict.reason, 10_000)}",
-            bold=True,
-            green=good,
-            red=not good,
-        )
 
     def _reports(self) -> list[tuple[str, str]]:
         run = self._run
@@ -459,16 +456,16 @@ class Console:
         return [("JUnit", str(run.junit_path))] if run.junit_path is not None and run.junit_path.exists() else []
 
 
-def _result_text(row: Row, journal: Journal | None) -> str:
-    if not row.is_good:
-        return culprit_text(row, journal)
-    return "" if row.headline is None else headline_text(row.headline)
+def _result_text(row: Row, journal: Journal | None, *, verbose: bool = False) -> str:
+    if row.is_good:
+        return "" if row.headline is None else headline_text(row.headline)
+    return culprit_text(row, journal) if verbose or journal is None else failure_text(row, journal)
 
 
 def _below(row: Row, journal: Journal | None) -> str:
     if row.outcome == "skipped":
         return ""
-    text, judged = _result_text(row, journal), row.headline
+    text, judged = _result_text(row, journal, verbose=True), row.headline
     if row.is_good and text and judged is not None and judged.worst_rank is not None and journal is not None:
         return f"{text}, {rank_name(journal, judged.worst_rank)}"
     return text

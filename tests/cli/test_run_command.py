@@ -138,7 +138,7 @@ def test_a_place_to_meet_that_does_not_resolve_is_wrong_usage_before_torchrun_st
         (0, "REHEARSAL", "gpucluster node selftest"),
         (0, "SIMULATED", "gpucluster node selftest"),
         (0, "", "gpucluster certificate create"),
-        (1, "REHEARSAL", "the page names"),
+        (1, "REHEARSAL", "the page has"),
         (10, "REHEARSAL", "gpucluster doctor"),
         (12, "", "without the deviations"),
     ],

@@ -14,7 +14,7 @@ from pytest_gpucluster.journal.records import End, PartOfTime, Run, Started, Tes
 from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.metrics.time_budget import PARTS
 from pytest_gpucluster.reports.registry import FILES, render
-from pytest_gpucluster.reports.summary import headline, is_whole, moment, run_seconds
+from pytest_gpucluster.reports.summary import GROUPS, Row, headline, is_whole, moment, run_seconds
 from pytest_gpucluster.reports.tables import time_text
 from pytest_gpucluster.text import duration_text
 
@@ -77,14 +77,24 @@ def test_the_headline_is_what_decides(case: str) -> None:
     assert (None if found is None else found.metric) == metric
 
 
-def test_all_of_something_is_no_near_miss() -> None:
+def test_what_equals_its_limit_without_scatter_is_no_near_miss() -> None:
     whole = [VERIFIED, FINDINGS, judged("share", unit="ratio", value=1.0, limit=JudgedLimit(min=1.0))]
+    whole.append(judged("ports", unit="ports", value=8.0, limit=JudgedLimit(min=8.0)))
     others = [
-        judged("share", unit="ratio", value=0.9, limit=JudgedLimit(min=0.9)),
-        judged("rate", value=100.0, limit=JudgedLimit(min=100.0)),
-        judged("rate", value=None),
+        judged("share", unit="ratio", value=0.9, limit=JudgedLimit(min=0.8)),
+        judged("rate", value=100.0, limit=JudgedLimit(min=100.0), interval=(100.0, 101.0)),
+        judged("rate", value=None, limit=JudgedLimit(min=100.0)),
     ]
-    assert [is_whole(one) for one in (*whole, *others)] == [True] * 3 + [False] * 3
+    assert [is_whole(one) for one in (*whole, *others)] == [True] * 4 + [False] * 3
+
+
+def test_every_criterion_has_a_group() -> None:
+    from pytest_gpucluster.config.workload import CRITERIA
+
+    groups = {name: Row(nodeid="a", name="a", outcome="passed", criterion=name).group for name in CRITERIA}
+    assert "other" not in groups.values(), groups
+    assert {groups["dns"], groups["matmul.search"], groups["links"], groups["lora_tiny"]} == set(GROUPS[:-1])
+    assert Row(nodeid="a", name="a", outcome="passed").group == "other"
 
 
 # ---- times

@@ -17,12 +17,15 @@ from pytest_gpucluster.node.health import telemetry
 from pytest_gpucluster.reports import tables
 from pytest_gpucluster.reports.summary import row_of
 from pytest_gpucluster.reports.tables import (
+    advice,
     clock_text,
     culprit_text,
+    failure_text,
     headline_text,
     stopped_text,
     telemetry_of_test,
     telemetry_text,
+    value_text,
 )
 
 LIMIT = JudgedLimit(min=400.0, source="vendor", origin="thresholds.yaml:14:7")
@@ -175,21 +178,27 @@ JOURNAL = Journal(
 
 UNLIMITED = {"limit": None, "margin": None}
 HEADLINES: dict[str, dict[str, Any]] = {
-    "482.1 GB/s, >= 440 GB/s, +9.6 %": {},
-    "439.9996 GB/s, >= 440 GB/s, -0.0 %": {"value": 439.9996, "status": "failed", "margin": -1e-6},
+    "482.1 >= 440 GB/s, +9.6 %": {},
+    "439.9996 < 440 GB/s, -0.0 %": {"value": 439.9996, "status": "failed", "margin": -1e-6},
     "no value, >= 440 GB/s": {"value": None, "status": "error", "margin": None},
     "NaN GB/s, >= 440 GB/s": {"value": float("nan"), "status": "error", "margin": None},
     "482.1 GB/s, recorded only": {**UNLIMITED, "status": "recorded"},
-    "482.1 GB/s, 1 to 500 GB/s, +9.6 %": {"limit": JudgedLimit(min=1.0, max=500.0)},
-    "482.1 GB/s, >= 440 GB/s, > +999 %": {"margin": 1812.3},
-    "482.1 GB/s, >= 440 GB/s, inconclusive": {"inconclusive": "12 % wide"},
+    "482.1 in 1 to 500 GB/s, +9.6 %": {"limit": JudgedLimit(min=1.0, max=500.0)},
+    "482.1 not in 1 to 400 GB/s, -20.5 %": {"limit": JudgedLimit(min=1.0, max=400.0), "margin": -0.205},
+    "482.1 > 400 GB/s, -20.5 %": {"limit": JudgedLimit(max=400.0), "margin": -0.205},
+    "482.1 >= 440 GB/s, 1813 x": {"margin": 1812.3},
+    "482.1 >= 440 GB/s, inconclusive": {"inconclusive": "12 % wide"},
+    # The end of the interval that is nearer to the limit decides, so the margin follows from it.
+    "480 >= 440 GB/s, +9.1 %": {"interval": (480.0, 484.0), "margin": 40 / 440},
+    "484 <= 500 GB/s, +3.2 %": {"interval": (480.0, 484.0), "margin": 0.032, "limit": JudgedLimit(max=500.0)},
     "482.1 GB/s, each rank >= 90 % of the others' median, +9.6 %": {"limit": JudgedLimit(min_ratio_to_median=0.9)},
     "482.1 GB/s, over NET/IB, +9.6 %": {"limit": JudgedLimit(expect_transport=("NET/IB",))},
 }
 
 
-def test_the_headline_is_value_limit_and_margin() -> None:
+def test_the_headline_is_the_number_that_decides_the_limit_and_the_margin_between_them() -> None:
     assert {headline_text(replace(MEASURED, **changes)): changes for changes in HEADLINES.values()} == HEADLINES
+    assert value_text(replace(MEASURED, interval=(480.0, 484.0))) == "482.1 GB/s (at least 480)"
 
 
 def failed(reason: str, *, why: str = "", culprits: tuple[int, ...] = (3,)) -> TestResult:
@@ -226,6 +235,40 @@ def test_the_culprit_comes_first() -> None:
     assert {culprit_text(row_of(result), JOURNAL): result for result in CULPRITS.values()} == CULPRITS
     # A rank is named though nothing is known of the cluster.
     assert culprit_text(row_of(failed(MISSED)), None) == f"rank 3: {MISSED}"
+
+
+FAILURES = {
+    "gpu-07 GPU 3 (rank 3): busbw 301 < 440 GB/s, -31.0 %": failed(f"{MISSED} {ON_3}"),
+    "busbw 301 < 440 GB/s, -31.0 %": failed(MISSED, culprits=()),
+    "all 8 ranks: busbw 301 < 440 GB/s, -31.0 %": failed(f"{MISSED} {ON_3}, and 7 more ranks", culprits=ALL[:8]),
+    "gpu-07, all 2 GPUs: busbw 301 < 440 GB/s, -31.0 %": replace(
+        failed(MISSED, why=f"isolated: gpu-07; {MISSED}"),
+        isolation={"names": {"1": "gpu-07"}, "culprits": [{"units": [1], "failed": 3, "probes": 3}]},
+    ),
+    # Nothing is cut that the text has.
+    "gpu-07 GPU 3 (rank 3): look at its NVLinks and at its PCIe link": TestResult(
+        nodeid="a", outcome="failed", message="rank 3 (gpu-07): look at its NV…", culprits=(3,),
+        text="rank 3 (gpu-07): failed\nlook at its NVLinks and at its PCIe link",
+    ),
+}  # fmt: skip
+
+
+def test_a_failure_is_where_and_what_in_one_line() -> None:
+    assert {failure_text(row_of(result), JOURNAL): result for result in FAILURES.values()} == FAILURES
+
+
+def test_a_carrier_that_the_limit_does_not_allow_is_named() -> None:
+    limit = JudgedLimit(min=440.0, expect_transport=("NET/IB",))
+    (judged,) = failed(MISSED).measurements
+    slow = replace(judged, limit=limit, labels={"transport": "NET/Socket"})
+    text = failure_text(row_of(replace(failed(MISSED), measurements=(slow,))), JOURNAL)
+    assert text.endswith("-31.0 %, over NET/Socket and not NET/IB")
+
+
+def test_what_explains_a_failure_and_what_to_do_follow_it() -> None:
+    hot = {"throttle": ["hw_thermal"], "throttle_share": {"hw_thermal": 0.62}}
+    result = replace(failed(MISSED), text="a\nx; what to do: drain it\nwhat to do: drain it", telemetry={3: hot})
+    assert advice(row_of(result)) == ["HW thermal slowdown 62 % of the time", "what to do: drain it"]
 
 
 # ---- telemetry

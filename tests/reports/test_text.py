@@ -26,18 +26,54 @@ def test_no_line_is_wider_and_none_acts_on_a_terminal(name: str) -> None:
                 assert line == line.rstrip(), (width, verbosity)
 
 
-def test_quiet_is_the_verdict_what_failed_and_where_the_reports_lie() -> None:
+def test_quiet_is_what_failed_where_the_reports_lie_and_the_verdict() -> None:
     reports = [("journal", "run/journal.jsonl"), ("JUnit", "r.xml")]
     text = render(journal_of("cluster"), verbosity=-1, reports=reports)
-    assert not re.search("PASSED|Did not run|gpucluster: ", text)
-    assert text.startswith("REJECTED")
-    assert "FAILED  matmul[bf16]" in text
-    assert text.endswith("journal: run/journal.jsonl\nJUnit:   r.xml\n")
-    accepted = render(journal_of("accepted"), verbosity=-1)
-    assert accepted.startswith("ACCEPTED, exit code 0")
-    assert "PASSED" not in accepted
+    assert not re.search(" OK |skipped +1|gpucluster: ", text)
+    assert re.search(r"^gpu-02 GPU 3 \(rank 11\): ", text)
+    assert re.search(r"\n\njournal: run/journal.jsonl\nJUnit:   r.xml\n\nREJECTED, exit code 1: .*\n$", text)
+    assert render(journal_of("accepted"), verbosity=-1).splitlines()[-1].startswith("ACCEPTED, exit code 0")
     for name in ("rehearsal", "broken"):
-        assert "REHEARSAL" in render(journal_of(name), verbosity=-1).splitlines()[0]
+        assert "REHEARSAL" in render(journal_of(name), verbosity=-1).split("\n\n")[-1]
+
+
+def test_a_healthy_run_is_a_line_for_each_group_with_its_tightest_margin() -> None:
+    text = render(journal_of("accepted"))
+    assert len(text.splitlines()) <= 24
+    lines = [line for line in text.splitlines() if re.match("node|fabric|training", line)]
+    assert [re.sub(r"^(\w+) +(\d+) OK .*: (.*)$", r"\1 \2 \3", line) for line in lines] == [
+        "node 6 matmul[bf16]",
+        "fabric 3 all_reduce[node-bf16]",
+        "training 5 lora_tiny",
+    ]
+
+
+def test_a_failing_run_has_each_culprit_once_with_what_explains_it_and_the_groups_list_what_failed() -> None:
+    text = render(journal_of("cluster"))
+    head, groups, *_ = text.partition("gpucluster profile")[2].split("\n\n")[1:]
+    places = [line.partition(":")[0] for line in head.splitlines() if not line.startswith(" ")]
+    assert places == [
+        "gpu-02 GPU 3 (rank 11)",
+        "gpu-02 GPU 5 (rank 13)",
+        "gpu-01 GPU 5 (rank 5)",
+        "all_reduce[world-bf16]",
+    ]
+    assert "\n    HW thermal slowdown 67 %" in head
+    assert text.count("-97.5 %") == 1
+    assert "node         4 OK  2 FAILED: matmul[bf16], burn_in\n" in groups
+    assert "1 ERROR: throughput[fsdp-large]" in groups
+    # What the culprits take part in is counted with them.
+    assert head.splitlines()[0].endswith("; and 2 more")
+
+
+def test_what_many_places_miss_is_bounded() -> None:
+    failed = [
+        TestResult(nodeid=f"t.py::test_{rank}", outcome="failed", message="x", culprits=(rank,)) for rank in range(9)
+    ]
+    text = render(run_of(*failed))
+    assert "and 5 more places" in text
+    assert len(text.splitlines()) < 24
+    assert "FAILED  8" in render(run_of(*failed), verbosity=1)
 
 
 def run_of(*results: TestResult, **changes: object) -> Journal:
@@ -63,22 +99,36 @@ def test_what_makes_a_run_incomplete_stands_out() -> None:
     )
     demanded = replace(journal.run, options={"require": ("dns, hbm, lora", "command line")})
     text = render(replace(journal, run=demanded))
-    assert "Did not run: 6, 3 " in text
-    assert "\n  disk\n      required: no disk\n  dns\n      required: " in text
-    assert "\n  lora\n      required: " in text
-    assert "\n  plain\n      no plain\n" in text
-    assert text.count("required: ") == 3
-    assert re.search(r"^PASSED  1\n        not judged: no limit$", text, re.MULTILINE)
-    assert "not judged" in render(journal, verbosity=-1)
+    required = re.findall(r"^required +(\d+): (.*?)(?: \((.*)\))?$", text, re.MULTILINE)
+    assert required == [
+        ("1", "no disk", "disk"),
+        ("1", "no dns", "dns"),
+        ("1", "not judged: no limit", "1"),
+        ("1", "this run has no test for it", "lora"),
+    ]
+    assert "\nskipped      1: no plain (plain)\n" in text
     assert "required" not in render(run_of(skipped("plain")))
 
 
+def test_a_reason_is_shown_once_and_never_cut() -> None:
+    why = "give the weights and the data: " + "a " * 60 + "last."
+    tests = [
+        TestResult(nodeid=f"t.py::test_{name}", outcome="skipped", message=why, criterion=name, applicable=name == "a")
+        for name in "ab"
+    ]
+    text = render(run_of(*tests))
+    assert text.count("last.") == 1
+    assert re.search(
+        r"^required +1: give .*? last\. \(a\)\nskipped +1: the same \(b\)$", text, re.DOTALL | re.MULTILINE
+    )
+
+
 def test_nothing_measured_and_nothing_collected_is_still_a_verdict() -> None:
-    assert render(run_of()).startswith("BROKEN, exit code 11: ")
+    assert render(run_of()).splitlines()[-1].startswith("BROKEN, exit code 11: ")
     cut = run_of(running=Started(nodeid="t.py::test_b"), collected=(CollectedTest(nodeid="t.py::test_c"),))
     text = render(cut)
-    assert "BROKEN  b\n" in text
-    assert "\n  c\n      not run: " in text
+    assert "1 BROKEN: b\n" in text
+    assert re.search(r"^not run +1: .* \(c\)$", text, re.MULTILINE)
 
 
 H100 = {"index": "0", "uuid": "GPU-1", "name": "NVIDIA H100 80GB HBM3"}

@@ -315,7 +315,7 @@ def test_without_junitxml_the_report_lies_beside_the_journal(project):
     left = project.run(junit=False)
     left.junit_path = next((project.path / "gpucluster-report" / "latest").glob("*.xml"))
     assert left.verdicts == {"test_it": "passed"}
-    assert f"JUnit:   {left.journal.run.junit.path}" in left.stdout
+    assert re.search(rf"^JUnit: +{left.journal.run.junit.path}$", left.stdout, re.MULTILINE)
 
 
 def test_expected_failures_are_shown_as_pytest_shows_them(project):

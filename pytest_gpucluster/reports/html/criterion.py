@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -31,6 +31,7 @@ from pytest_gpucluster.reports.findings import Isolation, baseline_of, isolation
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, word
 from pytest_gpucluster.reports.summary import Row, headline, worst_first
 from pytest_gpucluster.reports.tables import (
+    advice_in,
     clock_text,
     interval_text,
     is_number,
@@ -99,7 +100,7 @@ def _files(place: Path) -> Iterator[Path]:
                 yield path
 
 
-# ---- the search for culprits, and advice -------------------------------------------------------------------------
+# ---- the search for culprits -------------------------------------------------------------------------
 
 _MOST_EVIDENCE = 64
 _MOST_NAMES = 16
@@ -135,28 +136,6 @@ def search_values(found: Isolation | None) -> dict[str, Any] | None:
 
 def _listed(found: Isolation, units: Sequence[int]) -> str:
     return some_of(list(map(word, found.named(units))), _MOST_NAMES)
-
-
-_MOST_ADVICE = 64
-_ADVICE = re.compile(r"(?:(?P<found>.{1,2000}?); )?what to do: *(?P<remedy>.+)")
-
-
-def advice_in(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (finding or "", what to do) for each advice in some texts, each once, in their order.
-
-    Checks of GPUs and nodes write a line for each finding (``metrics.finding``); other failures end with "what to do".
-    """
-    found: dict[tuple[str, str], None] = {}
-    for text in texts:
-        for raw in text.splitlines():
-            stripped = raw.strip()
-            # A line that quotes source code or a pytest marker is no advice.
-            if stripped.startswith((">", "raise ", "E  ")):
-                stripped = stripped.lstrip("E ") if stripped.startswith("E  ") else ""
-            match = _ADVICE.fullmatch(stripped)
-            if match is not None and len(found) < _MOST_ADVICE:
-                found.setdefault((line(match["found"] or ""), line(match["remedy"])))
-    return list(found)
 
 
 # ---- measurements ------------------------------------------------------------------------------------------------
@@ -365,7 +344,10 @@ def details_values(row: Row, journal: Journal, *, files: RunFiles) -> dict[str, 
         # The row has one line of it already.
         "message": "" if passed or result.message.strip() == row.why else passage(result.message, 4096),
         "text": "" if result.text.strip() == row.why else passage(result.text),
-        "advice": advice_in((result.message, result.text, *(value for _, value in result.properties))),
+        "advice": [
+            (line(found), line(remedy))
+            for found, remedy in advice_in((result.message, result.text, *(each for _, each in result.properties)))
+        ],
         "search": search_values(isolation_of(result.isolation)),
         "measurements": _measurements_table(result),
         "ranks": None if is_redundant else ranks,
