@@ -11,7 +11,7 @@ CONSTRAINTS ?= constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help rehearsal docs test smoke test-all mutants simulate simulate-today lint check-deploy perf clean
+.PHONY: help rehearsal docs docs-site test smoke test-all mutants simulate simulate-today lint check-deploy perf clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 22
@@ -41,6 +41,10 @@ rehearsal: $(REHEARSAL) ## the acceptance suite on two CPU ranks: no GPU needed,
 
 docs: $(STAMP) ## write every file that is made from the code: pages, JSON Schemas, acceptance/criteria.txt
 	$(PY) docs/generate.py
+
+docs-site: $(STAMP) ## the documentation as a site with search, in build/site
+	$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[site]'
+	$(PY) -m sphinx -q -W docs build/site
 
 test: $(STAMP) ## run the project's own tests: all that pip alone can run, warnings being errors
 	$(PY) tests/halves.py -m "not extended" --durations=6 --durations-min=10

@@ -79,6 +79,13 @@ def test_links_lead_somewhere_and_the_index_names_every_page(page):
     assert not page.name.startswith("docs/") or page.place() in listed, f"{INDEX.name} lacks it"
 
 
+def test_the_site_has_every_page():
+    text = (ROOT / "docs" / "contents.yml").read_text(encoding="utf-8")
+    contents = {f"docs/{name}.md" for name in re.findall(r"(?:file|root): ([\w/-]+)", text)}
+    pages = {page.name for page in every_page() if page.name.startswith("docs/")}
+    assert contents == {page for page in pages if "/decisions/" not in page or page.endswith("README.md")}
+
+
 @of_each("page", every_page(), name=lambda page: page.name)
 def test_every_command_is_one_that_its_program_takes(page, pytestconfig):
     found = list(wrong_commands(page, pytestconfig))
