@@ -3,9 +3,10 @@
     pytest -p drain_slurm_nodes ...                     # with this folder on PYTHONPATH
     pytest_plugins = ["drain_slurm_nodes"]              # or in the conftest.py of the suite
 
-It drains the nodes that the isolation has confirmed and written to ``exclude.txt``, and only if the run was REJECTED on
-GPUs: never on a suspicion, and never after a rehearsal or on a simulated cluster. The user needs the right to change
-nodes (Slurm's operator or admin). A failure is an error that is shown and kept in the run's folder; the verdict stays.
+It drains the nodes in ``exclude.txt``: those that the isolation has confirmed, or at which a test failed that names
+them. It does so only if the run was REJECTED on GPUs, never after a rehearsal or on a simulated cluster. The user
+needs the right to change nodes (Slurm's operator or admin). A failure is an error that is shown and kept in the run's
+folder; the verdict stays.
 
 Source: https://slurm.schedmd.com/scontrol.html (update node: State=DRAIN with a Reason).
 """
@@ -29,7 +30,7 @@ def pytest_gpucluster_verdict(record: VerdictRecord) -> None:
     if record.verdict != "REJECTED" or record.kind or not record.excluded:
         return
     nodes = compress_hostlist(record.excluded)
-    reason = f"pytest-gpucluster job {record.job_id}: isolated as bad, see {record.directory}"
+    reason = f"pytest-gpucluster job {record.job_id}: found to be bad, see {record.directory}"
     # A list of words: no shell reads what a host or a folder is called.
     command = ["scontrol", "update", f"NodeName={nodes}", "State=DRAIN", f"Reason={reason}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)

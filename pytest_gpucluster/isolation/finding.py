@@ -6,8 +6,9 @@ The journal and the reports store and show these values; exclude.txt has the for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from pytest_gpucluster.errors import LaunchError
@@ -136,11 +137,12 @@ def hosts_to_exclude(result: IsolationResult, *, host: Callable[[int], str]) -> 
 
 
 def exclude_text(
-    result: IsolationResult,
+    result: IsolationResult | None,
     *,
     host: Callable[[int], str],
     name: Callable[[int], str] | None = None,
     node_name: Callable[[str], str] = lambda host: host,
+    failed: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Return exclude.txt, or an empty text where there is no culprit: a suspicion excludes no host.
 
@@ -148,10 +150,11 @@ def exclude_text(
     line. All else begins with ``#``.
 
     Args:
-        result: of an isolation.
+        result: of an isolation; None where there was none.
         host: unit -> its host, as Slurm calls the node.
         name: unit -> its name in the comments; by default the host.
         node_name: host -> the Kubernetes node. In a pod the host is the pod's name: then pass the node's.
+        failed: host -> the test that failed there, and nowhere else or on few others.
 
     Raises:
         LaunchError: a host has no name that a host list can hold.
@@ -159,13 +162,14 @@ def exclude_text(
     Source: https://slurm.schedmd.com/sbatch.html (``--exclude``);
     https://kubernetes.io/docs/reference/kubectl/generated/kubectl_cordon/.
     """
-    hosts = hosts_to_exclude(result, host=host)
-    if not hosts:
+    culprits = () if result is None else result.culprits
+    if not culprits and not failed:
         return ""
-    lines = [
-        "# Nodes to leave out of the next jobs. Each failed again with partners that pass without it.",
-    ]
-    for culprit in result.culprits:
+    hosts = [*failed, *(hosts_to_exclude(result, host=host) if result is not None else ())]
+    why = "Each failed again with partners that pass without it." if culprits else ""
+    lines = [f"# Nodes to leave out of the next jobs. {why}".rstrip()]
+    lines += [f"# {its}: failed {' '.join(test.split())}" for its, test in failed.items()]
+    for culprit in culprits:
         lines.append(f"# {' '.join(culprit.summary(name or host).split())}")
         if culprit.kind == "link":
             lines.append(f"#   of its two ends {host(culprit.units[0])} is left out; the other one would do as well")

@@ -127,7 +127,7 @@ class VerdictRecord:
     hosts: tuple[str, ...] = ()
     """The hosts of the run in the order of their first rank; empty where no rank has reported."""
     excluded: tuple[str, ...] = ()
-    """The hosts that the isolation confirmed as bad and listed in exclude.txt, by their Slurm names."""
+    """The hosts in exclude.txt, by their Slurm names: confirmed as bad by the isolation, or named by a failed test."""
     job_id: str = ""
     """The Slurm job's id, else the launcher's id of the run; may be empty."""
     problems: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ Rank 0 plans, round by round, which groups are probed at once (``isolation.plann
 probe of its own group, an all-reduce in a process group of those ranks alone, and sends rank 0 its result in one
 exchange, whose verdict is the next round. A probe that does not end is released at its deadline, as any phase of a
 test. Units are nodes, or the GPUs of a single node. The result goes into the test's record, onto the terminal and into
-exclude.txt.
+exclude.txt, which also lists the hosts at which other tests failed.
 """
 
 from __future__ import annotations
@@ -216,6 +216,8 @@ class Isolator:
         self._last: _Search | None = None
         self._unreported: _Search | None = None
         """The last search, and the one that no test's record has yet. Rank 0."""
+        self._failed: dict[str, str] = {}
+        """Host -> the test that names its ranks. Rank 0."""
         self._probed: Cluster | None = None
         """Whose group is still there, because others may not have left it."""
 
@@ -293,6 +295,7 @@ class Isolator:
             shown: what the terminal shows of the failure.
         """
         if self._unreported is None:
+            self._exclude_culprits(record)
             return
         search, self._unreported = self._unreported, None
         found, plan, seconds = search.found, search.plan, search.seconds
@@ -317,13 +320,28 @@ class Isolator:
         if failure is not None:
             failure.explain(record.message, text)
 
-    def _exclude(self, plan: Plan, found: IsolationResult) -> str:
+    def _exclude_culprits(self, record: TestRecord) -> None:
+        """List the hosts of the ranks at which a test has failed, without a search: what most of them have in common is
+        none of theirs."""
+        host_of = {rank: str(who["host"]) for rank, who in self._run.roll.who.items()}
+        part_of = host_of if len(set(host_of.values())) > 1 else {rank: str(rank) for rank in host_of}
+        named = {part_of[rank] for rank in record.culprits}
+        searched = record.isolation is not None or any(name == "isolation" for name, _ in record.properties)
+        if record.outcome != "failed" or record.between_attempts or searched or not named:
+            return
+        if 2 * len(named) <= len(set(part_of.values())):
+            test = f"{record.test.nodeid}: {record.message}"
+            self._failed = {host_of[rank]: test for rank in sorted(record.culprits)} | self._failed
+            self._exclude(*((None, None) if self._last is None else (self._last.plan, self._last.found)))
+
+    def _exclude(self, plan: Plan | None, found: IsolationResult | None) -> str:
         """Write exclude.txt next to the journal, if there are culprits; return where it is, or why it is not there."""
-        if not found.culprits or self._run.directory is None:
+        if not ((found and found.culprits) or self._failed) or self._run.directory is None:
             return ""
         path = self._run.directory / EXCLUDE_FILE
+        hosts, names = (plan.hosts, plan.names) if plan is not None else ({}, {})
         try:
-            text = exclude_text(found, host=plan.hosts.__getitem__, name=plan.names.__getitem__)
+            text = exclude_text(found, host=hosts.__getitem__, name=names.__getitem__, failed=self._failed)
             path.write_text(text, encoding="utf-8")
         except (OSError, LaunchError) as error:
             return f"{EXCLUDE_FILE} could not be written: {error}"

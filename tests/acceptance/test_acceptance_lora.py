@@ -215,6 +215,8 @@ def test_the_run_goes_on_after_each_fault_and_ends_in_a_rejection(run):
     """For the tests of vision as well."""
     assert run.end[:2] == ("REJECTED", 1)
     assert run.left_over == []
+    listed = (run.directory / "reports" / "latest" / "exclude.txt").read_text(encoding="utf-8")
+    assert "::test_lora_tiny[samedata]: " in listed, "the first fault whose ranks are not all the culprits"
     assert (
         planted_runs.others(run, "model", "noextra", "nomemory", "nolink", "foreign", "weights", "death", "shm") == []
     )

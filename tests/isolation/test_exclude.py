@@ -69,6 +69,15 @@ def test_a_pod_is_listed_by_its_node():
     assert sections(text) == {"[slurm]": ["worker-3"], "[kubernetes]": ["ip-10-0-0-3"]}
 
 
+def test_hosts_at_which_a_test_failed_are_listed_with_it_beside_confirmed_ones_or_alone():
+    failed = {"gpu-008": "test_ddp: rank 64 has\n[slurm]\nall"}
+    for result, hosts in ((found(unit(3)), ["gpu-003", "gpu-008"]), (found(), ["gpu-008"]), (None, ["gpu-008"])):
+        text = exclude_text(result, host=host, failed=failed)
+        assert sections(text)["[kubernetes]"] == hosts
+        assert "# gpu-008: failed test_ddp: rank 64 has [slurm] all\n" in text
+        assert ("with partners" in text) == (len(hosts) == 2)
+
+
 def test_a_suspicion_excludes_no_host():
     assert exclude_text(found(), host=host) == ""
 

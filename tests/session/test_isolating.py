@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed
 import torchrun
+from each import of_each
 
 from pytest_gpucluster.agreement.exchange import AbortReason
 from pytest_gpucluster.agreement.release import Released
 from pytest_gpucluster.errors import CommunicationError, EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.isolation.finding import excluded_hosts
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.session import isolation
 from pytest_gpucluster.session.isolation import Isolator, Plan, _kind
@@ -187,6 +189,41 @@ def test_what_ends_the_search_is_told_beside_the_failure_and_accuses_nobody(sear
 
 
 # ---- rank 0's side, without processes
+
+
+def excluded(folder, culprits, *, nodes=4, ranks=2, outcome="failed", **more):
+    """The hosts that are listed after a test with these culprits; None: there is no list."""
+    who = {rank: {"host": f"node-{rank // ranks}"} for rank in range(nodes * ranks)}
+    test = SimpleNamespace(nodeid="test_ddp.py::test_ddp")
+    record = {"message": "wrong", "isolation": None, "properties": [], "between_attempts": False, **more}
+    isolator = Isolator(SimpleNamespace(roll=SimpleNamespace(who=who), directory=folder))
+    isolator.report(SimpleNamespace(test=test, culprits=set(culprits), outcome=outcome, **record), None)
+    path = folder / "exclude.txt"
+    return excluded_hosts(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+@of_each("case", [((5,), 4, 2, ("node-2",)), ((2, 3, 5), 4, 2, ("node-1", "node-2")), ((1,), 1, 8, ("node-0",))])
+def test_the_hosts_of_a_tests_culprits_are_left_out_without_a_search(tmp_path, case):
+    culprits, nodes, ranks, hosts = case
+    assert excluded(tmp_path, culprits, nodes=nodes, ranks=ranks) == hosts
+
+
+@of_each(
+    "case",
+    [
+        ((0, 1, 2, 3, 4), {}),
+        ((), {}),
+        ((0,), {"nodes": 1, "ranks": 1}),
+        ((0, 1), {"nodes": 1, "ranks": 2}),
+        ((5,), {"outcome": "error"}),
+        ((5,), {"between_attempts": True}),
+        ((5,), {"isolation": {"culprits": []}}),
+        ((5,), {"properties": [("isolation", "no search: its time is up")]}),
+    ],
+)
+def test_what_most_nodes_or_ranks_have_or_a_search_has_not_confirmed_leaves_no_host_out(tmp_path, case):
+    culprits, more = case
+    assert excluded(tmp_path, culprits, **more) is None
 
 
 def plan(node_of, *, hosts=None, seconds=60.0, sku="H100 SXM", size="1 GB"):
