@@ -29,12 +29,18 @@ def deadline(request, cluster, workload):
 
 @pytest.fixture(scope="session")
 def known():
-    """Earlier results by group size: one pass serves several ratios."""
+    """Earlier results by strategy and group size: one pass serves several ratios."""
     return {}
 
 
 @pytest.fixture
-def setup(cluster, workload):
+def strategy(request):
+    """How the ranks of a group share the training."""
+    return "fsdp" if request.node.originalname == "test_sharded_scaling" else "ddp"
+
+
+@pytest.fixture
+def setup(cluster, strategy, workload):
     """What is trained: the same on each GPU for any size of its group."""
     config = workload.scaling
     training = Setup(
@@ -47,14 +53,15 @@ def setup(cluster, workload):
             key_heads=config.key_heads,
             inner=config.inner,
         ),
-        strategy="ddp",
+        strategy=strategy,
         batch=config.batch,
         compiled=config.compiled == "on",
         recompute=config.recompute == "on",
         workers=config.workers,
         prefetch=config.prefetch,
     )
-    needed, available = training.needed_bytes(cluster.world_size), accelerator(cluster.device).total_bytes()
+    needed = training.needed_bytes(1 if strategy == "fsdp" else cluster.world_size)
+    available = accelerator(cluster.device).total_bytes()
     if available is not None and needed > available:
         pytest.skip(
             f"{training.geometry.parameters / 1e6:.4g}M parameters with {training.tokens} tokens a step: needs about "
@@ -72,10 +79,10 @@ def setup(cluster, workload):
 
 
 @pytest.fixture
-def group_of(cluster, inventory):
-    """Return the group that this rank is in: "gpu" (itself, and no group), "node" or "world"."""
+def group_of(cluster, inventory, request):
+    """Return the group that this rank is in: "gpu" (itself, and no group unless it has to shard), "node" or "world"."""
     groups = {
-        "gpu": lambda: None,
+        "gpu": lambda: cluster.subgroups(1) if request.node.originalname == "test_sharded_scaling" else None,
         "node": lambda: cluster.node_group([who["node_rank"] for who in inventory]),
         "world": lambda: cluster.group,
     }
@@ -83,7 +90,7 @@ def group_of(cluster, inventory):
 
 
 @pytest.fixture
-def rates_of(cluster, group_of, known, progress, setup, telemetry, workload):
+def rates_of(cluster, group_of, known, progress, setup, strategy, telemetry, workload):
     """Train in the groups of a scope, all of them at once, unless that has been done; return the rates."""
 
     def measured(scope):
@@ -94,8 +101,8 @@ def rates_of(cluster, group_of, known, progress, setup, telemetry, workload):
             cluster.device,
             setup,
             sampling=workload.scaling.sampling,
-            known=known,
-            using=None if group is None else cluster.using(group),
+            known=known.setdefault(strategy, {}),
+            using=None if scope == "gpu" else cluster.using(group),
             during=telemetry(),
             progress=progress,
         )
@@ -107,6 +114,7 @@ def rates_of(cluster, group_of, known, progress, setup, telemetry, workload):
 def labels(setup):
     """The conditions of every figure of scaling."""
     return {
+        "strategy": setup.strategy,
         "parameters": setup.geometry.parameters,
         "batch": setup.batch,
         "tokens_per_gpu_and_step": setup.tokens,
@@ -141,9 +149,40 @@ def test_stragglers(cluster, rates_of, labels, artifacts, measure):
     )
 
 
-@pytest.mark.training
-@pytest.mark.criterion("scaling")
-@pytest.mark.parametrize(
+@pytest.fixture
+def scale(rates_of, labels, measure, strategy):
+    """Measure the rates of both sizes of a kind, and their ratio, which is judged for ddp."""
+
+    def scale(kind):
+        above, below = KINDS[kind]
+        smaller, larger = rates_of(below), rates_of(above)
+        slowest = larger.of_rank[larger.slowest].median
+        notes = [*larger.notes, f"slowest of {larger.group_size}: rank {larger.slowest} with {slowest:.6g} tokens/s"]
+        for result in (smaller, larger):
+            measure(
+                "scaling.tokens_per_second",
+                result.mine,
+                unit="tokens/s",
+                record_only=True,
+                group_size=result.group_size,
+                **labels,
+            )
+        measure(
+            "scaling.efficiency",
+            efficiency(larger.of_rank, smaller.of_rank),
+            unit="ratio",
+            record_only=strategy == "fsdp",
+            telemetry={"notes": notes},
+            kind=kind,
+            group_size=larger.group_size,
+            over=smaller.group_size,
+            **labels,
+        )
+
+    return scale
+
+
+each_kind = pytest.mark.parametrize(
     "kind",
     [
         pytest.param("node", marks=pytest.mark.needs_local_ranks(2)),
@@ -151,7 +190,12 @@ def test_stragglers(cluster, rates_of, labels, artifacts, measure):
         pytest.param("total", marks=pytest.mark.needs_nodes(2)),
     ],
 )
-def test_scaling(kind, rates_of, labels, measure):
+
+
+@pytest.mark.training
+@pytest.mark.criterion("scaling")
+@each_kind
+def test_scaling(kind, scale):
     """Accepted: in groups of a node over one GPU (node), in the world over groups of a node (fabric), and in the world
     over one GPU (total) more than the limit of the tokens a second per GPU are left.
 
@@ -167,29 +211,14 @@ def test_scaling(kind, rates_of, labels, measure):
 
     On cpu this rehearses with gloo.
     """
-    above, below = KINDS[kind]
-    smaller, larger = rates_of(below), rates_of(above)
-    slowest = larger.of_rank[larger.slowest].median
-    notes = [*larger.notes, f"slowest of {larger.group_size}: rank {larger.slowest} with {slowest:.6g} tokens/s"]
-    for result in (smaller, larger):
-        measure(
-            "scaling.tokens_per_second",
-            result.mine,
-            unit="tokens/s",
-            record_only=True,
-            group_size=result.group_size,
-            **labels,
-        )
-    measure(
-        "scaling.efficiency",
-        efficiency(larger.of_rank, smaller.of_rank),
-        unit="ratio",
-        telemetry={"notes": notes},
-        kind=kind,
-        group_size=larger.group_size,
-        over=smaller.group_size,
-        **labels,
-    )
+    scale(kind)
+
+
+@pytest.mark.training
+@each_kind
+def test_sharded_scaling(kind, scale):
+    """No criterion: the same with FSDP2, which gathers the weights too. Its ratios are recorded beside those of DDP."""
+    scale(kind)
 
 
 @pytest.mark.nccl

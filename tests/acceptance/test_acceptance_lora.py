@@ -216,7 +216,8 @@ def test_the_run_goes_on_after_each_fault_and_ends_in_a_rejection(run):
     assert run.end[:2] == ("REJECTED", 1)
     assert run.left_over == []
     listed = (run.directory / "reports" / "latest" / "exclude.txt").read_text(encoding="utf-8")
-    assert "::test_lora_tiny[samedata]: " in listed, "the first fault whose ranks are not all the culprits"
+    assert "# node-a: failed test_" in listed
+    assert "\n[slurm]\nnode-a\n" in listed
     assert (
         planted_runs.others(run, "model", "noextra", "nomemory", "nolink", "foreign", "weights", "death", "shm") == []
     )

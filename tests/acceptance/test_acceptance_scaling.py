@@ -8,6 +8,7 @@ from planted_runs import assert_failed
 LOST = REGION_SECONDS / (REGION_SECONDS + SLOW_SECONDS)
 """What is left of a rate where something is slow."""
 TESTS = ("test_stragglers", "test_scaling[node]", "test_scaling[fabric]", "test_scaling[total]", "test_busbw_retention")
+SHARDED = tuple(f"test_sharded_scaling[{kind}]" for kind in ("node", "fabric", "total"))
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,16 @@ def test_each_ratio_says_what_stands_over_what(run, kind, sizes):
     assert (one.labels["batch"], one.labels["tokens_per_gpu_and_step"]) == ("4", "128")
     assert one.values == dict.fromkeys(range(4), pytest.approx(1.0)), "every rank has come to the same ratio"
     assert all(low <= one.value <= high for low, high in one.intervals.values())
+
+
+@pytest.mark.parametrize("kind", ["node", "fabric", "total"])
+def test_the_ratios_of_fsdp_are_recorded_beside_those_of_ddp_and_judged_by_none(run, kind):
+    for fault, left in (("none", 1.0), ("rank", LOST)):
+        found = result(run, fault, f"test_sharded_scaling[{kind}]")
+        assert (found.outcome, found.criterion) == ("passed", None)
+        one = measured(run, fault, f"test_sharded_scaling[{kind}]")
+        assert (one.status, one.labels["strategy"], one.value) == ("recorded", "fsdp", pytest.approx(left))
+    assert measured(run, "none", f"test_scaling[{kind}]").labels["strategy"] == "ddp"
 
 
 def test_the_ratios_are_of_the_rates_that_were_measured(run):
@@ -101,11 +112,14 @@ def test_with_one_rank_a_node_the_ratio_of_a_node_is_not_run_and_says_why(tmp_pa
     skipped = {
         planted_runs.nodeid(f"{file}::{test}", "none"): ("skipped", "needs 2 ranks on each node, and there is 1")
         for file, test in (
-            *(("scaling", test) for test in ("test_scaling[node]", "test_busbw_retention")),
+            *(
+                ("scaling", test)
+                for test in ("test_scaling[node]", "test_sharded_scaling[node]", "test_busbw_retention")
+            ),
             ("failure_propagation", "test_failure_propagation"),
         )
     }
-    passed = {planted_runs.nodeid(f"scaling::{test}", "none"): ("passed", "") for test in TESTS}
+    passed = {planted_runs.nodeid(f"scaling::{test}", "none"): ("passed", "") for test in (*TESTS, *SHARDED)}
     assert {one.nodeid: (one.outcome, one.message) for one in run.journal.results} == passed | skipped
     assert run.end[:2] == ("REHEARSED", 0)
     assert run.left_over == []

@@ -15,7 +15,8 @@ from pytest_gpucluster.benchmarks.training.throughput import COMPONENTS
 from pytest_gpucluster.device.backends import Cpu
 
 NODE, FABRIC, TOTAL = ("test_scaling[node]", "test_scaling[fabric]", "test_scaling[total]")
-ALL = ("test_stragglers", NODE, FABRIC, TOTAL, "test_busbw_retention")
+SHARDED = tuple(f"test_sharded_scaling[{kind}]" for kind in ("node", "fabric", "total"))
+ALL = ("test_stragglers", NODE, FABRIC, TOTAL, "test_busbw_retention", *SHARDED)
 CASES = {
     "2x2": {
         "test_stragglers": ("none", "rank", "fabric", "nan"),
@@ -23,6 +24,7 @@ CASES = {
         FABRIC: ("none", "fabric"),
         TOTAL: ("none", "rank", "fabric", "nan"),
         "test_busbw_retention": ("none", "fabric", "nan"),
+        **dict.fromkeys(SHARDED, ("none", "rank")),
     },
     "2x1": dict.fromkeys(ALL, ("none",)),
     "1x2": {**dict.fromkeys(ALL, ("huge",)), "test_stragglers": ("huge", "full")},
