@@ -217,7 +217,7 @@ def test_scaling(kind, scale):
 @pytest.mark.training
 @each_kind
 def test_sharded_scaling(kind, scale):
-    """No criterion: the same with FSDP2, which gathers the weights too. Its ratios are recorded beside those of DDP."""
+    """No criterion: the same with FSDP2, which gathers the weights too. Its ratios are recorded."""
     scale(kind)
 
 
