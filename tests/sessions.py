@@ -129,6 +129,11 @@ class Left:
             p.get("name", ""): p.get("value", "") for p in self.document.iterfind(".//testsuite/properties/property")
         }
 
+    def measured(self, name: str) -> dict[str, str]:
+        """The measurements and properties of a testcase."""
+        output = self.case(name).findtext("system-out") or ""
+        return dict(re.findall(r"(?m)^\[\[PROPERTY\|([^={]*(?:\{.*?\})?(?:\.telemetry)?)=(.*)\]\]$", output))
+
     @cached_property
     def journal(self) -> journal.Journal:
         """The journal of the latest run."""

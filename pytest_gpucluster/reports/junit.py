@@ -1,9 +1,9 @@
 """The JUnit file that a CI system reads: one testcase per test, never one per rank, and the suite's properties.
 
 With pytest's default family ``xunit2`` the file is valid against Jenkins' ``junit-10.xsd``, which does not allow
-properties in a testcase: measurements are properties of the testsuite and ``[[PROPERTY|name=value]]`` lines in the
-testcase's system-out. ``xunit1`` adds testcase properties, file and line. The testsuite's properties have the
-verdict, what ran and was measured, where, and with which software.
+properties in a testcase: its measurements are ``[[PROPERTY|name=value]]`` lines in its system-out. ``xunit1`` adds
+testcase properties, file and line. The testsuite's properties have the verdict, what ran, where, with which software,
+and the limits.
 
 The file is pessimistic: whatever the journal does not contain is an error, so the file of a killed run never looks
 like a pass.
@@ -57,7 +57,7 @@ def render(journal: Journal, options: JUnitOptions | None = None) -> str:
         hostname=journal.run.hostname,
         timestamp="" if began is None else began.astimezone(timezone.utc).isoformat(timespec="seconds"),
     )
-    suite.append(_properties(_suite_properties(journal, options).items()))
+    suite.append(_properties(_suite_properties(journal).items()))
     if journal.run.kind:
         note = f"{KIND_NAMES[journal.run.kind]}: no statement about the acceptance of a cluster."
         suite.append(_element("system-out", note))
@@ -84,7 +84,7 @@ def _properties(pairs: Iterable[tuple[str, str]]) -> ET.Element:
     return element
 
 
-def _suite_properties(journal: Journal, options: JUnitOptions) -> Mapping[str, str]:
+def _suite_properties(journal: Journal) -> Mapping[str, str]:
     """Return the properties of the testsuite in their order. None replaces another: a second one gets a number."""
     properties = run_properties(journal)
 
@@ -100,9 +100,6 @@ def _suite_properties(journal: Journal, options: JUnitOptions) -> Mapping[str, s
     for name, value in journal.properties:
         add(name, value)
     for result in journal.results:
-        where = ".".join(_address(result, options))
-        for name, text in result_pairs(result):
-            add(f"{where}[{name}]", text)
         for judged in result.measurements:
             if judged.limit is not None:
                 source = f"; {judged.limit.source}" if judged.limit.source else ""

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from pytest_gpucluster.errors import UnitError
 from pytest_gpucluster.journal.journal import Journal
-from pytest_gpucluster.journal.records import OUTCOMES, REHEARSAL, SIMULATED
+from pytest_gpucluster.journal.records import OUTCOMES, REHEARSAL, SIMULATED, RankPlace
 from pytest_gpucluster.journal.verdict import VERDICTS
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.metrics import units
@@ -65,7 +65,9 @@ _BASE = {
 }
 # Ends of this suite's names with a unit that is not the base unit.
 _SCALED = ("tflops",)
-_OWN_LABELS = ("criterion", "test", "host", "gpu_uuid", "sku", "others")
+_OF_A_GPU = ("Hostname", "gpu", "UUID")
+"""Labels as dcgm-exporter has them, so that its metrics can be joined: host, index in nvidia-smi, UUID."""
+_OWN_LABELS = ("criterion", "test", *_OF_A_GPU, "sku", "others")
 _HELP = {
     "run_info": "The run; always 1.",
     "run_accepted": "1 only if the whole suite passed on GPUs: the verdict is ACCEPTED. 0 for anything else, such as a "
@@ -178,9 +180,8 @@ def _add_gpus(families: _Families, journal: Journal, overview: Outline, sku: str
     results = [row.result for row in overview.bad if row.result is not None]
     culprits = Counter(rank for result in results for rank in set(result.culprits))
     for place in journal.cluster.ranks if journal.cluster is not None else ():
-        gpu = place.gpu or {}
-        where = {"host": place.host, "gpu_uuid": gpu.get("uuid", ""), "sku": sku, "rank": str(place.rank)}
-        info = {key: gpu.get(key, "") for key in ("index", "name", "pci_bus_id", "serial", "vbios")}
+        where = _labels_of(place) | {"sku": sku, "rank": str(place.rank)}
+        info = {key: (place.gpu or {}).get(key, "") for key in ("name", "pci_bus_id", "serial", "vbios")}
         families.add("gpu_info", 1, where | info | {"driver": place.versions.get("driver", "")})
         families.add("gpu_culprit_tests", culprits[place.rank], where)
 
@@ -210,7 +211,7 @@ def _add_measurement(families: _Families, name: tuple[str, str], judged: JudgedM
         "limit_max": (None if limit is None else limit.max, f"The maximum limit of {judged.metric}."),
         "median": (judged.median if len(judged.values) > 1 else None, f"The median of all ranks of {judged.metric}."),
     }
-    plain = {key: value for key, value in labels.items() if key not in ("host", "gpu_uuid")}
+    plain = {key: value for key, value in labels.items() if key not in _OF_A_GPU}
     for end, (value, help) in others.items():
         if value is not None:
             families.add(_join(f"{stem}_{end}", unit), _base(judged, value), plain, help=help)
@@ -278,7 +279,11 @@ def _snake(text: str) -> str:
 
 def _where(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
     place = journal.place(judged.worst_rank) if judged.worst_rank is not None else None
-    return {} if place is None else {"host": place.host, "gpu_uuid": (place.gpu or {}).get("uuid", "")}
+    return {} if place is None else _labels_of(place)
+
+
+def _labels_of(place: RankPlace) -> dict[str, str]:
+    return {"Hostname": place.host, "gpu": (place.gpu or {}).get("index", ""), "UUID": place.uuid}
 
 
 def _own_labels(labels: Labels) -> dict[str, str]:

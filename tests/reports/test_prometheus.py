@@ -60,7 +60,9 @@ def checked(text: str) -> str:
         assert {sample.timestamp for sample in family.samples} <= {None}, "the collector refuses it"
         series = [tuple(sorted(sample.labels.items())) for sample in family.samples]
         assert len(series) == len(set(series)), family.name
-        assert all(re.fullmatch("[a-z_][a-z0-9_]*", label) for labels in series for label, _ in labels), family.name
+        assert all(re.fullmatch("[a-z_][a-z0-9_]*|Hostname|UUID", label) for labels in series for label, _ in labels), (
+            family.name
+        )
     assert seen
     assert [line for line in text.splitlines() if not line.isprintable()] == []
     return text
@@ -168,7 +170,7 @@ def test_the_number_of_series_is_bounded_and_what_failed_is_kept() -> None:
     assert one(found, "run_left_out_measurements") == prometheus.MOST_MEASUREMENTS + 1
 
 
-HOSTILE_LABELS = {"host": "mine", "a b": "1", "a-b": "2", "__name__": "x", "7": "y", "": "z", "Größe": "w"}
+HOSTILE_LABELS = {"gpu": "mine", "a b": "1", "a-b": "2", "__name__": "x", "7": "y", "": "z", "Größe": "w"}
 
 
 def hostile_labels() -> str:
@@ -177,7 +179,7 @@ def hostile_labels() -> str:
 
 def test_labels_of_any_name_become_labels_that_stay_bounded_and_apart() -> None:
     [labels] = samples(checked(hostile_labels()), "hbm_copy_bandwidth_bytes_per_second")
-    assert (dict(labels)["a_b"], dict(labels)["others"]) == ("1", "host=mine, a-b=2, 7=y, =z")
+    assert (dict(labels)["a_b"], dict(labels)["others"]) == ("1", "gpu=mine, a-b=2, 7=y, =z")
     flood = {f"k{number}": "v" for number in range(100)}
     long = [measured(labels={"size": "x" * 10_000 + end, **flood}) for end in "ab"]
     values = samples(checked(prometheus.render(read(RUN, result(*long)))), "hbm_copy_bandwidth_bytes_per_second")
@@ -194,3 +196,12 @@ def test_no_metric_of_a_site_takes_the_name_of_another(metric: str) -> None:
     values = [sample.value for family in text_string_to_metric_families(text) for sample in family.samples]
     assert (7.0 in values) or (7e12 in values)
     assert one(text, "run_ranks") == 1
+
+
+def test_a_gpu_has_the_labels_of_dcgm_exporter() -> None:
+    for name in ("gpu_info", "gpu_culprit_tests", "matmul_bf16_flops"):
+        for labels in samples(example_runs.journal_of("cluster"), name):
+            where = dict(labels)
+            assert where["Hostname"] in example_runs.HOSTS
+            assert where["gpu"] in set("01234567")
+            assert where["UUID"].startswith("GPU-")

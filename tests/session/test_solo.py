@@ -42,7 +42,7 @@ def test_all_passed_on_cpu_is_a_rehearsal(project):
     assert (left.exit, left.end) == (0, ("REHEARSED", 0))
     assert left.verdicts == {"test_first": "passed", "test_limited": "passed", "test_no_criterion": "passed"}
     assert left.properties["rehearsal"] == "true"
-    assert left.properties["test_it.test_limited[matmul.fp32.tflops{n=256}]"].startswith("0.002 TFLOPS (limit >= 0.00")
+    assert left.measured("test_limited")["matmul.fp32.tflops{n=256}"].startswith("0.002 TFLOPS (limit >= 0.00")
     header = " ".join(left.stdout.partition("rootdir")[0].split())  # at 80 columns its lines go on in the next one
     for told in (
         "1 rank on 1 node (pytest), device cpu, REHEARSAL",

@@ -38,4 +38,4 @@ def test_what_the_gpu_did_reaches_the_journal_and_the_report(project, monkeypatc
     [judged] = left.journal.results[0].measurements
     assert judged.telemetry[0]["sm_clock_mhz"] == [1755, 1755, 1755]
     assert judged.telemetry[0]["throttle"] == ["sw_power_cap"]
-    assert " 698 W, " in left.properties["test_it.test_watched[matmul.fp32.tflops{n=256}.telemetry]"]
+    assert " 698 W, " in left.measured("test_watched")["matmul.fp32.tflops{n=256}.telemetry"]

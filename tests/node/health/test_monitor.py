@@ -234,10 +234,9 @@ def test_the_whole_body_of_every_test_is_watched(session):
     for result in left.journal.results:
         assert result.telemetry[0]["sm_clock_mhz"] == [1755, 1755, 1755]
         assert result.telemetry[0]["seconds"] >= 0.2
-    text = left.properties["test_it.test_other[telemetry]"]
+    text = left.measured("test_other")["telemetry"]
     assert all(part in text for part in ("rank 0: ", "1755 of 1980 MHz", "698 W", "67 degC", "sw_power_cap 100 %"))
-    assert left.properties["test_it.test_speed[telemetry]"].startswith(text)
-    assert f"[[PROPERTY|telemetry={text}]]" in (left.case("test_other").findtext("system-out") or "")
+    assert left.measured("test_speed")["telemetry"].startswith(text)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +282,7 @@ def test_what_no_hardware_is_rejected_for_is_reported_and_passes(session, settin
     assert left.verdicts["test_speed"] == "passed"
     if settings.get("counted") != [{ECC: 4}]:
         assert left.journal.results[0].telemetry[0]["counters"]
-        assert "counters: " in left.properties["test_it.test_speed[telemetry]"]
+        assert "counters: " in left.measured("test_speed")["telemetry"]
 
 
 def test_a_required_counter_that_is_missing_makes_the_criterion_an_error(session):
