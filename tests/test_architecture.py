@@ -40,7 +40,7 @@ simulation: launch metrics config device benchmarks judge node
 agreement: launch metrics device
 selftest: launch metrics config device benchmarks judge node agreement
 journal: metrics config isolation judge agreement
-reports: metrics judge journal
+reports: launch metrics judge journal
 recorder: launch agreement journal reports
 analysis: launch metrics config isolation judge journal reports
 session: short_fixtures launch metrics config isolation device benchmarks judge node simulation agreement journal

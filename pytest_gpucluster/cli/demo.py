@@ -33,7 +33,7 @@ from pytest_gpucluster.cli.run import (
     FORWARDED,
     SignalForwarder,
     print_line,
-    print_page,
+    print_next,
     read_notes,
     run_exit_codes,
 )
@@ -134,7 +134,7 @@ def _demo(options: argparse.Namespace) -> int:
                 print_paragraph(line, first=">> ", rest=" " * 7, stream=sys.stderr)
         except (JournalError, OSError, ET.ParseError, KeyError) as error:
             print_line(f"where the culprit stands is unknown: {error}")  # the verdict still comes
-        print_page(directory, found.exit, SIMULATED)
+        print_next(directory, found.exit, SIMULATED)
     print_line(found.line, is_fitted=True)
     return found.exit
 

@@ -42,7 +42,7 @@ _NEXT = {
 }
 """Exit code -> what to do next."""
 _ON_GPUS = "on GPUs `gpucluster node selftest`, then `gpucluster run -- --gpucluster-expect=1x8xH100`"
-_SEE_PAGE = "the page has what to do; more in docs/troubleshooting.md"
+_SEE_PAGE = "report.html has what to do; more in docs/troubleshooting.md"
 _RECORDER_SECONDS = 20.0
 """How long the recorder may take after rank 0's death to write the end of the journal."""
 
@@ -99,17 +99,15 @@ def _run(options: argparse.Namespace) -> int:
         found = conclude(AgentResult.read(folder), notes, journal_note, agent_code=code, signals=forwarder.signals)
     note = next((note for note in [*notes, journal_note] if note is not None), None)
     if note is not None:
-        print_page(note.directory, found.exit, note.kind)
+        print_next(note.directory, found.exit, note.kind)
     print_line(found.line, is_fitted=True)
     return found.exit
 
 
-def print_page(directory: str, code: int, kind: str) -> None:
-    """Print what to do after a run with this exit code, and where its page is, if it is on this node."""
-    page = Path(directory, "report.html")
-    if directory and page.exists():
+def print_next(directory: str, code: int, kind: str) -> None:
+    """Print what to do after a run with this exit code, if its page is on this node."""
+    if directory and Path(directory, "report.html").exists():
         print_line(f"next: {_ON_GPUS if kind and code == 0 else _NEXT.get(code, _SEE_PAGE)}")
-        print_line(f"page: {page}")
 
 
 class SignalForwarder:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import TestResult
 from pytest_gpucluster.judge.judged import JudgedMetric
-from pytest_gpucluster.judge.misses import bound_margin, explanation, most_throttled
+from pytest_gpucluster.judge.misses import bound_margin, most_throttled
 from pytest_gpucluster.metrics.time_budget import PARTS, in_words
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.reports.findings import isolation_of
 from pytest_gpucluster.reports.summary import Row, margin_ratio, worst_first
-from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, rank_ranges, some_of
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, rank_ranges
 
 _CLOCK, _HIGHEST = "sm_clock_mhz", "sm_clock_max_mhz"
 _FIGURES = {
@@ -342,96 +341,6 @@ def _distance(judged: JudgedMetric, value: float, interval: tuple[float, float] 
 def _has_ratio(judged: JudgedMetric) -> bool:
     """Whether a margin is a ratio of the limit: for a limit of zero it is a distance."""
     return judged.limit is None or 0 not in (judged.limit.min, judged.limit.max)
-
-
-def culprit_ranks(row: Row, journal: Journal) -> frozenset[int]:
-    """Return the ranks of the culprits: those that the search for them found, or else those that the test named."""
-    if row.result is None:
-        return frozenset()
-    found = isolation_of(row.result.isolation)
-    names = [name for culprit in found.culprits for name in found.named(culprit.units)] if found is not None else []
-    ranks = [
-        place.rank
-        for place in journal.ranks
-        if place.host in names or any(name.startswith(f"rank {place.rank} (") for name in names)
-    ]
-    return frozenset(ranks or row.result.culprits)
-
-
-def place_text(ranks: Collection[int], journal: Journal) -> str:
-    """Return where ranks are: "gpu-02 GPU 3 (rank 11)", "gpu-02, all 8 GPUs", "all 16 ranks"."""
-    if len(ranks) > 1 and len(ranks) == journal.run.world_size:
-        return f"all {len(ranks)} ranks"
-    by_host: dict[str, list[int]] = {}
-    for rank in sorted(ranks):
-        place = journal.place(rank)
-        by_host.setdefault("" if place is None else place.host, []).append(rank)
-    return some_of([_place_on_host(host, on_host, journal) for host, on_host in by_host.items()])
-
-
-def _place_on_host(host: str, ranks: Sequence[int], journal: Journal) -> str:
-    places = [place for place in journal.ranks if place.host == host]
-    if len(ranks) > 1 and len(ranks) == len(places):
-        return f"{host}, all {len(ranks)} GPUs"
-    gpus = [place.gpu.get("index", "?") for place in places if place.gpu and place.rank in ranks]
-    named = f" GPU {', '.join(gpus)}" if gpus else ""
-    return f"{host}{named} ({rank_ranges(ranks)})".strip()
-
-
-def failure_text(row: Row, journal: Journal, *, name: str = "") -> str:
-    """Return where and why a test did not pass: "gpu-02 GPU 3 (rank 11): tflops 584.4 < 700 TFLOPS, -16.5 %", or with
-    the whole message where no value decided."""
-    return ": ".join(filter(None, (place_text(culprit_ranks(row, journal), journal), name, _miss_text(row))))
-
-
-def _miss_text(row: Row) -> str:
-    judged = row.headline
-    if judged is not None and judged.status == "failed" and row.why.startswith(("isolated: ", judged.metric)):
-        own = _distance(judged, math.nan if judged.value is None else judged.value, None)
-        expected, carrier = judged.limit and judged.limit.expect_transport, judged.labels.get("transport")
-        over = f", over {carrier} and not {' or '.join(expected)}" if expected and carrier not in expected else ""
-        text = f"{judged.metric.rpartition('.')[2]} {headline_text(judged)}{over}"
-        return text if own is not None and own < 0 else judged.reason
-    if row.result is None or not row.why.endswith("\N{HORIZONTAL ELLIPSIS}"):
-        return row.why
-    start = row.why[:-1]
-    later = start.partition("): ")[2] or start  # the text has the rank in a line of its own
-    return next((each for each in row.result.text.splitlines() if start in each or later in each), row.why)
-
-
-def advice(row: Row) -> list[str]:
-    """Return what may explain a failure by the telemetry of the worst rank, and what to do, as far as it is known."""
-    judged, result = row.headline, row.result
-    if result is None:
-        return []
-    found = [f"what to do: {remedy}" for _, remedy in advice_in((result.message, result.text))]
-    if judged is not None and judged.status == "failed" and judged.worst_rank is not None:
-        own = judged.telemetry.get(judged.worst_rank, {})
-        whole = {} if own.get("samples") else result.telemetry.get(judged.worst_rank, {})
-        found.insert(0, explanation({**whole, **own}))
-    return list(dict.fromkeys(filter(None, found)))[:3]
-
-
-_MOST_ADVICE = 64
-_ADVICE = re.compile(r"(?:(?P<found>.{1,2000}?); )?what to do: *(?P<remedy>.+)")
-
-
-def advice_in(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (finding or "", what to do) for each advice in some texts, each once, in their order.
-
-    Checks of GPUs and nodes write a line for each finding (``metrics.finding``); other failures end with "what to do".
-    """
-    found: dict[tuple[str, str], None] = {}
-    for text in texts:
-        for raw in text.splitlines():
-            stripped = raw.strip()
-            # A line that quotes source code or a pytest marker is no advice.
-            if stripped.startswith((">", "raise ", "E  ")):
-                stripped = stripped.lstrip("E ") if stripped.startswith("E  ") else ""
-            match = _ADVICE.fullmatch(stripped)
-            if match is not None and len(found) < _MOST_ADVICE:
-                found.setdefault((match["found"] or "", match["remedy"]))
-    return list(found)
 
 
 _MORE_RANKS = r"(, and (\d+ more ranks|rank \d+( \([^()]*\))?))?"

@@ -8,7 +8,6 @@ repeats the words.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,6 +15,14 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.verdict import RUNNING
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.reports.facts import header_lines
+from pytest_gpucluster.reports.failures import (
+    MARKS,
+    advice,
+    cluster_map,
+    failure_text,
+    failures_by_place,
+    merged_nodes,
+)
 from pytest_gpucluster.reports.summary import (
     GROUPS,
     IN_PROGRESS,
@@ -28,10 +35,7 @@ from pytest_gpucluster.reports.summary import (
 )
 from pytest_gpucluster.reports.summary import RUNNING as ENDED_IN
 from pytest_gpucluster.reports.tables import (
-    advice,
-    culprit_ranks,
     culprit_text,
-    failure_text,
     headline_text,
     limit_text,
     margin_text,
@@ -39,10 +43,22 @@ from pytest_gpucluster.reports.tables import (
     metric_name,
     value_text,
 )
-from pytest_gpucluster.text import Column, clean, columns, fitted_table, one_line, paragraph, plural, shortened, styled
+from pytest_gpucluster.text import (
+    Column,
+    clean,
+    columns,
+    fitted_table,
+    one_line,
+    padded,
+    paragraph,
+    plural,
+    shortened,
+    styled,
+)
 
 LEAST_WIDTH = 80
 """Narrower terminals break the lines themselves."""
+_MOST_NODES = 6
 _MOST_PLACES = 4
 _MOST_PROBLEMS = 20
 _INDENT = " " * 4
@@ -99,7 +115,8 @@ def summary(journal: Journal, overview: Outline, *, width: int, verbosity: int, 
     """Yield the parts between the header and the paths of reports, each as lines."""
     if verbosity > 0:
         yield _criteria(journal, overview, width=width, colour=colour)
-    yield _culprits(journal, overview, width=width, colour=colour)
+    seen = _map(journal, overview, width=width, colour=colour) if verbosity >= 0 else []
+    yield [*seen, *_culprits(journal, overview, width=width, colour=colour)]
     if verbosity >= 0:
         did_not_run = _did_not_run(overview, width=width, verbose=verbosity > 0)
         yield [*_groups(overview, width=width, colour=colour), *did_not_run]
@@ -129,22 +146,36 @@ def report_lines(reports: Iterable[tuple[str, str]], *, verbose: bool = True) ->
 # ---- culprits, and a line for each group ---------------------------------------------------------------------------
 
 
-def _culprits(journal: Journal, overview: Outline, *, width: int, colour: bool) -> list[str]:
-    """Return what failed where, the fewest ranks first; what a culprit takes part in is counted with it."""
-    by_place: dict[frozenset[int], list[Row]] = {}
-    for row in sorted(overview.bad, key=lambda row: (len(culprit_ranks(row, journal)) or math.inf, row.margin or 0.0)):
-        ranks = culprit_ranks(row, journal)
-        first = next((known for known in by_place if known and known < ranks), ranks)
-        by_place.setdefault(first, []).append(row)
+def _map(journal: Journal, overview: Outline, *, width: int, colour: bool) -> list[str]:
+    """Return the map: one character a GPU, healthy nodes on one line, and what the marks mean."""
+    nodes = list(merged_nodes(cluster_map(journal, overview)))
+    wide = min(max((columns(clean(node.name)) for node in nodes), default=0), width // 2)
     lines = []
-    for rows in list(by_place.values())[:_MOST_PLACES]:
-        row, more = rows[0], f"; and {len(rows) - 1} more" if len(rows) > 1 else ""
+    for node in nodes[:_MOST_NODES]:
+        marks = "".join(gpu.mark for gpu in node.gpus)
+        text = f"{len(marks)} x {MARKS[marks[0]]}" if len(set(marks)) == 1 else marks
+        line = f"{padded(shortened(clean(node.name), wide), wide)}  {shortened(text, width - wide - 2)}"
+        lines.append(styled(line, "green" if node.is_healthy else "red", colour=colour))
+    if len(nodes) > _MOST_NODES:
+        lines.append(f"and {plural(len(nodes) - _MOST_NODES, 'more node')} with failures")
+    seen = dict.fromkeys(gpu.mark for node in nodes for gpu in node.gpus)
+    if any(len({gpu.mark for gpu in node.gpus}) > 1 for node in nodes):
+        lines.append(" " * (wide + 2) + ", ".join(f"{mark} {MARKS[mark]}" for mark in seen))
+    return lines
+
+
+def _culprits(journal: Journal, overview: Outline, *, width: int, colour: bool) -> list[str]:
+    """Return what failed where, with what may explain it and what to do."""
+    lines = []
+    places = failures_by_place(journal, overview).values()
+    for rows in list(places)[:_MOST_PLACES]:
+        row, more = rows[0], f", and {len(rows) - 1} more" if len(rows) > 1 else ""
         text = one_line(failure_text(row, journal, name=display_name(row.name)), _FAILURE_CHARACTERS) + more
         lines += [styled(line, "red", colour=colour) for line in paragraph(text, width, rest=_INDENT)]
         for what in advice(row):
             lines += paragraph(what, width, first=_INDENT, rest=_INDENT)
-    if len(by_place) > _MOST_PLACES:
-        lines.append(f"and {len(by_place) - _MOST_PLACES} more places; -v lists all that failed")
+    if len(places) > _MOST_PLACES:
+        lines.append(f"and {len(places) - _MOST_PLACES} more places; -v lists all that failed")
     return lines
 
 
@@ -155,7 +186,7 @@ def _groups(overview: Outline, *, width: int, colour: bool) -> list[str]:
         ran = [row for row in overview.rows if row.group == group and row.outcome not in (NOT_RUN, "skipped")]
         bad = [row for row in ran if not row.is_good]
         good = sum(row.is_good and not row.unjudged for row in ran)
-        head = f"{group:<{_HEAD}}" + (f"{good:3} OK  " if good else "")
+        head = f"{group:<{_HEAD}}" + (f"{good:2} OK  " if good else "")
         if bad:
             words = Counter(map(_word, bad))
             failed = ", ".join(f"{number} {word}" for word, number in words.items())
@@ -283,7 +314,7 @@ def _did_not_run(overview: Outline, *, width: int, verbose: bool) -> list[str]:
     for (word, why), names in sorted(by_reason.items(), key=lambda entry: entry[0][0] != _REQUIRED):
         what = "the same" if why in explained else why
         explained.add(why)
-        listed, first = f" ({', '.join(names)})", f"{word:<{_HEAD}}{len(names):3}: "
+        listed, first = f" ({', '.join(names)})", f"{word:<{_HEAD}}{len(names):2}: "
         if verbose or word == _REQUIRED:
             lines += paragraph(what + listed, width, first=first, rest=_REST)
         else:  # of what a test says about what to do nothing is cut

@@ -26,9 +26,10 @@ from pytest_gpucluster.errors import JournalError, text_of
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.reports.facts import cluster_lines, fact, header_lines
+from pytest_gpucluster.reports.failures import failure_text
 from pytest_gpucluster.reports.registry import existing_files
 from pytest_gpucluster.reports.summary import Outline, Row, outline, row_of
-from pytest_gpucluster.reports.tables import culprit_text, failure_text, headline_text, rank_name
+from pytest_gpucluster.reports.tables import culprit_text, headline_text, rank_name
 from pytest_gpucluster.reports.terminal import measurement_table, report_lines, summary, verdict_lines
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, clip, columns, first_line, one_line, padded, paragraph
 
@@ -436,11 +437,10 @@ class Console:
         seen = outline(journal) if journal is not None else Outline(kind=run.kind, rows=(), counts={})
         seen = replace(seen, word=decided.word, exit=decided.exit, reason=one_line(decided.reason, 10_000))
         if journal is not None:
-            for block in summary(journal, seen, width=width, verbosity=verbosity, colour=colour):
-                if block:
-                    reporter.ensure_newline()
-                    for line in [*block, ""]:
-                        reporter.write_line(line)
+            blocks = summary(journal, seen, width=width, verbosity=verbosity, colour=colour)
+            reporter.ensure_newline()
+            for line in "\n\n".join("\n".join(block) for block in blocks if block).splitlines():
+                reporter.write_line(line)
         for text in run.journal_copy.errors:
             reporter.write_line(one_line(f"this summary leaves a line out: {text}", MESSAGE_CHARACTERS), red=True)
         for line in [

@@ -93,7 +93,7 @@ def test_each_host_has_an_agent_and_the_verdict_comes_last(run, tmp_path):
     assert "Warning" not in output
     assert errors[0].startswith("gpucluster: 4 ranks on 2 simulated hosts, with slow-gpu:gpu-01/1=20%;")
     folder = (tmp_path / "reports" / "latest").resolve()
-    assert errors[-2] == f"gpucluster: page: {folder}/report.html"
+    assert f"report: {folder}/report.html\n" in output
     assert errors[-1].startswith("gpucluster: SIMULATED, exit code 0: 2 passed; 2 nodes")
     assert [place.host for place in read(folder / "journal.jsonl").ranks] == ["gpu-00"] * 2 + ["gpu-01"] * 2
     described = cluster.load(str(tmp_path / "reports" / "simulation.yaml"))

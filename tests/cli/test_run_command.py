@@ -138,18 +138,17 @@ def test_a_place_to_meet_that_does_not_resolve_is_wrong_usage_before_torchrun_st
         (0, "REHEARSAL", "gpucluster node selftest"),
         (0, "SIMULATED", "gpucluster node selftest"),
         (0, "", "gpucluster certificate create"),
-        (1, "REHEARSAL", "the page has"),
+        (1, "REHEARSAL", "report.html has"),
         (10, "REHEARSAL", "gpucluster doctor"),
         (12, "", "without the deviations"),
     ],
 )
-def test_the_page_and_what_to_do_next_stand_before_the_verdict(code, kind, does, tmp_path, capsys):
-    run_command.print_page(str(tmp_path), code, kind)
-    run_command.print_page("", code, kind)
+def test_what_to_do_next_stands_before_the_verdict_where_the_page_is(code, kind, does, tmp_path, capsys):
+    run_command.print_next(str(tmp_path), code, kind)
+    run_command.print_next("", code, kind)
     assert capsys.readouterr().err == ""  # there is no page on this node
     (tmp_path / "report.html").touch()
-    run_command.print_page(str(tmp_path), code, kind)
-    following, page = capsys.readouterr().err.splitlines()
+    run_command.print_next(str(tmp_path), code, kind)
+    [following] = capsys.readouterr().err.splitlines()
     assert following.startswith("gpucluster: next: ")
     assert does in following
-    assert page == f"gpucluster: page: {tmp_path}/report.html"

@@ -16,9 +16,10 @@ from pytest_gpucluster.journal.records import MergedFrom, Run, TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.metrics.finding import Finding, Identity
+from pytest_gpucluster.reports.failures import advice_in
 from pytest_gpucluster.reports.findings import isolation_of
 from pytest_gpucluster.reports.html import page
-from pytest_gpucluster.reports.html.criterion import RunFiles, advice_in, search_values
+from pytest_gpucluster.reports.html.criterion import RunFiles, search_values
 from pytest_gpucluster.session import isolation
 
 BASELINE = {"kind": "regressed", "rank": 3, "old": {"value": 781.0}, "change_ratio": -0.052, "why": "beyond noise"}

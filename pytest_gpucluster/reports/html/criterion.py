@@ -27,11 +27,11 @@ from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import most_throttled
 from pytest_gpucluster.reports.charts.figures import artifact_folders, by_number, figures_of
 from pytest_gpucluster.reports.charts.plots import limit_bar, rank_dots
+from pytest_gpucluster.reports.failures import advice_in
 from pytest_gpucluster.reports.findings import Isolation, baseline_of, isolation_of
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, word
 from pytest_gpucluster.reports.summary import Row, headline, worst_first
 from pytest_gpucluster.reports.tables import (
-    advice_in,
     clock_text,
     interval_text,
     is_number,

@@ -1,0 +1,97 @@
+"""Failures by the place of their culprit, and the map of nodes and GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from each import of_each
+from example_runs import NAMES, journal_of
+
+from pytest_gpucluster.journal.journal import Journal
+from pytest_gpucluster.journal.records import Cluster, RankPlace, Run, TestResult
+from pytest_gpucluster.reports.failures import cluster_map, failures_by_place, merged_nodes
+from pytest_gpucluster.reports.summary import outline
+from pytest_gpucluster.reports.terminal import render
+from pytest_gpucluster.text import columns
+
+PER_NODE = 8
+
+
+def cluster(*results: TestResult, nodes: int = 3) -> Journal:
+    places = [
+        RankPlace(rank=rank, host=f"gpu-{node:02}", node_rank=node, gpu={"index": str(index)})
+        for node in range(nodes)
+        for index in range(PER_NODE)
+        for rank in (node * PER_NODE + index,)
+    ]
+    run = Run(run_id="1", started_at="", device="cuda", world_size=len(places), nnodes=nodes)
+    return replace(Journal(run=run), cluster=Cluster(ranks=tuple(places)), results=results)
+
+
+def ended(name: str, *culprits: int, outcome: str = "failed") -> TestResult:
+    return TestResult(nodeid=f"t.py::test_{name}", outcome=outcome, message=name, culprits=culprits)
+
+
+FINE = ended("fine", outcome="passed")
+MAPS: dict[str, tuple[tuple[TestResult, ...], str]] = {
+    "all is well": ((FINE,), "........ ........ ........"),
+    "a GPU": ((FINE, ended("slow", 11)), "........ ...F.... ........"),
+    "a lost rank": ((FINE, ended("lost", 2, outcome="error")), "..E..... ........ ........"),
+    "a failure outweighs a loss": (
+        (ended("lost", 2, outcome="error"), FINE, ended("slow", 2)),
+        "..F..... ........ ........",
+    ),
+    "a node": ((FINE, ended("node", *range(8, 16))), "........ FFFFFFFF ........"),
+    "what a culprit takes part in counts with it": (
+        (FINE, ended("slow", 11), ended("node", *range(8, 16)), ended("world", *range(24))),
+        "........ ...F.... ........",
+    ),
+    "no culprit": ((FINE, ended("world")), "~~~~~~~~ ~~~~~~~~ ~~~~~~~~"),
+    "all ranks": ((FINE, ended("world", *range(24))), "~~~~~~~~ ~~~~~~~~ ~~~~~~~~"),
+    "a culprit beside it": ((FINE, ended("world"), ended("slow", 0)), "F~~~~~~~ ~~~~~~~~ ~~~~~~~~"),
+    "nothing passed": ((), "???????? ???????? ????????"),
+}  # fmt: skip
+
+
+@of_each("case", list(MAPS))
+def test_the_map_marks_culprits_and_shows_nothing_as_healthy_that_is_unknown(case: str) -> None:
+    results, expected = MAPS[case]
+    journal = cluster(*results)
+    nodes = cluster_map(journal, outline(journal))
+    assert " ".join("".join(gpu.mark for gpu in node.gpus) for node in nodes) == expected
+
+
+def test_a_gpu_has_its_failures_the_worst_place_first() -> None:
+    journal = cluster(FINE, ended("world", *range(24)), ended("slow", 11))
+    gpu = cluster_map(journal, outline(journal))[1].gpus[3]
+    assert [row.name for row in gpu.rows] == ["test_slow", "test_world"]
+    assert [len(rows) for rows in failures_by_place(journal, outline(journal)).values()] == [2]
+
+
+def test_256_gpus_fit_a_screen_and_healthy_nodes_are_one_line() -> None:
+    journal = cluster(FINE, ended("slow", 11), nodes=32)
+    nodes = list(merged_nodes(cluster_map(journal, outline(journal))))
+    assert [node.name for node in nodes] == ["gpu-[00,02-31]", "gpu-01"]
+    lines = render(journal).splitlines()
+    assert "gpu-[00,02-31]  8 x OK" in lines
+    assert len(lines) <= 24
+    everywhere = cluster(FINE, *(ended(f"slow{node}", node * PER_NODE) for node in range(32)), nodes=32)
+    lines = render(everywhere).splitlines()
+    assert len([line for line in lines if "  F......." in line]) == 6
+    assert "and 26 more nodes with failures" in "\n".join(lines)
+    assert max(map(columns, lines)) <= 80
+    assert len(lines) <= 24
+
+
+def test_a_host_that_no_host_list_can_hold_is_named_all_the_same() -> None:
+    journal = cluster(FINE, nodes=1)
+    places = tuple(replace(place, host="a[b") for place in journal.ranks)
+    odd = replace(journal, cluster=Cluster(ranks=places))
+    assert [node.name for node in merged_nodes(cluster_map(odd, outline(odd)))] == ["a[b"]
+
+
+@of_each("name", NAMES)
+def test_every_rank_of_a_run_is_in_its_map(name: str) -> None:
+    journal = journal_of(name)
+    found = [gpu.place.rank for node in cluster_map(journal, outline(journal)) for gpu in node.gpus]
+    assert sorted(found) == sorted(place.rank for place in journal.ranks)
