@@ -41,14 +41,14 @@ NODE = (
     " or burn_in"
 )
 NETWORK = "nccl or links or test_collective or all_reduce or fabric_ports or busbw or scaling"
-TRAINING = "test_ddp or training_step or lora_tiny or test_throughput or vision_throughput"
+TRAINING = "test_ddp or training_step or test_throughput or stragglers"
 TESTS = {
     **dict.fromkeys(("slow-gpu", "slow-host", "half-rate"), f"{NODE} or {NETWORK}"),
     **dict.fromkeys(("no-gdr", "net-socket", "nvls-off", "wrong-reduce", "nic-down"), NETWORK),
     **dict.fromkeys(("straggler", "wrong-gradient", "diverge"), TRAINING),
 }
 """Fault -> which tests run: those that look at what it is in, by default at nodes, for ports at the network."""
-UNTRAINED = f"not ({TRAINING} or lora or fsdp or checkpoint or failure_propagation)"
+UNTRAINED = "not (test_ddp or training_step or throughput or lora or fsdp or checkpoint or failure_propagation)"
 GOAL = 0.95
 FOLDER = Path("gpucluster-report/simulated")
 _GPU = re.compile(r"\((gpu-\d+), GPU (\d+)")
@@ -96,7 +96,7 @@ def cases(names: Iterable[str], seeds: int) -> Iterator[Case]:
             else:
                 where = KINDS[name].where
                 tests = TESTS.get(name, NETWORK if where == "port" else NODE)
-                what = OF_NODES if tests == NODE else SHAPE
+                what = SHAPE if NETWORK in tests else OF_NODES
                 yield Case(what=what, fault=name + PLACES[where] + AMOUNTS.get(name, ""), seed=seed, tests=tests)
 
 
