@@ -48,6 +48,13 @@ TESTS = {
     **dict.fromkeys(("straggler", "wrong-gradient", "diverge"), TRAINING),
 }
 """Fault -> which tests run: those that look at what it is in, by default at nodes, for ports at the network."""
+ALONE = {
+    "scaling and node": "straggler",
+    "scaling and fabric": "dead-rail",
+    "busbw_retention": "slow-rail",
+    "vision_throughput and resnet18": "straggler",
+}
+"""Test on two nodes -> the fault that makes it fail."""
 UNTRAINED = "not (test_ddp or training_step or throughput or lora or fsdp or checkpoint or failure_propagation)"
 GOAL = 0.95
 FOLDER = Path("gpucluster-report/simulated")
@@ -88,11 +95,14 @@ class Outcome:
 
 
 def cases(names: Iterable[str], seeds: int) -> Iterator[Case]:
-    """Yield the healthy clusters, where asked for, and each named fault, for each seed."""
+    """Yield the healthy clusters, and tests alone, where asked for, and each named fault, for each seed."""
     for seed in range(1, 1 + seeds):
         for name in names:
             if name == "healthy":
                 yield from (Case(what=what, fault="", seed=seed, tests=UNTRAINED) for what in HEALTHY)
+            elif name == "alone":
+                for tests, fault in ALONE.items():
+                    yield Case(what=SHAPE, fault=fault + PLACES[KINDS[fault].where], seed=seed, tests=tests)
             else:
                 where = KINDS[name].where
                 tests = TESTS.get(name, NETWORK if where == "port" else NODE)
@@ -170,7 +180,8 @@ def table(outcomes: Mapping[Case, Outcome]) -> Iterator[str]:
     yield "| --- | ---: | ---: | ---: | ---: | --- | ---: |"
     rows = defaultdict[str, list[Outcome]](list)
     for case, outcome in outcomes.items():
-        rows[case.fault or f"none, {case.what}"].append(outcome)
+        alone = f", {case.tests} alone" if case.tests in ALONE else ""
+        rows[case.fault + alone or f"none, {case.what}"].append(outcome)
     for name, of_fault in rows.items():
         counts = [sum(bool(getattr(one, key)) for one in of_fault) for key in ("found", "named", "accused")]
         by = ", ".join(dict.fromkeys(one.by for one in of_fault if one.by)) or "-"
@@ -193,8 +204,8 @@ def _is_healthy(case: Case) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is not there yet, and print the table."""
     parser = parser_of(__doc__)
-    known = ["healthy", *KINDS]
-    parser.add_argument("--only", type=some_of(known), default=known, help="faults, and healthy (default: all)")
+    known = ["healthy", "alone", *KINDS]
+    parser.add_argument("--only", type=some_of(known), default=known, help="faults, healthy, and alone (default: all)")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each (default: 5)")
     parser.add_argument("--today", action="store_true", help="a healthy cluster and the two faults of the day")
     parser.add_argument("--into", type=Path, default=FOLDER, help=f"folder of all runs (default: {FOLDER})")
@@ -202,7 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     outcomes = {}
     for case in of_today(datetime.date.today()) if options.today else cases(options.only, options.seeds):
-        name = re.sub("[^a-z0-9_=-]+", "-", f"{case.what}-{case.fault}-{case.seed}".lower())
+        alone = case.tests if case.tests in ALONE else ""
+        name = re.sub("[^a-z0-9_=-]+", "-", f"{case.what}-{case.fault}-{alone}{case.seed}".lower())
         folder = options.into / name
         kept = folder / "ended.json"
         if options.anew or options.today or not kept.exists():

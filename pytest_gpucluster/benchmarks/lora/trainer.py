@@ -244,7 +244,10 @@ class Trainer:
         )
         if self.recomputes:
             self.model.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.not_compiled = self._compile() if recipe.compiled else "not asked for"
+        if not recipe.compiled:
+            self.not_compiled = "not asked for"
+        else:
+            self.not_compiled = self._compile() if kept is base else ""  # a simulated device's model runs eagerly
         self._components.shard(self.model, group, device, recipe.precision)
         weights = dict(self.model.named_parameters())
         # Adapters that are frozen by mistake too: then they do not move, and are found by that.

@@ -160,19 +160,20 @@ def throughput(
         raise ValueError("fsdp needs a group to share the model in, of one rank at least")
     try:
         used = components or COMPONENTS
-        with fresh_compiler() if setup.compiled else nullcontext():
+        kept = setup.kept(accelerator(device))
+        with fresh_compiler() if kept.compiled else nullcontext():
             ranks = Ranks(group, device)
             _agree(ranks, device, setup, sampling, in_parts)
             notes = []
-            compiled, why_not = _compiles(ranks, device, used) if setup.compiled else (False, "")
+            compiled, why_not = _compiles(ranks, device, used) if kept.compiled else (setup.compiled, "")
             if why_not:
                 notes.append(f"no compiler, ran eager: {why_not}")
             slow_attention = missing_flash_attention(device, setup.geometry)
             if slow_attention:
                 notes.append(f"no flash attention: {slow_attention}")
-            kept = setup.kept(accelerator(device))
-            training = _training(group, ranks, device, kept, compiled=compiled, seed=seed, components=used)
-            loading = Loading(batch=kept.batch, workers=setup.workers, prefetch=setup.prefetch, seed=seed)
+            compiles = kept.compiled and compiled
+            training = _training(group, ranks, device, kept, compiled=compiles, seed=seed, components=used)
+            loading = Loading(batch=kept.batch, workers=kept.workers, prefetch=kept.prefetch, seed=seed)
             batches = used.batches(kept.geometry, loading, device, rank=ranks.index, count=ranks.count)
             return _Steps(
                 ranks,

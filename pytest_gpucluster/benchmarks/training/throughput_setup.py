@@ -77,7 +77,7 @@ class Setup:
             raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
 
     def kept(self, by: Accelerator) -> Setup:
-        """Return what a device really trains of it: all, but a simulated device a small model with few tokens."""
+        """Return what a device really trains of it: all, but a simulated device a small eager model with few tokens."""
         whole = self.geometry
         if by.kept(whole.width, _KEPT_WIDTH) == whole.width:
             return self
@@ -88,7 +88,7 @@ class Setup:
             vocab=by.kept(whole.vocab, 256),
             sequence=by.kept(whole.sequence, 32),
         )
-        return replace(self, geometry=small, batch=by.kept(self.batch, 4))
+        return replace(self, geometry=small, batch=by.kept(self.batch, 4), compiled=False, workers=0)
 
     @property
     def tokens(self) -> int:

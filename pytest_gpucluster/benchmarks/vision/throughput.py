@@ -406,12 +406,12 @@ class _Training:
 
     def _start(self, images: Images) -> None:
         """Start the workers, and wait for the first batch of every rank."""
-        setup = self._setup
+        setup, batch = self._setup, self._by.kept(self._setup.batch, _KEPT_BATCH)
         try:
             self._batches = self._components.batches(
                 images,
-                batch=self._by.kept(setup.batch, _KEPT_BATCH),
-                workers=setup.workers,
+                batch=batch,
+                workers=setup.workers if batch == setup.batch else 0,  # few images need none
                 prefetch=setup.prefetch,
                 rank=self._ranks.index,
                 world_size=self._ranks.count,
