@@ -25,6 +25,8 @@ from pytest_gpucluster.metrics.time_budget import MEASURING, WARM_UP, counted
 
 _FEWEST_RATES = 6
 """Samples that the interval of a median needs."""
+_KEPT_SEQUENCE = 32
+"""Positions of a longer block on a simulated device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +87,10 @@ def lora_throughput(
     with fresh_compiler() if recipe.compiled else nullcontext():
         memory = accelerator(device)
         memory.reset_peak()
-        packed = random_blocks(4 * recipe.global_batch, sequence, base.kept(memory).geometry.vocab, recipe.seed)
-        trainer = Trainer(group, device, base, recipe, packed, components=components)
+        kept = base.kept(memory)
+        positions = sequence if kept is base else memory.kept(sequence, _KEPT_SEQUENCE)
+        packed = random_blocks(4 * recipe.global_batch, positions, kept.geometry.vocab, recipe.seed)
+        trainer = Trainer(group, device, base, recipe, packed, components=components, sequence=sequence)
         taken = 0
 
         def take(count: int) -> list[float]:

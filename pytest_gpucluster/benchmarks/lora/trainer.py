@@ -196,6 +196,7 @@ class Trainer:
         recipe: how.
         packed: the blocks to train on, the same on every rank; each has a loss mask that is not empty.
         components: by default ``COMPONENTS`` of this module.
+        sequence: positions of a block as planned, where these have fewer.
 
     Attributes:
         start: fingerprint of all weights before the first step, the base's and the adapters', before they are sharded.
@@ -218,13 +219,14 @@ class Trainer:
         packed: Packed,
         *,
         components: Components | None = None,
+        sequence: int | None = None,
     ) -> None:
         if not packed.loss_mask.any(dim=1).all():
             raise ValueError("each block to train on needs a target in its loss mask, or a mean may be of nothing")
         self._group, self._device, self._packed = group, device, packed
         self.recipe, self._components = recipe, components or COMPONENTS
         self.ranks, self._rank = Ranks(group, device), dist.get_rank(group)
-        self.sequence = int(packed.loss_mask.shape[1])
+        self.sequence = sequence or int(packed.loss_mask.shape[1])
         self._plan = Plan(base=base, recipe=recipe, sequence=self.sequence, ranks=self.ranks.count)
         self._micro = self._plan.micro_batch
         self.recomputes, lacking = self._plan.choose_recompute(self.ranks, device)
@@ -290,7 +292,9 @@ class Trainer:
         return Step(
             step=number,
             loss=masked_sum / targets,
-            all_token_loss=masked_sum / targets if self._packed.padded else total_sum / (len(blocks) * self.sequence),
+            all_token_loss=masked_sum / targets
+            if self._packed.padded
+            else total_sum / self._packed.loss_mask[blocks].numel(),
             gradient_norm=float(norm),
             learning_rate=self.optimizer.param_groups[0]["lr"],
             finite=finite[self._rank],
