@@ -52,7 +52,7 @@ ALONE = {
     "scaling and node": "straggler",
     "scaling and fabric": "dead-rail",
     "busbw_retention": "slow-rail",
-    "vision_throughput and resnet18": "straggler",
+    "vision_throughput and resnet18": "diverge",
 }
 """Test on two nodes -> the fault that makes it fail."""
 UNTRAINED = "not (test_ddp or training_step or throughput or lora or fsdp or checkpoint or failure_propagation)"

@@ -13,6 +13,7 @@ from test_cause import NO_NVLS
 from torchrun import torchrun
 
 from pytest_gpucluster.agreement.release import SocketReleaser
+from pytest_gpucluster.benchmarks import group
 from pytest_gpucluster.device import environment
 from pytest_gpucluster.device.process_group import NcclReleaser
 from pytest_gpucluster.device.products import deterministic
@@ -35,7 +36,8 @@ class Nccl:
         monkeypatch.setattr(dist, "new_group", self.new_group)
         monkeypatch.setattr(dist, "destroy_process_group", self.destroy)
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
-        monkeypatch.setattr(dist, "all_gather_object", self.gather)
+        alike = SimpleNamespace(gather_objects=lambda value: [value] * 16)
+        monkeypatch.setattr(group, "Ranks", lambda *_: alike)
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(ranks=list(range(16)))))
         monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
         self.cluster = Cluster(
@@ -78,9 +80,6 @@ class Nccl:
         self.destroyed.append(group.ranks)
         if self.fails:
             raise self.fails
-
-    def gather(self, gathered, value, group):
-        gathered[:] = [value] * 16
 
     def write(self, text):
         if self.cluster.nccl_log.path is not None:
