@@ -42,6 +42,11 @@ class Gpu:
     rows: tuple[Row, ...] = ()
     """The failures of which it is a culprit, the worst first."""
 
+    @property
+    def index(self) -> str:
+        """Return its index in nvidia-smi, or the local rank."""
+        return (self.place.gpu or {}).get("index", str(self.place.local_rank))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Node:

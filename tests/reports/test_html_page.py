@@ -201,3 +201,16 @@ def test_many_long_failures_do_not_fill_a_page_and_what_is_left_out_is_stated() 
         assert len(document.encode()) < 2_000_000
         assert re.search(left_out, document)
         assert document.count('<tbody id="c') == min(many, 1500)
+
+
+def test_the_map_has_a_cell_for_each_gpu_and_what_failed_is_a_link(example_pages: dict[str, str]) -> None:
+    document = parsed(example_pages["cluster"])
+    cells = [(name, cell) for name, cell in document.elements if cell.get("class") == "gpu"]
+    assert len(cells) == 16
+    (node,) = [cell for _, cell in cells if str(cell["title"]).startswith("GPU 3, rank 11: ")]
+    assert node["data-mark"] == "F"
+    row = next(cell for name, cell in document.elements if name == "tbody" and f"#{cell.get('id')}" == node["href"])
+    assert row["data-outcome"] == "failed"
+    assert {cell["data-mark"] for name, cell in cells if name == "a"} == {"F", "E", "~"}
+    healthy = parsed(example_pages["accepted"])
+    assert {cell["data-mark"] for _, cell in healthy.elements if cell.get("class") == "gpu"} == {"."}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,9 +22,18 @@ from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import KIND_NAMES, RankPlace
 from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.reports.facts import facts, run_properties
-from pytest_gpucluster.reports.html.criterion import RunFiles, details_values, headline_values, row_values
+from pytest_gpucluster.reports.failures import (
+    MARKS,
+    OK,
+    advice,
+    cluster_map,
+    failure_text,
+    failures_by_place,
+    merged_nodes,
+)
+from pytest_gpucluster.reports.html.criterion import RunFiles, details_values, row_values
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, readable, word
-from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Outline, Row, outline, run_seconds
+from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Outline, Row, display_name, outline, run_seconds
 from pytest_gpucluster.reports.tables import limit_text
 from pytest_gpucluster.text import duration_text
 
@@ -44,7 +53,9 @@ _TONES = {
 }
 _WORDS = {"not run": "not run", "running": "running when the run ended"}
 # Only this verdict accepts a cluster: nothing else has its colour.
-_TIGHTEST = 8
+_NODES = 256
+"""Above that number of nodes those that are healthy are one."""
+_PLACES = 32
 _RANKS = 4096
 _LEFT_OUT = Markup('<p class="note">The details are left out here, because {}; see the journal.</p>')
 _PAGE_IS_FULL = _LEFT_OUT.format("this page would become too large")
@@ -68,6 +79,10 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
     details_of_rows = _details(templates, rows, journal, files)
     environment, cluster = journal.environment, journal.cluster
     same, ranks = _inventory(journal)
+    nodes, anchors = (
+        cluster_map(journal, overview),
+        {row.nodeid: f"c{n}" for n, row in enumerate(rows[:_ROWS], start=1)},
+    )
     document = templates.get_template("page.html.j2").render(
         style=_asset(templates, "page.css"),
         script=_asset(templates, "page.js"),
@@ -89,13 +104,16 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
             for number, (row, below) in enumerate(zip(rows[:_ROWS], details_of_rows, strict=True), start=1)
         ],
         rows_left_out=max(0, len(rows) - _ROWS),
+        nodes=nodes if len(nodes) <= _NODES else tuple(merged_nodes(nodes)),
+        marks={gpu.mark: MARKS[gpu.mark] for node in nodes for gpu in node.gpus if gpu.mark != OK},
+        anchors=anchors,
+        places=_places(journal, overview, anchors),
         did_not_run=[
             (word(row.name), word(row.criterion or ""), row.outcome, line(row.why_not_run))
             for row in overview.did_not_run[:_ROWS]
         ],
         not_run=NOT_RUN,
         running=RUNNING,
-        tightest=[(word(row.name), headline_values(judged, journal)) for row, judged in overview.tightest(_TIGHTEST)],
         cluster_problems=[line(each) for each in cluster.problems] if cluster is not None else [],
         same=same,
         ranks=ranks,
@@ -111,6 +129,20 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
     )
     # The whole document, charts too.
     return readable(document)
+
+
+def _places(journal: Journal, overview: Outline, anchors: Mapping[str, str]) -> list[tuple[str, str, int, list[str]]]:
+    """Return what failed in each place, its link, how many more failures it has, and what to do, for the template."""
+    places = [(rows[0], len(rows) - 1) for rows in failures_by_place(journal, overview).values()]
+    return [
+        (
+            line(failure_text(row, journal, name=display_name(row.name))),
+            anchors.get(row.nodeid, "criteria"),
+            more,
+            list(map(line, advice(row))),
+        )
+        for row, more in places[:_PLACES]
+    ]
 
 
 def _pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
