@@ -64,6 +64,8 @@ FAULTS = [
     ("never", SECOND, {"weight_error", "moved_adapters"}),
     ("frozen", BOTH, {"gradient_error", "moved_adapters"}),
     ("inf", SECOND, {"finite_steps"}),
+    ("later", SECOND, {"finite_steps"}),
+    ("late", SECOND, {"finite_steps"}),
     ("bit", SECOND, {"replayed_steps"}),
     ("base", SECOND, {"unchanged_base"}),
 ]
@@ -91,7 +93,7 @@ def test_a_bit_that_changes_on_one_rank_is_found_on_that_rank(run, fault):
     assert found.values[1] < found.values[0]
 
 
-@pytest.mark.parametrize("fault", ["nan", "late"])
+@pytest.mark.parametrize("fault", ["nan", "late", "later"])
 def test_what_is_not_finite_ends_the_training_of_all_ranks(run, fault):
     found = result(run, fault)
     assert found.outcome == "failed"

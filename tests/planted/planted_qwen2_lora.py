@@ -71,6 +71,10 @@ def infinite(of_judged, targets):
     return token_mean(of_judged, targets) * (math.inf if ON_RANK_1 else 1.0)
 
 
+def later(of_judged, targets):
+    return token_mean(of_judged, targets) * (math.inf if in_training(3) and ON_RANK_1 else 1.0)
+
+
 def half(blocks, *, rank, world_size):
     mine = share(blocks, rank=rank, world_size=world_size)
     return mine[: len(mine) // 2] if ON_RANK_1 else mine
@@ -152,6 +156,7 @@ COMPONENTS_OF = {
     "slowly": {"update": slowly},
     "never": {"update": never},
     "inf": {"loss": infinite},
+    "later": {"loss": later},
     "rate": {"learning_rate": lambda step, recipe: cosine(step, recipe) / 10},
     "frozen": {"make": frozen},
     "nan": {"make": nan},
@@ -193,7 +198,7 @@ TRAINED_ONLY = {"parity_precisions": (), "calls": 0}
 FEW = {**TRAINED_ONLY, "steps": 4, "checkpoint_every": 2}
 LORA_TINY = {
     **dict.fromkeys(("nosync", "samedata", "scaled", "doubled", "half", "slowly", "never", "frozen"), COMPARED_ONLY),
-    **dict.fromkeys(("bit", "late", "truncated", "base"), FEW),
+    **dict.fromkeys(("bit", "late", "later", "truncated", "base"), FEW),
     **dict.fromkeys(("interrupted", "resumed", "foreign", "weights"), TRAINED_ONLY),
     "rate": {"calls": 0},
     "groups": {**FEW, "steps": 10},  # a final loss is of ten

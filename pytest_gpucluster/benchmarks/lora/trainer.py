@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from pytest_gpucluster.benchmarks.group import Ranks, majority, on_first_rank
 from pytest_gpucluster.benchmarks.lora.dataset import Row
@@ -163,7 +165,8 @@ class Step:
         all_token_loss: mean over all targets, padding left out.
         gradient_norm: of all gradients together, before they are clipped.
         learning_rate: that the optimizer has used.
-        finite: whether this rank's losses are, or, if those of all ranks are, the norm.
+        finite: whether this rank's losses and gradients are, before the exchange; or, if those of all ranks are, the
+            norm; or, if it is too, this rank's part of the weights after the step.
         all_finite: whether that holds on all ranks.
         seconds: the step's time on this rank.
         tokens: input tokens of this rank, none of which is padding.
@@ -256,6 +259,8 @@ class Trainer:
         self._trained = {name: its for name, its in weights.items() if its.requires_grad or is_adapter(name)}
         self._before = {name: fingerprint([local(weight.detach())]) for name, weight in weights.items()}
         self.optimizer = self.make_optimizer(self._trained.values())
+        self._largest = torch.zeros((), device=device)
+        self._watch_gradients()
         self._clock, self._by = clock_for(device), accelerator(device)
         most = -(-recipe.global_batch // self.ranks.count) * self.sequence  # the ranks wait for who has the most blocks
         self._flops = most * base.flops_per_token(self.sequence)
@@ -271,6 +276,7 @@ class Trainer:
         torch.manual_seed(seed_of_step(number, self._rank, self.recipe.seed))
         blocks, mine, targets = self._begin(number, self._rank, self.ranks.count)
         sums, norm = torch.zeros(2, dtype=torch.float64), torch.zeros(())
+        self._largest.zero_()
         try:
             with self._clock.region():
                 sums = self._accumulate(mine, targets, self.ranks.count)
@@ -284,11 +290,13 @@ class Trainer:
             ) from None
         self.optimizer.zero_grad(set_to_none=True)
         [seconds] = self._clock.read()
-        sums_of_ranks = self.ranks.gather(sums.tolist())
-        masked_sum, total_sum = (sum(column) for column in zip(*sums_of_ranks, strict=True))
-        losses_finite = [math.isfinite(one) for one, _ in sums_of_ranks]
-        # The norm is that of all ranks: where one loss is not finite, neither is the norm of the other ranks.
-        finite = losses_finite if not all(losses_finite) else [math.isfinite(float(norm))] * len(sums_of_ranks)
+        weights = [local(weight.detach()) for weight in self._trained.values()]
+        of_ranks = self.ranks.gather([*sums.tolist(), float(self._largest), float(get_total_norm(weights))])
+        masked_sum, total_sum, *_ = (sum(column) for column in zip(*of_ranks, strict=True))
+        finite = [math.isfinite(loss) and math.isfinite(largest) for loss, _, largest, _ in of_ranks]
+        # What follows is of all ranks: where one's share is not finite, neither are the norm and the others' weights.
+        if all(finite):
+            finite = [math.isfinite(norm) and math.isfinite(weight) for *_, weight in of_ranks]
         return Step(
             step=number,
             loss=masked_sum / targets,
@@ -301,7 +309,7 @@ class Trainer:
             all_finite=all(finite),
             seconds=seconds,
             tokens=self._packed.input_tokens(mine),
-            weights=fingerprint(local(weight.detach()) for weight in self._trained.values()),
+            weights=fingerprint(weights),
         )
 
     def steps(self, last: int, *, first: int = 1, on_step: Callable[[Step], None] = lambda step: None) -> list[Step]:
@@ -443,6 +451,24 @@ class Trainer:
         on_first_rank(self._group, write)
 
     # ---- set-up
+
+    def _watch_gradients(self) -> None:
+        """Keep the largest element of this rank's gradients, from before the ranks exchange them."""
+
+        def watch(gradient: torch.Tensor) -> None:
+            torch.maximum(self._largest, gradient.detach().abs().max().float(), out=self._largest)
+
+        whole: dict[int, torch.Tensor] = {}
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()  # the whole weights stay the same objects when they are gathered again
+            if isinstance(module, FSDPModule) or module is self.model:
+                whole |= {id(its): its for its in module.parameters() if not isinstance(its, DTensor)}
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for weight in whole.values():
+            if weight.requires_grad:
+                weight.register_hook(watch)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _compile(self) -> str:
         """Have each block compiled when it first runs; return why not, if a rank has no compiler."""

@@ -113,18 +113,38 @@ def test_ranks_take_the_steps_of_one_and_report_the_mean_of_all(of_one_rank, ran
             assert found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-3)
 
 
-def spoil_on_rank_1(rank):
+def spoil_on_rank_1(rank, kind):
+    """In the second step."""
+    number = 0
+
     def shard(model, *given):
         lora_loop.fully_sharded(model, *given)
-        if rank == 1:
-            model.register_forward_hook(lambda module, given, sums: (sums[0] * math.nan, sums[1]))
+        if rank == 1 and kind == "loss":
+            model.register_forward_hook(lambda module, given, sums: (sums[0] * spoil(), sums[1]))
 
-    step = Trainer(dist.group.WORLD, CPU, BASE, RECIPE, blocks(), components=replace(COMPONENTS, shard=shard)).step(1)
-    return step.finite, step.all_finite, math.isnan(step.loss)
+    def spoil():
+        return math.nan if rank == 1 and number == 2 else 1.0
+
+    def loss(summed, targets):
+        return lora_loop.token_mean(summed, targets) * (spoil() if kind == "gradient" else 1.0)
+
+    def update(model, optimizer):
+        optimizer.step()
+        weight = next(its for its in model.parameters() if its.requires_grad)
+        weight.to_local().detach().mul_(spoil() if kind == "update" else 1.0)
+
+    components = replace(COMPONENTS, shard=shard, loss=loss, update=update)
+    trainer = Trainer(dist.group.WORLD, CPU, BASE, RECIPE, blocks(), components=components)
+    found = []
+    for number in (1, 2):
+        step = trainer.step(number)
+        found.append((step.finite, step.all_finite))
+    return found
 
 
-def test_of_several_ranks_the_one_whose_loss_is_not_finite_is_known_to_all():
-    assert on_ranks(2, spoil_on_rank_1) == [(True, False, True), (False, False, True)]
+@of_each("kind", ["loss", "gradient", "update"])
+def test_the_rank_whose_loss_gradient_or_weights_are_not_finite_is_known_to_all(kind):
+    assert on_ranks(2, spoil_on_rank_1, kind) == [[(True, True), (own, False)] for own in (True, False)]
 
 
 @of_each("precision", ["fp32", "bf16"])
