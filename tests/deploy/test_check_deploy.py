@@ -21,6 +21,7 @@ PROGRAM = Path(check_deploy.__file__)
 
 # Files of deploy/ for which there is no linter here, by their endings: what looks at them instead.
 OTHERS = {
+    ".json": "test_prometheus_files.py",
     ".md": "tests/docs/",
     ".py": "ruff and mypy",
     ".example": "a test of its own",
