@@ -139,6 +139,10 @@ class Lora:
     """Fine-tuning with LoRA until it has learned, and what shows that it has learned rightly."""
 
     steps: Annotated[int, Spec("steps of the optimizer", Whole(12, 1_000_000))]
+    stop_after: Annotated[
+        int,
+        Spec("of these, steps that are taken, and judged by a reference curve; 0: all of them", Whole(0, 1_000_000)),
+    ]
     warmup_steps: Annotated[int, Spec("steps in which the learning rate rises; fewer than steps", Whole(1, 1_000_000))]
     global_batch: Annotated[
         int,

@@ -162,6 +162,18 @@ def test_a_group_that_learns_otherwise_is_found(run):
     assert (error.status, error.worst_rank, error.values[0]) == ("failed", 1, 0.0)
 
 
+def test_the_first_steps_alone_are_judged_by_the_reference_curve_of_all_and_without_one_by_nothing(run):
+    for fault, status in (("start", "passed"), ("slowstart", "failed")):
+        found = result(run, fault)
+        assert (found.outcome, of_metric(found, "lora.reference_deviation").status) == (status, status)
+        assert len(curve(run, fault)) == 1 + 10
+        for metric in ("lora.final_loss", "lora.all_token_loss", "lora.held_out_ratio"):
+            assert of_metric(found, metric).status == "recorded"
+    found = result(run, "nocurve", "test_qwen2_lora")
+    assert (found.outcome, found.measurements, found.criterion) == ("skipped", (), "qwen2_lora")
+    assert "9 of 20 steps are judged by a reference curve" in found.message
+
+
 def test_a_curve_that_leaves_the_band_of_the_reference_curve_fails(run):
     same, other = (of_metric(result(run, fault), "lora.reference_deviation") for fault in ("resumed", "rate"))
     assert (same.status, same.value) == ("passed", 0.0)
@@ -221,6 +233,9 @@ def test_the_run_goes_on_after_each_fault_and_ends_in_a_rejection(run):
     assert "# node-a: failed test_" in listed
     assert "\n[slurm]\nnode-a\n" in listed
     assert (
-        planted_runs.others(run, "model", "noextra", "nomemory", "nolink", "foreign", "weights", "death", "shm") == []
+        planted_runs.others(
+            run, "model", "noextra", "nomemory", "nolink", "nocurve", "foreign", "weights", "death", "shm"
+        )
+        == []
     )
     assert result(run, "model", "test_lora_of_model").outcome == "passed"

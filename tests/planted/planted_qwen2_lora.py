@@ -174,6 +174,9 @@ COMPONENTS_OF = {
     "noextra": {},
     "nomemory": {},
     "nolink": {},
+    "nocurve": {},
+    "start": {},
+    "slowstart": {"learning_rate": lambda step, recipe: cosine(step, recipe) / 10},
     "interrupted": {"update": interrupted},
     "resumed": {},
 }
@@ -185,10 +188,11 @@ experiment.tiny_experiment = lambda sizes, kind: tiny.get(kind) or tiny.setdefau
 # What the reference curve that is read is of.
 CURVE_OF = {"foreign": {"model": "qwen2-7b"}, "weights": {"weights": "0" * 16}}
 FIND, FREE = importlib.util.find_spec, Cpu.free_bytes
+ELSEWHERE = ("model", "nomemory", "nolink", "nocurve")
 CASES = {
     "1x2": {
-        "test_lora_tiny": tuple(fault for fault in COMPONENTS_OF if fault not in ("model", "nomemory", "nolink")),
-        "test_qwen2_lora": ("model", "nolink"),
+        "test_lora_tiny": tuple(fault for fault in COMPONENTS_OF if fault not in ELSEWHERE),
+        "test_qwen2_lora": ("model", "nolink", "nocurve"),
         "test_lora_of_model": ("model",),
         "test_qwen2_lora_throughput": ("model", "nomemory"),
     }
@@ -207,6 +211,8 @@ LORA_TINY = {
 WORKLOADS = {fault: {"lora_tiny": sizes} for fault, sizes in LORA_TINY.items()}
 CONTRACT = {"lora": {"recipe": "contract"}, "lora_tiny": {**TRAINED_ONLY, "steps": 10}}
 WORKLOADS |= {"idle": CONTRACT, "contract": {**CONTRACT, "lora_tiny": {"calls": 0, "steps": 10}}}
+WORKLOADS |= {fault: {"lora_tiny": {**TRAINED_ONLY, "stop_after": 10}} for fault in ("start", "slowstart")}
+WORKLOADS["nocurve"] = {"qwen2_lora": {"stop_after": 9}}
 WORKLOADS["model"] = {"qwen2_lora": {"steps": 10, "checkpoint_every": 8, "parity_steps": 2}}
 
 
@@ -245,21 +251,19 @@ def small_model():
     }
 
 
+NOWHERE = Source(name="none", path=None)
 SETTINGS = {
-    **dict.fromkeys(("rate", "foreign", "weights"), reference_file),
+    **dict.fromkeys(("rate", "foreign", "weights", "start", "slowstart"), reference_file),
     "interrupted": going_on,
     "resumed": lambda: going_on() | reference_file(),
     "model": small_model,
-    "nolink": lambda: {
-        "model": Source(name="none", path=None),
-        "data": {"function_calls": Source(name="none", path=None)},
-    },
+    **dict.fromkeys(("nolink", "nocurve"), lambda: {"model": NOWHERE, "data": {"function_calls": NOWHERE}}),
 }
 
 
 def prepare(item):
     # So far as to look at the memory or the groups it needs no GPU.
-    if item.callspec.params["fault"] in ("nomemory", "nolink"):
+    if item.callspec.params["fault"] in ("nomemory", "nolink", "nocurve"):
         item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "needs_gpu"]
 
 
@@ -267,6 +271,8 @@ def plant(fault, request):
     steps_taken[0] = 0
     alone = fault in ("groups", "drift", "nolink")
     request.module.group_size = (lambda nodes, global_batch: 1) if alone else training_plan.group_size
+    if fault == "nocurve":
+        request.module.given_base = lambda *given, **more: replace(tiny_base(64), label="qwen2-7b")
     missing = fault == "noextra"
     importlib.util.find_spec = lambda name, *more: None if missing and name == "peft" else FIND(name, *more)
     trainer.COMPONENTS = replace(COMPONENTS, **COMPONENTS_OF[fault])

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.group import Ranks, on_first_rank
 from pytest_gpucluster.benchmarks.lora.evaluation import CallScore, evaluate, reload_adapter, reloaded_loss
-from pytest_gpucluster.benchmarks.lora.experiment import Sizes, context_of, require_same_context
+from pytest_gpucluster.benchmarks.lora.experiment import Sizes, context_of, last_step, require_same_context
 from pytest_gpucluster.benchmarks.lora.model import Base, TransformersLoss
 from pytest_gpucluster.benchmarks.lora.packing import Packed
 from pytest_gpucluster.benchmarks.lora.reference_curve import ReferenceCurve, require_same_experiment
@@ -169,10 +169,10 @@ def converge(
         device: where this rank trains.
         base: the model to train.
         recipe: how to train it.
-        sizes: of the further checks: parity_steps, parity_batch and parity_sequence, of the steps that a single rank
-            repeats, in each of parity_precisions; checkpoint_every, for at most this many steps are replayed; calls and
-            call_tokens, of the function calls that the trained model is prompted for, by all ranks of a group together;
-            tolerance_ratio, of the rate.
+        sizes: stop_after, the last step that is taken, if not 0; and of the further checks: parity_steps, parity_batch
+            and parity_sequence, of the steps that a single rank repeats, in each of parity_precisions;
+            checkpoint_every, for at most this many steps are replayed; calls and call_tokens, of the function calls
+            that the trained model is prompted for, by all ranks of a group together; tolerance_ratio, of the rate.
         data: the blocks to train on, and those held out.
         folder: for checkpoints, this group's own, on a file system that its ranks share.
         final: the folder for the trained adapters, on such a file system too.
@@ -221,6 +221,7 @@ class _Run:
     def __post_init__(self) -> None:
         self._everyone, self._ranks = Ranks(self._world, self._device), Ranks(self._group, self._device)
         self._context = self._context_of(0)  # until there is a model
+        self._last = last_step(self._sizes)
         self._points: list[Point] = []
         self._held_out: list[tuple[int, float]] = []
         self._notes = list(self._data.notes)
@@ -287,7 +288,7 @@ class _Run:
         trainer = self._trainer()
         self._context = self._context_of(trainer.start)
         if reference is not None:
-            require_same_experiment(reference, self._context)
+            require_same_experiment(reference, self._context, steps=self._last)
         done = self._go_on(trainer, newest) if newest is not None else 0
         if not done:
             self._held_out.append((0, trainer.held_out_loss(self._data.held_out)))
@@ -301,18 +302,18 @@ class _Run:
 
         def on_step(step: Step) -> None:
             self._points.append(_point(step))
-            if not step.step % HELD_OUT_EVERY or step.step == self._recipe.steps:
+            if not step.step % HELD_OUT_EVERY or step.step == self._last:
                 self._held_out.append((step.step, trainer.held_out_loss(self._data.held_out)))
             write()
-            if step.step < self._recipe.steps and step.step % self._sizes.checkpoint_every == 0:
+            if step.step < self._last and step.step % self._sizes.checkpoint_every == 0:
                 trainer.save(folder, step.step, self._extra())
             if self._progress is not None:
                 rate = step.tokens / step.seconds
-                self._progress(step.step, self._recipe.steps, loss=step.loss, tokens_per_second=rate)
+                self._progress(step.step, self._last, loss=step.loss, tokens_per_second=rate)
 
         with closing(live) if live is not None else nullcontext():
             write()
-            steps = trainer.steps(self._recipe.steps, first=done + 1, on_step=on_step)
+            steps = trainer.steps(self._last, first=done + 1, on_step=on_step)
             if not steps[-1].all_finite:
                 self._points.append(_point(steps[-1]))
                 write()
@@ -344,12 +345,12 @@ class _Run:
         trainer = self._trainer(recompute="on" if trained.recomputes else "off")
         start = int(trainer.load(newest)["step"]) if newest is not None else 0
         before = {step.step: step for step in trained.steps}
-        again = trainer.steps(self._recipe.steps, first=start + 1)
+        again = trainer.steps(self._last, first=start + 1)
         self._finite += [step.finite for step in again]
         pairs = [(step, before[step.step]) for step in again]
         same = sum(one.weights == other.weights for one, other in pairs)
         error = largest(relative(one.loss, other.loss) for one, other in pairs)
-        return again, same / (self._recipe.steps - start), error
+        return again, same / (self._last - start), error
 
     def _reload(self, final: Path) -> tuple[float, CallScore | None]:
         """Load the saved adapters into a new model, whole on each rank."""

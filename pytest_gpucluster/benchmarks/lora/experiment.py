@@ -60,6 +60,11 @@ CONVERSATION = 512
 """Tokens of one, at most on average. Source: that acceptance, some 60,000 tokens in steps of 128 conversations."""
 
 
+def last_step(sizes: Sizes) -> int:
+    """Return the step after which a training stops: of the schedule's steps it may take only the first."""
+    return int(min(sizes.steps, sizes.stop_after or sizes.steps))
+
+
 def training_deadline(sizes: Sizes, recipe: str, nodes: Sequence[int], rate: float | None = None) -> float:
     """Return the seconds that a training may take: 1.5 times those of its steps and of those that are taken again, as
     predicted, and the workload's deadline for all else.
@@ -72,7 +77,7 @@ def training_deadline(sizes: Sizes, recipe: str, nodes: Sequence[int], rate: flo
     """
     of_block = min(sizes.sequence, CONVERSATION) if recipe == "contract" else sizes.sequence
     blocks = -(-sizes.global_batch // group_size(nodes, sizes.global_batch))
-    seconds = (sizes.steps + sizes.checkpoint_every) * blocks * of_block / (rate or FLOOR)
+    seconds = (last_step(sizes) + sizes.checkpoint_every) * blocks * of_block / (rate or FLOOR)
     return float(sizes.deadline_seconds + 1.5 * seconds)
 
 

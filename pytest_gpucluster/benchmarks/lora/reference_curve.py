@@ -164,28 +164,31 @@ def read(path: Path) -> ReferenceCurve:
     return found
 
 
-def require_same_experiment(reference: ReferenceCurve, context: Mapping[str, str]) -> None:
-    """Check before training whether a curve of this context can be compared.
+def require_same_experiment(reference: ReferenceCurve, context: Mapping[str, str], *, steps: int) -> None:
+    """Check before training whether a curve of this context, with this number of steps, can be compared.
 
     Raises:
-        CurveError: it cannot; names each key that differs, with both values.
+        CurveError: it cannot; names each key that differs, with both values, or the number of steps.
     """
     _require_same("this run", context, "the reference curve", reference.context)
+    if steps > len(reference.steps):
+        raise CurveError(f"the reference curve has {len(reference.steps)} steps, and this run takes {steps}")
 
 
-def deviation(reference: ReferenceCurve, curve: Curve) -> Deviation:
-    """Return where ``|loss - reference| / band`` is largest over the steps; a loss that is not finite counts as
-    largest.
+def deviation(reference: ReferenceCurve, curve: Curve, *, steps: int) -> Deviation:
+    """Return where ``|loss - reference| / band`` is largest over the first steps, which the curve must have.
+
+    A loss that is not finite counts as largest.
 
     Raises:
         CurveError: they are not of the same experiment, so that a difference would mean nothing: names each key of the
             context that differs, with both values; or the steps differ.
     """
-    require_same_experiment(reference, curve.context)
-    _require_steps("this run", [point.step for point in curve.points], reference.steps)
+    require_same_experiment(reference, curve.context, steps=steps)
+    _require_steps("this run", [point.step for point in curve.points], reference.steps[:steps])
     found = [
         Deviation(largest=abs(point.loss - mean) / band, step=point.step, loss=point.loss, reference=mean, band=band)
-        for point, mean, band in zip(curve.points, reference.loss, reference.band, strict=True)
+        for point, mean, band in zip(curve.points, reference.loss[:steps], reference.band[:steps], strict=True)
     ]
     return max(found, key=lambda each: math.inf if math.isnan(each.largest) else each.largest)
 

@@ -111,7 +111,9 @@ def test_the_workload_takes_the_contract_the_chat_template_and_no_calls():
 
 
 def test_a_training_has_the_time_that_it_is_predicted_to_need_and_half_as_much():
-    sizes = SimpleNamespace(steps=100, checkpoint_every=10, global_batch=128, sequence=4096, deadline_seconds=3600.0)
+    sizes = SimpleNamespace(
+        steps=100, stop_after=0, checkpoint_every=10, global_batch=128, sequence=4096, deadline_seconds=3600.0
+    )
     tokens = 110 * 128 * 4096
     one, two, three = ([rank // 8 for rank in range(ranks)] for ranks in (1, 16, 24))
     assert (

@@ -137,14 +137,14 @@ REFERENCE = reference_curve_of([curve(6.0, 1.0, 0.5)])
 )
 def test_the_largest_deviation_counts_in_bands(found: tuple[tuple[float, ...], float, int]) -> None:
     losses, largest, step = found
-    message = deviation(REFERENCE, curve(*losses))
+    message = deviation(REFERENCE, curve(*losses), steps=3)
     assert (message.largest, message.step) == (pytest.approx(largest), step)
     assert str(message).startswith(f"{largest:.3g} bands at step {step}: loss {losses[step - 1]:.6g}, reference ")
 
 
 @of_each("value", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_no_agreement(value: float) -> None:
-    found = deviation(REFERENCE, curve(9.0, value, 0.5))
+    found = deviation(REFERENCE, curve(9.0, value, 0.5), steps=3)
     assert not found.largest <= 1
     assert not math.isfinite(found.largest)
     assert found.step == 2
@@ -155,14 +155,17 @@ def test_another_experiment_is_refused_with_both_values(key: str) -> None:
     other = curve(6.0, 1.0, 0.5, **{key: "other", "rank": "16"})
     message = rf"{key} is other in this run and {CONTEXT[key]} in .*rank is 16 .*not given"
     with pytest.raises(CurveError, match=message):
-        deviation(REFERENCE, other)
+        deviation(REFERENCE, other, steps=3)
     with pytest.raises(CurveError, match=message):
-        reference_curve.require_same_experiment(REFERENCE, other.context)
+        reference_curve.require_same_experiment(REFERENCE, other.context, steps=3)
 
 
 def test_a_curve_of_other_steps_is_refused() -> None:
     with pytest.raises(CurveError, match=r"this run.* 3: 2 steps, and 3 are expected"):
-        deviation(REFERENCE, curve(6.0, 1.0))
+        deviation(REFERENCE, curve(6.0, 1.0), steps=3)
+    assert deviation(REFERENCE, curve(6.0, 1.03), steps=2).largest == pytest.approx(1.5)
+    with pytest.raises(CurveError, match=r"has 3 steps, and this run takes 4"):
+        reference_curve.require_same_experiment(REFERENCE, REFERENCE.context, steps=4)
     swapped = replace(curve(6.0, 1.0, 0.5), points=())
     with pytest.raises(CurveError, match=r"this run.* 1"):
-        deviation(REFERENCE, swapped)
+        deviation(REFERENCE, swapped, steps=3)
