@@ -255,8 +255,8 @@ def culprit_lines(reports: Mapping[str, str], planted: Sequence[Fault]) -> Itera
         planted: the faults.
     """
     from pytest_gpucluster.journal.journal import read
+    from pytest_gpucluster.reports.failures import failure_text
     from pytest_gpucluster.reports.summary import outline
-    from pytest_gpucluster.reports.tables import culprit_text
 
     for fault in planted:
         yield f"planted: {fault}: {fault.kind.does}{'; no part may be accused of it' if fault.kind.healthy else ''}"
@@ -269,7 +269,7 @@ def culprit_lines(reports: Mapping[str, str], planted: Sequence[Fault]) -> Itera
     )
     page = Path(reports["report"]).read_text(encoding="utf-8") if "report" in reports else ""
     for row in bad[:_SHOWN]:
-        yield f"{row.name}: {culprit_text(row, journal)}"
+        yield f"{row.name}: {failure_text(row, journal)}"
         yield "- terminal: the line of this test above, and again in the summary before the verdict"
         for result in cases.get(row.name, ()):
             if result.tag in ("failure", "error"):

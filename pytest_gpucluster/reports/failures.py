@@ -144,9 +144,11 @@ def _place_on_host(host: str, ranks: Sequence[int], journal: Journal) -> str:
     return f"{host}{named} ({rank_ranges(ranks)})".strip()
 
 
-def failure_text(row: Row, journal: Journal, *, name: str = "") -> str:
+def failure_text(row: Row, journal: Journal | None, *, name: str = "") -> str:
     """Return where and why a test did not pass: "gpu-02 GPU 3 (rank 11): tflops 584.4 < 700 TFLOPS, -16.5 %", or with
     the whole message where no value decided."""
+    if journal is None:
+        return row.why
     return ": ".join(filter(None, (place_text(culprit_ranks(row, journal), journal), name, _miss_text(row))))
 
 

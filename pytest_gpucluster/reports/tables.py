@@ -8,7 +8,6 @@ form that ``node.health.telemetry.summary`` gives is shown unchanged.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -19,8 +18,8 @@ from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import bound_margin, most_throttled
 from pytest_gpucluster.metrics.time_budget import PARTS, in_words
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.reports.summary import Row, margin_ratio, worst_first
-from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, rank_ranges
+from pytest_gpucluster.reports.summary import margin_ratio, worst_first
+from pytest_gpucluster.text import one_line, rank_ranges
 
 _CLOCK, _HIGHEST = "sm_clock_mhz", "sm_clock_max_mhz"
 _FIGURES = {
@@ -341,41 +340,6 @@ def _distance(judged: JudgedMetric, value: float, interval: tuple[float, float] 
 def _has_ratio(judged: JudgedMetric) -> bool:
     """Whether a margin is a ratio of the limit: for a limit of zero it is a distance."""
     return judged.limit is None or 0 not in (judged.limit.min, judged.limit.max)
-
-
-_MORE_RANKS = r"(, and (\d+ more ranks|rank \d+( \([^()]*\))?))?"
-
-
-def culprit_text(row: Row, journal: Journal | None, characters: int = MESSAGE_CHARACTERS) -> str:
-    """Return why a test did not pass in one line, the culprit first: "rank 11 (gpu-02, GPU 3 GPU-6e9fb788): matmul 585
-    < 700 ..."
-
-    A reason from isolation or from a rank itself already begins with the culprit.
-    """
-    result, judged, why = row.result, row.headline, row.why
-    if (
-        result is not None
-        and judged is not None
-        and judged.worst_rank is not None
-        and why.startswith(judged.metric)
-        and (judged.status == "error" or (judged.status == "failed" and result.culprits))
-    ):
-        worst, others = judged.worst_rank, [rank for rank in result.culprits if rank != judged.worst_rank]
-        culprit = f"rank {worst}" if journal is None else rank_name(journal, worst)
-        if others:
-            culprit += f" and {len(others)} more" if len(others) > 8 else f", and {rank_ranges(others)}"
-        why = f"{culprit}: {_without_place(judged.reason or why, worst, journal)}"
-    return one_line(why, characters)
-
-
-def _without_place(reason: str, rank: int, journal: Journal | None) -> str:
-    place = journal.place(rank) if journal is not None else None
-    if place is None:
-        return reason
-    gpu = place.gpu
-    gpu_name = f", GPU {gpu.get('index', '?')} {gpu.get('uuid', '')[:12]}\N{HORIZONTAL ELLIPSIS}" if gpu else ""
-    named = re.escape(f" on rank {rank} ({place.host}{gpu_name})")
-    return re.sub(rf"(?<!,){named}{_MORE_RANKS}(?=$|: |; )", "", reason, count=1)
 
 
 def rank_tables(result: TestResult, journal: Journal) -> str:

@@ -35,7 +35,6 @@ from pytest_gpucluster.reports.summary import (
 )
 from pytest_gpucluster.reports.summary import RUNNING as ENDED_IN
 from pytest_gpucluster.reports.tables import (
-    culprit_text,
     headline_text,
     limit_text,
     margin_text,
@@ -222,8 +221,7 @@ def _criteria(journal: Journal, overview: Outline, *, width: int, colour: bool) 
     lines = [styled(f"Criteria: {counts}", "bold", colour=colour), head]
     for row, row_lines in zip(rows, table, strict=True):
         lines += [_coloured(line, row, colour) for line in row_lines]
-        why = "" if row.is_good else culprit_text(row, journal, 10_000)
-        lines += _detail(why, width) if why else []
+        lines += [] if row.is_good else _detail(failure_text(row, journal), width)
         if row.result is not None:
             lines += _properties((*measured_pairs(row.result.measurements), *row.result.properties), width)
     if len(ran) > len(rows):

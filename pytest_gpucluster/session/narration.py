@@ -17,8 +17,9 @@ import pytest
 
 from pytest_gpucluster.config.workload import CRITERIA
 from pytest_gpucluster.errors import JournalError
+from pytest_gpucluster.reports.failures import failure_text
 from pytest_gpucluster.reports.summary import Row, row_of
-from pytest_gpucluster.reports.tables import culprit_text, headline_text
+from pytest_gpucluster.reports.tables import headline_text
 from pytest_gpucluster.session.selection import criterion_of
 from pytest_gpucluster.text import paragraph, plural, some_of
 
@@ -50,7 +51,7 @@ def after(rows: Sequence[Row], journal: Journal | None) -> list[str]:
     ended = ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) or "nothing was recorded"
     bad = [row for row in rows if row.outcome in ("failed", "error")]
     if bad:
-        return [f"{ended}. {bad[0].name} names {culprit_text(bad[0], journal)}"]
+        return [f"{ended}. {bad[0].name} names {failure_text(bad[0], journal)}"]
     judged = [(row.margin, row.name, row.headline) for row in rows if row.margin is not None]
     if not judged:
         return [f"{ended}."]

@@ -29,7 +29,7 @@ from pytest_gpucluster.reports.facts import cluster_lines, fact, header_lines
 from pytest_gpucluster.reports.failures import failure_text
 from pytest_gpucluster.reports.registry import existing_files
 from pytest_gpucluster.reports.summary import Outline, Row, outline, row_of
-from pytest_gpucluster.reports.tables import culprit_text, headline_text, rank_name
+from pytest_gpucluster.reports.tables import headline_text, rank_name
 from pytest_gpucluster.reports.terminal import measurement_table, report_lines, summary, verdict_lines
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, clean, clip, columns, first_line, one_line, padded, paragraph
 
@@ -248,7 +248,7 @@ class TestReports:
         """Let pytest's short summary begin with the culprit, for it has room for little more; the journal has the
         missed limit, as it was judged."""
         with suppress(JournalError):  # none is expected, and pytest's own word is there
-            failure.reprcrash.message = culprit_text(row_of(record.result()), self._run.journal_copy.journal())
+            failure.reprcrash.message = failure_text(row_of(record.result()), self._run.journal_copy.journal())
 
     def _take(self, record: TestRecord, report: pytest.TestReport, merged: Merged | None) -> None:
         record.add(
@@ -456,16 +456,16 @@ class Console:
         return [("JUnit", str(run.junit_path))] if run.junit_path is not None and run.junit_path.exists() else []
 
 
-def _result_text(row: Row, journal: Journal | None, *, verbose: bool = False) -> str:
+def _result_text(row: Row, journal: Journal | None) -> str:
     if row.is_good:
         return "" if row.headline is None else headline_text(row.headline)
-    return culprit_text(row, journal) if verbose or journal is None else failure_text(row, journal)
+    return failure_text(row, journal)
 
 
 def _below(row: Row, journal: Journal | None) -> str:
     if row.outcome == "skipped":
         return ""
-    text, judged = _result_text(row, journal, verbose=True), row.headline
+    text, judged = _result_text(row, journal), row.headline
     if row.is_good and text and judged is not None and judged.worst_rank is not None and journal is not None:
         return f"{text}, {rank_name(journal, judged.worst_rank)}"
     return text

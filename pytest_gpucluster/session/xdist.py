@@ -26,8 +26,8 @@ from pytest_gpucluster.journal.records import CollectedTest
 from pytest_gpucluster.journal.test_record import TestRecord, unique
 from pytest_gpucluster.metrics.codec import read
 from pytest_gpucluster.metrics.time_budget import LEDGER
+from pytest_gpucluster.reports.failures import failure_text
 from pytest_gpucluster.reports.summary import row_of
-from pytest_gpucluster.reports.tables import culprit_text
 from pytest_gpucluster.session import rejected_run, shutdown
 from pytest_gpucluster.session.judging import judge_merged
 from pytest_gpucluster.session.phases import Phases
@@ -354,7 +354,7 @@ class Controller:
         self._run.records[record.test.nodeid] = record
         if carrier is not None and bad:
             repr_: Any = carrier.longrepr
-            repr_.reprcrash.message = culprit_text(row_of(record.result()), self._run.journal_copy.journal())
+            repr_.reprcrash.message = failure_text(row_of(record.result()), self._run.journal_copy.journal())
         self._run.send(record.line())
         record.drop_samples()
 

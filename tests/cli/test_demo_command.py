@@ -107,7 +107,7 @@ def test_narration_says_what_happens_and_where_the_culprit_stands(run, tmp_path)
     said = "\n".join(line for line in output.splitlines() if line.startswith(">> "))
     assert said.splitlines()[0] == ">> Is anything there?"
     assert "1 test of gpu.compute on every rank; look at gpu.usable_dtypes" in said
-    assert re.search(r"1 failed\. test_second names rank 3 \(gpu-01", said)
+    assert re.search(r"1 failed\. test_second names gpu-01 GPU 1 \(rank 3\)", said)
     told = "\n".join(errors)
     page = (tmp_path / "reports" / "latest").resolve() / "report.html"
     assert "planted: slow-gpu:gpu-01/1: all rates of the GPU are lower by this much" in told

@@ -19,7 +19,6 @@ from pytest_gpucluster.reports.failures import advice, failure_text
 from pytest_gpucluster.reports.summary import row_of
 from pytest_gpucluster.reports.tables import (
     clock_text,
-    culprit_text,
     headline_text,
     stopped_text,
     telemetry_of_test,
@@ -211,31 +210,7 @@ MISSED = "nccl.all_reduce.busbw 301 GB/s < 440 GB/s (size=1 GB)"
 
 
 ON_3 = "on rank 3 (gpu-07, GPU 3 GPU-1f2e3d4c…)"
-RANK_3 = "rank 3 (gpu-07, GPU 3 GPU-1f2e3d4c)"
 ALL = tuple(range(16))
-CULPRITS = {
-    f"{RANK_3}: {MISSED}": failed(f"{MISSED} {ON_3}"),
-    f"{RANK_3}, and ranks 0, 4: {MISSED} on all 8 GPUs of gpu-07": failed(
-        f"{MISSED} on all 8 GPUs of gpu-07", culprits=(0, 3, 4)
-    ),
-    f"{RANK_3}, and rank 4: {MISSED}": failed(f"{MISSED} {ON_3}, and rank 4 (gpu-07)", culprits=(3, 4)),
-    # What they share is kept, and so is a sentence that needs its end.
-    f"{RANK_3} and 15 more: {MISSED}: all": failed(f"{MISSED} {ON_3}, and 15 more ranks: all", culprits=ALL),
-    f"{RANK_3}: {MISSED}: too fast, {ON_3}": failed(f"{MISSED}: too fast, {ON_3}"),
-    f"{RANK_3} and 15 more: {MISSED}": failed(f"{MISSED} {ON_3}, and 15 more ranks", culprits=ALL),
-    f"isolated: gpu-07; {MISSED}": failed(MISSED, why=f"isolated: gpu-07; {MISSED}"),
-    # Nothing was measured, or the measurement is not the cause.
-    "rank 3 (gpu-07) is lost": TestResult(nodeid="a", outcome="error", message="rank 3 (gpu-07) is lost"),
-    "rank 1: boom": TestResult(nodeid="a", outcome="failed", message="rank 1: boom", measurements=(MEASURED,)),
-}
-
-
-def test_the_culprit_comes_first() -> None:
-    assert {culprit_text(row_of(result), JOURNAL): result for result in CULPRITS.values()} == CULPRITS
-    # A rank is named though nothing is known of the cluster.
-    assert culprit_text(row_of(failed(MISSED)), None) == f"rank 3: {MISSED}"
-
-
 FAILURES = {
     "gpu-07 GPU 3 (rank 3): 301 < 440 GB/s, -31.0 %": failed(f"{MISSED} {ON_3}"),
     "301 < 440 GB/s, -31.0 %": failed(MISSED, culprits=()),
@@ -244,6 +219,11 @@ FAILURES = {
         failed(MISSED, why=f"isolated: gpu-07; {MISSED}"),
         isolation={"names": {"1": "gpu-07"}, "culprits": [{"units": [1], "failed": 3, "probes": 3}]},
     ),
+    # Nothing was measured, or the measurement is not the cause.
+    "gpu-07 GPU 3 (rank 3): rank 3 (gpu-07) is lost": TestResult(
+        nodeid="a", outcome="error", message="rank 3 (gpu-07) is lost", culprits=(3,)
+    ),
+    "rank 1: boom": TestResult(nodeid="a", outcome="failed", message="rank 1: boom", measurements=(MEASURED,)),
     # Nothing is cut that the text has.
     "gpu-07 GPU 3 (rank 3): look at its NVLinks and at its PCIe link": TestResult(
         nodeid="a", outcome="failed", message="rank 3 (gpu-07): look at its NV…", culprits=(3,),
@@ -254,6 +234,7 @@ FAILURES = {
 
 def test_a_failure_is_where_and_what_in_one_line() -> None:
     assert {failure_text(row_of(result), JOURNAL): result for result in FAILURES.values()} == FAILURES
+    assert failure_text(row_of(failed(MISSED)), None) == MISSED  # nothing is known of the cluster
 
 
 def test_a_carrier_that_the_limit_does_not_allow_is_named() -> None:

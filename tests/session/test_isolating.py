@@ -105,7 +105,7 @@ def test_one_of_two_nodes_is_found_where_it_is_slow_by_itself(search):
 def test_a_hang_becomes_a_rejection_once_it_is_known_who_causes_it(search):
     found = search("drop:node-b")
     assert found.result.outcome == "failed"
-    assert "FAILED test_blame.py::test_fabric[drop:node-b] - isolated: node-b; " in found.run.output
+    assert "FAILED test_blame.py::test_fabric[drop:node-b] - node-b (rank 1): isolated: node-b; " in found.run.output
 
 
 def test_the_next_test_runs_on_new_groups(runs, search):
