@@ -16,7 +16,9 @@ from pytest_gpucluster.journal.verdict import RUNNING
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.reports.facts import header_lines
 from pytest_gpucluster.reports.failures import (
+    FAILED,
     MARKS,
+    OK,
     advice,
     cluster_map,
     failure_text,
@@ -158,7 +160,7 @@ def _map(journal: Journal, overview: Outline, *, width: int, colour: bool) -> li
     if len(nodes) > _MOST_NODES:
         lines.append(f"and {plural(len(nodes) - _MOST_NODES, 'more node')} with failures")
     seen = dict.fromkeys(gpu.mark for node in nodes for gpu in node.gpus)
-    if any(len({gpu.mark for gpu in node.gpus}) > 1 for node in nodes):
+    if seen.keys() - {OK, FAILED} and any(len({gpu.mark for gpu in node.gpus}) > 1 for node in nodes):
         lines.append(" " * (wide + 2) + ", ".join(f"{mark} {MARKS[mark]}" for mark in seen))
     return lines
 

@@ -75,7 +75,8 @@ def test_verbose_has_the_number_under_the_word_and_the_short_summary_begins_with
     assert "matmul.bf16.tflops{n=256}: 2 TFLOPS" in " ".join(left.stdout.partition("Criteria:")[2].split())
     summary = left.stdout.partition("short test summary info")[2]
     assert "PASSED test_it.py::test_speed[bf16]\n" in summary
-    assert re.search(r"^FAILED test_it\.py::test_slow - node-a \(rank 0\): 0\.000001 < ", summary, re.MULTILINE), summary
+    named = r"^FAILED test_it\.py::test_slow - node-a \(rank 0\): 0\.000001 < "
+    assert re.search(named, summary, re.MULTILINE), summary
     # On record it stays as it was judged.
     assert left.verdicts["test_slow"].startswith("failure: matmul.fp32.tflops 0.000001 TFLOPS < 0.0005 TFLOPS")
 
