@@ -81,12 +81,14 @@ class NcclModel:
         version: such as 2.28.9.
         transport: between nodes, as it is in the labels of measurements.
         group_bytes: device memory of one communicator.
+        all_to_all_bytes: what its first all_to_all adds. Source: https://github.com/NVIDIA/nccl/issues/1685, 8 H100.
         latency_seconds, net_latency_seconds: of a small collective on one node, and between nodes.
     """
 
     version: str
     transport: str
     group_bytes: int = _in("B")
+    all_to_all_bytes: int = _in("B")
     latency_seconds: float = _in("s")
     net_latency_seconds: float = _in("s")
 

@@ -101,6 +101,7 @@ class World:
         planted = {fault.name for fault in self.cluster.faults.all}
         self._changes = bool(planted & {"throttle", "flapping-port"})
         self._can_end = bool(planted & {*_LOST, "kill", "node-down", "stop", "hang"})
+        self._held = dict[str, int]()
         self.turns = Counter[frozenset[Place]]()
         self._slowest: dict[tuple[Place, ...], tuple[float, float]] = {}
 
@@ -150,6 +151,13 @@ class World:
         if self._changes or places not in self._slowest:
             self._slowest[places] = min(map(self.factor, places)), min(map(self.port_factor, places))
         return self._slowest[places]
+
+    # ---- memory
+
+    def hold_group(self, name: str, amount_bytes: int) -> None:
+        """Let the communicator of a group take this much memory."""
+        self._held[name] = amount_bytes
+        self.machine.hold_groups(sum(self._held.values()))
 
     # ---- time
 
@@ -396,12 +404,13 @@ class Simulated(Cpu):
         world = self._world
         world.exchanges[group.group_name] = exchange = Exchange(group, (world.me.host, world.me.gpu))
         world.places[group.group_name] = tuple(Place(*place) for place in exchange.known)
-        world.machine.add_group(world.cluster.nccl.group_bytes)
+        world.hold_group(group.group_name, world.cluster.nccl.group_bytes)
         nccl.write(world.cluster, exchange.known, dist.get_rank(group))
 
     def left(self, groups: Iterable[ProcessGroup]) -> None:
         """Return the memory of their communicators."""
-        self._world.machine.add_group(-len(list(groups)) * self._world.cluster.nccl.group_bytes)
+        for group in groups:
+            self._world.hold_group(group.group_name, 0)
 
     def communicate(
         self,
@@ -418,6 +427,8 @@ class Simulated(Cpu):
         if sent is not None and world.cluster.faults.amount("wrong-reduce", world.me.host, world.me.gpu):
             sent[len(sent) // 2] += 1
         call()
+        if name == "all_to_all":
+            world.hold_group(group.group_name, world.cluster.nccl.group_bytes + world.cluster.nccl.all_to_all_bytes)
         places = world.places.get(group.group_name, (world.me,))
         if peer is not None:
             places = (world.me, places[dist.get_group_rank(group, peer)])

@@ -103,6 +103,6 @@ class Machine:
         """Set the memory that its rank has allocated."""
         self._set("held", float(amount_bytes))
 
-    def add_group(self, amount_bytes: int) -> None:
-        """Add the memory of a communicator, or with a negative number return it."""
-        self._set("groups", max(0.0, self._get("groups") + amount_bytes))
+    def hold_groups(self, amount_bytes: int) -> None:
+        """Set the memory that its communicators take."""
+        self._set("groups", float(amount_bytes))

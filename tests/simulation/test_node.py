@@ -133,7 +133,7 @@ def test_load_memory_and_processes_are_shown(on):
     assert (idle.get("processes"), idle.get("memory.used"), idle.get("throttle.reasons")) == ((), 0, ("gpu_idle",))
     gpu.machine.take(4711)
     gpu.machine.hold(10 * 10**9)
-    gpu.machine.add_group(6 * 10**8)
+    gpu.machine.hold_groups(6 * 10**8)
     gpu.machine.work(1)
     busy = read_values(opened, gpu.uuid)
     assert busy.get("processes") == ((4711, 11_100_000_000),)
