@@ -213,7 +213,7 @@ def test_a_lost_gpu_fails_as_cuda_does(world, fault):
 
 
 def test_memory_and_identity_are_the_described_ones(world):
-    found = world()
+    world()
     by = backends.accelerator(CPU)
     free = by.free_bytes()
     by.communicate(lambda: None, "all_to_all", 10**9, GROUP)
