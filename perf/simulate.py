@@ -46,6 +46,7 @@ TESTS = {
     **dict.fromkeys(("slow-gpu", "slow-host", "half-rate"), f"{NODE} or {NETWORK}"),
     **dict.fromkeys(("no-gdr", "net-socket", "nvls-off", "wrong-reduce", "nic-down"), NETWORK),
     **dict.fromkeys(("straggler", "wrong-gradient", "diverge"), TRAINING),
+    "hang": "test_hbm and write",  # each test after it waits for its deadline
 }
 """Fault -> which tests run: those that look at what it is in, by default at nodes, for ports at the network."""
 ALONE = {
