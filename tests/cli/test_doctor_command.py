@@ -326,18 +326,9 @@ def test_a_port_is_free_in_use_or_refused() -> None:
     assert doctor.probe_port("127.0.0.1", port) == "free"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [
-        ("--gpucluster-expect=many", "NODESxGPUS"),
-        ("--gpucluster-sku=cpu-rehearsal", "nothing about a GPU"),
-        ("--gpucluster-sku=H1000", "H1000"),
-    ],
-    ids=["malformed", "of a rehearsal", "an unknown SKU"],
-)
-def test_a_wrong_option_of_pytest_is_wrong_usage(wrong: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["doctor", "--", "acceptance/test_hbm.py", "--lf", *wrong.split()]) == 2
-    assert word in capsys.readouterr().err
+def test_a_wrong_option_of_pytest_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--", "acceptance/test_hbm.py", "--lf", "--gpucluster-sku=H1000"]) == 2
+    assert "H1000" in capsys.readouterr().err
 
 
 def test_on_this_machine_the_real_suite_is_forecast(capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,7 +226,7 @@ def test_without_a_limit_a_slow_unit_is_still_found_by_comparison():
     assert units_of(search(8, bad(6), floor=None)) == [(6,)]
 
 
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(st.integers(1, 9), st.integers(0, 2**32 - 1), st.sampled_from([0.05, 0.3, 0.7]))
 def test_any_outcomes_end_the_search_with_disjoint_groups(units, seed, share):
     random = Random(seed)
