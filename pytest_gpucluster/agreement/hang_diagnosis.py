@@ -135,10 +135,15 @@ def waits_seconds(operations: Sequence[Operation], now_ns: int) -> float | None:
 
 
 def unrecorded_operations() -> list[Operation]:
-    """Return what the main thread waits in by its stack, where no recorder knows of it: gloo's point-to-point, say."""
+    """Return what the main thread waits in by its stack, where no recorder knows of it: gloo's point-to-point, say, or
+    the exchange of simulated ranks."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    inside = [entry for entry in traceback.extract_stack(frame)[-8:] if "/torch/distributed/" in entry.filename]
-    names = [entry.name for entry in inside if not entry.name.startswith(("wrapper", "_"))]
+    names = [
+        entry.name
+        for entry in traceback.extract_stack(frame)[-8:]
+        if "/torch/distributed/" in entry.filename or (entry.name == "rows" and "/simulation/" in entry.filename)
+        if not entry.name.startswith(("wrapper", "_"))
+    ]
     return [Operation(group=_UNRECORDED, sequence=1, name=names[-1], pending=True)] if names else []
 
 
