@@ -261,4 +261,5 @@ def test_busbw_retention(cluster, group_of, workload, telemetry, measure):
         dtype="bf16",
         group_size=results["world"].ranks,
         over=results["node"].ranks,
+        **cluster.carried_by(cluster.group).labels,
     )
