@@ -151,8 +151,8 @@ PLANTED = {
     ),
     "the reported loss is that of the own rank": _bug(
         "benchmarks/lora/trainer.py",
-        "sums_of_ranks = self.ranks.gather(sums.tolist())",
-        "sums_of_ranks = [sums.tolist()] * self.ranks.count",
+        "of_ranks = self.ranks.gather([*sums.tolist(),",
+        "of_ranks = (lambda own: [own] * self.ranks.count)([*sums.tolist(),",
         "benchmarks/lora/test_loop",
     ),
     "attention's operations count twice": _bug(

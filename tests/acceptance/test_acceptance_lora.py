@@ -127,6 +127,12 @@ def test_ranks_that_start_with_other_weights_are_found_before_they_are_sharded(r
     assert_failed(result(run, "other"), (0, 1), "before the first step", "rank 1")
 
 
+def test_a_checkpoint_of_a_longer_training_is_refused(run):
+    found = result(run, "shortened")
+    assert found.outcome == "error"
+    assert "step-00000008 is of step 8, and this training ends at step 5" in found.text
+
+
 def test_an_interrupted_training_goes_on_from_its_checkpoint_and_reaches_the_same_losses(run):
     assert result(run, "interrupted").outcome == "failed"
     steps = [row["step"] for row in curve(run, "interrupted")]
@@ -234,7 +240,7 @@ def test_the_run_goes_on_after_each_fault_and_ends_in_a_rejection(run):
     assert "\n[slurm]\nnode-a\n" in listed
     assert (
         planted_runs.others(
-            run, "model", "noextra", "nomemory", "nolink", "nocurve", "foreign", "weights", "death", "shm"
+            run, "model", "noextra", "nomemory", "nolink", "nocurve", "foreign", "weights", "shortened", "death", "shm"
         )
         == []
     )

@@ -263,5 +263,4 @@ def test_one_process_reports_its_parts_also_of_a_test_that_fails(project: Projec
     by_name = {result.name: result for result in left.journal.results}
     require_parts(by_name["test_parts"], ranks=1)
     assert by_name["test_bad"].spent["set_up"].seconds >= 0.3
-    [text] = [value for name, value in left.properties.items() if name == "test_it.test_parts[seconds]"]
-    assert "warm-up 0.6, measuring 1.2, verifying 0.9" in text
+    assert "warm-up 0.6, measuring 1.2, verifying 0.9" in left.measured("test_parts")["seconds"]

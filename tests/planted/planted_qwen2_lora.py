@@ -178,6 +178,7 @@ COMPONENTS_OF = {
     "start": {},
     "slowstart": {"learning_rate": lambda step, recipe: cosine(step, recipe) / 10},
     "interrupted": {"update": interrupted},
+    "shortened": {},
     "resumed": {},
 }
 
@@ -212,6 +213,7 @@ WORKLOADS = {fault: {"lora_tiny": sizes} for fault, sizes in LORA_TINY.items()}
 CONTRACT = {"lora": {"recipe": "contract"}, "lora_tiny": {**TRAINED_ONLY, "steps": 10}}
 WORKLOADS |= {"idle": CONTRACT, "contract": {**CONTRACT, "lora_tiny": {"calls": 0, "steps": 10}}}
 WORKLOADS |= {fault: {"lora_tiny": {**TRAINED_ONLY, "stop_after": 10}} for fault in ("start", "slowstart")}
+WORKLOADS["shortened"] = {"lora_tiny": {**TRAINED_ONLY, "stop_after": 5}}
 WORKLOADS["nocurve"] = {"qwen2_lora": {"stop_after": 9}}
 WORKLOADS["model"] = {"qwen2_lora": {"steps": 10, "checkpoint_every": 8, "parity_steps": 2}}
 
@@ -255,7 +257,7 @@ NOWHERE = Source(name="none", path=None)
 SETTINGS = {
     **dict.fromkeys(("rate", "foreign", "weights", "start", "slowstart"), reference_file),
     "interrupted": going_on,
-    "resumed": lambda: going_on() | reference_file(),
+    **dict.fromkeys(("shortened", "resumed"), lambda: going_on() | reference_file()),
     "model": small_model,
     **dict.fromkeys(("nolink", "nocurve"), lambda: {"model": NOWHERE, "data": {"function_calls": NOWHERE}}),
 }

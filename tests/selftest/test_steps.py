@@ -180,4 +180,5 @@ def test_what_a_real_node_has_left_is_read(folder: Path) -> None:
         promise = promise_of(loader.load().sku_for(gpu["name"]))
         assert promise is not None
         assert not set(promise.required_queries) & set(gpu["missing"])
-        assert {*gpu["values"], *gpu["missing"]} <= set(QUERIES)
+        asked = {*gpu["values"], *gpu["missing"]} - {"nvlink.bytes"}  # of an earlier version
+        assert asked <= set(QUERIES)

@@ -335,6 +335,11 @@ class _Run:
         self._points = [Point(**point) for point in extra["points"]]
         self._held_out = [(int(step), float(loss)) for step, loss in extra["held_out"]]
         self._notes.append(f"resumed from {newest.name}")
+        if int(extra["step"]) >= self._last:
+            raise EnvironmentBroken(
+                f"{newest} is of step {extra['step']}, and this training ends at step {self._last}: choose another "
+                "folder (--gpucluster-scratch), or take as many steps as before"
+            )
         return int(extra["step"])
 
     def _replay(self, folder: Path, trained: _Trained) -> tuple[list[Step], float, float]:
