@@ -5,7 +5,7 @@ from cases import params, runs_of
 from times import stuck
 from torchrun import suite
 
-DEADLINE = 1.0
+DEADLINE = 3.0
 STUCK = 2.0
 EXPECTED = {
     ("hang_in_c", 1): "rank 1 (node-a): hangs at test_one_fault.py:{line} in hang_in_c",
