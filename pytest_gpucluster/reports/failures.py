@@ -18,7 +18,7 @@ from pytest_gpucluster.journal.records import RankPlace
 from pytest_gpucluster.judge.misses import explanation
 from pytest_gpucluster.launch.hostlist import compress_hostlist
 from pytest_gpucluster.reports.findings import isolation_of
-from pytest_gpucluster.reports.summary import Outline, Row
+from pytest_gpucluster.reports.summary import GROUPS, Outline, Row
 from pytest_gpucluster.reports.tables import headline_text, margin
 from pytest_gpucluster.text import rank_ranges, some_of
 
@@ -28,7 +28,7 @@ MARKS: Mapping[str, str] = {
     FAILED: "failed",
     BROKEN: "broken",
     SHARED: "fails, no culprit",
-    UNKNOWN: "nothing passed",
+    UNKNOWN: "not measured",
 }
 """The mark of a GPU in the map -> what it means, in words."""
 
@@ -79,9 +79,11 @@ def failures_by_place(journal: Journal, overview: Outline) -> dict[frozenset[int
 def cluster_map(journal: Journal, overview: Outline) -> tuple[Node, ...]:
     """Return the nodes with their GPUs in the order of the ranks; no node before the ranks are known.
 
-    A GPU without a mark is one that no failure names, and that the tests which passed have used.
+    A GPU is OK that no failure names, where a test that passed has measured more than the deployment.
     """
-    marks = {place.rank: OK if overview.counts.get("passed") else UNKNOWN for place in journal.ranks}
+    passed = [row for row in overview.rows if row.is_good and row.group != GROUPS[0]]
+    has_measured = any(row.result is not None and row.result.measurements for row in passed)
+    marks = {place.rank: OK if has_measured else UNKNOWN for place in journal.ranks}
     rows: dict[int, list[Row]] = {}
     for ranks, failures in reversed(failures_by_place(journal, overview).items()):
         is_shared = not ranks or len(ranks) == len(marks) > 1
@@ -149,7 +151,10 @@ def failure_text(row: Row, journal: Journal | None, *, name: str = "") -> str:
     the whole message where no value decided."""
     if journal is None:
         return row.why
-    return ": ".join(filter(None, (place_text(culprit_ranks(row, journal), journal), name, _miss_text(row))))
+    ranks, text = culprit_ranks(row, journal), _miss_text(row)
+    if text.startswith(tuple(f"rank {rank} (" for rank in ranks if len(ranks) == 1)):
+        text = text.partition("): ")[2] or text  # the place has its rank
+    return ": ".join(filter(None, (place_text(ranks, journal), name, text)))
 
 
 def _miss_text(row: Row) -> str:
@@ -165,7 +170,9 @@ def _miss_text(row: Row) -> str:
         return row.why
     start = row.why[:-1]
     later = start.partition("): ")[2] or start  # the text has the rank in a line of its own
-    return next((each for each in row.result.text.splitlines() if start in each or later in each), row.why)
+    whole = start.rpartition("; ")[0]  # of several findings, those that are not cut
+    cut = f"{whole}; and more" if whole else row.why
+    return next((each for each in row.result.text.splitlines() if start in each or later in each), cut)
 
 
 def advice(row: Row) -> list[str]:

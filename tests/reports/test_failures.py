@@ -9,6 +9,7 @@ from example_runs import NAMES, journal_of
 
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import Cluster, RankPlace, Run, TestResult
+from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.reports.failures import cluster_map, failures_by_place, merged_nodes
 from pytest_gpucluster.reports.summary import outline
 from pytest_gpucluster.reports.terminal import render
@@ -32,7 +33,9 @@ def ended(name: str, *culprits: int, outcome: str = "failed") -> TestResult:
     return TestResult(nodeid=f"t.py::test_{name}", outcome=outcome, message=name, culprits=culprits)
 
 
-FINE = ended("fine", outcome="passed")
+MEASURED = (JudgedMetric(metric="hbm.copy.bandwidth", unit="B/s", status="passed", value=1.0),)
+FINE = replace(ended("fine", outcome="passed"), criterion="hbm", measurements=MEASURED)
+DEPLOYED = replace(FINE, criterion="connectivity")
 MAPS: dict[str, tuple[tuple[TestResult, ...], str]] = {
     "all is well": ((FINE,), "........ ........ ........"),
     "a GPU": ((FINE, ended("slow", 11)), "........ ...F.... ........"),
@@ -50,6 +53,8 @@ MAPS: dict[str, tuple[tuple[TestResult, ...], str]] = {
     "all ranks": ((FINE, ended("world", *range(24))), "~~~~~~~~ ~~~~~~~~ ~~~~~~~~"),
     "a culprit beside it": ((FINE, ended("world"), ended("slow", 0)), "F~~~~~~~ ~~~~~~~~ ~~~~~~~~"),
     "nothing passed": ((), "???????? ???????? ????????"),
+    "nothing was measured": ((ended("site", outcome="passed"),), "???????? ???????? ????????"),
+    "the deployment alone": ((DEPLOYED, ended("slow", 11)), "???????? ???F???? ????????"),
 }  # fmt: skip
 
 

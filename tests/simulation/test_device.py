@@ -1,6 +1,9 @@
 """The simulated device: healthy GPUs reach their limits, and each fault acts on what its GPU does."""
 
 import math
+import socket
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ from forked_ranks import on_ranks
 from torch.nn.modules.module import _global_forward_hooks
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from pytest_gpucluster.agreement import hang_diagnosis
 from pytest_gpucluster.benchmarks import collectives
 from pytest_gpucluster.benchmarks.burn_in import TimeSeries, burn_in
 from pytest_gpucluster.benchmarks.collective_payload import COLLECTIVES, Payload
@@ -22,7 +26,7 @@ from pytest_gpucluster.errors import WrongResult, connection_cut
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics.sampling import Sampling
 from pytest_gpucluster.simulation.cluster import load, shipped
-from pytest_gpucluster.simulation.device import Place, Simulated, World, calls, plant_in_training
+from pytest_gpucluster.simulation.device import Exchange, Place, Simulated, World, calls, plant_in_training
 from pytest_gpucluster.simulation.faults import parse
 from pytest_gpucluster.simulation.machine import Machine
 from pytest_gpucluster.simulation.rates import Rates
@@ -297,3 +301,25 @@ def test_ranks_exchange_the_same_as_by_gloo_and_do_not_wait_for_one_that_has_end
     assert set(first) == {*COLLECTIVES}
     assert all(map(all, (each.values() for each in (first, *others))))
     assert all(each["cut"] for each in others)
+
+
+def test_a_rank_in_an_exchange_is_seen_as_waiting_so_that_it_is_released():
+    mine, peer = socket.socketpair()
+    exchange = Exchange.__new__(Exchange)
+    exchange._count, exchange._rank, exchange._peers = 2, 1, [mine]
+    seen = []
+
+    def answer():
+        peer.recv(8)  # from here on the main thread waits
+        for _ in range(1000):
+            seen.extend([] if seen else hang_diagnosis.unrecorded_operations())
+            time.sleep(0 if seen else 0.01)
+        peer.sendall(bytes(16))
+
+    before = hang_diagnosis.unrecorded_operations()
+    with mine, peer:
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert exchange.rows(torch.zeros(1, dtype=torch.float64)).tolist() == [[0.0], [0.0]]
+        thread.join()
+    assert (before, [(one.name, one.pending) for one in seen]) == ([], [("rows", True)])
