@@ -1,11 +1,13 @@
-"""A torchrun job in which one rank dies: whether it ends, how soon, and which rank is named.
+"""A job in which a rank dies: whether it ends, how soon, and which rank is named.
 
-The small training is started from inside another job: with an environment of its own; all its processes are killed.
+The small training is started from inside another job: with an environment of its own; all its processes are killed. Its
+ranks run this module: ``torchrun --standalone --nproc-per-node=2 -m MODULE '{"batch": 2, ...}'``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,17 +16,109 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from pytest_gpucluster.benchmarks.memory_budget import require_free
-from pytest_gpucluster.benchmarks.training.dying_rank import DEATHS, EXIT_CODE, Job, Stamp, Stamps
-from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.benchmarks.training.data import PackedTokens
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
+from pytest_gpucluster.benchmarks.training.step import Training, replicate
 from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
+from pytest_gpucluster.device.backends import accelerator
+from pytest_gpucluster.device.process_group import init_group
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics.time_budget import MEASURING, counted
+
+# ---- a rank of the job
+
+EXIT_CODE = 43
+"""Of a rank that exits: neither Python's own for an exception, nor one that a shell uses."""
+
+DEATHS = ("exit", "raise", "kill")
+"""exit: the process ends at once, as where a library calls ``exit``. raise: an uncaught exception. kill: SIGKILL, as
+from the kernel when it is out of memory."""
+
+_ENDLESS = 10**9
+"""More steps than any training takes: a death or the alarm ends it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The training, as each rank gets it on its command line, as JSON.
+
+    Attributes:
+        geometry: of the decoder.
+        device: "cuda" or "cpu".
+        batch: rows of each rank in a step.
+        steps: steps before a rank dies.
+        dies: the rank that dies.
+        how: one of ``DEATHS``.
+        folder: for the stamps.
+        seconds: each rank's own alarm ends it after this time, whatever it waits for, also when nothing watches it.
+    """
+
+    geometry: Geometry
+    device: str
+    batch: int
+    steps: int
+    dies: int
+    how: str
+    folder: str
+    seconds: float
+
+
+def _stamp(job: Job, rank: int, name: str) -> None:
+    """Write how far a rank has come, with the clock that all processes of a host share: it may die at any moment."""
+    with Path(job.folder, f"rank-{rank}.txt").open("a", encoding="ascii") as file:
+        file.write(f"{name} {time.monotonic()!r} {os.getpid()}\n")
+
+
+def stamps_of(folder: Path, rank: int) -> list[tuple[str, float, int]]:
+    """Return all whole stamps of a rank, the oldest first: name, seconds of the monotonic clock, PID."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = (folder / f"rank-{rank}.txt").read_text(encoding="ascii").splitlines(keepends=True)
+        split = [line.split() for line in lines if line.endswith("\n")]
+        return [(name, float(at), int(pid)) for name, at, pid in split]
+    return []
+
+
+def _die(how: str) -> None:
+    if how == "exit":
+        os._exit(EXIT_CODE)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("this rank dies in training, on purpose")
+
+
+def _train(argument: str) -> None:
+    """Train until one rank dies. It does not return."""
+    fields = json.loads(argument)
+    job = Job(geometry=Geometry(**fields.pop("geometry")), **fields)
+    # Its default action ends the process in the kernel, even where Python does not run any more.
+    signal.alarm(max(1, round(job.seconds)))
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _stamp(job, rank, "started")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if job.device == "cuda" else torch.device("cpu")
+    accelerator(device).make_current()
+    model = replicate(make_decoder(job.geometry, device, seed=0), device, init_group(device))
+    training = Training(model, device, precision="bf16")
+    rows = count * job.batch
+    data = PackedTokens(rows=rows, sequence=job.geometry.sequence, vocab=job.geometry.vocab, seed=0)
+    mine = torch.stack([data[row] for row in range(rank, rows, count)]).to(device)
+    for step in range(1, _ENDLESS):
+        result = training.step([mine])
+        float(result.losses.mean())  # waits for the GPU, as a training that prints its loss does
+        _stamp(job, rank, f"step-{step}")
+        if step == job.steps and rank == job.dies:
+            _stamp(job, rank, "dies")
+            sys.stderr.flush()
+            _die(job.how)
+
+
+# ---- the job
 
 _MARK = "GPUCLUSTER_CHILD_JOB"
 """In the environment of each process of the job: ranks have sessions of their own, so no process group covers them."""
@@ -44,16 +138,27 @@ _LAUNCHER_PREFIXES = (
 _RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NCCL_COMM_ID"}
 
 
-def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def child_environment(environ: Mapping[str, str], visible: Sequence[str] = ()) -> dict[str, str]:
     """Return an environment without the variables that make this process a rank of its job.
 
     A site's settings for its network, such as NCCL_SOCKET_IFNAME, stay.
+
+    Args:
+        environ: of this process.
+        visible: the GPUs of the job, by UUID; by default those that this process sees.
     """
-    return {
+    own = {
         name: value
         for name, value in environ.items()
         if not name.startswith(_LAUNCHER_PREFIXES) and name not in _RANK_VARIABLES
     }
+    if visible:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    # Where the package is not installed, its processes must find it where this one has.
+    root = Path(__file__).parents[3]
+    if root.name not in ("site-packages", "dist-packages"):
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), own.get("PYTHONPATH", "")]))
+    return own
 
 
 class ChildJob:
@@ -104,9 +209,9 @@ class ChildJob:
     @property
     def output_tail(self) -> str:
         """The end of the output so far."""
-        return self.text[-_TAIL_BYTES:].strip() or "nothing was printed"
+        return f"its output:\n{self.text[-_TAIL_BYTES:].strip() or 'nothing was printed'}"
 
-    def wait(self, until: Callable[[], bool], *, seconds: float) -> bool:
+    def wait(self, until: Callable[[], object], *, seconds: float) -> bool:
         """Wait for a condition up to a limit; return whether it holds."""
         last = time.monotonic() + seconds
         while not until():
@@ -115,47 +220,36 @@ class ChildJob:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def processes(self) -> list[int]:
-        """Return the living processes of the job. A zombie does not count."""
-        mark, found = self._mark.encode(), []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            # Other users' processes cannot be read, and some end during the scan.
-            with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes().split(b"\0") and _state(entry) not in "ZX":
-                    found.append(int(entry.name))
-        return sorted(found)
-
-    def state_of(self, pid: int) -> str:
-        """Return the letter of a process's state, such as S or D; "" if there is no such process.
+    def processes(self) -> dict[int, str]:
+        """Return the state of each living process of the job, such as S or D, by PID. A zombie does not count.
 
         Source: proc_pid_stat(5), field 3.
         """
-        with contextlib.suppress(OSError):
-            return _state(Path("/proc") / str(pid))
-        return ""
+        mark, found = self._mark.encode(), dict[int, str]()
+        for entry in Path("/proc").glob("[0-9]*"):
+            # Other users' processes cannot be read, and some end during the scan.
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    # The name of the command stands in brackets before it, and may hold anything.
+                    state = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+                    found |= {} if state in "ZX" else {int(entry.name): state}
+        return found
 
     def end(self) -> None:
         """Kill every living process of the job, and wait up to a limit for their end."""
-        last = time.monotonic() + _ENDING_SECONDS
-        while living := self.processes():
-            for pid in living:
+
+        def killed() -> bool:
+            for pid in (living := self.processes()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._launcher.poll()
-            if time.monotonic() > last:
-                break
-            time.sleep(_POLL_SECONDS)
+            return not living
+
+        self.wait(killed, seconds=_ENDING_SECONDS)
         # Also where it does not have its own environment yet.
         self._launcher.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(timeout=_ENDING_SECONDS)
-
-
-def _state(entry: Path) -> str:
-    # The name of the command stands in brackets before it, and may hold anything.
-    return (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
 
 
 CONTEXT_BYTES = 3 * 2**30
@@ -182,7 +276,7 @@ class Components:
     """The replaceable parts of the job: tests inject a faulty one."""
 
     launcher: Sequence[str] = (sys.executable, "-m", "torch.distributed.run")
-    module: str = f"{__package__}.dying_rank"
+    module: str = __name__
 
 
 COMPONENTS = Components()
@@ -194,14 +288,12 @@ class Propagation:
 
     Attributes:
         seconds: from the rank's last stamp until no process of the job was left.
-        exit_code: of the launcher.
         rank: the rank that died.
         rank_exit_code: its exit code as the launcher reports it.
         is_root_cause: whether the launcher reports it as the first failure.
     """
 
     seconds: float
-    exit_code: int
     rank: int
     rank_exit_code: int
     is_root_cause: bool
@@ -219,7 +311,6 @@ def check_propagation(
     start_seconds: float,
     end_seconds: float,
     visible: Sequence[str] = (),
-    environ: Mapping[str, str] = os.environ,
     components: Components | None = None,
 ) -> Propagation:
     """Start a training by torchrun on this host in which the last rank dies, and check how the job ends.
@@ -238,7 +329,6 @@ def check_propagation(
         start_seconds: from the start to that death, at most.
         end_seconds: from that death to the end of the job, at most; then it is ended.
         visible: the GPUs of the job, by UUID; by default those that this process sees.
-        environ: of this process.
         components: of the job; by default ``COMPONENTS`` of this module.
 
     Raises:
@@ -267,8 +357,8 @@ def check_propagation(
         folder=str(folder),
         seconds=start_seconds + 2 * end_seconds,
     )
-    command = [*used.launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", used.module, job.argument]
-    with counted(MEASURING), ChildJob(command, _environment(environ, visible), folder / "output.txt") as child:
+    command = [*used.launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", used.module, json.dumps(asdict(job))]
+    with counted(MEASURING), ChildJob(command, child_environment(os.environ, visible), folder / "output.txt") as child:
         return _Watch(child, folder, ranks=ranks, how=how).run(start_seconds, end_seconds)
 
 
@@ -276,89 +366,75 @@ class _Watch:
     """Watches one job until its end."""
 
     def __init__(self, job: ChildJob, folder: Path, *, ranks: int, how: str) -> None:
-        self._job, self._how, self._rank = job, how, ranks - 1
-        self._stamps = [Stamps(folder, rank) for rank in range(ranks)]
+        self._job, self._folder, self._how, self._rank = job, folder, how, ranks - 1
 
     def run(self, start_seconds: float, end_seconds: float) -> Propagation:
         job = self._job
-        job.wait(lambda: self._death() is not None or job.exit_code is not None, seconds=start_seconds)
-        death = self._death()
-        if death is None:
-            raise EnvironmentBroken(self._not_started(start_seconds))
-        waited = death.at + end_seconds - time.monotonic()
-        if not job.wait(lambda: job.exit_code is not None, seconds=waited):
-            raise WrongResult(
-                f"{self._dead} and {end_seconds:g} s later the job has not ended: {self._living()}. A job of many "
-                "nodes would occupy all of them. Check the versions of torch and NCCL, and what those processes "
-                f"wait for; their output:\n{job.output_tail}"
+        job.wait(lambda: self._died() or job.exit_code is not None, seconds=start_seconds)
+        died = self._died()
+        if died is None:
+            reached = [["not started", *(name for name, *_ in its)][-1] for its in self._stamps()]
+            progress = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(reached))
+            code = job.exit_code
+            how = f"did not reach that after {start_seconds:g} s" if code is None else f"has ended with {code}"
+            raise EnvironmentBroken(
+                f"a training on this node, of which rank {self._rank} should die, {how} ({progress}). For the cause "
+                f"see {job.output_tail}"
+            )
+        if not job.wait(lambda: job.exit_code is not None, seconds=died + end_seconds - time.monotonic()):
+            raise self._wrong(
+                f"{end_seconds:g} s later the job has not ended: {self._living()}. A job of many nodes would occupy "
+                "all of them. Check the versions of torch and NCCL, and what those processes wait for; "
+                + job.output_tail
             )
         if not job.wait(lambda: not job.processes(), seconds=LEFT_OVER_SECONDS):
-            raise WrongResult(
-                f"{self._dead} the launcher has ended, and {LEFT_OVER_SECONDS:g} s later this is left: "
-                f"{self._living()}. It would occupy its GPU in the next job"
+            raise self._wrong(
+                f"the launcher has ended, and {LEFT_OVER_SECONDS:g} s later this is left: {self._living()}. It would "
+                "occupy its GPU in the next job"
             )
-        seconds = time.monotonic() - death.at
-        exit_code = job.exit_code
-        if not exit_code:
-            raise WrongResult(
-                f"{self._dead} and the launcher ended with exit code 0: a scheduler would treat the job as completed; "
-                f"its output:\n{job.output_tail}"
+        seconds = time.monotonic() - died
+        if not job.exit_code:
+            raise self._wrong(
+                "the launcher ended with exit code 0: a scheduler would treat the job as completed; " + job.output_tail
             )
-        return self._propagation(exit_code, seconds)
-
-    def _propagation(self, exit_code: int, seconds: float) -> Propagation:
-        text = self._job.text
+        text = job.text
         reported = {int(rank): int(code) for rank, code in _FAILURE.findall(text)}
         code, expected = reported.get(self._rank), _CODES.get(self._how)
         if not code or (expected is not None and code != expected):
             wanted = "another exit code than 0" if expected is None else f"the exit code {expected}"
             found = ", ".join(f"rank {rank} with {its}" for rank, its in sorted(reported.items())) or "no rank"
-            raise WrongResult(
-                f"{self._dead} and the launcher does not report it: it names {found}, and rank {self._rank} with "
-                f"{wanted} is expected. The bad GPU could not be found; its output:\n{self._job.output_tail}"
+            raise self._wrong(
+                f"the launcher does not report it: it names {found}, and rank {self._rank} with {wanted} is expected. "
+                f"The bad GPU could not be found; {job.output_tail}"
             )
         first = _FAILURE.search(text, max(0, text.rfind(_ROOT_CAUSE)))
         return Propagation(
             seconds=seconds,
-            exit_code=exit_code,
             rank=self._rank,
             rank_exit_code=code,
             is_root_cause=_ROOT_CAUSE in text and first is not None and int(first[1]) == self._rank,
         )
 
-    def _death(self) -> Stamp | None:
-        return next((stamp for stamp in self._stamps[self._rank].read() if stamp.name == "dies"), None)
+    def _died(self) -> float | None:
+        return next((at for name, at, _ in self._stamps()[self._rank] if name == "dies"), None)
 
-    @property
-    def _dead(self) -> str:
-        return f"rank {self._rank} of a training on this node has died ({self._how}),"
+    def _stamps(self) -> list[list[tuple[str, float, int]]]:
+        return [stamps_of(self._folder, rank) for rank in range(self._rank + 1)]
 
-    def _not_started(self, start_seconds: float) -> str:
-        reached = [[stamp.name for stamp in stamps.read()] or ["not started"] for stamps in self._stamps]
-        progress = ", ".join(f"rank {rank}: {names[-1]}" for rank, names in enumerate(reached))
-        code = self._job.exit_code
-        how = f"did not reach that after {start_seconds:g} s" if code is None else f"has ended with {code}"
-        return (
-            f"a training on this node, of which rank {self._rank} should die, {how} ({progress}). For the cause see "
-            f"its output:\n{self._job.output_tail}"
-        )
+    def _wrong(self, text: str) -> WrongResult:
+        return WrongResult(f"rank {self._rank} of a training on this node has died ({self._how}), and {text}")
 
     def _living(self) -> str:
         """Describe the processes that still run."""
         names = {self._job.pid: "the launcher"}
-        for rank, stamps in enumerate(self._stamps):
-            names |= {stamp.pid: f"rank {rank}, last seen at {stamp.name}" for stamp in stamps.read()}
-        living = [(pid, self._job.state_of(pid)) for pid in self._job.processes()]
-        texts = [f"{names.get(pid, 'another process')} (pid {pid}, state {state})" for pid, state in living if state]
+        for rank, its in enumerate(self._stamps()):
+            names |= {pid: f"rank {rank}, last seen at {name}" for name, _, pid in its}
+        texts = [
+            f"{names.get(pid, 'another process')} (pid {pid}, state {state})"
+            for pid, state in sorted(self._job.processes().items())
+        ]
         return "; ".join(texts) or "no process of it is left"
 
 
-def _environment(environ: Mapping[str, str], visible: Sequence[str]) -> dict[str, str]:
-    own = child_environment(environ)
-    if visible:
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-    # Where the package is not installed, its processes must find it where this one has.
-    root = Path(__file__).parents[3]
-    if root.name not in ("site-packages", "dist-packages"):
-        own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), own.get("PYTHONPATH", "")]))
-    return own
+if __name__ == "__main__":
+    record(_train)(sys.argv[1])
