@@ -71,9 +71,10 @@ def little():
     return SharedMemory(total_bytes=2**26, free_bytes=2**20 if ON_LAST else 2**16, device=1)
 
 
-SMALL = replace(COMPONENTS, make=small)
+PLANTED = replace(COMPONENTS, clock=clock_for)
+SMALL = replace(PLANTED, make=small)
 PARTS = {
-    "none": COMPONENTS,
+    "none": PLANTED,
     "small": SMALL,
     "nan": replace(SMALL, loss=nan),
     "nosync": replace(SMALL, replicate=unsynchronized),
@@ -84,4 +85,4 @@ PARTS = {
 
 
 def plant(fault, request):
-    throughput.COMPONENTS, throughput.clock_for = PARTS[fault], clock_for
+    throughput.COMPONENTS = PARTS[fault]

@@ -6,8 +6,8 @@ The networks are ResNet-18 and ResNet-50, which transformers creates with random
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from pytest_gpucluster.benchmarks.blocks import BLOCK_SECONDS
-from pytest_gpucluster.benchmarks.group import Ranks, Samples
+from pytest_gpucluster.benchmarks.blocks import NO_CONTEXT
+from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free_on_all
 from pytest_gpucluster.benchmarks.training.fingerprint import NOT_REDUCED, fingerprint, weight_defects
 from pytest_gpucluster.benchmarks.training.loader import (
@@ -28,12 +28,13 @@ from pytest_gpucluster.benchmarks.training.loader import (
     require_shared_memory,
 )
 from pytest_gpucluster.benchmarks.training.step import Replicate, Update, optimizer_step, replicate
+from pytest_gpucluster.benchmarks.training.throughput import SteadySteps
 from pytest_gpucluster.benchmarks.vision.datasets import ImageBatches, Images
 from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.device.clock import Clock
-from pytest_gpucluster.errors import EnvironmentBroken, InconclusiveMeasurement, WrongResult
+from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 from pytest_gpucluster.metrics import stats
-from pytest_gpucluster.metrics.sampling import MIN_SAMPLES, Sampling, Series
+from pytest_gpucluster.metrics.sampling import Sampling, Series
 from pytest_gpucluster.metrics.time_budget import MEASURING, VERIFYING, WARM_UP, counted
 from pytest_gpucluster.metrics.units import require_one_of
 
@@ -198,6 +199,7 @@ class Components:
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = class_mean
     update: Update = optimizer_step
     inspect: Inspect = inspect_shared_memory
+    clock: Callable[[torch.device], Clock] = clock_for
 
 
 COMPONENTS = Components()
@@ -208,18 +210,16 @@ class ImageRate:
     """The result on this rank.
 
     Attributes:
-        images_per_second: of this rank's GPU in training; a sample for each block of steps.
-        data_wait: part of the time spent waiting for the next batch; a number for each block.
-        losses: of this rank, step by step.
+        images_per_second: of this rank's GPU in training; a sample for each step.
+        data_wait: part of the time spent waiting for the next batch; a number for each of these steps.
+        losses: of this rank, step by step, those of the warm-up included.
         data: name of the images.
-        parameters: of the network.
     """
 
     images_per_second: Series
     data_wait: tuple[float, ...]
     losses: tuple[float, ...]
     data: str
-    parameters: int
 
     @property
     def data_wait_ratio(self) -> float:
@@ -248,9 +248,6 @@ LEARNING_RATE = 1e-3
 LEAST_STEPS = 16
 """A minimum, so that the loss has had time to fall. Source: this suite's rule."""
 
-_WARMUP_STEPS = 3
-"""A minimum: the first selects convolutions, and after it DistributedDataParallel reorders its buckets."""
-
 _STATE_BYTES = 16
 """A weight, its gradient and both moments of AdamW, all fp32."""
 
@@ -268,20 +265,18 @@ def image_rate(
     *,
     node: int,
     sampling: Sampling,
-    during: AbstractContextManager[object] | None = None,
-    clock: Clock | None = None,
+    during: AbstractContextManager[object] = NO_CONTEXT,
     components: Components | None = None,
-    now: Callable[[], float] | None = None,
 ) -> ImageRate:
     """Train a ResNet with DistributedDataParallel, products in bf16 by autocast, channels last, and AdamW.
 
     Collective: every rank of the group must call this, with the same setup, images and sampling.
 
     A step takes the next batch from the loader, copies it to the device, and goes forward, backward and through the
-    optimizer. A sample is a block of steps. Time is the device's own: it includes the device's wait for the next batch,
-    and that part is returned. After each block the ranks exchange their results, and the first one decides for all
-    whether another is needed, by the slowest rank. So all end together: the ranks at fault raise, and the others
-    PeerGaveUp. At the end the ranks compare their weights.
+    optimizer. Time is the device's own: it includes the device's wait for the next batch, and that part is returned.
+    After some steps each the ranks exchange their results, and the first one decides for all whether more are needed,
+    by the slowest rank. So all end together: the ranks at fault raise, and the others PeerGaveUp. At the end the ranks
+    compare their weights.
 
     Args:
         group: the ranks that take part; None: this rank alone.
@@ -290,10 +285,8 @@ def image_rate(
         images: opens the images; called on each rank, before anything else.
         node: number of this rank's node; its ranks share /dev/shm.
         sampling: how long to warm up and to measure, and the required confidence.
-        during: entered for the time of the blocks that count.
-        clock: takes the time; by default the device's own.
+        during: entered for the time of the steps that count.
         components: of the training; by default ``COMPONENTS`` of this module.
-        now: the time by which the first rank plans, in seconds; by default the device's.
 
     Raises:
         WrongResult: on the rank at fault, or on every rank where none can be identified: a loss is not finite, or the
@@ -304,10 +297,10 @@ def image_rate(
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         ImportError: transformers is missing.
     """
-    with _fastest_convolutions():
-        return _Training(
-            group, device, setup, clock or clock_for(device), components or COMPONENTS, now or accelerator(device).now
-        ).run(images, node, sampling, during or nullcontext())
+    cudnn = torch.backends.cudnn
+    # cuDNN benchmarks its convolutions for each shape, as in a training.
+    with cudnn.flags(enabled=True, benchmark=True, allow_tf32=cudnn.allow_tf32):
+        return _Training(group, device, setup, components or COMPONENTS).run(images, node, sampling, during)
 
 
 FLOPS_PER_IMAGE = 3 * 2 * 3.8e9
@@ -319,16 +312,16 @@ class _Training:
     _group: dist.ProcessGroup | None
     _device: torch.device
     _setup: Setup
-    _clock: Clock
     _components: Components
-    _now: Callable[[], float]
 
     def __post_init__(self) -> None:
         self._ranks, self._by = Ranks(self._group, self._device), accelerator(self._device)
         self._failure: EnvironmentBroken | None = None
         self._batches: Batches | None = None
         self._batch: Any = None
+        self._clock = self._components.clock(self._device)
         self._losses: list[float] = []
+        self._waits: list[float] = []
 
     def run(
         self, images: Callable[[], Images], node: int, sampling: Sampling, during: AbstractContextManager[object]
@@ -337,21 +330,25 @@ class _Training:
         sizes = (setup.batch * math.prod(opened.shape), 8 * setup.batch)  # uint8 and int64
         needed = needed_bytes(sizes, workers=setup.workers, prefetch=setup.prefetch)
         require_shared_memory(self._ranks, node=node, needed=needed, inspect=self._components.inspect)
-        parameters = self._make(opened)
+        self._make(opened)
+        steady = SteadySteps(self._ranks, self._steps, sampling, now=self._by.now)
         try:
             self._start(opened)
-            rates, waits = self._measure(sampling, during)
+            with counted(WARM_UP):
+                planned = steady.warm_up()
+            self._waits.clear()
+            with counted(MEASURING), during:
+                steady.sample(max(planned, LEAST_STEPS - len(self._losses)))
         finally:
             if self._batches is not None:
                 self._batches.close()
         with counted(VERIFYING):
             self._compare_weights()
         return ImageRate(
-            images_per_second=rates,
-            data_wait=waits,
+            images_per_second=steady.rate(setup.batch),
+            data_wait=tuple(self._waits),
             losses=tuple(self._losses),
             data=opened.name,
-            parameters=parameters,
         )
 
     # ---- before the first step
@@ -382,8 +379,8 @@ class _Training:
         self._ranks.require_same(data, opened.shape, self._setup, sampling)
         return opened
 
-    def _make(self, images: Images) -> int:
-        """Create network, replica and optimizer; return the number of parameters."""
+    def _make(self, images: Images) -> None:
+        """Create network, replica and optimizer."""
         setup, side = self._setup, max(images.shape[:2])
         # ImageNet's head at least: the network is the same for all data, and the loss falls at once, when it learns
         # which classes occur.
@@ -402,7 +399,6 @@ class _Training:
         if self._group is not None:
             self._replica = self._components.replicate(self._model, self._device, self._group)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-        return sum(weight.numel() for weight in self._model.parameters())
 
     def _start(self, images: Images) -> None:
         """Start the workers, and wait for the first batch of every rank."""
@@ -448,14 +444,13 @@ class _Training:
         self._components.update(self._model, self._optimizer)
         return loss.detach()
 
-    def _block(self, steps: int) -> list[tuple[float, float]]:
-        """Take some steps; return the seconds of each rank, and the part of them that it waited for batches. The ranks
-        exchange their results and failures.
+    def _steps(self, count: int) -> list[float]:
+        """Take some steps; return the seconds of each. The ranks exchange whether they have failed.
 
         On a GPU the host runs ahead: a region around the wait for a batch is as long as the GPU is idle.
         """
         losses = []
-        for _ in range(steps):
+        for _ in range(count):
             with self._clock.region():
                 batch = self._take()
             with self._clock.region():
@@ -463,13 +458,11 @@ class _Training:
                 self._by.trained(FLOPS_PER_IMAGE * self._setup.batch, self._ranks.group)
         regions = self._clock.read()
         values = torch.stack(losses).tolist()
-        first_bad = next((step for step, loss in enumerate(values) if not math.isfinite(loss)), steps)
-        seconds = sum(regions)
         self._ranks.raise_failure(self._failure)
-        of_ranks = self._ranks.gather([seconds, sum(regions[::2]), first_bad])
+        first_bad = next((step for step, loss in enumerate(values) if not math.isfinite(loss)), count)
         # One rank's NaN is in all ranks' gradients, and so in all losses from the next step on.
-        earliest = min(int(mine[2]) for mine in of_ranks)
-        if earliest < steps:
+        earliest = min(int(bad) for [bad] in self._ranks.gather([first_bad]))
+        if earliest < count:
             self._raise_defect(
                 f"has a loss of {values[earliest]} in step {len(self._losses) + earliest + 1}, and it must be finite. "
                 "Repeat test_training_step and the matmul tests on its GPU"
@@ -477,37 +470,9 @@ class _Training:
                 else ""
             )
         self._losses += values
-        stopped = [index for index, mine in enumerate(of_ranks) if not 0 < mine[0] < math.inf]
-        if stopped:
-            raise InconclusiveMeasurement(
-                f"the clock of {self._ranks.name(stopped[0])} did not advance: {steps} steps took "
-                f"{of_ranks[stopped[0]][0]} s"
-            )
-        return [(mine[0], mine[1] / mine[0]) for mine in of_ranks]
-
-    def _measure(self, sampling: Sampling, during: AbstractContextManager[object]) -> tuple[Series, tuple[float, ...]]:
-        with counted(WARM_UP):
-            steps = self._warm_up(sampling)
-        rates, begin = Samples(self._ranks, sampling, worst=min), self._now()
-        waits: list[float] = []
-        with counted(MEASURING), during:
-            while rates.wants_more(self._now() - begin) or len(self._losses) < LEAST_STEPS:
-                block = self._block(steps)
-                rates.of_ranks.append([steps * self._setup.batch / seconds for seconds, _ in block])
-                waits.append(block[self._ranks.index][1])
-        return rates.series(), tuple(waits)
-
-    def _warm_up(self, sampling: Sampling) -> int:
-        """Take steps until the time is up; return the number of steps of a block."""
-        wanted = min(BLOCK_SECONDS, sampling.window_seconds / MIN_SAMPLES)
-        begin, steps, more = self._now(), 1, 1.0
-        while more:
-            each = max(self._block(steps))[0] / steps
-            continues = len(self._losses) < _WARMUP_STEPS or self._now() - begin < sampling.warmup_seconds
-            # The first step takes far longer than the others, so the number may only grow step by step.
-            grown = max(1, min(10 * steps, round(wanted / each)))
-            steps, more = (int(number) for number in self._ranks.of_first([grown, continues]))
-        return steps
+        seconds = [wait + step for wait, step in zip(regions[::2], regions[1::2], strict=True)]
+        self._waits += [wait / each if each else math.nan for wait, each in zip(regions[::2], seconds, strict=True)]
+        return seconds
 
     # ---- between the ranks
 
@@ -519,14 +484,3 @@ class _Training:
     def _compare_weights(self) -> None:
         found = [value for [value] in self._ranks.gather_fingerprints(fingerprint(self._model.parameters()))]
         self._raise_defect(weight_defects(found, "at the end", NOT_REDUCED).get(self._ranks.index, ""))
-
-
-@contextmanager
-def _fastest_convolutions() -> Iterator[None]:
-    """Let cuDNN benchmark its convolutions for each shape, as a training does."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
