@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,11 +95,19 @@ class ReadCounts:
     last: int = -1
     examples: list[str] = field(default_factory=list)
 
+    def add_example(self, text: str) -> None:
+        """Keep the first few."""
+        self.examples = [*self.examples, text][:_LISTED]
+
+    @property
+    def counted(self) -> int:
+        """Reads that were not rejected as stale."""
+        return self.whole + self.missing + self.torn
+
     @property
     def whole_ratio(self) -> float:
-        """Part of the reads that found a whole file; rejected ones are not counted."""
-        counted = self.whole + self.missing + self.torn
-        return self.whole / counted if counted else 0.0
+        """Part of the counted reads that found a whole file."""
+        return self.whole / self.counted if self.counted else 0.0
 
     def require_whole(self, host: str, path: Path, renames: int) -> None:
         """Check that every read found a whole file, and that the last version was seen.
@@ -107,9 +116,8 @@ class ReadCounts:
         """
         problems = []
         if self.missing or self.torn:
-            counted = self.whole + self.missing + self.torn
             problems.append(
-                f"{host} found {path} missing {self.missing} times and torn {self.torn} times in {counted} reads, "
+                f"{host} found {path} missing {self.missing} times and torn {self.torn} times in {self.counted} reads, "
                 f"while it was replaced by {renames} renames: " + "; ".join(self.examples)
             )
         if self.last < renames:
@@ -119,9 +127,8 @@ class ReadCounts:
                 f"replaced more than {checkpoint.VISIBILITY_SECONDS:g} s ago"
             )
         if problems:
-            raise WrongResult(
-                "\n".join([*problems, "what to do: check the file system's type and its mount options on that host"])
-            )
+            problems.append("what to do: check the file system's type and its mount options on that host")
+            raise WrongResult("\n".join(problems))
 
 
 def version_content(version: int) -> bytes:
@@ -163,30 +170,22 @@ def replace_and_read(path: Path, renames: int, *, writes: bool) -> ReadCounts:
 
     Raises: OSError of the writer, or of the reader but for a file that is missing or stale.
     """
-    failed: list[OSError] = []
     stop = threading.Event()
 
     def write() -> None:
-        try:
-            for version in range(1, renames + 1):
-                if stop.is_set():
-                    return
-                put_version(path, version)
-                time.sleep(_PAUSE_SECONDS)
-        except OSError as error:  # raised again below
-            failed.append(error)
+        for version in range(1, renames + 1) if writes else ():
+            if stop.is_set():
+                return
+            put_version(path, version)
+            time.sleep(_PAUSE_SECONDS)
 
-    writer = threading.Thread(target=write, name="gpucluster-renames")
-    if writes:
-        writer.start()
-    try:
-        found = _read(path, renames, lambda: bool(failed))
-    finally:
-        stop.set()
-        if writes:
-            writer.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpucluster-renames") as pool:
+        writer = pool.submit(write)
+        try:
+            found = _read(path, renames, lambda: writer.done() and writer.exception() is not None)
+        finally:
+            stop.set()
+        writer.result()
     return found
 
 
@@ -206,7 +205,7 @@ def _read(path: Path, renames: int, failed: Callable[[], bool]) -> ReadCounts:
             content = OPERATIONS.read_renamed(path)
         except FileNotFoundError:
             found.missing += 1
-            _add_example(found, f"missing after version {found.last}")
+            found.add_example(f"missing after version {found.last}")
             continue
         except OSError as error:
             if error.errno != errno.ESTALE:
@@ -216,7 +215,7 @@ def _read(path: Path, renames: int, failed: Callable[[], bool]) -> ReadCounts:
         version = version_of(content)
         if version is None:
             found.torn += 1
-            _add_example(found, f"{len(content)} bytes that are no version, after version {found.last}")
+            found.add_example(f"{len(content)} bytes that are no version, after version {found.last}")
             continue
         found.whole += 1
         if version != found.last:
@@ -227,41 +226,30 @@ def _read(path: Path, renames: int, failed: Callable[[], bool]) -> ReadCounts:
     return found
 
 
-def _add_example(found: ReadCounts, text: str) -> None:
-    if len(found.examples) < _LISTED:
-        found.examples.append(text)
-
-
 _POLL_SECONDS = 0.02
 ROUNDS = ("written", "written over")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Visibility:
     """What one node has read of the others' files.
 
     Attributes:
         files: read, each round counted.
-        right: of these, with the expected content.
-        slowest_seconds: until the last of these had it.
+        slowest_seconds: until the last one with the expected content had it.
         wrong: a text for each file with another content.
         missing: a text for each missing file.
     """
 
-    files: int
-    right: int
-    slowest_seconds: float
-    wrong: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    files: int = 0
+    slowest_seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
-    def __add__(self, other: Visibility) -> Visibility:
-        return Visibility(
-            files=self.files + other.files,
-            right=self.right + other.right,
-            slowest_seconds=max(self.slowest_seconds, other.slowest_seconds),
-            wrong=self.wrong + other.wrong,
-            missing=self.missing + other.missing,
-        )
+    @property
+    def right(self) -> int:
+        """Files with the expected content."""
+        return self.files - len(self.wrong) - len(self.missing)
 
     def require_visible(self, host: str) -> None:
         """Check that no file was missing.
@@ -269,15 +257,9 @@ class Visibility:
         Raises: EnvironmentBroken.
         """
         if self.missing:
-            raise EnvironmentBroken(
-                "\n".join(
-                    [
-                        f"{host} does not see the files of other nodes after {checkpoint.VISIBILITY_SECONDS:g} s:",
-                        *self.missing,
-                        "what to do: choose a folder on a file system that all nodes share (--gpucluster-scratch)",
-                    ]
-                )
-            )
+            first = f"{host} does not see the files of other nodes after {checkpoint.VISIBILITY_SECONDS:g} s:"
+            last = "what to do: choose a folder on a file system that all nodes share (--gpucluster-scratch)"
+            raise EnvironmentBroken("\n".join([first, *self.missing, last]))
 
     def require_content(self, host: str) -> None:
         """Check that every visible file had the expected content.
@@ -313,23 +295,18 @@ def nodes_to_read(node: int, count: int) -> tuple[int, ...]:
 
 
 def read_until_visible(
-    folder: Path,
-    nodes: tuple[int, ...],
-    *,
-    turn: int,
-    size_bytes: int,
-    hosts: dict[int, str],
-) -> Visibility:
+    seen: Visibility, folder: Path, nodes: tuple[int, ...], *, turn: int, size_bytes: int, hosts: dict[int, str]
+) -> None:
     """Read the files of other nodes until they have the expected content, or the time limit is reached.
 
     Args:
+        seen: what the result is added to.
         folder: of the files.
         nodes: whose files to read.
         turn: the number of the write: 0 for the first one.
         size_bytes: of each file.
         hosts: node -> its name.
     """
-    seconds, wrong, missing = 0.0, [], []
     for node in nodes:
         path, due, begin = path_of(folder, node), turn_content(node, turn, size_bytes), time.monotonic()
         while True:
@@ -339,18 +316,16 @@ def read_until_visible(
             if found == due or time.monotonic() > begin + checkpoint.VISIBILITY_SECONDS:
                 break
             time.sleep(_POLL_SECONDS)
+        seen.files += 1
+        file = f"- {path}, {ROUNDS[turn]} by {hosts[node]}"
         if found == due:
-            seconds = max(seconds, time.monotonic() - begin)
+            seen.slowest_seconds = max(seen.slowest_seconds, time.monotonic() - begin)
         elif found is None:
-            missing.append(f"- {path}, {ROUNDS[turn]} by {hosts[node]}, is missing")
+            seen.missing.append(f"{file}, is missing")
         else:
             stale = turn > 0 and found == turn_content(node, turn - 1, size_bytes)
             what = "the content before" if stale else f"{len(found)} other bytes"
-            wrong.append(
-                f"- {path}, {ROUNDS[turn]} by {hosts[node]}: found {what}, expected the {size_bytes} bytes that were "
-                f"written, after {checkpoint.VISIBILITY_SECONDS:g} s"
+            seen.wrong.append(
+                f"{file}: found {what}, expected the {size_bytes} bytes that were written, after "
+                f"{checkpoint.VISIBILITY_SECONDS:g} s"
             )
-    right = len(nodes) - len(wrong) - len(missing)
-    return Visibility(
-        files=len(nodes), right=right, slowest_seconds=seconds, wrong=tuple(wrong), missing=tuple(missing)
-    )

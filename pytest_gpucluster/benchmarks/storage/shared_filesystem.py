@@ -7,8 +7,7 @@ and how fast many small files are created, listed and removed, as by an import o
 from __future__ import annotations
 
 import errno
-import functools
-import operator
+import os
 import shutil
 import threading
 import time
@@ -64,10 +63,14 @@ def inspect_mount(folder: Path, host: str, *, answer_seconds: float = ANSWER_SEC
     Raises: EnvironmentBroken if the folder itself cannot be inspected, or its file system does not respond.
     """
     do = consistency.OPERATIONS
+
+    def inspect() -> tuple[Path, os.statvfs_result]:
+        folder.mkdir(parents=True, exist_ok=True)
+        real = folder.resolve(strict=True)
+        return real, do.statvfs(str(real))
+
     try:
-        start_call(lambda: folder.mkdir(parents=True, exist_ok=True))(answer_seconds)
-        real = start_call(lambda: folder.resolve(strict=True))(answer_seconds)
-        sizes = start_call(lambda: do.statvfs(str(real)))(answer_seconds)
+        real, sizes = start_call(inspect)(answer_seconds)
     except (OSError, TimeoutError) as error:
         raise EnvironmentBroken(
             f"{host}: {folder} cannot be inspected: {_reason(error, answer_seconds)}. Mount it again, and check its "
@@ -113,37 +116,28 @@ def require_same_mounts(folder: Path, mounts: Sequence[MountInfo]) -> None:
         problems += [f"- {what} of {folder}: {text}" for text in _deviants(mounts, values)]
     if set(access) == {"read only"}:
         problems += [f"- {folder} is mounted read only on {one.host}" for one in mounts]
-    sources = [str(one.mount) for one in mounts]
-    for text in _deviants(mounts, sources):
+    for text in _deviants(mounts, [str(one.mount) for one in mounts]):
         print(f"{folder} is mounted differently: {text}")
     if problems:
+        listed = "\n".join(problems)
         raise EnvironmentBroken(
-            "\n".join(
-                [
-                    "file systems differ between the nodes, or do not respond:",
-                    *problems,
-                    "what to do: compare `findmnt` on the named hosts with the others, and mount again what is gone "
-                    "(`umount -f -l`, then `mount`)",
-                ]
-            )
+            f"file systems differ between the nodes, or do not respond:\n{listed}\nwhat to do: compare `findmnt` on "
+            "the named hosts with the others, and mount again what is gone (`umount -f -l`, then `mount`)"
         )
 
 
 def not_shared_message(mounts: Sequence[MountInfo]) -> str:
     """Return the operator's message where a folder is not the same one on all hosts."""
-    lines = []
-    for one in mounts:
-        local = one.mount is not None and not one.mount.is_network
-        lines.append(f"- {one.host}: {one.mount or 'unknown'}{', which is no network file system' if local else ''}")
-    return "\n".join(
-        [
-            "what it is mounted from:",
-            *lines,
-            "what to do: pass a folder on a file system that all nodes share (--gpucluster-scratch FOLDER; without it "
-            "the run's own folder is used). A cluster that has none does not meet this criterion; to judge all the "
-            "rest of it, leave the file out (--deselect acceptance/test_shared_filesystem.py), and the verdict is that "
-            "of a selection",
-        ]
+    local = {one.host: one.mount is not None and not one.mount.is_network for one in mounts}
+    lines = "\n".join(
+        f"- {one.host}: {one.mount or 'unknown'}{', which is no network file system' * local[one.host]}"
+        for one in mounts
+    )
+    return (
+        f"what it is mounted from:\n{lines}\nwhat to do: pass a folder on a file system that all nodes share "
+        "(--gpucluster-scratch FOLDER; without it the run's own folder is used). A cluster that has none does not meet "
+        "this criterion; to judge all the rest of it, leave the file out "
+        "(--deselect acceptance/test_shared_filesystem.py), and the verdict is that of a selection"
     )
 
 
@@ -302,38 +296,33 @@ def longest_seconds(replaced: int, small: int) -> float:
     return 5 * checkpoint.VISIBILITY_SECONDS + consistency.longest_seconds(replaced) + 0.2 * small
 
 
-@dataclass(eq=False)
 class _Survey:
-    _group: dist.ProcessGroup
-    _folder: Path
-    _nodes: Sequence[int]
-    _hosts: Sequence[str]
-
-    def __post_init__(self) -> None:
-        self._rank, numbers = dist.get_rank(self._group), sorted(set(self._nodes))
-        self._host, self._count = self._hosts[self._rank], len(numbers)
-        self._node = numbers.index(self._nodes[self._rank])
-        self._host_of = {numbers.index(node): host for node, host in zip(self._nodes, self._hosts, strict=True)}
-        self._is_leader = self._nodes.index(self._nodes[self._rank]) == self._rank
+    def __init__(self, group: dist.ProcessGroup, folder: Path, nodes: Sequence[int], hosts: Sequence[str]) -> None:
+        self._group, self._folder, self._rank, numbers = group, folder, dist.get_rank(group), sorted(set(nodes))
+        self._host, self._count, self._node = hosts[self._rank], len(numbers), numbers.index(nodes[self._rank])
+        self._host_of = {numbers.index(node): host for node, host in zip(nodes, hosts, strict=True)}
+        self._is_leader = nodes.index(nodes[self._rank]) == self._rank
 
     def run(self, file_bytes: int, replaced: int, small: int) -> SurveyResult | None:
         mounts = [one for one in self._on_nodes(lambda: inspect_mount(self._folder, self._host)) if one is not None]
         on_first_rank(self._group, lambda: require_same_mounts(self._folder, mounts))
         folder = Path(on_first_rank(self._group, lambda: str(make_unique_folder(self._folder))))
         self._on_nodes(lambda: self._find(folder, mounts))
-        seen = [self._exchange(folder, turn, file_bytes) for turn in range(len(consistency.ROUNDS))]
+        visibility = Visibility()
+        for turn in range(len(consistency.ROUNDS)):
+            self._exchange(visibility, folder, turn, file_bytes)
         path = folder / _RENAMED
         on_first_rank(self._group, lambda: consistency.put_version(path, 0))
         self._on_nodes(lambda: wait_for(path))
         reads = self._on_nodes(lambda: consistency.replace_and_read(path, replaced, writes=self._node == 0))[self._rank]
         rates = self._on_nodes(lambda: small_files_per_second(folder / f"small-{self._node:05d}", small))
         on_first_rank(self._group, lambda: shutil.rmtree(folder))
-        rate, visibility = rates[self._rank], [one for one in seen if one is not None]
+        rate = rates[self._rank]
         if reads is None or rate is None:
             return None
         return SurveyResult(
             mount=next(one for one in mounts if one.host == self._host),
-            visibility=functools.reduce(operator.add, visibility),
+            visibility=visibility,
             reads=reads,
             small_files_per_second=rate,
             path=path,
@@ -351,13 +340,13 @@ class _Survey:
         except EnvironmentBroken as error:
             raise EnvironmentBroken(f"{self._host}: {error}\n{not_shared_message(mounts)}") from None
 
-    def _exchange(self, folder: Path, turn: int, file_bytes: int) -> Visibility | None:
+    def _exchange(self, seen: Visibility, folder: Path, turn: int, file_bytes: int) -> None:
         """Write this node's file, and read those of other nodes. All have read before a node overwrites."""
         content = consistency.turn_content(self._node, turn, file_bytes)
         path, others = consistency.path_of(folder, self._node), consistency.nodes_to_read(self._node, self._count)
         self._on_nodes(lambda: consistency.OPERATIONS.write_probe(path, content))
-        return self._on_nodes(
+        self._on_nodes(
             lambda: consistency.read_until_visible(
-                folder, others, turn=turn, size_bytes=file_bytes, hosts=self._host_of
+                seen, folder, others, turn=turn, size_bytes=file_bytes, hosts=self._host_of
             )
-        )[self._rank]
+        )

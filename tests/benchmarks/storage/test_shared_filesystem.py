@@ -204,9 +204,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "VISIBILITY_SECONDS", 0.2)
 
 
-def looked(folder: Path, turn: int = 0, **faults: Any) -> Visibility:
+def looked(folder: Path, *turns: int, **faults: Any) -> Visibility:
+    seen = Visibility()
     with operations(**faults):
-        return consistency.read_until_visible(folder, (1, 2), turn=turn, size_bytes=SIZE, hosts=HOSTS)
+        for turn in turns or (0,):
+            put(folder, *((turn,) if turns[1:] else ()))
+            consistency.read_until_visible(seen, folder, (1, 2), turn=turn, size_bytes=SIZE, hosts=HOSTS)
+    return seen
 
 
 def put(folder: Path, *turns: int) -> None:
@@ -232,11 +236,8 @@ def test_every_file_is_read_on_another_node_in_both_directions_with_the_first(co
 
 
 def test_files_as_they_were_written_are_right(tmp_path: Path, short: None) -> None:
-    put(tmp_path, 0)
-    first = looked(tmp_path)
-    put(tmp_path, 1)
-    both = first + looked(tmp_path, 1)
-    assert (both.files, both.right, both.wrong, both.missing) == (4, 4, (), ())
+    both = looked(tmp_path, 0, 1)
+    assert (both.files, both.right, both.wrong, both.missing) == (4, 4, [], [])
     both.require_content("node-a")
     both.require_visible("node-a")
 
