@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from pytest_gpucluster import fixtures, plugin
+from pytest_gpucluster import plugin
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.judge import loader
@@ -25,7 +25,7 @@ from pytest_gpucluster.node.fabric.nccl_rules import RULES
 from pytest_gpucluster.node.health.xid_table import Entry
 from pytest_gpucluster.node.health.xid_table import table as xid_table
 from pytest_gpucluster.plugin import HookSpecs
-from pytest_gpucluster.session import options
+from pytest_gpucluster.session import fixtures, options
 
 PAGE = Path(__file__).parent / "reference" / "reference.md"
 PACKAGE = Path(plugin.__file__).parent

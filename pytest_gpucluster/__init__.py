@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         InconclusiveMeasurement,
         WrongResult,
     )
-    from pytest_gpucluster.fixtures import Gpu, Measure, Telemetry
     from pytest_gpucluster.journal.run_directory import VerdictRecord
     from pytest_gpucluster.judge.limits import Thresholds as Limits
     from pytest_gpucluster.launch.hostlist import compress_hostlist
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from pytest_gpucluster.metrics.sampling import Series
     from pytest_gpucluster.metrics.time_budget import counted
     from pytest_gpucluster.session.cluster import Cluster
+    from pytest_gpucluster.session.fixtures import Gpu, Measure, Telemetry
     from pytest_gpucluster.session.progress import ReportProgress
     from pytest_gpucluster.session.selection import TrainingInputs
 
@@ -57,13 +57,13 @@ __all__ = [
 _HOMES = {
     "Board": "agreement.store:Board",
     "Cluster": "session.cluster:Cluster",
-    "Gpu": "fixtures:Gpu",
+    "Gpu": "session.fixtures:Gpu",
     "Limits": "judge.limits:Thresholds",
-    "Measure": "fixtures:Measure",
+    "Measure": "session.fixtures:Measure",
     "Metric": "metrics.catalogue:Metric",
     "ReportProgress": "session.progress:ReportProgress",
     "Series": "metrics.sampling:Series",
-    "Telemetry": "fixtures:Telemetry",
+    "Telemetry": "session.fixtures:Telemetry",
     "TrainingInputs": "session.selection:TrainingInputs",
     "VerdictRecord": "journal.run_directory:VerdictRecord",
     "checkpoint": "benchmarks.storage.checkpoint",

@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Turn the plugin on, where it was asked for, before any other plugin is configured."""
     if not options.active(config):
         return
-    from pytest_gpucluster import fixtures
+    from pytest_gpucluster.session import fixtures
     from pytest_gpucluster.session.xdist import make_session
 
     for marker in _MARKERS:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-_MODULE = "pytest_gpucluster.recorder.process"
+_MODULE = "pytest_gpucluster.reports.recorder.process"
 _MOST_BYTES = 1 << 20
 _CLONE_PARENT = 0x8000
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
@@ -128,7 +128,7 @@ def fork_recorder() -> None:
 
 def load() -> None:
     """Load what a recorder needs."""
-    from pytest_gpucluster.recorder import process
+    from pytest_gpucluster.reports.recorder import process
 
     process.reports.prepare()
 
@@ -167,7 +167,7 @@ def _serve(requests: socket.socket) -> NoReturn:
 def _become(request: Mapping[str, Any], stderr: int, channel: int) -> NoReturn:
     try:
         from pytest_gpucluster.launch import detached_process
-        from pytest_gpucluster.recorder import process
+        from pytest_gpucluster.reports.recorder import process
 
         signal.pthread_sigmask(signal.SIG_BLOCK, detached_process.SHIELDED)  # as it would inherit it
         os.setsid()

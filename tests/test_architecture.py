@@ -33,34 +33,31 @@ config: metrics
 isolation: launch metrics
 device:
 benchmarks: isolation device metrics
-criteria: metrics config benchmarks
 judge: config metrics
 node: launch metrics device judge
 simulation: launch metrics config device benchmarks judge node
 agreement: launch metrics device
 selftest: launch metrics config device benchmarks judge node agreement
 journal: metrics config isolation judge agreement
-reports: launch metrics judge journal
-recorder: launch agreement journal reports
+reports: launch metrics judge agreement journal
 analysis: launch metrics config isolation judge journal reports
 session: short_fixtures launch metrics config isolation device benchmarks judge node simulation agreement journal
- reports recorder analysis
-fixtures: metrics config judge node agreement journal session
-plugin: journal metrics device session fixtures
+ reports analysis
+plugin: journal metrics device session
 runners: launch metrics isolation agreement journal
-cli: launch metrics benchmarks judge node simulation selftest agreement journal reports recorder analysis runners
+cli: launch metrics benchmarks judge node simulation selftest agreement journal reports analysis runners
 __main__: cli
 """)
 
 # What only these may import, wherever in the file.
 ONLY_IN = _table("""
-torch: device benchmarks criteria session node simulation agreement selftest runners
+torch: device benchmarks session node simulation agreement selftest runners
 pynvml: node
 yaml: config
 jinja2: reports
 markupsafe: reports
 prometheus_client: reports
-pytest: plugin fixtures short_fixtures session agreement
+pytest: plugin short_fixtures session agreement
 _pytest: session agreement
 xdist:
 """)
@@ -68,12 +65,10 @@ OF_THE_DEVICE = re.compile(
     r"torch\.cuda|backends\.cuda|ProcessGroupNCCL|exception_dump|_scaled_mm|from torch import [^\n]*\bcuda\b"
 )
 """What only ``device`` may name, in comments too."""
-TORCH_IS_LATE = ("launch", "criteria", "node", "runners", "cli")
+TORCH_IS_LATE = ("launch", "node", "runners", "cli")
 """They are imported where no torch may be loaded: a function imports it."""
-LIGHT = ("launch", "isolation", "journal", "reports", "recorder", "analysis", "runners", "cli")
+LIGHT = ("launch", "isolation", "journal", "reports", "analysis", "runners", "cli")
 """What reads and renders a journal, starts runs, or is started by another program: no torch, pytest, YAML or NVML."""
-MAY_BE_IDLE = {("criteria", "benchmarks")}
-"""A criterion's benchmark may be in the module that declares it."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 
 
@@ -145,7 +140,7 @@ def test_a_package_imports_only_what_its_row_allows(module):
 
 def test_every_import_that_is_allowed_is_made():
     made = {(package(module), package(name)) for module in MODULES for name, _ in own_imports(module)}
-    idle = {(name, each) for name, allowed in PACKAGES.items() for each in allowed} - made - MAY_BE_IDLE
+    idle = {(name, each) for name, allowed in PACKAGES.items() for each in allowed} - made
     assert idle == set(), "take it out of the row"
 
 
@@ -212,7 +207,7 @@ def test_what_a_rank_is_and_how_it_is_judged_can_be_known_without_torch():
         "agreement.preflight",
         "judge.judge",
         "config.workload",
-        "criteria",
+        "config.criteria",
     )
     assert loaded_by(*modules) & {"torch", "pytest", "pynvml", "yaml"} == set()
     assert loaded_by("judge.loader") & {"torch", "pytest", "pynvml"} == set()

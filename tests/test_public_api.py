@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest_gpucluster
-from pytest_gpucluster import fixtures, short_fixtures
+from pytest_gpucluster import short_fixtures
+from pytest_gpucluster.session import fixtures
 
 ROOT = Path(__file__).parent.parent
 STABLE = """

@@ -142,7 +142,7 @@ class SignalForwarder:
 def read_notes(folder: Path, launcher: int) -> tuple[Sequence[ExitNote], ExitNote | None]:
     """Return the notes of this node's ranks, and the journal's verdict if rank 0 was here and left no note."""
     from pytest_gpucluster.journal.journal import JOURNAL_FILE, read
-    from pytest_gpucluster.recorder.client import wait_for_end
+    from pytest_gpucluster.reports.recorder.client import wait_for_end
 
     notes = read_exit_notes(folder, launcher)
     begun = read_begin_note(folder, launcher)

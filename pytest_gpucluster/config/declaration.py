@@ -1,6 +1,6 @@
 """How a criterion is declared: its metrics, its section of a workload, and the time that its tests take. Pure.
 
-A module of ``pytest_gpucluster/criteria`` has three tables, each of which may be missing: ``METRICS`` (of
+A module of ``pytest_gpucluster/config/criteria`` has three tables, each of which may be missing: ``METRICS`` (of
 :class:`~pytest_gpucluster.metrics.catalogue.Metric`), ``SECTIONS`` and ``CRITERIA``. The package's listing finds it.
 """
 

@@ -3,7 +3,7 @@
     workload.matmul.sizes                     # (4096, 8192, 16384)
     workload.all_reduce.sampling              # Sampling(warmup_seconds=2.0, ...)
 
-``config.workload_loader`` reads workloads; the modules of ``pytest_gpucluster/criteria`` declare their sections.
+``config.workload_loader`` reads workloads; the modules of ``pytest_gpucluster/config/criteria`` declare their sections.
 
 :func:`predict` covers only what the workload gives in seconds: warm-up and samples of the criteria below. What they
 need in addition, and all other tests, is counted and named instead. After ``warmup``, samples are taken for at least

@@ -1,4 +1,4 @@
-"""What a metric is, and the metrics of this project, which the modules of ``pytest_gpucluster/criteria`` declare."""
+"""What a metric is, and the metrics of this project, declared in ``pytest_gpucluster/config/criteria``."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def metrics(
 
 
 def declared(table: str) -> tuple[Any, ...]:
-    """Return what the modules of ``pytest_gpucluster/criteria`` declare in their table of this name.
+    """Return what the modules of ``pytest_gpucluster/config/criteria`` declare in their table of this name.
 
     The package's listing finds them, so that a new criterion is in no other list; none of them imports torch.
     """
@@ -83,6 +83,6 @@ def declared(table: str) -> tuple[Any, ...]:
 
 @functools.cache
 def _criteria() -> tuple[ModuleType, ...]:
-    package = importlib.import_module("pytest_gpucluster.criteria")
+    package = importlib.import_module("pytest_gpucluster.config.criteria")
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     return tuple(importlib.import_module(f"{package.__name__}.{name}") for name in names)

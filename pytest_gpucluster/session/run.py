@@ -35,7 +35,7 @@ from pytest_gpucluster.journal.test_record import JournalCopy, TestRecord
 from pytest_gpucluster.launch.launchers import RankFacts, detect
 from pytest_gpucluster.metrics.units import did_you_mean
 from pytest_gpucluster.node.health.monitor import RankMonitor
-from pytest_gpucluster.recorder.client import Recorder
+from pytest_gpucluster.reports.recorder.client import Recorder
 from pytest_gpucluster.session import options
 from pytest_gpucluster.session.cluster import Cluster
 from pytest_gpucluster.session.options import Settings, Timeouts

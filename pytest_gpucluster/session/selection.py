@@ -77,7 +77,7 @@ def _uses_fixture(item: pytest.Item) -> bool:
     """Return whether the test gets this plugin's own fixture, and not one of the same name from its conftest."""
     known: Any = getattr(item, "_fixtureinfo", None)  # of functions only
     definitions: Sequence[Any] = known.name2fixturedefs.get(FIXTURE) or () if known is not None else ()
-    return len(definitions) > 0 and definitions[-1].func.__module__ == "pytest_gpucluster.fixtures"
+    return len(definitions) > 0 and definitions[-1].func.__module__ == "pytest_gpucluster.session.fixtures"
 
 
 def _shown(path: Path, root: Path) -> str:

@@ -29,7 +29,7 @@ from pytest_gpucluster.journal.run_directory import VerdictRecord
 from pytest_gpucluster.journal.test_record import now
 from pytest_gpucluster.journal.verdict import ExitNote, write_note
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.recorder.client import reports_seconds, wait_for_end
+from pytest_gpucluster.reports.recorder.client import reports_seconds, wait_for_end
 from pytest_gpucluster.session.run import Run
 from pytest_gpucluster.text import first_line, one_line, visible
 

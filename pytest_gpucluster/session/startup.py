@@ -32,7 +32,7 @@ from pytest_gpucluster.metrics.measurement import register
 from pytest_gpucluster.node import pci
 from pytest_gpucluster.node.health.monitor import Place
 from pytest_gpucluster.node.health.telemetry import INTERVAL_SECONDS
-from pytest_gpucluster.recorder.client import Recorder
+from pytest_gpucluster.reports.recorder.client import Recorder
 from pytest_gpucluster.session import options, rejected_run, shutdown
 from pytest_gpucluster.session.cluster import Cluster
 from pytest_gpucluster.session.run import Run, name_of_rank

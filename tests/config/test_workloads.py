@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pytest_gpucluster.config.criteria import gpu
 from pytest_gpucluster.config.workload import SECTIONS, WorkloadRecord, build
 from pytest_gpucluster.config.workload_loader import load
-from pytest_gpucluster.criteria import gpu
 from pytest_gpucluster.metrics.codec import read
 
 # All as it is shipped, but for some of each kind.

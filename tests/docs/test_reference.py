@@ -8,12 +8,12 @@ from pathlib import Path
 
 from each import of_each
 
-from pytest_gpucluster import fixtures, plugin
+from pytest_gpucluster import plugin
 from pytest_gpucluster.cli import main
 from pytest_gpucluster.journal import verdict
 from pytest_gpucluster.metrics import measurement
 from pytest_gpucluster.plugin import HookSpecs
-from pytest_gpucluster.session import options
+from pytest_gpucluster.session import fixtures, options
 from pytest_gpucluster.session import options as option_values
 
 DOCS = Path(__file__).parents[2] / "docs"

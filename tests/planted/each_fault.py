@@ -61,7 +61,8 @@ def changed(workload, fault, request):
     return dataclasses.replace(workload, **sections)
 
 
-changed.__module__ = "pytest_gpucluster.fixtures"  # of tests whose workload is their conftest's own no file is read
+# Of tests whose workload is their conftest's own no file is read.
+changed.__module__ = "pytest_gpucluster.session.fixtures"
 workload = pytest.fixture(name="workload")(changed)
 
 

@@ -22,9 +22,18 @@ from pytest_gpucluster.agreement import hang_diagnosis
 from pytest_gpucluster.agreement.liveness import process_state
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.recorder.client import BEAT, CHUNK_BYTES, END, FAULT_FILE, HEADER, LINE, RETRY, reports_seconds
-from pytest_gpucluster.recorder.writer import OWN_PROBLEM, RunWriter
 from pytest_gpucluster.reports import registry as reports
+from pytest_gpucluster.reports.recorder.client import (
+    BEAT,
+    CHUNK_BYTES,
+    END,
+    FAULT_FILE,
+    HEADER,
+    LINE,
+    RETRY,
+    reports_seconds,
+)
+from pytest_gpucluster.reports.recorder.writer import OWN_PROBLEM, RunWriter
 from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
 
 _TICK_SECONDS = 0.5

@@ -2,7 +2,7 @@
 
 The recorder lives on rank 0's node in a session of its own, without torch and without pytest, so that
 whatever ends rank 0 (a signal, a crash, a hang with the GIL held) does not end the recording. Its side is
-:mod:`pytest_gpucluster.recorder.process`.
+:mod:`pytest_gpucluster.reports.recorder.process`.
 
 Lines travel over a socket pair in numbered packets. A packet is received whole or not at all, and a
 duplicate is dropped, so an exception raised by a signal handler in the middle of a ``send`` neither cuts a line
@@ -118,7 +118,7 @@ class Recorder:
         options |= {"run-dir": os.path.abspath(run_dir), "quiet-seconds": quiet_seconds}
         if junit_path is not None:
             options["junit"] = os.path.abspath(junit_path)
-        command = [sys.executable, "-m", "pytest_gpucluster.recorder.process"]
+        command = [sys.executable, "-m", "pytest_gpucluster.reports.recorder.process"]
         command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
         # The recorder inherits the mask, so none of these signals can ever end it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, detached_process.SHIELDED)

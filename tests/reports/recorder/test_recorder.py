@@ -19,9 +19,9 @@ from journal_lines import COLLECTED, RUN, problem, result, start
 from recordings import DEADLINE, END, verdicts, wait_until
 
 from pytest_gpucluster.journal import journal
-from pytest_gpucluster.recorder import client
-from pytest_gpucluster.recorder.client import Recorder
 from pytest_gpucluster.reports import junit
+from pytest_gpucluster.reports.recorder import client
+from pytest_gpucluster.reports.recorder.client import Recorder
 
 
 class Released(BaseException):
@@ -41,7 +41,7 @@ def recording(place):
 RANK_0 = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pytest_gpucluster.recorder.client import Recorder
+from pytest_gpucluster.reports.recorder.client import Recorder
 place = Path({place!r})
 handle = Recorder.start(place / "run", place / "report.xml", quiet_seconds=0.5)
 (place / "pid").write_text(str(handle.pid))

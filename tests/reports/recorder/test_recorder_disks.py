@@ -16,13 +16,13 @@ from journal_lines import COLLECTED, RUN, result, start
 from recordings import DEADLINE, END, verdicts, wait_until
 
 from pytest_gpucluster.journal import journal
-from pytest_gpucluster.recorder import client
-from pytest_gpucluster.recorder.client import Recorder
+from pytest_gpucluster.reports.recorder import client
+from pytest_gpucluster.reports.recorder.client import Recorder
 
 FULL = """
 import json, os, sys, tempfile, time
 from pathlib import Path
-from pytest_gpucluster.recorder.client import Recorder
+from pytest_gpucluster.reports.recorder.client import Recorder
 place, frees = Path(sys.argv[1]), sys.argv[2] == "frees"
 (place / "run").mkdir()
 run, collected, start, result, end = json.loads(sys.argv[3])

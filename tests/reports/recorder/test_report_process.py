@@ -16,8 +16,8 @@ import pytest
 from pytest_gpucluster.journal import journal
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.launch import detached_process
-from pytest_gpucluster.recorder.client import wait_for_end
-from pytest_gpucluster.recorder.writer import render_in_child
+from pytest_gpucluster.reports.recorder.client import wait_for_end
+from pytest_gpucluster.reports.recorder.writer import render_in_child
 
 # The product forks in a process that has one thread. The one that runs all tests may have more, which is harmless for
 # a child that only renders.
