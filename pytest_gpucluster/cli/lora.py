@@ -148,7 +148,7 @@ def _prepare(options: argparse.Namespace) -> int:
     with file_errors(NO_OUTPUT, f"--out {out}"):
         packed_file.write(out, prepared)
     for line in loaded.malformed[:_MOST_EXAMPLES]:
-        complain(f"{options.source}: left out {one_line(str(line), _CHARACTERS)}", DONE)
+        complain(f"{options.source}: left out {one_line(line, _CHARACTERS)}", DONE)
     parts = {"train": asdict(prepared.train.statistics), "held_out": asdict(prepared.held_out.statistics)}
     print(json.dumps({"rows": len(loaded.rows), "malformed": len(loaded.malformed), **parts}, indent=2))
     return complain(f"{len(prepared.train)} blocks for training, {len(prepared.held_out)} held out: {out}", DONE)
@@ -213,7 +213,7 @@ def _held_out(options: argparse.Namespace) -> tuple[Sequence[Row], str]:
     from pytest_gpucluster.benchmarks.lora.dataset import held_out_split
 
     path = Path(options.data)
-    if path.is_file() and packed_file.is_prepared(path):
+    if packed_file.is_prepared(path):
         prepared = packed_file.read(path)
         return prepared.held_out_rows, options.rendering or prepared.context["rendering"]
     loaded = dataset.load_rows(options.data, sha256=options.sha256)

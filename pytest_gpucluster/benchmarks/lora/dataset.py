@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pytest_gpucluster.benchmarks.lora.hub import HubName, fetch, hub_name
+from pytest_gpucluster.benchmarks.lora.hub import HubName, fetch_rows, hub_name
 from pytest_gpucluster.errors import EnvironmentBroken
+from pytest_gpucluster.text import some_of
 
 Role = Literal["user", "assistant", "function"]
 
@@ -81,7 +82,6 @@ MALFORMED_RATIO = 0.01
 """The part of the rows that may be malformed. Source: this suite's rule; a file with more is not the expected one."""
 
 _LISTED = 5
-_LENGTH_BYTES = 8  # of safetensors, before its JSON: https://huggingface.co/docs/safetensors/index, "Format"
 _SPACE = " \t\r\n"
 
 
@@ -110,35 +110,20 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Malformed:
-    """A row that cannot be used.
-
-    Attributes:
-        row: its number, from 1: in JSONL that of its line, empty ones not counted.
-        reason: what is wrong with it.
-    """
-
-    row: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"row {self.row}: {self.reason}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rows:
     """The rows of a source.
 
     Attributes:
         rows: the conversations, in the order of the file.
-        malformed: the rows that were left out.
+        malformed: of each row that was left out its number, from 1 (in JSONL that of its line, empty ones not
+            counted), and what is wrong with it.
         sha256: of the file's bytes.
         source: the path or hub name.
         revision: of the hub's repository; None for a path.
     """
 
     rows: tuple[Row, ...]
-    malformed: tuple[Malformed, ...]
+    malformed: tuple[str, ...]
     sha256: str
     source: str
     revision: str | None = None
@@ -177,17 +162,12 @@ def load_rows(source: str | Path, *, sha256: str | None = None, revision: str | 
     """
     path, label, on_hub = Path(source), str(source), located(source, revision)
     if on_hub is not None:
-        path, label, sha256 = fetch(on_hub), str(on_hub), sha256 or on_hub.sha256
+        path, label, sha256 = fetch_rows(on_hub), str(on_hub), sha256 or on_hub.sha256
     try:
         data = path.read_bytes()
     except OSError as error:
         raise EnvironmentBroken(f"{path}: {error.strerror or error}; give a file of rows") from None
-    found = hashlib.sha256(data).hexdigest()
-    if sha256 is not None and found != sha256.strip().lower():
-        raise EnvironmentBroken(
-            f"{label}: its sha256 is {found}, and {sha256} is expected: it is another file, or damaged; get it again,"
-            " or give its own sha256"
-        )
+    found = require_sha256(data, sha256, label)
     rows, malformed = read_rows(data, label)
     return Rows(
         rows=tuple(rows),
@@ -198,8 +178,27 @@ def load_rows(source: str | Path, *, sha256: str | None = None, revision: str | 
     )
 
 
-def read_rows(data: bytes, where: str) -> tuple[list[Row], list[Malformed]]:
-    """Read the bytes of a file: the rows that can be used, and the others.
+def require_sha256(data: bytes, sha256: str | None, where: object) -> str:
+    """Return the digest of a file's bytes. Raises: EnvironmentBroken if ``sha256`` is given, and another one."""
+    found = hashlib.sha256(data).hexdigest()
+    if sha256 is not None and found != sha256.strip().lower():
+        raise EnvironmentBroken(
+            f"{where}: its sha256 is {found}, and {sha256} is expected: it is another file, or damaged; get it again,"
+            " or give its own sha256"
+        )
+    return found
+
+
+def is_safetensors(start: bytes) -> bool:
+    """Whether a file begins as safetensors do: 8 bytes with the length of the JSON object that follows.
+
+    Source: https://huggingface.co/docs/safetensors/index, "Format".
+    """
+    return start[8:9] == b"{" and b"\0" in start[:8]  # in a text there is no zero
+
+
+def read_rows(data: bytes, where: str) -> tuple[list[Row], list[str]]:
+    """Read the bytes of a file: the rows that can be used, and number and defect of the others.
 
     Args:
         data: UTF-8, with or without a byte order mark.
@@ -207,7 +206,7 @@ def read_rows(data: bytes, where: str) -> tuple[list[Row], list[Malformed]]:
 
     Raises: EnvironmentBroken, as ``load_rows``.
     """
-    if data[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{" and b"\0" in data[:_LENGTH_BYTES]:
+    if is_safetensors(data):
         raise EnvironmentBroken(f"{where}: a safetensors file, not rows; give the file of rows that it was made of")
     try:
         text = data.decode("utf-8-sig")
@@ -217,17 +216,23 @@ def read_rows(data: bytes, where: str) -> tuple[list[Row], list[Malformed]]:
             f"{where}:{line}: not UTF-8: byte {error.start} is 0x{data[error.start]:02x}; store the file as UTF-8"
         ) from None
     rows: list[Row] = []
-    malformed: list[Malformed] = []
+    malformed: list[str] = []
     for number, value in enumerate(_values(text, where), start=1):
         try:
             if isinstance(value, ValueError):
                 raise value
             rows.append(row_of(value))
         except ValueError as error:
-            malformed.append(Malformed(row=number, reason=str(error)))
-    if not rows and not malformed:
+            malformed.append(f"row {number}: {error}")
+    count = len(rows) + len(malformed)
+    if not count:
         raise EnvironmentBroken(f"{where}: the file is empty; there must be rows of {{system, chat}}")
-    _refuse_many(malformed, len(rows) + len(malformed), where)
+    if len(malformed) > MALFORMED_RATIO * count:
+        raise EnvironmentBroken(
+            f"{where}: {len(malformed)} of {count} rows are malformed, and at most {MALFORMED_RATIO:.0%} may be: "
+            f"{some_of(malformed, _LISTED, '; ')}; repair or remove them, or give another file: one JSON array, or one "
+            "object a line"
+        )
     return rows, malformed
 
 
@@ -336,17 +341,6 @@ def _json(text: str) -> Any:
         raise ValueError(f"no JSON: {str(error).partition(';')[0]}") from None
 
 
-def _refuse_many(malformed: Sequence[Malformed], count: int, where: str) -> None:
-    if len(malformed) <= MALFORMED_RATIO * count:
-        return
-    listed = "; ".join(map(str, malformed[:_LISTED]))
-    more = f"; and {len(malformed) - _LISTED} more" if len(malformed) > _LISTED else ""
-    raise EnvironmentBroken(
-        f"{where}: {len(malformed)} of {count} rows are malformed, and at most {MALFORMED_RATIO:.0%} may be:"
-        f" {listed}{more}; repair or remove them, or give another file: one JSON array, or one object a line"
-    )
-
-
 def held_out_split(rows: Sequence[Row], ratio: float, seed: int) -> tuple[list[Row], list[Row]]:
     """Split rows into those to train on and those held out, each in their order.
 
@@ -370,7 +364,7 @@ def held_out_split(rows: Sequence[Row], ratio: float, seed: int) -> tuple[list[R
             f"{len(ranked)} different conversations are too few to hold {ratio * 100:g} % out and train on the others"
         )
     held_out = set(ranked[:count])
-    return (
-        [row for row, key in zip(rows, keys, strict=True) if key not in held_out],
-        [row for row, key in zip(rows, keys, strict=True) if key in held_out],
+    parts = tuple(
+        [row for row, key in zip(rows, keys, strict=True) if (key in held_out) is held] for held in (False, True)
     )
+    return parts[0], parts[1]

@@ -5,13 +5,12 @@ Where the whole context is the same, so is the loss of each step.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pytest_gpucluster.benchmarks.lora.dataset import Row, Rows, held_out_split, load_rows
+from pytest_gpucluster.benchmarks.lora.dataset import Row, Rows, held_out_split, load_rows, require_sha256
 from pytest_gpucluster.benchmarks.lora.model import Base, tiny_base
 from pytest_gpucluster.benchmarks.lora.packed_file import Prepared, is_prepared, read, require_fit
 from pytest_gpucluster.benchmarks.lora.packing import Packed, pack, rendering_of, tiny_tokenizer, tokenizer_for
@@ -99,18 +98,14 @@ def given_data(source: str | Path, *, sha256: str | None = None, revision: str |
     """
     path = Path(source)
     try:
-        packed = path.is_file() and is_prepared(path)
-        found = hashlib.sha256(path.read_bytes()).hexdigest() if packed and sha256 is not None else sha256
+        if not is_prepared(path):
+            return load_rows(source, sha256=sha256, revision=revision)
+        if sha256 is not None:
+            require_sha256(path.read_bytes(), sha256, path)
     except OSError as error:
         raise EnvironmentBroken(
             f"{path}: {error.strerror or error}; give a file of rows, or of packed blocks"
         ) from None
-    if not packed:
-        return load_rows(source, sha256=sha256, revision=revision)
-    if found != sha256:
-        raise EnvironmentBroken(
-            f"{path}: its sha256 is {found}, and {sha256} is expected: it is another file, or damaged"
-        )
     return read(path)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,9 @@ _OF_TEMPLATE, _TEMPLATE_END = "<tool_call>", "</tool_call>"
 _MARKER = re.compile(f"{CALL}|{_OF_TEMPLATE}")
 
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
-_OPENING = re.compile(r'"arguments"[ \t\r\n]*:[ \t\r\n]*\'')
-# Inside of JSON a double quote is escaped, so this stands nowhere else.
-_CLOSING = re.compile(r"'(?=[ \t\r\n]*[,}])")
-_TRIES = 8
-"""How many candidates for the closing quote are tried where JSON does not determine it."""
+# Inside of JSON a double quote is escaped, so this name stands nowhere else. The last quote before what may follow a
+# value is the closing one, whatever apostrophes are in between.
+_QUOTED = re.compile(r"\"arguments\"[ \t\r\n]*:[ \t\r\n]*'(.*)'(?=[ \t\r\n]*[,}])", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +103,13 @@ def same_json(one: object, other: object) -> bool:
 def _call(fields: Any) -> FunctionCall:
     if not isinstance(fields, dict):
         raise _NotWellFormed(f"no object after {CALL}")
-    unknown = [key for key in fields if key not in ("name", "arguments")]
-    if unknown:
+    if unknown := [key for key in fields if key not in ("name", "arguments")]:
         raise _NotWellFormed(f"key {unknown[0]!r} is neither name nor arguments")
-    for key in ("name", "arguments"):
-        if key not in fields:
-            raise _NotWellFormed(f"no {key}")
+    if missing := {"name", "arguments"} - fields.keys():
+        raise _NotWellFormed(f"no {' and no '.join(sorted(missing))}")
     name, arguments = fields["name"], fields["arguments"]
     if not isinstance(name, str) or not name.strip():
-        raise _NotWellFormed("the name is no text" if not isinstance(name, str) else "the name is empty")
+        raise _NotWellFormed("the name is no text, or empty")
     if isinstance(arguments, str):
         arguments = _quoted(arguments)
     if not isinstance(arguments, dict):
@@ -123,38 +119,13 @@ def _call(fields: Any) -> FunctionCall:
 
 def _fields(text: str) -> Any:
     """Read the outer object. Arguments in single quotes are taken out first: the rest of it is JSON."""
-    opening = _OPENING.search(text)
-    if opening is None:
+    quoted = _QUOTED.search(text)
+    if quoted is None:
         return _json(text)
-    start = opening.end()
-    for end, arguments in _single_quoted(text, start):
-        fields = _json(f"{text[: start - 1]}null{text[end + 1 :]}")
-        if isinstance(fields, dict) and fields.get("arguments", "") is None:
-            return {**fields, "arguments": arguments}
-    raise _NotWellFormed("the arguments in single quotes are no JSON")
-
-
-def _single_quoted(text: str, start: int) -> Iterator[tuple[int, Any]]:
-    """Yield where single quotes may end that begin before ``start``, with the JSON in them.
-
-    First as it stands: then JSON itself says where it ends, whatever apostrophes are in it. Else at one of the last
-    quotes before what may follow a value, with its escapes taken off.
-    """
-    try:
-        value, end = _DECODER.raw_decode(text, start + len(text[start:]) - len(text[start:].lstrip(_SPACE)))
-        end += len(text[end:]) - len(text[end:].lstrip(_SPACE))
-        if text[end : end + 1] == "'":
-            yield end, value
-            return
-    except ValueError:
-        pass  # its escapes must be taken off first
-    ends = [match.start() for match in _CLOSING.finditer(text, start)]
-    for end in ends[: -_TRIES - 1 : -1]:
-        try:
-            value = _quoted(text[start:end])
-        except _NotWellFormed:
-            continue
-        yield end, value
+    fields = _json(f"{text[: quoted.start(1) - 1]}null{text[quoted.end(1) + 1 :]}")
+    if not isinstance(fields, dict) or fields.get("arguments", "") is not None:
+        raise _NotWellFormed("the arguments in quotes are no JSON")
+    return {**fields, "arguments": _quoted(quoted[1])}
 
 
 def _quoted(text: str) -> Any:
@@ -191,5 +162,4 @@ def _constant(name: str) -> Any:
     raise _NotWellFormed(f"{name} is no JSON")
 
 
-_SPACE = " \t\r\n"
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)

@@ -1,11 +1,12 @@
-"""Files of a data set on the Hugging Face hub: from its cache, or fetched within a deadline."""
+"""Files on the Hugging Face hub: from its cache, or fetched within a deadline."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import start_call
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -61,103 +62,103 @@ def hub_name(text: str, revision: str | None = None) -> HubName | None:
     return HubName(repository=match["repository"], revision=revision or "main")
 
 
-def fetch(name: HubName) -> Path:
-    """Return the path of the data set's one JSON file, from the cache or from the hub.
+def ask(kind: str, name: str, revision: str | None) -> list[str] | Exception:
+    """Return the files of a repository as the hub lists them; or why it does not, as with HF_HUB_OFFLINE.
 
-    The hub is asked once for its files, and must answer within ``ANSWER_SECONDS``. If it does not, or with
-    HF_HUB_OFFLINE, only the cache is used. So nothing waits for a network that is unreachable: huggingface_hub by
-    itself would retry for minutes. A download must be complete within ``DOWNLOAD_SECONDS``.
+    It must answer within ``ANSWER_SECONDS``: huggingface_hub by itself would retry for minutes.
 
-    Raises: EnvironmentBroken, naming what is missing: the package, the file in the cache, or an answer of the hub.
-    """
-    try:
-        import huggingface_hub
-        from huggingface_hub import constants
-    except ImportError:
-        raise not_installed("huggingface_hub") from None
-    offline = bool(constants.HF_HUB_OFFLINE)
-    listed: list[str] | None = None
-    hub_error: Exception | None = None
-    # The types of the errors depend on the version of huggingface_hub: its own, httpx, requests, the socket.
-    try:
-        if not offline:
-            hub = huggingface_hub.HfApi()
-            info = hub.dataset_info(name.repository, revision=name.revision, timeout=ANSWER_SECONDS)
-            listed = [sibling.rfilename for sibling in info.siblings or ()]
-    except Exception as error:
-        hub_error = error
-    try:
-        file = name.file or _only_json(name, listed if listed is not None else _cached(name))
-        download = start_call(
-            lambda: huggingface_hub.hf_hub_download(
-                name.repository,
-                file,
-                repo_type="dataset",
-                revision=name.revision,
-                etag_timeout=ANSWER_SECONDS,
-                local_files_only=listed is None,
-            )
-        )
-        return Path(download(DOWNLOAD_SECONDS))
-    except EnvironmentBroken:
-        raise
-    except Exception as error:
-        raise unavailable(name, hub_error or error) from error
-
-
-def local_only(model: str | Path, revision: str | None = None) -> bool:
-    """Return whether to load a model without the hub: it is a path, HF_HUB_OFFLINE is set, or the hub does not answer.
-    transformers by itself would retry for minutes.
+    Args:
+        kind: ``dataset`` or ``model``.
+        name, revision: of the repository.
 
     Raises: ImportError without huggingface_hub.
     """
     import huggingface_hub
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or Path(model).exists():
-        return True
+    if constants.HF_HUB_OFFLINE:
+        return ConnectionError("HF_HUB_OFFLINE is set")
+    # The types of the errors depend on the version of huggingface_hub: its own, httpx, requests, the socket.
     try:
-        huggingface_hub.HfApi().model_info(str(model), revision=revision, timeout=ANSWER_SECONDS)
-    except Exception:  # of types as in fetch; the loader then names what is not in the cache
-        return True
-    return False
+        info = getattr(huggingface_hub.HfApi(), f"{kind}_info")(name, revision=revision, timeout=ANSWER_SECONDS)
+        return [sibling.rfilename for sibling in info.siblings or ()]
+    except Exception as error:
+        return error
 
 
-def _only_json(name: HubName, files: Sequence[str]) -> str:
-    candidates = sorted(file for file in files if file.endswith((".json", ".jsonl")))
-    if len(candidates) != 1:
-        found = ", ".join(candidates[:10]) or "none"
+def local_only(model: str | Path, revision: str | None = None) -> bool:
+    """Return whether to load a model without the hub: it is a path, or the hub does not answer.
+
+    Raises: ImportError without huggingface_hub.
+    """
+    return Path(model).exists() or isinstance(ask("model", str(model), revision), Exception)
+
+
+def fetch(
+    kind: str, name: str, revision: str, patterns: Callable[[list[str]], list[str]], *, seconds: float | None = None
+) -> Path:
+    """Return the folder with the files of a repository, from the hub, or from its cache where the hub does not answer.
+
+    Args:
+        kind: ``dataset`` or ``model``.
+        name, revision: of the repository.
+        patterns: returns which files are needed, of those that there are.
+        seconds: how long the download may take.
+
+    Raises: EnvironmentBroken, naming what is missing: the package, the files in the cache, or an answer of the hub.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise not_installed("huggingface_hub") from None
+    listed = ask(kind, name, revision)
+    options: dict[str, Any] = {
+        "repo_type": kind,
+        "revision": revision,
+        "etag_timeout": ANSWER_SECONDS,
+        "local_files_only": isinstance(listed, Exception),
+    }
+    try:
+        if isinstance(listed, Exception):
+            folder = Path(huggingface_hub.snapshot_download(name, **options))
+            patterns([path.relative_to(folder).as_posix() for path in folder.rglob("*")])
+            return folder
+        options["allow_patterns"] = patterns(listed)
+        return Path(start_call(lambda: huggingface_hub.snapshot_download(name, **options))(seconds))
+    except EnvironmentBroken:
+        raise
+    except Exception as error:
+        why = first_line(listed if isinstance(listed, Exception) else error)
         raise EnvironmentBroken(
-            f"{name}: one JSON or JSONL file is expected in it, found: {found}; give a path instead"
-        )
-    return candidates[0]
+            f"{name}@{revision}: the hub does not provide it ({why}), and it is not in the hub's cache; give a local "
+            "file or folder, or download it where there is a network"
+        ) from error
 
 
-def _cached(name: HubName) -> list[str]:
-    """Return the files of a repository that are in the cache."""
-    from huggingface_hub import snapshot_download
+def fetch_rows(name: HubName) -> Path:
+    """Return the path of the data set's one JSON file.
 
-    folder = Path(
-        snapshot_download(name.repository, repo_type="dataset", revision=name.revision, local_files_only=True)
-    )
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    Raises: EnvironmentBroken, as :func:`fetch`; or there is no such file, or several.
+    """
+    chosen = ""
+
+    def choose(files: list[str]) -> list[str]:
+        nonlocal chosen
+        candidates = [name.file] if name.file else sorted(file for file in files if file.endswith((".json", ".jsonl")))
+        if len(candidates) != 1:
+            found = ", ".join(candidates[:10]) or "none"
+            raise EnvironmentBroken(
+                f"{name}: one JSON or JSONL file is expected in it, found: {found}; give a path instead"
+            )
+        [chosen] = candidates
+        return candidates
+
+    return fetch("dataset", name.repository, name.revision, choose, seconds=DOWNLOAD_SECONDS) / chosen
 
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, for a message."""
     return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), "no reason given")
-
-
-def unavailable(name: object, error: Exception) -> EnvironmentBroken:
-    """Return the error for what is neither on the hub nor in its cache."""
-    from huggingface_hub import constants
-
-    why = (
-        "HF_HUB_OFFLINE is set, and it is not in the hub's cache; download it where there is a network, or"
-        if constants.HF_HUB_OFFLINE
-        else "the hub does not provide it, and it is not in the hub's cache;"
-    )
-    return EnvironmentBroken(f"{name}: {why} give a local file or folder ({type(error).__name__}: {first_line(error)})")
 
 
 def not_installed(package: str) -> EnvironmentBroken:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpucluster.benchmarks.group import on_first_rank
-from pytest_gpucluster.benchmarks.lora.hub import ANSWER_SECONDS, first_line, local_only, unavailable
+from pytest_gpucluster.benchmarks.lora.hub import fetch, first_line
 from pytest_gpucluster.benchmarks.training import model as decoder
 from pytest_gpucluster.device.interface import Accelerator
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
@@ -549,18 +549,4 @@ def _from_hub(name: str, revision: str | None) -> Path:
         raise EnvironmentBroken(
             f"{name} names no revision, and the hub's files can change: write {name}@COMMIT, or a local folder"
         )
-    import huggingface_hub
-
-    local = local_only(name, revision)
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name,
-                revision=revision,
-                etag_timeout=ANSWER_SECONDS,
-                local_files_only=local,
-                allow_patterns=["*.json", "*.safetensors", "*.txt"],
-            )
-        )
-    except Exception as error:  # of huggingface_hub, httpx, requests and the socket, by version
-        raise unavailable(f"{name}@{revision}", error) from error
+    return fetch("model", name, revision, lambda files: ["*.json", "*.safetensors", "*.txt"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpucluster.benchmarks.lora.dataset import Row, Rows, held_out_split, row_of
+from pytest_gpucluster.benchmarks.lora.dataset import Row, Rows, held_out_split, is_safetensors, row_of
 from pytest_gpucluster.benchmarks.lora.hub import not_installed
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Statistics, pack, rendering_of, tokenizer_fingerprint
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -20,10 +20,7 @@ SCHEMA_VERSION = 3
 _ENTRY = "pytest-gpucluster packed blocks"
 _PARTS = ("train", "held_out")
 _ROWS = "held_out.rows"
-# A length in 8 bytes, then a JSON object. Source: https://huggingface.co/docs/safetensors/index, "Format".
-_LENGTH_BYTES = 8
-_LONGEST_HEADER = 2**40
-"""Eight characters of text are a far larger number, and no header is as long."""
+_AGAIN = "make it again with `gpucluster lora prepare`"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,10 +131,11 @@ def write(path: Path, prepared: Prepared) -> None:
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether a file looks like one of packed blocks, and not like rows. Raises: OSError."""
+    """Whether a path is a file that looks like one of packed blocks, and not like rows. Raises: OSError."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
-        start = file.read(_LENGTH_BYTES + 1)
-    return start[_LENGTH_BYTES:] == b"{" and int.from_bytes(start[:_LENGTH_BYTES], "little") < _LONGEST_HEADER
+        return is_safetensors(file.read(9))
 
 
 def read(path: Path) -> Prepared:
@@ -158,19 +156,16 @@ def read(path: Path) -> Prepared:
             header = json.loads(entry)
             if header["schema_version"] != SCHEMA_VERSION:
                 raise EnvironmentBroken(
-                    f"{path}: schema_version {header['schema_version']}, and {SCHEMA_VERSION} is required; make it"
-                    " again with `gpucluster lora prepare`"
+                    f"{path}: schema_version {header['schema_version']}, and {SCHEMA_VERSION} is required; {_AGAIN}"
                 )
             train, held_out = (_packed(file, part, header["statistics"][part]) for part in _PARTS)
             lines = file.get_tensor(_ROWS).numpy().tobytes().decode().splitlines()
             rows = tuple(row_of(json.loads(line)) for line in lines)
             context = {str(name): str(value) for name, value in header["context"].items()}
     except (OSError, SafetensorError) as error:
-        raise EnvironmentBroken(
-            f"{path}: cannot be read: {error}; make it again with `gpucluster lora prepare`"
-        ) from error
+        raise EnvironmentBroken(f"{path}: cannot be read: {error}; {_AGAIN}") from error
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise EnvironmentBroken(f"{path}: damaged: {error}; make it again with `gpucluster lora prepare`") from error
+        raise EnvironmentBroken(f"{path}: damaged: {error}; {_AGAIN}") from error
     return Prepared(train=train, held_out=held_out, held_out_rows=rows, context=context)
 
 
@@ -179,22 +174,25 @@ def require_fit(prepared: Prepared, tokenizer: Any, sequence: int, rendering: st
 
     Raises: EnvironmentBroken otherwise: their numbers mean other tokens to another model.
     """
-    made = prepared.context
+    made, length = prepared.context, prepared.train.loss_mask.shape[1]
+    wrong = ""
     if made.get("tokenizer_sha256") != tokenizer_fingerprint(tokenizer):
-        raise EnvironmentBroken(
-            f"the blocks were made with the tokenizer of {made.get('tokenizer')}, which differs from the model's;"
-            " make them again with `gpucluster lora prepare --model` and this model"
+        wrong = (
+            f"were made with the tokenizer of {made.get('tokenizer')}, which differs from the model's; make them again "
+            "with `gpucluster lora prepare --model` and this model"
         )
-    if made["rendering"] != rendering:
-        raise EnvironmentBroken(
-            f"the blocks were made with --rendering {made['rendering']}, and lora.rendering is {rendering}: set it, or "
-            "make them again"
+    elif made["rendering"] != rendering:
+        wrong = (
+            f"were made with --rendering {made['rendering']}, and lora.rendering is {rendering}: set it, or make them "
+            "again"
         )
-    if prepared.train.loss_mask.shape[1] != sequence:
-        raise EnvironmentBroken(
-            f"the blocks have {prepared.train.loss_mask.shape[1]} positions, and the workload has {sequence}; make them"
-            f" again with `gpucluster lora prepare --sequence {sequence}`"
+    elif length != sequence:
+        wrong = (
+            f"have {length} positions, and the workload has {sequence}; make them again with "
+            f"`gpucluster lora prepare --sequence {sequence}`"
         )
+    if wrong:
+        raise EnvironmentBroken(f"the blocks {wrong}")
 
 
 def _packed(file: Any, part: str, counts: Mapping[str, int]) -> Packed:

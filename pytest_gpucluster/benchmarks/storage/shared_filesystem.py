@@ -160,7 +160,7 @@ def _reason(error: BaseException, answer_seconds: float) -> str:
     return f"{known} ({error})" if known else str(error)
 
 
-def start_call(call: Callable[[], T]) -> Callable[[float], T]:
+def start_call(call: Callable[[], T]) -> Callable[[float | None], T]:
     """Make a call in a thread: to a server that is gone it may never return, and cannot be stopped.
 
     Returns: a function that waits up to a limit for the result. It raises what the call has raised, and TimeoutError,
@@ -174,7 +174,7 @@ def start_call(call: Callable[[], T]) -> Callable[[float], T]:
         except Exception as error:  # raised again in the thread that waits
             outcome.set_exception(error)
 
-    def wait(seconds: float) -> T:
+    def wait(seconds: float | None) -> T:
         done, _ = futures_wait([outcome], seconds)
         if not done:
             raise TimeoutError(f"not over after {seconds:g} s")

@@ -115,8 +115,9 @@ def test_a_malformed_row_is_left_out_and_named_by_its_number(layout, malformed):
     value, reason = malformed
     data = layout([*GOOD[:3], value, *GOOD[3:]])
     rows, [message] = read_rows(data, "rows")
-    assert (len(rows), message.row) == (len(GOOD), 4)
-    assert reason in message.reason
+    assert len(rows) == len(GOOD)
+    assert message.startswith("row 4: ")
+    assert reason in message
 
 
 def test_more_than_one_row_in_a_hundred_is_an_error_that_names_the_first():
@@ -124,7 +125,7 @@ def test_more_than_one_row_in_a_hundred_is_an_error_that_names_the_first():
     assert len(read_rows(jsonl([*GOOD[:198], bad, bad]), "rows")[1]) == 2
     with pytest.raises(EnvironmentBroken, match=r"^rows\.jsonl: 3 of 200 .* 1%.*: row 198: .* row 200: "):
         read_rows(jsonl([*GOOD[:197], bad, bad, bad]), "rows.jsonl")
-    with pytest.raises(EnvironmentBroken, match=r"row 5: .*; and 15 more; repair"):
+    with pytest.raises(EnvironmentBroken, match=r"row 5: .* and 15 more; repair"):
         read_rows(jsonl([bad] * 20), "rows")
 
 
@@ -175,8 +176,8 @@ def test_a_broken_file_is_an_error_with_its_place(broken):
 )
 def test_a_line_that_python_or_a_tokenizer_cannot_read_is_malformed(malformed):
     rows, [message] = read_rows(malformed[0] + b"\n" + jsonl(GOOD), "rows")
-    assert (len(rows), message.row) == (200, 1)
-    assert message.reason.startswith(malformed[1])
+    assert len(rows) == 200
+    assert message.startswith(f"row 1: {malformed[1]}")
 
 
 def test_a_path_is_read_with_its_sha256(tmp_path):
@@ -236,7 +237,7 @@ def test_a_name_on_the_hub_is_read_from_its_cache(cache):
 
 
 def test_offline_what_is_not_in_the_cache_fails_at_once(cache):
-    with pytest.raises(EnvironmentBroken, match=r"^me/calls@main: HF_HUB_OFFLINE .*hub's cache"):
+    with pytest.raises(EnvironmentBroken, match=r"^me/calls@main: .*HF_HUB_OFFLINE .*hub's cache"):
         load_rows("me/calls")
     with pytest.raises(EnvironmentBroken, match=r"^glaiveai/glaive-function-calling-v2@e7f4b64.*HF_HUB_OFFLINE is set"):
         load_rows("glaiveai/glaive-function-calling-v2")
@@ -271,18 +272,18 @@ def online(cache, monkeypatch):
                 raise self.answer
             return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in self.answer])
 
-        def download(self, repository, file, *, local_files_only, revision, **options):
+        def download(self, repository, *, local_files_only, revision, allow_patterns=None, **options):
             if local_files_only:
-                return original(repository, file, local_files_only=True, revision=revision, **options)
+                return original(repository, local_files_only=True, revision=revision, **options)
+            [file] = allow_patterns
             self.downloads.append(file)
-            path = cache / file
-            path.write_bytes(jsonl(GOOD))
-            return str(path)
+            (cache / file).write_bytes(jsonl(GOOD))
+            return str(cache)
 
-    found, original = Hub(), huggingface_hub.hf_hub_download
+    found, original = Hub(), huggingface_hub.snapshot_download
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: found)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", found.download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", found.download)
     return found
 
 
@@ -291,7 +292,7 @@ def test_a_file_is_fetched_from_the_hub_which_is_asked_once_and_where_it_does_no
     assert (online.asked, online.downloads) == ([hub.ANSWER_SECONDS], ["rows.jsonl"])
     online.answer = ConnectionError("nothing answers\nat all")
     for name in ("me/calls", "glaiveai/glaive-function-calling-v2"):
-        with pytest.raises(EnvironmentBroken, match=rf"^{name}@.*: .*the hub's.*\(ConnectionError: nothing answers\)"):
+        with pytest.raises(EnvironmentBroken, match=rf"^{name}@.*: the hub .*\(nothing answers\).*the hub's"):
             load_rows(name)
     cached(cache, "me/calls", "a" * 40, {"train.jsonl": jsonl(GOOD)})
     assert len(load_rows("me/calls").rows) == 200
@@ -303,8 +304,8 @@ def test_a_download_that_does_not_end_is_given_up(online, monkeypatch):
 
     ended = threading.Event()
     monkeypatch.setattr(hub, "DOWNLOAD_SECONDS", 0.05)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: ended.wait(60))
-    with pytest.raises(EnvironmentBroken, match=r"\(TimeoutError: not over after 0\.05 s\)"):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: ended.wait(60))
+    with pytest.raises(EnvironmentBroken, match=r"\(not over after 0\.05 s\)"):
         load_rows("me/calls")
     ended.set()
 

@@ -10,7 +10,7 @@ from each import of_each
 from programs import needs_modules
 
 from pytest_gpucluster.benchmarks.lora import packed_file
-from pytest_gpucluster.benchmarks.lora.dataset import Malformed, Rows, held_out_split
+from pytest_gpucluster.benchmarks.lora.dataset import Rows, held_out_split
 from pytest_gpucluster.benchmarks.lora.packing import pack, tiny_tokenizer, tokenizer_fingerprint
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -18,7 +18,7 @@ from pytest_gpucluster.errors import EnvironmentBroken
 pytestmark = needs_modules("transformers")
 ROWS = Rows(
     rows=tuple(synthetic_rows(200, seed=0)),
-    malformed=(Malformed(row=3, reason="the chat is empty"),),
+    malformed=("row 3: the chat is empty",),
     sha256="ab" * 32,
     source="rows.json",
 )
