@@ -350,7 +350,7 @@ class Trainer:
         _, mine, targets = self._begin(number, rank, ranks)
         summed, _ = self._accumulate(mine, targets, ranks).tolist()
         own = int(self._packed.loss_mask[mine].sum())
-        return Share(loss=summed / own if own else math.nan, targets=own)
+        return summed / own if own else math.nan, own
 
     def clip(self) -> torch.Tensor:
         """Clip the gradients, and return their norm before. Collective."""

@@ -6,6 +6,7 @@ disjoint and complete, in another order in each epoch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from pytest_gpucluster.benchmarks.training.loader import Batches, in_batches
 from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.text import some_of
 
 STRIDES = 8
 """The difference between consecutive tokens is 1 up to this: the pattern to learn."""
@@ -146,35 +148,26 @@ def share_defects(
     defects: dict[int, str] = {}
     for rank, (mine, due) in enumerate(zip(shares, expected, strict=True)):
         wrong = next((epoch for epoch, (found, its) in enumerate(zip(mine, due, strict=True)) if found != its), None)
-        if wrong is None:
-            continue
-        found = set(mine[wrong])
-        whose = next((other for other, its in enumerate(expected) if other != rank and found & set(its[wrong])), None)
-        others = "" if whose is None else f", with {len(found & set(expected[whose][wrong]))} from that of rank {whose}"
-        defects[rank] = (
-            f"reads {_rows_text(mine[wrong])} of epoch {wrong}, and its share is {_rows_text(due[wrong])}{others}. "
-            "Check its sampler: num_replicas, rank, seed and set_epoch"
-        )
-    common = "" if defects else _common_defect(shares, rows)
-    return dict.fromkeys(range(len(shares)), common) if common else defects
-
-
-def _common_defect(shares: Sequence[Sequence[Sequence[int]]], rows: int) -> str:
-    world_size = len(shares)
+        if wrong is not None:
+            found = set(mine[wrong])
+            others = {other: len(found & set(its[wrong])) for other, its in enumerate(expected) if other != rank}
+            most = max(others, key=lambda other: others[other], default=rank)
+            defects[rank] = (
+                f"reads the rows {some_of([*map(str, mine[wrong])])} of epoch {wrong}, and its share is "
+                f"{some_of([*map(str, due[wrong])])}, with {others.get(most, 0)} from that of rank {most}. Check its "
+                "sampler: num_replicas, rank, seed and set_epoch"
+            )
+    if defects:
+        return defects
+    common, world_size = "", len(shares)
     for epoch in range(EPOCHS):
-        lengths = {len(mine[epoch]) for mine in shares}
-        read = [row for mine in shares for row in mine[epoch]]
-        missing, twice = set(range(rows)) - set(read), len(read) - len(set(read))
-        if len(lengths) > 1:
-            return f"the ranks read different numbers of rows in epoch {epoch}: {sorted(lengths)}"
-        if missing:
-            return f"{len(missing)} of {rows} rows are read by no rank in epoch {epoch}"
-        if twice >= world_size:
-            return f"{twice} rows are read twice in epoch {epoch}; fewer than the {world_size} ranks may be, as padding"
-    if rows > 2 * world_size and all(mine[0] == mine[1] for mine in shares):
-        return "the order of the rows does not change with the epoch"
-    return ""
-
-
-def _rows_text(rows: Sequence[int]) -> str:
-    return f"the rows {', '.join(map(str, rows[:4]))} ..." if len(rows) > 4 else f"the rows {list(rows)}"
+        lengths, read = {len(mine[epoch]) for mine in shares}, Counter(row for mine in shares for row in mine[epoch])
+        missing, twice = len(set(range(rows)) - set(read)), read.total() - len(read)
+        if not common and (len(lengths) > 1 or missing or twice >= world_size):
+            common = (
+                f"the ranks read {', '.join(map(str, sorted(lengths)))} rows each in epoch {epoch}, {missing} of "
+                f"{rows} are read by no rank, and {twice} twice; fewer than the {world_size} ranks may be, as padding"
+            )
+    if not common and rows > 2 * world_size and all(mine[0] == mine[1] for mine in shares):
+        common = "the order of the rows does not change with the epoch"
+    return dict.fromkeys(range(world_size), common) if common else {}

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader
 
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.errors import EnvironmentBroken
@@ -192,10 +192,9 @@ class Batches:
         if workers:
             ahead = {"multiprocessing_context": worker_context(), "prefetch_factor": prefetch}
         loader = DataLoader(
-            _Readable(data),
+            data,
             batch_sampler=rows,
             num_workers=workers,
-            collate_fn=_collate,
             pin_memory=pinned,
             worker_init_fn=_end_with_rank,
             **ahead,
@@ -216,6 +215,8 @@ class Batches:
         problem = ""
         try:
             batch = next(self._batches)
+        except EnvironmentBroken as error:
+            problem = str(error).rpartition("EnvironmentBroken: ")[2].strip()  # a worker's has its traceback before it
         except (RuntimeError, OSError, EOFError) as error:
             # A worker can die after it has announced a batch and before it has passed it on: then a connection breaks.
             problem = self._dead_worker() or _shared_memory_error(error, self._inspect)
@@ -224,8 +225,6 @@ class Batches:
         # Not inside: an exception raised there would keep the iterator, and with it the other workers, in its context.
         if problem:
             raise EnvironmentBroken(problem)
-        if isinstance(batch, _Unreadable):
-            raise EnvironmentBroken(batch.reason)
         return batch
 
     def close(self) -> None:
@@ -255,32 +254,6 @@ class Batches:
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return f"{name} {how}. Its output is in the output of this test"
         return ""
-
-
-class _Unreadable:
-    """What a worker returns instead of a batch that it cannot read."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-
-class _Readable(Dataset[Any]):
-    """Data whose read errors are returned as values: an exception would get a worker's traceback."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def __getitem__(self, row: int) -> Any:
-        try:
-            return self._data[row]
-        except EnvironmentBroken as error:
-            return _Unreadable(str(error))
-
-
-def _collate(samples: list[Any]) -> Any:
-    unreadable = next((one for one in samples if isinstance(one, _Unreadable)), None)
-    # default_collate makes the batch directly in shared memory, where a lack of it is an exception.
-    return default_collate(samples) if unreadable is None else unreadable
 
 
 def _end_with_rank(_worker: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,30 +80,8 @@ class Components:
 COMPONENTS = Components()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What a rank contributes to a step: its mean loss in nats, and the number of targets that it is of."""
-
-    loss: float
-    targets: int
-
-
-class Trains(Protocol):
-    """A training: of all ranks together, or of one process."""
-
-    @property
-    def model(self) -> nn.Module:
-        """What is trained."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Of the trained weights."""
-
-    def clip(self) -> torch.Tensor:
-        """Clip the gradients; return their norm before."""
-
-    def update(self) -> None:
-        """Take the optimizer's step."""
+Share = tuple[float, int]
+"""What a rank contributes to a step: its mean loss in nats, and the number of targets that it is of."""
 
 
 @dataclass(kw_only=True)
@@ -152,7 +130,7 @@ class StepComparison:
 
     Args:
         ranks: that train together.
-        training: of all ranks.
+        training: of all ranks: has a model, its optimizer, ``clip`` and ``update``, as ``step.Training`` does.
         reference: of one process, with the same weights in the same order; it is whole on each rank.
         device: where the ranks compute.
         optimizer: makes that of the copy.
@@ -164,8 +142,8 @@ class StepComparison:
     def __init__(
         self,
         ranks: Ranks,
-        training: Trains,
-        reference: Trains,
+        training: Any,
+        reference: Any,
         device: torch.device,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
@@ -197,7 +175,7 @@ class StepComparison:
         count, index = self._ranks.count, self._ranks.index
         self._follow()
         votes = [self._vote(recompute, (index - back) % count) for back in range(min(count, 1 + NEIGHBOURS))]
-        share, sums = self._sketched(self._training, run)
+        mine = self._sketched(self._training, run)
         reduced = [part.clone() for part in self._gradients()]
         norm = float(self._training.clip())
         before = [copy.detach().clone() for copy in self._copies]
@@ -209,7 +187,6 @@ class StepComparison:
             settings["lr"] = settings["lr"] if rate is None else rate
         self._optimizer.step()
 
-        mine = [share.loss, float(share.targets), *sums]
         numbers = [_squares(reduced), *mine, *self._sketch_of_parts(reduced), *(one for vote in votes for one in vote)]
         of_ranks = self._ranks.gather(numbers)
         width = 2 + SKETCH
@@ -217,7 +194,7 @@ class StepComparison:
         finite = [all(map(math.isfinite, its)) for its in shares]
         at = [1 + width + SKETCH + vote * width for vote in range(len(votes))]
         due = _middle([of_ranks[(index + vote) % count][at[vote] : at[vote] + width] for vote in range(len(votes))])
-        parity.losses.append(share.loss)
+        parity.losses.append(mine[0])
         parity.finite.append(finite[index])
         parity.loss_errors.append(largest(relative(*pair) for pair in zip(mine[:2], due[:2], strict=True)))
         errors = [_distance(mine[2:], due[2:])]
@@ -263,17 +240,18 @@ class StepComparison:
                 local(self._others[name]).copy_(_whole(weight, self._device))
 
     def _vote(self, recompute: Callable[[int], Share], rank: int) -> list[float]:
-        share, sums = self._sketched(self._reference, lambda: recompute(rank))
+        vote = self._sketched(self._reference, lambda: recompute(rank))
         for name, weight in self._others.items():
             if weight.grad is not None:
                 self.must_move[name] |= bool(part_of(local(weight.grad), **self._part).any())
                 weight.grad = None
-        return [share.loss, float(share.targets), *sums]
+        return vote
 
-    def _sketched(self, training: Trains, run: Callable[[], Share]) -> tuple[Share, list[float]]:
+    def _sketched(self, training: Any, run: Callable[[], Share]) -> list[float]:
+        """Return the loss of a share, its targets, and the sketch of its gradients."""
         with sketched(training.model, self._device) as sums:
-            share = run()
-        return share, sums.tolist()
+            loss, targets = run()
+        return [loss, float(targets), *sums.tolist()]
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return this rank's part of each trained weight's gradient; a missing one counts as 0."""
@@ -580,5 +558,4 @@ class RanksAgainstOne:
 
 
 def _share(training: Training, rows: torch.Tensor) -> Share:
-    loss = float(training.accumulate([rows]).mean())
-    return Share(loss=loss, targets=rows.shape[0] * (rows.shape[1] - 1))
+    return float(training.accumulate([rows]).mean()), rows.shape[0] * (rows.shape[1] - 1)

@@ -162,9 +162,15 @@ def throughput(
         used = components or COMPONENTS
         kept = setup.kept(accelerator(device))
         with fresh_compiler() if kept.compiled else nullcontext():
-            ranks = Ranks(group, device)
-            _agree(ranks, device, setup, sampling, in_parts)
-            notes = []
+            ranks, notes = Ranks(group, device), []
+            what = (
+                f"training {setup.geometry.parameters / 1e6:.4g}M parameters by {setup.strategy} on {ranks.count} "
+                f"ranks with {setup.tokens} tokens each"
+            )
+            # Otherwise some would wait for others that do something else, or that have failed.
+            ranks.require_same(what, setup, sampling, in_parts)
+            instead = "choose a smaller batch or model for this test by --gpucluster-workload"
+            require_free_on_all(ranks, device, setup.needed_bytes(ranks.count), what, instead=instead)
             compiled, why_not = _compiles(ranks, device, used) if kept.compiled else (setup.compiled, "")
             if why_not:
                 notes.append(f"no compiler, ran eager: {why_not}")
@@ -197,17 +203,6 @@ def throughput(
             f"{device}: blocks cannot be compiled: {compile_failed(error)}. Check torch and triton, or run eager "
             "(compiled=off, by --gpucluster-workload)"
         ) from None
-
-
-def _agree(ranks: Ranks, device: torch.device, setup: Setup, sampling: Sampling, in_parts: bool) -> None:
-    """Find on all ranks what would let some wait for others that do something else, or that have failed."""
-    what = (
-        f"training {setup.geometry.parameters / 1e6:.4g}M parameters by {setup.strategy} on {ranks.count} ranks with "
-        f"{setup.tokens} tokens each"
-    )
-    instead = "choose a smaller batch or model for this test by --gpucluster-workload"
-    ranks.require_same(what, setup, sampling, in_parts)
-    require_free_on_all(ranks, device, setup.needed_bytes(ranks.count), what, instead=instead)
 
 
 def _compiles(ranks: Ranks, device: torch.device, components: Components) -> tuple[bool, str]:

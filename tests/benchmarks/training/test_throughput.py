@@ -15,7 +15,6 @@ import pytest
 import torch
 from verdicts import world_of
 
-from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.training import throughput as module
 from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
@@ -160,12 +159,11 @@ def test_any_other_error_stays_what_it_is():
         alone(replace(COMPONENTS, step=replace(PARTS, loss=loss)))
 
 
-def test_ranks_that_would_train_something_else_are_reported_on_all_of_them():
-    ranks = Ranks(None, CPU)
-    ranks.name = "rank {}".format
-    ranks.gather_objects = lambda mine: [mine, ("training by fsdp", mine[1])]
+def test_ranks_that_would_train_something_else_are_reported_on_all_of_them(monkeypatch):
+    monkeypatch.setattr(module.Ranks, "name", lambda ranks, index: f"rank {index}")
+    monkeypatch.setattr(module.Ranks, "gather_objects", lambda ranks, mine: [mine, ("training by fsdp", mine[1])])
     with pytest.raises(EnvironmentBroken, match=r"not measure the same: rank 1 training by fsdp, rank 0 .* by ddp "):
-        module._agree(ranks, CPU, setup(), SAMPLING, True)
+        alone(COMPONENTS)
 
 
 def test_without_memory_for_whole_weights_the_exchange_is_not_known(monkeypatch):
