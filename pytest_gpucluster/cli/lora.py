@@ -190,21 +190,21 @@ def _evaluate(options: argparse.Namespace) -> int:
         held_out, rendering = _held_out(options)
     except ValueError as error:
         return complain(f"--data {options.data}: {error}", NO_INPUT)
-    saved = evaluation.load_adapter(options.adapter, device, base=options.base)
+    model, tokenizer, base = evaluation.load_adapter(options.adapter, device, base=options.base)
     score = evaluate(
-        saved.model,
-        saved.tokenizer,
+        model,
+        tokenizer,
         held_out,
         device=device,
         limit=options.limit,
         max_new_tokens=options.max_new_tokens,
         batch=options.batch,
-        render=rendering_of(rendering, saved.tokenizer),
+        render=rendering_of(rendering, tokenizer),
     )
     if not score.asked + score.not_due:
         why = "; ".join(f"{count} times {reason}" for reason, count in score.skipped.items()) or "there are none"
         return complain(f"--data {options.data}: no held-out conversation has an answer to generate: {why}", NO_INPUT)
-    print(json.dumps(_as_json(score, options, saved.base), indent=2))
+    print(json.dumps(_as_json(score, options, base), indent=2))
     return DONE
 
 

@@ -16,7 +16,6 @@ from programs import needs_modules
 
 from pytest_gpucluster.benchmarks.lora import evaluation, packed_file
 from pytest_gpucluster.benchmarks.lora.dataset import held_out_split, read_rows
-from pytest_gpucluster.benchmarks.lora.evaluation import choose_device
 from pytest_gpucluster.benchmarks.lora.packing import tiny_tokenizer
 from pytest_gpucluster.benchmarks.lora.synthetic import synthetic_rows
 from pytest_gpucluster.cli import main
@@ -341,7 +340,7 @@ def without_base(path):
     ("changes", "why"),
     [
         ({"config": None}, r"adapter_config\.json: No such file or directory; give the folder of a saved adapter"),
-        ({"config": lambda path: path.write_text("{")}, "adapter_config.json: no JSON"),
+        ({"config": lambda path: path.write_text("{")}, "adapter_config.json: names no base model"),
         ({"config": without_base}, "names no base model; give it with --base"),
         ({"weights": None}, r"adapter_model\.safetensors: cannot be read: No such file"),
         (
@@ -406,13 +405,13 @@ def test_help_comes_without_torch(words):
 
 
 def test_a_saved_adapter_is_frozen_and_has_its_own_tokenizer_if_there_is_one(base, adapter, tmp_path):
-    loaded = evaluation.load_adapter(adapter, choose_device("cpu"))
-    assert not loaded.model.training
-    assert not any(weight.requires_grad for weight in loaded.model.parameters())
-    assert loaded.base == str(base)
+    model, tokenizer, named = evaluation.load_adapter(adapter, torch.device("cpu"))
+    assert not model.training
+    assert not any(weight.requires_grad for weight in model.parameters())
+    assert named == str(base)
     folder = broken(adapter, tmp_path)
     tiny_tokenizer(synthetic_rows(200, seed=9)).save_pretrained(folder)
-    assert evaluation.load_adapter(folder, choose_device("cpu")).tokenizer.get_vocab() != loaded.tokenizer.get_vocab()
+    assert evaluation.load_adapter(folder, torch.device("cpu"))[1].get_vocab() != tokenizer.get_vocab()
 
 
 def test_without_peft_the_line_to_install_it_is_reported(source, adapter, monkeypatch, capsys):

@@ -25,6 +25,7 @@ from pytest_gpucluster.benchmarks.lora.hub import first_line, local_only, not_in
 from pytest_gpucluster.benchmarks.lora.model import DTYPES, Base, MaskedLoss, make_base, read_model
 from pytest_gpucluster.benchmarks.lora.packing import Packed, Render, ids_of, segments, tokenizer_for
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
+from pytest_gpucluster.benchmarks.training.loader import in_batches
 from pytest_gpucluster.device.identity import VisibleGpus
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -211,21 +212,14 @@ def _questions(
 
 
 def _write(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[list[int]],
-    device: torch.device,
-    most: int,
-    batch: int,
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], device: torch.device, most: int, batch: int
 ) -> list[str]:
     """Return the model's answer to each prompt, of ``most`` tokens at most."""
-    texts = [""] * len(prompts)
-    ends = end_tokens(model, tokenizer)
+    texts, ends = [""] * len(prompts), end_tokens(model, tokenizer)
     # Prompts of similar length together, for little padding; the longest first, so that one that does not fit into
     # the memory fails at once.
     ranked = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
-    for start in range(0, len(ranked), batch):
-        numbers = ranked[start : start + batch]
+    for numbers in in_batches(ranked, batch):
         answers = _tokens(model, [prompts[number] for number in numbers], device, most, ends)
         for number, tokens in zip(numbers, answers, strict=True):
             texts[number] = tokenizer.decode(tokens, skip_special_tokens=False)
@@ -283,22 +277,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OF_A_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SavedAdapter:
-    """A model with an adapter that was loaded from a folder.
-
-    Attributes:
-        model: peft's ``PeftModel``, frozen, in evaluation mode.
-        tokenizer: from the adapter's folder if it has one, else the base's.
-        base: the folder or hub name of the model that the adapter is on.
-    """
-
-    model: Any
-    tokenizer: Any
-    base: str
-
-
-def load_adapter(folder: Path, device: torch.device, *, base: str | None = None) -> SavedAdapter:
+def load_adapter(folder: Path, device: torch.device, *, base: str | None = None) -> tuple[Any, Any, str]:
     """Load an adapter's folder, as peft's ``save_pretrained`` writes it, and its base model.
 
     Args:
@@ -306,35 +285,29 @@ def load_adapter(folder: Path, device: torch.device, *, base: str | None = None)
         device: where the model is placed.
         base: folder or hub name of the base model; by default the one in adapter_config.json.
 
+    Returns: peft's ``PeftModel``, frozen, in evaluation mode; the tokenizer, from the adapter's folder if it has one,
+        else the base's; and the folder or hub name of the base.
+
     Raises: EnvironmentBroken: a package, file or weight is missing, or adapter and base do not fit together.
     """
     try:
         import peft  # noqa: F401
     except ImportError as error:
         raise not_installed(str(error.name)) from None
-    base = _base(folder, base)
-    _saved_weights(folder)  # before the base, which takes long
-    below = read_model(base, device, "auto", local=local_only(base))
-    model = _with_adapter(below, folder, base)
-    has_tokenizer = any((folder / name).is_file() for name in _OF_A_TOKENIZER)
-    return SavedAdapter(
-        model=model.to(device).eval(), tokenizer=tokenizer_for(folder if has_tokenizer else base), base=base
-    )
-
-
-def _base(folder: Path, named: str | None) -> str:
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        named = base or json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
     except OSError as error:
         raise EnvironmentBroken(
             f"{folder / CONFIG}: {error.strerror or error}; give the folder of a saved adapter, such as final/"
         ) from None
-    except ValueError as error:
-        raise EnvironmentBroken(f"{folder / CONFIG}: no JSON: {error}") from None
-    named = named or (config.get("base_model_name_or_path") if isinstance(config, dict) else None)
+    except (ValueError, KeyError, TypeError):
+        named = None
     if not named:
         raise EnvironmentBroken(f"{folder / CONFIG}: names no base model; give it with --base")
-    return str(named)
+    _saved_weights(folder)  # before the base, which takes long
+    model = _with_adapter(read_model(named, device, "auto", local=local_only(named)), folder, named)
+    has_tokenizer = any((folder / name).is_file() for name in _OF_A_TOKENIZER)
+    return model.to(device).eval(), tokenizer_for(folder if has_tokenizer else named), str(named)
 
 
 def _saved_weights(folder: Path) -> set[str]:
@@ -412,14 +385,10 @@ def choose_device(name: str | None) -> torch.device:
 
     Raises: ValueError if there is no such device.
     """
+    gpus = VisibleGpus().count()
     if name is None:
-        return torch.device("cuda" if VisibleGpus().count() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError("no device of torch; allowed: cpu, cuda, cuda:0 and so on") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError("not a supported device; allowed: cpu, cuda, cuda:0 and so on")
-    if device.type == "cuda" and (device.index or 0) >= (count := VisibleGpus().count()):
-        raise ValueError(f"torch sees {count} GPUs; look at nvidia-smi and CUDA_VISIBLE_DEVICES")
-    return device
+        return torch.device("cuda" if gpus else "cpu")
+    allowed = ["cpu", *["cuda"] * bool(gpus), *(f"cuda:{index}" for index in range(gpus))]
+    if name not in allowed:
+        raise ValueError(f"allowed are {', '.join(allowed)}: torch sees {gpus} GPUs (nvidia-smi, CUDA_VISIBLE_DEVICES)")
+    return torch.device(name)

@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,6 +25,7 @@ from pytest_gpucluster.benchmarks.lora.dataset import BETWEEN, END, LABELS, MALF
 from pytest_gpucluster.benchmarks.lora.function_calls import CALL, FunctionCall, parse
 from pytest_gpucluster.benchmarks.lora.hub import first_line, local_only, not_installed
 from pytest_gpucluster.benchmarks.lora.synthetic import Draws
+from pytest_gpucluster.benchmarks.training.loader import in_batches
 from pytest_gpucluster.errors import EnvironmentBroken
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def pack(
     masks: list[torch.Tensor] = []
     used = total = longest = truncated = loss_tokens = left_out = 0
     most = length * (1 if padded else LONGEST_ROW)
-    encoded = (one for chunk in _chunks(rows, _AT_ONCE) for one in encode(chunk, tokenizer, render))
+    encoded = (one for chunk in in_batches(rows, _AT_ONCE) for one in encode(chunk, tokenizer, render))
     for tokens, loss_mask in encoded:
         if not tokens:
             left_out += 1
@@ -359,12 +359,6 @@ def ids_of(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
         list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )["input_ids"]
     return found
-
-
-def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
-    each = iter(rows)
-    while chunk := list(islice(each, size)):
-        yield chunk
 
 
 PAD = "<|pad|>"

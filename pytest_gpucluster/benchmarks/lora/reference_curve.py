@@ -84,9 +84,7 @@ def reference_curve_of(curves: Sequence[Curve]) -> ReferenceCurve:
     if not curves:
         raise CurveError("no curve to make a reference curve of")
     first = curves[0]
-    missing = [key for key in REQUIRED if key not in first.context]
-    if missing:
-        raise CurveError(f"the curve has no {', '.join(missing)} in its context, so its experiment is unknown")
+    _require_known(first.context, "the curve")
     steps = tuple(point.step for point in first.points)
     if not steps:
         raise CurveError("the curve has no points")
@@ -145,23 +143,26 @@ def read(path: Path) -> ReferenceCurve:
         found = codec.read(ReferenceCurve, body, str(path))
     except JournalError as error:
         raise CurveError(str(error)) from None
-    steps, context = found.steps, found.context
-    if not len(steps) == len(found.loss) == len(found.band) or not steps:
-        raise CurveError(
-            f"{path}: {len(steps)} steps, {len(found.loss)} losses and {len(found.band)} bands; every step needs one "
-            "of each"
-        )
-    if any(a >= b for a, b in pairwise(steps)):
-        raise CurveError(f"{path}: the steps do not rise")
-    if not all(map(math.isfinite, (*found.loss, *found.band))):
-        raise CurveError(f"{path}: a loss or band is no finite number")
-    if min(found.band) <= 0:
-        raise CurveError(f"{path}: a band of {min(found.band)} allows nothing; it must be above 0")
-    if missing := [key for key in REQUIRED if key not in context]:
-        raise CurveError(f"{path}: the context has no {', '.join(missing)}")
-    if found.runs < 1:
-        raise CurveError(f"{path}: runs must be a number from 1")
+    steps, band = found.steps, found.band
+    problems = {
+        f"{len(steps)} steps, {len(found.loss)} losses and {len(band)} bands; every step needs one of each": not (
+            len(steps) == len(found.loss) == len(band) > 0
+        ),
+        "the steps do not rise": any(a >= b for a, b in pairwise(steps)),
+        "a loss or band is no finite number": not all(map(math.isfinite, (*found.loss, *band))),
+        f"a band of {min(band, default=0)} allows nothing; it must be above 0": min(band, default=0) <= 0,
+        "runs must be a number from 1": found.runs < 1,
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise CurveError(f"{path}: {problem}")
+    _require_known(found.context, f"{path}: the context")
     return found
+
+
+def _require_known(context: Mapping[str, str], where: str) -> None:
+    if missing := [key for key in REQUIRED if key not in context]:
+        raise CurveError(f"{where} has no {', '.join(missing)}, so its experiment is unknown")
 
 
 def require_same_experiment(reference: ReferenceCurve, context: Mapping[str, str], *, steps: int) -> None:

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.errors import EnvironmentBroken
 
+T = TypeVar("T")
 FOLDER = Path("/dev/shm")
 
 SAFETY = 1.25
@@ -152,8 +153,8 @@ def worker_context() -> BaseContext:
     return context
 
 
-def in_batches(rows: Iterable[int], batch: int) -> Iterator[list[int]]:
-    """Yield the numbers of rows, a batch at a time.
+def in_batches(rows: Iterable[T], batch: int) -> Iterator[list[T]]:
+    """Yield rows, or their numbers, a batch at a time.
 
     >>> list(in_batches(range(5), 2))
     [[0, 1], [2, 3], [4]]

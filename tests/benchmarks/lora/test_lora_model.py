@@ -14,8 +14,6 @@ from pytest_gpucluster.benchmarks.lora import model as lora_model
 from pytest_gpucluster.benchmarks.lora.evaluation import reload_adapter
 from pytest_gpucluster.benchmarks.lora.model import (
     QWEN2_7B,
-    QWEN2_7B_PARAMETERS,
-    QWEN2_7B_TRAINED,
     QWEN2_LABEL,
     TINY,
     Base,
@@ -156,8 +154,6 @@ def test_offline_a_model_that_is_not_cached_fails_at_once_and_says_why(monkeypat
 
 
 def test_a_model_that_has_other_weights_than_its_sizes_or_its_name_say_is_wrong(monkeypatch):
-    with pytest.raises(WrongResult, match="expected 7,615,616,512"):
-        make_adapted(replace(BASE, label=QWEN2_LABEL), CPU, precision="fp32", dropout=True, seed=0)
     made = lora_model.make_base
     monkeypatch.setattr(lora_model, "make_base", lambda base, *given, **more: made(tiny_base(301), *given, **more))
     with pytest.raises(WrongResult, match=r"lora_tiny: .* [\d,]+ parameters, expected [\d,]+"):
@@ -183,8 +179,8 @@ def test_losses_are_those_of_the_mask_and_of_all_and_the_same_where_logits_are_c
 
 
 def test_the_formulas_give_qwen2_7b_to_the_last_parameter():
-    assert QWEN2_7B.parameters == QWEN2_7B_PARAMETERS == 7_615_616_512
-    assert QWEN2_7B.adapter_parameters(64) == QWEN2_7B_TRAINED == 161_480_704
+    assert QWEN2_7B.parameters == 7_615_616_512
+    assert QWEN2_7B.adapter_parameters(64) == 161_480_704
     assert QWEN2_7B.flops_per_token(4096, rank=64) / 1e9 == pytest.approx(31.72, abs=0.005)
 
 
