@@ -4,7 +4,6 @@ import pytest
 
 from pytest_gpucluster.benchmarks.training.fsdp import check_fully_sharded
 from pytest_gpucluster.benchmarks.training.model import Geometry
-from pytest_gpucluster.benchmarks.training.sharding import measure_sharded_memory
 
 
 @pytest.fixture
@@ -53,24 +52,3 @@ def test_fsdp(cluster, geometry, workload, measure):
         measure(f"fsdp.{name}gradient_error", parity.gradient, unit="ratio", cpu_offload=cpu_offload, **labels)
     measure("fsdp.ddp_loss_error", result.ddp_loss_error, unit="ratio", **labels)
     measure("fsdp.share", result.share, unit="ratio")
-
-
-@pytest.mark.training
-@pytest.mark.criterion("fsdp")
-def test_fsdp_memory(cluster, geometry, workload, measure):
-    """Recorded: how much memory a rank needs to train, with the model on one rank, shared by the ranks of a node, and
-    by all ranks; in bf16, all groups of one size at once. On a GPU it is the most that torch had allocated at a time;
-    everywhere, and on cpu alone, what weights, gradients and moments take between two steps.
-
-    Why: it says whether more ranks make room for a larger model, and how much of the memory is not shared.
-
-    When it is more than expected: what does not fall with the ranks are activations and the weights that are gathered
-    for one block at a time.
-    """
-    batch = workload.fsdp.batch
-    for ranks in sorted({1, cluster.local_world_size, cluster.world_size}):
-        memory = measure_sharded_memory(cluster.subgroups(ranks), cluster.device, geometry, batch=batch)
-        counted = {"weights, gradients and moments": memory.state_bytes, "all that torch allocated": memory.peak_bytes}
-        for what, found_bytes in counted.items():
-            if found_bytes is not None:
-                measure("fsdp.memory", found_bytes, unit="B", record_only=True, ranks=memory.ranks, counted=what)

@@ -51,7 +51,7 @@ def test_an_override_counts() -> None:
 
 
 def test_what_is_not_predicted_is_counted_and_named() -> None:
-    tests = [("test_hbm[copy]", "hbm"), ("test_ddp", "ddp"), ("test_fsdp", "fsdp"), ("test_fsdp_memory", "fsdp")]
+    tests = [("test_hbm[copy]", "hbm"), ("test_ddp", "ddp"), ("test_fsdp", "fsdp"), ("test_fsdp_twice", "fsdp")]
     found = predict([*tests, ("test_mine", None)], QUICK)
     assert (found.tests, found.other_tests, found.others) == (1, 4, ("ddp", "fsdp", "test_mine"))
     assert re.fullmatch(r"5.0 s to 22.0 s .* 1 test,.* 4 tests .*\(ddp, fsdp, test_mine\)", str(found))

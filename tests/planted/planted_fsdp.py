@@ -15,7 +15,6 @@ CASES = {
             *("none", "nosync", "offload", "sum", "scaled", "moments"),
             *("block", "weight", "samedata", "nan", "inf", "frozen", "start"),
         ),
-        "test_fsdp_memory": ("none",),
     },
     "2x2": {"test_fsdp": ("bit", "replay", "between")},
 }

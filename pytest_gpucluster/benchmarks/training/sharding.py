@@ -1,13 +1,8 @@
-"""The decoder sharded by FSDP2: each rank's part of each weight, and the memory that it takes.
-
-Each rank of a mesh keeps an equal part of every weight. The layout can be checked, and the memory of a rank is measured
-by the number of ranks that share the model.
-"""
+"""The decoder sharded by FSDP2: each rank of a mesh keeps an equal part of every weight. The layout can be checked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,13 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from pytest_gpucluster.benchmarks.memory_budget import releases_memory, require_free
-from pytest_gpucluster.benchmarks.training.data import PackedTokens
-from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, fill, on_meta
-from pytest_gpucluster.benchmarks.training.step import LARGEST_NORM, Clip, Training
-from pytest_gpucluster.benchmarks.training.step_check import needed_bytes
-from pytest_gpucluster.device.backends import accelerator
-from pytest_gpucluster.metrics.time_budget import MEASURING, counted
+from pytest_gpucluster.benchmarks.training.model import Decoder, fill
+from pytest_gpucluster.benchmarks.training.step import LARGEST_NORM, Clip
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -174,67 +164,3 @@ def clip_shards(group: dist.ProcessGroup, device: torch.device) -> Clip:
         return norm
 
     return clip
-
-
-STEPS = 2
-"""The first one creates the moments; so the second has all memory that a training ever has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedMemory:
-    """A rank's memory in training.
-
-    Attributes:
-        ranks: that share the model.
-        state_bytes: weights, gradients and both moments between two steps.
-        peak_bytes: torch's peak allocation, activations and gathered weights included; None where torch does not count,
-            as on cpu.
-    """
-
-    ranks: int
-    state_bytes: int
-    peak_bytes: int | None
-
-
-@releases_memory(cycles=True)
-def measure_sharded_memory(
-    group: dist.ProcessGroup, device: torch.device, geometry: Geometry, *, batch: int
-) -> ShardedMemory:
-    """Take a few steps in bf16 with the model sharded over a group, and return this rank's memory.
-
-    Collective: every rank of the group must call this, with the same sizes.
-
-    Args:
-        group: the ranks that share the model; one rank is enough.
-        device: where this rank trains.
-        geometry: of the decoder.
-        batch: rows of each rank in a step.
-
-    Raises: EnvironmentBroken if too little memory is free.
-    """
-    require_free(
-        device,
-        # That is of two models with all they need; one would be needed if one rank held all of it.
-        needed_bytes(geometry, batch),
-        f"training {geometry.parameters / 1e6:.3g}M parameters",
-        instead="choose a smaller one, such as --gpucluster-workload fsdp.width=256",
-    )
-    with counted(MEASURING):
-        memory = accelerator(device)
-        before = memory.reset_peak()
-        rank = dist.get_rank(group)
-        rows_of_all = batch * dist.get_world_size(group)
-        data = PackedTokens(rows=rows_of_all, sequence=geometry.sequence, vocab=geometry.vocab, seed=0)
-        rows = torch.stack([data[row] for row in range(rank * batch, (rank + 1) * batch)]).to(device)
-        model = allocate(shard(on_meta(geometry), mesh_of(group, device)), device, seed=0, rank=rank)
-        training = Training(model, device, precision="own")
-        for _ in range(STEPS):
-            training.step([rows])
-        weights = list(training.model.parameters())
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        peak = memory.peak_bytes()
-        return ShardedMemory(
-            ranks=dist.get_world_size(group),
-            state_bytes=bytes_of([*weights, *training.moments(), *gradients]),
-            peak_bytes=None if peak is None else peak - before,
-        )

@@ -286,14 +286,9 @@ METRICS = (
         "GB",
         "lower",
         {
-            "fsdp.memory": (
-                "Memory of a rank in training; the label counted says whether it is the most that torch had allocated, "
-                "or weights, gradients and moments."
-            ),
             "lora.peak_memory": "Most memory that torch held on a GPU.",
         },
         recorded={
-            "fsdp.memory": "it depends on the model; fsdp.share compares what is divided with 1/N",
             "lora.peak_memory": "a run that needs more memory than there is ends in an error that states it",
         },
     ),

@@ -12,7 +12,6 @@ import torch
 from pytest_gpucluster.benchmarks.training import sharding
 from pytest_gpucluster.benchmarks.training.fsdp import COMPONENTS, check_fully_sharded
 from pytest_gpucluster.benchmarks.training.model import Geometry
-from pytest_gpucluster.benchmarks.training.sharding import measure_sharded_memory
 from pytest_gpucluster.benchmarks.training.step import PARTS, token_mean
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
 
@@ -42,12 +41,10 @@ def test_an_algorithm_that_gives_other_bits_each_time_is_seen_in_the_replay(chec
         check(components=replace(COMPONENTS, step=replace(PARTS, loss=loss)))
 
 
-def test_too_little_memory_is_the_environment_s_fault(check, group, monkeypatch):
+def test_too_little_memory_is_the_environment_s_fault(check, monkeypatch):
     monkeypatch.setattr("pytest_gpucluster.device.backends.Cpu.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
         check()
-    with pytest.raises(EnvironmentBroken, match=r"fsdp\.width=256"):
-        measure_sharded_memory(group, CPU, GEOMETRY, batch=2)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["passed", "failed"])
@@ -72,8 +69,3 @@ def test_nothing_of_the_training_stays_alive(check, fails):
     assert (kept is not None) == fails
     gc.collect()  # FSDP's own objects refer to each other
     assert {one() for one in alive} == {None}
-
-
-def test_a_rank_holds_weights_gradients_and_two_moments(group):
-    held = measure_sharded_memory(group, CPU, GEOMETRY, batch=2)
-    assert (held.ranks, held.state_bytes, held.peak_bytes) == (1, 16 * GEOMETRY.parameters, None)

@@ -20,8 +20,8 @@ SIZES = {"batch": 2, "steps": 3}
 
 
 @pytest.fixture
-def check(tmp_path):
-    return lambda **more: check_step(DEVICE, GEOMETRY, checkpoint=tmp_path / "checkpoint.pt", **(SIZES | more))
+def check():
+    return lambda **more: check_step(DEVICE, GEOMETRY, **(SIZES | more))
 
 
 @pytest.fixture
@@ -40,13 +40,12 @@ def broken(monkeypatch):
     return put
 
 
-def test_a_right_device_agrees_with_itself_and_in_bf16_nearly(check, tmp_path):
+def test_a_right_device_agrees_with_itself_and_in_bf16_nearly(check):
     found = check()
     assert (found.fp32.loss, found.fp32.gradient, found.fp32.weight) == (0, 0, 0)
     assert 0 < found.bf16.loss < 5e-3
     assert 0 < found.bf16.gradient < 0.1
     assert 0 < found.bf16.weight < 0.5
-    assert list(tmp_path.iterdir()) == [], "the checkpoint is removed"
 
 
 def nudge(model, optimizer):
@@ -113,49 +112,8 @@ def test_weights_that_the_optimizer_leaves_alone_are_named(check, monkeypatch):
         check()
 
 
-@pytest.mark.parametrize(
-    ("what", "spoil"),
-    [
-        ("model", lambda state: state["model"]["head.weight"]),
-        ("optimizer", lambda state: state["optimizer"]["state"][0]["exp_avg"]),
-    ],
-    ids=["model", "optimizer"],
-)
-def test_a_checkpoint_with_one_flipped_bit_is_seen(check, what, spoil):
-    def store(state, path):
-        tensor = spoil(state)
-        bits = tensor.detach().view(torch.int32).view(-1)
-        bits[0] ^= 1
-        torch.save(state, path)
-        bits[0] ^= 1
-
-    with pytest.raises(WrongResult, match=rf"the {what} .*the checkpoint"):
-        check(store=store)
-
-
-def test_a_checkpoint_that_cannot_be_read_is_an_error(check):
-    with pytest.raises(Exception, match=r"archive|zip|No such file|EOF"):
-        check(store=lambda state, path: path.write_bytes(b"PK\3\4 cut off"))
-
-
-def test_another_loss_after_the_reload_is_seen(check, monkeypatch):
-    # What a checkpoint does not hold, and the loss depends on.
-    made, count = model.make_decoder, []
-
-    def rotated(*arguments, **more):
-        model = made(*arguments, **more)
-        count.append(model)
-        if len(count) == 4:
-            model.get_buffer("sine").neg_()
-        return model
-
-    monkeypatch.setattr(step_check, "make_decoder", rotated)
-    with pytest.raises(WrongResult, match=r"after reloading"):
-        check()
-
-
-def test_too_little_memory_is_the_environment_s_fault(tmp_path, monkeypatch):
+def test_too_little_memory_is_the_environment_s_fault(monkeypatch):
     monkeypatch.setattr("pytest_gpucluster.device.backends.Cpu.free_bytes", lambda device: 1000)
     with pytest.raises(EnvironmentBroken, match=r"training 0\.\d+M parameters needs .* training\.width=256"):
-        check_step(DEVICE, GEOMETRY, checkpoint=tmp_path / "checkpoint.pt", **SIZES)
+        check_step(DEVICE, GEOMETRY, **SIZES)
     assert needed_bytes(GEOMETRY, 2) > 32 * GEOMETRY.parameters
