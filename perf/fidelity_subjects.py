@@ -19,7 +19,7 @@ from pytest_gpucluster.benchmarks.hbm import measure_hbm
 from pytest_gpucluster.benchmarks.matmul import Shape, measure_matmul, prepare_shape
 from pytest_gpucluster.benchmarks.memory_budget import sets_beyond_cache
 from pytest_gpucluster.benchmarks.memory_passes import Copies
-from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
+from pytest_gpucluster.benchmarks.training.data import endless_batches
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import BETAS, LARGEST_NORM
 from pytest_gpucluster.benchmarks.training.throughput import LEARNING_RATE, throughput
@@ -262,7 +262,7 @@ class TrainingStep:
         weights = list(model.parameters())
         optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0, fused=True)
         batches = endless_batches(
-            self._geometry, Loading(batch=self._batch, workers=0, prefetch=1), self._device, rank=0, count=1
+            self._geometry, self._device, rank=0, count=1, batch=self._batch, workers=0, prefetch=1
         )
 
         def step(index: int) -> None:

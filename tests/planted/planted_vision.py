@@ -22,7 +22,9 @@ CASES = {
         "test_vision_data[resnet18]": ("small",),
     }
 }
-NETWORKS["resnet18"] = Network(layer="basic", depths=(1, 1, 1, 1), widths=(16, 32, 64, 128), parameters=453_576)
+NETWORKS["resnet18"] = Network(
+    layer="basic", depths=(1, 1, 1, 1), widths=(16, 32, 64, 128), parameters=453_576, outputs=10**6
+)
 
 
 def small(name, device, *, classes, seed, narrow=1):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -192,17 +192,6 @@ def converge(
         return run.converge(folder, final, resume, reference)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Trained:
-    """The training itself, without what is checked after it."""
-
-    steps: Sequence[Step]
-    moved_adapters: float
-    unchanged_base: float
-    recomputes: bool
-    peak_bytes: int | None
-
-
 @dataclass(eq=False)
 class _Run:
     _world: dist.ProcessGroup
@@ -224,6 +213,10 @@ class _Run:
         self._held_out: list[tuple[int, float]] = []
         self._notes = list(self._data.notes)
         self._finite: list[bool] = []
+        self._steps: list[Step] = []
+        self._again: list[Step] = []
+        self._recomputes = False
+        self._peak_bytes: int | None = None
 
     def converge(self, folder: Path, final: Path, resume: bool, reference: ReferenceCurve | None) -> Convergence:
         found, moved = dict[str, Parity](), [1.0]
@@ -234,7 +227,7 @@ class _Run:
             return self._convergence(found)
         # A rank that does not step would have no state of its optimizer to save.
         if not self._on_all_ranks(all(moved)):
-            return self._convergence(found, result={"moved_adapters": min(moved)})
+            return self._convergence(found, {"moved_adapters": min(moved)})
         newest = self._newest(folder)
         if newest is None and resume:
             self._notes.append(f"there was no checkpoint in {folder.name} to resume from")
@@ -244,29 +237,20 @@ class _Run:
                 "--gpucluster-resume, or choose another folder (--gpucluster-scratch)"
             )
         with counted(MEASURING), memory_released(cycles=True), self._compiler():
-            trained = self._train(folder, final, newest, reference)
-        finite = self._on_all_ranks(all(step.all_finite for step in trained.steps))
-        if not finite:
-            return self._convergence(found, trained)
-        group_error = {"group_error": self._group_error()} if self._everyone.count > self._ranks.count else {}
+            result = self._train(folder, final, newest, reference)
+        if not self._on_all_ranks(self._steps[-1].all_finite):
+            return self._convergence(found)
+        if self._everyone.count > self._ranks.count:
+            result["group_error"] = self._group_error()
         with counted(VERIFYING), memory_released(cycles=True), self._compiler():
-            again, replayed_steps, resume_error = self._replay(folder, trained)
+            result["replayed_steps"], result["resume_error"] = self._replay(folder)
         with counted(VERIFYING), memory_released(cycles=True):
-            reload_error, calls = self._reload(final)
+            result["reload_error"], calls = self._reload(final)
         # A restart has nothing to resume: the training is complete.
         on_first_rank(self._group, lambda: shutil.rmtree(folder) if folder.exists() else None)
-        result = {
-            **self._last_losses(),
-            "held_out_loss": self._held_out[-1][1],
-            "held_out_ratio": self._held_out[-1][1] / self._held_out[0][1],
-            "moved_adapters": trained.moved_adapters,
-            "unchanged_base": trained.unchanged_base,
-            "replayed_steps": replayed_steps,
-            "resume_error": resume_error,
-            "reload_error": reload_error,
-            **group_error,
-        }
-        return self._convergence(found, trained, result, calls, again)
+        held_out, before = self._held_out[-1][1], self._held_out[0][1]
+        result = {**self._last_losses(), "held_out_loss": held_out, "held_out_ratio": held_out / before, **result}
+        return self._convergence(found, result, calls)
 
     # ---- phases
 
@@ -280,7 +264,10 @@ class _Run:
         self._finite += found.finite
         return found
 
-    def _train(self, folder: Path, final: Path, newest: Path | None, reference: ReferenceCurve | None) -> _Trained:
+    def _train(
+        self, folder: Path, final: Path, newest: Path | None, reference: ReferenceCurve | None
+    ) -> dict[str, float]:
+        """Train; return what the weights show."""
         memory = accelerator(self._device)
         memory.reset_peak()
         trainer = self._trainer()
@@ -311,20 +298,15 @@ class _Run:
                 self._progress(step.step, self._last, loss=step.loss, tokens_per_second=rate)
 
         write()
-        steps = trainer.steps(self._last, first=done + 1, on_step=on_step)
-        self._finite += [step.finite for step in steps]
-        if steps[-1].all_finite:
+        self._steps = trainer.steps(self._last, first=done + 1, on_step=on_step)
+        self._finite += [step.finite for step in self._steps]
+        if self._steps[-1].all_finite:
             trainer.save_final(final)
         else:
-            self._points.append(_point(steps[-1]))
+            self._points.append(_point(self._steps[-1]))
             write()
-        return _Trained(
-            steps=steps,
-            moved_adapters=trainer.moved_adapters(),
-            unchanged_base=trainer.unchanged_base(),
-            recomputes=trainer.recomputes,
-            peak_bytes=memory.peak_bytes(),
-        )
+        self._recomputes, self._peak_bytes = trainer.recomputes, memory.peak_bytes()
+        return {"moved_adapters": trainer.moved_adapters(), "unchanged_base": trainer.unchanged_base()}
 
     def _go_on(self, trainer: Trainer, newest: Path) -> int:
         """Restore a checkpoint; return its step."""
@@ -340,20 +322,20 @@ class _Run:
             )
         return int(extra["step"])
 
-    def _replay(self, folder: Path, trained: _Trained) -> tuple[list[Step], float, float]:
-        """Take the steps after the newest checkpoint again, with a new model; return them, the part of them with the
-        same weights, and the largest difference of a loss."""
+    def _replay(self, folder: Path) -> tuple[float, float]:
+        """Take the steps after the newest checkpoint again, with a new model; return the part of them with the same
+        weights, and the largest difference of a loss."""
         newest = self._newest(folder)
         # Not by the memory that is free by now: a recomputed forward pass may round otherwise, where it is compiled.
-        trainer = self._trainer(recompute="on" if trained.recomputes else "off")
+        trainer = self._trainer(recompute="on" if self._recomputes else "off")
         start = int(trainer.load(newest)["step"]) if newest is not None else 0
-        before = {step.step: step for step in trained.steps}
-        again = trainer.steps(self._last, first=start + 1)
-        self._finite += [step.finite for step in again]
-        pairs = [(step, before[step.step]) for step in again]
+        before = {step.step: step for step in self._steps}
+        self._again = trainer.steps(self._last, first=start + 1)
+        self._finite += [step.finite for step in self._again]
+        pairs = [(step, before[step.step]) for step in self._again]
         same = sum(one.weights == other.weights for one, other in pairs)
         error = largest(relative(one.loss, other.loss) for one, other in pairs)
-        return again, same / (self._last - start), error
+        return same / (self._last - start), error
 
     def _reload(self, final: Path) -> tuple[float, CallScore | None]:
         """Load the saved adapters into a new model, whole on each rank."""
@@ -426,26 +408,21 @@ class _Run:
     def _convergence(
         self,
         parity: Mapping[str, Parity],
-        trained: _Trained | None = None,
         result: Mapping[str, float] = MappingProxyType({}),
         calls: CallScore | None = None,
-        again: Sequence[Step] = (),
     ) -> Convergence:
-        rate = None
-        if trained is not None:
-            rate = steady_rate([trained.steps, again], self._sizes.tolerance_ratio)
         return Convergence(
             finite_steps=sum(self._finite) / len(self._finite) if self._finite else math.nan,
             parity=parity,
             curve=self._curve(),
             result=result,
             calls=calls,
-            tokens_per_second=rate,
+            tokens_per_second=steady_rate([self._steps, self._again], self._sizes.tolerance_ratio),
             flops_per_token=self._base.flops_per_token(
                 self._data.train.input_tokens(range(len(self._data.train))) // len(self._data.train)
             ),
-            peak_bytes=trained.peak_bytes if trained is not None else None,
-            recomputes=trained is not None and trained.recomputes,
+            peak_bytes=self._peak_bytes,
+            recomputes=self._recomputes,
             groups=self._everyone.count // self._ranks.count,
             ranks=self._ranks.count,
             recipe="contract" if self._data.train.padded else "packed",

@@ -176,6 +176,10 @@ def _training_data(
     )
 
 
+_IDENTIFYING = ("seed", "global_batch", "precision", "steps", "warmup_steps", "learning_rate", "weight_decay")
+"""Of a recipe."""
+
+
 def context_of(base: Base, recipe: Recipe, data: TrainingData, *, ranks: int, weights: int) -> dict[str, str]:
     """Return the context of a curve and of a checkpoint.
 
@@ -192,19 +196,14 @@ def context_of(base: Base, recipe: Recipe, data: TrainingData, *, ranks: int, we
         "model": base.label,
         "weights": f"{weights:016x}",
         "data_sha256": data.sha256,
-        "seed": str(recipe.seed),
-        "global_batch": str(recipe.global_batch),
-        "sequence": str(data.train.loss_mask.shape[1]),
-        "precision": recipe.precision,
-        "steps": str(recipe.steps),
-        "warmup_steps": str(recipe.warmup_steps),
-        "learning_rate": repr(recipe.learning_rate),
-        "weight_decay": repr(recipe.weight_decay),
-        "rank": str(base.adapters.rank),
-        "alpha": str(base.adapters.alpha),
-        "dropout": repr(dropout),
+        "sequence": data.train.loss_mask.shape[1],
+        **{name: getattr(recipe, name) for name in _IDENTIFYING},
+        "rank": base.adapters.rank,
+        "alpha": base.adapters.alpha,
+        "dropout": dropout,
+        **({"group_ranks": ranks} if dropout else {}),
     }
-    return context | ({"group_ranks": str(ranks)} if dropout else {})
+    return {name: str(value) for name, value in context.items()}
 
 
 def require_same_context(checkpoint: Path, extra: Mapping[str, Any], context: Mapping[str, str]) -> None:

@@ -254,14 +254,6 @@ class Geometry(decoder.Geometry):
             "eos_token_id": None,
         }
 
-    def differences(self, other: Geometry) -> list[str]:
-        """List the sizes in which another model differs. The length of its sequences does not matter."""
-        return [
-            f"{name} is {theirs}, expected {ours}"
-            for name, ours in vars(self).items()
-            if name != "sequence" and (theirs := getattr(other, name)) != ours
-        ]
-
 
 QWEN2_7B = Geometry(width=3584, inner=18944, layers=28, heads=28, key_heads=4, vocab=152064, sequence=131072)
 """Source: config.json of https://huggingface.co/Qwen/Qwen2-7B."""
@@ -336,7 +328,7 @@ def given_base(name: str, *, path: Path | None = None, revision: str | None = No
     """
     folder = path if path is not None else _from_hub(name, revision)
     geometry = _geometry(folder)
-    of_7b = not QWEN2_7B.differences(geometry)
+    of_7b = replace(geometry, sequence=QWEN2_7B.sequence) == QWEN2_7B
     origin = str(folder) if path is not None else f"{name}@{revision}"
     return Base(
         label=QWEN2_LABEL if of_7b else folder.name if path is not None else name.rpartition("/")[2],

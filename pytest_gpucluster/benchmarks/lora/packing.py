@@ -144,11 +144,6 @@ def _functions(system: str) -> tuple[str, list[Any]]:
     return (text.strip(), tools) if tools else (system, [])
 
 
-def text_of(row: Row) -> str:
-    """Return a whole conversation, without end tokens."""
-    return "".join(segment.text for segment in segments(row))
-
-
 _AT_ONCE = 512
 """Rows that are passed to the tokenizer together: it spreads them over its threads."""
 
@@ -389,7 +384,7 @@ def tiny_tokenizer(rows: Iterable[Row], vocab: int = 512) -> PreTrainedTokenizer
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bare.train_from_iterator((text_of(row) for row in rows), trainer)
+    bare.train_from_iterator(("".join(segment.text for segment in segments(row)) for row in rows), trainer)
     if bare.get_vocab_size() != vocab:
         raise ValueError(f"the rows give {bare.get_vocab_size()} tokens, and {vocab} are required: give more rows")
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it so

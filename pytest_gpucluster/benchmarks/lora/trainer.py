@@ -34,6 +34,7 @@ from pytest_gpucluster.benchmarks.training.step import accumulate, adamw, clip_g
 from pytest_gpucluster.benchmarks.training.throughput_setup import missing_compiler
 from pytest_gpucluster.device.backends import accelerator, clock_for
 from pytest_gpucluster.errors import EnvironmentBroken, WrongResult
+from pytest_gpucluster.metrics.loss_curve import Point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,22 +150,16 @@ class Components:
     learning_rate: Callable[[int, Recipe], float] = cosine
     update: Callable[[nn.Module, torch.optim.Optimizer], None] = optimizer_step
     save: Callable[..., checkpoint.SavedCheckpoint] = checkpoint.save
-    load: Callable[..., dict[str, Any]] = checkpoint.load
 
 
 COMPONENTS = Components()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """The values of one step.
+class Step(Point):
+    """The values of one step, besides those of a curve's point; padding is left out of the loss of all tokens.
 
     Attributes:
-        step: from 1.
-        loss: mean over the targets in the global batch's mask, in nats.
-        all_token_loss: mean over all targets, padding left out.
-        gradient_norm: of all gradients together, before they are clipped.
-        learning_rate: that the optimizer has used.
         finite: whether this rank's losses and gradients are, before the exchange; or, if those of all ranks are, the
             norm; or, if it is too, this rank's part of the weights after the step.
         all_finite: whether that holds on all ranks.
@@ -173,11 +168,6 @@ class Step:
         weights: fingerprint of this rank's part of the trained weights, after the step.
     """
 
-    step: int
-    loss: float
-    all_token_loss: float
-    gradient_norm: float
-    learning_rate: float
     finite: bool
     all_finite: bool
     seconds: float
@@ -284,9 +274,12 @@ class Trainer:
                 self.update()
                 self._by.trained(self._flops, self.ranks.group)
         except torch.OutOfMemoryError as error:
-            during = f"step {number}"
+            needed = self._plan.needed_bytes(recompute=self.recomputes)
             raise EnvironmentBroken(
-                self._plan.out_of_memory(self._device, error, recompute=self.recomputes, during=during)
+                f"{self._device}: out of memory in step {number} of {self._plan.base.label}: {error}. {self._micro} "
+                f"blocks of {self.sequence} tokens at once, activations {'' if self.recomputes else 'not '}recomputed; "
+                f"{needed / 1e9:.3g} GB were estimated. Set a smaller micro_batch, or recompute=on "
+                "(--gpucluster-workload lora.qwen2.recompute=on)"
             ) from None
         self.optimizer.zero_grad(set_to_none=True)
         [seconds] = self._clock.read()
@@ -433,9 +426,9 @@ class Trainer:
             folder, step, self.model, self.optimizer, group=self._group, extra=extra, trained_only=True
         )
 
-    def load(self, checkpoint: Path) -> dict[str, Any]:
+    def load(self, path: Path) -> dict[str, Any]:
         """Restore a checkpoint; return what was saved with it, and its ``step``."""
-        return self._components.load(checkpoint, self.model, self.optimizer, group=self._group, trained_only=True)
+        return checkpoint.load(path, self.model, self.optimizer, group=self._group, trained_only=True)
 
     def save_final(self, folder: Path) -> None:
         """Write the adapters as peft reads them, by the first rank of the group."""

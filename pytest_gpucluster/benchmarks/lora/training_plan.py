@@ -216,24 +216,3 @@ class Plan:
             f"{free / 1e9:.3g} GB free; end what else uses the device (nvidia-smi names the processes), use more "
             "ranks, or set a smaller micro_batch or sequence, such as --gpucluster-workload lora.qwen2.micro_batch=1"
         )
-
-    def out_of_memory(self, device: torch.device, error: Exception, *, recompute: bool, during: str) -> str:
-        """Return an error text with the figures of a training that ran out of memory although the estimate fitted.
-
-        Args:
-            device: of this rank.
-            error: torch's.
-            recompute: whether activations were recomputed.
-            during: the step or phase in which it happened.
-        """
-        allocated = ""
-        most, total = accelerator(device).peak_bytes(), accelerator(device).total_bytes()
-        if most is not None and total is not None:
-            allocated = f", torch had allocated up to {most / 1e9:.3g} GB of {total / 1e9:.3g} GB"
-        return (
-            f"{device}: out of memory in {during} of {self.base.label}: {str(error).split('. ')[0]}. "
-            f"{self.micro_batch} blocks of {self.sequence} tokens at once, activations "
-            f"{'' if recompute else 'not '}recomputed; {self.needed_bytes(recompute=recompute) / 1e9:.3g} GB were "
-            f"estimated{allocated}. Set a smaller micro_batch, or recompute=on (--gpucluster-workload "
-            "lora.qwen2.recompute=on)"
-        )

@@ -100,20 +100,15 @@ def verify_file(path: Path, expected: FileDigest) -> None:
         WrongResult: it is missing, has another size or other bytes; names the file, what was found and expected.
         OSError: it cannot be read.
     """
-    wanted = f"{expected.size_bytes} bytes were written"
+    wanted = f"{expected.size_bytes} bytes with sha256 {expected.sha256} were written. {_WHAT_TO_DO}"
     try:
-        size = path.stat().st_size
+        found = digest_file(path)
     except FileNotFoundError:
-        raise WrongResult(f"{path} is missing; {wanted}. {_WHAT_TO_DO}") from None
-    if size != expected.size_bytes:
-        what = "truncated" if size < expected.size_bytes else "longer than it was"
-        raise WrongResult(f"{path} is {what}: {size} bytes found, {wanted}. {_WHAT_TO_DO}")
-    found = digest_file(path)
+        raise WrongResult(f"{path} is missing; {wanted}") from None
     if found != expected:
-        raise WrongResult(
-            f"{path} is changed: {found.size_bytes} bytes with sha256 {found.sha256}, expected {expected.size_bytes} "
-            f"bytes with sha256 {expected.sha256}. {_WHAT_TO_DO}"
-        )
+        less = found.size_bytes < expected.size_bytes
+        what = "truncated" if less else "changed" if found.size_bytes == expected.size_bytes else "longer than it was"
+        raise WrongResult(f"{path} is {what}: {found.size_bytes} bytes found, with sha256 {found.sha256}; {wanted}")
 
 
 _WHAT_TO_DO = "Resume from an older checkpoint, and check the file system"
@@ -150,17 +145,15 @@ def read_manifest(folder: Path) -> Manifest:
         stated = body.pop("sha256")
         if stated != _digest(body):
             raise ValueError(f"they have the sha256 {_digest(body)} and state {stated}")
-        is_ours = body.pop("format") == FORMAT
-        files = {name: FileDigest(**one) for name, one in body.pop("files").items()} if is_ours else {}
-        manifest = Manifest(files=files, **body) if is_ours else None
+        if body.pop("format") == FORMAT:
+            files = {name: FileDigest(**one) for name, one in body.pop("files").items()}
+            return Manifest(files=files, **body)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise WrongResult(
             f"{path} is truncated or changed: {len(text)} bytes found, and they are no whole manifest "
             f"({type(error).__name__}: {error}). {_WHAT_TO_DO}"
         ) from error
-    if manifest is None:
-        raise ValueError(f"{path} is of another format than {FORMAT}; use the version that has written it")
-    return manifest
+    raise ValueError(f"{path} is of another format than {FORMAT}; use the version that has written it")
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.utils.data import Dataset, DistributedSampler, Sampler
@@ -64,25 +63,16 @@ ROWS = 2**31
 """This number of rows are different from each other; more than any run reads."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """How rows are read.
-
-    Attributes:
-        batch: rows of each rank in a step.
-        workers: processes that read ahead; 0: the training process itself reads each batch.
-        prefetch: batches that each of them reads ahead.
-        seed: other seeds make other rows.
-    """
-
-    batch: int
-    workers: int
-    prefetch: int
-    seed: int = 0
-
-
 def endless_batches(
-    geometry: Geometry, loading: Loading, device: torch.device, *, rank: int, count: int
+    geometry: Geometry,
+    device: torch.device,
+    *,
+    rank: int,
+    count: int,
+    batch: int,
+    workers: int,
+    prefetch: int,
+    seed: int = 0,
 ) -> Iterator[torch.Tensor]:
     """Yield batch after batch of a rank's rows: int64 on the device, batch x (positions + 1).
 
@@ -91,18 +81,21 @@ def endless_batches(
 
     Args:
         geometry: for vocabulary and positions.
-        loading: how to read.
         device: where the rows are placed.
         rank: of ``count`` ranks that read.
         count: number of ranks.
+        batch: rows of each rank in a step.
+        workers: processes that read ahead; 0: the training process itself reads each batch.
+        prefetch: batches that each of them reads ahead.
+        seed: other seeds make other rows.
 
     Raises: EnvironmentBroken if a worker has died.
     """
     batches = Batches(
-        PackedTokens(rows=ROWS, sequence=geometry.sequence, vocab=geometry.vocab, seed=loading.seed),
-        in_batches(range(rank, ROWS, count), loading.batch),
-        workers=loading.workers,
-        prefetch=loading.prefetch,
+        PackedTokens(rows=ROWS, sequence=geometry.sequence, vocab=geometry.vocab, seed=seed),
+        in_batches(range(rank, ROWS, count), batch),
+        workers=workers,
+        prefetch=prefetch,
         # Only from pinned memory can a copy overlap with the host's work.
         pinned=device.type == "cuda",
     )

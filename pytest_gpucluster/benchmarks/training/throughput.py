@@ -16,7 +16,7 @@ from torch import nn
 from pytest_gpucluster.benchmarks.blocks import BATCH_SECONDS
 from pytest_gpucluster.benchmarks.group import Ranks, Samples
 from pytest_gpucluster.benchmarks.memory_budget import free_on_all, releases_memory, require_free_on_all
-from pytest_gpucluster.benchmarks.training.data import Loading, endless_batches
+from pytest_gpucluster.benchmarks.training.data import endless_batches
 from pytest_gpucluster.benchmarks.training.model import Decoder, make_decoder, missing_flash_attention, on_meta
 from pytest_gpucluster.benchmarks.training.sharding import allocate, mesh_of, shard
 from pytest_gpucluster.benchmarks.training.step import (
@@ -179,8 +179,16 @@ def throughput(
                 notes.append(f"no flash attention: {slow_attention}")
             compiles = kept.compiled and compiled
             training = _training(group, ranks, device, kept, compiled=compiles, seed=seed, components=used)
-            loading = Loading(batch=kept.batch, workers=kept.workers, prefetch=kept.prefetch, seed=seed)
-            batches = used.batches(kept.geometry, loading, device, rank=ranks.index, count=ranks.count)
+            batches = used.batches(
+                kept.geometry,
+                device,
+                rank=ranks.index,
+                count=ranks.count,
+                batch=kept.batch,
+                workers=kept.workers,
+                prefetch=kept.prefetch,
+                seed=seed,
+            )
             return _Steps(
                 ranks,
                 device,

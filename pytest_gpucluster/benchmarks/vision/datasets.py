@@ -20,7 +20,6 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,14 +43,9 @@ class Images(Protocol):
         shape: height, width and colours of each image.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def classes(self) -> int: ...
-
-    @property
-    def shape(self) -> tuple[int, int, int]: ...
+    name: str
+    classes: int
+    shape: tuple[int, int, int]
 
     def __len__(self) -> int: ...
 
@@ -62,7 +56,6 @@ class Images(Protocol):
         """
 
 
-@dataclass(frozen=True)
 class SyntheticImages:
     """Images of noise, each with the tint of its class, so that their classes can be learned.
 
@@ -70,21 +63,13 @@ class SyntheticImages:
     how images are made.
     """
 
-    rows: int
-    side: int
-    seed: int = 0
-    name: str = field(default="synthetic", init=False)
-    classes: int = field(default=10, init=False)
+    name, classes, MADE = "synthetic", 10, 60
 
-    MADE = 60
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Height, width and colours."""
-        return (self.side, self.side, 3)
+    def __init__(self, rows: int, side: int, seed: int = 0) -> None:
+        self._rows, self._seed, self.shape = rows, seed, (side, side, 3)
 
     def __len__(self) -> int:
-        return self.rows
+        return self._rows
 
     def __getitem__(self, row: int) -> Sample:
         row %= self.MADE
@@ -95,7 +80,7 @@ class SyntheticImages:
 
     @cached_property
     def _made(self) -> torch.Tensor:
-        draws = torch.Generator().manual_seed(self.seed)
+        draws = torch.Generator().manual_seed(self._seed)
         noise = torch.randint(0, 128, (self.MADE, *self.shape), dtype=torch.uint8, generator=draws)
         tints = torch.randint(0, 128, (self.classes, 3), dtype=torch.uint8, generator=draws)
         return noise + tints[torch.arange(self.MADE) % self.classes][:, None, None]
@@ -211,27 +196,23 @@ def find_cifar(folder: Path) -> StoredImages | None:
 
 
 def _read_cifar(paths: list[Path]) -> Stored:
-    parts = [_read_binary(path) for path in paths]
-    for path, (_, labels) in zip(paths, parts, strict=True):
-        wrong = (labels >= CLASSES).nonzero()
+    parts = []
+    for path in paths:
+        data = _read_bytes(path)
+        if not data or len(data) % (1 + _IMAGE_BYTES):
+            raise EnvironmentBroken(
+                f"{path}: has {len(data)} bytes, and rows of CIFAR-10 have {1 + _IMAGE_BYTES} each: it is cut off. "
+                "Copy it again"
+            )
+        parts.append(torch.frombuffer(data, dtype=torch.uint8).view(-1, 1 + _IMAGE_BYTES))
+        wrong = (parts[-1][:, 0] >= CLASSES).nonzero()
         if len(wrong):
             row = int(wrong[0])
             raise EnvironmentBroken(
-                f"{path}: the label of row {row} is {int(labels[row])}, and there are {CLASSES} classes"
+                f"{path}: the label of row {row} is {int(parts[-1][row, 0])}, and there are {CLASSES} classes"
             )
-    images, labels = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
-    return images.view(-1, _COLOURS, _SIDE, _SIDE).permute(0, 2, 3, 1), labels
-
-
-def _read_binary(path: Path) -> Stored:
-    data = _read_bytes(path)
-    if not data or len(data) % (1 + _IMAGE_BYTES):
-        raise EnvironmentBroken(
-            f"{path}: has {len(data)} bytes, and rows of CIFAR-10 have {1 + _IMAGE_BYTES} each: it is cut off. Copy it "
-            "again"
-        )
-    rows = torch.frombuffer(data, dtype=torch.uint8).view(-1, 1 + _IMAGE_BYTES)
-    return rows[:, 1:], rows[:, 0].long()
+    rows = torch.cat(parts)
+    return rows[:, 1:].reshape(-1, _COLOURS, _SIDE, _SIDE).permute(0, 2, 3, 1), rows[:, 0].long()
 
 
 SUFFIXES = (".jpg", ".jpeg", ".png")

@@ -56,6 +56,7 @@ class Network:
         depths: such layers in each of the four stages.
         widths: channels at the end of each stage.
         parameters: with 1000 classes; verified whenever one is made.
+        outputs: of all layers for one image of 224 x 224, as counted on the meta device.
 
     Source: He et al. (arXiv:1512.03385), table 1; the numbers of parameters are those of torchvision.models.resnet18
     and resnet50.
@@ -65,6 +66,11 @@ class Network:
     depths: tuple[int, ...]
     widths: tuple[int, ...]
     parameters: int
+    outputs: int
+
+    def outputs_with(self, side: int) -> int:
+        """Estimate the outputs for one image, side x side: each side is halved five times, rounded up."""
+        return math.ceil(self.outputs * (math.ceil(side / 32) * 32 / 224) ** 2)
 
     def parameters_with(self, classes: int) -> int:
         """Return the number with this number of classes: each class has a row of weights and a bias."""
@@ -72,8 +78,16 @@ class Network:
 
 
 NETWORKS = {
-    "resnet18": Network(layer="basic", depths=(2, 2, 2, 2), widths=(64, 128, 256, 512), parameters=11_689_512),
-    "resnet50": Network(layer="bottleneck", depths=(3, 4, 6, 3), widths=(256, 512, 1024, 2048), parameters=25_557_032),
+    "resnet18": Network(
+        layer="basic", depths=(2, 2, 2, 2), widths=(64, 128, 256, 512), parameters=11_689_512, outputs=7_478_248
+    ),
+    "resnet50": Network(
+        layer="bottleneck",
+        depths=(3, 4, 6, 3),
+        widths=(256, 512, 1024, 2048),
+        parameters=25_557_032,
+        outputs=32_042_472,
+    ),
 }
 
 
@@ -142,24 +156,6 @@ def make_resnet(name: str, device: torch.device, *, classes: int, seed: int, nar
         model = ResNet(name, classes=classes, narrow=narrow)
     # torch's stubs do not have memory_format together with a device.
     return model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
-
-
-def outputs_of(name: str, side: int) -> int:
-    """Return the number of outputs of all layers of a network for one image, side x side."""
-    found = 0
-
-    def count(_module: nn.Module, _inputs: object, output: torch.Tensor) -> None:
-        nonlocal found
-        found += output.numel()
-
-    with torch.device("meta"):
-        model = ResNet(name)
-        for module in model.modules():
-            if not list(module.children()) and not isinstance(module, nn.Identity):
-                module.register_forward_hook(count)
-        # Two, because one image alone has no spread to normalise by where its sides have become 1.
-        model(torch.empty(2, COLOURS, side, side))
-    return found // 2
 
 
 LAST_STEPS = 6
@@ -385,11 +381,11 @@ class _Training:
         # ImageNet's head at least: the network is the same for all data, and the loss falls at once, when it learns
         # which classes occur.
         classes = max(CLASSES, images.classes)
-        parameters = NETWORKS[setup.network].parameters_with(classes)
+        network = NETWORKS[setup.network]
         require_free_on_all(
             self._ranks,
             self._device,
-            parameters * _STATE_BYTES + setup.batch * outputs_of(setup.network, side) * _OUTPUT_BYTES,
+            network.parameters_with(classes) * _STATE_BYTES + setup.batch * network.outputs_with(side) * _OUTPUT_BYTES,
             f"training a {setup.network} with {setup.batch} images of {side} x {side}",
             instead=f"choose a smaller batch: --gpucluster-workload vision.batch={max(2, setup.batch // 2)}",
         )

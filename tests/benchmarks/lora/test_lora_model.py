@@ -219,10 +219,7 @@ def test_a_tiny_model_has_as_many_parameters_as_the_formula_says(vocab):
     assert trained_parameters(model) == geometry.adapter_parameters(16) + 2 * geometry.vocab * geometry.width
 
 
-def test_another_geometry_is_reported_apart_by_each_size_and_sizes_that_do_not_fit_are_refused():
-    other = replace(QWEN2_7B, width=1792, vocab=151936, sequence=32768)
-    assert QWEN2_7B.differences(other) == ["width is 1792, expected 3584", "vocab is 151936, expected 152064"]
-    assert QWEN2_7B.differences(replace(QWEN2_7B, sequence=1)) == []
+def test_sizes_that_do_not_fit_are_refused():
     for wrong in ({"layers": 0}, {"heads": 27}, {"key_heads": 3}, {"width": 28 * 127}):
         with pytest.raises(ValueError, match=r"must be"):
             replace(QWEN2_7B, **wrong)

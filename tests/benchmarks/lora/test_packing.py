@@ -23,7 +23,6 @@ from pytest_gpucluster.benchmarks.lora.packing import (
     pack,
     segments,
     share,
-    text_of,
     tiny_tokenizer,
     tokenizer_fingerprint,
     tokenizer_for,
@@ -157,7 +156,6 @@ def test_what_is_given_and_what_is_reported_take_turns():
         ("\n\n\nFUNCTION RESPONSE: 3\n\n\nASSISTANT:", False),
         (" Four", True),
     ]
-    assert text_of(ROW) == "".join(piece.text for piece in segments(ROW))
 
 
 def test_without_a_system_text_with_an_answer_without_words_and_with_a_last_question():
@@ -179,7 +177,12 @@ def test_it_has_as_many_tokens_as_asked_for_an_end_and_a_padding_and_keeps_any_t
         "<|pad|>",
         1,
     )
-    for text in [text_of(ROWS[0]), "Größe 東京 \U0001f600 \x00\t\n  x", "", "  two  spaces ,and a comma ."]:
+    for text in [
+        "".join(piece.text for piece in segments(ROWS[0])),
+        "Größe 東京 \U0001f600 \x00\t\n  x",
+        "",
+        "  two  spaces ,and a comma .",
+    ]:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
@@ -199,7 +202,7 @@ def test_the_tokenizer_of_a_folder_is_the_one_that_was_saved_and_it_must_have_an
     tokenizer.save_pretrained(tmp_path)
     loaded = tokenizer_for(tmp_path)
     assert loaded.eos_token_id == tokenizer.eos_token_id
-    assert loaded(text_of(ROWS[3]))["input_ids"] == tokenizer(text_of(ROWS[3]))["input_ids"]
+    assert loaded(ROWS[3].chat)["input_ids"] == tokenizer(ROWS[3].chat)["input_ids"]
     path = tmp_path / "tokenizer_config.json"
     path.write_text(path.read_text().replace('"eos_token"', '"an_eos_token"'))
     with pytest.raises(EnvironmentBroken, match=r"its tokenizer"):

@@ -18,7 +18,7 @@ import torch
 from each import of_each
 
 from pytest_gpucluster.benchmarks.training import data, loader
-from pytest_gpucluster.benchmarks.training.data import Loading, PackedTokens, endless_batches
+from pytest_gpucluster.benchmarks.training.data import PackedTokens, endless_batches
 from pytest_gpucluster.benchmarks.training.loader import (
     SharedMemory,
     needed_bytes,
@@ -205,7 +205,7 @@ HERITAGE = [0]
 
 
 def tokens(count, *, workers=0, rank=0, ranks=1):
-    made = endless_batches(GEOMETRY, Loading(batch=3, workers=workers, prefetch=2), CPU, rank=rank, count=ranks)
+    made = endless_batches(GEOMETRY, CPU, rank=rank, count=ranks, batch=3, workers=workers, prefetch=2)
     with contextlib.closing(made):
         return list(itertools.islice(made, count))
 

@@ -5,7 +5,7 @@ import torch
 from each import of_each
 
 from pytest_gpucluster.benchmarks.training.fingerprint import fingerprint
-from pytest_gpucluster.benchmarks.vision.throughput import NETWORKS, SMALLEST_SIDE, ResNet, make_resnet, outputs_of
+from pytest_gpucluster.benchmarks.vision.throughput import NETWORKS, SMALLEST_SIDE, ResNet, make_resnet
 from pytest_gpucluster.errors import EnvironmentBroken
 
 CPU = torch.device("cpu")
@@ -51,9 +51,18 @@ def test_a_bottleneck_halves_the_image_in_its_3_x_3_convolution():
     assert {one.kernel_size: one.stride for one in convolutions} == {(1, 1): (1, 1), (3, 3): (2, 2)}
 
 
-def test_outputs_are_counted_without_computing_them():
-    # The stem alone: 64 channels of 112 x 112 from convolution, normalisation and activation, and 56 x 56 pooled.
-    stem = 64 * (3 * 112 * 112 + 56 * 56)
-    assert outputs_of("resnet18", 224) > stem
-    # Sides of 448 have four times as many, but for the pooled ones and the logits.
-    assert outputs_of("resnet18", 448) == pytest.approx(4 * outputs_of("resnet18", 224), rel=0.001)
+@of_each("name", NETWORKS)
+def test_outputs_are_those_of_the_layers_and_no_fewer_for_other_sides(name):
+    counts = []
+    for side in (224, 448, 100, 32, SMALLEST_SIDE):
+        with torch.device("meta"):
+            model, found = ResNet(name), []
+            for module in model.modules():
+                if not list(module.children()) and not isinstance(module, torch.nn.Identity):
+                    module.register_forward_hook(
+                        lambda module, given, output, found=found: found.append(output.numel())
+                    )
+            model(torch.empty(2, 3, side, side))
+        counts.append((sum(found) // 2, NETWORKS[name].outputs_with(side)))
+    assert counts[0][0] == counts[0][1] == NETWORKS[name].outputs
+    assert all(0.9 * least <= estimate <= 1.6 * least for least, estimate in counts), counts
