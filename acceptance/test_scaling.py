@@ -6,7 +6,7 @@ from pytest_gpucluster.benchmarks.collectives import measure_collective
 from pytest_gpucluster.benchmarks.group import Ranks
 from pytest_gpucluster.benchmarks.memory_budget import require_free
 from pytest_gpucluster.benchmarks.training.model import Geometry
-from pytest_gpucluster.benchmarks.training.scaling import efficiency, gather_series, rates, straggler_table
+from pytest_gpucluster.benchmarks.training.scaling import efficiency, gather_series, rates
 from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.metrics.units import parse
@@ -124,12 +124,12 @@ def labels(setup):
 @pytest.mark.training
 @pytest.mark.needs_ranks(2)
 @pytest.mark.criterion("scaling")
-def test_stragglers(cluster, rates_of, labels, artifacts, measure):
+def test_stragglers(rates_of, labels, measure):
     """Accepted: no GPU that trains by itself is far behind the others, while all of them train.
 
     Why: the slowest GPU sets the pace of every larger group. Here nothing is exchanged, so a rank that is behind is
     slow by itself. All GPUs are busy at once: power, cooling, CPU cores and memory are shared as in a large job. The
-    rates of all ranks are recorded, and listed in ``stragglers.csv`` in the test's folder, the slowest first.
+    rates of all ranks are recorded.
 
     When it fails: on the named rank look at clocks and throttle reasons (``nvidia-smi -q -d PERFORMANCE``), at what
     else runs on its CPU cores, and repeat ``-k matmul`` and ``-k hbm`` there.
@@ -137,8 +137,6 @@ def test_stragglers(cluster, rates_of, labels, artifacts, measure):
     On cpu the ranks share the cores of one host.
     """
     result = rates_of("gpu")
-    if cluster.rank == 0:
-        (artifacts / "stragglers.csv").write_text(straggler_table(result.of_rank, cluster.hosts), encoding="utf-8")
     measure(
         "scaling.tokens_per_second",
         result.mine,

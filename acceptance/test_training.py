@@ -3,14 +3,8 @@
 import pytest
 
 from pytest_gpucluster.benchmarks.training.model import Geometry
-from pytest_gpucluster.benchmarks.training.step import DEFINITIONS
 from pytest_gpucluster.benchmarks.training.throughput import throughput
-from pytest_gpucluster.benchmarks.training.throughput_setup import (
-    FLOPS_DEFINITION,
-    MFU_DEFINITION,
-    TOKENS_DEFINITION,
-    Setup,
-)
+from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
 from pytest_gpucluster.device.backends import accelerator
 from pytest_gpucluster.errors import MeasurementError
 
@@ -121,14 +115,8 @@ def test_throughput(
         during=window,
         progress=progress,
     )
-    for name, text in {
-        "model": f"{describe(setup)}, on each of {cluster.world_size} GPUs",
-        "tokens_per_second": TOKENS_DEFINITION,
-        "flops_per_token": f"{result.flops_per_token}; {FLOPS_DEFINITION}",
-        "mfu": MFU_DEFINITION,
-        **{f"parts.{part}": text for part, text in DEFINITIONS.items()},
-    }.items():
-        record_property(f"training.{name}", text)
+    record_property("training.model", f"{describe(setup)}, on each of {cluster.world_size} GPUs")
+    record_property("training.flops_per_token", str(result.flops_per_token))
     for number, note in enumerate(result.notes, start=1):
         print(f"note: {note}")
         record_property(f"training.note.{number}", note)

@@ -88,7 +88,7 @@ def test_vision_throughput(model, train, workload):
 @pytest.mark.parametrize("model", MODELS)
 def test_vision_data(model, train, workload, settings):
     """Accepted: the same on images of your own (``--gpucluster-data images=FOLDER``), read and decoded by the workers:
-    FashionMNIST, CIFAR-10, or one folder for each class with JPEG or PNG files in it. The loss does not diverge, and
+    FashionMNIST, or one folder for each class with JPEG or PNG files in it. The loss does not diverge, and
     no image is left out: a broken one is an error that names its file.
 
     Why: with real files the storage and the decoding on the CPUs decide, as in your own training. Data sets of one size

@@ -22,20 +22,6 @@ def write_idx(folder, *, rows=24, side=28, suffix=""):
     return folder
 
 
-def cifar_rows(rows, first):
-    """Label and 3072 bytes of each row: red is its number, green 100 and blue 200."""
-    return [((first + row) % 10, bytes([first + row] * 1024 + [100] * 1024 + [200] * 1024)) for row in range(rows)]
-
-
-def write_cifar(folder, *, rows=5):
-    """The binary version of CIFAR-10 with a few rows a file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(5):
-        content = b"".join(bytes([label]) + image for label, image in cifar_rows(rows, number * rows))
-        (folder / f"data_batch_{number + 1}.bin").write_bytes(content)
-    return folder
-
-
 def write_image_folder(folder, *, classes=3, images=6, side=(60, 44)):
     """JPEG and PNG files of one tint for each class."""
     from PIL import Image

@@ -69,10 +69,7 @@ def test_a_slow_rank_is_named_as_a_straggler_and_lowers_the_ratios(run):
     one = measured(run, "rank", "test_stragglers", "scaling.tokens_per_second")
     assert one.worst_rank == 3
     assert min(one.values, key=one.values.get) == 3
-    [table] = (run.directory / "reports" / "latest" / "artifacts").glob("*test_stragglers_rank*/stragglers.csv")
-    rows = [row.split(",") for row in table.read_text().splitlines()[1:]]
-    assert rows[0][:2] == ["3", "node-b"]
-    assert len(rows) == 4
+    assert len(one.values) == 4
     for kind in ("node", "total"):
         assert result(run, "rank", f"test_scaling[{kind}]").outcome == "failed"
         assert measured(run, "rank", f"test_scaling[{kind}]").value == pytest.approx(LOST)

@@ -60,8 +60,7 @@ def test_the_report_states_what_was_trained_and_what_the_figures_mean(run):
     told = dict(map(tuple, result(run, "none").properties))
     for field in ("0.1396M", "2 layers", "64 wide", "vocabulary 256", "by ddp", "4 x 32 tokens", "0 workers"):
         assert field in told["training.model"]
-    assert {"training.tokens_per_second", "training.flops_per_token", "training.mfu"} < told.keys()
-    assert "training.parts.exposed_communication" in told
+    assert int(told["training.flops_per_token"]) > 6 * 139_600 / 2
 
 
 TWO, DDP, STEP, FSDP = (0, 1), "ddp::test_ddp", "ddp::test_training_step", "fsdp::test_fsdp"

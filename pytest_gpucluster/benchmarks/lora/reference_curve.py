@@ -36,10 +36,6 @@ WIDEST = 0.1
 of the last losses of the tiny model) would be within some three bands, and its first losses (3.6 %) far within one."""
 ABSOLUTE_FLOOR = 1e-3
 """The band is at least this, in nats a token, since a part of a loss near 0 is nothing. Source: this suite's rule."""
-RULE = (
-    f"the largest of {SPREADS:g} standard deviations of the runs, {RELATIVE_FLOOR * 100:g} % of the loss, and "
-    f"{ABSOLUTE_FLOOR:g} nats a token (a rule of pytest-gpucluster)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +49,6 @@ class ReferenceCurve:
     band: tuple[float, ...]
     """The allowed difference, to both sides."""
     runs: int
-    rule: str = RULE
-    """How the band was computed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,22 +122,6 @@ def rates(
     return measured
 
 
-def straggler_table(of_rank: Sequence[Series], hosts: Sequence[str]) -> str:
-    """Return the ranks as CSV, the slowest first: rank, host, tokens a second, and these over the others' median.
-
-    Args:
-        of_rank: the rate of each rank by itself, of two ranks at least.
-        hosts: the host of each rank.
-    """
-    medians = [one.median for one in of_rank]
-    rows = ["rank,host,tokens_per_second,ratio_to_median_of_others"]
-    for rank in sorted(range(len(medians)), key=lambda rank: _order(medians[rank])):
-        others = stats.median([rate for other, rate in enumerate(medians) if other != rank])
-        ratio = medians[rank] / others if others else math.nan
-        rows.append(f"{rank},{hosts[rank]},{medians[rank]:.6g},{ratio:.4g}")
-    return "\n".join(rows) + "\n"
-
-
 def gather_series(ranks: Ranks, mine: Series) -> list[Series]:
     """Return every rank's series, without the samples. Collective: every rank must call this."""
     gathered = ranks.gather([mine.median, mine.low, mine.high, bool(mine.inconclusive)])

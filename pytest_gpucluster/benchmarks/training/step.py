@@ -230,20 +230,12 @@ def without_gradient_sync(model: nn.Module) -> Iterator[None]:
 
 
 IN_ORDER = ("data_wait", "forward", "backward", "optimizer")
-"""The consecutive parts of a step."""
+"""The consecutive parts of a step: the time in which the device is idle, or copies, until the batch is there; until the
+loss; until all gradients are there, of all ranks together; clipping and AdamW. On a GPU they lie between events."""
 
 COMMUNICATION = "exposed_communication"
-"""A part of forward and backward."""
-
-DEFINITIONS = {
-    "data_wait": "the time in which the device is idle, or copies, until the batch is there",
-    "forward": "until the loss",
-    "backward": "until all gradients are there, of all ranks together",
-    "optimizer": "clipping of the gradients and AdamW",
-    COMMUNICATION: "the difference of forward and backward with and without the exchange between the ranks; waiting "
-    "for a slower rank is part of it, communication that is hidden behind computing is not",
-}
-"""What each part means, for reports. On a GPU all are times between events on its stream."""
+"""A part of forward and backward: their difference with and without the exchange between the ranks. Waiting for a
+slower rank is in it, communication that is hidden behind computing is not."""
 
 GATHERED_BYTES = 8
 """For each weight, where an FSDP2 model takes steps without exchange: whole in bf16, its gradient in bf16 and added up

@@ -29,16 +29,6 @@ from pytest_gpucluster.device.interface import Accelerator
 Strategy = Literal["ddp", "fsdp"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp")
 
-TOKENS_DEFINITION = (
-    "tokens/s per GPU: input tokens of one rank in a step, all positions, none of which is padding, over the time of "
-    "the step; the median of the steady steps; the slowest rank decides"
-)
-FLOPS_DEFINITION = (
-    "FLOPs per token: 6 for each weight that a token is multiplied by (all but the embedding), and 6 x layers x "
-    "width x sequence for causal attention, of which half counts; recomputation does not count"
-)
-MFU_DEFINITION = "MFU: tokens/s per GPU x FLOPs per token over the dense bf16 peak of the data sheet"
-
 _STATE_BYTES = 16
 """A weight, its gradient and both moments of AdamW, all fp32."""
 

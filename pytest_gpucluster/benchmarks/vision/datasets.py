@@ -1,14 +1,11 @@
-"""Data sets of images with labels: FashionMNIST and MNIST, CIFAR-10, a folder of images, and synthetic ones.
+"""Data sets of images with labels: FashionMNIST and MNIST, a folder of images, and synthetic ones.
 
-:func:`open_images` recognises the kind of data under a path. IDX files may be compressed by gzip; CIFAR-10 is its
-binary version; a folder of images is laid out as ImageNet is: one folder for each class, with JPEG or PNG files in
-it. :class:`ImageBatches` reads a rank's share by worker processes.
+:func:`open_images` recognises the kind of data under a path. IDX files may be compressed by gzip; a folder of
+images is laid out as ImageNet is: one folder for each class, with JPEG or PNG files in it. :class:`ImageBatches` reads
+a rank's share by worker processes.
 
 Source of IDX: "THE IDX FILE FORMAT", https://yann.lecun.com/exdb/mnist/: big-endian, a magic number that gives the type
 (08: unsigned byte) and the number of dimensions, the dimensions, the data.
-
-Source of CIFAR-10's format: "The CIFAR-10 dataset", https://www.cs.toronto.edu/~kriz/cifar.html: rows of one byte for
-the label and 3072 for the image: 1024 bytes of red, then of green, then of blue, row by row.
 """
 
 from __future__ import annotations
@@ -175,46 +172,6 @@ def _read_idx(path: Path, *, dimensions: int) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)[header:].view(shape)
 
 
-CLASSES = 10
-FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
-_SIDE, _COLOURS = 32, 3
-_IMAGE_BYTES = _COLOURS * _SIDE * _SIDE
-
-
-def find_cifar(folder: Path) -> StoredImages | None:
-    """Open the five files of the binary version of CIFAR-10 in a folder; None if there are none.
-
-    Raises: EnvironmentBroken, with the file, if only some exist, or one cannot be read or has another format.
-    """
-    paths = [folder / name for name in FILES]
-    missing = [path for path in paths if not path.is_file()]
-    if len(missing) == len(paths):
-        return None
-    if missing:
-        raise EnvironmentBroken(f"{missing[0]}: is missing, and CIFAR-10 has {', '.join(FILES)}")
-    return StoredImages("cifar-10", partial(_read_cifar, paths))
-
-
-def _read_cifar(paths: list[Path]) -> Stored:
-    parts = []
-    for path in paths:
-        data = _read_bytes(path)
-        if not data or len(data) % (1 + _IMAGE_BYTES):
-            raise EnvironmentBroken(
-                f"{path}: has {len(data)} bytes, and rows of CIFAR-10 have {1 + _IMAGE_BYTES} each: it is cut off. "
-                "Copy it again"
-            )
-        parts.append(torch.frombuffer(data, dtype=torch.uint8).view(-1, 1 + _IMAGE_BYTES))
-        wrong = (parts[-1][:, 0] >= CLASSES).nonzero()
-        if len(wrong):
-            row = int(wrong[0])
-            raise EnvironmentBroken(
-                f"{path}: the label of row {row} is {int(parts[-1][row, 0])}, and there are {CLASSES} classes"
-            )
-    rows = torch.cat(parts)
-    return rows[:, 1:].reshape(-1, _COLOURS, _SIDE, _SIDE).permute(0, 2, 3, 1), rows[:, 0].long()
-
-
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
@@ -285,13 +242,12 @@ def _visible(folder: Path) -> list[str]:
         raise EnvironmentBroken(f"{folder}: cannot be read: {error}") from error
 
 
-PLACES = ("", "raw", "FashionMNIST/raw", "cifar-10-batches-bin")
+PLACES = ("", "raw", "FashionMNIST/raw")
 """Where the files of a data set may lie, below the given path: as in its archive or as torchvision stores them."""
 
 ALLOWED = (
-    "the IDX files of FashionMNIST or MNIST (train-images-idx3-ubyte, train-labels-idx1-ubyte, also as .gz), the five "
-    "files of CIFAR-10 (data_batch_1.bin ..., the binary version), or one folder for each class "
-    f"with {', '.join(SUFFIXES)} files in it (also below train/)"
+    "the IDX files of FashionMNIST or MNIST (train-images-idx3-ubyte, train-labels-idx1-ubyte, also as .gz), or one "
+    f"folder for each class with {', '.join(SUFFIXES)} files in it (also below train/)"
 )
 
 
@@ -308,7 +264,7 @@ def open_images(path: Path, *, side: int) -> Images:
         what = "is a file, and must be a folder" if path.exists() else "does not exist"
         raise EnvironmentBroken(f"{path}: {what}. Give the folder: --gpucluster-data images=FOLDER")
     for place in PLACES:
-        found = find_idx(path / place) or find_cifar(path / place)
+        found = find_idx(path / place)
         if found is not None:
             return found
     train = path / "train"

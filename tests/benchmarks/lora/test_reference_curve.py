@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ def test_of_several_runs_the_band_is_their_spread_where_that_is_wider() -> None:
     reference = reference_curve_of([curve(6.0, 1.0, 0.2), curve(6.0, 1.04, 0.2), curve(6.0, 1.02, 0.2)])
     assert reference.loss == pytest.approx((6.0, 1.02, 0.2))
     assert reference.band == pytest.approx((0.12, 3 * 0.02, 0.004))
-    assert re.search(r"3 standard deviations.*, 2 % .*the loss.* 0\.001 nats a token", reference.rule)
 
 
 def test_a_reference_curve_is_read_back_exactly(tmp_path: Path) -> None:
@@ -92,7 +90,6 @@ def test_what_no_reference_curve_can_be_made_of(tmp_path: Path, rejected: tuple[
         ({"context": {"model": 1}}, "context.model must be text"),
         ({"context": {"model": "x"}}, "the context has no data_sha256, seed, "),
         ({"runs": 0}, "runs must be a number from 1"),
-        ({"rule": 5}, "rule must be text"),
     ],
 )
 def test_a_file_that_is_not_quite_one_is_refused(tmp_path: Path, rejected: tuple[dict[str, Any], str]) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 from each import of_each
 
-from pytest_gpucluster.benchmarks.training.scaling import Rates, efficiency, straggler_table
+from pytest_gpucluster.benchmarks.training.scaling import Rates, efficiency
 from pytest_gpucluster.metrics.sampling import Series
 
 
@@ -81,14 +81,3 @@ def test_no_rates_are_no_ratio() -> None:
 def test_the_slowest_rank_is_known_and_one_without_a_rate_is_slower(medians: tuple[float, ...], slowest: int) -> None:
     of_rank = tuple(sure(*medians))
     assert Rates(group_size=1, of_rank=of_rank, mine=of_rank[0], notes=()).slowest == slowest
-
-
-def test_the_table_has_the_slowest_rank_first_beside_the_median_of_the_others() -> None:
-    assert straggler_table(sure(100.0, 50.0, 104.0), ["a", "a", "b"]).splitlines() == [
-        "rank,host,tokens_per_second,ratio_to_median_of_others",
-        "1,a,50,0.4902",
-        "0,a,100,1.299",
-        "2,b,104,1.387",
-    ]
-    assert straggler_table(sure(100.0, math.nan), ["a", "b"]).splitlines()[1] == "1,b,nan,nan"
-    assert straggler_table(sure(1.0, 0.0), ["a", "b"]).splitlines()[1:] == ["1,b,0,0", "0,a,1,nan"]

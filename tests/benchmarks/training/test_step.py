@@ -15,8 +15,6 @@ from pytest_gpucluster.benchmarks.training.data import PackedTokens
 from pytest_gpucluster.benchmarks.training.fingerprint import gradients_of, weights_of
 from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder
 from pytest_gpucluster.benchmarks.training.step import (
-    COMMUNICATION,
-    DEFINITIONS,
     IN_ORDER,
     Parts,
     Training,
@@ -155,7 +153,6 @@ def test_each_part_is_the_median_of_its_own_time(clock):
     found = time_parts(training, batches_of(clock, 3, 0, 7), clock, steps=3)
     assert found == {"data_wait": 3, "forward": 2, "backward": 4, "optimizer": 1.5}
     assert tuple(found) == IN_ORDER
-    assert {*IN_ORDER, COMMUNICATION} == set(DEFINITIONS)
 
 
 def test_a_step_without_exchange_is_forward_and_backward_but_for_the_first_one(clock):

@@ -48,42 +48,16 @@ def test_a_copy_of_stored_images_reads_for_itself_and_takes_no_image_along():
     assert torch.equal(image, images[1][0])
 
 
-def test_images_and_labels_of_cifar_are_read_in_rows_columns_and_colours(tmp_path):
-    image_files.write_cifar(tmp_path / "cifar-10-batches-bin")
-    images = open_images(tmp_path, side=224)
-    assert (images.name, len(images), images.shape, images.classes) == ("cifar-10", 25, (32, 32, 3), 10)
-    image, label = images[17]
-    assert label == 7
-    assert torch.equal(image, torch.tensor([17, 100, 200], dtype=torch.uint8).expand(32, 32, 3))
-
-
-@pytest.mark.parametrize("kind", ["idx", "cifar"])
-def test_a_broken_file_is_an_error_that_names_it(tmp_path, kind):
-    write, cases = {
-        "idx": (
-            image_files.write_idx,
-            [
-                (IMAGES, lambda content: content[:-5], "has 18827 bytes, and its header states 24 x 28 x 28, which is"),
-                (
-                    LABELS,
-                    lambda content: content[:-5],
-                    "has 27 bytes, and its header states 24, which is 32: it is",
-                ),
-                (LABELS, lambda content: content + b"x", "which is 32: it is too"),
-                (IMAGES, lambda content: b"\0\0\x0d\x03" + content[4:], "begins with 00000d03, not with 00000803"),
-                (LABELS, lambda content: b"", "with 1 dimension: it begins with nothing, not with 00000801"),
-                (LABELS, lambda _: image_files.idx(torch.zeros(23, dtype=torch.uint8)), "has 23 labels, and "),
-            ],
-        ),
-        "cifar": (
-            image_files.write_cifar,
-            [
-                ("data_batch_4.bin", lambda content: content[:-1], "has 15364 bytes, and rows of CIFAR-10 have 3073"),
-                ("data_batch_4.bin", lambda content: b"\x0b" + content[1:], "row 0 is 11, and there are 10 classes"),
-            ],
-        ),
-    }[kind]
-    folder = write(tmp_path / "data")
+def test_a_broken_file_is_an_error_that_names_it(tmp_path):
+    cases = [
+        (IMAGES, lambda content: content[:-5], "has 18827 bytes, and its header states 24 x 28 x 28, which is"),
+        (LABELS, lambda content: content[:-5], "has 27 bytes, and its header states 24, which is 32: it is"),
+        (LABELS, lambda content: content + b"x", "which is 32: it is too"),
+        (IMAGES, lambda content: b"\0\0\x0d\x03" + content[4:], "begins with 00000d03, not with 00000803"),
+        (LABELS, lambda content: b"", "with 1 dimension: it begins with nothing, not with 00000801"),
+        (LABELS, lambda _: image_files.idx(torch.zeros(23, dtype=torch.uint8)), "has 23 labels, and "),
+    ]
+    folder = image_files.write_idx(tmp_path / "data")
     for name, spoil, text in cases:
         whole = (folder / name).read_bytes()
         (folder / name).write_bytes(spoil(whole))
@@ -95,9 +69,6 @@ def test_a_broken_file_is_an_error_that_names_it(tmp_path, kind):
 
 
 def test_missing_files_are_an_error(tmp_path):
-    (image_files.write_cifar(tmp_path / "cifar") / "data_batch_4.bin").unlink()
-    with pytest.raises(EnvironmentBroken, match=r"data_batch_4\..*missing.* CIFAR-10 has data_batch_1\.bin, "):
-        open_images(tmp_path / "cifar", side=224)
     (image_files.write_idx(tmp_path / "idx", suffix=".gz") / f"{LABELS}.gz").unlink()
     with pytest.raises(EnvironmentBroken, match=rf"neither {LABELS} nor {LABELS}\.gz"):
         open_images(tmp_path / "idx", side=224)
