@@ -59,4 +59,5 @@ def test_shared_filesystem(artifacts, cluster, inventory, measure, record_proper
         f"{cluster.hostname}: {reads.whole} whole reads of {reads.versions} versions, {reads.stale} refused as stale, "
         f"{reads.backward} older than the one before"
     )
-    result.require_sound(cluster.hostname)
+    visibility.require_content(cluster.hostname)
+    reads.require_whole(cluster.hostname)

@@ -201,7 +201,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         batch=options.batch,
         render=rendering_of(rendering, tokenizer),
     )
-    if not score.asked + score.not_due:
+    if not score.answers:
         why = "; ".join(f"{count} times {reason}" for reason, count in score.skipped.items()) or "there are none"
         return complain(f"--data {options.data}: no held-out conversation has an answer to generate: {why}", NO_INPUT)
     print(json.dumps(_as_json(score, options, base), indent=2))
@@ -226,7 +226,7 @@ def _as_json(score: CallScore, options: argparse.Namespace, base: str) -> dict[s
         "adapter": str(options.adapter),
         "base": base,
         "data": str(options.data),
-        **{name: value for name, value in vars(score).items() if isinstance(value, int)},
+        **score.counts,
         "ratios": {name: None if math.isnan(ratio) else ratio for name, ratio in score.ratios().items()},
         "by_function": score.by_function(),
         "skipped": dict(score.skipped),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -358,11 +359,8 @@ class _Run:
             max_new_tokens=sizes.call_tokens,
             render=data.render,
         )
-        names = [name for name, value in vars(score).items() if isinstance(value, int)]
-        of_ranks = self._ranks.gather([getattr(score, name) for name in names])
-        columns = zip(names, zip(*of_ranks, strict=True), strict=True)
-        totals: dict[str, Any] = {name: int(sum(column)) for name, column in columns}
-        return error, replace(score, **totals)
+        totals: Counter[str] = sum(map(Counter, self._ranks.gather_objects(dict(score.counts))), Counter())
+        return error, replace(score, counts={name: totals[name] for name in score.counts})
 
     # ---- shared by the phases
 
@@ -460,7 +458,7 @@ def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Fig
     if "all_token_loss" not in found.result:
         return
     if found.calls is not None:
-        asked = {**labels, "asked": str(found.calls.asked), "not_due": str(found.calls.not_due)}
+        asked = labels | {name: str(found.calls.counts[name]) for name in ("asked", "not_due")}
         for name, ratio in found.calls.ratios().items():
             if not math.isnan(ratio):
                 yield Figure(metric=f"lora.calls.{name}", value=ratio, unit="ratio", labels=asked)

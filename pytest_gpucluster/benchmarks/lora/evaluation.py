@@ -76,37 +76,27 @@ class CallScore:
     """Calls due, and calls made.
 
     Attributes:
-        asked: conversations in which the model was prompted for a call.
-        called: answers to these that are a call, well-formed or not.
-        well_formed: answers that are a well-formed call.
-        right_function: answers that call the expected function.
-        right_arguments: answers that call it with the expected arguments.
-        not_due: conversations without a call, in which the model was prompted for its first answer.
-        unneeded: answers to these that are a call.
+        counts: asked: conversations in which the model was prompted for a call. called: answers to these that are a
+            call, well-formed or not. well_formed, right_function, right_arguments: answers to these that are a
+            well-formed call, that call the expected function, and with the expected arguments. not_due: conversations
+            without a call, in which the model was prompted for its first answer. unneeded: answers to these that are a
+            call.
         skipped: conversations that were left out, by the reason.
         answers: the model's answers, in the order of the rows.
     """
 
-    asked: int
-    called: int
-    well_formed: int
-    right_function: int
-    right_arguments: int
-    not_due: int
-    unneeded: int
+    counts: Mapping[str, int]
     skipped: Mapping[str, int]
     answers: tuple[Answer, ...] = ()
 
     def ratios(self) -> dict[str, float]:
         """Return, by name, the parts of ``asked`` that are right; and of the intent, which is whether to call:
         accuracy, precision, recall and F1. NaN where there is nothing to divide by."""
-        calls, right = self.called + self.unneeded, self.called + self.not_due - self.unneeded
-        parts = {
-            name: (getattr(self, name), self.asked) for name in ("well_formed", "right_function", "right_arguments")
-        }
-        parts["intent_accuracy"] = (right, self.asked + self.not_due)
-        parts["intent_precision"], parts["intent_recall"] = (self.called, calls), (self.called, self.asked)
-        parts["intent_f1"] = (2 * self.called, calls + self.asked)
+        asked, called, not_due, unneeded = (self.counts[name] for name in ("asked", "called", "not_due", "unneeded"))
+        parts = {name: (self.counts[name], asked) for name in _COUNTS}
+        parts["intent_accuracy"] = (called + not_due - unneeded, asked + not_due)
+        parts["intent_precision"], parts["intent_recall"] = (called, called + unneeded), (called, asked)
+        parts["intent_f1"] = (2 * called, called + unneeded + asked)
         return {name: count / of if of else math.nan for name, (count, of) in parts.items()}
 
     def by_function(self) -> dict[str, dict[str, int]]:
@@ -173,15 +163,14 @@ def evaluate(
         for (_, expected), text in zip(questions, texts, strict=True)
     )
     due = [answer for answer in answers if answer.expected is not None]
-    return CallScore(
-        asked=len(due),
-        called=sum(has_call(answer.text) for answer in due),
+    counts = {
+        "asked": len(due),
+        "called": sum(has_call(answer.text) for answer in due),
         **{name: sum(getattr(answer, name) for answer in due) for name in _COUNTS},
-        not_due=len(answers) - len(due),
-        unneeded=sum(has_call(answer.text) for answer in answers if answer.expected is None),
-        skipped=dict(skipped),
-        answers=answers,
-    )
+        "not_due": len(answers) - len(due),
+        "unneeded": sum(has_call(answer.text) for answer in answers if answer.expected is None),
+    }
+    return CallScore(counts=counts, skipped=dict(skipped), answers=answers)
 
 
 _COUNTS = ("well_formed", "right_function", "right_arguments")

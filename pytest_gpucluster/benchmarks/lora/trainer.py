@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,26 +82,6 @@ def trainable_blocks(packed: Packed, sequence: int) -> Packed:
         tokens=packed.tokens[some, : sequence + 1].contiguous(),
         loss_mask=packed.loss_mask[some, :sequence].contiguous(),
     )
-
-
-def require_same(ranks: Ranks, found: Mapping[str, int]) -> None:
-    """Compare fingerprints between the ranks of a group.
-
-    Collective: every rank of the group must call this, with the same names.
-
-    Args:
-        ranks: of the group.
-        found: by the name of what was fingerprinted: a number below 2^64.
-
-    Raises: WrongResult on all ranks if one differs, naming the rank.
-    """
-    for what, values in zip(found, zip(*ranks.gather_fingerprints(*found.values()), strict=True), strict=True):
-        if differing := majority(values).differing:
-            raise WrongResult(
-                f"before the first step {what} are not the same on all ranks: {ranks.name(differing[0])} differs "
-                f"from most, and {len(differing) - 1} more. Check the versions of torch and transformers, the files "
-                "on each node, and that rank's GPU"
-            )
 
 
 EPSILON = 1e-8
@@ -230,13 +210,18 @@ class Trainer:
             self._components.make(kept, device, precision=recipe.precision, dropout=recipe.dropout, seed=recipe.seed)
         )
         self.start = fingerprint(self.model.parameters())
-        require_same(
-            self.ranks,
-            {
-                "the model's weights": self.start,
-                "the blocks of tokens": fingerprint([packed.tokens, packed.loss_mask.to(torch.uint8)]),
-            },
-        )
+        found = {
+            "the model's weights": self.start,
+            "the blocks of tokens": fingerprint([packed.tokens, packed.loss_mask.to(torch.uint8)]),
+        }
+        of_ranks = self.ranks.gather_fingerprints(*found.values())
+        for what, values in zip(found, zip(*of_ranks, strict=True), strict=True):
+            if differing := majority(values).differing:
+                raise WrongResult(
+                    f"before the first step {what} are not the same on all ranks: {self.ranks.name(differing[0])} "
+                    f"differs from most, and {len(differing) - 1} more. Check the versions of torch and transformers, "
+                    "the files on each node, and that rank's GPU"
+                )
         if self.recomputes:
             self.model.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if not recipe.compiled:

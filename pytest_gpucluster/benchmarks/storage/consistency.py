@@ -75,6 +75,8 @@ class ReadCounts:
     """The counts of a reader.
 
     Attributes:
+        path: of the file that was replaced.
+        renames: the number of its last version.
         whole: reads of a whole file.
         missing: reads that found no file.
         torn: reads of anything else.
@@ -86,6 +88,8 @@ class ReadCounts:
         examples: of missing and torn files.
     """
 
+    path: Path
+    renames: int
     whole: int = 0
     missing: int = 0
     torn: int = 0
@@ -109,7 +113,7 @@ class ReadCounts:
         """Part of the counted reads that found a whole file."""
         return self.whole / self.counted if self.counted else 0.0
 
-    def require_whole(self, host: str, path: Path, renames: int) -> None:
+    def require_whole(self, host: str) -> None:
         """Check that every read found a whole file, and that the last version was seen.
 
         Raises: WrongResult.
@@ -117,14 +121,14 @@ class ReadCounts:
         problems = []
         if self.missing or self.torn:
             problems.append(
-                f"{host} found {path} missing {self.missing} times and torn {self.torn} times in {self.counted} reads, "
-                f"while it was replaced by {renames} renames: " + "; ".join(self.examples)
+                f"{host} found {self.path} missing {self.missing} times and torn {self.torn} times in {self.counted} "
+                f"reads, while it was replaced by {self.renames} renames: " + "; ".join(self.examples)
             )
-        if self.last < renames:
+        if self.last < self.renames:
             last = f"version {self.last}" if self.last >= 0 else "none"
             problems.append(
-                f"{host} saw {last} of {path} at last, and version {renames} was there: it sees a file that was "
-                f"replaced more than {checkpoint.VISIBILITY_SECONDS:g} s ago"
+                f"{host} saw {last} of {self.path} at last, and version {self.renames} was there: it sees a file that "
+                f"was replaced more than {checkpoint.VISIBILITY_SECONDS:g} s ago"
             )
         if problems:
             problems.append("what to do: check the file system's type and its mount options on that host")
@@ -195,7 +199,7 @@ def longest_seconds(renames: int) -> float:
 
 
 def _read(path: Path, renames: int, failed: Callable[[], bool]) -> ReadCounts:
-    found = ReadCounts()
+    found = ReadCounts(path=path, renames=renames)
     until = time.monotonic() + longest_seconds(renames)
     changed = time.monotonic()
     while found.last < renames and time.monotonic() < until and not failed():

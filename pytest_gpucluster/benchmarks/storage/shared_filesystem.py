@@ -237,24 +237,12 @@ class SurveyResult:
         visibility: of the other nodes' files.
         reads: while a file was replaced.
         small_files_per_second: while all nodes made theirs.
-        path: of the file that was replaced.
-        renames: number of renames.
     """
 
     mount: MountInfo
     visibility: Visibility
     reads: ReadCounts
     small_files_per_second: float
-    path: Path
-    renames: int
-
-    def require_sound(self, host: str) -> None:
-        """Check that this node has read everything as it was written.
-
-        Raises: WrongResult: a file was torn, missing for a moment, old, or had other bytes.
-        """
-        self.visibility.require_content(host)
-        self.reads.require_whole(host, self.path, self.renames)
 
 
 @releases_memory()
@@ -325,8 +313,6 @@ class _Survey:
             visibility=visibility,
             reads=reads,
             small_files_per_second=rate,
-            path=path,
-            renames=replaced,
         )
 
     def _on_nodes(self, act: Callable[[], T]) -> list[T | None]:

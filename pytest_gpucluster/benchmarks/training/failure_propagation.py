@@ -46,19 +46,8 @@ _ENDLESS = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """The training, as each rank gets it on its command line, as JSON.
-
-    Attributes:
-        geometry: of the decoder.
-        device: "cuda" or "cpu".
-        batch: rows of each rank in a step.
-        steps: steps before a rank dies.
-        dies: the rank that dies.
-        how: one of ``DEATHS``.
-        folder: for the stamps.
-        seconds: each rank's own alarm ends it after this time, whatever it waits for, also when nothing watches it.
-    """
+class _Job:
+    """The training, as each rank gets it on its command line, as JSON: ``dies`` is the rank that dies."""
 
     geometry: Geometry
     device: str
@@ -67,10 +56,10 @@ class Job:
     dies: int
     how: str
     folder: str
-    seconds: float
+    seconds: float  # each rank's own alarm ends it after this time, also when nothing watches it
 
 
-def _stamp(job: Job, rank: int, name: str) -> None:
+def _stamp(job: _Job, rank: int, name: str) -> None:
     """Write how far a rank has come, with the clock that all processes of a host share: it may die at any moment."""
     with Path(job.folder, f"rank-{rank}.txt").open("a", encoding="ascii") as file:
         file.write(f"{name} {time.monotonic()!r} {os.getpid()}\n")
@@ -96,7 +85,7 @@ def _die(how: str) -> None:
 def _train(argument: str) -> None:
     """Train until one rank dies. It does not return."""
     fields = json.loads(argument)
-    job = Job(geometry=Geometry(**fields.pop("geometry")), **fields)
+    job = _Job(geometry=Geometry(**fields.pop("geometry")), **fields)
     # Its default action ends the process in the kernel, even where Python does not run any more.
     signal.alarm(max(1, round(job.seconds)))
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -347,7 +336,7 @@ def check_propagation(
         instead="choose a smaller one, such as --gpucluster-workload training.width=256",
     )
     folder.mkdir(parents=True)
-    job = Job(
+    job = _Job(
         geometry=geometry,
         device=device.type,
         batch=batch,

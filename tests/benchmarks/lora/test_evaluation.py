@@ -99,7 +99,8 @@ OUTPUT = [
 def test_an_answer_counts_for_what_is_right_in_it(tokenizer, answered):
     output, counts = answered
     score = ask(tokenizer, parrot(tokenizer, output), [row(CALL)])
-    assert (score.asked, score.well_formed, score.right_function, score.right_arguments) == (1, *counts)
+    names = ("asked", "well_formed", "right_function", "right_arguments")
+    assert tuple(score.counts[name] for name in names) == (1, *counts)
     assert tuple(score.ratios().values())[:3] == counts
     [answer] = score.answers
     assert answer.text == f" {output}"
@@ -125,7 +126,7 @@ def test_what_cannot_be_asked_is_counted_by_its_reason_and_where_nothing_is_aske
         row(CALL, "never reached"),
     ]
     score = ask(tokenizer, parrot(tokenizer), rows, limit=1)
-    assert (score.asked, list(score.skipped.values())) == (1, [1, 1])
+    assert (score.counts["asked"], list(score.skipped.values())) == (1, [1, 1])
     score = ask(tokenizer, Parrot(tokenizer, {}), [])
     assert all(math.isnan(ratio) for ratio in score.ratios().values())
 
@@ -144,7 +145,7 @@ def test_where_no_call_is_due_the_first_answer_counts_for_the_intent_alone(token
     rows = [row(CALL), row("It is warm.", "Oslo")]
     model = Parrot(tokenizer, {prompt_of(rows[0]): f" {due}", prompt_of(rows[1]): f" {not_due}"})
     score = ask(tokenizer, model, rows)
-    assert (score.asked, score.not_due) == (1, 1)
+    assert (score.counts["asked"], score.counts["not_due"]) == (1, 1)
     found = score.ratios()
     intent = [found[f"intent_{name}"] for name in ("accuracy", "precision", "recall", "f1")]
     assert intent == pytest.approx(list(ratios), nan_ok=True)
@@ -169,13 +170,13 @@ def test_each_end_token_of_the_generation_config_ends_an_answer(tokenizer):
 def test_the_prompt_of_a_later_call_holds_the_answers_before_it(tokenizer):
     asked = Row(system="", chat=BETWEEN.join(["USER: Hi", "ASSISTANT: Hello!", "USER: Rome?", f"ASSISTANT: {CALL}"]))
     prompt = f"USER: Hi{BETWEEN}ASSISTANT: Hello!<|endoftext|>{BETWEEN}USER: Rome?{BETWEEN}ASSISTANT:"
-    assert ask(tokenizer, Parrot(tokenizer, {prompt: f" {CALL}"}), [asked]).right_arguments == 1
+    assert ask(tokenizer, Parrot(tokenizer, {prompt: f" {CALL}"}), [asked]).counts["right_arguments"] == 1
 
 
 def test_a_model_that_never_ends_is_cut_off(tokenizer):
     model = parrot(tokenizer, ends=False)
     score = ask(tokenizer, model, [row(CALL)], max_new_tokens=80)
-    assert (model.calls, score.well_formed) == (80, 0)
+    assert (model.calls, score.counts["well_formed"]) == (80, 0)
 
 
 def test_the_model_keeps_its_mode_also_when_it_fails(tokenizer):
@@ -226,7 +227,7 @@ def test_a_model_of_transformers_says_in_a_batch_what_it_says_to_each_prompt_wit
     model = qwen2(len(tokenizer))
     score = ask(tokenizer, model, ROWS[:12], limit=6, max_new_tokens=12, batch=4)
     asked = ROWS[:6]
-    assert score.asked + score.not_due == 6
+    assert len(score.answers) == 6
     for given, answer in zip(asked, score.answers, strict=True):
         prompt = tokens = tokenizer(prompt_of(given))["input_ids"]
         with torch.no_grad():

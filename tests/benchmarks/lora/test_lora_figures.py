@@ -25,7 +25,16 @@ FOUND = Convergence(
     curve=Curve(points=(), context={"model": "lora_tiny", "precision": "bf16"}),
     result=RESULT,
     calls=CallScore(
-        asked=4, called=3, well_formed=3, right_function=2, right_arguments=1, not_due=0, unneeded=0, skipped={}
+        counts={
+            "asked": 4,
+            "called": 3,
+            "well_formed": 3,
+            "right_function": 2,
+            "right_arguments": 1,
+            "not_due": 0,
+            "unneeded": 0,
+        },
+        skipped={},
     ),
     tokens_per_second=Series(samples=(1e4,) * 6, median=1e4, low=1e4, high=1e4),
     flops_per_token=31_716_278_272,

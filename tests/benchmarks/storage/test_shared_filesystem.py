@@ -93,8 +93,8 @@ def run(folder: Path, **faults: Any) -> ReadCounts:
         return consistency.replace_and_read(folder / "file", TIMES, writes=True)
 
 
-def check(found: ReadCounts, folder: Path) -> None:
-    found.require_whole("node-b", folder / "file", TIMES)
+def check(found: ReadCounts) -> None:
+    found.require_whole("node-b")
 
 
 def test_a_version_is_known_by_its_whole_content_only() -> None:
@@ -110,7 +110,7 @@ def test_this_host_s_file_system_replaces_at_once(tmp_path: Path) -> None:
     assert (found.missing, found.torn, found.stale, found.backward) == (0, 0, 0, 0)
     assert (found.whole_ratio, found.last) == (1.0, TIMES)
     assert found.versions > 2
-    check(found, tmp_path)
+    check(found)
 
 
 def test_a_file_that_is_missing_for_a_moment_is_noticed(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_file_that_is_missing_for_a_moment_is_noticed(tmp_path: Path) -> None:
     assert found.missing > 0
     assert found.whole_ratio < 1
     with pytest.raises(WrongResult, match=r"(?s)node-b .*/file missing \d+ times and torn 0 .*missing after version"):
-        check(found, tmp_path)
+        check(found)
 
 
 def test_a_file_that_is_written_in_place_is_seen_in_parts(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_file_that_is_written_in_place_is_seen_in_parts(tmp_path: Path) -> Non
 
     found = run(tmp_path, read_renamed=read)
     with pytest.raises(WrongResult, match=r"missing 0 times and torn \d+ times"):
-        check(found, tmp_path)
+        check(found)
     assert re.search(r"4096 .*version, after", found.examples[0])
 
 
@@ -150,7 +150,7 @@ def test_a_reader_that_is_shown_an_old_version_for_ever_is_noticed(
     found = run(tmp_path, read_renamed=lambda path: old)
     assert (found.last, found.whole_ratio) == (3, 1.0)
     with pytest.raises(WrongResult, match=r"node-b saw version 3 of .* .*and version 40 was there"):
-        check(found, tmp_path)
+        check(found)
 
 
 def test_a_reader_that_sees_nothing_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_reader_that_sees_nothing_is_no_pass(tmp_path: Path, monkeypatch: pyte
     found = run(tmp_path)
     assert (found.whole, found.last, found.whole_ratio) == (0, -1, 0.0)
     with pytest.raises(WrongResult, match=r"node-.*saw none"):
-        check(found, tmp_path)
+        check(found)
 
 
 def test_stale_handles_and_older_versions_are_counted_and_no_failure(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_stale_handles_and_older_versions_are_counted_and_no_failure(tmp_path: P
     found = run(tmp_path, read_renamed=read)
     assert found.stale > 0
     assert found.backward <= 1
-    check(found, tmp_path)
+    check(found)
 
 
 def test_a_writer_that_fails_ends_the_reading_at_once_and_another_error_of_the_reader_is_raised(tmp_path: Path) -> None:
