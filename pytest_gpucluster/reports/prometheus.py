@@ -1,12 +1,13 @@
 """metrics.prom: a run for node_exporter's textfile collector.
 
-Base units, as Prometheus requires: bytes, seconds, ratios. 1 is only what is known to be good: a run that was cut off,
-a rehearsal on cpu, a simulated cluster, a test that was skipped or never reached is 0. Samples have no timestamps,
-which the collector would reject; start and end of the run are metrics of their own.
+1 is only what is known to be good: a run that was cut off, a rehearsal on cpu, a simulated cluster, a test that was
+skipped or never reached is 0. Samples have no timestamps, which the collector would reject; start and end of the run
+are metrics of their own.
 
 The number of series is bounded: one per GPU, two or three per test, and per measurement the deciding rank's value with
 its host and GPU, for the first ``MOST_MEASUREMENTS``, failures first. The number of those left out is a metric, too.
-All ranks' values are in results.json and in the journal.
+Metric, unit and labels of a measurement are labels here, as results.json has them; that and the journal have all ranks'
+values.
 
 Source: https://prometheus.io/docs/practices/naming/ ;
 https://github.com/prometheus/node_exporter#textfile-collector .
@@ -15,21 +16,15 @@ https://github.com/prometheus/node_exporter#textfile-collector .
 from __future__ import annotations
 
 import hashlib
-import itertools
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
-from pytest_gpucluster.errors import UnitError
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import OUTCOMES, REHEARSAL, SIMULATED, RankPlace
 from pytest_gpucluster.journal.verdict import VERDICTS
 from pytest_gpucluster.judge.judged import JudgedMetric
-from pytest_gpucluster.metrics import units
-from pytest_gpucluster.metrics.measurement import METRICS
 from pytest_gpucluster.reports.summary import (
     IN_PROGRESS,
     NOT_RUN,
@@ -48,26 +43,8 @@ MOST_MEASUREMENTS = 1000
 
 PREFIX = "gpucluster"
 _LABEL_CHARACTERS = 128
-_LABELS = 12
-_BASE = {
-    # dimension: (its unit in units.py, the end of the metric's name)
-    "amount of data": ("B", "bytes"),
-    "data rate": ("B/s", "bytes_per_second"),
-    "compute rate": ("FLOPS", "flops"),
-    "time": ("s", "seconds"),
-    "token rate": ("tokens/s", "tokens_per_second"),
-    "image rate": ("images/s", "images_per_second"),
-    "file rate": ("files/s", "files_per_second"),
-    "power": ("W", "watts"),
-    "frequency": ("Hz", "hertz"),
-    "temperature": ("degC", "celsius"),
-    "ratio": ("ratio", "ratio"),
-}
-# Ends of this suite's names with a unit that is not the base unit.
-_SCALED = ("tflops",)
 _OF_A_GPU = ("Hostname", "gpu", "UUID")
 """Labels as dcgm-exporter has them, so that its metrics can be joined: host, index in nvidia-smi, UUID."""
-_OWN_LABELS = ("criterion", "test", *_OF_A_GPU, "sku", "others")
 _HELP = {
     "run_info": "The run; always 1.",
     "run_accepted": "1 only if the whole suite passed on GPUs: the verdict is ACCEPTED. 0 for anything else, such as a "
@@ -90,32 +67,29 @@ _HELP = {
     "reached, or passed in a rehearsal or on a simulated cluster.",
     "criterion_duration_seconds": "Duration of the test, with setup and teardown.",
     "criterion_margin_ratio": "Margin of the deciding value as a ratio of its limit; negative: missed.",
+    "measurement": "The deciding rank's value of a measurement, in the unit of its label.",
+    "measurement_limit_min": "Its minimum limit.",
+    "measurement_limit_max": "Its maximum limit.",
+    "measurement_median": "The median of all ranks.",
+    "measurement_margin_ratio": "Its margin as a ratio of its limit; negative: missed.",
     "run_left_out_measurements": f"Measurements left out: beyond {MOST_MEASUREMENTS}, without a value, or with the "
     "same labels as another.",
 }
-"""Metric -> its help text; those of measurements are added by name."""
+"""Metric -> its help text."""
 
 Labels = Mapping[str, str]
-
-
-@dataclass
-class _Family:
-    """One metric: its help text, and its samples by their labels."""
-
-    help: str
-    samples: dict[tuple[tuple[str, str], ...], float] = field(default_factory=dict)
 
 
 class _Families:
     """Metrics by name in the order of their creation. A collector of prometheus_client."""
 
     def __init__(self) -> None:
-        self._families: dict[str, _Family] = {}
+        self._families: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
 
-    def add(self, name: str, value: float, labels: Labels | None = None, *, help: str = "") -> bool:
+    def add(self, name: str, value: float, labels: Labels | None = None) -> bool:
         """Add a sample. Return False, and add nothing, if one with the same labels exists."""
         values = {key: _label_value(label) for key, label in (labels or {}).items()}
-        samples = self._families.setdefault(f"{PREFIX}_{name}", _Family(help or _HELP[name])).samples
+        samples = self._families.setdefault(name, {})
         key = tuple(sorted((name, label) for name, label in values.items() if label))
         if key in samples:
             return False
@@ -124,11 +98,11 @@ class _Families:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics. All samples of one have the same label names; an empty label counts as absent."""
-        for name, family in self._families.items():
-            metric = Metric(name, family.help, "gauge")
-            names = sorted({label for key in family.samples for label, _ in key})
-            for key, value in family.samples.items():
-                metric.add_sample(name, {**dict.fromkeys(names, ""), **dict(key)}, value)
+        for name, samples in self._families.items():
+            metric = Metric(f"{PREFIX}_{name}", _HELP[name], "gauge")
+            names = sorted({label for key in samples for label, _ in key})
+            for key, value in samples.items():
+                metric.add_sample(metric.name, {**dict.fromkeys(names, ""), **dict(key)}, value)
             yield metric
 
 
@@ -189,92 +163,27 @@ def _add_gpus(families: _Families, journal: Journal, overview: Outline, sku: str
 def _add_measurements(families: _Families, journal: Journal, overview: Outline, sku: str) -> None:
     every = [(row, judged) for row in overview.rows if row.result is not None for judged in row.result.measurements]
     every.sort(key=lambda each: STATUS_ORDER.get(each[1].status, 1))
-    names = _Names()
     left_out = max(0, len(every) - MOST_MEASUREMENTS)
     for row, judged in every[:MOST_MEASUREMENTS]:
-        labels = {"criterion": row.criterion or row.name, "test": row.nodeid, **_where(judged, journal), "sku": sku}
-        labels |= _own_labels(judged.labels)
-        left_out += not _add_measurement(families, names.of(judged), judged, labels)
+        plain = {"criterion": row.criterion or row.name, "test": row.nodeid, "sku": sku}
+        plain |= {"metric": judged.metric, "unit": judged.unit}
+        plain["labels"] = ", ".join(f"{key}={value}" for key, value in judged.labels.items())
+        labels = plain | _where(judged, journal)
+        if judged.value is None or not families.add("measurement", judged.value, labels):
+            left_out += 1
+            continue
+        limit = judged.limit
+        for end, value in (
+            ("limit_min", None if limit is None else limit.min),
+            ("limit_max", None if limit is None else limit.max),
+            ("median", judged.median if len(judged.values) > 1 else None),
+        ):
+            if value is not None:
+                families.add(f"measurement_{end}", value, plain)
+        share = margin_ratio(judged)
+        if share is not None:
+            families.add("measurement_margin_ratio", share, labels)
     families.add("run_left_out_measurements", left_out)
-
-
-def _add_measurement(families: _Families, name: tuple[str, str], judged: JudgedMetric, labels: Labels) -> bool:
-    stem, unit = name
-    metric = METRICS.get(judged.metric)
-    what = f"{judged.metric}: {metric.doc if metric is not None else 'a metric of the site'}"
-    help = one_line(f"{what.rstrip('.')}. The deciding rank's value.", 400)
-    if judged.value is None or not families.add(_join(stem, unit), _base(judged, judged.value), labels, help=help):
-        return False
-    limit = judged.limit
-    others = {
-        "limit_min": (None if limit is None else limit.min, f"The minimum limit of {judged.metric}."),
-        "limit_max": (None if limit is None else limit.max, f"The maximum limit of {judged.metric}."),
-        "median": (judged.median if len(judged.values) > 1 else None, f"The median of all ranks of {judged.metric}."),
-    }
-    plain = {key: value for key, value in labels.items() if key not in _OF_A_GPU}
-    for end, (value, help) in others.items():
-        if value is not None:
-            families.add(_join(f"{stem}_{end}", unit), _base(judged, value), plain, help=help)
-    share = margin_ratio(judged)
-    if share is not None:
-        help = f"Margin of {judged.metric} as a ratio of its limit; negative: missed."
-        families.add(f"{stem}_margin_ratio", share, labels, help=help)
-    return True
-
-
-class _Names:
-    """Metric -> its name here. No two metrics share a name."""
-
-    def __init__(self) -> None:
-        self._taken = set(_HELP)
-        self._given: dict[tuple[str, str], tuple[str, str]] = {}
-
-    def of(self, judged: JudgedMetric) -> tuple[str, str]:
-        """Return the stem of a metric's name and its unit.
-
-        >>> _Names().of(JudgedMetric(metric="nccl.all_reduce.busbw", unit="GB/s"))
-        ('nccl_all_reduce_busbw', 'bytes_per_second')
-        """
-        key = judged.metric, judged.unit
-        if key not in self._given:
-            unit = _unit_word(judged.unit)
-            stem = _snake(judged.metric) or "metric"
-            for end in (unit, *_SCALED):
-                stem = (stem.removesuffix(f"_{end}") if end else stem) or stem
-            numbered = (f"{stem}_{number}" for number in itertools.count(2))
-            while self._taken & _names_of(stem, unit):
-                stem = next(numbered)
-            self._taken |= _names_of(stem, unit)
-            self._given[key] = stem, unit
-        return self._given[key]
-
-
-def _names_of(stem: str, unit: str) -> set[str]:
-    ends = ("", "_limit_min", "_limit_max", "_median")
-    return {f"{stem}_margin_ratio", *(_join(f"{stem}{end}", unit) for end in ends)}
-
-
-def _unit_word(symbol: str) -> str:
-    try:
-        return _BASE[units.unit(symbol).dimension][1]
-    except (UnitError, KeyError):  # unknown, or a count, which is its own base unit
-        return _snake(symbol)
-
-
-def _base(judged: JudgedMetric, value: float) -> float:
-    try:
-        return units.convert(value, judged.unit, _BASE[units.unit(judged.unit).dimension][0])
-    except (UnitError, KeyError):
-        return value
-
-
-def _join(stem: str, unit: str) -> str:
-    return f"{stem}_{unit}" if unit else stem
-
-
-def _snake(text: str) -> str:
-    """Return a text as a part of a name: lower-case letters, digits and single underscores."""
-    return re.sub(r"_+", "_", re.sub(r"[^a-z0-9]", "_", text.lower())).strip("_")[:120]
 
 
 def _where(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
@@ -284,19 +193,6 @@ def _where(judged: JudgedMetric, journal: Journal) -> dict[str, str]:
 
 def _labels_of(place: RankPlace) -> dict[str, str]:
     return {"Hostname": place.host, "gpu": (place.gpu or {}).get("index", ""), "UUID": place.uuid}
-
-
-def _own_labels(labels: Labels) -> dict[str, str]:
-    """Return a measurement's labels; those whose name is invalid for Prometheus or used here are in one label."""
-    found: dict[str, str] = {}
-    others = []
-    for key, value in labels.items():
-        name = _snake(key)
-        if name[:1].isalpha() and name not in (*_OWN_LABELS, *found) and len(found) < _LABELS:
-            found[name] = value
-        else:
-            others.append(f"{key}={value}")
-    return found | {"others": ", ".join(others)}
 
 
 def _label_value(text: str) -> str:
