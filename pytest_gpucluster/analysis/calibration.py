@@ -31,18 +31,13 @@ _OF_ONE_NODE = ("host_link.",)
 """Metrics whose values do not depend on how many GPUs there are, or only on how many share the node."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Source:
     """A journal that floors are derived from."""
 
     path: str
     sha256: str
     journal: Journal
-
-    @property
-    def sku(self) -> str | None:
-        """The SKU whose limits were in force."""
-        return self.journal.sku
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +80,12 @@ def source_problems(sources: Sequence[Source], *, sku: str | None = None) -> lis
         if same is not None:
             problems.append(f"{source.path}: the same run as {same}, or merged of it; a run counts once")
         seen |= dict.fromkeys(keys, source.path)
-    wanted = sku if sku is not None else next((source.sku for source in sources if source.sku), None)
+    wanted = sku if sku is not None else next((source.journal.sku for source in sources if source.journal.sku), None)
     expected = f"--sku is {wanted}" if sku is not None else f"{sources[0].path} has {wanted}"
     problems += [
-        f"{source.path}: its SKU is {source.sku or 'not known'}, and {expected}; calibrate each SKU alone"
+        f"{source.path}: its SKU is {source.journal.sku or 'not known'}, and {expected}; calibrate each SKU alone"
         for source in sources
-        if source.sku != wanted
+        if source.journal.sku != wanted
     ]
     first = sources[0].journal.workload
     for source in sources[1:]:

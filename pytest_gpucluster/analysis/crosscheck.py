@@ -1,7 +1,6 @@
-"""Our collective measurements compared with those of nccl-tests, size by size, and the result as text and JSON.
+"""Our collective measurements compared with those of nccl-tests, size by size, and the result as text.
 
-Wrong data are always a finding. A figure that is missing on either side is never agreement. Busbw is in GB/s;
-docs/compare.md describes the keys of the JSON.
+Wrong data are always a finding. A figure that is missing on either side is never agreement. Busbw is in GB/s.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_gpucluster.analysis.nccl_tests import DTYPES, IN_PLACE, OUT_OF_PLACE, PROGRAMS, Output, Row, short_name
-from pytest_gpucluster.analysis.output import fields_of, json_document, table, wrapped
+from pytest_gpucluster.analysis.output import table, wrapped
 from pytest_gpucluster.analysis.run_view import key_of
 from pytest_gpucluster.errors import JournalError, UnitError
 from pytest_gpucluster.journal.journal import Journal
@@ -354,30 +353,3 @@ def _cells(row: SizeComparison) -> tuple[str, ...]:
     )
     difference = "" if row.difference_ratio is None else percent(row.difference_ratio)
     return (point.collective, point.dtype, point.size, str(point.world_size), *busbw, difference, row.kind)
-
-
-SCHEMA_VERSION = 1
-
-
-def crosscheck_document(found: Crosscheck, *, journal: str, outputs: Sequence[Output], exit_code: int) -> str:
-    """Return the JSON text. Of nccl-tests' files only the figures are included: they contain the environment."""
-    return json_document(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "answer": found.answer,
-            "exit": exit_code,
-            "beyond_ratio": found.beyond,
-            "partial": found.partial,
-            "journal": journal,
-            "outputs": [
-                fields_of(output, "origin", "collective", "ranks", "processes", "hosts", "nccl", "wrong")
-                for output in outputs
-            ],
-            **fields_of(found, "wrong", "unmatched", "notes"),
-            "sizes": [
-                fields_of(row.point, "collective", "dtype", "size", "size_bytes", "world_size", "nnodes")
-                | fields_of(row, "kind", "ours_gb_per_second", "nccl_tests_gb_per_second", "difference_ratio", "why")
-                for row in found.rows
-            ],
-        }
-    )

@@ -245,11 +245,7 @@ def _fleet(options: argparse.Namespace) -> int:
 
 
 def _node_runs(paths: list[Path]) -> tuple[list[NodeRun], list[tuple[str, str]]]:
-    """Return the runs of all journals that are named or lie below a folder, and the unreadable ones below a folder.
-
-    Raises:
-        JournalError: a named journal cannot be read, or a folder has none.
-    """
+    """Return the runs of all journals that are named or lie below a folder, and the unreadable ones below a folder."""
     runs: dict[Path, NodeRun] = {}
     unreadable: dict[Path, tuple[str, str]] = {}
     for path in paths:
@@ -274,12 +270,11 @@ def _node_runs(paths: list[Path]) -> tuple[list[NodeRun], list[tuple[str, str]]]
     option("--beyond PERCENT", "how much the two may differ", type=percentage, default="5%"),
     option("--partial", "sizes that only one of them has are reported, but do not end with 5"),
     option("--other-hosts", "compare even if host names differ, as with pods"),
-    JSON,
     help="the collectives of a run compared with nccl-tests",
     examples="""\
                 gpucluster runs crosscheck gpucluster-report/latest > nccl-tests.sh
                 gpucluster runs crosscheck gpucluster-report/latest --output all_reduce-bf16-8-1GB.txt --partial
-                gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=out.txt --json -
+                gpucluster runs crosscheck gpucluster-report/latest --output all_reduce=out.txt
                 """,
     codes={
         **UNREADABLE,
@@ -298,7 +293,6 @@ def _crosscheck(options: argparse.Namespace) -> int:
     """
     path, journal = read_journal(options.journal)
     ours = crosscheck.collectives_of(journal)
-    require_other_file("--json", options.json, [path], "the journal itself")
     if ours.why_not:
         return complain(f"{path}: nothing can be compared: {ours.why_not}", UNDECIDED)
     if not options.output:
@@ -309,20 +303,12 @@ def _crosscheck(options: argparse.Namespace) -> int:
         ours, outputs, beyond=options.beyond, partial=options.partial, other_hosts=options.other_hosts
     )
     code = {crosscheck.FINDING: NEGATIVE, crosscheck.AGREEMENT: DONE}.get(found.answer, UNDECIDED)
-    write_json_or_table(
-        options.json,
-        lambda: crosscheck.crosscheck_document(found, journal=str(path), outputs=outputs, exit_code=code),
-        lambda: crosscheck.crosscheck_table(found, columns()),
-    )
+    write_text("-", crosscheck.crosscheck_table(found, columns()))
     return code
 
 
 def _read_output(text: str) -> Output:
-    """Return the output in a file of ``--output``, with its collective.
-
-    Raises:
-        CommandError: it cannot be read, or its collective is unknown or another one.
-    """
+    """Return the output in a file of ``--output``, with its collective."""
     name, _, file = text.partition("=")
     named, path = (name, Path(file)) if name in PROGRAMS and file else (None, Path(text))
     try:

@@ -8,7 +8,6 @@ import importlib
 import os
 import runpy
 import sys
-import tempfile
 from collections.abc import Container, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -78,10 +77,7 @@ _EXIT_CODES = {
 
 
 def _declare_metrics(plugin: str) -> None:
-    """Register the metrics that a site declares in a Python file or a module.
-
-    Raises: CommandError
-    """
+    """Register the metrics that a site declares in a Python file or a module."""
     try:
         is_file = plugin.endswith(".py")
         declared = runpy.run_path(plugin) if is_file else vars(importlib.import_module(plugin))
@@ -121,12 +117,14 @@ def _check(options: argparse.Namespace) -> int:
     except ThresholdsError as error:
         problems = str(error).splitlines()
         print("\n".join(map(printable, problems)))
-        return _count_problems(len(problems))
+        print(plural(len(problems), "problem"))
+        return NEGATIVE
     near = evidence.too_high(found)
     for line in near:
         print(printable(line.replace(": ", ": note: ", 1) if others else line))
     if near and not others:
-        return _count_problems(len(near))
+        print(plural(len(near), "problem"))
+        return NEGATIVE
     own = [limit for limit in found.limits if limit.layer > 0] if others else list(found.limits)
     skus = {limit.sku for limit in own} - {EVERY_SKU}
     counted = "1 entry" if len(own) == 1 else f"{len(own)} entries"
@@ -134,11 +132,6 @@ def _check(options: argparse.Namespace) -> int:
     every = EVERY_SKU if any(limit.sku == EVERY_SKU for limit in own) else ""
     print(f"no problem: {counted} for {' and '.join(filter(None, (named, every))) or 'no SKU'}")
     return DONE
-
-
-def _count_problems(count: int) -> int:
-    print(plural(count, "problem"))
-    return NEGATIVE
 
 
 @command(
@@ -163,18 +156,19 @@ def _calibrate(options: argparse.Namespace) -> int:
     paths = [locate(path) for path in options.journals]
     require_other_file("--out", out, [*paths, shipped_path()], "a journal or the shipped limits")
     require_new_file("--out", out, force=options.force)
-    sources = [_source(path) for path in paths]
+    sources = [Source(str(path), *journal_digest(path)) for path in paths]
     problems = source_problems(sources, sku=options.sku)
     if problems:
         raise CommandError(NO_INPUT, "\n".join(problems))
-    sku = str(sources[0].sku)
+    sku = str(sources[0].journal.sku)
     measured = series(sources)
     found = [_floor(one, sku, spreads=spreads) for one in measured if one.limits]
     proposals = [one for one in found if isinstance(one, Proposal)]
     kept = [one for one in found if not isinstance(one, Proposal)]
     if not proposals:
         complain("no floor can be proposed:", NEGATIVE)
-        _print_kept(kept)
+        lines = [f"{name_of(one.series)}: {printable(one.why)}" for one in kept] or ["no rate was judged in these runs"]
+        print(*(f"- {line}" for line in lines), sep="\n", file=sys.stderr)
         return NEGATIVE
     now = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     shipped = hashlib.sha256(shipped_path().read_bytes()).hexdigest()
@@ -189,15 +183,9 @@ def _calibrate(options: argparse.Namespace) -> int:
         spreads=spreads,
         shipped=shipped,
     )
-    _require_loadable(text)
     write_text(out, text)
     complain(f"{plural(len(proposals), 'floor')} proposed for {sku}, {len(kept)} left as they are: {out}", DONE)
     return DONE
-
-
-def _source(path: Path) -> Source:
-    sha256, journal = journal_digest(path)
-    return Source(path=str(path), sha256=sha256, journal=journal)
 
 
 def _floor(one: Series, sku: str, *, spreads: float) -> Proposal | NoFloor:
@@ -210,25 +198,6 @@ def _floor(one: Series, sku: str, *, spreads: float) -> Proposal | NoFloor:
     except ThresholdsError as error:
         return NoFloor(series=one, why=str(error))
     return propose(one, spreads=spreads, peak=peak_of(metric, datasheets.SKUS.get(sku)) if has_peak else None)
-
-
-def _require_loadable(text: str) -> None:
-    """Read the file as a run would, before it is written.
-
-    Raises:
-        ThresholdsError: it is malformed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "proposed.yaml")
-        path.write_text(text, encoding="utf-8")
-        load_limits([path])
-
-
-def _print_kept(kept: Sequence[NoFloor]) -> None:
-    for one in kept:
-        print(f"- {name_of(one.series)}: {printable(one.why)}", file=sys.stderr)
-    if not kept:
-        print("- no rate was judged in these runs", file=sys.stderr)
 
 
 @command(
@@ -308,11 +277,7 @@ def _require_sku(sku: str, limits: Thresholds, known: Container[str]) -> None:
 
 
 def _select_metrics(asked: Sequence[str], known_names: Sequence[str]) -> list[str]:
-    """Return the selected metrics, in the order of the files.
-
-    Raises:
-        CommandError: an unknown one.
-    """
+    """Return the selected metrics, in the order of the files."""
     if not asked:
         return list(dict.fromkeys(known_names))
     found: list[str] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -78,13 +77,3 @@ def test_a_journal_with_nothing_to_compare_is_reported(folder, capsys):
     assert crosscheck(run="matmul") == 5
     assert "no busbw" in capsys.readouterr().err
     assert crosscheck(run="none") == 3
-
-
-def test_the_json_has_all_of_it(folder, capsys):
-    assert crosscheck("--output", "good.txt", "--json", "-") == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["answer"], document["exit"], document["beyond_ratio"]) == ("agreement", 0, 0.05)
-    assert [(size["size"], size["kind"]) for size in document["sizes"]] == [("1 MB", "agrees"), ("1 GB", "agrees")]
-    assert document["outputs"][0]["hosts"] == ["gpu-a"]
-    assert crosscheck("--output", "good.txt", "--json", ".") == 4
-    assert crosscheck("--output", "good.txt", "--json", "run/journal.jsonl") == 2
