@@ -64,13 +64,11 @@ def test_checkpoint(cluster, geometry, workload, scratch, measure):
         batch=workload.fsdp.batch,
         steps=workload.checkpoint.steps,
     )
-    labels = {"steps": result.steps}
+    labels = {"steps": workload.checkpoint.steps}
     measure("checkpoint.resume_error", result.same, unit="ratio", ranks=world, **labels)
     measure("checkpoint.reshard_error", result.replicated, unit="ratio", ranks=world, sharded="no", **labels)
     if result.fewer is not None:
-        measure(
-            "checkpoint.reshard_error", result.fewer, unit="ratio", ranks=result.fewer_ranks, sharded="yes", **labels
-        )
+        measure("checkpoint.reshard_error", result.fewer, unit="ratio", ranks=fewer, sharded="yes", **labels)
 
 
 @pytest.mark.training
@@ -102,7 +100,7 @@ def test_checkpoint_bandwidth(cluster, workload, scratch, progress, measure):
     labels = {
         "world_size": cluster.world_size,
         "nnodes": cluster.nnodes,
-        "file_bytes": result.file_bytes,
+        "file_bytes": sizes.file_bytes,
         "file_system": result.file_system,
     }
     measure("checkpoint.verified", result.verified_ratio, unit="ratio", **labels)

@@ -116,7 +116,7 @@ def test_throughput(
         progress=progress,
     )
     record_property("training.model", f"{describe(setup)}, on each of {cluster.world_size} GPUs")
-    record_property("training.flops_per_token", str(result.flops_per_token))
+    record_property("training.flops_per_token", str(setup.geometry.training_flops_per_token))
     for number, note in enumerate(result.notes, start=1):
         print(f"note: {note}")
         record_property(f"training.note.{number}", note)
@@ -124,7 +124,7 @@ def test_throughput(
     labels = {
         "strategy": strategy,
         "model": model,
-        "tokens_per_step": result.tokens * cluster.world_size,
+        "tokens_per_step": setup.tokens * cluster.world_size,
         "compiled": "yes" if result.compiled else "no" if setup.compiled else "off",
     }
     summary = window.summary()
@@ -134,9 +134,7 @@ def test_throughput(
     measure("training.step_time_p99", result.p99_seconds, unit="s", record_only=True, **labels)
     for part, seconds in result.parts.items():
         measure("training.parts", seconds, unit="s", record_only=True, part=part, **labels)
-    peak = peak_flops(gpu, cluster, limits, labels)
+    peak, flops = peak_flops(gpu, cluster, limits, labels), setup.geometry.training_flops_per_token
     if peak is not None:
-        measure(
-            "training.tflops", rate.scaled(result.flops_per_token / 1e12), unit="TFLOPS", record_only=True, **labels
-        )
-        measure("training.mfu", rate.scaled(result.flops_per_token / peak), unit="ratio", telemetry=summary, **labels)
+        measure("training.tflops", rate.scaled(flops / 1e12), unit="TFLOPS", record_only=True, **labels)
+        measure("training.mfu", rate.scaled(flops / peak), unit="ratio", telemetry=summary, **labels)

@@ -197,7 +197,6 @@ class Bandwidth:
         written_bytes_per_second: from opening the file until it is on stable storage.
         read_bytes_per_second: of the file that another rank has written, until all of it is verified.
         verified_ratio: bytes that were compared and right, over all bytes of the files read.
-        file_bytes: of each rank.
         past_the_cache: how this host's page cache was bypassed, the same on all ranks. "O_DIRECT" bypasses it; with
             "posix_fadvise" the kernel is asked to drop the file, and may keep it.
         other_host: whether every rank has read a file that was written on another host.
@@ -207,7 +206,6 @@ class Bandwidth:
     written_bytes_per_second: tuple[float, ...]
     read_bytes_per_second: tuple[float, ...]
     verified_ratio: float
-    file_bytes: int
     past_the_cache: str
     other_host: bool
     file_system: str
@@ -318,19 +316,16 @@ class _Passes:
             written_bytes_per_second=tuple(written),
             read_bytes_per_second=tuple(read),
             verified_ratio=verified / (passes * self._file_bytes),
-            file_bytes=self._file_bytes,
             past_the_cache="O_DIRECT" if direct else "posix_fadvise",
             other_host=self._other_host,
             file_system=kind,
         )
 
     def _reads_directly(self, path: Path) -> bool:
-        wait_for(path)
-        return reads_directly(path)
+        return reads_directly(wait_for(path))
 
     def _read(self, path: Path, *, direct: bool) -> FileRead:
-        wait_for(path)
-        return self._components.read(path, self._file_bytes, self._others, direct=direct)
+        return self._components.read(wait_for(path), self._file_bytes, self._others, direct=direct)
 
     def _begin(self) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)

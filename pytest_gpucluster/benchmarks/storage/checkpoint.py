@@ -177,8 +177,8 @@ def make_unique_folder(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
 
 
-def wait_for(path: Path) -> None:
-    """Wait until a file or folder that another rank has created is visible.
+def wait_for(path: Path) -> Path:
+    """Wait until a file or folder that another rank has created is visible, and return it.
 
     Raises: EnvironmentBroken if it is not in time.
     """
@@ -190,6 +190,7 @@ def wait_for(path: Path) -> None:
                 "Choose a folder on a file system that all hosts share (--gpucluster-scratch)"
             )
         time.sleep(0.02)
+    return path
 
 
 KEEP = 2

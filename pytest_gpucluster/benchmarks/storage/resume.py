@@ -50,16 +50,12 @@ class ResumeResult:
         same: sharded on the same ranks.
         replicated: by DistributedDataParallel on the same ranks.
         fewer: sharded on fewer ranks with the same global batch; None if there was no such group.
-        fewer_ranks: how many; 0 if there was no such group.
-        steps: before the checkpoint, and as many after it.
         saved: the checkpoint, which is removed by now.
     """
 
     same: float
     replicated: float
     fewer: float | None
-    fewer_ranks: int
-    steps: int
     saved: SavedCheckpoint
 
 
@@ -155,11 +151,10 @@ class _Check:
         replicated = resume(replica, self._group, "loaded without sharding")
         self._check_rejection(replica, saved)
         del replica
-        count = 0 if fewer is None else dist.get_world_size(fewer)
         less, failure = None, None
         if fewer is not None:
             try:
-                less = resume(self._sharded(fewer, seed=1), fewer, f"loaded by {count} of the ranks")
+                less = resume(self._sharded(fewer, seed=1), fewer, f"loaded by {fewer.size()} of the ranks")
             except (WrongResult, EnvironmentBroken) as error:  # the other groups do not see it
                 failure = error
         # Also a barrier: after it no rank reads in the folder any more.
@@ -171,8 +166,6 @@ class _Check:
             same=same,
             replicated=replicated,
             fewer=less,
-            fewer_ranks=count,
-            steps=self._steps,
             saved=saved,
         )
 

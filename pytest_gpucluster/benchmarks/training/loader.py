@@ -243,17 +243,16 @@ class Batches:
             code = worker.exitcode
             if code is None or code == 0:
                 continue
-            name = f"DataLoader worker (process {worker.pid})"
-            if code == -signal.SIGBUS:
-                shortage = shared_memory_shortage(self._inspect)
-                return f"{name} died of SIGBUS, usually because shared memory is full. {shortage}"
-            if code == -signal.SIGKILL:
-                return (
-                    f"{name} was killed (SIGKILL), usually by the kernel for lack of memory: check dmesg and the "
-                    "memory limit of the job or container, or use fewer, such as --gpucluster-workload vision.workers=2"
-                )
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return f"{name} {how}. Its output is in the output of this test"
+            why = "Its output is in the output of this test"
+            if code == -signal.SIGBUS:
+                why = f"Usually shared memory is full. {shared_memory_shortage(self._inspect)}"
+            elif code == -signal.SIGKILL:
+                why = (
+                    "Usually the kernel kills it for lack of memory: check dmesg and the memory limit of the job or "
+                    "container, or use fewer, such as --gpucluster-workload vision.workers=2"
+                )
+            return f"DataLoader worker (process {worker.pid}) {how}. {why}"
         return ""
 
 

@@ -89,11 +89,7 @@ class Throughput:
         p99_seconds: of the same steps; with fewer than 100 it is near the longest.
         parts: seconds of data_wait, forward, backward, optimizer and exposed_communication in other steps. An unknown
             one is missing, and a note states why.
-        flops_per_token: of the model; recomputation does not count.
-        tokens: of this rank in a step.
         compiled: whether the blocks were.
-        losses: of the first step, and of the last one with the same rows.
-        steps: of the optimizer.
         notes: remarks on the figures for the report.
     """
 
@@ -101,11 +97,7 @@ class Throughput:
     step_seconds: Series
     p99_seconds: float
     parts: Mapping[str, float]
-    flops_per_token: int
-    tokens: int
     compiled: bool
-    losses: tuple[float, float]
-    steps: int
     notes: tuple[str, ...] = ()
 
 
@@ -360,8 +352,7 @@ class _Steps:
             steady.sample(planned)
         with counted(VERIFYING):
             self._take(iter([first_rows]))
-            losses = self._evidence.losses
-            steps, found = len(losses), self._evidence.defect()
+            found = self._evidence.defect()
         parts: dict[str, float] = {}
         if in_parts and not any(wrong for [wrong] in self._ranks.gather([bool(found)])):
             with counted(MEASURING):
@@ -374,11 +365,7 @@ class _Steps:
             step_seconds=step_seconds,
             p99_seconds=percentile(step_seconds.samples, 99),
             parts=parts,
-            flops_per_token=self._setup.geometry.training_flops_per_token,
-            tokens=self._setup.tokens,
             compiled=compiled,
-            losses=(losses[0], losses[steps - 1]),
-            steps=steps,
             notes=tuple(notes),
         )
 

@@ -28,7 +28,7 @@ def check(group, tmp_path):
 def test_one_rank_goes_on_as_if_nothing_had_happened(check, tmp_path):
     (tmp_path / "gpucluster-checkpoint-of-another-run").mkdir()
     found = check()
-    assert (found.same, found.replicated, found.fewer, found.fewer_ranks, found.steps) == (0, 0, None, 0, 2)
+    assert (found.same, found.replicated, found.fewer) == (0, 0, None)
     assert found.saved.step == 2
     assert found.saved.stored_bytes > 12 * GEOMETRY.parameters
     assert [path.name for path in tmp_path.iterdir()] == ["gpucluster-checkpoint-of-another-run"]

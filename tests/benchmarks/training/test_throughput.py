@@ -49,12 +49,9 @@ def alone(components=None, *, sampling=SAMPLING, progress=None, **more):
 
 def test_a_rank_alone_is_measured_without_a_group():
     found = alone()
-    assert found.tokens == 2 * 16
-    assert found.flops_per_token == GEOMETRY.training_flops_per_token
     assert found.tokens_per_second.samples == tuple(32 / seconds for seconds in found.step_seconds.samples)
     assert found.tokens_per_second.median == pytest.approx(32 / found.step_seconds.median, rel=0.5)
     assert found.step_seconds.median <= found.p99_seconds <= max(found.step_seconds.samples)
-    assert found.losses[1] < found.losses[0]
     assert found.parts["exposed_communication"] == 0
     assert min(found.parts.values()) >= 0
     assert (found.compiled, found.notes) == (False, ())
@@ -63,14 +60,13 @@ def test_a_rank_alone_is_measured_without_a_group():
 def test_one_rank_of_fsdp_needs_a_group(group):
     with pytest.raises(ValueError, match=r"fsdp needs"):
         alone(strategy="fsdp")
-    found = throughput(group, CPU, setup(strategy="fsdp", recompute=True), sampling=SAMPLING)
-    assert found.losses[1] < found.losses[0]
+    throughput(group, CPU, setup(strategy="fsdp", recompute=True), sampling=SAMPLING)
 
 
 def test_progress_is_reported_until_the_last_step_that_counts():
     reports = []
-    found = alone(progress=lambda step, of, **figures: reports.append((step, of, sorted(figures))))
-    assert reports[-1][0] == reports[-1][1] == found.steps - 1  # one more is taken with the first rows
+    alone(progress=lambda step, of, **figures: reports.append((step, of, sorted(figures))))
+    assert reports[-1][0] == reports[-1][1]
     assert {tuple(names) for _, _, names in reports} == {("loss", "tokens_per_second")}
 
 
@@ -237,7 +233,7 @@ def test_others_can_be_waited_for_after_the_first_step_and_parts_can_be_left_out
         ready=lambda: seen.append(len(steps)),
     )
     assert seen == [1], "after what compiles, and before what warms up"
-    assert (found.parts, found.steps) == ({}, len(steps))
+    assert found.parts == {}
 
 
 BILLION = Geometry(layers=16, width=2048, heads=16, vocab=50304, sequence=2048)
