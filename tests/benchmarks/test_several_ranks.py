@@ -6,24 +6,15 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import CPU, on_ranks, outcome
 
 from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_rank
-from pytest_gpucluster.benchmarks.storage import bandwidth
-from pytest_gpucluster.benchmarks.storage.bandwidth import PAGE_BYTES, write_file
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import survey
-from pytest_gpucluster.benchmarks.training import ddp, fsdp, parity, scaling, throughput
-from pytest_gpucluster.benchmarks.training.ddp import check_data_parallel
+from pytest_gpucluster.benchmarks.training import fsdp
 from pytest_gpucluster.benchmarks.training.fsdp import check_fully_sharded
-from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder, on_meta
-from pytest_gpucluster.benchmarks.training.sharding import clip_shards, layout_defect, mesh_of, shard
-from pytest_gpucluster.benchmarks.training.step import PARTS, Training, clip_gradients
-from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
-from pytest_gpucluster.device.clock import ManualClock
-from pytest_gpucluster.metrics.sampling import Sampling
+from pytest_gpucluster.benchmarks.training.model import Geometry
 
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
 
@@ -50,36 +41,6 @@ def test_numbers_of_all_ranks_are_told_in_their_order_and_a_rank_has_the_name_of
 
 
 # ---- trainings
-
-
-def train_replicas(rank, count):
-    def update(model, optimizer):
-        optimizer.step()
-        if rank == 1:
-            model.module.head.weight.detach().view(torch.int32)[1, 1] ^= 1
-
-    def check(**more):
-        given = {"rank": rank, "world_size": count, "batch": 2, "steps": 2} | more
-        return check_data_parallel(group(), CPU, GEOMETRY, **given)
-
-    def alone(data, rows):
-        return parity.read_rows(data, [0, 1])
-
-    faults = [replace(ddp.COMPONENTS, step=replace(PARTS, update=update))]
-    faults += [replace(ddp.COMPONENTS, read=alone)]
-    return check(), [outcome(lambda components=components: check(components=components)) for components in faults]
-
-
-def test_replicas_on_two_ranks_train_as_one_process_and_a_rank_that_does_not_is_named():
-    ranks = on_ranks(2, train_replicas, 2)
-    for found, _ in ranks:
-        assert found.loss < 1e-5
-        assert found.gradient < 1e-4
-        assert (len(found.losses), found.global_batch) == (2, 4)
-    flipped, same_rows = zip(*[faults for _, faults in ranks], strict=True)
-    assert flipped[1].startswith("WrongResult: rank 1 ")
-    assert flipped[0].loss < 1e-5
-    assert [told.startswith(f"WrongResult: rank {rank} ") for rank, told in enumerate(same_rows)] == [True, True]
 
 
 def train_shards(rank, count):
@@ -111,66 +72,6 @@ def test_shards_on_two_ranks_train_as_one_process_and_other_weights_are_found():
     assert culprit.startswith("WrongResult: rank 1 ")
 
 
-def train_parts(rank):
-    whole = Training(make_decoder(GEOMETRY, CPU, seed=1), CPU, precision="fp32")
-    model = shard(make_decoder(GEOMETRY, CPU, seed=1), mesh_of(group(), CPU), precision="fp32")
-    rows = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(0))
-    mine = rows[rank::2]
-    expected, found = whole.step([rows]), Training(model, CPU, precision="own").step([mine])
-    [own] = [float(one) for one in found.losses.flatten()]
-    graded = torch.nn.Linear(8, 8)
-    for weight in graded.parameters():
-        weight.grad = torch.full_like(weight, rank + 1.0)
-    norm = clip_shards(group(), CPU)(graded)
-    both = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(72)) for _ in range(2)])
-    for number, weight in enumerate(both, start=1):
-        weight.grad = torch.full((72,), float(number))
-    layouts = [layout_defect(model, on_meta(GEOMETRY), ranks=ranks, rank=rank) for ranks in (2, 4)]
-    norms = [float(one) for one in (found.gradient_norm, expected.gradient_norm, norm, clip_gradients(both))]
-    return own, float(expected.losses), norms, layouts
-
-
-def test_a_step_of_shards_has_the_loss_and_the_norm_of_a_whole_one():
-    ranks = on_ranks(2, train_parts)
-    assert sum(own for own, *_ in ranks) / 2 == pytest.approx(ranks[0][1], rel=1e-5)
-    for _, _, (norm, whole, clipped, both), (right, wrong) in ranks:
-        assert norm == pytest.approx(whole, rel=1e-4)
-        assert clipped == pytest.approx(both, rel=1e-5)
-        assert right == ""
-        assert "1/4" in wrong
-
-
-class Ticking(ManualClock):
-    """Each region takes as long as it is told."""
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.each = seconds
-
-    def read(self):
-        return [self.each for _ in super().read()]
-
-
-def train_at_rates(rank):
-    setup = Setup(geometry=GEOMETRY, strategy="ddp", batch=2, compiled=False, recompute=False, workers=0, prefetch=1)
-    sampling = Sampling(warmup_seconds=0, window_seconds=8, longest_seconds=16, tolerance_ratio=0.1)
-    # Alone rank 2 takes twice as long as the others; in the group each step takes what its slowest rank does, and more.
-    clocks = [lambda device: Ticking(2.0 if rank == 2 else 1.0), lambda device: Ticking(2.5)]
-    pieces = [replace(throughput.COMPONENTS, clock=clock) for clock in clocks]
-    alone = scaling.rates(group(), None, CPU, setup, sampling=sampling, components=pieces[0])
-    shared = scaling.rates(group(), group(), CPU, setup, sampling=sampling, components=pieces[1])
-    medians = [[one.median for one in found.of_rank] for found in (alone, shared)]
-    return alone.slowest, medians, scaling.efficiency(shared.of_rank, alone.of_rank).median
-
-
-def test_all_ranks_know_the_rates_of_all_and_the_slowest():
-    for slowest, (alone, shared), efficiency in on_ranks(3, train_at_rates):
-        assert slowest == 2
-        assert alone == pytest.approx([32, 32, 16])
-        assert shared == pytest.approx([32 / 2.5] * 3)
-        assert efficiency == pytest.approx(1 / 2.5)
-
-
 # ---- files
 
 
@@ -191,30 +92,6 @@ def test_values_and_errors_of_one_rank_are_those_of_all():
     assert [told[:2] for told in ranks] == [([0, 1, 2], {"from": 0})] * 3
     for *_, error in ranks:
         assert error.startswith("EnvironmentBroken: rank 1: OSError: [Errno 28]")
-
-
-def store_and_read(rank, folder):
-    def spoiled(path, size_bytes, contents):
-        seconds = write_file(path, size_bytes, contents)
-        if rank == 0:
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
-        return seconds
-
-    def measure(**more):
-        given = {"hosts": ["a", "b"], "file_bytes": 4 * PAGE_BYTES, "passes": 1} | more
-        return bandwidth.storage_bandwidth(group(), folder, **given)
-
-    return measure(), outcome(lambda: measure(components=replace(bandwidth.COMPONENTS, write=spoiled)))
-
-
-def test_each_rank_reads_the_file_of_the_other_and_a_wrong_byte_is_found_by_its_reader(tmp_path: Path):
-    ranks = on_ranks(2, store_and_read, tmp_path)
-    assert [(found.verified_ratio, found.other_host) for found, _ in ranks] == [(1.0, True)] * 2
-    (_, kept), (_, told) = ranks
-    assert kept.verified_ratio == 1.0
-    assert told.startswith("WrongResult: rank 1 ")
-    assert "rank-00000.bin" in told
-    assert os.listdir(tmp_path) == []
 
 
 def look_at_folder(rank, folder):
