@@ -109,7 +109,6 @@ def throughput(
     *,
     sampling: Sampling,
     during: AbstractContextManager[object] | None = None,
-    seed: int = 0,
     components: Components | None = None,
     progress: Progress | None = None,
     in_parts: bool = True,
@@ -131,7 +130,6 @@ def throughput(
         sampling: how long to warm up and to measure, and the required confidence. A result that does not reach it in
             time is returned as inconclusive.
         during: entered for the time of the steps that count.
-        seed: of weights and data.
         components: of the training; by default ``COMPONENTS`` of this module.
         progress: called on every rank after some steps each, with the step, the number of steps as far as it is known,
             and the figures ``loss`` and ``tokens_per_second``.
@@ -151,45 +149,9 @@ def throughput(
     if group is None and setup.strategy == "fsdp":
         raise ValueError("fsdp needs a group to share the model in, of one rank at least")
     try:
-        used = components or COMPONENTS
-        kept = setup.kept(accelerator(device))
-        with fresh_compiler() if kept.compiled else nullcontext():
-            ranks, notes = Ranks(group, device), []
-            what = (
-                f"training {setup.geometry.parameters / 1e6:.4g}M parameters by {setup.strategy} on {ranks.count} "
-                f"ranks with {setup.tokens} tokens each"
-            )
-            # Otherwise some would wait for others that do something else, or that have failed.
-            ranks.require_same(what, setup, sampling, in_parts)
-            instead = "choose a smaller batch or model for this test by --gpucluster-workload"
-            require_free_on_all(ranks, device, setup.needed_bytes(ranks.count), what, instead=instead)
-            compiled, why_not = _compiles(ranks, device, used) if kept.compiled else (setup.compiled, "")
-            if why_not:
-                notes.append(f"no compiler, ran eager: {why_not}")
-            slow_attention = missing_flash_attention(device, setup.geometry)
-            if slow_attention:
-                notes.append(f"no flash attention: {slow_attention}")
-            compiles = kept.compiled and compiled
-            training = _training(group, ranks, device, kept, compiled=compiles, seed=seed, components=used)
-            batches = used.batches(
-                kept.geometry,
-                device,
-                rank=ranks.index,
-                count=ranks.count,
-                batch=kept.batch,
-                workers=kept.workers,
-                prefetch=kept.prefetch,
-                seed=seed,
-            )
-            return _Steps(
-                ranks,
-                device,
-                setup,
-                training,
-                batches,
-                used.clock(device),
-                progress or (lambda step, of, **figures: None),
-            ).measure(sampling, during or nullcontext(), compiled, notes, in_parts=in_parts, ready=ready)
+        with fresh_compiler() if setup.kept(accelerator(device)).compiled else nullcontext():
+            steps = _Steps(group, device, setup, sampling, in_parts, components or COMPONENTS)
+            return steps.measure(during or nullcontext(), progress or (lambda step, of, **figures: None), ready)
     except torch.OutOfMemoryError as error:
         needed = setup.needed_bytes(1 if group is None else dist.get_world_size(group))
         raise EnvironmentBroken(
@@ -203,45 +165,6 @@ def throughput(
             f"{device}: blocks cannot be compiled: {compile_failed(error)}. Check torch and triton, or run eager "
             "(compiled=off, by --gpucluster-workload)"
         ) from None
-
-
-def _compiles(ranks: Ranks, device: torch.device, components: Components) -> tuple[bool, str]:
-    """Return whether all ranks compile, and why not: otherwise some would be faster than others."""
-    mine = components.missing_compiler(device)
-    lacking = [index for index, [lacks] in enumerate(ranks.gather([bool(mine)])) if lacks]
-    if not lacking:
-        return True, ""
-    return False, mine or f"{ranks.name(lacking[0])} has none, and all ranks must run alike"
-
-
-def _training(
-    group: dist.ProcessGroup | None,
-    ranks: Ranks,
-    device: torch.device,
-    setup: Setup,
-    *,
-    compiled: bool,
-    seed: int,
-    components: Components,
-) -> Training:
-    """Create model and optimizer: blocks are recomputed, compiled, then shared, in this order."""
-    replicated = setup.strategy == "ddp"
-    whole = (
-        components.make(setup.geometry, device, seed=seed, drawn_on=device) if replicated else on_meta(setup.geometry)
-    )
-    if setup.recompute:
-        whole.recompute()
-    if compiled:
-        compile_blocks(whole)
-    model: nn.Module = whole
-    if not replicated:
-        assert group is not None
-        model = allocate(shard(whole, mesh_of(group, device)), device, seed=seed, rank=ranks.index)
-    elif group is not None and ranks.count > 1:
-        model = components.replicate(whole, device, group)
-    # A sharded model casts by itself.
-    precision = "bf16" if replicated else "own"
-    return Training(model, device, precision=precision, learning_rate=LEARNING_RATE, parts=components.step)
 
 
 class SteadySteps:
@@ -315,34 +238,81 @@ class SteadySteps:
         return of_ranks
 
 
-@dataclass(eq=False)
 class _Steps:
     """Takes steps, and times them."""
 
-    _ranks: Ranks
-    _device: torch.device
-    _setup: Setup
-    _training: Training
-    _batches: Iterator[torch.Tensor]
-    _clock: Clock
-    _progress: Progress
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        setup: Setup,
+        sampling: Sampling,
+        in_parts: bool,
+        components: Components,
+    ) -> None:
+        self._ranks, self._device, self._setup, self._components = Ranks(group, device), device, setup, components
+        self._sampling, self._in_parts, self._notes = sampling, in_parts, list[str]()
+        ranks, self._by = self._ranks, accelerator(device)
+        what = (
+            f"training {setup.geometry.parameters / 1e6:.4g}M parameters by {setup.strategy} on {ranks.count} ranks "
+            f"with {setup.tokens} tokens each"
+        )
+        # Otherwise some would wait for others that do something else, or that have failed.
+        ranks.require_same(what, setup, sampling, in_parts)
+        instead = "choose a smaller batch or model for this test by --gpucluster-workload"
+        require_free_on_all(ranks, device, setup.needed_bytes(ranks.count), what, instead=instead)
+        kept = setup.kept(self._by)
+        self._compiled = self._compiles() if kept.compiled else setup.compiled
+        if slow_attention := missing_flash_attention(device, setup.geometry):
+            self._notes.append(f"no flash attention: {slow_attention}")
+        self._training = self._make(kept)
+        self._batches = components.batches(
+            kept.geometry,
+            device,
+            rank=ranks.index,
+            count=ranks.count,
+            batch=kept.batch,
+            workers=kept.workers,
+            prefetch=kept.prefetch,
+        )
+        self._clock, self._evidence = components.clock(device), Evidence(ranks, kept, self._training)
 
-    def __post_init__(self) -> None:
-        self._by = accelerator(self._device)
-        self._evidence = Evidence(self._ranks, self._setup.kept(self._by), self._training)
+    def _compiles(self) -> bool:
+        """Return whether all ranks compile: otherwise some would be faster than others."""
+        mine = self._components.missing_compiler(self._device)
+        lacking = [index for index, [lacks] in enumerate(self._ranks.gather([bool(mine)])) if lacks]
+        if lacking:
+            why = mine or f"{self._ranks.name(lacking[0])} has none, and all ranks must run alike"
+            self._notes.append(f"no compiler, ran eager: {why}")
+        return not lacking
+
+    def _make(self, kept: Setup) -> Training:
+        """Create model and optimizer: blocks are recomputed, compiled, then shared, in this order."""
+        made, device, group, replicated = self._components, self._device, self._ranks.group, kept.strategy == "ddp"
+        whole = made.make(kept.geometry, device, seed=0, drawn_on=device) if replicated else on_meta(kept.geometry)
+        if kept.recompute:
+            whole.recompute()
+        if kept.compiled and self._compiled:
+            compile_blocks(whole)
+        model: nn.Module = whole
+        if not replicated:
+            assert group is not None
+            model = allocate(shard(whole, mesh_of(group, device)), device, seed=0, rank=self._ranks.index)
+        elif group is not None and self._ranks.count > 1:
+            model = made.replicate(whole, device, group)
+        # A sharded model casts by itself.
+        precision = "bf16" if replicated else "own"
+        return Training(model, device, precision=precision, learning_rate=LEARNING_RATE, parts=made.step)
 
     def measure(
-        self,
-        sampling: Sampling,
-        during: AbstractContextManager[object],
-        compiled: bool,
-        notes: list[str],
-        *,
-        in_parts: bool,
-        ready: Callable[[], object],
+        self, during: AbstractContextManager[object], progress: Progress, ready: Callable[[], object]
     ) -> Throughput:
+        def show(to_come: int, step_seconds: float) -> None:
+            losses, rate = self._evidence.losses, self._setup.tokens / step_seconds
+            progress(len(losses), len(losses) + to_come, loss=losses[-1], tokens_per_second=rate)
+
         take = partial(self._take, self._batches)
-        steady = SteadySteps(self._ranks, take, sampling, self._show, now=self._by.now)
+        steady = SteadySteps(self._ranks, take, self._sampling, show, now=self._by.now)
         with counted(WARM_UP):
             first_rows = next(self._batches)
             self._take(iter([first_rows]))
@@ -354,9 +324,9 @@ class _Steps:
             self._take(iter([first_rows]))
             found = self._evidence.defect()
         parts: dict[str, float] = {}
-        if in_parts and not any(wrong for [wrong] in self._ranks.gather([bool(found)])):
+        if self._in_parts and not any(wrong for [wrong] in self._ranks.gather([bool(found)])):
             with counted(MEASURING):
-                parts = self._parts(notes)
+                parts = self._parts()
         if found:
             raise WrongResult(f"{self._ranks.name(self._ranks.index)} {found}")
         step_seconds = steady.seconds
@@ -365,11 +335,9 @@ class _Steps:
             step_seconds=step_seconds,
             p99_seconds=percentile(step_seconds.samples, 99),
             parts=parts,
-            compiled=compiled,
-            notes=tuple(notes),
+            compiled=self._compiled,
+            notes=tuple(self._notes),
         )
-
-    # ---- the steps
 
     def _take(self, batches: Iterator[torch.Tensor], count: int = 1) -> list[float]:
         """Take steps as a training does; return the seconds of each on this rank."""
@@ -385,25 +353,14 @@ class _Steps:
         self._evidence.add(results)
         return seconds
 
-    def _show(self, to_come: int, step_seconds: float) -> None:
-        losses = self._evidence.losses
-        self._progress(
-            len(losses),
-            len(losses) + to_come,
-            loss=losses[-1],
-            tokens_per_second=self._setup.tokens / step_seconds,
-        )
-
-    # ---- where the time goes
-
-    def _parts(self, notes: list[str]) -> dict[str, float]:
+    def _parts(self) -> dict[str, float]:
         parts = time_parts(self._training, self._batches, self._clock, steps=PARTS_STEPS)
         if self._ranks.count == 1:
             return parts | {COMMUNICATION: 0.0}
         needed = GATHERED_BYTES * self._setup.geometry.parameters if self._setup.strategy == "fsdp" else 0
         least = min(free_on_all(self._ranks, self._device))
         if least < needed:
-            notes.append(
+            self._notes.append(
                 f"{COMMUNICATION} is unknown: a step without exchange needs {needed / 1e9:.3g} GB more on each rank, "
                 f"and {least / 1e9:.3g} GB are free"
             )

@@ -169,11 +169,11 @@ def test_without_memory_for_whole_weights_the_exchange_is_not_known(monkeypatch)
         _ranks=SimpleNamespace(count=2, gather=lambda numbers: [numbers, numbers]),
         _setup=setup(strategy="fsdp"),
         _device=torch.device("cpu"),
+        _notes=[],
         **dict.fromkeys(("_training", "_batches", "_clock")),
     )
-    notes = []
-    assert module._Steps._parts(steps, notes) == {"forward": 1.0}
-    assert re.search(r"exposed_communication .*without exchange", notes[0])
+    assert module._Steps._parts(steps) == {"forward": 1.0}
+    assert re.search(r"exposed_communication .*without exchange", steps._notes[0])
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["passed", "failed"])
