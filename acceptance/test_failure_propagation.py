@@ -57,7 +57,7 @@ def test_failure_propagation(cluster, inventory, workload, artifacts, measure):
             end_seconds=config.end_seconds,
             visible=[who["gpu"]["uuid"] for who in here if who["gpu"]],
         )
-        notes = [] if result.is_root_cause else [f"torchrun names rank {result.rank}, and another one before it"]
+        notes = [] if result.is_root_cause else [f"torchrun names rank {len(here) - 1}, and another one before it"]
         measure(
             "failure_propagation.seconds",
             result.seconds,

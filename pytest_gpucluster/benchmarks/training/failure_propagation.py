@@ -277,13 +277,11 @@ class Propagation:
 
     Attributes:
         seconds: from the rank's last stamp until no process of the job was left.
-        rank: the rank that died.
-        rank_exit_code: its exit code as the launcher reports it.
+        rank_exit_code: of the rank that died, as the launcher reports it.
         is_root_cause: whether the launcher reports it as the first failure.
     """
 
     seconds: float
-    rank: int
     rank_exit_code: int
     is_root_cause: bool
 
@@ -399,7 +397,6 @@ class _Watch:
         first = _FAILURE.search(text, max(0, text.rfind(_ROOT_CAUSE)))
         return Propagation(
             seconds=seconds,
-            rank=self._rank,
             rank_exit_code=code,
             is_root_cause=_ROOT_CAUSE in text and first is not None and int(first[1]) == self._rank,
         )

@@ -293,10 +293,12 @@ def image_rate(
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         ImportError: transformers is missing.
     """
-    cudnn = torch.backends.cudnn
-    # cuDNN benchmarks its convolutions for each shape, as in a training.
-    with cudnn.flags(enabled=True, benchmark=True, allow_tf32=cudnn.allow_tf32):
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True  # its convolutions for each shape, as in a training
+    try:
         return _Training(group, device, setup, components or COMPONENTS).run(images, node, sampling, during)
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 FLOPS_PER_IMAGE = 3 * 2 * 3.8e9
