@@ -8,11 +8,12 @@ again. Each figure is a condition or a recorded value of its own.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -180,7 +181,8 @@ def converge(
             The folder is removed once the training has completed.
         reference: the curve that this one will be compared with; used here only to reject one of another experiment
             before the first step.
-        curves: a folder for the curve as CSV, named after ``folder``. The group's first rank writes it step by step.
+        curves: a folder for the curve as CSV and, where tensorboard is installed, as an event file, both named after
+            ``folder``. The group's first rank writes them step by step.
         progress: called with the step, the number of steps, the loss and the rate.
 
     Raises:
@@ -280,12 +282,11 @@ class _Run:
             self._held_out.append((0, trainer.held_out_loss(self._data.held_out)))
         self._notes += trainer.notes
 
-        path = self._curves / f"curve-{folder.name}.csv" if self._curves and not dist.get_rank(self._group) else None
+        live = LiveCurve(self._curves, folder.name) if self._curves and not dist.get_rank(self._group) else None
 
         def write() -> None:
-            """Write the curve at each step, so that a training that is killed leaves it."""
-            if path is not None:
-                self._curve().write_csv(path)
+            if live is not None:
+                live.write(self._curve())
 
         def on_step(step: Step) -> None:
             self._points.append(_point(step))
@@ -298,14 +299,15 @@ class _Run:
                 rate = step.tokens / step.seconds
                 self._progress(step.step, self._last, loss=step.loss, tokens_per_second=rate)
 
-        write()
-        self._steps = trainer.steps(self._last, first=done + 1, on_step=on_step)
+        with closing(live) if live is not None else nullcontext():
+            write()
+            self._steps = trainer.steps(self._last, first=done + 1, on_step=on_step)
+            if not self._steps[-1].all_finite:
+                self._points.append(_point(self._steps[-1]))
+                write()
         self._finite += [step.finite for step in self._steps]
         if self._steps[-1].all_finite:
             trainer.save_final(final)
-        else:
-            self._points.append(_point(self._steps[-1]))
-            write()
         self._recomputes, self._peak_bytes = trainer.recomputes, memory.peak_bytes()
         return {"moved_adapters": trainer.moved_adapters(), "unchanged_base": trainer.unchanged_base()}
 
@@ -430,6 +432,36 @@ class _Run:
 
 def _point(step: Step) -> Point:
     return Point(**{one.name: getattr(step, one.name) for one in fields(Point)})
+
+
+class LiveCurve:
+    """The files of a curve, which are written at each step, so that a training that is killed leaves them:
+    ``curve-NAME.csv`` in a folder and, where tensorboard is installed, ``tensorboard-NAME``."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._csv, self._events = folder / f"curve-{name}.csv", None
+        self._written = Curve(points=())
+        if importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(folder / f"tensorboard-{name}"))
+
+    def write(self, curve: Curve) -> None:
+        """Write a curve, which begins with what was written before. Raises: OSError."""
+        curve.write_csv(self._csv)
+        if self._events is None:
+            return
+        points, held_out = curve.points[len(self._written.points) :], curve.held_out[len(self._written.held_out) :]
+        scalars = [(one.name, point.step, getattr(point, one.name)) for point in points for one in fields(Point)[1:]]
+        for name, step, value in [*scalars, *(("held_out_loss", step, loss) for step, loss in held_out)]:
+            self._events.add_scalar(f"lora/{name}", value, step)
+        self._events.flush()
+        self._written = curve
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._events is not None:
+            self._events.close()
 
 
 def figures_of(found: Convergence, *, peak_tflops: float | None) -> Iterator[Figure]:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from each import of_each
 
+from pytest_gpucluster.benchmarks.lora.convergence import LiveCurve
 from pytest_gpucluster.errors import CurveError
 from pytest_gpucluster.metrics.loss_curve import FIRST_LINE, Curve, Point, mean_of_last, read_csv
 
@@ -91,3 +94,35 @@ def test_the_mean_of_the_last_losses() -> None:
     assert mean_of_last(curve, 2) == 3.5
     assert math.isnan(mean_of_last(curve, 5)), "too few points must not pass for enough"
     assert math.isnan(mean_of_last(Curve(points=(point(1), point(2, math.nan))), 2))
+
+
+def test_event_files_hold_every_scalar(tmp_path: Path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    curve = Curve(points=(point(1, 6.0), point(2, math.nan)), held_out=((0, 6.5),), context=CURVE.context)
+    live = LiveCurve(tmp_path, "group-0")
+    live.write(replace(curve, points=curve.points[:1]))
+    assert read_csv(tmp_path / "curve-group-0.csv").points == curve.points[:1]
+    live.write(curve)  # and it is not closed: as a training that is killed leaves it
+    assert [one.step for one in read_csv(tmp_path / "curve-group-0.csv").points] == [1, 2]
+    [file] = (tmp_path / "tensorboard-group-0").iterdir()
+    events = list(loader.RawEventFileLoader(str(file)).Load())
+    pb = importlib.import_module("tensorboard.compat.proto.event_pb2")
+    found: dict[tuple[str, int], float] = {}
+    for event in map(pb.Event.FromString, events):
+        for value in event.summary.value:
+            found[value.tag, event.step] = value.tensor.float_val[0] if value.tensor.float_val else value.simple_value
+    assert found["lora/loss", 1] == 6.0
+    assert math.isnan(found["lora/loss", 2])
+    assert found["lora/held_out_loss", 0] == 6.5
+    assert {tag for tag, _ in found} == {
+        f"lora/{name}" for name in ("loss", "all_token_loss", "gradient_norm", "learning_rate", "held_out_loss")
+    }
+    live.close()
+
+
+def test_without_tensorboard_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    live = LiveCurve(tmp_path, "group-0")
+    live.write(CURVE)
+    live.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["curve-group-0.csv"]
