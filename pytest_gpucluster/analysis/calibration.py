@@ -67,7 +67,7 @@ class Series:
     """The limits that judged it."""
 
 
-def source_problems(sources: Sequence[Source], *, sku: str | None = None) -> list[str]:
+def source_problems(sources: Sequence[Source]) -> list[str]:
     """Return why no floor may be derived from these journals; empty where it may."""
     problems = [f"{source.path}: {why}" for source in sources for why in blockers(source.journal)]
     seen: dict[str, str] = {}
@@ -80,10 +80,10 @@ def source_problems(sources: Sequence[Source], *, sku: str | None = None) -> lis
         if same is not None:
             problems.append(f"{source.path}: the same run as {same}, or merged of it; a run counts once")
         seen |= dict.fromkeys(keys, source.path)
-    wanted = sku if sku is not None else next((source.journal.sku for source in sources if source.journal.sku), None)
-    expected = f"--sku is {wanted}" if sku is not None else f"{sources[0].path} has {wanted}"
+    wanted = sources[0].journal.sku
     problems += [
-        f"{source.path}: its SKU is {source.journal.sku or 'not known'}, and {expected}; calibrate each SKU alone"
+        f"{source.path}: its SKU is {source.journal.sku or 'not known'}, and {sources[0].path} has {wanted}; "
+        "calibrate each SKU alone"
         for source in sources
         if source.journal.sku != wanted
     ]

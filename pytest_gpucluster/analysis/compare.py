@@ -168,8 +168,6 @@ class Terms:
     """The rules of a comparison."""
 
     allowed: float
-    include_recorded: bool = False
-    """Values that no limit judges decide too."""
     obstacle_of: Callable[[str], str] = lambda metric: ""
     """Metric -> why it cannot be compared between these two runs; "" where it can."""
     of_gpu: Mapping[int, Match]
@@ -187,13 +185,13 @@ def changes_of(old: TestResult, new: TestResult, terms: Terms) -> Iterator[Chang
     for key, now in now_by_key.items():
         before = before_by_key.get(partners.get(key, key))
         if before is None:
-            yield _one_sided(now, new, "now", terms)
+            yield _one_sided(now, new, "now")
         else:
             yield _change(before, now, new, terms)
     used = set(partners.values())
     for key, before in before_by_key.items():
         if key not in used:
-            yield _one_sided(before, new, "before", terms)
+            yield _one_sided(before, new, "before")
 
 
 def _partners(old: Collection[Key], new: Collection[Key]) -> Iterator[tuple[Key, Key]]:
@@ -239,7 +237,7 @@ def _change(before: JudgedMetric, now: JudgedMetric, test: TestResult, terms: Te
     return Change(
         test=test,
         judged=now,
-        decides=_decides(now, terms) or _decides(before, terms),
+        decides=_decides(now) or _decides(before),
         pairs=tuple(sorted(pairs, key=lambda pair: pair.badness)),
         note="; ".join(found),
     )
@@ -277,16 +275,14 @@ def _worst(judged: JudgedMetric) -> int:
     )
 
 
-def _one_sided(judged: JudgedMetric, test: TestResult, when: str, terms: Terms) -> Change:
+def _one_sided(judged: JudgedMetric, test: TestResult, when: str) -> Change:
     other = "now" if when == "before" else "before"
     pair = Pair(kind=MISSING, why=f"no such value {other}")
-    return Change(test=test, judged=judged, decides=_decides(judged, terms), pairs=(pair,))
+    return Change(test=test, judged=judged, decides=_decides(judged), pairs=(pair,))
 
 
-def _decides(judged: JudgedMetric, terms: Terms) -> bool:
-    if is_better_higher(judged) is None or judged.metric in STATES:
-        return False
-    return terms.include_recorded or judged.status != "recorded"
+def _decides(judged: JudgedMetric) -> bool:
+    return is_better_higher(judged) is not None and judged.metric not in STATES and judged.status != "recorded"
 
 
 REGRESSION = "REGRESSION"
@@ -343,11 +339,10 @@ class Comparison:
         return dict(Counter(pair.kind for change in self.changes if change.decides for pair in change.pairs))
 
 
-def terms_of(old: RunView, new: RunView, *, allowed: float, include_recorded: bool = False) -> Terms:
+def terms_of(old: RunView, new: RunView, *, allowed: float) -> Terms:
     """Return the rules for comparing two runs."""
     return Terms(
         allowed=allowed,
-        include_recorded=include_recorded,
         obstacle_of=metric_obstacles(old.conditions, new.conditions),
         of_gpu=match(old.conditions.places, new.conditions.places),
         of_slot=match(old.conditions.places, new.conditions.places, by_gpu=False),
@@ -355,24 +350,25 @@ def terms_of(old: RunView, new: RunView, *, allowed: float, include_recorded: bo
     )
 
 
-def compare_runs(
-    old: RunView, new: RunView, *, allowed: float = ALLOWED_RATIO, include_recorded: bool = False, partial: bool = False
-) -> Comparison:
+def compare_runs(old: RunView, new: RunView, *, allowed: float = ALLOWED_RATIO, partial: bool = False) -> Comparison:
     """Compare two runs.
 
     Args:
         old: the reference.
         new: the run in question.
         allowed: the ratio by which a value may be worse than before.
-        include_recorded: values that no limit judges decide too.
         partial: metrics of one run only are reported, and do not change the answer.
     """
     stop = tuple(obstacles(old.conditions, new.conditions))
     changes: list[Change] = []
     if not stop:
-        terms = terms_of(old, new, allowed=allowed, include_recorded=include_recorded)
+        terms = terms_of(old, new, allowed=allowed)
         for nodeid in dict.fromkeys([*new.tests, *old.tests]):
-            changes += _of_test(old.tests.get(nodeid), new.tests.get(nodeid), terms)
+            before, now = old.tests.get(nodeid), new.tests.get(nodeid)
+            outcome = _of_outcome(before, now)
+            changes += [outcome] if outcome is not None else []
+            if before is not None and now is not None and _ran(before) and _ran(now):
+                changes += changes_of(before, now, terms)
     return Comparison(
         allowed=allowed,
         partial=partial,
@@ -380,14 +376,6 @@ def compare_runs(
         notes=() if stop else tuple(notes(old.conditions, new.conditions)),
         changes=tuple(sorted(changes, key=lambda change: (not change.decides, *change.worst.badness))),
     )
-
-
-def _of_test(before: TestResult | None, now: TestResult | None, terms: Terms) -> Iterator[Change]:
-    outcome = _of_outcome(before, now)
-    if outcome is not None:
-        yield outcome
-    if before is not None and now is not None and _ran(before) and _ran(now):
-        yield from changes_of(before, now, terms)
 
 
 def _of_outcome(before: TestResult | None, now: TestResult | None) -> Change | None:

@@ -116,17 +116,6 @@ def merge_journals(sources: Sequence[Source]) -> MergedJournal:
         same = (one.run_id, one.started_at, one.hostname) == (other.run_id, other.started_at, other.hostname)
         if same or earlier.sha256 == later.sha256:
             raise OptionError(f"{earlier.path} and {later.path} are the same run; give each run once")
-    _require_order(sources)
-    found = [f"  {one_line(difference, _DIFFERENCE)}" for difference in differences(sources)]
-    if found:
-        raise OptionError(
-            "\n".join(["these runs are not of one cluster and one set of limits:", *found])
-            + "\nsuch runs have no common verdict; merge those that are alike"
-        )
-    return MergedJournal(sources=sources)
-
-
-def _require_order(sources: Sequence[Source]) -> None:
     for earlier, later in pairwise(sources):
         one, other = earlier.journal.run, later.journal.run
         began, next_began = time_of(one.started_at), time_of(other.started_at)
@@ -135,6 +124,13 @@ def _require_order(sources: Sequence[Source]) -> None:
                 f"{earlier.path} is named before {later.path}, but {other.title} began before {one.title}: name the "
                 "runs in the order in which they ran. If that is their order, a clock went back between them"
             )
+    found = [f"  {one_line(difference, _DIFFERENCE)}" for difference in differences(sources)]
+    if found:
+        raise OptionError(
+            "\n".join(["these runs are not of one cluster and one set of limits:", *found])
+            + "\nsuch runs have no common verdict; merge those that are alike"
+        )
+    return MergedJournal(sources=sources)
 
 
 @dataclass(frozen=True, kw_only=True)

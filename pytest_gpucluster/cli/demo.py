@@ -47,7 +47,7 @@ from pytest_gpucluster.simulation.faults import KINDS, Fault, parse
 from pytest_gpucluster.text import plural
 
 if TYPE_CHECKING:
-    from pytest_gpucluster.simulation.cluster import Cluster
+    pass
 
 REFUSED = 4
 """Exit code of pytest, and of this command, where nothing was run."""
@@ -105,10 +105,16 @@ def _demo(options: argparse.Namespace) -> int:
     clusters. You see the terminal of the first host; those of the others are files in DIR. Ctrl-C ends it, and the
     reports are written.
     """
-    from pytest_gpucluster.runners.plan import random_port, torchrun_options
+    from pytest_gpucluster.runners.plan import random_port, report_arguments, torchrun_options
     from pytest_gpucluster.runners.ssh_job import handling
+    from pytest_gpucluster.simulation.cluster import load
 
-    cluster = _described(options)
+    try:
+        cluster = load(options.what)
+        # A fault at a place that it does not have is an error.
+        cluster = cluster.with_faults([*cluster.faults.all, *map(parse, options.fault)])
+    except OptionError as error:
+        raise CommandError(REFUSED, str(error)) from None
     folder = Path(os.path.abspath(options.report_dir))
     with file_errors(NO_OUTPUT, f"--report-dir {options.report_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +124,14 @@ def _demo(options: argparse.Namespace) -> int:
     planted = ", ".join(map(str, cluster.faults.all)) or "no fault"
     print_line(f"{plural(ranks, 'rank')} on {plural(cluster.nodes, 'simulated host')}, with {planted}; loading torch")
     words = torchrun_options(cluster.nodes, cluster.gpus_per_node, "127.0.0.1", random_port())
-    words += ["-m", "pytest", *_pytest_options(options, cluster, folder), *options.forwarded]
+    words += [  # what an operator would type for this cluster, and what makes it a simulated one
+        *("-m", "pytest", "--gpucluster-device=simulated", f"--gpucluster-simulate={folder / DESCRIPTION}"),
+        f"--gpucluster-expect={cluster.nodes}x{cluster.gpus_per_node}x{cluster.sku}",
+        f"--gpucluster-profile={options.profile}",
+        *report_arguments(str(folder), str(folder / JUNIT)),
+        *(["-p", _NARRATION] if options.narrate else []),
+        *options.forwarded,
+    ]
     forwarder = SignalForwarder()
     with (
         tempfile.TemporaryDirectory(prefix="gpucluster-demo-", ignore_cleanup_errors=True) as name,
@@ -142,17 +155,6 @@ def _demo(options: argparse.Namespace) -> int:
 # ---- what is asked for -----------------------------------------------------------------------------------------------
 
 
-def _described(options: argparse.Namespace) -> Cluster:
-    """Return the cluster with its own and the planted faults; a fault at a place that it does not have is an error."""
-    from pytest_gpucluster.simulation.cluster import load
-
-    try:
-        cluster = load(options.what)
-        return cluster.with_faults([*cluster.faults.all, *map(parse, options.fault)])
-    except OptionError as error:
-        raise CommandError(REFUSED, str(error)) from None
-
-
 def description(options: argparse.Namespace, faults: Sequence[Fault]) -> str:
     """Return the YAML file that all ranks read: a described cluster, its faults and its seed."""
     like = os.path.abspath(options.what) if Path(options.what).is_file() else options.what
@@ -160,20 +162,6 @@ def description(options: argparse.Namespace, faults: Sequence[Fault]) -> str:
     lines += [f"seed: {options.seed}"] if options.seed is not None else []
     lines += ["faults:", *(f"- {json.dumps(str(fault))}" for fault in faults)] if faults else []
     return "\n".join(lines) + "\n"
-
-
-def _pytest_options(options: argparse.Namespace, cluster: Cluster, folder: Path) -> list[str]:
-    """Return what an operator would type for this cluster, and what makes it a simulated one."""
-    from pytest_gpucluster.runners.plan import report_arguments
-
-    return [
-        "--gpucluster-device=simulated",
-        f"--gpucluster-simulate={folder / DESCRIPTION}",
-        f"--gpucluster-expect={cluster.nodes}x{cluster.gpus_per_node}x{cluster.sku}",
-        f"--gpucluster-profile={options.profile}",
-        *report_arguments(str(folder), str(folder / JUNIT)),
-        *(["-p", _NARRATION] if options.narrate else []),
-    ]
 
 
 # ---- the processes ---------------------------------------------------------------------------------------------------

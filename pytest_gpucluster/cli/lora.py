@@ -280,10 +280,7 @@ def _reference_curve(options: argparse.Namespace) -> int:
 
 
 def _require_passed(curve: Path) -> None:
-    """Refuse the curve of a test that did not pass, or of a rejected run, as the journal of its run's folder has it.
-
-    Raises: CurveError.
-    """
+    """Refuse the curve of a test that did not pass, or of a rejected run, as the journal of its run's folder has it."""
     folder = next((parent for parent in curve.resolve().parents if parent.name == ARTIFACTS), None)
     if folder is None or not (folder.parent / JOURNAL_FILE).is_file():
         return  # a copy, which states no outcome

@@ -26,7 +26,7 @@ from pytest_gpucluster.errors import OptionError
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.verdict import marked
 from pytest_gpucluster.reports.registry import FILES, existing_files, render
-from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line, printable
+from pytest_gpucluster.text import MESSAGE_CHARACTERS, one_line
 
 _KINDS = {
     "junitxml": "the JUnit file, for CI systems",
@@ -83,7 +83,9 @@ def _report(options: argparse.Namespace) -> int:
         if not (kind == "text" and out in STDOUT):  # which includes the headline
             written.append("the standard output" if out in STDOUT else out)
     if written:
-        complain(f"{_headline(journal)}: {', '.join(written)}", DONE)
+        reason = one_line(journal.reason, MESSAGE_CHARACTERS)
+        headline = f"{marked(journal.verdict, journal.run.kind)}{f' ({reason})' if reason else ''}"
+        complain(f"{headline}: {', '.join(written)}", DONE)
     return code
 
 
@@ -95,11 +97,7 @@ def _requested(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _require_distinct(requested: Sequence[tuple[str, str]], journal: Path) -> None:
-    """Refuse outputs that would replace the journal or each other.
-
-    Raises:
-        OptionError: names both.
-    """
+    """Refuse outputs that would replace the journal or each other."""
     seen: dict[str, str] = {}
     for kind, out in requested:
         if not out:
@@ -127,11 +125,6 @@ def _render(kind: str, out: str, journal: Journal, folder: Path, options: argpar
         )
     page_folder = None if out in STDOUT else Path(os.path.realpath(out)).parent
     return render(kind, journal, folder=folder, page_folder=page_folder)
-
-
-def _headline(journal: Journal) -> str:
-    reason = one_line(journal.reason, MESSAGE_CHARACTERS)
-    return printable(f"{marked(journal.verdict, journal.run.kind)}{f' ({reason})' if reason else ''}")
 
 
 COMMAND = _report

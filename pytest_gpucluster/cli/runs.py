@@ -61,7 +61,6 @@ _UNREADABLE = 6
     option(
         "--fail PERCENT", "how much worse a value may be, in percent of the baseline", type=percentage, default="3%"
     ),
-    option("--recorded", "values without a limit can be regressions too"),
     option("--partial", "values that only one run has are reported, but do not end with 5"),
     option("--all", "show every metric, also unchanged ones"),
     JSON,
@@ -89,9 +88,7 @@ def _compare(options: argparse.Namespace) -> int:
     if filecmp.cmp(old_path, new_path, shallow=False):
         raise CommandError(USAGE, f"{old_path} and {new_path} are the same run; name two runs")
     require_other_file("--json", options.json, [old_path, new_path])
-    found = compare.compare_runs(
-        old, new, allowed=options.fail, include_recorded=options.recorded, partial=options.partial
-    )
+    found = compare.compare_runs(old, new, allowed=options.fail, partial=options.partial)
     code = {compare.REGRESSION: NEGATIVE, compare.NO_REGRESSION: DONE}.get(found.answer, UNDECIDED)
     described = [_describe(old_path, old_journal), _describe(new_path, new_journal)]
     width = columns()

@@ -138,7 +138,6 @@ def _check(options: argparse.Namespace) -> int:
     argument("journals", metavar="JOURNAL", type=Path, nargs="+", help=JOURNAL_HELP),
     option("--out FILE", "write the file here; - for standard output", required=True),
     option("--spreads K", "spreads below the median", type=number(0.001, 99.999, of=float), default=3.0),
-    option("--sku NAME", "the required SKU (default: that of the first journal)"),
     option("--force", "replace an existing file"),
     help="propose floors from accepted runs",
     examples=_EXAMPLES,
@@ -157,7 +156,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     require_other_file("--out", out, [*paths, shipped_path()], "a journal or the shipped limits")
     require_new_file("--out", out, force=options.force)
     sources = [Source(str(path), *journal_digest(path)) for path in paths]
-    problems = source_problems(sources, sku=options.sku)
+    problems = source_problems(sources)
     if problems:
         raise CommandError(NO_INPUT, "\n".join(problems))
     sku = str(sources[0].journal.sku)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from pytest_gpucluster.journal.journal import JOURNAL_FILE, Journal
+from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import OUTCOMES, REHEARSAL, SIMULATED, RankPlace, TestResult
 from pytest_gpucluster.journal.run_directory import ARTIFACTS, artifacts_name
 from pytest_gpucluster.journal.verdict import RUNNING as RUN_IN_PROGRESS
@@ -154,15 +154,12 @@ def _value(source: Any, journal: Journal, get: Get) -> Any:
     return source[get] if isinstance(source, Mapping) else getattr(source, get)
 
 
-def _itself(source: Any, _: Journal) -> Any:
-    return source
-
-
 # ---- values ------------------------------------------------------------------------------------------------------
 
 
 def _test_values(row: Row, journal: Journal) -> dict[str, Any]:
     result = row.result or TestResult(nodeid=row.nodeid, outcome="error", phase="")
+    headline = [number for number, each in enumerate(result.measurements) if each is row.headline]
     started = result.started_at
     if row.result is None and journal.running is not None and journal.running.nodeid == row.nodeid:
         started = journal.running.at
@@ -174,15 +171,10 @@ def _test_values(row: Row, journal: Journal) -> dict[str, Any]:
         "phase": result.phase or None,
         "started_at": started or None,
         "spent": result.spent if result.spent.keys() >= set(PARTS) else None,
-        "headline": None if row.headline is None else _index(row, row.headline),
+        "headline": headline[0] if headline else None,
         "isolation": isolation_of(result.isolation),
         "artifacts": f"{ARTIFACTS}/{artifacts_name(row.nodeid)}",
     }
-
-
-def _index(row: Row, judged: object) -> int:
-    measurements = row.result.measurements if row.result is not None else ()
-    return next(number for number, each in enumerate(measurements) if each is judged)
 
 
 # ---- the definition ----------------------------------------------------------------------------------------------
@@ -432,7 +424,7 @@ _RESULTS = _object(
     ),
     verdict=_object(
         "The verdict.",
-        _itself,
+        lambda run, _: run,
         word=_text(f"The verdict: {', '.join(VERDICTS)} or {RUN_IN_PROGRESS}."),
         exit=_integer("Its exit code."),
         reason=_text("Why, in one line."),
@@ -519,30 +511,6 @@ _RESULTS = _object(
         _TEST,
         lambda run, journal: [_test_values(row, journal) for row in run.rows],
     ),
-    not_run=_list(
-        "The tests that were skipped or never reached.",
-        _object(
-            "A test.",
-            nodeid=_text("pytest's id."),
-            name=_text("function[parameters]."),
-            criterion=_text_or_null("Its criterion; null for a test that is none."),
-            outcome=_choice(("skipped", NOT_RUN), "Skipped, or never reached."),
-            why=_text("Why, in one line."),
-        ),
-        "did_not_run",
-    ),
-    tightest=_list(
-        "The passed values with the smallest margins, smallest first.",
-        _object(
-            "A value.",
-            nodeid=_text("The test that measured it.", lambda entry, _: entry[0].nodeid),
-            measurement=_integer(
-                "Its index in the test's measurements, from 0.", lambda entry, _: _index(*entry), minimum=0
-            ),
-            margin=_number("Its margin, a ratio of the limit.", lambda entry, _: entry[1].margin),
-        ),
-        lambda run, _: run.tightest(),
-    ),
     problems=_list(
         "Problems outside of any test.",
         _object(
@@ -555,10 +523,4 @@ _RESULTS = _object(
         lambda _, journal: journal.problems,
     ),
     properties=_properties("Properties that the suite recorded for the run.", lambda _, journal: journal.properties),
-    links=_object(
-        "Other files in the run's folder.",
-        _itself,
-        journal=_text("The source of this file. It also has the samples.", lambda *_: JOURNAL_FILE),
-        artifacts=_text("The folder of the tests' files.", lambda *_: ARTIFACTS),
-    ),
 )

@@ -74,7 +74,8 @@ class Supervisor:
         folder.mkdir(parents=True, exist_ok=True)
         # Handlers for the signals of a lost connection are set before anything starts: none may end only this process.
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            # The node shuts down or the login session ends: as if the other side had hung up.
+            signal.signal(number, lambda *_: self._requested.append(signal.SIGTERM))
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         os.set_blocking(1, False)
         self._log = (folder / OUTPUT_FILE).open("ab", buffering=0)  # a thread that is left behind may still write
@@ -146,10 +147,6 @@ class Supervisor:
         self._last_heartbeat = time.monotonic()
         *lines, self._commands = (self._commands + data).split(b"\n")
         self._requested += [_SIGNALS[word] for line in lines if (word := line.decode("ascii", "replace")) in _SIGNALS]
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        # The node shuts down or the login session ends: as if the other side had hung up.
-        self._requested.append(signal.SIGTERM)
 
     def _lose_connection(self) -> None:
         self._lost = True

@@ -139,13 +139,14 @@ def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
         except OptionError as error:
             problems.append(f"{error} (--node-report-dir)")
     package = Path(__file__).resolve().parent.parent
+    named = [Path(word.partition("::")[0]) for word in request["arguments"] if word and not word.startswith("-")]
     facts: dict[str, Any] = {
-        "host": hostname(),
+        "host": os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname(),
         "version": __version__,
         "torch": _installed_version("torch"),
         "pytest": _installed_version("pytest"),
         "package": _digest([package, package.with_name("thresholds.yaml")]),  # in a checkout the limits are next to it
-        "suite": _digest(_paths(request["arguments"]) or [find_suite()]),
+        "suite": _digest([path for path in named if path.exists()] or [find_suite()]),
         "interpreter": sys.executable,
         "problems": problems,
     }
@@ -161,7 +162,9 @@ def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
     elif request["master"]:
         try:
             found = {str(entry[4][0]) for entry in socket.getaddrinfo(request["master"], None, type=socket.SOCK_STREAM)}
-            if all(map(_is_loopback, found)) and not _is_loopback(_ssh_server_address()):
+            words = os.environ.get("SSH_CONNECTION", "").split()  # the third is this node's address. Source: ssh(1)
+            ours = words[2] if len(words) == 4 else ""
+            if all(map(_is_loopback, found)) and not _is_loopback(ours):
                 problems.append(
                     f"resolves {request['master']}, the rendezvous host, to {', '.join(sorted(found))}: that is this "
                     "node itself (address= of the first node, or --master-addr)"
@@ -172,17 +175,6 @@ def collect_facts(request: Mapping[str, Any]) -> dict[str, Any]:
                 " (address= of the first node, or --master-addr)"
             )
     return facts
-
-
-def hostname() -> str:
-    """Return this node's name in reports."""
-    return os.environ.get("GPUCLUSTER_HOSTNAME") or socket.gethostname()
-
-
-def _ssh_server_address() -> str:
-    """Return the address of this node that ssh connected to; empty if unknown. Source: ssh(1)."""
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    return words[2] if len(words) == 4 else ""
 
 
 def _is_loopback(address: str) -> bool:
@@ -199,11 +191,6 @@ def _installed_version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _paths(arguments: Sequence[str]) -> list[Path]:
-    named = [Path(word.partition("::")[0]) for word in arguments if word and not word.startswith("-")]
-    return [path for path in named if path.exists()]
 
 
 def _digest(places: Iterable[Path]) -> str:

@@ -272,17 +272,20 @@ class Isolator:
                 self._say(search.headline + leave_out)
 
     def _probe_all(self, item: pytest.Item, plan: Plan | None) -> None:
+        def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+            assert plan is not None  # called on rank 0 only
+            return plan.decide(bodies)
+
+        seconds = self._run.workload.isolation.probe_seconds + self._run.timeouts.stuck
         groups: Groups = ()
         number = 0
         while True:
             try:
                 body = self._probe(item, number, groups)
-                verdict = self._exchange(body, plan)
+                verdict = self._run.agree(body, decide, deadline_seconds=seconds)
             finally:
                 self._let_go()
-            if verdict is None:
-                return
-            groups = verdict["groups"]
+            groups = verdict["groups"] if verdict is not None else ()
             if not groups:
                 return
             number += 1
@@ -412,16 +415,6 @@ class Isolator:
         )
         busbw = result.slowest_busbw
         return {"busbw": None if busbw is None else busbw.median / 1e9}
-
-    def _exchange(self, body: Mapping[str, Any], plan: Plan | None) -> Mapping[str, Any] | None:
-        run = self._run
-
-        def decide(bodies: dict[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-            assert plan is not None  # called on rank 0 only
-            return plan.decide(bodies)
-
-        seconds = run.workload.isolation.probe_seconds + run.timeouts.stuck
-        return run.agree(body, decide, deadline_seconds=seconds)
 
 
 def _in_the_world(text: str, ranks: Sequence[int]) -> str:

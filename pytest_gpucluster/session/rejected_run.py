@@ -55,17 +55,13 @@ NAMES = {4: "usage", 11: "preflight"}
 """Exit code -> how reports call the problem by which a run does not start."""
 
 
-def problem_line(reason: AbortReason) -> dict[str, Any]:
-    """Return the journal's line on why a run ends early, or does not start."""
-    text = reason.text or reason.message
-    return {"type": "problem", "name": reason.name, "outcome": "error", "message": reason.message, "text": text}
-
-
 def write_junit(path: Path, run_line: Mapping[str, Any], reason: AbortReason) -> str | None:
     """Put the reason why there is no run into the file. Return why that was impossible, or None."""
     end = {"type": "end", "at": now(), "verdict": BROKEN, "exit": reason.exit, "reason": reason.message, "by": "rank 0"}
+    text = reason.text or reason.message
+    problem = {"type": "problem", "name": reason.name, "outcome": "error", "message": reason.message, "text": text}
     builder = JournalBuilder()
-    for line in (run_line, problem_line(reason), end):
+    for line in (run_line, problem, end):
         builder.add(line)
     try:
         require_file(path)

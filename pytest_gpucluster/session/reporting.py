@@ -373,7 +373,7 @@ class Console:
             return status
         row = self._row(report)
         if row is None:
-            if self._verbosity == 0 and self._is_at_end(reporter):
+            if self._verbosity == 0 and self._ends_at and reporter._tw.width_of_current_line == self._ends_at:
                 self._ends_at = None
                 return category, f"\n{letter}", word
             return status
@@ -409,9 +409,6 @@ class Console:
             lines = paragraph(text, writer.fullwidth, first=_DETAIL, rest=_DETAIL) if text else []
             writer.write("".join(f"\n{line}" for line in lines))
         reporter.flush()
-
-    def _is_at_end(self, reporter: pytest.TerminalReporter) -> bool:
-        return bool(self._ends_at) and reporter._tw.width_of_current_line == self._ends_at
 
     def _row(self, report: pytest.TestReport) -> Row | None:
         record = self._run.records.get(report.nodeid)

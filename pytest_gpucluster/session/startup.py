@@ -357,7 +357,10 @@ class Startup:
         self._run.send_cluster(who, [problem.text for problem in found])
         self._run.uncovered = preflight.gpus_without_a_rank(who, self._run.facts, self._run.settings.expect)
         if not found:
-            return self._foreign_baseline(who)
+            baseline = self._run.baseline
+            why = baseline.incompatibility(self._run.conditions(who)) if baseline is not None else ""
+            wrong = f"--gpucluster-baseline: nothing of this run can be compared with it: {why}"
+            return _refusal(OptionError(wrong)) if why else None
         return _reason("\n".join(problem.text for problem in found), max(problem.exit for problem in found))
 
     def _is_hopeless(self) -> bool:
@@ -369,13 +372,6 @@ class Startup:
     def _lost(self) -> tuple[str, str]:
         """Return which ranks of this node have failed before they reported: in one line, and in full."""
         return self._start.failures() if self._start is not None else ("", "")
-
-    def _foreign_baseline(self, who: Mapping[int, Mapping[str, Any]]) -> AbortReason | None:
-        baseline = self._run.baseline
-        why = baseline.incompatibility(self._run.conditions(who)) if baseline is not None else ""
-        if not why:
-            return None
-        return _refusal(OptionError(f"--gpucluster-baseline: nothing of this run can be compared with it: {why}"))
 
     def _report_lost(self, message: str, text: str) -> None:
         if self._run.verdict is None:
@@ -428,11 +424,7 @@ def _reason(text: str, exit: int) -> AbortReason:
 
 
 def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:
-    """Refuse pytest options that run no test, or run it where the ranks cannot agree on it.
-
-    Raises:
-        LaunchError: names the option and the way out.
-    """
+    """Refuse pytest options that run no test, or run it where the ranks cannot agree on it."""
     for name, option in _WITHOUT_A_CALL.items():
         if getattr(config.option, name, False):
             raise LaunchError(
@@ -455,11 +447,7 @@ def _refuse_conflicts(config: pytest.Config, facts: RankFacts) -> None:
 
 def _refuse_unasked_rehearsal(settings: options.Settings, hostname: str) -> None:
     """Refuse a rehearsal or simulation on a node with GPUs that only a variable asks for: left over in a shell, it
-    would pass a gate.
-
-    Raises:
-        OptionError: names the variable and the way out.
-    """
+    would pass a gate."""
     device = settings.settings["device"]
     if device.value == "cuda" or device.origin != "environment":
         return

@@ -251,7 +251,8 @@ class Controller:
         parts = self._tests[report.nodeid]
         if str(report.when) != "???":  # xdist's own report of a crash, which was reported before
             self._take(parts, rank, report)
-        if self._complete(parts) and not parts.merged:
+        complete = all(each in parts.ended or each in self._lost for each in range(self._workers))
+        if complete and not parts.merged:
             self._merge(parts, report)
         else:
             self._hidden.add(report)
@@ -311,9 +312,6 @@ class Controller:
         )
         if different is not None:
             self._run.problem("collection", *different)
-
-    def _complete(self, parts: _Parts) -> bool:
-        return all(rank in parts.ended or rank in self._lost for rank in range(self._workers))
 
     def _merge(self, parts: _Parts, carrier: pytest.TestReport | None) -> None:
         parts.merged = True

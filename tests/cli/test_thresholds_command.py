@@ -196,11 +196,10 @@ def test_a_run_that_was_not_accepted_is_no_basis(runs, tmp_path, capsys, name, w
     ("words", "code", "why"),
     [
         (["{0}/accepted", "{0}/accepted"], 3, "a run counts once"),
-        (["{0}/accepted", "--sku", "H200 SXM"], 3, "and --sku is H200 SXM"),
         (["{0}/none"], 3, "cannot be read: No such file"),
         (["{0}/accepted", "--spreads", "99.9"], 1, "no floor can be proposed:"),
     ],
-    ids=["twice", "another SKU", "missing", "nothing left"],
+    ids=["twice", "missing", "nothing left"],
 )
 def test_what_no_floor_can_be_made_of_is_reported(runs, tmp_path, capsys, words, code, why):
     out = tmp_path / "floors.yaml"
