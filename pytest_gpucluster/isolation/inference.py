@@ -45,7 +45,7 @@ class UsualRate:
     all_below_floor: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # each is itself: a search looks for one among all of them
 class Probe:
     """The outcome of one group with its verdict.
 
