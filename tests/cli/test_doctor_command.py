@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from each import of_each
+from fork_server import server_for
+from sessions import environment
 
 from pytest_gpucluster.agreement.preflight import Expectation
 from pytest_gpucluster.cli import doctor, main
@@ -308,6 +310,22 @@ def test_over_ssh_the_options_are_those_of_run_hosts(tmp_path: Path, capsys: pyt
     assert "--expect 8xH100" in text
 
 
+@pytest.fixture
+def forecast_by_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``main`` start the forecast as a fork of a process that has torch and pytest loaded."""
+
+    def forked(words: list[str], seconds: float, *, environ: Mapping[str, str]) -> Output:
+        server = server_for(environment(environ))
+        assert server is not None
+        with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
+            at = {"output": out.fileno(), "errors": err.fileno(), "token": "doctor"}
+            code = server.start(words, cwd=Path.cwd(), env=environment(environ), **at).wait(seconds)
+            return Output(text=(tmp_path / "out").read_text(), errors=(tmp_path / "err").read_text(), code=code)
+
+    monkeypatch.setitem(doctor.collect.__kwdefaults__, "run", forked)
+
+
+@pytest.mark.usefixtures("forecast_by_a_fork")
 def test_an_unknown_option_of_torchrun_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["doctor", "--nodse=7", "--", "acceptance/"]) == 2
     assert "--nodse=7" in capsys.readouterr().err
@@ -322,6 +340,7 @@ def test_a_port_is_free_in_use_or_refused() -> None:
     assert doctor.probe_port("127.0.0.1", port) == "free"
 
 
+@pytest.mark.usefixtures("forecast_by_a_fork")
 def test_a_wrong_option_of_pytest_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["doctor", "--", "acceptance/test_hbm.py", "--lf", "--gpucluster-sku=H1000"]) == 2
     assert "H1000" in capsys.readouterr().err
