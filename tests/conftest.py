@@ -1,5 +1,6 @@
 """What tests of whole pytest sessions share."""
 
+import gc
 import os
 import resource
 import signal
@@ -29,6 +30,12 @@ _only_in_all = []
 def pytest_deselected(items):
     """Note what is left to the larger tier."""
     _only_in_all.extend(item.nodeid for item in items if item.get_closest_marker("extended"))
+
+
+def pytest_collection_finish():
+    """Keep the garbage collector from looking through what is loaded and collected."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

@@ -7,7 +7,6 @@ deadline, after which all of them are killed.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import re
 import signal
@@ -31,6 +30,7 @@ from light_server import recorders_are_forks
 from pytest_gpucluster.device.environment import VARIABLES
 from pytest_gpucluster.journal import journal
 from pytest_gpucluster.launch.forks import Forked
+from pytest_gpucluster.session import session
 
 DEADLINE_SECONDS = 120.0
 """Generous: nothing here should take a third of it."""
@@ -38,6 +38,7 @@ DEADLINE_SECONDS = 120.0
 yaml.compose = lru_cache(maxsize=16)(yaml.compose)
 keep_shipped_limits()
 be_an_ordinary_cpu()
+session._freeze_loaded_objects = lambda: None  # else each session in this process looks through all of torch first
 
 CPU = "--gpucluster-device=cpu"
 SHORT_FIXTURES = "pytest_gpucluster.short_fixtures"
@@ -181,7 +182,6 @@ class Project:
         with recorders_are_forks():
             result = self.pytester.runpytest_inprocess(*PLUGINS, *arguments, no_reraise_ctrlc=True)
         _forget_unloaded_modules()
-        gc.unfreeze()  # else the next session looks through all of torch first
         return Left(
             directory=self.path,
             exit=int(result.ret),
