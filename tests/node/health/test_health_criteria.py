@@ -185,7 +185,7 @@ TWO_RANKS = """
 def test_of_two_ranks_the_one_with_the_bad_gpu_is_named(tmp_path):
     files = {**suite_without("needs_gpu"), "conftest.py": TWO_RANKS}
     path = os.pathsep.join(str(folder) for folder in (Path(__file__).parent, Path(__file__).parents[2]))
-    run = torchrun.torchrun(tmp_path, files, environment={"PYTHONPATH": path}, deadline=20.0)
+    run = torchrun.torchrun(tmp_path, files, environment={"PYTHONPATH": path}, timeouts="stuck=30", deadline=60.0)
     assert run.left_over == []
     assert run.verdicts["test_gpu_computes"] == "passed", run.output
     assert run.verdicts["test_gpu_health"].startswith("failure: rank 1"), run.output
