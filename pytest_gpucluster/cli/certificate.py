@@ -1,4 +1,4 @@
-"""``gpucluster certificate``: create the certificate of an accepted run, and verify it."""
+"""``gpucluster certificate``: create the certificate of an accepted run, verify it, compare two of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pytest_gpucluster.analysis.certificate import (
     seal,
     seal_problems,
 )
+from pytest_gpucluster.analysis.certificate_diff import differences, judging_differences
 from pytest_gpucluster.cli.command import (
     DONE,
     NO_INPUT,
@@ -33,8 +34,9 @@ from pytest_gpucluster.cli.command import (
     require_other_file,
     write_text,
 )
+from pytest_gpucluster.errors import CertificateError
 from pytest_gpucluster.journal.journal import locate
-from pytest_gpucluster.text import printable
+from pytest_gpucluster.text import plural, printable
 
 NOT_ACCEPTED = 1
 
@@ -43,11 +45,12 @@ _EXAMPLES = """\
     gpucluster certificate create gpucluster-report/latest --out accepted.json --by "J. Doe" --note "order 4711"
     gpucluster certificate verify accepted.json --journal gpucluster-report/latest
     gpucluster certificate verify accepted.json --sha256 $DIGEST
+    gpucluster certificate diff accepted.json accepted-after-repair.json
     """
 _EXIT_CODES = {
-    DONE: "the certificate is written; it is intact and of an accepted run",
+    DONE: "the certificate is written; it is intact and of an accepted run; the two have the same parts",
     NOT_ACCEPTED: "the run was not accepted (then no certificate is written without --even-though-not-accepted); "
-    "the certificate was changed, is not of this journal, or is of a run that was not accepted",
+    "the certificate was changed, is not of this journal, or is of a run that was not accepted; the parts differ",
     NO_INPUT: "the journal or a certificate is missing, damaged, of another kind, or of a newer version",
 }
 
@@ -143,12 +146,43 @@ def _verify(options: argparse.Namespace) -> int:
     return DONE if document.is_accepted else NOT_ACCEPTED
 
 
+@command(
+    argument("old", metavar="OLD", type=Path, help="a certificate"),
+    argument("new", metavar="NEW", type=Path, help="a later one of the same nodes"),
+    help="compare the parts in two certificates",
+    examples=_EXAMPLES,
+    codes=_EXIT_CODES,
+)
+def _diff(options: argparse.Namespace) -> int:
+    """Name the parts that were moved, replaced, added or removed between two certificates, and firmware that
+    changed.
+    """
+    old, new = read_certificate(options.old), read_certificate(options.new)
+    for document in (old, new):
+        if not document.is_intact:
+            raise CertificateError(
+                f"{document.path}: it was changed after it was sealed, so it proves nothing; see "
+                "`gpucluster certificate verify`"
+            )
+    found = differences(old, new)
+    for difference in found:
+        _print_entry(f"{difference.kind:<13}", f"{difference.where}: {difference.what}")
+    print(plural(len(found), "difference") if found else "the same parts")
+    for line in judging_differences(old, new):
+        _print_entry("note", f"judged differently: {line}")
+    return NOT_ACCEPTED if found else DONE
+
+
 def _print_list(lines: Sequence[str], stream: TextIO | None = None) -> None:
     for line in lines:
-        print_paragraph(line, first="- ", rest="  ", stream=stream)
+        _print_entry("-", line, stream)
+
+
+def _print_entry(label: str, text: str, stream: TextIO | None = None) -> None:
+    print_paragraph(text, first=f"{label} ", rest=" " * (len(label) + 1), stream=stream)
 
 
 COMMAND = Group(
     description="Certify what was accepted: every part, value and limit, sealed by a digest.",
-    commands={"create": _create, "verify": _verify},
+    commands={"create": _create, "verify": _verify, "diff": _diff},
 )

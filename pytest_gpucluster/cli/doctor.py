@@ -230,11 +230,16 @@ def _slurm(run: Callable[..., Output], partition: str | None, environ: Mapping[s
     except EnvironmentBroken as error:
         return SlurmFacts(why_not=str(error))
     which = of_job or (["--partition", partition] if partition else [])
+    shown = run(["scontrol", "show", "config"], scheduler.ANSWER_SECONDS)
     listed = run(["sinfo", "--noheader", "--Node", *which, "--format", "%N|%G"], scheduler.ANSWER_SECONDS)
-    if listed.why_not:
-        return SlurmFacts(why_not=listed.why_not)
+    if why := shown.why_not or listed.why_not:
+        return SlurmFacts(why_not=why)
+    pairs = (line.partition("=") for line in shown.text.splitlines())
     nodes = (line.partition("|") for line in listed.text.splitlines())
-    return SlurmFacts(gpus={node.strip(): scheduler.gpus_of_gres(gres) for node, _, gres in nodes if node.strip()})
+    return SlurmFacts(
+        config={name.strip(): value.strip() for name, _, value in pairs},
+        gpus={node.strip(): scheduler.gpus_of_gres(gres) for node, _, gres in nodes if node.strip()},
+    )
 
 
 def _kubernetes(run: Callable[..., Output], namespace: str | None, selector: str | None) -> KubernetesFacts:

@@ -80,8 +80,9 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmFacts:
-    """``gpus``: node -> its GPUs in GRES; ``why_not``: why Slurm cannot be queried."""
+    """``scontrol show config`` by key; ``gpus``: node -> its GPUs in GRES; ``why_not``: why Slurm cannot be queried."""
 
+    config: Mapping[str, str] = field(default_factory=dict)
     gpus: Mapping[str, int] = field(default_factory=dict)
     why_not: str = ""
 
@@ -182,6 +183,8 @@ def _gpus(facts: Facts) -> Iterator[Obstacle]:
         allowed = f"a driver of branch {_LEAST_DRIVER.get(wanted[0], '?')} or newer"
         if wanted[0] > newest[0]:
             yield facts.stop("driver.old", found, allowed, f"a newer driver, or {install}")
+        elif wanted > newest:
+            yield facts.note("driver.older", found, f"{allowed}: minor versions are compatible", "`nvidia-smi`")
     if plan.cuda and not (plan.nvml or count) and wanted[0] <= newest[0]:
         remedy = "`nvidia-smi -L; echo $CUDA_VISIBLE_DEVICES; systemctl status nvidia-fabricmanager`"
         yield facts.stop("gpu.none", "torch sees no GPU", "one for each rank", remedy)
@@ -254,6 +257,10 @@ def _rendezvous(facts: Facts) -> Iterator[Obstacle]:
         yield facts.stop("rendezvous.silent", found, "all nodes reach each other", remedy)
 
 
+_LEAST_KILL_WAIT, _MOST_SLURMD_TIMEOUT = 30, 300
+"""Seconds: torchrun waits for 30 s after SIGTERM; Slurm's own default is 300 s (slurm.conf(5))."""
+
+
 def _slurm(facts: Facts) -> Iterator[Obstacle]:
     slurm, plan = facts.slurm, facts.plan
     if slurm is None:
@@ -262,6 +269,15 @@ def _slurm(facts: Facts) -> Iterator[Obstacle]:
         remedy = "`scontrol ping`; in a container mount Slurm's commands (docs/slurm.md, Containers)"
         yield facts.stop("slurm.silent", slurm.why_not, "Slurm answers", remedy, *plan.criteria("test_scheduler.py"))
         return
+    kill, lost = (re.match(r"\d+", slurm.config.get(name, "")) for name in ("KillWait", "SlurmdTimeout"))
+    if kill is None or int(kill[0]) < _LEAST_KILL_WAIT:
+        found = f"KillWait is {f'{kill[0]} s' if kill else 'unknown'}: a scancel may leave no reports"
+        remedy = "`scancel --batch --signal=TERM $JOB`, not a plain scancel; or KillWait=30 in slurm.conf"
+        yield facts.note("slurm.kill_wait", found, f"{_LEAST_KILL_WAIT} s or more", remedy)
+    if lost is None or not 0 < int(lost[0]) <= _MOST_SLURMD_TIMEOUT:
+        found = f"SlurmdTimeout is {f'{lost[0]} s (0: never)' if lost else 'unknown'}: Slurm notices a lost node late"
+        remedy = "SlurmdTimeout=300 in slurm.conf; the run itself names a lost node after 30 s"
+        yield facts.note("slurm.slurmd_timeout", found, f"1 to {_MOST_SLURMD_TIMEOUT} s", remedy)
     wanted = plan.gpus_per_node
     fitting = [node for node, gpus in slurm.gpus.items() if gpus >= wanted]
     if len(fitting) < plan.nodes:

@@ -46,7 +46,7 @@ AFTER = {
     "report": "re-render the reports of a run from its journal",
     "verdict": "print a run's verdict and exit with its code",
     "runs": "work with journals: compare, merge, fleet, crosscheck",
-    "certificate": "certificates of accepted runs: create, verify",
+    "certificate": "certificates of accepted runs: create, verify, diff",
 }
 COMMANDS = BEFORE | DURING | AFTER
 """Command -> help, in this order. ``COMMAND`` of the module ``cli.<command>`` carries it out."""

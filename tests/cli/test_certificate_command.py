@@ -65,11 +65,13 @@ def test_a_run_that_was_not_accepted_gives_no_record_or_one_that_says_so(runs, t
         assert all(line.isprintable() for line in text.splitlines())
 
 
-def test_a_changed_record_is_not_intact(accepted, tmp_path, capsys):
+def test_a_changed_record_is_not_intact_and_is_not_compared(accepted, tmp_path, capsys):
     forged = tmp_path / "forged.json"
     forged.write_text(accepted.read_text().replace("gpu-01", "gpu-99"))
     assert main.main(["certificate", "verify", str(forged)]) == 1
     assert f"NOT INTACT: {forged}\n" in capsys.readouterr().out
+    assert main.main(["certificate", "diff", str(accepted), str(forged)]) == 3
+    assert str(forged) in capsys.readouterr().err
 
 
 def test_a_record_that_was_sealed_anew_is_noticed_by_the_digest_that_was_kept(accepted, capsys):
@@ -85,6 +87,25 @@ def test_a_record_that_was_sealed_anew_is_noticed_by_the_digest_that_was_kept(ac
     assert "NOT INTACT" in capsys.readouterr().out
 
 
+def test_parts_that_were_swapped_are_reported_within_80_columns(accepted, tmp_path, capsys):
+    other = tmp_path / "later.json"
+    document = json.loads(accepted.read_text())
+    here, there = (node["gpus"][2] for node in document["record"]["nodes"])
+    for key in ("uuid", "serial"):
+        here[key], there[key] = there[key], here[key]
+    document["record"]["limits"]["sku"] = "H200"
+    document["sha256"] = digest(document["record"])
+    other.write_text(json.dumps(document))
+    assert main.main(["certificate", "diff", str(accepted), str(accepted)]) == 0
+    assert capsys.readouterr().out == "the same parts\n"
+    assert main.main(["certificate", "diff", str(accepted), str(other)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("moved         gpu-01 GPU 2 (00000000:3D:00.0) -> gpu-02 GPU 2")
+    assert "\n2 differences\n" in out
+    assert "SKU: H100 SXM -> H200\n" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_a_record_is_never_written_over_a_file_or_its_journal_by_mistake(runs, accepted, capsys):
     before = accepted.read_text()
     assert main.main(["certificate", "create", str(runs / "accepted"), "--out", str(accepted)]) == 4
@@ -97,7 +118,7 @@ def test_a_record_is_never_written_over_a_file_or_its_journal_by_mistake(runs, a
     assert journal.read_bytes() == kept
 
 
-@pytest.mark.parametrize("words", ["create {}/none", "verify {}/none"])
+@pytest.mark.parametrize("words", ["create {}/none", "verify {}/none", "diff {}/none {}/none"])
 def test_what_is_missing_is_exit_code_3(tmp_path, capsys, words):
     assert main.main(["certificate", *(word.format(tmp_path) for word in words.split())]) == 3
     assert "gpucluster: " in capsys.readouterr().err

@@ -53,7 +53,7 @@ PLAN = Forecast(
     tests=(SCHEDULER, RequiredTest(nodeid="acceptance/test_hbm.py::test_hbm[copy]", criterion="hbm")),
 )
 PLACE = Rendezvous(option="--master-addr", host="gpu-00", port=29500, answer="free")
-SLURM = SlurmFacts(gpus={"gpu-00": 8, "gpu-01": 8})
+SLURM = SlurmFacts(config={"KillWait": "30 sec", "SlurmdTimeout": "300 sec"}, gpus={"gpu-00": 8, "gpu-01": 8})
 
 
 def kubernetes_node(name: str = "a", **changes: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def of(**changes: Any) -> Callable[[Facts], Facts]:
 
 A100 = ("NVIDIA A100-SXM4-80GB",)
 SKIPPED = replace(SCHEDULER, skipped="needs 2 nodes, and there is 1", remedy="launch all")
-NOTES = {"node.unseen"}
+NOTES = {"driver.older", "node.unseen", "slurm.kill_wait", "slurm.slurmd_timeout"}
 OF_SLURM = {"test.skipped", "slurm.silent"}
 """Findings that cost one criterion only."""
 FAULTS: Mapping[str, tuple[Callable[[Facts], Facts], str]] = {
@@ -134,6 +134,7 @@ FAULTS: Mapping[str, tuple[Callable[[Facts], Facts], str]] = {
     "torch for cpu": (of_plan(cuda=None), "torch.cpu"),
     "no driver": (of_plan(nvml="NVML is not available", gpus=()), "driver.silent"),
     "an old driver": (of_plan(driver_cuda="12.8", gpus=()), "driver.old"),
+    "a driver of an older minor version": (of_plan(cuda="13.2"), "driver.older"),
     "hidden GPUs": (of_plan(gpus=()), "gpu.none"),
     "seven GPUs": (of_plan(gpus=PLAN.gpus[:7]), "gpu.count"),
     "a GPU without a rank": (of_plan(expect=None, ranks_per_node=7), "gpu.count"),
@@ -147,6 +148,8 @@ FAULTS: Mapping[str, tuple[Callable[[Facts], Facts], str]] = {
     "an unknown host": (of(unknown_names={"gpu-01": "no"}), "name.unknown"),
     "a login node": (of(elsewhere="look there"), "node.unseen"),
     "no Slurm": (of(slurm=SlurmFacts(why_not="scontrol not found")), "slurm.silent"),
+    "a short KillWait": (of_slurm(config={**SLURM.config, "KillWait": "5 sec"}), "slurm.kill_wait"),
+    "a SlurmdTimeout of never": (of_slurm(config={**SLURM.config, "SlurmdTimeout": "0 sec"}), "slurm.slurmd_timeout"),
     "too few GPUs in GRES": (of_slurm(gpus={"gpu-00": 8, "gpu-01": 7}), "slurm.gres"),
     "no kubectl": (of(kubernetes=KubernetesFacts(version="")), "kubernetes.kubectl"),
     "an old kubectl": (of_kubernetes(version="v1.26.9"), "kubernetes.kubectl"),
@@ -230,6 +233,7 @@ ANSWERS = {
     "kubectl auth can-i create services": "no\n",
     "kubectl auth": "yes\n",
     "kubectl get nodes": json.dumps({"kind": "NodeList", "items": [kubernetes_node()]}),
+    "scontrol show config": "Configuration data as of now\nKillWait                = 20 sec\n",
     "sinfo": "gpu-00|gpu:h100:8(S:0-1)\ngpu-01|(null)\n",
 }
 
@@ -262,7 +266,7 @@ def test_what_slurm_answers_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = collect("-- acceptance/", job)
     assert (facts.plan.nodes, bool(facts.elsewhere), facts.node) == (2, True, None)
     assert facts.slurm is not None
-    assert facts.slurm.gpus == {"gpu-00": 8, "gpu-01": 0}
+    assert (facts.slurm.config["KillWait"], facts.slurm.gpus) == ("20 sec", {"gpu-00": 8, "gpu-01": 0})
     on_a_node = collect("-- acceptance/", {**job, "SLURMD_NODENAME": "gpu-00"})
     assert (on_a_node.elsewhere, on_a_node.node is not None) == ("", True)
 
