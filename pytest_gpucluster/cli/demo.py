@@ -15,7 +15,6 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpucluster import files
 from pytest_gpucluster.cli.command import (
@@ -45,9 +44,6 @@ from pytest_gpucluster.reports.registry import existing_files
 from pytest_gpucluster.runners.run_result import Conclusion
 from pytest_gpucluster.simulation.faults import KINDS, Fault, parse
 from pytest_gpucluster.text import plural
-
-if TYPE_CHECKING:
-    pass
 
 REFUSED = 4
 """Exit code of pytest, and of this command, where nothing was run."""
