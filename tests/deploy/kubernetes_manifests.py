@@ -50,7 +50,7 @@ class RenderError(Exception):
 
 def load(text):
     """Return the documents of a YAML text; empty ones are left out."""
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.load_all(text, Loader=yaml.CSafeLoader) if document]
 
 
 def kustomizations(root=KUBERNETES):
