@@ -19,6 +19,7 @@ from planted_clock import CLOCK, clock_for
 from stamps import stamp
 
 from pytest_gpucluster.benchmarks import collectives
+from pytest_gpucluster.isolation import planner
 from pytest_gpucluster.isolation.planner import Planner
 from pytest_gpucluster.session.isolation import Isolator
 from pytest_gpucluster.session.run import RUN
@@ -29,6 +30,7 @@ FAULTS = os.environ["FAULTS"].split()
 SLOW_SECONDS = 1.0
 DROPPED_SECONDS = 6.0
 """How long a probe of a fabric that drops something is waited for. Of all others the end is waited for."""
+planner._SHOWN_PROBES = 8  # not 24: how often all is repeated is for tests/isolation
 WHY_NOT, EXCLUDE = Isolator.why_not, Isolator._exclude
 
 
