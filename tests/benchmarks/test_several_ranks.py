@@ -6,15 +6,21 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import CPU, on_ranks, outcome
 
 from pytest_gpucluster.benchmarks.group import Ranks, on_all_ranks, on_first_rank
 from pytest_gpucluster.benchmarks.storage.shared_filesystem import survey
-from pytest_gpucluster.benchmarks.training import fsdp
+from pytest_gpucluster.benchmarks.training import fsdp, scaling, throughput
 from pytest_gpucluster.benchmarks.training.fsdp import check_fully_sharded
-from pytest_gpucluster.benchmarks.training.model import Geometry
+from pytest_gpucluster.benchmarks.training.model import Geometry, make_decoder, on_meta
+from pytest_gpucluster.benchmarks.training.sharding import clip_shards, layout_defect, mesh_of, shard
+from pytest_gpucluster.benchmarks.training.step import Training, clip_gradients
+from pytest_gpucluster.benchmarks.training.throughput_setup import Setup
+from pytest_gpucluster.device.clock import ManualClock
+from pytest_gpucluster.metrics.sampling import Sampling
 
 GEOMETRY = Geometry(layers=1, width=64, heads=2, vocab=64, sequence=16)
 
@@ -70,6 +76,66 @@ def test_shards_on_two_ranks_train_as_one_process_and_other_weights_are_found():
     (_, victim), (_, culprit) = ranks
     assert not victim.fp32.losses
     assert culprit.startswith("WrongResult: rank 1 ")
+
+
+def train_parts(rank):
+    whole = Training(make_decoder(GEOMETRY, CPU, seed=1), CPU, precision="fp32")
+    model = shard(make_decoder(GEOMETRY, CPU, seed=1), mesh_of(group(), CPU), precision="fp32")
+    rows = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(0))
+    mine = rows[rank::2]
+    expected, found = whole.step([rows]), Training(model, CPU, precision="own").step([mine])
+    [own] = [float(one) for one in found.losses.flatten()]
+    graded = torch.nn.Linear(8, 8)
+    for weight in graded.parameters():
+        weight.grad = torch.full_like(weight, rank + 1.0)
+    norm = clip_shards(group(), CPU)(graded)
+    both = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(72)) for _ in range(2)])
+    for number, weight in enumerate(both, start=1):
+        weight.grad = torch.full((72,), float(number))
+    layouts = [layout_defect(model, on_meta(GEOMETRY), ranks=ranks, rank=rank) for ranks in (2, 4)]
+    norms = [float(one) for one in (found.gradient_norm, expected.gradient_norm, norm, clip_gradients(both))]
+    return own, float(expected.losses), norms, layouts
+
+
+def test_a_step_of_shards_has_the_loss_and_the_norm_of_a_whole_one():
+    ranks = on_ranks(2, train_parts)
+    assert sum(own for own, *_ in ranks) / 2 == pytest.approx(ranks[0][1], rel=1e-5)
+    for _, _, (norm, whole, clipped, both), (right, wrong) in ranks:
+        assert norm == pytest.approx(whole, rel=1e-4)
+        assert clipped == pytest.approx(both, rel=1e-5)
+        assert right == ""
+        assert "1/4" in wrong
+
+
+class Ticking(ManualClock):
+    """Each region takes as long as it is told."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.each = seconds
+
+    def read(self):
+        return [self.each for _ in super().read()]
+
+
+def train_at_rates(rank):
+    setup = Setup(geometry=GEOMETRY, strategy="ddp", batch=2, compiled=False, recompute=False, workers=0, prefetch=1)
+    sampling = Sampling(warmup_seconds=0, window_seconds=8, longest_seconds=16, tolerance_ratio=0.1)
+    # Alone rank 2 takes twice as long as the others; in the group each step takes what its slowest rank does, and more.
+    clocks = [lambda device: Ticking(2.0 if rank == 2 else 1.0), lambda device: Ticking(2.5)]
+    pieces = [replace(throughput.COMPONENTS, clock=clock) for clock in clocks]
+    alone = scaling.rates(group(), None, CPU, setup, sampling=sampling, components=pieces[0])
+    shared = scaling.rates(group(), group(), CPU, setup, sampling=sampling, components=pieces[1])
+    medians = [[one.median for one in found.of_rank] for found in (alone, shared)]
+    return alone.slowest, medians, scaling.efficiency(shared.of_rank, alone.of_rank).median
+
+
+def test_all_ranks_know_the_rates_of_all_and_the_slowest():
+    for slowest, (alone, shared), efficiency in on_ranks(3, train_at_rates):
+        assert slowest == 2
+        assert alone == pytest.approx([32, 32, 16])
+        assert shared == pytest.approx([32 / 2.5] * 3)
+        assert efficiency == pytest.approx(1 / 2.5)
 
 
 # ---- files

@@ -127,7 +127,7 @@ def fetch(
         return Path(start_call(lambda: huggingface_hub.snapshot_download(name, **options))(seconds))
     except EnvironmentBroken:
         raise
-    except Exception as error:
+    except Exception as error:  # of types as in ask; each becomes the error of what is not there
         why = first_line(listed if isinstance(listed, Exception) else error)
         raise EnvironmentBroken(
             f"{name}@{revision}: the hub does not provide it ({why}), and it is not in the hub's cache; give a local "

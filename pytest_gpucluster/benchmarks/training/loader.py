@@ -217,7 +217,8 @@ class Batches:
         try:
             batch = next(self._batches)
         except EnvironmentBroken as error:
-            problem = str(error).rpartition("EnvironmentBroken: ")[2].strip()  # a worker's has its traceback before it
+            # A worker's has its traceback before it.
+            problem = str(error).rpartition("EnvironmentBroken: ")[2].strip() or "a row cannot be read"
         except (RuntimeError, OSError, EOFError) as error:
             # A worker can die after it has announced a batch and before it has passed it on: then a connection breaks.
             problem = self._dead_worker() or _shared_memory_error(error, self._inspect)
