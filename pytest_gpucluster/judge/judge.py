@@ -281,7 +281,7 @@ def _judge_group(metric: Metric, group: Sequence[tuple[int, Measurement]], conte
         limit=bounds,
         margin=distance,
         median=stats.median(finite) if finite else None,
-        mean=math.fsum(value / len(finite) for value in finite) if finite else None,
+        mean=stats.mean(finite) if finite else None,
         ratio_to_median=min(ratios.values(), default=None),
         values={rank: measured.value for rank, measured in of.items()},
         samples={rank: measured.samples for rank, measured in of.items()},

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from fractions import Fraction
 
 import pytest
@@ -106,3 +107,9 @@ def test_the_interval_of_the_median_is_that_of_the_binomial_distribution(count):
 def test_the_largest_of_numbers_keeps_one_that_is_none(values):
     assert math.isnan(stats.largest(values))
     assert stats.largest([1.0, 3.0, 2.0]) == 3.0
+
+
+@pytest.mark.parametrize("value", [sys.float_info.max, -sys.float_info.max, 5e-324, 0.1])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_the_mean_of_equal_numbers_is_their_value_also_at_the_ends_of_a_float(value, count):
+    assert stats.mean(count * [value]) == value

@@ -147,8 +147,8 @@ class Session:
                 self._silence = ""
                 self._writer.add({"type": "silence", "at": _now(), "message": "", "text": ""})
         elif kind == FAULT_FILE:
-            self._fault_file = Path(os.fsdecode(content))
-            self._fault_offset = self._fault_size()
+            self._fault_file, self._fault_offset = Path(os.fsdecode(content)), 0
+            self._skip_fault_text()
         elif kind == RETRY:
             self._writer.retry()
             if self._send({"failure": self._writer.failure, "again": None}):
@@ -159,8 +159,7 @@ class Session:
             self._writer.add_encoded(content)
             if self._writer.builder.running is not before:
                 self._started_at = time.monotonic()
-                # What was written before this test does not belong to it.
-                self._fault_offset = self._fault_size()
+                self._skip_fault_text()
             if kind == END:
                 self._is_closed = True
                 journal = self._writer.journal()
@@ -234,6 +233,13 @@ class Session:
         if place is not None and place.gpu:
             parts.append(f"GPU {place.gpu.get('index', '?')} {place.gpu.get('uuid', '')[:12]}".rstrip())
         return f"rank 0 ({', '.join(parts)}, pid {self._parent})"
+
+    def _skip_fault_text(self) -> None:
+        """Leave out what was written before the test that begins, but for a fatal error: lines may be received only
+        after rank 0 has died."""
+        size = self._fault_size()
+        if not hang_diagnosis.fatal_error(self._fault_text()):
+            self._fault_offset = size
 
     def _fault_size(self) -> int:
         try:

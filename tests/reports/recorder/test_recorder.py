@@ -324,6 +324,24 @@ def test_the_faulthandlers_last_words_are_in_the_report(place):
     assert "Segmentation fault" in (place / "report.xml").read_text()
 
 
+def test_a_recorder_that_reads_the_last_lines_only_after_a_crash_has_its_reason(place):
+    then = """
+    import ctypes, faulthandler
+    file = open(place / "fault", "w")
+    handle.fault_file(place / "fault")
+    faulthandler.enable(file)
+    os.kill(handle.pid, signal.SIGSTOP)
+    handle.send({"type": "start", "nodeid": "t.py::test_c", "at": "", "deadline_seconds": 300})
+    ctypes.string_at(0)
+    """
+    with rank_0(place, [RUN, COLLECTED], then) as process:
+        process.wait(DEADLINE)
+        recorder = int((place / "pid").read_text())
+        os.kill(recorder, signal.SIGCONT)
+        assert client.wait_for_end(recorder, DEADLINE)
+    assert verdicts(place / "report.xml")["test_c"].endswith("(Fatal Python error: Segmentation fault)")
+
+
 def test_a_rank_0_that_ends_before_its_first_line_leaves_no_recorder(place):
     with rank_0(place, [], "os._exit(1)") as process:
         process.wait(DEADLINE)
