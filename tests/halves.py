@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-FIRST = ("acceptance", "config", "deploy", "journal", "perf", "session")
+FIRST = ("acceptance", "config", "deploy", "faults", "journal", "perf", "session")
 
 
 def main(options):

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -87,6 +88,8 @@ def serve(requests: socket.socket, become: Callable[[Sequence[str]], NoReturn]) 
     _keep_unrewritten()
     gc.collect()
     gc.freeze()  # else the first collection of each fork copies the pages of all that is loaded
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # of torch's operators: they would take 0.1 s at the end of each fork
     replies: dict[int, socket.socket] = {}
     ended, woken = os.pipe()
     for end in (ended, woken):

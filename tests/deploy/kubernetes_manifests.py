@@ -10,6 +10,7 @@ What a schema cannot say is looked at here as well: a volume that is mounted mus
 that a pod reads. Kubernetes takes such a manifest, and its pods wait for ever.
 """
 
+import functools
 import re
 import shutil
 import subprocess
@@ -35,6 +36,7 @@ VERSIONS = tuple(
     )
 )
 """Of Kubernetes, by which manifests are judged, oldest first."""
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 CUSTOM = ("trainer.kubeflow.org/", "kubeflow.org/", "jobset.x-k8s.io/")
 """Groups whose schemas are not Kubernetes' own. Of their documents only the pod templates are judged here."""
 

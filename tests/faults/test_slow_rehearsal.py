@@ -6,7 +6,7 @@ from torchrun import torchrun
 RANK_1 = "rank 1 (node-a)"
 SUITE = {
     "test_it.py": """
-        import multiprocessing
+        import subprocess
         import threading
         import time
         import pytest
@@ -36,7 +36,7 @@ SUITE = {
             measure("gpu.usable_dtypes", 4, unit="dtypes")
 
         @pytest.mark.criterion("matmul")
-        @pytest.mark.deadline(2)
+        @pytest.mark.deadline(1)
         def test_collectives_go_on(cluster):
             while True:
                 spin(0.05)
@@ -56,15 +56,14 @@ SUITE = {
             pass
 
         @pytest.mark.criterion("hbm")
-        @pytest.mark.deadline(2)
+        @pytest.mark.deadline(1)
         def test_children_compute(cluster):
-            child = multiprocessing.get_context("spawn").Process(target=spin, args=(20,), daemon=True)
-            child.start()
+            child = subprocess.Popen(["sh", "-c", "while :; do :; done"])
             try:
-                child.join()
+                child.wait()
             finally:
                 child.kill()
-                child.join()
+                child.wait()
 
         @pytest.mark.criterion("matmul")
         def test_inconclusive(measure):
@@ -89,19 +88,19 @@ SUITE = {
         def test_passes(measure):
             measure("hbm.copy.bandwidth", 2, unit="TB/s")
 
-        @pytest.mark.deadline(2)
+        @pytest.mark.deadline(1)
         @pytest.mark.hangs
         def test_hangs(cluster):
             if RANK == 1:
                 spin(600)
             all_reduce(cluster)
 
-        @pytest.mark.deadline(2)
+        @pytest.mark.deadline(1)
         @pytest.mark.hangs
         def test_hangs_while_a_thread_spins(cluster):
             lock = threading.Lock()
             lock.acquire()
-            spinning = threading.Thread(target=spin, args=(3,), daemon=True)
+            spinning = threading.Thread(target=spin, args=(2,), daemon=True)
             spinning.start()
             try:
                 lock.acquire()

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from pytest_gpucluster.device.clock import ManualClock
 
-REGION_SECONDS = 0.025
-SLOW_SECONDS = 100.0
+REGION_SECONDS = 0.1
+SLOW_SECONDS = 400.0
 """What a slow piece adds: far beyond the limits of a rehearsal."""
 
 
