@@ -49,8 +49,8 @@ docs-site: $(STAMP) ## the documentation as a site with search, in build/site
 test: $(STAMP) ## run the project's own tests: all that pip alone can run, warnings being errors
 	$(PY) tests/halves.py -m "not extended" --durations=6 --durations-min=10
 
-smoke: $(STAMP) ## one short run of each real service: Slurm, ssh, a browser
-	$(PY) -m pytest tests/deploy tests/runners tests/reports -m smoke
+smoke: $(STAMP) ## one short run of each real service, Slurm, ssh, a browser, and of the self-test
+	$(PY) -m pytest tests/deploy tests/runners tests/reports tests/selftest -m smoke
 
 test-all: $(STAMP) ## all tests, those of real services and of perf/ too, and 30 rounds of faults
 	$(PY) tests/halves.py --durations=12 --durations-min=10

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -161,6 +162,7 @@ def _xids() -> Iterator[str]:
     )
 
 
+@functools.cache
 def variables_read() -> dict[str, list[str]]:
     """Return the variables of launchers and schedulers that the package names, with the modules that name them."""
     found: dict[str, set[str]] = {}

@@ -1,6 +1,7 @@
 """The messages that pages quote with an ellipsis are those of the code, so that an operator finds them by searching."""
 
 import ast
+import functools
 import re
 
 from each import of_each
@@ -12,6 +13,7 @@ SHORTEST = 9
 """A shorter piece of a message, such as "on rank", is found anywhere."""
 
 
+@functools.cache
 def source_texts():
     """All texts of the package, the suite and the scripts, a placeholder being a NUL."""
     found = []
@@ -28,14 +30,11 @@ def source_texts():
     return "\n".join(" ".join(text.split()) for text in found)
 
 
-TEXTS = source_texts()
-
-
 def unknown_pieces(page):
     for line, code in page.code:
         for piece in code.split("…") if "…" in code else ():
             words = piece.strip(" .:;,()[]")
-            if len(words) >= SHORTEST and words not in TEXTS and not OF_OTHERS.search(words):
+            if len(words) >= SHORTEST and words not in source_texts() and not OF_OTHERS.search(words):
                 yield f"{page.name}:{line}: `{code}`: no text of this project has {words!r}"
 
 

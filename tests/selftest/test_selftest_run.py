@@ -119,6 +119,8 @@ def test_lines_and_files_are_without_the_names_of_the_host(monkeypatch: pytest.M
     assert not [text for text in files.values() if "gpu-07" in text or "4a5fe89e" in text]
 
 
+@pytest.mark.extended  # each of its processes loads torch
+@pytest.mark.smoke
 def test_on_cpu_all_of_it_runs_and_the_archive_has_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

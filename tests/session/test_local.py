@@ -344,7 +344,7 @@ def test_what_is_too_slow_on_one_worker_is_skipped(project):
     def test_computes(measure): measure("gpu.usable_dtypes", 4, unit="dtypes")
 
     @pytest.mark.criterion("matmul")
-    @pytest.mark.deadline(2)
+    @pytest.mark.deadline(1)
     def test_slow(cluster):
         until = time.monotonic() + 60 * RANK
         while time.monotonic() < until:
