@@ -101,6 +101,14 @@ def test_each_host_has_an_agent_and_the_verdict_comes_last(run, tmp_path):
     assert [str(fault) for fault in described.faults.all] == ["slow-gpu:gpu-01/1=20%"]
 
 
+@pytest.mark.parametrize(("free", "told"), [(1.44e9, False), (1.43e9, True), (None, False)])
+def test_too_little_memory_is_said_before_anything_is_started(tmp_path, monkeypatch, capfd, free, told):
+    monkeypatch.setattr(demo.Tree, "meminfo", lambda self, name: free)
+    monkeypatch.setattr(demo, "_run_nodes", lambda *given: (SimpleNamespace(exit=0, line="the end"), ""))
+    assert main.main(["demo", "2x2xH100", f"--report-dir={tmp_path}"]) == 0
+    assert ("1.4 GB of memory" in " ".join(capfd.readouterr().err.split())) == told
+
+
 def test_narration_says_what_happens_and_where_the_culprit_stands(run, tmp_path):
     code, output, errors = run("--narrate", "--fault=slow-gpu:gpu-01/1", VICTIM="3")
     assert code == 1, output

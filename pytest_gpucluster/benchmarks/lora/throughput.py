@@ -77,7 +77,8 @@ def lora_throughput(
         sequence: positions of a block.
         sampling: how long to warm up and to measure, and the required confidence.
         during: entered while steps are timed, not during the warm-up.
-        progress: called with the step, the number of steps, the loss and the rate.
+        progress: called after some steps each, with the step, the number of steps as far as it is known, the loss and
+            the rate.
         components: by default ``COMPONENTS`` of ``trainer``.
 
     Raises:
@@ -91,26 +92,27 @@ def lora_throughput(
         positions = sequence if kept is base else memory.kept(sequence, _KEPT_SEQUENCE)
         packed = random_blocks(4 * recipe.global_batch, positions, kept.geometry.vocab, recipe.seed)
         trainer = Trainer(group, device, base, recipe, packed, components=components, sequence=sequence)
-        taken = 0
+        losses: list[float] = []
 
         def take(count: int) -> list[float]:
-            nonlocal taken
             seconds = []
             for _ in range(count):
-                taken += 1
-                step = trainer.step(taken)
+                step = trainer.step(len(losses) + 1)
                 if not step.all_finite:
                     raise WrongResult(
-                        f"step {taken}: the loss is {step.loss} and the gradients' norm {step.gradient_norm}, and both "
-                        "must be finite. Check -k ddp and the GPU"
+                        f"step {step.step}: the loss is {step.loss} and the gradients' norm {step.gradient_norm}, and "
+                        "both must be finite. Check -k ddp and the GPU"
                     )
+                losses.append(step.loss)
                 seconds.append(step.seconds)
-                if progress is not None:
-                    rate = trainer.tokens_of_rank / step.seconds
-                    progress(taken, recipe.steps, loss=step.loss, tokens_per_second=rate)
             return seconds
 
-        steady = SteadySteps(trainer.ranks, take, sampling, now=memory.now)
+        def show(to_come: int, step_seconds: float) -> None:
+            if progress is not None:
+                rate = trainer.tokens_of_rank / step_seconds
+                progress(len(losses), len(losses) + to_come, loss=losses[-1], tokens_per_second=rate)
+
+        steady = SteadySteps(trainer.ranks, take, sampling, show, now=memory.now)
         with counted(WARM_UP):
             planned = steady.warm_up()
         with counted(MEASURING), during:
@@ -120,7 +122,7 @@ def lora_throughput(
             flops_per_token=base.flops_per_token(sequence),
             peak_bytes=memory.peak_bytes(),
             recomputes=trainer.recomputes,
-            steps=taken,
+            steps=len(losses),
             notes=tuple(trainer.notes),
         )
 
