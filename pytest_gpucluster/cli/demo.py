@@ -227,8 +227,10 @@ def _start(
 ) -> Forked:
     notes, terminal = folders[0] / host, folders[1] / f"{host}.txt"
     notes.mkdir()
-    # torch looks up the name of each connection's other end, and waits 10 s for a name server that does not answer.
-    environ = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", **os.environ, VARIABLE: str(notes)}
+    # torch looks up the name of each connection's other end, waits 10 s for a name server that does not answer, and
+    # says so.
+    of_torch = {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environ = {"OMP_NUM_THREADS": "1", **of_torch, **os.environ, VARIABLE: str(notes)}
     environ["GPUCLUSTER_HOSTNAME"] = host
     environ["TMPDIR"] = str(folders[0])  # what a rank that was killed has left goes with it
     command = [sys.executable, "-m", AGENT, f"--node-rank={rank}", *words]

@@ -169,6 +169,8 @@ def become_program(command: Sequence[str]) -> NoReturn:
     at = command.index("-m") + 1
     sys.argv = list(command[at:])
     sys.path.insert(0, os.getcwd())
+    if not hasattr(sys.modules.get(command[at]), "__path__"):  # a module: runpy warns of one that is loaded
+        sys.modules.pop(command[at], None)
     exit_as_python(lambda: runpy.run_module(command[at], run_name="__main__", alter_sys=True))
 
 

@@ -92,6 +92,7 @@ def test_each_host_has_an_agent_and_the_verdict_comes_last(run, tmp_path):
     assert "PASSED  second" in output
     assert "Warning" not in output
     assert errors[0].startswith("gpucluster: 4 ranks on 2 simulated hosts, with slow-gpu:gpu-01/1=20%;")
+    assert [line for line in errors if not line.startswith("gpucluster: ")] == []
     folder = (tmp_path / "reports" / "latest").resolve()
     assert f"report: {folder}/report.html\n" in output
     assert errors[-1].startswith("gpucluster: SIMULATED, exit code 0: 2 passed; 2 nodes")
