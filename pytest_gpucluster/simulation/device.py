@@ -33,7 +33,7 @@ from pytest_gpucluster.device.interface import Capability
 from pytest_gpucluster.device.products import Multiply
 from pytest_gpucluster.metrics.datasheets import SKUS
 from pytest_gpucluster.metrics.units import show
-from pytest_gpucluster.simulation import nccl
+from pytest_gpucluster.simulation import nccl, node
 from pytest_gpucluster.simulation.cluster import Cluster
 from pytest_gpucluster.simulation.machine import Machine
 from pytest_gpucluster.simulation.nvml import CONTEXT_BYTES, FAULT_AFTER_SECONDS, HOT_RATIO, POWER_EXPONENT
@@ -141,10 +141,13 @@ class World:
             left *= LANES_FACTOR  # it shares another one
         if has("no-gdr", place.host):
             left *= NO_GDR_FACTOR
-        often = has("flapping-port", place.host, port)
-        if often and random.Random(f"{self.cluster.seed}/{port}/{self.turn // 8}").random() < often:
-            left *= DEAD_FACTOR
-        return left
+        return left * (DEAD_FACTOR if self.is_flapping(place) else 1.0)
+
+    def is_flapping(self, place: Place) -> bool:
+        """Whether the port of a place is without a link now, for 8 exchanges of the same ranks."""
+        port = self.cluster.port_of(place.gpu) or ""
+        often = self.cluster.faults.amount("flapping-port", place.host, port)
+        return bool(often) and random.Random(f"{self.cluster.seed}/{port}/{self.turn // 8}").random() < (often or 0)
 
     def slowest(self, places: tuple[Place, ...]) -> tuple[float, float]:
         """Return what is left of the rates of the slowest of these GPUs, and of the slowest of their ports."""
@@ -434,6 +437,8 @@ class Simulated(Cpu):
             places = (world.me, places[dist.get_group_rank(group, peer)])
         world.turns[frozenset(places)] += 1
         world.turn = world.turns[frozenset(places)]
+        if not world.turn % 8 and world.is_flapping(world.me) and len({place.host for place in places}) > 1:
+            node.lose_link(world.cluster.port_of(world.me.gpu) or "")
         self._work(self._transfer_seconds(name, payload_bytes, places), COPIES)
 
     def _transfer_seconds(self, name: str, payload_bytes: int, places: tuple[Place, ...]) -> float:

@@ -18,6 +18,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from pytest_gpucluster.device.identity import VisibleGpu, VisibleGpus
+from pytest_gpucluster.files import atomic_write
 from pytest_gpucluster.node import host as host_facts
 from pytest_gpucluster.node import inventory, kernel_log, name_resolution, network, nvml, sysfs
 from pytest_gpucluster.node.health import telemetry
@@ -343,6 +344,12 @@ def _write_port(cluster: Cluster, host: str, node: _Files, number: int) -> None:
         node.write(f"{card}/ports/1/{attribute}", content)
     node.link(f"{card}/device", function)
     node.write(f"/dev/infiniband/uverbs{number}", "")
+
+
+def lose_link(port: str) -> None:
+    """Let a port of the host that this process is one of count that it has lost its link."""
+    path = sysfs.ROOT / f"sys/class/infiniband/{port}/ports/1/counters/link_downed"
+    atomic_write(path, f"{int(path.read_text(encoding='ascii')) + 1}\n")
 
 
 # ---- in force --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from pytest_gpucluster.device import backends
 from pytest_gpucluster.errors import WrongResult, connection_cut
 from pytest_gpucluster.judge import loader
 from pytest_gpucluster.metrics.sampling import Sampling
+from pytest_gpucluster.node import sysfs
 from pytest_gpucluster.simulation.cluster import load, shipped
 from pytest_gpucluster.simulation.device import Exchange, Place, Simulated, World, calls, plant_in_training
 from pytest_gpucluster.simulation.faults import parse
@@ -160,11 +161,19 @@ def test_the_slowest_part_of_a_group_decides(world, fault, left):
     assert sum(busbw()) == pytest.approx(healthy / left, rel=0.02)
 
 
-def test_a_port_that_flaps_is_slow_now_and_then(world):
-    world("flapping-port:gpu-00/mlx5_5")
+@pytest.mark.parametrize(("port", "is_mine"), [("gpu-00/mlx5_5", False), ("gpu-01/mlx5_3", True)])
+def test_a_port_that_flaps_is_slow_now_and_then_and_counts_the_links_that_it_has_lost(
+    world, tmp_path, monkeypatch, port, is_mine
+):
+    monkeypatch.setattr(sysfs, "ROOT", tmp_path)
+    count = tmp_path / "sys/class/infiniband/mlx5_3/ports/1/counters/link_downed"
+    count.parent.mkdir(parents=True)
+    count.write_text("3\n")
+    world(f"flapping-port:{port}")
     seconds = busbw()
     slow = sum(one > 2 * min(seconds) for one in seconds) / len(seconds)
     assert 0.02 < slow < 0.3
+    assert (int(count.read_text()) > 3) == is_mine
 
 
 def test_nvls_matters_within_a_node_only(world):

@@ -27,6 +27,7 @@ from pytest_gpucluster.node.infiniband import BYTES, CARRIER_DOWN, ETHERNET, LIN
 from pytest_gpucluster.node.infiniband import INFINIBAND as LAYER_OF_FABRIC
 from pytest_gpucluster.node.kernel_log import KernelLog, Xid
 from pytest_gpucluster.node.nvml import Nvml, read_values
+from pytest_gpucluster.text import plural
 
 
 def ports_of_node() -> Adapters:
@@ -222,12 +223,14 @@ class Changes:
         faults: of these, what rejects the hardware.
         notes: a counter that was reset, an Xid that demands no action on the hardware, another job's GPU.
         missing: query, ``xid`` or ``infiniband`` -> why it could not be compared. The caller knows the required ones.
+        ranks_of_node: whose fault it is where it is none of a GPU, as with a port.
     """
 
     changed: dict[str, float] = field(default_factory=dict)
     faults: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    ranks_of_node: Sequence[int] = ()
 
     def require_no_fault(self) -> None:
         """Raise the faults, each with its GPU or host and what to do.
@@ -236,9 +239,14 @@ class Changes:
         """
         if self.faults:
             codes = ", ".join(dict.fromkeys(fault.code for fault in self.faults))
-            places = ", ".join(dict.fromkeys(str(fault.gpu) for fault in self.faults))
+            places = ", ".join(
+                dict.fromkeys(
+                    f"{fault.gpu}: {fault.found}" if fault.gpu == Identity(host=fault.gpu.host) else str(fault.gpu)
+                    for fault in self.faults
+                )
+            )
             text = [f"{codes} during this test: {places}", *(f"- {one}" for one in self.faults)]
-            raise HardwareFault("\n".join(text), ranks=ranks_of(self.faults))
+            raise HardwareFault("\n".join(text), ranks=ranks_of(self.faults) or self.ranks_of_node)
 
     def _fault(self, gpu: Identity, code: str, found: str, remedy: str) -> None:
         self.faults.append(hardware(code, gpu, found, allowed="none during a test", remedy=remedy))
@@ -249,7 +257,8 @@ def changes(before: Counters, after: Counters) -> Changes:
 
     A counter that is lower than before was reset or wrapped; its value is then the least growth.
     """
-    found = Changes(missing={**before.missing, **after.missing})
+    ranks = {gpu.rank for gpu in after.gpus_of_node.values() if gpu.rank is not None}
+    found = Changes(missing={**before.missing, **after.missing}, ranks_of_node=sorted(ranks))
     if after.lost and not before.lost:
         found._fault(after.gpu, "gpu_lost", f"the GPU no longer answers: {after.lost}", FINDINGS["gpu_lost"][2])
     for name, value in after.values.items():
@@ -312,7 +321,8 @@ def _compare_ports(before: Counters, after: Counters, found: Changes) -> None:
         for counter in (LINK_DOWNED, CARRIER_DOWN):
             times = found.changed.get(f"{INFINIBAND}.{port}.{counter}", 0)
             if times > 0:
-                wrong.append(("link_down", f"port {port} has lost its link {_whole(times)} times ({counter})", _CABLE))
+                lost = f"port {port} has lost its link {plural(round(times), 'time')} ({counter})"
+                wrong.append(("link_down", lost, _CABLE))
         if old.is_active and new is None:
             why = after.missing.get(INFINIBAND)
             gone = f"port {port} was Active before, and its HCA is gone" + (f": {why}" if why else "")
