@@ -169,7 +169,7 @@ class Crowd:
             return exchange.run(body, lambda bodies: {}, deadline_seconds=300.0)
 
         ids = self._plan.node_ids
-        verdict = agree("collection", {"ids": ids, "workload": [], "errors": []})
+        verdict = agree("collection", {"ids": ids, "workload": [], "errors": [], "slowdown": 1.0})
         if verdict.get("ids") != ids:
             raise RuntimeError(f"rank 0 collected something else: {verdict!r:.300}")
         for number, nodeid in enumerate(ids):
