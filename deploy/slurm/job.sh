@@ -185,9 +185,12 @@ run_suite() {
     [[ -n $heard ]] || break
     [[ -z $resending ]] || continue
     say "ended by the time limit or scancel: the ranks end in order, and the reports are written"
-    # More than once: a node that was just starting may have missed it. But only while this script lives: a job that is
-    # requeued has the same number.
-    while kill -0 "$$" 2>/dev/null && scancel --signal=URG "$own" 2>/dev/null; do sleep 5; done &
+    # More than once: a node that was just starting may have missed it. But not for longer than this script lives, for a
+    # job that is requeued has the same number: scancel itself tries a job that is just ending again, after 5 s.
+    while kill -0 "$$" 2>/dev/null; do
+      timeout 4 scancel --signal=URG "$own" 2>/dev/null
+      sleep 5
+    done &
     resending=$!
   done
   if [[ -n $resending ]]; then
