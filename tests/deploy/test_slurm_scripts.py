@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ _ENROOT = """\
 _SCANCEL = """\
 #!/bin/bash
 printf '%s\\n' "$*" >>"$FAKES/scancel.log"
+[[ -z $FAKE_STAYS ]] || { echo $$ >"$FAKES/scancel.pid"; exec sleep 60 >/dev/null; }
 exit 1
 """
 _NVIDIA_SMI = """\
@@ -192,6 +194,16 @@ def test_who_is_told_to_end_ends_its_own_ranks_alone(fakes):
     (fakes.folder / "scancel.log").unlink()
     fakes.start("acceptance.sbatch", environ={"FAKE_TOLD": "yes", "SLURM_JOB_ID": "4712"})
     assert fakes.log("scancel") == ["--signal=URG 4712"]
+
+
+def test_a_signal_is_not_sent_again_once_its_attempt_of_the_job_has_ended(fakes):
+    """A job that is requeued has the same number, and scancel itself tries again."""
+    fakes.start("acceptance.sbatch", environ={"FAKE_TOLD": "yes", "FAKE_STAYS": "yes"})
+    process = Path("/proc", (fakes.folder / "scancel.pid").read_text().strip())
+    until = time.monotonic() + 30
+    while process.exists():
+        assert time.monotonic() < until, "it still waits to signal the next attempt"
+        time.sleep(0.1)
 
 
 def test_each_node_is_told_its_number_and_where_all_meet(fakes):
