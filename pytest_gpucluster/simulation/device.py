@@ -146,8 +146,8 @@ class World:
     def is_flapping(self, place: Place) -> bool:
         """Whether the port of a place is without a link now, for 8 exchanges of the same ranks."""
         port = self.cluster.port_of(place.gpu) or ""
-        often = self.cluster.faults.amount("flapping-port", place.host, port)
-        return bool(often) and random.Random(f"{self.cluster.seed}/{port}/{self.turn // 8}").random() < (often or 0)
+        often = self.cluster.faults.amount("flapping-port", place.host, port) or 0.0
+        return often > 0 and random.Random(f"{self.cluster.seed}/{port}/{self.turn // 8}").random() < often
 
     def slowest(self, places: tuple[Place, ...]) -> tuple[float, float]:
         """Return what is left of the rates of the slowest of these GPUs, and of the slowest of their ports."""
