@@ -114,7 +114,7 @@ _WRITTEN_IF_ANY = ("stopped", "shipped", "evidence", "baseline")
 _CAUSES = (
     ("finite_steps",),
     ("verified", "wrong_words", "repeated"),
-    ("gradient_error", "loss_error", "weight_error", "ddp_loss_error"),
+    ("gradient_error", "loss_error", "weight_error"),
     ("bf16_gradient_error", "bf16_loss_error", "bf16_weight_error"),
     ("unchanged_base", "moved_adapters", "replayed_steps", "resume_error", "reshard_error", "reload_error"),
     ("group_error", "data_wait"),

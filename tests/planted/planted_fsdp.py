@@ -12,7 +12,7 @@ from pytest_gpucluster.benchmarks.training.step import PARTS, clip_gradients, to
 CASES = {
     "1x2": {
         "test_fsdp": (
-            *("none", "nosync", "offload", "sum", "scaled", "moments"),
+            *("none", "nosync", "sum", "scaled", "moments"),
             *("block", "weight", "samedata", "nan", "inf", "frozen", "start"),
         ),
     },
@@ -27,12 +27,6 @@ def flip(weight):
 def unsynchronized(model, mesh, **how):
     sharded = sharding.shard(model, mesh, **how)
     sharded.set_requires_gradient_sync(False)
-    return sharded
-
-
-def unsynchronized_offload(model, mesh, *, cpu_offload=False, **how):
-    sharded = sharding.shard(model, mesh, cpu_offload=cpu_offload, **how)
-    sharded.set_requires_gradient_sync(not cpu_offload)
     return sharded
 
 
@@ -108,7 +102,6 @@ BETWEEN = Between()
 FAULTS = {
     "none": COMPONENTS,
     "nosync": replace(COMPONENTS, shard=unsynchronized),
-    "offload": replace(COMPONENTS, shard=unsynchronized_offload),
     "sum": with_step(clip=undivided),
     "block": replace(COMPONENTS, shard=block_left_out),
     "weight": replace(COMPONENTS, shard=weight_left_out),

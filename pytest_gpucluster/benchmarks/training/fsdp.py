@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pytest_gpucluster.benchmarks.memory_budget import releases_memory
-from pytest_gpucluster.benchmarks.training.fingerprint import relative
 from pytest_gpucluster.benchmarks.training.model import Decoder, Geometry, make_decoder, on_meta
 from pytest_gpucluster.benchmarks.training.parity import (
     COMPONENTS,
@@ -21,13 +18,12 @@ from pytest_gpucluster.benchmarks.training.parity import (
 )
 from pytest_gpucluster.benchmarks.training.sharding import (
     bytes_of,
-    clip_shards,
     layout_defect,
     mesh_of,
     part_of,
     shard,
 )
-from pytest_gpucluster.benchmarks.training.step import PARTS, Training, replicate
+from pytest_gpucluster.benchmarks.training.step import Training
 from pytest_gpucluster.device.products import deterministic, numerics
 from pytest_gpucluster.metrics.stats import largest
 from pytest_gpucluster.metrics.time_budget import VERIFYING, counted
@@ -38,17 +34,13 @@ class FullySharded:
     """The result.
 
     Attributes:
-        fp32, offloaded: steps in fp32, with weights and optimizer on the device and in the host's memory, compared with
-            one process's in fp32.
+        fp32: steps in fp32, compared with one process's in fp32.
         bf16: steps in bf16, compared with one process's with the same precisions.
-        ddp_loss_error: of this rank's losses in fp32 from those of DistributedDataParallel on the same ranks, a ratio.
         share: bytes of weights and moments on this rank, over those of 1/N of each weight.
     """
 
     fp32: Parity
-    offloaded: Parity
     bf16: Parity
-    ddp_loss_error: float
     share: float
 
 
@@ -68,10 +60,10 @@ def check_fully_sharded(
     Collective: every rank of the group must call this, with the same sizes.
 
     FSDP2 broadcasts no weights, so before the first step the ranks compare their initial ones. Then every weight must
-    be divided into equal parts, block by block. It is trained in fp32, twice; in fp32 with the weights in the host's
-    memory; and in bf16. There are no replicas to compare. Instead each rank repeats its optimizer's step on a copy, and
-    both trainings in fp32 must give the same bits on every rank after every step, with torch's deterministic
-    algorithms. After each step all ranks see whether there is a defect, and stop together; the ranks at fault raise.
+    be divided into equal parts, block by block. It is trained in fp32, twice, and in bf16. There are no replicas to
+    compare. Instead each rank repeats its optimizer's step on a copy, and both trainings in fp32 must give the same
+    bits on every rank after every step, with torch's deterministic algorithms. After each step all ranks see whether
+    there is a defect, and stop together; the ranks at fault raise.
 
     Args:
         group: the ranks that share the model.
@@ -93,14 +85,9 @@ def check_fully_sharded(
     )
     shares: list[float] = []
 
-    def sharded(used: Components, *, precision: str = "fp32", cpu_offload: bool = False) -> Training:
-        model = used.shard(
-            used.make(geometry, device, seed=0), mesh_of(group, device), precision=precision, cpu_offload=cpu_offload
-        )
-        parts = used.step
-        if cpu_offload and parts.clip is PARTS.clip:
-            parts = replace(parts, clip=clip_shards(group, device))
-        return Training(model, device, precision="own", parts=parts)
+    def sharded(used: Components, precision: str) -> Training:
+        model = used.shard(used.make(geometry, device, seed=0), mesh_of(group, device), precision=precision)
+        return Training(model, device, precision="own", parts=used.step)
 
     def of_one(precision: str) -> Training:
         model = make_decoder(geometry, device, seed=0)
@@ -120,41 +107,21 @@ def check_fully_sharded(
         part, held = bytes_of(parts), bytes_of([*training.model.parameters(), *training.moments()])
         shares.append(held / (3 * part) if part else 1.0)  # AdamW keeps two moments of each weight
 
-    def train(where: str, *, first: bool = False, before: Parity | None = None, **how: Any) -> Parity:
+    def train(where: str, *, precision: str = "fp32", before: Parity | None = None) -> Parity:
         return check.train(
-            lambda used: sharded(used, **how),
-            of_one(how.get("precision", "fp32")) if before is None and not check.defects else None,
+            lambda used: sharded(used, precision),
+            of_one(precision) if before is None and not check.defects else None,
             f" {where}",
             before=before,
             defect_of=partial(wrong_layout, where),
-            at_end=measure_share if first else lambda training: None,
+            at_end=measure_share,
         )
 
     with counted(VERIFYING), numerics("highest"), deterministic():
         check.require_memory("fsdp")
         check.compare_starts()
-        fp32 = train("in fp32", first=True)
+        fp32 = train("in fp32")
         train("in the replay", before=fp32)
-        offloaded = train("in fp32 with cpu_offload", cpu_offload=True)
-        ddp_loss_error = _ddp_loss_error(check, fp32)
         bf16 = train("in bf16", precision="bf16")
         check.raise_defect()
-        return FullySharded(
-            fp32=fp32,
-            offloaded=offloaded,
-            bf16=bf16,
-            ddp_loss_error=ddp_loss_error,
-            share=next(iter(shares), math.nan),
-        )
-
-
-def _ddp_loss_error(check: RanksAgainstOne, sharded: Parity) -> float:
-    """Train the same by DistributedDataParallel, and compare the losses."""
-    if check.defects:
-        return math.nan
-    made = make_decoder(check.geometry, check.device, seed=0)
-    training = Training(replicate(made, check.device, check.group), check.device, precision="fp32")
-    return largest(
-        relative(loss, float(training.step([check.due_rows(check.rank, step).to(check.device)]).losses.mean()))
-        for step, loss in enumerate(sharded.losses)
-    )
+        return FullySharded(fp32=fp32, bf16=bf16, share=largest(shares))

@@ -237,7 +237,7 @@ class StepComparison:
         with torch.no_grad():
             for copy, (name, weight) in zip(self._copies, self._trained.items(), strict=True):
                 copy.copy_(local(weight))
-                local(self._others[name]).copy_(_whole(weight, self._device))
+                local(self._others[name]).copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
 
     def _vote(self, recompute: Callable[[int], Share], rank: int) -> list[float]:
         vote = self._sketched(self._reference, lambda: recompute(rank))
@@ -308,15 +308,6 @@ def _starts(model: nn.Module) -> dict[str, int]:
         starts[name] = at
         at += weight.numel()
     return starts
-
-
-def _whole(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a weight whole on the device, also if its parts are in the host's memory. Collective, if it is sharded."""
-    if not isinstance(weight, DTensor):
-        return weight
-    part, shape, stride = weight.to_local().to(device), weight.shape, weight.stride()
-    whole = DTensor.from_local(part, weight.device_mesh, weight.placements, shape=shape, stride=stride)
-    return whole.full_tensor()
 
 
 def _middle(votes: Sequence[Sequence[float]]) -> list[float]:

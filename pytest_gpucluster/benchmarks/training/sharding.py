@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pytest_gpucluster.benchmarks.training.model import Decoder, fill
-from pytest_gpucluster.benchmarks.training.step import LARGEST_NORM, Clip
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -31,15 +30,9 @@ def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(group, device.type)
 
 
-def shard(
-    model: Model,
-    mesh: DeviceMesh,
-    *,
-    precision: str = "bf16",
-    cpu_offload: bool = False,
-    reshard_after_forward: bool = True,
-) -> Model:
-    """Shard each block of a decoder, then the root: embedding, last norm and head. Done in place.
+def shard(model: Model, mesh: DeviceMesh, *, precision: str = "bf16") -> Model:
+    """Shard each block of a decoder, then the root: embedding, last norm and head. Done in place. A block's whole
+    weights are freed after forward; the root's are needed again at once, and kept.
 
     Collective: every rank of the mesh must call this. FSDP2 broadcasts no weights: each rank keeps its part of its own
     weights, so all must have the same ones, or none yet (on the meta device).
@@ -50,10 +43,6 @@ def shard(
         model: a decoder, or another with ``blocks``; on the meta device, or made the same on every rank.
         mesh: of one dimension; one rank is enough.
         precision: one of ``POLICIES``.
-        cpu_offload: keep weights, gradients and the optimizer's moments in the host's memory. Weights are copied to
-            the device for each block.
-        reshard_after_forward: free a block's whole weights after forward, and gather them again for backward. The
-            root's weights are needed again at once, and kept in any case.
 
     Returns: the model itself, whose forward gathers the weights now.
 
@@ -61,17 +50,9 @@ def shard(
     """
     if precision not in POLICIES:
         raise ValueError(f"precision is one of {', '.join(POLICIES)}, not {precision!r}")
-    # Pinned memory needs a GPU to pin it for.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for block in cast(Any, model).blocks:
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=POLICIES[precision],
-            offload_policy=offload,
-            reshard_after_forward=reshard_after_forward,
-        )
-    fully_shard(model, mesh=mesh, mp_policy=POLICIES[precision], offload_policy=offload, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, mp_policy=POLICIES[precision], reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=POLICIES[precision], reshard_after_forward=False)
     return model
 
 
@@ -140,27 +121,3 @@ def layout_defect(model: Decoder, whole: Decoder, *, ranks: int, rank: int) -> s
                 f"{tuple(due.shape)}. fully_shard has not divided it"
             )
     return ""
-
-
-def clip_shards(group: dist.ProcessGroup, device: torch.device) -> Clip:
-    """Return the clipping of gradients that are divided over a group, whatever device the parts are on.
-
-    torch.nn.utils.clip_grad_norm_ would sum over the ranks on the parts' device, and on the CPU NCCL cannot.
-
-    Args:
-        group: all ranks of which together hold each weight once.
-        device: on which the group communicates.
-    """
-
-    def clip(model: nn.Module) -> torch.Tensor:
-        parts = [local(weight.grad) for weight in model.parameters() if weight.grad is not None]
-        squares = [part.double().square().sum().to(device) for part in parts]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-        dist.all_reduce(total, group=group)
-        norm = total.sqrt().float()
-        factor = (LARGEST_NORM / (norm + CLIP_EPSILON)).clamp(max=1.0)
-        for part in parts:
-            part.mul_(factor.to(part.device))
-        return norm
-
-    return clip

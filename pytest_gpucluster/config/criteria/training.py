@@ -257,9 +257,6 @@ METRICS = (
                 for bf16 in ("", "bf16_")
                 for metric, doc in _OF_A_RANK.items()
             },
-            "fsdp.ddp_loss_error": (
-                "Difference of a rank's loss to that of DistributedDataParallel on the same ranks."
-            ),
             "fsdp.share": "Bytes of weights and moments on a rank over those of 1/N of each, rounded up to rows.",
             "checkpoint.resume_error": (
                 "Difference of the losses after a checkpoint to those without a break, on the same ranks."

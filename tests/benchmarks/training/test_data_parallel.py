@@ -77,7 +77,7 @@ def with_a_wrong_device(rank, bad):
     sizes = {"batch": 2, "steps": 2}
     found = check_data_parallel(group, CPU, GEOMETRY, rank=rank, world_size=ranks, **sizes)
     sharded = check_fully_sharded(group, CPU, GEOMETRY, alone=groups[rank], **sizes)
-    return [parity.gradient > 1e-3 for parity in (found, sharded.fp32, sharded.offloaded, sharded.bf16)]
+    return [parity.gradient > 1e-3 for parity in (found, sharded.fp32, sharded.bf16)]
 
 
 @of_each("case", [(3, 1, [1]), (2, 1, [0, 1])])
@@ -85,4 +85,4 @@ def test_a_device_that_is_always_wrong_is_found_by_what_its_neighbours_compute(c
     """Of two ranks it stays open which is right: test_training_step compares each with its CPU."""
     ranks, bad, named = case
     found = on_ranks(ranks, with_a_wrong_device, bad)
-    assert found == [[rank in named] * 4 for rank in range(ranks)]
+    assert found == [[rank in named] * 3 for rank in range(ranks)]
