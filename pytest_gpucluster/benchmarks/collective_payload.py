@@ -171,6 +171,7 @@ class Payload:
         shape: their sizes.
         payload_bytes: the size S of nccl-tests, of which a simulated device keeps only a part.
         finite_calls: number of consecutive calls that keep the sums finite.
+        is_scattered: each rank receives another part of a sum.
         verified: elements that were compared so far.
     """
 
@@ -197,6 +198,7 @@ class Payload:
         self._is_sum = collective in SUMMED
         # Only a sum that replaces its addends grows with each call.
         self._grows = self._is_sum and self.shape.in_place
+        self.is_scattered = self._is_sum and not self.shape.in_place
         self.finite_calls = finite_calls(self._ranks, dtype) if self._grows else _UNLIMITED
         self._calls = self._round = 0
 
@@ -262,8 +264,8 @@ class Payload:
             count += here
         self.verified += len(self.received)
         after = f" after {1 + again} calls in place" if again else ""
-        # Of a sum in place any rank may have spoilt it, and all that see the same say the same.
-        what = self._name if self._grows else str(self)
+        # Any rank may have spoilt a sum: all that see the same say the same.
+        what = self._name if self._is_sum else str(self)
         return f"{what}: {count} of {len(self.received)} {are_wrong}{after}, {first}" if count else None
 
     def _expected(self) -> Iterator[tuple[int, torch.Tensor | int, torch.Tensor]]:

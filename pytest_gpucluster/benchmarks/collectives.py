@@ -242,7 +242,7 @@ def measure_collective(
 
     Raises:
         WrongResult: an element on this rank is wrong; names the rank, the count, the first element, and its source
-            rank.
+            rank. Of a reduce_scatter on all ranks.
         InconclusiveMeasurement: a rank's clock did not advance; on all ranks.
         EnvironmentBroken: the ranks do not measure the same, or one has too little memory; on all ranks.
         ValueError: there is no such collective or dtype, or a send_recv has one rank.
@@ -355,9 +355,16 @@ class _Measurement:
         return max(elapsed, RESOLUTION_SECONDS) if self._ranks.count == 1 else elapsed
 
     def _raise_defect(self) -> None:
-        """Raise this rank's defect; where some rank has one of its own, only those raise."""
-        is_known = any(wrong for [wrong] in self._ranks.gather([self._own_defect is not None]))
-        found = self._own_defect if is_known else self._window_defect
+        """Raise this rank's defect; where some rank has one of its own, only those raise.
+
+        Any rank may have spoilt a part of a scattered sum, which one alone receives: then all raise what it found.
+        """
+        flags = self._ranks.gather([self._own_defect is not None, self._window_defect is not None])
+        found = self._own_defect if any(own for own, _ in flags) else self._window_defect
+        if self._payload.is_scattered and any(map(any, flags)):
+            of_ranks = self._ranks.gather_objects(found)
+            index, text = next((index, text) for index, text in enumerate(of_ranks) if text)
+            found = f"{text}; {self._ranks.name(index)} received it, and any of the ranks may have spoilt it"
         if found:
             raise WrongResult(found) from None
 

@@ -337,11 +337,15 @@ class End:
     by: str = ""
 
 
+MOST_TELEMETRY = 128
+"""Ranks with their telemetry over the whole run in the page: 16 nodes of 8. There may be thousands."""
+
+
 def read_test_result(line: Mapping[str, Any], where: str, *, keep_samples: bool) -> TestResult:
     """Read a test's line.
 
-    Without ``keep_samples`` only what reports show is kept: of values and tests that passed or are recorded only, the
-    telemetry of one rank, the worst or the most throttled one. There may be thousands of ranks.
+    Without ``keep_samples`` only what reports show is kept: of values that passed or are recorded only, and of tests
+    that passed on more than ``MOST_TELEMETRY`` ranks, the telemetry of one, the worst or the most throttled.
 
     Raises:
         JournalError: as of ``codec.read``.
@@ -351,7 +355,7 @@ def read_test_result(line: Mapping[str, Any], where: str, *, keep_samples: bool)
     result = read(TestResult, without_samples(line), where)
     measurements = tuple(map(_without_other_ranks, result.measurements))
     telemetry = result.telemetry
-    if result.outcome == "passed":
+    if result.outcome == "passed" and len(telemetry) > MOST_TELEMETRY:
         rank = most_throttled(telemetry)
         telemetry = {} if rank is None else {rank: telemetry[rank]}
     return replace(result, measurements=measurements, telemetry=telemetry)

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.journal.records import Cluster, RankPlace, Run
 from pytest_gpucluster.judge.judged import JudgedLimit, JudgedMetric
-from pytest_gpucluster.reports.charts.plots import Level, Line, heat_map, limit_bar, line_chart, rank_dots
+from pytest_gpucluster.reports.charts.plots import (
+    Bar,
+    Level,
+    Line,
+    heat_map,
+    limit_bar,
+    line_chart,
+    rank_dots,
+    spread_chart,
+    time_chart,
+)
 from pytest_gpucluster.reports.charts.svg import Scale, span
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -129,6 +139,40 @@ def test_no_numbers_break_the_dots(values, low, high):
     intervals = {0: (low, high)}
     svg = rank_dots(judged(values, status="failed", limit=limit, worst=0, intervals=intervals), cluster_of(len(values)))
     assert drawn(svg) is not None
+
+
+def test_tests_over_time_have_their_names_and_the_search_an_outline():
+    bars = [
+        Bar(name="hbm", begin=0.0, end=60.0),
+        Bar(name="matmul", begin=60.0, end=400.0, is_bad=True, searched_from=300.0),
+    ]
+    svg = time_chart(bars)
+    assert {"hbm", "matmul", "min"} <= {*texts(svg)}
+    assert [rect.get("fill") == "none" for rect in drawn(svg).iter(f"{SVG}rect")] == [False, False, True]
+    many = time_chart([Bar(name=f"test {number}", begin=number, end=number + 1 + number % 7) for number in range(300)])
+    assert "100 of 300 tests" in title_of(many)
+
+
+def test_the_spread_names_the_rank_that_is_behind_and_has_no_row_for_what_does_not_spread():
+    rows = [("slow", judged([731.0] * 11 + [588.0] + [730.0] * 4, status="failed")), ("equal", judged([700.0] * 16))]
+    svg = spread_chart(rows, cluster_of(16))
+    assert crosses_and_circles(svg) == (1, 0)
+    assert "rank 11 (gpu-01, GPU 3)" in texts(svg)
+    assert "equal" not in texts(svg)
+    # Where all miss the limit, no rank is named.
+    assert "rank 3 (gpu-00, GPU 3)" not in texts(
+        spread_chart([("all", judged([5.0, 6.0, 5.5, 4.0], status="failed"))], cluster_of(4))
+    )
+
+
+@given(values=st.lists(ANY, min_size=1, max_size=40), begin=st.floats(0, 1e9), seconds=st.floats(0, 1e9), search=ANY)
+@example(values=[1.7e308, 5e-324, 1.0], begin=0.0, seconds=0.0, search=math.nan)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_no_numbers_break_the_spread_nor_the_times(values, begin, seconds, search):
+    assert (
+        drawn(spread_chart([(HOSTILE, judged(values, status="failed", worst=0))], cluster_of(len(values)))) is not None
+    )
+    assert drawn(time_chart([Bar(name=HOSTILE, begin=begin, end=begin + seconds, searched_from=search)])) is not None
 
 
 @given(points=st.lists(st.tuples(ANY, ANY), max_size=30), level=ANY, log_x=st.booleans())

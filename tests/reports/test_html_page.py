@@ -214,3 +214,14 @@ def test_the_map_has_a_cell_for_each_gpu_and_what_failed_is_a_link(example_pages
     assert {cell["data-mark"] for name, cell in cells if name == "a"} == {"F", "E", "~"}
     healthy = parsed(example_pages["accepted"])
     assert {cell["data-mark"] for _, cell in healthy.elements if cell.get("class") == "gpu"} == {"."}
+
+
+def test_a_node_has_the_values_of_its_gpus_their_telemetry_and_failures(example_pages: dict[str, str]) -> None:
+    section = example_pages["cluster"].partition('<h2 id="nodes">')[2].partition("</section>")[0]
+    summaries = re.findall(r"<summary>(.*?)</summary>", section)
+    assert [text for text in summaries if "failures" in text] == ["gpu-01, with failures", "gpu-02, with failures"]
+    assert re.search(r"GPU 3: .*matmul", section)
+    assert "GPU 0" not in "".join(re.findall("<li>.*?</li>", section))
+    (row,) = re.findall(r"<tr class=\"t-failed\"><th scope=\"row\">matmul\[bf16\]</th>.*?</tr>", section)
+    assert re.findall(r"<td class=\"n\">\u00d7 (.*?)</td>", row) == ["585.6"]
+    assert section.count("<svg") == 6

@@ -1,5 +1,5 @@
-"""The charts: lines (rates over sizes, losses over steps), the value of each rank, a heat map of a square matrix, and a
-bar with a value and its limit. No value breaks one: what is no number is left out or marked."""
+"""The charts: lines (rates over sizes, losses over steps), the value of each rank, how far all ranks are apart, the
+tests of a run over time, a heat map, and a bar with a value and its limit. What is no number is left out or marked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from markupsafe import Markup
 from pytest_gpucluster.journal.journal import Journal
 from pytest_gpucluster.judge.judged import JudgedMetric
 from pytest_gpucluster.judge.misses import straggler_ratios
-from pytest_gpucluster.metrics.stats import median
+from pytest_gpucluster.metrics.stats import median, percentile
 from pytest_gpucluster.reports.charts.svg import (
     ACCENT,
     BAD,
@@ -159,10 +159,16 @@ def _vertical_axis(
 
 
 def _horizontal_axis(
-    drawing: Drawing, ticks: Iterable[tuple[float, str]], right: float, bottom: float, label: str
+    drawing: Drawing,
+    ticks: Iterable[tuple[float, str]],
+    right: float,
+    bottom: float,
+    label: str,
+    *,
+    left: float = _LEFT,
 ) -> None:
     """Draw the axis with a text at each (place, text), as far as they fit, and a label below."""
-    drawing.line(_LEFT, bottom, right, bottom, MUTED)
+    drawing.line(left, bottom, right, bottom, MUTED)
     free = -math.inf
     for at, text in ticks:
         half = text_width(text) / 2
@@ -170,7 +176,7 @@ def _horizontal_axis(
         if at - half > free:  # else it would overlap the previous one
             drawing.text(at, bottom + 15, text, MUTED, anchor="middle")
             free = at + half + 4
-    drawing.text((_LEFT + right) / 2, bottom + 32, label, MUTED, anchor="middle")
+    drawing.text((left + right) / 2, bottom + 32, label, MUTED, anchor="middle")
 
 
 def _end_labels(drawing: Drawing, labels: Iterable[tuple[float, str, str]], *, x: float, lowest: float) -> None:
@@ -233,7 +239,7 @@ def rank_dots(judged: JudgedMetric, journal: Journal) -> Markup:
         return Markup("")
     values = {rank: value for rank, value in judged.values.items() if math.isfinite(value)}
     order = sorted(judged.values)
-    broken, missing = [rank for rank in order if rank not in values], _missing(judged, values)
+    broken, missing = [rank for rank in order if rank not in values], missing_ranks(judged)
     is_small = len(order) <= _FEW_RANKS
     intervals = {rank: pair for rank, pair in judged.intervals.items() if rank in values and len(finite(pair)) == 2}
     intervals = intervals if is_small else {}
@@ -274,9 +280,10 @@ def rank_dots(judged: JudgedMetric, journal: Journal) -> Markup:
     return drawing.done()
 
 
-def _missing(judged: JudgedMetric, values: Mapping[int, float]) -> list[int]:
+def missing_ranks(judged: JudgedMetric) -> list[int]:
     """Return the ranks that miss the limit, or are slower than it allows compared with the others."""
     limit = judged.limit
+    values = {rank: value for rank, value in judged.values.items() if math.isfinite(value)}
     if limit is None or judged.status not in ("failed", "error"):
         return []
     found = set()
@@ -300,6 +307,97 @@ def _hosts(journal: Journal, places: Mapping[int, float]) -> list[tuple[float, s
         ranks = list(members)
         found.append(((places[ranks[0]] + places[ranks[-1]]) / 2, one_line(host, 20)))
     return found
+
+
+# ---- all tests in one chart --------------------------------------------------------------------------------------
+
+_NAMES, _NAME_CHARACTERS = 218.0, 34
+"""Of the column of names: its width, and how long a name may be."""
+_CULPRIT_WIDTH = 155.0
+_MOST_ROWS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A test in the course of a run: its begin and end, and since when the culprit was searched, in seconds."""
+
+    name: str
+    begin: float
+    end: float
+    is_bad: bool = False
+    searched_from: float = math.inf
+
+
+def time_chart(bars: Sequence[Bar]) -> Markup:
+    """Return the tests of a run over time, one below the other; of many the longest."""
+    kept = {id(bar) for bar in sorted(bars, key=lambda bar: bar.begin - bar.end)[:_MOST_ROWS]}
+    drawn = [bar for bar in bars if id(bar) in kept]
+    high = 12.0
+    bottom = 8 + high * len(drawn)
+    last = max((bar.end for bar in drawn), default=0.0)
+    unit, size = ("min", 60.0) if last > 300 else ("s", 1.0)
+    x = Scale(low=0.0, high=max(last / size, 1e-9), start=_NAMES, end=_WIDTH - 14)
+    bad = sum(bar.is_bad for bar in drawn)
+    drawing = Drawing(
+        _WIDTH, bottom + 40, title=f"{len(drawn)} of {len(bars)} tests over time, {bad} failed", label="time"
+    )
+    for row, bar in enumerate(drawn):
+        top, colour = 8 + high * row, BAD if bar.is_bad else ACCENT
+        drawing.text(
+            _NAMES - 5, top + 9, one_line(bar.name, _NAME_CHARACTERS), colour if bar.is_bad else INK, anchor="end"
+        )
+        begin, end = x(bar.begin / size), x(bar.end / size)
+        drawing.rectangle(begin, top + 2, max(1.5, end - begin), high - 4, fill=colour)
+        if bar.searched_from < bar.end:
+            search = x(bar.searched_from / size)
+            drawing.rectangle(search, top + 2, end - search, high - 4, fill="none", stroke=INK, stroke_dasharray="2 2")
+    found = ticks(0.0, x.high, 8)
+    _horizontal_axis(drawing, ((x(at), tick_text(at, found)) for at in found), _WIDTH - 14, bottom, unit, left=_NAMES)
+    return drawing.done()
+
+
+def spread_chart(rows: Sequence[tuple[str, JudgedMetric]], journal: Journal) -> Markup:
+    """Return for each (test, value of several ranks) how all ranks compare with their median, worse ones to the left:
+    the range as a line, its middle half as a box, a cross for each rank that misses the limit, and the worst's name."""
+    drawn = [(name, judged, ratios) for name, judged in rows if (ratios := _ratios(judged))][:_MOST_ROWS]
+    high = 15.0
+    bottom = 8 + high * len(drawn)
+    drawing = Drawing(
+        _WIDTH, bottom + 40, title=f"{len(drawn)} values of all ranks beside their median", label="spread"
+    )
+    every = [100 * ratio for _, _, ratios in drawn for ratio in ratios.values()]
+    low, end = span([*every, 99.0, 101.0])
+    x = Scale(low=max(0.0, low), high=min(200.0, end), start=_NAMES + _CULPRIT_WIDTH, end=_WIDTH - 14)
+    drawing.line(x(100), 2, x(100), bottom, MUTED, dash="5 3")
+    for row, (name, judged, ratios) in enumerate(drawn):
+        middle, missing = 8 + high * (row + 0.5), missing_ranks(judged)
+        known = sorted(100 * ratio for rank, ratio in ratios.items())
+        first, third = (percentile(known, percent) for percent in (25, 75))
+        label = one_line(name, _NAME_CHARACTERS)
+        drawing.text(_NAMES - 5, middle + 3.5, label, BAD if missing else INK, anchor="end")
+        drawing.line(x(known[0]), middle, x(known[-1]), middle, ACCENT)
+        drawing.rectangle(x(first), middle - 4, max(1.5, x(third) - x(first)), 8, fill=ACCENT)
+        marks = [(x(100 * ratios[rank]), middle) for rank in missing if rank in ratios]
+        drawing.marks(marks, BAD, shape="cross", size=3.2)
+        worst = judged.worst_rank
+        if worst is not None and worst in missing and worst in ratios and 4 * len(missing) <= len(ratios):
+            name = one_line(rank_name(journal, worst, is_short=True), 26)
+            drawing.text(x(100 * ratios[worst]) - 7, middle + 3.5, name, BAD, anchor="end")
+    found = ticks(x.low, x.high, 8)
+    places = ((x(at), tick_text(at, found)) for at in found)
+    _horizontal_axis(drawing, places, _WIDTH - 14, bottom, "% of the median of all ranks; left is worse", left=_NAMES)
+    return drawing.done()
+
+
+def _ratios(judged: JudgedMetric) -> dict[int, float]:
+    """Return how good each rank is beside the median, 1 for the same; empty for a value that does not spread."""
+    higher = is_better_higher(judged)
+    values = {rank: value for rank, value in judged.values.items() if math.isfinite(value) and value > 0}
+    if higher is None or len(values) < 3 or min(values.values()) == max(values.values()):
+        return {}
+    middle = median(list(values.values()))
+    ratios = {rank: value / middle if higher else middle / value for rank, value in values.items()}
+    return {rank: ratio for rank, ratio in ratios.items() if ratio < 10}
 
 
 # ---- heat maps ---------------------------------------------------------------------------------------------------

@@ -259,7 +259,8 @@ def _place_cells(rank: int, journal: Journal) -> tuple[str, str, str]:
 def _telemetry_table(result: TestResult, journal: Journal) -> Table | None:
     """Return the telemetry of the worst rank in each measurement, then of the ranks in the whole test.
 
-    Culprits come first, then the most throttled rank; of many ranks only these. None if nothing was read.
+    Culprits come first, then the most throttled rank; of many ranks, or of a test that passed, only these. None if
+    nothing was read.
     """
     rows: dict[tuple[int, str], tuple[str, ...]] = {}
     shared = _shared_labels(result)
@@ -269,12 +270,12 @@ def _telemetry_table(result: TestResult, journal: Journal) -> Table | None:
         if text and rank is not None:  # values of the same window share their telemetry, which is listed once
             rows.setdefault((rank, text), (*_place_cells(rank, journal), _short_name(judged, shared), text))
     listed, throttled = list(rows.values()), most_throttled(result.telemetry)
-    is_small = len(result.telemetry) <= EMBEDDED_RANKS
+    is_small = result.outcome != "passed" and len(result.telemetry) <= EMBEDDED_RANKS
     first = [*result.culprits, *([] if throttled is None else [throttled])]
     for rank in dict.fromkeys((*first, *(sorted(result.telemetry) if is_small else ()))):
         if result.telemetry.get(rank):
             listed.append((*_place_cells(rank, journal), "the whole test", telemetry_text(result.telemetry[rank])))
-    left_out = "" if is_small else f"the journal has the telemetry of all {len(result.telemetry)} ranks"
+    left_out = "" if is_small or not listed else f"the journal has the telemetry of all {journal.run.world_size} ranks"
     head = ("Rank", "Host", "GPU", "During", "Median (lowest to highest)")
     return html_table("Telemetry of the GPUs", head, listed, most=_TELEMETRY, left_out=left_out)
 

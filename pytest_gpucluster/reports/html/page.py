@@ -32,6 +32,7 @@ from pytest_gpucluster.reports.failures import (
     merged_nodes,
 )
 from pytest_gpucluster.reports.html.criterion import RunFiles, details_values, row_values
+from pytest_gpucluster.reports.html.nodes import MOST_NODES, course, node_values, spread
 from pytest_gpucluster.reports.markup import Table, html_table, line, passage, readable, word
 from pytest_gpucluster.reports.summary import NOT_RUN, RUNNING, Outline, Row, display_name, outline, run_seconds
 from pytest_gpucluster.reports.tables import limit_text
@@ -108,6 +109,10 @@ def render(journal: Journal, *, folder: Path | None = None, page_folder: Path | 
         marks={gpu.mark: MARKS[gpu.mark] for node in nodes for gpu in node.gpus if gpu.mark != OK},
         anchors=anchors,
         places=_places(journal, overview, anchors),
+        course=course(journal, overview),
+        spread=spread(journal, overview),
+        node_views=node_values(journal, overview, nodes),
+        nodes_left_out=max(0, len(nodes) - MOST_NODES),
         did_not_run=[
             (word(row.name), word(row.criterion or ""), row.outcome, line(row.why_not_run))
             for row in overview.did_not_run[:_ROWS]

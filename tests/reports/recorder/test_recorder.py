@@ -112,7 +112,7 @@ def test_what_happens_while_the_reports_are_rendered_is_no_failure_of_the_record
     if ends == "is killed":
         killer.start()
     try:
-        assert recording.finish(END, DEADLINE if ends == "is killed" else 2.0) is None
+        assert recording.finish(END, DEADLINE if ends == "is killed" else 5.0) is None
         if ends == "is killed":
             killer.join()
     finally:  # with a reader the process that waits goes on, and ends
